@@ -1,7 +1,7 @@
 """autoshard: finds the fastest way to cut a training run over a cluster that fits in memory, and says why.
 
 >>> import autoshard
->>> plan = autoshard.plan("tiny-llama", "local")
+>>> plan = autoshard.plan("tiny-llama", "local").plan
 >>> plan.prediction.peak_bytes < plan.prediction.capacity_bytes
 True
 """
@@ -15,6 +15,9 @@ from autoshard.version import __version__
 __all__ = ["__version__", "plan", "shard_block"]
 
 if TYPE_CHECKING:
+    import inspect
+    from collections.abc import Callable
+
     from autoshard.blocks.shard_block import shard_block as shard_block
     from autoshard.search.api import plan as plan
 
@@ -26,10 +29,24 @@ class _CallablePackage(types.ModuleType):
     """
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Search: see ``autoshard.search.api.plan``."""
-        from autoshard.search.api import plan
+        """Search: see ``autoshard.search.api.plan``, whose signature and docstring this has."""
+        return _verb()(*args, **options)
 
-        return plan(*args, **options)
+    @property
+    def __signature__(self) -> "inspect.Signature":
+        from inspect import signature
+
+        return signature(_verb())
+
+    @property
+    def __doc__(self) -> str | None:  # pyright: ignore
+        return _verb().__doc__
+
+
+def _verb() -> "Callable[..., Any]":
+    from autoshard.search.api import plan
+
+    return plan
 
 
 def __getattr__(name: str) -> Any:

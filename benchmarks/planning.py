@@ -104,6 +104,6 @@ def _round(questions: Questions, place: Path, env: Mapping[str, str]) -> Round:
 
 def planned_with(options: Sequence[str], place: Path, env: Mapping[str, str]) -> Planned:
     """Run one search in a process of its own, in a folder with the script."""
-    usage = measure([sys.executable, "autoshard", "plan", *options, "--json"], cwd=place, env=env)
+    usage = measure([sys.executable, "autoshard", "plan", *options, "--json", "--force"], cwd=place, env=env)
     answer = (place / "answer.json").read_text(encoding="utf-8")
     return Planned(usage=usage, certificate=json.loads(answer)["certificate"] if answer else None)

@@ -14,7 +14,7 @@ _ROOT = Path(__file__).parents[1]
 COMMAND = ("plan", "--model", "llama3-70b", "--nodes", "16")
 PICTURE = Path(__file__).parent / "plan.svg"
 _WIDTH = 112
-_LAST = "Runners-up"  # the heading of the first table that is left out
+_LAST = "Answers"  # the heading of the first table that is left out
 
 
 def terminal_text(folder: Path) -> Text:

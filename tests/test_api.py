@@ -21,7 +21,7 @@ from autoshard.spec.workload import Precision, Workload
 
 
 def test_three_lines_give_a_plan():
-    plan = autoshard.plan("llama3-8b", "trn1.32xlarge", nodes=2, search=Search(pins="tp=32,mbs=1"))
+    plan = autoshard.plan("llama3-8b", "trn1.32xlarge", nodes=2, fix={"tp": 32, "mbs": 1}).plan
     assert isinstance(plan, Plan) and plan.cluster.num_nodes == 2
     assert plan.prediction and plan.prediction.peak_bytes <= plan.cluster.rank_memory_bytes
 
@@ -36,11 +36,11 @@ def test_the_package_of_the_same_name_still_works():
 def test_parts_may_be_values_paths_or_names():
     model, cluster = load_model("tiny-llama"), load_cluster("local")
     workload = default_workload(model, cluster)
-    few = Search(pins="tp=2,mbs=8")
-    plan = autoshard.plan("tiny-llama", "local", search=few)
-    assert autoshard.plan(model, cluster, workload, nodes=1, search=few) == plan
+    few = "tp=2,mbs=8"
+    result = autoshard.plan("tiny-llama", "local", fix=few)
+    assert autoshard.plan(model, cluster, workload, nodes=1, fix={"tp": 2, "mbs": 8}) == result
     card = Path(__file__).parents[1] / "models" / "tiny-llama.json"
-    assert autoshard.plan(card, "local", search=few).model.num_layers == model.num_layers
+    assert autoshard.plan(card, "local", fix=few).plan.model.num_layers == model.num_layers
 
 
 def test_a_users_own_rule_and_pins_are_respected():
@@ -49,7 +49,7 @@ def test_a_users_own_rule_and_pins_are_respected():
         yield c.pp == 2
         yield f"pp={c.pp}: use 2"
 
-    plan = autoshard.plan("tiny-llama", "local", search=Search(rules=(mine,), pins="tp=2,mbs=8"))
+    plan = autoshard.plan("tiny-llama", "local", fix="tp=2,mbs=8", search=Search(rules=(mine,))).plan
     assert (plan.mesh.size("pp"), plan.mesh.size("tp")) == (2, 2)
 
 
@@ -61,14 +61,14 @@ def test_another_method_to_search_gets_the_request():
         return search(request)
 
     workload = Workload(seq_len=128, global_batch=4, precision=Precision.named("fp32"))
-    plan = autoshard.plan("tiny-llama", "local", workload, search=Search(method=method, pins="tp=2,mbs=1"))
+    plan = autoshard.plan("tiny-llama", "local", workload, fix="tp=2,mbs=1", search=Search(method=method)).plan
     assert seen[0].workload == workload == plan.workload
 
 
 def test_a_calibration_of_ones_own_changes_the_prediction_and_is_named():
-    nominal, few = uncalibrated(), Search(pins="tp=2,mbs=8")
+    nominal, few = uncalibrated(), "tp=2,mbs=8"
     slow = replace(nominal, name="slow", **dict.fromkeys(CONSTANTS, 0.35))
-    plan, usual = (autoshard.plan("tiny-llama", "local", cost=cost, search=few) for cost in (slow, None))
+    plan, usual = (autoshard.plan("tiny-llama", "local", fix=few, cost=cost).plan for cost in (slow, None))
     assert (plan.provenance["calibration"], usual.provenance["calibration"]) == ("slow", "uncalibrated")
     assert plan.prediction and usual.prediction
     assert plan.prediction.step_time_s > 1.5 * usual.prediction.step_time_s
@@ -76,11 +76,11 @@ def test_a_calibration_of_ones_own_changes_the_prediction_and_is_named():
 
 def test_what_cannot_be_answered_is_an_exception_with_reasons():
     with pytest.raises(NoPlan, match=r"more than the 14\.40 GiB that a headroom of 0\.1 leaves of 16\.00 GiB"):
-        autoshard.plan("llama3-70b", "trn1.32xlarge", search=Search(pins="tp=32,mbs=1"))
+        autoshard.plan("llama3-70b", "trn1.32xlarge", fix="tp=32,mbs=1")
     with pytest.raises(InputError, match="do not divide by 3"):
-        autoshard.plan("tiny-llama", "local", search=Search(pins="tp=3"))
+        autoshard.plan("tiny-llama", "local", fix={"tp": 3})
     with pytest.raises(InputError, match="there is no table 'x'"):
-        autoshard.plan("tiny-llama", "local", search=Search(pins="kernels=x"))
+        autoshard.plan("tiny-llama", "local", fix="kernels=x")
 
 
 def faults_of(**values: object) -> set[str]:

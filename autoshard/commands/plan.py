@@ -1,14 +1,14 @@
 """``autoshard plan``: the best plan, exactly one candidate, or the question of a plan again for the nodes left."""
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from autoshard.command_line import Pins, is_recipe
 from autoshard.commands.options import QuestionOptions, SearchOptions, token_total
-from autoshard.commands.output import place_checks, print_answer, write_text
+from autoshard.commands.output import place_checks, print_answer
 from autoshard.commands.progress import Watcher, watching
 from autoshard.cost.calibration import calibration_of, load_calibration
 from autoshard.cost.predict import check_plan
@@ -17,16 +17,18 @@ from autoshard.cost.update import STORAGE, resuming
 from autoshard.errors import Fault, InputError, NoPlan, require
 from autoshard.extensions import EXTENSIONS
 from autoshard.plan.candidate import Candidate, parse_pins
-from autoshard.plan.codec import dump, load
+from autoshard.plan.codec import load, save
 from autoshard.plan.diff import diff
 from autoshard.plan.plan import Plan
 from autoshard.plan.verify import verify as reasons_against
 from autoshard.report.structured import found_json, frontier_json, made_json
 from autoshard.report.terminal import frontier_report, plan_report, rejections_report, runners_up_of
+from autoshard.search.answers import NAMES, PlanResult, answers_of
 from autoshard.search.api import engines_of, pins_of
 from autoshard.search.no_plan import better_sizes, unanswered
 from autoshard.search.planner import SearchResult, frontier, search
 from autoshard.search.request import Request, rejections_of, resolved
+from autoshard.search.simple import WITHIN
 from autoshard.spec.cluster import LOCAL, Cluster
 from autoshard.spec.record import encode
 from autoshard.units import format_bytes, format_count, format_seconds
@@ -40,12 +42,14 @@ def plan(
     like: Path | None = None,
     pareto: bool = False,
     at: Pins | None = None,
+    choose: str | None = None,
     top: int = 3,
     tokens: str | None = None,
     out: Path = Path("plan.json"),
+    force: bool = False,
     json: bool = False,
 ) -> int:
-    """Find the fastest layout of a training run that fits in memory, and write it to a plan file.
+    """Find the fastest layout of a training run that fits in memory, and a simple one; write a plan file.
 
     Args:
         question: The question.
@@ -53,9 +57,12 @@ def plan(
         like: Ask what this plan file has answered again, for the --nodes that are left, and say what resuming costs.
         pareto: Show what no plan betters in step time, memory and dollars at once, over all --nodes; write the fastest.
         at: Evaluate exactly this layout, even one that is refused, and say why.
+        choose: Which plan to write: fastest, simple (the simplest that takes at most 1.02 times as long), vendor (the
+            layout that the vendor documents), or the number of a runner-up. Default: simple.
         top: How many plans to show, the best one included.
         tokens: How many tokens the whole training reads, e.g. 2T or 300B; the answer says how many days and dollars.
         out: The plan file to write.
+        force: Replace the plan file if it holds another plan.
         json: Print one JSON object instead of tables.
     """
     require(
@@ -64,43 +71,95 @@ def plan(
         (like is None or not (pareto or at), "--like", "searches for one plan; leave out --pareto and --at"),
         (pareto or len(question.nodes) <= 1, "--nodes", "takes several numbers with --pareto only; name one"),
         (1 <= top <= _MOST_PLANS, "--top", f"must be 1 to {_MOST_PLANS}, not {top}"),
+        (choose is None or not (pareto or at), "--choose", "is for the answers of one search; leave it out"),
+        (
+            choose is None or choose in NAMES or _is_number(choose),
+            f"--choose {choose}",
+            f"type {', '.join(NAMES)}, or a number up to {_MOST_PLANS}",
+        ),
         *place_checks(out),
     )
-    if pareto:
-        return _frontier(question.requests(options), options, out, json)
-    old, request = _request_like(like, question, options) if like else (None, question.requests(options)[0])
-    if at is not None:
-        return _one_candidate(request, at, out, json)
-    found = searched(request, top, options)
-    best = found.plans[0]
-    write_text(dump(best), out)
-    change, sentences = _resuming_answer(old, best) if old else ({}, "")
-    if json:
-        print_answer({**found_json(found.plans, found.certificate), **change})
-        return 0
     total = token_total(tokens) if tokens else None
+    to = _Target(out=out, force=force, json=json, total_tokens=total)
+    if pareto:
+        return _frontier(question.requests(options), options, to)
+    if at is not None:
+        return _one_candidate(question.requests(options)[0], at, to)
+    old, request = _request_like(like, question, options) if like else (None, question.requests(options)[0])
+    most = max(top, int(choose) if choose and choose.isdecimal() else 1)
+    found = searched(request, most, options)
+    return _show_answers(
+        answers_of(request, found, choose), old, to, lambda: _print_better_sizes(request, found, options)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Target:
+    """Where a plan and the answer go."""
+
+    out: Path
+    force: bool
+    json: bool
+    total_tokens: float | None
+
+    @property
+    def next_step(self) -> str:
+        """What to type next."""
+        return shlex.join(["autoshard", "verify", str(self.out), *EXTENSIONS.options()])
+
+    def write(self, made: Plan) -> InputError | None:
+        """Write the plan file; return what to type where another plan of this name is kept."""
+        try:
+            save(made, self.out, force=self.force, remedy="Type --force to replace it")
+        except InputError as error:
+            return error.under("--out")
+        return None
+
+    def end(self, made: Plan, kept: InputError | None, what: str = "") -> int:
+        """Say what is unusual about the question, and where the plan is; or what to type where another one is kept."""
+        warning = made.model.beyond_positions(made.workload.seq_len)
+        if warning and not self.json:
+            print(f"warning: {warning}")
+        if kept:
+            raise kept  # after the answer, which took a while to find
+        if not self.json:
+            print(f"wrote {what}{self.out}")
+        return 0
+
+
+def _is_number(name: str) -> bool:
+    return name.isdecimal() and name.isascii() and 1 <= int(name) <= _MOST_PLANS
+
+
+def _show_answers(result: PlanResult, old: Plan | None, to: _Target, better: Callable[[], None]) -> int:
+    """Write the answer that was chosen and show all; where a plan came before, what changes; and ``better`` sizes."""
+    try:
+        answer = result.runnable(result.name)
+    except InputError as error:
+        raise error.under("--choose") from None
+    kept = to.write(answer.plan)
+    change, sentences = _resuming_answer(old, answer.plan) if old else ({}, "")
+    if to.json:
+        print_answer({**found_json(answer, result.answers, result.certificate, result.no_vendor), **change})
+        return to.end(answer.plan, kept)
+    named = [one for one in result.answers if not one.name.isdecimal()]
     print_answer(
         plan_report(
-            best,
-            found.certificate,
-            times=rank_times(best),
-            answers=runners_up_of(best, found.plans[1:]),
-            total_tokens=total,
-            next_step=_verify_line(out),
+            answer.plan,
+            result.certificate.about(answer.plan),
+            times=rank_times(answer.plan),
+            answers=[*named, *runners_up_of(result.answers[0].plan, result.runners_up)],
+            total_tokens=to.total_tokens,
+            next_step="" if kept else to.next_step,
         )
     )
-    _print_better_sizes(request, found, options)
+    if result.no_vendor:
+        print(f"no vendor's layout: {result.no_vendor}")
+    print(f"this is {answer.name}; --choose {'|'.join(one.name for one in result.answers)} writes another")
+    better()
     if old:
         print(sentences)
-    _say_written(best, out)
-    return 0
-
-
-def _say_written(plan: Plan, out: Path) -> None:
-    """Say where the plan is, and what is unusual about its question."""
-    if warning := plan.model.beyond_positions(plan.workload.seq_len):
-        print(f"warning: {warning}")
-    print(f"wrote {out}")
+    return to.end(answer.plan, kept)
 
 
 def _print_better_sizes(request: Request, found: SearchResult, options: SearchOptions) -> None:
@@ -110,23 +169,16 @@ def _print_better_sizes(request: Request, found: SearchResult, options: SearchOp
             print(f"odd number of nodes: {words}")
 
 
-def _verify_line(out: Path) -> str:
-    """Return what to type next."""
-    return shlex.join(["autoshard", "verify", str(out), *EXTENSIONS.options()])
-
-
-def _frontier(requests: Sequence[Request], options: SearchOptions, out: Path, json: bool) -> int:
+def _frontier(requests: Sequence[Request], options: SearchOptions, to: _Target) -> int:
     """Show what cannot be bettered; where nothing fits on any number of nodes, say why on the last."""
     with watching(options.time_limit, format_seconds) as watch:
         found = frontier(requests, watch)
         if not found.plans:
             _refuse_unfinished(found.ended, watch)
             raise unanswered(requests[-1], search(requests[-1], watch=watch), helpful=True, watch=watch)
-    write_text(dump(found.plans[0]), out)
-    print_answer((frontier_json if json else frontier_report)(found.plans, found.gap, found.ended))
-    if not json:
-        print(f"wrote the fastest, {out}")
-    return 0
+    kept = to.write(found.plans[0])
+    print_answer((frontier_json if to.json else frontier_report)(found.plans, found.gap, found.ended))
+    return to.end(found.plans[0], kept, "the fastest, ")
 
 
 def plan_of(path: Path, question: QuestionOptions) -> Plan:
@@ -136,14 +188,14 @@ def plan_of(path: Path, question: QuestionOptions) -> Plan:
         return load(path)
     require((len(question.nodes) <= 1, "--nodes", "a run has one number of nodes; name one"))
     options = SearchOptions()
-    return searched(question.requests(options)[0], 1, options).plans[0]
+    return searched(question.requests(options)[0], 1, options).preferred
 
 
 def searched(request: Request, num_plans: int, options: SearchOptions) -> SearchResult:
     """Search; where nothing fits, say by how much the best misses and what would help."""
     show = format_bytes if options.objective == "memory" else format_seconds
     with watching(options.time_limit, show) as watch:
-        found = search(request, num_plans, watch)
+        found = search(request, num_plans, watch, simple_within=None if options.objective == "memory" else WITHIN)
         if not found.plans:
             _refuse_unfinished(found.certificate.ended, watch)
             raise unanswered(request, found, helpful=True, watch=watch)
@@ -158,7 +210,7 @@ def _refuse_unfinished(ended: str, watch: Watcher) -> None:
         raise NoPlan(f"no plan: {ended}, before any was found that fits. Give the search more time")
 
 
-def _one_candidate(request: Request, text: str, out: Path, json: bool) -> int:
+def _one_candidate(request: Request, text: str, to: _Target) -> int:
     """Evaluate one candidate: its rejections first, then an estimate where it has a shape."""
     made, shapeless = None, ""
     try:
@@ -175,20 +227,16 @@ def _one_candidate(request: Request, text: str, out: Path, json: bool) -> int:
     except InputError as error:
         raise error.under("--at") from None
     refused = reasons_against(made) if made else refused
-    if json:
+    kept = to.write(made) if made and not refused else None
+    if to.json:
         print_answer(made_json(made, refused))
     else:
         print_answer(rejections_report(refused))
-        next_step = "" if refused else _verify_line(out)
+        next_step = "" if refused or kept else to.next_step
         print_answer(
             plan_report(made, times=rank_times(made), next_step=next_step) if made else f"no estimate: {shapeless}"
         )
-    if refused or made is None:
-        return 1
-    write_text(dump(made), out)
-    if not json:
-        _say_written(made, out)
-    return 0
+    return 1 if refused or made is None else to.end(made, kept)
 
 
 def _request_like(path: Path, question: QuestionOptions, options: SearchOptions) -> tuple[Plan, Request]:

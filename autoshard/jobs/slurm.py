@@ -91,7 +91,7 @@ def _replanned(job: Job) -> Iterator[str]:
     yield "  local left; left=$(sinfo \"${alive[@]}\" --noheader --format=%D | awk '{ n += $1 } END { print n + 0 }')"
     yield f"  if [[ $left -eq 0 || $left -ge {job.num_nodes} ]]; then return 1; fi"
     yield from (f"  {line}" for line in setup_lines(job))
-    yield f'  autoshard plan --like plan.json{extend} --nodes "$left" --out "plan-$left.json" || return 1'
+    yield f'  autoshard plan --like plan.json{extend} --nodes "$left" --out "plan-$left.json" --force || return 1'
     folders = f'--out "on-$left-nodes" --run-folder "{job.absolute_run}"'
     yield f'  autoshard launch "plan-$left.json" --config training.yaml {folders} \\'
     yield f"    {shlex.join(words)}"

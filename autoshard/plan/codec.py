@@ -37,6 +37,22 @@ def dump(plan: Plan) -> str:
     return _text(encode(plan))
 
 
+def save(plan: Plan, path: Path, *, force: bool, remedy: str) -> None:
+    """Write a plan file; what a file of this name holds already is kept, unless it is the same or to be replaced."""
+    text = dump(plan)
+    try:
+        known = path.read_text(encoding="utf-8") if path.exists() else text
+    except (OSError, UnicodeDecodeError):
+        known = ""
+    if known != text and not force:
+        raise InputError.of(str(path), f"holds something else, and is kept. {remedy}, or give another name")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:  # the latter: a path that no file can have
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise InputError.of(str(path), f"cannot be written: {reason or error}") from None
+
+
 def load(source: str | Path, migrations: Migrations = MIGRATIONS) -> Plan:
     """Read a plan from JSON text, or from the file at a Path; all faults are reported in one InputError."""
     found = parsed_json(source, "plan") if isinstance(source, str) else read_data(source)

@@ -54,6 +54,16 @@ class Certificate:
             return 0.0 if math.isinf(self.bound) else 1.0
         return max(0.0, 1.0 - self.bound / self.value)
 
+    def about(self, plan: Plan) -> "Certificate":
+        """Return the certificate with another plan of the question in the place of the best, unless it is as good."""
+        assert plan.prediction, "an answer has its prediction"
+        value = plan.prediction.peak_bytes if self.objective == "memory" else plan.prediction.step_time_s
+        if value <= self.value * (1 + 1e-8):
+            return self
+        # What headroom costs is known of the best: as many percent.
+        by_headroom = {headroom: time_s * value / self.value for headroom, time_s in self.by_headroom.items()}
+        return replace(self, value=value, by_headroom=by_headroom)
+
     @property
     def statement(self) -> str:
         """Say in words what was proven."""
@@ -114,7 +124,8 @@ class NearestRun:
 class Answer:
     """One of the plans with which a question is answered, by the name under which it can be written.
 
-    Names are ``fastest``, ``simple``, ``vendor``, and ``2``, ``3``, ... of the next best layouts.
+    Names are ``fastest`` (``smallest`` where memory is minimised), ``simple``, ``vendor``, and ``2``, ``3``, ... of the
+    next best layouts. The same plan may have two names.
     """
 
     name: str

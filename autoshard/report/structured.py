@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoshard.plan.diff import Breakdown, Diff, Term, diff
-from autoshard.plan.explanation import Alternatives, Certificate, Explanation, RankTime, WhyNot
+from autoshard.plan.explanation import Alternatives, Answer, Certificate, Explanation, RankTime, WhyNot
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.rule import Rejection
 from autoshard.report.comparison import misfits, sentences
@@ -21,15 +21,33 @@ def _brief_json(plan: Plan) -> dict[str, Any]:
     return {"candidate": str(plan.candidate), "prediction": prediction, "dollars": dollars}
 
 
-def found_json(plans: Sequence[Plan], certificate: Certificate) -> dict[str, Any]:
-    """Return the best plan, candidates and predictions of the runners-up, and the certificate."""
-    best, *others = plans
-    rows = [_brief_json(other) for other in others]
+def found_json(
+    written: Answer, answers: Sequence[Answer], certificate: Certificate, no_vendor: str = ""
+) -> dict[str, Any]:
+    """Return the plan that is written whole, all answers by candidate and prediction, and what was looked at."""
+    rows = [_answer_json(one, certificate) for one in answers]
     return {
-        "plan": plan_json(best),
-        "dollars": encode(best.dollars),
-        "runners_up": rows,
+        "plan": plan_json(written.plan),
+        "written": written.name,
+        "dollars": encode(written.plan.dollars),
+        "answers": rows,
+        "no_vendor": no_vendor,
+        "runners_up": [row for row in rows if row["name"].isdecimal()],
         "certificate": encode(certificate),
+    }
+
+
+def _answer_json(answer: Answer, certificate: Certificate) -> dict[str, Any]:
+    run = answer.nearest_run
+    return {
+        "name": answer.name,
+        **_brief_json(answer.plan),
+        "slower": answer.slower,
+        "gap": certificate.about(answer.plan).gap,
+        "why": answer.why,
+        "against": list(answer.against),
+        "source": answer.source,
+        "nearest_run": run and encode(run),
     }
 
 

@@ -4,19 +4,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from autoshard.cost.calibration import Calibration, load_calibration
 from autoshard.cost.terms import CostTerm
 from autoshard.errors import Fault, InputError
 from autoshard.layout.pin import Pin, pins_of as layout_pins
-from autoshard.plan.candidate import parse_pins
-from autoshard.plan.plan import Plan
+from autoshard.plan.candidate import parse_pins, pins_text
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.rule import Rule
+from autoshard.search.answers import PlanResult, answers_of
 from autoshard.search.no_plan import unanswered
 from autoshard.search.planner import SearchResult, search as search_all
 from autoshard.search.request import Request
+from autoshard.search.simple import WITHIN
 from autoshard.search.space import Pins
 from autoshard.spec.cluster import HEADROOM, LOCAL, Cluster
 from autoshard.spec.cluster_catalogue import load_cluster, other_lnc
@@ -35,13 +36,12 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """How to look: pinned keys in text, pinned tensors, Rules of your own beside the built-in ones, another search."""
+    """How to look: pinned tensors, Rules of your own beside the built-in ones, another search than the built-in one."""
 
-    pins: str = ""
     layouts: Mapping[str, str] = field(default_factory=dict[str, str])  # tensor -> layout, as after --pin
     rules: tuple[Rule, ...] = ()
     headroom: float = HEADROOM  # share of a rank's memory that stays free
-    method: Callable[[Request], SearchResult] = search_all
+    method: Callable[[Request], SearchResult] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,19 +52,39 @@ class Cost:
     terms: tuple[CostTerm, ...] = ()
 
 
-def plan(
+def plan(  # noqa: PLR0913
     model: ModelSpec | str | Path,
     cluster: Cluster | str | Path,
     workload: Workload | None = None,
     *,
     nodes: int | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    fix: Mapping[str, Any] | str = "",
+    top: int = 3,
     cost: Cost | Calibration | None = None,
     search: Search | None = None,
-) -> Plan:
-    """Return the best plan, or raise NoPlan; names are looked up in the catalogue, for one node if not told otherwise.
+) -> PlanResult:
+    """Find the fastest layout of a training run that fits in memory, a simple one that is nearly as fast, the vendor's.
 
-    >>> plan("tiny-llama", "local", search=Search(pins="tp=2")).mesh.size("tp")
-    2
+    Args:
+        model: A model, the name of a card (see ``autoshard list models``), or the path of a Hugging Face config.json.
+        cluster: A cluster, a name (see ``autoshard list clusters``), or the path of a cluster file.
+        workload: Sequence, batch, number formats, optimizer. Without: what the model and the cluster suggest, in bf16.
+        nodes: How many nodes a cluster that is named has; 1 if not told otherwise.
+        seq_len: Tokens in a sequence, if not those of the workload.
+        global_batch: Sequences in an optimizer step, if not those of the workload.
+        fix: Keys of the layout that are pinned: ``{"tp": 32}``, or ``"tp=32,schedule=1f1b"`` as after ``--fix``.
+        top: How many of the best layouts are answers, the best one included.
+        cost: Constants and terms of your own.
+        search: Pinned tensors, Rules and a search of your own.
+
+    The plan of the result is the simple one. Raises NoPlan where nothing fits, and InputError where the question is
+    wrong; both say what to change.
+
+    >>> result = plan("tiny-llama", "local", fix={"tp": 2})
+    >>> result.plan.mesh.size("tp"), [answer.name for answer in result.answers]
+    (2, ['fastest', 'simple', '2', '3'])
     """
     the_model = model if isinstance(model, ModelSpec) else load_model(model)
     if isinstance(cluster, Cluster):
@@ -73,22 +93,23 @@ def plan(
         the_cluster = load_cluster(str(cluster), nodes or 1)
     how = search or Search()
     prices = cost if isinstance(cost, Cost) else Cost(calibration=cost)
+    work = workload or default_workload(the_model, the_cluster)
     request = Request(
         model=the_model,
         cluster=the_cluster,
-        workload=workload or default_workload(the_model, the_cluster),
+        workload=replace(work, seq_len=seq_len or work.seq_len, global_batch=global_batch or work.global_batch),
         engines=(the_cluster.engine,),
         headroom=how.headroom,
-        pins=pins_of(how.pins or None),
+        pins=pins_of((fix if isinstance(fix, str) else pins_text(fix)) or None),
         layouts=layout_pins(how.layouts, "Python"),
         calibration=prices.calibration,
         terms=prices.terms,
         extra_rules=how.rules,
     )
-    found = how.method(request)
+    found = how.method(request) if how.method else search_all(request, top, simple_within=WITHIN)
     if not found.plans:
         raise unanswered(request, found)
-    return found.plans[0]
+    return answers_of(request, found)
 
 
 def request_of(recipe: Recipe, layouts: Sequence[Pin] = ()) -> Request:

@@ -23,6 +23,8 @@ from autoshard.search.stage_filling import Goal
 from autoshard.search.watch import SearchStopped, Watch, never_stop
 
 _MOST = 16  # plans of one cluster on a frontier
+_NOT_SIMPLE = "no simpler one was looked for"
+_TIE = 1e-9  # relative: times that differ by less count as equal
 _STEP = 0.1  # of memory: of plans that differ by less only the faster is wanted
 
 
@@ -33,28 +35,52 @@ class SearchResult:
     plans: tuple[Plan, ...]
     nearest_miss: Plan | None
     certificate: Certificate
+    simple: Plan | None = None  # the simplest plan that is nearly as fast, if there is one
+    simple_ended: str = _NOT_SIMPLE  # why the search for it stopped; "" if it did not
+
+    @property
+    def preferred(self) -> Plan:
+        """The plan that is run where nobody says which: the simple one, or the fastest if there is none."""
+        return self.simple or self.plans[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _EngineResult:
-    """What one engine can do on one cluster: solutions that fit, best first; if there is none, one that misses."""
+    """What one engine can do on one cluster: the points that were searched; if nothing fits, what misses by least."""
 
     request: Request
     engine: Engine
-    solutions: Sequence[Solution]
+    legal: Certificate
+    pool: Pool | None  # None where nothing is legal
     nearest_miss: Solution | None
-    certificate: Certificate
 
-    def plan(self, solution: Solution, *, tables: bool) -> Plan:
+    @property
+    def solutions(self) -> list[Solution]:
+        """The best solution of every layout, best first."""
+        return self.pool.solutions if self.pool else []
+
+    @property
+    def certificate(self) -> Certificate:
+        """What was searched and proven."""
+        return self.pool.certificate(self.legal) if self.pool else self.legal
+
+    def plan(self, solution: Solution) -> Plan:
         """Return the plan of a solution."""
-        cutting = solution.point.priced.cutting.cutting
-        return self.request.plan(solution.candidate, self.engine, cutting, tables=tables)
+        return self.request.plan(solution.candidate, self.engine, solution.point.priced.cutting.cutting)
 
 
-def search(request: Request, num_plans: int = 1, watch: Watch = never_stop, *, nearest: bool = True) -> SearchResult:
-    """Price every legal candidate of every engine and return the fastest that fit; the best one with its tables.
+def search(
+    request: Request,
+    num_plans: int = 1,
+    watch: Watch = never_stop,
+    *,
+    nearest: bool = True,
+    simple_within: float | None = None,
+) -> SearchResult:
+    """Price every legal candidate of every engine and return the fastest that fit, and a simple one if that is wanted.
 
-    An engine that cannot run what is pinned leaves the answer to the others. ``nearest`` asks for the nearest miss.
+    The simple one takes at most this share more than the fastest. An engine that cannot run what is pinned leaves the
+    answer to the others. ``nearest`` asks for the nearest miss.
     """
     results: list[_EngineResult] = []
     faults: list[InputError] = []
@@ -72,19 +98,43 @@ def search(request: Request, num_plans: int = 1, watch: Watch = never_stop, *, n
             faults.append(fault)
     if not results:
         raise faults[0]
-    found = sorted(
-        ((one, solution) for one in results for solution in one.solutions), key=lambda pair: pair[1].order[:3]
-    )
-    plans = tuple(one.plan(solution, tables=not number) for number, (one, solution) in enumerate(found[:num_plans]))
+    simple, simple_ended = None, next((one.legal.stopped for one in results if one.legal.stopped), "")
+    if simple_within is None:
+        simple_ended = _NOT_SIMPLE
+    elif not simple_ended:
+        try:
+            simple = _simplest(results, 1 + simple_within)
+        except SearchStopped as stop:
+            simple_ended = str(stop)
+    found = sorted(((one, solution) for one in results for solution in one.solutions), key=_order)
+    misses = [one.plan(one.nearest_miss) for one in results if one.nearest_miss]
     certificate = reduce(Certificate.plus, (one.certificate for one in results), Certificate())
     if found and not certificate.stopped:
         certificate = replace(certificate, by_headroom=_with_less_headroom(*found[0]))
-    misses = [one.plan(one.nearest_miss, tables=False) for one in results if one.nearest_miss]
     return SearchResult(
-        plans=plans,
-        nearest_miss=None if plans else min(misses, key=lambda plan: coordinates(plan)[1], default=None),
+        plans=tuple(one.plan(solution) for one, solution in found[:num_plans]),
+        nearest_miss=None if found else min(misses, key=lambda plan: coordinates(plan)[1], default=None),
         certificate=certificate,
+        simple=simple,
+        simple_ended=simple_ended,
     )
+
+
+def _order(pair: tuple[_EngineResult, Solution]) -> tuple[float, ...]:
+    return pair[1].order[:3]
+
+
+def _simplest(results: Sequence[_EngineResult], share: float) -> Plan | None:
+    """Return the simplest plan of all engines that takes at most this share of the time of the fastest."""
+
+    def fastest() -> float:
+        return min((solution.value for one in results for solution in one.solutions), default=np.inf)
+
+    limit = fastest() * share * (1 + _TIE)
+    found = [(one, simple) for one in results if one.pool and (simple := one.pool.simplest(limit))]
+    left = [pair for pair in found if pair[1].solution.value <= fastest() * share * (1 + _TIE)]
+    best = min(left, key=lambda pair: (pair[1].simplicity, _order((pair[0], pair[1].solution))), default=None)
+    return best and best[0].plan(best[1].solution)
 
 
 def _with_less_headroom(result: _EngineResult, solution: Solution) -> dict[float, float]:
@@ -113,13 +163,7 @@ def _search_engine(request: Request, engine: Engine, num_plans: int, watch: Watc
                 miss = pool.smallest() if nearest and not pool.solutions else None
     except SearchStopped as stop:
         certificate = replace(certificate, bound=0.0, ended=str(stop))
-    return _EngineResult(
-        request=request,
-        engine=engine,
-        solutions=pool.solutions[:num_plans] if pool else (),
-        nearest_miss=miss,
-        certificate=pool.certificate(certificate) if pool else certificate,
-    )
+    return _EngineResult(request=request, engine=engine, legal=certificate, pool=pool, nearest_miss=miss)
 
 
 def _keeping_pins(request: Request, legal: LegalSpace) -> LegalSpace:

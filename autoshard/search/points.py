@@ -1,16 +1,18 @@
 """Outer points: layouts with everything that they can be run as, each with a bound; solved, a candidate each."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
-from autoshard.plan.candidate import Candidate, even_stages
+from autoshard.cost.stages import PipelineBlocks
+from autoshard.plan.candidate import Candidate, Zero, even_stages
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
-from autoshard.search.bounds import least_bytes, least_seconds
+from autoshard.search.bounds import least_bytes, least_of_any, least_seconds
 from autoshard.search.legal_space import RunVariant
 from autoshard.search.priced_layouts import PricedLayouts
 from autoshard.search.space import SIZES
@@ -69,23 +71,58 @@ class Points:
             schedule = Schedule(builder=builder, num_ranks=pp, num_chunks=vp, num_micro_batches=count)
             yield replace(self.only(shape.reshape(-1) == index), schedule=schedule)
 
-    def solved(self, goal: Goal, below: float) -> StageFilling:
-        """Return the best filling of the stages of each point; only fillings below ``below`` are searched."""
-        assert self.schedule, "points that are solved share a schedule"
+    @property
+    def blocks(self) -> PipelineBlocks:
+        """Their blocks in the pipeline that they share."""
+        assert self.schedule, "points that are timed share a schedule"
+        return self.priced.pipeline_blocks(self.rows, self.schedule, self.variant.space.base)
+
+    @property
+    def choices(self) -> StageChoices:
+        """What their stages may choose from."""
         space, kinds, allowed = self.variant.space, self.priced.kinds, self.variant.allowed[:, self.places]
         pinned = space.recomputes[0] if len(space.recomputes) == 1 and space.recomputes[0] != (Recompute(),) else None
         if not pinned:  # a row for every kind that is priced
             known = {stages[0]: own for stages, own in zip(space.recomputes, allowed, strict=True)}
             allowed = np.array([known.get(kind, np.zeros(len(self.rows), dtype=bool)) for kind in kinds])
-        choices = StageChoices(
+        return StageChoices(
             kinds=kinds,
             allowed=allowed,
             num_layers=self.priced.question.model.num_layers,
             stages=space.base.stages,
             recompute=pinned,
         )
-        blocks = self.priced.pipeline_blocks(self.rows, self.schedule, space.base)
-        return fill_stages(blocks, choices, goal, below, self.rest_s)
+
+    def solved(self, goal: Goal, below: float) -> StageFilling:
+        """Return the best filling of the stages of each point; only fillings below ``below`` are searched."""
+        return fill_stages(self.blocks, self.choices, goal, below, self.rest_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlainPoints:
+    """Layouts that are priced without recompute only, as which variants they run, and the least bound of these."""
+
+    priced: PricedLayouts
+    variants: Sequence[RunVariant]
+    bounds: Floats
+
+    @classmethod
+    def of(cls, priced: PricedLayouts, variants: Sequence[RunVariant], goal: Goal) -> "PlainPoints":
+        """Return them with bounds that hold for any recompute and schedule."""
+        zeros: list[Zero] = list({one.space.base.zero: None for one in variants})
+        bounds = least_of_any(priced.at_least, zeros, cast(float, goal.capacity))
+        if goal.objective == "memory":
+            bounds = np.min([least_bytes(priced.at_least, zero) for zero in zeros], axis=0)
+        return cls(priced=priced, variants=variants, bounds=np.zeros_like(bounds) if goal.effort.exhaustive else bounds)
+
+    @property
+    def least(self) -> float:
+        """The least bound of them."""
+        return float(self.bounds.min(initial=np.inf))
+
+    def may_fit(self, variant: RunVariant) -> NDArray[np.bool_]:
+        """Say which points of a variant may fit in memory."""
+        return np.isin(variant.layouts, self.priced.numbers[np.isfinite(self.bounds)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

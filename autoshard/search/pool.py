@@ -8,8 +8,7 @@ are priced with the best cutting of others. The block solver minimises time alon
 import heapq
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +17,14 @@ from autoshard.blocks.cutting import Terms, solved_cutting
 from autoshard.cost.setting import Question
 from autoshard.errors import InputError
 from autoshard.layout.pin import Pin
-from autoshard.plan.candidate import CpOrder, Zero
+from autoshard.plan.candidate import CpOrder
 from autoshard.plan.explanation import Certificate
 from autoshard.plan.lowering import ATOMS
 from autoshard.schedule.waves import Floats, Ints
-from autoshard.search.bounds import least_bytes, least_of_any
 from autoshard.search.legal_space import LegalSpace, RunVariant
-from autoshard.search.points import Points, Solution
-from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts, SolvedCutting, atom_columns
+from autoshard.search.points import PlainPoints, Points, Solution
+from autoshard.search.priced_layouts import LayoutPricer, SolvedCutting, atom_columns
+from autoshard.search.simple import Simple, simplest
 from autoshard.search.stage_filling import Goal
 from autoshard.search.watch import SearchProgress, SearchStopped, Watch, go_on, never_stop
 from autoshard.spec.workload import DTYPE_BYTES
@@ -38,33 +37,6 @@ _TIE = 1e-8  # relative: times that differ by less count as equal
 
 
 Row = tuple[Terms, int]  # a layout, cut under some terms
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Plain:
-    """Layouts that are priced without recompute only, as which variants they run, and the least bound of these."""
-
-    priced: PricedLayouts
-    variants: Sequence[RunVariant]
-    bounds: Floats
-
-    @classmethod
-    def of(cls, priced: PricedLayouts, variants: Sequence[RunVariant], goal: Goal) -> "_Plain":
-        """Return them with bounds that hold for any recompute and schedule."""
-        zeros: list[Zero] = list({one.space.base.zero: None for one in variants})
-        bounds = least_of_any(priced.at_least, zeros, cast(float, goal.capacity))
-        if goal.objective == "memory":
-            bounds = np.min([least_bytes(priced.at_least, zero) for zero in zeros], axis=0)
-        return cls(priced=priced, variants=variants, bounds=np.zeros_like(bounds) if goal.effort.exhaustive else bounds)
-
-    @property
-    def least(self) -> float:
-        """The least bound of them."""
-        return float(self.bounds.min(initial=np.inf))
-
-    def may_fit(self, variant: RunVariant) -> NDArray[np.bool_]:
-        """Say which points of a variant may fit in memory."""
-        return np.isin(variant.layouts, self.priced.numbers[np.isfinite(self.bounds)])
 
 
 class Pool:
@@ -86,11 +58,13 @@ class Pool:
             self._first[variant] = sum(len(one.layouts) for one in self._first)
             self._variants[variant.terms].append(variant)
         self._bounded, self._solved, self._fits = np.zeros((3, legal.num_legal), dtype=bool)  # points
+        self._points: list[Points] = []  # all that are priced and may fit
+        self._raised: dict[SolvedCutting, Floats] = {}  # bounds of points that were solved under a cutting
         self._waiting: list[tuple[float, Points]] = []  # not opened yet, with the least bound
-        self._plain: list[_Plain] = []
+        self._plain: list[PlainPoints] = []
         self._open: list[tuple[float, int, Points]] = []
         self._passed: list[Points] = []  # not better than a known solution: opened again if that solution is dropped
-        self._number = self._num_open = 0
+        self._number = self._num_open = self._count = 0
         self._best: dict[int, Solution] = {}
         # The least bound of the solved points of a layout under a cutting.
         self._least: dict[tuple[Terms, SolvedCutting, int], float] = {}
@@ -109,7 +83,7 @@ class Pool:
 
         Whoever watches may stop this between any two steps; then the solutions are those that are known.
         """
-        wanted = max(count, _ALWAYS)
+        self._count, wanted = count, max(count, _ALWAYS)
         while self._unpriced:
             self._learn(self._unpriced[0][1], self._unpriced[0][0])
             del self._unpriced[0]
@@ -127,6 +101,30 @@ class Pool:
             if not left:
                 return
             self._learn([left[1]], left[0])
+
+    def simplest(self, limit: float) -> Simple | None:
+        """Return the simplest solution below a limit, with its own cutting, once all is settled."""
+        while True:
+            found = simplest(self._below(limit), self._goal, limit, lambda: go_on(self._watch, self._progress()))
+            if not found:
+                return None
+            row = found.solution.point.variant.terms, found.solution.layout
+            if row not in self._own:
+                self._learn([row[1]], row[0])
+            if self._own.get(row) is found.solution.point.priced.cutting:
+                return found
+            self.settle(self._count)  # the new cutting may serve the fastest as well
+
+    def _below(self, limit: float) -> Iterator[Points]:
+        """Yield the points whose bound is below a limit, those that share a schedule together."""
+        for plain in [one for one in self._plain if one.least < limit]:
+            self._add_recompute(plain)
+        for points in self._points:
+            raised = self._raised[points.priced.cutting][self._numbers(points)]
+            near = points.only(np.maximum(points.bound, raised) < limit)
+            near = near.only(self._may_use(near.layouts, points.variant.terms, points.priced.cutting))
+            if len(near.rows):
+                yield from near.by_schedule()
 
     def smallest(self) -> Solution | None:
         """Return the smallest solution that a short search finds among points that keep little in flight.
@@ -198,13 +196,7 @@ class Pool:
             plain = min(self._plain, key=lambda one: one.least, default=None)
             if plain is None or plain.least >= limit or plain.least > least:
                 break
-            go_on(self._watch, self._progress())
-            priced = self._pricer.with_recompute(plain.priced)
-            self._plain.remove(plain)
-            for variant in plain.variants:
-                points = Points.of(priced, variant, self._goal)
-                self._bounded[self._numbers(points)] = True
-                self._wait(points)
+            self._add_recompute(plain)
         if points is None or least >= limit:
             return False
         self._waiting.remove((least, points))
@@ -212,6 +204,17 @@ class Pool:
             self._push(group)
         self._wait(points.only(points.bound >= limit))
         return True
+
+    def _add_recompute(self, plain: PlainPoints) -> None:
+        """Price some layouts under every recompute, and let their points wait."""
+        go_on(self._watch, self._progress())
+        priced = self._pricer.with_recompute(plain.priced)
+        self._plain.remove(plain)
+        for variant in plain.variants:
+            points = Points.of(priced, variant, self._goal)
+            self._bounded[self._numbers(points)] = True
+            self._points.append(points)
+            self._wait(points)
 
     def _explore(self, count: int, most: float = np.inf) -> None:
         """Solve the points that may be among the ``count`` best layouts, at most ``most`` groups of them."""
@@ -263,6 +266,9 @@ class Pool:
         numbers = self._numbers(points)
         self._solved[numbers] = True
         self._fits[numbers] |= fits
+        # What does not fit under the limit, or not at all, is no less than the limit.
+        least = np.where(fits, found.bound, np.maximum(found.bound, limit))
+        self._raised[cutting][numbers] = np.maximum(self._raised[cutting][numbers], least)
         for number, (layout, bound) in enumerate(zip(points.layouts, found.bound.tolist(), strict=True)):
             key = (terms, cutting, layout)
             self._least[key] = min(bound, self._least.get(key, np.inf))
@@ -319,6 +325,7 @@ class Pool:
     def _price(self, cutting: SolvedCutting, terms: Terms) -> None:
         """Price the blocks of all layouts that a cutting serves, and let their points wait."""
         variants = self._variants[terms]
+        self._raised.setdefault(cutting, np.zeros(self._legal.num_legal))
         base = replace(self._legal.space.base, cp_kind=terms.cp_kind)
         space = replace(self._legal.space, base=base, sp=variants[0].space.sp)
         served: dict[CpOrder, Ints] = {}
@@ -330,7 +337,7 @@ class Pool:
             served[order] = layouts[fits & self._may_use(each, terms, cutting)]
         for priced in self._pricer.priced(space, cutting, served, apart=bool(self._pins)):
             go_on(self._watch, self._progress())
-            self._plain.append(_Plain.of(priced, variants, self._goal))
+            self._plain.append(PlainPoints.of(priced, variants, self._goal))
 
     def _numbers(self, points: Points) -> Ints:
         """Return the numbers of points in the whole space."""

@@ -117,8 +117,8 @@ def test_a_later_pin_of_the_same_tensor_replaces_that_of_the_recipe():
 
 
 def test_from_python():
-    how = Search(pins=f"{TP2},pp=1,cp=1", layouts={"gate": "[batch/dp, seq/cp, ffn/tp]"})
-    plan = autoshard.plan("tiny-llama", "local", search=how)
+    how = Search(layouts={"gate": "[batch/dp, seq/cp, ffn/tp]"})
+    plan = autoshard.plan("tiny-llama", "local", fix=f"{TP2},pp=1,cp=1", search=how).plan
     assert str(line(plan, "gate").outputs[0]) == "[batch/dp, seq, ffn/tp]"
     with pytest.raises(InputError, match="no tensor of the forward pass has this name"):
         autoshard.plan("tiny-llama", "local", search=Search(layouts={"gat": "[batch, seq, ffn]"}))

@@ -25,14 +25,8 @@ def test_less_memory_costs_time_and_lets_weights_rest_in_pieces():
 def test_lines_are_those_of_a_plans_table():
     found = autoshard.shard_block("tiny-llama", "local", "dp=2,tp=2", engine="torch")
     assert {name: str(Strategy.parse(line)) for name, line in found.table.items()} == found.table
-    made = autoshard.plan("tiny-llama", "local", search=_only("dp=2,tp=2,pp=1,cp=1,mbs=1"))
-    assert found.table == made.strategies["layer"]
-
-
-def _only(pins):
-    from autoshard.search.api import Search
-
-    return Search(pins=pins)
+    made = autoshard.plan("tiny-llama", "local", fix="dp=2,tp=2,pp=1,cp=1,mbs=1")
+    assert found.table == made.plan.strategies["layer"]
 
 
 def test_what_fits_nowhere_is_answered_with_the_least():

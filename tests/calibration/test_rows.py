@@ -16,7 +16,7 @@ from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
 from autoshard.plan.proof import shrink
 from autoshard.plan.recompute import Recompute
-from autoshard.search.api import Search, plan as planned
+from autoshard.search.api import plan as planned
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.record import encode
 from tests.calibration.measured_cases import DATA, SMALL, written
@@ -131,7 +131,7 @@ def test_a_row_is_read_as_the_plan_that_ran(text: str) -> None:
     ("cluster", "text"), [("h100-80", "tp=8,pp=2,dp=1"), ("trn2.48xlarge", "tp=16,pp=4,dp=2,lnc=2")]
 )
 def test_a_row_of_the_plan_s_own_machine_is_read_as_what_ran_there(cluster: str, text: str) -> None:
-    plan = planned("llama3-8b", load_cluster(cluster, 2), search=Search(pins=text))
+    plan = planned("llama3-8b", load_cluster(cluster, 2), fix=text).plan
     found = row(plan, platform=cluster)
     assert found.framework == f"autoshard, {plan.engine} engine"
     run = run_of(found)
@@ -149,7 +149,7 @@ def test_optimizer_documents_and_a_model_without_a_card_travel() -> None:
 
 
 def test_what_belongs_to_another_platform_is_left_out() -> None:
-    small = shrink(planned("llama3-8b", "trn1.32xlarge")).plan
+    small = shrink(planned("llama3-8b", "trn1.32xlarge").plan).plan
     drop = Recompute.parse("selective[LlamaMLP]")
     run = run_of(row(replace(small, stages=tuple(replace(stage, recompute=drop) for stage in small.stages))))
     assert run.cluster.name == "local" and run.candidate.kernels is None

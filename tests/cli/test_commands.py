@@ -15,7 +15,6 @@ import autoshard
 from autoshard.command_line import read_options
 from autoshard.commands import COMMANDS, command_of
 from autoshard.plan.codec import dump, load
-from autoshard.search.api import Search
 from autoshard.spec.cluster_catalogue import load_node_type
 from autoshard.spec.record import encode
 from tests.cli.conftest import Typed
@@ -223,7 +222,7 @@ def test_explain_shows_every_block_and_writes_the_predicted_step_as_a_trace(type
 @pytest.fixture(scope="module")
 def plan_text() -> str:
     """A plan for Trainium, small enough to be edited and verified in a moment."""
-    return dump(autoshard.plan("tiny-llama", "trn1.32xlarge", search=Search(pins="kernels=nxd_core,mbs=1,tp=8")))
+    return dump(autoshard.plan("tiny-llama", "trn1.32xlarge", fix="kernels=nxd_core,mbs=1,tp=8").plan)
 
 
 VERIFIED: list[tuple[Callable[[Any], object], int, str]] = [
@@ -251,8 +250,12 @@ def test_verify_finds_what_was_edited(
 @pytest.mark.parametrize(
     ("line", "code", "keys"),
     [
-        (f"{LOCAL} --fix tp=2 --json", 0, {"plan", "dollars", "runners_up", "certificate"}),
-        (f"{LOCAL} --at tp=2 --json", 0, {"rejections", "plan", "dollars"}),
+        (
+            f"{LOCAL} --fix tp=2 --json --force",
+            0,
+            {"plan", "written", "dollars", "answers", "no_vendor", "runners_up", "certificate"},
+        ),
+        (f"{LOCAL} --at tp=2 --json --force", 0, {"rejections", "plan", "dollars"}),
         (f"{TRN1} --at tp=8,mbs=1024 --json", 1, {"rejections", "plan", "dollars"}),
         ("list kernels --config what.yaml", 0, {"kernels"}),
         ("verify plan.json --json", 0, {"rejections", "notices", "proof"}),

@@ -9,7 +9,6 @@ import pytest
 
 import autoshard
 from autoshard.plan.codec import dump
-from autoshard.search.api import Search
 from tests.cli.conftest import Typed
 
 
@@ -17,7 +16,7 @@ from tests.cli.conftest import Typed
 def texts() -> dict[str, str]:
     """A good plan for this machine, and a slower one."""
     pins = {"a.json": "tp=1,mbs=8", "b.json": "tp=2,recompute=full,mbs=8"}
-    return {name: dump(autoshard.plan("tiny-llama", "local", search=Search(pins=text))) for name, text in pins.items()}
+    return {name: dump(autoshard.plan("tiny-llama", "local", fix=text).plan) for name, text in pins.items()}
 
 
 @pytest.fixture(autouse=True)

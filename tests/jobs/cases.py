@@ -43,7 +43,7 @@ def plan_of(case: str, way: Way = "vendor") -> Plan:
     fix = FIXED[case] if way == "fixed" else "cp=2" if "cp" in case else None
     options = SearchOptions()
     question = QuestionOptions(**options_of_question, seq_len=seq_len, global_batch=1024, fix=fix)
-    return searched(question.requests(options)[0], 1, options).plans[0]
+    return searched(question.requests(options)[0], 1, options).preferred
 
 
 @cache
@@ -51,7 +51,7 @@ def gpu_plan() -> Plan:
     """A plan for two nodes of GPUs that EFA joins."""
     options = SearchOptions()
     question = QuestionOptions(model="llama3-8b", cluster="p5.48xlarge", nodes=(2,), global_batch=64, fix="tp=8,mbs=1")
-    return searched(question.requests(options)[0], 1, options).plans[0]
+    return searched(question.requests(options)[0], 1, options).preferred
 
 
 def job_of(plan: Plan, under: str = "torchrun", *, replans: bool = False, **more: Any) -> Job:

@@ -8,13 +8,14 @@ import pytest
 
 from autoshard.cost.predict import predicted
 from autoshard.plan.codec import load
-from autoshard.plan.explanation import Alternatives, Certificate, Explanation
+from autoshard.plan.explanation import Alternatives, Answer, Certificate, Explanation
 from autoshard.plan.plan import Prediction
 from autoshard.plan.rules.check import all_rules
 from autoshard.plan.rules.rule import Rejection
 from autoshard.report.listing import entries, listing_text
 from autoshard.report.structured import explanation_json, found_json, made_json, rejection_json
 from autoshard.schedule.builders import builders
+from autoshard.search.answers import answers_of
 from autoshard.search.planner import search
 from autoshard.spec.cluster_catalogue import cluster_names
 from autoshard.spec.files import shipped
@@ -28,8 +29,13 @@ from tests.tabled import tabled
 
 
 def test_a_search_as_data_holds_the_plan_the_runners_up_and_what_was_looked_at():
-    found = search(ask("tiny-llama"), num_plans=3)
-    data = json.loads(json.dumps(found_json(found.plans, found.certificate)))
+    request = ask("tiny-llama")
+    found = search(request, num_plans=3, simple_within=0.02)
+    result = answers_of(request, found, "2")
+    data = json.loads(json.dumps(found_json(result.named("fastest"), result.answers, found.certificate, "none")))
+    assert [row["name"] for row in data["answers"]] == ["fastest", "simple", "2", "3"]
+    assert (data["written"], data["no_vendor"]) == ("fastest", "none")
+    assert [row["slower"] for row in data["answers"]] == [answer.slower for answer in result.answers]
     best, *others = found.plans
     assert next(iter(data["plan"])) == "candidate" and data["plan"].pop("candidate") == str(best.candidate)
     assert load(json.dumps(data["plan"])) == best
@@ -45,7 +51,8 @@ def test_dollars_stand_beside_every_plan():
     plan = predicted(tabled(plan_of(question(), "tp=32,pp=8")))
     dollars = encode(plan.dollars)
     assert dollars["price_date"] == "2026-06-25"
-    best = found_json([plan, plan], Certificate())
+    answers = [Answer(name=name, plan=plan, why="", slower=0.0) for name in ("fastest", "2")]
+    best = found_json(answers[0], answers, Certificate())
     assert best["dollars"] == best["runners_up"][0]["dollars"] == made_json(plan, ())["dollars"] == dollars
     assert made_json(None, ()) == {"rejections": [], "plan": None, "dollars": None}
     nothing = Explanation(candidate=str(plan.candidate), blocks=(), rules={}, basis="none")

@@ -1,0 +1,146 @@
+"""The plans with which a question is answered: the fastest, a simple one, the vendor's, and the next best layouts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from autoshard.errors import InputError, NoPlan
+from autoshard.plan.codec import save
+from autoshard.plan.explanation import Answer, Certificate
+from autoshard.plan.plan import Plan
+from autoshard.search.planner import SearchResult
+from autoshard.search.request import Request
+from autoshard.search.simple import WITHIN
+from autoshard.search.vendor import step_s, vendor_answer
+from autoshard.spec.cluster import LOCAL
+from autoshard.units import format_bytes, format_count, format_seconds
+
+SIMPLE, VENDOR = "simple", "vendor"
+NAMES = ("fastest", "smallest", SIMPLE, VENDOR)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PlanResult:
+    """The answers to a question, the best plan first, and what was proven about them.
+
+    ``plan`` is that of the answer of this ``name``; ``no_vendor`` says why there is no vendor's.
+    """
+
+    answers: tuple[Answer, ...]
+    certificate: Certificate
+    no_vendor: str = ""
+    name: str = SIMPLE  # of the answer that is ``plan``
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the answer that was asked for."""
+        return self.named(self.name).plan
+
+    @property
+    def runners_up(self) -> tuple[Plan, ...]:
+        """The best plans of the next best layouts, best first."""
+        return tuple(one.plan for one in self.answers if one.name.isdecimal())
+
+    def named(self, name: str) -> Answer:
+        """Return an answer by its name; ``1`` is the first."""
+        known = {"1": self.answers[0], **{one.name: one for one in self.answers}}
+        if name not in known:
+            what = f" ({self.no_vendor})" if name == VENDOR and self.no_vendor else ""
+            raise InputError.of(name, f"there is no such answer{what}. There are {', '.join(list(known)[1:])}")
+        return known[name]
+
+    def runnable(self, name: str) -> Answer:
+        """Return an answer by its name, unless something is against running it."""
+        answer = self.named(name)
+        if answer.against:
+            raise NoPlan(f"{answer.plan.candidate} may not be run: {'; '.join(answer.against)}")
+        return answer
+
+    def save(self, path: str | Path, choose: str | None = None, *, force: bool = False) -> Path:
+        """Write a plan file, of ``plan`` or of another answer; without ``force`` a file of another plan is kept."""
+        out = Path(path)
+        save(self.runnable(choose or self.name).plan, out, force=force, remedy="Say force=True to replace it")
+        return out
+
+    def summary(self) -> str:
+        """Return the question, the answers in a line each, and what was proven, as text."""
+        plan = self.plan
+        cluster, workload = plan.cluster, plan.workload
+        place = f"{cluster.num_ranks} ranks" if cluster.name == LOCAL else f"{cluster.num_nodes} x {cluster.name}"
+        lines = [
+            f"{plan.model.name} on {place}, {workload.seq_len} tokens, {workload.global_batch} sequences a step",
+            *(
+                "  ".join(cells)
+                for cells in zip(*map(_padded, zip(*map(_cells, self.answers), strict=True)), strict=True)
+            ),
+        ]
+        return "\n".join([*(line.rstrip() for line in lines), f"{self.name}: {self.named(self.name).why}"])
+
+    def __repr__(self) -> str:
+        return (
+            f"<PlanResult: {self.name} of {len(self.answers)} answers, {' '.join(_cells(self.named(self.name))[1:])}>"
+        )
+
+    def __getattr__(self, name: str) -> object:
+        """Say where what a plan has is found: it was the plan itself that ``autoshard.plan`` returned until 0.1."""
+        where = f". It is an attribute of the plan: result.plan.{name}" if hasattr(Plan, name) else ""
+        raise AttributeError(f"a PlanResult has no {name!r}{where}")
+
+    def _repr_html_(self) -> str:
+        rows = [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(one))}</tr>" for one in self.answers]
+        return f"<table>{''.join(rows)}</table><p>{escape(self.certificate.statement)}</p>"
+
+
+def answers_of(request: Request, found: SearchResult, name: str | None = None) -> PlanResult:
+    """Return the answers to a question, given what a search found: at least one plan; the simple one unless named."""
+    best, *others = found.plans
+    is_time = request.objective != "memory"
+    first = Answer(
+        name="fastest" if is_time else "smallest",
+        plan=best,
+        why=f"nothing is more than {found.certificate.gap:.2%} better"
+        if found.certificate.gap > 1e-9
+        else "proven best",
+        slower=0.0,
+    )
+    vendors = vendor_answer(request, best) if is_time else "memory is minimised"
+    answers = [first, _simple(first, found)] if is_time else [first]
+    answers += [vendors] if isinstance(vendors, Answer) else []
+    answers += [
+        Answer(name=str(number), plan=one, why="the best plan of another layout", slower=step_s(one) / step_s(best) - 1)
+        for number, one in enumerate(others, 2)
+    ]
+    return PlanResult(
+        answers=tuple(answers),
+        certificate=found.certificate,
+        no_vendor="" if isinstance(vendors, Answer) else vendors,
+        name=name or (SIMPLE if is_time else first.name),
+    )
+
+
+def _simple(fastest: Answer, found: SearchResult) -> Answer:
+    """Return the simple plan as an answer; the fastest in its place where there is none."""
+    if found.simple is None:
+        why = found.simple_ended or f"nothing with one or two kinds of recompute is within {WITHIN:.0%} of the fastest"
+        return Answer(name=SIMPLE, plan=fastest.plan, why=f"the fastest: {why}", slower=0.0)
+    slower = step_s(found.simple) / step_s(fastest.plan) - 1
+    return Answer(name=SIMPLE, plan=found.simple, why=f"the simplest within {WITHIN:.0%} of the fastest", slower=slower)
+
+
+def _cells(answer: Answer) -> tuple[str, ...]:
+    plan, prediction = answer.plan, answer.plan.prediction
+    assert prediction, "a plan of the search has its prediction"
+    return (
+        answer.name,
+        format_seconds(prediction.step_time_s),
+        f"{answer.slower:+.1%}",
+        format_count(prediction.tokens_per_s, "tokens/s"),
+        f"{format_bytes(prediction.peak_bytes)} of {format_bytes(prediction.capacity_bytes)}",
+        str(plan.candidate) + (f" (may not run: {'; '.join(answer.against)})" if answer.against else ""),
+    )
+
+
+def _padded(column: Sequence[str]) -> list[str]:
+    width = max(map(len, column))
+    return [cell.ljust(width) for cell in column]

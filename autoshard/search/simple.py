@@ -1,0 +1,172 @@
+"""The simplest plan that is nearly as fast as the fastest: what one can explain, debug, and write down by hand.
+
+Layers of simple plans recompute in one or two kinds. Of two such plans the simpler one is that which comes first by
+
+1. stages: an even split of the layers before others
+2. recompute: one kind everywhere; ``full:K`` on all stages; two kinds, one per stage; ``full:K`` on some stages
+3. schedule: 1f1b before all others
+4. chunks: fewer stages on a rank
+5. axes: fewer of tp, pp, cp, ep and dp above 1
+6. other keys: fewer of sp, zero, cp_kind and cp_order that are not at their default
+
+and where all of these are equal, the faster one. What the user pinned is kept, and counts for nothing.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+
+from autoshard.cost.stages import counts_of
+from autoshard.plan.candidate import Candidate, even_stages
+from autoshard.schedule.waves import Floats, Ints
+from autoshard.search.points import Points, Solution
+from autoshard.search.stage_filling import SURE, Goal, fill_stages
+from autoshard.search.stage_options import ALL_RANGES, NEVER, RankOptions, StageFilling
+
+WITHIN = 0.02  # of the fastest: half of what the best calibration is off on rows that it was not fitted to
+_AXES = ("tp", "pp", "cp", "ep", "dp")
+_EVEN, _UNEVEN = range(4), (4, 5)  # places in the order of stages and recompute; uneven: one kind, two kinds
+_AT_ONCE = 64  # plans that are timed together
+_TIE = 1e-9  # relative: times that differ by less count as equal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Simple:
+    """A solution and its place in the order of simplicity: recompute, schedule, chunks, axes, other keys."""
+
+    simplicity: tuple[int, ...]
+    solution: Solution
+
+
+def simplest(
+    groups: Iterable[Points], goal: Goal, limit: float, between: Callable[[], None] = lambda: None
+) -> Simple | None:
+    """Return the simplest plan of some points that takes less than a limit; None if there is none.
+
+    The points of a group share a schedule. ``between`` is called between groups, and may stop this.
+    """
+    ordered: dict[tuple[int, ...], list[tuple[Points, Ints]]] = defaultdict(list)
+    for points in groups:
+        keys = [_simplicity(points.variant.space.candidate(place, 0)) for place in points.places.tolist()]
+        for key in dict.fromkeys(keys):
+            ordered[key].append((points, np.flatnonzero([key == other for other in keys])))
+    priced: dict[int, EvenStages] = {}  # by the identity of their points, which live as long
+    for recompute in (*_EVEN, *_UNEVEN):
+        for key in sorted(ordered):
+            best: Solution | None = None
+            for points, places in ordered[key]:
+                between()
+                below = best.value * (1 + _TIE) if best else limit
+                if recompute in _UNEVEN:
+                    found = _uneven(points.only(places), goal, below, recompute - len(_EVEN) + 1)
+                else:
+                    if id(points) not in priced:
+                        priced[id(points)] = EvenStages.of(points, goal)
+                    found = priced[id(points)].fastest(recompute, places, below)
+                best = min((one for one in (best, found) if one), key=lambda one: one.order, default=None)
+            if best:
+                return Simple(simplicity=(recompute, *key), solution=best)
+    return None
+
+
+def _simplicity(point: Candidate) -> tuple[int, ...]:
+    """Return the place of an outer point in the order of simplicity, recompute left out."""
+    axes = sum(getattr(point, axis) > 1 for axis in _AXES)
+    other = (point.sp is not None, point.zero != 1, point.cp_kind != "ring", point.cp_order != "contiguous")
+    return int(point.schedule != "1f1b"), point.vp, axes, sum(other)
+
+
+def _uneven(points: Points, goal: Goal, limit: float, num_kinds: int) -> Solution | None:
+    """Return the fastest plan of some points below a limit whose stages each have one of so many kinds of recompute."""
+    choices, count = points.choices, len(points.rows)
+    if choices.stages or choices.recompute or points.blocks.schedule.num_ranks == 1:
+        return None
+    sets = [list(own) for own in combinations(range(len(choices.kinds)), num_kinds)]
+    among = np.zeros((len(choices.kinds), len(sets)), dtype=bool)
+    for number, own in enumerate(sets):
+        among[own, number] = True
+    every = points.only(np.repeat(np.arange(count), len(sets)))  # each point with each set of kinds
+    allowed = every.choices.allowed & np.tile(among, count)
+    found = fill_stages(every.blocks, replace(every.choices, allowed=allowed, partly=False), goal, limit, every.rest_s)
+    return _fastest(every, found, np.arange(len(every.rows))) if found.time_s.min() < limit else None
+
+
+def _fastest(points: Points, timed: StageFilling, places: Ints) -> Solution:
+    """Return the fastest of fillings of points, of equals what takes least memory."""
+    equal = np.flatnonzero(timed.time_s <= timed.time_s.min() * (1 + _TIE))
+    column = equal[timed.peak_bytes[equal].argmin()][None]
+    point = points.only(places[column])
+    return Solution(
+        layout=point.layouts[0], point=point, filling=timed.only(column), value=float(timed.time_s[column[0]])
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EvenStages:
+    """Points that share a schedule, their layers split evenly or as pinned, under everything they may recompute."""
+
+    points: Points
+    options: RankOptions
+
+    @classmethod
+    def of(cls, points: Points, goal: Goal) -> "EvenStages":
+        """Price every recompute of an even share of the layers."""
+        blocks, choices = points.blocks, points.choices
+        split = choices.stages or even_stages(choices.num_layers, blocks.schedule.num_stages)
+        layers = np.array(split)[counts_of(blocks.schedule).stages][:, None]
+        return cls(points=points, options=RankOptions.of(blocks, choices, layers, goal.capacity))
+
+    def fastest(self, recompute: int, places: Ints, limit: float) -> Solution | None:
+        """Return the fastest below a limit of some of the points, with recompute of one place in the order.
+
+        A rank that may do two things does the faster one if it fits.
+        """
+        first, second = self._pairs(recompute)
+        both_s = self.options.both_s[:, :, places]
+        least_s = np.minimum(both_s[:, first], both_s[:, second])  # [rank, pair, point]
+        bound = np.where(least_s.max(axis=0) < NEVER, self._bound(least_s, places), np.inf)
+        pair, number = np.nonzero(bound < limit)
+        order = np.argsort(bound[pair, number], kind="stable")
+        best: Solution | None = None
+        for start in range(0, len(order), _AT_ONCE):
+            some = order[start : start + _AT_ONCE]
+            some = some[bound[pair[some], number[some]] < limit]
+            if not len(some):
+                break
+            one, other, column = first[pair[some]], second[pair[some]], number[some]
+            option = np.where(both_s[:, one, column] <= both_s[:, other, column], one, other)
+            found = _fastest(self.points, self.options.timed(option, places[column]), places[column])
+            if found.value < limit:
+                best, limit = found, found.value
+        return best
+
+    def _pairs(self, recompute: int) -> tuple[Ints, Ints]:
+        """Return the pairs of options that a place in the order of recompute allows; two equal ones are one."""
+        options, choices = self.options.options, self.points.choices
+        partly = [bool(some) for some in np.any(options.plain > 0, axis=(0, 2))]
+        if choices.recompute:  # pinned
+            found = [(number, number) for number in range(len(partly)) if recompute == 0]
+        elif recompute < 2:
+            found = [(number, number) for number, some in enumerate(partly) if some == (recompute == 1)]
+        elif recompute == 2:
+            found = list(combinations([number for number, some in enumerate(partly) if not some], 2))
+        else:
+            rows: list[int] = options.kind[0, :, 0].tolist()
+            two = [
+                number
+                for number, row in enumerate(rows)
+                if partly[number] or choices.kinds[row].kind in ("none", "full")
+            ]
+            found = [(one, other) for one, other in combinations(two, 2) if partly[one] or partly[other]]
+        table = np.array(found, dtype=np.int64).reshape(-1, 2)
+        return table[:, 0], table[:, 1]
+
+    def _bound(self, least_s: Floats, places: Ints) -> Floats:
+        """Return what a step takes at least if a micro-batch takes its ranks so long: [pair, point]."""
+        blocks = self.options.blocks
+        before_s = np.cumsum(least_s, axis=0) - least_s if blocks.schedule.builder in ALL_RANGES else 0.0
+        passes_s = (before_s + blocks.schedule.num_micro_batches * least_s).max(axis=0)
+        return (passes_s + self.points.rest_s[places] + blocks.fixed_s[places]) * (1 - SURE)

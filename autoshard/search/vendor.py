@@ -1,0 +1,168 @@
+"""Layouts that vendors document for a model on a cluster, as answers beside those of the search.
+
+``vendor_layouts.json`` holds what recipes, scripts and tables of vendors say, each with its source: the layout without
+dp, which is what is left of the ranks, and where the same source measured it, the seconds of a step.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from importlib import resources
+from typing import cast
+
+from autoshard.errors import InputError
+from autoshard.layout.layout import Cutting
+from autoshard.plan.candidate import Candidate, parse_pins, pins_text
+from autoshard.plan.explanation import Answer, NearestRun
+from autoshard.plan.plan import Plan
+from autoshard.plan.rules.columns import Engine
+from autoshard.search.request import Request, rejections_of, resolved
+from autoshard.spec import record
+from autoshard.spec.cluster import Cluster
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.model_catalogue import load_model
+from autoshard.units import format_bytes
+
+_NOT_SHAPE = ("name", "source", "max_positions", "norm_eps", "rotary_theta", "rotary_scaling")
+_SHAPE = tuple(  # of a model, as far as layouts go
+    one.name for one in fields(ModelSpec) if one.name not in _NOT_SHAPE
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VendorLayout:
+    """One documented layout, and what it was documented for."""
+
+    vendor: str
+    model: str  # a card of the catalogue
+    chips: tuple[str, ...]
+    nodes: int | None  # None where the source leaves it open
+    seq_len: int
+    global_batch: int
+    layout: str  # a candidate in text, without dp
+    source: str
+    measured_s: tuple[float, ...] = ()
+    rows: tuple[str, ...] = field(default=(), repr=False)  # ids of the measured rows with these seconds
+
+    def suits(self, model: ModelSpec, cluster: Cluster) -> bool:
+        """Say whether it is about a model of this shape, on these chips."""
+        own = load_model(self.model)
+        return cluster.chip.name in self.chips and all(getattr(own, name) == getattr(model, name) for name in _SHAPE)
+
+    def distance(self, request: Request) -> tuple[float, ...]:
+        """Return how far a question is from what it was documented for; simpler layouts come before others."""
+        workload, nodes = request.workload, request.cluster.num_nodes
+        sizes = parse_pins(self.layout)
+        return (
+            self.seq_len != workload.seq_len,
+            math.inf if self.nodes is None else abs(math.log2(self.nodes / nodes)),
+            self.model != request.model.name,
+            abs(math.log2(self.global_batch / workload.global_batch)),
+            sum(sizes.get(axis, 1) != 1 for axis in ("tp", "pp", "cp", "ep")),
+        )
+
+    def words(self, cluster: str) -> str:
+        """Say what it was documented for."""
+        nodes = "" if self.nodes is None else f" on {self.nodes} x {cluster}"
+        return f"{self.model}{nodes}, {self.seq_len} tokens, {self.global_batch} sequences a step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Documented:
+    layouts: tuple[VendorLayout, ...]
+
+
+@cache
+def vendor_layouts() -> tuple[VendorLayout, ...]:
+    """Return everything that vendors document, as far as autoshard knows."""
+    text = (resources.files("autoshard.search") / "vendor_layouts.json").read_text("utf-8")
+    return record.decode(_Documented, json.loads(text), where="vendor_layouts.json").layouts
+
+
+def vendor_answer(request: Request, fastest: Plan) -> Answer | str:
+    """Return the documented layout nearest to a question, as an answer; or say why there is none."""
+    suited = [one for one in vendor_layouts() if one.suits(request.model, request.cluster)]
+    suited.sort(key=lambda one: one.distance(request))
+    reasons: list[str] = []
+    for layout in suited:
+        words = f"{layout.vendor} documents {layout.layout} for {layout.words(request.cluster.name)}"
+        try:
+            made, cutting, against = _made(request, layout)
+        except InputError as error:  # no shape on so many ranks, or a tensor is pinned
+            reasons.append(f"{words}: {error}")
+            continue
+        left_out = {key: value for key, value in request.pins.items() if getattr(made.candidate, key) != value}
+        if left_out:
+            reasons.append(f"{words}, which {pins_text(left_out)} leaves out")
+            continue
+        return Answer(
+            name="vendor",
+            plan=made,
+            why=f"{layout.vendor}, for {layout.words(request.cluster.name)}",
+            slower=step_s(made) / step_s(fastest) - 1,
+            against=against,
+            source=layout.source,
+            nearest_run=_nearest_run(request, [one for one in suited if one.measured_s], layout, cutting),
+        )
+    nothing = f"no layout of {request.model.name} on {request.cluster.chip.name} is documented that autoshard knows"
+    return next(iter(reasons), nothing)
+
+
+def step_s(plan: Plan) -> float:
+    """Return the predicted seconds of a plan's step."""
+    assert plan.prediction, "a plan of the search has its prediction"
+    return plan.prediction.step_time_s
+
+
+def _resolved(request: Request, layout: VendorLayout) -> tuple[Request, Candidate, Engine]:
+    """Return a layout on all ranks of a question, with the question about its logical cores, and an engine for it."""
+    lnc = parse_pins(layout.layout).get("lnc")
+    request = request.with_lnc_of(lnc if isinstance(lnc, int) else None)
+    return request, *resolved(request, Candidate.parse(layout.layout, request.cluster.num_ranks))
+
+
+def _made(request: Request, layout: VendorLayout) -> tuple[Plan, Cutting, tuple[str, ...]]:
+    """Return the plan of a layout on all ranks of a question, its cutting, and what is against it."""
+    request, candidate, engine = _resolved(request, layout)
+    against = [str(one) for one in rejections_of(request, candidate, engine)]
+    cutting = request.cutting(candidate, engine)
+    made = request.plan(candidate, engine, cutting)
+    assert made.prediction, "a plan of a request has its prediction"
+    over = made.prediction.peak_bytes - cast(float, request.goal.capacity)
+    return made, cutting, (*against, *([f"{format_bytes(round(over))} more than fit on a rank"] if over > 0 else []))
+
+
+def _nearest_run(
+    request: Request, measured: Sequence[VendorLayout], layout: VendorLayout, cutting: Cutting
+) -> NearestRun | None:
+    """Return the measured runs of such a model on these chips that are nearest to a layout, which is cut as is said."""
+    mesh = {key: value for key, value in parse_pins(layout.layout).items() if key in ("tp", "pp", "cp", "ep")}
+    runs = [one for one in measured if one.nodes]
+    if not runs:
+        return None
+
+    def distance(one: VendorLayout) -> tuple[object, ...]:
+        other_mesh = not mesh.items() <= parse_pins(one.layout).items()
+        return one.seq_len != request.workload.seq_len, other_mesh, one.distance(request)
+
+    run = min(runs, key=distance)
+    workload = replace(request.workload, seq_len=run.seq_len, global_batch=run.global_batch)
+    asked = replace(
+        request, cluster=replace(request.cluster, num_nodes=run.nodes or 1), workload=workload, pins={}, layouts=()
+    )
+    try:
+        asked, candidate, engine = _resolved(asked, run)
+        # The same layout on other nodes is cut alike.
+        made = asked.plan(candidate, engine, cutting if run.layout == layout.layout else None, tables=False)
+    except InputError:  # a Rule of the user's own may have no answer
+        return None
+    return NearestRun(
+        run=f"{run.words(request.cluster.name)}: {run.layout}",
+        num_runs=len(run.measured_s),
+        low_s=min(run.measured_s),
+        high_s=max(run.measured_s),
+        predicted_s=step_s(made),
+        source=run.source,
+    )

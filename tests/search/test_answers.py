@@ -1,0 +1,161 @@
+"""The answers to a question: what their names promise, and vendors' layouts against the sources that are here."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autoshard.calibration.measured_run import run_of
+from autoshard.calibration.rows import MeasuredRow
+from autoshard.errors import InputError
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.codec import dump, load
+from autoshard.plan.explanation import Answer
+from autoshard.search.answers import PlanResult, answers_of
+from autoshard.search.planner import search
+from autoshard.search.request import Request, plan_at, rejections_of
+from autoshard.search.simple import WITHIN
+from autoshard.search.vendor import VendorLayout, vendor_answer, vendor_layouts
+from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.model_catalogue import load_model
+from benchmarks.aws_recipes import load_aws_recipes
+from tests.search.brute_force import ask, time_s
+from tests.search.test_recipes import DISCREPANCIES
+
+ROWS = Path(__file__).parents[2] / "benchmarks" / "data"
+CLUSTERS = {"trainium1": "trn1.32xlarge", "trainium2": "trn2.48xlarge"}
+
+
+@pytest.fixture(scope="module")
+def result() -> PlanResult:
+    request = ask("tiny-llama", ranks=8, pins="pp=2,recompute=none")
+    return answers_of(request, search(request, 3, simple_within=WITHIN))
+
+
+def test_answers_are_named_and_say_by_how_much_they_are_slower(result: PlanResult):
+    names = [answer.name for answer in result.answers]
+    assert names == ["fastest", "simple", "2", "3"] and result.no_vendor
+    fastest = result.named("fastest").plan
+    for answer in result.answers:
+        assert time_s(answer.plan) == pytest.approx((1 + answer.slower) * time_s(fastest)) and answer.why
+        assert load(dump(answer.plan)) == answer.plan and answer.plan.strategies, "every answer can be saved"
+    assert 0 <= result.named("simple").slower <= WITHIN
+    value = time_s(result.named("simple").plan)
+    gap = result.certificate.about(result.plan).gap
+    assert gap == pytest.approx(1 - result.certificate.bound / value, abs=1e-8)
+    assert result.plan == result.named("simple").plan and result.named("1").plan == fastest
+    assert result.runners_up == (result.named("2").plan, result.named("3").plan)
+
+
+def test_an_answer_that_is_not_there_is_refused_with_what_there_is(result: PlanResult):
+    with pytest.raises(InputError, match=r"no such answer. There are fastest, simple, 2, 3$"):
+        result.named("4")
+    with pytest.raises(InputError, match="documented that autoshard knows"):
+        result.named("vendor")
+
+
+def test_saving_keeps_another_plan_and_any_answer_can_be_saved(result: PlanResult, tmp_path: Path):
+    out = tmp_path / "plan.json"
+    assert result.save(out) == out and load(out) == result.plan
+    result.save(out)
+    with pytest.raises(InputError, match="Say force=True"):
+        result.save(out, "3")
+    assert load(out) == result.plan
+    result.save(out, "3", force=True)
+    assert load(out) == result.named("3").plan
+
+
+def test_a_result_shows_itself_and_says_where_the_plan_is(result: PlanResult):
+    lines = result.summary().splitlines()
+    assert "tiny-llama on 8 ranks" in lines[0] and [line.split()[0] for line in lines[1:5]] == [
+        "fastest", "simple", "2", "3",
+    ]  # fmt: skip
+    assert len(repr(result)) < 200 and str(result.plan.candidate) in repr(result)
+    assert result._repr_html_().count("<tr>") == 4
+    with pytest.raises(AttributeError, match=r"result\.plan\.mesh"):
+        result.mesh  # noqa: B018
+    with pytest.raises(AttributeError, match=r"has no 'meshes'$"):
+        result.meshes  # noqa: B018
+
+
+def test_least_memory_has_no_simple_answer():
+    request = ask("tiny-llama", ranks=2)
+    small = replace(request, objective="memory")
+    result = answers_of(small, search(small, 2))
+    assert [answer.name for answer in result.answers] == ["smallest", "2"] and result.plan == result.answers[0].plan
+
+
+def documented(layout: VendorLayout) -> Request:
+    """The question that a layout was documented for."""
+    cluster = load_cluster(CLUSTERS.get(layout.chips[0], layout.chips[0]), layout.nodes or 16)
+    request = ask(layout.model, seq_len=layout.seq_len, global_batch=layout.global_batch)
+    return replace(request, cluster=cluster, engines=(cluster.engine,))
+
+
+every_layout = pytest.mark.parametrize(
+    "layout", vendor_layouts(), ids=lambda one: f"{one.vendor}-{one.model}-{one.nodes}"
+)
+
+
+@every_layout
+def test_a_documented_layout_has_a_source_and_may_run_where_it_is_documented(layout: VendorLayout):
+    assert layout.source.startswith("https://") and layout.model == load_model(layout.model).name
+    request = documented(layout).with_lnc_of(None)
+    candidate = Candidate.parse(layout.layout, request.cluster.num_ranks)
+    reasons = {one.rule_id for one in rejections_of(request, candidate, request.engines[0])}
+    assert reasons == DISCREPANCIES.get(layout.source.rpartition("/")[2], (set[str](), ""))[0]
+
+
+def test_every_recipe_of_aws_for_a_card_is_a_layout_and_says_the_same():
+    known = {one.source: one for one in vendor_layouts()}
+    for recipe in load_aws_recipes():
+        if recipe.work == "pretraining" and not recipe.differs:
+            one = known[recipe.source]
+            facts = (one.model, one.nodes, one.seq_len, one.global_batch)
+            assert facts == (recipe.model, recipe.nodes, recipe.seq_len, recipe.global_batch)
+            ranks = recipe.candidate().num_ranks
+            assert Candidate.parse(one.layout, ranks) == replace(recipe.candidate(), lnc=recipe.lnc)
+
+
+def test_measured_seconds_are_those_of_rows_with_this_layout():
+    lines = "".join(path.read_text(encoding="utf-8") for path in sorted(ROWS.glob("*.jsonl"))).splitlines()
+    rows = {row.id: row for row in map(MeasuredRow.read, map(json.loads, lines))}
+    measured = [one for one in vendor_layouts() if one.rows]
+    assert sum(len(one.rows) for one in measured) > 20
+    for one in measured:
+        assert [rows[name].step_time_s for name in one.rows] == list(one.measured_s)
+        for run in (run_of(rows[name]) for name in one.rows):
+            assert run.candidate == Candidate.parse(one.layout, run.cluster.num_ranks)
+            assert (run.workload.seq_len, run.workload.global_batch) == (one.seq_len, one.global_batch)
+            assert (run.cluster.num_nodes, run.cluster.chip.name) == (one.nodes, *one.chips)
+
+
+def asked(model: str, nodes: int, pins: str = "") -> Answer | str:
+    fastest = plan_at(ask("llama3-70b", "trn1.32xlarge", 16), Candidate.parse("tp=8,pp=8,dp=8"))
+    return vendor_answer(ask(model, "trn1.32xlarge", nodes, pins=pins), fastest)
+
+
+def test_the_vendors_layout_is_laid_on_the_ranks_there_are_with_the_nearest_run_beside_it():
+    found = asked("llama3-70b", 8)
+    assert isinstance(found, Answer) and not found.against
+    assert str(found.plan.candidate) == "tp=32,pp=8,dp=1,recompute=selective[CoreAttention,LlamaMLP]"
+    assert "on 16 x trn1.32xlarge" in found.why and found.source.endswith("hf_llama3_70B_config.yaml")
+    run = found.nearest_run
+    assert run and (run.num_runs, run.low_s, run.high_s) == (4, 128.482, 136.352)
+    there = ask("llama3-70b", "trn1.32xlarge", 32)
+    alike = plan_at(there, Candidate.parse("tp=32,pp=8,recompute=selective[CoreAttention,LlamaMLP]", 1024))
+    assert run.predicted_s == time_s(alike)
+
+
+def test_why_there_is_no_vendors_layout_is_said():
+    assert "is documented" in str(asked("qwen3-8b", 4))
+    assert "does not divide the 96 ranks" in str(asked("llama3-70b", 3))
+    assert "which tp=8 leaves out" in str(asked("llama3-70b", 16, "tp=8"))
+
+
+def test_a_vendors_layout_that_does_not_fit_is_shown_and_not_written():
+    request = replace(ask("llama3-70b", "trn1.32xlarge", 16), memory_bytes=2**30)
+    fastest = plan_at(request, Candidate.parse("tp=32,pp=8", 512))
+    found = vendor_answer(request, fastest)
+    assert isinstance(found, Answer) and "more than fit" in found.against[0]
