@@ -15,8 +15,10 @@ from autoshard.report.structured import comparison_json, explanation_json, found
 from autoshard.report.terminal import plan_report, runners_up_of
 from autoshard.report.words import TIME_WORDS
 from autoshard.schedule.builders import builders
+from autoshard.search.answers import answers_of
 from autoshard.search.explain import explain
 from autoshard.search.planner import SearchResult, search
+from autoshard.search.simple import WITHIN
 from tests.report.printed import printed
 from tests.runtime.cases import ROOT
 from tests.search.brute_force import ask as request
@@ -32,7 +34,7 @@ QUESTIONS = {
 
 @cache
 def found(name: str) -> SearchResult:
-    return search(QUESTIONS[name](), num_plans=3)
+    return search(QUESTIONS[name](), num_plans=3, simple_within=WITHIN)
 
 
 @cache
@@ -43,7 +45,7 @@ def shown(name: str) -> str:
         plan,
         answer.certificate,
         times=rank_times(plan),
-        answers=runners_up_of(plan, others),
+        answers=[*answers_of(QUESTIONS[name](), answer).answers, *runners_up_of(plan, others)],
         total_tokens=2e12,
         next_step="x",
     )
@@ -107,7 +109,9 @@ def test_the_keys_of_json_are_documented():
     none = WhyNot(pins="tp=2", other=others[0], fits=True, against=(), flips=(), unmoved=())
     explained = explanation_json(plan, Explanation(candidate="", blocks=(), rules={}, basis=""), alternatives, ())
     why = why_not_json(plan, none)
-    for data in (found_json(found("tiny").plans, certificate), explained, why, why["difference"]):
+    result = answers_of(QUESTIONS["tiny"](), found("tiny"))
+    answered = found_json(result.answers[0], result.answers, certificate)
+    for data in (answered, *answered["answers"], explained, why, why["difference"]):
         assert set(data) - documented == set()
     assert {field.name for field in dataclasses.fields(RankTime)} <= documented
     assert comparison_json and isinstance(plan, Plan)
