@@ -20,7 +20,7 @@ from autoshard.plan.rules.check import legality
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts, SolvedCutting
 from autoshard.search.space import Space, whole_space
-from autoshard.search.stage_options import RankOptions, StageChoices, StageFilling, near_even_layers
+from autoshard.search.stage_options import RankOptions, StageChoices, StageFilling, split_layers
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload
@@ -80,11 +80,12 @@ def _filled(priced: PricedLayouts, mine: Any, schedule: Schedule) -> StageFillin
         kinds=priced.kinds,
         allowed=np.ones((len(priced.kinds), len(mine)), dtype=bool),
         num_layers=num_layers,
-        stages=space.base.stages or even_stages(num_layers, schedule.num_stages),
+        stages=space.base.stages,
         recompute=pinned,
         partly=False,
     )
-    options = RankOptions.of(blocks, choices, near_even_layers(schedule, num_layers, choices.stages), np.inf)
+    stages = space.base.stages or even_stages(num_layers, schedule.num_stages)
+    options = RankOptions.of(blocks, choices, split_layers(schedule, [stages]), np.inf)
     kinds = [0 if pinned else priced.kinds.index(entry[0]) for entry in space.recomputes]
     option = np.broadcast_to(np.repeat(kinds, len(mine)), (schedule.num_ranks, len(kinds) * len(mine)))
     return options.timed(option, np.tile(np.arange(len(mine)), len(kinds)))

@@ -22,6 +22,7 @@ from autoshard.spec.kernels import Kernels, load_kernels
 from autoshard.spec.workload import DTYPE_BYTES
 
 Rows = NDArray[Any] | slice
+PASSES = ("forward_s", "input_s", "weight_s")  # fields of blocks and stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

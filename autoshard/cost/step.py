@@ -24,7 +24,7 @@ from autoshard.plan.lowering import split_pending
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import delays_of, makespan_s
-from autoshard.schedule.waves import KINDS, Floats
+from autoshard.schedule.waves import KINDS, Delays, Floats
 from autoshard.spec.workload import DTYPE_BYTES
 
 Price = Callable[[str, Recompute], BlockCost]  # block kind and recompute -> cost
@@ -64,6 +64,14 @@ def step_seconds(blocks: PipelineBlocks, prices: StagePrices) -> StepSeconds:
     )
 
 
+def least_seconds(blocks: PipelineBlocks, prices: StagePrices, busy_s: Floats) -> Floats:
+    """Return what a step takes at least whose passes take no less than these, and no longer than ``busy_s``."""
+    count = blocks.schedule.num_micro_batches
+    update = update_cost(prices.weights, blocks.setting, blocks.question, busy_s, count, prices.num_blocks)
+    makespan = pipelined_s(blocks, work_by_stage(blocks.schedule, prices))
+    return makespan + sum(np.max(part + 0.0 * busy_s, axis=0) for part in update.seconds.values()) + blocks.fixed_s
+
+
 def work_by_stage(schedule: Schedule, prices: StagePrices) -> Floats:
     """Return what each kind of action takes at each stage: [kind, stage, candidate]."""
     counts = counts_of(schedule)
@@ -76,12 +84,17 @@ def work_by_stage(schedule: Schedule, prices: StagePrices) -> Floats:
 
 def pipelined_s(blocks: PipelineBlocks, work_s: Floats) -> Floats:
     """Return how long the micro-batches take, given what each kind of action takes at each stage."""
-    schedule, sends = blocks.schedule, blocks.sends
+    schedule = blocks.schedule
     if schedule.num_ranks == 1 and schedule.actions is None:
         return schedule.num_micro_batches * (work_s[KINDS.index("F")] + work_s[KINDS.index("B")]).sum(axis=0)
+    return makespan_s(schedule, pipeline_delays(schedule, blocks.sends, work_s))
+
+
+def pipeline_delays(schedule: Schedule, sends: Sends, work_s: Floats) -> Delays:
+    """Return the seconds along the way of a micro-batch, given what each kind of action takes at each stage."""
     hops = (schedule.num_stages - 1, work_s.shape[2])
     send, receive = (np.broadcast_to(one, hops) for one in (sends.time_s, sends.receive_s))
-    return makespan_s(schedule, delays_of(schedule, work_s, send, receive, overlap=sends.hidden))
+    return delays_of(schedule, work_s, send, receive, overlap=sends.hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,9 +73,9 @@ class Certificate:
             within = " that was found, how far from the best is not known"
         stopped = f" ({self.stopped})" if self.stopped else ""
         return (
-            f"the {best} by this cost model{within}{stopped}, of {self.num_legal} legal outer points with all layer "
-            "ranges (gpipe, 1f1b; near-even ones of other schedules) and recompute of their stages, among plans with "
-            "one table per block kind and recompute kind"
+            f"the {best} by this cost model{within}{stopped}, of {self.num_legal} legal outer points with all splits "
+            "of the layers over their stages and recompute of each rank (its stages alike), among plans with one table "
+            "per block kind and recompute kind"
         )
 
     @property

@@ -135,13 +135,8 @@ def makespan_s(schedule: Schedule, delays: Delays) -> Floats:
 
     A builder's order is run until a steady unit repeats itself; the other units each take as long as that one.
     """
-    total, unit = schedule.num_micro_batches, schedule.unit
-
-    def reduced(wanted: int) -> int:
-        """Return as many micro-batches as wanted or a few more, if whole units are left out."""
-        return total if wanted >= total else wanted + (total - wanted) % unit
-
-    short = total if schedule.actions is not None else reduced(_FIRST_TRY * schedule.num_ranks)
+    total = schedule.num_micro_batches
+    short = _reduced(schedule, _FIRST_TRY * schedule.num_ranks)
     found = np.empty(delays.work_s.shape[2])
     rows = np.arange(len(found))
     while len(rows):
@@ -154,11 +149,46 @@ def makespan_s(schedule: Schedule, delays: Delays) -> Floats:
             if short < total:  # NaN where no unit repeats the one before yet
                 steps = times[0, waves.window] - times[0, waves.window_before]
                 steady = len(steps) and np.ptp(steps, axis=0) <= ROUNDING * ends
-                ends += (total - short) // unit * np.where(steady, steps.mean(axis=0) if len(steps) else 0.0, np.nan)
+                more = (total - short) // schedule.unit
+                ends += more * np.where(steady, steps.mean(axis=0) if len(steps) else 0.0, np.nan)
             found[some] = ends
         rows = rows[np.isnan(found[rows])]
-        short = reduced(2 * short)
+        short = _reduced(schedule, 2 * short)
     return found
+
+
+def _reduced(schedule: Schedule, wanted: int) -> int:
+    """Return as many micro-batches as wanted or a few more, if whole units are left out."""
+    total = schedule.num_micro_batches
+    return total if schedule.actions is not None or wanted >= total else wanted + (total - wanted) % schedule.unit
+
+
+def longest_paths(schedule: Schedule, delays: Delays, sent: Delays) -> tuple[Floats, Floats]:
+    """Return a path through the schedule for each candidate, which takes about as long as the makespan.
+
+    It is how often the path runs F, I and W of every stage, [path, pass, stage], and how many sends it waits for,
+    counted in ``sent``: the delays of a candidate whose passes take nothing. Whatever passes and sends take, a step
+    takes no less than any of its paths; a whole backward is both its halves.
+    """
+    total, short = schedule.num_micro_batches, _reduced(schedule, _FIRST_TRY * schedule.num_ranks)
+    waves = _waves_of(replace(schedule, num_micro_batches=short))
+    while short < total and not len(waves.window):
+        short = _reduced(schedule, 2 * short)
+        waves = _waves_of(replace(schedule, num_micro_batches=short))
+    times = waves.run(delays)
+    ends_s, none, more = waves.rank_ends_s(times, delays), waves.bounds[-1], (total - short) // schedule.unit
+    columns = times.shape[2]
+    counts, waits = np.zeros((columns, 3, schedule.num_stages)), np.zeros(columns)
+    handed = np.zeros(2 * (none + 1))  # what is sent after an action until its rank is free, or the message is there
+    handed[:none], handed[none + 1 : -1] = sent.after_s[waves.places, 0], sent.travel_s[waves.places, 0]
+    for column in range(columns):
+        actions, repeats, previous = waves.longest_path(times[..., column], ends_s[:, column], more)
+        kinds, stages = waves.kinds[actions], waves.stages[actions]
+        for number, names in enumerate(("F", "IB", "WB")):
+            mine = np.isin(kinds, [KINDS.index(name) for name in names])
+            np.add.at(counts[column, number], stages[mine], repeats[mine])
+        waits[column] = repeats @ (sent.before_s[waves.places[actions], 0] + handed[previous])
+    return counts, waits
 
 
 @lru_cache(maxsize=256)

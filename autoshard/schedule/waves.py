@@ -47,6 +47,9 @@ class Waves:
     numbers: tuple[Ints, ...]  # by rank the numbers of its actions in order
     window: Ints  # steady actions that later ones may wait for, and whatever lies between
     window_before: Ints  # the same a unit earlier
+    ranks: Ints
+    turns: Ints  # of steady actions: the position on their rank; otherwise -1
+    width: int  # actions of a rank in a unit
 
     @classmethod
     def of(cls, orders: Sequence[Coded], num_stages: int, num_micro_batches: int, unit: int = 1) -> "Waves":
@@ -66,11 +69,16 @@ class Waves:
         new = np.append(np.argsort(order, kind="stable"), count)
         bounds = (0, *np.cumsum(np.bincount(waves)[1:]).tolist())
         ones, others = new[before[order]], new[sender[order]]
-        width, action = np.diff(bounds), np.arange(count)
-        low = np.repeat(np.array(bounds[:-1], dtype=np.int64), width)
+        sizes, action = np.diff(bounds), np.arange(count)
+        low = np.repeat(np.array(bounds[:-1], dtype=np.int64), sizes)
         waits = np.empty(2 * count, dtype=np.int64)
-        waits[low + action], waits[low + np.repeat(width, width) + action] = ones, others + count + 1
-        window, window_before = _steady(orders, starts, sender, unit)
+        waits[low + action], waits[low + np.repeat(sizes, sizes) + action] = ones, others + count + 1
+        width = int(np.count_nonzero(orders[0][2] < unit))
+        runs = [_steady_part(order, width, unit) for order in orders]
+        window, window_before = _steady(orders, starts, sender, runs, width)
+        turns = np.full(count, -1, dtype=np.int64)
+        for start, (begin, end) in zip(starts[:-1].tolist(), runs, strict=True):
+            turns[start + begin : start + end] = np.arange(begin, end)
         return cls(
             bounds=bounds,
             before=ones,
@@ -82,6 +90,9 @@ class Waves:
             numbers=tuple(new[low:high] for low, high in pairwise(starts.tolist())),
             window=new[window],
             window_before=new[window_before],
+            ranks=np.repeat(np.arange(len(orders)), np.diff(starts))[order],
+            turns=turns[order],
+            width=width,
         )
 
     def run(self, delays: Delays) -> Floats:
@@ -98,8 +109,56 @@ class Waves:
 
     def ends_s(self, times: Floats, delays: Delays) -> Floats:
         """Return the end of the last action of each candidate, without what it sends."""
-        last = np.array([own[-1] for own in self.numbers if len(own)], dtype=np.int64)
-        return (times[0, last] - delays.after_s[self.places[last]]).max(axis=0)
+        return self.rank_ends_s(times, delays).max(axis=0)
+
+    def rank_ends_s(self, times: Floats, delays: Delays) -> Floats:
+        """Return the end of the last action of each rank, [rank, candidate], without what it sends."""
+        return times[0, self.last] - delays.after_s[self.places[self.last]]
+
+    @property
+    def last(self) -> Ints:
+        """The last action of every rank."""
+        return np.array([own[-1] for own in self.numbers if len(own)], dtype=np.int64)
+
+    def longest_path(self, times: Floats, ends_s: Floats, more: int) -> tuple[Ints, Floats, Ints]:
+        """Return a longest path of one candidate: actions, how often it runs each, what comes before each, and how.
+
+        ``times`` are those of ``run``, ``ends_s`` those of the ranks. What comes before is an action of its rank, or,
+        counted from after the last action, one whose message it needs. The path is that of a schedule with so many
+        more units: it goes round a circle of steady actions as often as that takes, and for what that leaves over it
+        does all that one rank does in a unit.
+        """
+        none, before, sender = self.bounds[-1], self.before.tolist(), self.sender.tolist()
+        free_s, there_s = times.tolist()
+        action, path, previous = int(self.last[ends_s.argmax()]), list[int](), list[int]()
+        while action != none:
+            path.append(action)
+            one, other = before[action], sender[action]
+            by_message = there_s[other] > free_s[one]
+            action = other if by_message else one
+            previous.append(action + (none + 1) * by_message)
+        repeats = np.ones(len(path))
+        if not more:
+            return np.array(path), repeats, np.array(previous)
+        turns: list[int] = self.turns[path].tolist()
+        ranks: list[int] = self.ranks[path].tolist()
+        first = next((place for place, turn in enumerate(turns) if turn >= 0), None)
+        assert first is not None, "a path goes through the steady part of some rank"
+        seen: dict[tuple[int, int], int] = {}
+        left = more
+        for place in range(first, len(path)):
+            if turns[place] < 0:
+                break
+            known = seen.setdefault((ranks[place], turns[place] % self.width), place)
+            if known != place:
+                units = (turns[known] - turns[place]) // self.width
+                repeats[known:place] += more // units
+                left = more % units
+                break
+        own = self.numbers[ranks[first]][turns[first] - self.width : turns[first] + 1]
+        extra = np.full(self.width, float(left))
+        actions, weights = np.concatenate([path, own[1:]]), np.concatenate([repeats, extra])
+        return actions, weights, np.concatenate([previous, own[:-1]])
 
 
 def places(kinds: Ints, stages: Ints, num_stages: int) -> Ints:
@@ -141,14 +200,14 @@ def _wave_numbers(before: list[int], sender: list[int], starts: list[int]) -> li
     return waves[:-1]
 
 
-def _steady(orders: Sequence[Coded], starts: Ints, sender: Ints, unit: int) -> tuple[Ints, Ints]:
+def _steady(
+    orders: Sequence[Coded], starts: Ints, sender: Ints, runs: Sequence[tuple[int, int]], width: int
+) -> tuple[Ints, Ints]:
     """Return the last steady actions, as many as later ones may wait for, and the same ones a unit before.
 
     Steady is what repeats the actions of the unit before, on micro-batches that come a unit later.
     """
     none = np.empty(0, dtype=np.int64)
-    width = int(np.count_nonzero(orders[0][2] < unit))
-    runs = [_steady_part(order, width, unit) for order in orders]
     length = min(end - start for start, end in runs)
     offsets = np.concatenate([np.arange(len(order[0])) - end for order, (_, end) in zip(orders, runs, strict=True)])
     has = sender < starts[-1]

@@ -16,7 +16,7 @@ from autoshard.search.bounds import least_bytes, least_of_any, least_seconds
 from autoshard.search.legal_space import RunVariant
 from autoshard.search.priced_layouts import PricedLayouts
 from autoshard.search.space import SIZES
-from autoshard.search.stage_filling import Goal, fill_stages
+from autoshard.search.stage_filling import Goal, fill_stages, stage_bounds
 from autoshard.search.stage_options import StageChoices, StageFilling
 
 _TIE_DIGITS = 9  # times that agree in so many digits count as equal
@@ -33,6 +33,7 @@ class Points:
     bound: Floats  # of what is minimised
     rest_s: Floats  # of a step at least, what is no micro-batch's
     schedule: Schedule | None = None
+    is_sharp: bool = False  # whether the bound is of the stages, in their memory
 
     @classmethod
     def of(cls, priced: PricedLayouts, variant: RunVariant, goal: Goal) -> "Points":
@@ -95,7 +96,15 @@ class Points:
 
     def solved(self, goal: Goal, below: float) -> StageFilling:
         """Return the best filling of the stages of each point; only fillings below ``below`` are searched."""
-        return fill_stages(self.blocks, self.choices, goal, below, self.rest_s)
+        least = self.bound if goal.objective == "time" else 0.0
+        return fill_stages(self.blocks, self.choices, goal, below, self.rest_s, least)
+
+    def sharpened(self, goal: Goal) -> "Points":
+        """Return them with bounds that count what their stages must recompute."""
+        if goal.objective == "memory" or goal.effort.exhaustive:
+            return replace(self, is_sharp=True)
+        bound = stage_bounds(self.blocks, self.choices, goal, self.rest_s)
+        return replace(self, is_sharp=True, bound=np.maximum(self.bound, bound))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

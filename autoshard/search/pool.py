@@ -236,11 +236,14 @@ class Pool:
             self._push(points.only(order[at_once:]))
             first = points.only(order[:at_once])
             try:
-                self._solve(first, float(limits[order[:at_once]].max(initial=-np.inf)))
+                if first.is_sharp or not len(first.rows):
+                    self._solve(first, float(limits[order[:at_once]].max(initial=-np.inf)))
+                    most -= 1
+                else:
+                    self._push(first.sharpened(self._goal))
             except SearchStopped:
                 self._push(first)  # so that their bound counts
                 raise
-            most -= 1
             go_on(self._watch, self._progress())
 
     def _progress(self) -> SearchProgress:

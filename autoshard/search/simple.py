@@ -80,9 +80,12 @@ def _simplicity(point: Candidate) -> tuple[int, ...]:
 
 
 def _uneven(points: Points, goal: Goal, limit: float, num_kinds: int) -> Solution | None:
-    """Return the fastest plan of some points below a limit whose stages each have one of so many kinds of recompute."""
-    choices, count = points.choices, len(points.rows)
-    if choices.stages or choices.recompute or points.blocks.schedule.num_ranks == 1:
+    """Return the fastest plan of some points below a limit whose stages each have one of so many kinds of recompute.
+
+    Uneven stages in the order of another schedule than 1F1B or GPipe are not simple.
+    """
+    choices, count, schedule = points.choices, len(points.rows), points.blocks.schedule
+    if choices.stages or choices.recompute or schedule.num_ranks == 1 or schedule.builder not in ALL_RANGES:
         return None
     sets = [list(own) for own in combinations(range(len(choices.kinds)), num_kinds)]
     among = np.zeros((len(choices.kinds), len(sets)), dtype=bool)

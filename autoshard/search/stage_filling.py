@@ -1,8 +1,8 @@
 """Which layers each stage gets and what it recomputes, for many candidates that share a schedule.
 
 GPipe and 1F1B run one stage per rank: all ranges of layers are searched, by dynamic programming over the ranks, whose
-value is a lower bound. Other schedules take near-even splits of the layers. Either way each rank has, for each number
-of layers, the fastest recompute that fits, and what comes out best is timed as every plan is.
+value is a lower bound. Under other schedules all splits are bounded by paths (``split_filling``). Either way each rank
+has, for each number of layers, the fastest recompute that fits, and what comes out best is timed as every plan is.
 """
 
 from collections.abc import Sequence
@@ -14,30 +14,20 @@ import numpy as np
 from autoshard.cost.stages import PipelineBlocks
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
+from autoshard.search.split_filling import fill_splits, smallest_splits, split_bounds
 from autoshard.search.stage_options import (
+    ALL_RANGES,
     NEVER,
+    SURE,
+    Effort,
     RankOptions,
     StageChoices,
     StageFilling,
-    layers_by_rank,
-    near_even_layers,
+    split_layers,
 )
 
-SURE = 1e-12  # of a bound that was computed in another order
 _MORE = 2  # layers beyond an even share that a stage may get at first
 _AT_ONCE = 64  # fillings of a candidate that are timed together
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """How far a search goes: the gap that it may leave, and how many fillings of one candidate it may look at."""
-
-    gap: float = 5e-3
-    most_partial: int = 5_000  # of the first ranks
-    most_timed: int = 256
-    exhaustive: bool = False  # no point is left out because of its bound
-
-
 EVERYTHING = Effort(gap=0.0, most_partial=500_000, most_timed=500_000)
 
 
@@ -109,35 +99,41 @@ class Goal:
 
 
 def fill_stages(
-    blocks: PipelineBlocks, choices: StageChoices, goal: Goal, below: float, rest_s: Floats
+    blocks: PipelineBlocks, choices: StageChoices, goal: Goal, below: float, rest_s: Floats, least: Floats | float = 0.0
 ) -> StageFilling:
     """Return the best filling of each candidate, with a lower bound; only fillings below ``below`` are searched.
 
-    ``rest_s`` is the least time of a step beside its micro-batches. If memory is the objective, the fastest of the
-    fillings with the least memory is returned.
+    ``rest_s`` is the least time of a step beside its micro-batches, ``least`` any lower bound that is known. If memory
+    is the objective, the fastest known of the fillings with the least memory is returned.
     """
-    schedule = blocks.schedule
+    schedule, pinned = blocks.schedule, choices.only_split(blocks.schedule)
+    capacity = np.broadcast_to(goal.capacity, blocks.num_candidates)
     if goal.objective == "memory":
-        peak = _least_peak(blocks, choices, goal.capacity)
-        least = Goal(capacity=np.minimum(peak * (1 + SURE), goal.capacity), effort=Effort(gap=1.0))
-        return replace(fill_stages(blocks, choices, least, np.inf, rest_s), bound=peak)
+        if not pinned and schedule.num_chunks > 1:
+            return smallest_splits(blocks, choices, capacity, below)
+        peak = _least_peak(blocks, choices, capacity)
+        smallest = Goal(capacity=np.minimum(peak * (1 + SURE), capacity), effort=Effort(gap=1.0))
+        return replace(fill_stages(blocks, choices, smallest, np.inf, rest_s), bound=peak)
     rest_s = rest_s + blocks.fixed_s
-    if choices.all_ranges(schedule):
+    if schedule.builder in ALL_RANGES and choices.stages is None and schedule.num_ranks > 1:
         return _fastest_ranges(blocks, choices, goal, below, rest_s)
-    # A rank begins when the stages before its first one have passed a micro-batch, and ends before these have passed
-    # the last one back, unless its weight gradients come later.
-    layers = near_even_layers(schedule, choices.num_layers, choices.stages)
-    options = RankOptions.of(blocks, choices, layers, goal.capacity)
-    ahead = (blocks.layer.forward_s if schedule.splits_backward else blocks.layer.pass_s).min(axis=0)
-    before, _ = layers_by_rank(schedule, choices.num_layers, choices.stages)
-    least = (before[..., None] * ahead + schedule.num_micro_batches * options.least_s).max(axis=0) + rest_s
-    bound = np.where(options.least_s.max(axis=0) < NEVER, least * (1 - SURE), np.inf)  # [split, candidate]
-    split, number = np.nonzero(bound < below)
-    if not len(number):
-        return StageFilling.nothing(schedule.num_stages, bound.min(axis=0))
-    found = options.timed(options.best[:, split, number], number)
-    bound[split, number] = found.time_s
-    return _best_of(found, number, bound.min(axis=0))
+    if pinned:
+        options = RankOptions.of(blocks, choices, split_layers(schedule, [pinned]), goal.capacity)
+        found = StageFilling.nothing(schedule.num_stages, np.full(blocks.num_candidates, np.inf))
+        if schedule.num_ranks == 1 and options.fits.any():
+            option, number = np.nonzero(options.fits[0])
+            return _best_of(options.timed(option[None], number), number, found.bound)
+        some = np.flatnonzero(options.least_s.max(axis=(0, 1)) < NEVER)
+        return found.with_columns(some, options.fastest(0 * some, some)) if len(some) else found
+    limits = (below, rest_s, np.broadcast_to(least, rest_s.shape))
+    return fill_splits(blocks, choices, capacity, goal.effort, limits)
+
+
+def stage_bounds(blocks: PipelineBlocks, choices: StageChoices, goal: Goal, rest_s: Floats) -> Floats:
+    """Return what a step of each candidate takes at least by its memory, where that takes little to find out."""
+    if choices.only_split(blocks.schedule) or blocks.schedule.builder in ALL_RANGES:
+        return np.zeros(blocks.num_candidates)
+    return split_bounds(blocks, choices, np.broadcast_to(goal.capacity, blocks.num_candidates), rest_s)
 
 
 def _best_of(found: StageFilling, candidates: Ints, bound: Floats) -> StageFilling:
@@ -150,10 +146,11 @@ def _best_of(found: StageFilling, candidates: Ints, bound: Floats) -> StageFilli
     return replace(best, bound=np.minimum(bound, best.time_s))
 
 
-def _least_peak(blocks: PipelineBlocks, choices: StageChoices, capacity: Floats | float) -> Floats:
+def _least_peak(blocks: PipelineBlocks, choices: StageChoices, capacity: Floats) -> Floats:
     """Return what the fullest rank of each candidate holds at least; infinite where nothing fits."""
-    if not choices.all_ranges(blocks.schedule):
-        layers = near_even_layers(blocks.schedule, choices.num_layers, choices.stages)
+    pinned = choices.only_split(blocks.schedule)
+    if pinned:
+        layers = split_layers(blocks.schedule, [pinned])
         return RankOptions.of(blocks, choices, layers, capacity).least_bytes().max(axis=0).min(axis=0)
     sizes = range(1, choices.num_layers - blocks.schedule.num_ranks + 2)
     held = _range_options(blocks, choices, sizes, capacity).least_bytes()

@@ -1,22 +1,42 @@
 """What the stages of candidates may hold: layers and recompute, priced, and timed once they are chosen."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from functools import lru_cache
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost.stages import PerCandidate, PipelineBlocks, StageOptions, StagePrices, counts_of, price_stages
-from autoshard.cost.step import step_seconds
+from autoshard.cost.stages import (
+    PASSES,
+    PerCandidate,
+    PipelineBlocks,
+    StageOptions,
+    StagePrices,
+    counts_of,
+    price_stages,
+)
+from autoshard.cost.step import least_seconds, step_seconds
 from autoshard.plan.candidate import even_stages
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
 
 NEVER = 1e30  # seconds of what does not fit: unlike infinity, nothing times that is nothing
-ALL_RANGES = ("1f1b", "gpipe")  # schedules of which all ranges of layers are searched
+ALL_RANGES = ("1f1b", "gpipe")  # schedules whose longest paths are known: those of ``path_weights``
+SURE = 1e-12  # of a bound that was computed in another order
 _RELIEVED = ((0, 1), (1, 0), (1, 1), (0, 2), (1, 2))  # layers that the first and the last stage give away
+
+Split = tuple[int, ...]  # layers of every stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How far a search goes: the gap that it may leave, and how many fillings of one candidate it may look at."""
+
+    gap: float = 5e-3
+    most_partial: int = 5_000  # of the first ranks or stages
+    most_timed: int = 256
+    exhaustive: bool = False  # no point is left out because of its bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,13 +46,15 @@ class StageChoices(PerCandidate):
     kinds: tuple[Recompute, ...]  # as the rows of a layer's totals
     allowed: NDArray[np.bool_]  # [kind, candidate]: what Rules allow
     num_layers: int
-    stages: tuple[int, ...] | None  # pinned
+    stages: Split | None  # pinned
     recompute: tuple[Recompute, ...] | None  # pinned, one entry for all stages or one for each
     partly: bool = True  # whether a stage may recompute some of its layers in full
 
-    def all_ranges(self, schedule: Schedule) -> bool:
-        """Say whether all ranges of layers are searched."""
-        return self.stages is None and schedule.builder in ALL_RANGES and schedule.num_ranks > 1
+    def only_split(self, schedule: Schedule) -> Split | None:
+        """Return the layers of the stages where there is one choice: pinned, or one stage, or a layer for each."""
+        if schedule.num_stages in (1, self.num_layers):
+            return self.stages or (self.num_layers // schedule.num_stages,) * schedule.num_stages
+        return self.stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,7 +81,14 @@ class StageFilling(PerCandidate):
         names = [one.name for one in fields(cls)]
         return cls(**{name: np.concatenate([getattr(one, name) for one in parts], axis=-1) for name in names})
 
-    def stages(self, candidate: int) -> tuple[int, ...]:
+    def with_columns(self, places: Ints, columns: "StageFilling") -> "StageFilling":
+        """Return these with some of their columns replaced."""
+        found = replace(self, **{one.name: getattr(self, one.name).copy() for one in fields(self)})
+        for one in fields(self):
+            getattr(found, one.name)[..., places] = getattr(columns, one.name)
+        return found
+
+    def stages(self, candidate: int) -> Split:
         """Return the layers of every stage."""
         return tuple((self.recomputed[:, candidate] + self.plain[:, candidate]).tolist())
 
@@ -73,7 +102,7 @@ class StageFilling(PerCandidate):
         )
 
 
-def near_even_splits(num_layers: int, num_stages: int) -> tuple[tuple[int, ...], ...]:
+def near_even_splits(num_layers: int, num_stages: int) -> tuple[Split, ...]:
     """List near-even splits: the even one, and those whose ends give layers to the stages between.
 
     >>> near_even_splits(8, 4)
@@ -91,19 +120,9 @@ def near_even_splits(num_layers: int, num_stages: int) -> tuple[tuple[int, ...],
     return tuple(found)
 
 
-@lru_cache(maxsize=1024)
-def near_even_layers(schedule: Schedule, num_layers: int, pinned: tuple[int, ...] | None) -> Ints:
-    """Return the layers of every chunk in the near-even splits, or in the pinned one: [rank, split, chunk]."""
-    splits = (pinned,) if pinned else near_even_splits(num_layers, schedule.num_stages)
+def split_layers(schedule: Schedule, splits: Sequence[Split]) -> Ints:
+    """Return the layers of every chunk in some splits: [rank, split, chunk]."""
     return np.array(splits)[:, counts_of(schedule).stages].swapaxes(0, 1)
-
-
-@lru_cache(maxsize=1024)
-def layers_by_rank(schedule: Schedule, num_layers: int, pinned: tuple[int, ...] | None) -> tuple[Ints, Ints]:
-    """Return the layers in the stages before each rank's first one, and those of the rank: [rank, split]."""
-    counts, layers = counts_of(schedule), near_even_layers(schedule, num_layers, pinned)
-    by_stage = layers[counts.ranks, :, counts.chunks]  # [stage, split]
-    return (np.cumsum(by_stage, axis=0) - by_stage)[counts.stages.min(axis=1)], layers.sum(axis=2)
 
 
 def stage_options(
@@ -128,6 +147,7 @@ def stage_options(
         partly_full = choices.partly and full in kinds  # some of a stage's layers in full, the others nothing
         full_kind = kinds.index(full) if partly_full else 0
         most: list[int] = layers.max(axis=(0, 2)).tolist()
+        full_kind = kinds.index(full) if partly_full else 0
         rows: list[tuple[int, int, int]] = []  # kind, division, layers of a chunk that recompute at most
         for number, some in enumerate(most):
             rows += [(own, number, some) for own in range(len(kinds))]
@@ -178,6 +198,23 @@ class RankOptions:
         held = np.where(self.fits, self.prices.peak_bytes, np.inf)
         return np.take_along_axis(held, _least_of_each(held, self.divisions), axis=1)
 
+    def fastest(self, division: Ints, candidates: Ints) -> StageFilling:
+        """Time the fastest options of one division per column, of a candidate for each; the bound is of any that fits.
+
+        Options may trade one pass for another, and longer passes hide more of what is sent for the update.
+        """
+        option = self.best[:, division, candidates]
+        found = self.timed(option, candidates)
+        starts, least = _starts(self.divisions), dict[str, Floats]()
+        for name in PASSES:
+            fitting = np.where(self.fits[:, :, None], getattr(self.prices, name), NEVER)
+            by_division = np.minimum.reduceat(fitting, starts, axis=1)
+            least[name] = np.moveaxis(by_division[:, division, :, candidates], 0, -1)
+        prices = replace(self.prices.of_options(option, candidates), **least)
+        longest = np.maximum.reduceat(np.where(self.fits, self.prices.pass_s, 0.0), starts, axis=1)
+        busy_s = longest[:, division, candidates]
+        return replace(found, bound=least_seconds(self.blocks.only(candidates), prices, busy_s) * (1 - SURE))
+
     def timed(self, option: Ints, candidates: Ints) -> StageFilling:
         """Time one option per rank, [rank, column], of a candidate for each column."""
         counts, ranks = counts_of(self.blocks.schedule), np.arange(self.blocks.schedule.num_ranks)[:, None]
@@ -200,6 +237,11 @@ class RankOptions:
 
 def _least_of_each(cost: Floats, divisions: Ints) -> Ints:
     """Return the option of least cost of every division: [rank, division, candidate]."""
-    starts = np.flatnonzero(np.diff(divisions, prepend=-1)).tolist()
+    starts = _starts(divisions).tolist()
     spans = zip(starts, [*starts[1:], len(divisions)], strict=True)
     return np.stack([low + cost[:, low:high].argmin(axis=1) for low, high in spans], axis=1)
+
+
+def _starts(divisions: Ints) -> Ints:
+    """Return where the options of each division begin."""
+    return np.flatnonzero(np.diff(divisions, prepend=-1))

@@ -31,15 +31,12 @@ from autoshard.schedule.builders import BUILDERS
 from autoshard.search.api import default_workload
 from autoshard.search.request import Request
 from autoshard.search.stage_filling import Effort
-from autoshard.search.stage_options import near_even_splits
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model_catalogue import load_model
 
 Stages = tuple[int, ...]
 EXACT = Effort(gap=0.0, most_partial=10**8, most_timed=10**8)
-ALL_RANGES = ("gpipe", "1f1b")
-TIE = 1e-11  # sums of the same seconds in another order
 PLAIN, FULL = Recompute(), Recompute(kind="full")
 
 
@@ -162,7 +159,6 @@ class Way:
 
     candidate: Candidate
     time_s: float
-    latest_s: float  # what may be found instead, where recompute that takes as long ties
     peak_bytes: float
 
 
@@ -179,18 +175,12 @@ class Point:
     columns: PipelineBlocks  # of this candidate alone
     known_kinds: tuple[Recompute, ...]  # the rows of its layers
 
-    @property
-    def all_ranges(self) -> bool:
-        """Whether every range of layers is a way to fill its stages, and every recompute of each stage."""
-        return self.candidate.schedule in ALL_RANGES and self.candidate.stages is None
-
     @cached_property
     def splits(self) -> list[Stages]:
-        """The layers that stages may have."""
+        """The layers that stages may have: all ways to give each at least one."""
         if self.candidate.stages is not None:
             return [self.candidate.stages]
-        listed = compositions if self.all_ranges and self.candidate.pp > 1 else near_even_splits
-        return list(listed(self.question.model.num_layers, self.candidate.num_stages))
+        return list(compositions(self.question.model.num_layers, self.candidate.num_stages))
 
     def recomputes(self, rank: int, layers: Stages) -> list[tuple[Recompute, ...]]:
         """What the chunks of a rank may compute again, together."""
@@ -248,13 +238,8 @@ class Point:
         return [number for number, option in enumerate(self.options) if option in own and fits[number]]
 
     def choices(self, split: Stages, capacity: float = np.inf) -> list[list[int]]:
-        """What each rank may do with its part of a split; the quickest and what ties with it, if that is the rule."""
-        found = [self.numbers(rank, split, capacity) for rank in range(self.candidate.pp)]
-        if self.all_ranges or not all(found):
-            return found
-        passes = np.broadcast_to(self.prices.pass_s, (self.candidate.pp, len(self.options), 1))[..., 0]
-        least = [min((passes[rank, one] for one in own), default=0.0) * (1 + TIE) for rank, own in enumerate(found)]
-        return [[one for one in own if passes[rank, one] <= least[rank]] for rank, own in enumerate(found)]
+        """What each rank may do with its part of a split."""
+        return [self.numbers(rank, split, capacity) for rank in range(self.candidate.pp)]
 
     def timed(self, choices: Sequence[Sequence[int]]) -> Any:
         """Time all ways to choose one option for every rank: an axis per rank."""
@@ -266,18 +251,16 @@ class Point:
     def fastest(self, capacity: float = np.inf) -> Way | None:
         """The fastest way that fits."""
         found: Way | None = None
-        latest = np.inf
         for split in self.splits:
             choices = self.choices(split, capacity)
             if not all(choices):
                 continue
             seconds = self.timed(choices)
-            latest = min(latest, float(seconds.min() if self.all_ranges else seconds.max()))
             if found is None or seconds.min() < found.time_s:
                 place = np.unravel_index(int(seconds.argmin()), seconds.shape)
                 way = [options[number] for options, number in zip(choices, place, strict=True)]
                 found = self.way(split, way, float(seconds.min()))
-        return found and replace(found, latest_s=latest)
+        return found
 
     def smallest(self) -> Way | None:
         """The way whose fullest rank holds least."""
@@ -296,7 +279,7 @@ class Point:
         recompute = tuple(self.options[way[rank]][1][chunk] for rank, chunk in places)
         candidate = replace(self.candidate, stages=split, recompute=recompute)
         peak = max(float(self.peak_bytes[rank, one]) for rank, one in enumerate(way))
-        return Way(candidate=candidate, time_s=seconds, latest_s=seconds, peak_bytes=peak)
+        return Way(candidate=candidate, time_s=seconds, peak_bytes=peak)
 
     def cost_of(self, candidate: Candidate) -> tuple[float, float]:
         """Price a way as a plan: seconds and bytes."""
@@ -328,9 +311,7 @@ class Truth:
     def fastest(self, capacity: float) -> Way | None:
         """The fastest of everything that fits."""
         found = [way for way in (point.fastest(capacity) for point in self.legal) if way]
-        if not found:
-            return None
-        return replace(min(found, key=lambda way: way.time_s), latest_s=min(way.latest_s for way in found))
+        return min(found, key=lambda way: way.time_s, default=None)
 
     def smallest(self) -> Way | None:
         """What takes least memory."""

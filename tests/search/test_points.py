@@ -17,8 +17,7 @@ from autoshard.search.points import Points
 from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts, SolvedCutting
 from autoshard.search.request import Request
 from autoshard.search.stage_filling import Goal
-from autoshard.search.stage_options import near_even_splits
-from tests.search.brute_force import FULL, PLAIN, Point, Truth, ask, compositions, requests
+from tests.search.brute_force import FULL, PLAIN, Point, Truth, ask, requests
 from tests.search.test_priced_layouts import ACTIVE, NO_MASTERS, SLOW_VECTORS
 
 SEVERAL = 2  # random fillings of each point
@@ -77,8 +76,8 @@ def test_what_just_fits_is_not_said_to_be_too_large(schedule: str, kind: str, la
 def drawn(point: Point, random: np.random.Generator) -> tuple[tuple[int, ...], tuple[Recompute, ...]]:
     """Draw layers and recompute for every stage."""
     layers, stages = point.question.model.num_layers, point.candidate.num_stages
-    listed = list(compositions(layers, stages)) if layers < 8 else list(near_even_splits(layers, stages))
-    split = point.candidate.stages or listed[int(random.integers(len(listed)))]
+    cuts = np.sort(random.choice(np.arange(1, layers), stages - 1, replace=False)).tolist()
+    split = point.candidate.stages or tuple(np.diff((0, *cuts, layers)).tolist())
     kinds = [kind for pinned in point.kinds for entry in pinned for kind in entry.kinds]
     chosen = [kinds[int(random.integers(len(kinds)))] for _ in split]
     if {PLAIN, FULL} <= set(kinds):

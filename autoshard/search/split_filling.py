@@ -1,0 +1,247 @@
+"""Which layers each stage gets under any schedule: splits near the best balance are tried, all are bounded."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard.cost.stages import PipelineBlocks, counts_of
+from autoshard.schedule.waves import Floats, Ints
+from autoshard.search.bounds import PathBounds, SplitBounds
+from autoshard.search.stage_options import (
+    NEVER,
+    SURE,
+    Effort,
+    RankOptions,
+    Split,
+    StageChoices,
+    StageFilling,
+    near_even_splits,
+    split_layers,
+)
+
+_FEW = 5  # stages from which a layer is taken, or to which it is given
+_SLOWER = (1.05, 1.5)  # so much slower is each rank in turn, to find paths on which it is the last to end
+_ROUNDS = 4  # in which paths are found
+_WITHIN = 1.05  # of a limit: what moving layers one by one may gain
+_SPLITS = 20  # times as many as are looked at at once: for more, growing them stage by stage bounds nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SplitFilling:
+    """The splits of one candidate in a memory."""
+
+    blocks: PipelineBlocks
+    choices: StageChoices
+    capacity: Floats
+
+    def best_of(
+        self, splits: Iterable[Split], known: StageFilling | None = None, *, bounded: bool = False
+    ) -> StageFilling:
+        """Return the fastest of some splits and what is known, each with the fastest recompute that fits.
+
+        If wanted, its bound is that of all these splits, with any recompute that fits.
+        """
+        nothing = StageFilling.nothing(self.blocks.schedule.num_stages, np.full(1, np.inf))
+        tried = list(dict.fromkeys(splits))
+        options = self.options(tried) if tried else None
+        some = np.flatnonzero(options.least_s[..., 0].max(axis=0) < NEVER) if options else np.zeros(0, dtype=np.int64)
+        best = known or nothing
+        if options and len(some):
+            nobody = np.zeros_like(some)
+            found = options.fastest(some, nobody) if bounded else options.timed(options.best[:, some, 0], nobody)
+            first = found.only(np.array([int(found.time_s.argmin())]))
+            best = first if first.time_s[0] < best.time_s[0] else best
+            best = replace(best, bound=found.bound.min(keepdims=True)) if bounded else best
+        return best
+
+    def options(self, splits: Sequence[Split]) -> RankOptions:
+        """Price all options of the ranks in some splits."""
+        return RankOptions.of(self.blocks, self.choices, split_layers(self.blocks.schedule, splits), self.capacity)
+
+    def starts(self, *shares: Floats) -> Iterator[Split]:
+        """Yield splits to begin with: near-even ones, and those near some fractions of layers."""
+        num_layers, stages = self.choices.num_layers, counts_of(self.blocks.schedule).stages
+        yield from near_even_splits(num_layers, stages.size)
+        for share in shares:
+            yield tuple(_rounded(share, num_layers).tolist())
+            by_rank = share[stages]
+            totals = _rounded(by_rank.sum(axis=1), num_layers, least=stages.shape[1])
+            found = np.empty(stages.size, dtype=np.int64)
+            for own, each, total in zip(stages, by_rank, totals.tolist(), strict=True):
+                found[own] = _rounded(each * (total / each.sum()), total)
+            yield tuple(found.tolist())
+
+    def improved(self, best: StageFilling) -> StageFilling:
+        """Move layers one by one for as long as that is faster."""
+        while np.isfinite(best.time_s[0]):
+            found = self.best_of(self._moves(best.stages(0)), best)
+            if found.time_s[0] >= best.time_s[0] * (1 - SURE):
+                break
+            best = found
+        return best
+
+    def _moves(self, split: Split) -> list[Split]:
+        """List splits that differ by a layer, from stages whose layers are longest on the longest path to others."""
+        alone = SplitBounds(self.blocks, self.choices)
+        alone.learn(np.array(split, dtype=np.float64)[:, None])
+        order = np.argsort(alone.paths().layer_s[0], kind="stable").tolist()
+        return _moved(split, [stage for stage in reversed(order) if split[stage] > 1][:_FEW], order[:_FEW])
+
+    def smallest(self) -> tuple[Split, float]:
+        """Move layers off the fullest rank for as long as the fullest one holds less; return also what that holds."""
+        everything, stages = replace(self, capacity=np.full(1, np.inf)), counts_of(self.blocks.schedule).stages
+
+        def smallest(splits: Sequence[Split]) -> tuple[Split, float, int]:
+            held = everything.options(splits).least_bytes()[..., 0]  # [rank, split]
+            best = int(held.max(axis=0).argmin())
+            return splits[best], float(held[:, best].max()), int(held[:, best].argmax())
+
+        split, held, fullest = smallest(list(self.starts()))
+        while True:
+            sources = [one for one in stages[fullest].tolist() if split[one] > 1]
+            tried = _moved(split, sources, range(len(split)))
+            found = smallest(tried) if tried else (split, held, fullest)
+            if found[1] >= held:
+                return split, held
+            split, held, fullest = found
+
+    def near(self, paths: PathBounds, limit_s: float, effort: Effort) -> tuple[StageFilling, float]:
+        """Return the best of the splits all of whose paths are below a limit, with the least bound of those tried.
+
+        Splits grow stage by stage, the best so many of them; the last value is the least path of those left out.
+        """
+        fixed_s, layer_s = paths.with_mixture()
+        later = np.cumsum(layer_s[:, ::-1], axis=1)[:, ::-1]
+        least = np.minimum.accumulate(layer_s[:, ::-1], axis=1)[:, ::-1]
+        count, most = layer_s.shape[1], max(16, effort.most_partial // layer_s.shape[1])
+        rows, so_far, dropped_s = np.zeros((1, 0), dtype=np.int64), fixed_s[None], np.inf
+        left, path_s = np.array([self.choices.num_layers - count]), np.zeros(1)
+        for stage in range(count):
+            more: Ints = np.arange(int(left.max(initial=0)) + 1, dtype=np.int64)
+            is_last = stage == count - 1
+            number, size = np.nonzero((more == left[:, None]) if is_last else (more <= left[:, None]))
+            here, rest = so_far[number] + (1 + size)[:, None] * layer_s[:, stage], left[number] - size
+            to_come = 0.0 if is_last else later[:, stage + 1] + rest[:, None] * least[:, stage + 1]
+            path_s = (here + to_come).max(axis=1)
+            order = np.argsort(path_s, kind="stable")
+            order = order[path_s[order] < limit_s]
+            keep = effort.most_timed if is_last else most
+            dropped_s = min(dropped_s, float(path_s[order[keep:]].min(initial=np.inf)))
+            order = order[:keep]
+            rows = np.concatenate([rows[number[order]], 1 + size[order, None]], axis=1)
+            so_far, left = here[order], rest[order]
+        splits: list[Split] = [tuple(row) for row in rows.tolist()]
+        return self.best_of(splits, bounded=True), dropped_s
+
+
+def _moved(split: Split, sources: Sequence[int], targets: Sequence[int]) -> list[Split]:
+    """List what a split becomes if one of these stages gives a layer to another."""
+    return [
+        tuple(own - (stage == source) + (stage == target) for stage, own in enumerate(split))
+        for source in sources
+        for target in targets
+        if source != target
+    ]
+
+
+def _rounded(shares: Floats, total: int, least: int = 1) -> Ints:
+    """Round to whole numbers that add up to a total."""
+    found = np.maximum(np.floor(shares + 1e-9).astype(np.int64), least)
+    over = shares - found
+    while found.sum() != total:
+        wants = int(np.sign(total - found.sum()))
+        place = int(np.where((found > least) | (wants > 0), wants * over, -np.inf).argmax())
+        found[place] += wants
+        over[place] -= wants
+    return found
+
+
+def fill_splits(
+    blocks: PipelineBlocks,
+    choices: StageChoices,
+    capacity: Floats,
+    effort: Effort,
+    limits: tuple[float, Floats, Floats],
+) -> StageFilling:
+    """Return the best filling of each candidate, with a bound of all splits.
+
+    ``limits`` are the seconds below which a filling is wanted, what a step takes at least beside its micro-batches, and
+    any bound of it that is known.
+    """
+    below_s, rest_s, least_s = limits
+    return StageFilling.side_by_side(
+        [
+            _filled(some, effort, below_s, float(rest_s[number]), float(least_s[number]))
+            for number, some in enumerate(_each(blocks, choices, capacity))
+        ]
+    )
+
+
+def split_bounds(blocks: PipelineBlocks, choices: StageChoices, capacity: Floats, rest_s: Floats) -> Floats:
+    """Return what a step of each candidate takes at least in memory, by the paths that follow one rank."""
+    found: list[float] = []
+    for some in _each(blocks, choices, capacity):
+        bounds = SplitBounds(some.blocks, some.choices)
+        bounds.limit_memory(float(some.capacity[0]))
+        found.append(bounds.bound_s(bounds.paths()))
+    return (np.array(found) + rest_s + blocks.fixed_s) * (1 - SURE)
+
+
+def _each(blocks: PipelineBlocks, choices: StageChoices, capacity: Floats) -> Iterator[SplitFilling]:
+    for number in range(blocks.num_candidates):
+        one = np.array([number])
+        yield SplitFilling(blocks=blocks.only(one), choices=choices.only(one), capacity=capacity[one])
+
+
+def smallest_splits(
+    blocks: PipelineBlocks, choices: StageChoices, capacity: Floats, below_bytes: float
+) -> StageFilling:
+    """Return a filling of each candidate that holds little, and the least that any holds as its bound."""
+    parts: list[StageFilling] = []
+    for some in _each(blocks, choices, capacity):
+        least = np.array([SplitBounds(some.blocks, some.choices).least_bytes() * (1 - SURE)])
+        bound = np.where(least <= some.capacity, least, np.inf)
+        found = StageFilling.nothing(blocks.schedule.num_stages, bound)
+        if bound[0] < below_bytes:
+            split, held = some.smallest()
+            if held <= some.capacity[0]:
+                fits = replace(some, capacity=np.full(1, held * (1 + SURE)))
+                found = replace(fits.best_of([split]), bound=least)
+        parts.append(found)
+    return StageFilling.side_by_side(parts)
+
+
+def _filled(some: SplitFilling, effort: Effort, below_s: float, rest_s: float, bound_s: float) -> StageFilling:
+    """Bound all splits, try some if they may be below a limit, and bound again as far as the gap asks for it."""
+    bounds = SplitBounds(some.blocks, some.choices)
+    best = StageFilling.nothing(some.blocks.schedule.num_stages, np.full(1, np.inf))
+    if not np.isfinite(below_s):
+        best = some.best_of(some.starts())
+    for step in range(_ROUNDS):
+        limit_s = min(below_s, float(best.time_s[0]))
+        if bound_s >= limit_s * (1 - effort.gap):
+            break
+        if step == 1:
+            bounds.limit_memory(float(some.capacity[0]))
+        if step < len(_SLOWER):
+            bounds.learn_ranks(_SLOWER[step])
+        else:
+            bounds.learn_between(np.array(best.stages(0), dtype=np.float64) if np.isfinite(best.time_s[0]) else None)
+        paths = bounds.paths()
+        bound_s = max(bound_s, (bounds.bound_s(paths) + rest_s) * (1 - SURE))
+        if step >= len(_SLOWER) - 1 and bound_s < limit_s:
+            best = some.best_of(some.starts(paths.balanced, bounds.even), best)
+    limit_s = min(below_s, float(best.time_s[0]))
+    if bound_s < limit_s:
+        best = some.best_of(some.starts(bounds.paths().balanced, bounds.even), best)
+        if best.time_s[0] < below_s * _WITHIN:
+            best = some.improved(best)
+    limit_s, num_stages = min(below_s, float(best.time_s[0])), some.blocks.schedule.num_stages
+    few = math.comb(some.choices.num_layers - 1, num_stages - 1) <= _SPLITS * effort.most_partial
+    if few and bound_s < limit_s * (1 - effort.gap):
+        near, least_s = some.near(bounds.paths(), limit_s - rest_s, effort)
+        best = near if near.time_s[0] < best.time_s[0] else best
+        bound_s = max(bound_s, min((least_s + rest_s) * (1 - SURE), float(near.bound[0]), limit_s))
+    return replace(best, bound=np.array([min(bound_s, float(best.time_s[0]))]))

@@ -1,0 +1,72 @@
+"""Paths through schedules are lower bounds whatever the times are, and as long as the step where they are found."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, note, strategies as st
+
+from autoshard.schedule.schedule import Schedule
+from autoshard.schedule.simulate import delays_of, longest_paths, makespan_s
+from autoshard.schedule.waves import Delays
+
+CHUNKS = {"gpipe": (1,), "1f1b": (1,), "zb_h1": (1,), "zb_v": (2,), "interleaved": (2, 3)}
+
+
+def delays(schedule: Schedule, passes: Any, send_s: Any, receives: bool, overlap: bool) -> Delays:
+    """Delays of columns of stages, [pass, stage, column], with the same send everywhere."""
+    forward, inputs, weight = passes
+    send = np.broadcast_to(send_s, (schedule.num_stages - 1, passes.shape[2]))
+    work = np.array([inputs + weight, forward, inputs, weight])
+    return delays_of(schedule, work, send, send * receives, overlap=overlap)
+
+
+@st.composite
+def cases(draw: Any) -> tuple[Schedule, Any, Any, bool, bool]:
+    """A schedule of a few or of many micro-batches, with times that are alike or not."""
+    builder = draw(st.sampled_from(list(CHUNKS)))
+    ranks, chunks = draw(st.integers(2, 5)), draw(st.sampled_from(CHUNKS[builder]))
+    count = draw(st.integers(1, 60))
+    count = count * ranks if builder == "interleaved" else count
+    schedule = Schedule(builder=builder, num_ranks=ranks, num_chunks=chunks, num_micro_batches=count)
+    random = np.random.default_rng(draw(st.integers(0, 10**6)))
+    columns, power = 12, draw(st.sampled_from([0.05, 1.0, 4.0]))
+    passes = random.random((3, schedule.num_stages, columns)) ** power
+    send_s = random.random(columns) * draw(st.sampled_from([0.0, 0.1, 2.0]))
+    receives, overlap = draw(st.booleans()), draw(st.booleans())
+    note(f"{schedule}, receives {receives}, overlap {overlap}")
+    return schedule, passes, send_s, receives and not overlap, overlap
+
+
+def values(case: tuple[Schedule, Any, Any, bool, bool]) -> tuple[Any, Any, Any]:
+    """What each path takes with the times of each column, [path, column], the steps, and how often stages run."""
+    schedule, passes, send_s, receives, overlap = case
+    sent = delays(schedule, np.zeros((3, schedule.num_stages, 1)), np.ones(1), receives, overlap)
+    own = delays(schedule, passes, send_s, receives, overlap)
+    counts, sends = longest_paths(schedule, own, sent)
+    return np.einsum("jps,psc->jc", counts, passes) + sends[:, None] * send_s, makespan_s(schedule, own), counts
+
+
+@given(cases())
+def test_no_step_is_shorter_than_any_path(case: tuple[Schedule, Any, Any, bool, bool]):
+    paths_s, step_s, _ = values(case)
+    assert np.all(paths_s <= step_s * (1 + 1e-11)), (paths_s / step_s).max()
+
+
+@given(cases())
+def test_a_path_is_as_long_as_the_step_where_no_unit_is_left_out(case: tuple[Schedule, Any, Any, bool, bool]):
+    paths_s, step_s, counts = values(case)
+    if case[0].num_micro_batches <= 3 * case[0].num_ranks:
+        assert np.diag(paths_s) == pytest.approx(step_s, rel=1e-12)
+    assert np.all(counts == np.floor(counts)) and np.all(counts >= 0)
+    assert np.all(counts <= case[0].num_micro_batches)
+
+
+def test_one_pass_too_many_is_seen():
+    """The first test would fail if a path ran one stage once more than it may."""
+    schedule = Schedule(builder="interleaved", num_ranks=2, num_chunks=2, num_micro_batches=64)
+    passes = np.random.default_rng(0).random((3, 4, 12)) + 0.5
+    paths_s, step_s, counts = values((schedule, passes, np.zeros(12), False, True))
+    assert np.all(paths_s <= step_s * (1 + 1e-11))
+    stage = int(counts[0, 0].argmax())
+    assert np.any(paths_s[0] + passes[0, stage] > step_s * (1 + 1e-11))
