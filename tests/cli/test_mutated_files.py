@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from autoshard.cli import main
 from autoshard.plan.codec import dump
-from autoshard.search.api import Search, plan as planned
+from autoshard.search.api import plan as planned
 from autoshard.spec.cluster_catalogue import load_cluster, load_node_type
 from autoshard.spec.record import encode
 from tests.calibration.measured_cases import SMALL
@@ -46,8 +46,8 @@ QUESTIONS: dict[str, tuple[str, ...]] = {  # file -> the commands that read it
 def whole(name: str) -> Any:
     """A file that works."""
     if name == "plan.json":
-        found = planned("tiny-llama", load_cluster("local", ranks=2), search=Search(pins="pp=2,mbs=1"))
-        return json.loads(dump(found))
+        found = planned("tiny-llama", load_cluster("local", ranks=2), fix="pp=2,mbs=1")
+        return json.loads(dump(found.plan))
     node = encode(load_node_type("h100-80"))
     return {"recipe.json": RECIPE, "cluster.json": {**node, "name": "lab", "chips_per_node": 1}, "rows.jsonl": SMALL,
             "config.json": CARD}[name]  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Literal
 
+from autoshard.command_line import Pins
 from autoshard.commands.options import QuestionOptions, SearchOptions
 from autoshard.commands.plan import searched
 from autoshard.jobs.job import PLAN, Files, Job, JobPlace, default_name
@@ -40,7 +41,7 @@ def plan_of(case: str, way: Way = "vendor") -> Plan:
         return vendor
     model, cluster, _, seq_len = DOCUMENTED[case][:4]
     options_of_question: dict[str, Any] = {"model": model, "cluster": cluster, "nodes": (vendor.cluster.num_nodes,)}
-    fix = FIXED[case] if way == "fixed" else "cp=2" if "cp" in case else None
+    fix = Pins(FIXED[case]) if way == "fixed" else Pins("cp=2") if "cp" in case else None
     options = SearchOptions()
     question = QuestionOptions(**options_of_question, seq_len=seq_len, global_batch=1024, fix=fix)
     return searched(question.requests(options)[0], 1, options).preferred
@@ -50,7 +51,9 @@ def plan_of(case: str, way: Way = "vendor") -> Plan:
 def gpu_plan() -> Plan:
     """A plan for two nodes of GPUs that EFA joins."""
     options = SearchOptions()
-    question = QuestionOptions(model="llama3-8b", cluster="p5.48xlarge", nodes=(2,), global_batch=64, fix="tp=8,mbs=1")
+    question = QuestionOptions(
+        model="llama3-8b", cluster="p5.48xlarge", nodes=(2,), global_batch=64, fix=Pins("tp=8,mbs=1")
+    )
     return searched(question.requests(options)[0], 1, options).preferred
 
 
