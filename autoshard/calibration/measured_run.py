@@ -101,10 +101,13 @@ class _Reader:
         fits = chips % nodes == 0 and chips // nodes <= whole.chips_per_node
         at_most = f"{chips} chips on {nodes} nodes; a node of {whole.name} has {whole.chips_per_node}"
         require((fits, "chips", at_most))
+        per_node = chips // nodes
+        if load_node_type(name).max_chips_per_node:
+            return load_cluster(name, nodes, lnc=row.lnc, ranks=per_node * whole.ranks_per_chip)
         cluster = load_cluster(name, nodes, lnc=row.lnc)
-        if chips // nodes == cluster.chips_per_node:
+        if per_node == cluster.chips_per_node:
             return cluster
-        return replace(cluster, chips_per_node=chips // nodes, placements=())
+        return replace(cluster, chips_per_node=per_node, placements=())
 
     def candidate(self, cluster: Cluster) -> Candidate | None:
         """Read the layout: that of the columns, or one that is stated as a whole; columns may say the same as that."""

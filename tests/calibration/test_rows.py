@@ -24,6 +24,7 @@ from tests.json_schema import json_schema
 from tests.runtime.cases import tiny_plan
 
 ROOT = Path(__file__).parents[2]
+SETS = {"gpu_megatron_a100_nodes", "gpu_published", "trainium"}
 LAYOUTS = (
     "tp=2,pp=1,dp=1",
     "tp=1,pp=2,dp=1,mbs=2,schedule=zb_h1",
@@ -46,7 +47,7 @@ def test_the_rows_of_this_repository_are_read_and_name_their_source():
     found = measured_rows(DATA)
     assert not found.left_out
     assert all(row.source and row.source["repo"] and row.step_time_s for row in found.rows.values())
-    assert [*found.sets.values()].count("trainium") == 42 and {*found.sets.values()} == {"gpu_published", "trainium"}
+    assert [*found.sets.values()].count("trainium") == 42 and {*found.sets.values()} == SETS
 
 
 def test_the_schema_and_the_page_have_every_field_and_the_rows_here_satisfy_it(request: pytest.FixtureRequest):
@@ -183,9 +184,11 @@ def test_plan_run_calibrate_plan_is_a_circle(
     Path("rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
     assert main(["calibrate", "rows.jsonl", "--cluster", "local", "--out", "mine.json"]) == 0
     asked = ["plan", "--model", "tiny-llama", "--cluster", "local", "--ranks", "2", "--calibration", "mine.json"]
+    asked += ["--seq-len", "16", "--global-batch", "4"]
     capsys.readouterr()
     assert main(asked) == 0
     assert "calibrated on 3 rows of local (3 layouts, newest 2026-07-30)" in " ".join(capsys.readouterr().out.split())
     Path("mine.json").unlink()  # the plan carries what it needs
     assert main(["verify", "plan.json"]) == 0
-    assert "note" not in capsys.readouterr().out
+    notes = [line.split()[1] for line in capsys.readouterr().out.splitlines() if "note:" in line]
+    assert notes in ([], ["prediction.mfu:"]), "it may be faster than each of the three rows"

@@ -28,7 +28,7 @@ FINE = [
     ("--help", "usage: autoshard COMMAND"),
     ("--version", "autoshard 0."),
     ("plan --help", "--global-batch N"),
-    (f"validate {DATA / 'trainium.jsonl'}", "predictions calibrated on 15 rows of trn1.32xlarge"),
+    (f"validate {DATA / 'trainium.jsonl'}", "predictions calibrated on 42 rows of trn1.32xlarge"),
     (f"{LOCAL} --top 1 --global-batch 1 --seq-len 1 --fix tp=2", "1 sequence of 1 token a step"),
     (f"{LOCAL} --optimizer sgd --precision fp32 --nodes 2 --nodes 1 --fix tp=2,mbs=8 --out o.json", "wrote o.json"),
     (f"{LOCAL} --fix sp=false,zero=3,tp=2,place=3/2/1/0,kernels=te,mbs=8", "zero=3,place=3-0,kernels=te"),
