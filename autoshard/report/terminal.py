@@ -135,7 +135,7 @@ def _mfu_words(prediction: Prediction) -> str:
 
 def headroom_words(plan: Plan, certificate: Certificate | None = None) -> str:
     """Say what stays free, and what the outer layout of the plan takes if its stages are filled again with less."""
-    words = f"{plan.headroom:.3g} of {format_bytes(plan.cluster.rank_memory_bytes)}"
+    words = f"leaves {_percent(plan.headroom)} of {format_bytes(plan.cluster.rank_memory_bytes)} free"
     step_s = prediction_of(plan).step_time_s
     gains = (
         {headroom: 1 - time_s / step_s for headroom, time_s in certificate.by_headroom.items()} if certificate else {}
@@ -143,10 +143,14 @@ def headroom_words(plan: Plan, certificate: Certificate | None = None) -> str:
     if gains and max(gains.values()) < NOTHING:
         return f"{words}; this mesh gains nothing with less"
     if gains:
-        words += "; this mesh with " + ", ".join(
-            f"{headroom:.3g}: {gain:.1%} faster" for headroom, gain in gains.items()
+        words += "; this mesh would be " + ", ".join(
+            f"{gain:.1%} faster with {_percent(headroom)}" for headroom, gain in gains.items()
         )
     return words
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
 
 
 def reserved_lines(plan: Plan) -> list[str]:

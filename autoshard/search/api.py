@@ -82,7 +82,8 @@ def plan(  # noqa: PLR0913
     The plan of the result is the simple one. Raises NoPlan where nothing fits, and InputError where the question is
     wrong; both say what to change.
 
-    >>> result = plan("tiny-llama", "local", fix={"tp": 2})
+    >>> import autoshard
+    >>> result = autoshard.plan("tiny-llama", "local", fix={"tp": 2})
     >>> result.plan.mesh.size("tp"), [answer.name for answer in result.answers]
     (2, ['fastest', 'simple', '2', '3'])
     """

@@ -45,7 +45,7 @@ def test_the_example_of_the_page_is_planned_verified_and_explained(module: Path,
         assert done.returncode == 0 and "not known here" not in done.stdout, done.stderr
         return done.stdout
 
-    assert f"\nnext: autoshard verify plan.json --extend {module.resolve()}\n" in apart(PLANNED)
+    assert f"\nnext     autoshard verify plan.json --extend {module.resolve()}\n" in apart(PLANNED)
     for line in OTHERS:
         apart(line)
     plan = json.loads(Path("plan.json").read_text(encoding="utf-8"))

@@ -75,10 +75,10 @@ def test_a_job_array_does_the_same_points(typed: Typed) -> None:
     subprocess.run([str(Path(sys.executable).with_name("shellcheck")), str(script)], check=True)
     for task in (0, 1):
         assert typed(f"{line} --task {task}")[0] == 0
-    assert "done already" in typed(f"{line} --task 1")[1] and not Path("out/rows.jsonl").exists()
+    assert "already done" in typed(f"{line} --task 1")[1] and not Path("out/rows.jsonl").exists()
     assert "4 of 4 points are already done" in typed(line)[1]
     assert statuses(rows_in(Path("out"))) == ["planned"] * 4
-    assert "done already" in typed(f"{line} --task 0")[1]
+    assert "already done" in typed(f"{line} --task 0")[1]
 
 
 @pytest.mark.parametrize(

@@ -1,32 +1,47 @@
-"""Jobs to write: what the vendor documents, in its own layout, by --fix, and as autoshard chooses."""
+"""Jobs to write: the cases that the vendor documents, each in three layouts."""
 
 import difflib
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from autoshard.command_line import Pins
-from autoshard.commands.options import QuestionOptions, SearchOptions
-from autoshard.commands.plan import searched
 from autoshard.jobs.job import PLAN, Files, Job, JobPlace, default_name
 from autoshard.jobs.kubernetes import kubernetes_files
 from autoshard.jobs.shell import torchrun_files
 from autoshard.jobs.slurm import slurm_files
+from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
+from autoshard.search.request import plan_at
 from autoshard.spec.training import Training
 from tests.engine.nxd.test_lowering import DOCUMENTED
 from tests.plan.nxd.test_match import planned
+from tests.search.brute_force import ask
 
-Way = Literal["vendor", "fixed", "chosen"]
-# What the vendor pins of each documented case; the rest of its layout is the planner's where it is only fixed.
-FIXED: Mapping[str, str] = {
-    "llama3-70b-16-trn1": "tp=32,pp=8,dp=2",
-    "llama3-70b-16-trn1-cp2": "tp=32,pp=8,cp=2",
-    "llama3-70b-8-trn2": "tp=32,pp=4,lnc=2",
-    "llama2-70b-32-trn1-tp8": "tp=8,pp=8,dp=16",
-    "llama2-70b-32-trn1-tp32": "tp=32,pp=4,dp=8",
-    "llama2-13b-32-trn1": "tp=8,pp=4",
+Way = Literal["vendor", "even", "uneven"]
+# Layouts for the documented cases that are not the vendor's; no search chooses them, so that only jobs are compared.
+OTHERS: Mapping[str, tuple[str, str]] = {
+    "llama3-70b-16-trn1": (
+        "tp=32,pp=8,dp=2,recompute=selective[LlamaRMSNorm]",
+        "tp=8,pp=8,dp=8,recompute=full*5/selective[LlamaMLP,LlamaRMSNorm]*3,stages=9*2/10*4/11*2",
+    ),
+    "llama3-70b-16-trn1-cp2": (
+        "tp=32,pp=8,cp=2,dp=1,recompute=selective[LlamaRMSNorm]",
+        "tp=8,pp=16,cp=2,dp=2,recompute=selective[LlamaMLP,LlamaRMSNorm]*10/none*6",
+    ),
+    "llama3-70b-8-trn2": (
+        "tp=32,pp=4,dp=4,recompute=selective[LlamaRMSNorm],lnc=2",
+        "tp=16,pp=4,dp=8,recompute=selective[ActivationMultiplyMLP,LlamaRMSNorm],stages=18/21*2/20,lnc=2",
+    ),
+    "llama2-70b-32-trn1-tp8": (
+        "tp=8,pp=8,dp=16,recompute=selective[LlamaMLP,LlamaRMSNorm]",
+        "tp=8,pp=8,dp=16,recompute=selective[LlamaMLP,LlamaRMSNorm]*5/selective[LlamaRMSNorm]*3,stages=9/10*4/9/11*2",
+    ),
+    "llama2-70b-32-trn1-tp32": (
+        "tp=32,pp=4,dp=8,recompute=selective[LlamaRMSNorm]",
+        "tp=32,pp=4,dp=8,stages=19/21*2/19",
+    ),
+    "llama2-13b-32-trn1": ("tp=8,pp=4,dp=32", "tp=8,pp=4,dp=32,vp=2,schedule=interleaved,stages=4/5*2/6*2/5*2/4"),
 }
 SLURM = ("slurm plain", "slurm hyperpod", "slurm parallelcluster")
 SCHEDULERS = (*SLURM, "k8s trainjob", "k8s pytorchjob", "k8s hyperpod", "torchrun")
@@ -36,25 +51,15 @@ FIRST = "llama3-70b-16-trn1"
 @cache
 def plan_of(case: str, way: Way = "vendor") -> Plan:
     """The plan of a documented case, its ranks laid out in one of three ways."""
-    vendor = planned(*DOCUMENTED[case])
-    if way == "vendor":
-        return vendor
-    model, cluster, _, seq_len = DOCUMENTED[case][:4]
-    options_of_question: dict[str, Any] = {"model": model, "cluster": cluster, "nodes": (vendor.cluster.num_nodes,)}
-    fix = Pins(FIXED[case]) if way == "fixed" else Pins("cp=2") if "cp" in case else None
-    options = SearchOptions()
-    question = QuestionOptions(**options_of_question, seq_len=seq_len, global_batch=1024, fix=fix)
-    return searched(question.requests(options)[0], 1, options).preferred
+    model, cluster, vendor, *more = DOCUMENTED[case]
+    return planned(model, cluster, dict(zip(get_args(Way), (vendor, *OTHERS[case]), strict=True))[way], *more)
 
 
 @cache
 def gpu_plan() -> Plan:
     """A plan for two nodes of GPUs that EFA joins."""
-    options = SearchOptions()
-    question = QuestionOptions(
-        model="llama3-8b", cluster="p5.48xlarge", nodes=(2,), global_batch=64, fix=Pins("tp=8,mbs=1")
-    )
-    return searched(question.requests(options)[0], 1, options).preferred
+    request = ask("llama3-8b", "p5.48xlarge", 2, global_batch=64)
+    return plan_at(request, Candidate.parse("tp=8,pp=1,dp=2"))
 
 
 def job_of(plan: Plan, under: str = "torchrun", *, replans: bool = False, **more: Any) -> Job:

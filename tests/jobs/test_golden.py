@@ -12,7 +12,7 @@ import pytest
 from autoshard.jobs.job import PLAN
 from tests.jobs.cases import (
     FIRST,
-    FIXED,
+    OTHERS,
     SCHEDULERS,
     SLURM,
     Way,
@@ -51,7 +51,7 @@ def test_schedulers_differ_in_these_lines(under: str, golden: Golden) -> None:
     golden(f"jobs/{under.replace(' ', '-')}.diff", difference(folder(FIRST), folder(FIRST, under=under)))
 
 
-@pytest.mark.parametrize("case", [one if one == FIRST else pytest.param(one, marks=pytest.mark.slow) for one in FIXED])
+@pytest.mark.parametrize("case", [one if one == FIRST else pytest.param(one, marks=pytest.mark.slow) for one in OTHERS])
 def test_layouts_differ_in_these_lines(case: str, golden: Golden) -> None:
     parts = (f"######## {way}\n{difference(folder(FIRST), folder(case, way))}" for way in get_args(Way))
     golden(f"jobs/{case}.diff", "".join(parts))

@@ -102,8 +102,12 @@ def test_all_faults_are_reported_at_once():
         ('{"schema": "1"}', "schema", "whole number"),
         ('{"schema": true}', "schema", "whole number"),
         ('{"schema": 0}', "schema", "0 cannot be read; this version reads schemas 1 to 3"),
-        ('{"schema": 4}', "schema", "Use an autoshard that knows schema 4 or later"),
-        ('{"schema": 4, "provenance": {"autoshard": "9.1"}}', "schema", "Use autoshard 9.1 or later"),
+        ('{"schema": 4}', "schema", "Install an autoshard that knows schema 4"),
+        (
+            '{"schema": 4, "provenance": {"autoshard": "9.1"}}',
+            "schema",
+            "It was written by autoshard 9.1. Install an autoshard that knows schema 4",
+        ),
         ('{"schema": 2, "stages": [{"rank": 0, "rank": 1}]}', "plan", "the key 'rank' appears twice"),
     ],
 )

@@ -91,7 +91,9 @@ def test_an_edited_plan_is_predicted_again_and_the_answer_is_json(
 
 @pytest.mark.ranks
 def test_a_plan_for_512_ranks_is_rehearsed_on_8(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", "llama3-70b", "--nodes", "16", "--top", "1"]) == 0
+    layout = "tp=8,pp=8,dp=8,recompute=full*2/full:9*3/full:8/selective[LlamaMLP,LlamaRMSNorm]/full:5"
+    assert main(["plan", "--model", "llama3-70b", "--nodes", "16", "--at", layout]) == 0
+    capsys.readouterr()
     said = refused(capsys, "plan.json")
     assert said[0].startswith("engine: nxd runs on Trainium through neuronx-distributed, which is not installed here.")
     assert "autoshard[neuron]" in said[0] and said[0].endswith("type --rehearse 8")

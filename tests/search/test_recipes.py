@@ -125,11 +125,14 @@ def test_the_layout_is_legal_and_holds_the_kv_heads_as_often_as_the_recipe_says(
 
 
 @every_modelled
-def test_the_plan_fits_and_so_would_twice_the_micro_batch_although_the_recipe_calls_memory_its_limit(recipe: AwsRecipe):
-    # Each of these files writes "limited by TRN memory" beside its micro-batch of 1. By our model none is: 2 sequences
-    # fill 24% (hf_llama_7B) to 98% (megatron_mistral) of a rank. The comment is the same in models of 4 and of 126
-    # layers, and no published run says what a NeuronCore held, so that the model is not bent to it.
-    assert share_of_memory(replace(recipe, micro_batch=2)) <= 1
+def test_the_plan_fits_and_twice_the_micro_batch_fits_but_for_three(recipe: AwsRecipe):
+    # Each of these files writes "limited by TRN memory" beside its micro-batch of 1. By our model three are: two
+    # sequences fill 104% of a rank (megatron_llama_7B and its SFT) or 110% (megatron_mistral), else 35% to 93%.
+    # The comment is the same in models of 4 and of 126 layers, and no published run says what a NeuronCore held, so
+    # the model is not bent to it.
+    limited = {"megatron_llama2_7B_SFT_config.yaml", "megatron_llama_7B_config.yaml", "megatron_mistral_config.yaml"}
+    assert share_of_memory(recipe) <= 1
+    assert (share_of_memory(replace(recipe, micro_batch=2)) > 1) == (recipe.name in limited)
 
 
 def share_of_memory(recipe: AwsRecipe) -> float:

@@ -241,7 +241,7 @@ def test_the_command_says_what_it_did_and_what_is_wrong(
     assert main(["convert", str(first), str(tmp_path / "ours")]) == 2
     assert "exists already" in capsys.readouterr().err
     assert main(["convert", str(first), str(tmp_path / "x"), "--qkv", "split"]) == 2
-    assert "--qkv: is for NxD's files" in capsys.readouterr().err
+    assert "--qkv: is for NxD files only" in capsys.readouterr().err
     state = torch.load(tmp_path / "last.pt", weights_only=True)
     same(state, read(first))
     header = (first / "model.safetensors").read_bytes()

@@ -232,7 +232,7 @@ def chat_file(folder: Path) -> Path:
         (["{a}", "--tokenizer", "{folder}/no/such"], "--tokenizer: there is no"),
         (["{a}", "--tokenizer", "{tokenizer}"], "--eos: {tokenizer} does not say what ends a document. Name the token"),
         (["{chat}", "--chat", "--tokenizer", "{tokenizer}"], "has no chat template. Give one in a file of Jinja"),
-        (["{a}", "--eos", "x"], "bytes has no tokens to name"),
+        (["{a}", "--eos", "x"], "takes neither --eos nor --bos"),
         (["{a}", "--workers", "0"], "--workers: must be at least 1"),
         (["{a}", "--out", "{csv}"], "is a file. Give a folder"),
         (["{a}", "--chat-template", "{csv}"], "is for conversations. Type --chat as well"),
