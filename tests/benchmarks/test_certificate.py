@@ -5,12 +5,17 @@ from dataclasses import replace
 import pytest
 
 from autoshard.plan.candidate import Candidate
-from autoshard.search.planner import search
-from autoshard.search.request import plan_at
+from autoshard.search.planner import SearchResult, search
+from autoshard.search.request import Request, plan_at
+from autoshard.search.stage_options import near_even_splits
 from benchmarks import certificate
 from benchmarks.certificate import Adversary, Finding, attack, judge, task
+from tests.search.brute_force import ask
 
-EASY = 1  # a question that has an answer
+_WHOLE = ask("llama3-8b", "h100-80", pins="pp=4,tp=1,schedule=interleaved,vp=2,mbs=1,zero=1,cp=1", global_batch=16)
+UNEVEN = replace(  # its embedding and head take as long as several of its layers
+    _WHOLE, model=replace(_WHOLE.model, num_layers=16, hidden=2048, ffn=8192, num_heads=32, head_dim=64)
+)
 FOUND = Finding(question="1", value=2.0, bound=1.9, least=1.95, candidate="tp=1", num_priced=3)
 
 
@@ -24,25 +29,24 @@ def test_a_plan_below_the_bound_refutes_a_certificate_and_one_within_the_gap_doe
 
 
 def test_the_adversary_prices_a_candidate_as_the_command_line_does() -> None:
-    request = task(EASY)
-    answer = search(request).plans[0]
-    candidate = Candidate.parse("tp=2,pp=2,vp=2,schedule=zb_v,stages=5/5/4/3,recompute=full:2", num_ranks=24)
-    adversary = Adversary.of(request, EASY)
+    request, answer = UNEVEN, search(UNEVEN).plans[0]
+    candidate = Candidate.parse("tp=2,pp=2,vp=2,schedule=zb_v,stages=5/4/4/3,recompute=full:2", num_ranks=8)
+    adversary = Adversary.of(request, 0)
     for one in (candidate, answer.candidate):
         prediction = plan_at(request, one).prediction
         assert prediction and adversary.time_s(one) == prediction.step_time_s
     assert adversary.time_s(replace(candidate, tp=5)) == float("inf")  # no shape
 
 
-def test_a_search_that_promises_too_much_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def boastful(request: object) -> object:
-        answer = search(task(EASY))
-        own = answer.certificate
-        return replace(answer, plans=(), certificate=replace(own, value=2 * own.value, bound=2 * own.bound))
+def test_a_search_of_near_even_splits_that_promises_the_best_of_all_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_few_splits(request: Request) -> SearchResult:
+        splits = near_even_splits(request.model.num_layers, request.pins["pp"] * request.pins["vp"])
+        pinned = (search(replace(request, pins={**request.pins, "stages": split})) for split in splits)
+        return min(pinned, key=lambda answer: answer.certificate.value)
 
-    assert not attack(task(EASY), EASY, (3, 10)).refuted
-    monkeypatch.setattr(certificate, "search", boastful)
-    assert attack(task(EASY), EASY, (10, 20)).refuted
+    assert not attack(UNEVEN, 0, (1, 60)).refuted
+    monkeypatch.setattr(certificate, "search", of_few_splits)
+    assert attack(UNEVEN, 0, (1, 60)).refuted
 
 
 @pytest.mark.slow
