@@ -40,11 +40,6 @@ class FormPiece:
     axes: tuple[Dims, ...]
     cuts: Cuts = field(hash=False)  # by atoms of tp
 
-    @property
-    def moved(self) -> Dims:
-        """The dims in the order of the axes."""
-        return tuple(dim for group in self.axes for dim in group)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormParameter:
