@@ -146,9 +146,11 @@ def fit(found: FitSamples, name: str) -> Calibration:
     tried = {name: float(np.abs(own - 1).mean()) for name, own in ratios.items()}
     best = next(name for name, error in tried.items() if error <= min(tried.values()) + _NO_WORSE)
     constants = fit_constants(splits[best], samples)
+    newest, software = found.newest, constants.software
+    newest += f", release {software.releases[-1]}" if software and software.releases else ""
     rests_on = Fit(
         date=found.newest,
-        rows=tuple(sample.id for sample in samples),
+        rows={one.id: float(f"{ratio:.4g}") for one, ratio in zip(samples, ratios[best].tolist(), strict=True)},
         num_layouts=num_layouts,
         left_out_by=found.left_out_by,
         in_sample_mape=rounded(float(np.abs(_ratios(samples, constants) - 1).mean())),
@@ -175,7 +177,7 @@ def fit(found: FitSamples, name: str) -> Calibration:
         interval=interval,
         seen=seen_in(features, left_out_errors),
         best_mfu=max(_mfu(sample, constants) for sample in samples),
-        basis=f"calibrated on {len(samples)} rows of {cluster} ({num_layouts} layouts, newest {found.newest}): "
+        basis=f"calibrated on {len(samples)} rows of {cluster} ({num_layouts} layouts, newest {newest}): "
         f"mean error {rests_on.in_sample_mape:.1%}, {rests_on.left_out_mape:.1%} where the {found.left_out_by} is left "
         f"out; nominal 80% interval of {interval:.0%} either way, which holds {inside:.0%} of those",
         fit=rests_on,

@@ -21,19 +21,21 @@ _COMPILED: Mapping[str, Split] = {
     "matrix, vector, memory, link": (_MATRIX, ("vector_efficiency",), ("memory_efficiency",), _LINKS),
 }
 # Hosts that start kernels one by one take time of their own, and more of it to start what waits for other ranks. Vector
-# units hardly bind where memory is as slow. Of links between nodes groups that share them may get less.
+# units hardly bind where memory is as slow. Attention reaches less of a peak than products do. Of links between nodes
+# groups that share them may get less.
 _PASSES = ("vector_efficiency", "memory_efficiency")
+_ATTENTION = (("matrix_efficiency", *_PASSES), ("attention_efficiency",))
 _EACH_LINK = tuple((name,) for name in _LINKS)
 LAUNCH, _COLLECTIVE, PORTS = ("launch_s",), ("collective_s",), ("shared_ports",)
 _EAGER: Mapping[str, Split] = {
     "one for all": (EFFICIENCIES,),
     "one for all, launch": (EFFICIENCIES, LAUNCH),
+    "one for all, launch, collective": (EFFICIENCIES, LAUNCH, _COLLECTIVE),
+    "chip, attention, link, launch": (*_ATTENTION, _LINKS, LAUNCH),
     "matrix, memory, link, launch": (_MATRIX, _PASSES, _LINKS, LAUNCH),
+    "chip, attention, near link, far link, launch": (*_ATTENTION, *_EACH_LINK, LAUNCH),
     "matrix, memory, near link, far link, launch, ports": (_MATRIX, _PASSES, *_EACH_LINK, LAUNCH, PORTS),
-    "matrix, attention, memory, near link, far link, launch, collective, ports": (
-        *((name,) for name in _MATRIX), _PASSES, *_EACH_LINK, LAUNCH, _COLLECTIVE, PORTS,
-    ),
-}  # fmt: skip
+}
 # What a machine can be: outside of these a constant stands for something else that the model lacks. Products of the
 # size of models reach half of their peak and more (MooreThreads/SimuMax configs/system: 0.49 of a B200's, 0.75 of an
 # A100's), streams of memory 0.67 to 0.95 of theirs and kernels of a framework less; links lose some of every packet.
@@ -63,7 +65,7 @@ def splits_for(runs: Sequence[MeasuredRun]) -> Mapping[str, Split]:
         models[run.framework or ""].add(run.model.name)
     newest = max(runs, key=lambda run: run.release).framework
     others = sorted(name for name, own in models.items() if len(own) > 1 and name not in ("", newest))
-    release: Split = ((RELEASE,),) if any(map(_is_old, runs)) else ()
+    release: Split = ((RELEASE,),) if any(map(is_old, runs)) else ()
     frameworks: Split = tuple((FRAMEWORK + name,) for name in others)
     found: dict[str, Split] = {**_COMPILED}
     last: Mapping[str, Split] = found
@@ -73,7 +75,8 @@ def splits_for(runs: Sequence[MeasuredRun]) -> Mapping[str, Split]:
     return found
 
 
-def _is_old(run: MeasuredRun) -> bool:
+def is_old(run: MeasuredRun) -> bool:
+    """Say whether a run is of a release before steps took what the constants say."""
     return Software(frameworks={}, settled=SETTLED, slower_per_release=0.5).slowness(None, run.release) > 1
 
 

@@ -27,6 +27,7 @@ _LEAST = 1e-6  # efficiency; less is a typing error, under which a step would ta
 SECONDS = ("launch_s", "collective_s", "step_s")
 CONSTANTS = (*EFFICIENCIES, *SECONDS)
 OUTSIDE = 0.25  # the least interval where software is outside a fit: releases of one layout differ by up to a quarter
+_SOFTWARE = ("kernels", "products")  # features that stand for a framework and for what FP8 changes in it
 _NUMBERS = (*CONSTANTS, "interval")
 _WIDEST = 0.95  # an interval, of the predicted time
 _OPTIONAL = ("shared_ports", "task_s")  # of plans and files that do not state it, nothing was known
@@ -111,7 +112,9 @@ class Fit:
     """What constants were fitted to, and how far their predictions are off."""
 
     date: str  # of the newest row, or the caller's
-    rows: tuple[str, ...]
+    rows: Mapping[str, float] = field(
+        hash=False
+    )  # id -> predicted over measured, where its model or layout is left out
     num_layouts: int
     left_out_by: Literal["model", "layout"]
     in_sample_mape: float
@@ -183,6 +186,19 @@ class Calibration:
             changes["basis"] = f"{self.basis}; {words}"
         return replace(self, **changes)
 
+    def under_release(self, release: str) -> "Calibration":
+        """Return the constants under a release of the platform's software, which their basis names."""
+        software = self.software
+        if not software or not software.releases:
+            message = f"the rows of {self.name} name no releases, so nothing says what one changes. Leave it out"
+            raise InputError.of("release", message)
+        message = f"must be a number such as {software.releases[-1]}, not {release!r}"
+        require((all(part.isdecimal() for part in release.split(".")), "release", message))
+        found = self.running(None, _numbers(release))
+        slower = self.matrix_efficiency / found.matrix_efficiency - 1
+        words = f", {slower:.1%} slower than from {software.settled} on" if slower else ""
+        return replace(found, basis=f"{found.basis}; for release {release}{words}")
+
 
 @cache
 def uncalibrated() -> Calibration:
@@ -226,7 +242,8 @@ def trust(calibration: Calibration, plan: Plan) -> tuple[float, Mapping[str, str
 
     The interval widens, in squares, by what rows outside were off by when their value of a feature was left out; by
     as much as itself in squares three times, so that it doubles, where no fit could tell. Of several features the
-    excesses add up.
+    excesses add up. Other software than that of all rows makes it 25 % or more, and so does FP8, of which there are
+    many kinds.
     """
     reach, outside, base = calibration.reach, dict[str, str](), calibration.interval
     candidate = plan.candidate
@@ -241,11 +258,12 @@ def trust(calibration: Calibration, plan: Plan) -> tuple[float, Mapping[str, str
     features = features_of(candidate, plan.cluster, plan.workload)
     distances = {feature: one.distance(feature, features[feature]) for feature, one in calibration.seen.items()}
     outside |= {feature: distance for feature, distance in distances.items() if distance}
-    if not outside:
-        return base, {}
     offs = [calibration.seen[one].off if one in calibration.seen else None for one in outside]
     excess = sum(max(0.0, (2 * base if off is None else off) ** 2 - base**2) for off in offs)
-    return min(_WIDEST, math.sqrt(base**2 + excess)), outside
+    if products := plan.workload.precision.products:
+        outside.setdefault("products", f"{products}, whose casts and scales count as free")
+    least = OUTSIDE if outside.keys() & {*_SOFTWARE} else 0.0
+    return min(_WIDEST, max(least, math.sqrt(base**2 + excess) if excess else base)), outside
 
 
 def calibration_entries(calibration: Calibration) -> Mapping[str, str]:

@@ -52,7 +52,7 @@ class Seen:
 
 
 def features_of(candidate: Candidate, cluster: Cluster, workload: Workload) -> Features:
-    """Return what predictions may be off by: tp, kinds of recompute, schedule, kernels, sequence, nodes.
+    """Return what predictions may be off by: tp, recompute, schedule, kernels, format of products, sequence, nodes.
 
     >>> from autoshard.spec.cluster_catalogue import load_cluster
     >>> from autoshard.spec.workload import Precision
@@ -68,6 +68,7 @@ def features_of(candidate: Candidate, cluster: Cluster, workload: Workload) -> F
         "recompute": ("mixed",) if mixed else tuple(kinds),
         "schedule": (candidate.schedule,) if candidate.pp > 1 else (),
         "kernels": (candidate.kernels or cluster.kernels,),
+        "products": (workload.precision.products or workload.precision.activations,),
         "sequence": (str(workload.seq_len),),
         "nodes": (str(cluster.num_nodes),),
     }

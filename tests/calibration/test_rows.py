@@ -24,7 +24,7 @@ from tests.json_schema import json_schema
 from tests.runtime.cases import tiny_plan
 
 ROOT = Path(__file__).parents[2]
-SETS = {"gpu_megatron_a100_nodes", "gpu_published", "trainium"}
+SETS = {"gpu_megatron_a100_nodes", "gpu_megatron_b200", "gpu_published", "trainium"}
 LAYOUTS = (
     "tp=2,pp=1,dp=1",
     "tp=1,pp=2,dp=1,mbs=2,schedule=zb_h1",

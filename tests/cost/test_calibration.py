@@ -30,6 +30,7 @@ from autoshard.errors import InputError
 from autoshard.plan.codec import dump, load
 from autoshard.spec import record
 from autoshard.spec.cluster_catalogue import cluster_names
+from autoshard.spec.workload import Precision
 from tests.cost.cases import ask, plan_of
 
 FOLDER = Path(str(resources.files("autoshard.cost")))
@@ -137,6 +138,21 @@ class TestSoftware:
             assert beyond.interval >= 0.25 and named in beyond.basis
         assert found.running(None, ()) == found, "a row that says nothing ran on what plans are for"
 
+    def test_a_release_that_is_asked_for_is_named_with_what_it_costs(self):
+        found = built_in("trn1.32xlarge")
+        assert found.software and "release 2.24" in found.basis, "the newest of the rows"
+        old, newest, later = (found.under_release(one) for one in ("2.16", "2.24", "2.99"))
+        rate = (1 + found.software.slower_per_release) ** 2
+        assert old.matrix_efficiency == pytest.approx(found.matrix_efficiency / rate)
+        assert old.basis.endswith(f"for release 2.16, {rate - 1:.1%} slower than from 2.18 on")
+        assert replace(newest, basis=found.basis) == found and newest.basis.endswith("for release 2.24")
+        assert later.interval >= 0.25 and "none of these rows has release 2.99" in later.basis
+        for own, text in ((found, "x"), (found, ""), (found, "2."), (built_in("h100-80"), "2.16"), (OWN, "2.16")):
+            with pytest.raises(
+                InputError, match=r"^release: (must be a number such as 2\.24|the rows of .* no releases)"
+            ):
+                own.under_release(text)
+
     def test_steps_take_as_much_longer_as_their_software(self):
         found, made = built_in("trn1.32xlarge"), plan()
         old = found.running("neuronx-nemo-megatron", (2, 14))
@@ -187,6 +203,23 @@ class TestProvenance:
         assert all(beyond.outside[feature].startswith(words) for feature, words in where.items())
         assert beyond.high_s / beyond.step_time_s - 1 == pytest.approx(math.sqrt(0.1**2 + wider))
         assert predict(plan(text, uncalibrated(), **changes)).outside == {}, "reaches nowhere anyway"
+
+    def test_other_software_than_that_of_the_rows_and_fp8_make_it_a_quarter_at_least(self):
+        seen = {"products": Seen(values=("bf16", "fp8"), off=0.9)}
+        reach = Reach(cluster="h100-80", axes=("tp", "pp", "dp"), kernels=("te",))
+        here = replace(OWN, interval=0.1, reach=reach, seen=seen, best_mfu=0.99)
+        work = Precision.named("bf16")
+        changes: list[tuple[dict[str, Any], Calibration, float, set[str]]] = [
+            ({"precision": work}, here, 0.1, set()),
+            ({"precision": replace(work, products="fp8")}, here, 0.25, {"products"}),
+            ({"precision": replace(work, products="fp8")}, replace(here, seen={}), 0.25, {"products"}),
+            ({"precision": Precision.named("fp16")}, here, 0.9, {"products"}),
+            ({"kernels": "mcore"}, here, 0.25, {"kernels"}),
+            ({"kernels": "mcore"}, replace(here, interval=0.2), 0.4, {"kernels"}),
+        ]
+        for change, constants, interval, where in changes:
+            found = predict(plan("tp=8,pp=4,dp=1", constants, cluster_name="h100-80", nodes=4, **change))
+            assert found.high_s / found.step_time_s - 1 == pytest.approx(interval) and found.outside.keys() == where
 
     def test_a_plan_better_than_the_best_row_says_so(self):
         own = predict(plan(calibration=replace(OWN, best_mfu=0.99))).mfu_causal
