@@ -2,11 +2,12 @@
 
 import math
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
-from autoshard.calibration.validate import SetAccuracy, Validation, validate
-from benchmarks.accuracy_table import PredictedSets, write_pages
+from autoshard.calibration.validate import Accuracy, SetAccuracy, Validation, validate
+from benchmarks.accuracy_table import PredictedSets, left_out, write_pages
 from benchmarks.measure import yardstick_s
 from benchmarks.result import Extra, Result
 
@@ -14,32 +15,35 @@ DATA = Path(__file__).parent / "data"  # published rows; each names its source
 
 # VIA-Research/vTrain, the only peer that publishes errors over hundreds of runs: 8.37% on one node, 14.73% on several.
 TIME_BAR = 0.10
+_LEFT_OUT = ("count", "mape", "bias", "coverage")
 
 
 def run(rows: Path | None = None, write: bool = False) -> Result:
     """Predict the rows of this repository, and those of another folder; write the tables of the pages if asked to."""
     start_s = time.process_time()
     others = [validate(rows)] if rows else []
-    parts = [validate(DATA), *others]
+    found = validate(DATA)
+    parts = left_out(DATA, found)
     cpu_s = time.process_time() - start_s
     if write:
-        other = others[0].sets if others else None
-        write_pages(PredictedSets(own=parts[0].sets, other=other, date=datetime.now(UTC).date().isoformat()), DATA)
-    return judge(parts, cpu_s)
+        other, today = others[0].sets if others else None, datetime.now(UTC).date().isoformat()
+        write_pages(PredictedSets(own=found.sets, parts=parts, other=other, date=today), DATA)
+    return judge([found, *others], parts, cpu_s)
 
 
-def judge(parts: list[Validation], cpu_s: float) -> Result:
-    """Hold the worst set against the bar; it holds only if every row was predicted."""
-    sets = [entry for part in parts for entry in part.sets]
-    worst = max((entry.step_time.mape for entry in sets if entry.step_time), default=math.inf)
-    missing = sum(len(part.left_out) for part in parts)
+def judge(found: list[Validation], parts: Mapping[str, Accuracy], cpu_s: float) -> Result:
+    """Hold the worst left-out error of what ran against the bar; it holds only if every row was predicted."""
+    sets = [entry for one in found for entry in one.sets]
+    worst = max((entry.mape for entry in parts.values()), default=math.inf)
+    missing = sum(len(one.left_out) for one in found)
     return Result(
         name="accuracy",
         value=round(worst, 4),
-        unit="MAPE, worst set",
+        unit="left-out MAPE, worst chip",
         bar=TIME_BAR,
         holds=worst <= TIME_BAR and not missing,
         extras={
+            **{f"{name}.{key}": _short(getattr(one, key)) for name, one in parts.items() for key in _LEFT_OUT},
             **{key: value for name, entry in _named(sets) for key, value in _extras(name, entry).items()},
             "left_out": missing,
             "cpu_s": round(cpu_s, 3),

@@ -1,5 +1,8 @@
 """The accuracy tables of docs/accuracy.md and benchmarks/README.md: ``python -m benchmarks accuracy --write``.
 
+Runs are told apart by chip, on Trainium by release of the SDK, on GPUs by FP8; each is predicted by the fit that left
+out its model, or its layout, which calibrations state row by row.
+
 Lines about rows that are not part of this repository stay as they were written, each with its date, until ``--rows`` is
 given.
 """
@@ -10,8 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from autoshard.calibration.measured_run import MeasuredRun, run_of
 from autoshard.calibration.rows import MeasuredRow, measured_rows
-from autoshard.calibration.validate import SetAccuracy, noise_floor
+from autoshard.calibration.splits import SETTLED, is_old
+from autoshard.calibration.validate import Accuracy, Compared, SetAccuracy, Validation, accuracy, noise_floor
 from autoshard.cost.calibration import Calibration, Fit, built_in
 from autoshard.spec.cluster_catalogue import cluster_names
 from benchmarks.pages import ROOT, head, line, table_in, with_table
@@ -46,6 +51,15 @@ _COLUMNS: Mapping[str, Callable[[SetAccuracy], str]] = {
     "worst regret": _time("worst_regret"),
     "memory MAPE": lambda entry: _share(entry.peak_memory.mape if entry.peak_memory else None),
 }
+_PARTS: Mapping[str, Callable[[Accuracy], str]] = {
+    "rows": lambda entry: str(entry.count),
+    "layouts": lambda entry: str(entry.num_layouts),
+    "noise floor": lambda entry: _share(entry.noise_floor),
+    "left-out MAPE": lambda entry: _share(entry.mape),
+    "median": lambda entry: _share(entry.median),
+    "bias": lambda entry: _share(entry.bias, "+.1%"),
+    "inside": lambda entry: _share(entry.coverage, ".0%"),
+}
 _SHORT = ("set", "rows", "layouts", "noise floor", "MAPE", "inside", "Spearman", "regret", "memory MAPE")
 PAGES: Mapping[Path, Sequence[str]] = {
     ROOT / "docs" / "accuracy.md": _SHORT,
@@ -58,8 +72,47 @@ class PredictedSets:
     """What was predicted: the sets of this repository, and those of another folder, if there was one, with a date."""
 
     own: tuple[SetAccuracy, ...]
+    parts: Mapping[str, Accuracy]  # of the rows of this repository, predicted with fits that left each out
     other: tuple[SetAccuracy, ...] | None = None
     date: str = ""
+
+
+def left_out(rows: Path, found: Validation) -> dict[str, Accuracy]:
+    """Return the errors of the rows of this repository by what ran, each under a fit without its model or layout.
+
+    A row that is in no fit is predicted as any other plan is.
+    """
+    predicted = {row.id: row for row in found.rows}
+    parts: dict[str, list[Compared]] = defaultdict(list)
+    for row in measured_rows(rows).rows.values():
+        if not row.step_time_s or row.id not in predicted:
+            continue
+        run, fitted = run_of(row), predicted[row.id]
+        fit = built_in(run.cluster.name).fit
+        time_s = fit.rows[row.id] * row.step_time_s if fit and row.id in fit.rows else fitted.predicted_step_time_s
+        scale = time_s / fitted.predicted_step_time_s
+        work = (row.global_batch_seqs, row.seq_len)
+        parts[_part(run)].append(
+            Compared(
+                id=row.id,
+                group=row.group or row.id,
+                layout=(*row.layout, *work),
+                predicted=time_s,
+                measured=row.step_time_s,
+                low=fitted.low_s * scale,
+                high=fitted.high_s * scale,
+            )
+        )
+    errors = {name: accuracy(parts[name]) for name in sorted(parts)}
+    return {name: one for name, one in errors.items() if one}
+
+
+def _part(run: MeasuredRun) -> str:
+    """Say what ran a row: the chip, and the software that decides most."""
+    chip, products = run.cluster.chip.name, run.workload.precision.products
+    if run.cluster.engine == "nxd":
+        return f"{chip}, SDK before {SETTLED}" if is_old(run) else f"{chip}, SDK {SETTLED} and later"
+    return f"{chip}, {products.upper()}" if products else chip
 
 
 def page_text(text: str, columns: Sequence[str], found: PredictedSets, calibrations: str) -> str:
@@ -68,7 +121,15 @@ def page_text(text: str, columns: Sequence[str], found: PredictedSets, calibrati
     own = [_set_line(entry, columns, _HERE) for entry in found.own]
     others = kept if found.other is None else _others(columns, found)
     table = "\n".join([*head([*columns, "rows from"], ("set", "rows from")), *own, *others])
-    return with_table(with_table(text, "accuracy", table, _COMMAND), "calibrations", calibrations, _COMMAND)
+    parts = [line([name, *(show(one) for show in _PARTS.values())]) for name, one in found.parts.items()]
+    tables = {
+        "accuracy": table,
+        "calibrations": calibrations,
+        "left-out": "\n".join([*head(["runs", *_PARTS], ("runs",)), *parts]),
+    }
+    for name, written in tables.items():
+        text = with_table(text, name, written, _COMMAND)
+    return text
 
 
 def calibration_table(rows: Path) -> str:

@@ -5,16 +5,20 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from autoshard.calibration.validate import validate
 from autoshard.cost.calibration import CONSTANTS, built_in, uncalibrated
 from autoshard.report.validation import calibration_report, validation_report
-from tests.calibration.measured_cases import SMALL, published
+from tests.calibration.measured_cases import DATA, SMALL, TRAINIUM, published
 from tests.report.printed import printed
 
 
-def test_the_rows_of_this_repository(golden):
-    text = printed(validation_report(published()))
-    golden("report/validate-published.txt", text)
+@pytest.mark.parametrize(
+    ("name", "path"), [("trainium", TRAINIUM), pytest.param("published", DATA, marks=pytest.mark.slow)]
+)
+def test_the_rows_of_this_repository(name: str, path: Path, golden):
+    golden(f"report/validate-{name}.txt", printed(validation_report(published(path))))
 
 
 def test_what_was_not_measured_has_no_error(tmp_path: Path):
