@@ -92,7 +92,7 @@ def operator_problem(question: Question, candidate: Candidate, terms: Terms, kin
 
     return OperatorProblem(
         block=question.step.block(kind, Recompute()),
-        sizes=question.step.sizes(candidate.mbs * candidate.dp),
+        sizes=question.sizes(candidate.mbs * candidate.dp, candidate.ep),
         atoms=atoms,
         boundary={dim: tuple(atom for atom in cut if atom in real) for dim, cut in terms.boundary.items()},
         rates=question.rates,

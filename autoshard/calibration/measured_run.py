@@ -14,7 +14,7 @@ from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import load_cluster, load_node_type
 from autoshard.spec.model import MAX_DIM, ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
-from autoshard.spec.workload import Workload
+from autoshard.spec.workload import EXPERT_IMBALANCE, Workload
 
 T = TypeVar("T")
 _AXES = ("tp", "pp", "vp", "cp", "ep")
@@ -82,13 +82,17 @@ class _Reader:
             return None
 
     def workload(self) -> Workload:
-        """Read batch, sequence, number formats and optimizer."""
+        """Read batch, sequence, number formats and optimizer, and how evenly tokens were routed."""
+        imbalance = self.row.expert_imbalance
+        if imbalance is None and (self.row.arch or {}).get("experts"):
+            self.assumed["expert_imbalance"] = f"{EXPERT_IMBALANCE}: a router with an auxiliary loss"
         return Workload(
             seq_len=self.row.seq_len,
             global_batch=self.row.global_batch_seqs,
             precision=precision_of(self._stated("precision", "bf16", "bf16 with FP32 gradients, masters and moments")),
             optimizer=self.row.optimizer or "adamw",
             documents=self.row.documents or "joined",
+            expert_imbalance=EXPERT_IMBALANCE if imbalance is None else imbalance,
         )
 
     def cluster(self) -> Cluster:

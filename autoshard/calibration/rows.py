@@ -76,6 +76,7 @@ class MeasuredRow:
     precision: str | None = None
     optimizer: Optimizer | None = None  # AdamW, where a row does not say
     documents: Documents | None = None  # joined, where a row does not say
+    expert_imbalance: float | None = None  # of the busiest expert over the mean; 0 where routing was forced to be even
     pipeline_schedule: str | None = None
     candidate: str | None = None  # the whole layout in text, where it was autoshard that ran; agrees with the columns
     framework: str | None = None
@@ -316,6 +317,7 @@ def row_of(plan: Plan, ran: Occasion) -> MeasuredRow:
         precision="fp16,gradients=fp32" if workload.precision.name == "fp16" else workload.precision.name,
         optimizer=workload.optimizer,
         documents=None if workload.documents == "joined" else workload.documents,
+        expert_imbalance=workload.expert_imbalance if model.num_experts else None,
         candidate=str(layout),
         framework=f"autoshard, {plan.engine if at_home else 'torch'} engine",
         framework_version=ran.versions,

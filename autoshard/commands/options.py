@@ -38,9 +38,13 @@ class QuestionOptions:
         optimizer: adamw, or sgd without momentum and weight decay. Default: adamw.
         documents: How documents packed into one sequence are treated: attention crosses their borders (joined), or
             attention and positions begin anew with each document (separate). Default: joined.
+        expert_imbalance: How many more tokens than the mean the busiest expert gets: 0.5 is half as many again, 0 is
+            routing that is forced to be even. Default: 0.5, as published of routers with an auxiliary loss.
         engine: Search only plans that this engine runs; `any` searches all engines. Default: the cluster's own.
         headroom: The share of a rank's usable memory that stays free: 0.1 is 10 %, 0 none. Default: 0.1.
         calibration: A calibration file, made by `autoshard calibrate`. Default: the one that comes with the cluster.
+        release: The release of the platform's software, e.g. 2.17 of the Neuron SDK; older ones are slower.
+            Default: the newest of the calibration's rows.
         fix: Pin some keys of the layout, e.g. tp=32,pp=8.
         pins: Pin the layout of a tensor, e.g. 'up=[batch/dp, seq, ffn/tp]'; can be given several times.
     """
@@ -55,9 +59,11 @@ class QuestionOptions:
     precision: PrecisionName | None = None
     optimizer: Optimizer | None = None
     documents: Documents | None = None
+    expert_imbalance: float | None = None
     engine: Literal["nxd", "torch", "any"] | None = None
     headroom: float | None = None
     calibration: str | None = None
+    release: str | None = None
     fix: Pins | None = None
     pins: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
 

@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,18 @@ class Question:
         """What the graph is made of."""
         return StepGraph(model=self.model, workload=self.workload, kernels=self.kernels)
 
+    def sizes(self, num_sequences: Any, ep: Number) -> Mapping[str, Number]:
+        """Return the size of every dim over all of dp, slots as the busiest of ep ranks fills them.
+
+        Experts are taken to be busy independently of each other but for their sum: then the mean over those of a rank,
+        one of ep, strays from the mean over all by this share of what a single expert does.
+        """
+        sizes, num_experts = self.step.sizes(num_sequences), self.model.num_experts
+        if num_experts < 2 or self.workload.expert_capacity is not None or self.step.platform.pads_experts:
+            return sizes
+        share = ((ep - 1) / (num_experts - 1)) ** 0.5
+        return {**sizes, "slots": sizes["slots"] * (1 + self.workload.expert_imbalance * share)}
+
     @property
     def rates(self) -> Rates:
         """What a rank reaches in the workload's number format: the share of the chip's peaks that is calibrated."""
@@ -86,7 +98,7 @@ def setting_of(question: Question, candidate: Candidate, blocks: Blocks) -> Sett
     groups = atom_groups(blocks.every())
     return Setting(
         blocks=blocks,
-        sizes=question.step.sizes(candidate.mbs * candidate.dp),
+        sizes=question.sizes(candidate.mbs * candidate.dp, candidate.ep),
         atoms={atom: mesh.size(atom) for atom in ATOMS},
         rings={atoms: mesh_ring(question.cluster, mesh, atoms, question.calibration) for atoms in groups},
         zero=candidate.zero,

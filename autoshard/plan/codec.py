@@ -24,12 +24,16 @@ def _with_documents(data: dict[str, Any]) -> dict[str, Any]:
     return {**data, "workload": {**work, "documents": "joined"}} if isinstance(work, dict) else data
 
 
-def _with_headroom(data: dict[str, Any]) -> dict[str, Any]:
-    """Schema 3 says how much memory a plan leaves free; before, plans filled all of it."""
+def _with_reserves(data: dict[str, Any]) -> dict[str, Any]:
+    """Schema 3 says how much memory a plan leaves free, and how busy an expert is; before, nothing, and as all are."""
+    work = data.get("workload")
+    if isinstance(work, dict):
+        known = cast(dict[str, Any], work)
+        data = {**data, "workload": {**known, "expert_imbalance": known.get("expert_imbalance", 0.0)}}
     return {"headroom": 0.0, **data}
 
 
-MIGRATIONS: Migrations = {1: _with_documents, 2: _with_headroom}
+MIGRATIONS: Migrations = {1: _with_documents, 2: _with_reserves}
 
 
 def dump(plan: Plan) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from autoshard.cost.calibration import Calibration, load_calibration
+from autoshard.cost.calibration import Calibration, built_in, load_calibration
 from autoshard.cost.terms import CostTerm
 from autoshard.errors import Fault, InputError
 from autoshard.layout.pin import Pin, pins_of as layout_pins
@@ -49,6 +49,7 @@ class Cost:
     """How to price: constants other than those of the cluster, terms of your own beside those of the cost model."""
 
     calibration: Calibration | None = None
+    release: str | None = None  # of the platform's software; None is the newest of the calibration's rows
     terms: tuple[CostTerm, ...] = ()
 
 
@@ -103,7 +104,7 @@ def plan(  # noqa: PLR0913
         headroom=how.headroom,
         pins=pins_of((fix if isinstance(fix, str) else pins_text(fix)) or None),
         layouts=layout_pins(how.layouts, "Python"),
-        calibration=prices.calibration,
+        calibration=constants_of(the_cluster, prices.calibration, prices.release),
         terms=prices.terms,
         extra_rules=how.rules,
     )
@@ -136,6 +137,8 @@ def request_of(recipe: Recipe, layouts: Sequence[Pin] = ()) -> Request:
     cluster = look_up("cluster", lambda: load_cluster(recipe.cluster, recipe.nodes, lnc=lnc, ranks=recipe.ranks))
     path = recipe.calibration
     constants = look_up("calibration", lambda: load_calibration(Path(path)) if path else None)
+    if cluster:
+        constants = look_up("release", lambda: constants_of(cluster, constants, recipe.release))
     listed = look_up("pins", lambda: layout_pins(recipe.pins, "pins"))
     if faults or model is None or cluster is None or pins is None or listed is None:
         raise InputError(faults)
@@ -153,6 +156,11 @@ def request_of(recipe: Recipe, layouts: Sequence[Pin] = ()) -> Request:
         )
     except InputError as error:
         raise InputError(_option_faults(error, "precision")) from None
+
+
+def constants_of(cluster: Cluster, own: Calibration | None, release: str | None) -> Calibration | None:
+    """Return constants of one's own, or under a release of the software; None leaves them to the cluster."""
+    return (own or built_in(cluster.name)).under_release(release) if release is not None else own
 
 
 def _option_faults(error: InputError, option: str) -> Iterator[Fault]:
@@ -186,6 +194,7 @@ def default_workload(model: ModelSpec, cluster: Cluster, recipe: Recipe | None =
         precision=Precision.named(asked.precision),
         optimizer=asked.optimizer,
         documents=asked.documents,
+        expert_imbalance=asked.expert_imbalance,
     )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,7 +123,7 @@ class LayoutPricer:
             }
             setting = Setting(
                 blocks=blocks,
-                sizes=question.step.sizes(cast(Any, (own.rows["mbs"] * own.rows["dp"]).astype(np.float64))),
+                sizes=question.sizes((own.rows["mbs"] * own.rows["dp"]).astype(np.float64), own.rows["ep"]),
                 atoms={atom: column.astype(np.float64) for atom, column in atom_columns(model, own).items()},
                 rings=rings,
                 zero=own.base.zero,

@@ -10,7 +10,7 @@ from autoshard.spec import record
 from autoshard.spec.cluster import HEADROOM, headroom_check
 from autoshard.spec.files import read_data, shipped
 from autoshard.spec.training import Training
-from autoshard.spec.workload import Documents, Optimizer, PrecisionName
+from autoshard.spec.workload import EXPERT_IMBALANCE, Documents, Optimizer, PrecisionName
 
 EngineChoice = Literal["nxd", "torch", "any"]
 
@@ -29,9 +29,11 @@ class Recipe:
     precision: PrecisionName = "bf16"
     optimizer: Optimizer = "adamw"
     documents: Documents = "joined"
+    expert_imbalance: float = EXPERT_IMBALANCE  # of the busiest expert over the mean
     engine: EngineChoice | None = None
     headroom: float = HEADROOM  # share of the memory of a rank that plans leave free
     calibration: str | None = None  # a calibration file; None is the built-in one of the cluster
+    release: str | None = None  # of the platform's software; None is the newest that the calibration knows
     fix: str | None = None
     pins: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)  # tensor -> layout
     training: Training = field(default_factory=Training)  # in a file, its keys stand at the top level

@@ -68,9 +68,28 @@ class TestMessages:
         assert later.part_s("cp") - once.part_s("cp") == pytest.approx(3 * (2 + 4) * 1e-3)
 
     def test_experts_get_the_tokens_that_chose_them(self):
-        cost = priced(ask(*SMALL_MIXTRAL, seq_len=4096), "tp=1,dp=8,ep=8")
         copies = 4096 * 2 * 4096 * 2  # tokens, choices, hidden, bf16
-        assert cost.sent_bytes["ep"] == pytest.approx(4 * copies * 7 / 8)
+        for ep in (2, 8):
+            even = priced(ask(*SMALL_MIXTRAL, seq_len=4096, expert_imbalance=0.0), f"tp=1,dp=8,ep={ep}")
+            assert even.sent_bytes["ep"] == pytest.approx(4 * copies * (ep - 1) / ep), "forth and back in both passes"
+
+    @pytest.mark.parametrize(("ep", "share"), [(1, 0.0), (2, (1 / 7) ** 0.5), (8, 1.0)])
+    def test_the_busiest_rank_computes_sends_and_keeps_as_much_more_as_its_experts_get(self, ep: int, share: float):
+        even, uneven, half = (
+            priced(ask(*SMALL_MIXTRAL, seq_len=4096, expert_imbalance=one), f"tp=1,dp=8,ep={ep}")
+            for one in (0.0, 0.5, 0.25)
+        )
+        if ep > 1:
+            assert uneven.sent_bytes["ep"] == pytest.approx((1 + 0.5 * share) * even.sent_bytes["ep"], rel=1e-2)
+        more = [
+            [one.part_s("compute"), one.memory.saved_bytes, one.memory.working_bytes] for one in (even, half, uneven)
+        ]
+        for first, second, third in zip(*more, strict=True):
+            assert third - first == pytest.approx(2 * (second - first), rel=1e-2, abs=1e-9)
+            assert (third > first) == (ep > 1), "a single rank has all tokens, however they are spread"
+        dropped = [priced(ask(*SMALL_MIXTRAL, expert_capacity=1.0, expert_imbalance=one), f"tp=1,dp=8,ep={ep}")
+                   for one in (0.0, 0.5)]  # fmt: skip
+        assert dropped[0].sent_bytes == dropped[1].sent_bytes
 
 
 class TestMemory:
