@@ -28,7 +28,7 @@ WORDS = " ".join(PAGE.split())
 QUESTIONS = {
     "70b": lambda: request("llama3-70b", "trn1.32xlarge", 16),
     "tiny": lambda: request("tiny-llama", ranks=4, global_batch=8),
-    "experts": lambda: request("mixtral-8x7b", "a100-80", 2, global_batch=64),
+    "experts": lambda: request("mixtral-8x7b", "a100-80", 2, global_batch=64, pins="ep=8,schedule=1f1b"),
 }
 
 
