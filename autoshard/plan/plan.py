@@ -100,9 +100,13 @@ class Prediction:
     def __post_init__(self) -> None:
         total, sent = math.fsum(self.time_parts.values()), self.communication_bytes.items()
         interval = f"the interval {self.low_s} to {self.high_s} does not hold step_time_s {self.step_time_s}"
+        endless = (
+            f"{self.step_time_s:g} s is not {SHORTEST_S:g} to {LONGEST_STEP_S:g} s. Look for a typing error in the "
+            "sequence, the batch, the model or the rates of the cluster"
+        )
         parts = f"the parts add up to {total}, not to step_time_s {self.step_time_s}"
         require(
-            *in_range(self, "step_time_s", low=SHORTEST_S, high=LONGEST_STEP_S),
+            (SHORTEST_S <= self.step_time_s <= LONGEST_STEP_S, "step_time_s", endless),
             *in_range(self, "tokens_per_s", "capacity_bytes", positive=True),
             *in_range(self, "mfu", "mfu_causal"),
             (self.low_s <= self.step_time_s <= self.high_s, "low_s", interval),

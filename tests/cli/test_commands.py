@@ -44,6 +44,7 @@ LONG = [
     ("plan --model llama3-70b --nodes 512", "512 x trn1.32xlarge: 16384 ranks"),
 ]
 WRONG = [
+    ("plan --model tiny-llama --cluster local --seq-len 2147483647", ["step_time_s: "]),
     ("", ["usage: autoshard COMMAND"]),
     ("plna", ["plna: not a command. Did you mean plan?"]),
     ("plan", ["--model: missing"]),

@@ -61,8 +61,6 @@ ADVISED = [
     "--model llama3-8b --fix pp=2,mbs=1",
     "--model llama3-70b",
     "--model llama3.1-405b",
-    "--model llama2-7b --cluster local",
-    "--model tiny-llama --cluster local --seq-len 2147483647",
     "--model llama3-8b --seq-len 1048576",
     "--model llama3-8b --seq-len 1000",
     "--model llama3-8b --fix tp=8,pp=4,vp=2,schedule=interleaved,mbs=16,recompute=none",
