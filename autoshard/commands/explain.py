@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from autoshard.blocks.explain import explain as explained
 from autoshard.command_line import Pins
 from autoshard.commands.output import place_checks, print_answer, print_refused, write_text
 from autoshard.cost.calibration import calibration_of, load_calibration
@@ -13,7 +14,6 @@ from autoshard.report.comparison import why_not_report
 from autoshard.report.explanation import explanation_report
 from autoshard.report.structured import explanation_json, why_not_json
 from autoshard.report.trace import trace_text
-from autoshard.search.explain import explain as explained
 from autoshard.search.what_if import alternatives, why_not as compared
 
 

@@ -7,7 +7,7 @@ do not need; the candidate's is always the last one. A single plan is one option
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache, lru_cache
+from functools import cache, lru_cache, reduce
 from typing import Any, Self, cast
 
 import numpy as np
@@ -105,10 +105,16 @@ def counts_of(schedule: Schedule) -> ScheduleCounts:
 
 
 @lru_cache(maxsize=1024)
-def in_flight_of(schedule: Schedule) -> tuple[Floats, ...]:
-    """Return ``Schedule.in_flight_by_chunk`` of every rank, [time, chunk], because counting takes long."""
-    each = (schedule.in_flight_by_chunk(rank) for rank in range(schedule.num_ranks))
-    return tuple(np.array(own, dtype=np.float64) for own in each)
+def in_flight_of(schedule: Schedule) -> Floats:
+    """Return ``Schedule.in_flight_by_chunk`` of every rank, [rank, time, chunk], because counting takes long.
+
+    Ranks that have fewer times keep nothing at the others.
+    """
+    each = [schedule.in_flight_by_chunk(rank) for rank in range(schedule.num_ranks)]
+    found = np.zeros((len(each), max(map(len, each)), len(each[0][0])))
+    for rank, own in enumerate(each):
+        found[rank, : len(own)] = own
+    return found
 
 
 def _messages(schedule: Schedule, *, keeps_outputs: bool) -> Floats:
@@ -122,9 +128,9 @@ def _messages(schedule: Schedule, *, keeps_outputs: bool) -> Floats:
     ranks, stages = counts_of(schedule).ranks, counts_of(schedule).stages
     sent = np.append(ranks[1:] != ranks[:-1], False)
     after, before = sent[stages], np.roll(sent, 1)[stages]  # [rank, chunk]
-    in_flight = in_flight_of(schedule) if keeps_outputs else ()
-    kept = [(own[:, : stages.shape[1]] @ after[rank]).max() for rank, own in enumerate(in_flight)]
-    found = np.array(kept or [0.0] * len(stages), dtype=np.float64)
+    found = np.zeros(len(stages))
+    if keeps_outputs:
+        found += (in_flight_of(schedule)[:, :, : stages.shape[1]] * after[:, None]).sum(axis=2).max(axis=1)
     for beside in (before, after):
         found += np.any(beside, axis=1)
     return found
@@ -321,11 +327,9 @@ def most_kept(schedule: Schedule, saved: Floats, waiting: Floats) -> Floats:
 
     Both arguments, of one micro-batch, have the axes rank, option, chunk, candidate.
     """
-    in_flight = in_flight_of(schedule)
     sizes = np.concatenate([saved, waiting], axis=2) if schedule.splits_backward else saved
-    if all(len(own) == 1 for own in in_flight):
-        return (np.concatenate(in_flight)[:, None, :, None] * sizes).sum(axis=2)
-    return np.stack([np.tensordot(own, sizes[rank], (1, 1)).max(axis=0) for rank, own in enumerate(in_flight)])
+    by_time = in_flight_of(schedule).swapaxes(0, 1)[:, :, None, :, None]
+    return reduce(np.maximum, ((own * sizes).sum(axis=2) for own in by_time))
 
 
 def _other_memory(blocks: PipelineBlocks, slots: Sequence[Slot], plain_kind: int) -> Mapping[str, Number]:

@@ -7,6 +7,7 @@ import numpy as np
 
 from autoshard.errors import in_range, nearest, require
 from autoshard.schedule.builders import Action, ActionLists, Order, PipelineShape, Step, builders
+from autoshard.schedule.waves import KINDS, coded
 
 MAX_STAGES = 65_536  # more than any model has layers; keeps a typing error in a plan from filling memory
 MAX_MICRO_BATCHES = 2**31 - 1
@@ -150,18 +151,16 @@ def _in_flight(schedule: Schedule, rank: int) -> Counts:
 
 def _counted(schedule: Schedule, rank: int) -> Counts:
     """Count what is kept whenever something is about to be given back; leave out what another time exceeds."""
-    chunks = {stage: chunk for chunk, stage in schedule.stages_of(rank).items()}
-    splits, last = schedule.splits_backward, "F"
-    counts = [0] * (schedule.num_chunks * (1 + splits))
-    found: set[tuple[int, ...]] = set()
-    for kind, stage, _ in schedule.steps_of(rank):
-        if kind != "F" and last in "FI":
-            found.add(tuple(counts))
-        if kind != "W":
-            counts[chunks[stage]] += 1 if kind == "F" else -1
-        if kind in "IW":
-            counts[schedule.num_chunks + chunks[stage]] += 1 if kind == "I" else -1
-        last = kind
-    table = np.array(sorted(found, reverse=True))
+    kinds, of, _ = coded(schedule.steps_of(rank))
+    chunks, splits = np.zeros(schedule.num_stages, dtype=np.int64), schedule.splits_backward
+    for chunk, stage in schedule.stages_of(rank).items():
+        chunks[stage] = chunk
+    forward, weight, number = kinds == KINDS.index("F"), kinds == KINDS.index("W"), np.arange(len(kinds))
+    change = np.zeros((len(kinds), 2, schedule.num_chunks), dtype=np.int64)
+    change[number, 0, chunks[of]] = np.where(forward, 1, np.where(weight, 0, -1))
+    change[number, 1, chunks[of]] = np.where(weight, -1, kinds == KINDS.index("I"))
+    counts = np.cumsum(change, axis=0).reshape(len(kinds), -1)[:, : schedule.num_chunks * (1 + splits)]
+    grows = forward | (kinds == KINDS.index("I"))
+    table = np.unique(counts[:-1][grows[:-1] & ~forward[1:]], axis=0)[::-1]
     exceeded = (table[:, None] <= table).all(axis=2).sum(axis=1) > 1  # each is as many as itself
     return tuple(map(tuple, table[~exceeded].tolist()))

@@ -163,31 +163,34 @@ def _reduced(schedule: Schedule, wanted: int) -> int:
     return total if schedule.actions is not None or wanted >= total else wanted + (total - wanted) % schedule.unit
 
 
-def longest_paths(schedule: Schedule, delays: Delays, sent: Delays) -> tuple[Floats, Floats]:
-    """Return a path through the schedule for each candidate, which takes about as long as the makespan.
+def long_paths(schedule: Schedule, delays: Delays, sent: Delays, softness_s: float) -> tuple[Floats, Floats]:
+    """Return a mixture of paths through the schedule for each candidate, which takes nearly as long as the makespan.
 
-    It is how often the path runs F, I and W of every stage, [path, pass, stage], and how many sends it waits for,
+    It is how often the mixture runs F, I and W of every stage, [mixture, pass, stage], and how many sends it waits for,
     counted in ``sent``: the delays of a candidate whose passes take nothing. Whatever passes and sends take, a step
-    takes no less than any of its paths; a whole backward is both its halves.
+    takes no less than any mixture; a whole backward is both its halves. Paths that are shorter than others by
+    ``softness_s`` have a smaller part, and the softer, the less that of a stage depends on small changes.
     """
     total, short = schedule.num_micro_batches, _reduced(schedule, _FIRST_TRY * schedule.num_ranks)
     waves = _waves_of(replace(schedule, num_micro_batches=short))
     while short < total and not len(waves.window):
         short = _reduced(schedule, 2 * short)
         waves = _waves_of(replace(schedule, num_micro_batches=short))
-    times = waves.run(delays)
-    ends_s, none, more = waves.rank_ends_s(times, delays), waves.bounds[-1], (total - short) // schedule.unit
-    columns = times.shape[2]
-    counts, waits = np.zeros((columns, 3, schedule.num_stages)), np.zeros(columns)
-    handed = np.zeros(2 * (none + 1))  # what is sent after an action until its rank is free, or the message is there
-    handed[:none], handed[none + 1 : -1] = sent.after_s[waves.places, 0], sent.travel_s[waves.places, 0]
-    for column in range(columns):
-        actions, repeats, previous = waves.longest_path(times[..., column], ends_s[:, column], more)
-        kinds, stages = waves.kinds[actions], waves.stages[actions]
-        for number, names in enumerate(("F", "IB", "WB")):
-            mine = np.isin(kinds, [KINDS.index(name) for name in names])
-            np.add.at(counts[column, number], stages[mine], repeats[mine])
-        waits[column] = repeats @ (sent.before_s[waves.places[actions], 0] + handed[previous])
+    more = (total - short) // schedule.unit
+    flow, handed, passing = waves.flow(delays, more, softness_s)
+    before_s, after_s, travel_s = (column[waves.places, 0] for column in (sent.before_s, sent.after_s, sent.travel_s))
+    waits = (before_s[:, None] * flow).sum(axis=0)
+    for parts, previous, sent_s in zip(handed, (waves.before, waves.sender), (after_s, travel_s), strict=True):
+        waits += (np.append(sent_s, 0.0)[previous, None] * parts).sum(axis=0)
+    if more:
+        flow = flow.copy()
+        np.add.at(flow, waves.units, more * passing[:, None])
+        waits += more * (before_s + after_s)[waves.units].sum(axis=1) @ passing
+    counts = np.zeros((len(waits), 3, schedule.num_stages))
+    for number, names in enumerate(("F", "IB", "WB")):
+        runs = np.flatnonzero(np.isin(waves.kinds, [KINDS.index(name) for name in names]))
+        for column, own in enumerate(flow[runs].T):
+            counts[column, number] = np.bincount(waves.stages[runs], weights=own, minlength=schedule.num_stages)
     return counts, waits
 
 

@@ -48,8 +48,9 @@ class Waves:
     window: Ints  # steady actions that later ones may wait for, and whatever lies between
     window_before: Ints  # the same a unit earlier
     ranks: Ints
-    turns: Ints  # of steady actions: the position on their rank; otherwise -1
+    steady_ends: tuple[int, ...]  # by rank: how many of its actions come before the end of its steady part
     width: int  # actions of a rank in a unit
+    later: Ints  # [action, way]: who waits for it, as a row of pairs: twice its number, and which way
 
     @classmethod
     def of(cls, orders: Sequence[Coded], num_stages: int, num_micro_batches: int, unit: int = 1) -> "Waves":
@@ -76,9 +77,6 @@ class Waves:
         width = int(np.count_nonzero(orders[0][2] < unit))
         runs = [_steady_part(order, width, unit) for order in orders]
         window, window_before = _steady(orders, starts, sender, runs, width)
-        turns = np.full(count, -1, dtype=np.int64)
-        for start, (begin, end) in zip(starts[:-1].tolist(), runs, strict=True):
-            turns[start + begin : start + end] = np.arange(begin, end)
         return cls(
             bounds=bounds,
             before=ones,
@@ -91,12 +89,16 @@ class Waves:
             window=new[window],
             window_before=new[window_before],
             ranks=np.repeat(np.arange(len(orders)), np.diff(starts))[order],
-            turns=turns[order],
+            steady_ends=tuple(end for _, end in runs),
             width=width,
+            later=_waiting(ones, others),
         )
 
-    def run(self, delays: Delays) -> Floats:
-        """Return when the rank of each action is free again, and when its message arrives: [2, action, candidate]."""
+    def run(self, delays: Delays, more_s: Floats | None = None) -> Floats:
+        """Return when the rank of each action is free again, and when its message arrives: [2, action, candidate].
+
+        ``more_s`` are seconds between each action and the two that it waits for: [2, action, candidate].
+        """
         count, columns = self.bounds[-1], delays.work_s.shape[2]
         own = delays.before_s[self.places] + delays.work_s[self.kinds, self.stages]
         until = np.stack([own + delays.after_s[self.places], own + delays.travel_s[self.places]])
@@ -104,61 +106,73 @@ class Waves:
         known = times.reshape(-1, columns)
         for low, high in pairwise(self.bounds):
             ready, width = known.take(self.waits[2 * low : 2 * high], 0), high - low
+            if more_s is not None:
+                ready += more_s[:, low:high].reshape(2 * width, columns)
             np.add(np.maximum(ready[:width], ready[width:]), until[:, low:high], out=times[:, low:high])
         return times
 
     def ends_s(self, times: Floats, delays: Delays) -> Floats:
         """Return the end of the last action of each candidate, without what it sends."""
-        return self.rank_ends_s(times, delays).max(axis=0)
-
-    def rank_ends_s(self, times: Floats, delays: Delays) -> Floats:
-        """Return the end of the last action of each rank, [rank, candidate], without what it sends."""
-        return times[0, self.last] - delays.after_s[self.places[self.last]]
+        return np.max(times[0, self.last] - delays.after_s[self.places[self.last]], axis=0)
 
     @property
     def last(self) -> Ints:
         """The last action of every rank."""
         return np.array([own[-1] for own in self.numbers if len(own)], dtype=np.int64)
 
-    def longest_path(self, times: Floats, ends_s: Floats, more: int) -> tuple[Ints, Floats, Ints]:
-        """Return a longest path of one candidate: actions, how often it runs each, what comes before each, and how.
+    def flow(self, delays: Delays, more: int, softness_s: float) -> tuple[Floats, Floats, Floats]:
+        """Return a mixture of long paths of each candidate, as a flow of one through the actions.
 
-        ``times`` are those of ``run``, ``ends_s`` those of the ranks. What comes before is an action of its rank, or,
-        counted from after the last action, one whose message it needs. The path is that of a schedule with so many
-        more units: it goes round a circle of steady actions as often as that takes, and for what that leaves over it
-        does all that one rank does in a unit.
+        It comes from the last actions of ranks, and parts at each action between the two that this waits for: the
+        later gets more of it, and all where the other is much more than ``softness_s`` earlier. Returned are what each
+        action gets, [action, candidate], what of this comes from each of the two, [2, action, candidate], and what
+        passes each rank at the end of its steady part, [rank, candidate]. Of a schedule with so many more units, that
+        goes on along its rank for as many.
         """
-        none, before, sender = self.bounds[-1], self.before.tolist(), self.sender.tolist()
-        free_s, there_s = times.tolist()
-        action, path, previous = int(self.last[ends_s.argmax()]), list[int](), list[int]()
-        while action != none:
-            path.append(action)
-            one, other = before[action], sender[action]
-            by_message = there_s[other] > free_s[one]
-            action = other if by_message else one
-            previous.append(action + (none + 1) * by_message)
-        repeats = np.ones(len(path))
-        if not more:
-            return np.array(path), repeats, np.array(previous)
-        turns: list[int] = self.turns[path].tolist()
-        ranks: list[int] = self.ranks[path].tolist()
-        first = next((place for place, turn in enumerate(turns) if turn >= 0), None)
-        assert first is not None, "a path goes through the steady part of some rank"
-        seen: dict[tuple[int, int], int] = {}
-        left = more
-        for place in range(first, len(path)):
-            if turns[place] < 0:
-                break
-            known = seen.setdefault((ranks[place], turns[place] % self.width), place)
-            if known != place:
-                units = (turns[known] - turns[place]) // self.width
-                repeats[known:place] += more // units
-                left = more % units
-                break
-        own = self.numbers[ranks[first]][turns[first] - self.width : turns[first] + 1]
-        extra = np.full(self.width, float(left))
-        actions, weights = np.concatenate([path, own[1:]]), np.concatenate([repeats, extra])
-        return actions, weights, np.concatenate([previous, own[:-1]])
+        count, columns = self.bounds[-1], delays.work_s.shape[2]
+        way, over, of = self.crossing if more else (np.zeros(0, dtype=np.int64),) * 3
+        more_s = np.zeros((2, count, columns)) if more else None
+        if more_s is not None:
+            more_s[way, over] = more * self._unit_s(delays)[of]
+        times = self.run(delays, more_s)
+        late_s = times[1].take(self.sender, 0) - times[0].take(self.before, 0)
+        if more_s is not None:
+            late_s += more_s[1] - more_s[0]
+        by_message = 0.5 + 0.5 * np.tanh(late_s / (2 * softness_s))
+        shares = np.stack([1.0 - by_message, by_message], axis=1)  # [action, way, candidate]
+        ends_s = times[0, self.last] - delays.after_s[self.places[self.last]]
+        found, given = np.zeros((count, columns)), np.zeros((2 * count + 2, columns))
+        found[self.last] = np.exp((ends_s - ends_s.max(axis=0)) / softness_s)
+        found /= found.sum(axis=0)
+        handed = given[:-2].reshape(count, 2, columns)
+        for low, high in reversed([*pairwise(self.bounds)]):
+            found[low:high] += given.take(self.later[low:high], 0).sum(axis=1)
+            np.multiply(shares[low:high], found[low:high, None], out=handed[low:high])
+        handed = handed.swapaxes(0, 1)
+        passing = np.zeros((len(self.numbers), columns))
+        np.add.at(passing, of, handed[way, over])
+        return found, handed, passing
+
+    @property
+    def crossing(self) -> tuple[Ints, Ints, Ints]:
+        """Return which actions after the steady parts wait for one before that: in which way, which, and of whose."""
+        steady, previous = np.zeros(self.bounds[-1] + 1, dtype=bool), np.stack([self.before, self.sender])
+        for own, end in zip(self.numbers, self.steady_ends, strict=True):
+            steady[own[:end]] = True
+        way, over = np.nonzero(steady[previous] & ~steady[:-1])
+        return way, over, self.ranks[previous[way, over]]
+
+    @property
+    def units(self) -> Ints:
+        """The actions of the last steady unit of each rank: [rank, turn]."""
+        ends = zip(self.numbers, self.steady_ends, strict=True)
+        return np.stack([own[end - self.width : end] for own, end in ends])
+
+    def _unit_s(self, delays: Delays) -> Floats:
+        """Return what a steady unit takes each rank: [rank, candidate]."""
+        own, at = self.units, self.places[self.units]
+        work_s = delays.work_s[self.kinds[own], self.stages[own]]
+        return (delays.before_s[at] + work_s + delays.after_s[at]).sum(axis=1)
 
 
 def places(kinds: Ints, stages: Ints, num_stages: int) -> Ints:
@@ -198,6 +212,15 @@ def _wave_numbers(before: list[int], sender: list[int], starts: list[int]) -> li
                 break
             action += 1
     return waves[:-1]
+
+
+def _waiting(before: Ints, sender: Ints) -> Ints:
+    """Return for each action the place of what waits for it, on its rank and for its message, among all waits."""
+    count = len(before)
+    later = np.full((count + 1, 2), 2 * count)
+    for way, previous in enumerate((before, sender)):
+        later[previous, way] = 2 * np.arange(count) + way
+    return later[:-1]
 
 
 def _steady(

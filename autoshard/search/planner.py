@@ -139,13 +139,12 @@ def _simplest(results: Sequence[_EngineResult], share: float) -> Plan | None:
 
 def _with_less_headroom(result: _EngineResult, solution: Solution) -> dict[float, float]:
     """Return what the outer point of a solution takes with half of the headroom and with none."""
-    request, found = result.request, dict[float, float]()
-    if request.memory_bytes is not None or request.objective == "memory":
+    request, pool, found = result.request, result.pool, dict[float, float]()
+    if request.memory_bytes is not None or request.objective == "memory" or pool is None:
         return found
     for headroom in (request.headroom / 2, 0.0) if request.headroom else ():
         goal = Goal(capacity=request.cluster.usable_bytes(headroom), effort=request.effort)
-        filled_s = float(solution.point.solved(goal, np.inf).time_s[0])
-        found[headroom] = min(filled_s, *found.values(), solution.value)
+        found[headroom] = min(pool.refilled(solution, goal), *found.values(), solution.value)
     return found
 
 

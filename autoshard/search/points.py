@@ -12,13 +12,15 @@ from autoshard.plan.candidate import Candidate, Zero, even_stages
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
-from autoshard.search.bounds import least_bytes, least_of_any, least_seconds
+from autoshard.search.bounds import least_bytes, least_in_flight, least_of_any, least_seconds
 from autoshard.search.legal_space import RunVariant
 from autoshard.search.priced_layouts import PricedLayouts
 from autoshard.search.space import SIZES
+from autoshard.search.split_bounds import SplitSearch
 from autoshard.search.stage_filling import Goal, fill_stages, stage_bounds
 from autoshard.search.stage_options import StageChoices, StageFilling
 
+SHARPEST = 2
 _TIE_DIGITS = 9  # times that agree in so many digits count as equal
 
 
@@ -33,7 +35,7 @@ class Points:
     bound: Floats  # of what is minimised
     rest_s: Floats  # of a step at least, what is no micro-batch's
     schedule: Schedule | None = None
-    is_sharp: bool = False  # whether the bound is of the stages, in their memory
+    sharpness: int = 0  # how often the bound was made sharper
 
     @classmethod
     def of(cls, priced: PricedLayouts, variant: RunVariant, goal: Goal) -> "Points":
@@ -94,17 +96,21 @@ class Points:
             recompute=pinned,
         )
 
-    def solved(self, goal: Goal, below: float) -> StageFilling:
+    def solved(self, goal: Goal, below: float, splits: SplitSearch | None = None) -> StageFilling:
         """Return the best filling of the stages of each point; only fillings below ``below`` are searched."""
         least = self.bound if goal.objective == "time" else 0.0
-        return fill_stages(self.blocks, self.choices, goal, below, self.rest_s, least)
+        return fill_stages(self.blocks, self.choices, goal, (least, below), self.rest_s, splits)
 
-    def sharpened(self, goal: Goal) -> "Points":
-        """Return them with bounds that count what their stages must recompute."""
+    def sharpened(self, goal: Goal, below: float, splits: SplitSearch) -> "Points":
+        """Return them with bounds that count what their schedule keeps in flight; or next, how it makes ranks wait."""
         if goal.objective == "memory" or goal.effort.exhaustive:
-            return replace(self, is_sharp=True)
-        bound = stage_bounds(self.blocks, self.choices, goal, self.rest_s)
-        return replace(self, is_sharp=True, bound=np.maximum(self.bound, bound))
+            return replace(self, sharpness=SHARPEST)
+        blocks = self.blocks
+        if not self.sharpness:
+            bound = least_in_flight(blocks, self.rest_s, cast(float, goal.capacity))
+        else:
+            bound = stage_bounds(blocks, self.choices, goal, below, self.rest_s, splits)
+        return replace(self, sharpness=self.sharpness + 1, bound=np.maximum(self.bound, bound))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -22,9 +22,10 @@ from autoshard.plan.explanation import Certificate
 from autoshard.plan.lowering import ATOMS
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.legal_space import LegalSpace, RunVariant
-from autoshard.search.points import PlainPoints, Points, Solution
+from autoshard.search.points import SHARPEST, PlainPoints, Points, Solution
 from autoshard.search.priced_layouts import LayoutPricer, SolvedCutting, atom_columns
 from autoshard.search.simple import Simple, simplest
+from autoshard.search.split_bounds import SplitSearch
 from autoshard.search.stage_filling import Goal
 from autoshard.search.watch import SearchProgress, SearchStopped, Watch, go_on, never_stop
 from autoshard.spec.workload import DTYPE_BYTES
@@ -33,6 +34,8 @@ _ALWAYS = 3  # best layouts get their own cutting, even if fewer are shown, so t
 _FIRST = 4  # groups of points that are solved before points of the next variant are opened
 _LOOKS = 8  # times that points are opened to find the one that misses memory by least
 _AT_ONCE = 8  # points of a group that are solved together, those with the best bounds
+_SPLIT_S = 1.0  # that a search may look for splits
+_REFILL_S = 0.1  # that it may take to fill one point anew
 _TIE = 1e-8  # relative: times that differ by less count as equal
 
 
@@ -65,6 +68,7 @@ class Pool:
         self._open: list[tuple[float, int, Points]] = []
         self._passed: list[Points] = []  # not better than a known solution: opened again if that solution is dropped
         self._number = self._num_open = self._count = 0
+        self._splits = SplitSearch(seconds_left=_SPLIT_S)
         self._best: dict[int, Solution] = {}
         # The least bound of the solved points of a layout under a cutting.
         self._least: dict[tuple[Terms, SolvedCutting, int], float] = {}
@@ -148,6 +152,11 @@ class Pool:
                 break
             pool._explore(1, most=_FIRST)
         return next(iter(pool.solutions), None)
+
+    def refilled(self, solution: Solution, goal: Goal) -> float:
+        """Return the value of a solution whose stages are filled anew for another goal, if that is less."""
+        splits = SplitSearch(mixtures=self._splits.mixtures, seconds_left=_REFILL_S)
+        return min(solution.value, float(goal.value(solution.point.solved(goal, solution.value, splits))[0]))
 
     @property
     def solutions(self) -> list[Solution]:
@@ -236,11 +245,12 @@ class Pool:
             self._push(points.only(order[at_once:]))
             first = points.only(order[:at_once])
             try:
-                if first.is_sharp or not len(first.rows):
-                    self._solve(first, float(limits[order[:at_once]].max(initial=-np.inf)))
-                    most -= 1
+                below = float(limits[order[:at_once]].max(initial=-np.inf))
+                if first.sharpness < SHARPEST and len(first.rows):
+                    self._push(first.sharpened(self._goal, below, self._splits))
                 else:
-                    self._push(first.sharpened(self._goal))
+                    self._solve(first, below)
+                    most -= 1
             except SearchStopped:
                 self._push(first)  # so that their bound counts
                 raise
@@ -263,7 +273,7 @@ class Pool:
         points = points.only(self._may_use(points.layouts, terms, cutting))
         if not len(points.rows):
             return
-        found = points.solved(self._goal, limit)
+        found = points.solved(self._goal, limit, self._splits)
         values = self._goal.value(found)
         fits = np.isfinite(values)
         numbers = self._numbers(points)

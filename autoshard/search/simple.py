@@ -93,7 +93,9 @@ def _uneven(points: Points, goal: Goal, limit: float, num_kinds: int) -> Solutio
         among[own, number] = True
     every = points.only(np.repeat(np.arange(count), len(sets)))  # each point with each set of kinds
     allowed = every.choices.allowed & np.tile(among, count)
-    found = fill_stages(every.blocks, replace(every.choices, allowed=allowed, partly=False), goal, limit, every.rest_s)
+    found = fill_stages(
+        every.blocks, replace(every.choices, allowed=allowed, partly=False), goal, (0.0, limit), every.rest_s
+    )
     return _fastest(every, found, np.arange(len(every.rows))) if found.time_s.min() < limit else None
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from autoshard.cost.stages import PipelineBlocks, counts_of
 from autoshard.schedule.waves import Floats, Ints
-from autoshard.search.bounds import PathBounds, SplitBounds
+from autoshard.search.split_bounds import PathBounds, SplitBounds, SplitSearch
 from autoshard.search.stage_options import (
     NEVER,
     SURE,
@@ -21,9 +21,10 @@ from autoshard.search.stage_options import (
     split_layers,
 )
 
-_FEW = 5  # stages from which a layer is taken, or to which it is given
-_SLOWER = (1.05, 1.5)  # so much slower is each rank in turn, to find paths on which it is the last to end
-_ROUNDS = 4  # in which paths are found
+_FEW = 3  # stages from which a layer is taken, or to which it is given
+_STEPS = 12  # of balancing layers in a round
+_ROUNDS = 2
+_TIME_S = (5e-3, 1.2e-7)  # of a batch of splits: measured 2026-11 on one core of a cloud machine
 _WITHIN = 1.05  # of a limit: what moving layers one by one may gain
 _SPLITS = 20  # times as many as are looked at at once: for more, growing them stage by stage bounds nothing
 
@@ -35,6 +36,7 @@ class SplitFilling:
     blocks: PipelineBlocks
     choices: StageChoices
     capacity: Floats
+    known: SplitSearch
 
     def best_of(
         self, splits: Iterable[Split], known: StageFilling | None = None, *, bounded: bool = False
@@ -49,6 +51,7 @@ class SplitFilling:
         some = np.flatnonzero(options.least_s[..., 0].max(axis=0) < NEVER) if options else np.zeros(0, dtype=np.int64)
         best = known or nothing
         if options and len(some):
+            self.known.use(self.blocks.schedule, _TIME_S[0], _TIME_S[1] * len(some))
             nobody = np.zeros_like(some)
             found = options.fastest(some, nobody) if bounded else options.timed(options.best[:, some, 0], nobody)
             first = found.only(np.array([int(found.time_s.argmin())]))
@@ -73,21 +76,23 @@ class SplitFilling:
                 found[own] = _rounded(each * (total / each.sum()), total)
             yield tuple(found.tolist())
 
-    def improved(self, best: StageFilling) -> StageFilling:
-        """Move layers one by one for as long as that is faster."""
-        while np.isfinite(best.time_s[0]):
-            found = self.best_of(self._moves(best.stages(0)), best)
+    def improved(self, best: StageFilling, bounds: SplitBounds) -> StageFilling:
+        """Move layers from stages that add most to long paths to those that add least for as long as that is faster."""
+        while self.known.seconds_left > 0:
+            split = best.stages(0)
+            order: list[int] = np.argsort(bounds.learn(np.array(split, dtype=np.float64)), kind="stable").tolist()
+            sources = [stage for stage in reversed(order) if split[stage] > 1]
+            tried = _moved(split, sources[:_FEW], order[:_FEW])
+            for count in (2, 4, 8):  # of stages at once
+                several = np.array(split)
+                several[sources[:count]] -= 1
+                several[order[:count]] += 1
+                tried.append(tuple(several.tolist()))
+            found = self.best_of(tried, best)
             if found.time_s[0] >= best.time_s[0] * (1 - SURE):
                 break
             best = found
         return best
-
-    def _moves(self, split: Split) -> list[Split]:
-        """List splits that differ by a layer, from stages whose layers are longest on the longest path to others."""
-        alone = SplitBounds(self.blocks, self.choices)
-        alone.learn(np.array(split, dtype=np.float64)[:, None])
-        order = np.argsort(alone.paths().layer_s[0], kind="stable").tolist()
-        return _moved(split, [stage for stage in reversed(order) if split[stage] > 1][:_FEW], order[:_FEW])
 
     def smallest(self) -> tuple[Split, float]:
         """Move layers off the fullest rank for as long as the fullest one holds less; return also what that holds."""
@@ -112,7 +117,7 @@ class SplitFilling:
 
         Splits grow stage by stage, the best so many of them; the last value is the least path of those left out.
         """
-        fixed_s, layer_s = paths.with_mixture()
+        fixed_s, layer_s = paths.with_best()
         later = np.cumsum(layer_s[:, ::-1], axis=1)[:, ::-1]
         least = np.minimum.accumulate(layer_s[:, ::-1], axis=1)[:, ::-1]
         count, most = layer_s.shape[1], max(16, effort.most_partial // layer_s.shape[1])
@@ -164,6 +169,7 @@ def fill_splits(
     capacity: Floats,
     effort: Effort,
     limits: tuple[float, Floats, Floats],
+    known: SplitSearch,
 ) -> StageFilling:
     """Return the best filling of each candidate, with a bound of all splits.
 
@@ -173,26 +179,18 @@ def fill_splits(
     below_s, rest_s, least_s = limits
     return StageFilling.side_by_side(
         [
-            _filled(some, effort, below_s, float(rest_s[number]), float(least_s[number]))
-            for number, some in enumerate(_each(blocks, choices, capacity))
+            _filled(some, effort, (below_s, float(rest_s[number]), float(least_s[number])))
+            for number, some in enumerate(_each(blocks, choices, capacity, known))
         ]
     )
 
 
-def split_bounds(blocks: PipelineBlocks, choices: StageChoices, capacity: Floats, rest_s: Floats) -> Floats:
-    """Return what a step of each candidate takes at least in memory, by the paths that follow one rank."""
-    found: list[float] = []
-    for some in _each(blocks, choices, capacity):
-        bounds = SplitBounds(some.blocks, some.choices)
-        bounds.limit_memory(float(some.capacity[0]))
-        found.append(bounds.bound_s(bounds.paths()))
-    return (np.array(found) + rest_s + blocks.fixed_s) * (1 - SURE)
-
-
-def _each(blocks: PipelineBlocks, choices: StageChoices, capacity: Floats) -> Iterator[SplitFilling]:
+def _each(
+    blocks: PipelineBlocks, choices: StageChoices, capacity: Floats, known: SplitSearch
+) -> Iterator[SplitFilling]:
     for number in range(blocks.num_candidates):
         one = np.array([number])
-        yield SplitFilling(blocks=blocks.only(one), choices=choices.only(one), capacity=capacity[one])
+        yield SplitFilling(blocks=blocks.only(one), choices=choices.only(one), capacity=capacity[one], known=known)
 
 
 def smallest_splits(
@@ -200,8 +198,8 @@ def smallest_splits(
 ) -> StageFilling:
     """Return a filling of each candidate that holds little, and the least that any holds as its bound."""
     parts: list[StageFilling] = []
-    for some in _each(blocks, choices, capacity):
-        least = np.array([SplitBounds(some.blocks, some.choices).least_bytes() * (1 - SURE)])
+    for some in _each(blocks, choices, capacity, SplitSearch()):
+        least = np.array([SplitBounds(some.blocks, some.choices, some.known).least_bytes() * (1 - SURE)])
         bound = np.where(least <= some.capacity, least, np.inf)
         found = StageFilling.nothing(blocks.schedule.num_stages, bound)
         if bound[0] < below_bytes:
@@ -213,33 +211,42 @@ def smallest_splits(
     return StageFilling.side_by_side(parts)
 
 
-def _filled(some: SplitFilling, effort: Effort, below_s: float, rest_s: float, bound_s: float) -> StageFilling:
+def split_bounds(
+    blocks: PipelineBlocks, choices: StageChoices, capacity: Floats, limits: tuple[float, Floats], known: SplitSearch
+) -> Floats:
+    """Return what a step of each candidate takes at least by the mixtures that are known.
+
+    ``limits`` are the seconds below which it matters, and what a step takes at least beside its micro-batches.
+    """
+    below_s, found = limits[0], list[float]()
+    for some, rest_s in zip(_each(blocks, choices, capacity, known), limits[1].tolist(), strict=True):
+        bounds = SplitBounds(some.blocks, some.choices, known)
+        bounds.limit_memory(float(some.capacity[0]))
+        found.append(bounds.bound_s(bounds.paths(), below_s - rest_s) + rest_s)
+    return np.array(found) * (1 - SURE)
+
+
+def _filled(some: SplitFilling, effort: Effort, limits: tuple[float, float, float]) -> StageFilling:
     """Bound all splits, try some if they may be below a limit, and bound again as far as the gap asks for it."""
-    bounds = SplitBounds(some.blocks, some.choices)
-    best = StageFilling.nothing(some.blocks.schedule.num_stages, np.full(1, np.inf))
-    if not np.isfinite(below_s):
-        best = some.best_of(some.starts())
+    schedule, known, (below_s, rest_s, bound_s) = some.blocks.schedule, some.known, limits
+    best = StageFilling.nothing(schedule.num_stages, np.full(1, np.inf))
+    bounds = SplitBounds(some.blocks, some.choices, known)
+    bounds.limit_memory(float(some.capacity[0]))
     for step in range(_ROUNDS):
         limit_s = min(below_s, float(best.time_s[0]))
         if bound_s >= limit_s * (1 - effort.gap):
             break
-        if step == 1:
-            bounds.limit_memory(float(some.capacity[0]))
-        if step < len(_SLOWER):
-            bounds.learn_ranks(_SLOWER[step])
-        else:
-            bounds.learn_between(np.array(best.stages(0), dtype=np.float64) if np.isfinite(best.time_s[0]) else None)
-        paths = bounds.paths()
-        bound_s = max(bound_s, (bounds.bound_s(paths) + rest_s) * (1 - SURE))
-        if step >= len(_SLOWER) - 1 and bound_s < limit_s:
-            best = some.best_of(some.starts(paths.balanced, bounds.even), best)
+        if known.seconds_left > 0:
+            bounds.balance(_STEPS)
+        bound_s = max(bound_s, (bounds.bound_s(bounds.paths(), limit_s - rest_s) + rest_s) * (1 - SURE))
+        if step == 0 and bound_s < limit_s * (1 - effort.gap):
+            best = some.best_of(some.starts(bounds.balanced, bounds.layers, bounds.even), best)
+            if best.time_s[0] < below_s * _WITHIN:
+                best = some.improved(best, bounds)
+        if known.seconds_left <= 0:
+            break
     limit_s = min(below_s, float(best.time_s[0]))
-    if bound_s < limit_s:
-        best = some.best_of(some.starts(bounds.paths().balanced, bounds.even), best)
-        if best.time_s[0] < below_s * _WITHIN:
-            best = some.improved(best)
-    limit_s, num_stages = min(below_s, float(best.time_s[0])), some.blocks.schedule.num_stages
-    few = math.comb(some.choices.num_layers - 1, num_stages - 1) <= _SPLITS * effort.most_partial
+    few = math.comb(some.choices.num_layers - 1, schedule.num_stages - 1) <= _SPLITS * effort.most_partial
     if few and bound_s < limit_s * (1 - effort.gap):
         near, least_s = some.near(bounds.paths(), limit_s - rest_s, effort)
         best = near if near.time_s[0] < best.time_s[0] else best

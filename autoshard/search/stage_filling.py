@@ -14,6 +14,7 @@ import numpy as np
 from autoshard.cost.stages import PipelineBlocks
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
+from autoshard.search.split_bounds import SplitSearch
 from autoshard.search.split_filling import fill_splits, smallest_splits, split_bounds
 from autoshard.search.stage_options import (
     ALL_RANGES,
@@ -99,13 +100,20 @@ class Goal:
 
 
 def fill_stages(
-    blocks: PipelineBlocks, choices: StageChoices, goal: Goal, below: float, rest_s: Floats, least: Floats | float = 0.0
+    blocks: PipelineBlocks,
+    choices: StageChoices,
+    goal: Goal,
+    between: tuple[Floats | float, float],
+    rest_s: Floats,
+    splits: SplitSearch | None = None,
 ) -> StageFilling:
-    """Return the best filling of each candidate, with a lower bound; only fillings below ``below`` are searched.
+    """Return the best filling of each candidate, with a lower bound.
 
-    ``rest_s`` is the least time of a step beside its micro-batches, ``least`` any lower bound that is known. If memory
-    is the objective, the fastest known of the fillings with the least memory is returned.
+    ``between`` are any lower bound that is known, and the value below which fillings are searched; ``rest_s`` is the
+    least time of a step beside its micro-batches. If memory is the objective, the fastest known of the fillings with
+    the least memory is returned.
     """
+    least, below = between
     schedule, pinned = blocks.schedule, choices.only_split(blocks.schedule)
     capacity = np.broadcast_to(goal.capacity, blocks.num_candidates)
     if goal.objective == "memory":
@@ -113,7 +121,7 @@ def fill_stages(
             return smallest_splits(blocks, choices, capacity, below)
         peak = _least_peak(blocks, choices, capacity)
         smallest = Goal(capacity=np.minimum(peak * (1 + SURE), capacity), effort=Effort(gap=1.0))
-        return replace(fill_stages(blocks, choices, smallest, np.inf, rest_s), bound=peak)
+        return replace(fill_stages(blocks, choices, smallest, (0.0, np.inf), rest_s), bound=peak)
     rest_s = rest_s + blocks.fixed_s
     if schedule.builder in ALL_RANGES and choices.stages is None and schedule.num_ranks > 1:
         return _fastest_ranges(blocks, choices, goal, below, rest_s)
@@ -126,14 +134,17 @@ def fill_stages(
         some = np.flatnonzero(options.least_s.max(axis=(0, 1)) < NEVER)
         return found.with_columns(some, options.fastest(0 * some, some)) if len(some) else found
     limits = (below, rest_s, np.broadcast_to(least, rest_s.shape))
-    return fill_splits(blocks, choices, capacity, goal.effort, limits)
+    return fill_splits(blocks, choices, capacity, goal.effort, limits, splits or SplitSearch())
 
 
-def stage_bounds(blocks: PipelineBlocks, choices: StageChoices, goal: Goal, rest_s: Floats) -> Floats:
-    """Return what a step of each candidate takes at least by its memory, where that takes little to find out."""
+def stage_bounds(
+    blocks: PipelineBlocks, choices: StageChoices, goal: Goal, below_s: float, rest_s: Floats, splits: SplitSearch
+) -> Floats:
+    """Return what a step of each candidate takes at least, as far as that takes little to find out."""
     if choices.only_split(blocks.schedule) or blocks.schedule.builder in ALL_RANGES:
         return np.zeros(blocks.num_candidates)
-    return split_bounds(blocks, choices, np.broadcast_to(goal.capacity, blocks.num_candidates), rest_s)
+    capacity = np.broadcast_to(goal.capacity, blocks.num_candidates)
+    return split_bounds(blocks, choices, capacity, (below_s, rest_s + blocks.fixed_s), splits)
 
 
 def _best_of(found: StageFilling, candidates: Ints, bound: Floats) -> StageFilling:

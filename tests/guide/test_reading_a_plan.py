@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 
+from autoshard.blocks.explain import explain
 from autoshard.cost.trace import rank_times
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.explanation import Alternatives, Certificate, Explanation, RankTime, Refusal, WhyNot
@@ -16,7 +17,6 @@ from autoshard.report.terminal import plan_report, runners_up_of
 from autoshard.report.words import TIME_WORDS
 from autoshard.schedule.builders import builders
 from autoshard.search.answers import answers_of
-from autoshard.search.explain import explain
 from autoshard.search.planner import SearchResult, search
 from autoshard.search.simple import WITHIN
 from tests.report.printed import printed

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from autoshard.blocks.explain import explain
 from autoshard.cost.calibration import calibration_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.diff import diff
@@ -14,7 +15,6 @@ from autoshard.plan.plan import StageMemory
 from autoshard.report.comparison import comparison_report, misfits, sentences, why_not_report
 from autoshard.report.explanation import explanation_report
 from autoshard.report.structured import comparison_json, why_not_json
-from autoshard.search.explain import explain
 from autoshard.search.request import plan_at
 from autoshard.search.what_if import alternatives
 from tests.plan.cases import ask as question, plan_of

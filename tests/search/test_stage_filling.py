@@ -159,7 +159,7 @@ def every_filling(case: Case) -> Everything:
 def filled(case: Case, truth: Everything | None = None, below_s: float = np.inf, **goal: Any) -> StageFilling:
     """Do what the search does for a group of points."""
     rest_s = truth.rest_s.min(axis=0) * (1 - 1e-12) if truth else np.zeros(case.blocks.num_candidates)
-    return fill_stages(case.blocks, case.choices, Goal(capacity=case.capacity, **goal), below_s, rest_s)
+    return fill_stages(case.blocks, case.choices, Goal(capacity=case.capacity, **goal), (0.0, below_s), rest_s)
 
 
 @given(cases(), st.sampled_from([0.9, 1.0001, 1.05, np.inf]))
@@ -232,9 +232,10 @@ def test_of_all_splits_of_other_schedules_none_is_below_the_bound(case: Case, ef
     assert np.all(np.isfinite(best) | np.isinf(found.time_s))
     if effort == EXACT:  # what takes longer may hide more of the update; but for that, the fastest recompute is best
         assert np.all(np.isfinite(found.time_s) == np.isfinite(best))
-        exact = np.isfinite(best) & (found.bound >= np.where(np.isfinite(best), best, 0.0) * (1 - 1e-9))
-        assert found.time_s[exact] == pytest.approx(best[exact], rel=1e-9)
-        assert np.all(exact | np.isinf(best)) or case.blocks.question.kernels in ("mcore", "torch_cuda")
+        if case.blocks.question.kernels not in ("mcore", "torch_cuda"):
+            fits = np.isfinite(best)
+            assert found.time_s[fits] == pytest.approx(best[fits], rel=1e-9)
+            assert found.bound[fits] == pytest.approx(best[fits], rel=1e-9)
     for number in np.flatnonzero(np.isfinite(found.time_s)).tolist():
         stages, kinds = found.stages(number), case.choices.kinds
         assert sum(stages) == case.choices.num_layers and min(stages) >= 1

@@ -8,6 +8,7 @@ import pytest
 
 from autoshard.blocks.choices import real_cuts
 from autoshard.blocks.cutting import Terms, operator_problem
+from autoshard.blocks.explain import explain, second_best
 from autoshard.blocks.operators import solve
 from autoshard.cost.calibration import calibration_of
 from autoshard.cost.predict import question_of
@@ -17,7 +18,6 @@ from autoshard.cost.step import PARTS
 from autoshard.errors import InputError
 from autoshard.layout.pin import pins_of
 from autoshard.plan.candidate import Candidate
-from autoshard.search.explain import explain, second_best
 from autoshard.search.request import plan_at
 from tests.search.brute_force import ask
 

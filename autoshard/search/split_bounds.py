@@ -1,0 +1,297 @@
+"""Bounds of all splits of the layers of one candidate over its stages, by mixtures of paths through its schedule.
+
+With its order of actions given, a step takes as long as the longest path through them, and a path adds up so many
+passes of each stage and so many sends. Each path, and each mixture of paths, is therefore a bound for every split,
+linear in the layers of stages. Good mixtures are found where fractions of layers balance the stages. They are those of
+a schedule: whatever its passes take, they bound the step.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autoshard.blocks.game import game
+from autoshard.cost.stages import PASSES, PipelineBlocks, counts_of, in_flight_of
+from autoshard.cost.step import pipeline_delays
+from autoshard.schedule.schedule import Schedule
+from autoshard.schedule.simulate import long_paths
+from autoshard.schedule.waves import Floats, Ints
+from autoshard.search.stage_options import NEVER, RankOptions, StageChoices
+from autoshard.spec.kernels import load_kernels
+
+_SHARES = np.array([0.0, 0.3, 0.6, 0.8, 0.9, 1.0])[:, None]  # of one rank's path in its mixture with all paths
+_MORE = 3  # layers of a rank beyond an even share for which it is found what it must recompute
+_LEARN_S = (5e-4, 1.7e-6)  # measured 2026-11 on one core of a cloud machine
+_SOFTNESS = 0.3  # of the forward pass of a stage: paths that are so much shorter matter little less
+_STEP = 0.2  # of the layers of a stage, given away if it is on all long paths twice as much as others
+_ROUNDS = 3  # in which numbers of layers are excluded
+_PRICES = 24  # of a layer, among which the best is taken
+
+
+@dataclass(slots=True)
+class SplitSearch:
+    """What a search for splits has found, and may still do, for all of its candidates together.
+
+    Mixtures are rows by schedule: how often each runs F, I and W of every stage, and its sends. The first are all that
+    one rank does, then comes all that ranks do in equal parts; a candidate for which more are found adds its best one.
+    """
+
+    mixtures: dict[Schedule, Floats] = field(default_factory=dict[Schedule, Floats])
+    seconds_left: float = np.inf  # by an estimate that is the same on every machine
+
+    def use(self, schedule: Schedule, start_s: float, pass_s: float) -> None:
+        """Count what a simulation takes: to start it, and for each pass of a stage; later micro-batches are alike."""
+        count = min(schedule.num_micro_batches, 3 * schedule.num_ranks)
+        self.seconds_left -= start_s + pass_s * schedule.num_stages * count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PathBounds:
+    """Mixtures of paths as linear functions of the layers of stages, each with its fastest recompute.
+
+    ``best`` is the mixture of them whose least value over all splits is about the largest.
+    """
+
+    fixed_s: Floats  # [mixture]: with no layer anywhere
+    layer_s: Floats  # [mixture, stage]: for each layer
+    runs: Floats  # [mixture, stage]: how often it runs a stage at least, whatever pass takes longer
+    best: Floats  # [mixture]
+
+    def with_best(self) -> tuple[Floats, Floats]:
+        """Return fixed seconds and those of each layer, the best mixture as one more row."""
+        fixed_s, layer_s = (np.concatenate([own, self.best[None] @ own]) for own in (self.fixed_s, self.layer_s))
+        return fixed_s, layer_s
+
+
+class SplitBounds:
+    """Bounds of all splits of one candidate, better with every mixture that is found."""
+
+    def __init__(self, blocks: PipelineBlocks, choices: StageChoices, known: SplitSearch) -> None:
+        self._blocks, self._choices, self._schedule, self._known = blocks, choices, blocks.schedule, known
+        self._num_layers, self._stages = choices.num_layers, counts_of(self._schedule).stages
+        chunks, ranks = self._schedule.num_chunks, self._schedule.num_ranks
+        self._started = np.array([1.0, 1.0, 0.0]) * blocks.question.calibration.task_s / 2  # as ``price_stages`` has it
+        self._totals = np.arange(chunks, self._num_layers - chunks * (ranks - 1) + 1)  # that a rank may have
+        self._extra_s = np.zeros((ranks, len(self._totals)))
+        every = choices.recompute is not None or not choices.allowed.any()
+        kinds = slice(None) if every else np.flatnonzero(choices.allowed[:, 0])
+        self._embed, self._layer, self._head = (
+            np.array([getattr(block, name)[rows].min() for name in PASSES])
+            for block, rows in ((blocks.embed, 0), (blocks.layer, kinds), (blocks.head, 0))
+        )
+        unit = replace(blocks, sends=replace(blocks.sends, time_s=np.ones(1)))
+        self._sent = pipeline_delays(self._schedule, unit.sends, np.zeros((4, self._schedule.num_stages, 1)))
+        if self._schedule not in known.mixtures:  # known from the start is all that one rank does
+            passes = np.zeros((ranks, len(PASSES), self._schedule.num_stages))
+            passes[np.arange(ranks)[:, None], :, self._stages] = self._schedule.num_micro_batches
+            sends = max(0, self._schedule.num_micro_batches - 1) * unit.hop_s
+            each = np.concatenate([passes.reshape(ranks, -1), sends], axis=1)
+            known.mixtures[self._schedule] = np.concatenate([each, each.mean(axis=0, keepdims=True)])
+        self._rows = known.mixtures[self._schedule]
+        self._own = len(self._rows)  # as many are those of others
+        self.layers = self.balanced = self.even  # fractions that are balanced, as far as is known
+
+    @property
+    def even(self) -> Floats:
+        """Fractions of layers with which all stages take the same."""
+        ends = np.zeros(self._schedule.num_stages)
+        ends[0] += self._embed.sum() / self._layer.sum()
+        ends[-1] += self._head.sum() / self._layer.sum()
+        return self._rounded_up((self._num_layers + ends.sum()) / len(ends) - ends)  # the head may exceed its share
+
+    def learn(self, layers: Floats) -> Floats:
+        """Find a mixture of long paths of some layers, fractions or not; return what a layer of each stage adds."""
+        again_s = self._again_s(layers)
+        work_s = self._layer[:, None] * layers + self._started[:, None]
+        work_s[:, 0] += self._embed
+        work_s[:, -1] += self._head
+        work_s[1] += again_s * layers
+        forward, inputs, weight = work_s[..., None]
+        delays = pipeline_delays(
+            self._schedule, self._blocks.sends, np.array([inputs + weight, forward, inputs, weight])
+        )
+        passes, waits = long_paths(self._schedule, delays, self._sent, _SOFTNESS * float(forward.mean()))
+        found = np.concatenate([passes.reshape(1, -1), waits[:, None]], axis=1)
+        self._rows = np.concatenate([self._rows, found])
+        self._known.use(self._schedule, *_LEARN_S)
+        return self._layer @ passes[0] + again_s * passes[0, 1]
+
+    def balance(self, steps: int) -> None:
+        """Move fractions of layers off the stages that long paths run most, and find mixtures on the way."""
+        for _ in range(steps):
+            added_s = self.learn(self.layers)
+            mean_s = max(float(added_s @ self.layers) / self._num_layers, 1e-30)
+            self.layers = self._rounded_up(self.layers * np.exp(-_STEP * (added_s / mean_s - 1)))
+
+    def _rounded_up(self, layers: Floats) -> Floats:
+        """Return fractions in these proportions that add up, of at least a layer each."""
+        free = np.maximum(layers - 1, 1e-9)
+        return 1 + free * ((self._num_layers - len(layers)) / free.sum())
+
+    def _again_s(self, layers: Floats) -> Floats:
+        """Return what each layer of a stage computes again in a micro-batch, where ranks have so many layers."""
+        fits, totals = np.isfinite(self._extra_s), layers[self._stages].sum(axis=1)
+        again_s = np.zeros(len(totals))
+        for rank, own in enumerate(np.where(fits, self._extra_s, self._extra_s[fits].max(initial=0))):
+            again_s[rank] = np.interp(totals[rank], self._totals, own)
+        return (again_s / totals)[counts_of(self._schedule).ranks]
+
+    def limit_memory(self, capacity: float) -> None:
+        """Find what ranks must recompute in memory; more layers hold more, so that they recompute no less."""
+        if self._choices.recompute is not None:  # pinned: there is nothing to find
+            return
+        even = -(-self._num_layers // self._schedule.num_ranks)
+        some = self._totals[: max(1, even + _MORE - self._schedule.num_chunks + 1)]
+        held, extra_s, starts = self._least_held(some)
+        extra_s = np.minimum.reduceat(np.where(held <= capacity, extra_s, np.inf), starts, axis=1)
+        self._extra_s = np.concatenate(
+            [extra_s, np.repeat(extra_s[:, -1:], len(self._totals) - len(some), axis=1)], axis=1
+        )
+
+    def paths(self) -> PathBounds:
+        """Return the mixtures that are known, with the best one; if any were found, that is kept for others as well."""
+        passes = self._rows[:, :-1].reshape(len(self._rows), len(PASSES), -1)
+        fixed_s = passes[:, :, 0] @ self._embed + passes[:, :, -1] @ self._head
+        fixed_s += self._rows[:, -1] * self._blocks.sends.time_s + passes.sum(axis=2) @ self._started
+        layer_s, left = np.einsum("jps,p->js", passes, self._layer), self._num_layers - self._schedule.num_stages
+        runs = passes.min(axis=1)
+        near_s = layer_s + runs * self._again_s(self.layers)  # as if each layer computed as much again
+        payoff, known = (fixed_s + near_s.sum(axis=1))[:, None] + left * near_s, self._known.mixtures[self._schedule]
+        if len(self._rows) == len(known):
+            best = np.eye(len(payoff))[payoff.min(axis=1).argmax()]
+        else:
+            best, places = game(payoff)
+            self.balanced = 1.0 + left * places
+            self._known.mixtures[self._schedule] = np.concatenate([known[: self._own], best[None] @ self._rows])
+        return PathBounds(fixed_s=fixed_s, layer_s=layer_s, runs=runs, best=best)
+
+    def bound_s(self, paths: PathBounds, below_s: float) -> float:
+        """Return what the micro-batches take at least, whatever the split; infinite if none fits in memory.
+
+        Numbers of layers with which some rank alone takes ``below_s`` need not be looked at again.
+        """
+        again_s, found = self._extra_s.copy(), 0.0
+        for _ in range(_ROUNDS):
+            least_s, by_rank_s = self._least_by_rank_s(paths, again_s)
+            least_s = max(least_s, self._least(by_rank_s))
+            found = max(found, min(least_s, below_s) if found else least_s)
+            beyond = np.isfinite(again_s) & (by_rank_s >= below_s)
+            if found >= below_s or not beyond.any():
+                break
+            again_s[beyond] = np.inf
+        return found
+
+    def _least_by_rank_s(self, paths: PathBounds, again_s: Floats) -> tuple[float, Floats]:
+        """Return what all micro-batches take at least, and what if a rank has so many layers: [rank, total].
+
+        ``again_s`` is what ranks recompute, infinite where they cannot have so many layers. For each rank and number
+        of layers, mixtures of the rank's own path with the best mixture say what that takes at least. The layers of
+        other ranks cost each what makes the least of the whole as large as can be (Lagrange).
+        """
+        stages, more, again_s = self._stages, self._totals - self._stages.shape[1], np.minimum(again_s, NEVER)
+        left, ranks = self._num_layers - self._schedule.num_stages, np.arange(len(stages))[:, None]
+        whole_s = paths.fixed_s + paths.layer_s.sum(axis=1)
+        best_s, best_runs, best_whole_s = (paths.best @ own for own in (paths.layer_s, paths.runs, whole_s))
+        own_s = best_s[stages].min(axis=1)[:, None] * more + best_runs[stages].min(axis=1)[:, None] * again_s
+        price_s, least_s = _best_price(own_s, more, left)
+        number = paths.layer_s[:, stages].sum(axis=2).argmax(axis=0)  # the path of each rank
+        alone_s, others = paths.layer_s[number], 1 - _SHARES
+        each_s = _SHARES * alone_s[:, None] + others * best_s  # [rank, share, stage]
+        runs = _SHARES * paths.runs[number][:, None] + others * best_runs
+        mine_s, mine_runs = (own[ranks, :, stages].min(axis=1)[..., None] for own in (each_s, runs))
+        alone_s[ranks, stages] = np.inf
+        elsewhere_s = alone_s.min(axis=1)[:, None, None] * np.maximum(left - more, 1e-30)
+        cost = _SHARES * (whole_s[number][:, None, None] + np.where(left > more, elsewhere_s, 0.0))
+        besides_s = price_s * (left - more) + least_s.sum() - least_s[:, None]
+        cost = cost + others * (best_whole_s + besides_s)[:, None] + mine_s * more + mine_runs * again_s[:, None]
+        by_rank_s = np.where(again_s < NEVER, cost.max(axis=1), np.inf)
+        return float(best_whole_s) + left * price_s + float(least_s.sum()), by_rank_s
+
+    def least_bytes(self) -> float:
+        """Return what the fullest rank holds at least, whatever the split."""
+        if self._choices.recompute is not None:
+            return 0.0  # what is pinned may differ from chunk to chunk
+        held, _, starts = self._least_held(self._totals)
+        return self._least(np.minimum.reduceat(held, starts, axis=1))
+
+    def _least(self, cost: Floats) -> float:
+        """Return the least value within which the ranks can have all layers, given what each total costs a rank."""
+        values = np.unique(cost[np.isfinite(cost)])
+        values = values[values >= cost.min(axis=1).max()]
+        low, high = 0, len(values)
+        while low < high:
+            middle = (low + high) // 2
+            most = np.where(cost <= values[middle], self._totals, 0).max(axis=1)
+            low, high = (low, middle) if most.sum() >= self._num_layers else (middle + 1, high)
+        return float(values[low]) if low < len(values) else np.inf
+
+    def _least_held(self, totals: Ints) -> tuple[Floats, Floats, Ints]:
+        """Return what each option of each rank holds at least, and recomputes in a micro-batch, [rank, option].
+
+        Options are those of a number of layers, in order of it; the last value says where those of each number begin.
+        Every chunk has a layer, all others lie where they are kept least.
+        """
+        blocks, schedule, chunks = self._blocks, self._schedule, self._schedule.num_chunks
+        layers = np.ones((schedule.num_ranks, len(totals), chunks), dtype=np.int64)
+        layers[:, :, 0] = totals - chunks + 1
+        options = RankOptions.of(blocks, self._choices, layers, np.inf)
+        shape = options.prices.num_blocks.shape
+        kind, plain_kind = np.broadcast_to(options.options.kind[..., 0], shape), options.options.plain_kind
+        again = np.broadcast_to(options.options.recomputed.sum(axis=2), shape)
+        plain = options.options.num_layers - again
+        counts, ends_s = counts_of(schedule), np.full((schedule.num_ranks, 1), chunks * self._started.sum())
+        for stage, block in ((0, self._embed), (-1, self._head)):
+            ends_s[counts.ranks[stage]] += block.sum()
+        extra_s = options.prices.pass_s[..., 0] - (again + plain) * self._layer.sum() - ends_s
+        memory = {part: np.broadcast_to(size, (*shape, 1))[..., 0] for part, size in options.prices.memory.items()}
+        if chunks > 1:
+
+            def least(name: str) -> tuple[Floats, Floats]:
+                """Return a column of a layer that is computed again and of a plain one, and the least that there is."""
+                column: Floats = getattr(blocks.layer, name)[:, 0]
+                own, kept = column[kind], column[plain_kind]
+                smaller = np.where(plain == 0, own, np.where(again == 0, kept, np.minimum(own, kept)))
+                return again * own + plain * kept, smaller
+
+            def kept(in_flight: Floats, name: str) -> Floats:
+                """Return what the layers of ranks keep at least at each time: [rank, time, option]."""
+                fewest, (all_bytes, smaller) = in_flight.min(axis=2)[..., None], least(name)
+                beside = in_flight.sum(axis=2)[..., None] - chunks * fewest
+                found = fewest * all_bytes[:, None] + beside * smaller[:, None]
+                for stage, block in ((0, blocks.embed), (schedule.num_stages - 1, blocks.head)):
+                    has = (counts.stages == stage)[:, None]
+                    found = found + (in_flight * has).sum(axis=2)[..., None] * getattr(block, name)[0, 0]
+                return found
+
+            in_flight = in_flight_of(schedule)
+            activations = kept(in_flight[..., :chunks], "saved_bytes")
+            if schedule.splits_backward:
+                activations = activations + kept(in_flight[..., chunks:], "waiting_bytes")
+            memory["activations"] = activations.max(axis=1)
+            memory["working"] = np.minimum(memory["working"], least("moment_bytes")[1])
+            reserved = load_kernels(blocks.question.kernels).reserved
+            if reserved:
+                apart = memory.pop("reserved") * 0.0 + memory["runtime"]
+                memory["reserved"] = reserved.share * (sum(memory.values()) - apart)
+        starts = np.flatnonzero(np.diff(options.divisions, prepend=-1))
+        held = np.where(options.fits[..., 0], sum(memory.values()), np.inf)
+        return held, np.maximum(extra_s, 0.0), starts
+
+
+def _best_price(own_s: Floats, more: Ints, left: int) -> tuple[float, Floats]:
+    """Return a price of a layer, and what each rank takes at least beyond the price of its layers.
+
+    ``own_s`` is what each rank takes by its layers; the price is one of those with which all layers take most.
+    """
+
+    def beyond(prices: Floats) -> Floats:
+        return (own_s - prices[:, None, None] * more).min(axis=2)  # [price, rank]
+
+    steps = np.diff(np.minimum(own_s, NEVER), axis=1)
+    low, high = (float(one) for one in (steps.min(initial=0.0), steps[steps < NEVER / 2].max(initial=0.0)))
+    coarse = np.linspace(low, high, _PRICES)
+    best = coarse[(coarse * left + beyond(coarse).sum(axis=1)).argmax()]
+    fine = best + np.linspace(-1.0, 1.0, _PRICES) * (high - low) / (_PRICES - 1)
+    least = beyond(fine)
+    number = int((fine * left + least.sum(axis=1)).argmax())
+    return float(fine[number]), least[number]
