@@ -170,7 +170,7 @@ def fit(found: FitSamples, name: str) -> Calibration:
         those, others = ([samples[number] for number in numbers] for numbers in (out, rest))
         return np.abs(1 / _ratios(those, fit_constants(splits[best], others)) - 1)
 
-    features = [features_of(one.run.candidate, one.run.cluster, one.run.workload) for one in samples]
+    features = [features_of(one.run.candidate, one.run.model, one.run.cluster, one.run.workload) for one in samples]
     return replace(
         constants,
         name=name,

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from autoshard.cost.outside import Seen, features_of
+from autoshard.cost.outside import UNSEEN_OFF, Seen, features_of
 from autoshard.errors import InputError, in_range, require
 from autoshard.plan.plan import Plan
 from autoshard.spec import record
@@ -255,11 +255,12 @@ def trust(calibration: Calibration, plan: Plan) -> tuple[float, Mapping[str, str
         for axis in ("tp", "pp", "dp", "cp", "ep", "vp"):
             if getattr(candidate, axis) > 1 and axis not in reach.axes:
                 outside[axis] = f"{getattr(candidate, axis)}, and rows have 1"
-    features = features_of(candidate, plan.cluster, plan.workload)
+    features = features_of(candidate, plan.model, plan.cluster, plan.workload)
     distances = {feature: one.distance(feature, features[feature]) for feature, one in calibration.seen.items()}
     outside |= {feature: distance for feature, distance in distances.items() if distance}
-    offs = [calibration.seen[one].off if one in calibration.seen else None for one in outside]
-    excess = sum(max(0.0, (2 * base if off is None else off) ** 2 - base**2) for off in offs)
+    known = {one: seen.off for one, seen in calibration.seen.items() if seen.off is not None}
+    offs = [known.get(one, UNSEEN_OFF.get(one, 2 * base)) for one in outside]
+    excess = sum(max(0.0, off**2 - base**2) for off in offs)
     if products := plan.workload.precision.products:
         outside.setdefault("products", f"{products}, whose casts and scales count as free")
     least = OUTSIDE if outside.keys() & {*_SOFTWARE} else 0.0

@@ -221,6 +221,16 @@ class TestProvenance:
             found = predict(plan("tp=8,pp=4,dp=1", constants, cluster_name="h100-80", nodes=4, **change))
             assert found.high_s / found.step_time_s - 1 == pytest.approx(interval) and found.outside.keys() == where
 
+    def test_no_calibration_has_mixtures_so_their_interval_is_the_widest(self):
+        for path in FILES:
+            assert built_in(path.stem).seen["experts"] == Seen(values=("0",))
+        ours = replace(OWN, interval=0.1, seen={"experts": Seen(values=("0", "8"), off=0.2)})
+        for constants, interval in ((built_in("h100-80"), 0.95), (ours, 0.1)):
+            question = {"model_name": "mixtral-8x7b", "cluster_name": "h100-80", "nodes": 4}
+            found = predict(plan("tp=8,pp=4,dp=1", constants, **question))
+            assert found.high_s / found.step_time_s - 1 == pytest.approx(interval)
+            assert ("experts" in found.outside) == (interval > 0.9)
+
     def test_a_plan_better_than_the_best_row_says_so(self):
         own = predict(plan(calibration=replace(OWN, best_mfu=0.99))).mfu_causal
         assert own and "mfu" not in predict(plan(calibration=replace(OWN, seen=SEEN, best_mfu=own))).outside
