@@ -46,6 +46,15 @@ def format_seconds(time_s: float) -> str:
     return f"{time_s / 3600:.2f} h"
 
 
+def format_at_most(share: float) -> str:
+    """Write a share that is an upper bound in percent, never rounded down.
+
+    >>> format_at_most(0.00011), format_at_most(0.0136), format_at_most(0.0)
+    ('0.02%', '1.36%', '0.00%')
+    """
+    return f"{math.ceil(share * 1e4 - 1e-6) / 100:.2f}%"
+
+
 def format_dollars(usd: float) -> str:
     """Print an amount of money: cents where they count, two digits of what is less than a cent.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from autoshard.plan.plan import Plan
 from autoshard.schedule.waves import Floats, Ints
-from autoshard.units import format_bytes
+from autoshard.units import format_at_most, format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Certificate:
     def statement(self) -> str:
         """Say in words what was proven."""
         best = {"time": "fastest", "memory": "smallest", "dollars": "cheapest"}[self.objective]
-        within = "" if self.gap < 1e-9 else f", or within {self.gap:.2%} of it"
+        within = "" if self.gap < 1e-9 else f", or within {format_at_most(self.gap)} of it"
         if not self.bound:
             within = " that was found, how far from the best is not known"
         stopped = f" ({self.stopped})" if self.stopped else ""
@@ -83,7 +83,7 @@ class Certificate:
         """Say what became of the legal points."""
         bound = format_bytes(round(self.bound)) if self.objective == "memory" else f"{self.bound:.6g} s"
         left = f", {self.num_left} not looked at" if self.num_left else ""
-        gap = f"{self.gap:.3%}" if self.bound else "unknown"
+        gap = format_at_most(self.gap) if self.bound else "unknown"
         tables = "1 table" if self.num_tables == 1 else f"{self.num_tables} tables"
         return (
             f"{self.num_solved} points solved ({self.num_fitting} fit), {self.num_bounded} pruned by their bound, "

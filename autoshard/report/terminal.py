@@ -22,7 +22,7 @@ from autoshard.report.words import (
     recompute_words,
 )
 from autoshard.spec.cluster import LOCAL
-from autoshard.units import GIB, format_bytes, format_count, format_dollars, format_seconds
+from autoshard.units import GIB, format_at_most, format_bytes, format_count, format_dollars, format_seconds
 
 if TYPE_CHECKING:  # plans are printed without what proves them
     from autoshard.plan.proof import Proof
@@ -217,7 +217,7 @@ def _search_words(certificate: Certificate) -> str:
     gap = certificate.gap
     if not certificate.bound:
         return f"{of} in part: how much {more} another could be is not known"
-    return f"the {best} of {of}" if gap < 1e-9 else f"{of}: none can be more than {gap:.2%} {more}"
+    return f"the {best} of {of}" if gap < 1e-9 else f"{of}: none can be more than {format_at_most(gap)} {more}"
 
 
 def compiled_words(compiling: Compiling) -> str:
@@ -386,7 +386,7 @@ def frontier_report(plans: Sequence[Plan], gap: float, ended: str) -> Group:
     stopped = (
         [prose(f"The search was not finished ({ended}): there may be more", "bold red")] if ended != "complete" else []
     )
-    words = f"each the fastest of its nodes and memory, within {gap:.2%}; memory in steps of a tenth"
+    words = f"each the fastest of its nodes and memory, within {format_at_most(gap)}; memory in steps of a tenth"
     table = make_table("What no other plan betters in time, memory and cost at once", columns, rows, drop=("layout",))
     lines = [
         unbroken(Text.assemble(f"{number:<3}", (str(plan.candidate), "green"))) for number, plan in enumerate(plans, 1)

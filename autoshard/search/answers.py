@@ -14,7 +14,7 @@ from autoshard.search.request import Request
 from autoshard.search.simple import WITHIN
 from autoshard.search.vendor import step_s, vendor_answer
 from autoshard.spec.cluster import LOCAL
-from autoshard.units import format_bytes, format_count, format_seconds
+from autoshard.units import format_at_most, format_bytes, format_count, format_seconds
 
 SIMPLE, VENDOR = "simple", "vendor"
 NAMES = ("fastest", "smallest", SIMPLE, VENDOR)
@@ -99,7 +99,7 @@ def answers_of(request: Request, found: SearchResult, name: str | None = None) -
     first = Answer(
         name="fastest" if is_time else "smallest",
         plan=best,
-        why=f"nothing is more than {found.certificate.gap:.2%} better"
+        why=f"nothing is more than {format_at_most(found.certificate.gap)} better"
         if found.certificate.gap > 1e-9
         else "proven best",
         slower=0.0,
