@@ -7,7 +7,7 @@ do not need; the candidate's is always the last one. A single plan is one option
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache, lru_cache, reduce
+from functools import cache, lru_cache
 from typing import Any, Self, cast
 
 import numpy as np
@@ -328,8 +328,10 @@ def most_kept(schedule: Schedule, saved: Floats, waiting: Floats) -> Floats:
     Both arguments, of one micro-batch, have the axes rank, option, chunk, candidate.
     """
     sizes = np.concatenate([saved, waiting], axis=2) if schedule.splits_backward else saved
-    by_time = in_flight_of(schedule).swapaxes(0, 1)[:, :, None, :, None]
-    return reduce(np.maximum, ((own * sizes).sum(axis=2) for own in by_time))
+    in_flight = in_flight_of(schedule)
+    if in_flight.shape[1] == 1:
+        return (in_flight[:, 0, None, :, None] * sizes).sum(axis=2)
+    return np.stack([np.einsum("tc,ocn->ton", own, sizes[rank]).max(axis=0) for rank, own in enumerate(in_flight)])
 
 
 def _other_memory(blocks: PipelineBlocks, slots: Sequence[Slot], plain_kind: int) -> Mapping[str, Number]:

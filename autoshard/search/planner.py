@@ -88,12 +88,10 @@ def search(
         # Of the engines after a stop it is only known what they cannot be better than.
         stopped = results[-1].certificate.stopped if results else ""
         own_watch: Watch = (lambda progress, why=stopped: why) if stopped else watch
+        others = [solution.value for one in results for solution in one.solutions]
+        own = replace(request, cluster=cluster, other_lnc=())
         try:
-            results.append(
-                _search_engine(
-                    replace(request, cluster=cluster, other_lnc=()), engine, num_plans, own_watch, nearest=nearest
-                )
-            )
+            results.append(_search_engine(own, engine, (num_plans, others), own_watch, nearest=nearest))
         except InputError as fault:
             faults.append(fault)
     if not results:
@@ -148,7 +146,10 @@ def _with_less_headroom(result: _EngineResult, solution: Solution) -> dict[float
     return found
 
 
-def _search_engine(request: Request, engine: Engine, num_plans: int, watch: Watch, *, nearest: bool) -> _EngineResult:
+def _search_engine(
+    request: Request, engine: Engine, wanted: tuple[int, Sequence[float]], watch: Watch, *, nearest: bool
+) -> _EngineResult:
+    """Find so many of the best layouts of one engine, those of others included, whose values are given."""
     certificate, pool, miss = Certificate(objective=request.objective), None, None
     try:
         legal = _keeping_pins(request, legal_space(request, engine, watch))
@@ -156,10 +157,11 @@ def _search_engine(request: Request, engine: Engine, num_plans: int, watch: Watc
             certificate, num_points=legal.num_points, refusals=legal.refusals, num_legal=legal.num_legal
         )
         if legal.variants:
-            pool = Pool(request.question(legal.space.base), legal, request.goal, request.layouts, watch)
+            num_plans, others = wanted
+            pool = Pool(request.question(legal.space.base), legal, request.goal, request.layouts, watch, others)
             pool.settle(num_plans)
             with suppress(SearchStopped):  # that nothing fits is known
-                miss = pool.smallest() if nearest and not pool.solutions else None
+                miss = pool.smallest() if nearest and not (pool.solutions or others) else None
     except SearchStopped as stop:
         certificate = replace(certificate, bound=0.0, ended=str(stop))
     return _EngineResult(request=request, engine=engine, legal=certificate, pool=pool, nearest_miss=miss)

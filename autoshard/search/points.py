@@ -102,15 +102,16 @@ class Points:
         return fill_stages(self.blocks, self.choices, goal, (least, below), self.rest_s, splits)
 
     def sharpened(self, goal: Goal, below: float, splits: SplitSearch) -> "Points":
-        """Return them with bounds that count what their schedule keeps in flight; or next, how it makes ranks wait."""
+        """Return them with bounds that count what their schedule keeps in flight; or then, how it makes ranks wait."""
         if goal.objective == "memory" or goal.effort.exhaustive:
             return replace(self, sharpness=SHARPEST)
         blocks = self.blocks
         if not self.sharpness:
             bound = least_in_flight(blocks, self.rest_s, cast(float, goal.capacity))
         else:
-            bound = stage_bounds(blocks, self.choices, goal, below, self.rest_s, splits)
-        return replace(self, sharpness=self.sharpness + 1, bound=np.maximum(self.bound, bound))
+            is_last = self.sharpness == SHARPEST
+            bound = stage_bounds(blocks, self.choices, goal, (below, self.rest_s), splits if is_last else splits.known)
+        return replace(self, sharpness=min(SHARPEST, self.sharpness + 1), bound=np.maximum(self.bound, bound))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -23,23 +23,22 @@ from autoshard.plan.lowering import ATOMS
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.legal_space import LegalSpace, RunVariant
 from autoshard.search.points import SHARPEST, PlainPoints, Points, Solution
-from autoshard.search.priced_layouts import LayoutPricer, SolvedCutting, atom_columns
+from autoshard.search.priced_layouts import LayoutPricer, SolvedCutting, atom_columns, mesh_kinds
 from autoshard.search.simple import Simple, simplest
 from autoshard.search.split_bounds import SplitSearch
 from autoshard.search.stage_filling import Goal
 from autoshard.search.watch import SearchProgress, SearchStopped, Watch, go_on, never_stop
-from autoshard.spec.workload import DTYPE_BYTES
 
 _ALWAYS = 3  # best layouts get their own cutting, even if fewer are shown, so that the best one does not depend on it
 _FIRST = 4  # groups of points that are solved before points of the next variant are opened
 _LOOKS = 8  # times that points are opened to find the one that misses memory by least
 _AT_ONCE = 8  # points of a group that are solved together, those with the best bounds
-_SPLIT_S = 1.0  # that a search may look for splits
 _REFILL_S = 0.1  # that it may take to fill one point anew
 _TIE = 1e-8  # relative: times that differ by less count as equal
 
 
 Row = tuple[Terms, int]  # a layout, cut under some terms
+Bounded = tuple[Terms, SolvedCutting, int]  # a layout under a cutting
 
 
 class Pool:
@@ -52,7 +51,9 @@ class Pool:
         goal: Goal,
         pins: tuple[Pin, ...] = (),
         watch: Watch = never_stop,
+        others: Sequence[float] = (),
     ) -> None:
+        """``others`` are the values of the best layouts of other spaces, beside which these are wanted."""
         self._question, self._legal, self._goal, self._pins, self._watch = question, legal, goal, pins, watch
         self._pricer = LayoutPricer(question)
         self._variants: dict[Terms, list[RunVariant]] = defaultdict(list)
@@ -68,10 +69,12 @@ class Pool:
         self._open: list[tuple[float, int, Points]] = []
         self._passed: list[Points] = []  # not better than a known solution: opened again if that solution is dropped
         self._number = self._num_open = self._count = 0
-        self._splits = SplitSearch(seconds_left=_SPLIT_S)
+        self._others = others
+        self._splits = SplitSearch(seconds_left=goal.effort.split_s)
         self._best: dict[int, Solution] = {}
-        # The least bound of the solved points of a layout under a cutting.
-        self._least: dict[tuple[Terms, SolvedCutting, int], float] = {}
+        # The least bound of the solved points of a layout under a cutting, and those whose bound is loose.
+        self._least: dict[Bounded, float] = {}
+        self._loose: list[tuple[Bounded, Points]] = []
         self._exact = frozenset(ATOMS if pins else ("ep", "cp") if question.model.num_experts else ())
         sizes = atom_columns(question.model, legal.space)
         cut = zip(*((column > 1).tolist() for column in sizes.values()), strict=True)
@@ -80,7 +83,12 @@ class Pool:
         self._own: dict[Row, SolvedCutting] = {}
         self._refused: dict[Row, InputError] = {}  # layouts that cannot satisfy the pins
         # Kinds of mesh of which nothing is priced yet.
-        self._unpriced = [(terms, layouts) for terms in self._variants for layouts in self._kinds(terms)]
+        exact = [atoms & self._exact for atoms in self._atoms]
+        self._unpriced = [
+            (terms, layouts)
+            for terms in self._variants
+            for layouts in mesh_kinds(question, legal.space, self._layouts(terms), exact)
+        ]
 
     def settle(self, count: int) -> None:
         """Solve points until the ``count`` best layouts are known, each with its own cutting.
@@ -91,7 +99,9 @@ class Pool:
         while self._unpriced:
             self._learn(self._unpriced[0][1], self._unpriced[0][0])
             del self._unpriced[0]
-            if not self._best and self._open_next(np.inf):  # a first answer, in case that the search is stopped
+            if not self._best and self._open_next(
+                self._limit(wanted)
+            ):  # a first answer, in case that the search is stopped
                 self._explore(wanted, most=_FIRST)
         if self._refused and not self._own:
             raise next(iter(self._refused.values()))
@@ -103,8 +113,20 @@ class Pool:
             best = [(one.point.variant.terms, one.layout) for one in self.solutions[:wanted]]
             left = next((row for row in best if row not in self._own), None)
             if not left:
-                return
+                break
             self._learn([left[1]], left[0])
+        self._tighten()
+
+    def _tighten(self) -> None:
+        """Bound points again whose bound is loose, the lowest first: what is known best was not when they were."""
+        splits, limit = self._splits, self._limit(1)
+        splits.seconds_left = max(0.0, splits.seconds_left) + self._goal.effort.split_s / 2
+        self._loose.sort(key=lambda one: one[1].bound[0])
+        for number, (key, point) in enumerate(self._loose):
+            if point.bound[0] >= limit * (1 - self._goal.effort.gap):
+                break
+            go_on(self._watch, self._progress())
+            self._loose[number] = key, point.sharpened(self._goal, limit, splits)
 
     def simplest(self, limit: float) -> Simple | None:
         """Return the simplest solution below a limit, with its own cutting, once all is settled."""
@@ -170,7 +192,8 @@ class Pool:
             return 0.0
         opened = self._open[0][0] if self._open else np.inf
         waiting = [*(least for least, _ in self._waiting), *(one.least for one in self._plain)]
-        return min([opened, *self._least.values(), *waiting])
+        loose = (float(point.bound[0]) for _, point in self._loose)
+        return min([opened, *self._least.values(), *loose, *waiting])
 
     def certificate(self, legal: Certificate) -> Certificate:
         """Add to a certificate how many points were solved, left out by their bounds, and too large."""
@@ -264,9 +287,8 @@ class Pool:
 
     def _limit(self, count: int) -> float:
         """Return the value of the layout at place ``count``; a point above it does not matter."""
-        if self._goal.effort.exhaustive or len(self._best) < count:
-            return np.inf
-        return sorted(one.value for one in self._best.values())[count - 1] * (1 + _TIE)
+        values = sorted((*self._others, *(one.value for one in self._best.values())))
+        return np.inf if self._goal.effort.exhaustive or len(values) < count else values[count - 1] * (1 + _TIE)
 
     def _solve(self, points: Points, limit: float) -> None:
         terms, cutting = points.variant.terms, points.priced.cutting
@@ -283,10 +305,12 @@ class Pool:
         least = np.where(fits, found.bound, np.maximum(found.bound, limit))
         self._raised[cutting][numbers] = np.maximum(self._raised[cutting][numbers], least)
         for number, (layout, bound) in enumerate(zip(points.layouts, found.bound.tolist(), strict=True)):
-            key = (terms, cutting, layout)
-            self._least[key] = min(bound, self._least.get(key, np.inf))
+            key, one, value = (terms, cutting, layout), np.array([number]), float(values[number])
+            if bound < min(limit, value) * (1 - self._goal.effort.gap):
+                self._loose.append((key, replace(points.only(one), bound=np.array([bound]))))
+            else:
+                self._least[key] = min(bound, self._least.get(key, np.inf))
             if fits[number]:
-                one, value = np.array([number]), float(values[number])
                 self._keep(Solution(layout=layout, point=points.only(one), filling=found.only(one), value=value))
         # The other points are not better than this limit, but the limit may rise.
         left = ~fits & np.isfinite(found.bound)
@@ -325,9 +349,10 @@ class Pool:
 
     def _forget(self, layout: int, terms: Terms, cutting: SolvedCutting) -> None:
         """Drop the solution of a layout under another cutting than its own, and open again the points passed for it."""
-        for other in self._cuttings[terms]:
-            if other is not cutting:
-                self._least.pop((terms, other, layout), None)
+        others = [(terms, other, layout) for other in self._cuttings[terms] if other is not cutting]
+        for key in others:
+            self._least.pop(key, None)
+        self._loose = [(key, point) for key, point in self._loose if key not in others]
         known = self._best.get(layout)
         if known and known.point.variant.terms == terms and known.point.priced.cutting is not cutting:
             del self._best[layout]
@@ -361,24 +386,6 @@ class Pool:
         rows = [(terms, layout) for layout in layouts]
         allowed = (row not in self._refused and self._own.get(row, cutting) is cutting for row in rows)
         return np.fromiter(allowed, dtype=bool, count=len(rows))
-
-    def _kinds(self, terms: Terms) -> Iterator[list[int]]:
-        """Yield the layouts of each kind of mesh, since no cutting serves two kinds; the largest tp comes first.
-
-        The first layout of a kind should be a likely winner, because a winner needs its own cutting anyway: few stages,
-        as long as weights and gradients fill at most half of the memory, and small micro-batches.
-        """
-        layouts = self._layouts(terms)
-        rows, precision = self._legal.space.only(layouts).rows, self._question.workload.precision
-        per_weight = DTYPE_BYTES[precision.weights] + DTYPE_BYTES[precision.gradients]
-        states_bytes = self._question.model.num_parameters * per_weight / (rows["tp"] * rows["pp"])
-        full = states_bytes > self._question.cluster.rank_memory_bytes / 2
-        order = np.lexsort((rows["mbs"], rows["cp"], rows["pp"], full, -rows["tp"]))
-        found: dict[frozenset[str], list[int]] = defaultdict(list)
-        ordered: list[int] = layouts[order].tolist()
-        for layout in ordered:
-            found[self._atoms[layout] & self._exact].append(layout)
-        yield from found.values()
 
     def _layouts(self, terms: Terms, order: CpOrder | None = None) -> Ints:
         """Return the layouts of the variants with these terms, or of those with one order of the sequence over cp."""

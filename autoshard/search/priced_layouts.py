@@ -1,5 +1,6 @@
 """Many layouts priced at once: columns of their sizes, atoms and links, and blocks that one lowering serves."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -22,6 +23,7 @@ from autoshard.search.space import Space
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import ModelSpec
+from autoshard.spec.workload import DTYPE_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -222,6 +224,25 @@ def atom_columns(model: ModelSpec, space: Space) -> Mapping[str, Ints]:
     tp, ep, dp, cp = (space.rows[key] for key in ("tp", "ep", "dp", "cp"))
     rep = np.maximum(1, tp // model.num_kv_heads)
     return {"edp": dp // ep, "ep": ep, "cp": cp, "kv": tp // rep, "rep": rep}
+
+
+def mesh_kinds(question: Question, space: Space, layouts: Ints, atoms: Sequence[frozenset[str]]) -> Iterator[list[int]]:
+    """Yield the layouts of each kind of mesh, since no cutting serves two kinds; the largest tp comes first.
+
+    ``atoms`` are those that tell the kind of each layout of the space. The first layout of a kind should be a likely
+    winner, because a winner needs its own cutting anyway: few stages, as long as weights and gradients fill at most
+    half of the memory, and small micro-batches.
+    """
+    rows, precision = space.only(layouts).rows, question.workload.precision
+    per_weight = DTYPE_BYTES[precision.weights] + DTYPE_BYTES[precision.gradients]
+    states_bytes = question.model.num_parameters * per_weight / (rows["tp"] * rows["pp"])
+    full = states_bytes > question.cluster.rank_memory_bytes / 2
+    order = np.lexsort((rows["mbs"], rows["cp"], rows["pp"], full, -rows["tp"]))
+    found: dict[frozenset[str], list[int]] = defaultdict(list)
+    ordered: list[int] = layouts[order].tolist()
+    for layout in ordered:
+        found[atoms[layout]].append(layout)
+    yield from found.values()
 
 
 def kinds_of(recomputes: Sequence[tuple[Recompute, ...]]) -> tuple[Recompute, ...]:

@@ -24,7 +24,8 @@ _MORE = 3  # layers of a rank beyond an even share for which it is found what it
 _LEARN_S = (5e-4, 1.7e-6)  # measured 2026-11 on one core of a cloud machine
 _SOFTNESS = 0.3  # of the forward pass of a stage: paths that are so much shorter matter little less
 _STEP = 0.2  # of the layers of a stage, given away if it is on all long paths twice as much as others
-_ROUNDS = 3  # in which numbers of layers are excluded
+_UNKNOWN = 1e15  # seconds beyond which some layers do not fit, whatever the weight of that in a mixture
+_ROUNDS = 4  # in which numbers of layers are excluded
 _PRICES = 24  # of a layer, among which the best is taken
 
 
@@ -38,6 +39,11 @@ class SplitSearch:
 
     mixtures: dict[Schedule, Floats] = field(default_factory=dict[Schedule, Floats])
     seconds_left: float = np.inf  # by an estimate that is the same on every machine
+
+    @property
+    def known(self) -> "SplitSearch":
+        """The same without time to find more."""
+        return replace(self, seconds_left=0.0)
 
     def use(self, schedule: Schedule, start_s: float, pass_s: float) -> None:
         """Count what a simulation takes: to start it, and for each pass of a stage; later micro-batches are alike."""
@@ -170,18 +176,20 @@ class SplitBounds:
 
         Numbers of layers with which some rank alone takes ``below_s`` need not be looked at again.
         """
-        again_s, found = self._extra_s.copy(), 0.0
-        for _ in range(_ROUNDS):
-            least_s, by_rank_s = self._least_by_rank_s(paths, again_s)
+        again_s, found, by_rank_s = self._extra_s.copy(), 0.0, 0.0
+        for number in range(_ROUNDS):
+            mixture = paths.best if number != 1 else np.eye(len(paths.best))[len(counts_of(self._schedule).stages)]
+            least_s, own_s = self._least_by_rank_s(paths, mixture, again_s)
+            by_rank_s = np.maximum(by_rank_s, own_s)
             least_s = max(least_s, self._least(by_rank_s))
             found = max(found, min(least_s, below_s) if found else least_s)
             beyond = np.isfinite(again_s) & (by_rank_s >= below_s)
-            if found >= below_s or not beyond.any():
+            if found >= below_s or (number > 1 and not beyond.any()):
                 break
             again_s[beyond] = np.inf
         return found
 
-    def _least_by_rank_s(self, paths: PathBounds, again_s: Floats) -> tuple[float, Floats]:
+    def _least_by_rank_s(self, paths: PathBounds, mixture: Floats, again_s: Floats) -> tuple[float, Floats]:
         """Return what all micro-batches take at least, and what if a rank has so many layers: [rank, total].
 
         ``again_s`` is what ranks recompute, infinite where they cannot have so many layers. For each rank and number
@@ -191,7 +199,7 @@ class SplitBounds:
         stages, more, again_s = self._stages, self._totals - self._stages.shape[1], np.minimum(again_s, NEVER)
         left, ranks = self._num_layers - self._schedule.num_stages, np.arange(len(stages))[:, None]
         whole_s = paths.fixed_s + paths.layer_s.sum(axis=1)
-        best_s, best_runs, best_whole_s = (paths.best @ own for own in (paths.layer_s, paths.runs, whole_s))
+        best_s, best_runs, best_whole_s = (mixture @ own for own in (paths.layer_s, paths.runs, whole_s))
         own_s = best_s[stages].min(axis=1)[:, None] * more + best_runs[stages].min(axis=1)[:, None] * again_s
         price_s, least_s = _best_price(own_s, more, left)
         number = paths.layer_s[:, stages].sum(axis=2).argmax(axis=0)  # the path of each rank
@@ -245,30 +253,8 @@ class SplitBounds:
         extra_s = options.prices.pass_s[..., 0] - (again + plain) * self._layer.sum() - ends_s
         memory = {part: np.broadcast_to(size, (*shape, 1))[..., 0] for part, size in options.prices.memory.items()}
         if chunks > 1:
-
-            def least(name: str) -> tuple[Floats, Floats]:
-                """Return a column of a layer that is computed again and of a plain one, and the least that there is."""
-                column: Floats = getattr(blocks.layer, name)[:, 0]
-                own, kept = column[kind], column[plain_kind]
-                smaller = np.where(plain == 0, own, np.where(again == 0, kept, np.minimum(own, kept)))
-                return again * own + plain * kept, smaller
-
-            def kept(in_flight: Floats, name: str) -> Floats:
-                """Return what the layers of ranks keep at least at each time: [rank, time, option]."""
-                fewest, (all_bytes, smaller) = in_flight.min(axis=2)[..., None], least(name)
-                beside = in_flight.sum(axis=2)[..., None] - chunks * fewest
-                found = fewest * all_bytes[:, None] + beside * smaller[:, None]
-                for stage, block in ((0, blocks.embed), (schedule.num_stages - 1, blocks.head)):
-                    has = (counts.stages == stage)[:, None]
-                    found = found + (in_flight * has).sum(axis=2)[..., None] * getattr(block, name)[0, 0]
-                return found
-
-            in_flight = in_flight_of(schedule)
-            activations = kept(in_flight[..., :chunks], "saved_bytes")
-            if schedule.splits_backward:
-                activations = activations + kept(in_flight[..., chunks:], "waiting_bytes")
-            memory["activations"] = activations.max(axis=1)
-            memory["working"] = np.minimum(memory["working"], least("moment_bytes")[1])
+            memory |= self._least_kept(kind, again, plain, plain_kind)
+            memory["working"] = np.minimum(options.prices.memory["working"][..., 0], memory["working"])
             reserved = load_kernels(blocks.question.kernels).reserved
             if reserved:
                 apart = memory.pop("reserved") * 0.0 + memory["runtime"]
@@ -276,6 +262,38 @@ class SplitBounds:
         starts = np.flatnonzero(np.diff(options.divisions, prepend=-1))
         held = np.where(options.fits[..., 0], sum(memory.values()), np.inf)
         return held, np.maximum(extra_s, 0.0), starts
+
+    def _least_kept(self, kind: Ints, again: Ints, plain: Ints, plain_kind: int) -> dict[str, Floats]:
+        """Return the activations and what is at work of ranks with such layers at least: [rank, option].
+
+        Every chunk has a layer, all others lie where they are kept least.
+        """
+        blocks, schedule, chunks = self._blocks, self._schedule, self._schedule.num_chunks
+
+        def least(name: str) -> tuple[Floats, Floats]:
+            """Return a column of a layer that is computed again and of a plain one, and the least that there is."""
+            column: Floats = getattr(blocks.layer, name)[:, 0]
+            own, kept = column[kind], column[plain_kind]
+            smaller = np.where(plain == 0, own, np.where(again == 0, kept, np.minimum(own, kept)))
+            return again * own + plain * kept, smaller
+
+        def kept(in_flight: Floats, name: str) -> Floats:
+            """Return what the layers of ranks keep at least at each time: [rank, time, option]."""
+            fewest, (all_bytes, smaller) = in_flight.min(axis=2)[..., None], least(name)
+            beside = in_flight.sum(axis=2)[..., None] - chunks * fewest
+            found = fewest * all_bytes[:, None] + beside * smaller[:, None]
+            for stage, block in ((0, blocks.embed), (schedule.num_stages - 1, blocks.head)):
+                has = (self._stages == stage)[:, None]
+                found = found + (in_flight * has).sum(axis=2)[..., None] * getattr(block, name)[0, 0]
+            return found
+
+        saved = in_flight_of(schedule)[..., :chunks]  # two times of many will do: of most, and of most in every chunk
+        times = np.stack([saved.sum(axis=2).argmax(axis=1), saved.min(axis=2).argmax(axis=1)], axis=1)
+        in_flight = np.take_along_axis(in_flight_of(schedule), times[..., None], axis=1)
+        activations = kept(in_flight[..., :chunks], "saved_bytes")
+        if schedule.splits_backward:
+            activations = activations + kept(in_flight[..., chunks:], "waiting_bytes")
+        return {"activations": activations.max(axis=1), "working": least("moment_bytes")[1]}
 
 
 def _best_price(own_s: Floats, more: Ints, left: int) -> tuple[float, Floats]:
@@ -287,8 +305,9 @@ def _best_price(own_s: Floats, more: Ints, left: int) -> tuple[float, Floats]:
     def beyond(prices: Floats) -> Floats:
         return (own_s - prices[:, None, None] * more).min(axis=2)  # [price, rank]
 
-    steps = np.diff(np.minimum(own_s, NEVER), axis=1)
-    low, high = (float(one) for one in (steps.min(initial=0.0), steps[steps < NEVER / 2].max(initial=0.0)))
+    steps = np.diff(own_s, axis=1)
+    steps = steps[np.abs(steps) < _UNKNOWN]
+    low, high = float(steps.min(initial=0.0)), float(steps.max(initial=0.0))
     coarse = np.linspace(low, high, _PRICES)
     best = coarse[(coarse * left + beyond(coarse).sum(axis=1)).argmax()]
     fine = best + np.linspace(-1.0, 1.0, _PRICES) * (high - low) / (_PRICES - 1)

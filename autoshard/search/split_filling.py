@@ -24,6 +24,7 @@ from autoshard.search.stage_options import (
 _FEW = 3  # stages from which a layer is taken, or to which it is given
 _STEPS = 12  # of balancing layers in a round
 _ROUNDS = 2
+_TIGHTER = 3  # rounds for what is bounded last
 _TIME_S = (5e-3, 1.2e-7)  # of a batch of splits: measured 2026-11 on one core of a cloud machine
 _WITHIN = 1.05  # of a limit: what moving layers one by one may gain
 _SPLITS = 20  # times as many as are looked at at once: for more, growing them stage by stage bounds nothing
@@ -214,7 +215,7 @@ def smallest_splits(
 def split_bounds(
     blocks: PipelineBlocks, choices: StageChoices, capacity: Floats, limits: tuple[float, Floats], known: SplitSearch
 ) -> Floats:
-    """Return what a step of each candidate takes at least by the mixtures that are known.
+    """Return what a step of each candidate takes at least, with more mixtures if there is time to find some.
 
     ``limits`` are the seconds below which it matters, and what a step takes at least beside its micro-batches.
     """
@@ -223,6 +224,11 @@ def split_bounds(
         bounds = SplitBounds(some.blocks, some.choices, known)
         bounds.limit_memory(float(some.capacity[0]))
         found.append(bounds.bound_s(bounds.paths(), below_s - rest_s) + rest_s)
+        for _ in range(_TIGHTER):
+            if found[-1] >= below_s or known.seconds_left <= 0:
+                break
+            bounds.balance(_STEPS)
+            found[-1] = max(found[-1], bounds.bound_s(bounds.paths(), below_s - rest_s) + rest_s)
     return np.array(found) * (1 - SURE)
 
 
@@ -247,7 +253,7 @@ def _filled(some: SplitFilling, effort: Effort, limits: tuple[float, float, floa
             break
     limit_s = min(below_s, float(best.time_s[0]))
     few = math.comb(some.choices.num_layers - 1, schedule.num_stages - 1) <= _SPLITS * effort.most_partial
-    if few and bound_s < limit_s * (1 - effort.gap):
+    if few and known.seconds_left > 0 and bound_s < limit_s * (1 - effort.gap):
         near, least_s = some.near(bounds.paths(), limit_s - rest_s, effort)
         best = near if near.time_s[0] < best.time_s[0] else best
         bound_s = max(bound_s, min((least_s + rest_s) * (1 - SURE), float(near.bound[0]), limit_s))

@@ -29,7 +29,7 @@ from autoshard.search.stage_options import (
 
 _MORE = 2  # layers beyond an even share that a stage may get at first
 _AT_ONCE = 64  # fillings of a candidate that are timed together
-EVERYTHING = Effort(gap=0.0, most_partial=500_000, most_timed=500_000)
+EVERYTHING = Effort(gap=0.0, most_partial=500_000, most_timed=500_000, split_s=60.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -138,13 +138,16 @@ def fill_stages(
 
 
 def stage_bounds(
-    blocks: PipelineBlocks, choices: StageChoices, goal: Goal, below_s: float, rest_s: Floats, splits: SplitSearch
+    blocks: PipelineBlocks, choices: StageChoices, goal: Goal, limits: tuple[float, Floats], splits: SplitSearch
 ) -> Floats:
-    """Return what a step of each candidate takes at least, as far as that takes little to find out."""
+    """Return what a step of each candidate takes at least, as far as that is not found out by filling its stages.
+
+    ``limits`` are the seconds below which it matters, and what a step takes at least beside its micro-batches.
+    """
     if choices.only_split(blocks.schedule) or blocks.schedule.builder in ALL_RANGES:
         return np.zeros(blocks.num_candidates)
     capacity = np.broadcast_to(goal.capacity, blocks.num_candidates)
-    return split_bounds(blocks, choices, capacity, (below_s, rest_s + blocks.fixed_s), splits)
+    return split_bounds(blocks, choices, capacity, (limits[0], limits[1] + blocks.fixed_s), splits)
 
 
 def _best_of(found: StageFilling, candidates: Ints, bound: Floats) -> StageFilling:

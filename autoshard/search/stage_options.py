@@ -36,6 +36,7 @@ class Effort:
     gap: float = 5e-3
     most_partial: int = 5_000  # of the first ranks or stages
     most_timed: int = 256
+    split_s: float = 1.0  # that splits may be looked for under schedules whose longest paths are not known
     exhaustive: bool = False  # no point is left out because of its bound
 
 
