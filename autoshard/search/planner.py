@@ -19,10 +19,12 @@ from autoshard.search.legal_space import LegalSpace, legal_space
 from autoshard.search.points import Solution
 from autoshard.search.pool import Pool
 from autoshard.search.request import Request
+from autoshard.search.split_bounds import SplitSearch
 from autoshard.search.stage_filling import Goal
 from autoshard.search.watch import SearchStopped, Watch, never_stop
 
 _MOST = 16  # plans of one cluster on a frontier
+_REFILL_S = 0.1  # that it may take to look for splits with less headroom
 _NOT_SIMPLE = "no simpler one was looked for"
 _TIE = 1e-9  # relative: times that differ by less count as equal
 _STEP = 0.1  # of memory: of plans that differ by less only the faster is wanted
@@ -142,7 +144,10 @@ def _with_less_headroom(result: _EngineResult, solution: Solution) -> dict[float
         return found
     for headroom in (request.headroom / 2, 0.0) if request.headroom else ():
         goal = Goal(capacity=request.cluster.usable_bytes(headroom), effort=request.effort)
-        found[headroom] = min(pool.refilled(solution, goal), *found.values(), solution.value)
+        splits = SplitSearch(mixtures=pool.splits.mixtures, seconds_left=_REFILL_S)
+        point = replace(solution.point, bound=0.0 * solution.point.bound)  # which was that of less memory
+        filled_s = float(point.solved(goal, solution.value, splits).time_s[0])
+        found[headroom] = min(filled_s, *found.values(), solution.value)
     return found
 
 

@@ -33,7 +33,6 @@ _ALWAYS = 3  # best layouts get their own cutting, even if fewer are shown, so t
 _FIRST = 4  # groups of points that are solved before points of the next variant are opened
 _LOOKS = 8  # times that points are opened to find the one that misses memory by least
 _AT_ONCE = 8  # points of a group that are solved together, those with the best bounds
-_REFILL_S = 0.1  # that it may take to fill one point anew
 _TIE = 1e-8  # relative: times that differ by less count as equal
 
 
@@ -69,8 +68,7 @@ class Pool:
         self._open: list[tuple[float, int, Points]] = []
         self._passed: list[Points] = []  # not better than a known solution: opened again if that solution is dropped
         self._number = self._num_open = self._count = 0
-        self._others = others
-        self._splits = SplitSearch(seconds_left=goal.effort.split_s)
+        self._others, self.splits = others, SplitSearch(seconds_left=goal.effort.split_s)
         self._best: dict[int, Solution] = {}
         # The least bound of the solved points of a layout under a cutting, and those whose bound is loose.
         self._least: dict[Bounded, float] = {}
@@ -119,7 +117,7 @@ class Pool:
 
     def _tighten(self) -> None:
         """Bound points again whose bound is loose, the lowest first: what is known best was not when they were."""
-        splits, limit = self._splits, self._limit(1)
+        splits, limit = self.splits, self._limit(1)
         splits.seconds_left = max(0.0, splits.seconds_left) + self._goal.effort.split_s / 2
         self._loose.sort(key=lambda one: one[1].bound[0])
         for number, (key, point) in enumerate(self._loose):
@@ -174,11 +172,6 @@ class Pool:
                 break
             pool._explore(1, most=_FIRST)
         return next(iter(pool.solutions), None)
-
-    def refilled(self, solution: Solution, goal: Goal) -> float:
-        """Return the value of a solution whose stages are filled anew for another goal, if that is less."""
-        splits = SplitSearch(mixtures=self._splits.mixtures, seconds_left=_REFILL_S)
-        return min(solution.value, float(goal.value(solution.point.solved(goal, solution.value, splits))[0]))
 
     @property
     def solutions(self) -> list[Solution]:
@@ -270,7 +263,7 @@ class Pool:
             try:
                 below = float(limits[order[:at_once]].max(initial=-np.inf))
                 if first.sharpness < SHARPEST and len(first.rows):
-                    self._push(first.sharpened(self._goal, below, self._splits))
+                    self._push(first.sharpened(self._goal, below, self.splits))
                 else:
                     self._solve(first, below)
                     most -= 1
@@ -295,7 +288,7 @@ class Pool:
         points = points.only(self._may_use(points.layouts, terms, cutting))
         if not len(points.rows):
             return
-        found = points.solved(self._goal, limit, self._splits)
+        found = points.solved(self._goal, limit, self.splits)
         values = self._goal.value(found)
         fits = np.isfinite(values)
         numbers = self._numbers(points)

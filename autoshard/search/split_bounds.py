@@ -60,13 +60,14 @@ class PathBounds:
 
     fixed_s: Floats  # [mixture]: with no layer anywhere
     layer_s: Floats  # [mixture, stage]: for each layer
-    runs: Floats  # [mixture, stage]: how often it runs a stage at least, whatever pass takes longer
+    runs: Floats  # [mixture, stage]: how often it runs the pass that computes again, or any if all may take longer
     best: Floats  # [mixture]
 
-    def with_best(self) -> tuple[Floats, Floats]:
-        """Return fixed seconds and those of each layer, the best mixture as one more row."""
-        fixed_s, layer_s = (np.concatenate([own, self.best[None] @ own]) for own in (self.fixed_s, self.layer_s))
-        return fixed_s, layer_s
+    def with_best(self) -> tuple[Floats, Floats, Floats]:
+        """Return fixed seconds, those of each layer, and runs, the best mixture as one more row."""
+        own = (self.fixed_s, self.layer_s, self.runs)
+        fixed_s, layer_s, runs = (np.concatenate([column, self.best[None] @ column]) for column in own)
+        return fixed_s, layer_s, runs
 
 
 class SplitBounds:
@@ -85,6 +86,8 @@ class SplitBounds:
             np.array([getattr(block, name)[rows].min() for name in PASSES])
             for block, rows in ((blocks.embed, 0), (blocks.layer, kinds), (blocks.head, 0))
         )
+        apart = (blocks.layer.forward_s[kinds], blocks.layer.weight_s[kinds])
+        self._again_in_input = all(np.ptp(own, axis=0).max() <= 0 for own in apart)
         unit = replace(blocks, sends=replace(blocks.sends, time_s=np.ones(1)))
         self._sent = pipeline_delays(self._schedule, unit.sends, np.zeros((4, self._schedule.num_stages, 1)))
         if self._schedule not in known.mixtures:  # known from the start is all that one rank does
@@ -160,7 +163,7 @@ class SplitBounds:
         fixed_s = passes[:, :, 0] @ self._embed + passes[:, :, -1] @ self._head
         fixed_s += self._rows[:, -1] * self._blocks.sends.time_s + passes.sum(axis=2) @ self._started
         layer_s, left = np.einsum("jps,p->js", passes, self._layer), self._num_layers - self._schedule.num_stages
-        runs = passes.min(axis=1)
+        runs = passes[:, 1] if self._again_in_input else passes.min(axis=1)
         near_s = layer_s + runs * self._again_s(self.layers)  # as if each layer computed as much again
         payoff, known = (fixed_s + near_s.sum(axis=1))[:, None] + left * near_s, self._known.mixtures[self._schedule]
         if len(self._rows) == len(known):
@@ -214,6 +217,12 @@ class SplitBounds:
         cost = cost + others * (best_whole_s + besides_s)[:, None] + mine_s * more + mine_runs * again_s[:, None]
         by_rank_s = np.where(again_s < NEVER, cost.max(axis=1), np.inf)
         return float(best_whole_s) + left * price_s + float(least_s.sum()), by_rank_s
+
+    def again_of(self, paths: PathBounds, splits: Ints) -> Floats:
+        """Return what the mixtures take longer as ranks recompute with some splits: [split, mixture]."""
+        totals = splits[:, self._stages].sum(axis=2) - self._totals[0]
+        extra_s = np.minimum(self._extra_s[np.arange(len(self._stages)), totals], NEVER)
+        return extra_s @ paths.with_best()[2][:, self._stages].min(axis=2).T
 
     def least_bytes(self) -> float:
         """Return what the fullest rank holds at least, whatever the split."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from autoshard.cost.stages import PipelineBlocks, counts_of
 from autoshard.schedule.waves import Floats, Ints
-from autoshard.search.split_bounds import PathBounds, SplitBounds, SplitSearch
+from autoshard.search.split_bounds import SplitBounds, SplitSearch
 from autoshard.search.stage_options import (
     NEVER,
     SURE,
@@ -113,15 +113,16 @@ class SplitFilling:
                 return split, held
             split, held, fullest = found
 
-    def near(self, paths: PathBounds, limit_s: float, effort: Effort) -> tuple[StageFilling, float]:
+    def near(self, bounds: SplitBounds, limit_s: float, effort: Effort) -> tuple[StageFilling, float]:
         """Return the best of the splits all of whose paths are below a limit, with the least bound of those tried.
 
         Splits grow stage by stage, the best so many of them; the last value is the least path of those left out.
         """
-        fixed_s, layer_s = paths.with_best()
+        paths = bounds.paths()
+        fixed_s, layer_s, _ = paths.with_best()
         later = np.cumsum(layer_s[:, ::-1], axis=1)[:, ::-1]
         least = np.minimum.accumulate(layer_s[:, ::-1], axis=1)[:, ::-1]
-        count, most = layer_s.shape[1], max(16, effort.most_partial // layer_s.shape[1])
+        count, most = layer_s.shape[1], effort.most_partial
         rows, so_far, dropped_s = np.zeros((1, 0), dtype=np.int64), fixed_s[None], np.inf
         left, path_s = np.array([self.choices.num_layers - count]), np.zeros(1)
         for stage in range(count):
@@ -130,6 +131,8 @@ class SplitFilling:
             number, size = np.nonzero((more == left[:, None]) if is_last else (more <= left[:, None]))
             here, rest = so_far[number] + (1 + size)[:, None] * layer_s[:, stage], left[number] - size
             to_come = 0.0 if is_last else later[:, stage + 1] + rest[:, None] * least[:, stage + 1]
+            if is_last:
+                here = here + bounds.again_of(paths, np.concatenate([rows[number], 1 + size[:, None]], axis=1))
             path_s = (here + to_come).max(axis=1)
             order = np.argsort(path_s, kind="stable")
             order = order[path_s[order] < limit_s]
@@ -254,7 +257,7 @@ def _filled(some: SplitFilling, effort: Effort, limits: tuple[float, float, floa
     limit_s = min(below_s, float(best.time_s[0]))
     few = math.comb(some.choices.num_layers - 1, schedule.num_stages - 1) <= _SPLITS * effort.most_partial
     if few and known.seconds_left > 0 and bound_s < limit_s * (1 - effort.gap):
-        near, least_s = some.near(bounds.paths(), limit_s - rest_s, effort)
+        near, least_s = some.near(bounds, limit_s - rest_s, effort)
         best = near if near.time_s[0] < best.time_s[0] else best
         bound_s = max(bound_s, min((least_s + rest_s) * (1 - SURE), float(near.bound[0]), limit_s))
     return replace(best, bound=np.array([min(bound_s, float(best.time_s[0]))]))
