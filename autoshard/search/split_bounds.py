@@ -9,6 +9,7 @@ a schedule: whatever its passes take, they bound the step.
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.blocks.game import game
 from autoshard.cost.stages import PASSES, PipelineBlocks, counts_of, in_flight_of
@@ -24,7 +25,6 @@ _MORE = 3  # layers of a rank beyond an even share for which it is found what it
 _LEARN_S = (5e-4, 1.7e-6)  # measured 2026-11 on one core of a cloud machine
 _SOFTNESS = 0.3  # of the forward pass of a stage: paths that are so much shorter matter little less
 _STEP = 0.2  # of the layers of a stage, given away if it is on all long paths twice as much as others
-_UNKNOWN = 1e15  # seconds beyond which some layers do not fit, whatever the weight of that in a mixture
 _ROUNDS = 4  # in which numbers of layers are excluded
 _PRICES = 24  # of a layer, among which the best is taken
 
@@ -190,7 +190,17 @@ class SplitBounds:
             if found >= below_s or (number > 1 and not beyond.any()):
                 break
             again_s[beyond] = np.inf
+            again_s[self._left_over(np.isfinite(again_s))] = np.inf
         return found
+
+    def _left_over(self, fits: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Say for which layers of a rank the others cannot have all the rest, given which any of them may have."""
+        most, fewest = (
+            np.where(fits, self._totals, 0).max(axis=1),
+            np.where(fits, self._totals, self._num_layers).min(axis=1),
+        )
+        rest = self._num_layers - self._totals
+        return (rest > (most.sum() - most)[:, None]) | (rest < (fewest.sum() - fewest)[:, None])
 
     def _least_by_rank_s(self, paths: PathBounds, mixture: Floats, again_s: Floats) -> tuple[float, Floats]:
         """Return what all micro-batches take at least, and what if a rank has so many layers: [rank, total].
@@ -199,12 +209,15 @@ class SplitBounds:
         of layers, mixtures of the rank's own path with the best mixture say what that takes at least. The layers of
         other ranks cost each what makes the least of the whole as large as can be (Lagrange).
         """
-        stages, more, again_s = self._stages, self._totals - self._stages.shape[1], np.minimum(again_s, NEVER)
+        stages, more, fits = self._stages, self._totals - self._stages.shape[1], np.isfinite(again_s)
+        if not fits.any(axis=1).all():
+            return np.inf, np.full(again_s.shape, np.inf)
+        again_s = np.where(fits, again_s, 0.0)
         left, ranks = self._num_layers - self._schedule.num_stages, np.arange(len(stages))[:, None]
         whole_s = paths.fixed_s + paths.layer_s.sum(axis=1)
         best_s, best_runs, best_whole_s = (mixture @ own for own in (paths.layer_s, paths.runs, whole_s))
         own_s = best_s[stages].min(axis=1)[:, None] * more + best_runs[stages].min(axis=1)[:, None] * again_s
-        price_s, least_s = _best_price(own_s, more, left)
+        price_s, least_s = _best_price(np.where(fits, own_s, np.inf), more, left)
         number = paths.layer_s[:, stages].sum(axis=2).argmax(axis=0)  # the path of each rank
         alone_s, others = paths.layer_s[number], 1 - _SHARES
         each_s = _SHARES * alone_s[:, None] + others * best_s  # [rank, share, stage]
@@ -215,7 +228,7 @@ class SplitBounds:
         cost = _SHARES * (whole_s[number][:, None, None] + np.where(left > more, elsewhere_s, 0.0))
         besides_s = price_s * (left - more) + least_s.sum() - least_s[:, None]
         cost = cost + others * (best_whole_s + besides_s)[:, None] + mine_s * more + mine_runs * again_s[:, None]
-        by_rank_s = np.where(again_s < NEVER, cost.max(axis=1), np.inf)
+        by_rank_s = np.where(fits, cost.max(axis=1), np.inf)
         return float(best_whole_s) + left * price_s + float(least_s.sum()), by_rank_s
 
     def again_of(self, paths: PathBounds, splits: Ints) -> Floats:
@@ -314,8 +327,8 @@ def _best_price(own_s: Floats, more: Ints, left: int) -> tuple[float, Floats]:
     def beyond(prices: Floats) -> Floats:
         return (own_s - prices[:, None, None] * more).min(axis=2)  # [price, rank]
 
-    steps = np.diff(own_s, axis=1)
-    steps = steps[np.abs(steps) < _UNKNOWN]
+    both = np.isfinite(own_s[:, 1:]) & np.isfinite(own_s[:, :-1])
+    steps = own_s[:, 1:][both] - own_s[:, :-1][both]
     low, high = float(steps.min(initial=0.0)), float(steps.max(initial=0.0))
     coarse = np.linspace(low, high, _PRICES)
     best = coarse[(coarse * left + beyond(coarse).sum(axis=1)).argmax()]
