@@ -31,10 +31,10 @@ def names(point: Point) -> dict[str, Recompute | int]:
     return kinds
 
 
-def place(own: list[Recompute | int], *, even: bool) -> int | None:
+def place(own: list[Recompute | int], *, even: bool, schedule: str) -> int | None:
     """Where stages that do this stand in the order of stages and recompute; None: that is not simple."""
     distinct, partly = len(set(own)), any(isinstance(one, int) for one in own)
-    if distinct > 2 or (not even and partly):
+    if distinct > 2 or (not even and (partly or schedule not in ("1f1b", "gpipe"))):
         return None
     if not even:
         return 3 + distinct
@@ -73,7 +73,7 @@ def ways(point: Point, split: Stages, capacity: float) -> Iterator[tuple[int, fl
                     found[name] = number
         numbers.append(found)
     for chosen in itertools.product(*numbers):
-        where = place([known[name] for name in chosen], even=even)
+        where = place([known[name] for name in chosen], even=even, schedule=point.candidate.schedule)
         if where is not None:
             option = [[own[name]] for own, name in zip(numbers, chosen, strict=True)]
             yield where, float(point.timed(option).item())
