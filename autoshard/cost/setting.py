@@ -31,6 +31,7 @@ from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import DTYPE_BYTES, Workload
 
 PASSES = ("F", "I", "W")
+_SURE = 1 - 1e-12  # the share of a count that no rounding makes more than it is
 _IN_PIECES = ("all_gather", "reduce_scatter")  # one for each rank, of which a product can wait for the first alone
 
 
@@ -60,7 +61,8 @@ class Question:
         if num_experts < 2 or self.workload.expert_capacity is not None or self.step.platform.pads_experts:
             return sizes
         share = ((ep - 1) / (num_experts - 1)) ** 0.5
-        return {**sizes, "slots": sizes["slots"] * (1 + self.workload.expert_imbalance * share)}
+        slots = sizes["slots"] * (1 + self.workload.expert_imbalance * share)
+        return {**sizes, "slots": -(-slots * _SURE // 1)}  # a part of a slot is a slot, cut or not
 
     @property
     def rates(self) -> Rates:

@@ -96,13 +96,17 @@ class SplitFilling:
         return best
 
     def smallest(self) -> tuple[Split, float]:
-        """Move layers off the fullest rank for as long as the fullest one holds less; return also what that holds."""
+        """Move layers off the fullest rank for as long as it, or else the next fullest, holds less.
+
+        Return also what the fullest rank holds then.
+        """
         everything, stages = replace(self, capacity=np.full(1, np.inf)), counts_of(self.blocks.schedule).stages
 
-        def smallest(splits: Sequence[Split]) -> tuple[Split, float, int]:
+        def smallest(splits: Sequence[Split]) -> tuple[Split, list[float], int]:
             held = everything.options(splits).least_bytes()[..., 0]  # [rank, split]
-            best = int(held.max(axis=0).argmin())
-            return splits[best], float(held[:, best].max()), int(held[:, best].argmax())
+            falling = -np.sort(-held, axis=0)
+            best = int(np.lexsort(falling[::-1])[0])
+            return splits[best], falling[:, best].tolist(), int(held[:, best].argmax())
 
         split, held, fullest = smallest(list(self.starts()))
         while True:
@@ -110,7 +114,7 @@ class SplitFilling:
             tried = _moved(split, sources, range(len(split)))
             found = smallest(tried) if tried else (split, held, fullest)
             if found[1] >= held:
-                return split, held
+                return split, held[0]
             split, held, fullest = found
 
     def near(self, bounds: SplitBounds, limit_s: float, effort: Effort) -> tuple[StageFilling, float]:

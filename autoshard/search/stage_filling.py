@@ -117,7 +117,7 @@ def fill_stages(
     schedule, pinned = blocks.schedule, choices.only_split(blocks.schedule)
     capacity = np.broadcast_to(goal.capacity, blocks.num_candidates)
     if goal.objective == "memory":
-        if not pinned and schedule.num_chunks > 1:
+        if not pinned and schedule.builder not in ALL_RANGES:
             return smallest_splits(blocks, choices, capacity, below)
         peak = _least_peak(blocks, choices, capacity)
         smallest = Goal(capacity=np.minimum(peak * (1 + SURE), capacity), effort=Effort(gap=1.0))
