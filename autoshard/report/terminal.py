@@ -31,6 +31,7 @@ NOTHING = 1e-4  # share of a step that rounds to zero
 MOST_ROWS = 20  # of pipeline ranks; beyond, neighbours share a row
 _SIZES = (("weights",), ("gradients",), ("masters", "optimizer"), ("activations", "logits"))  # columns of memory
 _DAY_S = 86_400
+_NO_GAIN = 5e-4  # share of a step that is printed as 0.0%
 _LEAST_SHARE = 0.005  # of the time that is worth a word
 _LARGE = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"), (1e3, "thousand"))
 _LINE = "write: "  # before a line of a plan file that can be pasted
@@ -141,7 +142,7 @@ def headroom_words(plan: Plan, certificate: Certificate | None = None) -> str:
     gains = (
         {headroom: 1 - time_s / step_s for headroom, time_s in certificate.by_headroom.items()} if certificate else {}
     )
-    if gains and max(gains.values()) < NOTHING:
+    if gains and max(gains.values()) < _NO_GAIN:
         return f"{words}; this mesh gains nothing with less"
     if gains:
         words += "; this mesh would be " + ", ".join(
