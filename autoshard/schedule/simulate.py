@@ -164,11 +164,11 @@ def _reduced(schedule: Schedule, wanted: int) -> int:
 
 
 def long_paths(schedule: Schedule, delays: Delays, sent: Delays, softness_s: float) -> tuple[Floats, Floats]:
-    """Return a mixture of paths through the schedule for each candidate, which takes nearly as long as the makespan.
+    """Return a weighted average of paths for each candidate, which takes nearly as long as the makespan: a flow.
 
-    It is how often the mixture runs F, I and W of every stage, [mixture, pass, stage], and how many sends it waits for,
+    It is how often the flow runs F, I and W of every stage, [flow, pass, stage], and how many sends it waits for,
     counted in ``sent``: the delays of a candidate whose passes take nothing. Whatever passes and sends take, a step
-    takes no less than any mixture; a whole backward is both its halves. Paths that are shorter than others by
+    takes no less than any flow; a whole backward is both its halves. Paths that are shorter than others by
     ``softness_s`` have a smaller part, and the softer, the less that of a stage depends on small changes.
     """
     total, short = schedule.num_micro_batches, _reduced(schedule, _FIRST_TRY * schedule.num_ranks)

@@ -121,7 +121,7 @@ class Waves:
         return np.array([own[-1] for own in self.numbers if len(own)], dtype=np.int64)
 
     def flow(self, delays: Delays, more: int, softness_s: float) -> tuple[Floats, Floats, Floats]:
-        """Return a mixture of long paths of each candidate, as a flow of one through the actions.
+        """Return a flow of one through the actions of each candidate, along its longest paths.
 
         It comes from the last actions of ranks, and parts at each action between the two that this waits for: the
         later gets more of it, and all where the other is much more than ``softness_s`` earlier. Returned are what each

@@ -150,7 +150,7 @@ def _states_bytes(blocks: PipelineBlocks, block: BlockTotals) -> Floats:
 def _passes(builder: str, counts: Ints, ranks: Ints) -> Floats:
     """Return how often a step takes the work of one micro-batch at least, however that lies on the ranks.
 
-    Of GPipe and 1F1B these are paths that are no longer than those of ``path_weights``, in the mixture in which all
+    Of GPipe and 1F1B these are paths that are no longer than those of ``path_weights``, in the flow in which all
     layers weigh the same; other schedules may have no bubble.
     """
     if builder not in ALL_RANGES:

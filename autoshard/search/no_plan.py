@@ -319,10 +319,10 @@ def why_none(request: Request, found: SearchResult) -> str:
 def _binding_lines(request: Request) -> Iterator[str]:
     """Say which Rules alone are in the way of some candidate, for the engine against which least is to be said."""
     pins = request.pins if {"schedule", "vp"} & request.pins.keys() else {"schedule": "1f1b", "vp": 1, **request.pins}
-    asked = replace(request, pins={**{key: _SMALL[key] for key in ("mbs", "recompute")}, **pins})
+    small = replace(request, pins={**{key: _SMALL[key] for key in ("mbs", "recompute")}, **pins})
     found: list[tuple[Engine, InTheWay]] = []
     for engine in request.engines:
-        found.extend((engine, one) for one in in_the_way(asked, engine))
+        found.extend((engine, one) for one in in_the_way(small, engine))
     fewest = min((len(one.rules) for _, one in found), default=0)
     for engine, one in [pair for pair in found if len(pair[1].rules) == fewest][:2]:
         named = "this rule alone stands" if fewest == 1 else f"only these {fewest} rules stand"

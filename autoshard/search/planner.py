@@ -144,7 +144,7 @@ def _with_less_headroom(result: _EngineResult, solution: Solution) -> dict[float
         return found
     for headroom in (request.headroom / 2, 0.0) if request.headroom else ():
         goal = Goal(capacity=request.cluster.usable_bytes(headroom), effort=request.effort)
-        splits = SplitSearch(mixtures=pool.splits.mixtures, seconds_left=_REFILL_S)
+        splits = SplitSearch(flows=pool.splits.flows, seconds_left=_REFILL_S)
         point = replace(solution.point, bound=0.0 * solution.point.bound)  # which was that of less memory
         filled_s = float(point.solved(goal, solution.value, splits).time_s[0])
         found[headroom] = min(filled_s, *found.values(), solution.value)

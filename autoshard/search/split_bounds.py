@@ -1,9 +1,9 @@
-"""Bounds of all splits of the layers of one candidate over its stages, by mixtures of paths through its schedule.
+"""Bounds of all splits of the layers of one candidate over its stages, by flows through its schedule.
 
 With its order of actions given, a step takes as long as the longest path through them, and a path adds up so many
-passes of each stage and so many sends. Each path, and each mixture of paths, is therefore a bound for every split,
-linear in the layers of stages. Good mixtures are found where fractions of layers balance the stages. They are those of
-a schedule: whatever its passes take, they bound the step.
+passes of each stage and so many sends. A flow is a weighted average of paths. Each path, and so each flow, bounds every
+split, and is linear in the layers of stages. Good flows are found where fractions of layers balance the stages. A flow
+belongs to a schedule: whatever the passes of this take, it bounds the step.
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.stage_options import NEVER, RankOptions, StageChoices
 from autoshard.spec.kernels import load_kernels
 
-_SHARES = np.array([0.0, 0.3, 0.6, 0.8, 0.9, 1.0])[:, None]  # of one rank's path in its mixture with all paths
+_SHARES = np.array([0.0, 0.3, 0.6, 0.8, 0.9, 1.0])[:, None]  # of one rank's path in its flow with all paths
 _MORE = 3  # layers of a rank beyond an even share for which it is found what it must recompute
 _LEARN_S = (5e-4, 1.7e-6)  # measured 2026-11 on one core of a cloud machine
 _SOFTNESS = 0.3  # of the forward pass of a stage: paths that are so much shorter matter little less
@@ -33,11 +33,11 @@ _PRICES = 24  # of a layer, among which the best is taken
 class SplitSearch:
     """What a search for splits has found, and may still do, for all of its candidates together.
 
-    Mixtures are rows by schedule: how often each runs F, I and W of every stage, and its sends. The first are all that
+    Flows are rows by schedule: how often each runs F, I and W of every stage, and its sends. The first are all that
     one rank does, then comes all that ranks do in equal parts; a candidate for which more are found adds its best one.
     """
 
-    mixtures: dict[Schedule, Floats] = field(default_factory=dict[Schedule, Floats])
+    flows: dict[Schedule, Floats] = field(default_factory=dict[Schedule, Floats])
     seconds_left: float = np.inf  # by an estimate that is the same on every machine
 
     @property
@@ -53,25 +53,25 @@ class SplitSearch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PathBounds:
-    """Mixtures of paths as linear functions of the layers of stages, each with its fastest recompute.
+    """Flows as linear functions of the layers of stages, each with its fastest recompute.
 
-    ``best`` is the mixture of them whose least value over all splits is about the largest.
+    ``best`` is the flow of them whose least value over all splits is about the largest.
     """
 
-    fixed_s: Floats  # [mixture]: with no layer anywhere
-    layer_s: Floats  # [mixture, stage]: for each layer
-    runs: Floats  # [mixture, stage]: how often it runs the pass that computes again, or any if all may take longer
-    best: Floats  # [mixture]
+    fixed_s: Floats  # [flow]: with no layer anywhere
+    layer_s: Floats  # [flow, stage]: for each layer
+    runs: Floats  # [flow, stage]: how often it runs the pass that computes again, or any if all may take longer
+    best: Floats  # [flow]
 
     def with_best(self) -> tuple[Floats, Floats, Floats]:
-        """Return fixed seconds, those of each layer, and runs, the best mixture as one more row."""
+        """Return fixed seconds, those of each layer, and runs, the best flow as one more row."""
         own = (self.fixed_s, self.layer_s, self.runs)
         fixed_s, layer_s, runs = (np.concatenate([column, self.best[None] @ column]) for column in own)
         return fixed_s, layer_s, runs
 
 
 class SplitBounds:
-    """Bounds of all splits of one candidate, better with every mixture that is found."""
+    """Bounds of all splits of one candidate, better with every flow that is found."""
 
     def __init__(self, blocks: PipelineBlocks, choices: StageChoices, known: SplitSearch) -> None:
         self._blocks, self._choices, self._schedule, self._known = blocks, choices, blocks.schedule, known
@@ -90,13 +90,13 @@ class SplitBounds:
         self._again_in_input = all(np.ptp(own, axis=0).max() <= 0 for own in apart)
         unit = replace(blocks, sends=replace(blocks.sends, time_s=np.ones(1)))
         self._sent = pipeline_delays(self._schedule, unit.sends, np.zeros((4, self._schedule.num_stages, 1)))
-        if self._schedule not in known.mixtures:  # known from the start is all that one rank does
+        if self._schedule not in known.flows:  # known from the start is all that one rank does
             passes = np.zeros((ranks, len(PASSES), self._schedule.num_stages))
             passes[np.arange(ranks)[:, None], :, self._stages] = self._schedule.num_micro_batches
             sends = max(0, self._schedule.num_micro_batches - 1) * unit.hop_s
             each = np.concatenate([passes.reshape(ranks, -1), sends], axis=1)
-            known.mixtures[self._schedule] = np.concatenate([each, each.mean(axis=0, keepdims=True)])
-        self._rows = known.mixtures[self._schedule]
+            known.flows[self._schedule] = np.concatenate([each, each.mean(axis=0, keepdims=True)])
+        self._rows = known.flows[self._schedule]
         self._own = len(self._rows)  # as many are those of others
         self.layers = self.balanced = self.even  # fractions that are balanced, as far as is known
 
@@ -109,7 +109,7 @@ class SplitBounds:
         return self._rounded_up((self._num_layers + ends.sum()) / len(ends) - ends)  # the head may exceed its share
 
     def learn(self, layers: Floats) -> Floats:
-        """Find a mixture of long paths of some layers, fractions or not; return what a layer of each stage adds."""
+        """Find a flow along long paths of some layers, fractions or not; return what a layer of each stage adds."""
         again_s = self._again_s(layers)
         work_s = self._layer[:, None] * layers + self._started[:, None]
         work_s[:, 0] += self._embed
@@ -126,7 +126,7 @@ class SplitBounds:
         return self._layer @ passes[0] + again_s * passes[0, 1]
 
     def balance(self, steps: int) -> None:
-        """Move fractions of layers off the stages that long paths run most, and find mixtures on the way."""
+        """Move fractions of layers off the stages that long paths run most, and find flows on the way."""
         for _ in range(steps):
             added_s = self.learn(self.layers)
             mean_s = max(float(added_s @ self.layers) / self._num_layers, 1e-30)
@@ -158,20 +158,20 @@ class SplitBounds:
         )
 
     def paths(self) -> PathBounds:
-        """Return the mixtures that are known, with the best one; if any were found, that is kept for others as well."""
+        """Return the flows that are known, with the best one; if any were found, that is kept for others as well."""
         passes = self._rows[:, :-1].reshape(len(self._rows), len(PASSES), -1)
         fixed_s = passes[:, :, 0] @ self._embed + passes[:, :, -1] @ self._head
         fixed_s += self._rows[:, -1] * self._blocks.sends.time_s + passes.sum(axis=2) @ self._started
         layer_s, left = np.einsum("jps,p->js", passes, self._layer), self._num_layers - self._schedule.num_stages
         runs = passes[:, 1] if self._again_in_input else passes.min(axis=1)
         near_s = layer_s + runs * self._again_s(self.layers)  # as if each layer computed as much again
-        payoff, known = (fixed_s + near_s.sum(axis=1))[:, None] + left * near_s, self._known.mixtures[self._schedule]
+        payoff, known = (fixed_s + near_s.sum(axis=1))[:, None] + left * near_s, self._known.flows[self._schedule]
         if len(self._rows) == len(known):
             best = np.eye(len(payoff))[payoff.min(axis=1).argmax()]
         else:
             best, places = game(payoff)
             self.balanced = 1.0 + left * places
-            self._known.mixtures[self._schedule] = np.concatenate([known[: self._own], best[None] @ self._rows])
+            self._known.flows[self._schedule] = np.concatenate([known[: self._own], best[None] @ self._rows])
         return PathBounds(fixed_s=fixed_s, layer_s=layer_s, runs=runs, best=best)
 
     def bound_s(self, paths: PathBounds, below_s: float) -> float:
@@ -181,8 +181,8 @@ class SplitBounds:
         """
         again_s, found, by_rank_s = self._extra_s.copy(), 0.0, 0.0
         for number in range(_ROUNDS):
-            mixture = paths.best if number != 1 else np.eye(len(paths.best))[len(counts_of(self._schedule).stages)]
-            least_s, own_s = self._least_by_rank_s(paths, mixture, again_s)
+            flow = paths.best if number != 1 else np.eye(len(paths.best))[len(counts_of(self._schedule).stages)]
+            least_s, own_s = self._least_by_rank_s(paths, flow, again_s)
             by_rank_s = np.maximum(by_rank_s, own_s)
             least_s = max(least_s, self._least(by_rank_s))
             found = max(found, min(least_s, below_s) if found else least_s)
@@ -202,11 +202,11 @@ class SplitBounds:
         rest = self._num_layers - self._totals
         return (rest > (most.sum() - most)[:, None]) | (rest < (fewest.sum() - fewest)[:, None])
 
-    def _least_by_rank_s(self, paths: PathBounds, mixture: Floats, again_s: Floats) -> tuple[float, Floats]:
+    def _least_by_rank_s(self, paths: PathBounds, flow: Floats, again_s: Floats) -> tuple[float, Floats]:
         """Return what all micro-batches take at least, and what if a rank has so many layers: [rank, total].
 
         ``again_s`` is what ranks recompute, infinite where they cannot have so many layers. For each rank and number
-        of layers, mixtures of the rank's own path with the best mixture say what that takes at least. The layers of
+        of layers, flows of the rank's own path with the best flow say what that takes at least. The layers of
         other ranks cost each what makes the least of the whole as large as can be (Lagrange).
         """
         stages, more, fits = self._stages, self._totals - self._stages.shape[1], np.isfinite(again_s)
@@ -215,7 +215,7 @@ class SplitBounds:
         again_s = np.where(fits, again_s, 0.0)
         left, ranks = self._num_layers - self._schedule.num_stages, np.arange(len(stages))[:, None]
         whole_s = paths.fixed_s + paths.layer_s.sum(axis=1)
-        best_s, best_runs, best_whole_s = (mixture @ own for own in (paths.layer_s, paths.runs, whole_s))
+        best_s, best_runs, best_whole_s = (flow @ own for own in (paths.layer_s, paths.runs, whole_s))
         own_s = best_s[stages].min(axis=1)[:, None] * more + best_runs[stages].min(axis=1)[:, None] * again_s
         price_s, least_s = _best_price(np.where(fits, own_s, np.inf), more, left)
         number = paths.layer_s[:, stages].sum(axis=2).argmax(axis=0)  # the path of each rank
@@ -232,7 +232,7 @@ class SplitBounds:
         return float(best_whole_s) + left * price_s + float(least_s.sum()), by_rank_s
 
     def again_of(self, paths: PathBounds, splits: Ints) -> Floats:
-        """Return what the mixtures take longer as ranks recompute with some splits: [split, mixture]."""
+        """Return what the flows take longer as ranks recompute with some splits: [split, flow]."""
         totals = splits[:, self._stages].sum(axis=2) - self._totals[0]
         extra_s = np.minimum(self._extra_s[np.arange(len(self._stages)), totals], NEVER)
         return extra_s @ paths.with_best()[2][:, self._stages].min(axis=2).T

@@ -222,7 +222,7 @@ def smallest_splits(
 def split_bounds(
     blocks: PipelineBlocks, choices: StageChoices, capacity: Floats, limits: tuple[float, Floats], known: SplitSearch
 ) -> Floats:
-    """Return what a step of each candidate takes at least, with more mixtures if there is time to find some.
+    """Return what a step of each candidate takes at least, with more flows if there is time to find some.
 
     ``limits`` are the seconds below which it matters, and what a step takes at least beside its micro-batches.
     """

@@ -149,13 +149,13 @@ def _nearest_run(
 
     run = min(runs, key=distance)
     workload = replace(request.workload, seq_len=run.seq_len, global_batch=run.global_batch)
-    asked = replace(
+    question = replace(
         request, cluster=replace(request.cluster, num_nodes=run.nodes or 1), workload=workload, pins={}, layouts=()
     )
     try:
-        asked, candidate, engine = _resolved(asked, run)
+        question, candidate, engine = _resolved(question, run)
         # The same layout on other nodes is cut alike.
-        made = asked.plan(candidate, engine, cutting if run.layout == layout.layout else None, tables=False)
+        made = question.plan(candidate, engine, cutting if run.layout == layout.layout else None, tables=False)
     except InputError:  # a Rule of the user's own may have no answer
         return None
     return NearestRun(

@@ -1,4 +1,4 @@
-"""Mixtures of paths through schedules are lower bounds whatever the times are, and nearly as long where found."""
+"""Flows through schedules are lower bounds whatever the times are, and nearly as long as the makespan where found."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def cases(draw: Any) -> tuple[Schedule, Any, Any, bool, bool]:
 
 
 def values(case: tuple[Schedule, Any, Any, bool, bool], softness_s: float) -> tuple[Any, Any, Any]:
-    """What each mixture takes with the times of each column, [mixture, column], the steps, and how often stages run."""
+    """What each flow takes with the times of each column, [flow, column], the steps, and how often stages run."""
     schedule, passes, send_s, receives, overlap = case
     sent = delays(schedule, np.zeros((3, schedule.num_stages, 1)), np.ones(1), receives, overlap)
     own = delays(schedule, passes, send_s, receives, overlap)
@@ -70,7 +70,7 @@ def test_of_many_equal_units_a_mixture_leaves_little_out(builder: str):
 
 
 def test_one_pass_too_many_is_seen():
-    """The first test would fail if a mixture ran one stage once more than it may."""
+    """The first test would fail if a flow ran one stage once more than it may."""
     schedule = Schedule(builder="interleaved", num_ranks=2, num_chunks=2, num_micro_batches=64)
     passes = np.random.default_rng(0).random((3, 4, 12)) + 0.5
     mixtures_s, step_s, counts = values((schedule, passes, np.zeros(12), False, True), 1e-3)
