@@ -76,6 +76,7 @@ EVEN = [  # every rank of a stage has as large a part, and no flat tensor is pad
     ("tp=1,pp=2,cp=2,dp=1,recompute=full", llama(num_layers=3)),
     ("tp=2,pp=2,dp=1", llama(num_layers=3, vocab=32, tied_embeddings=True)),
     ("tp=1,pp=1,dp=2,zero=3", llama(tied_embeddings=True)),
+    ("tp=1,pp=1,dp=2,zero=3", gpt(tied_embeddings=True)),  # with learned positions beside the table
 ]
 
 

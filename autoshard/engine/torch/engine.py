@@ -225,7 +225,7 @@ class TorchEngine:
         blocks = {name: mesh_rank.block(whole(name), one.layout) for name, one in self.weights.items()}
         here = {other: owner for other, owner in ties.items() if other in self.weights and owner in self.weights}
         owned = (one for name, one in self.weights.items() if name not in here)
-        self.store = Store(flats=flats(self._world, owned, blocks, formats), ties=here)
+        self.store = Store(flats=flats(self._world, owned, blocks, formats, here), ties=here)
         self.gradients: list[torch.Tensor] = []  # of every flat this rank's piece, reduced; after an update clipped
         self.clip, self._num_updates, self._saved_bytes = 1.0, 0, 0
 

@@ -245,15 +245,19 @@ class Flat:
             yield weight, (low, high), max(offset + low - start, 0)
 
 
-def flats(world: World, weights: Iterable[Weight], blocks: Mapping[str, Array], formats: Formats) -> tuple[Flat, ...]:
+def flats(
+    world: World, weights: Iterable[Weight], blocks: Mapping[str, Array], formats: Formats, ties: Mapping[str, str]
+) -> tuple[Flat, ...]:
     """Lay weights side by side that are reduced over the same ranks, counted alike, and updated by one optimizer.
 
-    Those that it treats alike follow each other.
+    Those that it treats alike follow each other. ``ties`` is as in ``Store``.
     """
+    read_twice = frozenset(ties.values())
     groups: dict[object, dict[Update, list[Weight]]] = {}
     for one in weights:
-        # ZeRO-3 opens block by block, and what I adds to apart from what W adds to.
-        unit = [*one.instance.split(".")[:2], one.late] if one.zero == 3 else []
+        # ZeRO-3 opens block by block, what I adds to apart from what W adds to, and a table that the head reads, too,
+        # apart from the embedding's other weights.
+        unit = [*one.instance.split(".")[:2], one.late, one.instance in read_twice] if one.zero == 3 else []
         dtypes = tuple(one.dtype(part, formats) for part in ("", "sum", "master", "moment1"))
         key = (*unit, one.tied, one.summed, one.spread, one.alike, type(one.optimizer), dtypes)
         groups.setdefault(key, {}).setdefault(one.optimizer, []).append(one)
