@@ -29,7 +29,7 @@ class QuestionOptions:
         nodes: How many nodes the cluster has; several with plan --pareto, e.g. 4,8,16. Default: 1.
         cluster: A cluster by name (see `autoshard list clusters`), or the path of a cluster file.
             Default: trn1.32xlarge.
-        lnc: Logical NeuronCore configuration of trn2: 1 or 2. Default: search both.
+        lnc: Logical NeuronCore configuration of trn2 and trn3: 1 or 2. Default: search both.
         ranks: Processes on this machine, 1 to 64; only for the cluster `local`. Default: 4.
         seq_len: Tokens in a sequence. Default: the card's context, at most 8192.
         global_batch: Sequences in an optimizer step. Default: 1024, on `local` 32.

@@ -14,11 +14,12 @@ from autoshard.commands.running import Execution, execute
 from autoshard.cost.predict import check_plan, predicted
 from autoshard.engine.base import HOST, Run
 from autoshard.errors import require
+from autoshard.plan.environment import environment
 from autoshard.plan.plan import Plan
 from autoshard.plan.proof import shrink
 from autoshard.report.run import dry_json, dry_notes, dry_report
 from autoshard.runtime.dry import dry_rank, telling_ranks
-from autoshard.runtime.launch import GivenRank, given_rank
+from autoshard.runtime.launch import GivenRank, given_rank, put_environment
 from autoshard.runtime.machine import (
     XLA,
     available_bytes,
@@ -172,6 +173,7 @@ def _on_device(execution: Execution, given: GivenRank | None) -> Execution:
     if execution.tried:
         return execution
     plan, notes = execution.plan, list[str]()
+    put_environment(environment(plan))  # before torch loads what belongs to a device
     device = XLA if execution.engine == "nxd" else device_of(plan, forked=given is None)
     if device not in (XLA, HOST):
         notes = [f"devices: {device}, one for each rank"]

@@ -16,7 +16,6 @@ from autoshard.commands.steps import StepDisplay
 from autoshard.engine.base import HOST, Builds, Run, RunReport, SavedStep, Started
 from autoshard.errors import InputError, NotFinite, RunFailed, Stopped
 from autoshard.plan.codec import dump
-from autoshard.plan.nxd.environment import environment
 from autoshard.plan.plan import Plan
 from autoshard.report.run import run_json, run_report, start_lines
 from autoshard.runtime.data.opened import source_of
@@ -29,7 +28,7 @@ from autoshard.runtime.folder import (
     locked,
     refuse_other_run,
 )
-from autoshard.runtime.launch import GivenRank, Placing, launch, only_extracts, put_environment
+from autoshard.runtime.launch import GivenRank, Placing, launch, only_extracts
 from autoshard.runtime.machine import builder
 from autoshard.runtime.metrics.trackers import proposed_ids, refuse_without_packages
 from autoshard.runtime.watchdog import Watch
@@ -65,8 +64,6 @@ class Execution:
 def execute(execution: Execution, given: GivenRank | None) -> int:
     """Run to the end, with restarts where allowed; the process of every rank calls this."""
     leads = given is None or given.rank == 0
-    if execution.engine == "nxd":
-        put_environment(environment(execution.plan))
     build, training = builder(execution.engine), execution.run.training
     refuse_without_packages(training.track)
     # Trackers take the run's id from its folder, or a new one; the id in a checkpoint takes precedence.

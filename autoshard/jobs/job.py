@@ -9,7 +9,7 @@ from typing import Any, Literal
 from autoshard.errors import require
 from autoshard.extensions import EXTENSIONS
 from autoshard.plan.codec import dump, fingerprint
-from autoshard.plan.nxd.environment import between_nodes, environment
+from autoshard.plan.environment import environment
 from autoshard.plan.plan import Plan
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.record import encode
@@ -147,16 +147,14 @@ class Job:
     @property
     def accelerator(self) -> Literal["neuron", "gpu", "none"]:
         """What computes on a node."""
-        if self.plan.cluster.engine == "nxd":
+        if self.plan.cluster.platform:
             return "neuron"
         return "none" if self.plan.cluster.chip.name == "cpu" else "gpu"
 
     @property
     def variables(self) -> Mapping[str, str]:
         """The environment of a node: what the engine sets too, so that nothing depends on who sets it."""
-        if self.plan.engine == "nxd":
-            return environment(self.plan)
-        return between_nodes(self.plan) if self.plan.cluster.links[-1].name.startswith("efa") else {}
+        return environment(self.plan)
 
     def title(self, what: str) -> Iterator[str]:
         """Yield the comment that every file begins with."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from autoshard.jobs.job import FIRST, HERE, NODE, PLAN, STRICT, TRAINING, Files, Job
-from autoshard.plan.nxd.environment import COMPILER_FLAGS
+from autoshard.plan.environment import COMPILER_FLAGS
 
 _CACHE = "NEURON_COMPILE_CACHE_URL"
 _WAIT_S = 120  # for a file of node 0 to be seen: file systems over a network may keep for a minute what they knew

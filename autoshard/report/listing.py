@@ -128,10 +128,10 @@ def _clusters() -> list[Entry]:
 
 def _engines() -> list[Entry]:
     nxd = "neuronx-distributed; tested against it on CPUs, not yet on Trainium"
-    torch = "PyTorch: gloo on CPUs; NCCL on GPUs, not yet tried on any"
+    torch = "PyTorch: gloo on CPUs; NCCL on GPUs and TorchNeuron, not yet tried on either"
     return [
         {"name": "nxd", "runs on": "trn1, trn1n, trn2, trn2u", "through": nxd},
-        {"name": "torch", "runs on": "GPUs, this machine", "through": torch},
+        {"name": "torch", "runs on": "GPUs, trn2 and trn3 (Neuron 2.33), this machine", "through": torch},
     ]
 
 

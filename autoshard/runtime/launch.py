@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from autoshard.engine.base import HOST
 from autoshard.errors import AutoshardError, Fault, InputError, RunFailed, require
-from autoshard.plan.nxd.environment import COMPILER_FLAGS
+from autoshard.plan.environment import COMPILER_FLAGS
 from autoshard.runtime.forked import Say, on_forks
 from autoshard.runtime.machine import XLA, joined_device
 from autoshard.runtime.watchdog import Watch, end_if_hung

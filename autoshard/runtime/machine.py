@@ -72,7 +72,7 @@ def device_of(plan: Plan, *, forked: bool) -> str:
     else:
         there = torch.accelerator.current_accelerator(check_available=True)
         found = HOST if there is None or device_backend(there.type) == "gloo" else there.type
-    return HOST if found == CUDA and plan.cluster.engine == "nxd" else found
+    return HOST if found == CUDA and plan.cluster.platform else found
 
 
 def device_backend(device: str) -> str:

@@ -93,7 +93,7 @@ def default_kernels(cluster: Cluster, engine: Engine) -> str:
     """Return the Kernels that an engine runs on a cluster when nobody says otherwise."""
     if not kernels_fault(cluster.kernels, engine):
         return cluster.kernels
-    return {"nxd": "nxd", "torch": "torch_cuda"}[engine]
+    return {"nxd": "nxd", "torch": "neuron_native"}[engine]  # the kernels of Trainium's clusters are those of NxD
 
 
 def recompute_choices(kernels: str) -> tuple[tuple[Recompute, ...], ...]:

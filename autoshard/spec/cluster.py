@@ -28,6 +28,7 @@ MAX_TILE, MAX_PRICE = 2**16, 1e9
 # What it costs a plan stands in its certificate.
 HEADROOM = 0.1
 MAX_RANKS_PER_NODE = 4096  # keeps a mistyped placement from filling the memory
+_PLATFORMS: Mapping[str, str] = {"trainium1": "trn1", "trainium2": "trn2", "trainium3": "trn3"}  # by chip
 _RUN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 
 
@@ -230,10 +231,10 @@ class Cluster:
     num_nodes: int
     chips_per_node: int
     ranks_per_chip: int
-    lnc: int | None  # logical NeuronCore configuration (trn2), else None
+    lnc: int | None  # logical NeuronCore configuration (trn2, trn3), else None
     links: tuple[Link, ...]  # innermost domain first
     engine: EngineName
-    kernels: str  # default Kernels table: nxd, te, torch_cuda, torch_engine
+    kernels: str  # default Kernels table: nxd, te, neuron_native, torch_engine
     nodes_per_ultraserver: int = 1
     kv_order: KvOrder = "adjacent"  # of the atoms of tp on the ranks: strided is (rep, kv), adjacent is (kv, rep)
     placements: tuple[PlacementRule, ...] = ()
@@ -261,6 +262,11 @@ class Cluster:
             *source_checks(numbers, self.sources),
             *(self._layout_checks() if min(getattr(self, name) for name in counts) >= 1 else ()),
         )
+
+    @property
+    def platform(self) -> str:
+        """The Neuron platform; "" elsewhere."""
+        return _PLATFORMS.get(self.chip.name, "")
 
     @property
     def ranks_per_node(self) -> int:

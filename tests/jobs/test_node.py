@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from autoshard.jobs.job import Job
-from autoshard.plan.nxd.environment import environment
+from autoshard.plan.environment import environment
 from autoshard.runtime.launch import put_environment
 from tests.jobs.cases import FIRST, OTHERS, files_of, job_of, plan_of
 

@@ -129,6 +129,9 @@ BREAKS = {
     "nxd-documents, trn2": ({"cluster_name": "trn2.48xlarge", "documents": "separate"}, "tp=8",
                             "Use documents=joined, or --engine torch", None),
     "torch-trn1": ({"engine": "torch"}, "tp=8", "Use --engine nxd", None),
+    "native-kernels": ({"cluster_name": "trn3", "nodes": 36}, "tp=8,kernels=te", "Use kernels=neuron_native", "tp=8"),
+    "native-kernels, GPU": (GPU, "tp=8,kernels=neuron_native", "Use kernels=te", "tp=8"),
+    "nxd-cluster, trn3": ({"cluster_name": "trn3", "nodes": 36, "engine": "nxd"}, "tp=8", "Use --engine torch", None),
 }  # fmt: skip
 
 

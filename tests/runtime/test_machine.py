@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils.backend_registration import rename_privateuse1_backend
 
+from autoshard.engine.torch.world import channel_backend
 from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
+from autoshard.plan.environment import environment
 from autoshard.plan.plan import Plan
 from autoshard.runtime import machine
 from autoshard.runtime.machine import device_of, joined_device
@@ -13,14 +17,17 @@ from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload
 from tests.plan.nxd.test_match import planned
+from tests.ranks.spawn import on_ranks
 
 
 def plan_for(name: str) -> Plan:
     candidate = Candidate.parse(
-        {"local": "tp=2,pp=1,dp=1", "trn1.32xlarge": "tp=8,pp=1,dp=4"}.get(name, "tp=8,pp=1,dp=1")
+        {"local": "tp=2,pp=1,dp=1", "trn1.32xlarge": "tp=8,pp=1,dp=4", "trn2.48xlarge": "tp=4,pp=1,dp=16"}.get(
+            name, "tp=8,pp=1,dp=1"
+        )
     )
     cluster = load_cluster(name, ranks=2) if name == "local" else load_cluster(name)
-    workload = Workload(seq_len=64, global_batch=8, precision=Precision.named("bf16"))
+    workload = Workload(seq_len=64, global_batch=16, precision=Precision.named("bf16"))
     return plan_at(
         Request(model=load_model("tiny-llama"), cluster=cluster, workload=workload, engines=("torch",)), candidate
     )
@@ -61,6 +68,24 @@ def test_a_plan_for_trainium_takes_no_gpu(monkeypatch: pytest.MonkeyPatch):
     assert device_of(plan, forked=True) == device_of(plan, forked=False) == "cpu"
     having(monkeypatch, "xpu", 64)
     assert device_of(plan, forked=False) == "xpu"
+
+
+def test_a_plan_for_pytorch_on_trainium_takes_its_cores_by_torchs_own_names() -> None:
+    """TorchNeuron registers a device and a backend, both called neuron; nothing here imports it."""
+    plan = plan_for("trn2.48xlarge")
+    names = ["NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE"]
+    assert plan.kernels == "neuron_native" and environment(plan) == dict.fromkeys(names, "2")
+    assert on_ranks(1, neuron_device, plan) == [("neuron", "cpu:gloo,neuron:neuron", [63], "neuron")]
+
+
+def neuron_device(plan: Plan) -> tuple[str, str, list[int], str]:
+    """Register what TorchNeuron does; a process cannot undo it."""
+    rename_privateuse1_backend("neuron")
+    dist.Backend.default_device_backend_map["neuron"] = "neuron"
+    with pytest.MonkeyPatch.context() as patch:
+        taken = having(patch, "neuron", 64)
+        found = device_of(plan, forked=False)
+        return found, joined_device(found, 63), taken, str(channel_backend(torch.device(found)))
 
 
 def test_every_rank_takes_its_own_device_and_talks_through_the_host_as_well(monkeypatch: pytest.MonkeyPatch):

@@ -1,8 +1,8 @@
-"""Rules of the Neuron runtime: which groups of ranks its collectives serve on trn1 and trn2, and who runs there."""
+"""Rules of the Neuron runtime: which groups of ranks its collectives serve, and which engine and kernels run there."""
 
 from autoshard.plan.rules.columns import Columns, Ints, Mask
 from autoshard.plan.rules.rule import Verdict, implies, listed, one_of, rule
-from autoshard.plan.rules.shape import platform_of, platform_tp, use_tp
+from autoshard.plan.rules.shape import platform_tp, use_tp
 
 _NXDT_INIT = (
     "aws-neuron/neuronx-distributed-training src/neuronx_distributed_training/models/megatron/megatron_init.py:131-155"
@@ -11,7 +11,7 @@ _NXDT_INIT = (
 
 def on_trn1(c: Columns) -> bool:
     """Hold on trn1 and trn1n."""
-    return platform_of(c.cluster) == "trn1"
+    return c.cluster.platform == "trn1"
 
 
 @rule(
@@ -48,7 +48,7 @@ def trn1_dp(c: Columns) -> Verdict:
 
 @rule(
     "tp",
-    applies=lambda c: platform_of(c.cluster) == "trn2",
+    applies=lambda c: c.cluster.platform == "trn2",
     source="aws-neuron/neuronx-distributed src/neuronx_distributed/parallel_layers/parallel_state.py:341-390 "
     "get_logic_chosen: which groups work per logical core size, by its comment; its code does not stop the others",
 )
@@ -61,7 +61,7 @@ def trn2_tp(c: Columns) -> Verdict:
 
 @rule(
     "tp,cp,ep,dp,pp",
-    applies=lambda c: platform_of(c.cluster) != "",
+    applies=lambda c: c.cluster.platform != "",
     source="aws-neuron/aws-neuron-sdk neuron-runtime/explore/internode-collective-comm.rst:71: groups "
     "between nodes have the same number of ranks, at the same local indices, on every node",
 )
@@ -92,3 +92,17 @@ def node_symmetry(c: Columns) -> Verdict:
 def torch_trn1(c: Columns) -> Verdict:
     yield False
     yield f"engine=torch: PyTorch runs natively on trn2 and later, not on {c.cluster.name}. Use --engine nxd"
+
+
+@rule(
+    "kernels",
+    applies=lambda c: c.engine == "torch",
+    source="AWS Neuron documentation, torch/about-pytorch-neuron (2.33): graphs go to Neuron's own compiler; the other "
+    "tables say what GPUs and processors run",
+)
+def native_kernels(c: Columns) -> Verdict:
+    neuron = c.cluster.platform != ""
+    yield (c.kernels == "neuron_native") == neuron
+    why = "PyTorch on Trainium runs neither GPU nor CPU kernels. Use kernels=neuron_native"
+    only = f"these are Trainium's, not those of {c.cluster.name}. Use kernels={c.cluster.kernels}"
+    yield f"kernels={c.kernels}: {why if neuron else only}"

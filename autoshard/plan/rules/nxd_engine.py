@@ -31,10 +31,10 @@ def nxd_boundary(c: Columns) -> Verdict:
     yield f"boundary={c.shared.boundary}: NxD's layers hand on hidden states cut along their tokens. Leave it out"
 
 
-@nxd_rule("engine", NXD + "utils/utils.py: reads the Neuron hardware type of the instance")
+@nxd_rule("engine", NXD + "modules/qkv_linear.py:88: hardware types other than those of trn1 and trn2 raise")
 def nxd_cluster(c: Columns) -> Verdict:
     yield c.cluster.engine == "nxd"
-    yield f"engine=nxd: runs on Trainium only, not on {c.cluster.name}. Use --engine torch"
+    yield f"engine=nxd: runs on trn1 and trn2 only, not on {c.cluster.name}. Use --engine torch"
 
 
 @nxd_rule("schedule", NXD + "pipeline/scheduler.py: Train1F1BSchedule and TrainInterleavedSchedule are all there are")

@@ -22,14 +22,9 @@ NEURON_TP: Mapping[tuple[str, int | None], tuple[int, ...]] = {
 }
 
 
-def platform_of(cluster: Cluster) -> str:
-    """Name the Neuron platform of a cluster; "" for others."""
-    return {"trainium1": "trn1", "trainium2": "trn2"}.get(cluster.chip.name, "")
-
-
 def platform_tp(cluster: Cluster) -> tuple[int, ...]:
     """List the sizes of tp that the platform's collectives serve; elsewhere any size that fits a node."""
-    sizes = NEURON_TP.get((platform_of(cluster), cluster.lnc))
+    sizes = NEURON_TP.get((cluster.platform, cluster.lnc))
     return sizes or tuple(size for size in range(1, cluster.ranks_per_node + 1) if cluster.ranks_per_node % size == 0)
 
 

@@ -9,7 +9,7 @@ import yaml
 
 from autoshard.engine.nxd.lowering import RecomputedLayers, lowering_of
 from autoshard.errors import InputError
-from autoshard.plan.nxd.environment import environment
+from autoshard.plan.environment import environment
 from autoshard.plan.plan import Plan
 from autoshard.spec.record import encode
 from tests.plan.nxd.test_match import planned

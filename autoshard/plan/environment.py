@@ -1,4 +1,4 @@
-"""What must stand in the environment of every rank before NxD is imported: a table, with a reason for every entry.
+"""What must stand in the environment of every rank before its engine is imported, with a reason for every entry.
 
 The engine sets it, and jobs write it into their files.
 """
@@ -26,19 +26,31 @@ _AS_TORCH_SAYS: Mapping[str, str] = {"XLA_DOWNCAST_BF16": "0", "XLA_USE_BF16": "
 
 
 def environment(plan: Plan) -> Mapping[str, str]:
-    """Return the variables of a plan, in alphabetical order."""
-    found = {**_ALWAYS, **_AS_TORCH_SAYS, COMPILER_FLAGS: compiler_flags(plan)}
-    found["NEURON_RT_STOCHASTIC_ROUNDING_EN"] = str(int(plan.workload.precision.rounds_stochastically))
-    found["ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB"] = str(plan.buckets.reduce_scatter_bytes // _MIB)
-    found |= between_nodes(plan)
-    if plan.cluster.lnc is not None:
-        found["NEURON_LOGICAL_NC_CONFIG"] = found["NEURON_RT_VIRTUAL_CORE_SIZE"] = str(plan.cluster.lnc)
+    """Return the variables of a plan, in alphabetical order; NxD needs more than PyTorch alone."""
+    found = {**_between_nodes(plan), **_logical_cores(plan)}
+    if plan.engine == "nxd":
+        found |= _of_nxd(plan)
     return dict(sorted(found.items()))
 
 
-def between_nodes(plan: Plan) -> Mapping[str, str]:
+def _of_nxd(plan: Plan) -> Mapping[str, str]:
+    found = {**_ALWAYS, **_AS_TORCH_SAYS, COMPILER_FLAGS: compiler_flags(plan)}
+    found["NEURON_RT_STOCHASTIC_ROUNDING_EN"] = str(int(plan.workload.precision.rounds_stochastically))
+    found["ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB"] = str(plan.buckets.reduce_scatter_bytes // _MIB)
+    return found
+
+
+def _between_nodes(plan: Plan) -> Mapping[str, str]:
     """Return what EFA needs where a plan has several nodes; GPUs need the same."""
-    return _BETWEEN_NODES if plan.cluster.num_nodes > 1 else {}
+    cluster = plan.cluster
+    return _BETWEEN_NODES if cluster.num_nodes > 1 and cluster.links[-1].name.startswith("efa") else {}
+
+
+def _logical_cores(plan: Plan) -> Mapping[str, str]:
+    """Return how the runtime joins cores to logical ones, under two names: older releases know the second only."""
+    lnc = plan.cluster.lnc
+    names = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")
+    return {} if lnc is None else dict.fromkeys(names, str(lnc))
 
 
 def compiler_flags(plan: Plan) -> str:
