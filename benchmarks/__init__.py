@@ -20,6 +20,7 @@ BENCHMARKS: Mapping[str, str] = {
     "local_prediction": "benchmarks.local_prediction:run",
     "checkpoint_bandwidth": "benchmarks.checkpoint_bandwidth:run",
     "runtime_vs_plain": "benchmarks.runtime_vs_plain:run",
+    "kernel_counts": "benchmarks.kernel_counts:run",
     "metrics_cost": "benchmarks.metrics_cost:run",
     "loader_start": "benchmarks.loading:loader_start",
     "loader_wait": "benchmarks.loading:loader_wait",

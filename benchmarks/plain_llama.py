@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +21,8 @@ from autoshard.engine.base import Batch
 from autoshard.spec.model import ModelSpec
 
 Step = Callable[[Sequence[Batch]], None]
+Wrap = Callable[[nn.Module], Any]  # torch.compile, or nothing
+Plain = Callable[[ModelSpec, int, Wrap], Step]
 CLIP_NORM = 1.0
 _Turns = tuple[torch.Tensor, torch.Tensor]
 
@@ -129,21 +132,46 @@ def _update(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def one_process(model: ModelSpec, seq_len: int) -> Step:
+def as_it_is(module: nn.Module) -> nn.Module:
+    """Compile nothing."""
+    return module
+
+
+def one_process(model: ModelSpec, seq_len: int, wrap: Wrap) -> Step:
     """A loop over the micro-batches."""
     module = PlainLlama(model, seq_len)
-    return _accumulating(module, _optimizer(module), _clip)
+    return _accumulating(wrap(module), _optimizer(module), _clip)
 
 
-def data_parallel(model: ModelSpec, seq_len: int) -> Step:
+def data_parallel(model: ModelSpec, seq_len: int, wrap: Wrap) -> Step:
     """DistributedDataParallel, which reduces with the last micro-batch."""
     module = DistributedDataParallel(PlainLlama(model, seq_len))
-    optimizer, rank, size = _optimizer(module), dist.get_rank(), dist.get_world_size()
+    whole, optimizer = wrap(module), _optimizer(module)
 
     def step(batches: Sequence[Batch]) -> None:
         for number, batch in enumerate(batches, start=1):
-            tokens, labels = (one.chunk(size)[rank] for one in _tensors(batch))
+            tokens, labels = _own_part(batch)
             module.require_backward_grad_sync = number == len(batches)
+            (loss(whole(tokens), labels) / len(batches)).backward()
+        _clip(module)
+        _update(optimizer)
+
+    return step
+
+
+def fully_sharded(model: ModelSpec, seq_len: int, wrap: Wrap) -> Step:
+    """FSDP2 with a unit for each layer, compiled layer by layer."""
+    module = PlainLlama(model, seq_len)
+    for layer in module.layers:
+        if wrap is not as_it_is:
+            layer.compile()
+        fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = _optimizer(module)
+
+    def step(batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            tokens, labels = _own_part(batch)
             (loss(module(tokens), labels) / len(batches)).backward()
         _clip(module)
         _update(optimizer)
@@ -151,29 +179,40 @@ def data_parallel(model: ModelSpec, seq_len: int) -> Step:
     return step
 
 
-def tensor_parallel(model: ModelSpec, seq_len: int) -> Step:
-    """``parallelize_module`` with the plan of PyTorch's own tutorial."""
+def _own_part(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, labels = (one.chunk(dist.get_world_size())[dist.get_rank()] for one in _tensors(batch))
+    return tokens, labels
+
+
+def tensor_parallel(model: ModelSpec, seq_len: int, wrap: Wrap) -> Step:
+    """``parallelize_module`` with the plan of PyTorch's own tutorial, and its loss over a cut vocabulary."""
     module, mesh = PlainLlama(model, seq_len), init_device_mesh("cpu", (dist.get_world_size(),))
     columns = dict.fromkeys(("q", "k", "v", "gate", "up"), ColwiseParallel())
     for layer in module.layers:
         parallelize_module(layer, mesh, {**columns, "o": RowwiseParallel(), "down": RowwiseParallel()})
     ends: dict[str, Any] = {
         "embed": RowwiseParallel(input_layouts=Replicate()),
-        "head": ColwiseParallel(output_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }
     parallelize_module(module, mesh, ends)
     weights = list(module.parameters())
     apart = [[one for one in weights if isinstance(one, DTensor) == cut] for cut in (False, True)]
-    optimizer = torch.optim.AdamW([{"params": some} for some in apart], 1e-3, (0.9, 0.95), 1e-8, 0.1, foreach=True)
-    return _accumulating(module, optimizer, _clip_apart)
+    optimizer = torch.optim.AdamW([{"params": some} for some in apart], 1e-3, (0.9, 0.95), 1e-8, 0.1, fused=True)
+    inner = _accumulating(wrap(module), optimizer, _clip_apart)
+
+    def step(batches: Sequence[Batch]) -> None:
+        with loss_parallel():
+            inner(batches)
+
+    return step
 
 
-def pipelined(model: ModelSpec, seq_len: int) -> Step:
+def pipelined(model: ModelSpec, seq_len: int, wrap: Wrap) -> Step:
     """``torch.distributed.pipelining`` with 1F1B, a stage for each rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     share = model.num_layers // size
     module = PlainLlama(model, seq_len, range(rank * share, (rank + 1) * share))
-    stage = PipelineStage(module, rank, size, torch.device("cpu"))
+    stage = PipelineStage(wrap(module), rank, size, torch.device("cpu"))
     optimizer = _optimizer(module)
     schedules: dict[int, Schedule1F1B] = {}
 

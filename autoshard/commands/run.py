@@ -12,7 +12,7 @@ from autoshard.commands.output import print_answer, print_refused
 from autoshard.commands.plan import plan_of
 from autoshard.commands.running import Execution, execute
 from autoshard.cost.predict import check_plan, predicted
-from autoshard.engine.base import HOST, Run
+from autoshard.engine.base import HOST, EngineMode, Run
 from autoshard.errors import require
 from autoshard.plan.environment import environment
 from autoshard.plan.plan import Plan
@@ -25,6 +25,7 @@ from autoshard.runtime.machine import (
     available_bytes,
     counter,
     device_of,
+    missing_compiler,
     refuse_too_large,
     refuse_without_neuron,
 )
@@ -44,6 +45,7 @@ def run(
     dry_run: bool = False,
     dry_ranks: Counts = (),
     compile_only: bool = False,
+    engine_mode: Literal["auto", "literal", "generated", "compiled"] = "auto",
     json: bool = False,
 ) -> int:
     """Train by a plan or a recipe, and compare the prediction with the measurement.
@@ -61,6 +63,7 @@ def run(
         dry_run: Start no ranks: execute ranks of the plan here one by one, with shapes only, and count bytes.
         dry_ranks: Which ranks --dry-run executes, e.g. 0,37. Default: one of each kind.
         compile_only: On Trainium, on every node once: compile all graphs into a cache in the folder of the run.
+        engine_mode: Run the table itself (literal), functions of it (generated, auto on CPUs), or compiled ones (GPUs).
         json: Print one JSON object at the end instead of steps and tables.
     """
     tried = dry_run or rehearse is not None
@@ -70,8 +73,7 @@ def run(
         training=_only_tried(training) if tried else _with_paths(training, plan),
         resume="never" if tried else resume,
     )
-    given = given_rank()
-    leads = given is None or given.rank == 0
+    leads = (given := given_rank()) is None or given.rank == 0
     checked = check_plan(plan_of(plan, question))
     current, notes = checked.plan, [checked.remark] if checked.remark else []
     if checked.rejections:
@@ -85,9 +87,8 @@ def run(
     notes += _elsewhere_notes(current) if tried else []
     if dry_run:
         return _dry(current, notes, dry_ranks, json=json) if leads else 0
-    execution = _on_device(
-        Execution(plan=current, notes=tuple(notes), run=options, tried=tried, restarts=restarts, json=json), given
-    )
+    asked = Execution(plan=current, notes=tuple(notes), run=options, tried=tried, restarts=restarts, json=json)
+    execution = _in_mode(_on_device(asked, given), engine_mode)
     if leads:
         _refuse_machine(execution, plan, given)
     elif given and given.num_ranks != current.mesh.num_ranks:
@@ -181,6 +182,20 @@ def _on_device(execution: Execution, given: GivenRank | None) -> Execution:
         none = f"devices: none here for {plan.mesh.num_ranks} ranks, so the run uses this machine's processors"
         notes = [none, *elsewhere]
     return replace(execution, notes=(*execution.notes, *notes), run=replace(execution.run, device=device))
+
+
+def _in_mode(execution: Execution, wanted: str) -> Execution:
+    """Choose how the torch engine executes the plan; without a compiler, functions run as they are."""
+    device = execution.run.device
+    of_torch = f"is about the torch engine, and {execution.engine} executes this plan. Leave the option out"
+    require((wanted == "auto" or execution.engine == "torch", "--engine-mode", of_torch))
+    compiles = wanted == "compiled" or (wanted == "auto" and device != HOST)
+    mode: EngineMode = "literal" if wanted == "literal" else "compiled" if compiles else "generated"
+    missing = missing_compiler(device) if mode == "compiled" and execution.engine == "torch" else ""
+    if missing:
+        mode, note = "generated", f"engine: {missing}, so the generated functions run without being compiled"
+        execution = replace(execution, notes=(*execution.notes, note))
+    return replace(execution, run=replace(execution.run, mode=mode))
 
 
 def _refuse_machine(execution: Execution, path: Path, given: GivenRank | None) -> None:

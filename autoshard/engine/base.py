@@ -15,6 +15,9 @@ from autoshard.spec.training import Training
 
 HOST = "cpu"
 Resume = Literal["auto", "never"] | int  # from the newest checkpoint, from the beginning, from that of a step
+# How the torch engine executes a plan's table: instruction by instruction, by functions made from it, or by these
+# functions compiled.
+EngineMode = Literal["literal", "generated", "compiled"]
 # One micro-batch, whole, in the order of the sequence: tokens, labels, token_weight, [sequences, positions] each, and
 # positions, key_positions. Where documents are separate also document_starts, [sequences, positions]: for every token
 # the position of the first token of its document.
@@ -29,6 +32,7 @@ class Run:
     training: Training
     device: str = HOST  # where tensors lie, as torch names it
     resume: Resume = "auto"
+    mode: EngineMode = "generated"
     trackers: tuple[tuple[str, str], ...] = ()  # which show the run, and under which ids if it is a new one
     activity: RankActivity = field(default_factory=RankActivity, compare=False)  # read by the watchdog
 

@@ -151,6 +151,22 @@ def refuse_without_neuron(plan: Plan, name: str, *, started: bool) -> None:
     require((started, "engine", f"nxd takes one process for every rank. Type on every node: {start}"))
 
 
+def missing_compiler(device: str) -> str:
+    """Say what torch has not to compile for a device: for processors a compiler of C++, for GPUs Triton."""
+    if device != HOST:
+        from torch.utils._triton import has_triton
+
+        return "" if has_triton() else f"there is no Triton here for {device}"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "there is no C++ compiler on PATH"
+    return ""
+
+
 def refuse_without_compiler(plan: Plan, name: str, num_started: int) -> None:
     """Refuse to compile where the tool is missing, or unless one process was started on every node."""
     missing = f"{COMPILER} starts the compiler, and comes with torch-neuronx, which is not installed here. {_REMEDY}"

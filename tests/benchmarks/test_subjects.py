@@ -21,6 +21,7 @@ from benchmarks import (
     loading,
     local_prediction,
     metrics_cost,
+    plain_llama,
     planning,
     runtime_vs_plain,
     tokenize_speed,
@@ -116,9 +117,24 @@ def test_the_plain_model_has_our_weights_and_its_stages_make_the_whole() -> None
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", runtime_vs_plain.CASES)
-def test_every_case_of_the_runtime_runs(name: str) -> None:
-    found = runtime_vs_plain.compared(*runtime_vs_plain.CASES[name], pairs=2)
-    assert len(found.ratios) == 2 and found.interval[0] <= found.median <= found.interval[1]
+def test_every_case_of_the_runtime_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the compiler, which takes minutes."""
+    monkeypatch.setattr(runtime_vs_plain, "MODES", {"generated": plain_llama.as_it_is})
+    for found in runtime_vs_plain.compared(runtime_vs_plain.CASES[name], pairs=2).values():
+        assert len(found.ratios) == 2 and found.interval[0] <= found.median <= found.interval[1]
+
+
+@pytest.mark.slow
+def test_kernels_are_counted_without_a_gpu_and_the_case_with_the_most_left_is_judged() -> None:
+    from benchmarks import kernel_counts
+
+    before, after = kernel_counts.counts(kernel_counts.plan_of("tiny-llama", "tp=2,pp=1,dp=1"))
+    assert 0 < after.kernels < before.kernels and 0 < after.elementwise_bytes < before.elementwise_bytes
+    whole, few = (kernel_counts.Count(kernels=one, elementwise_bytes=one) for one in (100, 10))
+    for kernels, moved, holds in ((25, 40, True), (26, 40, False), (25, 41, False)):
+        left = kernel_counts.Count(kernels=kernels, elementwise_bytes=moved)
+        result = kernel_counts.judge({"few": (whole, few), "more": (whole, left)})
+        assert result.holds is holds and result.value == kernels / 100
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.engine.base import Measured, Run
+from autoshard.engine.base import EngineMode, Measured, Run
 from autoshard.engine.placement import sequence_order
 from autoshard.engine.programs import graph_of
 from autoshard.engine.torch.engine import TorchEngine
@@ -160,9 +160,10 @@ class StepShare:
     weights: Mapping[str, Held]
 
 
-def engine_of(task: Task, formats: Formats = EXACT) -> TorchEngine:
+def engine_of(task: Task, formats: Formats = EXACT, mode: EngineMode = "generated") -> TorchEngine:
     """One rank of a task, computed in double or in the formats of its plan."""
-    return TorchEngine(task.plan, task.weights.__getitem__, formats, Run(folder=Path(), training=task.training))
+    run = Run(folder=Path(), training=task.training, mode=mode)
+    return TorchEngine(task.plan, task.weights.__getitem__, formats, run)
 
 
 def share_of(engine: TorchEngine, task: Task, step: int = 0) -> StepShare:
@@ -171,16 +172,32 @@ def share_of(engine: TorchEngine, task: Task, step: int = 0) -> StepShare:
     return StepShare(loss=report.loss, norm=report.norm, gradients=gradients_of(engine), weights=weights_of(engine))
 
 
-def run_steps(task: Task, formats: Formats = EXACT) -> list[StepShare]:
+def run_steps(task: Task, formats: Formats = EXACT, mode: EngineMode = "generated") -> list[StepShare]:
     """Run all steps."""
-    engine = engine_of(task, formats)
+    engine = engine_of(task, formats, mode)
     return [share_of(engine, task, step) for step in range(len(task.steps))]
 
 
 def run_twice(task: Task) -> tuple[list[StepShare], StepShare, Measured]:
-    """Run all steps in double; and the first as it is planned, with what is held and sent."""
-    exact, engine = run_steps(task), engine_of(task, AS_PLANNED)
-    return exact, share_of(engine, task), engine.measured()
+    """Run all steps in double; and the first as it is planned, with what is held and sent.
+
+    Generated functions and the interpreter must agree to the last bit.
+    """
+    exact, planned = run_steps(task), list[tuple[StepShare, Measured]]()
+    for mode in ("literal", "generated"):
+        engine = engine_of(task, AS_PLANNED, mode)
+        planned.append((share_of(engine, task), engine.measured()))
+    same(run_steps(replace(task, steps=task.steps[:1]), EXACT, "literal")[0], exact[0])
+    same(planned[0][0], planned[1][0])
+    assert planned[0][1] == planned[1][1], "what is held or sent depends on the mode"
+    return exact, *planned[1]
+
+
+def same(one: StepShare, other: StepShare) -> None:
+    """Hold two modes against each other, bit by bit."""
+    assert (one.loss, one.norm) == (other.loss, other.norm)
+    for name, held in one.gradients.items():
+        np.testing.assert_array_equal(other.gradients[name].array, held.array, err_msg=name)
 
 
 class Calls(TorchDispatchMode):

@@ -1,8 +1,9 @@
-"""One block on one rank: its program executed literally, forward and backward, instruction by instruction."""
+"""One block on one rank: its program, made ready instruction by instruction, and the interpreter that runs it so."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -16,12 +17,16 @@ from autoshard.engine.torch.kernels.products import adding
 from autoshard.engine.torch.world import World
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.kinds.optimizer import Accumulate
+from autoshard.graph.op import OpKind
 from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Sum, read_by, written_by
 from autoshard.schedule.builders import ActionKind
 
 Values = dict[str, torch.Tensor]  # what a rank holds while a program runs, by the values' names
 # Returns a weight, input or gradient from outside the block, by its tensor's name.
 InputSource = Callable[[str], torch.Tensor]
+# By documents the host decides what attends to what, for every batch anew.
+BY_BATCH = ("document_starts",)
+POSITIONS = ("positions", "key_positions")  # which the plan orders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +50,15 @@ class RankContext:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _LocalStep:
+class LocalStep:
     """An instruction, ready to run, or a product that adds to a sum of gradients by itself."""
 
+    entry: Instruction
     run: Kernel | None  # None: takes a tensor from outside the block
     reads: tuple[str, ...]  # names of values; of a tensor from outside its own name
     writes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    adds: bool = False  # a product into a sum
     drops: tuple[str, ...] = ()  # values without a later reader
 
     @property
@@ -59,18 +66,53 @@ class _LocalStep:
         """Every value that it reads or writes, once."""
         return tuple(dict.fromkeys((*(self.reads if self.run else ()), *self.writes)))
 
+    @property
+    def is_local(self) -> bool:
+        """Whether it computes the same operations for every batch, and talks to no other rank.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockRun:
+        Of what users write nothing is known.
+        """
+        match self.entry:
+            case Compute(op=op, reads=reads, ring=ring):
+                own = type(op.kind).torch_kernel is not OpKind.torch_kernel
+                return not (own or ring or any(value.tensor in BY_BATCH for value in reads))
+            case CountOnce() | Sum():
+                return True
+            case _:
+                return False
+
+
+class BlockRun(Protocol):
     """Executes a block's program on one rank; a part of it for each kind of action."""
 
+    @property
+    def parts(self) -> BlockProgram:
+        """The program."""
+        ...
+
+    def forward(self, source: InputSource) -> tuple[torch.Tensor, Values]:
+        """Run the forward pass; return the block's output, and all values that backward reads."""
+        ...
+
+    def backward(self, kind: ActionKind, source: InputSource, values: Values) -> torch.Tensor | None:
+        """Run B, or a half of it (I, W), which adds to sums of gradients; return the gradient of the block's input.
+
+        Of ``values`` it leaves what W reads, if it is I.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiteralRun:
+    """Executes the instructions one by one."""
+
     parts: BlockProgram
-    steps: Mapping[str, tuple[_LocalStep, ...]]
-    made: Mapping[str, Mapping[str, str]]  # by kind of action the results, by tensor
+    steps: Mapping[str, tuple[LocalStep, ...]]  # by kind of action
     waiting: frozenset[str]  # values that I leaves for W
+    handed_back: Mapping[str, str | None]  # by kind of action the value that is the gradient of the block's input
 
     @classmethod
-    def of(cls, context: RankContext, parts: BlockProgram) -> "BlockRun":
+    def of(cls, context: RankContext, parts: BlockProgram) -> "LiteralRun":
         """Make ready what every action runs."""
         results = {value.name for value in parts.program.results.values()}
         waiting = frozenset(name for entry in parts.instructions("W") for name in read_by(entry))
@@ -80,25 +122,35 @@ class BlockRun:
             "B": results, "I": waiting | results, "W": results,
         }  # fmt: skip
         steps = {kind: tuple(_steps(context, parts, kind, kept)) for kind, kept in later.items()}
-        made = {kind: {tensor: value.name for tensor, value in parts.made(kind).items()} for kind in later}
-        return cls(parts=parts, steps=steps, made=made, waiting=waiting)
+        made = {kind: parts.made(kind).get(parts.handed_back or "") for kind in later}
+        handed_back = {kind: value and value.name for kind, value in made.items()}
+        return cls(parts=parts, steps=steps, waiting=waiting, handed_back=handed_back)
 
     def forward(self, source: InputSource) -> tuple[torch.Tensor, Values]:
         """Run the forward pass; return the block's output, and all values that backward reads."""
         values: Values = {}
         self._execute("F", source, values)
-        name = self.parts.program.results[self.parts.handed_on].name
-        read = any(name in step.reads for step in self.steps["B"])
-        return (values[name] if read else values.pop(name)), values
+        return (values[self.handed_on] if self.hands_on_what_it_keeps else values.pop(self.handed_on)), values
 
-    def backward(self, kind: ActionKind, source: InputSource, values: Values) -> Values:
-        """Run B, or a half of it (I, W); return by tensor the gradients of weights and of the input."""
+    def backward(self, kind: ActionKind, source: InputSource, values: Values) -> torch.Tensor | None:
+        """Run B, or a half of it (I, W); return the gradient of the block's input."""
         self._execute(kind, source, values)
-        results = {tensor: values[name] for tensor, name in self.made[kind].items()}
+        name = self.handed_back[kind]
+        result = values[name] if name else None
         if kind == "I":
             for name in values.keys() - self.waiting:
                 del values[name]
-        return results
+        return result
+
+    @property
+    def handed_on(self) -> str:
+        """The value that is the block's output."""
+        return self.parts.program.results[self.parts.handed_on].name
+
+    @property
+    def hands_on_what_it_keeps(self) -> bool:
+        """Whether backward reads the block's output."""
+        return any(self.handed_on in step.reads for step in self.steps["B"])
 
     def _execute(self, kind: str, source: InputSource, values: Values) -> None:
         for step in self.steps[kind]:
@@ -113,7 +165,7 @@ class BlockRun:
                 del values[name]
 
 
-def _steps(context: RankContext, parts: BlockProgram, kind: str, kept: set[str]) -> Iterator[_LocalStep]:
+def _steps(context: RankContext, parts: BlockProgram, kind: str, kept: set[str]) -> Iterator[LocalStep]:
     """Make instructions ready; after its last reader a value goes, unless a later part reads it.
 
     Weights are not kept between parts: each takes them again.
@@ -132,7 +184,7 @@ def _steps(context: RankContext, parts: BlockProgram, kind: str, kept: set[str])
 
 def _local_steps(
     context: RankContext, parts: BlockProgram, entries: Sequence[Instruction], kept: set[str]
-) -> Iterator[_LocalStep]:
+) -> Iterator[LocalStep]:
     """Yield what runs; a gradient that nothing but its sum reads is never held where one kernel can add it."""
     num_readers = Counter(name for entry in entries for name in read_by(entry))
     made = {entry.writes[0].name: entry for entry in entries if isinstance(entry, Compute)}
@@ -151,10 +203,12 @@ def _local_steps(
                 reads = read_by(entry)
             case _:
                 writes, reads = (entry.writes,), read_by(entry)
-        run, reads = added.get(writes[0].name) or (_kernel(context, parts, entry), reads)
-        if reads or writes[0].name not in added:
+        adds = writes[0].name in added
+        run, reads = added[writes[0].name] if adds else (_kernel(context, parts, entry), reads)
+        if reads or not adds:
             shapes = tuple(context.mesh_rank.shape(value.layout) for value in writes)
-            yield _LocalStep(run=run, reads=reads, writes=tuple(value.name for value in writes), shapes=shapes)
+            names = tuple(value.name for value in writes)
+            yield LocalStep(entry=entry, run=run, reads=reads, writes=names, shapes=shapes, adds=adds)
 
 
 def _adding(context: RankContext, parts: BlockProgram, product: Compute, entry: Compute) -> Kernel | None:

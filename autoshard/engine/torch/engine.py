@@ -4,20 +4,22 @@ Nothing is derived here: every local operation and every Collective is an instru
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from autoshard.engine.activity import RankActivity
-from autoshard.engine.base import HOST, Allows, Batch, Measured, Run, StepReport, whenever_finite
+from autoshard.engine.base import HOST, Allows, Batch, EngineMode, Measured, Run, StepReport, whenever_finite
 from autoshard.engine.initial import InitialWeights
 from autoshard.engine.placement import MeshRank, StatePiece, sequence_order
-from autoshard.engine.programs import PlanPrograms, graph_of, programs_of, tied_instances
-from autoshard.engine.torch.block import BlockRun, InputSource, RankContext, Values
+from autoshard.engine.programs import BlockProgram, PlanPrograms, graph_of, programs_of, tied_instances
+from autoshard.engine.torch.block import BY_BATCH, POSITIONS, BlockRun, InputSource, LiteralRun, RankContext, Values
 from autoshard.engine.torch.formats import Formats, memory_of, own
+from autoshard.engine.torch.generated import GeneratedRun, Generator
 from autoshard.engine.torch.kernels import Rotations
 from autoshard.engine.torch.update import OpenedWeights, Store, Tied, Weight, flats
 from autoshard.engine.torch.world import World, channel_backend, refuse_crossing
@@ -28,25 +30,50 @@ from autoshard.plan.plan import Plan
 from autoshard.schedule.builders import ActionKind
 from autoshard.spec.training import Training
 
-# Inputs that come in the order of the sequence; by document_starts the host decides what attends to what.
-_ALONG_SEQUENCE = ("tokens", "labels", "token_weight", "document_starts")
-_WITH_HOST = ("document_starts",)
+
+def _runs_of(
+    blocks: Mapping[str, BlockProgram], context: RankContext, mode: EngineMode, kinds: Collection[str]
+) -> Mapping[str, BlockRun]:
+    """Return by name what executes each of a rank's blocks; equal layers share one."""
+    compiler = None
+    if mode == "compiled":
+        from autoshard.engine.torch.compiled import inductor  # which takes a second
+
+        compiler = inductor(context.formats.device)
+    generator = Generator(context=context, kinds=[kind for kind in "FBIW" if kind in kinds], compiler=compiler)
+    alike: dict[int, list[str]] = {}
+    for name, parts in blocks.items():
+        alike.setdefault(id(parts), []).append(name)
+    found: dict[str, BlockRun] = {}
+    for names in alike.values():
+        parts = blocks[names[0]]
+        run = LiteralRun.of(context, parts) if mode == "literal" else generator.generate(parts, names)
+        found |= dict.fromkeys(names, run)
+    return {name: found[name] for name in blocks}
 
 
 class RankPipeline:
     """One rank's stages, each with its blocks by name in order, and what it keeps between the actions of a step."""
 
-    def __init__(self, plan: Plan, programs: PlanPrograms, context: RankContext) -> None:
+    def __init__(self, plan: Plan, programs: PlanPrograms, context: RankContext, mode: EngineMode) -> None:
         """Take the stages that the schedule places on this rank."""
         self.plan, self.context = plan, context
         self.last_stage = len(plan.stages) - 1
-        self.stages: dict[int, dict[str, BlockRun]] = {}
-        runs: dict[int, BlockRun] = {}  # equal layers share one
-        for stage, blocks in enumerate(programs.stages):
-            if plan.schedule.place_of(stage)[0] == context.mesh_rank.coordinate("pp"):
-                new = {id(parts): parts for parts in blocks.values() if id(parts) not in runs}
-                runs |= {number: BlockRun.of(context, parts) for number, parts in new.items()}
-                self.stages[stage] = {name: runs[id(parts)] for name, parts in blocks.items()}
+        place = context.mesh_rank.coordinate("pp")
+        here = [stage for stage in range(len(plan.stages)) if plan.schedule.place_of(stage)[0] == place]
+        taken = {action.kind for action in plan.schedule.action_lists()[place]}
+        self.blocks = _runs_of(
+            {name: one for stage in here for name, one in programs.stages[stage].items()}, context, mode, taken
+        )
+        self.stages = {stage: {name: self.blocks[name] for name in programs.stages[stage]} for stage in here}
+        # By kind of action the weights to whose gradients a block adds.
+        self._adds = {
+            (kind, name): {
+                f"{name}.{made.removesuffix('.sum')}" for made in run.parts.made(kind) if made != run.parts.handed_back
+            }
+            for name, run in self.blocks.items()
+            for kind in taken
+        }
         # Way back or not, stage, micro-batch -> number of its rank's action.
         self._turns = {
             (action.kind != "F", action.stage, action.micro_batch): number
@@ -60,11 +87,6 @@ class RankPipeline:
         self._losses: dict[int, torch.Tensor] = {}  # read at the end: no device is waited for meanwhile
         self._kept: dict[int, torch.Tensor] = {}  # by tag: messages between two stages of this rank
 
-    @property
-    def blocks(self) -> Mapping[str, BlockRun]:
-        """All blocks of this rank by name."""
-        return {name: run for runs in self.stages.values() for name, run in runs.items()}
-
     def rank_of(self, stage: int) -> int:
         """Return the rank that runs a stage for the same part of the batch as this one."""
         return self.plan.mesh.group_of(self.context.mesh_rank.rank, "pp")[self.plan.schedule.place_of(stage)[0]]
@@ -73,7 +95,9 @@ class RankPipeline:
         """Number a message of a stage, or, beyond the last stage, of tied weights; what goes back is odd."""
         return 2 * (number * self.plan.schedule.num_micro_batches + micro_batch) + back
 
-    def run(self, store: Store, micro_batches: Sequence[Batch], *, counts: bool) -> tuple[Mapping[int, float], int]:
+    def run(
+        self, store: Store, micro_batches: Sequence[Batch], *, counts: bool
+    ) -> tuple[Mapping[int, torch.Tensor], int]:
         """Run the actions of this rank, which add to the sums of gradients.
 
         A micro-batch holds whole arrays, of which the rank takes its part. Return the losses by micro-batch, on ranks
@@ -89,10 +113,8 @@ class RankPipeline:
             if counts:
                 most_bytes = max(most_bytes, self._saved_bytes(store))
         world.finish_sending()
-        losses = {number: float(loss) for number, loss in self._losses.items()}
-        self._batches = ()
+        losses, self._losses, self._batches = self._losses, {}, ()
         self._inputs.clear()
-        self._losses.clear()
         return losses, most_bytes
 
     def _saved_bytes(self, store: Store) -> int:
@@ -108,7 +130,8 @@ class RankPipeline:
         run = None
         for name, run in self.stages[stage].items():
             opened = store.opened(name, reads=True)
-            hidden, self._values[name, number] = run.forward(self._source(name, run, number, hidden, opened))
+            made, self._values[name, number] = run.forward(self._source(name, run, number, hidden, opened))
+            hidden = made.contiguous()  # blocks expect nothing else
         assert hidden is not None and run, "a stage has blocks"
         if stage < self.last_stage:
             self._send(hidden, stage, stage + 1, number, back=False)
@@ -126,14 +149,13 @@ class RankPipeline:
         elif kind != "W":
             upstream = torch.ones((), dtype=formats.of("fp32"), device=formats.device)
         for name, run in reversed(list(self.stages[stage].items())):
-            adds = {f"{name}.{made.removesuffix('.sum')}" for made in run.made[kind] if made != run.parts.handed_back}
-            opened = store.opened(name, reads=kind != "W", adds=adds)
+            opened = store.opened(name, reads=kind != "W", adds=self._adds[kind, name])
             source = self._source(name, run, number, upstream, opened)
             values = self._values[name, number] if kind == "I" else self._values.pop((name, number))
-            results = run.backward(kind, source, values)
+            made = run.backward(kind, source, values)
             opened.close()
-            if run.parts.handed_back and kind != "W":
-                upstream = results[run.parts.handed_back]
+            if made is not None:
+                upstream = made.contiguous()
         if stage and kind != "W":
             assert upstream is not None, "every stage but the first hands a gradient back"
             self._send(upstream, stage, stage - 1, number, back=True)
@@ -160,13 +182,13 @@ class RankPipeline:
         """Cut this rank's part out of what a micro-batch brings; positions are the plan's own."""
         context, layout = self.context, run.parts.given(tensor).layout
         bounds = [slice(*one) for one in context.mesh_rank.bounds(layout)]
-        if tensor not in _ALONG_SEQUENCE:
+        if tensor in POSITIONS:
             return context.positions[bounds[0]]
         key = (tensor, number, layout)
         if key not in self._inputs:
             mine = self._batches[number][tensor][bounds[0]][:, context.positions.numpy()[bounds[1]]]
             dtype = run.parts.block.tensors[tensor].dtype
-            self._inputs[key] = own(mine) if tensor in _WITH_HOST else context.formats.tensor(mine, dtype)
+            self._inputs[key] = own(mine) if tensor in BY_BATCH else context.formats.tensor(mine, dtype)
         return self._inputs[key]
 
     def _send(self, tensor: torch.Tensor, stage: int, to_stage: int, number: int, *, back: bool) -> None:
@@ -198,15 +220,23 @@ _MOST_SUSPECTS = 3  # that a rank names of what it found
 def build(plan: Plan, run: Run) -> "TorchEngine":
     """Build this rank's share of a plan, with weights from the run's seed."""
     whole = InitialWeights(graph=graph_of(plan), seed=run.training.seed)
-    return TorchEngine(plan, whole, Formats(device=torch.device(run.device)), run)
+    engine = TorchEngine(plan, whole, Formats(device=torch.device(run.device)), run)
+    engine.write_functions(run.folder / "generated")
+    return engine
 
 
 class TorchEngine:
     """One rank of a run in a running world of ``torch.distributed``: its blocks, weights, pieces of the state."""
 
-    def __init__(self, plan: Plan, whole: Whole, formats: Formats = _AS_PLANNED, run: Run | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        whole: Whole,
+        formats: Formats = _AS_PLANNED,
+        run: Run | None = None,
+    ) -> None:
         """Take this rank's part of whole weights."""
-        training = run.training if run else _USUAL
+        training, mode = (run.training, run.mode) if run else (_USUAL, "literal")
         programs = programs_of(plan)
         backend = channel_backend(formats.device)
         if backend:
@@ -219,7 +249,7 @@ class TorchEngine:
             world=self._world, mesh_rank=mesh_rank, formats=formats, positions=positions, rotations=Rotations()
         )
         self.graph = programs.graph
-        self._pipeline = RankPipeline(plan, programs, context)
+        self._pipeline = RankPipeline(plan, programs, context, mode)
         ties = tied_instances(programs.graph)
         self.weights = {one.instance: one for one in self._weights_here(ties, training)}
         blocks = {name: mesh_rank.block(whole(name), one.layout) for name, one in self.weights.items()}
@@ -240,12 +270,17 @@ class TorchEngine:
         world.sent_bytes.clear()
         self.store.clear()
         counts = not self._saved_bytes  # every step keeps as much as the first
-        losses, saved_bytes = self._pipeline.run(self.store, micro_batches, counts=counts)
+        made, saved_bytes = self._pipeline.run(self.store, micro_batches, counts=counts)
         self._saved_bytes = self._saved_bytes or saved_bytes
         world.activity.act("reduction of gradients")
         self._tie_gradients()
         self.gradients = [flat.reduced() for flat in flats]
-        squares = [flat.square(piece) for flat, piece in zip(flats, self.gradients, strict=True)]
+        numbers = [flat.square(piece) for flat, piece in zip(flats, self.gradients, strict=True)]
+        known = (
+            torch.stack([*numbers, *made.values()]).to(HOST).tolist()
+        )  # a step waits for its device here, and nowhere else
+        losses = dict(zip(made, known[len(flats) :], strict=True))
+        squares = [flat.share(square) for flat, square in zip(flats, known, strict=False)]
         both = torch.tensor([sum(squares), sum(losses.values())], dtype=torch.float64)
         if dist.get_world_size() > 1:
             with world.activity.waiting("the norm of all ranks"):
@@ -264,8 +299,6 @@ class TorchEngine:
         scalars = {"clip": self.clip, "learning_rate": learning_rate, "step_number": self._num_updates}
         for flat, piece in zip(flats, self.gradients, strict=True):
             flat.update(piece, scalars)
-        if self._pipeline.context.formats.device.type not in (HOST, "meta"):
-            torch.accelerator.synchronize()  # a step ends when its update does
         return report
 
     def _suspects(self, losses: Mapping[int, float], squares: Sequence[float]) -> tuple[str, ...]:
@@ -278,6 +311,16 @@ class TorchEngine:
         found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(found, mine[:_MOST_SUSPECTS])
         return tuple(f"rank {rank}: {', '.join(its)}" for rank, its in enumerate(found) if its)
+
+    def write_functions(self, folder: Path) -> None:
+        """Write the functions that this rank runs, if it is the first of its stages: others run the same."""
+        mesh_rank = self._pipeline.context.mesh_rank
+        if mesh_rank.is_first(atom for atom, _ in self._pipeline.plan.mesh.axes if atom != "pp"):
+            for run in {id(run): run for run in self._pipeline.blocks.values()}.values():
+                if isinstance(run, GeneratedRun):
+                    file = folder / f"rank_{mesh_rank.rank}" / f"{run.file_name}.py"
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_text(run.text, encoding="utf-8")
 
     def pieces(self) -> tuple[StatePiece, ...]:
         """Return the boxes of the state that this rank holds; what loading fills counts after ``restored``."""

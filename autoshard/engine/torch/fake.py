@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.engine.base import Batch, Measured
+from autoshard.engine.base import HOST, Batch, Measured
 from autoshard.engine.initial import no_memory, no_weights
 from autoshard.engine.programs import graph_of
 from autoshard.engine.torch.engine import TorchEngine
@@ -48,6 +48,8 @@ class _NoNumbers(TorchDispatchMode):
         _changed((*args, *given.values()), lambda one: tensors.append(one) or one)
         if func is _READ and tensors[0].is_meta:  # a loss or a norm: any number, but one that may be divided by
             return 1.0 if tensors[0].is_floating_point() else 1
+        if func in _COPIES and tensors[0].is_meta and given.get("device") == torch.device(HOST):
+            return torch.ones(tensors[0].shape, dtype=tensors[0].dtype)
         if func not in _COPIES and len({one.device for one in tensors if one.dim()}) > 1:
             raise RuntimeError(f"{func} takes tensors of the host and of a device")
         return func(*args, **given)

@@ -162,10 +162,14 @@ class Flat:
             self.spread.all_reduce(self.sums)
         return self.sums
 
-    def square(self, piece: torch.Tensor) -> float:
-        """Return this rank's share of the squared norm: replicas on several ranks or stages count once."""
+    def square(self, piece: torch.Tensor) -> torch.Tensor:
+        """Return the squared norm of this rank's piece, on its device."""
         flat = wide(piece)
-        return 0.0 if self.tied == "copy" else float(torch.dot(flat, flat)) / self.num_copies
+        return torch.dot(flat, flat)
+
+    def share(self, square: float) -> float:
+        """Return what this rank adds to that of all: replicas on several ranks or stages count once."""
+        return 0.0 if self.tied == "copy" else square / self.num_copies
 
     def update(self, piece: torch.Tensor, scalars: Mapping[str, float]) -> None:
         """Take a step with this rank's piece of the gradient, and gather the new values."""

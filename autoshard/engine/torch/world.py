@@ -5,7 +5,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 
 import torch
@@ -118,6 +118,33 @@ class RankGroup:
         self.sent_bytes[self.axis] += round(whole_bytes * (len(self.ranks) - 1) / len(self.ranks))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SilentGroup(RankGroup):
+    """The same ranks where nothing is sent: what would arrive is zero."""
+
+    def all_reduce(self, total: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
+        """Return what it is given."""
+        return total
+
+    def all_gather(self, piece: torch.Tensor) -> torch.Tensor:
+        """Return the shape of all pieces."""
+        return piece.new_zeros((len(self.ranks) * len(piece), *piece.shape[1:]))
+
+    def reduce_scatter(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the shape of a piece."""
+        return whole.new_zeros((len(whole) // len(self.ranks), *whole.shape[1:]))
+
+    def all_to_all(self, given: torch.Tensor, counts: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
+        """Return the shape of what would arrive."""
+        return given.new_zeros(sum(counts))
+
+    def pass_on(
+        self, tensors: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor]
+    ) -> Callable[[], Sequence[torch.Tensor]]:
+        """Return the given memory at once."""
+        return lambda: arriving
+
+
 def _ordered(joined: torch.Tensor, now: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
     """Bring equal pieces, one of each rank, from one order of ranks into another."""
     if now == wanted:
@@ -178,6 +205,14 @@ class World:
             return None
         found = self.groups[tuple(atoms)]
         return found if axis is None else replace(found, axis=axis)
+
+    def silent(self) -> "World":
+        """Return the same world where nothing is sent."""
+        names = [one.name for one in fields(RankGroup)]
+        groups = {
+            atoms: SilentGroup(**{name: getattr(one, name) for name in names}) for atoms, one in self.groups.items()
+        }
+        return replace(self, groups=groups)
 
     def num_ranks(self, atoms: Sequence[str]) -> int:
         """Return how many ranks differ only along these atoms."""

@@ -133,16 +133,14 @@ def _rotary(kind: Rotary, call: Call, context: KernelContext) -> Kernel:
     sign = -1 if kind.backward else 1
 
     def run(x: torch.Tensor, *where: torch.Tensor) -> tuple[torch.Tensor]:
-        exact = wide(x[..., :0])
-        angles = context.rotations.of(kind, where, head_dim, exact)
+        angles = context.rotations.of(kind, where, head_dim, wide(x[..., :0]))
         cos, sin = (one.reshape(*one.shape[:-1], *[1] * after, half) for one in angles)
-        result = torch.empty_like(x, dtype=exact.dtype)
         first, second = x[..., :half], x[..., half:turned]
-        torch.mul(first, cos, out=result[..., :half]).addcmul_(second, sin, value=-sign)
-        torch.mul(second, cos, out=result[..., half:turned]).addcmul_(first, sin, value=sign)
-        if turned < head_dim:
-            result[..., turned:] = x[..., turned:]
-        return (result.to(dtype),)
+        halves = (
+            torch.addcmul(first * cos, second, sin, value=-sign).to(dtype),
+            torch.addcmul(second * cos, first, sin, value=sign).to(dtype),
+        )
+        return (torch.cat([*halves, x[..., turned:]] if turned < head_dim else halves, -1),)
 
     return run
 

@@ -1,0 +1,57 @@
+"""Compiles pieces of generated functions with Inductor, for the shapes of this rank; what it cannot runs as it is."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autoshard.engine.base import HOST
+
+Piece = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+_THREADS_OF_HOST = 1  # ranks of one machine compile at the same time, and workers of theirs would outlive them
+
+
+def inductor(device: torch.device) -> Callable[[Piece, Sequence[torch.Tensor]], Piece]:
+    """Return what compiles for a device: a piece, with tensors of the shapes and strides that it will be given."""
+    settings = {"compile_threads": _THREADS_OF_HOST} if device.type == HOST else {}
+    fake = FakeTensorMode()
+
+    def compiled(piece: Piece, examples: Sequence[torch.Tensor]) -> Piece:
+        with fake:
+            given = [like(one, device) for one in examples]
+        try:
+            with config.patch(settings), torch.no_grad():
+                return compile_fx_inner(traced(piece, given, fake), given)
+        except Exception as error:  # whatever it is that Inductor cannot: the same numbers come without it
+            name = getattr(piece, "__name__", "a piece")
+            warnings.warn(f"{name} runs without being compiled: {str(error).splitlines()[0]}", stacklevel=2)
+            return piece
+
+    return compiled
+
+
+def like(example: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the same shape where the run has it."""
+    where = device if example.is_meta else example.device
+    return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=where)
+
+
+def traced(piece: Piece, given: Sequence[torch.Tensor], fake: FakeTensorMode) -> GraphModule:
+    """Return the graph that Inductor takes: without changes in place, but for those of what is given."""
+
+    def run(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        return piece(list(tensors))
+
+    functional: Any = torch.func.functionalize(run, remove="mutations")
+    with fake:
+        graph = make_fx(functional, decomposition_table=select_decomp_table())(*given)
+    made: Any = graph.graph.output_node()
+    made.meta["user_visible_output_idxs"] = list(range(len(made.args[0])))  # their strides are as traced
+    return graph

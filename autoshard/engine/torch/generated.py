@@ -1,0 +1,284 @@
+"""A block as plain functions, one for each pass, made from its program by recording the interpreter's own kernels.
+
+Nothing is written a second time: what the functions do is what the kernels of the interpreter asked of torch, on
+tensors with the shapes of this rank and no numbers. Where a function must call (a collective, a ring of keys, what
+depends on a batch's documents, what a user wrote) it calls what the interpreter calls.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch._meta_registrations  # takes a second, once, before ranks are forked
+
+from autoshard.engine.programs import BlockProgram
+from autoshard.engine.torch.block import (
+    BY_BATCH,
+    POSITIONS,
+    InputSource,
+    LiteralRun,
+    LocalStep,
+    RankContext,
+    Values,
+)
+from autoshard.engine.torch.formats import NOWHERE
+from autoshard.engine.torch.kernels import Kernel, Rotations
+from autoshard.engine.torch.recording import Operation, Recording, needed
+from autoshard.engine.torch.writing import PassText, Statement, Step, Variables, module, statement
+from autoshard.layout.layout import Layout
+from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction
+from autoshard.schedule.builders import ActionKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Function:
+    """A pass as it is called."""
+
+    run: Callable[..., Any]
+    calls: tuple[Kernel, ...]
+    constants: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedRun:
+    """Executes a block's functions."""
+
+    parts: BlockProgram
+    file_name: str
+    text: str  # of that file
+    functions: Mapping[str, Function]  # by kind of action
+
+    def forward(self, source: InputSource) -> tuple[torch.Tensor, Values]:
+        """Run the forward pass; return the block's output, and all values that backward reads."""
+        function = self.functions["F"]
+        return function.run(source, function.calls, function.constants)
+
+    def backward(self, kind: ActionKind, source: InputSource, values: Values) -> torch.Tensor | None:
+        """Run B, or a half of it (I, W); return the gradient of the block's input."""
+        function = self.functions[kind]
+        return function.run(source, function.calls, function.constants, values)
+
+
+Tensors = dict[str, torch.Tensor]
+# Takes a piece of a function, which empties a list of tensors, and tensors like those that it will be given.
+Compiler = Callable[[Callable[..., Any], Sequence[torch.Tensor]], Callable[..., Any]]
+_BEFORE: Mapping[str, str] = {"F": "", "B": "F", "I": "F", "W": "I"}  # whose values a pass finds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generator:
+    """Makes functions of a rank's programs; what is constant in several lies on its device once."""
+
+    context: RankContext
+    kinds: Sequence[str]  # of the rank's actions: F, and B or I and W, or all
+    compiler: Compiler | None = None
+    recording: Recording = field(default_factory=Recording)
+    memories: dict[int, torch.Tensor] = field(default_factory=dict)
+    rotations: Rotations = field(default_factory=Rotations)
+
+    def generate(self, parts: BlockProgram, names: Sequence[str]) -> GeneratedRun:
+        """Record all passes of the program of these blocks, write them down, and read what was written."""
+        silent = replace(self.context, world=self.context.world.silent(), rotations=self.rotations)
+        own, rehearsed = LiteralRun.of(self.context, parts), LiteralRun.of(silent, parts)
+        passes: dict[str, _RecordedPass] = {}
+        for kind in self.kinds:
+            before = passes[_BEFORE[kind]].values if _BEFORE[kind] else {}
+            passes[kind] = _RecordedPass(kind, rehearsed, self, dict(before))
+        written = {kind: one.written() for kind, one in passes.items()}
+        pieces: dict[str, tuple[str, ...]] = {}
+        texts: list[str] = []
+        for one in written.values():
+            text, reads = one.in_pieces() if self.compiler else (one.whole(), {})
+            texts.append(text)
+            pieces |= reads
+        whole, space = module(names, self.context.formats.device, texts), dict[str, Any]()
+        file_name = names[0].replace(".", "_")
+        exec(compile(whole, f"generated/{file_name}.py", "exec"), space)
+        for name, reads in pieces.items():
+            variables = next(passes[kind].variables for kind, one in written.items() if name.startswith(one.name))
+            assert self.compiler, "only a compiler takes pieces"
+            space[name] = self.compiler(space[name], [variables.tensors[one] for one in reads])
+        functions = {
+            kind: Function(
+                run=space[one.name],
+                calls=tuple(_called(step) for step in own.steps[kind] if step.run and not step.is_local),
+                constants=tuple(self._placed(passes[kind].variables.constants[name]) for name in one.constants),
+            )
+            for kind, one in written.items()
+        }
+        return GeneratedRun(parts=parts, file_name=file_name, text=whole, functions=functions)
+
+    def _placed(self, constant: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Return the numbers of a constant where its operations are: of views of the same memory one copy."""
+        tensor, numbers = constant
+        if not tensor.is_meta:
+            return numbers
+        key = numbers.untyped_storage().data_ptr()
+        if key not in self.memories:
+            flat = numbers.new_empty(0).set_(numbers.untyped_storage())
+            self.memories[key] = flat.to(self.context.formats.device)
+        return self.memories[key].as_strided(numbers.shape, numbers.stride(), numbers.storage_offset())
+
+    def example(self, parts: BlockProgram, entry: Given) -> torch.Tensor:
+        """Return a tensor like that which a block is given."""
+        context, layout, name = self.context, entry.value.layout, entry.value.tensor
+        if name in BY_BATCH:
+            return torch.zeros(context.mesh_rank.shape(layout), dtype=torch.int64)
+        tensor = parts.block.tensors[name]
+        if name in POSITIONS:
+            return self.positions(layout)
+        return torch.empty(context.mesh_rank.shape(layout), dtype=context.formats.of(tensor.dtype), device=NOWHERE)
+
+    def positions(self, layout: Layout) -> torch.Tensor:
+        """Return those that this rank has."""
+        return self.context.positions[slice(*self.context.mesh_rank.bounds(layout)[0])]
+
+
+def _called(step: LocalStep) -> Kernel:
+    """Return what a function calls; what depends on a batch lies in memory as its numbers want, so all is copied."""
+    run = step.run
+    assert run, "what is taken is not called"
+    if not isinstance(step.entry, Compute):
+        return run
+    return lambda *given: tuple(one.contiguous() for one in run(*given))
+
+
+class _RecordedPass:
+    """A pass rehearsed on shapes: per step its operations, and the values left at the end."""
+
+    def __init__(self, kind: str, rehearsed: LiteralRun, generator: Generator, values: Tensors) -> None:
+        """Run all steps."""
+        self.kind, self.variables, self.values = kind, Variables(), values
+        self._run, self._recording, self._before = rehearsed, generator.recording, dict(values)
+        self._steps: list[tuple[LocalStep, list[torch.Tensor], list[Operation]]] = []
+        for value, tensor in values.items():
+            if self._is_variable(tensor):
+                self.variables.call(tensor, value)
+        for step in rehearsed.steps[kind]:
+            self._step(generator, step)
+        name = rehearsed.handed_on if kind == "F" else rehearsed.handed_back[kind]
+        self.result = values[name] if name else None
+        if kind == "F" and not rehearsed.hands_on_what_it_keeps:
+            del values[rehearsed.handed_on]
+        if kind == "I":
+            self.values = {value: tensor for value, tensor in values.items() if value in rehearsed.waiting}
+
+    def _is_variable(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._recording.known
+
+    def _step(self, generator: Generator, step: LocalStep) -> None:
+        recording, values = self._recording, self.values
+        recording.operations.clear()
+        reads = [] if step.run is None else [values[name] for name in step.reads]
+        if isinstance(step.entry, Given):
+            tensor = generator.example(self._run.parts, step.entry)
+            made = (recording.name(tensor) if tensor.is_meta or step.entry.value.tensor in BY_BATCH else tensor,)
+        elif step.is_local:
+            assert step.run, "an operation runs"
+            with recording:
+                made = step.run(*reads)
+        elif isinstance(step.entry, Communicate) and step.entry.writes.tensor in POSITIONS:
+            # Every rank knows them; they are sent, and kept, because the table says so.
+            made = (recording.name(generator.positions(step.entry.writes.layout)),)
+        else:
+            made = tuple(map(recording.name, _called(step)(*reads)))
+        for name, tensor, shape in zip(step.writes, made, step.shapes, strict=True):
+            assert tensor.shape == shape, f"{name} is {tuple(tensor.shape)}, not {shape}"
+            values[name] = tensor
+            if self._is_variable(tensor):
+                self.variables.call(tensor, name)
+        self._steps.append((step, [*reads, *made], list(recording.operations)))
+        for name in step.drops:
+            del values[name]
+
+    def written(self) -> PassText:
+        """Write it, without what nothing reads."""
+        mine = {value: self.variables.of(one) for value, one in self.values.items() if self._is_variable(one)}
+        before = {value: self.variables.of(one) for value, one in self._before.items() if self._is_variable(one)}
+        steps = self._written_steps()
+        return PassText(
+            pass_=self.kind, steps=steps, taken=before, stays=frozenset(mine if self.kind == "I" else ()),
+            kept={value: name for value, name in mine.items() if value not in before and self.kind in ("F", "I")},
+            result="None" if self.result is None else self.variables.of(self.result),
+            constants=tuple(self.variables.constants),
+        )  # fmt: skip
+
+    def _written_steps(self) -> tuple[Step, ...]:
+        """Go backward to find what is read, then forward to name it."""
+        alive = {id(one) for one in (*self.values.values(), *([] if self.result is None else [self.result]))}
+        used: list[tuple[LocalStep, Sequence[torch.Tensor], list[Operation]]] = []
+        for step, tensors, operations in reversed(self._steps):
+            if step.is_local:
+                used.append((step, tensors, needed(operations, alive)))
+            elif not isinstance(step.entry, Given) or id(tensors[0]) in alive:
+                alive.update(map(id, tensors))
+                used.append((step, tensors, []))
+        used = [
+            (step, tensors, [one for one in each if not self._named_alike(one)]) for step, tensors, each in used[::-1]
+        ]
+        num_readers = Counter(id(one) for _, _, operations in used for each in operations for one in each.reads)
+        found, num_calls = list[Step](), 0
+        for step, tensors, operations in used:
+            if isinstance(step.entry, Given):
+                lines = [self._taken(step.entry, tensors[0])] if self._is_variable(tensors[0]) else []
+            elif step.is_local:
+                lines = [line for one in operations if (line := self._operation(one, num_readers))]
+            else:
+                count = len(step.reads)
+                lines = [self._call(num_calls, tensors[:count], tensors[count:])]
+                num_calls += 1
+            found.append(Step(
+                comment=_comment(step.entry), statements=tuple(lines), compiles=step.is_local and not step.adds,
+                takes=isinstance(step.entry, Given),
+            ))  # fmt: skip
+        return tuple(found)
+
+    def _taken(self, entry: Given, tensor: torch.Tensor) -> Statement:
+        name = self.variables.of(tensor)
+        return Statement(text=f"{name} = given({entry.value.tensor!r})", writes=(name,))
+
+    def _call(self, number: int, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Statement:
+        for tensor in reads:
+            if not self._is_variable(tensor):
+                self.variables.constant(tensor, tensor)
+        taken, made = (tuple(map(self.variables.of, tensors)) for tensors in (reads, writes))
+        return Statement(text=f"{', '.join(made)}, = calls[{number}]({', '.join(taken)})", reads=taken, writes=made)
+
+    def _named_alike(self, operation: Operation) -> bool:
+        """Let a tensor and what is the same have one name; return whether nothing is left to write."""
+        names = self.variables.names
+        if operation.is_same and self._is_variable(operation.args[0]):
+            before, after = id(operation.args[0]), id(operation.results[0])
+            if before not in names and after in names:
+                names[before] = names[after]
+            names.setdefault(after, self.variables.of(operation.args[0]))
+            return names[before] == names[after]
+        return False
+
+    def _operation(self, operation: Operation, num_readers: Mapping[int, int]) -> Statement | None:
+        """Write an operation; a view with one reader stands with it, unless it is a value of the table."""
+        for tensor in operation.reads:
+            if not self._is_variable(tensor):
+                self.variables.constant(tensor, self._recording.number(tensor))
+        result = id(operation.results[0]) if operation.results else 0
+        if operation.is_view and num_readers[result] == 1 and result not in self.variables.names:
+            self.variables.inline(operation)
+            return None
+        return statement(operation, self.variables)
+
+
+def _comment(entry: Instruction) -> str:
+    """Name an instruction as the table does."""
+    match entry:
+        case Given(value=value):
+            return f"{value.tensor} {value.layout}"
+        case Compute(op=op, writes=writes):
+            return f"{op.name}: {op.kind.label} -> {', '.join(str(value.layout) for value in writes)}"
+        case Communicate(entry=name, pass_=pass_, collective=collective):
+            return f"{name}: {pass_} {collective}"
+        case CountOnce(atoms=atoms, writes=writes):
+            return f"{writes.name}: counted once over {'.'.join(atoms)}"
+        case _:
+            return f"{entry.writes.name}: the sum of {', '.join(value.name for value in entry.reads)}"

@@ -1,0 +1,131 @@
+"""Records what kernels ask of torch, as operations on named tensors that have shapes and no numbers.
+
+What no tensor of a batch or weight goes into (positions, the angles of rotary embeddings) is computed on the way, and
+is a constant of what is recorded.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoshard.engine.base import HOST
+
+_aten = torch.ops.aten
+_SAME = (_aten.detach.default, _aten.alias.default)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Operation:
+    """One call of torch's: tensors among its arguments are those that were recorded, or constants."""
+
+    func: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    found: tuple[Any, ...]  # all that it returns
+    results: tuple[torch.Tensor, ...]  # of it new tensors; what is changed in place is none
+
+    @property
+    def reads(self) -> Iterator[torch.Tensor]:
+        """Return its tensors."""
+        return tensors_in((*self.args, *self.kwargs.values()))
+
+    @property
+    def is_view(self) -> bool:
+        """Whether it looks at a tensor otherwise, and computes nothing."""
+        returns = self.func._schema.returns
+        return len(returns) == 1 and bool(returns[0].alias_info) and not self.changes and len(self.results) == 1
+
+    @property
+    def is_same(self) -> bool:
+        """Whether its result is what it is given, without autograd."""
+        return self.func in _SAME
+
+    @property
+    def changes(self) -> bool:
+        """Whether it changes a tensor in place."""
+        return bool(self.func._schema.is_mutable)
+
+
+@dataclass(slots=True, eq=False)
+class Recording(TorchDispatchMode):
+    """While it is entered, operations that touch ``known`` tensors are recorded; all others are computed.
+
+    Tensors are told apart by identity, and kept, so that no other takes the place of one.
+    """
+
+    known: dict[int, torch.Tensor] = field(default_factory=dict)
+    constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # with their numbers
+    operations: list[Operation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Begin as torch's modes do."""
+        TorchDispatchMode.__init__(self)
+
+    def name(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Let a tensor be known."""
+        self.known[id(tensor)] = tensor
+        return tensor
+
+    def number(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of a constant; a tensor of the host is one itself."""
+        return self.constants[id(tensor)][1] if tensor.is_meta else tensor
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Record or compute an operation."""
+        given = {**kwargs} if kwargs else {}
+        taken = list(tensors_in((*args, *given.values())))
+        found = func(*args, **given)
+        made = [one for one in tensors_in([found]) if all(one is not other for other in taken)]
+        on_device = any(one.is_meta for one in (*taken, *made))
+        if not on_device:
+            return found  # of the host's own
+        if taken and not any(id(one) in self.known for one in taken):
+            there = func(*_with(args, self.number), **_with_values(given, self.number))
+            for one, number in zip(tensors_in([found]), tensors_in([there]), strict=True):
+                self.constants[id(one)] = one, number
+            return found
+        every = tuple(found) if isinstance(found, list | tuple) else (found,)
+        made = tuple(map(self.name, made))
+        self.operations.append(Operation(func=func, args=args, kwargs=given, found=every, results=made))
+        return found
+
+
+def tensors_in(given: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """Yield all tensors among arguments, in order."""
+    for one in given:
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif isinstance(one, list | tuple):
+            yield from tensors_in(one)
+
+
+def _with(given: Sequence[Any], number: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+    """Return arguments of the host: numbers in the place of tensors, and its device in that of none."""
+    return [_changed(one, number) for one in given]
+
+
+def _with_values(given: Mapping[str, Any], number: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    return {name: _changed(one, number) for name, one in given.items()}
+
+
+def _changed(one: Any, number: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(one, torch.Tensor):
+        return number(one)
+    if isinstance(one, list | tuple):
+        return _with(one, number)
+    return torch.device(HOST) if isinstance(one, torch.device) else one
+
+
+def needed(operations: Sequence[Operation], alive: set[int]) -> list[Operation]:
+    """Leave out what nothing reads and changes nothing; ``alive`` holds who is read later, and then earlier, too."""
+    found: list[Operation] = []
+    for one in reversed(operations):
+        if one.changes or any(id(result) in alive for result in one.results):
+            alive.update(map(id, one.reads))
+            found.append(one)
+    return found[::-1]

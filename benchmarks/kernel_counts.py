@@ -1,0 +1,209 @@
+"""How many kernels a GPU starts for a layer, and what they move, as Inductor fuses them: counted without a GPU."""
+
+# pyright: basic
+# torch's own signatures are only partly typed.
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._inductor import debug, scheduler
+from torch._inductor.compile_fx import _recursive_post_grad_passes, record_original_output_strides
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map
+
+import autoshard.engine.torch.generated as generated
+from autoshard.engine.activity import RankActivity
+from autoshard.engine.base import HOST
+from autoshard.engine.placement import MeshRank, sequence_order
+from autoshard.engine.programs import programs_of
+from autoshard.engine.torch.block import RankContext
+from autoshard.engine.torch.compiled import Piece, like, traced
+from autoshard.engine.torch.fake import fake_world
+from autoshard.engine.torch.formats import NOWHERE, Formats
+from autoshard.engine.torch.kernels import Rotations, attention
+from autoshard.engine.torch.recording import Operation, Recording
+from autoshard.engine.torch.world import World
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.plan import Plan
+from autoshard.search.request import Request, plan_at
+from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.workload import Precision, Workload
+from benchmarks.result import Extra, Result
+
+BAR = 0.25  # of the kernels that the interpreter starts
+BAR_TRAFFIC = 0.4  # of the bytes that its operations between products move
+CASES: Mapping[str, tuple[str, str]] = {
+    "llama_tp1": ("llama3-8b", "tp=1,pp=1,dp=1"),
+    "llama_tp8": ("llama3-8b", "tp=8,pp=1,dp=1"),
+    "mixtral_tp2_ep8": ("mixtral-8x7b", "tp=2,pp=1,dp=8,ep=8"),
+}
+# cited: NVIDIA H100 Tensor Core GPU Architecture, V1.04: table 2; Inductor asks how many parts of a sum run at once
+_HOPPER = DeviceProperties(
+    type="cuda", index=0, multi_processor_count=132, cc=90, major=9, regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048, warp_size=32,
+)  # fmt: skip
+_PRODUCTS = ("mm", "attention")  # parts of the names of what computes on the matrix unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """Kernels of a layer forward and backward, and the bytes that they read and write outside products."""
+
+    kernels: int = 0
+    elementwise_bytes: int = 0
+
+    def __add__(self, other: "Count") -> "Count":
+        """Add up."""
+        return Count(
+            kernels=self.kernels + other.kernels,
+            elementwise_bytes=self.elementwise_bytes + other.elementwise_bytes,
+        )
+
+    def __sub__(self, other: "Count") -> "Count":
+        """Take away."""
+        return Count(
+            kernels=self.kernels - other.kernels,
+            elementwise_bytes=self.elementwise_bytes - other.elementwise_bytes,
+        )
+
+
+def plan_of(model: str, text: str) -> Plan:
+    """Return the plan of a layer on 8k tokens in BF16."""
+    candidate = Candidate.parse(text)
+    workload = Workload(seq_len=8192, global_batch=candidate.num_ranks, precision=Precision.named("bf16"))
+    cluster = load_cluster("local", ranks=candidate.num_ranks)
+    spec = replace(load_model(model), num_layers=1)
+    return plan_at(Request(model=spec, cluster=cluster, workload=workload, engines=("torch",)), candidate)
+
+
+def counts(plan: Plan) -> tuple[Count, Count]:
+    """Return what the interpreter starts for the plan's layer, and what is left when its functions are compiled."""
+    written, inside, pieces = list[Operation](), list[Operation](), list[tuple[Piece, Sequence[torch.Tensor]]]()
+    statement = generated.statement
+
+    def writing(operation: Operation, variables: Any) -> Any:
+        written.append(operation)
+        return statement(operation, variables)
+
+    def counting(piece: Piece, examples: Sequence[torch.Tensor]) -> Piece:
+        with Recording() as recording:
+            piece([recording.name(one) for one in examples])
+        inside.extend(recording.operations)
+        pieces.append((piece, examples))
+        return piece
+
+    with (
+        fake_world(0, plan.mesh.num_ranks),
+        mock.patch.object(attention, "KERNELS", {NOWHERE.type: attention.GPU}),
+        mock.patch.object(generated, "statement", writing),
+    ):
+        programs = programs_of(plan)
+        world = World.build(plan.mesh, programs.group_atoms(), None, RankActivity())
+        context = RankContext(
+            world=world, mesh_rank=MeshRank(mesh=plan.mesh, rank=0, sizes=programs.graph.sizes),
+            formats=Formats(device=NOWHERE), rotations=Rotations(), positions=torch.from_numpy(sequence_order(plan)),
+        )  # fmt: skip
+        layer = next(parts for name, parts in programs.stages[0].items() if name.startswith("layer"))
+        generated.Generator(context=context, kinds="FB", compiler=counting).generate(layer, ["layer.0"])
+    literal, within = (sum(map(alone, some), Count()) for some in (written, inside))
+    return literal, literal - within + sum((fused(*one) for one in pieces), Count())
+
+
+def alone(operation: Operation) -> Count:
+    """Return what an operation is when it is started by itself."""
+    name = operation.func.overloadpacket.__name__
+    if operation.is_view or name.startswith(("empty", "new_empty")):
+        return Count()
+    moved = sum(_num_bytes(one) for one in (*operation.reads, *operation.results))
+    return Count(kernels=1, elementwise_bytes=0 if any(part in name for part in _PRODUCTS) else moved)
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes behind a tensor: a number that is repeated counts once."""
+    repeated = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    return math.prod(repeated) * tensor.itemsize
+
+
+def fused(piece: Piece, examples: Sequence[torch.Tensor]) -> Count:
+    """Return the kernels that Inductor makes of a piece for a GPU: traced on the host, then moved."""
+    fake = FakeTensorMode()
+    piece.__globals__["device"] = torch.device(HOST)
+    with fake:
+        there = [like(one, torch.device(HOST)) for one in examples]
+    graph = traced(piece, there, fake)
+    given = [_on_gpu(one) for one in there]
+    for node in graph.graph.nodes:
+        node.args, node.kwargs = tree_map(_on_gpu, (node.args, node.kwargs))
+        node.meta["val"] = tree_map(_on_gpu, node.meta.get("val"))
+    with _as_if_there_were_a_gpu():
+        record_original_output_strides(graph)
+        with V.set_fake_mode(fake):
+            _recursive_post_grad_passes(graph, is_inference=True)
+            lowered = GraphLowering(graph, example_inputs=given, is_inference=True)
+            with V.set_debug_handler(debug.DebugContext()), V.set_graph_handler(lowered), V.set_extern_kernel_nodes([]):
+                lowered.run(*given)
+                lowered.init_wrapper_code()
+                lowered._update_scheduler()
+                nodes = [
+                    one for one in lowered.scheduler.nodes if not isinstance(one, scheduler.NopKernelSchedulerNode)
+                ]
+                return sum(map(_of_node, nodes), Count())
+
+
+def _on_gpu(one: Any) -> Any:
+    """Move a device, or a tensor without numbers, to a GPU."""
+    if isinstance(one, FakeTensor):
+        meta = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=NOWHERE)
+        return FakeTensor(one.fake_mode, meta, torch.device("cuda", 0))
+    return torch.device("cuda", 0) if isinstance(one, torch.device) else one
+
+
+def _of_node(node: scheduler.BaseSchedulerNode) -> Count:
+    """Return a kernel of Inductor's; what it leaves to torch is a product, or moves what it reads and writes, too."""
+    name = str(getattr(node.node, "python_kernel_name", "")) if node.is_extern() else ""
+    is_product = any(part in name for part in _PRODUCTS)
+    return Count(kernels=1, elementwise_bytes=0 if is_product else node.get_read_write_buffers_sizes())
+
+
+@contextmanager
+def _as_if_there_were_a_gpu() -> Iterator[None]:
+    """Answer what Inductor asks of a GPU and of Triton before it writes code for them."""
+    with (
+        mock.patch.object(DeviceProperties, "create", lambda _: _HOPPER),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda *_: _HOPPER),
+        mock.patch.object(scheduler, "has_triton", lambda *_: True),
+    ):
+        yield
+
+
+def run() -> Result:
+    """Count every case."""
+    return judge({name: counts(plan_of(*case)) for name, case in CASES.items()})
+
+
+def judge(found: Mapping[str, tuple[Count, Count]]) -> Result:
+    """The case with the largest share left must meet both bars."""
+    extras: dict[str, Extra] = {}
+    shares, traffic = list[float](), list[float]()
+    for name, (before, after) in found.items():
+        shares.append(after.kernels / before.kernels)
+        traffic.append(after.elementwise_bytes / before.elementwise_bytes)
+        extras |= {f"{name}_kernels": f"{before.kernels} -> {after.kernels}", f"{name}_traffic": round(traffic[-1], 3)}
+        extras[f"{name}_gib"] = f"{before.elementwise_bytes / 2**30:.2f} -> {after.elementwise_bytes / 2**30:.2f}"
+    return Result(
+        name="kernel_counts",
+        value=round(max(shares), 3),
+        unit="of the interpreter's kernels",
+        bar=BAR,
+        holds=max(shares) <= BAR and max(traffic) <= BAR_TRAFFIC,
+        extras={**extras, "most_traffic": round(max(traffic), 3), "traffic_bar": BAR_TRAFFIC},
+    )

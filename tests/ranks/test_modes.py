@@ -1,0 +1,145 @@
+"""The interpreter, functions made from a table, and these compiled: the same gradients, bytes and messages."""
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import autoshard.engine.torch.generated as generated
+from autoshard.engine.base import EngineMode, Measured, Run
+from autoshard.engine.torch.engine import TorchEngine, build
+from autoshard.engine.torch.fake import fake_world
+from autoshard.engine.torch.formats import Formats
+from autoshard.engine.torch.generated import GeneratedRun
+from autoshard.engine.torch.recording import Operation
+from autoshard.runtime.machine import missing_compiler
+from autoshard.spec.training import Training
+from autoshard.spec.workload import Precision
+from tests.ranks.cases import (
+    AS_PLANNED,
+    EXACT,
+    MIXTRAL,
+    StepShare,
+    Task,
+    compare,
+    engine_of,
+    gpt,
+    llama,
+    plan_of,
+    run_steps,
+    same,
+    share_of,
+)
+from tests.ranks.spawn import on_ranks
+
+pytestmark = pytest.mark.ranks
+
+FP32: Mapping[str, Any] = {"precision": Precision.named("fp32")}
+COMPILED = {
+    "one rank": ("tp=1,pp=1,dp=1", llama(num_layers=1), (AS_PLANNED, EXACT)),
+    "two ranks": ("tp=2,pp=1,dp=1", gpt(num_layers=1, vocab=32), (AS_PLANNED,)),
+    "experts": ("tp=1,pp=1,dp=1", llama(num_layers=1, **MIXTRAL), (AS_PLANNED,)),
+}
+MOST = {AS_PLANNED: 1e-5, EXACT: 1e-13}
+
+
+def both(task: Task, formats: Formats, mode: EngineMode) -> list[tuple[StepShare, Measured]]:
+    """A step in literal mode, and in another."""
+    engines = [engine_of(task, formats, one) for one in ("literal", mode)]
+    return [(share_of(engine, task), engine.measured()) for engine in engines]
+
+
+def generated_alone(task: Task, folder: Path) -> TorchEngine:
+    """The only rank of a task in this process."""
+    return build(task.plan, Run(folder=folder, training=Training(), mode="generated"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["tp=2,pp=1,dp=1,recompute=full", pytest.param("tp=1,pp=2,dp=2,schedule=zb_v,vp=2,zero=3", marks=pytest.mark.slow)],
+)
+def test_generated_functions_give_in_fp32_what_the_interpreter_gives(text):
+    task = Task.of(plan_of(text, gpt(num_layers=4), **FP32))
+    for (one, held), (other, held_too) in on_ranks(task.plan.mesh.num_ranks, both, task, AS_PLANNED, "generated"):
+        same(one, other)
+        assert held == held_too
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing_compiler("cpu")), reason="no compiler here")
+@pytest.mark.parametrize(("text", "model", "formats"), COMPILED.values(), ids=COMPILED)
+def test_compiled_functions_give_what_the_interpreter_gives(text, model, formats):
+    """FP32 within 1e-5 of the largest gradient, double nearly exactly; bytes held and sent are the same."""
+    task = Task.of(plan_of(text, model, **FP32))
+    for used in formats:
+        answers = on_ranks(task.plan.mesh.num_ranks, both, task, used, "compiled", timeout_s=600)
+        for (one, held), (other, held_too) in answers:
+            assert held == held_too
+            assert other.loss == pytest.approx(one.loss, rel=MOST[used])
+            largest = max(np.abs(gradient.array).max() for gradient in one.gradients.values())
+            for name, gradient in one.gradients.items():
+                found, most = other.gradients[name].array, MOST[used] * largest
+                np.testing.assert_allclose(found, gradient.array, rtol=0, atol=most, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["mul_", "addmm_", "add"])
+def test_a_function_without_one_of_its_operations_is_caught(name, monkeypatch: pytest.MonkeyPatch):
+    """Every kind of operation: changed in place, a sum of gradients, and one whose result is read."""
+    task = Task.of(plan_of("tp=1,pp=1,dp=1", llama(num_layers=1), global_batch=1))
+    dropped = list[Operation]()
+
+    def dropping(operation: Operation, variables: generated.Variables) -> generated.Statement:
+        found = written(operation, variables)
+        if operation.func.overloadpacket.__name__ != name or dropped:
+            return found
+        dropped.append(operation)
+        unchanged = f"{', '.join(found.writes)} = {found.reads[0]}" if found.writes else "pass"
+        return generated.Statement(text=unchanged, reads=found.reads, writes=found.writes)
+
+    written = generated.statement
+    monkeypatch.setattr(generated, "statement", dropping)
+    with fake_world(0, 1):
+        shares = run_steps(task)
+    assert dropped
+    with pytest.raises(AssertionError):
+        compare(task.reference(), shares)
+
+
+def test_the_functions_that_run_are_in_the_folder_of_the_run(tmp_path: Path):
+    """They can be read, and imported: the text that ran, with a line for every entry of the table."""
+    task = Task.of(plan_of("tp=1,pp=1,dp=1", llama()))
+    with fake_world(0, 1):
+        engine = generated_alone(task, tmp_path)
+    files = sorted(tmp_path.glob("generated/rank_0/*.py"))
+    assert [file.stem for file in files] == ["embed_0", "head_0", "layer_0"]
+    text = files[-1].read_text(encoding="utf-8")
+    assert "# attn_norm: rms_norm" in text and "# q: einsum -> [batch, seq, kv_heads, q_group, head_dim]" in text
+    for file in files:
+        run = engine._pipeline.blocks[file.stem.replace("_", ".")]
+        assert isinstance(run, GeneratedRun) and file.read_text(encoding="utf-8") == run.text
+        spec = importlib.util.spec_from_file_location(file.stem, file)
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        assert module.forward and module.backward
+
+
+def test_what_cannot_be_compiled_runs_as_it_is():
+    from autoshard.engine.torch.compiled import inductor  # which takes seconds
+
+    def piece(given: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [given[0] * float(given[0].sum())]  # which waits for a number
+
+    with pytest.warns(UserWarning, match="piece runs without being compiled"):
+        assert inductor(torch.device("cpu"))(piece, [torch.empty(3, device="meta")]) is piece
+
+
+def test_a_machine_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "no-such-compiler"))
+    assert missing_compiler("cpu") == "there is no C++ compiler on PATH"
+    assert "Triton" in missing_compiler("cuda")
