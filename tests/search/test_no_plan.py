@@ -23,7 +23,7 @@ WRONG = [
     (ask("tiny-llama", pins="recompute=selective[x]"), "--fix recompute=selective[x]", "x is not known"),
     (ask("llama3-8b", "trn1.32xlarge", pins="zero=3"), "--fix zero=3", "NxD has no ZeRO-3"),
     (ask("llama3-8b", "trn1.32xlarge", seq_len=7, pins="cp=1"), "--seq-len 7", "multiples of 2048"),
-    (replace(ask("tiny-llama"), engines=("nxd",)), "--engine nxd", "runs on Trainium only"),
+    (replace(ask("tiny-llama"), engines=("nxd",)), "--engine nxd", "runs on trn1 and trn2 only"),
 ]
 
 
