@@ -14,6 +14,7 @@ import torch
 from torch._inductor import debug, scheduler
 from torch._inductor.compile_fx import _recursive_post_grad_passes, record_original_output_strides
 from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import MultiOutput
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -169,6 +170,8 @@ def _on_gpu(one: Any) -> Any:
 
 def _of_node(node: scheduler.BaseSchedulerNode) -> Count:
     """Return a kernel of Inductor's; what it leaves to torch is a product, or moves what it reads and writes, too."""
+    if isinstance(node, scheduler.NopKernelSchedulerNode) or isinstance(node.node, MultiOutput):
+        return Count()  # a name for a part of what a kernel returned
     name = str(getattr(node.node, "python_kernel_name", "")) if node.is_extern() else ""
     is_product = any(part in name for part in _PRODUCTS)
     return Count(kernels=1, elementwise_bytes=0 if is_product else node.get_read_write_buffers_sizes())

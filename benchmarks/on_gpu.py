@@ -46,7 +46,8 @@ def speeds(plan: Plan, device: str = "cuda", backend: str = "inductor", pairs: i
 
     def body(_: Callable[[Any], None]) -> Sequence[tuple[float, float]]:
         with tempfile.TemporaryDirectory() as folder:
-            engine = build(plan, Run(folder=Path(folder), training=Training(steps=1), device=device))
+            mode = "compiled" if backend == "inductor" else "generated"
+            engine = build(plan, Run(folder=Path(folder), training=Training(steps=1), device=device, mode=mode))
         batches = synthetic_step(plan)
         plain = compiled(plan.model, plan.workload.seq_len, device, backend)
         taken = [

@@ -28,7 +28,8 @@ def inductor(device: torch.device) -> Callable[[Piece, Sequence[torch.Tensor]], 
             given = [like(one, device) for one in examples]
         try:
             with config.patch(settings), torch.no_grad():
-                return compile_fx_inner(traced(piece, given, fake), given)
+                found: Any = compile_fx_inner(traced(piece, given, fake), given)
+                return found.current_callable or found  # without what notes each call
         except Exception as error:  # whatever it is that Inductor cannot: the same numbers come without it
             name = getattr(piece, "__name__", "a piece")
             warnings.warn(f"{name} runs without being compiled: {str(error).splitlines()[0]}", stacklevel=2)
