@@ -117,6 +117,21 @@ def in_flight_of(schedule: Schedule) -> Floats:
     return found
 
 
+@lru_cache(maxsize=1024)
+def _fullest_times(schedule: Schedule) -> Floats:
+    """Return what a rank keeps at those of these times that may be its fullest: not midway between two others."""
+    each: list[Floats] = []
+    for own in in_flight_of(schedule):
+        midway = np.zeros(len(own), dtype=bool)
+        for step in (1, 2):
+            midway[step:-step] |= np.all(own[: -2 * step] + own[2 * step :] == 2 * own[step:-step], axis=1)
+        each.append(own[~midway])
+    found = np.zeros((len(each), max(map(len, each)), each[0].shape[1]))
+    for rank, own in enumerate(each):
+        found[rank, : len(own)] = own
+    return found
+
+
 def _messages(schedule: Schedule, *, keeps_outputs: bool) -> Floats:
     """Count the hidden states and gradients of them that each rank holds between its stages and those of other ranks.
 
@@ -328,10 +343,7 @@ def most_kept(schedule: Schedule, saved: Floats, waiting: Floats) -> Floats:
     Both arguments, of one micro-batch, have the axes rank, option, chunk, candidate.
     """
     sizes = np.concatenate([saved, waiting], axis=2) if schedule.splits_backward else saved
-    in_flight = in_flight_of(schedule)
-    if in_flight.shape[1] == 1:
-        return (in_flight[:, 0, None, :, None] * sizes).sum(axis=2)
-    return np.stack([np.einsum("tc,ocn->ton", own, sizes[rank]).max(axis=0) for rank, own in enumerate(in_flight)])
+    return np.matmul(_fullest_times(schedule)[:, None], sizes).max(axis=2)
 
 
 def _other_memory(blocks: PipelineBlocks, slots: Sequence[Slot], plain_kind: int) -> Mapping[str, Number]:

@@ -29,10 +29,13 @@ _ROUNDED = 64.0  # bytes that rounding up of shards may add to the states of a b
 _ALONE = Schedule(builder="1f1b", num_ranks=1, num_micro_batches=1)
 
 
-def least_seconds(priced: PricedLayouts, rows: Ints, space: Space, capacity: float) -> tuple[Floats, Floats]:
+def least_seconds(
+    priced: PricedLayouts, rows: Ints, space: Space, capacity: float, limit_s: float = np.inf
+) -> tuple[Floats, Floats]:
     """Return what a step of every point takes at least, and of that what is no micro-batch's, without fixed seconds.
 
     The points are layouts that are priced, by their rows there, as a variant runs them. Infinite where nothing fits.
+    Which rank takes longest is only asked for points that may take less than a limit.
     """
     question, base, pp = priced.question, space.base, space.rows["pp"]
     counts = question.workload.global_batch // (space.rows["dp"] * space.rows["mbs"])
@@ -46,9 +49,11 @@ def least_seconds(priced: PricedLayouts, rows: Ints, space: Space, capacity: flo
     hidden = kernels.hides_sends(base.schedule)
     held_s = np.zeros(len(rows)) if hidden else (blocks.sends.time_s * (1 + kernels.receives_apart))[rows]
     passes_s = _passes(base.schedule, counts, pp) * (work_s + 2 * (pp - 1) * held_s)
-    passes_s = np.maximum(passes_s, _fullest_rank_s(blocks, rows, space, counts, held_s))
-    fixed_s = priced.fixed_s(rows, base, space.rows["vp"])
-    return (passes_s + rest_s + fixed_s) * (1 - SURE), rest_s
+    besides_s = rest_s + priced.fixed_s(rows, base, space.rows["vp"])
+    near = np.flatnonzero(passes_s + besides_s < limit_s)
+    fullest_s = _fullest_rank_s(blocks, rows[near], space.only(near), counts[near], held_s[near])
+    passes_s[near] = np.maximum(passes_s[near], fullest_s)
+    return (passes_s + besides_s) * (1 - SURE), rest_s
 
 
 def least_of_any(priced: PricedLayouts, zeros: Sequence[Zero], capacity: float) -> Floats:

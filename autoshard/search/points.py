@@ -1,6 +1,7 @@
 """Outer points: layouts with everything that they can be run as, each with a bound; solved, a candidate each."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -14,11 +15,12 @@ from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.bounds import least_bytes, least_in_flight, least_of_any, least_seconds
 from autoshard.search.legal_space import RunVariant
-from autoshard.search.priced_layouts import PricedLayouts
+from autoshard.search.priced_layouts import KnownCuttings, PricedLayouts, Row
 from autoshard.search.space import SIZES
-from autoshard.search.split_bounds import SplitSearch
-from autoshard.search.stage_filling import Goal, fill_stages, stage_bounds
-from autoshard.search.stage_options import StageChoices, StageFilling
+from autoshard.search.split_bounds import SplitSearch, least_again_s
+from autoshard.search.split_filling import split_bounds
+from autoshard.search.stage_filling import Goal, fill_stages
+from autoshard.search.stage_options import ALL_RANGES, NEVER, RankOptions, StageChoices, StageFilling, split_layers
 
 SHARPEST = 2
 _TIE_DIGITS = 9  # times that agree in so many digits count as equal
@@ -36,16 +38,21 @@ class Points:
     rest_s: Floats  # of a step at least, what is no micro-batch's
     schedule: Schedule | None = None
     sharpness: int = 0  # how often the bound was made sharper
+    again_s: Floats | None = None  # what ``least_again_s`` returns, once that is known
 
     @classmethod
-    def of(cls, priced: PricedLayouts, variant: RunVariant, goal: Goal) -> "Points":
-        """Return all points of a variant whose layouts are priced and may fit in memory, each with its bound."""
+    def of(cls, priced: PricedLayouts, variant: RunVariant, goal: Goal, limit: float = np.inf) -> "Points":
+        """Return all points of a variant whose layouts are priced and may fit in memory, each with its bound.
+
+        Bounds are made no sharper than a limit asks for.
+        """
         mine = np.flatnonzero(priced.orders == variant.space.base.cp_order)
         number = np.full(int(max(priced.numbers.max(), variant.layouts.max())) + 1, -1)
         number[priced.numbers[mine]] = mine
         places = np.flatnonzero(number[variant.layouts] >= 0)
         rows, space = number[variant.layouts[places]], variant.space.only(places)
-        bound, rest_s = least_seconds(priced, rows, space, cast(float, goal.capacity))
+        limit = limit if goal.objective == "time" and not goal.effort.exhaustive else 0.0
+        bound, rest_s = least_seconds(priced, rows, space, cast(float, goal.capacity), limit)
         if goal.effort.exhaustive:
             bound = np.zeros(len(rows))
         elif goal.objective == "memory":
@@ -56,12 +63,18 @@ class Points:
     def only(self, some: Any) -> "Points":
         """Return some of them."""
         rows, places, bound, rest_s = (column[some] for column in (self.rows, self.places, self.bound, self.rest_s))
-        return replace(self, rows=rows, places=places, bound=bound, rest_s=rest_s)
+        again_s = None if self.again_s is None else self.again_s[..., some]
+        return replace(self, rows=rows, places=places, bound=bound, rest_s=rest_s, again_s=again_s)
+
+    def in_use(self, cuttings: KnownCuttings) -> "Points":
+        """Return those whose layouts use the cutting that they are priced with."""
+        uses = cuttings.uses(self.variant.terms, self.priced.cutting, self.layouts)
+        return self if uses.all() else self.only(uses)
 
     @property
-    def layouts(self) -> list[int]:
+    def layouts(self) -> Ints:
         """The numbers of the layouts in the space of the search."""
-        return self.priced.numbers[self.rows].tolist()
+        return self.priced.numbers[self.rows]
 
     def by_schedule(self) -> "Iterator[Points]":
         """Yield those that share a schedule."""
@@ -94,6 +107,7 @@ class Points:
             num_layers=self.priced.question.model.num_layers,
             stages=space.base.stages,
             recompute=pinned,
+            again_s=self.again_s,
         )
 
     def solved(self, goal: Goal, below: float, splits: SplitSearch | None = None) -> StageFilling:
@@ -101,17 +115,45 @@ class Points:
         least = self.bound if goal.objective == "time" else 0.0
         return fill_stages(self.blocks, self.choices, goal, (least, below), self.rest_s, splits)
 
+    def evenly_solved(self, goal: Goal) -> StageFilling:
+        """Return the fastest recompute of each point whose stages share the layers evenly; its bound is not one."""
+        blocks, choices = self.blocks, self.choices
+        even = choices.stages or even_stages(choices.num_layers, blocks.schedule.num_stages)
+        options = RankOptions.of(blocks, choices, split_layers(blocks.schedule, [even]), goal.capacity)
+        some = np.flatnonzero(options.least_s.max(axis=(0, 1)) < NEVER)
+        found = StageFilling.nothing(blocks.schedule.num_stages, np.full(len(self.rows), np.inf))
+        return found.with_columns(some, options.timed(options.best[:, 0, some], some)) if len(some) else found
+
     def sharpened(self, goal: Goal, below: float, splits: SplitSearch) -> "Points":
         """Return them with bounds that count what their schedule keeps in flight; or then, how it makes ranks wait."""
         if goal.objective == "memory" or goal.effort.exhaustive:
             return replace(self, sharpness=SHARPEST)
-        blocks = self.blocks
+        blocks, choices = self.blocks, self.choices
         if not self.sharpness:
             bound = least_in_flight(blocks, self.rest_s, cast(float, goal.capacity))
-        else:
-            is_last = self.sharpness == SHARPEST
-            bound = stage_bounds(blocks, self.choices, goal, (below, self.rest_s), splits if is_last else splits.known)
-        return replace(self, sharpness=min(SHARPEST, self.sharpness + 1), bound=np.maximum(self.bound, bound))
+            found_by_filling = choices.only_split(blocks.schedule) or blocks.schedule.builder in ALL_RANGES
+            return replace(self, sharpness=SHARPEST if found_by_filling else 1, bound=np.maximum(self.bound, bound))
+        if choices.again_s is None:
+            capacity = np.broadcast_to(goal.capacity, len(self.rows))
+            choices = replace(choices, again_s=least_again_s(blocks, choices, capacity))
+        known = splits if self.sharpness == SHARPEST else splits.known
+        bound = split_bounds(blocks, choices, (below, self.rest_s + blocks.fixed_s), known)
+        return replace(self, sharpness=SHARPEST, bound=np.maximum(self.bound, bound), again_s=choices.again_s)
+
+
+def likely(points: Iterable[Points]) -> list[Points]:
+    """Return for each builder and number of ranks the points that share a schedule and look fastest, in this order.
+
+    They do by their bounds, with the bubble that 1F1B would have.
+    """
+    found: dict[tuple[str, int], tuple[float, Points]] = {}
+    for group in itertools.chain.from_iterable(one.by_schedule() for one in points):
+        schedule = group.schedule
+        assert schedule, "its points share a schedule"
+        key, waits = (schedule.builder, schedule.num_ranks), schedule.num_chunks * schedule.num_micro_batches
+        time_s = float(group.bound.min()) * (1 + (schedule.num_ranks - 1) / waits)
+        found[key] = min(found.get(key, (np.inf, group)), (time_s, group), key=lambda one: one[0])
+    return [group for _, group in sorted(found.values(), key=lambda one: one[0])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -120,21 +162,34 @@ class PlainPoints:
 
     priced: PricedLayouts
     variants: Sequence[RunVariant]
+    time_s: Floats  # that any step of them takes at least
     bounds: Floats
 
     @classmethod
     def of(cls, priced: PricedLayouts, variants: Sequence[RunVariant], goal: Goal) -> "PlainPoints":
         """Return them with bounds that hold for any recompute and schedule."""
         zeros: list[Zero] = list({one.space.base.zero: None for one in variants})
-        bounds = least_of_any(priced.at_least, zeros, cast(float, goal.capacity))
-        if goal.objective == "memory":
+        bounds = time_s = least_of_any(priced.at_least, zeros, cast(float, goal.capacity))
+        if goal.effort.exhaustive:
+            bounds = np.zeros_like(time_s)
+        elif goal.objective == "memory":
             bounds = np.min([least_bytes(priced.at_least, zero) for zero in zeros], axis=0)
-        return cls(priced=priced, variants=variants, bounds=np.zeros_like(bounds) if goal.effort.exhaustive else bounds)
+        return cls(priced=priced, variants=variants, time_s=time_s, bounds=bounds)
 
     @property
     def least(self) -> float:
         """The least bound of them."""
         return float(self.bounds.min(initial=np.inf))
+
+    def only(self, rows: NDArray[np.bool_]) -> "PlainPoints":
+        """Return some of the layouts."""
+        if rows.all():
+            return self
+        return replace(self, priced=self.priced.only(rows), time_s=self.time_s[rows], bounds=self.bounds[rows])
+
+    def in_use(self, cuttings: KnownCuttings) -> "PlainPoints":
+        """Return the layouts that use the cutting that they are priced with."""
+        return self.only(cuttings.uses(self.variants[0].terms, self.priced.cutting, self.priced.numbers))
 
     def may_fit(self, variant: RunVariant) -> NDArray[np.bool_]:
         """Say which points of a variant may fit in memory."""
@@ -149,6 +204,11 @@ class Solution:
     point: Points  # this one alone
     filling: StageFilling
     value: float  # of what is minimised
+
+    @property
+    def row(self) -> Row:
+        """The layout, and the terms under which it is cut."""
+        return self.point.variant.terms, self.layout
 
     @property
     def order(self) -> tuple[float, ...]:

@@ -2,7 +2,7 @@
 
 The block solver solves one layout of every kind of mesh, and then the best layouts, until each of the best layouts has
 its own cutting. A cutting names atoms, not sizes, so that one cutting serves many layouts: layouts without their own
-are priced with the best cutting of others. The block solver minimises time alone; the outer search saves memory.
+are priced with that of others which is fastest. The block solver minimises time alone; the outer search saves memory.
 """
 
 import heapq
@@ -11,32 +11,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from autoshard.blocks.cutting import Terms, solved_cutting
+from autoshard.blocks.cutting import Terms
 from autoshard.cost.setting import Question
 from autoshard.errors import InputError
 from autoshard.layout.pin import Pin
 from autoshard.plan.candidate import CpOrder
 from autoshard.plan.explanation import Certificate
-from autoshard.plan.lowering import ATOMS
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.legal_space import LegalSpace, RunVariant
-from autoshard.search.points import SHARPEST, PlainPoints, Points, Solution
-from autoshard.search.priced_layouts import LayoutPricer, SolvedCutting, atom_columns, mesh_kinds
+from autoshard.search.points import SHARPEST, PlainPoints, Points, Solution, likely
+from autoshard.search.priced_layouts import KnownCuttings, LayoutPricer, SolvedCutting
 from autoshard.search.simple import Simple, simplest
 from autoshard.search.split_bounds import SplitSearch
 from autoshard.search.stage_filling import Goal
+from autoshard.search.stage_options import StageFilling
 from autoshard.search.watch import SearchProgress, SearchStopped, Watch, go_on, never_stop
 
 _ALWAYS = 3  # best layouts get their own cutting, even if fewer are shown, so that the best one does not depend on it
+_QUICK = ("1f1b", "interleaved")  # schedules of which even stages are seldom far from the best
 _FIRST = 4  # groups of points that are solved before points of the next variant are opened
 _LOOKS = 8  # times that points are opened to find the one that misses memory by least
 _AT_ONCE = 8  # points of a group that are solved together, those with the best bounds
 _TIE = 1e-8  # relative: times that differ by less count as equal
 
-
-Row = tuple[Terms, int]  # a layout, cut under some terms
 Bounded = tuple[Terms, SolvedCutting, int]  # a layout under a cutting
 
 
@@ -73,20 +71,12 @@ class Pool:
         # The least bound of the solved points of a layout under a cutting, and those whose bound is loose.
         self._least: dict[Bounded, float] = {}
         self._loose: list[tuple[Bounded, Points]] = []
-        self._exact = frozenset(ATOMS if pins else ("ep", "cp") if question.model.num_experts else ())
-        sizes = atom_columns(question.model, legal.space)
-        cut = zip(*((column > 1).tolist() for column in sizes.values()), strict=True)
-        self._atoms = [frozenset(atom for atom, cuts in zip(sizes, row, strict=True) if cuts) for row in cut]
-        self._cuttings: dict[Terms, list[SolvedCutting]] = defaultdict(list)
-        self._own: dict[Row, SolvedCutting] = {}
-        self._refused: dict[Row, InputError] = {}  # layouts that cannot satisfy the pins
+        self._cuttings = KnownCuttings(question, legal.space, pins)
         # Kinds of mesh of which nothing is priced yet.
-        exact = [atoms & self._exact for atoms in self._atoms]
         self._unpriced = [
-            (terms, layouts)
-            for terms in self._variants
-            for layouts in mesh_kinds(question, legal.space, self._layouts(terms), exact)
+            (terms, layouts) for terms in self._variants for layouts in self._cuttings.mesh_kinds(self._layouts(terms))
         ]
+        self._tuned: set[object] = set()  # layouts like these have the cutting of one of the best of them
 
     def settle(self, count: int) -> None:
         """Solve points until the ``count`` best layouts are known, each with its own cutting.
@@ -97,23 +87,41 @@ class Pool:
         while self._unpriced:
             self._learn(self._unpriced[0][1], self._unpriced[0][0])
             del self._unpriced[0]
-            if not self._best and self._open_next(
-                self._limit(wanted)
-            ):  # a first answer, in case that the search is stopped
-                self._explore(wanted, most=_FIRST)
-        if self._refused and not self._own:
-            raise next(iter(self._refused.values()))
+            if len(self._best) < wanted:
+                self._look_first(wanted)
+        if self._cuttings.refused and not self._cuttings.own:
+            raise next(iter(self._cuttings.refused.values()))
         while True:
             # The first points of a variant give a limit that excludes most points of the next variant.
             while self._open_next(self._limit(wanted)):
                 self._explore(wanted, most=_FIRST)
+                self._tune(wanted)
             self._explore(wanted)
-            best = [(one.point.variant.terms, one.layout) for one in self.solutions[:wanted]]
-            left = next((row for row in best if row not in self._own), None)
+            left = next((one.row for one in self.solutions[:wanted] if one.row not in self._cuttings.own), None)
             if not left:
                 break
             self._learn([left[1]], left[0])
         self._tighten()
+
+    def _look_first(self, wanted: int) -> None:
+        """Time even stages of likely points: a limit for all others, and an answer if the search is stopped."""
+        legal, before = self._legal.variants, len(self._points)
+        quick = [one for one in legal if one.space.base.schedule in _QUICK and one.space.base.zero == 1] or legal
+        for plain in [*self._plain]:
+            self._add_recompute(plain, [one for one in plain.variants if one in quick])
+        for group in likely(self._points[before:]):
+            if group.bound.min() < self._limit(wanted):
+                go_on(self._watch, self._progress())
+                some = group.only(np.argsort(group.bound, kind="stable")[: 2 * _AT_ONCE])
+                self._keep_all(some, some.evenly_solved(self._goal))
+        self._tune(wanted)
+
+    def _tune(self, wanted: int) -> None:
+        """Solve the blocks of the first of the best layouts of every kind: most others of the kind are cut alike."""
+        for row in [one.row for one in self.solutions[:wanted]]:
+            if row not in self._cuttings.own and self._cuttings.alike(row) not in self._tuned:
+                self._learn([row[1]], row[0])
+            self._tuned.add(self._cuttings.alike(row))
 
     def _tighten(self) -> None:
         """Bound points again whose bound is loose, the lowest first: what is known best was not when they were."""
@@ -132,21 +140,20 @@ class Pool:
             found = simplest(self._below(limit), self._goal, limit, lambda: go_on(self._watch, self._progress()))
             if not found:
                 return None
-            row = found.solution.point.variant.terms, found.solution.layout
-            if row not in self._own:
+            row = found.solution.row
+            if row not in self._cuttings.own:
                 self._learn([row[1]], row[0])
-            if self._own.get(row) is found.solution.point.priced.cutting:
+            if self._cuttings.uses(row[0], found.solution.point.priced.cutting, np.array([row[1]]))[0]:
                 return found
             self.settle(self._count)  # the new cutting may serve the fastest as well
 
     def _below(self, limit: float) -> Iterator[Points]:
         """Yield the points whose bound is below a limit, those that share a schedule together."""
         for plain in [one for one in self._plain if one.least < limit]:
-            self._add_recompute(plain)
+            self._add_recompute(plain, plain.variants)
         for points in self._points:
             raised = self._raised[points.priced.cutting][self._numbers(points)]
-            near = points.only(np.maximum(points.bound, raised) < limit)
-            near = near.only(self._may_use(near.layouts, points.variant.terms, points.priced.cutting))
+            near = points.only(np.maximum(points.bound, raised) < limit).in_use(self._cuttings)
             if len(near.rows):
                 yield from near.by_schedule()
 
@@ -162,11 +169,10 @@ class Pool:
         few = replace(legal, variants=tuple(one for one in some if len(one.layouts)))
         goal = Goal(objective="memory", capacity=np.inf)
         pool = Pool(self._question, few, goal, self._pins, lambda _: self._watch(SearchProgress()))
-        pool._pricer, pool._own, pool._refused, pool._unpriced = self._pricer, self._own, self._refused, []
+        pool._pricer, pool._cuttings, pool._unpriced = self._pricer, self._cuttings, []
         for terms in pool._variants:
-            for cutting in self._cuttings[terms]:
-                pool._cuttings[terms].append(cutting)
-                pool._price(cutting, terms)
+            for cutting in self._cuttings.by_terms[terms]:
+                pool._price(cutting, terms, pool._layouts(terms))
         for _ in range(_LOOKS):
             if not pool._open_next(pool._limit(1)):
                 break
@@ -209,7 +215,7 @@ class Pool:
             num_left=num_left,
             num_solved=num_solved,
             num_fitting=int(self._fits.sum()),
-            num_tables=sum(map(len, self._cuttings.values())),
+            num_tables=sum(map(len, self._cuttings.by_terms.values())),
             value=float(value),
             bound=float(min(value, self.bound)),
         )
@@ -221,22 +227,27 @@ class Pool:
             plain = min(self._plain, key=lambda one: one.least, default=None)
             if plain is None or plain.least >= limit or plain.least > least:
                 break
-            self._add_recompute(plain)
+            self._add_recompute(plain, plain.variants)
         if points is None or least >= limit:
             return False
         self._waiting.remove((least, points))
+        points = points.in_use(self._cuttings)
         for group in points.only(points.bound < limit).by_schedule():
             self._push(group)
         self._wait(points.only(points.bound >= limit))
         return True
 
-    def _add_recompute(self, plain: PlainPoints) -> None:
-        """Price some layouts under every recompute, and let their points wait."""
+    def _add_recompute(self, plain: PlainPoints, variants: Sequence[RunVariant]) -> None:
+        """Price some layouts under every recompute, and let their points of some variants wait."""
         go_on(self._watch, self._progress())
-        priced = self._pricer.with_recompute(plain.priced)
         self._plain.remove(plain)
-        for variant in plain.variants:
-            points = Points.of(priced, variant, self._goal)
+        left = [one for one in plain.variants if one not in variants]
+        if left:
+            self._plain.append(replace(plain, variants=left))
+        priced = self._pricer.with_recompute(plain.priced)
+        limit = self._limit(max(self._count, _ALWAYS))
+        for variant in variants:
+            points = Points.of(priced, variant, self._goal, limit)
             self._bounded[self._numbers(points)] = True
             self._points.append(points)
             self._wait(points)
@@ -249,13 +260,14 @@ class Pool:
                 return
             points = heapq.heappop(self._open)[-1]
             self._num_open -= len(points.rows)
+            points = points.in_use(self._cuttings)
             # Only the best point of each layout is wanted.
             everything = self._goal.effort.exhaustive
             known = {} if everything else {layout: one.value * (1 + _TIE) for layout, one in self._best.items()}
-            limits = np.array([min(limit, known.get(layout, np.inf)) for layout in points.layouts])
+            limits = np.array([min(limit, known.get(layout, np.inf)) for layout in points.layouts.tolist()])
             order = np.argsort(points.bound, kind="stable")
             near = points.bound[order] < limits[order]
-            self._pass(points.only(order[~near]))
+            self._passed.append(points.only(order[~near]))
             order = order[near]
             at_once = _AT_ONCE if np.isfinite(limit) or everything else 1
             self._push(points.only(order[at_once:]))
@@ -264,7 +276,7 @@ class Pool:
                 below = float(limits[order[:at_once]].max(initial=-np.inf))
                 if first.sharpness < SHARPEST and len(first.rows):
                     self._push(first.sharpened(self._goal, below, self.splits))
-                else:
+                elif len(first.rows):
                     self._solve(first, below)
                     most -= 1
             except SearchStopped:
@@ -285,9 +297,6 @@ class Pool:
 
     def _solve(self, points: Points, limit: float) -> None:
         terms, cutting = points.variant.terms, points.priced.cutting
-        points = points.only(self._may_use(points.layouts, terms, cutting))
-        if not len(points.rows):
-            return
         found = points.solved(self._goal, limit, self.splits)
         values = self._goal.value(found)
         fits = np.isfinite(values)
@@ -297,17 +306,23 @@ class Pool:
         # What does not fit under the limit, or not at all, is no less than the limit.
         least = np.where(fits, found.bound, np.maximum(found.bound, limit))
         self._raised[cutting][numbers] = np.maximum(self._raised[cutting][numbers], least)
-        for number, (layout, bound) in enumerate(zip(points.layouts, found.bound.tolist(), strict=True)):
+        for number, (layout, bound) in enumerate(zip(points.layouts.tolist(), found.bound.tolist(), strict=True)):
             key, one, value = (terms, cutting, layout), np.array([number]), float(values[number])
             if bound < min(limit, value) * (1 - self._goal.effort.gap):
                 self._loose.append((key, replace(points.only(one), bound=np.array([bound]))))
             else:
                 self._least[key] = min(bound, self._least.get(key, np.inf))
-            if fits[number]:
-                self._keep(Solution(layout=layout, point=points.only(one), filling=found.only(one), value=value))
+        self._keep_all(points, found)
         # The other points are not better than this limit, but the limit may rise.
         left = ~fits & np.isfinite(found.bound)
-        self._pass(replace(points, bound=np.maximum(found.bound, limit)).only(left))
+        self._passed.append(replace(points, bound=np.maximum(found.bound, limit)).only(left))
+
+    def _keep_all(self, points: Points, found: StageFilling) -> None:
+        """Keep what was found of points."""
+        values = self._goal.value(found)
+        for number in np.flatnonzero(np.isfinite(values)).tolist():
+            one, layout, value = np.array([number]), int(points.layouts[number]), float(values[number])
+            self._keep(Solution(layout=layout, point=points.only(one), filling=found.only(one), value=value))
 
     def _keep(self, one: Solution) -> None:
         """Keep the best solution of a layout; keep the point of the other one, if its cutting differs, for later."""
@@ -315,37 +330,32 @@ class Pool:
         first, second = (one, known) if known is None or one.order < known.order else (known, one)
         self._best[one.layout] = first
         if second and second.point.priced.cutting is not first.point.priced.cutting:
-            self._pass(replace(second.point, bound=np.array([second.value])))
+            self._passed.append(replace(second.point, bound=np.array([second.value])))
 
     def _learn(self, layouts: Sequence[int], terms: Terms) -> None:
-        """Solve the blocks of the first layout that satisfies the pins; price all layouts that a new cutting serves."""
+        """Solve the blocks of the first layout that satisfies the pins; price all layouts that use a new cutting."""
         for layout in layouts:
             go_on(self._watch, self._progress())
             try:
-                candidate = self._legal.space.candidate(layout, 0)
-                solved = solved_cutting(self._question, candidate, replace(terms, pins=self._pins))
+                cutting, changed = self._cuttings.solve(layout, terms, self._layouts(terms))
             except InputError as fault:
                 if not self._pins:
                     raise
-                self._refused[terms, layout] = fault
+                self._cuttings.refuse((terms, layout), fault)
                 continue
-            atoms, known = self._atoms[layout], self._cuttings[terms]
-            same = [
-                one for one in known if one.serves(atoms, self._exact) and one.cutting.only(atoms) == solved.only(atoms)
-            ]
-            cutting = self._own[terms, layout] = same[0] if same else SolvedCutting(cutting=solved, atoms=atoms)
+            if len(changed):
+                self._price(cutting, terms, changed)
             self._forget(layout, terms, cutting)
-            if not same:
-                known.append(cutting)
-                self._price(cutting, terms)
             return
 
     def _forget(self, layout: int, terms: Terms, cutting: SolvedCutting) -> None:
-        """Drop the solution of a layout under another cutting than its own, and open again the points passed for it."""
-        others = [(terms, other, layout) for other in self._cuttings[terms] if other is not cutting]
-        for key in others:
-            self._least.pop(key, None)
-        self._loose = [(key, point) for key, point in self._loose if key not in others]
+        """Drop bounds of layouts under cuttings that they use no more, and a solution that was not under its own."""
+
+        def is_used(terms: Terms, cutting: SolvedCutting, layout: int) -> bool:
+            return bool(self._cuttings.uses(terms, cutting, np.array([layout]))[0])
+
+        self._least = {key: least for key, least in self._least.items() if is_used(*key)}
+        self._loose = [one for one in self._loose if is_used(*one[0])]
         known = self._best.get(layout)
         if known and known.point.variant.terms == terms and known.point.priced.cutting is not cutting:
             del self._best[layout]
@@ -353,32 +363,24 @@ class Pool:
                 self._push(points)
             self._passed.clear()
 
-    def _price(self, cutting: SolvedCutting, terms: Terms) -> None:
-        """Price the blocks of all layouts that a cutting serves, and let their points wait."""
+    def _price(self, cutting: SolvedCutting, terms: Terms, some: Ints) -> None:
+        """Price the blocks of those of some layouts that a cutting serves, and let the points wait that use it."""
         variants = self._variants[terms]
         self._raised.setdefault(cutting, np.zeros(self._legal.num_legal))
         base = replace(self._legal.space.base, cp_kind=terms.cp_kind)
         space = replace(self._legal.space, base=base, sp=variants[0].space.sp)
-        served: dict[CpOrder, Ints] = {}
-        orders: list[CpOrder] = [one.space.base.cp_order for one in variants]
-        for order in dict.fromkeys(orders):
-            layouts = self._layouts(terms, order)
-            each: list[int] = layouts.tolist()
-            fits = np.array([cutting.serves(self._atoms[one], self._exact) for one in each], dtype=bool)
-            served[order] = layouts[fits & self._may_use(each, terms, cutting)]
+        orders: list[CpOrder] = sorted({one.space.base.cp_order for one in variants})
+        mine: dict[CpOrder, Ints] = {order: np.intersect1d(some, self._layouts(terms, order)) for order in orders}
+        served: dict[CpOrder, Ints] = {order: self._cuttings.served(terms, cutting, own) for order, own in mine.items()}
         for priced in self._pricer.priced(space, cutting, served, apart=bool(self._pins)):
             go_on(self._watch, self._progress())
-            self._plain.append(PlainPoints.of(priced, variants, self._goal))
+            plain = PlainPoints.of(priced, variants, self._goal)
+            self._plain.append(plain.only(self._cuttings.take(terms, cutting, priced.numbers, plain.time_s)))
+        self._plain = [one for one in (plain.in_use(self._cuttings) for plain in self._plain) if len(one.bounds)]
 
     def _numbers(self, points: Points) -> Ints:
         """Return the numbers of points in the whole space."""
         return self._first[points.variant] + points.places
-
-    def _may_use(self, layouts: Sequence[int], terms: Terms, cutting: SolvedCutting) -> NDArray[np.bool_]:
-        """Say which layouts may use a cutting: their own, or any as long as they have none of their own."""
-        rows = [(terms, layout) for layout in layouts]
-        allowed = (row not in self._refused and self._own.get(row, cutting) is cutting for row in rows)
-        return np.fromiter(allowed, dtype=bool, count=len(rows))
 
     def _layouts(self, terms: Terms, order: CpOrder | None = None) -> Ints:
         """Return the layouts of the variants with these terms, or of those with one order of the sequence over cp."""
@@ -388,10 +390,6 @@ class Pool:
     def _wait(self, points: Points) -> None:
         if len(points.rows):
             self._waiting.append((float(points.bound.min()), points))
-
-    def _pass(self, points: Points) -> None:
-        if len(points.rows):
-            self._passed.append(points)
 
     def _push(self, points: Points) -> None:
         if len(points.rows):

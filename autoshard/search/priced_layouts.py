@@ -8,14 +8,17 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.blocks.cutting import Terms, solved_cutting
 from autoshard.cost.collective import Ring, Route, mesh_ring
 from autoshard.cost.setting import Question, Setting, boundary_bytes, price_block
 from autoshard.cost.sharded import CutBlocks, alike_without, atom_groups
 from autoshard.cost.stages import BlockTotals, PerCandidate, PipelineBlocks, Rows, Sends, only
+from autoshard.errors import InputError
 from autoshard.layout.layout import Cutting
+from autoshard.layout.pin import Pin
 from autoshard.plan.build import buckets_of, mesh_of
 from autoshard.plan.candidate import Candidate, CpOrder
-from autoshard.plan.lowering import split_pending
+from autoshard.plan.lowering import ATOMS, split_pending
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
@@ -24,6 +27,10 @@ from autoshard.spec.kernels import load_kernels
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import DTYPE_BYTES
+
+_TIE = 1e-9  # relative: times that differ by less count as equal
+
+Row = tuple[Terms, int]  # a layout, cut under some terms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,6 +43,83 @@ class SolvedCutting:
     def serves(self, atoms: frozenset[str], exact: frozenset[str]) -> bool:
         """Say whether it serves a mesh on which these atoms cut: the same of ``exact``, and no other kv or rep."""
         return atoms & exact == self.atoms & exact and atoms & {"kv", "rep"} <= self.atoms
+
+
+class KnownCuttings:
+    """The answers of the block solver for the layouts of a space, and which of them each layout uses.
+
+    That is its own, or, as long as it has none, that of others under which a step takes least.
+    """
+
+    def __init__(self, question: Question, space: Space, pins: tuple[Pin, ...]) -> None:
+        self._question, self._space, self._pins = question, space, pins
+        self._exact = frozenset(ATOMS if pins else ("ep", "cp") if question.model.num_experts else ())
+        sizes = atom_columns(question.model, space)
+        cut = zip(*((column > 1).tolist() for column in sizes.values()), strict=True)
+        self._atoms = [frozenset(atom for atom, cuts in zip(sizes, row, strict=True) if cuts) for row in cut]
+        self.by_terms: dict[Terms, list[SolvedCutting]] = defaultdict(list)
+        self.own: set[Row] = set()
+        self.refused: dict[Row, InputError] = {}  # layouts that cannot satisfy the pins
+        # By terms: the number of the cutting that each layout uses, and what a step takes with it at least.
+        self._used: dict[Terms, tuple[Ints, Floats]] = defaultdict(
+            lambda: (np.full(space.num_layouts, -1), np.full(space.num_layouts, np.inf))
+        )
+
+    def mesh_kinds(self, layouts: Ints) -> Iterator[list[int]]:
+        """Yield the layouts of each kind of mesh, since no cutting serves two kinds."""
+        yield from mesh_kinds(self._question, self._space, layouts, [atoms & self._exact for atoms in self._atoms])
+
+    def alike(self, row: Row) -> object:
+        """Return what tells apart layouts that are likely to be cut otherwise."""
+        return row[0], self._atoms[row[1]] & {*self._exact, "kv", "rep"}
+
+    def solve(self, layout: int, terms: Terms, others: Ints) -> tuple[SolvedCutting, Ints]:
+        """Return the own cutting of a layout, which it uses from now on, and the layouts to price with that.
+
+        These are all others that it serves, if it is new, or else this one, unless it used this cutting before.
+        """
+        candidate = self._space.candidate(layout, 0)
+        solved = solved_cutting(self._question, candidate, replace(terms, pins=self._pins))
+        atoms, known = self._atoms[layout], self.by_terms[terms]
+        used, least_s = self._used[terms]
+        same = [
+            number
+            for number, one in enumerate(known)
+            if one.serves(atoms, self._exact) and one.cutting.only(atoms) == solved.only(atoms)
+        ]
+        if not same:
+            known.append(SolvedCutting(cutting=solved, atoms=atoms))
+        number = same[0] if same else len(known) - 1
+        changed = others if not same else np.array([layout] if used[layout] != number else [], dtype=np.int64)
+        self.own.add((terms, layout))
+        used[layout], least_s[layout] = number, -np.inf
+        return known[number], changed
+
+    def refuse(self, row: Row, fault: InputError) -> None:
+        """Keep why a layout cannot satisfy the pins; it uses no cutting."""
+        self.refused[row] = fault
+        used, least_s = self._used[row[0]]
+        used[row[1]], least_s[row[1]] = -1, -np.inf
+
+    def uses(self, terms: Terms, cutting: SolvedCutting, layouts: Ints) -> NDArray[np.bool_]:
+        """Say which layouts use a cutting."""
+        return self._used[terms][0][layouts] == self.by_terms[terms].index(cutting)
+
+    def served(self, terms: Terms, cutting: SolvedCutting, layouts: Ints) -> Ints:
+        """Return the layouts that may use a cutting: all that it serves, but for those that have their own."""
+        each: list[int] = layouts.tolist()
+        serves = np.array([cutting.serves(self._atoms[one], self._exact) for one in each], dtype=bool)
+        return layouts[serves & ((self._used[terms][1][layouts] >= 0) | self.uses(terms, cutting, layouts))]
+
+    def take(self, terms: Terms, cutting: SolvedCutting, layouts: Ints, time_s: Floats) -> NDArray[np.bool_]:
+        """Let layouts use a cutting if a step takes less with it; return which use it. A layout may stand twice."""
+        used, least_s = self._used[terms]
+        here_s = np.full(len(least_s), np.inf)
+        np.minimum.at(here_s, layouts, time_s)
+        some = np.unique(layouts)
+        faster = some[(here_s[some] < least_s[some] * (1 - _TIE)) | ((used[some] < 0) & (least_s[some] >= 0))]
+        used[faster], least_s[faster] = self.by_terms[terms].index(cutting), here_s[faster]
+        return self.uses(terms, cutting, layouts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -105,7 +105,7 @@ def _fastest(points: Points, timed: StageFilling, places: Ints) -> Solution:
     column = equal[timed.peak_bytes[equal].argmin()][None]
     point = points.only(places[column])
     return Solution(
-        layout=point.layouts[0], point=point, filling=timed.only(column), value=float(timed.time_s[column[0]])
+        layout=int(point.layouts[0]), point=point, filling=timed.only(column), value=float(timed.time_s[column[0]])
     )
 
 

@@ -6,18 +6,20 @@ split, and is linear in the layers of stages. Good flows are found where fractio
 belongs to a schedule: whatever the passes of this take, it bounds the step.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.blocks.game import game
-from autoshard.cost.stages import PASSES, PipelineBlocks, counts_of, in_flight_of
+from autoshard.cost.stages import PASSES, PipelineBlocks, Sends, counts_of, in_flight_of, price_stages
 from autoshard.cost.step import pipeline_delays
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import long_paths
-from autoshard.schedule.waves import Floats, Ints
-from autoshard.search.stage_options import NEVER, RankOptions, StageChoices
+from autoshard.schedule.waves import Delays, Floats, Ints
+from autoshard.search.stage_options import NEVER, StageChoices, stage_options
 from autoshard.spec.kernels import load_kernels
 
 _SHARES = np.array([0.0, 0.3, 0.6, 0.8, 0.9, 1.0])[:, None]  # of one rank's path in its flow with all paths
@@ -74,25 +76,20 @@ class SplitBounds:
     """Bounds of all splits of one candidate, better with every flow that is found."""
 
     def __init__(self, blocks: PipelineBlocks, choices: StageChoices, known: SplitSearch) -> None:
-        self._blocks, self._choices, self._schedule, self._known = blocks, choices, blocks.schedule, known
+        assert choices.again_s is not None, "how much ranks compute again is known"
+        self._blocks, self._schedule, self._known = blocks, blocks.schedule, known
+        self._extra_s = choices.again_s[..., 0]
         self._num_layers, self._stages = choices.num_layers, counts_of(self._schedule).stages
-        chunks, ranks = self._schedule.num_chunks, self._schedule.num_ranks
-        self._started = np.array([1.0, 1.0, 0.0]) * blocks.question.calibration.task_s / 2  # as ``price_stages`` has it
-        self._totals = np.arange(chunks, self._num_layers - chunks * (ranks - 1) + 1)  # that a rank may have
-        self._extra_s = np.zeros((ranks, len(self._totals)))
-        every = choices.recompute is not None or not choices.allowed.any()
-        kinds = slice(None) if every else np.flatnonzero(choices.allowed[:, 0])
-        self._embed, self._layer, self._head = (
-            np.array([getattr(block, name)[rows].min() for name in PASSES])
-            for block, rows in ((blocks.embed, 0), (blocks.layer, kinds), (blocks.head, 0))
-        )
+        self._started, self._totals = _started_s(blocks), rank_totals(self._schedule, self._num_layers)
+        self._embed, self._layer, self._head = (passes[:, 0] for passes in fastest_passes(blocks, choices))
+        kinds = _possible(blocks, choices)[:, 0]
         apart = (blocks.layer.forward_s[kinds], blocks.layer.weight_s[kinds])
         self._again_in_input = all(np.ptp(own, axis=0).max() <= 0 for own in apart)
-        unit = replace(blocks, sends=replace(blocks.sends, time_s=np.ones(1)))
-        self._sent = pipeline_delays(self._schedule, unit.sends, np.zeros((4, self._schedule.num_stages, 1)))
         if self._schedule not in known.flows:  # known from the start is all that one rank does
+            ranks = self._schedule.num_ranks
             passes = np.zeros((ranks, len(PASSES), self._schedule.num_stages))
             passes[np.arange(ranks)[:, None], :, self._stages] = self._schedule.num_micro_batches
+            unit = replace(blocks, sends=replace(blocks.sends, time_s=np.ones(1)))
             sends = max(0, self._schedule.num_micro_batches - 1) * unit.hop_s
             each = np.concatenate([passes.reshape(ranks, -1), sends], axis=1)
             known.flows[self._schedule] = np.concatenate([each, each.mean(axis=0, keepdims=True)])
@@ -119,7 +116,9 @@ class SplitBounds:
         delays = pipeline_delays(
             self._schedule, self._blocks.sends, np.array([inputs + weight, forward, inputs, weight])
         )
-        passes, waits = long_paths(self._schedule, delays, self._sent, _SOFTNESS * float(forward.mean()))
+        sends = self._blocks.sends
+        sent = _unit_delays(self._schedule, sends.hidden, sends.receives_apart)
+        passes, waits = long_paths(self._schedule, delays, sent, _SOFTNESS * float(forward.mean()))
         found = np.concatenate([passes.reshape(1, -1), waits[:, None]], axis=1)
         self._rows = np.concatenate([self._rows, found])
         self._known.use(self._schedule, *_LEARN_S)
@@ -144,18 +143,6 @@ class SplitBounds:
         for rank, own in enumerate(np.where(fits, self._extra_s, self._extra_s[fits].max(initial=0))):
             again_s[rank] = np.interp(totals[rank], self._totals, own)
         return (again_s / totals)[counts_of(self._schedule).ranks]
-
-    def limit_memory(self, capacity: float) -> None:
-        """Find what ranks must recompute in memory; more layers hold more, so that they recompute no less."""
-        if self._choices.recompute is not None:  # pinned: there is nothing to find
-            return
-        even = -(-self._num_layers // self._schedule.num_ranks)
-        some = self._totals[: max(1, even + _MORE - self._schedule.num_chunks + 1)]
-        held, extra_s, starts = self._least_held(some)
-        extra_s = np.minimum.reduceat(np.where(held <= capacity, extra_s, np.inf), starts, axis=1)
-        self._extra_s = np.concatenate(
-            [extra_s, np.repeat(extra_s[:, -1:], len(self._totals) - len(some), axis=1)], axis=1
-        )
 
     def paths(self) -> PathBounds:
         """Return the flows that are known, with the best one; if any were found, that is kept for others as well."""
@@ -184,7 +171,7 @@ class SplitBounds:
             flow = paths.best if number != 1 else np.eye(len(paths.best))[len(counts_of(self._schedule).stages)]
             least_s, own_s = self._least_by_rank_s(paths, flow, again_s)
             by_rank_s = np.maximum(by_rank_s, own_s)
-            least_s = max(least_s, self._least(by_rank_s))
+            least_s = max(least_s, _least(by_rank_s, self._totals, self._num_layers))
             found = max(found, min(least_s, below_s) if found else least_s)
             beyond = np.isfinite(again_s) & (by_rank_s >= below_s)
             if found >= below_s or (number > 1 and not beyond.any()):
@@ -237,86 +224,6 @@ class SplitBounds:
         extra_s = np.minimum(self._extra_s[np.arange(len(self._stages)), totals], NEVER)
         return extra_s @ paths.with_best()[2][:, self._stages].min(axis=2).T
 
-    def least_bytes(self) -> float:
-        """Return what the fullest rank holds at least, whatever the split."""
-        if self._choices.recompute is not None:
-            return 0.0  # what is pinned may differ from chunk to chunk
-        held, _, starts = self._least_held(self._totals)
-        return self._least(np.minimum.reduceat(held, starts, axis=1))
-
-    def _least(self, cost: Floats) -> float:
-        """Return the least value within which the ranks can have all layers, given what each total costs a rank."""
-        values = np.unique(cost[np.isfinite(cost)])
-        values = values[values >= cost.min(axis=1).max()]
-        low, high = 0, len(values)
-        while low < high:
-            middle = (low + high) // 2
-            most = np.where(cost <= values[middle], self._totals, 0).max(axis=1)
-            low, high = (low, middle) if most.sum() >= self._num_layers else (middle + 1, high)
-        return float(values[low]) if low < len(values) else np.inf
-
-    def _least_held(self, totals: Ints) -> tuple[Floats, Floats, Ints]:
-        """Return what each option of each rank holds at least, and recomputes in a micro-batch, [rank, option].
-
-        Options are those of a number of layers, in order of it; the last value says where those of each number begin.
-        Every chunk has a layer, all others lie where they are kept least.
-        """
-        blocks, schedule, chunks = self._blocks, self._schedule, self._schedule.num_chunks
-        layers = np.ones((schedule.num_ranks, len(totals), chunks), dtype=np.int64)
-        layers[:, :, 0] = totals - chunks + 1
-        options = RankOptions.of(blocks, self._choices, layers, np.inf)
-        shape = options.prices.num_blocks.shape
-        kind, plain_kind = np.broadcast_to(options.options.kind[..., 0], shape), options.options.plain_kind
-        again = np.broadcast_to(options.options.recomputed.sum(axis=2), shape)
-        plain = options.options.num_layers - again
-        counts, ends_s = counts_of(schedule), np.full((schedule.num_ranks, 1), chunks * self._started.sum())
-        for stage, block in ((0, self._embed), (-1, self._head)):
-            ends_s[counts.ranks[stage]] += block.sum()
-        extra_s = options.prices.pass_s[..., 0] - (again + plain) * self._layer.sum() - ends_s
-        memory = {part: np.broadcast_to(size, (*shape, 1))[..., 0] for part, size in options.prices.memory.items()}
-        if chunks > 1:
-            memory |= self._least_kept(kind, again, plain, plain_kind)
-            memory["working"] = np.minimum(options.prices.memory["working"][..., 0], memory["working"])
-            reserved = load_kernels(blocks.question.kernels).reserved
-            if reserved:
-                apart = memory.pop("reserved") * 0.0 + memory["runtime"]
-                memory["reserved"] = reserved.share * (sum(memory.values()) - apart)
-        starts = np.flatnonzero(np.diff(options.divisions, prepend=-1))
-        held = np.where(options.fits[..., 0], sum(memory.values()), np.inf)
-        return held, np.maximum(extra_s, 0.0), starts
-
-    def _least_kept(self, kind: Ints, again: Ints, plain: Ints, plain_kind: int) -> dict[str, Floats]:
-        """Return the activations and what is at work of ranks with such layers at least: [rank, option].
-
-        Every chunk has a layer, all others lie where they are kept least.
-        """
-        blocks, schedule, chunks = self._blocks, self._schedule, self._schedule.num_chunks
-
-        def least(name: str) -> tuple[Floats, Floats]:
-            """Return a column of a layer that is computed again and of a plain one, and the least that there is."""
-            column: Floats = getattr(blocks.layer, name)[:, 0]
-            own, kept = column[kind], column[plain_kind]
-            smaller = np.where(plain == 0, own, np.where(again == 0, kept, np.minimum(own, kept)))
-            return again * own + plain * kept, smaller
-
-        def kept(in_flight: Floats, name: str) -> Floats:
-            """Return what the layers of ranks keep at least at each time: [rank, time, option]."""
-            fewest, (all_bytes, smaller) = in_flight.min(axis=2)[..., None], least(name)
-            beside = in_flight.sum(axis=2)[..., None] - chunks * fewest
-            found = fewest * all_bytes[:, None] + beside * smaller[:, None]
-            for stage, block in ((0, blocks.embed), (schedule.num_stages - 1, blocks.head)):
-                has = (self._stages == stage)[:, None]
-                found = found + (in_flight * has).sum(axis=2)[..., None] * getattr(block, name)[0, 0]
-            return found
-
-        saved = in_flight_of(schedule)[..., :chunks]  # two times of many will do: of most, and of most in every chunk
-        times = np.stack([saved.sum(axis=2).argmax(axis=1), saved.min(axis=2).argmax(axis=1)], axis=1)
-        in_flight = np.take_along_axis(in_flight_of(schedule), times[..., None], axis=1)
-        activations = kept(in_flight[..., :chunks], "saved_bytes")
-        if schedule.splits_backward:
-            activations = activations + kept(in_flight[..., chunks:], "waiting_bytes")
-        return {"activations": activations.max(axis=1), "working": least("moment_bytes")[1]}
-
 
 def _best_price(own_s: Floats, more: Ints, left: int) -> tuple[float, Floats]:
     """Return a price of a layer, and what each rank takes at least beyond the price of its layers.
@@ -336,3 +243,139 @@ def _best_price(own_s: Floats, more: Ints, left: int) -> tuple[float, Floats]:
     least = beyond(fine)
     number = int((fine * left + least.sum(axis=1)).argmax())
     return float(fine[number]), least[number]
+
+
+def least_again_s(blocks: PipelineBlocks, choices: StageChoices, capacity: Floats) -> Floats:
+    """Return what ranks compute again in a micro-batch at least, by their layers: [rank, total, candidate].
+
+    It is infinite where so many layers do not fit. More layers hold more, so that they recompute no less.
+    """
+    totals = rank_totals(blocks.schedule, choices.num_layers)
+    if choices.recompute is not None:  # pinned: there is nothing to find
+        return np.zeros((blocks.schedule.num_ranks, len(totals), blocks.num_candidates))
+    even = -(-choices.num_layers // blocks.schedule.num_ranks)
+    some = totals[: max(1, even + _MORE - blocks.schedule.num_chunks + 1)]
+    held, extra_s, starts = _least_held(blocks, choices, some)
+    found = np.minimum.reduceat(np.where(held <= capacity, extra_s, np.inf), starts, axis=1)
+    return np.concatenate([found, np.repeat(found[:, -1:], len(totals) - len(some), axis=1)], axis=1)
+
+
+def least_fullest_bytes(blocks: PipelineBlocks, choices: StageChoices) -> Floats:
+    """Return what the fullest rank of each candidate holds at least, whatever the split."""
+    if choices.recompute is not None:
+        return np.zeros(blocks.num_candidates)  # what is pinned may differ from chunk to chunk
+    totals = rank_totals(blocks.schedule, choices.num_layers)
+    held, _, starts = _least_held(blocks, choices, totals)
+    by_total = np.minimum.reduceat(held, starts, axis=1)
+    return np.array([_least(by_total[..., one], totals, choices.num_layers) for one in range(blocks.num_candidates)])
+
+
+@lru_cache(maxsize=256)
+def _unit_delays(schedule: Schedule, hidden: bool, apart: bool) -> Delays:
+    """Return the delays of a candidate whose passes take nothing, and each of its sends a second."""
+    sends = Sends(time_s=np.ones(1), hidden=hidden, receives_apart=apart)
+    return pipeline_delays(schedule, sends, np.zeros((4, schedule.num_stages, 1)))
+
+
+def rank_totals(schedule: Schedule, num_layers: int) -> Ints:
+    """Return how many layers a rank may have."""
+    return np.arange(schedule.num_chunks, num_layers - schedule.num_chunks * (schedule.num_ranks - 1) + 1)
+
+
+def _started_s(blocks: PipelineBlocks) -> Floats:
+    return np.array([1.0, 1.0, 0.0]) * blocks.question.calibration.task_s / 2  # as ``price_stages`` has it
+
+
+def _possible(blocks: PipelineBlocks, choices: StageChoices) -> NDArray[np.bool_]:
+    """Say what layers may compute again, [kind, candidate]: any of it where that is pinned, or nothing is allowed."""
+    if choices.recompute is not None:
+        return np.ones_like(blocks.layer.forward_s, dtype=bool)
+    return choices.allowed | ~choices.allowed.any(axis=0)
+
+
+def fastest_passes(blocks: PipelineBlocks, choices: StageChoices) -> tuple[Floats, Floats, Floats]:
+    """Return what embedding, layer and head take of every pass at least, with any recompute: [pass, candidate]."""
+    allowed = _possible(blocks, choices)
+    embed, head = (np.stack([getattr(one, name)[0] for name in PASSES]) for one in (blocks.embed, blocks.head))
+    columns = (np.where(allowed, getattr(blocks.layer, name), np.inf) for name in PASSES)
+    return embed, np.stack([column.min(axis=0) for column in columns]), head
+
+
+def _least_held(blocks: PipelineBlocks, choices: StageChoices, totals: Ints) -> tuple[Floats, Floats, Ints]:
+    """Return what each option of each rank holds at least, and recomputes in a micro-batch, [rank, option, candidate].
+
+    Options are those of a number of layers, in order of it; the last value says where those of each number begin.
+    Every chunk has a layer, all others lie where they are kept least.
+    """
+    schedule, chunks = blocks.schedule, blocks.schedule.num_chunks
+    layers = np.ones((schedule.num_ranks, len(totals), chunks), dtype=np.int64)
+    layers[:, :, 0] = totals - chunks + 1
+    options, divisions, allowed = stage_options(schedule, choices, layers)
+    prices = price_stages(blocks, options)
+    shape = (*prices.num_blocks.shape, blocks.num_candidates)
+    kind = np.broadcast_to(options.kind[..., 0], shape[:2])
+    again = np.broadcast_to(options.recomputed.sum(axis=2), shape[:2])
+    plain = options.num_layers - again
+    embed, layer, head = fastest_passes(blocks, choices)
+    counts, ends_s = counts_of(schedule), np.full((schedule.num_ranks, 1, shape[2]), chunks * _started_s(blocks).sum())
+    for stage, passes in ((0, embed), (-1, head)):
+        ends_s[counts.ranks[stage]] += passes.sum(axis=0)
+    extra_s = prices.pass_s - (again + plain)[..., None] * layer.sum(axis=0) - ends_s
+    memory = {part: np.broadcast_to(size, shape) for part, size in prices.memory.items()}
+    if chunks > 1:
+        memory |= _least_kept(blocks, kind, again, plain, options.plain_kind)
+        memory["working"] = np.minimum(prices.memory["working"], memory["working"])
+        reserved = load_kernels(blocks.question.kernels).reserved
+        if reserved:
+            apart = memory.pop("reserved") * 0.0 + memory["runtime"]
+            memory["reserved"] = reserved.share * (sum(memory.values()) - apart)
+    starts = np.flatnonzero(np.diff(divisions, prepend=-1))
+    return np.where(allowed, sum(memory.values()), np.inf), np.maximum(extra_s, 0.0), starts
+
+
+def _least_kept(blocks: PipelineBlocks, kind: Ints, again: Ints, plain: Ints, plain_kind: int) -> dict[str, Floats]:
+    """Return the activations and what is at work of ranks with such layers at least: [rank, option, candidate].
+
+    Every chunk has a layer, all others lie where they are kept least.
+    """
+    schedule, chunks, stages = blocks.schedule, blocks.schedule.num_chunks, counts_of(blocks.schedule).stages
+    again, plain = again[..., None], plain[..., None]
+
+    def least(name: str) -> tuple[Floats, Floats]:
+        """Return a column of a layer that is computed again and of a plain one, and the least that there is."""
+        column: Floats = getattr(blocks.layer, name)
+        own, kept = column[kind], column[plain_kind]
+        smaller = np.where(plain == 0, own, np.where(again == 0, kept, np.minimum(own, kept)))
+        return again * own + plain * kept, smaller
+
+    def kept(in_flight: Floats, name: str) -> Iterator[Floats]:
+        """Yield what the layers of ranks keep at least at each time."""
+        all_bytes, smaller = least(name)
+        for now in np.moveaxis(in_flight, 1, 0)[..., None, None]:
+            fewest = now.min(axis=1)
+            found = fewest * all_bytes + (now.sum(axis=1) - chunks * fewest) * smaller
+            for stage, block in ((0, blocks.embed), (schedule.num_stages - 1, blocks.head)):
+                has = (stages == stage)[:, :, None, None]
+                found = found + (now * has).sum(axis=1) * getattr(block, name)[0]
+            yield found
+
+    saved = in_flight_of(schedule)[..., :chunks]  # two times of many will do: of most, and of most in every chunk
+    times = np.stack([saved.sum(axis=2).argmax(axis=1), saved.min(axis=2).argmax(axis=1)], axis=1)
+    in_flight = np.take_along_axis(in_flight_of(schedule), times[..., None], axis=1)
+    activations = [*kept(in_flight[..., :chunks], "saved_bytes")]
+    if schedule.splits_backward:
+        pairs = zip(activations, kept(in_flight[..., chunks:], "waiting_bytes"), strict=True)
+        activations = [one + other for one, other in pairs]
+    return {"activations": np.maximum(*activations), "working": least("moment_bytes")[1]}
+
+
+def _least(cost: Floats, totals: Ints, num_layers: int) -> float:
+    """Return the least value within which the ranks can have all layers, given what each total costs a rank."""
+    values = np.unique(cost[np.isfinite(cost)])
+    values = values[values >= cost.min(axis=1).max()]
+    low, high = 0, len(values)
+    while low < high:
+        middle = (low + high) // 2
+        most = np.where(cost <= values[middle], totals, 0).max(axis=1)
+        low, high = (low, middle) if most.sum() >= num_layers else (middle + 1, high)
+    return float(values[low]) if low < len(values) else np.inf

@@ -8,7 +8,7 @@ import numpy as np
 
 from autoshard.cost.stages import PipelineBlocks, counts_of
 from autoshard.schedule.waves import Floats, Ints
-from autoshard.search.split_bounds import SplitBounds, SplitSearch
+from autoshard.search.split_bounds import SplitBounds, SplitSearch, least_again_s, least_fullest_bytes
 from autoshard.search.stage_options import (
     NEVER,
     SURE,
@@ -185,6 +185,8 @@ def fill_splits(
     any bound of it that is known.
     """
     below_s, rest_s, least_s = limits
+    if choices.again_s is None:
+        choices = replace(choices, again_s=least_again_s(blocks, choices, capacity))
     return StageFilling.side_by_side(
         [
             _filled(some, effort, (below_s, float(rest_s[number]), float(least_s[number])))
@@ -206,30 +208,30 @@ def smallest_splits(
 ) -> StageFilling:
     """Return a filling of each candidate that holds little, and the least that any holds as its bound."""
     parts: list[StageFilling] = []
-    for some in _each(blocks, choices, capacity, SplitSearch()):
-        least = np.array([SplitBounds(some.blocks, some.choices, some.known).least_bytes() * (1 - SURE)])
-        bound = np.where(least <= some.capacity, least, np.inf)
-        found = StageFilling.nothing(blocks.schedule.num_stages, bound)
-        if bound[0] < below_bytes:
+    least = least_fullest_bytes(blocks, choices) * (1 - SURE)
+    for number, some in enumerate(_each(blocks, choices, capacity, SplitSearch())):
+        own = least[number : number + 1]
+        found = StageFilling.nothing(blocks.schedule.num_stages, np.where(own <= some.capacity, own, np.inf))
+        if found.bound[0] < below_bytes:
             split, held = some.smallest()
             if held <= some.capacity[0]:
                 fits = replace(some, capacity=np.full(1, held * (1 + SURE)))
-                found = replace(fits.best_of([split]), bound=least)
+                found = replace(fits.best_of([split]), bound=own)
         parts.append(found)
     return StageFilling.side_by_side(parts)
 
 
 def split_bounds(
-    blocks: PipelineBlocks, choices: StageChoices, capacity: Floats, limits: tuple[float, Floats], known: SplitSearch
+    blocks: PipelineBlocks, choices: StageChoices, limits: tuple[float, Floats], known: SplitSearch
 ) -> Floats:
     """Return what a step of each candidate takes at least, with more flows if there is time to find some.
 
     ``limits`` are the seconds below which it matters, and what a step takes at least beside its micro-batches.
     """
     below_s, found = limits[0], list[float]()
-    for some, rest_s in zip(_each(blocks, choices, capacity, known), limits[1].tolist(), strict=True):
-        bounds = SplitBounds(some.blocks, some.choices, known)
-        bounds.limit_memory(float(some.capacity[0]))
+    for number, rest_s in enumerate(limits[1].tolist()):
+        one = np.array([number])
+        bounds = SplitBounds(blocks.only(one), choices.only(one), known)
         found.append(bounds.bound_s(bounds.paths(), below_s - rest_s) + rest_s)
         for _ in range(_TIGHTER):
             if found[-1] >= below_s or known.seconds_left <= 0:
@@ -244,7 +246,6 @@ def _filled(some: SplitFilling, effort: Effort, limits: tuple[float, float, floa
     schedule, known, (below_s, rest_s, bound_s) = some.blocks.schedule, some.known, limits
     best = StageFilling.nothing(schedule.num_stages, np.full(1, np.inf))
     bounds = SplitBounds(some.blocks, some.choices, known)
-    bounds.limit_memory(float(some.capacity[0]))
     for step in range(_ROUNDS):
         limit_s = min(below_s, float(best.time_s[0]))
         if bound_s >= limit_s * (1 - effort.gap):

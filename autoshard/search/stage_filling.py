@@ -15,7 +15,7 @@ from autoshard.cost.stages import PipelineBlocks
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.split_bounds import SplitSearch
-from autoshard.search.split_filling import fill_splits, smallest_splits, split_bounds
+from autoshard.search.split_filling import fill_splits, smallest_splits
 from autoshard.search.stage_options import (
     ALL_RANGES,
     NEVER,
@@ -135,19 +135,6 @@ def fill_stages(
         return found.with_columns(some, options.fastest(0 * some, some)) if len(some) else found
     limits = (below, rest_s, np.broadcast_to(least, rest_s.shape))
     return fill_splits(blocks, choices, capacity, goal.effort, limits, splits or SplitSearch())
-
-
-def stage_bounds(
-    blocks: PipelineBlocks, choices: StageChoices, goal: Goal, limits: tuple[float, Floats], splits: SplitSearch
-) -> Floats:
-    """Return what a step of each candidate takes at least, as far as that is not found out by filling its stages.
-
-    ``limits`` are the seconds below which it matters, and what a step takes at least beside its micro-batches.
-    """
-    if choices.only_split(blocks.schedule) or blocks.schedule.builder in ALL_RANGES:
-        return np.zeros(blocks.num_candidates)
-    capacity = np.broadcast_to(goal.capacity, blocks.num_candidates)
-    return split_bounds(blocks, choices, capacity, (limits[0], limits[1] + blocks.fixed_s), splits)
 
 
 def _best_of(found: StageFilling, candidates: Ints, bound: Floats) -> StageFilling:

@@ -50,6 +50,7 @@ class StageChoices(PerCandidate):
     stages: Split | None  # pinned
     recompute: tuple[Recompute, ...] | None  # pinned, one entry for all stages or one for each
     partly: bool = True  # whether a stage may recompute some of its layers in full
+    again_s: Floats | None = None  # what ``least_again_s`` returns, once that is known
 
     def only_split(self, schedule: Schedule) -> Split | None:
         """Return the layers of the stages where there is one choice: pinned, or one stage, or a layer for each."""
