@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from autoshard.cli import main
 from autoshard.cost.predict import sent_by_stage
-from autoshard.engine.base import Measured
+from autoshard.engine.base import Measured, Run
 from autoshard.engine.initial import InitialWeights, no_weights
 from autoshard.engine.programs import graph_of
 from autoshard.engine.torch.engine import TorchEngine
@@ -21,6 +21,7 @@ from autoshard.plan.plan import Plan
 from autoshard.runtime.data.batches import synthetic_step
 from autoshard.runtime.dry import dry_rank, enough, telling_ranks
 from autoshard.spec.model import ModelSpec
+from autoshard.spec.training import Training
 from tests.ranks.cases import gpt, llama, plan_of
 from tests.ranks.spawn import on_ranks
 from tests.runtime.cases import write_tiny
@@ -49,7 +50,9 @@ CASES = [  # with their micro-batches; of some only a few are run
 
 
 def measure(plan: Plan) -> Measured:
-    engine = TorchEngine(plan, InitialWeights(graph=graph_of(plan), seed=0))
+    """What a rank itself counts, by functions made of the table: a dry run executes the table."""
+    run = Run(folder=Path(), training=Training(), mode="generated")
+    engine = TorchEngine(plan, InitialWeights(graph=graph_of(plan), seed=0), run=run)
     engine.step(synthetic_step(plan), learning_rate=0.0)
     return engine.measured()
 

@@ -28,7 +28,7 @@ from autoshard.engine.torch.kernels import Kernel, Rotations
 from autoshard.engine.torch.recording import Operation, Recording, needed
 from autoshard.engine.torch.writing import PassText, Statement, Step, Variables, module, statement
 from autoshard.layout.layout import Layout
-from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction
+from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Value
 from autoshard.schedule.builders import ActionKind
 
 
@@ -126,10 +126,12 @@ class Generator:
         context, layout, name = self.context, entry.value.layout, entry.value.tensor
         if name in BY_BATCH:
             return torch.zeros(context.mesh_rank.shape(layout), dtype=torch.int64)
-        tensor = parts.block.tensors[name]
-        if name in POSITIONS:
-            return self.positions(layout)
-        return torch.empty(context.mesh_rank.shape(layout), dtype=context.formats.of(tensor.dtype), device=NOWHERE)
+        return self.positions(layout) if name in POSITIONS else self.empty(parts, entry.value)
+
+    def empty(self, parts: BlockProgram, value: Value) -> torch.Tensor:
+        """Return a tensor as the table has it, without gaps."""
+        dtype = self.context.formats.of(parts.block.tensors[value.tensor].dtype)
+        return torch.empty(self.context.mesh_rank.shape(value.layout), dtype=dtype, device=NOWHERE)
 
     def positions(self, layout: Layout) -> torch.Tensor:
         """Return those that this rank has."""
@@ -137,7 +139,7 @@ class Generator:
 
 
 def _called(step: LocalStep) -> Kernel:
-    """Return what a function calls; what depends on a batch lies in memory as its numbers want, so all is copied."""
+    """Return what a function calls; what it computes has no gaps, however the numbers of a batch made it lie."""
     run = step.run
     assert run, "what is taken is not called"
     if not isinstance(step.entry, Compute):
@@ -182,6 +184,8 @@ class _RecordedPass:
         elif isinstance(step.entry, Communicate) and step.entry.writes.tensor in POSITIONS:
             # Every rank knows them; they are sent, and kept, because the table says so.
             made = (recording.name(generator.positions(step.entry.writes.layout)),)
+        elif isinstance(step.entry, Compute):
+            made = tuple(recording.name(generator.empty(self._run.parts, value)) for value in step.entry.writes)
         else:
             made = tuple(map(recording.name, _called(step)(*reads)))
         for name, tensor, shape in zip(step.writes, made, step.shapes, strict=True):

@@ -138,12 +138,6 @@ class SilentGroup(RankGroup):
         """Return the shape of what would arrive."""
         return given.new_zeros(sum(counts))
 
-    def pass_on(
-        self, tensors: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor]
-    ) -> Callable[[], Sequence[torch.Tensor]]:
-        """Return the given memory at once."""
-        return lambda: arriving
-
 
 def _ordered(joined: torch.Tensor, now: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
     """Bring equal pieces, one of each rank, from one order of ranks into another."""
