@@ -101,10 +101,12 @@ def random_layout(seed: int) -> Plan:
     text += f",zero={rng.choice((0, 1, 3))}" if dp * cp > 1 and pp == 1 else ""
     text += f",sp={rng.choice(('true', 'false'))}" if tp > 1 else ""
     schedules = ("1f1b", "gpipe", "zb_h1", "interleaved,vp=2", "zb_v,vp=2")
-    text += f",schedule={rng.choice(schedules)}" if pp > 1 else ""
-    sizes = {"num_layers": rng.choice((8, 9, 11)), "hidden": 32, "ffn": 64, "head_dim": 8, "vocab": 64}
+    schedule = rng.choice(schedules) if pp > 1 else ""
+    text += f",schedule={schedule}" if schedule else ""
+    fewest = pp * (2 if "vp" in schedule else 1)
+    sizes = {"num_layers": fewest + rng.choice((0, 1, 3)), "hidden": 32, "ffn": 64, "head_dim": 8, "vocab": 64}
     sizes |= {"num_heads": 8, "num_kv_heads": rng.choice((4, 8)), "tied_embeddings": rng.choice((True, False))}
-    return plan_of(text, rng.choice((llama, gpt))(**sizes), global_batch=2 * pp * dp * mbs, seq_len=16)
+    return plan_of(text, rng.choice((llama, gpt))(**sizes), global_batch=max(2, pp) * dp * mbs, seq_len=16)
 
 
 @pytest.mark.slow
