@@ -152,8 +152,15 @@ def refuse_without_neuron(plan: Plan, name: str, *, started: bool) -> None:
 
 
 def missing_compiler(device: str) -> str:
-    """Say what torch has not to compile for a device: for processors a compiler of C++, for GPUs Triton."""
+    """Say what torch has not to compile for a device: for processors a compiler of C++, for GPUs Triton.
+
+    A device may bring its own compiler, which has its name (TorchNeuron's is ``neuron``).
+    """
     if device != HOST:
+        from torch._dynamo.backends.registry import list_backends
+
+        if device in list_backends():
+            return ""
         from torch.utils._triton import has_triton
 
         return "" if has_triton() else f"there is no Triton here for {device}"

@@ -129,13 +129,42 @@ def test_the_functions_that_run_are_in_the_folder_of_the_run(tmp_path: Path):
 
 
 def test_what_cannot_be_compiled_runs_as_it_is():
-    from autoshard.engine.torch.compiled import inductor  # which takes seconds
+    from autoshard.engine.torch.compiled import compiler_of  # which takes seconds
 
     def piece(given: list[torch.Tensor]) -> list[torch.Tensor]:
         return [given[0] * float(given[0].sum())]  # which waits for a number
 
     with pytest.warns(UserWarning, match="piece runs without being compiled"):
-        assert inductor(torch.device("cpu"))(piece, [torch.empty(3, device="meta")]) is piece
+        assert compiler_of(torch.device("cpu"))(piece, [torch.empty(3, device="meta")]) is piece
+
+
+def test_a_device_may_bring_its_own_compiler() -> None:
+    """It is asked for by the name of the device, as TorchNeuron's is; here the host pretends to have one."""
+    (found,) = on_ranks(1, by_its_own_compiler)
+    assert found == (["aten.mul.Tensor", "aten.add.Tensor"], [5.0, 7.0], "")
+
+
+def by_its_own_compiler() -> tuple[list[str], list[float], str]:
+    from torch._dynamo import register_backend
+
+    from autoshard.engine.torch.compiled import compiler_of
+
+    def piece(given: list[torch.Tensor]) -> list[torch.Tensor]:
+        first, second = given
+        given.clear()
+        return [first.mul(second).add_(1.0)]
+
+    targets: list[str] = []
+
+    def own(graph: torch.fx.GraphModule, _: object) -> object:
+        targets.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    register_backend(own, name="cpu")
+    compiled = compiler_of(torch.device("cpu"))(piece, [torch.empty(2, device="meta")] * 2)
+    (made,) = compiled([torch.tensor([1.0, 2.0]), torch.tensor([4.0, 3.0])])
+    register_backend(own, name="neuron")
+    return targets, made.tolist(), missing_compiler("neuron")
 
 
 def test_a_machine_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch):

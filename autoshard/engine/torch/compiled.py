@@ -1,10 +1,14 @@
-"""Compiles pieces of generated functions with Inductor, for the shapes of this rank; what it cannot runs as it is."""
+"""Compiles pieces of generated functions for the shapes of this rank; what a compiler cannot runs as it is.
+
+The compiler is Inductor, or what a device registers with torch under its own name, as TorchNeuron does.
+"""
 
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._dynamo.backends.registry import list_backends, lookup_backend
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
@@ -18,19 +22,23 @@ Piece = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 _THREADS_OF_HOST = 1  # ranks of one machine compile at the same time, and workers of theirs would outlive them
 
 
-def inductor(device: torch.device) -> Callable[[Piece, Sequence[torch.Tensor]], Piece]:
+def compiler_of(device: torch.device) -> Callable[[Piece, Sequence[torch.Tensor]], Piece]:
     """Return what compiles for a device: a piece, with tensors of the shapes and strides that it will be given."""
     settings = {"compile_threads": _THREADS_OF_HOST} if device.type == HOST else {}
-    fake = FakeTensorMode()
+    fake, own = FakeTensorMode(), device.type in list_backends()
 
     def compiled(piece: Piece, examples: Sequence[torch.Tensor]) -> Piece:
         with fake:
             given = [like(one, device) for one in examples]
         try:
             with config.patch(settings), torch.no_grad():
+                if own:
+                    return _taking_a_list(
+                        lookup_backend(device.type)(traced(piece, given, fake, decomposes=False), given)
+                    )
                 found: Any = compile_fx_inner(traced(piece, given, fake), given)
                 return found.current_callable or found  # without what notes each call
-        except Exception as error:  # whatever it is that Inductor cannot: the same numbers come without it
+        except Exception as error:  # whatever it is that the compiler cannot: the same numbers come without it
             name = getattr(piece, "__name__", "a piece")
             warnings.warn(f"{name} runs without being compiled: {str(error).splitlines()[0]}", stacklevel=2)
             return piece
@@ -44,15 +52,29 @@ def like(example: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=where)
 
 
-def traced(piece: Piece, given: Sequence[torch.Tensor], fake: FakeTensorMode) -> GraphModule:
-    """Return the graph that Inductor takes: without changes in place, but for those of what is given."""
+def _taking_a_list(function: Callable[..., Any]) -> Piece:
+    def run(some: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        given = tuple(some)
+        some.clear()
+        return function(*given)
+
+    return run
+
+
+def traced(
+    piece: Piece, given: Sequence[torch.Tensor], fake: FakeTensorMode, *, decomposes: bool = True
+) -> GraphModule:
+    """Return the graph that a compiler takes: without changes in place, but for those of what is given.
+
+    Inductor wants operations that it decomposes; other compilers do so themselves.
+    """
 
     def run(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
         return piece(list(tensors))
 
     functional: Any = torch.func.functionalize(run, remove="mutations")
     with fake:
-        graph = make_fx(functional, decomposition_table=select_decomp_table())(*given)
+        graph = make_fx(functional, decomposition_table=select_decomp_table() if decomposes else {})(*given)
     made: Any = graph.graph.output_node()
     made.meta["user_visible_output_idxs"] = list(range(len(made.args[0])))  # their strides are as traced
     return graph

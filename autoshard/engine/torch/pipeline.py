@@ -22,9 +22,9 @@ def _runs_of(
     """Return by name what executes each of a rank's blocks; equal layers share one."""
     compiler = None
     if mode == "compiled":
-        from autoshard.engine.torch.compiled import inductor  # which takes a second
+        from autoshard.engine.torch.compiled import compiler_of  # which takes a second
 
-        compiler = inductor(context.formats.device)
+        compiler = compiler_of(context.formats.device)
     generator = Generator(context=context, kinds=[kind for kind in "FBIW" if kind in kinds], compiler=compiler)
     alike: dict[int, list[str]] = {}
     for name, parts in blocks.items():
