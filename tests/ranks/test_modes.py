@@ -156,7 +156,7 @@ def by_its_own_compiler() -> tuple[list[str], list[float], str]:
 
     targets: list[str] = []
 
-    def own(graph: torch.fx.GraphModule, _: object) -> object:
+    def own(graph: torch.fx.GraphModule, _: Any) -> Any:
         targets.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return graph.forward
 

@@ -33,9 +33,8 @@ def compiler_of(device: torch.device) -> Callable[[Piece, Sequence[torch.Tensor]
         try:
             with config.patch(settings), torch.no_grad():
                 if own:
-                    return _taking_a_list(
-                        lookup_backend(device.type)(traced(piece, given, fake, decomposes=False), given)
-                    )
+                    graph = traced(piece, given, fake, decomposes=False)
+                    return _taking_a_list(lookup_backend(device.type)(graph, given))
                 found: Any = compile_fx_inner(traced(piece, given, fake), given)
                 return found.current_callable or found  # without what notes each call
         except Exception as error:  # whatever it is that the compiler cannot: the same numbers come without it
