@@ -81,15 +81,15 @@ def bytes_price(tensor_bytes: float, atoms: Sizes) -> Price:
     """
 
     def price(change: Change) -> float:
-        count = math.prod(atoms.get(atom, 1) for atom in change.collective.atoms)
-        shares = [
-            math.prod(atoms.get(atom, 1) for _, cut in layout.dims for atom in cut)
-            for layout in (change.before, change.after)
-        ]
-        largest = tensor_bytes / min(shares)
         kind = change.collective.kind
         if kind == "slice":
             return 0.0
+        count = math.prod(atoms.get(atom, 1) for atom in change.collective.atoms)
+        shares = [
+            math.prod([atoms.get(atom, 1) for _, cut in layout.dims for atom in cut])
+            for layout in (change.before, change.after)
+        ]
+        largest = tensor_bytes / min(shares)
         if kind == "permute":
             return largest
         return (2 if kind.startswith("all_reduce") else 1) * largest * (count - 1) / count
@@ -135,7 +135,12 @@ def single_changes(layout: Layout, allowed: Set[str]) -> tuple[Change, ...]:
 def _named_changes(layout: Layout, allowed: frozenset[str]) -> tuple[tuple[str, Change], ...]:
     """Return these changes with the text of each; cached, because searches pass the same layouts often."""
     changes = (*_gathers_and_moves(layout, allowed), *_sums_and_slices(layout, allowed))
-    return tuple((str(change.collective), change) for change in changes)
+    return tuple((_text(change.collective), change) for change in changes)
+
+
+@lru_cache(maxsize=1 << 12)  # of many changes there are few collectives
+def _text(collective: Collective) -> str:
+    return str(collective)
 
 
 def _gathers_and_moves(layout: Layout, allowed: Set[str]) -> Iterator[Change]:

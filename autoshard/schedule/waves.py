@@ -100,13 +100,14 @@ class Waves:
         ``more_s`` are seconds between each action and the two that it waits for: [2, action, candidate].
         """
         count, columns = self.bounds[-1], delays.work_s.shape[2]
+        later = set() if more_s is None else {*np.flatnonzero(more_s.any(axis=(0, 2))).tolist()}
         own = delays.before_s[self.places] + delays.work_s[self.kinds, self.stages]
         until = np.stack([own + delays.after_s[self.places], own + delays.travel_s[self.places]])
         times = np.zeros((2, count + 1, columns))  # the last row is that of no action
         known = times.reshape(-1, columns)
         for low, high in pairwise(self.bounds):
             ready, width = known.take(self.waits[2 * low : 2 * high], 0), high - low
-            if more_s is not None:
+            if more_s is not None and not later.isdisjoint(range(low, high)):
                 ready += more_s[:, low:high].reshape(2 * width, columns)
             np.add(np.maximum(ready[:width], ready[width:]), until[:, low:high], out=times[:, low:high])
         return times
@@ -146,8 +147,10 @@ class Waves:
         found /= found.sum(axis=0)
         handed = given[:-2].reshape(count, 2, columns)
         for low, high in reversed([*pairwise(self.bounds)]):
-            found[low:high] += given.take(self.later[low:high], 0).sum(axis=1)
-            np.multiply(shares[low:high], found[low:high, None], out=handed[low:high])
+            own = np.add.reduce(given.take(self.later[low:high], 0), axis=1)
+            own += found[low:high]
+            found[low:high] = own
+            np.multiply(shares[low:high], own[:, None], out=handed[low:high])
         handed = handed.swapaxes(0, 1)
         passing = np.zeros((len(self.numbers), columns))
         np.add.at(passing, of, handed[way, over])

@@ -25,7 +25,7 @@ from autoshard.search.priced_layouts import KnownCuttings, LayoutPricer, SolvedC
 from autoshard.search.simple import Simple, simplest
 from autoshard.search.split_bounds import SplitSearch
 from autoshard.search.stage_filling import Goal
-from autoshard.search.stage_options import StageFilling
+from autoshard.search.stage_options import ALL_RANGES, StageFilling
 from autoshard.search.watch import SearchProgress, SearchStopped, Watch, go_on, never_stop
 
 _ALWAYS = 3  # best layouts get their own cutting, even if fewer are shown, so that the best one does not depend on it
@@ -87,7 +87,7 @@ class Pool:
         while self._unpriced:
             self._learn(self._unpriced[0][1], self._unpriced[0][0])
             del self._unpriced[0]
-            if len(self._best) < wanted:
+            if not np.isfinite(self._limit(wanted)):
                 self._look_first(wanted)
         if self._cuttings.refused and not self._cuttings.own:
             raise next(iter(self._cuttings.refused.values()))
@@ -269,7 +269,8 @@ class Pool:
             near = points.bound[order] < limits[order]
             self._passed.append(points.only(order[~near]))
             order = order[near]
-            at_once = _AT_ONCE if np.isfinite(limit) or everything else 1
+            by_split = points.sharpness == SHARPEST and points.variant.space.base.schedule not in ALL_RANGES
+            at_once = 1 if by_split else _AT_ONCE  # each split that is found excludes others
             self._push(points.only(order[at_once:]))
             first = points.only(order[:at_once])
             try:
