@@ -100,7 +100,7 @@ class Waves:
         ``more_s`` are seconds between each action and the two that it waits for: [2, action, candidate].
         """
         count, columns = self.bounds[-1], delays.work_s.shape[2]
-        later = set() if more_s is None else {*np.flatnonzero(more_s.any(axis=(0, 2))).tolist()}
+        later: set[int] = set() if more_s is None else {*np.flatnonzero(more_s.any(axis=(0, 2))).tolist()}
         own = delays.before_s[self.places] + delays.work_s[self.kinds, self.stages]
         until = np.stack([own + delays.after_s[self.places], own + delays.travel_s[self.places]])
         times = np.zeros((2, count + 1, columns))  # the last row is that of no action
