@@ -1,7 +1,7 @@
 """One block on one rank: its program, made ready instruction by instruction, and the interpreter that runs it so."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -15,10 +15,23 @@ from autoshard.engine.torch.kernels import Kernel, KernelContext, Rotations, ker
 from autoshard.engine.torch.kernels.kernel import laid_out
 from autoshard.engine.torch.kernels.products import adding
 from autoshard.engine.torch.world import World
+from autoshard.graph.kinds.indexing import Place
 from autoshard.graph.kinds.linear import Einsum
+from autoshard.graph.kinds.norm import NormGradient
 from autoshard.graph.kinds.optimizer import Accumulate
+from autoshard.graph.kinds.pointwise import Multiply, UnaryGradient
 from autoshard.graph.op import OpKind
-from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Sum, read_by, written_by
+from autoshard.layout.program import (
+    Communicate,
+    Compute,
+    CountOnce,
+    Given,
+    Instruction,
+    Sum,
+    Value,
+    read_by,
+    written_by,
+)
 from autoshard.schedule.builders import ActionKind
 
 Values = dict[str, torch.Tensor]  # what a rank holds while a program runs, by the values' names
@@ -26,6 +39,7 @@ Values = dict[str, torch.Tensor]  # what a rank holds while a program runs, by t
 InputSource = Callable[[str], torch.Tensor]
 # By documents the host decides what attends to what, for every batch anew.
 BY_BATCH = ("document_starts",)
+_OWN_MEMORY = (Einsum, Multiply, NormGradient, Place, UnaryGradient)  # kinds whose results are no views
 POSITIONS = ("positions", "key_positions")  # which the plan orders
 
 
@@ -195,6 +209,7 @@ def _local_steps(
             product = made.get(gradient) if num_readers[gradient] == 1 and gradient not in kept else None
             if product and (run := _adding(context, parts, product, entry)):
                 added |= {name: (run, (total, *read_by(product))), gradient: (run, ())}
+    own = {name for name, entry in made.items() if isinstance(entry.op.kind, _OWN_MEMORY) and num_readers[name] == 1}
     for entry in entries:
         match entry:
             case Given(value=value):
@@ -204,7 +219,7 @@ def _local_steps(
             case _:
                 writes, reads = (entry.writes,), read_by(entry)
         adds = writes[0].name in added
-        run, reads = added[writes[0].name] if adds else (_kernel(context, parts, entry), reads)
+        run, reads = added[writes[0].name] if adds else (_kernel(context, parts, entry, own - kept), reads)
         if reads or not adds:
             shapes = tuple(context.mesh_rank.shape(value.layout) for value in writes)
             names = tuple(value.name for value in writes)
@@ -220,7 +235,8 @@ def _adding(context: RankContext, parts: BlockProgram, product: Compute, entry: 
     return adding(product.op.kind, parts.block.call(product.op, context.sizes(product))) if one_format else None
 
 
-def _kernel(context: RankContext, parts: BlockProgram, entry: Instruction) -> Kernel | None:
+def _kernel(context: RankContext, parts: BlockProgram, entry: Instruction, own: Collection[str]) -> Kernel | None:
+    """Return what executes an instruction; a sum may overwrite ``own`` values, which nobody else reads."""
     match entry:
         case Given():
             return None
@@ -236,13 +252,20 @@ def _kernel(context: RankContext, parts: BlockProgram, entry: Instruction) -> Ke
             first = context.mesh_rank.is_first(atoms)
             return lambda block: (block if first else torch.zeros_like(block),)
         case Sum(reads=reads, writes=writes):
-            lays = [laid_out(dims_of(value.layout), dims_of(writes.layout)) for value in reads]
+            return _sum(reads, writes, own)
 
-            def add(*blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                first, second, *more = (lay(block) for lay, block in zip(lays, blocks, strict=True))
-                total = first + second
-                for block in more:
-                    total += block
-                return (total,)
 
-            return add
+def _sum(reads: Sequence[Value], writes: Value, own: Collection[str]) -> Kernel:
+    """Return what adds values; in the memory of one of the first two, if that may be overwritten."""
+    dims = dims_of(writes.layout)
+    lays = [laid_out(dims_of(value.layout), dims) for value in reads]
+    free = [value.name in own and dims_of(value.layout) == dims for value in reads[:2]]
+
+    def add(*blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, second, *more = (lay(block) for lay, block in zip(lays, blocks, strict=True))
+        total = first.add_(second) if free[0] else second.add_(first) if free[1] else first + second
+        for block in more:
+            total += block
+        return (total,)
+
+    return add
