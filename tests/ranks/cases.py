@@ -161,7 +161,7 @@ class StepShare:
     weights: Mapping[str, Held]
 
 
-def engine_of(task: Task, formats: Formats = EXACT, mode: EngineMode = "generated") -> TorchEngine:
+def engine_of(task: Task, formats: Formats = EXACT, mode: EngineMode = "literal") -> TorchEngine:
     """One rank of a task, computed in double or in the formats of its plan."""
     run = Run(folder=Path(), training=task.training, mode=mode)
     return TorchEngine(task.plan, task.weights.__getitem__, formats, run)
@@ -173,7 +173,7 @@ def share_of(engine: TorchEngine, task: Task, step: int = 0) -> StepShare:
     return StepShare(loss=report.loss, norm=report.norm, gradients=gradients_of(engine), weights=weights_of(engine))
 
 
-def run_steps(task: Task, formats: Formats = EXACT, mode: EngineMode = "generated") -> list[StepShare]:
+def run_steps(task: Task, formats: Formats = EXACT, mode: EngineMode = "literal") -> list[StepShare]:
     """Run all steps."""
     engine = engine_of(task, formats, mode)
     return [share_of(engine, task, step) for step in range(len(task.steps))]
@@ -184,9 +184,9 @@ def run_twice(task: Task) -> tuple[list[StepShare], StepShare, Measured]:
 
     Generated functions and the interpreter must agree to the last bit; on many ranks that would take long.
     """
-    exact, engine = run_steps(task), engine_of(task, AS_PLANNED)
+    exact, engine = run_steps(task, EXACT, "generated"), engine_of(task, AS_PLANNED, "generated")
     if dist.get_world_size() <= FEW_RANKS:
-        same(run_steps(replace(task, steps=task.steps[:1]), EXACT, "literal")[0], exact[0])
+        same(run_steps(replace(task, steps=task.steps[:1]))[0], exact[0])
     return exact, share_of(engine, task), engine.measured()
 
 

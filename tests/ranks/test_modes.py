@@ -102,7 +102,7 @@ def test_a_function_without_one_of_its_operations_is_caught(name, monkeypatch: p
     written = generated.statement
     monkeypatch.setattr(generated, "statement", dropping)
     with fake_world(0, 1):
-        shares = run_steps(task)
+        shares = run_steps(task, EXACT, "generated")
     assert dropped
     with pytest.raises(AssertionError):
         compare(task.reference(), shares)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch._meta_registrations  # takes a second, once, before ranks are forked
+import torch._dynamo  # which the first operation on shapes imports: once, before ranks are forked
 
 from autoshard.engine.programs import BlockProgram
 from autoshard.engine.torch.block import (
