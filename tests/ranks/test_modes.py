@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+import autoshard.commands.run as run_command
 import autoshard.engine.torch.generated as generated
+from autoshard.commands.running import Execution
 from autoshard.engine.base import EngineMode, Measured, Run
 from autoshard.engine.torch.engine import TorchEngine, build
 from autoshard.engine.torch.fake import fake_world
@@ -171,3 +173,24 @@ def test_a_machine_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "no-such-compiler"))
     assert missing_compiler("cpu") == "there is no C++ compiler on PATH"
     assert "Triton" in missing_compiler("cuda")
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted", "missing", "mode"),
+    [
+        ("cpu", "auto", "", "generated"),
+        ("cuda", "auto", "", "compiled"),
+        ("cuda", "literal", "", "literal"),
+        ("cpu", "compiled", "", "compiled"),
+        ("cuda", "auto", "there is no Triton here for cuda", "generated"),
+    ],
+)
+def test_the_mode_follows_the_device_the_user_and_the_compiler(
+    device: str, wanted: str, missing: str, mode: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(run_command, "missing_compiler", lambda _: missing)
+    run = Run(folder=Path(), training=Training(), device=device)
+    plan = plan_of("tp=1,pp=1,dp=1", llama())
+    asked = Execution(plan=plan, notes=(), run=run, tried=False, restarts=0, json=False)
+    found = run_command._in_mode(asked, wanted)
+    assert found.run.mode == mode and len(found.notes) == bool(missing)
