@@ -105,15 +105,18 @@ class Pool:
 
     def _look_first(self, wanted: int) -> None:
         """Time even stages of likely points: a limit for all others, and an answer if the search is stopped."""
-        legal, before = self._legal.variants, len(self._points)
+        legal = self._legal.variants
         quick = [one for one in legal if one.space.base.schedule in _QUICK and one.space.base.zero == 1] or legal
-        for plain in [*self._plain]:
+        for plain in sorted(self._plain, key=lambda one: one.least):
+            if plain.least >= self._limit(wanted):
+                break
+            before = len(self._points)
             self._add_recompute(plain, [one for one in plain.variants if one in quick])
-        for group in likely(self._points[before:]):
-            if group.bound.min() < self._limit(wanted):
-                go_on(self._watch, self._progress())
-                some = group.only(np.argsort(group.bound, kind="stable")[: 2 * _AT_ONCE])
-                self._keep_all(some, some.evenly_solved(self._goal))
+            for group in likely(self._points[before:]):
+                if group.bound.min() < self._limit(wanted):
+                    go_on(self._watch, self._progress())
+                    some = group.only(np.argsort(group.bound, kind="stable")[: 2 * _AT_ONCE])
+                    self._keep_all(some, some.evenly_solved(self._goal))
         self._tune(wanted)
 
     def _tune(self, wanted: int) -> None:
@@ -242,12 +245,10 @@ class Pool:
         go_on(self._watch, self._progress())
         self._plain.remove(plain)
         left = [one for one in plain.variants if one not in variants]
-        if left:
-            self._plain.append(replace(plain, variants=left))
+        self._plain += [replace(plain, variants=left)] if left else []
         priced = self._pricer.with_recompute(plain.priced)
-        limit = self._limit(max(self._count, _ALWAYS))
         for variant in variants:
-            points = Points.of(priced, variant, self._goal, limit)
+            points = Points.of(priced, variant, self._goal, self._limit(max(self._count, _ALWAYS)))
             self._bounded[self._numbers(points)] = True
             self._points.append(points)
             self._wait(points)
