@@ -27,7 +27,7 @@ plan: $(VENV)/.base  ## plan Llama-3 70B on 16 trn1 nodes and print the table
 test: $(VENV)/.dev  ## the tests that need no accelerator, but the slow ones: five minutes on two cores
 	$(PYTEST) -m "$(NO_ACCELERATOR) and not slow"
 
-test-all: $(VENV)/.dev  ## what `make test` leaves out, the slow tests: fifteen minutes on two cores
+test-all: $(VENV)/.dev  ## what `make test` leaves out, the slow tests: twenty minutes on two cores
 	$(PYTEST) -m "$(NO_ACCELERATOR) and slow"
 
 thorough: $(VENV)/.dev  ## every property with 200 examples instead of 25: an hour on two cores
