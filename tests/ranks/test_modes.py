@@ -135,8 +135,12 @@ def test_what_cannot_be_compiled_runs_as_it_is():
     def piece(given: list[torch.Tensor]) -> list[torch.Tensor]:
         return [given[0] * float(given[0].sum())]  # which waits for a number
 
-    with pytest.warns(UserWarning, match="piece runs without being compiled"):
-        assert compiler_of(torch.device("cpu"))(piece, [torch.empty(3, device="meta")]) is piece
+    def silent(given: list[torch.Tensor]) -> list[torch.Tensor]:
+        raise NotImplementedError
+
+    for one, reason in ((piece, "piece runs without being compiled: .+"), (silent, "compiled: NotImplementedError")):
+        with pytest.warns(UserWarning, match=reason):
+            assert compiler_of(torch.device("cpu"))(one, [torch.empty(3, device="meta")]) is one
 
 
 def test_a_device_may_bring_its_own_compiler() -> None:
@@ -191,6 +195,6 @@ def test_the_mode_follows_the_device_the_user_and_the_compiler(
     monkeypatch.setattr(run_command, "missing_compiler", lambda _: missing)
     run = Run(folder=Path(), training=Training(), device=device)
     plan = plan_of("tp=1,pp=1,dp=1", llama())
-    asked = Execution(plan=plan, notes=(), run=run, tried=False, restarts=0, json=False)
-    found = run_command._in_mode(asked, wanted)
+    execution = Execution(plan=plan, notes=(), run=run, tried=False, restarts=0, json=False)
+    found = run_command._in_mode(execution, wanted)
     assert found.run.mode == mode and len(found.notes) == bool(missing)

@@ -37,9 +37,10 @@ def compiler_of(device: torch.device) -> Callable[[Piece, Sequence[torch.Tensor]
                     return _taking_a_list(lookup_backend(device.type)(graph, given))
                 found: Any = compile_fx_inner(traced(piece, given, fake), given)
                 return found.current_callable or found  # without what notes each call
-        except Exception as error:  # whatever it is that the compiler cannot: the same numbers come without it
+        except Exception as error:  # compilers raise anything; the piece gives the same numbers without them
             name = getattr(piece, "__name__", "a piece")
-            warnings.warn(f"{name} runs without being compiled: {str(error).splitlines()[0]}", stacklevel=2)
+            reason = next(iter(str(error).splitlines()), type(error).__name__)  # some errors say nothing
+            warnings.warn(f"{name} runs without being compiled: {reason}", stacklevel=2)
             return piece
 
     return compiled
