@@ -43,7 +43,8 @@ def _of_nxd(plan: Plan) -> Mapping[str, str]:
 def _between_nodes(plan: Plan) -> Mapping[str, str]:
     """Return what EFA needs where a plan has several nodes; GPUs need the same."""
     cluster = plan.cluster
-    return _BETWEEN_NODES if cluster.num_nodes > 1 and cluster.links[-1].name.startswith("efa") else {}
+    has_efa = bool(cluster.platform) or cluster.links[-1].name.startswith("efa")
+    return _BETWEEN_NODES if cluster.num_nodes > 1 and has_efa else {}
 
 
 def _logical_cores(plan: Plan) -> Mapping[str, str]:
