@@ -251,7 +251,10 @@ class _RecordedPass:
         return Statement(text=f"{', '.join(made)}, = calls[{number}]({', '.join(taken)})", reads=taken, writes=made)
 
     def _named_alike(self, operation: Operation) -> bool:
-        """Let a tensor and what is the same have one name; return whether nothing is left to write."""
+        """Give the result of an operation that copies nothing (detach, alias) its input's name.
+
+        Return whether the operation need not be written: both tensors have one name.
+        """
         names = self.variables.names
         if operation.is_same and self._is_variable(operation.args[0]):
             before, after = id(operation.args[0]), id(operation.results[0])

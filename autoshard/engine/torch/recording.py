@@ -122,7 +122,10 @@ def _changed(one: Any, number: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def needed(operations: Sequence[Operation], alive: set[int]) -> list[Operation]:
-    """Leave out what nothing reads and changes nothing; ``alive`` holds who is read later, and then earlier, too."""
+    """Return the operations that change a tensor, or make one that is read later.
+
+    ``alive`` holds the ids of the tensors that are read later; those that the returned operations read are added.
+    """
     found: list[Operation] = []
     for one in reversed(operations):
         if one.changes or any(id(result) in alive for result in one.results):

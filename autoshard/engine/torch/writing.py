@@ -163,11 +163,9 @@ def _narrow(text: _Text, operation: Operation) -> str:
 
 def _index(text: _Text, operation: Operation) -> str:
     x, index = operation.args
-    return (
-        ""
-        if None in index or any(one is None for one in index)
-        else f"{text.argument(x)}[{', '.join(map(text.argument, index))}]"
-    )
+    if any(one is None for one in index):
+        return ""
+    return f"{text.argument(x)}[{', '.join(map(text.argument, index))}]"
 
 
 def _cast(text: _Text, operation: Operation) -> str:
