@@ -129,7 +129,8 @@ def test_any_number_of_workers_writes_the_same_bytes_and_a_line_belongs_to_one_p
 def started(source: Path, out: Path) -> Iterator["subprocess.Popen[str]"]:
     """Tokenize with two workers and many small pieces, in a process that can be killed."""
     code = (
-        "import sys, autoshard.runtime.data.documents as documents; documents._LEAST_BYTES = 6000\n"
+        "import signal, sys, autoshard.runtime.data.documents as documents; documents._LEAST_BYTES = 6000\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "from autoshard.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     command = ["tokenize", str(source), "--tokenizer", "bytes", "--out", str(out), "--workers", "2"]
