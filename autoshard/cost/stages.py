@@ -349,9 +349,10 @@ def most_kept(schedule: Schedule, saved: Floats, waiting: Floats) -> Floats:
 def _other_memory(blocks: PipelineBlocks, slots: Sequence[Slot], plain_kind: int) -> Mapping[str, Number]:
     """Return the parts of a rank's memory beside states, activations, and what its platform keeps for itself.
 
-    ZeRO-3 has two whole blocks at a time, one at work and one on its way, and a gradient; or all blocks of the rank and
-    their gradients in a pipeline, where a framework does not gather and sum them for every micro-batch. Copies in
-    buckets stand ready unless gradients are summed in place, or there is nobody to share them with.
+    ZeRO-3 has two whole blocks at a time, one at work and one on its way, and a gradient, two where that of the block
+    before is sent from its own memory; or all blocks of the rank and their gradients in a pipeline, where a framework
+    does not gather and sum them for every micro-batch. Copies in buckets stand ready unless gradients are summed in
+    place, or there is nobody to share them with.
     """
     question, setting, schedule = blocks.question, blocks.setting, blocks.schedule
     precision, kernels = question.workload.precision, load_kernels(question.kernels)
@@ -366,7 +367,8 @@ def _other_memory(blocks: PipelineBlocks, slots: Sequence[Slot], plain_kind: int
     placeholders = layer.placeholder_bytes[plain_kind] + has_embed * embed.placeholder_bytes[0]
     largest = np.maximum(layer.num_weights, np.maximum(has_embed * embed.num_weights, has_head * head.num_weights))
     per_weight, per_gradient = DTYPE_BYTES[precision.weights], DTYPE_BYTES[precision.gradients]
-    gathered = largest * (2 * per_weight + per_gradient)
+    num_gradients = 1 if kernels.copies_buckets else 2
+    gathered = largest * (2 * per_weight + num_gradients * per_gradient)
     if kernels.keeps_units and schedule.num_ranks > 1:
         gathered = sum(count.sum(axis=2) * block.num_weights for count, block, _ in slots) * (per_weight + per_gradient)
     replicas = setting.atoms["edp"] * setting.atoms["ep"] * setting.atoms["cp"]

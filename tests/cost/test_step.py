@@ -156,17 +156,18 @@ class TestMemory:
         run = replace(pipeline(made("1f1b", 1, 4), [1]), bucket_bytes=7)
         assert cost_of(run, kernels=kernels, zero=zero).memory[0]["buckets"] == size
 
-    def test_zero_3_holds_whole_blocks_while_they_are_at_work(self):
+    @pytest.mark.parametrize(("kernels", "num_gradients"), [("nxd", 1), ("te", 2)])
+    def test_zero_3_holds_whole_blocks_while_they_are_at_work(self, kernels, num_gradients):
         ends = block(weights={EVERYONE: 5}, tied_weights={EVERYONE: 1})
-        cost = cost_of(pipeline(made("1f1b", 1, 4), [3]), block(weights={EVERYONE: 100}), ends, zero=3)
-        # two of the largest block in bf16 and its gradient in FP32
-        assert cost.memory[0]["gathered"] == 100 * (2 * 2 + 4)
+        cost = cost_of(pipeline(made("1f1b", 1, 4), [3]), block(weights={EVERYONE: 100}), ends, zero=3, kernels=kernels)
+        # two of the largest block in bf16, and its gradient in FP32, twice where it is sent from its own memory
+        assert cost.memory[0]["gathered"] == 100 * (2 * 2 + num_gradients * 4)
 
     @pytest.mark.parametrize(("kernels", "per_weight"), [("torch_cuda", 2 + 4), ("te", 0)])
     def test_in_a_pipeline_zero_3_keeps_its_stage_whole_where_a_framework_gathers_once(self, kernels, per_weight):
         layer, ends = block(weights={EVERYONE: 100}), block(weights={EVERYONE: 7})
         cost = cost_of(pipeline(made("1f1b", 2, 4), [3, 2]), layer, ends, zero=3, kernels=kernels)
-        largest = 100 * (2 * 2 + 4)
+        largest = 100 * (2 * 2 + 2 * 4)
         whole = [(3 * 100 + 7) * per_weight, (2 * 100 + 7) * per_weight]
         assert [parts["gathered"] for parts in cost.memory] == (whole if per_weight else [largest, largest])
 

@@ -18,7 +18,7 @@ from autoshard.engine.programs import programs_of
 from autoshard.engine.torch import block
 from autoshard.engine.torch.collectives import Change, communication
 from autoshard.engine.torch.engine import TorchEngine
-from autoshard.engine.torch.world import RankGroup, World
+from autoshard.engine.torch.world import Arrival, RankGroup, World
 from autoshard.layout.layout import Collective
 from autoshard.layout.program import Communicate, Compute, Given
 from autoshard.plan.plan import Plan
@@ -154,9 +154,10 @@ def in_order(name: str) -> Any:
     return lambda step: [{**batch, name: batch[name][:, back]} for batch in step]
 
 
-def own_part(group: RankGroup, whole: torch.Tensor) -> torch.Tensor:
+def own_part(group: RankGroup, whole: torch.Tensor, *, apart: bool = True) -> Arrival:
     """A reduce-scatter without the reduction."""
-    return whole.contiguous().chunk(len(group.ranks))[group.number].clone()
+    mine = whole.contiguous().chunk(len(group.ranks))[group.number].clone()
+    return lambda: mine
 
 
 def without_copies(world: World, place: MeshRank, change: Communicate) -> Change:
@@ -177,8 +178,8 @@ GIVEN = {
     "documents of another micro-batch": (of_another("document_starts"), {"micro": "4", "documents": "separate"}),
 }
 REPLACED = {
-    "a reduce-scatter that does not sum": ((RankGroup, "reduce_scatter", own_part), {"tp": "1", "zero": "1"}),
-    "reduce-scatters of activations": ((RankGroup, "reduce_scatter", own_part), {"sp": "yes", "zero": "0"}),
+    "a reduce-scatter that does not sum": ((RankGroup, "begin_reduce_scatter", own_part), {"tp": "1", "zero": "1"}),
+    "reduce-scatters of activations": ((RankGroup, "begin_reduce_scatter", own_part), {"sp": "yes", "zero": "0"}),
     "gradients of copied keys": ((block, "communication", without_copies), {"kv": "copied", "sp": "no"}),
     "gradients of tied weights": (
         (TorchEngine, "_tie_gradients", lambda one: None), {"tied": "yes", "pipe": "gpipe"},

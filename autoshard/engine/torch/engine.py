@@ -72,8 +72,9 @@ class TorchEngine:
         self.weights = {one.instance: one for one in self._weights_here(ties, training)}
         blocks = {name: mesh_rank.block(whole(name), one.layout) for name, one in self.weights.items()}
         here = {other: owner for other, owner in ties.items() if other in self.weights and owner in self.weights}
+        bucket_bytes = plan.buckets.reduce_scatter_bytes
         owned = (one for name, one in self.weights.items() if name not in here)
-        self.store = Store(flats=flats(self._world, owned, blocks, formats, here), ties=here)
+        self.store = Store(flats=flats(self._world, owned, blocks, formats, here, bucket_bytes), ties=here)
         self.gradients: list[torch.Tensor] = []  # of every flat this rank's piece, reduced; after an update clipped
         self.clip, self._num_updates, self._saved_bytes = 1.0, 0, 0
 
@@ -92,7 +93,7 @@ class TorchEngine:
         self._saved_bytes = self._saved_bytes or saved_bytes
         world.activity.act("reduction of gradients")
         self._tie_gradients()
-        self.gradients = [flat.reduced() for flat in flats]
+        self.gradients = self.store.reduced()
         numbers = [flat.square(piece) for flat, piece in zip(flats, self.gradients, strict=True)]
         known = (
             torch.stack([*numbers, *made.values()]).to(HOST).tolist()
@@ -197,7 +198,7 @@ class TorchEngine:
             rank = pipeline.rank_of(0 if back else pipeline.last_stage)
             if back:
                 world.send(flat.sums, rank, sent)
-            world.receive(other, rank, taken)
+            world.begin_receiving(other, rank, taken)()
             if not back:
                 world.send(flat.sums, rank, sent)
             flat.sums.add_(other)

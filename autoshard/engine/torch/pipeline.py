@@ -10,10 +10,11 @@ from autoshard.engine.torch.block import BY_BATCH, POSITIONS, BlockRun, InputSou
 from autoshard.engine.torch.formats import memory_of, own
 from autoshard.engine.torch.generated import Generator
 from autoshard.engine.torch.update import OpenedWeights, Store
+from autoshard.engine.torch.world import Arrival
 from autoshard.layout.layout import Layout
 from autoshard.layout.program import Given
 from autoshard.plan.plan import Plan
-from autoshard.schedule.builders import ActionKind
+from autoshard.schedule.builders import Action
 
 
 def _runs_of(
@@ -58,7 +59,8 @@ class RankPipeline:
         self.last_stage = len(plan.stages) - 1
         place = context.mesh_rank.coordinate("pp")
         here = [stage for stage in range(len(plan.stages)) if plan.schedule.place_of(stage)[0] == place]
-        taken = {action.kind for action in plan.schedule.action_lists()[place]}
+        self._actions = tuple(plan.schedule.action_lists()[place])
+        taken = {action.kind for action in self._actions}
         self.blocks = _runs_of(
             {name: one for stage in here for name, one in programs.stages[stage].items()}, context, mode, taken
         )
@@ -71,6 +73,15 @@ class RankPipeline:
             for name, run in self.blocks.items()
             for kind in taken
         }
+        # The number of the action after which the gradient of a weight is complete.
+        self._complete_at = {
+            weight: number
+            for number, action in enumerate(self._actions)
+            if action.kind != "F"
+            for name in self.stages[action.stage]
+            for weight in self._adds[action.kind, name]
+        }
+        self._following = self._blocks_that_read()
         self._places = {name: dict(_places(name, run.parts)) for name, run in self.blocks.items()}
         # Way back or not, stage, micro-batch -> number of its rank's action.
         self._turns = {
@@ -79,11 +90,14 @@ class RankPipeline:
             for number, action in enumerate(actions)
             if action.kind != "W"  # which hands nothing on
         }
+        if context.world.channels:
+            context.world.connect(self._links(), context.formats.device)
         self._batches: Sequence[Batch] = ()
         self._inputs: dict[tuple[str, int, Layout], torch.Tensor] = {}
         self._values: dict[tuple[str, int], Values] = {}  # of blocks that wait for their backward pass
         self._losses: dict[int, torch.Tensor] = {}  # read at the end: no device is waited for meanwhile
         self._kept: dict[int, torch.Tensor] = {}  # by tag: messages between two stages of this rank
+        self._expected: dict[int, Arrival] = {}  # by tag: those of other ranks that are on their way
 
     def rank_of(self, stage: int) -> int:
         """Return the rank that runs a stage for the same part of the batch as this one."""
@@ -102,12 +116,14 @@ class RankPipeline:
         that count them, and the most bytes kept for backward if ``counts``.
         """
         world, most_bytes, self._batches = self.context.world, 0, micro_batches
-        for action in self.plan.schedule.action_lists()[self.context.mesh_rank.coordinate("pp")]:
+        for number, action in enumerate(self._actions):
             world.activity.act(f"{action} (stage {action.stage}, micro-batch {action.micro_batch})")
+            for near in self._actions[number : number + 2]:  # the next one's message travels meanwhile
+                self._expect(near)
             if action.kind == "F":
-                self._forward(store, action.stage, action.micro_batch)
+                self._forward(store, number)
             else:
-                self._backward(store, action.kind, action.stage, action.micro_batch)
+                self._backward(store, number)
             if counts:
                 most_bytes = max(most_bytes, self._saved_bytes(store))
         world.finish_sending()
@@ -123,11 +139,32 @@ class RankPipeline:
         saved = {memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in kept}
         return sum(size for place, size in saved.items() if place not in there)
 
-    def _forward(self, store: Store, stage: int, number: int) -> None:
-        hidden = self._receive(stage, stage - 1, number, back=False) if stage else None
+    def _links(self) -> set[tuple[bool, int, int]]:
+        """Return between which ranks of this pipeline a step sends: back or not, from, to."""
+        ends = {
+            (action.kind != "F", self.rank_of(message[0]), self.rank_of(action.stage))
+            for actions in self.plan.schedule.action_lists()
+            for action in actions
+            if (message := self._message(action))
+        }
+        return {(back, start, stop) for back, start, stop in ends if start != stop}
+
+    def _blocks_that_read(self) -> Mapping[tuple[int, str], str | None]:
+        """Return for every action's number and block the block that reads its weights next; None at the end."""
+        order = [
+            (number, name)
+            for number, action in enumerate(self._actions)
+            if action.kind != "W"
+            for name in (list if action.kind == "F" else reversed)(list(self.stages[action.stage]))
+        ]
+        return {one: other[1] if other else None for one, other in zip(order, (*order[1:], None), strict=True)}
+
+    def _forward(self, store: Store, turn: int) -> None:
+        stage, number = self._actions[turn].stage, self._actions[turn].micro_batch
+        hidden = self._receive(self._actions[turn]) if stage else None
         run = None
         for name, run in self.stages[stage].items():
-            opened = store.opened(name, reads=True)
+            opened = store.opened(name, reads=True, following=self._following[turn, name])
             made, self._values[name, number] = run.forward(self._source(name, run, number, hidden, opened))
             hidden = made.contiguous()  # blocks expect nothing else
         assert hidden is not None and run, "a stage has blocks"
@@ -139,19 +176,22 @@ class RankPipeline:
         if self.context.mesh_rank.is_first(replicated):  # its replicas do not count their part of the loss
             self._losses[number] = hidden
 
-    def _backward(self, store: Store, kind: ActionKind, stage: int, number: int) -> None:
+    def _backward(self, store: Store, turn: int) -> None:
         """Run B, or one half: I, which keeps the values for W, or W, which receives and sends nothing."""
-        upstream, formats = None, self.context.formats
+        action, formats = self._actions[turn], self.context.formats
+        kind, stage, number = action.kind, action.stage, action.micro_batch
+        upstream = None
         if kind != "W" and stage < self.last_stage:
-            upstream = self._receive(stage, stage + 1, number, back=True)
+            upstream = self._receive(action)
         elif kind != "W":
             upstream = torch.ones((), dtype=formats.of("fp32"), device=formats.device)
         for name, run in reversed(list(self.stages[stage].items())):
-            opened = store.opened(name, reads=kind != "W", adds=self._adds[kind, name])
+            adds = self._adds[kind, name]
+            opened = store.opened(name, reads=kind != "W", adds=adds, following=self._following.get((turn, name)))
             source = self._source(name, run, number, upstream, opened)
             values = self._values[name, number] if kind == "I" else self._values.pop((name, number))
             made = run.backward(kind, source, values)
-            opened.close()
+            store.close(opened, [weight for weight in adds if self._complete_at[weight] == turn])
             if made is not None:
                 upstream = made.contiguous()
         if stage and kind != "W":
@@ -197,14 +237,34 @@ class RankPipeline:
         else:
             self.context.world.send(tensor, rank, tag, self._turns[back, to_stage, number])
 
-    def _receive(self, stage: int, from_stage: int, number: int, *, back: bool) -> torch.Tensor:
-        """Return the hidden state that a stage takes, or its gradient where the stage ends."""
-        rank, tag = self.rank_of(from_stage), self.tag(from_stage, number, back=back)
+    def _message(self, action: Action) -> tuple[int, int] | None:
+        """Return which stage hands on what an action takes, and the tag of the message; None if it takes nothing."""
+        back = action.kind != "F"
+        stage = action.stage + 1 if back else action.stage - 1
+        if action.kind == "W" or not 0 <= stage <= self.last_stage:
+            return None
+        return stage, self.tag(stage, action.micro_batch, back=back)
+
+    def _expect(self, action: Action) -> None:
+        """Begin to receive what an action takes from another rank: a hidden state, or its gradient."""
+        message = self._message(action)
+        if message is None or message[1] in self._expected:
+            return
+        (stage, tag), back = message, action.kind != "F"
+        rank = self.rank_of(stage)
         if rank == self.context.mesh_rank.rank:
-            return self._kept.pop(tag)
-        parts = list(self.stages[stage].values())[-1 if back else 0].parts
+            return
+        parts = list(self.stages[action.stage].values())[-1 if back else 0].parts
         tensor = f"d.{parts.handed_on}" if back else parts.block.carry_in
         assert tensor, "the first stage takes nothing"
         formats, shape = self.context.formats, self.context.mesh_rank.shape(parts.given(tensor).layout)
         memory = torch.empty(shape, dtype=formats.of(parts.block.tensors[tensor].dtype), device=formats.device)
-        return self.context.world.receive(memory, rank, tag, self._turns[back, from_stage, number])
+        made_at = self._turns[back, stage, action.micro_batch]
+        self._expected[tag] = self.context.world.begin_receiving(memory, rank, tag, made_at)
+
+    def _receive(self, action: Action) -> torch.Tensor:
+        """Return the hidden state that an action takes, or its gradient."""
+        message = self._message(action)
+        assert message, f"{action} takes nothing"
+        tag = message[1]
+        return self._expected.pop(tag)() if tag in self._expected else self._kept.pop(tag)

@@ -1,7 +1,8 @@
 """A rank's weights and sums of gradients, as blocks see them, and the step phase: reduced, clipped, updated, gathered.
 
-Weights whose gradients await the same ranks lie side by side in one flat tensor, and so do their gradients: blocks see
-views of them, collectives the whole.
+Weights whose gradients await the same ranks lie side by side in flat tensors, a bucket of the plan each, and so do
+their gradients: blocks see views of them, collectives the whole. A bucket is reduced as soon as its last gradient is
+there, while earlier layers are still in their backward pass.
 """
 
 import math
@@ -17,7 +18,7 @@ from autoshard.engine.placement import Bounds, MeshRank, StatePart, StatePiece, 
 from autoshard.engine.torch.formats import Formats, own, wide
 from autoshard.engine.torch.kernels import Kernel, KernelContext, kernel_of
 from autoshard.engine.torch.rounding import RoundingBits, chunks, round_into
-from autoshard.engine.torch.world import RankGroup, World
+from autoshard.engine.torch.world import Arrival, RankGroup, World
 from autoshard.graph.block import Block
 from autoshard.graph.op import Array, Update
 from autoshard.layout.layout import Layout
@@ -152,15 +153,15 @@ class Flat:
         parts = flat[: sum(counts)].split(counts)
         return {one.instance: part.view(one.shape) for one, part in zip(self.weights, parts, strict=True)}
 
-    def reduced(self) -> torch.Tensor:
-        """Sum the gradients over the ranks that wait for them; return this rank's piece, padded with zeros."""
+    def begin_reducing(self) -> Arrival:
+        """Begin to sum the gradients over the ranks that wait for them, for this rank's piece, padded with zeros."""
         if self.summed:
             self.summed.all_reduce(self.sums)
         if self.shared and not self.parted:
-            return self.shared.reduce_scatter(_padded(self.sums, len(self.shared.ranks)))
+            return self.shared.begin_reduce_scatter(_padded(self.sums, len(self.shared.ranks)))
         if self.spread and not self.parted:
-            self.spread.all_reduce(self.sums)
-        return self.sums
+            return self.spread.begin_all_reduce(self.sums)
+        return lambda: self.sums
 
     def square(self, piece: torch.Tensor) -> torch.Tensor:
         """Return the squared norm of this rank's piece, on its device."""
@@ -250,20 +251,29 @@ class Flat:
 
 
 def flats(
-    world: World, weights: Iterable[Weight], blocks: Mapping[str, Array], formats: Formats, ties: Mapping[str, str]
+    world: World,
+    weights: Iterable[Weight],
+    blocks: Mapping[str, Array],
+    formats: Formats,
+    ties: Mapping[str, str],
+    bucket_bytes: int,
 ) -> tuple[Flat, ...]:
     """Lay weights side by side that are reduced over the same ranks, counted alike, and updated by one optimizer.
 
-    Those that it treats alike follow each other. ``ties`` is as in ``Store``.
+    Those that it treats alike follow each other. A flat is full when its gradients are ``bucket_bytes``. ``ties`` is as
+    in ``Store``.
     """
     read_twice = frozenset(ties.values())
     groups: dict[object, dict[Update, list[Weight]]] = {}
+    sizes = defaultdict[object, int](int)
     for one in weights:
         # ZeRO-3 opens block by block, what I adds to apart from what W adds to, and a table that the head reads, too,
         # apart from the embedding's other weights.
         unit = [*one.instance.split(".")[:2], one.late, one.instance in read_twice] if one.zero == 3 else []
         dtypes = tuple(one.dtype(part, formats) for part in ("", "sum", "master", "moment1"))
-        key = (*unit, one.tied, one.summed, one.spread, one.alike, type(one.optimizer), dtypes)
+        alike = (*unit, one.tied, one.summed, one.spread, one.alike, type(one.optimizer), dtypes)
+        key = (sizes[alike] // bucket_bytes if one.zero != 3 else 0, *alike)
+        sizes[alike] += math.prod(one.shape) * (dtypes[1] or formats.of("fp32")).itemsize
         groups.setdefault(key, {}).setdefault(one.optimizer, []).append(one)
     return tuple(Flat.of(world, list(chain(*kinds.values())), blocks, formats) for kinds in groups.values())
 
@@ -289,14 +299,13 @@ class OpenedWeights:
     sums: Tensors
     pending: tuple[tuple[Flat, RankGroup, torch.Tensor], ...] = ()  # sums that go back into their flats
 
-    def close(self) -> None:
-        """Bring sums back to where they rest."""
-        for flat, group, sums in self.pending:
-            flat.sums.add_(group.reduce_scatter(sums))
-
 
 class Store:
-    """All weights of a rank; ``ties`` maps a weight to the other one here whose memory it uses."""
+    """All weights of a rank; ``ties`` maps a weight to the other one here whose memory it uses.
+
+    Of what blocks share with other ranks (ZeRO-3), the next block's weights arrive while a block runs, and the sums of
+    the last one leave.
+    """
 
     def __init__(self, flats: Sequence[Flat], ties: Mapping[str, str]) -> None:
         """Name once what rests whole (``whole``), and of what this rank has a piece, by block."""
@@ -304,38 +313,82 @@ class Store:
         weights: dict[str, torch.Tensor] = {}
         sums: dict[str, torch.Tensor] = {}
         self._parted: dict[str, list[tuple[Flat, RankGroup]]] = defaultdict(list)
+        self._flat_of: dict[str, Flat] = {}  # of weights whose gradients are reduced as soon as they are complete
         for flat in flats:
+            names = {one.instance for one in flat.weights}
+            names |= {other for other, owner in ties.items() if owner in names}
             if flat.parted:
-                names = {one.instance for one in flat.weights}
-                names |= {other for other, owner in ties.items() if owner in names}
                 for block in {name.rsplit(".", 2)[0] for name in names}:
                     self._parted[block].append((flat, flat.parted))
             else:
                 weights |= flat.views(flat.values)
                 sums |= flat.views(flat.sums)
+                self._flat_of |= dict.fromkeys(names, flat) if not flat.tied else {}
         self.whole = self._with_ties(weights, sums)
+        self._incomplete: dict[Flat, set[str]] = {}
+        self._reducing: dict[Flat, Arrival] = {}
+        self._arriving: tuple[str, Sequence[Arrival]] = "", ()
+        self._leaving: list[tuple[Flat, Arrival]] = []
 
-    def opened(self, block: str, *, reads: bool, adds: Collection[str] = ()) -> OpenedWeights:
-        """Gather what a block needs for an action that reads its weights, or adds to the gradients of some weights."""
-        if block not in self._parted:
-            return self.whole
+    def clear(self) -> None:
+        """Forget all gradients."""
+        for flat in self.flats:
+            flat.sums.zero_()
+        self._incomplete = {flat: set[str]() for flat in self._flat_of.values()}
+        for name, flat in self._flat_of.items():
+            self._incomplete[flat].add(name)
+
+    def opened(
+        self, block: str, *, reads: bool, adds: Collection[str] = (), following: str | None = None
+    ) -> OpenedWeights:
+        """Gather what a block needs for an action that reads its weights, or adds to the gradients of some weights.
+
+        The weights of the ``following`` block that reads its own begin to arrive.
+        """
         values, sums = dict(self.whole.weights), dict(self.whole.sums)
+        if reads:
+            expected, arriving = self._arriving
+            assert expected in ("", block), f"{expected} was to be next, not {block}"
+            for (flat, _), arrive in zip(self._parted[block], arriving or self._begin_gathers(block), strict=True):
+                values |= flat.views(arrive())
+            self._arriving = (following, self._begin_gathers(following)) if following else ("", ())
+        if not self._parted[block]:
+            return self.whole
         pending: list[tuple[Flat, RankGroup, torch.Tensor]] = []
         owners = {self.ties.get(name, name) for name in adds}
         for flat, group in self._parted[block]:
-            values |= flat.views(group.all_gather(flat.values)) if reads else {}
             if owners.intersection(one.instance for one in flat.weights):
                 pending.append((flat, group, flat.sums.new_zeros(len(flat.sums) * len(group.ranks))))
                 sums |= flat.views(pending[-1][2])
         return self._with_ties(values, sums, *pending)
+
+    def close(self, opened: OpenedWeights, complete: Collection[str] = ()) -> None:
+        """Bring sums back to where they rest, and begin to reduce those that the ``complete`` gradients fill."""
+        self._take_back()
+        self._leaving = [(flat, group.begin_reduce_scatter(sums)) for flat, group, sums in opened.pending]
+        for name in complete:
+            flat = self._flat_of.get(name)
+            if flat is not None:
+                self._incomplete[flat].discard(name)
+                if not self._incomplete[flat]:
+                    self._reducing[flat] = flat.begin_reducing()
+
+    def reduced(self) -> list[torch.Tensor]:
+        """Return this rank's piece of every flat's gradient, summed over the ranks that wait for it."""
+        self._take_back()
+        begun = [self._reducing.pop(flat, None) or flat.begin_reducing() for flat in self.flats]
+        return [arrive() for arrive in begun]
+
+    def _begin_gathers(self, block: str) -> Sequence[Arrival]:
+        return [group.begin_all_gather(flat.values) for flat, group in self._parted[block]]
+
+    def _take_back(self) -> None:
+        for flat, arrive in self._leaving:
+            flat.sums.add_(arrive())
+        self._leaving = []
 
     def _with_ties(
         self, weights: Tensors, sums: Tensors, *pending: tuple[Flat, RankGroup, torch.Tensor]
     ) -> OpenedWeights:
         found = ({other: one[owner] for other, owner in self.ties.items() if owner in one} for one in (weights, sums))
         return OpenedWeights(weights={**weights, **next(found)}, sums={**sums, **next(found)}, pending=pending)
-
-    def clear(self) -> None:
-        """Forget all gradients."""
-        for flat in self.flats:
-            flat.sums.zero_()

@@ -18,6 +18,8 @@ from autoshard.errors import InputError
 from autoshard.schedule.schedule import Schedule
 from autoshard.spec.mesh import Mesh, axis_of_atoms
 
+Arrival = Callable[[], torch.Tensor]  # waits for what is under way, and returns it
+
 _AT_THE_END = sys.maxsize  # of a step: nothing that a rank receives before shows that a message was taken
 
 
@@ -54,27 +56,54 @@ class RankGroup:
 
     def all_reduce(self, total: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
         """Sum the tensors of all members, or take the maximum, in place."""
-        with self._waiting("all_reduce"):
-            dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self.handle)
-        self._count(2 * total.nbytes)
-        return total
+        return self.begin_all_reduce(total, largest=largest, apart=False)()
 
     def all_gather(self, piece: torch.Tensor) -> torch.Tensor:
         """Put equal pieces together along their first dim, in the order of the members."""
-        joined = piece.new_empty((len(self.ranks) * len(piece), *piece.shape[1:]))
-        with self._waiting("all_gather"):
-            dist.all_gather_single(joined, piece.contiguous(), group=self.handle)
-        self._count(joined.nbytes)
-        return _ordered(joined, self.torch_order, self.ranks)
+        return self.begin_all_gather(piece, apart=False)()
 
     def reduce_scatter(self, whole: torch.Tensor) -> torch.Tensor:
         """Sum what divides along its first dim by the members; return this member's piece."""
+        return self.begin_reduce_scatter(whole, apart=False)()
+
+    def begin_all_reduce(self, total: torch.Tensor, *, largest: bool = False, apart: bool = True) -> Arrival:
+        """Begin to sum in place; unless ``apart``, nothing is computed meanwhile. The same holds for those below."""
+        with self._waiting("all_reduce"):
+            op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+            work = dist.all_reduce(total, op=op, group=self.handle, async_op=apart)
+        self._count(2 * total.nbytes)
+        return self._arrival("all_reduce", work, (total,), lambda: total)
+
+    def begin_all_gather(self, piece: torch.Tensor, *, apart: bool = True) -> Arrival:
+        """Begin to put pieces together."""
+        joined = piece.new_empty((len(self.ranks) * len(piece), *piece.shape[1:]))
+        given = piece.contiguous()
+        with self._waiting("all_gather"):
+            work = dist.all_gather_single(joined, given, group=self.handle, async_op=apart)
+        self._count(joined.nbytes)
+        return self._arrival("all_gather", work, (given,), lambda: _ordered(joined, self.torch_order, self.ranks))
+
+    def begin_reduce_scatter(self, whole: torch.Tensor, *, apart: bool = True) -> Arrival:
+        """Begin to sum, for every member its piece."""
         given = _ordered(whole.contiguous(), self.ranks, self.torch_order)
         mine = given.new_empty((len(given) // len(self.ranks), *given.shape[1:]))
         with self._waiting("reduce_scatter"):
-            dist.reduce_scatter_single(mine, given, group=self.handle)
+            work = dist.reduce_scatter_single(mine, given, group=self.handle, async_op=apart)
         self._count(given.nbytes)
-        return mine
+        return self._arrival("reduce_scatter", work, (given,), lambda: mine)
+
+    def _arrival(self, kind: str, work: dist.Work | None, given: Sequence[torch.Tensor], result: Arrival) -> Arrival:
+        """Return what waits for a collective; until then what was given to it stays in memory."""
+        held = list(given)
+
+        def arrive() -> torch.Tensor:
+            if work is not None:
+                with self._waiting(kind):
+                    work.wait()
+            held.clear()
+            return result()
+
+        return arrive
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Copy the first member's tensor to all members; it is no part of a step, so it is not counted."""
@@ -122,17 +151,17 @@ class RankGroup:
 class SilentGroup(RankGroup):
     """The same ranks where nothing is sent: what would arrive is zero."""
 
-    def all_reduce(self, total: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
+    def begin_all_reduce(self, total: torch.Tensor, *, largest: bool = False, apart: bool = True) -> Arrival:
         """Return what it is given."""
-        return total
+        return lambda: total
 
-    def all_gather(self, piece: torch.Tensor) -> torch.Tensor:
+    def begin_all_gather(self, piece: torch.Tensor, *, apart: bool = True) -> Arrival:
         """Return the shape of all pieces."""
-        return piece.new_zeros((len(self.ranks) * len(piece), *piece.shape[1:]))
+        return lambda: piece.new_zeros((len(self.ranks) * len(piece), *piece.shape[1:]))
 
-    def reduce_scatter(self, whole: torch.Tensor) -> torch.Tensor:
+    def begin_reduce_scatter(self, whole: torch.Tensor, *, apart: bool = True) -> Arrival:
         """Return the shape of a piece."""
-        return whole.new_zeros((len(whole) // len(self.ranks), *whole.shape[1:]))
+        return lambda: whole.new_zeros((len(whole) // len(self.ranks), *whole.shape[1:]))
 
     def all_to_all(self, given: torch.Tensor, counts: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
         """Return the shape of what would arrive."""
@@ -212,6 +241,20 @@ class World:
         """Return how many ranks differ only along these atoms."""
         return math.prod(self.mesh.size(atom) for atom in atoms)
 
+    def connect(self, links: Iterable[tuple[bool, int, int]], device: torch.device) -> None:
+        """Let the two ends of links (back or not, from, to) meet, in the same order on every rank.
+
+        Device libraries connect two ranks at their first message, and whoever comes first waits: a rank that receives
+        ahead would wait for what depends on its own next message.
+        """
+        for back, from_rank, to_rank in sorted(links):
+            call, other = (dist.isend, to_rank) if self.rank == from_rank else (dist.irecv, from_rank)
+            if self.rank in (from_rank, to_rank):
+                channel = self._channel(back, from_rank, to_rank)
+                work = call(torch.zeros(1, device=device), other, tag=int(back), group=channel)
+                assert work is not None, "both are members"
+                work.wait()
+
     def send(self, tensor: torch.Tensor, to_rank: int, tag: int, taken_at: int = _AT_THE_END) -> None:
         """Start sending what an action of the receiver takes; the tensor may be overwritten meanwhile."""
         memory = tensor.clone(memory_format=torch.contiguous_format)
@@ -220,12 +263,18 @@ class World:
         self.under_way.append(SentMessage(work=work, memory=memory, to_rank=to_rank, taken_at=taken_at))
         self.sent_bytes["pp"] += memory.nbytes
 
-    def receive(self, into: torch.Tensor, from_rank: int, tag: int, made_at: int = -1) -> torch.Tensor:
-        """Wait for what an action of the sender made: by then it had taken whatever came for it so far."""
-        with self.activity.waiting(f"what rank {from_rank} hands on"):
-            dist.recv(into, from_rank, tag=tag, group=self._channel(tag, from_rank, self.rank))
-        self._finish([sent for sent in self.under_way if sent.to_rank == from_rank and sent.taken_at <= made_at])
-        return into
+    def begin_receiving(self, into: torch.Tensor, from_rank: int, tag: int, made_at: int = -1) -> Arrival:
+        """Begin to receive what an action of the sender made: by then it had taken whatever came for it so far."""
+        work = dist.irecv(into, from_rank, tag=tag, group=self._channel(tag, from_rank, self.rank))
+        assert work is not None, "a message of another rank is under way"
+
+        def arrive() -> torch.Tensor:
+            with self.activity.waiting(f"what rank {from_rank} hands on"):
+                work.wait()
+            self._finish([sent for sent in self.under_way if sent.to_rank == from_rank and sent.taken_at <= made_at])
+            return into
+
+        return arrive
 
     def _channel(self, tag: int, from_rank: int, to_rank: int) -> dist.ProcessGroup | None:
         """Return the channel of a message, which goes back if its tag is odd; None for the group that all share."""
