@@ -13,8 +13,10 @@ A candidate that may not run is not an exception: it is a Rejection, a value (se
 
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +30,14 @@ class Fault:
         """Print as one line."""
         return f"{self.where}: {self.message}" if self.where else self.message
 
-    def under(self, parent: str) -> "Fault":
-        """Return the same fault seen from the value that contains it, or from the option that it was given with."""
-        if not parent or not self.where:
-            return Fault(where=parent or self.where, message=self.message)
-        joint = " " if parent.startswith("--") else "" if self.where.startswith("[") else "."
-        return Fault(where=f"{parent}{joint}{self.where}", message=self.message)
+    def under(self, parent: str | Path) -> "Fault":
+        """Return the same fault seen from the file or the value that contains it, or from the option that gave it."""
+        whole = str(parent)
+        if not whole or not self.where:
+            return Fault(where=whole or self.where, message=self.message)
+        is_file, of_list = isinstance(parent, Path), self.where.startswith("[")
+        joint = ": " if is_file else " " if whole.startswith("--") else "" if of_list else "."
+        return Fault(where=f"{whole}{joint}{self.where}", message=self.message)
 
 
 class AutoshardError(Exception):
@@ -59,9 +63,55 @@ class InputError(AutoshardError):
         """Travel between processes with all faults."""
         return InputError, (self.faults,)
 
-    def under(self, parent: str) -> "InputError":
-        """Return the same error seen from the value that contains the faulty one."""
+    def under(self, parent: str | Path) -> "InputError":
+        """Return the same error seen from what contains the faulty value."""
         return InputError(fault.under(parent) for fault in self.faults)
+
+
+@contextmanager
+def inside(parent: str | Path) -> Generator[None, None, None]:
+    """Let the faults of a block name the file, the value or the option that they lie in."""
+    try:
+        yield
+    except InputError as error:
+        raise error.under(parent) from None
+
+
+@contextmanager
+def writing(where: str, done: str = "written") -> Generator[None, None, None]:
+    """Turn what the file system refuses in a block into a fault of the path or the option that names a file."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # the latter: a path that no file can have
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise InputError.of(where, f"cannot be {done}: {reason or error}") from None
+
+
+class Faults(list[Fault]):
+    """The faults of parts that are read one after the other, to be reported at once.
+
+    >>> found = Faults()
+    >>> for name in ("nodes", "ranks"):
+    ...     with found.of(name):
+    ...         raise InputError.of("", "must be positive")
+    >>> found.refuse()
+    Traceback (most recent call last):
+    autoshard.errors.InputError: nodes: must be positive
+    ranks: must be positive
+    """
+
+    @contextmanager
+    def of(self, parent: str | Path = "") -> Generator[None, None, None]:
+        """Keep the faults of a block, seen from what contains it; the rest of the block is left out."""
+        try:
+            yield
+        except InputError as error:
+            self.extend(error.under(parent).faults)
+
+    def refuse(self) -> None:
+        """Raise one InputError of all faults, if there are any; of equal ones only the first."""
+        if self:
+            raise InputError(dict.fromkeys(self))
 
 
 class NoPlan(AutoshardError):

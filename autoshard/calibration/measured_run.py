@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 from autoshard.calibration.rows import ARCH, MeasuredRow, precision_of
 from autoshard.calibration.words import Translation, translated
-from autoshard.errors import Fault, InputError, require
+from autoshard.errors import Fault, InputError, inside, require
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster import Cluster
@@ -118,10 +118,8 @@ class _Reader:
         row, has = self.row, f"{cluster.num_nodes} x {cluster.name} has {cluster.num_ranks}"
         if row.candidate is None:
             return self._from_columns(cluster, has)
-        try:
+        with inside("candidate"):
             stated = Candidate.parse(row.candidate, cluster.num_ranks)
-        except InputError as error:
-            raise error.under("candidate") from None
         columns = {name: (getattr(row, name), getattr(stated, name)) for name in (*_AXES, "dp")}
         columns["micro_batch"] = (row.micro_batch, stated.mbs)
         require(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from autoshard.commands.output import print_answer
 from autoshard.cost.predict import CheckedPlan, check_plan
-from autoshard.errors import CheckFailed, Fault, InputError
+from autoshard.errors import CheckFailed, Faults, InputError, inside
 from autoshard.plan.codec import load
 from autoshard.plan.diff import diff
 from autoshard.report.comparison import comparison_report
@@ -48,23 +48,15 @@ def compare(a: Path, b: Path, fail_if_slower: str | None = None, json: bool = Fa
 
 def _read(paths: tuple[Path, Path], fail_if_slower: str | None) -> tuple[float | None, list[CheckedPlan]]:
     """Return the allowed share and both plans; the faults of all three are reported together."""
-    faults: dict[Fault, None] = {}
-    allowed: float | None = None
-    read: list[CheckedPlan] = []
-    try:
+    faults, allowed, read = Faults(), None, list[CheckedPlan]()
+    with faults.of():
         allowed = None if fail_if_slower is None else _share(fail_if_slower)
-    except InputError as error:
-        faults |= dict.fromkeys(error.faults)
     for path in paths:
-        prefix = ""  # faults found while reading name the file already, those found while checking do not
-        try:
-            plan = load(path)
-            prefix = f"{path}: "
-            read.append(check_plan(plan))
-        except InputError as error:
-            faults |= {Fault(where=f"{prefix}{fault.where}", message=fault.message): None for fault in error.faults}
-    if faults:
-        raise InputError(faults)
+        with faults.of():
+            plan = load(path)  # names the file in its faults
+            with inside(path):
+                read.append(check_plan(plan))
+    faults.refuse()
     return allowed, read
 
 

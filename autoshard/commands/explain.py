@@ -8,7 +8,7 @@ from autoshard.commands.output import place_checks, print_answer, print_refused,
 from autoshard.cost.calibration import calibration_of, load_calibration
 from autoshard.cost.predict import check_plan
 from autoshard.cost.trace import rank_times, trace as timeline
-from autoshard.errors import InputError, require
+from autoshard.errors import inside, require
 from autoshard.plan.codec import load
 from autoshard.report.comparison import why_not_report
 from autoshard.report.explanation import explanation_report
@@ -42,10 +42,9 @@ def explain(
     if misfits:
         return print_refused(misfits, json=json)
     if trace:
-        try:
-            write_text(trace_text(read.plan, timeline(read.plan)), trace, "--trace")
-        except InputError as error:
-            raise error if error.faults[0].where.startswith("--trace") else error.under("--trace") from None
+        with inside("--trace"):
+            text = trace_text(read.plan, timeline(read.plan))
+        write_text(text, trace, "--trace")
     known = constants or calibration_of(read.plan)
     if why_not is None:
         found, others = explained(read.plan), alternatives(read.plan, known)

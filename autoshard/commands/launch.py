@@ -12,7 +12,7 @@ from autoshard.commands.options import QuestionOptions
 from autoshard.commands.output import print_answer, print_refused
 from autoshard.commands.plan import plan_of
 from autoshard.cost.predict import check_plan
-from autoshard.errors import InputError, RunFailed, require
+from autoshard.errors import RunFailed, require, writing
 from autoshard.jobs.job import NODE, PLAN, SUBMIT, Files, Job, JobPlace, default_name
 from autoshard.jobs.kubernetes import kubernetes_files
 from autoshard.jobs.shell import torchrun_files
@@ -112,12 +112,10 @@ def _write(files: Files, out: Path, plan: Plan) -> None:
         require((same, f"--out {out}", "holds the job of another plan. Name another folder"))
         for old in (*out.glob("*.sbatch"), *out.glob("*.yaml"), *out.glob("*.sh")):
             old.unlink()
-    try:
+    with writing(f"--out {out}"):
         out.mkdir(parents=True, exist_ok=True)
         for name, text in files.texts.items():
             (out / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError.of(f"--out {out}", f"cannot be written: {error.strerror or error}") from None
 
 
 def _summary(job: Job, files: Files, out: Path) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
-from autoshard.errors import Fault, InputError
+from autoshard.errors import Fault, writing
 from autoshard.plan.rules.rule import Rejection
 from autoshard.report.structured import rejection_json
 from autoshard.report.tables import make_console
@@ -24,11 +24,8 @@ def place_checks(out: Path, option: str = "--out") -> list[tuple[bool, str, str]
 
 def write_text(text: str, out: Path, option: str = "--out") -> None:
     """Write a file; an error names the option that gave the path."""
-    try:
+    with writing(f"{option} {out}"):
         out.write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:  # the latter: a path that no file can have
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise InputError.of(f"{option} {out}", f"cannot be written: {reason or error}") from None
 
 
 def print_left_out(faults: Iterable[Fault]) -> None:

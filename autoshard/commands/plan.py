@@ -14,7 +14,7 @@ from autoshard.cost.calibration import calibration_of, load_calibration
 from autoshard.cost.predict import check_plan
 from autoshard.cost.trace import rank_times
 from autoshard.cost.update import STORAGE, resuming
-from autoshard.errors import Fault, InputError, NoPlan, require
+from autoshard.errors import Fault, InputError, NoPlan, inside, require
 from autoshard.extensions import EXTENSIONS
 from autoshard.plan.candidate import Candidate, parse_pins
 from autoshard.plan.codec import load, save
@@ -133,10 +133,8 @@ def _is_number(name: str) -> bool:
 
 def _show_answers(result: PlanResult, old: Plan | None, to: _Target, better: Callable[[], None]) -> int:
     """Write the answer that was chosen and show all; where a plan came before, what changes; and ``better`` sizes."""
-    try:
+    with inside("--choose"):
         answer = result.runnable(result.name)
-    except InputError as error:
-        raise error.under("--choose") from None
     kept = to.write(answer.plan)
     change, sentences = _resuming_answer(old, answer.plan) if old else ({}, "")
     if to.json:
@@ -213,7 +211,7 @@ def _refuse_unfinished(ended: str, watch: Watcher) -> None:
 def _one_candidate(request: Request, text: str, to: _Target) -> int:
     """Evaluate one candidate: its rejections first, then an estimate where it has a shape."""
     made, shapeless = None, ""
-    try:
+    with inside("--at"):
         lnc = parse_pins(text).get("lnc")
         request = request.with_lnc_of(lnc if isinstance(lnc, int) else None)
         candidate, engine = resolved(request, Candidate.parse(text, request.cluster.num_ranks))
@@ -224,8 +222,6 @@ def _one_candidate(request: Request, text: str, to: _Target) -> int:
             if not refused:
                 raise
             shapeless = str(error)
-    except InputError as error:
-        raise error.under("--at") from None
     refused = reasons_against(made) if made else refused
     kept = to.write(made) if made and not refused else None
     if to.json:

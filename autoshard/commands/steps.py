@@ -12,7 +12,7 @@ from rich.text import Text
 
 from autoshard.cost.trace import trace
 from autoshard.engine.base import RunReport, TimedStep
-from autoshard.errors import InputError
+from autoshard.errors import writing
 from autoshard.plan.plan import Plan
 from autoshard.report.run import run_summary, step_line
 from autoshard.report.tables import make_console
@@ -46,14 +46,12 @@ class StepDisplay:
         track, ids, files = training.track, dict(given_ids or {}), dict[str, Path]()
         refuse_without_packages(track)
         self._log = MetricsLog(folder)
-        try:
+        with writing(str(folder)):
             self._log.cut_after(num_done)
             if track.wandb is not None:
                 ids = tracker_ids(folder, given_ids)
                 files = {"plan": folder / "plan.json", "predicted_trace": folder / "predicted_trace.json"}
                 files["predicted_trace"].write_text(trace_text(plan, trace(plan)), encoding="utf-8")
-        except OSError as error:
-            raise InputError.of(str(folder), f"cannot be written: {error.strerror or error}") from None
         trackers = trackers_of(track, folder, num_done=num_done, run_id=ids.get("wandb", ""), files=files)
         config = {"candidate": str(plan.candidate), "plan": encode(plan), "training": encode(training)}
         self._trackers = Trackers(trackers, config)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from autoshard.commands.output import print_answer
 from autoshard.commands.progress import StatusLine
-from autoshard.errors import InputError, RunFailed, require
+from autoshard.errors import RunFailed, inside, require
 from autoshard.report.sweep import sweep_report
 from autoshard.runtime.folder import locked
 from autoshard.sweep.on_wandb import agent_point, controller_text, log_sweep
@@ -53,10 +53,8 @@ def sweep(
     content, folder = load_sweep(source), out or Path("sweeps") / source.stem
     if wandb_agent:
         return _print_rows([agent_point(content, source.parent, folder, wandb)])
-    try:
+    with inside(source):
         points = points_of(content, source.parent)
-    except InputError as error:
-        raise error.under(str(source)) from None
     all_jobs = jobs_of(points, content.mode, folder, content.rehearse)
     if scheduler is not None:
         return _write_array(content, all_jobs, source, folder)

@@ -317,7 +317,4 @@ def calibration_of(plan: Plan) -> Calibration:
         "sources": dict.fromkeys(_NUMBERS, "the plan's provenance"),
         **numbers,
     }
-    try:
-        return record.decode(Calibration, fields)
-    except InputError as error:
-        raise error.under("provenance.calibration") from None
+    return record.decode(Calibration, fields, "provenance.calibration")

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autoshard.errors import Fault, InputError, nearest
+from autoshard.errors import Fault, Faults, InputError, nearest
 from autoshard.graph.block import Block, OpGraph
 from autoshard.graph.kinds.pointwise import Reduce
 from autoshard.graph.op import Dims, Op
@@ -76,15 +76,11 @@ def parse_pin(text: str, origin: str) -> Pin:
 
 def pins_of(layouts: Mapping[str, str | Layout], origin: str) -> tuple[Pin, ...]:
     """Read pins from a mapping of names to layouts (``pins:`` of a recipe, a dict in Python); all faults at once."""
-    pins: list[Pin] = []
-    faults: list[Fault] = []
+    pins, faults = list[Pin](), Faults()
     for name, layout in layouts.items():
-        try:
+        with faults.of():
             pins.append(parse_pin(f"{name}={layout}", origin))
-        except InputError as error:
-            faults.extend(error.faults)
-    if faults:
-        raise InputError(faults)
+    faults.refuse()
     return tuple(pins)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
-from autoshard.errors import Fault, InputError, nearest, require
+from autoshard.errors import Fault, Faults, InputError, nearest, require
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.linear import Deliver
 from autoshard.graph.op import Op, Pass
@@ -288,17 +288,13 @@ def _fitted_line(text: str, atoms: Sizes) -> str:
 
 
 def _parsed(block: Block, table: Table) -> Mapping[str, Strategy]:
-    found: list[Fault] = []
-    lines: dict[str, Strategy] = {}
+    found, lines = Faults(), dict[str, Strategy]()
     for name, text in table.items():
-        try:
+        with found.of(name):
             lines[name] = Strategy.parse(text)
-        except InputError as error:
-            found.extend(error.under(name).faults)
     absent = [op.name for op in cut_operations(block) if op.name not in table]
     found += [Fault(where=name, message="this operation has no line") for name in absent]
-    if found:
-        raise InputError(found)
+    found.refuse()
     return lines
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-from autoshard.errors import Fault, InputError, nearest, require
+from autoshard.errors import Faults, InputError, nearest, require
 from autoshard.layout.layout import Cuts, Layout
 from autoshard.plan.recompute import Recompute, compress, expand, parse_stages, split_outside_brackets, stages_text
 from autoshard.schedule.builders import builders
@@ -157,24 +157,17 @@ def parse_pins(text: str) -> Mapping[str, object]:
     >>> dict(parse_pins("pp=8,sp=false"))
     {'pp': 8, 'sp': False}
     """
-    values: dict[str, object] = {}
-    faults: list[Fault] = []
+    values, faults = dict[str, object](), Faults()
     for pair in split_outside_brackets(text, ",") if text.strip() else ():
         key, equals, raw = (part.strip() for part in pair.partition("="))
-        try:
-            if not equals:
-                raise InputError.of("", "write key=value, for example tp=8")
-            if key not in READERS:
-                raise InputError.of("", f"unknown key {key!r}. {nearest(key, list(READERS))}")
-            value = READERS[key](raw)
-        except InputError as error:
-            faults.extend(error.under(pair.strip()).faults)
-            continue
-        if key in values:
-            faults.append(Fault(where=pair.strip(), message=f"{key} is given twice; keep one"))
-        values[key] = value
-    if faults:
-        raise InputError(faults)
+        with faults.of(pair.strip()):
+            require(
+                (bool(equals), "", "write key=value, for example tp=8"),
+                (not equals or key in READERS, "", f"unknown key {key!r}. {nearest(key, list(READERS))}"),
+                (key not in values, "", f"{key} is given twice; keep one"),
+            )
+            values[key] = READERS[key](raw)
+    faults.refuse()
     return values
 
 

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
-from autoshard.errors import Fault, InputError
+from autoshard.errors import InputError, inside, writing
 from autoshard.extensions import require_extensions
 from autoshard.plan.plan import SCHEMA, Plan
 from autoshard.spec.files import parsed_json, read_data
@@ -50,27 +50,20 @@ def save(plan: Plan, path: Path, *, force: bool, remedy: str) -> None:
         known = ""
     if known != text and not force:
         raise InputError.of(str(path), f"holds something else, and is kept. {remedy}, or give another name")
-    try:
+    with writing(str(path)):
         path.write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:  # the latter: a path that no file can have
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise InputError.of(str(path), f"cannot be written: {reason or error}") from None
 
 
 def load(source: str | Path, migrations: Migrations = MIGRATIONS) -> Plan:
     """Read a plan from JSON text, or from the file at a Path; all faults are reported in one InputError."""
     found = parsed_json(source, "plan") if isinstance(source, str) else read_data(source)
-    where = "" if isinstance(source, str) else f"{source}: "
-    try:
+    with inside("" if isinstance(source, str) else source):
         if not isinstance(found, dict):
             raise InputError.of("plan", "must be a JSON object")
         data = cast(dict[str, Any], found)
         if isinstance(origin := data.get("provenance"), dict):
             require_extensions(cast(dict[str, object], origin))
         return decode(Plan, _migrated(data, migrations))
-    except InputError as error:
-        faults = (Fault(where=f"{where}{fault.where}", message=fault.message) for fault in error.faults)
-        raise InputError(faults) from error
 
 
 def fingerprint(plan: Plan) -> str:

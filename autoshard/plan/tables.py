@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 
-from autoshard.errors import Fault, InputError
+from autoshard.errors import Fault, Faults, InputError
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.linear import Collect, Deliver
 from autoshard.graph.op import OpKind
@@ -76,7 +76,7 @@ def units_of(plan: Plan) -> Mapping[str, str]:
 
 def plan_programs(plan: Plan) -> Mapping[str, Program]:
     """Turn a plan's tables into programs, or raise one InputError with every line that cannot be executed."""
-    setting, found = table_setting(plan), list[Fault]()
+    setting, found = table_setting(plan), Faults()
     programs: dict[str, Program] = {}
     blocks = plan_blocks(plan)
     for name in sorted(plan.strategies.keys() - blocks.keys()):
@@ -84,12 +84,9 @@ def plan_programs(plan: Plan) -> Mapping[str, Program]:
         found.append(Fault(where=f"strategies.{name}", message=message))
     for name, block in blocks.items():
         table = {**plan.strategies.get(block.kind, {}), **plan.strategies.get(name, {})}
-        try:
+        with found.of(f"strategies.{name}"):
             programs[name] = program_of(block, table, setting)
-        except InputError as error:
-            found.extend(error.under(f"strategies.{name}").faults)
-    if found:
-        raise InputError(found)
+    found.refuse()
     return programs
 
 

@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from autoshard.errors import InputError, RunFailed
+from autoshard.errors import InputError, RunFailed, writing
 from autoshard.plan.plan import Plan
 from autoshard.spec import record
 from autoshard.spec.training import Training
@@ -24,11 +24,9 @@ def locked(folder: Path) -> Iterator[None]:
     """Make a folder and keep others from running in it; the lock goes with this process, however it ends."""
     if folder.exists() and not folder.is_dir():
         raise InputError.of(f"--out {folder}", "is a file. Name a folder")
-    try:
+    with writing(f"--out {folder}", "made"):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / _LOCK).open("a+", encoding="utf-8")
-    except OSError as error:
-        raise InputError.of(f"--out {folder}", f"cannot be made: {error.strerror or error}") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

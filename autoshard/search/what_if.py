@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from autoshard.cost.calibration import Calibration
-from autoshard.errors import InputError
+from autoshard.errors import InputError, inside, require
 from autoshard.plan.candidate import Candidate, parse_pins, pins_text
 from autoshard.plan.explanation import Alternatives, Flip, WhyNot
 from autoshard.plan.plan import Plan
@@ -59,12 +59,9 @@ def alternatives(plan: Plan, calibration: Calibration) -> Alternatives:
 
 def why_not(plan: Plan, text: str, calibration: Calibration) -> WhyNot:
     """Return the best plan with these keys or why there is none, and the changes after which it is the faster one."""
-    try:
+    with inside("--why-not"):
         pins = parse_pins(text)
-    except InputError as error:
-        raise error.under("--why-not") from None
-    if not pins:
-        raise InputError.of("--why-not", "names nothing; write key=value, for example tp=8,pp=16")
+        require((bool(pins), "", "names nothing; write key=value, for example tp=8,pp=16"))
     request = request_of_plan(plan, calibration)
     pinned = replace(request, pins={**request.pins, **pins})
     found = search(pinned)

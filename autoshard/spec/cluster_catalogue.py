@@ -254,7 +254,7 @@ def _read_node_type(path: Path) -> NodeType:
         return decode(NodeType, data)
     except InputError as error:
         unknown = {fault.where for fault in faults}
-        placed = [Fault(where=f"{path}: {fault.where}".rstrip(": "), message=fault.message) for fault in error.faults]
+        placed = error.under(path).faults
         raise InputError([*faults, *(fault for fault in placed if fault.where not in unknown)]) from error
 
 
@@ -295,7 +295,7 @@ def _file_data(path: Path, faults: list[Fault], over: tuple[Path, ...] = ()) -> 
     if "price_usd_per_node_hour" in whole:
         whole.setdefault("price_date", None)
     below = _file_data(beside, faults, (*over, path.resolve()))
-    decode(NodeType, below, f"{beside}:")  # what is wrong below is not a fault of this file
+    decode(NodeType, below, beside)  # what is wrong below is not a fault of this file
     return _overlaid(cast(dict[str, Any], below), whole, source, f"{path}: ")
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-from autoshard.errors import Fault, InputError, nearest, require
+from autoshard.errors import InputError, inside, nearest, require
 from autoshard.spec.files import read_data, shipped
 from autoshard.spec.hf_config import spec_from_config
 from autoshard.spec.model import ModelSpec
@@ -83,10 +83,6 @@ def _load(path: Path, name: str, *, is_card: bool = False) -> ModelSpec:
     source = stated if isinstance(stated, str) else f"the user's {path.name}"
     cited = not is_card or any(mark in source for mark in _CITATIONS)
     advice = f"must say where the numbers are from, with one of: {', '.join(_CITATIONS)}"
-    try:
+    with inside(path):
         require((cited, f"{HEADER}.source", advice))
         return spec_from_config(config, name=name, source=source)
-    except InputError as error:
-        # The file first, then the path of the field in it.
-        faults = [Fault(where=f"{path}: {fault.where}", message=fault.message) for fault in error.faults]
-        raise InputError(faults) from error

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, cast
 
-from autoshard.errors import Fault, InputError, nearest, require
+from autoshard.errors import Fault, InputError, inside, nearest, require
 from autoshard.spec import record
 from autoshard.spec.cluster import HEADROOM, headroom_check
 from autoshard.spec.files import read_data, shipped
@@ -78,10 +78,8 @@ def training_faults(entries: Mapping[str, object]) -> tuple[Fault, ...]:
 def load_recipe(path: Path) -> Recipe:
     """Read a recipe from YAML or JSON; every fault names the file."""
     data = read_data(path)
-    try:
+    with inside(path):
         return recipe_of(data)
-    except InputError as error:
-        raise error.under(str(path)) from None
 
 
 def recipe_of(data: object) -> Recipe:

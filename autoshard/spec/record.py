@@ -11,21 +11,20 @@ import math
 import types
 import typing
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from autoshard.errors import Fault, InputError, nearest
+from autoshard.errors import Fault, Faults, InputError, inside, nearest
 
 T = TypeVar("T")
 MAX_WHOLE = 2**63 - 1  # what other JSON readers keep exactly, and small enough for any product to be printed
 _NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
 
 
-def decode(kind: type[T], data: object, where: str = "") -> T:
+def decode(kind: type[T], data: object, where: str | Path = "") -> T:
     """Build a value of type ``kind`` from parsed JSON, or raise one InputError with the path of every fault."""
-    try:
+    with inside(where):
         return typing.cast(T, _decode(kind, data))
-    except InputError as error:
-        raise error.under(where) from None
 
 
 def encode(value: object) -> Any:
@@ -121,15 +120,11 @@ def _decode_dataclass(kind: Any, data: object) -> object:
 
 def _decode_each(parts: Mapping[str, tuple[Any, object]]) -> dict[str, object]:
     """Decode the parts of a list or an object, each with its type and data; raise the faults of all parts together."""
-    values: dict[str, object] = {}
-    faults: list[Fault] = []
+    values, faults = dict[str, object](), Faults()
     for where, (kind, data) in parts.items():
-        try:
+        with faults.of(where):
             values[where] = _decode(kind, data)
-        except InputError as error:
-            faults += error.under(where).faults
-    if faults:
-        raise InputError(faults)
+    faults.refuse()
     return values
 
 

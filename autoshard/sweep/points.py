@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from autoshard.errors import Fault, InputError, require
+from autoshard.errors import Faults, require
 from autoshard.extensions import EXTENSIONS
 from autoshard.spec import record
 from autoshard.spec.files import read_data, shipped
@@ -109,26 +109,20 @@ def load_sweep(path: Path) -> Sweep:
             if isinstance(axes, dict):
                 values = cast(dict[str, Any], axes)
                 data[name] = {key: one if isinstance(one, list) else [one] for key, one in values.items()}
-    try:
-        return record.decode(Sweep, data)
-    except InputError as error:
-        raise error.under(str(path)) from None
+    return record.decode(Sweep, data, path)
 
 
 def points_of(sweep: Sweep, folder: Path) -> tuple[SweepPoint, ...]:
     """Return the points of a sweep file in this folder, each question once; all that is wrong with any is one error."""
     count = sweep.frontier * math.prod(len(choices) for choices in sweep.axes.values())
     require((count <= MOST_POINTS, "points", f"a sweep has at most {MOST_POINTS}, not {count}"))
-    base, faults, points = base_of(sweep, folder), dict[Fault, None](), dict[str, SweepPoint]()
+    base, faults, points = base_of(sweep, folder), Faults(), dict[str, SweepPoint]()
     for choices in product(*sweep.axes.values()):
-        try:
+        with faults.of():
             override = {key: value for choice in choices for key, value in choice.items()}
             for point in points_of_question(sweep, base, override, folder):
                 points.setdefault(point.id, point)
-        except InputError as error:
-            faults.update(dict.fromkeys(error.faults))
-    if faults:
-        raise InputError(faults)
+    faults.refuse()
     return tuple(points.values())
 
 

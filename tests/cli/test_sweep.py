@@ -88,7 +88,7 @@ def test_a_job_array_does_the_same_points(typed: Typed) -> None:
         ("--task 2", {}, "--task: the array has tasks 0 to 1"),
         ("--task 0 --scheduler slurm", {}, "--scheduler and --task: exclude each other"),
         ("--out tiny.yaml", {}, "--out tiny.yaml: is a file. Name a folder"),
-        ("", {"grid": {"modle": [1]}}, "tiny.yaml.modle: unknown key. Did you mean model or nodes?"),
+        ("", {"grid": {"modle": [1]}}, "tiny.yaml: modle: unknown key. Did you mean model or nodes?"),
         (
             "--scheduler slurm",
             {"mode": "run", "base": {"model": "llama3-8b"}, "grid": {"nodes": [1, 4]}},

@@ -83,10 +83,7 @@ class Manifest:
 
 def read_manifest(path: Path) -> Manifest:
     """Read a manifest; its faults name the file."""
-    try:
-        return record.decode(Manifest, read_data(path))
-    except InputError as error:
-        raise error.under(str(path)) from None
+    return record.decode(Manifest, read_data(path), path)
 
 
 def write_record(value: object, path: Path) -> None:
