@@ -15,11 +15,11 @@ from typing import Any, Literal, NewType, Union, cast, get_args, get_origin, get
 
 from jsonargparse import ArgumentError, ArgumentParser
 
-from autoshard.errors import Fault, InputError, nearest
+from autoshard.errors import Fault, Faults, InputError, nearest
+from autoshard.spec.recipe import Pins
 
 Counts = tuple[int, ...]  # one whole number, or several with commas between them
 PlanOrRecipe = NewType("PlanOrRecipe", Path)  # a recipe (.yaml) is a file of options as well
-Pins = NewType("Pins", str)  # keys of a candidate
 Given = dict[str, tuple[str, Any]]  # option -> how faults name the place where it is given, and what stands there
 
 _POSITIONAL = (
@@ -185,7 +185,9 @@ def _documentation(source: Any, before: str = "") -> tuple[str, dict[str, str]]:
 def _entries(where: str, path: str, options: Mapping[str, Option], faults: list[Fault]) -> Given:
     """Return what a file says of each option; keys of a recipe that are for other commands are checked too."""
     from autoshard.spec.files import read_data
-    from autoshard.spec.recipe import RECIPE_KEYS, training_faults
+    from autoshard.spec.recipe import RECIPE_KEYS, TRAINING_KEYS
+    from autoshard.spec.record import decode
+    from autoshard.spec.training import Training
 
     try:
         data = read_data(Path(path))
@@ -211,7 +213,10 @@ def _entries(where: str, path: str, options: Mapping[str, Option], faults: list[
             known = _keys(options, f"{section}.") if section else [*_keys(options, ""), *RECIPE_KEYS]
             message = f"unknown key. {nearest(key, list(dict.fromkeys(known)))}"
             faults.append(Fault(where=f"{where}: {name}", message=message))
-    faults += (Fault(where=f"{where}: {fault.where}", message=fault.message) for fault in training_faults(elsewhere))
+    of_training = Faults()
+    with of_training.of():
+        decode(Training, {key: elsewhere[key] for key in TRAINING_KEYS if elsewhere.get(key) is not None})
+    faults += (Fault(where=f"{where}: {fault.where}", message=fault.message) for fault in of_training)
     return entries
 
 

@@ -37,7 +37,7 @@ from autoshard.search.planner import search
 from autoshard.sweep.points import load_sweep, points_of
 path = Path(sys.argv[1])
 for point in points_of(load_sweep(path), path.parent):
-    search(request_of(point.recipe))
+    search(request_of(point.recipe.question, point.recipe.nodes))
 """
 
 

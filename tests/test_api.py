@@ -16,7 +16,7 @@ from autoshard.search.planner import SearchResult, search
 from autoshard.search.request import Request
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
-from autoshard.spec.recipe import Recipe
+from autoshard.spec.recipe import QuestionOptions
 from autoshard.spec.workload import Precision, Workload
 
 
@@ -83,9 +83,9 @@ def test_what_cannot_be_answered_is_an_exception_with_reasons():
         autoshard.plan("tiny-llama", "local", fix="kernels=x")
 
 
-def faults_of(**values: object) -> set[str]:
+def faults_of(nodes: int = 1, **values: object) -> set[str]:
     with pytest.raises(InputError) as caught:
-        request_of(Recipe(**{"model": "tiny-llama", "cluster": "local", **values}))  # type: ignore[arg-type]
+        request_of(QuestionOptions(**{"model": "tiny-llama", "cluster": "local", **values}), nodes)  # type: ignore[arg-type]
     return {fault.where for fault in caught.value.faults}
 
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from autoshard.blocks.explain import explain as explained
-from autoshard.command_line import Pins
 from autoshard.commands.output import place_checks, print_answer, print_refused, write_text
 from autoshard.cost.calibration import calibration_of, load_calibration
 from autoshard.cost.predict import check_plan
@@ -15,6 +14,7 @@ from autoshard.report.explanation import explanation_report
 from autoshard.report.structured import explanation_json, why_not_json
 from autoshard.report.trace import trace_text
 from autoshard.search.what_if import alternatives, why_not as compared
+from autoshard.spec.recipe import Pins
 
 
 def explain(

@@ -8,7 +8,6 @@ from pathlib import Path
 from shutil import which
 
 from autoshard.command_line import PlanOrRecipe, is_recipe
-from autoshard.commands.options import QuestionOptions
 from autoshard.commands.output import print_answer, print_refused
 from autoshard.commands.plan import plan_of
 from autoshard.cost.predict import check_plan
@@ -19,6 +18,7 @@ from autoshard.jobs.shell import torchrun_files
 from autoshard.jobs.slurm import slurm_files
 from autoshard.plan.codec import fingerprint, load
 from autoshard.plan.plan import Plan
+from autoshard.spec.recipe import QuestionOptions
 from autoshard.spec.training import Training
 from autoshard.units import format_seconds
 
@@ -29,6 +29,7 @@ def launch(
     plan: PlanOrRecipe,
     *,
     place: JobPlace,
+    nodes: int | None = None,
     out: Path = Path("job"),
     name: str | None = None,
     run_folder: str | None = None,
@@ -43,6 +44,7 @@ def launch(
     Args:
         plan: A plan file, or a recipe (.yaml), which is planned first. Every key of a recipe is an option too.
         place: Where the job runs.
+        nodes: How many nodes the cluster of a recipe has. Default: 1.
         out: The folder of the job.
         name: The name of the job. Default: the model and the first digits of the plan's hash.
         run_folder: The folder of the run, as nodes see it. Default: run, in the folder of the job; k8s: in the volume.
@@ -52,7 +54,7 @@ def launch(
         training: Steps, data, checkpoints and other options of training.
         question: The question of a recipe.
     """
-    checked = check_plan(plan_of(plan, question))
+    checked = check_plan(plan_of(plan, question, nodes))
     if checked.rejections:
         return print_refused(checked.rejections, json=json)
     job_name = name or default_name(checked.plan)

@@ -1,13 +1,13 @@
 """``autoshard plan``: the best plan, exactly one candidate, or the question of a plan again for the nodes left."""
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autoshard.command_line import Pins, is_recipe
-from autoshard.commands.options import QuestionOptions, SearchOptions, token_total
+from autoshard.command_line import Counts, is_recipe
+from autoshard.commands.options import SearchOptions, token_total
 from autoshard.commands.output import place_checks, print_answer
 from autoshard.commands.progress import Watcher, watching
 from autoshard.cost.calibration import calibration_of, load_calibration
@@ -24,12 +24,13 @@ from autoshard.plan.verify import verify as reasons_against
 from autoshard.report.structured import found_json, frontier_json, made_json
 from autoshard.report.terminal import frontier_report, plan_report, rejections_report, runners_up_of
 from autoshard.search.answers import NAMES, PlanResult, answers_of
-from autoshard.search.api import engines_of, pins_of
+from autoshard.search.api import engines_of, layouts_of, pins_of
 from autoshard.search.no_plan import better_sizes, unanswered
 from autoshard.search.planner import SearchResult, frontier, search
 from autoshard.search.request import Request, rejections_of, resolved
 from autoshard.search.simple import WITHIN
 from autoshard.spec.cluster import LOCAL, Cluster
+from autoshard.spec.recipe import Pins, QuestionOptions
 from autoshard.spec.record import encode
 from autoshard.units import format_bytes, format_count, format_seconds
 
@@ -39,6 +40,7 @@ _MOST_PLANS = 100  # every plan that is shown is predicted in full, a few millis
 def plan(
     question: QuestionOptions,
     options: SearchOptions,
+    nodes: Counts = (),
     like: Path | None = None,
     pareto: bool = False,
     at: Pins | None = None,
@@ -54,6 +56,7 @@ def plan(
     Args:
         question: The question.
         options: What is minimised, and how far the search goes.
+        nodes: How many nodes the cluster has; several with --pareto, e.g. 4,8,16. Default: 1.
         like: Ask what this plan file has answered again, for the --nodes that are left, and say what resuming costs.
         pareto: Show what no plan betters in step time, memory and dollars at once, over all --nodes; write the fastest.
         at: Evaluate exactly this layout, even one that is refused, and say why.
@@ -69,7 +72,7 @@ def plan(
         (at is None or question.fix is None, "--at", "already names every key; leave out --fix"),
         (at is None or not pareto, "--pareto", "searches; leave out --at"),
         (like is None or not (pareto or at), "--like", "searches for one plan; leave out --pareto and --at"),
-        (pareto or len(question.nodes) <= 1, "--nodes", "takes several numbers with --pareto only; name one"),
+        (pareto or len(nodes) <= 1, "--nodes", "takes several numbers with --pareto only; name one"),
         (1 <= top <= _MOST_PLANS, "--top", f"must be 1 to {_MOST_PLANS}, not {top}"),
         (choose is None or not (pareto or at), "--choose", "is for the answers of one search; leave it out"),
         (
@@ -82,10 +85,13 @@ def plan(
     total = token_total(tokens) if tokens else None
     to = _Target(out=out, force=force, json=json, total_tokens=total)
     if pareto:
-        return _frontier(question.requests(options), options, to)
+        return _frontier(options.requests(question, nodes), options, to)
     if at is not None:
-        return _one_candidate(question.requests(options)[0], at, to)
-    old, request = _request_like(like, question, options) if like else (None, question.requests(options)[0])
+        return _one_candidate(options.requests(question, nodes)[0], at, to)
+    if like:
+        old, request = _request_like(like, question, nodes, options)
+    else:
+        old, (request,) = None, options.requests(question, nodes)
     most = max(top, int(choose) if choose and choose.isdecimal() else 1)
     found = searched(request, most, options)
     return _show_answers(
@@ -179,14 +185,18 @@ def _frontier(requests: Sequence[Request], options: SearchOptions, to: _Target) 
     return to.end(found.plans[0], kept, "the fastest, ")
 
 
-def plan_of(path: Path, question: QuestionOptions) -> Plan:
+def plan_of(path: Path, question: QuestionOptions, nodes: int | None) -> Plan:
     """Read a plan file, or answer the question of a recipe."""
     if not is_recipe(path):
-        question.refuse(f"is part of the question that {path} has answered. Plan again with it, or run a recipe")
+        given = [*question.given, *(["nodes"] if nodes else [])]
+        _refuse(given, f"is part of the question that {path} has answered. Plan again with it, or run a recipe")
         return load(path)
-    require((len(question.nodes) <= 1, "--nodes", "a run has one number of nodes; name one"))
     options = SearchOptions()
-    return searched(question.requests(options)[0], 1, options).preferred
+    return searched(options.requests(question, (nodes or 1,))[0], 1, options).preferred
+
+
+def _refuse(names: Iterable[str], why: str) -> None:
+    require(*((False, f"--{name.replace('_', '-')}", why) for name in names))
 
 
 def searched(request: Request, num_plans: int, options: SearchOptions) -> SearchResult:
@@ -235,40 +245,40 @@ def _one_candidate(request: Request, text: str, to: _Target) -> int:
     return 1 if refused or made is None else to.end(made, kept)
 
 
-def _request_like(path: Path, question: QuestionOptions, options: SearchOptions) -> tuple[Plan, Request]:
+def _request_like(path: Path, question: QuestionOptions, nodes: Counts, options: SearchOptions) -> tuple[Plan, Request]:
     """Return a plan, and its question for other nodes: the same model, work and global batch."""
-    message = f"is part of the question of {path}, which --like repeats. Leave it out"
-    question.refuse(message, "nodes", "ranks", "engine", "headroom", "calibration", "fix", "pins")
+    again = question.given.keys() - {"ranks", "engine", "headroom", "calibration", "fix", "pins"}
+    _refuse(sorted(again), f"is part of the question of {path}, which --like repeats. Leave it out")
     read = check_plan(load(path))
     if read.plan.prediction is None:
         raise InputError(Fault(where=f"--like {path}", message=str(one)) for one in read.rejections)
     old, constants = read.plan, question.calibration
     request = Request(
         model=old.model,
-        cluster=_cluster_left(old, question),
+        cluster=_cluster_left(old, question.ranks, nodes[0] if nodes else 0),
         workload=old.workload,
         headroom=old.headroom if question.headroom is None else question.headroom,
         engines=engines_of(old.cluster, question.engine or old.engine),
         pins=pins_of(question.fix),
-        layouts=question.pinned(),
+        layouts=layouts_of(question.pins),
         calibration=load_calibration(Path(constants)) if constants else calibration_of(old),
     )
     return old, options.applied(request)
 
 
-def _cluster_left(old: Plan, question: QuestionOptions) -> Cluster:
+def _cluster_left(old: Plan, ranks: int | None, nodes: int) -> Cluster:
     """Return what is left of the cluster of a plan, as it stands in its file."""
-    cluster, ranks, nodes = old.cluster, question.ranks or 0, (question.nodes or (0,))[0]
+    cluster = old.cluster
     if cluster.name == LOCAL:
         require(
-            (ranks >= 1, "--ranks", "type how many ranks of this machine are left"),
+            ((ranks or 0) >= 1, "--ranks", "type how many ranks of this machine are left"),
             (nodes <= 1, "--nodes", "this machine is one node. Type --ranks"),
         )
-        return cluster.with_local_ranks(ranks)
+        return cluster.with_local_ranks(ranks or 1)
     need = f"the plan is of {cluster.num_nodes} nodes. Type how many are left: --nodes {cluster.num_nodes - 1}"
     require(
         (nodes >= 1, "--nodes", need),
-        (question.ranks is None, "--ranks", f"{cluster.name} always has {cluster.ranks_per_node} a node"),
+        (ranks is None, "--ranks", f"{cluster.name} always has {cluster.ranks_per_node} a node"),
     )
     return replace(cluster, num_nodes=nodes)
 

@@ -7,7 +7,6 @@ from typing import Literal
 
 from autoshard.command_line import Counts, PlanOrRecipe, is_recipe
 from autoshard.commands.compiling import compile_ahead
-from autoshard.commands.options import QuestionOptions
 from autoshard.commands.output import print_answer, print_refused
 from autoshard.commands.plan import plan_of
 from autoshard.commands.running import Execution, execute
@@ -31,6 +30,7 @@ from autoshard.runtime.machine import (
 )
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.model_catalogue import load_model, model_names
+from autoshard.spec.recipe import QuestionOptions
 from autoshard.spec.training import Training
 
 
@@ -38,6 +38,7 @@ def run(
     plan: PlanOrRecipe,
     training: Training,
     question: QuestionOptions,
+    nodes: int | None = None,
     out: Path | None = None,
     resume: Literal["auto", "never"] | int = "auto",
     restarts: int = 0,
@@ -56,6 +57,7 @@ def run(
         plan: A plan file, or a recipe (.yaml), which is planned first. Every key of a recipe is an option too.
         training: Steps, data, checkpoints and other options of training.
         question: The question of a recipe.
+        nodes: How many nodes the cluster of a recipe has. Default: 1.
         out: The folder of the run: plan, metrics, checkpoints, logs. Default: runs/ and the name of the file.
         resume: Where to continue in a folder that holds a run: auto (the newest checkpoint), never, or a step.
         restarts: How often in a row failed ranks are started again without a newer checkpoint.
@@ -68,13 +70,11 @@ def run(
     """
     tried = dry_run or rehearse is not None
     _refuse(plan, rehearse, restarts, dry=dry_run, dry_ranks=dry_ranks, compile_only=compile_only)
-    options = Run(
-        folder=out or Path("runs") / (f"{plan.stem}-compiled" if compile_only else plan.stem),
-        training=_only_tried(training) if tried else _with_paths(training, plan),
-        resume="never" if tried else resume,
-    )
+    folder = out or Path("runs") / (f"{plan.stem}-compiled" if compile_only else plan.stem)
+    trained = _only_tried(training) if tried else _with_paths(training, plan)
+    options = Run(folder=folder, training=trained, resume="never" if tried else resume)
     leads = (given := given_rank()) is None or given.rank == 0
-    checked = check_plan(plan_of(plan, question))
+    checked = check_plan(plan_of(plan, question, nodes))
     current, notes = checked.plan, [checked.remark] if checked.remark else []
     if checked.rejections:
         return print_refused(checked.rejections, json=json) if leads else 1

@@ -74,13 +74,13 @@ def _models() -> list[Entry]:
 
 
 def _recipes() -> list[Entry]:
-    from autoshard.spec.recipe import about, load_recipe, recipe_files
+    from autoshard.spec.recipe import DEFAULT_CLUSTER, about, load_recipe, recipe_files
 
     return [
         {
             "name": _as_typed(path),
-            "model": one.model,
-            "cluster": one.cluster,
+            "model": one.question.model,
+            "cluster": one.question.cluster or DEFAULT_CLUSTER,
             "nodes": one.nodes,
             "about": about(path),
         }

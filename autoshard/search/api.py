@@ -1,6 +1,6 @@
 """The planner from Python: one verb that takes small parts."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 from autoshard.cost.calibration import Calibration, built_in, load_calibration
 from autoshard.cost.terms import CostTerm
-from autoshard.errors import Fault, InputError
+from autoshard.errors import Fault, Faults, InputError
 from autoshard.layout.pin import Pin, pins_of as layout_pins
 from autoshard.plan.candidate import parse_pins, pins_text
+from autoshard.plan.lowering import ATOMS
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.rule import Rule
 from autoshard.search.answers import PlanResult, answers_of
@@ -24,7 +25,7 @@ from autoshard.spec.cluster_catalogue import load_cluster, other_lnc
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
-from autoshard.spec.recipe import Recipe
+from autoshard.spec.recipe import DEFAULT_CLUSTER, QuestionOptions
 from autoshard.spec.workload import Precision, Workload
 
 LONGEST_DEFAULT = 8192
@@ -114,11 +115,8 @@ def plan(  # noqa: PLR0913
     return answers_of(request, found)
 
 
-def request_of(recipe: Recipe, layouts: Sequence[Pin] = ()) -> Request:
-    """Look up everything that a recipe names; all faults are reported at once, under the option they came from.
-
-    Further pinned layouts go before those of the recipe.
-    """
+def request_of(question: QuestionOptions, nodes: int = 1) -> Request:
+    """Look up everything that a question names; all faults are reported at once, under the option they came from."""
     faults: list[Fault] = []
 
     def look_up(option: str, named: Callable[[], Value]) -> Value | None:
@@ -128,31 +126,31 @@ def request_of(recipe: Recipe, layouts: Sequence[Pin] = ()) -> Request:
             faults.extend(_option_faults(error, option))
             return None
 
-    model = look_up("model", lambda: load_model(recipe.model))
-    pins = look_up("fix", lambda: pins_of(recipe.fix))
-    lnc = recipe.lnc
+    model = look_up("model", lambda: load_model(question.model or ""))
+    pins = look_up("fix", lambda: pins_of(question.fix))
+    name, lnc = question.cluster or DEFAULT_CLUSTER, question.lnc
     if lnc is None and pins and "lnc" in pins:
         with suppress(InputError):  # a Rule says what is wrong with logical cores that are not offered
-            lnc = load_cluster(recipe.cluster, lnc=pins["lnc"]).lnc
-    cluster = look_up("cluster", lambda: load_cluster(recipe.cluster, recipe.nodes, lnc=lnc, ranks=recipe.ranks))
-    path = recipe.calibration
+            lnc = load_cluster(name, lnc=pins["lnc"]).lnc
+    cluster = look_up("cluster", lambda: load_cluster(name, nodes, lnc=lnc, ranks=question.ranks))
+    path = question.calibration
     constants = look_up("calibration", lambda: load_calibration(Path(path)) if path else None)
     if cluster:
-        constants = look_up("release", lambda: constants_of(cluster, constants, recipe.release))
-    listed = look_up("pins", lambda: layout_pins(recipe.pins, "pins"))
-    if faults or model is None or cluster is None or pins is None or listed is None:
+        constants = look_up("release", lambda: constants_of(cluster, constants, question.release))
+    layouts = look_up("pin", lambda: layouts_of(question.pins))
+    if faults or model is None or cluster is None or pins is None or layouts is None:
         raise InputError(faults)
     try:
         return Request(
             model=model,
             cluster=cluster,
-            workload=default_workload(model, cluster, recipe),
-            engines=engines_of(cluster, recipe.engine),
-            headroom=recipe.headroom,
+            workload=default_workload(model, cluster, question),
+            engines=engines_of(cluster, question.engine),
+            headroom=HEADROOM if question.headroom is None else question.headroom,
             pins=pins,
-            layouts=tuple({pin.tensor: pin for pin in (*listed, *layouts)}.values()),
+            layouts=layouts,
             calibration=constants,
-            other_lnc=() if lnc is not None else other_lnc(recipe.cluster, cluster),
+            other_lnc=() if lnc is not None else other_lnc(name, cluster),
         )
     except InputError as error:
         raise InputError(_option_faults(error, "precision")) from None
@@ -166,9 +164,17 @@ def constants_of(cluster: Cluster, own: Calibration | None, release: str | None)
 def _option_faults(error: InputError, option: str) -> Iterator[Fault]:
     """Yield the faults of a look-up, each under the option that it is about."""
     for fault in error.faults:
-        own = fault.where in {field.name for field in fields(Recipe)}
+        own = fault.where in {field.name for field in fields(QuestionOptions)} | {"nodes"}
         name = (fault.where if own else option).replace("_", "-")
         yield Fault(where="" if own else fault.where, message=fault.message).under(f"--{name}")
+
+
+def layouts_of(layouts: Mapping[str, str]) -> tuple[Pin, ...]:
+    """Read the layouts of tensors that are pinned, by atoms of the mesh."""
+    pins, atoms = layout_pins(layouts, "--pin"), {str(atom): 1 for atom in ATOMS}
+    faults = Faults(fault.under(f"--pin {pin.tensor}") for pin in pins for fault in pin.layout.faults(atoms))
+    faults.refuse()
+    return pins
 
 
 def pins_of(text: str | None) -> Pins:
@@ -181,20 +187,19 @@ def pins_of(text: str | None) -> Pins:
     return pins
 
 
-def default_workload(model: ModelSpec, cluster: Cluster, recipe: Recipe | None = None) -> Workload:
+def default_workload(model: ModelSpec, cluster: Cluster, question: QuestionOptions | None = None) -> Workload:
     """Return the workload of a question that leaves some of it open, or all.
 
     The sequence is the card's context, at most 8192 tokens; 1024 sequences a step, 32 on this machine.
     """
-    asked = recipe or Recipe(model=model.name, cluster=cluster.name)
+    asked = question or QuestionOptions()
+    stated = {name: asked.given[name] for name in ("optimizer", "documents", "expert_imbalance") if name in asked.given}
     longest, batch = min(model.max_positions, LONGEST_DEFAULT), LOCAL_BATCH if cluster.name == LOCAL else BATCH
     return Workload(
         seq_len=longest if asked.seq_len is None else asked.seq_len,
         global_batch=batch if asked.global_batch is None else asked.global_batch,
-        precision=Precision.named(asked.precision),
-        optimizer=asked.optimizer,
-        documents=asked.documents,
-        expert_imbalance=asked.expert_imbalance,
+        precision=Precision.named(asked.precision or "bf16"),
+        **stated,
     )
 
 

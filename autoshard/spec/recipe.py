@@ -1,54 +1,93 @@
 """A recipe: the whole question in one small file, with the same keys as the options of ``autoshard plan``."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, NewType
 
-from autoshard.errors import Fault, InputError, inside, nearest, require
+from autoshard.errors import Fault, Faults, InputError, inside, nearest, require
 from autoshard.spec import record
-from autoshard.spec.cluster import HEADROOM, headroom_check
+from autoshard.spec.cluster import headroom_check
 from autoshard.spec.files import read_data, shipped
 from autoshard.spec.training import Training
-from autoshard.spec.workload import EXPERT_IMBALANCE, Documents, Optimizer, PrecisionName
+from autoshard.spec.workload import Documents, Optimizer, PrecisionName
 
+DEFAULT_CLUSTER = "trn1.32xlarge"
 EngineChoice = Literal["nxd", "torch", "any"]
+Pins = NewType("Pins", str)  # keys of a candidate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """Model, cluster, workload and training of one question; None is the default of the model or the cluster."""
+class QuestionOptions:
+    """Which model, on which cluster, for which work, and which keys are pinned; None where that is not stated.
 
-    model: str
-    nodes: int = 1
-    cluster: str = "trn1.32xlarge"
+    Args:
+        model: A model card by name (see `autoshard list models`), or the path of a Hugging Face config.json.
+        cluster: A cluster by name (see `autoshard list clusters`), or the path of a cluster file.
+            Default: trn1.32xlarge.
+        lnc: Logical NeuronCore configuration of trn2 and trn3: 1 or 2. Default: search both.
+        ranks: Processes on this machine, 1 to 64; only for the cluster `local`. Default: 4.
+        seq_len: Tokens in a sequence. Default: the card's context, at most 8192.
+        global_batch: Sequences in an optimizer step. Default: 1024, on `local` 32.
+        precision: Number format of weights and activations; bf16 and fp16 keep FP32 masters,
+            bf16-sr keeps none and rounds its weights stochastically. Default: bf16.
+        optimizer: adamw, or sgd without momentum and weight decay. Default: adamw.
+        documents: How documents packed into one sequence are treated: attention crosses their borders (joined), or
+            attention and positions begin anew with each document (separate). Default: joined.
+        expert_imbalance: How many more tokens than the mean the busiest expert gets: 0.5 is half as many again, 0 is
+            routing that is forced to be even. Default: 0.5, as published of routers with an auxiliary loss.
+        engine: Search only plans that this engine runs; `any` searches all engines. Default: the cluster's own.
+        headroom: The share of a rank's usable memory that stays free: 0.1 is 10 %, 0 none. Default: 0.1.
+        calibration: A calibration file, made by `autoshard calibrate`. Default: the one that comes with the cluster.
+        release: The release of the platform's software, e.g. 2.17 of the Neuron SDK; older ones are slower.
+            Default: the newest of the calibration's rows.
+        fix: Pin some keys of the layout, e.g. tp=32,pp=8.
+        pins: Pin the layout of a tensor, e.g. 'up=[batch/dp, seq, ffn/tp]'; can be given several times.
+    """
+
+    model: str | None = None
+    cluster: str | None = None
     lnc: int | None = None
     ranks: int | None = None
     seq_len: int | None = None
     global_batch: int | None = None
-    precision: PrecisionName = "bf16"
-    optimizer: Optimizer = "adamw"
-    documents: Documents = "joined"
-    expert_imbalance: float = EXPERT_IMBALANCE  # of the busiest expert over the mean
+    precision: PrecisionName | None = None
+    optimizer: Optimizer | None = None
+    documents: Documents | None = None
+    expert_imbalance: float | None = None
     engine: EngineChoice | None = None
-    headroom: float = HEADROOM  # share of the memory of a rank that plans leave free
-    calibration: str | None = None  # a calibration file; None is the built-in one of the cluster
-    release: str | None = None  # of the platform's software; None is the newest that the calibration knows
-    fix: str | None = None
+    headroom: float | None = None
+    calibration: str | None = None
+    release: str | None = None
+    fix: Pins | None = None
     pins: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)  # tensor -> layout
-    training: Training = field(default_factory=Training)  # in a file, its keys stand at the top level
 
     def __post_init__(self) -> None:
         require(
-            (bool(self.model.strip()), "model", "must name a card or a config.json"),
-            (bool(self.cluster.strip()), "cluster", "must name a cluster or a cluster file"),
-            headroom_check(self.headroom),
+            (self.model is None or bool(self.model.strip()), "model", "must name a card or a config.json"),
+            (self.cluster is None or bool(self.cluster.strip()), "cluster", "must name a cluster or a cluster file"),
+            headroom_check(self.headroom or 0.0),
         )
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """What is stated, by name."""
+        return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) not in (None, {})}
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A question, on how many nodes it is asked, and how its plan is trained; in a file all keys stand side by side."""
+
+    question: QuestionOptions
+    nodes: int = 1
+    training: Training = field(default_factory=Training)
+
+
+QUESTION_KEYS = tuple(entry.name for entry in fields(QuestionOptions))
 TRAINING_KEYS = tuple(entry.name for entry in fields(Training))
-_QUESTION = tuple(entry.name for entry in fields(Recipe) if entry.name != "training")
-RECIPE_KEYS = (*_QUESTION, *TRAINING_KEYS)
+RECIPE_KEYS = ("nodes", *QUESTION_KEYS, *TRAINING_KEYS)
 
 
 def recipe_files() -> tuple[Path, ...]:
@@ -66,15 +105,6 @@ def about(path: Path) -> str:
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
-def training_faults(entries: Mapping[str, object]) -> tuple[Fault, ...]:
-    """Return the faults of the training keys of a recipe; other keys are not checked."""
-    try:
-        record.decode(Training, {key: entries[key] for key in TRAINING_KEYS if entries.get(key) is not None})
-    except InputError as error:
-        return error.faults
-    return ()
-
-
 def load_recipe(path: Path) -> Recipe:
     """Read a recipe from YAML or JSON; every fault names the file."""
     data = read_data(path)
@@ -84,18 +114,18 @@ def load_recipe(path: Path) -> Recipe:
 
 def recipe_of(data: object) -> Recipe:
     """Return the recipe of a file's entries, or raise one InputError with all faults."""
-    faults = list[Fault]()
-    if isinstance(data, dict):
-        given = cast(dict[str, object], data)
-        unknown = [key for key in given if key not in RECIPE_KEYS]
-        faults = [Fault(where=key, message=f"unknown key. {nearest(key, RECIPE_KEYS)}") for key in map(str, unknown)]
-        training = {key: given[key] for key in given if key in TRAINING_KEYS}
-        data = {key: given[key] for key in given if key in _QUESTION} | {"training": training}
-    recipe: Recipe | None = None
+    given, faults, recipe = record.decode(dict[str, object], data), Faults(), None
+    unknown = [key for key in given if key not in RECIPE_KEYS]
+    faults += (Fault(where=key, message=f"unknown key. {nearest(key, RECIPE_KEYS)}") for key in unknown)
+    faults += [] if "model" in given else [Fault(where="model", message="missing")]
+    parts: dict[str, object] = {"nodes": given["nodes"]} if "nodes" in given else {}
+    for name, keys in (("question", QUESTION_KEYS), ("training", TRAINING_KEYS)):
+        parts[name] = {key: given[key] for key in given if key in keys}
     try:
-        recipe = record.decode(Recipe, data)
+        recipe = record.decode(Recipe, parts)
     except InputError as error:
-        faults += (Fault(where=one.where.removeprefix("training."), message=one.message) for one in error.faults)
-    if faults or recipe is None:
-        raise InputError(faults)
+        prefix = re.compile(r"(question|training)\.")
+        faults += (Fault(where=prefix.sub("", one.where, count=1), message=one.message) for one in error.faults)
+    faults.refuse()
+    assert recipe, "what has no fault has a value"
     return recipe

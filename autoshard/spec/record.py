@@ -52,6 +52,7 @@ def _encode_field(kind: Any, value: object) -> Any:
 
 
 def _decode(kind: Any, data: object) -> object:
+    kind = getattr(kind, "__supertype__", kind)  # of a NewType
     origin, members = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         (member,) = (member for member in members if member is not type(None))

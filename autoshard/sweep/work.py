@@ -91,7 +91,8 @@ def failed_rows(job: SweepJob, message: str, status: str = "failed") -> list[Row
 
 def _planned(job: SweepJob) -> Iterator[tuple[SweepPoint, Plan | None]]:
     """Yield every point with its plan, or None where the question has fewer."""
-    request = request_of(job.points[0].recipe)
+    recipe = job.points[0].recipe
+    request = request_of(recipe.question, recipe.nodes)
     found = search(request, max(point.choice for point in job.points))
     if not found.plans:
         raise unanswered(request, found)

@@ -15,7 +15,7 @@ from autoshard.search.api import Search, request_of
 from autoshard.search.planner import search
 from autoshard.search.request import plan_at
 from autoshard.spec.model_catalogue import load_model
-from autoshard.spec.recipe import Recipe
+from autoshard.spec.recipe import QuestionOptions
 from tests.search.brute_force import ask, time_s
 
 TP2 = "tp=2,dp=2,mbs=1"
@@ -102,18 +102,12 @@ def test_a_plan_keeps_to_the_layout_between_blocks():
 
 
 def test_conflicts_are_told_with_both_origins_and_the_chain():
-    recipe = Recipe(model="tiny-llama", cluster="local", pins={"up": "[batch/dp, seq/tp, ffn]"})
-    request = request_of(recipe, pins_of({"up.weight": "[ffn/tp, hidden]"}, "--pin"))
+    pins = {"up": "[batch/dp, seq/tp, ffn]", "up.weight": "[ffn/tp, hidden]"}
+    request = request_of(QuestionOptions(model="tiny-llama", cluster="local", pins=pins))
     with pytest.raises(InputError) as caught:
         search(request)
-    assert "pins up=" in str(caught.value) and "--pin up.weight=" in str(caught.value)
+    assert "--pin up=" in str(caught.value) and "--pin up.weight=" in str(caught.value)
     assert "(layer.up <- layer.up.weight)" in str(caught.value)
-
-
-def test_a_later_pin_of_the_same_tensor_replaces_that_of_the_recipe():
-    recipe = Recipe(model="tiny-llama", cluster="local", fix="tp=2", pins={"up": "[batch/dp, seq/cp, ffn]"})
-    (pin,) = request_of(recipe, pins_of({"up": "[batch/dp, seq/cp, ffn/tp]"}, "--pin")).layouts
-    assert (pin.origin, str(pin.layout)) == ("--pin", "[batch/dp, seq/cp, ffn/tp]")
 
 
 def test_from_python():

@@ -48,7 +48,7 @@ def test_the_file_of_the_page_about_sweeps_is_a_sweep(tmp_path: Path) -> None:
     (tmp_path / "page.yaml").write_text(text, encoding="utf-8")
     found = points_of(load_sweep(tmp_path / "page.yaml"), tmp_path)
     assert len(found) == 3 * 2 * 2 * 3
-    assert found[0].recipe.fix == "tp=8" and found[0].recipe.global_batch == 1024
+    assert found[0].recipe.question.fix == "tp=8" and found[0].recipe.question.global_batch == 1024
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ def recipe(name: str) -> Recipe:
 
 @pytest.mark.parametrize("name", rest_is_slow(PAID))  # small ones are planned where they are trained, in tests/runtime
 def test_the_recipe_has_a_plan_that_fits_and_a_certificate(name: str):
-    found = search(request_of(recipe(name)))
+    found = search(request_of(recipe(name).question, recipe(name).nodes))
     (plan,) = found.plans
     assert verify(plan) == ()
     assert plan.prediction and plan.prediction.peak_bytes <= plan.cluster.rank_memory_bytes
@@ -49,7 +49,7 @@ def test_the_recipe_says_what_it_is_and_its_steps_are_more_than_its_warm_up(name
 @pytest.mark.parametrize("name", PAID)
 def test_the_name_says_model_and_nodes_and_whoever_pays_trains_on_tokens_of_their_own(name: str):
     one, text = recipe(name), RECIPES[name].read_text(encoding="utf-8")
-    assert name.startswith(one.model.removesuffix("-untied")) and name.endswith(f"-{one.nodes}")
+    assert name.startswith(str(one.question.model).removesuffix("-untied")) and name.endswith(f"-{one.nodes}")
     assert one.training.data.sets
     assert all(f"--out {tokens}" in text or f" to {tokens}" in text for tokens in one.training.data.sets)
 
@@ -57,7 +57,8 @@ def test_the_name_says_model_and_nodes_and_whoever_pays_trains_on_tokens_of_thei
 @pytest.mark.parametrize("theirs", PRE_TRAINING, ids=[one.name for one in PRE_TRAINING])
 def test_each_of_the_vendors_recipes_has_one_of_ours(theirs: AwsRecipe):
     ours = [recipe(name) for name in PAID]
-    same = [one for one in ours if (one.model, one.cluster, one.nodes, one.lnc) == key(theirs)]
+    asked = [(one.question, one.nodes) for one in ours]
+    same = [one for one, nodes in asked if (one.model, one.cluster, nodes, one.lnc) == key(theirs)]
     assert same
     assert any(one.seq_len == theirs.seq_len or one.fix == f"cp={theirs.cp}" for one in same)
 
@@ -69,17 +70,19 @@ def key(theirs: AwsRecipe) -> tuple[str, str, int, int | None]:
 def test_every_kind_of_work_has_a_small_twin():
     kinds = {kind(recipe(name)) for name in PAID}
     assert kinds == {kind(recipe(name)) for name in TINY}
-    assert {recipe(name).cluster for name in TINY} == {"local"}
+    assert {recipe(name).question.cluster for name in TINY} == {"local"}
 
 
 def kind(one: Recipe) -> str:
     if one.training.data.loss_on == "answers":
         return "sft"
-    if one.fix and one.fix.startswith("cp="):
+    question = one.question
+    if question.fix and question.fix.startswith("cp="):
         return "long context"
     if one.training.init_weights:
         return "continual"
-    return "gpt" if "gpt" in one.model else "mixture" if "mixtral" in one.model else "dense"
+    model = str(question.model)
+    return "gpt" if "gpt" in model else "mixture" if "mixtral" in model else "dense"
 
 
 # recipe -> the Rules that refuse its layout, and why they stay as they are

@@ -9,13 +9,13 @@ from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
 from autoshard.spec.cluster_catalogue import load_cluster
-from autoshard.spec.recipe import Recipe, about, load_recipe
+from autoshard.spec.recipe import Pins, QuestionOptions, Recipe, about, load_recipe
 from autoshard.spec.record import decode, encode
 from autoshard.spec.workload import DTYPE_BYTES, PRECISIONS, Precision, Workload
 
 
 def test_a_recipe_is_read_from_yaml_and_from_json(tmp_path: Path):
-    expected = Recipe(model="llama3-8b", nodes=4, fix="tp=8,pp=4")
+    expected = Recipe(question=QuestionOptions(model="llama3-8b", fix=Pins("tp=8,pp=4")), nodes=4)
     (tmp_path / "a.yaml").write_text("model: llama3-8b\nnodes: 4\nfix: tp=8,pp=4\n")
     (tmp_path / "a.json").write_text(json.dumps({"model": "llama3-8b", "nodes": 4, "fix": "tp=8,pp=4"}))
     assert load_recipe(tmp_path / "a.yaml") == load_recipe(tmp_path / "a.json") == expected

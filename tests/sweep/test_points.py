@@ -20,7 +20,15 @@ def test_a_grid_is_every_combination_and_a_zip_goes_together():
     sweep = tiny(
         grid={"ranks": (1, 2)}, zip={"seq_len": (32, 64), "global_batch": (8, 4)}, list=({"model": "tiny-gpt"},)
     )
-    found = [(one.recipe.model, one.recipe.seq_len, one.recipe.global_batch, one.recipe.ranks) for one in points(sweep)]
+    found = [
+        (
+            one.recipe.question.model,
+            one.recipe.question.seq_len,
+            one.recipe.question.global_batch,
+            one.recipe.question.ranks,
+        )
+        for one in points(sweep)
+    ]
     assert found == [("tiny-gpt", 32, 8, 1), ("tiny-gpt", 32, 8, 2), ("tiny-gpt", 64, 4, 1), ("tiny-gpt", 64, 4, 2)]
     assert points(sweep)[0].name == "model=tiny-gpt seq_len=32 global_batch=8 ranks=1"
 
@@ -37,8 +45,8 @@ def test_dots_go_into_sections_and_null_takes_away_and_fix_is_pinned():
     one, other = points(tiny(mode="run", base=base, grid=grid))
     assert one.recipe.training.schedule.warm_up_steps == 3 and one.recipe.training.schedule.shape == "cosine"
     kept = "pp=1,recompute=selective[norms,attend],mbs=2"  # what the sweep says of a key goes before the recipe's own
-    assert (one.recipe.fix, other.recipe.fix) == (f"{kept},sp=false", f"{kept},tp=1,sp=false")
-    assert one.recipe.seq_len is None
+    assert (one.recipe.question.fix, other.recipe.question.fix) == (f"{kept},sp=false", f"{kept},tp=1,sp=false")
+    assert one.recipe.question.seq_len is None
     assert "schedule.warm_up_steps=3" in one.name
 
 
@@ -101,4 +109,4 @@ def test_sweeps_that_come_along_say_what_they_are_and_have_points(path: Path):
     assert about(path).endswith((".", "?"))
     found = points_of(sweep, path.parent)
     assert 3 <= len(found) <= 40
-    assert sweep.mode == "plan" or all(one.recipe.cluster == "local" for one in found)
+    assert sweep.mode == "plan" or all(one.recipe.question.cluster == "local" for one in found)
