@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from autoshard.engine.torch.block import LiteralRun
 from autoshard.plan.plan import Buckets, Plan
-from tests.ranks.cases import Task, compare, gpt, llama, patched, plan_of, run_steps
+from tests.ranks.cases import Task, gpt, hold, llama, patched, plan_of, run_steps
 from tests.ranks.spawn import on_ranks
 from tests.slower import rest_is_slow
 
@@ -26,19 +26,18 @@ def in_small_buckets(plan: Plan) -> Plan:
     rest_is_slow(
         [
             ("tp=2,pp=1,dp=2", llama(num_layers=4)),
+            ("tp=1,pp=2,dp=2,zero=3", gpt(num_layers=4)),
             ("tp=1,pp=2,dp=2", gpt(num_layers=4)),
             ("tp=1,pp=1,dp=2,zero=0", gpt(num_layers=4)),
-            ("tp=1,pp=2,dp=2,zero=3", gpt(num_layers=4)),
             ("tp=1,pp=2,dp=2,vp=2,schedule=zb_v", llama(num_layers=4)),
             ("tp=2,pp=1,cp=2,dp=1", llama(num_layers=4)),
         ],
         fast=2,
     ),
 )
-def test_gradients_that_are_reduced_in_buckets_are_those_of_one_process(text, model):
+def test_gradients_that_are_reduced_in_buckets_are_those_of_one_process_in_two_steps(text, model):
     task = Task.of(in_small_buckets(plan_of(text, model)), num_steps=2)
-    shares = on_ranks(task.plan.mesh.num_ranks, run_steps, task)
-    compare(task.reference(), [steps[0] for steps in shares])
+    hold(task)
 
 
 def events(task: Task) -> list[str]:

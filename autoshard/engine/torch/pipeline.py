@@ -126,6 +126,7 @@ class RankPipeline:
                 self._backward(store, number)
             if counts:
                 most_bytes = max(most_bytes, self._saved_bytes(store))
+        store.take_back()
         world.finish_sending()
         losses, self._losses, self._batches = self._losses, {}, ()
         self._inputs.clear()

@@ -364,7 +364,7 @@ class Store:
 
     def close(self, opened: OpenedWeights, complete: Collection[str] = ()) -> None:
         """Bring sums back to where they rest, and begin to reduce those that the ``complete`` gradients fill."""
-        self._take_back()
+        self.take_back()
         self._leaving = [(flat, group.begin_reduce_scatter(sums)) for flat, group, sums in opened.pending]
         for name in complete:
             flat = self._flat_of.get(name)
@@ -375,14 +375,14 @@ class Store:
 
     def reduced(self) -> list[torch.Tensor]:
         """Return this rank's piece of every flat's gradient, summed over the ranks that wait for it."""
-        self._take_back()
         begun = [self._reducing.pop(flat, None) or flat.begin_reducing() for flat in self.flats]
         return [arrive() for arrive in begun]
 
     def _begin_gathers(self, block: str) -> Sequence[Arrival]:
         return [group.begin_all_gather(flat.values) for flat, group in self._parted[block]]
 
-    def _take_back(self) -> None:
+    def take_back(self) -> None:
+        """Add the sums that are on their way to where they rest."""
         for flat, arrive in self._leaving:
             flat.sums.add_(arrive())
         self._leaving = []
