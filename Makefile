@@ -28,10 +28,10 @@ test: $(VENV)/.dev  ## the tests that need no accelerator, but the slow ones: fi
 	$(PYTEST) -m "$(NO_ACCELERATOR) and not slow"
 
 test-all: $(VENV)/.dev  ## what `make test` leaves out, the slow tests: twenty minutes on two cores
-	$(PYTEST) -m "$(NO_ACCELERATOR) and slow"
+	$(PYTEST) -m "$(NO_ACCELERATOR) and slow and not thorough"
 
-thorough: $(VENV)/.dev  ## every property with 200 examples instead of 25: an hour on two cores
-	$(PYTEST) -m "$(NO_ACCELERATOR) and hypothesis" --hypothesis-profile thorough
+thorough: $(VENV)/.dev  ## every property with 200 examples instead of 25, every pair of features compiled: hours
+	$(PYTEST) -m "$(NO_ACCELERATOR) and (hypothesis or thorough)" --hypothesis-profile thorough
 
 coverage: $(VENV)/.dev  ## the lines and branches of the planner that its tests reach: at least 95%; ten minutes
 	$(PYTEST) -m "$(NO_ACCELERATOR) and not slow and not ranks" --cov $(PLANNER_TESTS)

@@ -21,6 +21,7 @@ from autoshard.engine.torch.recording import Operation
 from autoshard.runtime.machine import missing_compiler
 from autoshard.spec.training import Training
 from autoshard.spec.workload import Precision
+from tests.ranks import matrix
 from tests.ranks.cases import (
     AS_PLANNED,
     EXACT,
@@ -46,6 +47,7 @@ COMPILED = {
     "two ranks": ("tp=2,pp=1,dp=1", gpt(num_layers=1, vocab=32), AS_PLANNED),
     "experts": ("tp=1,pp=1,dp=1", llama(num_layers=1, **MIXTRAL), AS_PLANNED),
 }
+ROWS = matrix.rows()
 MOST = {AS_PLANNED: 1e-5, EXACT: 1e-13}
 
 
@@ -75,13 +77,24 @@ def test_generated_functions_give_in_fp32_what_the_interpreter_gives(text):
 @pytest.mark.skipif(bool(missing_compiler("cpu")), reason="no compiler here")
 @pytest.mark.parametrize(("text", "model", "formats"), COMPILED.values(), ids=COMPILED)
 def test_compiled_functions_give_what_the_interpreter_gives(text, model, formats):
+    compiled_like_the_interpreter(Task.of(plan_of(text, model, **FP32)), formats)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing_compiler("cpu")), reason="no compiler here")
+@pytest.mark.parametrize("row", ROWS, ids=[f"{n:02}: {matrix.candidate_of(row)}" for n, row in enumerate(ROWS)])
+def test_every_pair_of_features_compiled_gives_what_the_interpreter_gives(row):
+    compiled_like_the_interpreter(Task.of(matrix.plan_for(row, precision="fp32")), AS_PLANNED)
+
+
+def compiled_like_the_interpreter(task: Task, formats: Formats) -> None:
     """FP32 within 1e-5 of the largest gradient, double nearly exactly; bytes held and sent are the same."""
-    task, bound = Task.of(plan_of(text, model, **FP32)), MOST[formats]
-    answers = on_ranks(task.plan.mesh.num_ranks, both, task, formats, "compiled", timeout_s=600)
+    bound, answers = MOST[formats], on_ranks(task.plan.mesh.num_ranks, both, task, formats, "compiled", timeout_s=600)
     for (one, held), (other, held_too) in answers:
         assert held == held_too
         assert other.loss == pytest.approx(one.loss, rel=bound)
-        most = bound * max(np.abs(gradient.array).max() for gradient in one.gradients.values())
+        most = bound * max(np.abs(gradient.array).max(initial=0.0) for gradient in one.gradients.values())
         for name, gradient in one.gradients.items():
             found = other.gradients[name].array
             np.testing.assert_allclose(found, gradient.array, rtol=0, atol=most, err_msg=name)
