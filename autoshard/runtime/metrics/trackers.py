@@ -1,10 +1,8 @@
 """Where a run is shown beside its own folder: trackers, each fed by a thread of its own, so that no step waits."""
 
 import json
-import pkgutil
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -18,8 +16,6 @@ from autoshard.spec.training import Tracking
 
 _IDS = "trackers.json"
 _ID_BYTES = 4
-_VERSION = "brain.Event:2"  # from which on a start of a session makes readers forget the steps that are done again
-_STRING = 7  # DT_STRING of TensorFlow's types.proto
 _FINISH_S = 60.0  # for uploads when a run ends
 _FLUSH, _FLUSH_S = "x_transaction_log_flush_interval", 1.0  # what a kill may take; 15 s by default
 
@@ -129,8 +125,6 @@ def trackers_of(
     track: Tracking, folder: Path, *, num_done: int, run_id: str, files: Mapping[str, Path]
 ) -> list[Tracker]:
     """Return the trackers of a run in this folder, of which so many steps were done before; files go where they can."""
-    from autoshard.runtime.metrics.trackers import OnTensorBoard, OnWandb
-
     refuse_without_packages(track)
     found: list[Tracker] = []
     if track.wandb is not None:
@@ -142,62 +136,42 @@ def trackers_of(
 
 
 class OnTensorBoard:
-    """A run for TensorBoard: event files in its folder, written with the package's own protocol buffers.
+    """A run for TensorBoard: scalars of every step, and the configuration and the summary as text.
 
-    They hold scalars of every step, and the configuration and the summary as text; every start writes a new file.
+    Every start writes a new event file into the folder of the run; readers drop the steps of earlier files that this
+    one has again.
     """
 
     name = "TensorBoard"
 
     def __init__(self, *, folder: Path, num_done: int) -> None:
         self._folder, self._last = folder / "tensorboard", num_done
-        self._records: Any = None
+        self._writer: Any = None
 
     def start(self, config: Mapping[str, Any]) -> Sequence[str]:
-        """Open a file; readers drop the steps of earlier files that this one has again."""
-        from tensorboard.summary.writer.record_writer import RecordWriter
+        """Open a file."""
+        from torch.utils.tensorboard import SummaryWriter
 
-        self._folder.mkdir(parents=True, exist_ok=True)
-        # Readers sort files by name: seconds as everybody has them, then the rest to tell two starts in a second apart.
-        now_ns = time.time_ns()
-        name = f"events.out.tfevents.{now_ns // 10**9:010d}.{now_ns % 10**9:09d}.autoshard"
-        self._records = RecordWriter((self._folder / name).open("wb"))
-        self._write(file_version=_VERSION)
-        session_log = _message("event_pb2:SessionLog")
-        if self._last:
-            self._write(step=self._last + 1, session_log=session_log(status=session_log.START))
+        self._writer = SummaryWriter(str(self._folder), purge_step=self._last + 1 if self._last else None)
         self._write_text("configuration", config)
         return [f"TensorBoard: tensorboard --logdir {self._folder}"]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the numbers of a step, as one record."""
+        """Write the numbers of a step."""
         self._last = step
-        summary = _message("summary_pb2:Summary")
-        shown = [summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._write(step=step, summary=summary(value=shown))
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
 
     def finish(self, summary: Mapping[str, Any], *, failed: bool) -> None:
         """Write the summary, and close."""
         if summary:
             self._write_text("summary", {"failed": failed, **summary})
-        self._records.close()
+        self._writer.close()
 
     def _write_text(self, tag: str, value: Mapping[str, Any]) -> None:
-        summary, metadata = _message("summary_pb2:Summary"), _message("summary_pb2:SummaryMetadata")
-        indented = "\n".join(f"    {line}" for line in json.dumps(value, indent=2).splitlines())  # code, to Markdown
-        of_text = metadata(plugin_data=metadata.PluginData(plugin_name="text"))
-        tensor = _message("tensor_pb2:TensorProto")(dtype=_STRING, string_val=[indented.encode()])
-        self._write(step=self._last, summary=summary(value=[summary.Value(tag=tag, tensor=tensor, metadata=of_text)]))
-
-    def _write(self, **fields: Any) -> None:
-        event = _message("event_pb2:Event")(wall_time=time.time(), **fields)
-        self._records.write(event.SerializeToString())
-        self._records.flush()
-
-
-def _message(name: str) -> Any:
-    """Return a class of messages; they are made when their module is imported, so that no type checker knows them."""
-    return pkgutil.resolve_name(f"tensorboard.compat.proto.{name}")
+        lines = json.dumps(value, indent=2).splitlines()
+        self._writer.add_text(tag, "\n".join(f"    {line}" for line in lines), self._last)  # code, to Markdown
 
 
 class OnWandb:

@@ -119,9 +119,12 @@ def test_tensorboard_reads_every_step_of_a_run_that_was_continued_twice(tmp_path
     wanted = [1 / step + offset for step, offset in zip(range(1, 41), offsets, strict=True)]
     assert [event.value for event in losses] == pytest.approx(wanted)
     assert len(found.Scalars("neuron/core_use")) == 40
-    (summary,) = found.Tensors("summary")[-1:]
+    (summary,) = found.Tensors("summary/text_summary")[-1:]
     assert json.loads(summary.tensor_proto.string_val[0]) == {"failed": False, "ratio": 1.25}
-    assert found.PluginTagToContent("text").keys() == {"configuration", "summary"}
+    assert found.PluginTagToContent("text").keys() == {
+        "configuration/text_summary",
+        "summary/text_summary",
+    }
 
 
 def on_wandb(folder: Path, *words: str, code: int = 0, **more: str) -> tuple[str, list[list[dict[str, Any]]]]:
