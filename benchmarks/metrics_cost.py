@@ -56,7 +56,7 @@ def step_times(track: Tracking, num_steps: int = STEPS) -> StepTimes:
         folder = Path(name)
         (folder / "plan.json").write_text(dump(plan), encoding="utf-8")
         training = Training(steps=num_steps, track=track)
-        with StepDisplay(plan, training, folder, platform=plan.cluster.name, silent=True) as show:
+        with StepDisplay(plan, training, folder, platform=plan.cluster.name, silent=True, run_id="1") as show:
             for number in range(1, num_steps + 1):
                 step = _step(number, plan)
                 before_s, cpu_s = time.perf_counter(), time.thread_time()

@@ -3,6 +3,7 @@
 import datetime
 import itertools
 import json as json_text
+import secrets
 import signal
 import socket
 from contextlib import nullcontext
@@ -30,13 +31,14 @@ from autoshard.runtime.folder import (
 )
 from autoshard.runtime.launch import GivenRank, Placing, launch, only_extracts
 from autoshard.runtime.machine import builder
-from autoshard.runtime.metrics.trackers import proposed_ids, refuse_without_packages
+from autoshard.runtime.metrics.trackers import refuse_without_packages
 from autoshard.runtime.watchdog import Watch
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.record import encode
 from autoshard.version import __version__
 
 _MOST_STARTS = 5  # without progress, by a scheduler that restarts jobs; then the run refuses to start
+_ID_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +68,8 @@ def execute(execution: Execution, given: GivenRank | None) -> int:
     leads = given is None or given.rank == 0
     build, training = builder(execution.engine), execution.run.training
     refuse_without_packages(training.track)
-    # Trackers take the run's id from its folder, or a new one; the id in a checkpoint takes precedence.
-    ids = tuple(sorted(proposed_ids(execution.run.folder).items())) if training.track.wandb is not None else ()
+    # Of a new run: a checkpoint knows the id of its own.
+    ids = (("wandb", secrets.token_hex(_ID_BYTES)),) if training.track.wandb is not None else ()
     execution = replace(execution, run=replace(execution.run, trackers=ids))
     if not leads:
         _start(execution, given, build, None)
@@ -142,7 +144,7 @@ class RunDisplay:
                 self.note(note)
             self.steps = StepDisplay(
                 self._execution.plan, run.training, run.folder, platform=platform, silent=self._execution.json,
-                num_done=message.step, given_ids=dict(message.trackers),
+                num_done=message.step, run_id=dict(message.trackers).get("wandb"),
             )  # fmt: skip
         elif isinstance(message, SavedStep | str):
             self.has_saved = self.has_saved or isinstance(message, SavedStep)

@@ -2,7 +2,6 @@
 
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,7 +18,7 @@ from autoshard.report.tables import make_console
 from autoshard.report.trace import trace_text
 from autoshard.runtime.metrics.log import MetricsLog, Pace, Paced, record_of
 from autoshard.runtime.metrics.neuron_monitor import NeuronMonitor, neuron_record
-from autoshard.runtime.metrics.trackers import Trackers, refuse_without_packages, tracker_ids, trackers_of
+from autoshard.runtime.metrics.trackers import Trackers, refuse_without_packages, trackers_of
 from autoshard.spec.record import encode
 from autoshard.spec.training import Training
 
@@ -34,25 +33,24 @@ class StepDisplay:
     """Prints every step, and sends it to ``metrics.jsonl`` and to trackers; used as a context, which closes them all.
 
     It exists in the printing process only, and starts nothing before the first step. Logged steps after ``num_done``
-    are deleted, because they are done again. ``platform`` names the hardware, ``given_ids`` are the trackers' ids of
-    the run from a checkpoint. At the end ``failure`` says which file could not be written (training continues without
-    it), and ``notes`` are the messages of trackers.
+    are deleted, because they are done again. ``platform`` names the hardware, ``run_id`` is the run's id at W&B. At the
+    end ``failure`` says which file could not be written (training continues without it), and ``notes`` are the messages
+    of trackers.
     """
 
     def __init__(
         self, plan: Plan, training: Training, folder: Path, *, platform: str, silent: bool, num_done: int = 0,
-        given_ids: Mapping[str, str] | None = None,
+        run_id: str | None = None,
     ) -> None:  # fmt: skip
-        track, ids, files = training.track, dict(given_ids or {}), dict[str, Path]()
+        track, files = training.track, dict[str, Path]()
         refuse_without_packages(track)
         self._log = MetricsLog(folder)
         with writing(str(folder)):
             self._log.cut_after(num_done)
             if track.wandb is not None:
-                ids = tracker_ids(folder, given_ids)
                 files = {"plan": folder / "plan.json", "predicted_trace": folder / "predicted_trace.json"}
                 files["predicted_trace"].write_text(trace_text(plan, trace(plan)), encoding="utf-8")
-        trackers = trackers_of(track, folder, num_done=num_done, run_id=ids.get("wandb", ""), files=files)
+        trackers = trackers_of(track, folder, num_done=num_done, run_id=run_id, files=files)
         config = {"candidate": str(plan.candidate), "plan": encode(plan), "training": encode(training)}
         self._trackers = Trackers(trackers, config)
         self._pace = Pace(training.steps, plan.prediction if plan.cluster.name == platform else None)

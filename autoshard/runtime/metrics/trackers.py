@@ -1,7 +1,6 @@
 """Where a run is shown beside its own folder: trackers, each fed by a thread of its own, so that no step waits."""
 
 import json
-import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -10,12 +9,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from autoshard.errors import InputError, require
+from autoshard.errors import require
 from autoshard.runtime.metrics.log import scalars
 from autoshard.spec.training import Tracking
 
-_IDS = "trackers.json"
-_ID_BYTES = 4
 _FINISH_S = 60.0  # for uploads when a run ends
 _FLUSH, _FLUSH_S = "x_transaction_log_flush_interval", 1.0  # what a kill may take; 15 s by default
 
@@ -87,28 +84,6 @@ class Trackers:
             self._notes.put(("warning", text))
 
 
-def proposed_ids(folder: Path) -> dict[str, str]:
-    """Return the ids by which trackers know the run of a folder, or would know a new one."""
-    path = folder / _IDS
-    try:
-        kept: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        kept = {}
-    except ValueError:
-        raise InputError.of(str(path), "is not JSON. Remove it, and trackers show a new run") from None
-    return {"wandb": secrets.token_hex(_ID_BYTES), **kept}
-
-
-def tracker_ids(folder: Path, given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the ids of a run, those of its checkpoint first, and keep them in ``trackers.json``."""
-    path = folder / _IDS
-    ids = {**proposed_ids(folder), **(given or {})}
-    aside = path.with_name(f"{_IDS}.part")
-    aside.write_text(json.dumps(ids) + "\n", encoding="utf-8")
-    aside.replace(path)
-    return ids
-
-
 def refuse_without_packages(track: Tracking) -> None:
     """Refuse trackers that are not installed, before anything of a run starts."""
     wanted = {"wandb": track.wandb is not None, "tensorboard": track.tensorboard}
@@ -122,7 +97,7 @@ def refuse_without_packages(track: Tracking) -> None:
 
 
 def trackers_of(
-    track: Tracking, folder: Path, *, num_done: int, run_id: str, files: Mapping[str, Path]
+    track: Tracking, folder: Path, *, num_done: int, run_id: str | None, files: Mapping[str, Path]
 ) -> list[Tracker]:
     """Return the trackers of a run in this folder, of which so many steps were done before; files go where they can."""
     refuse_without_packages(track)
@@ -216,7 +191,7 @@ class OnWandb:
             wandb.teardown()  # otherwise its service holds that the run is under way
             self._begin(wandb, config, "offline")
         for name, path in self._files.items():
-            artifact = wandb.Artifact(f"{name}-{self._run_id}", type=name)
+            artifact = wandb.Artifact(f"{name}-{self._run.id}", type=name)
             artifact.add_file(str(path), policy="immutable")
             self._run.log_artifact(artifact)
         if not self._run.offline:

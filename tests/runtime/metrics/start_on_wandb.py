@@ -25,7 +25,8 @@ def main(folder: Path, starts: str, killed_after_s: float | None) -> None:
     training = Training(steps=20, track=Tracking(wandb="tested"))
     for first, last in (map(int, start.split("-")) for start in starts.split(",")):
         steps: list[TimedStep] = []
-        with StepDisplay(plan, training, folder, platform="local", silent=False, num_done=first - 1) as show:
+        told = {"num_done": first - 1, "run_id": "0a1b2c3d"}
+        with StepDisplay(plan, training, folder, platform="local", silent=False, **told) as show:
             for number in range(first, last + 1):
                 loss = float("nan") if number == 4 else 1 / number
                 steps.append(TimedStep(number=number, loss=loss, norm=1.0, time_s=0.25, num_tokens=64, memory_bytes=3))

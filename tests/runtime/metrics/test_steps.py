@@ -121,7 +121,7 @@ def test_what_forked_ranks_say_is_shown_kept_and_tracked(tmp_path: Path, capsys:
     found = EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
     assert [event.step for event in found.Scalars("tokens_per_s")] == [1, 2, 3, 4, 5]
-    (config,) = found.Tensors("configuration")
+    (config,) = found.Tensors("configuration/text_summary")
     text = json.loads(config.tensor_proto.string_val[0])
     assert text["training"]["steps"] == 5 and text["candidate"] == str(PLAN.candidate)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from autoshard.errors import InputError
-from autoshard.runtime.metrics.trackers import OnTensorBoard, Trackers, tracker_ids, trackers_of
+from autoshard.runtime.metrics.trackers import OnTensorBoard, Trackers, trackers_of
 from autoshard.spec.training import Tracking
 from tests.runtime.cases import PATIENCE_S, wait_until
 from tests.runtime.metrics.offline import records, wandb_environment
@@ -78,18 +78,6 @@ def test_a_tracker_that_hangs_is_left_alone() -> None:
     assert ("warning", "slow was not done 0.1 s after the run, and is left alone") in said
 
 
-def test_ids_are_those_of_a_checkpoint_then_those_of_the_folder_then_new(tmp_path: Path) -> None:
-    made = tracker_ids(tmp_path)
-    assert len(made["wandb"]) == 8 and tracker_ids(tmp_path) == made
-    assert tracker_ids(tmp_path, {"wandb": "other"}) == {"wandb": "other"}, "the run of the checkpoint goes on"
-    assert tracker_ids(tmp_path, made) == made
-    (tmp_path / "elsewhere").mkdir()
-    assert tracker_ids(tmp_path / "elsewhere", made) == made
-    (tmp_path / "trackers.json").write_text("{")
-    with pytest.raises(InputError, match=r"trackers.json: is not JSON. Remove it"):
-        tracker_ids(tmp_path)
-
-
 def test_a_missing_package_is_found_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("wandb", "tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -146,7 +134,7 @@ def history(found: list[dict[str, Any]]) -> dict[int, Any]:
 def test_wandb_without_a_key_keeps_a_run_that_is_continued_under_one_id(tmp_path: Path) -> None:
     _, (found, later) = on_wandb(tmp_path, "1-12,11-20")
     (run,), (again,) = ([record["run"] for record in part if "run" in record] for part in (found, later))
-    assert run["run_id"] == again["run_id"] == json.loads((tmp_path / "run/trackers.json").read_text())["wandb"]
+    assert run["run_id"] == again["run_id"] == "0a1b2c3d"
     assert run["project"] == "tested" and run["display_name"] == "run" and run["resume"]
     config = run["config"]["update"]
     assert config["plan"]["model"]["name"] == "tiny-llama" and config["training"]["steps"] == 20
