@@ -44,9 +44,8 @@ class StepDisplay:
     ) -> None:  # fmt: skip
         track, files = training.track, dict[str, Path]()
         refuse_without_packages(track)
-        self._log = MetricsLog(folder)
         with writing(str(folder)):
-            self._log.cut_after(num_done)
+            self._log = MetricsLog(folder, num_done)
             if track.wandb is not None:
                 files = {"plan": folder / "plan.json", "predicted_trace": folder / "predicted_trace.json"}
                 files["predicted_trace"].write_text(trace_text(plan, trace(plan)), encoding="utf-8")

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from autoshard.engine.activity import RankActivity
 from autoshard.engine.placement import StatePiece
@@ -128,19 +128,19 @@ class TimedStep:
     phase: Phase = "steady"
 
     @property
-    def nonfinite(self) -> dict[str, str]:
-        """Which of loss and norm are no numbers, and what they are instead: nan, inf or -inf, which JSON cannot write.
-
-        >>> TimedStep(number=1, loss=math.nan, norm=1.0, time_s=1.0, num_tokens=1).nonfinite
-        {'loss': 'nan'}
-        """
-        both = {"loss": self.loss, "norm": self.norm}
-        return {name: str(float(value)) for name, value in both.items() if not math.isfinite(value)}
-
-    @property
     def tokens_per_s(self) -> float:
         """Tokens that the whole step consumed, over its time."""
         return self.num_tokens / self.time_s
+
+
+def with_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace numbers that are not finite, which JSON cannot write, by None, and say in ``nonfinite`` what they were.
+
+    >>> with_nulls({"step": 3, "loss": math.nan, "norm": 1.5})
+    {'step': 3, 'loss': None, 'norm': 1.5, 'nonfinite': {'loss': 'nan'}}
+    """
+    strange = {name: str(one) for name, one in record.items() if isinstance(one, float) and not math.isfinite(one)}
+    return {**record, **dict.fromkeys(strange), **({"nonfinite": strange} if strange else {})}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

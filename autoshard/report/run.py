@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from autoshard.cost.predict import sent_by_stage
-from autoshard.engine.base import DryRank, Measured, RunReport, TimedStep
+from autoshard.engine.base import DryRank, Measured, RunReport, TimedStep, with_nulls
 from autoshard.plan.plan import Plan
 from autoshard.report.tables import Cell, FittingTable, make_table, prose
 from autoshard.report.terminal import compiled_words, prediction_of
@@ -122,16 +122,15 @@ def run_report(plan: Plan, report: RunReport, platform: str) -> Group:
 
 def run_json(plan: Plan, report: RunReport) -> dict[str, Any]:
     """Return the same as JSON; a loss or norm that is not finite is null, and ``nonfinite`` says what it was."""
-    prediction, steps = prediction_of(plan), list[dict[str, Any]]()
-    for one in report.steps:
-        found = {"number": one.number, "loss": one.loss, "norm": one.norm, "time_s": one.time_s}
-        strange = one.nonfinite
-        steps.append({**found, **dict.fromkeys(strange), "nonfinite": strange} if strange else found)
+    prediction = prediction_of(plan)
     step = {"predicted": prediction.step_time_s, "low": prediction.low_s, "high": prediction.high_s}
     return {
         "candidate": str(plan.candidate),
         "step_time_s": {**step, "measured": report.step_time_s},
-        "steps": steps,
+        "steps": [
+            with_nulls({"number": one.number, "loss": one.loss, "norm": one.norm, "time_s": one.time_s})
+            for one in report.steps
+        ],
         "ranks": [
             {"ranks": ranks, "memory_bytes": memory, "sent_bytes": sent}
             for ranks, memory, sent in alike_ranks(plan, report.ranks)

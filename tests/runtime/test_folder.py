@@ -81,7 +81,7 @@ def test_full_disks_name_the_file_after_the_tables_and_notes_say_what_is_not_use
     append = MetricsLog.append
 
     def append_to_full(self: MetricsLog, record: Any) -> None:
-        self._file = os.open("/dev/full", os.O_WRONLY) if self._file is None else self._file
+        os.dup2(os.open("/dev/full", os.O_WRONLY), self._file)
         append(self, record)
 
     monkeypatch.setattr(MetricsLog, "append", append_to_full)

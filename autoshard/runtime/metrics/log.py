@@ -6,7 +6,6 @@ The fields of a line are described in docs/training.md; those of unknown value a
 import errno
 import json
 import math
-import mmap
 import os
 import statistics
 from collections import deque
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autoshard.engine.base import TimedStep
+from autoshard.engine.base import TimedStep, with_nulls
 from autoshard.plan.plan import Prediction
 from autoshard.units import format_seconds
 
@@ -46,66 +45,41 @@ def record_of(step: TimedStep, *, at: float, mfu: float | None = None, neuron: A
     return record if neuron is None else {**record, "neuron": neuron}
 
 
-def line_of(record: Mapping[str, Any]) -> str:
-    """Write a record as a line of JSON; numbers that are not finite become null, and ``nonfinite`` names them.
-
-    >>> line_of({"step": 3, "loss": math.nan, "norm": 1.5})
-    '{"step": 3, "loss": null, "norm": 1.5, "nonfinite": {"loss": "nan"}}'
-    """
-    try:
-        return _JSON.encode(record)
-    except ValueError:  # rarely, and only then it is worth looking
-        numbers = ((name, value) for name, value in record.items() if isinstance(value, float))
-        strange = {name: str(value) for name, value in numbers if not math.isfinite(value)}
-        return _JSON.encode({**record, **dict.fromkeys(strange), "nonfinite": strange})
-
-
 class MetricsLog:
-    """The file of a run under way: opened at its first step, one write for every line."""
+    """The file of a run under way; one write for every line."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, num_done: int) -> None:
+        """Open it; drop unreadable lines, and those of later steps than ``num_done``, which will be done again."""
         self.path = folder / METRICS
-        self._file: int | None = None
+        if self.path.exists():
+            aside = self.path.with_name(f"{METRICS}.part")
+            with self.path.open("rb") as old, aside.open("wb") as new:
+                new.writelines(line for line in old if _number(line) <= num_done)
+                new.flush()
+                os.fsync(new.fileno())
+            aside.replace(self.path)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, _MODE)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add a step; a line of which a full disk took only a part is taken back, and OSError raised."""
-        if self._file is None:
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, _MODE)
-            if size := os.fstat(self._file).st_size:  # the next line must not continue one that a kill has cut
-                with mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) as text:
-                    end = text.rfind(b"\n") + 1
-                if end < size:
-                    os.ftruncate(self._file, end)
-        line = line_of(record).encode() + b"\n"
+        line = _JSON.encode(with_nulls(record)).encode() + b"\n"
         written = os.write(self._file, line)
         if written < len(line):
             os.ftruncate(self._file, os.fstat(self._file).st_size - written)
             raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
 
-    def cut_after(self, step: int) -> int:
-        """Drop unreadable lines, and those of later steps, which will be done again; return how many."""
-        assert self._file is None, "lines are cut before the first is added"
-        if not self.path.exists():
-            return 0
-        aside = self.path.with_name(f"{METRICS}.part")
-        num_dropped = 0
-        with self.path.open("rb") as old, aside.open("wb") as new:
-            for line in old:
-                number = _number(line) if line.endswith(b"\n") else None
-                if number is None or number > step:
-                    num_dropped += 1
-                else:
-                    new.write(line)
-            new.flush()
-            os.fsync(new.fileno())
-        aside.replace(self.path)
-        return num_dropped
-
     def close(self) -> None:
         """Close the file."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        os.close(self._file)
+
+
+def _number(line: bytes) -> float:
+    """Return the number of a line's step; infinity if it is no whole line of a step."""
+    try:
+        number = json.loads(line)["step"] if line.endswith(b"\n") else None
+    except (ValueError, TypeError, KeyError):  # no JSON, or not what a line is
+        number = None
+    return number if type(number) is int else math.inf
 
 
 def scalars(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -119,15 +93,6 @@ def scalars(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, flo
             yield from scalars(value, f"{prefix}{name}/")
         elif isinstance(value, int | float) and (prefix or name not in ("step", "at")):
             yield f"{prefix}{name}", float(value)
-
-
-def _number(line: bytes) -> int | None:
-    """Return the number of a line's step; None if it is no step."""
-    try:
-        number = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError):  # no JSON, or not what a line is
-        return None
-    return number if type(number) is int else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

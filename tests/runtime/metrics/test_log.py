@@ -10,8 +10,8 @@ from typing import Any
 
 from hypothesis import given, strategies as st
 
-from autoshard.engine.base import TimedStep
-from autoshard.runtime.metrics.log import METRICS, MetricsLog, line_of, record_of, scalars
+from autoshard.engine.base import TimedStep, with_nulls
+from autoshard.runtime.metrics.log import METRICS, MetricsLog, record_of, scalars
 from tests.runtime.cases import ROOT, environment, read_metrics
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
@@ -20,7 +20,7 @@ import resource, signal, sys
 from pathlib import Path
 from autoshard.runtime.metrics.log import MetricsLog
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-log, refused = MetricsLog(Path(sys.argv[1])), []
+log, refused = MetricsLog(Path(sys.argv[1]), 0), []
 most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 for step in range(1, 41):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if step < 40 else most, most))
@@ -46,7 +46,7 @@ def strict(text: str) -> dict[str, Any]:
 
 
 def written(folder: Path, numbers: range) -> Path:
-    log = MetricsLog(folder)
+    log = MetricsLog(folder, numbers.start - 1)
     for number in numbers:
         log.append(record_of(step(number), at=0.0))
     log.close()
@@ -59,7 +59,7 @@ def numbers_in(path: Path) -> list[int]:
 
 @given(NUMBERS, NUMBERS)
 def test_any_loss_and_norm_make_json(loss: float, norm: float) -> None:
-    line = strict(line_of(record_of(step(loss=loss, norm=norm), at=1.5)))
+    line = strict(json.dumps(with_nulls(record_of(step(loss=loss, norm=norm), at=1.5)), allow_nan=False))
     strange = line.pop("nonfinite", {})
     for name, value in (("loss", loss), ("norm", norm)):
         assert line[name] == (value if math.isfinite(value) else None)
@@ -67,7 +67,7 @@ def test_any_loss_and_norm_make_json(loss: float, norm: float) -> None:
 
 
 def test_the_fields_of_a_line_are_documented() -> None:
-    line = strict(line_of(record_of(step(loss=math.inf), at=0.0, neuron={"num_cores": 2})))
+    line = with_nulls(record_of(step(loss=math.inf), at=0.0, neuron={"num_cores": 2}))
     page = " ".join((ROOT / "docs" / "training.md").read_text(encoding="utf-8").split())
     documented = page[page.index("Fields:") : page.index("says what it was")]
     assert not [name for name in line if f"`{name}`" not in documented]
@@ -96,7 +96,7 @@ def test_steps_that_are_done_again_are_dropped(last: int, torn: bytes) -> None:
         path = written(Path(name), range(1, 7))
         with path.open("ab") as file:
             file.write(torn.replace(b"\n", b""))
-        MetricsLog(Path(name)).cut_after(last)
+        MetricsLog(Path(name), last).close()
         assert numbers_in(path) == list(range(1, min(last, 6) + 1))
         assert [one.name for one in Path(name).iterdir()] == [METRICS]
 
@@ -104,8 +104,8 @@ def test_steps_that_are_done_again_are_dropped(last: int, torn: bytes) -> None:
 def test_a_line_that_is_no_step_is_dropped(tmp_path: Path) -> None:
     path = written(tmp_path, range(1, 3))
     path.write_text(path.read_text() + "[]\n" + path.read_text())
-    assert MetricsLog(tmp_path).cut_after(9) == 1 and numbers_in(path) == [1, 2, 1, 2]
-    assert MetricsLog(tmp_path / "none").cut_after(3) == 0
+    MetricsLog(tmp_path, 9).close()
+    assert numbers_in(path) == [1, 2, 1, 2]
 
 
 def test_a_full_disk_leaves_whole_lines_and_later_steps_are_kept_again(tmp_path: Path) -> None:

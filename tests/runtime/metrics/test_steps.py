@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,7 +97,7 @@ def test_a_file_that_cannot_be_written_is_told_once_and_at_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     show = display(tmp_path, 3)
-    (tmp_path / METRICS).symlink_to("/dev/full")
+    os.dup2(os.open("/dev/full", os.O_WRONLY), show._log._file)
     with show:
         for number in range(1, 4):
             show(step(number))
