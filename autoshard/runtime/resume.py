@@ -2,15 +2,16 @@
 
 import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from autoshard.engine.base import Engine, Run
+from autoshard.engine.placement import StatePiece
 from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
 from autoshard.runtime.checkpoint.agreed import from_all_ranks, from_first_rank
-from autoshard.runtime.checkpoint.files import RunState
+from autoshard.runtime.checkpoint.files import CheckpointIndex, RunState
 from autoshard.runtime.checkpoint.saver import load
 from autoshard.runtime.checkpoint.shelf import Shelf, folder_of, newest, refuse_other
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
@@ -80,7 +81,7 @@ def _continued(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun | None
     shelf, pieces, remarks = Shelf(storage=storage_of(run)), engine.pieces(), list[str]()
     candidates = shelf.usable() if isinstance(run.resume, str) else (shelf.open(step) for step in (run.resume,))
     while index := from_first_rank(lambda: usable(lambda: next(candidates, None)), group):
-        refuse_other(index, pieces, shelf.storage.path(folder_of(index.state.step)))
+        _refuse_other(index, pieces, shelf.storage)
         try:
             load(shelf, index, pieces, group)
         except StorageError as error:
@@ -99,6 +100,12 @@ def _continued(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun | None
     return None
 
 
+def _refuse_other(index: CheckpointIndex, pieces: Sequence[StatePiece], storage: Storage) -> None:
+    remedy = "Give the run the model and the optimizer of the checkpoint, or start it with --resume never"
+    shapes = {piece.name: piece.whole for piece in pieces}
+    refuse_other(index, shapes, storage.path(folder_of(index.state.step)), remedy)
+
+
 def _initialised(path: str, plan: Plan, engine: Engine, group: Any) -> str:
     """Fill the weights alone, from a checkpoint of autoshard or of NxD, or from a folder of Hugging Face."""
     pieces = [piece for piece in engine.pieces() if piece.part == "weight"]
@@ -110,6 +117,6 @@ def _initialised(path: str, plan: Plan, engine: Engine, group: Any) -> str:
     if index is None:
         message = f"{path} holds neither a checkpoint of autoshard nor a config.json with safetensors or files of NxD"
         raise InputError.of("init_weights", "; ".join([message, *remarks]))
-    refuse_other(index, pieces, storage.path(folder_of(index.state.step)))
+    _refuse_other(index, pieces, storage)
     load(Shelf(storage=storage), index, pieces, group)
     return f"weights from step {index.state.step} of {path}"

@@ -1,11 +1,10 @@
 """The checkpoints of a run: which are complete, which is the newest, which are kept."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from pathlib import PurePath
 
-from autoshard.engine.placement import StatePiece
 from autoshard.errors import InputError
 from autoshard.runtime.checkpoint.files import FILE, CheckpointIndex, load_index
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
@@ -134,18 +133,17 @@ class Shelf:
             self.storage.remove(f"{folder}/{FILE}")
 
 
-def refuse_other(index: CheckpointIndex, pieces: Sequence[StatePiece], where: str) -> None:
-    """Refuse a checkpoint of another model, or without moments that the optimizer has; name what differs."""
+def refuse_other(index: CheckpointIndex, shapes: Mapping[str, tuple[int, ...]], where: str, remedy: str) -> None:
+    """Refuse a checkpoint without tensors of these shapes, as one of another model; name what differs."""
     faults: list[str] = []
-    for name, shape in {piece.name: piece.whole for piece in pieces}.items():
+    for name, shape in shapes.items():
         stored = index.tensors.get(name)
         if stored is None:
             faults.append(f"{name} is missing")
         elif stored.shape != shape:
-            faults.append(f"{name} has shape {list(stored.shape)}, the model of this run {list(shape)}")
+            faults.append(f"{name} has shape {list(stored.shape)}, the model {list(shape)}")
     if faults:
         more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
-        remedy = "Give the run the model and the optimizer of the checkpoint, or start it with --resume never"
         raise InputError.of(where, f"does not fit: {'; '.join(faults[:3])}{more}. {remedy}")
 
 

@@ -83,7 +83,7 @@ class Copying:
     ) -> None:
         self._source, self._outputs, self._folder, self._say = source, outputs, folder, say
         self._all, self._done, self.kept_bytes = sum(one.num_bytes for one in outputs), 0, 0
-        self._lock, self._stop, self._memory = threading.Lock(), threading.Event(), threading.local()
+        self._lock, self._stop = threading.Lock(), threading.Event()
 
     def run(self, workers: int) -> list[WrittenFile]:
         """Write the files that are not there yet; the first failure ends all."""
@@ -181,24 +181,12 @@ class Copying:
 
     def _chunks(self, entry: Entry) -> Iterator[torch.Tensor]:
         """Yield the numbers of a tensor, some rows at a time; their memory is filled again for the next ones."""
-        row = math.prod(entry.shape[1:])
-        rows = max(1, _CHUNK_BYTES // (row * entry.dtype.itemsize))
-        is_padded = sum(math.prod(patch.box[1]) for patch in entry.patches) < math.prod(entry.shape)
+        rows = max(1, _CHUNK_BYTES // (math.prod(entry.shape[1:]) * entry.dtype.itemsize))
+        memory = torch.empty((min(rows, entry.shape[0]), *entry.shape[1:]), dtype=entry.dtype)
         for low in range(0, entry.shape[0], rows):
             high = min(low + rows, entry.shape[0])
-            parts = [part for whole in entry.patches for part in whole.rows(low, high)]
-            shape = high - low, *entry.shape[1:]
-            straight = self._source.straight(parts[0], shape, entry.dtype) if len(parts) == 1 else None
-            if straight is not None:
-                yield straight
-                continue
-            need, mine = (high - low) * row * entry.dtype.itemsize, self._memory  # of this thread
-            if len(getattr(mine, "bytes", ())) < need:
-                mine.bytes = torch.empty(max(need, _CHUNK_BYTES), dtype=torch.uint8)
-            numbers: torch.Tensor = mine.bytes[:need].view(entry.dtype).view(shape)
-            if is_padded:
-                numbers.zero_()
-            for part in parts:
+            numbers = memory[: high - low].zero_()
+            for part in (part for whole in entry.patches for part in whole.rows(low, high)):
                 self._source.fill(part.view(numbers), part.tensor, part.box[0])
             yield numbers
 

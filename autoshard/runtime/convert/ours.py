@@ -10,7 +10,7 @@ from autoshard.engine.hf_names import shapes_of
 from autoshard.engine.patches import whole
 from autoshard.engine.placement import MeshRank, StatePart, StatePiece
 from autoshard.engine.programs import programs_of
-from autoshard.errors import Fault, InputError
+from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
 from autoshard.runtime.checkpoint.files import (
     DTYPES,
@@ -23,7 +23,7 @@ from autoshard.runtime.checkpoint.files import (
     cut_piece,
     dump_index,
 )
-from autoshard.runtime.checkpoint.shelf import Shelf, folder_of, newest, step_of
+from autoshard.runtime.checkpoint.shelf import Shelf, folder_of, newest, refuse_other, step_of
 from autoshard.runtime.checkpoint.storage import Storage
 from autoshard.runtime.convert.copying import Entry, TargetFile, WrittenFile
 from autoshard.runtime.convert.stored import WeightSource, box_in
@@ -49,14 +49,8 @@ def checkpoint_of(path: Path) -> tuple[Path, CheckpointIndex] | None:
 
 def ours_source(folder: Path, index: CheckpointIndex, model: ModelSpec) -> WeightSource:
     """Open a checkpoint, or say in what it does not fit the model."""
-    faults: list[Fault] = []
-    for name, shape in shapes_of(model).items():
-        there = index.tensors.get(f"{_WEIGHT}{name}")
-        if there is None or there.shape != shape:
-            what = f"has shape {there.shape}, the model asks for {shape}" if there else "missing"
-            faults.append(Fault(where=f"{folder}: {name}", message=what))
-    if faults:
-        raise InputError(faults)
+    shapes = {f"{_WEIGHT}{name}": shape for name, shape in shapes_of(model).items()}
+    refuse_other(index, shapes, str(folder), "Type --model with the model of the checkpoint")
     stored = (
         box_in(folder, name, tensor.dtype, box, name.removeprefix(_WEIGHT))
         for name, tensor in index.tensors.items()

@@ -83,24 +83,11 @@ class WeightSource:
 
     def fill(self, memory: torch.Tensor, tensor: str, offsets: Sequence[int]) -> None:
         """Copy a box of one of our tensors into memory of its shape, in the format of the memory."""
-        for theirs, mine in self._parts(tensor, (tuple(offsets), tuple(memory.shape))):
-            memory[mine].copy_(theirs)
-
-    def straight(self, wanted: Patch, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a file's own memory, if that is the wanted part of a stored tensor of this shape."""
-        view, _ = next(self._parts(wanted.tensor, wanted.box), (None, ()))
-        if view is None or view.numel() != math.prod(shape) or view.dtype != dtype or not view.is_contiguous():
-            return None
-        alike = wanted.view(torch.empty(shape, device="meta")).is_contiguous()
-        return view.view(shape) if alike else None
-
-    def _parts(self, tensor: str, wanted: Box) -> Iterator[tuple[torch.Tensor, tuple[slice, ...]]]:
-        """Yield the stored parts of a box of ours, each with its index in the box."""
         for box, (stored, patch) in self._boxes[tensor].items():
-            if both := overlap(box, wanted):
+            if both := overlap(box, (tuple(offsets), tuple(memory.shape))):
                 if stored.check:
                     stored.check()
-                yield patch.view(stored.read())[both[0]], both[1]
+                memory[both[1]].copy_(patch.view(stored.read())[both[0]])
 
 
 def shape_faults(found: Mapping[str, Stored], wanted: Shapes, needless: Collection[str], where: str) -> Iterator[Fault]:
