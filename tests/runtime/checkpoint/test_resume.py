@@ -97,7 +97,7 @@ def test_a_run_goes_back_to_a_step_that_is_named_and_on_from_there(tmp_path: Pat
 def test_other_models_and_places_without_a_whole_checkpoint_are_refused(tmp_path: Path) -> None:
     plan = plan_of("tp=1,pp=1,dp=1")
     trained(plan, tmp_path, 1)
-    with pytest.raises(InputError, match=r"has shape \[.*the model of this run \["):
+    with pytest.raises(InputError, match=r"has shape \[.*the model \["):
         trained(plan_of("tp=1,pp=1,dp=1", ffn=24), tmp_path, 2)
     (tmp_path / "checkpoints" / "step-00000001" / "index.json").unlink()
     with pytest.raises(InputError, match=r"none of its checkpoints can be used.*type another --out"):
