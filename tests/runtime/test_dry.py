@@ -20,7 +20,6 @@ from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
 from autoshard.runtime.data.batches import synthetic_step
 from autoshard.runtime.dry import dry_rank, enough, telling_ranks
-from autoshard.spec.model import ModelSpec
 from autoshard.spec.training import Training
 from tests.ranks.cases import gpt, llama, plan_of
 from tests.ranks.spawn import on_ranks
@@ -72,26 +71,6 @@ def test_a_dry_rank_counts_separate_documents_as_the_rank_does() -> None:
         assert dry_rank(plan, rank, counted).measured == found, f"rank {rank}"
 
 
-EVEN = [  # every rank of a stage has as large a part, and no flat tensor is padded
-    ("tp=1,pp=4,dp=1", llama(num_layers=5)),
-    ("tp=2,pp=2,dp=2,zero=1", llama(num_layers=3, vocab=32)),
-    ("tp=1,pp=2,dp=2,vp=2,schedule=interleaved,zero=1", llama(num_layers=4)),
-    ("tp=1,pp=2,cp=2,dp=1,recompute=full", llama(num_layers=3)),
-    ("tp=2,pp=2,dp=1", llama(num_layers=3, vocab=32, tied_embeddings=True)),
-    ("tp=1,pp=1,dp=2,zero=3", llama(tied_embeddings=True)),
-    ("tp=1,pp=1,dp=2,zero=3", gpt(tied_embeddings=True)),  # with learned positions beside the table
-]
-
-
-@pytest.mark.parametrize(("text", "model"), EVEN)
-def test_every_stage_sends_what_is_predicted_for_it(text: str, model: ModelSpec) -> None:
-    plan = plan_of(text, model, global_batch=8)
-    predicted = sent_by_stage(plan)
-    for place, expected in enumerate(predicted):
-        found = counted(plan, plan.mesh.ranks_of({"pp": place})[0]).sent_bytes
-        assert {axis: size for axis, size in found.items() if size} == {a: b for a, b in expected.items() if b}, place
-
-
 def random_layout(seed: int) -> Plan:
     """A small plan in which every dim that is cut divides."""
     rng = random.Random(seed)
@@ -109,8 +88,7 @@ def random_layout(seed: int) -> Plan:
     return plan_of(text, rng.choice((llama, gpt))(**sizes), global_batch=max(2, pp) * dp * mbs, seq_len=16)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", rest_is_slow(range(60), 20))
 def test_random_layouts_send_what_is_predicted(seed: int) -> None:
     plan = random_layout(seed)
     for place, expected in enumerate(sent_by_stage(plan)):

@@ -79,12 +79,6 @@ def test_ranks_killed_at_random_moments_leave_the_curve_as_it_is(curve: dict[int
     killed_until_done(tmp_path, seed=1, num_kills=6, curve=curve)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
-def test_a_hundred_kills(seed: int, curve: dict[int, float], tmp_path: Path) -> None:
-    killed_until_done(tmp_path, seed=100 + seed, num_kills=10, curve=curve)
-
-
 @pytest.mark.parametrize(
     ("owner", "name", "calls"),
     rest_is_slow(
@@ -148,24 +142,6 @@ def test_ranks_that_do_not_heed_a_signal_are_stopped_when_their_grace_is_over(
     with after_steps(found, 2, terminate), pytest.raises(Stopped) as caught:
         trained(plan_of("tp=1,pp=1,dp=2"), tmp_path, 10**6, found=found, grace_seconds=1.0)
     assert caught.value.exit_code == 143 and not active_children()
-
-
-def test_a_full_disk_names_the_file_and_training_goes_on(curve: dict[int, float], tmp_path: Path) -> None:
-    """Writing goes to a device that is always full, from the second checkpoint on."""
-    opened = Storage.of(str(tmp_path)).system.__class__
-    real = opened.open
-
-    def open_full(self: Any, path: str, mode: str = "rb", **options: Any) -> Any:
-        full = "step-00000004" in path and "rank-00001" in path and "w" in mode
-        return Path("/dev/full").open(mode) if full else real(self, path, mode, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opened, "open", open_full)
-        found, error = one_start(tmp_path, every_steps=4)
-    assert error is None and found.curve == curve
-    assert "step 4 was not saved" in found.notes and "No space left on device" in found.notes
-    assert "step-00000004.partial/rank-00001.safetensors" in found.notes
-    assert found.report is not None and not found.report.unsaved, "the next one has room"
 
 
 def test_a_rank_that_stands_still_is_named_with_what_all_wait_for(

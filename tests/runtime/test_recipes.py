@@ -1,10 +1,8 @@
 """Recipes as a new user types them: the small ones train, the page of training runs, a night is survived."""
 
 import json
-import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +13,7 @@ import pytest
 from autoshard.cli import main
 from autoshard.plan.codec import load
 from autoshard.spec.recipe import load_recipe, recipe_files
-from tests.runtime.cases import ROOT, children_of, environment, read_metrics, started, wait_until
+from tests.runtime.cases import ROOT, environment, read_metrics
 
 SMALL = {path.stem: path for path in recipe_files() if path.stem.startswith("tiny-")}
 FEW = ("--steps", "3")
@@ -94,43 +92,6 @@ def test_every_command_of_the_page_runs_and_the_small_text_is_known_by_heart(tmp
     assert losses[1] > 6 and np.mean([losses[step] for step in range(291, 301)]) < 0.2
 
 
-STEPS = 120
-FP32 = ("--precision", "fp32", "--steps", str(STEPS), "--checkpoint.every-steps", "20")
-
-
 def curve(folder: Path) -> dict[int, float]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return {record["step"]: record["loss"] for record in map(json.loads, lines)}
-
-
-def train(folder: Path, *words: str) -> str:
-    with started(folder, "run", "recipes/tiny-text.yaml", *FP32, *words) as process:
-        out, err = process.communicate(timeout=900)
-    assert process.returncode == 0, err
-    return out
-
-
-def kill_after(folder: Path, out: str, step: int, *words: str, rank_only: bool) -> None:
-    """Start the run, and kill all of it, or one rank, when it has come so far."""
-    metrics = folder / out / "metrics.jsonl"
-    with started(folder, "run", "recipes/tiny-text.yaml", *FP32, "--out", out, *words) as process:
-        wait_until(lambda: metrics.is_file() and max(curve(folder / out), default=0) >= step, f"step {step} is done")
-        os.kill(children_of(process.pid)[1] if rank_only else process.pid, signal.SIGKILL)
-        process.communicate(timeout=60)
-        assert process.returncode in (3, -signal.SIGKILL)
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_a_run_that_is_killed_twice_and_finished_under_another_plan_follows_the_same_curve(tmp_path: Path) -> None:
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    train(tmp_path, "--out", "whole")
-    kill_after(tmp_path, "killed", 30, rank_only=True)
-    kill_after(tmp_path, "killed", 70, rank_only=False)
-    said = train(tmp_path, "--out", "killed", "--fix", "tp=2,pp=2")
-    assert "note: continues after step" in said and "which was saved under" in said
-    whole, killed = curve(tmp_path / "whole"), curve(tmp_path / "killed")
-    assert list(killed) == list(range(1, STEPS + 1)), "none is lost, none is done twice"
-    last = max(step for step in range(1, STEPS + 1) if killed[step] == whole[step])
-    assert last >= 60, "to the last bit, up to the checkpoint from which another plan went on"
-    assert whole[STEPS] < 0.8 * whole[1] and max(abs(killed[one] - whole[one]) / whole[one] for one in whole) < 1e-3

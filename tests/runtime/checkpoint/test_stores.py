@@ -92,12 +92,6 @@ def test_no_step_waits_for_a_store_that_is_away(
     disturbed(s3, tmp_path, steps=40, step_s=0.1, for_s=None if lost else 1.5)
 
 
-@pytest.mark.slow
-def test_a_store_that_is_away_for_long(s3: S3, tmp_path: Path) -> None:
-    assert sum(storage.TRIES_S) > 60, "a minute is promised; 20 s are tried here"
-    disturbed(s3, tmp_path / "long", steps=140, step_s=0.25, for_s=20.0)
-
-
 def test_a_store_that_cannot_be_used_is_found_before_the_first_step(
     s3: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -105,7 +105,7 @@ def test_a_state_that_was_cut_for_another_plan_goes_on_bit_for_bit(tmp_path: Pat
 @pytest.mark.ranks
 def test_weights_of_every_form_begin_a_run_alike(tmp_path: Path) -> None:
     plan = run_plan("tp=1,pp=2,dp=1", precision="fp32")
-    trained(plan, tmp_path / "first", 2)
+    first = trained(plan, tmp_path / "first", 3)
     at = tmp_path / "first" / "checkpoints"
     model = tmp_path / "config.json"
     model.write_text((Path(__file__).parents[3] / "models" / f"{MODEL}.json").read_text())
@@ -117,6 +117,7 @@ def test_weights_of_every_form_begin_a_run_alike(tmp_path: Path) -> None:
         for where, path in {"run": at, **{name: tmp_path / name for name in ("hf", "ours", "nxd")}}.items()
     }
     assert len(set(losses.values())) == 1, losses
+    assert losses["run"] < first.steps[0].loss - 0.05, "trained weights, on the first batch"
 
 
 @pytest.mark.ranks
@@ -164,24 +165,3 @@ def test_the_files_of_llama_3_70b_by_names_and_shapes() -> None:
         }
         expected |= FIRST if stage == 0 else LAST if stage == 7 else {}
         assert {one.name: one.shape for one in output.entries} == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("platform", ["trn1", "trn2"])
-def test_the_70b_shape_at_reduced_width_is_256_files_and_comes_back(platform: str, tmp_path: Path) -> None:
-    config = {
-        **reduced("llama3-70b"), "num_hidden_layers": 80, "hidden_size": 16, "num_attention_heads": 64,
-        "num_key_value_heads": 8, "head_dim": 2, "intermediate_size": 64, "vocab_size": 128,
-    }  # fmt: skip
-    written(tmp_path / "first", config, torch.bfloat16)
-    model = load_model(tmp_path / "first")
-    plan = plan_for(model) if platform == "trn1" else plan_for(model, "trn2.48xlarge", 8, "tp=32,pp=8,dp=2,lnc=2")
-    done = converted(tmp_path / "first", tmp_path / "nxd", form="nxd", plan=plan)
-    assert done.num_files == 256 == len(list((tmp_path / "nxd" / "model").iterdir()))
-    keys = read(tmp_path / "first")["model.layers.70.self_attn.k_proj.weight"].view(8, 2, 16)
-    for at in range(32):
-        file = tmp_path / "nxd" / "model" / f"dp_rank_00_tp_rank_{at:02d}_pp_rank_07.pt"
-        fused = torch.load(file, weights_only=True)["model.layers.70.self_attn.qkv_proj.weight_qkv"]
-        assert torch.equal(fused[4:6], keys[at % 8 if platform == "trn1" else at // 4])
-    converted(tmp_path / "nxd", tmp_path / "last")
-    same(read(tmp_path / "first"), read(tmp_path / "last"))
