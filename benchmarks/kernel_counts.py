@@ -18,20 +18,23 @@ from torch._inductor.ir import MultiOutput
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import autoshard.engine.torch.generated as generated
 from autoshard.engine.activity import RankActivity
 from autoshard.engine.base import HOST
 from autoshard.engine.placement import MeshRank, sequence_order
-from autoshard.engine.programs import programs_of
+from autoshard.engine.programs import BlockProgram, programs_of
 from autoshard.engine.torch.block import RankContext
 from autoshard.engine.torch.compiled import Piece, like, traced
 from autoshard.engine.torch.fake import fake_world
-from autoshard.engine.torch.formats import NOWHERE, Formats
+from autoshard.engine.torch.formats import NOWHERE, Formats, memory_of
 from autoshard.engine.torch.kernels import Rotations, attention
-from autoshard.engine.torch.recording import Operation, Recording
+from autoshard.engine.torch.recording import Operation, Recording, tensors_in
 from autoshard.engine.torch.world import World
+from autoshard.layout.program import Given
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.search.request import Request, plan_at
@@ -102,10 +105,18 @@ def counts(plan: Plan) -> tuple[Count, Count]:
         pieces.append((piece, examples))
         return piece
 
+    with _rank_of(plan) as (context, blocks), mock.patch.object(generated, "statement", writing):
+        generated.Generator(context=context, kinds="FB", compiler=counting).generate(blocks["layer.0"], ["layer.0"])
+    literal, within = (sum(map(alone, some), Count()) for some in (written, inside))
+    return literal, literal - within + sum((fused(*one) for one in pieces), Count())
+
+
+@contextmanager
+def _rank_of(plan: Plan) -> Iterator[tuple[RankContext, Mapping[str, BlockProgram]]]:
+    """Be the first rank of a plan on a GPU that is not there; give what its blocks are run by, and these."""
     with (
         fake_world(0, plan.mesh.num_ranks),
         mock.patch.object(attention, "KERNELS", {NOWHERE.type: attention.GPU}),
-        mock.patch.object(generated, "statement", writing),
     ):
         programs = programs_of(plan)
         world = World.build(plan.mesh, programs.group_atoms(), None, RankActivity())
@@ -113,10 +124,48 @@ def counts(plan: Plan) -> tuple[Count, Count]:
             world=world, mesh_rank=MeshRank(mesh=plan.mesh, rank=0, sizes=programs.graph.sizes),
             formats=Formats(device=NOWHERE), rotations=Rotations(), positions=torch.from_numpy(sequence_order(plan)),
         )  # fmt: skip
-        layer = next(parts for name, parts in programs.stages[0].items() if name.startswith("layer"))
-        generated.Generator(context=context, kinds="FB", compiler=counting).generate(layer, ["layer.0"])
-    literal, within = (sum(map(alone, some), Count()) for some in (written, inside))
-    return literal, literal - within + sum((fused(*one) for one in pieces), Count())
+        yield context, programs.stages[0]
+
+
+def of_head(plan: Plan) -> "Memory":
+    """Return what the head holds at most beside its weights, when its functions run one operation after the other.
+
+    Compiled they hold less: what Inductor fuses is not written down.
+    """
+    with _rank_of(plan) as (context, blocks):
+        head, generator = blocks["head.0"], generated.Generator(context=context, kinds="FB")
+        run = generator.generate(head, ["head.0"])
+        given = {
+            entry.value.tensor: generator.example(head, entry)
+            for entry in head.program.instructions
+            if isinstance(entry, Given)
+        }
+        with Memory(frozenset(map(memory_of, given.values()))) as memory:
+            _, values = run.forward(given.__getitem__)
+            run.backward("B", given.__getitem__, values)
+    return memory
+
+
+class Memory(TorchDispatchMode):
+    """Counts what operations make as long as it lives: the most bytes at a time, and the largest tensor in FP32."""
+
+    def __init__(self, resting: frozenset[StorageWeakRef]) -> None:
+        """Begin with nothing but what rests, which does not count."""
+        super().__init__()
+        self.resting = resting
+        self.peak_bytes, self.largest_fp32 = 0, 0
+        self._alive: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note what is made; a view lies where its tensor does, and what is only repeated takes no room."""
+        found = func(*args, **(kwargs or {}))
+        for one in (tensor for tensor in tensors_in([found]) if memory_of(tensor) not in self.resting):
+            self._alive.setdefault(memory_of(one), one.untyped_storage().nbytes())
+            if one.dtype == torch.float32:
+                self.largest_fp32 = max(self.largest_fp32, _num_bytes(one) // one.itemsize)
+        self._alive = {place: size for place, size in self._alive.items() if not place.expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(self._alive.values()))
+        return found
 
 
 def alone(operation: Operation) -> Count:
@@ -190,10 +239,11 @@ def _as_if_there_were_a_gpu() -> Iterator[None]:
 
 def run() -> Result:
     """Count every case."""
-    return judge({name: counts(plan_of(*case)) for name, case in CASES.items()})
+    plans = {name: plan_of(*case) for name, case in CASES.items()}
+    return judge({name: counts(plan) for name, plan in plans.items()}, {n: of_head(one) for n, one in plans.items()})
 
 
-def judge(found: Mapping[str, tuple[Count, Count]]) -> Result:
+def judge(found: Mapping[str, tuple[Count, Count]], heads: Mapping[str, Memory]) -> Result:
     """The case with the largest share left must meet both bars."""
     extras: dict[str, Extra] = {}
     shares, traffic = list[float](), list[float]()
@@ -202,6 +252,9 @@ def judge(found: Mapping[str, tuple[Count, Count]]) -> Result:
         traffic.append(after.elementwise_bytes / before.elementwise_bytes)
         extras |= {f"{name}_kernels": f"{before.kernels} -> {after.kernels}", f"{name}_traffic": round(traffic[-1], 3)}
         extras[f"{name}_gib"] = f"{before.elementwise_bytes / 2**30:.2f} -> {after.elementwise_bytes / 2**30:.2f}"
+    for name, memory in heads.items():
+        extras[f"{name}_head_gib"] = round(memory.peak_bytes / 2**30, 2)
+        extras[f"{name}_largest_fp32_million"] = round(memory.largest_fp32 / 1e6, 1)
     return Result(
         name="kernel_counts",
         value=round(max(shares), 3),

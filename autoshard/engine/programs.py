@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from autoshard.engine.rows import in_runs
 from autoshard.errors import require
 from autoshard.graph.block import Block, OpGraph
 from autoshard.graph.decoder import decoder_graph
@@ -124,11 +125,12 @@ def parted(block: Block, program: Program) -> BlockProgram:
     parts = program.by_pass(handed_on)
     upstream = f"d.{handed_on}"
     assert upstream not in {name for entry in parts.forward for name in read_by(entry)}, f"{block.kind}: F waits"
-    inputs, weights = _added_at_once(parts.inputs), _added_at_once(parts.weights)
+    forward, inputs, weights = in_runs((parts.forward, parts.inputs, parts.weights))
+    inputs, weights = _added_at_once(inputs), _added_at_once(weights)
     return BlockProgram(
         block=block,
         program=program,
-        forward=parts.forward,
+        forward=forward,
         backward=(*inputs, *weights),
         num_input=len(inputs),
     )

@@ -104,14 +104,15 @@ class Program:
 
     def waiting(self, handed_on: str) -> tuple[Value, ...]:
         """Return the values that W reads and does not make itself, each once."""
-        return _inputs(self.by_pass(handed_on).weights)
+        return inputs_of(self.by_pass(handed_on).weights)
 
     def kept(self) -> tuple[Value, ...]:
         """Return the values that backward reads and does not make itself, each once."""
-        return _inputs([entry for entry in self.instructions if pass_of(entry) in ("I", "W")])
+        return inputs_of([entry for entry in self.instructions if pass_of(entry) in ("I", "W")])
 
 
-def _inputs(entries: Sequence[Instruction]) -> tuple[Value, ...]:
+def inputs_of(entries: Sequence[Instruction]) -> tuple[Value, ...]:
+    """Return the values that instructions read and do not make themselves, each once."""
     made = {name for entry in entries for name in written_by(entry)}
     return tuple({one.name: one for entry in entries for one in values_read(entry) if one.name not in made}.values())
 
@@ -129,13 +130,18 @@ def pass_of(entry: Instruction) -> Pass | None:
 
 def written_by(entry: Instruction) -> tuple[str, ...]:
     """Return the names of the values that an instruction makes."""
+    return tuple(value.name for value in values_written(entry))
+
+
+def values_written(entry: Instruction) -> tuple[Value, ...]:
+    """Return the values that an instruction makes."""
     match entry:
         case Given(value=value):
-            return (value.name,)
+            return (value,)
         case Compute(writes=writes):
-            return tuple(value.name for value in writes)
+            return writes
         case _:
-            return (entry.writes.name,)
+            return (entry.writes,)
 
 
 def read_by(entry: Instruction) -> tuple[str, ...]:

@@ -56,6 +56,9 @@ class Sharding:
         read: dict[str, list[Layout]] = defaultdict(list)
         for value in program.kept():
             read[value.tensor].append(value.layout)
+        found: dict[str, list[Layout]] = defaultdict(list)  # where only the kernel that keeps it knows what it reads
+        for value in {one.name: one for entry in computes.values() for one in entry.reads}.values():
+            found[value.tensor].append(value.layout)
         waiting = program.waiting(block.carry_out or "loss")
         given = {entry.value.name for entry in program.instructions if isinstance(entry, Given)}
         changed = [value for value in program.kept() if value.name not in given]
@@ -70,7 +73,10 @@ class Sharding:
             )  # fmt: skip
         return cls(
             op_cuts=op_cuts,
-            kept_cuts={entry.storage: _kept(entry, read[entry.storage], op_cuts) for entry in block.saved},
+            kept_cuts={
+                entry.storage: _kept(entry, read[entry.storage] or found[entry.storage], op_cuts)
+                for entry in block.saved
+            },
             input_cuts=_by_tensor(block, changed, ("input",)),
             waiting_cuts=_by_tensor(block, waiting, ("activation", "gradient")),
             messages=(*sent, *_rings(block, computes)),
@@ -81,7 +87,7 @@ class Sharding:
 
 
 def _kept(entry: Saved, read: Sequence[Layout], op_cuts: Mapping[str, Cuts]) -> tuple[Cuts, ...]:
-    """Return the layouts in which backward finds a tensor: those that it reads, or else the one it was made in.
+    """Return the layouts in which backward finds a tensor: those that are read, or else the one it was made in.
 
     A kernel may keep a tensor under its readers' names of the dims; positions correspond.
     """

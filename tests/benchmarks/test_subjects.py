@@ -11,6 +11,7 @@ import torch
 from autoshard.cost.predict import predict
 from autoshard.engine.base import WARM_UP
 from autoshard.engine.programs import graph_of
+from autoshard.engine.torch import rows
 from autoshard.errors import RunFailed
 from autoshard.runtime.data.indexed import OpenFiles, faults_inside, read_index
 from autoshard.spec.model_catalogue import load_model
@@ -133,8 +134,23 @@ def test_kernels_are_counted_without_a_gpu_and_the_case_with_the_most_left_is_ju
     whole, few = (kernel_counts.Count(kernels=one, elementwise_bytes=one) for one in (100, 10))
     for kernels, moved, holds in ((25, 40, True), (26, 40, False), (25, 41, False)):
         left = kernel_counts.Count(kernels=kernels, elementwise_bytes=moved)
-        result = kernel_counts.judge({"few": (whole, few), "more": (whole, left)})
+        result = kernel_counts.judge({"few": (whole, few), "more": (whole, left)}, {})
         assert result.holds is holds and result.value == kernels / 100
+
+
+@pytest.mark.parametrize("text", ["tp=1,pp=1,dp=1", "tp=2,pp=1,dp=1"])
+def test_a_head_never_holds_fp32_logits_of_a_whole_micro_batch(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside BF16 logits and their gradient it holds a few rows in FP32; all rows at a time would be found."""
+    from benchmarks import kernel_counts
+
+    plan = kernel_counts.plan_of("tiny-llama", text)
+    logits = plan.workload.seq_len * plan.model.vocab // plan.mesh.size("tp")
+    monkeypatch.setattr(rows, "_DEVICE_NUMBERS", logits // 4)
+    few = kernel_counts.of_head(plan)
+    assert few.largest_fp32 == logits // 4 and 4 * logits < few.peak_bytes < 9 * logits
+    monkeypatch.setattr(rows, "_DEVICE_NUMBERS", logits)
+    whole = kernel_counts.of_head(plan)
+    assert whole.largest_fp32 == logits and whole.peak_bytes > 16 * logits
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 
 import autoshard.commands.run as run_command
 import autoshard.engine.torch.generated as generated
+import autoshard.engine.torch.rows as rows
 from autoshard.commands.running import Execution
 from autoshard.engine.base import EngineMode, Measured, Run
 from autoshard.engine.torch.engine import TorchEngine, build
@@ -71,6 +72,17 @@ def test_generated_functions_give_in_fp32_what_the_interpreter_gives(text):
     for (one, held), (other, held_too) in on_ranks(task.plan.mesh.num_ranks, both, task, AS_PLANNED, "generated"):
         same(one, other)
         assert held == held_too
+
+
+@pytest.mark.parametrize("text", ["tp=2,pp=1,dp=1", "tp=1,pp=2,dp=1,schedule=zb_h1"])
+def test_a_loss_by_few_tokens_gives_what_all_of_them_give(text, monkeypatch: pytest.MonkeyPatch):
+    """Three of eight at a time, so that the last ones overlap."""
+    task = Task.of(plan_of(text, gpt()))
+    monkeypatch.setattr(rows, "_HOST_NUMBERS", 3 * 31)
+    few = on_ranks(task.plan.mesh.num_ranks, both, task, EXACT, "generated")
+    for (one, _), (other, _) in few:
+        same(one, other)
+    compare(task.reference(), [one for (one, _), _ in few])
 
 
 @pytest.mark.slow

@@ -3,17 +3,20 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from autoshard.engine.placement import MeshRank, dims_of
 from autoshard.engine.programs import BlockProgram
+from autoshard.engine.rows import is_wide, parted, read_whole, token_cuts
 from autoshard.engine.torch.collectives import around_ring, communication
 from autoshard.engine.torch.formats import Formats
 from autoshard.engine.torch.kernels import Kernel, KernelContext, Rotations, kernel_of
 from autoshard.engine.torch.kernels.kernel import laid_out
 from autoshard.engine.torch.kernels.products import adding
+from autoshard.engine.torch.rows import by_rows, num_rows
 from autoshard.engine.torch.world import World
 from autoshard.graph.kinds.indexing import Place
 from autoshard.graph.kinds.linear import Einsum
@@ -29,7 +32,10 @@ from autoshard.layout.program import (
     Instruction,
     Sum,
     Value,
+    inputs_of,
     read_by,
+    values_read,
+    values_written,
     written_by,
 )
 from autoshard.schedule.builders import ActionKind
@@ -52,6 +58,7 @@ class RankContext:
     formats: Formats
     positions: torch.Tensor  # of the whole sequence, in the order in which it is cut
     rotations: Rotations
+    rows: int | None = None  # how many tokens are computed at a time, if not all of a micro-batch
 
     def bounds(self, compute: Compute) -> Mapping[str, tuple[int, int]]:
         """Return which part of each cut dim this rank computes."""
@@ -60,12 +67,13 @@ class RankContext:
     def sizes(self, compute: Compute) -> Mapping[str, int]:
         """Return the sizes of all dims as this rank computes."""
         own = {dim: stop - start for dim, (start, stop) in self.bounds(compute).items()}
-        return {**self.mesh_rank.sizes, **own}
+        few = {} if self.rows is None else {"batch": 1, "seq": self.rows}
+        return {**self.mesh_rank.sizes, **own, **few}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalStep:
-    """An instruction, ready to run, or a product that adds to a sum of gradients by itself."""
+    """An instruction, ready to run, or a product that adds to a sum of gradients by itself, or a run by rows."""
 
     entry: Instruction
     run: Kernel | None  # None: takes a tensor from outside the block
@@ -73,6 +81,7 @@ class LocalStep:
     writes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     adds: bool = False  # a product into a sum
+    few: "FewRows | None" = None
     drops: tuple[str, ...] = ()  # values without a later reader
 
     @property
@@ -94,6 +103,47 @@ class LocalStep:
                 return True
             case _:
                 return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FewRows:
+    """What works by rows, ready to run for ``rows`` of them at a time, and the formats of what it makes."""
+
+    steps: tuple[LocalStep, ...]
+    reads: tuple[str, ...]  # what is taken, and then the places of what is made
+    rows: int
+    dtypes: tuple[torch.dtype, ...]
+
+    def __call__(self, some: list[torch.Tensor]) -> None:
+        """Run for some rows of all that is read."""
+        execute(self.steps, dict(zip(self.reads, some, strict=True)))
+
+    def run(self, shapes: Sequence[tuple[int, ...]], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run for all rows."""
+        made = self.empty(shapes, tensors[0].device)
+        by_rows(self, (*tensors, *made), self.rows)
+        return made
+
+    def empty(self, shapes: Sequence[tuple[int, ...]], device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Return memory for what it makes of all rows."""
+        return tuple(
+            torch.empty(one, dtype=dtype, device=device) for one, dtype in zip(shapes, self.dtypes, strict=True)
+        )
+
+
+def execute(steps: Sequence[LocalStep], values: Values, source: InputSource | None = None) -> None:
+    """Run one step after the other; what lies outside comes from a source."""
+    for step in steps:
+        if step.run is None:
+            assert source, "what runs by rows takes nothing from outside"
+            values[step.writes[0]] = source(step.reads[0])
+        else:
+            made = step.run(*[values[name] for name in step.reads])
+            for name, tensor, shape in zip(step.writes, made, step.shapes, strict=True):
+                assert tensor.shape == shape, f"{name} is {tuple(tensor.shape)}, not {shape}"
+                values[name] = tensor
+        for name in step.drops:
+            del values[name]
 
 
 class BlockRun(Protocol):
@@ -129,8 +179,9 @@ class LiteralRun:
     def of(cls, context: RankContext, parts: BlockProgram) -> "LiteralRun":
         """Make ready what every action runs."""
         results = {value.name for value in parts.program.results.values()}
-        waiting = frozenset(name for entry in parts.instructions("W") for name in read_by(entry))
-        backward = {name for entry in parts.backward for name in read_by(entry)}
+        waiting, backward = (
+            frozenset(read_whole(parted(entries))) for entries in (parts.instructions("W"), parts.backward)
+        )
         later = {
             "F": backward | {parts.program.results[parts.handed_on].name},
             "B": results, "I": waiting | results, "W": results,
@@ -143,12 +194,12 @@ class LiteralRun:
     def forward(self, source: InputSource) -> tuple[torch.Tensor, Values]:
         """Run the forward pass; return the block's output, and all values that backward reads."""
         values: Values = {}
-        self._execute("F", source, values)
+        execute(self.steps["F"], values, source)
         return (values[self.handed_on] if self.hands_on_what_it_keeps else values.pop(self.handed_on)), values
 
     def backward(self, kind: ActionKind, source: InputSource, values: Values) -> torch.Tensor | None:
         """Run B, or a half of it (I, W); return the gradient of the block's input."""
-        self._execute(kind, source, values)
+        execute(self.steps[kind], values, source)
         name = self.handed_back[kind]
         result = values[name] if name else None
         if kind == "I":
@@ -166,18 +217,6 @@ class LiteralRun:
         """Whether backward reads the block's output."""
         return any(self.handed_on in step.reads for step in self.steps["B"])
 
-    def _execute(self, kind: str, source: InputSource, values: Values) -> None:
-        for step in self.steps[kind]:
-            if step.run is None:
-                values[step.writes[0]] = source(step.reads[0])
-            else:
-                made = step.run(*[values[name] for name in step.reads])
-                for name, tensor, shape in zip(step.writes, made, step.shapes, strict=True):
-                    assert tensor.shape == shape, f"{name} is {tuple(tensor.shape)}, not {shape}"
-                    values[name] = tensor
-            for name in step.drops:
-                del values[name]
-
 
 def _steps(context: RankContext, parts: BlockProgram, kind: str, kept: set[str]) -> Iterator[LocalStep]:
     """Make instructions ready; after its last reader a value goes, unless a later part reads it.
@@ -190,7 +229,10 @@ def _steps(context: RankContext, parts: BlockProgram, kind: str, kept: set[str])
     given = (entry for entry in parts.program.instructions if isinstance(entry, Given))
     again = (entry for entry in given if entry.value.tensor in weights and entry.value.name in missing)
     kept = kept - weights
-    steps = tuple(_local_steps(context, parts, (*again, *own), kept))
+    return _dropping(tuple(_local_steps(context, parts, (*again, *own), kept)), kept)
+
+
+def _dropping(steps: Sequence[LocalStep], kept: Collection[str]) -> Iterator[LocalStep]:
     last = {name: number for number, step in enumerate(steps) for name in step.touched}
     for number, step in enumerate(steps):
         yield replace(step, drops=tuple(name for name in step.touched if last[name] == number and name not in kept))
@@ -210,7 +252,11 @@ def _local_steps(
             if product and (run := _adding(context, parts, product, entry)):
                 added |= {name: (run, (total, *read_by(product))), gradient: (run, ())}
     own = {name for name, entry in made.items() if isinstance(entry.op.kind, _OWN_MEMORY) and num_readers[name] == 1}
-    for entry in entries:
+    every = tuple(parted(entries))
+    for number, (entry, *others) in enumerate(every):
+        if token_cuts(entry):
+            yield _by_rows(context, parts, (entry, *others), read_whole(every[number + 1 :]) | kept)
+            continue
         match entry:
             case Given(value=value):
                 writes, reads = (value,), (value.tensor,)
@@ -224,6 +270,49 @@ def _local_steps(
             shapes = tuple(context.mesh_rank.shape(value.layout) for value in writes)
             names = tuple(value.name for value in writes)
             yield LocalStep(entry=entry, run=run, reads=reads, writes=names, shapes=shapes, adds=adds)
+
+
+def _by_rows(
+    context: RankContext, parts: BlockProgram, entries: Sequence[Instruction], wanted: Collection[str]
+) -> LocalStep:
+    """Return what executes a run for a few rows at a time, and makes what is ``wanted``."""
+    taken = tuple(value.name for value in inputs_of(entries))
+    made = {value.name: value for entry in entries for value in values_written(entry) if value.name in wanted}
+    num_readers = Counter(name for entry in entries for name in read_by(entry))
+    wide = next(value for entry in entries for value in (*values_read(entry), *values_written(entry)) if is_wide(value))
+    batch, positions, width = context.mesh_rank.shape(wide.layout)
+    rows = num_rows(batch * positions, width, context.formats.device)
+    few = replace(context, rows=rows)
+    own = {
+        value.name
+        for entry in entries
+        for value in values_written(entry)
+        if isinstance(entry, Compute) and isinstance(entry.op.kind, _OWN_MEMORY) and num_readers[value.name] == 1
+    } - made.keys()
+    steps: list[LocalStep] = []
+    for entry in entries:
+        values = values_written(entry)
+        shapes = tuple((1, rows, *context.mesh_rank.shape(value.layout)[2:]) for value in values)
+        one = LocalStep(
+            entry=entry, run=_kernel(few, parts, entry, own), reads=read_by(entry), writes=written_by(entry),
+            shapes=shapes,
+        )  # fmt: skip
+        steps.append(one)
+        if made.keys() & set(one.writes):
+            (name,) = one.writes
+            place = f"{name}.all"
+            steps.append(replace(one, run=_written, reads=(place, name), writes=(place,)))
+    found = FewRows(
+        steps=tuple(_dropping(steps, ())), reads=(*taken, *(f"{name}.all" for name in made)), rows=rows,
+        dtypes=tuple(context.formats.of(parts.block.tensors[value.tensor].dtype) for value in made.values()),
+    )  # fmt: skip
+    shapes = tuple(context.mesh_rank.shape(value.layout) for value in made.values())
+    run = partial(found.run, shapes)
+    return LocalStep(entry=entries[-1], run=run, reads=taken, writes=tuple(made), shapes=shapes, few=found)
+
+
+def _written(place: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor]:
+    return (place.copy_(value),)
 
 
 def _adding(context: RankContext, parts: BlockProgram, product: Compute, entry: Compute) -> Kernel | None:

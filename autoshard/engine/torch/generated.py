@@ -17,6 +17,7 @@ from autoshard.engine.programs import BlockProgram
 from autoshard.engine.torch.block import (
     BY_BATCH,
     POSITIONS,
+    FewRows,
     InputSource,
     LiteralRun,
     LocalStep,
@@ -26,7 +27,8 @@ from autoshard.engine.torch.block import (
 from autoshard.engine.torch.formats import NOWHERE
 from autoshard.engine.torch.kernels import Kernel, Rotations
 from autoshard.engine.torch.recording import Operation, Recording, needed
-from autoshard.engine.torch.writing import PassText, Statement, Step, Variables, module, statement
+from autoshard.engine.torch.rows import rows_of
+from autoshard.engine.torch.writing import NAMES, PassText, Statement, Step, Variables, module, piece, statement
 from autoshard.layout.layout import Layout
 from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Value
 from autoshard.schedule.builders import ActionKind
@@ -87,19 +89,18 @@ class Generator:
             before = passes[_BEFORE[kind]].values if _BEFORE[kind] else {}
             passes[kind] = _RecordedPass(kind, rehearsed, self, dict(before))
         written = {kind: one.written() for kind, one in passes.items()}
-        pieces: dict[str, tuple[str, ...]] = {}
-        texts: list[str] = []
-        for one in written.values():
-            text, reads = one.in_pieces() if self.compiler else (one.whole(), {})
-            texts.append(text)
-            pieces |= reads
+        texts, examples = list[str](), dict[str, Sequence[torch.Tensor]]()
+        for kind, one in written.items():
+            text, pieces = one.in_pieces() if self.compiler else (one.whole(), {})
+            named = passes[kind].variables.tensors
+            texts += [*(other for other, _ in passes[kind].functions.values()), text]
+            examples |= {name: given for name, (_, given) in passes[kind].functions.items()}
+            examples |= {name: [named[one] for one in reads] for name, reads in pieces.items()}
         whole, space = module(names, self.context.formats.device, texts), dict[str, Any]()
         file_name = names[0].replace(".", "_")
         exec(compile(whole, f"generated/{file_name}.py", "exec"), space)
-        for name, reads in pieces.items():
-            variables = next(passes[kind].variables for kind, one in written.items() if name.startswith(one.name))
-            assert self.compiler, "only a compiler takes pieces"
-            space[name] = self.compiler(space[name], [variables.tensors[one] for one in reads])
+        if self.compiler:
+            space |= {name: self.compiler(space[name], given) for name, given in examples.items()}
         functions = {
             kind: Function(
                 run=space[one.name],
@@ -147,74 +148,46 @@ def _called(step: LocalStep) -> Kernel:
     return lambda *given: tuple(one.contiguous() for one in run(*given))
 
 
-class _RecordedPass:
-    """A pass rehearsed on shapes: per step its operations, and the values left at the end."""
+class _RecordedSteps:
+    """Steps rehearsed on shapes: each with what it reads and makes, and its operations."""
 
-    def __init__(self, kind: str, rehearsed: LiteralRun, generator: Generator, values: Tensors) -> None:
-        """Run all steps."""
-        self.kind, self.variables, self.values = kind, Variables(), values
-        self._run, self._recording, self._before = rehearsed, generator.recording, dict(values)
+    def __init__(self, recording: Recording, name: str) -> None:
+        """Begin without any, to write a function of this name."""
+        self.name, self.variables = name, Variables()
+        self.functions: dict[str, tuple[str, Sequence[torch.Tensor]]] = {}  # of a few rows, with what they are given
+        self._recording = recording
         self._steps: list[tuple[LocalStep, list[torch.Tensor], list[Operation]]] = []
-        for value, tensor in values.items():
-            if self._is_variable(tensor):
-                self.variables.call(tensor, value)
-        for step in rehearsed.steps[kind]:
-            self._step(generator, step)
-        name = rehearsed.handed_on if kind == "F" else rehearsed.handed_back[kind]
-        self.result = values[name] if name else None
-        if kind == "F" and not rehearsed.hands_on_what_it_keeps:
-            del values[rehearsed.handed_on]
-        if kind == "I":
-            self.values = {value: tensor for value, tensor in values.items() if value in rehearsed.waiting}
 
-    def _is_variable(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._recording.known
+    def record(self, step: LocalStep, values: Tensors) -> None:
+        """Run a step that is local, and name what it makes."""
+        self._recording.operations.clear()
+        reads = [values[name] for name in step.reads]
+        assert step.run, "an operation runs"
+        with self._recording:
+            made = step.run(*reads)
+        self.keep(step, values, reads, made)
 
-    def _step(self, generator: Generator, step: LocalStep) -> None:
-        recording, values = self._recording, self.values
-        recording.operations.clear()
-        reads = [] if step.run is None else [values[name] for name in step.reads]
-        if isinstance(step.entry, Given):
-            tensor = generator.example(self._run.parts, step.entry)
-            made = (recording.name(tensor) if tensor.is_meta or step.entry.value.tensor in BY_BATCH else tensor,)
-        elif step.is_local:
-            assert step.run, "an operation runs"
-            with recording:
-                made = step.run(*reads)
-        elif isinstance(step.entry, Communicate) and step.entry.writes.tensor in POSITIONS:
-            # Every rank knows them; they are sent, and kept, because the table says so.
-            made = (recording.name(generator.positions(step.entry.writes.layout)),)
-        elif isinstance(step.entry, Compute):
-            made = tuple(recording.name(generator.empty(self._run.parts, value)) for value in step.entry.writes)
-        else:
-            made = tuple(map(recording.name, _called(step)(*reads)))
+    def keep(
+        self, step: LocalStep, values: Tensors, reads: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+    ) -> None:
+        """Note what a step made."""
         for name, tensor, shape in zip(step.writes, made, step.shapes, strict=True):
             assert tensor.shape == shape, f"{name} is {tuple(tensor.shape)}, not {shape}"
             values[name] = tensor
             if self._is_variable(tensor):
                 self.variables.call(tensor, name)
-        self._steps.append((step, [*reads, *made], list(recording.operations)))
+        self._steps.append((step, [*reads, *made], list(self._recording.operations)))
         for name in step.drops:
             del values[name]
 
-    def written(self) -> PassText:
-        """Write it, without what nothing reads."""
-        mine = {value: self.variables.of(one) for value, one in self.values.items() if self._is_variable(one)}
-        before = {value: self.variables.of(one) for value, one in self._before.items() if self._is_variable(one)}
-        steps = self._written_steps()
-        return PassText(
-            pass_=self.kind, steps=steps, taken=before, stays=frozenset(mine if self.kind == "I" else ()),
-            kept={value: name for value, name in mine.items() if value not in before and self.kind in ("F", "I")},
-            result="None" if self.result is None else self.variables.of(self.result),
-            constants=tuple(self.variables.constants),
-        )  # fmt: skip
+    def _is_variable(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._recording.known
 
-    def _written_steps(self) -> tuple[Step, ...]:
-        """Go backward to find what is read, then forward to name it."""
-        alive = {id(one) for one in (*self.values.values(), *([] if self.result is None else [self.result]))}
+    def written_steps(self, alive: set[int]) -> tuple[Step, ...]:
+        """Go backward to find what is read, by later steps or because it is ``alive``; then forward to name it."""
         used: list[tuple[LocalStep, Sequence[torch.Tensor], list[Operation]]] = []
         for step, tensors, operations in reversed(self._steps):
-            if step.is_local:
+            if step.is_local and not step.few:
                 used.append((step, tensors, needed(operations, alive)))
             elif not isinstance(step.entry, Given) or id(tensors[0]) in alive:
                 alive.update(map(id, tensors))
@@ -227,6 +200,8 @@ class _RecordedPass:
         for step, tensors, operations in used:
             if isinstance(step.entry, Given):
                 lines = [self._taken(step.entry, tensors[0])] if self._is_variable(tensors[0]) else []
+            elif step.few:
+                lines = self._by_rows(step, step.few, tensors)
             elif step.is_local:
                 lines = [line for one in operations if (line := self._operation(one, num_readers))]
             else:
@@ -234,14 +209,36 @@ class _RecordedPass:
                 lines = [self._call(num_calls, tensors[:count], tensors[count:])]
                 num_calls += 1
             found.append(Step(
-                comment=_comment(step.entry), statements=tuple(lines), compiles=step.is_local and not step.adds,
-                takes=isinstance(step.entry, Given),
+                comment=_comment(step.entry), statements=tuple(lines), takes=isinstance(step.entry, Given),
+                compiles=step.is_local and not (step.adds or step.few),
             ))  # fmt: skip
         return tuple(found)
 
     def _taken(self, entry: Given, tensor: torch.Tensor) -> Statement:
         name = self.variables.of(tensor)
         return Statement(text=f"{name} = given({entry.value.tensor!r})", writes=(name,))
+
+    def _by_rows(self, step: LocalStep, few: FewRows, tensors: Sequence[torch.Tensor]) -> list[Statement]:
+        """Write a function of a few rows; return the call of it for all."""
+        inner = _RecordedSteps(self._recording, f"{self.name}_{len(self.functions) + 1}")
+        some = [self._recording.name(rows_of(one).narrow(1, 0, few.rows)) for one in tensors]
+        values = dict(zip(few.reads, some, strict=True))
+        for name, one in values.items():
+            inner.variables.call(one, name)
+        whole = {inner.variables.of(one): self.variables.of(other) for one, other in zip(some, tensors, strict=True)}
+        for each in few.steps:
+            inner.record(each, values)
+        assert not inner.variables.constants, "what follows from the plan alone is as long as all rows"
+        text, reads, _ = piece(inner.name, inner.written_steps(set()), set())
+        self.functions[inner.name] = text, [inner.variables.tensors[name] for name in reads]
+        lines = [
+            Statement(text=f"{name} = torch.empty({[*one.shape]}, dtype={one.dtype}, device=device)", writes=(name,))
+            for one in tensors[len(step.reads) :]
+            for name in (self.variables.of(one),)
+        ]
+        given = tuple(whole[name] for name in reads)
+        text = f"by_rows({inner.name}, [{', '.join(given)}], {few.rows})"
+        return [*lines, Statement(text=text, reads=given)]
 
     def _call(self, number: int, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Statement:
         for tensor in reads:
@@ -274,6 +271,61 @@ class _RecordedPass:
             self.variables.inline(operation)
             return None
         return statement(operation, self.variables)
+
+
+class _RecordedPass(_RecordedSteps):
+    """A pass rehearsed on shapes, and the values left at the end."""
+
+    def __init__(self, kind: str, rehearsed: LiteralRun, generator: Generator, values: Tensors) -> None:
+        """Run all steps."""
+        super().__init__(generator.recording, NAMES[kind])
+        self.kind, self.values = kind, values
+        self._run, self._before = rehearsed, dict(values)
+        for value, tensor in values.items():
+            if self._is_variable(tensor):
+                self.variables.call(tensor, value)
+        for step in rehearsed.steps[kind]:
+            self._step(generator, step)
+        name = rehearsed.handed_on if kind == "F" else rehearsed.handed_back[kind]
+        self.result = values[name] if name else None
+        if kind == "F" and not rehearsed.hands_on_what_it_keeps:
+            del values[rehearsed.handed_on]
+        if kind == "I":
+            self.values = {value: tensor for value, tensor in values.items() if value in rehearsed.waiting}
+
+    def _step(self, generator: Generator, step: LocalStep) -> None:
+        if step.run and step.is_local and not step.few:
+            self.record(step, self.values)
+            return
+        recording, values = self._recording, self.values
+        recording.operations.clear()
+        reads = [] if step.run is None else [values[name] for name in step.reads]
+        if isinstance(step.entry, Given):
+            tensor = generator.example(self._run.parts, step.entry)
+            made = (recording.name(tensor) if tensor.is_meta or step.entry.value.tensor in BY_BATCH else tensor,)
+        elif step.few:
+            made = tuple(map(recording.name, step.few.empty(step.shapes, NOWHERE)))
+        elif isinstance(step.entry, Communicate) and step.entry.writes.tensor in POSITIONS:
+            # Every rank knows them; they are sent, and kept, because the table says so.
+            made = (recording.name(generator.positions(step.entry.writes.layout)),)
+        elif isinstance(step.entry, Compute):
+            made = tuple(recording.name(generator.empty(self._run.parts, value)) for value in step.entry.writes)
+        else:
+            made = tuple(map(recording.name, _called(step)(*reads)))
+        self.keep(step, values, reads, made)
+
+    def written(self) -> PassText:
+        """Write it, without what nothing reads."""
+        mine = {value: self.variables.of(one) for value, one in self.values.items() if self._is_variable(one)}
+        before = {value: self.variables.of(one) for value, one in self._before.items() if self._is_variable(one)}
+        alive = {id(one) for one in (*self.values.values(), *([] if self.result is None else [self.result]))}
+        steps = self.written_steps(alive)
+        return PassText(
+            pass_=self.kind, steps=steps, taken=before, stays=frozenset(mine if self.kind == "I" else ()),
+            kept={value: name for value, name in mine.items() if value not in before and self.kind in ("F", "I")},
+            result="None" if self.result is None else self.variables.of(self.result),
+            constants=tuple(self.variables.constants),
+        )  # fmt: skip
 
 
 def _comment(entry: Instruction) -> str:

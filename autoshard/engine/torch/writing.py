@@ -23,6 +23,8 @@ from math import inf, nan
 
 import torch
 
+from autoshard.engine.torch.rows import by_rows
+
 aten = torch.ops.aten
 device = torch.device("{device}")
 '''
@@ -208,23 +210,23 @@ class PassText:
     def in_pieces(self) -> tuple[str, Mapping[str, tuple[str, ...]]]:
         """Return functions of all that a compiler may take, one that calls them, and what each of them reads."""
         functions, pieces = list[str](), dict[str, tuple[str, ...]]()
-        steps, piece = list[Step](), list[Step]()
+        steps, together = list[Step](), list[Step]()
         wanted = {self.result, *self.kept.values()}
         for number, step in enumerate((*self.steps, None)):
             if step and step.compiles:
-                piece.append(step)
+                together.append(step)
             elif step and step.takes:
                 steps.append(step)
             else:
-                if _num_computing(piece) < _FEWEST:
-                    steps += piece
+                if _num_computing(together) < _FEWEST:
+                    steps += together
                 else:
                     later = {name for step in self.steps[number:] for name in step.reads} | wanted
-                    name = f"{self.name}_{len(functions) + 1}"
-                    text, pieces[name], call = _piece(name, piece, later)
+                    name = f"{self.name}_part_{len(functions) + 1}"
+                    text, pieces[name], call = piece(name, together, later)
                     functions.append(text)
                     steps.append(call)
-                piece.clear()
+                together.clear()
                 steps += [step] if step else []
         return "\n\n".join([*functions, self._function(steps)]), pieces
 
@@ -278,7 +280,7 @@ def _body(steps: Sequence[Step], ends: set[str]) -> Iterator[str]:
             number += 1
 
 
-def _piece(name: str, steps: Sequence[Step], later: set[str]) -> tuple[str, tuple[str, ...], Step]:
+def piece(name: str, steps: Sequence[Step], later: set[str]) -> tuple[str, tuple[str, ...], Step]:
     """Return a function of some steps, which uses up a list of what they read, that list, and a step that calls it."""
     made = [name for step in steps for one in step.statements for name in one.writes]
     reads = tuple(dict.fromkeys(one for step in steps for one in step.reads if one not in made))
