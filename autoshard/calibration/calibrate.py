@@ -84,9 +84,8 @@ def samples_in(path: Path, cluster: str, date: str | None = None) -> FitSamples:
     runs: list[tuple[MeasuredRow, MeasuredRun]] = []
     for where, row in rows.rows.items():
         try:
-            require(
-                (not row.unfit, "", row.unfit), (bool(row.step_time_s), "step_time_s", "is not there to be fitted to")
-            )
+            untimed = "is not there to be fitted to"
+            require((not row.unfit, "", row.unfit), (bool(row.step_time_s), "step_time_s", untimed))
             run = run_of(row)
             found, same = run.cluster.name, run.cluster.chip.name == node_type.chip.name
             require((same, "platform", f"was run on {found}, not on {node_type.name} or its chips"))
@@ -106,21 +105,12 @@ def samples_in(path: Path, cluster: str, date: str | None = None) -> FitSamples:
     newest = date or max(row.first_seen or "" for row, _ in runs)
     require((bool(newest), "--date", f"missing; no row of {path} has first_seen, so say from when they are"))
     by_model = len({run.model.name for run in layouts}) > 1
-    samples = (
-        Sample(
-            id=row.id,
-            run=run,
-            step_time_s=row.step_time_s or 0.0,
-            apart=run.model.name if by_model else f"layout {layouts.index(run)}",
-        )
-        for row, run in runs
-    )
-    return FitSamples(
-        samples=tuple(samples),
-        left_out_by="model" if by_model else "layout",
-        newest=newest,
-        left_out=rows.left_out_lines,
-    )
+    samples: list[Sample] = []
+    for row, run in runs:
+        apart = run.model.name if by_model else f"layout {layouts.index(run)}"
+        samples.append(Sample(id=row.id, run=run, step_time_s=row.step_time_s or 0.0, apart=apart))
+    left_out_by, left_out = "model" if by_model else "layout", rows.left_out_lines
+    return FitSamples(samples=tuple(samples), left_out_by=left_out_by, newest=newest, left_out=left_out)
 
 
 def fit(found: FitSamples, name: str) -> Calibration:
@@ -230,14 +220,9 @@ def fit_constants(split: Split, samples: Sequence[Sample]) -> Calibration:
     may_be_nothing = units > 0
     values = np.array([getattr(nominal, name, 0.0) for name in names])
     start = np.where(may_be_nothing, values, 1.0) / np.where(may_be_nothing, units, np.where(values > 0, values, 1.0))
-    declared = nominal.most_efficient > 1
-    least: Array
-    most: Array
-    if declared:
+    least, most = np.array(list(map(physical, split)), dtype=np.float64).T.copy()
+    if nominal.most_efficient > 1:  # its rates are declared
         least, most = np.maximum(start / _UNEVEN, 1 / nominal.most_efficient), np.full(len(split), np.inf)
-    else:
-        found: list[Array] = [np.array(side, dtype=np.float64) for side in zip(*map(physical, split), strict=True)]
-        least, most = found
     least[may_be_nothing] = 0.0
     least[[group == PORTS for group in split]] = 1.0  # at most all of them
     current = start
@@ -264,11 +249,8 @@ def _nominal(samples: tuple[Sample, ...]) -> Calibration:
     nominal = replace(uncalibrated(), reach=reach, software=_software(samples))
     if nominal.most_efficient == 1:
         return nominal
-    start, limits = (
-        np.array([1 / nominal.matrix_efficiency]),
-        (np.array([1 / nominal.most_efficient]), np.full(1, np.inf)),
-    )
-    one = (EFFICIENCIES,)
+    start, one = np.array([1 / nominal.matrix_efficiency]), (EFFICIENCIES,)
+    limits = np.array([1 / nominal.most_efficient]), np.full(1, np.inf)
     return _with(nominal, one, least_squares(_predictor(samples, nominal, one), start, limits, start))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 from autoshard.calibration.rows import ARCH, MeasuredRow, precision_of
-from autoshard.calibration.words import Translation, translated
+from autoshard.calibration.words import translated
 from autoshard.errors import Fault, InputError, inside, require
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
@@ -37,13 +37,12 @@ class MeasuredRun:
 
 def run_of(row: MeasuredRow) -> MeasuredRun:
     """Return what was run; an InputError names all columns that are wrong, contradict each other, or are not known."""
-    reader = _Reader(translated(row.unmeasured))
+    reader = _Reader(row)
     model = reader.tried(reader.model)
     workload = reader.tried(reader.workload)
     cluster = None if any(fault.where == "platform" for fault in reader.faults) else reader.tried(reader.cluster)
     candidate = reader.tried(lambda: reader.candidate(cluster)) if cluster else None
-    if reader.faults:
-        raise InputError(reader.faults)
+    reader.faults.refuse()
     assert model and cluster and workload and candidate, "what has no fault has a value"
     # A run that did what the schedules here cannot gets the nearest shape that they can, because it ran.
     at_once = candidate.dp * candidate.mbs
@@ -68,18 +67,14 @@ def run_of(row: MeasuredRow) -> MeasuredRun:
 class _Reader:
     """Reads one row; collects its faults, all to be reported at once, and what had to be assumed, by column."""
 
-    def __init__(self, found: Translation) -> None:
-        self.row = found.row
-        self.faults = list(found.faults)
-        self.assumed = dict(found.assumed)
+    def __init__(self, row: MeasuredRow) -> None:
+        self.row, self.assumed, self.faults = translated(row.unmeasured)
 
     def tried(self, read: Callable[[], T]) -> T | None:
         """Return what can be read, or note why it cannot."""
-        try:
+        with self.faults.of():
             return read()
-        except InputError as error:
-            self.faults.extend(error.faults)
-            return None
+        return None
 
     def workload(self) -> Workload:
         """Read batch, sequence, number formats and optimizer, and how evenly tokens were routed."""

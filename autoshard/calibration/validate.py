@@ -271,12 +271,8 @@ def _set_accuracy(name: str, rows: list[tuple[MeasuredRow, PredictedRow]], basis
     for row, found in rows:
         if row.step_time_s:
             work = (row.global_batch_seqs, row.seq_len)
-            interval: dict[str, Any] = {
-                "low": found.low_s,
-                "high": found.high_s,
-                "layout": (*row.layout, *work),
-                "work": math.prod(work),
-            }
+            interval: dict[str, Any] = {"low": found.low_s, "high": found.high_s}
+            interval |= {"layout": (*row.layout, *work), "work": math.prod(work)}
             times.append(compared(row, found.predicted_step_time_s, row.step_time_s, **interval))
         if row.peak_memory_gib:
             sizes.append(compared(row, found.predicted_peak_memory_gib, row.peak_memory_gib))
@@ -284,11 +280,6 @@ def _set_accuracy(name: str, rows: list[tuple[MeasuredRow, PredictedRow]], basis
         if len(measured) == len(by_stage):  # each with the same rank of other layouts; other counts are no stages here
             pairs = enumerate(zip(by_stage, measured, strict=True))
             stages += [compared(row, one, size, f", stage {number}") for number, (one, size) in pairs]
-    return SetAccuracy(
-        name=name,
-        num_rows=len(rows),
-        basis=basis,
-        step_time=accuracy(times),
-        peak_memory=accuracy(sizes),
-        stage_memory=accuracy(stages),
-    )
+    found = {"step_time": times, "peak_memory": sizes, "stage_memory": stages}
+    errors = {quantity: accuracy(pairs) for quantity, pairs in found.items()}
+    return SetAccuracy(name=name, num_rows=len(rows), basis=basis, **errors)

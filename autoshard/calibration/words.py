@@ -7,13 +7,12 @@ of terms in them is data, ``words.json``, by column: the first entry with a term
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 
 from autoshard.calibration.rows import MeasuredRow, precision_of
-from autoshard.errors import Fault, InputError, nearest
+from autoshard.errors import Faults, InputError, nearest
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.builders import builders
 from autoshard.spec import record
@@ -42,15 +41,6 @@ class Word:
     source: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Translation:
-    """A row in the words of the format; by column, what had to be assumed for it; and what could not be read."""
-
-    row: MeasuredRow
-    assumed: Mapping[str, str]
-    faults: tuple[Fault, ...] = field(default=())
-
-
 @cache
 def words(column: str) -> tuple[Word, ...]:
     """Return the words of a column."""
@@ -58,35 +48,31 @@ def words(column: str) -> tuple[Word, ...]:
     return tuple(record.decode(Word, word) for word in columns[column])
 
 
-def translated(row: MeasuredRow) -> Translation:
-    """Return a row in the words of the format.
+def translated(row: MeasuredRow) -> tuple[MeasuredRow, dict[str, str], Faults]:
+    """Return a row in the words of the format; by column, what had to be assumed for it; and what could not be read.
 
     >>> asked = {"id": "a", "platform": "H100 SXM", "seq_len": 8, "global_batch_seqs": 8, "nodes": 1}
-    >>> found = translated(MeasuredRow.read({**asked, "precision": "FP8 (tensorwise)"}))
-    >>> found.row.platform, found.row.precision, found.row.published["precision"]
+    >>> found, _, _ = translated(MeasuredRow.read({**asked, "precision": "FP8 (tensorwise)"}))
+    >>> found.platform, found.precision, found.published["precision"]
     ('h100-80', 'bf16,products=fp8', 'FP8 (tensorwise)')
     """
-    changes: dict[str, object] = {}
-    assumed: dict[str, str] = {}
-    faults: list[Fault] = []
+    changes, assumed, faults = dict[str, object](), dict[str, str](), Faults()
     columns = ("platform", "precision") if row.candidate else ("platform", "precision", "recompute", *_UNKNOWN)
     for column in columns:  # a candidate says the others
-        try:
+        changes[column] = row.platform if column == "platform" else None
+        with faults.of(column):
             changes[column], says = _read(column, getattr(row, column), row)
-        except InputError as error:
-            faults += error.under(column).faults
-            changes[column] = row.platform if column == "platform" else None
-        else:
             assumed |= {column: says} if says else {}
     changes["kernels"], changes["flash_attention"], says = _kernels(row)
     assumed |= {"framework": says} if says else {}
-    changes["sp"], says = _sequence_parallel(row)
-    assumed |= {"sp": says} if says else {}
+    never = _word("no_sp", _key(row.framework), row) if row.sp is None and row.candidate is None else None
+    changes["sp"] = False if never else row.sp  # some frameworks never cut the sequence over tp
+    assumed |= {"sp": never.assumed} if never else {}
     changes["release"] = row.release or _release(row.framework_version)
     before = {name: getattr(row, name) for name in changes}
     published = {name: text for name, text in before.items() if text is not None and text != changes[name]}
     published = {**published, **(row.published or {})} or None
-    return Translation(row=replace(row, **changes, published=published), assumed=assumed, faults=tuple(faults))
+    return replace(row, **changes, published=published), assumed, faults
 
 
 def _read(column: str, text: str | None, row: MeasuredRow) -> tuple[str | None, str]:
@@ -138,12 +124,6 @@ def _kernels(row: MeasuredRow) -> tuple[str | None, bool | None, str]:
     if stated := _word("kernels", text, row):
         return stated.means, flash, ""
     return means, flash, framework.assumed
-
-
-def _sequence_parallel(row: MeasuredRow) -> tuple[bool | None, str]:
-    """Return whether a run cut the sequence over tp, where its framework says so, and what is assumed."""
-    never = _word("no_sp", _key(row.framework), row) if row.sp is None and row.candidate is None else None
-    return (False, never.assumed) if never else (row.sp, "")
 
 
 def _word(column: str, key: str, row: MeasuredRow) -> Word | None:

@@ -45,12 +45,9 @@ def compile_ahead(plan: Plan, run: Run, given: GivenRank | None, name: str, *, j
     # The short run differs from the real one only in its number of steps and its folder.
     constants = ["--seed", str(training.seed), "--learning-rate", str(training.learning_rate)]
     short = ["--steps", str(num_steps), "--out", str(run.folder / "short"), *constants, "--checkpoint.to", "none"]
+    work = str((place / "work").absolute())  # the default is shared by all compilations on the machine
     words = [
-        *(
-            COMPILER,
-            "--parallel_compile_workdir",
-            str((place / "work").absolute()),
-        ),  # the default is shared by all compilations on the machine
+        *(COMPILER, "--parallel_compile_workdir", work),
         *(sys.executable, "-m", "torch.distributed.run", *node_words(given, nodes, plan.mesh.num_ranks // nodes)),
         *("-m", "autoshard.cli", "run", name, *short, *EXTENSIONS.options()),
     ]

@@ -48,9 +48,8 @@ def explain(
     known = constants or calibration_of(read.plan)
     if why_not is None:
         found, others = explained(read.plan), alternatives(read.plan, known)
-        print_answer(
-            (explanation_json if json else explanation_report)(read.plan, found, others, rank_times(read.plan))
-        )
+        show = explanation_json if json else explanation_report
+        print_answer(show(read.plan, found, others, rank_times(read.plan)))
     else:
         print_answer((why_not_json if json else why_not_report)(read.plan, compared(read.plan, why_not, known)))
     if trace and not json:

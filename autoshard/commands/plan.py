@@ -68,6 +68,8 @@ def plan(
         force: Replace the plan file if it holds another plan.
         json: Print one JSON object instead of tables.
     """
+    numbers = list(map(str, range(1, _MOST_PLANS + 1)))
+    names = f"type {', '.join(NAMES)}, or a number up to {_MOST_PLANS}"
     require(
         (at is None or question.fix is None, "--at", "already names every key; leave out --fix"),
         (at is None or not pareto, "--pareto", "searches; leave out --at"),
@@ -75,11 +77,7 @@ def plan(
         (pareto or len(nodes) <= 1, "--nodes", "takes several numbers with --pareto only; name one"),
         (1 <= top <= _MOST_PLANS, "--top", f"must be 1 to {_MOST_PLANS}, not {top}"),
         (choose is None or not (pareto or at), "--choose", "is for the answers of one search; leave it out"),
-        (
-            choose is None or choose in NAMES or _is_number(choose),
-            f"--choose {choose}",
-            f"type {', '.join(NAMES)}, or a number up to {_MOST_PLANS}",
-        ),
+        (choose is None or choose in NAMES or choose in numbers, f"--choose {choose}", names),
         *place_checks(out),
     )
     total = token_total(tokens) if tokens else None
@@ -92,7 +90,7 @@ def plan(
         old, request = _request_like(like, question, nodes, options)
     else:
         old, (request,) = None, options.requests(question, nodes)
-    most = max(top, int(choose) if choose and choose.isdecimal() else 1)
+    most = max(top, int(choose) if choose in numbers else 1)
     found = searched(request, most, options)
     return _show_answers(
         answers_of(request, found, choose), old, to, lambda: _print_better_sizes(request, found, options)
@@ -131,10 +129,6 @@ class _Target:
         if not self.json:
             print(f"wrote {what}{self.out}")
         return 0
-
-
-def _is_number(name: str) -> bool:
-    return name.isdecimal() and name.isascii() and 1 <= int(name) <= _MOST_PLANS
 
 
 def _show_answers(result: PlanResult, old: Plan | None, to: _Target, better: Callable[[], None]) -> int:

@@ -102,16 +102,13 @@ def _refuse(
     """Refuse options that contradict each other, before any work."""
     tried = dry or rehearse is not None
     first = f"takes a plan file. Type first: autoshard plan --config {plan}"
+    apart = "cannot be combined with --rehearse or --dry-run. Leave one of them out"
     require(
         (not (compile_only and is_recipe(plan)), "--compile-only", first),
         (rehearse is None or rehearse >= 1, "--rehearse", f"must be at least 1, not {rehearse}"),
         (restarts >= 0, "--restarts", f"must be at least 0, not {restarts}"),
         (dry or not dry_ranks, "--dry-ranks", "names the ranks of --dry-run. Type --dry-run as well"),
-        (
-            not (compile_only and tried),
-            "--compile-only",
-            "cannot be combined with --rehearse or --dry-run. Leave one of them out",
-        ),
+        (not (compile_only and tried), "--compile-only", apart),
     )
 
 
@@ -132,15 +129,14 @@ def _with_paths(training: Training, path: Path) -> Training:
 
 def _rehearsed(plan: Plan, rehearse: int) -> tuple[Plan, list[str]]:
     """Return the plan shrunk to a few ranks and predicted again, and the features that it lost."""
-    small = shrink(plan, rehearse)
+    small, lost = shrink(plan, rehearse)
     cut, least = plan.mesh.size("tp"), 4 if plan.mesh.size("rep") > 1 else 2
     message = f"a plan with tp={cut} needs at least {least} ranks, not {rehearse}. Type --rehearse {least}"
-    require(
-        (cut == 1 or small.plan.mesh.size("tp") > 1, "--rehearse", message)
-    )  # without tp nothing of the table would be left
-    tried_out = f"{small.plan.candidate} of a small model on synthetic tokens, predicted again"
-    lost = [f"not kept: {feature}" for feature in small.lost]
-    return predicted(small.plan), [f"rehearsal: {tried_out}, for {plan.candidate}", *lost]
+    # without tp nothing of the table would be left
+    require((cut == 1 or small.mesh.size("tp") > 1, "--rehearse", message))
+    tried_out = f"{small.candidate} of a small model on synthetic tokens, predicted again"
+    missing = [f"not kept: {feature}" for feature in lost]
+    return predicted(small), [f"rehearsal: {tried_out}, for {plan.candidate}", *missing]
 
 
 def _card_notes(plan: Plan) -> list[str]:

@@ -98,10 +98,9 @@ def _write_array(content: Sweep, jobs: Sequence[SweepJob], source: Path, folder:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "array.sbatch"
     path.write_text(array_script(content, jobs, source, folder), encoding="utf-8")
+    again = f"autoshard sweep {source} --out {folder}"
     print(f"wrote {path}: {len(jobs)} tasks\nnext: sbatch {path}")
-    print(
-        f"afterwards, to print the table and run the points that are missing: autoshard sweep {source} --out {folder}"
-    )
+    print(f"afterwards, to print the table and run the points that are missing: {again}")
     return 0
 
 

@@ -81,9 +81,8 @@ def _summary(manifest: Manifest, out: Path) -> str:
 
 def _tokenizer(text: str, eos: str | None, bos: str | None, template: Path | None) -> TokenizerSpec:
     if text == BYTES:
-        require(
-            (not eos and not bos, "--tokenizer", "the tokenizer `bytes` takes neither --eos nor --bos. Leave them out")
-        )
+        neither = "the tokenizer `bytes` takes neither --eos nor --bos. Leave them out"
+        require((not eos and not bos, "--tokenizer", neither))
         return TokenizerSpec(name=text, template=template)
     path = Path(text)
     folder = path.parent if path.name == "tokenizer.json" else path

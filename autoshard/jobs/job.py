@@ -79,12 +79,9 @@ class JobPlace:
         require(
             (self.kind in profiles, "profile", f"{self.profile!r} is none of {whose}: {', '.join(profiles)}"),
             (not replaces, "on_failure", "hyperpod replaces nodes that are lost. Leave it out"),
-            *(
-                (bool(re.fullmatch(form, given[name])), name, f"must be {what}, not {given[name]!r}")
-                for name, (form, what) in forms.items()
-                if name in given
-            ),
-        )
+            *((bool(re.fullmatch(form, given.get(name, ""))), name, f"must be {what}, not {given.get(name)!r}")
+              for name, (form, what) in forms.items() if name in given),
+        )  # fmt: skip
 
     @property
     def kind(self) -> str:

@@ -37,9 +37,8 @@ def kubernetes_files(job: Job) -> Files:
         steps = _compiled_first(job)
     if kind == "pytorchjob":
         texts["train.yaml"] = _documents(job, "The training job.", _pytorch_job(job, "train"))
-    sources = " ".join(
-        f"--from-file={name}" for name in (NODE, PLAN, TRAINING, *(path.name for path in EXTENSIONS.files))
-    )
+    names = NODE, PLAN, TRAINING, *(path.name for path in EXTENSIONS.files)
+    sources = " ".join(f"--from-file={name}" for name in names)
     label = "jobset.sigs.k8s.io/jobset-name" if kind == "trainjob" else "training.kubeflow.org/job-name"
     selector = f"--selector {label}={job.name} --max-log-requests {job.num_nodes}"
     lines = [

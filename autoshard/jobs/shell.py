@@ -47,9 +47,8 @@ def node_text(job: Job, meeting: str) -> str:
         f'export {name}="{f"{value} ${{{name}:-}}" if name == COMPILER_FLAGS else f"${{{name}:-{value}}}"}"'
         for name, value in job.variables.items()
     ]
-    explained = (
-        "# The environment of the plan, as docs/trainium.md of autoshard explains it. What is set already stays."
-    )
+    guide = "docs/trainium.md of autoshard"
+    explained = f"# The environment of the plan, as {guide} explains it. What is set already stays."
     what = f"What every node does: bash {NODE} {'compile, then ' if job.compiles else ''}train."
     parts = [
         [FIRST, *job.title(what), STRICT, HERE],
@@ -59,12 +58,7 @@ def node_text(job: Job, meeting: str) -> str:
             f'case $stage in {takes}) ;; *) fail "type: bash {NODE} {takes}" ;; esac',
             f'grep -q {job.hash} {PLAN} || fail "{PLAN} is not the plan of this job. Type autoshard launch again"',
         ],
-        [
-            "# Which node this is, and where all of them meet.",
-            f"node={node}",
-            f"address={address}",
-            f"port={port}",
-        ],
+        ["# Which node this is, and where all of them meet.", f"node={node}", f"address={address}", f"port={port}"],
         [
             f"# Where the run writes{', and where compiled graphs lie' if job.compiles else ''}.",
             f"run={job.absolute_run}",

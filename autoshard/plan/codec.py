@@ -88,9 +88,8 @@ def _migrated(data: dict[str, Any], migrations: Migrations) -> dict[str, Any]:
     if number > SCHEMA:
         provenance = data.get("provenance")
         version = cast(Mapping[str, object], provenance).get("autoshard") if isinstance(provenance, dict) else None
-        writer = (
-            f" It was written by autoshard {version}." if isinstance(version, str) and version != __version__ else ""
-        )
+        newer = isinstance(version, str) and version != __version__
+        writer = f" It was written by autoshard {version}." if newer else ""
         message = f"{number} is newer than {SCHEMA}, the newest that autoshard {__version__} reads.{writer}"
         raise InputError.of("schema", f"{message} Install an autoshard that knows schema {number}")
     oldest = min((SCHEMA, *migrations))

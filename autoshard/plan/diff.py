@@ -192,7 +192,7 @@ def _changes(a: Mapping[str, Value], b: Mapping[str, Value]) -> list[PlanChange]
 def _stated_changes(a: Plan, b: Plan) -> Iterator[PlanChange]:
     """Yield in what two plans answer different questions, prices included: model, workload, cluster."""
     for part in ("model", "workload", "cluster"):
-        found = _changes(_leaves(encode(getattr(a, part)), part), _leaves(encode(getattr(b, part)), part))
+        found = _changes(leaves(encode(getattr(a, part)), part), leaves(encode(getattr(b, part)), part))
         found = [change for change in found if "source" not in change.name]  # where a number is from costs nothing
         naming = [f"{part}.{name}" for name in _NAMING.get(part, ())]
         swapped = any(change.name in naming and not change.name.endswith("num_nodes") for change in found)
@@ -212,8 +212,8 @@ def _choices(a: Plan, b: Plan) -> list[PlanChange]:
         }
         texts |= {"sp": plan.sp, "kernels": plan.kernels, "engine": plan.engine}
         for key in ("placement", "actions"):  # of a schedule its builder's name does not say
-            texts |= _leaves(schedule[key], f"schedule.{key}") if schedule[key] is not None else {}
-        return {**texts, **_leaves(encode(plan.buckets), "buckets"), **_leaves(encode(plan.padding), "padding")}
+            texts |= leaves(schedule[key], f"schedule.{key}") if schedule[key] is not None else {}
+        return {**texts, **leaves(encode(plan.buckets), "buckets"), **leaves(encode(plan.padding), "padding")}
 
     notes = [change for change in _changes(a.provenance, b.provenance) if change.name != "model"]
     # Of another calibration its name says enough.
@@ -237,16 +237,16 @@ def _line_changes(a: Plan, b: Plan) -> tuple[LineChange, ...]:
     return tuple(sorted(found, key=order))
 
 
-def _leaves(data: Any, where: str) -> dict[str, Value]:
+def leaves(data: Any, where: str = "") -> dict[str, Value]:
     """Return every single value of JSON data by its path.
 
-    >>> _leaves({"lnc": None, "links": [{"ports": 2}]}, "cluster")
+    >>> leaves({"lnc": None, "links": [{"ports": 2}]}, "cluster")
     {'cluster.lnc': 'none', 'cluster.links[0].ports': 2}
     """
     if isinstance(data, dict):
-        pairs = [(f"{where}.{key}", value) for key, value in cast(dict[str, Any], data).items()]
+        pairs = [(f"{where}.{key}" if where else key, value) for key, value in cast(dict[str, Any], data).items()]
     elif isinstance(data, list):
         pairs = [(f"{where}[{index}]", value) for index, value in enumerate(cast(list[Any], data))]
     else:
         return {where: "none" if data is None else data}
-    return {name: text for inner, value in pairs for name, text in _leaves(value, inner).items()}
+    return {name: text for inner, value in pairs for name, text in leaves(value, inner).items()}

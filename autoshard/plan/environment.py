@@ -27,31 +27,16 @@ _AS_TORCH_SAYS: Mapping[str, str] = {"XLA_DOWNCAST_BF16": "0", "XLA_USE_BF16": "
 
 def environment(plan: Plan) -> Mapping[str, str]:
     """Return the variables of a plan, in alphabetical order; NxD needs more than PyTorch alone."""
-    found = {**_between_nodes(plan), **_logical_cores(plan)}
+    cluster, found = plan.cluster, dict[str, str]()
+    if cluster.num_nodes > 1 and (cluster.platform or cluster.links[-1].name.startswith("efa")):
+        found |= _BETWEEN_NODES  # what EFA needs, also of GPUs
+    if cluster.lnc is not None:  # how the runtime joins cores to logical ones; older releases know the second name only
+        found |= dict.fromkeys(("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE"), str(cluster.lnc))
     if plan.engine == "nxd":
-        found |= _of_nxd(plan)
+        found |= {**_ALWAYS, **_AS_TORCH_SAYS, COMPILER_FLAGS: compiler_flags(plan)}
+        found["NEURON_RT_STOCHASTIC_ROUNDING_EN"] = str(int(plan.workload.precision.rounds_stochastically))
+        found["ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB"] = str(plan.buckets.reduce_scatter_bytes // _MIB)
     return dict(sorted(found.items()))
-
-
-def _of_nxd(plan: Plan) -> Mapping[str, str]:
-    found = {**_ALWAYS, **_AS_TORCH_SAYS, COMPILER_FLAGS: compiler_flags(plan)}
-    found["NEURON_RT_STOCHASTIC_ROUNDING_EN"] = str(int(plan.workload.precision.rounds_stochastically))
-    found["ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB"] = str(plan.buckets.reduce_scatter_bytes // _MIB)
-    return found
-
-
-def _between_nodes(plan: Plan) -> Mapping[str, str]:
-    """Return what EFA needs where a plan has several nodes; GPUs need the same."""
-    cluster = plan.cluster
-    has_efa = bool(cluster.platform) or cluster.links[-1].name.startswith("efa")
-    return _BETWEEN_NODES if cluster.num_nodes > 1 and has_efa else {}
-
-
-def _logical_cores(plan: Plan) -> Mapping[str, str]:
-    """Return how the runtime joins cores to logical ones, under two names: older releases know the second only."""
-    lnc = plan.cluster.lnc
-    names = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")
-    return {} if lnc is None else dict.fromkeys(names, str(lnc))
 
 
 def compiler_flags(plan: Plan) -> str:

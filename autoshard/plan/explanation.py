@@ -1,7 +1,7 @@
 """What is said about plans: what a search has proven, blocks operation by operation, other plans, a step in time."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from autoshard.plan.plan import Plan
@@ -176,11 +176,6 @@ class ExplainedOp:
     sent: tuple[SentCollective, ...]
     other: OtherCut | None
 
-    @property
-    def time_s(self) -> float:
-        """Kernels and sending together, in all passes."""
-        return sum(self.seconds.values()) + sum(one.time_s for one in self.sent)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedBlock:
@@ -200,16 +195,12 @@ class ExplainedBlock:
     @property
     def sending_s(self) -> float:
         """The time of all Collectives."""
-        return sum(one.time_s for one in self.sent())
+        return sum(one.time_s for step in self.steps for one in step.sent)
 
     @property
     def time_s(self) -> float:
         """The time of the block."""
         return self.compute_s + self.waiting_s + self.sending_s - self.hidden_s
-
-    def sent(self) -> Iterator[SentCollective]:
-        """Yield all Collectives."""
-        yield from (one for step in self.steps for one in step.sent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,18 +28,11 @@ _HEAD_DIM = 8
 TOLERANCE = 1e-9  # relative to the largest result of a block; everything is computed in float64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shrunk:
-    """The small plan, and every feature of the large one that it does not have."""
+def shrink(plan: Plan, max_ranks: int = MAX_RANKS) -> tuple[Plan, tuple[str, ...]]:
+    """Return a small plan, and every feature of the large one that it does not have.
 
-    plan: Plan
-    lost: tuple[str, ...]
-
-
-def shrink(plan: Plan, max_ranks: int = MAX_RANKS) -> Shrunk:
-    """Keep every axis that has more than one rank at two ranks, as far as they fit; scale the model to match.
-
-    Key/value replication, padding of the vocabulary, kinds of recompute, chunks and the rest of the candidate stay.
+    Every axis with more than one rank keeps two, as far as they fit, and the model is scaled to match. Key/value
+    replication, padding of the vocabulary, kinds of recompute, chunks and the rest of the candidate stay.
     """
     large, (sizes, lost) = plan.candidate, _sizes(plan, max_ranks)
     kinds = tuple(dict.fromkeys(large.recompute_of(stage) for stage in range(large.num_stages)))
@@ -82,7 +75,7 @@ def shrink(plan: Plan, max_ranks: int = MAX_RANKS) -> Shrunk:
     made = build_plan(small, model, cluster, workload, plan.engine, provenance={"shrunk from": str(plan.candidate)})
     blocks, atoms = plan_blocks(made), dict(made.mesh.axes)
     tables = {name: fitted(table, atoms) for name, table in plan.strategies.items() if name in blocks}
-    return Shrunk(plan=with_strategies(made, tables), lost=tuple(lost))
+    return with_strategies(made, tables), tuple(lost)
 
 
 def _sizes(plan: Plan, max_ranks: int) -> tuple[dict[str, int], list[str]]:
@@ -156,20 +149,19 @@ class Proof:
         return all(block.holds for block in self.blocks)
 
 
-def prove(plan: Plan, seed: int = 0) -> Proof:
+def prove(plan: Plan) -> Proof:
     """Execute a shrunk plan's own collectives on virtual ranks and compare loss and every gradient with the unsharded.
 
     Pipeline stages run one after the other, so pp does not need ranks of its own here.
     """
-    shrunk = shrink(plan)
-    small = shrunk.plan
+    small, lost = shrink(plan)
     atoms = table_setting(small).atoms
     mesh = Mesh.virtual(**{atom: size for atom, size in atoms.items() if size > 1})
     # Every expert gets slots for all tokens, if none is to be dropped.
     capacity = small.workload.expert_capacity or float(small.model.num_experts) or None
     work = replace(small.workload, expert_capacity=capacity)
     sizes = dim_sizes(small.model, work, step_of(small).platform, small.micro_batch * small.mesh.size("dp"))
-    programs, generator, proofs = plan_programs(small), np.random.default_rng(seed), list[BlockProof]()
+    programs, generator, proofs = plan_programs(small), np.random.default_rng(0), list[BlockProof]()
     for name, block in plan_blocks(small).items():
         given = random_inputs(block, sizes, generator)
         whole, uncut = dict(given), queueing_apart(block, programs[name], mesh, sizes)
@@ -178,10 +170,9 @@ def prove(plan: Plan, seed: int = 0) -> Proof:
         largest = max(float(np.abs(whole[result]).max()) for result in sharded)
         error = max(float(np.abs(values - whole[result]).max()) for result, values in sharded.items()) / largest
         kinds = Counter(change.collective.kind for change in programs[name].collectives())
-        proofs.append(
-            BlockProof(name=name, error=error, num_results=len(sharded), collectives=dict(sorted(kinds.items())))
-        )
-    return Proof(candidate=str(small.candidate), lost=shrunk.lost, blocks=tuple(proofs))
+        counts = dict(sorted(kinds.items()))
+        proofs.append(BlockProof(name=name, error=error, num_results=len(sharded), collectives=counts))
+    return Proof(candidate=str(small.candidate), lost=lost, blocks=tuple(proofs))
 
 
 def random_inputs(block: Block, sizes: Mapping[str, int], generator: "np.random.Generator") -> dict[str, Array]:

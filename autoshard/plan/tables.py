@@ -54,9 +54,8 @@ def units_of(plan: Plan) -> Mapping[str, str]:
     units: dict[str, str] = {}
     for name, block in plan_blocks(plan).items():
         sent: Counter[tuple[str, str]] = Counter()
-        late = {
-            name for entry in programs[name].by_pass(block.carry_out or "loss").weights for name in written_by(entry)
-        }
+        weights = programs[name].by_pass(block.carry_out or "loss").weights
+        late = {name for entry in weights for name in written_by(entry)}
         for tensor in block.parameters if name in KINDS else ():
             total = programs[name].results[f"{tensor.name}.sum"]
             shards = tuple(atom for atom in split_pending(total.layout.sums)[0] if atoms[atom] > 1)

@@ -46,9 +46,8 @@ def notices(plan: Plan) -> tuple[str, ...]:
     """Say what a plan that may run still does not promise."""
     found: list[str] = []
     if not plan.strategies:
-        found.append(
-            "strategies: the table is empty, so that nothing says what is sent, and engines refuse it. Make it again"
-        )
+        why = "the table is empty, so that nothing says what is sent, and engines refuse it"
+        found.append(f"strategies: {why}. Make it again")
     if plan.prediction is None:
         found.append("prediction: there is none, so nothing is said about memory and time")
     elif plan.prediction.basis.startswith("uncalibrated"):
@@ -94,11 +93,8 @@ def _schedule_misfits(plan: Plan) -> Iterator[Rejection]:
         except InputError:  # no builder makes such lists
             is_built = False
         if not is_built:  # Rules know only the name of the schedule's builder
-            message = (
-                f"schedule.actions: are not those of {schedule.builder}, and NxD follows its own scheduler, no list. "
-                "Type actions: null"
-            )
-            yield _reject("nxd-actions", message, nxd_schedule.source)
+            why = f"are not those of {schedule.builder}, and NxD follows its own scheduler, no list"
+            yield _reject("nxd-actions", f"schedule.actions: {why}. Type actions: null", nxd_schedule.source)
 
 
 def _padding_misfits(plan: Plan) -> Iterator[Rejection]:
@@ -166,11 +162,8 @@ def _prediction_misfits(plan: Plan, prediction: Prediction) -> Iterator[Rejectio
         )
         yield _reject("prediction-stale", message, _PREDICTED)
     if len(prediction.stage_memory) != ranks:
-        message = (
-            f"prediction.stage_memory: lists {len(prediction.stage_memory)} pipeline ranks, but there are "
-            f"{ranks}. Predict again"
-        )
-        yield _reject("prediction-ranks", message, _PREDICTED)
+        lists = f"lists {len(prediction.stage_memory)} pipeline ranks, but there are {ranks}"
+        yield _reject("prediction-ranks", f"prediction.stage_memory: {lists}. Predict again", _PREDICTED)
     for rank, memory in enumerate(prediction.stage_memory):
         if memory.total > capacity:
             message = (

@@ -56,9 +56,8 @@ def sentences(diff: Diff) -> list[str]:
         widths = f"{diff.a.half_width:.0%} either way for a, {diff.b.half_width:.0%} for b"
         lines.append(f"each lies within the other's interval ({widths}), so a prediction cannot say which is faster")
     if diff.a.basis != diff.b.basis:
-        lines.append(
-            "the predictions use different calibrations (see the end), which may cause a part of the difference"
-        )
+        cause = "which may cause a part of the difference"
+        lines.append(f"the predictions use different calibrations (see the end), {cause}")
     return lines
 
 
@@ -155,9 +154,8 @@ def comparison_report(diff: Diff, names: tuple[str, str], remarks: Sequence[str]
         tables.append(_lines(diff))
     bases = [f"prediction of {name} {side.basis}" for name, side in (("a", diff.a), ("b", diff.b))]
     bases = [f"predictions {diff.a.basis}"] if diff.a.basis == diff.b.basis else bases
-    return Group(
-        *parts, *(part for table in tables for part in ("", table)), "", *(prose(one, "yellow") for one in bases)
-    )
+    parts += [part for table in tables for part in ("", table)]
+    return Group(*parts, "", *(prose(one, "yellow") for one in bases))
 
 
 def why_not_report(plan: Plan, found: WhyNot) -> Group:
@@ -171,10 +169,8 @@ def why_not_report(plan: Plan, found: WhyNot) -> Group:
     parts += [*([""] if parts else []), comparison_report(diff(plan, found.other), names, ()), ""]
     if found.flips:
         title = "The smallest change of one thing after which b is faster, or fits where a does not"
-        rows = [
-            (flip.name, _quantity(flip, flip.now), _quantity(flip, flip.then), f"{flip.factor:.3g}")
-            for flip in found.flips
-        ]
+        numbers = ((flip, (_quantity(flip, value) for value in (flip.now, flip.then))) for flip in found.flips)
+        rows = [(flip.name, *quantities, f"{flip.factor:.3g}") for flip, quantities in numbers]
         parts.append(make_table(title, ("what", ">now", ">then", ">times"), rows))
     if found.unmoved:
         parts.append(Text(f"a change of up to 16 times does not make b the faster: {', '.join(found.unmoved)}", "dim"))
@@ -245,11 +241,8 @@ def _lines(diff: Diff) -> Group:
     differs = f": {count} {'line differs' if count == 1 else 'lines differ'}{first}" if count else ""
     parts = [Text(f"Layouts of operations{differs}", "bold")]
     for line in diff.lines[:_MOST_LINES]:
-        parts += [
-            Text(f"{line.block}, {line.op}"),
-            unbroken(f"  a  {line.a or '-'}"),
-            unbroken(f"  b  {line.b or '-'}"),
-        ]
+        parts.append(Text(f"{line.block}, {line.op}"))
+        parts += [unbroken(f"  a  {line.a or '-'}"), unbroken(f"  b  {line.b or '-'}")]
     for block in diff.blocks:
         name, lines = ("a", block.a) if block.b is None else ("b", block.b)
         parts.append(Text(f"{block.name}: only {name} has this block ({lines} lines)"))

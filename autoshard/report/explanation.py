@@ -40,16 +40,9 @@ def explanation_report(
     parts += [prose(f"cost {price_words(plan.dollars)}")] if plan.dollars else []
     parts += map(prose, _limits(prediction, alternatives))
     parts.append(prose(f"headroom {headroom_words(plan)}"))
-    parts += [
-        "",
-        time_table(prediction),
-        "",
-        stage_table(plan, times),
-        "",
-        memory_table(plan),
-        "",
-        prose(_LEGEND, "dim"),
-    ]
+    tables = time_table(prediction), stage_table(plan, times), memory_table(plan)
+    parts += [part for table in tables for part in ("", table)]
+    parts += ["", prose(_LEGEND, "dim")]
     for block in explanation.blocks:
         parts += ["", _block(block)]
     if explanation.rules:

@@ -76,16 +76,12 @@ def _models() -> list[Entry]:
 def _recipes() -> list[Entry]:
     from autoshard.spec.recipe import DEFAULT_CLUSTER, about, load_recipe, recipe_files
 
-    return [
-        {
-            "name": _as_typed(path),
-            "model": one.question.model,
-            "cluster": one.question.cluster or DEFAULT_CLUSTER,
-            "nodes": one.nodes,
-            "about": about(path),
-        }
-        for path, one in ((path, load_recipe(path)) for path in recipe_files())
-    ]
+    rows: list[Entry] = []
+    for path in recipe_files():
+        one = load_recipe(path)
+        question = {"model": one.question.model, "cluster": one.question.cluster or DEFAULT_CLUSTER}
+        rows.append({"name": _as_typed(path), **question, "nodes": one.nodes, "about": about(path)})
+    return rows
 
 
 def _sweeps() -> list[Entry]:

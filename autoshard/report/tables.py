@@ -120,13 +120,8 @@ class FittingTable:
         )  # fmt: skip
         for number in columns:
             name, right = self._name(number), self.columns[number].startswith(">")
-            table.add_column(
-                name,
-                justify="right" if right else "left",
-                no_wrap=self._whole(number),
-                overflow="fold",
-                max_width=self.widths.get(name),
-            )
+            side, width = "right" if right else "left", self.widths.get(name)
+            table.add_column(name, justify=side, no_wrap=self._whole(number), overflow="fold", max_width=width)
         for number, row in enumerate(self.rows):
             if number == self.total:
                 table.add_section()
@@ -149,13 +144,8 @@ class FittingTable:
 
 
 def _text(cell: Cell, *, ascii_only: bool = False) -> Text:
-    return (
-        Text(cell.text(ascii_only=ascii_only))
-        if isinstance(cell, Bar)
-        else Text(cell)
-        if isinstance(cell, str)
-        else cell
-    )
+    text = cell.text(ascii_only=ascii_only) if isinstance(cell, Bar) else cell
+    return Text(text) if isinstance(text, str) else text
 
 
 def make_table(

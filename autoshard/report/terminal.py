@@ -79,16 +79,16 @@ def _headline(
         words = f"The search was not finished ({certificate.stopped}): this is the best plan so far, not a proven one"
         parts.append(prose(words, "bold red"))
     low, high = format_seconds(prediction.low_s), format_seconds(prediction.high_s)
+    # By both conventions: with all pairs of attention, and with those that no mask hides.
+    causal = "" if prediction.mfu_causal is None else f" ({prediction.mfu_causal:.1%} causal)"
     speed = Text.assemble(
         (format_seconds(prediction.step_time_s), "bold"), f" a step ({low} to {high}), ",
-        (format_count(prediction.tokens_per_s, "tokens/s"), "bold"), f", {_mfu_words(prediction)}",
+        (format_count(prediction.tokens_per_s, "tokens/s"), "bold"), f", MFU {prediction.mfu:.1%}{causal}",
     )  # fmt: skip
     texts = {"plan": Text(layout_words(plan), "bold"), "speed": speed, "memory": _memory_words(plan)}
     texts["day"] = Text(_day_words(plan))
-    if total_tokens:
-        texts["total"] = Text(_total_words(plan, total_tokens))
-    if certificate:
-        texts["search"] = Text(_search_words(certificate))
+    texts |= {"total": Text(_total_words(plan, total_tokens))} if total_tokens else {}
+    texts |= {"search": Text(_search_words(certificate))} if certificate else {}
     parts += [*_question(plan), "", *(Labelled(label, text, "dim") for label, text in texts.items())]
     return [*parts, *([unbroken(Text.assemble(("next     ", "dim"), next_step))] if next_step else [])]
 
@@ -129,25 +129,17 @@ def _memory_words(plan: Plan) -> Text:
     return Text.assemble((format_bytes(peak), "bold"), f" of {format_bytes(capacity)} on the fullest rank, ", left)
 
 
-def _mfu_words(prediction: Prediction) -> str:
-    """Return the utilisation by both conventions: with all pairs of attention, and with those that no mask hides."""
-    causal = prediction.mfu_causal
-    return f"MFU {prediction.mfu:.1%}" + ("" if causal is None else f" ({causal:.1%} causal)")
-
-
 def headroom_words(plan: Plan, certificate: Certificate | None = None) -> str:
     """Say what stays free, and what the outer layout of the plan takes if its stages are filled again with less."""
     words = f"leaves {_percent(plan.headroom)} of {format_bytes(plan.cluster.rank_memory_bytes)} free"
     step_s = prediction_of(plan).step_time_s
-    gains = (
-        {headroom: 1 - time_s / step_s for headroom, time_s in certificate.by_headroom.items()} if certificate else {}
-    )
+    times_s = certificate.by_headroom if certificate else dict[float, float]()
+    gains = {headroom: 1 - time_s / step_s for headroom, time_s in times_s.items()}
     if gains and max(gains.values()) < _NO_GAIN:
         return f"{words}; this mesh gains nothing with less"
     if gains:
-        words += "; this mesh would be " + ", ".join(
-            f"{gain:.1%} faster with {_percent(headroom)}" for headroom, gain in gains.items()
-        )
+        listed = (f"{gain:.1%} faster with {_percent(headroom)}" for headroom, gain in gains.items())
+        words += f"; this mesh would be {', '.join(listed)}"
     return words
 
 
@@ -384,12 +376,10 @@ def frontier_report(plans: Sequence[Plan], gap: float, ended: str) -> Group:
         rows.append([str(number), *figures, axes_words(plan)])
     cost = "cost a step" if any(plan.dollars for plan in plans) else "node seconds"
     columns = (">plan", ">nodes", ">step", "", ">peak memory", "", f">{cost}", "layout")
-    stopped = (
-        [prose(f"The search was not finished ({ended}): there may be more", "bold red")] if ended != "complete" else []
-    )
+    unfinished = f"The search was not finished ({ended}): there may be more"
+    stopped = [prose(unfinished, "bold red")] if ended != "complete" else []
     words = f"each the fastest of its nodes and memory, within {format_at_most(gap)}; memory in steps of a tenth"
     table = make_table("What no other plan betters in time, memory and cost at once", columns, rows, drop=("layout",))
-    lines = [
-        unbroken(Text.assemble(f"{number:<3}", (str(plan.candidate), "green"))) for number, plan in enumerate(plans, 1)
-    ]
+    named = (Text.assemble(f"{number:<3}", (str(plan.candidate), "green")) for number, plan in enumerate(plans, 1))
+    lines = map(unbroken, named)
     return Group(*stopped, table, "", *lines, "", prose(words, "dim"))

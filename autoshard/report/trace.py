@@ -36,17 +36,12 @@ def trace_text(plan: Plan, trace: Trace, most_bytes: int = MOST_BYTES) -> str:
     each rank are drawn, with one slice for the sums of those between.
     """
     whole = keep = -(-max(len(rank.kinds) for rank in trace.ranks) // 2)
-    everything, nothing = _begins(trace), Begins(())
-    for begins in (everything, nothing):
-        text = _text(plan, trace, whole, begins)
-        if len(text) <= most_bytes:
-            return text
+    text, nothing = _text(plan, trace, whole, _begins(trace)), Begins(())
+    if len(text) > most_bytes:
+        text = _text(plan, trace, whole, nothing)
     while len(text) > most_bytes and keep:
         keep = min(keep - 1, int(_MARGIN * keep * most_bytes / len(text)))
         text = _text(plan, trace, keep, nothing)
-    if keep < whole:  # short waits are left out by now, so that there may be space for more
-        larger = _text(plan, trace, min(whole, int(_MARGIN * keep * most_bytes / len(text))), nothing)
-        text = larger if len(text) < len(larger) <= most_bytes else text
     return text
 
 
@@ -56,13 +51,8 @@ def _text(plan: Plan, trace: Trace, keep: int, begins: Begins) -> str:
     numbers, events, ends = count(), list[Event](), list[Event]()
     for rank in ranks:
         slices, own_ends = rank.messages(begins, numbers)
-        events += [
-            *_names(plan, rank.number, {event["tid"] for event in slices}),
-            *rank.actions(),
-            *rank.waiting(),
-            *slices,
-        ]
-        events += [*rank.phases(), *rank.memory()]
+        events += _names(plan, rank.number, {event["tid"] for event in slices})
+        events += [*rank.actions(), *rank.waiting(), *slices, *rank.phases(), *rank.memory()]
         ends += own_ends
     about = {**_about(plan, trace, ranks), "draws_arrows": bool(begins)}
     head = json.dumps({"displayTimeUnit": "ms", "otherData": about}, separators=(",", ":"))

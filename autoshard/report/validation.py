@@ -47,10 +47,8 @@ def validation_report(validation: Validation) -> Group:
         parts += ["", make_table(title, ("column", "assumed", ">rows"), rows)]
     if validation.num_unread:
         num_rows = len(validation.rows) + validation.num_unread
-        parts += [
-            "",
-            Text(f"{validation.num_unread} of {num_rows} rows could not be used and are in no figure", "yellow"),
-        ]
+        unused = f"{validation.num_unread} of {num_rows} rows could not be used and are in no figure"
+        parts += ["", Text(unused, "yellow")]
     bases = dict.fromkeys(entry.basis for entry in sets)
     return Group(*parts, "", *(prose(f"predictions {basis}", "yellow") for basis in bases))
 
@@ -78,11 +76,9 @@ def calibration_report(calibration: Calibration) -> str:
     values = {name: getattr(calibration, name) for name in CONSTANTS}
     constants = {name: format_seconds(value) if name in SECONDS else f"{value:.3f}" for name, value in values.items()}
     lines = [f"{calibration.name}: {calibration.basis}", *_aligned(constants)]
-    if calibration.fit:
-        lines.append(
-            f"Constants that were fitted, and the error on rows whose {calibration.fit.left_out_by} was left out:"
-        )
-        lines += _aligned({split: f"{error:.1%}" for split, error in calibration.fit.tried.items()})
+    if fit := calibration.fit:
+        lines.append(f"Constants that were fitted, and the error on rows whose {fit.left_out_by} was left out:")
+        lines += _aligned({split: f"{error:.1%}" for split, error in fit.tried.items()})
     return "\n".join(lines)
 
 

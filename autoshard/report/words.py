@@ -73,17 +73,11 @@ def again_words(kind: Recompute) -> str:
 
 def again_of(plan: Plan, ranks: Sequence[int]) -> str:
     """Say what the stages of neighbouring pipeline ranks compute again."""
-    texts = list(
-        dict.fromkeys(_again_of_stage(plan, number) for number, stage in enumerate(plan.stages) if stage.rank in ranks)
-    )
-    return "; ".join(texts[:_MOST_KINDS]) + ("; ..." if len(texts) > _MOST_KINDS else "")
-
-
-def _again_of_stage(plan: Plan, number: int) -> str:
-    stage = plan.stages[number]
-    if stage.recompute.num_layers:
-        return f"{min(stage.recompute.num_layers, stage.num_layers)} of {counted(stage.num_layers, 'layer')}"
-    return again_words(stage.recompute)
+    texts: dict[str, None] = {}
+    for stage in (one for one in plan.stages if one.rank in ranks):
+        fully, all_of_it = stage.recompute.num_layers, counted(stage.num_layers, "layer")
+        texts[f"{min(fully, stage.num_layers)} of {all_of_it}" if fully else again_words(stage.recompute)] = None
+    return "; ".join([*texts][:_MOST_KINDS]) + ("; ..." if len(texts) > _MOST_KINDS else "")
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.errors import InputError, RunFailed, writing
+from autoshard.plan.diff import leaves
 from autoshard.plan.plan import Plan
 from autoshard.spec import record
 from autoshard.spec.training import Training
@@ -65,16 +66,8 @@ def changes_since(folder: Path, training: Training) -> list[str]:
     path, now = folder / TRAINING, record.encode(training)
     before: Any = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else now
     path.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
-    one, other = dict(_flat(before)), dict(_flat(now))
+    one, other = leaves(before), leaves(now)
     return [f"{name} was {one.get(name)}, now {value}" for name, value in other.items() if one.get(name) != value]
-
-
-def _flat(nested: Any, before: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in nested.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{before}{key}.")
-        else:
-            yield before + key, value
 
 
 def count_attempt(folder: Path, step: int, most: int) -> None:

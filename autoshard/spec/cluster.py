@@ -41,20 +41,17 @@ def source_checks(numbers: Iterable[str], sources: Mapping[str, str]) -> list[Ch
     >>> source_checks(["latency_s"], {"latency_s": "data sheet"})
     [(True, 'sources', "no source for latency_s: add the key 'latency_s' or 'default'")]
     """
-    return [
-        (
-            any(sources.get(key, "").strip() for key in (number, number.partition(".")[0], "default")),
-            "sources",
-            f"no source for {number}: add the key {number!r} or 'default'",
-        )
-        for number in numbers
-    ]
+    checks: list[Check] = []
+    for number in numbers:
+        stated = any(sources.get(key, "").strip() for key in (number, number.partition(".")[0], "default"))
+        checks.append((stated, "sources", f"no source for {number}: add the key {number!r} or 'default'"))
+    return checks
 
 
-def headroom_check(headroom: float, where: str = "headroom") -> Check:
+def headroom_check(headroom: float) -> Check:
     """Make the check (for ``errors.require``) of the share of usable memory that plans leave free."""
     message = f"is a share of the memory, at least 0 and below 1, for example 0.1 for 10 %, not {headroom:g}"
-    return (0 <= headroom < 1, where, message)
+    return (0 <= headroom < 1, "headroom", message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

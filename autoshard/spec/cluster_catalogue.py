@@ -240,9 +240,8 @@ def _with_memory(cluster: Cluster, memory_bytes: int) -> Cluster:
     """Return a cluster whose ranks share so much memory."""
     read = "read: the memory of this machine, or of its control group, in equal shares of its ranks"
     sources = {**cluster.chip.sources, "memory_bytes": read}
-    return replace(
-        cluster, chip=replace(cluster.chip, memory_bytes=memory_bytes // cluster.chips_per_node, sources=sources)
-    )
+    chip = replace(cluster.chip, memory_bytes=memory_bytes // cluster.chips_per_node, sources=sources)
+    return replace(cluster, chip=chip)
 
 
 @functools.cache
@@ -284,9 +283,8 @@ def _file_data(path: Path, faults: list[Fault], over: tuple[Path, ...] = ()) -> 
     base, source = whole.pop("base"), whole.pop("source", None)
     name = ALIASES.get(str(base), str(base))
     beside = _CATALOGUE / f"{name}.json" if name in cluster_names() else path.parent / name
-    unknown = (
-        f"{base!r} is not a cluster. {nearest(name, (*cluster_names(), *ALIASES))} A path from this file also works"
-    )
+    near = nearest(name, (*cluster_names(), *ALIASES))
+    unknown = f"{base!r} is not a cluster. {near} A path from this file also works"
     require(
         (beside.is_file(), f"{path}: base", unknown),
         (beside.resolve() not in over, f"{path}: base", "the file is its own base"),

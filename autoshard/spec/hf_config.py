@@ -241,9 +241,8 @@ class _ConfigReader:
             return self.defaults.get(name, harmless)
         for other in ALIASES.get(name, ()):
             if other in self.data and self.data[other] != self.data[field]:
-                self.refuse(
-                    other, f"{show_value(self.data[other])} contradicts {field}, {show_value(self.data[field])}"
-                )
+                theirs, ours = show_value(self.data[other]), show_value(self.data[field])
+                self.refuse(other, f"{theirs} contradicts {field}, {ours}")
         try:
             return decode(kind, self.data[field], field)
         except InputError as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.errors import Fault, InputError, nearest, require
+from autoshard.errors import InputError, nearest, require
 from autoshard.spec.cluster import Cluster, Placement
 
 # A mesh has an axis as a whole, or as these atoms, whose product it is.
@@ -43,23 +43,14 @@ class Mesh:
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
         placed = len(self.placement.local_ranks)
+        both = [axis for axis, atoms in AXIS_ATOMS.items() if axis in names and {*atoms} & {*names}]
+        uneven = f"places {placed} ranks, but a node has {self.ranks_per_node}"
         require(
             *((name in _NAMES, "axes", f"{name!r} is not an axis. {nearest(name, _NAMES)}") for name in names),
+            *((False, "axes", f"{axis} appears both as a whole and as atoms") for axis in both),
             (len(set(names)) == len(names), "axes", "the same axis appears twice"),
-            *(
-                (
-                    axis not in names or not set(atoms) & set(names),
-                    "axes",
-                    f"{axis} appears both as a whole and as atoms",
-                )
-                for axis, atoms in AXIS_ATOMS.items()
-            ),
             *((size >= 1, f"axes.{name}", f"must be at least 1, not {size}") for name, size in self.axes),
-            (
-                placed == self.ranks_per_node,
-                "placement",
-                f"places {placed} ranks, but a node has {self.ranks_per_node}",
-            ),
+            (placed == self.ranks_per_node, "placement", uneven),
         )
         unfilled = f"{self.num_ranks} ranks do not fill nodes of {self.ranks_per_node}"
         require((self.num_ranks % self.ranks_per_node == 0, "axes", unfilled))
@@ -125,8 +116,7 @@ class Mesh:
 
     def atoms_of(self, name: str) -> tuple[str, ...]:
         """Return the atoms of this mesh that the name of an atom or axis means; none if the mesh does not have it."""
-        if name not in _NAMES:
-            raise InputError.of("axis", f"{name!r} is not an axis. {nearest(name, _NAMES)}")
+        require((name in _NAMES, "axis", f"{name!r} is not an axis. {nearest(name, _NAMES)}"))
         wanted = (name, *AXIS_ATOMS.get(name, ()))
         return tuple(atom for atom, _ in self.axes if atom in wanted)
 
@@ -204,8 +194,7 @@ class Mesh:
         order = [atom for atom, _ in self.axes]
         picked = [order.index(atom) for name in listed for atom in self.atoms_of(name)]
         twice = sorted({order[axis] for axis in picked if picked.count(axis) > 1})
-        if twice:
-            raise InputError(Fault(where="axis", message=f"{atom} is named twice") for atom in twice)
+        require(*((False, "axis", f"{atom} is named twice") for atom in twice))
         return [axis for axis in range(len(order)) if axis not in picked], picked
 
     def _grouped(self, names: str | Sequence[str], grid: Ints) -> Ints:

@@ -69,10 +69,8 @@ def read_config(path: Path) -> Mapping[str, object]:
     except (OSError, ValueError) as error:
         raise InputError.of(str(path), f"cannot be read: {error}") from error
     data = read_data(path)
-    if not isinstance(data, dict):
-        raise InputError.of(
-            str(path), f"must be a JSON object, as a Hugging Face config.json is, not {show_value(data)}"
-        )
+    other = f"must be a JSON object, as a Hugging Face config.json is, not {show_value(data)}"
+    require((isinstance(data, dict), str(path), other))
     return cast(dict[str, object], data)
 
 

@@ -96,9 +96,8 @@ def _decode_tuple(members: tuple[Any, ...], data: object) -> tuple[object, ...]:
 
 def _decode_dataclass(kind: Any, data: object) -> object:
     pairs, fields = _object(data), _fields(kind)
-    faults = [
-        Fault(where=key, message=f"unknown key. {nearest(key, list(fields))}") for key in pairs if key not in fields
-    ]
+    unknown = (key for key in pairs if key not in fields)
+    faults = [Fault(where=key, message=f"unknown key. {nearest(key, list(fields))}") for key in unknown]
     values: dict[str, object] = {}
     faulty: set[str] = set()
     for name, field in fields.items():
@@ -179,9 +178,9 @@ def _computed(build: Callable[[], object]) -> object:
 
 
 def _found(data: object) -> str:
-    return (
-        "an object" if isinstance(data, Mapping) else "a list" if isinstance(data, list | tuple) else show_value(data)
-    )
+    if isinstance(data, Mapping):
+        return "an object"
+    return "a list" if isinstance(data, list | tuple) else show_value(data)
 
 
 def show_value(value: object) -> str:

@@ -65,20 +65,14 @@ class RateSchedule:
     decay_steps: int | None = None
 
     def __post_init__(self) -> None:
+        of_wsd = f"is an option of shape wsd, not of {self.shape}"
+        no_effect = "has no effect on the shape constant. Set final to 0"
         require(
             *in_range(self, "warm_up_steps"),
             *in_range(self, "final", high=1),
             *in_range(self, "decay_steps", low=1),
-            (
-                self.decay_steps is None or self.shape == "wsd",
-                "decay_steps",
-                f"is an option of shape wsd, not of {self.shape}",
-            ),
-            (
-                self.final == 0 or self.shape != "constant",
-                "final",
-                "has no effect on the shape constant. Set final to 0",
-            ),
+            (self.decay_steps is None or self.shape == "wsd", "decay_steps", of_wsd),
+            (self.final == 0 or self.shape != "constant", "final", no_effect),
         )
 
     def share(self, step: int, num_steps: int) -> float:

@@ -170,9 +170,8 @@ def _merged(base: Entries, override: Entries) -> dict[str, Any]:
         if value is not None:
             place[last] = value
     if pins:
-        fixed = [
-            one for one in _COMMA.split(merged.pop("fix", None) or "") if one.partition("=")[0].strip() not in pins
-        ]
+        before = _COMMA.split(merged.pop("fix", None) or "")
+        fixed = [one for one in before if one.partition("=")[0].strip() not in pins]
         fixed += [f"{key}={_plain(value)}" for key, value in pins.items() if value is not None]
         merged |= {"fix": ",".join(filter(None, fixed))} if any(fixed) else {}
     return merged

@@ -150,7 +150,7 @@ def test_optimizer_documents_and_a_model_without_a_card_travel() -> None:
 
 
 def test_what_belongs_to_another_platform_is_left_out() -> None:
-    small = shrink(planned("llama3-8b", "trn1.32xlarge").plan).plan
+    small = shrink(planned("llama3-8b", "trn1.32xlarge").plan)[0]
     drop = Recompute.parse("selective[LlamaMLP]")
     run = run_of(row(replace(small, stages=tuple(replace(stage, recompute=drop) for stage in small.stages))))
     assert run.cluster.name == "local" and run.candidate.kernels is None

@@ -289,9 +289,9 @@ def kernels(c: Columns) -> Verdict:
 def recompute_ops(c: Columns) -> Verdict:
     # A framework's own name is right even where it computes nothing again.
     names = sorted({name for one in c.shared.recompute for name in one.ops})
-    table = (
-        load_kernels(c.kernels).selective if names and c.kernels in kernels_names() else dict[str, tuple[str, ...]]()
-    )
+    table: Mapping[str, tuple[str, ...]] = {}
+    if names and c.kernels in kernels_names():
+        table = load_kernels(c.kernels).selective
     known = tuple(dict.fromkeys((*table, *(op for ops in table.values() for op in ops))))
     wrong = [name for name in names if table and name not in known]
     yield not wrong
