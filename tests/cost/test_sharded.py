@@ -13,7 +13,6 @@ from autoshard.spec.model_catalogue import load_model
 from tests.cost.cases import EVERYONE, ask, candidate_of, distinct_models
 from tests.tabled import blocks_of
 
-DENSE = ("llama3-8b", "gpt2-xl", "gpt-neox-20b")
 TP = ("kv", "rep")
 
 
@@ -39,33 +38,6 @@ def over(counter, axis):
     return {name: count for name, count in counter.items() if name.endswith(f"/{axis}")}
 
 
-def tp_of(model):
-    return "tp" if load_model(model).queries_per_kv_head > 1 else "kv"
-
-
-@pytest.mark.parametrize("model", DENSE)
-class TestAMegatronBlockComesOut:
-    def test_gathers_and_scatters_with_gathered_inputs_kept_or_gathered_again_for_weight_gradients(self, model):
-        _, keeps = sharded(model, kernels="torch_cuda")
-        _, again = sharded(model)
-        tp = tp_of(model)
-        gather, scatter = f"all_gather seq/{tp}", f"reduce_scatter seq/{tp}"
-        # where attention and MLP stand side by side, they get the same gradient, and gather it once
-        gathers = 3 if load_model(model).parallel_residual else 4
-        assert over(counted(keeps), tp) == {gather: gathers, scatter: 4}
-        assert over(counted(keeps, "F"), tp) == {gather: 2, scatter: 2} and not counted(keeps, "W")
-        assert over(counted(again), tp) == {gather: gathers + 2, scatter: 4} and counted(again, "W") == {gather: 2}
-
-    def test_keys_and_values_go_around_the_ring_and_their_gradients_are_summed_over_their_replicas(self, model):
-        _, sharding = sharded(model)
-        copies = load_model(model).queries_per_kv_head > 1
-        assert over(counted(sharding), "rep") == ({"all_reduce /rep": 2} if copies else {})
-        summed = {message.tensor[0] for message in sharding.messages if message.collective.atoms == ("rep",)}
-        assert summed == ({"k", "v"} if copies else set())
-        assert over(counted(sharding, "F"), "cp") == {"permute kv_seq/cp": 2}
-        assert over(counted(sharding, "I"), "cp") == {"permute kv_seq/cp": 4}
-
-
 @pytest.mark.parametrize("model", distinct_models())
 @pytest.mark.parametrize("sp", [False, True])
 def test_messages_and_weights_speak_of_tensors_and_atoms_that_there_are(model, sp):
@@ -87,14 +59,6 @@ def test_messages_and_weights_speak_of_tensors_and_atoms_that_there_are(model, s
             cut, pending = {atom for atoms in cuts.values() for atom in atoms}, set(sharding.parameter_pending[name])
             assert not cut & pending, name
             assert cut | pending >= set(EVERYONE), f"each rank saw other tokens than {name} needs"
-
-
-def test_tokens_go_to_their_experts_and_back_in_both_directions():
-    for sp in (False, True):
-        _, sharding = sharded("mixtral-8x7b", sp=sp, without=("cp",))
-        both = {"all_to_all slots>experts/ep": 1, "all_to_all experts>slots/ep": 1}
-        assert over(counted(sharding, "F"), "ep") == over(counted(sharding, "I"), "ep") == both
-        assert sharding.parameter_pending["gate.weight"] == ("edp",)
 
 
 @pytest.mark.parametrize(

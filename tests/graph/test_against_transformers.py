@@ -30,6 +30,10 @@ OF_3_1 = {"head_dim": 8, "rope_theta": 50.0, "rope_scaling": LLAMA3_ROPE, "tie_w
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     **{family: small_config(family) for family in SMALL_FAMILIES},
     "llama, tied, scaled as in 3.1": small_config("llama", **OF_3_1),
+    "llama, biases, tied": small_config(
+        "llama", attention_bias=True, mlp_bias=True, tie_word_embeddings=True, num_key_value_heads=4
+    ),
+    "gpt_neox in sequence": small_config("gpt_neox", use_parallel_residual=False),
     "llama, linear scaling": small_config("llama", rope_scaling={"rope_type": "linear", "factor": 4.0}),
 }
 

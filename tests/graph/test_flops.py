@@ -44,13 +44,6 @@ def test_flops_and_parameters_of_every_card_equal_the_closed_forms(name: str):
     assert (built.num_parameters(), built.num_layers) == (model.num_parameters, model.num_layers)
 
 
-def test_a_token_pays_for_the_experts_it_is_sent_to():
-    model, seq = load_model("tiny-mixtral"), 64
-    dense = replace(model, num_experts=0, experts_per_token=0, ffn=model.experts_per_token * model.ffn)
-    router = 6 * model.num_layers * model.num_experts * model.hidden
-    assert graph(model, seq).model_flops_per_token() == graph(dense, seq).model_flops_per_token() + router
-
-
 def test_capacity_pads_the_slots_and_their_flops():
     model, seq = load_model("tiny-mixtral"), 64
     experts = 6 * model.num_layers * model.experts_per_token * 3 * model.hidden * model.ffn

@@ -7,21 +7,12 @@ from typing import Any
 import pytest
 
 from autoshard.graph.block import Block, FusedOps, OpGraph
-from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.fusing import Flow, fuse, saved_tensors
 from autoshard.spec.kernels import Kernel, Kernels, load_kernels
 from autoshard.spec.model import ModelSpec
-from autoshard.spec.model_catalogue import load_model
-from autoshard.spec.workload import Precision, Workload
 from tests.tiny_models import tiny
 
 GraphOf = Callable[..., OpGraph]
-MIB = 2**20
-
-
-def graph(model: str, table: str, seq_len: int) -> OpGraph:
-    workload = Workload(seq_len=seq_len, global_batch=1, precision=Precision.named("bf16"))
-    return decoder_graph(load_model(model), workload, load_kernels(table), micro_batch=1)
 
 
 def kept_bytes(graph: OpGraph, kind: str) -> int:
@@ -41,47 +32,6 @@ def group_of(block: Block, op: str) -> FusedOps:
 
 
 # -- Megatron-LM with TransformerEngine ------------------------------------------------------------
-
-# What stays, read from NVIDIA/TransformerEngine v2.11 (layernorm_linear, linear, attention) and from
-# NVIDIA/Megatron-LM 23e00ed (fused_bias_swiglu). The sum is confirmed by peaks measured on B200, where it
-# explains ten runs of 12-layer Llama-3 to 0.2%: MooreThreads/SimuMax, docs/b200/b200_release_v1.2_summary.json.
-T, H, FFN, HEADS, KV, D = 4096, 8192, 28672, 64, 8, 128  # Llama-3-70B, one sequence, tp 1
-MEGATRON_LAYER: Mapping[str, int] = {
-    "x": 2 * T * H,  # input of the first norm: the residual
-    "attn_norm": 2 * T * H,
-    "attn_norm.stat": 4 * T,
-    "q_rotary": 2 * T * HEADS * D,
-    "k_rotary": 2 * T * KV * D,
-    "v": 2 * T * KV * D,
-    "attend": 2 * T * HEADS * D,  # shared with the input of the output projection
-    "attend.lse": 4 * T * HEADS,
-    "attn_add": 2 * T * H,  # input of the second norm
-    "mlp_norm": 2 * T * H,
-    "mlp_norm.stat": 4 * T,
-    "gate": 2 * T * FFN,  # both halves of fc1's output
-    "up": 2 * T * FFN,
-    "product": 2 * T * FFN,  # input of fc2
-}
-
-
-def test_te_keeps_of_a_llama3_70b_layer_what_megatron_was_measured_to_keep():
-    ours = graph("llama3-70b", "te", T)
-    assert by_storage(ours, "layer") == MEGATRON_LAYER
-    assert kept_bytes(ours, "layer") == sum(MEGATRON_LAYER.values())
-    assert round(kept_bytes(ours, "layer") / MIB, 3) == 1073.031
-
-
-def test_te_keeps_of_a_llama3_70b_head_the_norm_and_one_copy_of_the_logits():
-    vocab = 128256
-    ours = by_storage(graph("llama3-70b", "te", T), "head")
-    assert ours == {
-        "x": 2 * T * H,
-        "final_norm": 2 * T * H,
-        "final_norm.stat": 4 * T,
-        "logits_fp32.copy0": 2 * T * vocab,  # the logits, overwritten by their gradient: bf16
-    }
-    assert ours["logits_fp32.copy0"] / MIB == 1002
-
 
 # -- plain PyTorch ---------------------------------------------------------------------------------
 

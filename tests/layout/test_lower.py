@@ -1,5 +1,4 @@
 import random
-from collections import Counter
 
 import pytest
 from hypothesis import settings
@@ -153,13 +152,6 @@ def test_the_collectives_of_megatron_come_out_by_themselves(uncut, natural_cuts)
     ]
 
 
-def test_what_is_kept_cut_is_gathered_again_for_the_weights(uncut, natural_cuts):
-    kept = _natural(uncut, natural_cuts, "llama", "layer", MEGATRON)
-    repeated = _natural(uncut, natural_cuts, "llama", "layer", MEGATRON, keeps_gathered=False)
-    more = Counter(_listed(repeated)) - Counter(_listed(kept))
-    assert sorted(more) == ["W attn_in all_gather seq/kv", "W mlp_in all_gather seq/kv"]
-
-
 @pytest.mark.parametrize("options", TINY)
 def test_gradients_of_weights_wait_for_the_end_of_the_step(uncut, natural_cuts, options):
     program = _natural(uncut, natural_cuts, options, "layer", MEGATRON, batch=4)
@@ -169,12 +161,6 @@ def test_gradients_of_weights_wait_for_the_end_of_the_step(uncut, natural_cuts, 
     assert not [entry for entry in program.collectives() if "edp" in entry.collective.atoms and entry.pass_ == "W"]
 
 
-def test_copies_of_keys_and_values_send_their_gradients_once_per_micro_batch(uncut, natural_cuts):
-    program = _natural(uncut, natural_cuts, "llama", "layer", (("kv", 2), ("rep", 2)))
-    reduced = [line for line in _listed(program) if line.endswith("all_reduce /rep")]
-    assert reduced == ["I k_in all_reduce /rep", "I v_in all_reduce /rep"]
-
-
 @pytest.mark.parametrize("options", ["llama", "gpt", "qwen"])
 def test_keys_and_values_travel_once_around_the_ring_and_their_gradients_come_home(uncut, natural_cuts, options):
     program = _natural(uncut, natural_cuts, options, "layer", (("cp", 4),), seq=8)
@@ -182,23 +168,6 @@ def test_keys_and_values_travel_once_around_the_ring_and_their_gradients_come_ho
     hop = Collective.parse("permute kv_seq/cp")
     assert rings == {"attend": (hop,) * 3, "attend.d012": (hop,) * 4}
     assert not program.collectives()
-
-
-def test_experts_get_their_tokens_and_send_them_back_by_all_to_all(uncut, natural_cuts):
-    program = _natural(uncut, natural_cuts, "mixtral", "layer", (("edp", 2), ("ep", 2)), batch=4)
-    assert _listed(program) == [
-        "F expert_in all_to_all slots>experts/ep",
-        "F expert_out all_to_all experts>slots/ep",
-        "I expert_out all_to_all slots>experts/ep",
-        "I expert_in all_to_all experts>slots/ep",
-    ]
-
-
-def test_the_loss_over_a_cut_vocabulary_never_gathers_logits(uncut, natural_cuts):
-    program = _natural(uncut, natural_cuts, "llama", "head", (("kv", 4),))
-    moved = [entry for entry in program.collectives() if "vocab" in dict(entry.reads.layout.dims)]
-    assert not moved
-    assert {"F total_out reduce_scatter seq/kv", "F picked_out reduce_scatter seq/kv"} <= set(_listed(program))
 
 
 def test_what_only_one_reader_left_pending_counts_once(uncut, natural_cuts):

@@ -60,13 +60,6 @@ def test_a_table_lists_the_program_that_it_was_made_from(kind):
     assert results(program, kind) < 1e-12
 
 
-def test_the_line_of_a_gathered_tensor_reads_as_people_say_it():
-    assert table()["attn_in"] == (
-        "[batch/dp, seq/tp, hidden] -> [batch/dp, seq, hidden] | F all_gather seq/tp | "
-        "I reduce_scatter seq/tp | save out"
-    )
-
-
 def test_every_deliver_that_reduces_can_be_edited_to_reduce_and_slice():
     edited = 0
     for name, line in table().items():
