@@ -1,7 +1,6 @@
 """Plans of small models, a batch for each, one process as the reference, and what ranks run."""
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.engine.base import EngineMode, Measured, Run
 from autoshard.engine.placement import sequence_order
@@ -195,19 +193,6 @@ def same(one: StepShare, other: StepShare) -> None:
     assert (one.loss, one.norm) == (other.loss, other.norm)
     for name, held in one.gradients.items():
         np.testing.assert_array_equal(other.gradients[name].array, held.array, err_msg=name)
-
-
-class Calls(TorchDispatchMode):
-    """Counts what torch is asked to send, by the names of its operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counted: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d" and "recv" not in func.__name__:
-            self.counted[func.__name__.removesuffix(".default")] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def run_dropping(task: Task, name: str) -> list[StepShare]:

@@ -1,11 +1,13 @@
 """Steps of plans on real processes that the matrix of features does not hold, and what ranks call, keep and refuse."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.engine.torch.fake import counted
 from autoshard.engine.torch.world import World
@@ -13,6 +15,7 @@ from autoshard.schedule.builders import Action
 from autoshard.spec.training import AdamWConstants, Training
 from tests.ranks.cases import (
     MIXTRAL,
+    StepShare,
     Task,
     compare,
     gpt,
@@ -53,6 +56,65 @@ OWN = AdamWConstants(beta1=0.5, beta2=0.8, eps=1e-4, weight_decay=3.0)  # a deca
 def test_three_steps_follow_the_adamw_of_pytorch_on_clipped_gradients(text, model):
     """The first step of AdamW does not see the scale of a gradient; later ones do, and they need the moments."""
     hold(replace(Task.of(plan_of(text, model, global_batch=2), num_steps=3), training=Training(adamw=OWN)))
+
+
+class Calls(TorchDispatchMode):
+    """Counts what torch is asked to send, by the names of its operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and "recv" not in func.__name__:
+            self.counted[func.__name__.removesuffix(".default")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+INSTEAD = {
+    "tp=2,pp=1,dp=1,recompute=full:1": {
+        "reduce_scatter seq/tp": "all_reduce /tp, slice seq/tp",
+        "all_gather seq/tp": "all_to_all seq>hidden/tp, all_gather hidden/tp",
+    },
+    "tp=1,pp=1,dp=2,ep=2": {
+        "all_to_all slots>experts/dp": "all_gather slots/dp, slice experts/dp",
+        "all_to_all experts>slots/dp": "all_to_all experts>hidden/dp, all_to_all hidden>slots/dp",
+    },
+}
+
+
+def run_counting(task: Task) -> tuple[StepShare, Counter[str]]:
+    with Calls() as calls:
+        return run_steps(task)[0], calls.counted
+
+
+@pytest.mark.parametrize("text", INSTEAD)
+def test_edited_lines_change_what_is_sent_and_no_result(text):
+    task = Task.of(plan_of(text, llama(**MIXTRAL if "ep" in text else {})))
+    expected, (_, usual) = task.reference(), on_ranks(2, run_counting, task)[0]
+    for old, new in INSTEAD[text].items():
+        for pass_ in "FI":
+            edited = {
+                name: {entry: line.replace(f"{pass_} {old}", f"{pass_} {new}") for entry, line in table.items()}
+                for name, table in task.plan.strategies.items()
+            }
+            answers = on_ranks(2, run_counting, replace(task, plan=replace(task.plan, strategies=edited)))
+            compare(expected, [share for share, _ in answers])
+            assert answers[0][1] != usual
+
+
+PINNED = {
+    "a product that leaves a sum": {"q": "[batch/dp, seq, kv_heads, q_group, head_dim] +tp"},
+    "a result that one of three readers takes as it is": {"q": "[batch/dp, seq/tp, kv_heads, q_group, head_dim]"},
+    "dp that cuts the sequence": {"act": "[batch, seq/dp, ffn/tp]"},
+    "a norm and a table cut otherwise": {"attn_norm": "[batch, seq/dp.tp, hidden]", "embed": "[batch, seq, hidden/tp]"},
+}
+
+
+@pytest.mark.parametrize("case", rest_is_slow(PINNED, 2))
+def test_layouts_that_no_search_would_choose_give_the_same(case):
+    task = Task.of(plan_of("tp=2,pp=1,dp=2,mbs=2", llama(), PINNED[case]))
+    compare(task.reference(), [share for (share,) in on_ranks(4, run_steps, task)])
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
