@@ -9,7 +9,7 @@ from autoshard.search.planner import SearchResult, search
 from autoshard.search.request import Request, plan_at
 from autoshard.search.stage_options import near_even_splits
 from benchmarks import certificate
-from benchmarks.certificate import Adversary, Finding, attack, judge, task
+from benchmarks.certificate import Adversary, Finding, attack, judge
 from tests.search.brute_force import ask
 
 _WHOLE = ask("llama3-8b", "h100-80", pins="pp=4,tp=1,schedule=interleaved,vp=2,mbs=1,zero=1,cp=1", global_batch=16)
@@ -47,10 +47,3 @@ def test_a_search_of_near_even_splits_that_promises_the_best_of_all_is_refuted(m
     assert not attack(UNEVEN, 0, (1, 60)).refuted
     monkeypatch.setattr(certificate, "search", of_few_splits)
     assert attack(UNEVEN, 0, (1, 60)).refuted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(100, 114))
-def test_no_certificate_is_refuted(number: int) -> None:
-    finding = attack(task(number), number)
-    assert not finding.refuted, finding

@@ -11,11 +11,10 @@ from autoshard.layout.table import Strategy
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.proof import prove
 from autoshard.plan.verify import verify
-from autoshard.search.api import Search, request_of
+from autoshard.search.api import Search
 from autoshard.search.planner import search
 from autoshard.search.request import plan_at
 from autoshard.spec.model_catalogue import load_model
-from autoshard.spec.recipe import QuestionOptions
 from tests.search.brute_force import ask, time_s
 
 TP2 = "tp=2,dp=2,mbs=1"
@@ -99,15 +98,6 @@ def test_a_plan_keeps_to_the_layout_between_blocks():
     assert plan.prediction and usual.prediction
     sent, usually = (one.communication_bytes["pp"] for one in (plan.prediction, usual.prediction))
     assert 2 * sent == usually, "half of each message goes to another rank"
-
-
-def test_conflicts_are_told_with_both_origins_and_the_chain():
-    pins = {"up": "[batch/dp, seq/tp, ffn]", "up.weight": "[ffn/tp, hidden]"}
-    request = request_of(QuestionOptions(model="tiny-llama", cluster="local", pins=pins))
-    with pytest.raises(InputError) as caught:
-        search(request)
-    assert "--pin up=" in str(caught.value) and "--pin up.weight=" in str(caught.value)
-    assert "(layer.up <- layer.up.weight)" in str(caught.value)
 
 
 def test_from_python():

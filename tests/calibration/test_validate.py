@@ -16,7 +16,7 @@ from autoshard.cli import main
 from autoshard.cost.calibration import built_in
 from autoshard.errors import InputError
 from autoshard.spec.record import encode
-from tests.calibration.measured_cases import ARCH, DATA, SMALL, published, written
+from tests.calibration.measured_cases import ARCH, SMALL, written
 
 AT_WORK = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
@@ -87,16 +87,6 @@ class TestAccuracy:
 
 def validated(folder: Path, *rows: dict[str, Any]) -> Validation:
     return validate(written(folder, *rows))
-
-
-@pytest.mark.slow
-def test_every_row_of_this_repository_is_predicted():
-    found = published()
-    rows = [json.loads(line) for path in sorted(DATA.glob("*.jsonl")) for line in path.read_text("utf-8").splitlines()]
-    assert not found.left_out and [row.id for row in found.rows] == [row["id"] for row in rows]
-    assert {entry.name: entry.num_rows for entry in found.sets} == {
-        "gpu_megatron_a100_nodes": 62, "gpu_megatron_b200": 12, "gpu_published": 34, "trainium": 42,
-    }  # fmt: skip
 
 
 @settings(AT_WORK, max_examples=5)

@@ -18,7 +18,6 @@ from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts, SolvedC
 from autoshard.search.request import Request
 from autoshard.search.stage_filling import Goal
 from tests.search.brute_force import FULL, PLAIN, Point, Truth, ask, requests
-from tests.search.test_priced_layouts import ACTIVE, NO_MASTERS, SLOW_VECTORS
 
 SEVERAL = 2  # random fillings of each point
 SURE = 1 + 1e-9
@@ -124,33 +123,3 @@ def agrees(request: Request, seed: int, most: int) -> None:
 @given(requests(), st.integers(0, 10**6))
 def test_small_questions_cost_what_their_plans_do(request: Request, seed: int):
     agrees(request, seed, 6)
-
-
-# model, cluster, nodes, pins
-CASES = {
-    "trn1": ("llama3-8b", "trn1.32xlarge", 4, "tp=8,mbs=1"),
-    "trn1, core": ("llama2-7b", "trn1.32xlarge", 4, "tp=8,mbs=1,kernels=nxd_core"),
-    "trn2": ("llama3-8b", "trn2.48xlarge", 2, "tp=4,pp=4,mbs=1"),
-    "experts": ("mixtral-8x7b", "h100-80", 4, "tp=2,pp=4,mbs=1,zero=1"),
-    "experts, all spread": ("mixtral-8x7b", "h100-80", 4, "tp=2,pp=4,mbs=1,zero=3"),
-    "tied": ("gpt2-xl", "a100-40", 1, "tp=1,mbs=1"),
-    "te": ("llama3-8b", "h100-80", 2, "tp=2,pp=4,cp=2,mbs=1"),
-    "mcore": ("llama3-8b", "h100-80", 2, "tp=2,pp=4,cp=1,mbs=1,kernels=mcore"),
-    "torch": ("llama3-8b", "h100-80", 2, "tp=2,pp=4,cp=1,mbs=1,kernels=torch_cuda"),
-    "torch, v": ("llama3-8b", "h100-80", 2, "tp=2,pp=4,cp=1,mbs=1,kernels=torch_cuda,schedule=zb_v,zero=0"),
-    "chunks": ("llama3-8b", "h100-80", 2, "tp=2,pp=4,cp=1,mbs=1,schedule=interleaved,zero=1"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_large_questions_cost_what_their_plans_do(case: str):
-    model, cluster, nodes, pins = CASES[case]
-    request = ask(
-        model, cluster, nodes, pins=pins, seq_len=4096 if cluster.startswith("trn") else 1024, global_batch=64
-    )
-    constants = ACTIVE if "trn" in cluster else SLOW_VECTORS
-    agrees(replace(request, calibration=constants), 5, 15)
-    if "trn" in cluster:  # NxD keeps masters only inside ZeRO-1
-        workload = replace(request.workload, precision=NO_MASTERS)
-        agrees(replace(request, workload=workload, pins={**request.pins, "zero": 0}, calibration=constants), 6, 5)

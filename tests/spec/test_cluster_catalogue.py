@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
 from autoshard.spec.cluster import Algorithm, Chip, PlacementRule
@@ -255,33 +254,6 @@ def test_an_alias_is_the_cluster_it_stands_for():
     for alias, name in ALIASES.items():
         assert alias not in cluster_names() and load_cluster(alias) == load_cluster(name)
     assert re.search(r"Did you mean trn\d or trn\d", faults_of("trn")["cluster"])
-
-
-JSON_VALUES = (
-    st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(max_size=3) | st.just([]) | st.just({})
-)
-
-
-@given(st.sampled_from(cluster_names()), st.data())
-def test_a_mutated_file_is_read_or_refused_by_name_and_never_a_traceback(name: str, data: st.DataObject):
-    root: Any = encode(load_node_type(name))
-    spots = list(_spots(root))
-    for _ in range(data.draw(st.integers(1, 3))):
-        container, key = data.draw(st.sampled_from(spots))
-        container[key] = data.draw(JSON_VALUES)
-    try:
-        node_type = decode(NodeType, root)
-    except InputError as error:
-        assert all(fault.message for fault in error.faults)
-    else:
-        assert node_type.cluster(node_type.variants[0], num_nodes=1).num_ranks >= 1
-
-
-def _spots(value: Any):
-    for key in list(value) if isinstance(value, dict) else range(len(value)):
-        yield value, key
-        if isinstance(value[key], dict | list):
-            yield from _spots(value[key])
 
 
 def test_naming_a_cluster_loads_neither_numpy_nor_yaml():

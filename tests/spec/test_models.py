@@ -185,19 +185,6 @@ def test_an_impossible_model_names_every_fault(
     assert [fault.where for fault in caught.value.faults] == fields
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", model_names())
-def test_transformers_builds_as_many_parameters_from_the_card(name: str):
-    """Count the parameters of the transformers module on the meta device; a shared one once."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    fields = {key: value for key, value in card(name).items() if key != "model_type"}
-    settings = transformers.AutoConfig.for_model(card(name)["model_type"], **fields)
-    with torch.device("meta"):
-        module = transformers.AutoModelForCausalLM.from_config(settings)
-    assert sum(parameter.numel() for parameter in module.parameters()) == load_model(name).num_parameters
-
-
 def test_a_sequence_beyond_the_positions_is_warned_about():
     model = load_model("llama3-8b")
     assert model.beyond_positions(model.max_positions) == ""

@@ -3,11 +3,7 @@
 import json
 import multiprocessing
 import os
-import random
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pyarrow.parquet as parquet
@@ -19,8 +15,7 @@ from autoshard.plan.codec import fingerprint, load
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.sweep.table import RowFile, write_parquet, write_task
 from autoshard.sweep.work import SweepJob, rows_of, work_through
-from tests.runtime.cases import environment
-from tests.sweep.sweep_cases import TINY, jobs, points, rows_in, tiny, written
+from tests.sweep.sweep_cases import TINY, jobs, rows_in, tiny
 
 
 def test_a_row_is_the_plan_that_the_planner_finds(tmp_path: Path):
@@ -98,31 +93,3 @@ def test_parquet_has_the_same_rows(tmp_path: Path):
         {"id": "a", "x": 1.0, "y": None, "mixed": "3", "z": None},
         {"id": "b", "x": 2.5, "y": None, "mixed": "three", "z": "text"},
     ]
-
-
-@pytest.mark.slow
-def test_a_sweep_that_is_killed_at_random_does_each_point_once(tmp_path: Path):
-    grid = {"ranks": [1, 2, 4], "seq_len": [32, 64], "model": ["tiny-llama", "tiny-gpt"]}
-    path, out = written({"base": TINY, "grid": grid}, tmp_path), tmp_path / "out"
-    command = [sys.executable, "-m", "autoshard.cli", "sweep", str(path), "--out", str(out), "--jobs", "2"]
-    waits = random.Random(7)
-    for target in (2, 6):
-        process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, start_new_session=True)
-        while process.poll() is None and len(lines_in(out)) < target:
-            time.sleep(0.02)
-        time.sleep(waits.uniform(0, 0.1))
-        process.kill()
-        process.wait()
-    assert 6 <= len(lines_in(out)) < 12, "killed on its way"
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "of 12 points are already done" in done.stdout
-    found = [row["id"] for row in rows_in(out)]
-    assert len(found) == len(set(found)) == 12
-    asked = points(tiny(grid={key: tuple(values) for key, values in grid.items()}))
-    assert set(found) == {point.id for point in asked}
-
-
-def lines_in(out: Path) -> list[str]:
-    path = out / "rows.jsonl"
-    return path.read_text().splitlines() if path.exists() else []
