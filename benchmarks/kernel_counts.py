@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+import autoshard.engine.torch.block as block
 import autoshard.engine.torch.generated as generated
 from autoshard.engine.activity import RankActivity
 from autoshard.engine.base import HOST
@@ -105,10 +106,17 @@ def counts(plan: Plan) -> tuple[Count, Count]:
         pieces.append((piece, examples))
         return piece
 
+    def generate(compiler: Any = None) -> Count:
+        written.clear()
+        generator = generated.Generator(context=context, kinds="FB", compiler=compiler)
+        generator.generate(blocks["layer.0"], ["layer.0"])
+        return sum(map(alone, written), Count())
+
     with _rank_of(plan) as (context, blocks), mock.patch.object(generated, "statement", writing):
-        generated.Generator(context=context, kinds="FB", compiler=counting).generate(blocks["layer.0"], ["layer.0"])
-    literal, within = (sum(map(alone, some), Count()) for some in (written, inside))
-    return literal, literal - within + sum((fused(*one) for one in pieces), Count())
+        with mock.patch.object(block, "_adding", lambda *_: None):  # every instruction of the table by itself
+            literal = generate()
+        left = generate(counting)
+    return literal, left - sum(map(alone, inside), Count()) + sum((fused(*one) for one in pieces), Count())
 
 
 @contextmanager
@@ -117,6 +125,8 @@ def _rank_of(plan: Plan) -> Iterator[tuple[RankContext, Mapping[str, BlockProgra
     with (
         fake_world(0, plan.mesh.num_ranks),
         mock.patch.object(attention, "KERNELS", {NOWHERE.type: attention.GPU}),
+        # cited: pytorch/pytorch v2.13 aten/src/ATen/native/cuda/Blas.cpp: addmm_dtype_out_cuda
+        mock.patch.object(block, "adds_wide", lambda *_: True),
     ):
         programs = programs_of(plan)
         world = World.build(plan.mesh, programs.group_atoms(), None, RankActivity())

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 
 import autoshard.engine.torch.kernels.attention as attention_kernels
+import autoshard.engine.torch.kernels.products as products
 from autoshard.engine.nxd.blocks import COMPUTE
 from autoshard.engine.placement import zigzag
 from autoshard.engine.torch.formats import Formats
@@ -113,7 +114,7 @@ def test_a_product_that_adds_itself_to_a_sum_gives_both_added(model: ModelSpec):
     assert weights
     for block, op, call, arrays, (expected,) in weights:
         assert isinstance(op.kind, Einsum)
-        add = adding(op.kind, call)
+        add = adding(op.kind, call, torch.float64)
         assert add, f"{block.kind} {op} lies otherwise than its sum"
         total = torch.linspace(-1, 1, expected.size, dtype=torch.float64).reshape(expected.shape)
         before = total.numpy().copy()
@@ -122,11 +123,29 @@ def test_a_product_that_adds_itself_to_a_sum_gives_both_added(model: ModelSpec):
         np.testing.assert_allclose(total.numpy(), before + expected, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("model", [MODELS["no option"], MODELS["experts"]], ids=["matrices", "experts"])
+def test_a_product_of_bf16_adds_itself_to_a_sum_in_fp32_without_rounding(
+    model: ModelSpec, monkeypatch: pytest.MonkeyPatch
+):
+    """As GPUs do; the host has no such product, so one of FP32 stands for it."""
+    monkeypatch.setattr(products, "_add_wide", lambda total, left, right: total.addmm_(left.float(), right.float()))
+    for _, op, call, arrays, _ in (each for each in computed(model) if each[1].pass_ == "W"):
+        if isinstance(op.kind, Einsum):
+            add, (left, right) = (
+                adding(op.kind, call, torch.float32),
+                (torch.from_numpy(one).bfloat16() for one in arrays),
+            )
+            assert add
+            (found,) = add(torch.ones([call.sizes[dim] for dim in op.kind.dims]), left, right)
+            expected = op.kind.evaluate(call, left.double().numpy(), right.double().numpy())[0]
+            np.testing.assert_allclose(found.numpy() - 1, expected, rtol=0, atol=1e-4)
+
+
 def test_a_product_whose_dims_come_in_another_order_than_the_sums_does_not_add_itself():
     left, right = (Tensor(name=name, dims=dims, dtype="fp32") for name, dims in (("x", ("a", "k")), ("y", ("b", "k"))))
     result = Tensor(name="z", dims=("b", "a"), dtype="fp32")
     call = Call(sizes={"a": 2, "b": 3, "k": 4}, inputs=(left, right), outputs=(result,))
-    assert adding(Einsum(dims=("b", "a")), call) is None
+    assert adding(Einsum(dims=("b", "a")), call, torch.float64) is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -15,7 +16,7 @@ from autoshard.engine.torch.collectives import around_ring, communication
 from autoshard.engine.torch.formats import Formats
 from autoshard.engine.torch.kernels import Kernel, KernelContext, Rotations, kernel_of
 from autoshard.engine.torch.kernels.kernel import laid_out
-from autoshard.engine.torch.kernels.products import adding
+from autoshard.engine.torch.kernels.products import adding, adds_wide
 from autoshard.engine.torch.rows import by_rows, num_rows
 from autoshard.engine.torch.world import World
 from autoshard.graph.kinds.indexing import Place
@@ -244,14 +245,9 @@ def _local_steps(
     """Yield what runs; a gradient that nothing but its sum reads is never held where one kernel can add it."""
     num_readers = Counter(name for entry in entries for name in read_by(entry))
     made = {entry.writes[0].name: entry for entry in entries if isinstance(entry, Compute)}
-    added: dict[str, tuple[Kernel, tuple[str, ...]]] = {}
-    for name, entry in made.items():
-        if isinstance(entry.op.kind, Accumulate):
-            total, gradient = (value.name for value in entry.reads)
-            product = made.get(gradient) if num_readers[gradient] == 1 and gradient not in kept else None
-            if product and (run := _adding(context, parts, product, entry)):
-                added |= {name: (run, (total, *read_by(product))), gradient: (run, ())}
-    own = {name for name, entry in made.items() if isinstance(entry.op.kind, _OWN_MEMORY) and num_readers[name] == 1}
+    alone = {name for name, entry in made.items() if num_readers[name] == 1} - kept
+    added = dict(_added(context, parts, entries, {name: made[name] for name in made if name in alone}))
+    own = {name for name in alone if isinstance(made[name].op.kind, _OWN_MEMORY)}
     every = tuple(parted(entries))
     for number, (entry, *others) in enumerate(every):
         if token_cuts(entry):
@@ -265,11 +261,13 @@ def _local_steps(
             case _:
                 writes, reads = (entry.writes,), read_by(entry)
         adds = writes[0].name in added
-        run, reads = added[writes[0].name] if adds else (_kernel(context, parts, entry, own - kept), reads)
+        run, reads = added[writes[0].name] if adds else (_kernel(context, parts, entry, own), reads)
         if reads or not adds:
             shapes = tuple(context.mesh_rank.shape(value.layout) for value in writes)
             names = tuple(value.name for value in writes)
-            yield LocalStep(entry=entry, run=run, reads=reads, writes=names, shapes=shapes, adds=adds)
+            yield LocalStep(
+                entry=entry, run=run, reads=reads, writes=names, shapes=shapes, adds=adds and isinstance(entry, Compute)
+            )
 
 
 def _by_rows(
@@ -315,13 +313,42 @@ def _written(place: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor]:
     return (place.copy_(value),)
 
 
-def _adding(context: RankContext, parts: BlockProgram, product: Compute, entry: Compute) -> Kernel | None:
+def _added(
+    context: RankContext, parts: BlockProgram, entries: Sequence[Instruction], alone: Mapping[str, Compute]
+) -> Iterator[tuple[str, tuple[Kernel, tuple[str, ...]]]]:
+    """Yield what adds a product to what it is added to, by values, with what it reads; nothing for what that replaces.
+
+    ``alone`` are values that one instruction reads: a sum of gradients over micro-batches, or of several readers.
+    """
+    for entry in entries:
+        if isinstance(entry, Compute) and isinstance(entry.op.kind, Accumulate):
+            (total, gradient), (name,) = read_by(entry), written_by(entry)
+            product = alone.get(gradient)
+            if product and (run := _adding(context, parts, product, entry.writes[0])):
+                yield name, (run, (total, *read_by(product)))
+                yield gradient, (run, ())
+        elif isinstance(entry, Sum):
+            products = [
+                name for name in alone if name in read_by(entry) and _adding(context, parts, alone[name], entry.writes)
+            ]
+            for before, name in pairwise(products):
+                run = _adding(context, parts, alone[name], entry.writes)
+                assert run, "a product adds to a sum"
+                yield name, (run, (before, *read_by(alone[name])))
+            if products[1:]:
+                reads = [value for value in entry.reads if value.name not in products[:-1]]
+                yield entry.writes.name, (_sum(reads, entry.writes, products), tuple(value.name for value in reads))
+
+
+def _adding(context: RankContext, parts: BlockProgram, product: Compute, total: Value) -> Kernel | None:
     """Return what adds a product to a sum in one call; None where it is no product, or of another format."""
-    if not isinstance(product.op.kind, Einsum):
+    if not isinstance(product.op.kind, Einsum) or dims_of(product.writes[0].layout) != dims_of(total.layout):
         return None
-    tensors = [parts.block.tensors[value.tensor] for value in (*product.reads, *entry.writes)]
-    one_format = len({context.formats.of(tensor.dtype) for tensor in tensors}) == 1
-    return adding(product.op.kind, parts.block.call(product.op, context.sizes(product))) if one_format else None
+    factors = {context.formats.of(parts.block.tensors[value.tensor].dtype) for value in product.reads}
+    into = context.formats.of(parts.block.tensors[total.tensor].dtype)
+    if factors != {into} and not (len(factors) == 1 and adds_wide(context.formats.device, *factors, into)):
+        return None
+    return adding(product.op.kind, parts.block.call(product.op, context.sizes(product)), into)
 
 
 def _kernel(context: RankContext, parts: BlockProgram, entry: Instruction, own: Collection[str]) -> Kernel | None:
@@ -348,6 +375,8 @@ def _sum(reads: Sequence[Value], writes: Value, own: Collection[str]) -> Kernel:
     """Return what adds values; in the memory of one of the first two, if that may be overwritten."""
     dims = dims_of(writes.layout)
     lays = [laid_out(dims_of(value.layout), dims) for value in reads]
+    if len(reads) == 1:
+        return lambda block: (lays[0](block),)
     free = [value.name in own and dims_of(value.layout) == dims for value in reads[:2]]
 
     def add(*blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,9 +1,11 @@
 """Products of tensors as matrix products: dims are sorted into those of both, of one, and those summed over."""
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
+from autoshard.engine.torch.formats import NOWHERE
 from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register, shape_of
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.op import Call, Dims
@@ -49,19 +51,44 @@ def _einsum(kind: Einsum, call: Call, context: KernelContext) -> Kernel:
     return run
 
 
-def adding(kind: Einsum, call: Call) -> Kernel | None:
-    """Return what adds an einsum to a sum (its first argument) as it is computed; None if the sum lies otherwise."""
+def adding(kind: Einsum, call: Call, into: torch.dtype) -> Kernel | None:
+    """Return what adds an einsum to a sum (its first argument) as it is computed; None if the sum lies otherwise.
+
+    The sum may be of a wider format than the factors, where ``adds_wide`` says so.
+    """
     first, second, _, order = _product(kind, call)
     if order:
         return None
 
     def run(total: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
         left, right = first(x), second(y)
-        into = total.view(*left.shape[:-1], right.shape[-1])
-        (into.addmm_ if left.dim() == 2 else into.baddbmm_)(left, right)
+        whole = total.view(*left.shape[:-1], right.shape[-1])
+        if left.dtype == into:
+            (whole.addmm_ if left.dim() == 2 else whole.baddbmm_)(left, right)
+        else:
+            for each in zip(whole, left, right, strict=True) if left.dim() == 3 else [(whole, left, right)]:
+                _add_wide(*each)
         return (total,)
 
     return run
+
+
+def _add_wide(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
+
+
+@cache
+def adds_wide(device: torch.device, factors: torch.dtype, total: torch.dtype) -> bool:
+    """Whether products of a device add to sums of a wider format by themselves: it is asked, with a small one."""
+    if device == NOWHERE or total.itemsize <= factors.itemsize:
+        return False
+    left, right = (torch.ones(16, 16, dtype=factors, device=device) for _ in range(2))
+    found = torch.ones(16, 16, dtype=total, device=device)
+    try:
+        _add_wide(found, left, right)
+    except (RuntimeError, NotImplementedError):  # as torch says that it has none
+        return False
+    return bool((found == 17).all())
 
 
 register({Einsum: _einsum})
