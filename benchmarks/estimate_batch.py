@@ -15,10 +15,9 @@ from autoshard.cost.sharded import CutBlocks
 from autoshard.layout.layout import Cutting
 from autoshard.plan.build import build_plan, cut_atoms
 from autoshard.plan.candidate import CpOrder, even_stages
-from autoshard.plan.lowering import ATOMS
 from autoshard.plan.rules.check import legality
 from autoshard.schedule.schedule import Schedule
-from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts, SolvedCutting
+from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts
 from autoshard.search.space import Space, whole_space
 from autoshard.search.stage_options import RankOptions, StageChoices, StageFilling, split_layers
 from autoshard.spec.cluster_catalogue import load_cluster
@@ -53,10 +52,9 @@ def evaluate(question: Question, space: Space, cutting: Cutting, *, apart: bool 
     """Price every layout of a space with every kind of recompute, on the stages that are pinned or else even ones."""
     shape = (space.num_layouts, len(space.recomputes))
     time_s, peak_bytes = np.full(shape, np.inf), np.full(shape, np.inf)
-    solved = SolvedCutting(cutting=cutting, atoms=frozenset(ATOMS))
     layouts: dict[CpOrder, Any] = {space.base.cp_order: np.arange(space.num_layouts)}
-    pricer = LayoutPricer(question)
-    for priced in map(pricer.with_recompute, pricer.priced(space, solved, layouts, apart=apart)):
+    pricer = LayoutPricer(question, space)
+    for priced in map(pricer.with_recompute, pricer.priced(space, cutting, layouts, apart=apart)):
         rows = priced.space.rows
         counts = question.workload.global_batch // (rows["dp"] * rows["mbs"])
         shapes, shape = np.unique(np.stack([rows["pp"], rows["vp"], counts], axis=1), axis=0, return_inverse=True)

@@ -1,16 +1,19 @@
 """The best cuts of a whole model at one point of the outer search, under the Rules of its axes and engine."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from types import MappingProxyType
 
+import numpy as np
+
 from autoshard.blocks.choices import Atoms, atom_dims, op_cuts
-from autoshard.blocks.operators import solve
+from autoshard.blocks.operators import SharedCuts, solve, solve_columns
 from autoshard.blocks.problem import OperatorProblem
 from autoshard.cost.collective import Number, Ring, mesh_ring
 from autoshard.cost.setting import Question
+from autoshard.cost.stages import only
 from autoshard.errors import InputError
 from autoshard.layout.layout import Collective, Cuts, Cutting
 from autoshard.layout.legal import cut_operations, together
@@ -21,7 +24,10 @@ from autoshard.plan.lowering import ATOMS, KINDS, StepGraph
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.strategy import CpKind, StrategyRule, strategy_rules
+from autoshard.schedule.waves import Ints
+from autoshard.spec.workload import DTYPE_BYTES
 
+_FEW = 6  # meshes that look for the cheapest ways between layouts of tensors with very many
 _MOST_KEPT = 256  # cuttings: those of a frontier over four sizes of a cluster are fewer, and each is a few kilobytes
 
 
@@ -62,7 +68,7 @@ def solved_cutting(question: Question, candidate: Candidate, terms: Terms) -> Cu
     """
     found: dict[str, Mapping[str, Cuts]] = {}
     for kind in KINDS:
-        problem = operator_problem(question, candidate, terms, kind)
+        problem = operator_problem(question, Meshes.of(question, candidate), terms, kind)
         cuts, whole = solve(problem).cuts, dict[str, Cuts]()
         for op in cut_operations(problem.block):
             mine = {dim: list(cut) for dim, cut in cuts[op.name].items()}
@@ -77,27 +83,85 @@ def solved_cutting(question: Question, candidate: Candidate, terms: Terms) -> Cu
     return Cutting.of(found, terms.boundary)
 
 
-def operator_problem(question: Question, candidate: Candidate, terms: Terms, kind: str) -> OperatorProblem:
-    """Return the problem of one block of a candidate, with collectives priced on the links of its mesh."""
-    mesh = mesh_of(candidate, question.model, question.cluster)
-    atoms = {atom: mesh.size(atom) for atom in ATOMS}
-    real = tuple(atom for atom, size in atoms.items() if size > 1)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meshes:
+    """What the blocks of one mesh are cut by, or in columns those of many: atoms, links, and how much work there is."""
+
+    atoms: Mapping[str, Number]
+    num_sequences: Number  # of a micro-batch, over all of dp
+    num_micro_batches: Number
+    ring: Callable[[tuple[str, ...]], Ring]  # of the groups over some atoms
+
+    def only(self, columns: Ints) -> "Meshes":
+        """Return some of the columns."""
+        return Meshes(
+            atoms=only(self.atoms, columns),
+            num_sequences=self.num_sequences[columns],
+            num_micro_batches=self.num_micro_batches[columns],
+            ring=lambda atoms: only(self.ring(atoms), columns),
+        )
+
+    @classmethod
+    def of(cls, question: Question, candidate: Candidate) -> "Meshes":
+        """Return that of a single candidate."""
+        mesh = mesh_of(candidate, question.model, question.cluster)
+        return cls(
+            atoms={atom: mesh.size(atom) for atom in ATOMS},
+            num_sequences=candidate.mbs * candidate.dp,
+            num_micro_batches=max(1, question.workload.global_batch // (candidate.dp * candidate.mbs)),
+            ring=lambda atoms: mesh_ring(question.cluster, mesh, atoms, question.calibration),
+        )
+
+
+def shared_cuttings(question: Question, meshes: Meshes, terms: Terms, slack: float) -> Iterator[tuple[Cutting, Ints]]:
+    """Yield cuttings for columns of meshes, each with the numbers of those that it serves.
+
+    Blocks take at most this share more there than with their own, which ``solved_cutting`` finds, and hold no more.
+    """
+    count, parts = len(meshes.atoms["edp"]), dict[str, tuple[SharedCuts, ...]]()
+    few = meshes.only(np.unique(np.linspace(0, count - 1, _FEW).astype(np.int64)))
+    real = tuple(atom for atom, size in meshes.atoms.items() if np.any(size > 1))
+    precision = question.workload.precision
+    state_bytes = float(DTYPE_BYTES[precision.weights] + DTYPE_BYTES[precision.gradients])
+    for kind in KINDS:
+        some = operator_problem(question, few, terms, kind, real)
+        problem = operator_problem(question, meshes, terms, kind, real)
+        parts[kind] = solve_columns(replace(problem, few=some, state_bytes_per_weight=state_bytes), slack)
+    numbers = np.empty((len(KINDS), count), dtype=np.int64)
+    for row, some in zip(numbers, parts.values(), strict=True):
+        for number, part in enumerate(some):
+            row[part.columns] = number
+    distinct, which = np.unique(numbers, axis=1, return_inverse=True)
+    rows: list[list[int]] = distinct.T.tolist()
+    for index, column in enumerate(rows):
+        cuts = {kind: parts[kind][number].cuts for kind, number in zip(KINDS, column, strict=True)}
+        yield Cutting.of(cuts, terms.boundary), np.flatnonzero(which.reshape(-1) == index)
+
+
+def operator_problem(
+    question: Question, meshes: Meshes, terms: Terms, kind: str, real: Atoms | None = None
+) -> OperatorProblem:
+    """Return the problem of one block, with collectives priced on the links of its mesh, or of many at once.
+
+    ``real`` names the atoms that may cut something.
+    """
+    real = real or tuple(atom for atom, size in meshes.atoms.items() if size > 1)
 
     @cache
     def ring(over: frozenset[str]) -> Ring:
-        return mesh_ring(question.cluster, mesh, tuple(sorted(over, key=ATOMS.index)), question.calibration)
+        return meshes.ring(tuple(sorted(over, key=ATOMS.index)))
 
-    def seconds(collective: Collective, message_bytes: float) -> Number:
+    def seconds(collective: Collective, message_bytes: Number) -> Number:
         return ring(frozenset(collective.atoms)).time_s(collective, message_bytes)
 
     return OperatorProblem(
         block=question.step.block(kind, Recompute()),
-        sizes=question.sizes(candidate.mbs * candidate.dp, candidate.ep),
-        atoms=atoms,
+        sizes=question.sizes(meshes.num_sequences, meshes.atoms["ep"]),
+        atoms=meshes.atoms,
         boundary={dim: tuple(atom for atom in cut if atom in real) for dim, cut in terms.boundary.items()},
         rates=question.rates,
         seconds=seconds,
-        num_micro_batches=max(1, question.workload.global_batch // (candidate.dp * candidate.mbs)),
+        num_micro_batches=meshes.num_micro_batches,
         keeps_gathered=question.step.platform.keeps_gathered,
         allowed=allowed_cuts(question.step, terms, kind, real),
     )

@@ -20,7 +20,7 @@ class Dataflow:
 
     def __init__(self, problem: OperatorProblem) -> None:
         block, atoms = problem.block, problem.real_atoms
-        self.problem = problem
+        self.problem, self._atoms = problem, atoms
         self.ops = cut_operations(block)
         self.delivers = [op for op in block.select("micro_batch", "F") if isinstance(op.kind, Deliver)]
         self.rules = {op.name: PassRule.of(op, block) for op in self.ops}
@@ -47,11 +47,11 @@ class Dataflow:
     def change_s(
         self, dims: Dims, dtype: Dtype, befores: Sequence[Layout], afters: Sequence[Layout], pending: Pending = "sums"
     ) -> Matrix:
-        """Return the seconds from each of some layouts of a tensor (a row) to each of others (a column)."""
+        """Return the seconds from each of some layouts of a tensor to each of others: [before, after], and columns."""
         key = (dims, dtype, pending)
         if key not in self._changes:
-            prices = self.problem.price(dtype), self.problem.prices(dtype)
-            self._changes[key] = ChangePrices(dims, self.problem.atoms, *prices, pending)
+            prices = self.problem.prices(dtype)
+            self._changes[key] = ChangePrices(dims, self._atoms, prices, pending)
         return self._changes[key].between(befores, afters)
 
     def made(self, maker: Op | None, tensor: str) -> list[Layout]:
@@ -85,7 +85,7 @@ class Dataflow:
 
     def mask(self, atoms: Collection[str]) -> int:
         """Return atoms as a number, a bit each."""
-        return sum(1 << place for place, atom in enumerate(self.problem.real_atoms) if atom in atoms)
+        return sum(1 << place for place, atom in enumerate(self._atoms) if atom in atoms)
 
 
 def numbers(values: Sequence[object]) -> NDArray[np.intp]:

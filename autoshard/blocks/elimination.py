@@ -4,11 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Table = NDArray[np.float64]  # an axis per variable
+Values = NDArray[np.intp] | int
+COLUMN = "~"  # a variable that is never chosen: the number of a question, where many are answered at once; sorts last
 
 _CELLS = 1 << 17  # of a joint table that is held in one piece; measured: those that stay in a cache are the fastest
 
@@ -46,12 +49,13 @@ class EliminationStep:
     factors: tuple[CostFactor, ...]
     least: Table
 
-    def best(self, choices: Mapping[str, int]) -> int:
+    def best(self, choices: Mapping[str, Values]) -> Values:
         """Return the variable's best value, given the choices of its neighbours."""
-        total: Table = np.zeros(1)
+        own, total = self.variables[0], np.zeros(1)
         for factor in self.factors:
-            total = total + factor.table[tuple(choices.get(name, slice(None)) for name in factor.variables)]
-        return int(np.argmin(total))
+            table = np.moveaxis(factor.table, factor.variables.index(own), -1)
+            total = total + table[tuple(choices[name] for name in factor.variables if name != own)]
+        return total.argmin(axis=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +64,15 @@ class Elimination:
 
     sizes: Mapping[str, int]
     steps: tuple[EliminationStep, ...]
-    cost: float
+    cost: Any  # one for each column, if there are any
 
-    def choices(self) -> dict[str, int]:
-        """Return the best choice of every variable; of equals the lowest numbers win."""
-        found: dict[str, int] = {}
+    def choices(self) -> dict[str, Any]:
+        """Return the best choice of every variable, in every column if there are any; of equals the lowest number."""
+        found: dict[str, Values] = {COLUMN: np.arange(self.sizes.get(COLUMN, 0))}
         for step in reversed(self.steps):
             found[step.variables[0]] = step.best(found)
-        return dict(sorted(found.items()))
+        del found[COLUMN]
+        return {name: found[name] if COLUMN in self.sizes else int(found[name]) for name in sorted(found)}
 
     def least_totals(self) -> dict[str, Table]:
         """Return, for every value of every variable, the least total of all choices that it is one of.
@@ -100,7 +105,8 @@ class Elimination:
 def eliminate(sizes: Mapping[str, int], factors: Sequence[CostFactor]) -> Elimination:
     """Minimise one variable after the other away, always the one whose neighbours' joint table is smallest.
 
-    The order depends on the variables of the factors alone, so that it is the same whatever the tables hold.
+    The order depends on the variables of the factors alone, so that it is the same whatever the tables hold. The
+    variable ``COLUMN`` stays: there is an answer for each of its values.
 
     >>> cost = CostFactor(variables=("a", "b"), table=np.array([[3.0, 1.0], [2.0, 5.0]]))
     >>> found = eliminate({"a": 2, "b": 2}, [cost])
@@ -109,7 +115,9 @@ def eliminate(sizes: Mapping[str, int], factors: Sequence[CostFactor]) -> Elimin
     """
     pending = list(factors)
     steps: list[EliminationStep] = []
-    for variable in _order(tuple(sizes.items()), tuple(factor.variables for factor in factors)):
+    free = tuple((name, size) for name, size in sizes.items() if name != COLUMN)
+    scopes = tuple(tuple(name for name in factor.variables if name != COLUMN) for factor in factors)
+    for variable in _order(free, scopes):
         mine = [factor for factor in pending if variable in factor.variables]
         mine = mine or [CostFactor(variables=(variable,), table=np.zeros(sizes[variable]))]
         pending = [factor for factor in pending if variable not in factor.variables]
@@ -118,7 +126,8 @@ def eliminate(sizes: Mapping[str, int], factors: Sequence[CostFactor]) -> Elimin
         least = parts[0] if len(parts) == 1 else np.concatenate(parts)
         steps.append(EliminationStep(variables=variables, factors=tuple(mine), least=least))
         pending.append(CostFactor(variables=variables[1:], table=least))
-    return Elimination(sizes=sizes, steps=tuple(steps), cost=float(sum(factor.table for factor in pending)))
+    cost = sum(factor.table for factor in pending)
+    return Elimination(sizes=sizes, steps=tuple(steps), cost=cost if COLUMN in sizes else float(cost))
 
 
 @lru_cache(maxsize=64)  # problems of one block ask for the same order again and again

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autoshard.blocks.choices import atom_dims, op_cuts, real_cuts
-from autoshard.blocks.cutting import Terms, operator_problem
+from autoshard.blocks.cutting import Meshes, Terms, operator_problem
 from autoshard.blocks.operators import cost_of, totals
 from autoshard.blocks.problem import OperatorProblem
 from autoshard.cost.calibration import calibration_of
@@ -142,7 +142,7 @@ def _others(plan: Plan, question: Question, setting: Setting, kind: str) -> Mapp
     blocks = setting.blocks
     assert isinstance(blocks, ListedBlocks), "a plan is explained as its own table says"
     terms = Terms.of(plan.candidate, plan.engine)
-    problem = operator_problem(question, plan.candidate, terms, kind)
+    problem = operator_problem(question, Meshes.of(question, plan.candidate), terms, kind)
     program = blocks.programs[kind].instructions
     computes = {entry.op.name: entry.cuts for entry in program if isinstance(entry, Compute)}
     own = {op.name: real_cuts(computes[op.name]) for op in cut_operations(problem.block)}

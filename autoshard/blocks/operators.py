@@ -9,14 +9,14 @@ tensor; where readers have very many choices, all of them take the tensor alike.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from autoshard.blocks.choices import Atoms, real_cuts, subsets
 from autoshard.blocks.dataflow import Dataflow
-from autoshard.blocks.elimination import CostFactor, eliminate
+from autoshard.blocks.elimination import COLUMN, CostFactor, Table, eliminate
 from autoshard.blocks.limited import minimise_within
 from autoshard.blocks.problem import (
     OperatorProblem,
@@ -31,6 +31,10 @@ from autoshard.blocks.problem import (
 from autoshard.blocks.tensor_edge import TensorEdge
 from autoshard.graph.op import Op
 from autoshard.layout.layout import Cuts
+from autoshard.layout.sharding import RINGS
+from autoshard.schedule.waves import Floats, Ints
+
+_TIE = 1e-9  # relative: what differs by less counts as equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +68,41 @@ def solve(problem: OperatorProblem) -> OperatorSolution:
         fits=found.fits,
         rests={name: atoms for name, atoms in rests.items() if atoms},
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedCuts:
+    """The cuts of every forward operation that serve some columns of a problem."""
+
+    cuts: Mapping[str, Cuts]
+    columns: Ints
+
+
+def solve_columns(problem: OperatorProblem, slack: float) -> tuple[SharedCuts, ...]:
+    """Find the cheapest cuts of a block in every column; few serve all columns.
+
+    Cuts of one column serve another in which they hold no more than its own, and cost at most this share more.
+    """
+    tables = _Tables(problem)
+    count = problem.shape[0]
+    found = eliminate({**tables.sizes, COLUMN: count}, tables.factors)
+    names = list(tables.sizes)
+    choices = found.choices()
+    rows = np.array([np.broadcast_to(choices[name], count) for name in names]).T  # [column, variable]
+    own_bytes, left, every = tables.totals(names, rows, np.arange(count))[1], np.arange(count), list[SharedCuts]()
+    num_real = problem.stacked([size > 1 for size in problem.atoms.values()]).sum(axis=0)
+    while len(left):
+        distinct, first, number = np.unique(rows[left], axis=0, return_index=True, return_counts=True)
+        many = np.lexsort((first, -number, -num_real[left][first]))[0]
+        here = np.broadcast_to(distinct[many], (len(left), len(names)))
+        cost_s, kept = tables.totals(names, here, left)
+        serves = (cost_s <= found.cost[left] * (1 + slack + _TIE)) & (kept <= own_bytes[left] * (1 + _TIE))
+        serves[first[many]] = True  # whatever is rounded
+        values = dict[str, int](zip(names, distinct[many].tolist(), strict=True))
+        cuts = {name: own[values[name]].cuts for name, own in tables.flow.choices.items()}
+        every.append(SharedCuts(cuts=cuts, columns=left[serves]))
+        left = left[~serves]
+    return tuple(every)
 
 
 def cost_of(problem: OperatorProblem, cuts: Mapping[str, Cuts]) -> float:
@@ -113,22 +152,23 @@ class _Tables:
         """
         problem, choices = self.problem, self.flow.choices[op.name]
         cuts = [choice.cuts for choice in choices]
-        time_s, kept = np.zeros((2, len(choices)))
+        time_s, kept = np.zeros((2, len(choices), *problem.shape))
         for part in problem.block.select("micro_batch"):
             if part.source == op.name:
                 time_s += roofline_s(problem, part, cuts)
-                time_s += [ring_of_s(problem, part, each) for each in cuts]
+                if isinstance(part.kind, RINGS):
+                    time_s += problem.stacked([ring_of_s(problem, part, each) for each in cuts])
         for entry in problem.block.saved:
             if entry.op == op.name and entry.storage not in delivered:
                 kept += kept_bytes(problem, entry, choices)
-        self.factors.append(CostFactor(variables=(op.name,), table=time_s, weight=kept))
+        self._add((op.name,), time_s, kept)
         if weights_of(problem, op):
             self._add_weights(op)
 
     def _add_weights(self, op: Op) -> None:
         """Price how an operation's weights rest, and the reduction of their gradients."""
         problem, choices = self.problem, self.flow.choices[op.name]
-        time_s, states = np.zeros((2, len(choices), len(self.rests)))
+        time_s, states = np.zeros((2, len(choices), len(self.rests), *problem.shape))
         for weight in weights_of(problem, op):
             dims = problem.block.tensors[weight].dims
             for row, choice in enumerate(choices):
@@ -147,7 +187,7 @@ class _Tables:
             self.sizes[_rest_name(op)] = len(self.rests)
         else:
             variables, time_s, states = variables[:1], time_s[:, 0], states[:, 0]
-        self.factors.append(CostFactor(variables=variables, table=time_s, weight=states))
+        self._add(variables, time_s, states)
 
     def _add_end(self) -> None:
         """Price the way of the block's result to the boundary, and of the gradient that comes for it; a loss stays."""
@@ -155,14 +195,28 @@ class _Tables:
         result = block.carry_out or "loss"
         tensor, maker = block.tensors[result], flow.maker[result]
         choices = flow.choices[maker.name]
-        time_s = np.zeros(len(choices))
+        time_s = np.zeros((len(choices), *self.problem.shape))
         if block.carry_out:
             boundary = flow.made(None, result)
             made, taken = flow.made(maker, result), [choice.layout(tensor.dims) for choice in choices]
             time_s += flow.change_s(tensor.dims, tensor.dtype, made, boundary)[:, 0]
             time_s += flow.change_s(tensor.dims, tensor.dtype, boundary, taken)[0]
         time_s[[bool(choice.passed_back) for choice in choices]] = np.inf
-        self.factors.append(CostFactor(variables=(maker.name,), table=time_s))
+        self._add((maker.name,), time_s)
+
+    def totals(self, names: Sequence[str], rows: Ints, columns: Ints) -> tuple[Floats, Floats]:
+        """Return what the values of these variables, a row for each of some columns, cost, and what they keep."""
+        values = {**dict(zip(names, rows.T, strict=True)), COLUMN: columns}
+        found = np.zeros((2, len(columns)))
+        for factor in self.factors:
+            place = tuple(values[name] for name in factor.variables)
+            found[0] += factor.table[place]
+            found[1] += 0.0 if factor.weight is None else factor.weight[place]
+        return found[0], found[1]
+
+    def _add(self, variables: tuple[str, ...], table: Table, weight: Table | None = None) -> None:
+        columns = (COLUMN,) if self.problem.shape else ()
+        self.factors.append(CostFactor(variables=(*variables, *columns), table=table, weight=weight))
 
 
 def _rest_name(op: Op) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.blocks.choices import Atoms, OpChoice
+from autoshard.cost.collective import Number
 from autoshard.cost.compute import Rates
 from autoshard.errors import nearest, require
 from autoshard.graph.block import Block, Saved
@@ -17,17 +18,19 @@ from autoshard.graph.kinds.attention import SCORES
 from autoshard.graph.op import Call, Op
 from autoshard.layout.layout import Collective, Cuts, Layout
 from autoshard.layout.legal import cut_operations
-from autoshard.layout.redistribute import Change, LayoutGraph, Matrix, MatrixPrice, Price, Sizes
+from autoshard.layout.redistribute import Change, LayoutGraph, Matrix, Prices
 from autoshard.layout.sharding import RING_DIM, RINGS
 from autoshard.spec.workload import DTYPE_BYTES, Dtype
 
-Column = NDArray[np.float64]  # one number per choice
+Column = NDArray[np.float64]  # one number per choice; in columns of meshes, a row of them
 Seconds = Callable[[Collective, Any], Any]  # a Collective and a rank's bytes where messages are largest; or columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorProblem:
     """A block with its sizes, the mesh, prices, and the cuts that its operations may choose from.
+
+    Sizes, atoms and prices may be columns of as many meshes, all of which are solved at once.
 
     ``boundary`` is the layout of the hidden state between blocks, in both directions. ``allowed`` lists the cuts of
     some operations; all others may have any legal one. ``memory_limit_bytes`` counts, on one rank, what the block keeps
@@ -36,17 +39,18 @@ class OperatorProblem:
     """
 
     block: Block
-    sizes: Sizes
-    atoms: Mapping[str, int]
+    sizes: Mapping[str, Number]
+    atoms: Mapping[str, Number]
     boundary: Cuts
     rates: Rates
     seconds: Seconds
-    num_micro_batches: int = 1  # over which the reduction of weight gradients is spread
+    num_micro_batches: Number = 1  # over which the reduction of weight gradients is spread
     keeps_gathered: bool = True  # whether backward finds what forward gathered, or gathers again
     allowed: Mapping[str, tuple[Cuts, ...]] = field(default_factory=dict[str, tuple[Cuts, ...]])
     memory_limit_bytes: float = math.inf
     state_bytes_per_weight: float = 0.0
     cuts_rest: bool = False
+    few: "OperatorProblem | None" = None  # the same with only some of the columns
 
     def __post_init__(self) -> None:
         """Refuse cuts of operations that the block does not have, and numbers that make no sense."""
@@ -57,50 +61,70 @@ class OperatorProblem:
                 for name in self.allowed
                 if name not in known
             ),
-            (self.num_micro_batches >= 1, "num_micro_batches", f"must be at least 1, not {self.num_micro_batches}"),
+            (
+                bool(np.all(self.num_micro_batches >= 1)),
+                "num_micro_batches",
+                f"must be at least 1, not {self.num_micro_batches}",
+            ),
             (self.memory_limit_bytes > 0, "memory_limit_bytes", f"must be positive, not {self.memory_limit_bytes}"),
         )
 
     @property
-    def real_atoms(self) -> Atoms:
-        """The atoms that cut anything."""
-        return tuple(atom for atom, size in self.atoms.items() if size > 1)
+    def shape(self) -> tuple[int, ...]:
+        """That of a column; empty for a single mesh."""
+        return np.broadcast_shapes(*map(np.shape, self.atoms.values()))
 
-    def ranks(self, atoms: Sequence[str]) -> int:
+    @property
+    def real_atoms(self) -> Atoms:
+        """The atoms that cut anything, in some column."""
+        return tuple(atom for atom, size in self.atoms.items() if np.any(np.asarray(size) > 1))
+
+    def ranks(self, atoms: Sequence[str]) -> Number:
         """Return how many ranks a group over these atoms has."""
         return math.prod(self.atoms[atom] for atom in atoms)
 
-    def local_bytes(self, layout: Layout, dtype: Dtype) -> int:
+    def stacked(self, each: Sequence[Number]) -> Column:
+        """Return numbers, or columns, as one array with an axis for them first."""
+        return np.array([np.broadcast_to(one, self.shape) for one in each], np.float64).reshape(-1, *self.shape)
+
+    def spread(self, mask: NDArray[Any]) -> NDArray[Any]:
+        """Return what is the same in all columns with an axis for these."""
+        return mask.reshape(mask.shape + (1,) * len(self.shape))
+
+    def local_bytes(self, layout: Layout, dtype: Dtype) -> Number:
         """Return what the largest rank holds of a tensor in a layout; padding counts."""
-        total = DTYPE_BYTES[dtype]
+        total: Number = DTYPE_BYTES[dtype]
         for dim, cut in layout.dims:
-            total *= -(-self.sizes[dim] // self.ranks(cut)) if cut else self.sizes[dim]
+            total = total * (-(-self.sizes[dim] // self.ranks(cut)) if cut else self.sizes[dim])
         return total
 
-    def price(self, dtype: Dtype) -> Price:
+    def price(self, dtype: Dtype) -> Callable[[Change], Any]:
         """Return the price in seconds of single changes of the layout of a tensor of this format; slices are free."""
         local_bytes = cache(partial(self.local_bytes, dtype=dtype))
 
-        def seconds(change: Change) -> float:
+        def seconds(change: Change) -> Number:
             if change.collective.kind == "slice":
-                return 0.0
-            return self.seconds(change.collective, max(local_bytes(change.before), local_bytes(change.after)))
+                return np.zeros(self.shape) if self.shape else 0.0
+            largest = np.maximum(local_bytes(change.before), local_bytes(change.after))
+            return self.seconds(change.collective, largest)
 
         return seconds
 
-    def prices(self, dtype: Dtype) -> MatrixPrice:
+    def prices(self, dtype: Dtype) -> Prices:
         """Return the same for all changes between layouts at once."""
 
-        def seconds(graph: LayoutGraph) -> Matrix:
-            sizes = np.array([self.local_bytes(layout, dtype) for layout in graph.layouts], dtype=np.float64)
-            found = np.full((graph.size, graph.size), np.inf)
-            for collective, before, after in graph.groups:
-                largest = np.maximum(sizes[before], sizes[after])
-                cost_s = 0.0 if collective.kind == "slice" else self.seconds(collective, largest)
-                found[before, after] = np.minimum(found[before, after], cost_s)
+        def seconds(problem: OperatorProblem, graph: LayoutGraph) -> Matrix:
+            sizes = problem.stacked([problem.local_bytes(layout, dtype) for layout in graph.layouts])
+            found = np.zeros((len(graph.before), *problem.shape))
+            for number, collective in enumerate(graph.collectives):
+                if collective.kind != "slice":
+                    places = np.flatnonzero(graph.group == number)
+                    largest = np.maximum(sizes[graph.before[places]], sizes[graph.after[places]])
+                    found[places] = problem.seconds(collective, largest)
             return found
 
-        return seconds
+        few = partial(seconds, self.few) if self.few else None
+        return Prices(of_change=self.price(dtype), of_graph=partial(seconds, self), few=few, shape=self.shape)
 
 
 def roofline_s(problem: OperatorProblem, part: Op, choices: Sequence[Cuts]) -> Column:
@@ -115,10 +139,11 @@ def roofline_s(problem: OperatorProblem, part: Op, choices: Sequence[Cuts]) -> C
     matrix_s = part.kind.matrix_flops(call) / rates.matrix_flops_per_s
     vector_s = part.kind.vector_flops(call) / rates.vector_flops_per_s
     memory_s = part.kind.traffic_bytes(call) / rates.memory_bytes_per_s
-    return np.maximum(np.maximum(matrix_s, vector_s), memory_s)  # a number where no choice cuts its dims
+    found = np.maximum(np.maximum(matrix_s, vector_s), memory_s)  # one for all choices where none cuts its dims
+    return np.broadcast_to(found, (len(choices), *problem.shape))
 
 
-def ring_of_s(problem: OperatorProblem, part: Op, cuts: Cuts) -> float:
+def ring_of_s(problem: OperatorProblem, part: Op, cuts: Cuts) -> Number:
     """Return the time of one ring: all keys, values and gradients of them that the operation reads or makes go around.
 
     Every rank has all positions from the start.
@@ -133,7 +158,7 @@ def ring_of_s(problem: OperatorProblem, part: Op, cuts: Cuts) -> float:
     return sum(problem.seconds(ring, problem.local_bytes(layout, tensor.dtype)) for layout, tensor in layouts)
 
 
-def reduction_s(problem: OperatorProblem, weight: str, cuts: Cuts, pending: Sequence[str]) -> float:
+def reduction_s(problem: OperatorProblem, weight: str, cuts: Cuts, pending: Sequence[str]) -> Number:
     """Return the time of summing a weight's gradient over ranks, once per step, as a share of one micro-batch."""
     if not pending:
         return 0.0
@@ -143,7 +168,7 @@ def reduction_s(problem: OperatorProblem, weight: str, cuts: Cuts, pending: Sequ
     return problem.seconds(reduction, problem.local_bytes(layout, total.dtype)) / problem.num_micro_batches
 
 
-def gathered_s(problem: OperatorProblem, weight: str, choice: OpChoice, rest: Sequence[str]) -> float:
+def gathered_s(problem: OperatorProblem, weight: str, choice: OpChoice, rest: Sequence[str]) -> Number:
     """Return the time of gathering a weight that rests in pieces, forward and backward, and of scattering its gradient.
 
     The sums over ``rest`` are made in every micro-batch; what else the gradient awaits is summed once per step.
@@ -158,11 +183,11 @@ def gathered_s(problem: OperatorProblem, weight: str, choice: OpChoice, rest: Se
     return once_s + every_s + problem.seconds(scatter, problem.local_bytes(layout, total.dtype))
 
 
-def state_bytes(problem: OperatorProblem, weight: str, choice: OpChoice, rest: Sequence[str]) -> float:
+def state_bytes(problem: OperatorProblem, weight: str, choice: OpChoice, rest: Sequence[str]) -> Number:
     """Return the memory of a weight, its gradient and its optimizer state."""
     layout = choice.layout(problem.block.tensors[weight].dims)
     count = problem.local_bytes(layout, "fp8")  # a byte each
-    return problem.state_bytes_per_weight * math.ceil(count / problem.ranks(rest))
+    return problem.state_bytes_per_weight * np.ceil(count / problem.ranks(rest))
 
 
 def kept_bytes(problem: OperatorProblem, entry: Saved, choices: Sequence[OpChoice]) -> Column:
@@ -170,16 +195,16 @@ def kept_bytes(problem: OperatorProblem, entry: Saved, choices: Sequence[OpChoic
     keys = problem.sizes[RING_DIM] if entry.tensor.dims == SCORES else 1
     dims = tuple(dim for dim in entry.tensor.dims if keys == 1 or dim != RING_DIM)
     layouts = [choice.layout(dims) for choice in choices]
-    return np.array([float(keys * problem.local_bytes(layout, entry.tensor.dtype)) for layout in layouts])
+    return problem.stacked([keys * problem.local_bytes(layout, entry.tensor.dtype) for layout in layouts])
 
 
 def local_columns(problem: OperatorProblem, choices: Sequence[Cuts], whole: Sequence[str] = ()) -> dict[str, Any]:
     """Return a rank's sizes of all dims, a column each where some choice cuts the dim."""
     columns: dict[str, Any] = {}
     for dim, size in problem.sizes.items():
-        shares = [1 if dim in whole else problem.ranks(cuts.get(dim, ())) for cuts in choices]
-        cut = any(share > 1 for share in shares)
-        columns[dim] = np.ceil(size / np.array(shares, dtype=np.float64)) if cut else size
+        cut = any(cuts.get(dim) for cuts in choices) and dim not in whole
+        shares = problem.stacked([problem.ranks(cuts.get(dim, ())) for cuts in choices]) if cut else 1
+        columns[dim] = np.ceil(size / shares) if cut else size
     return columns
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autoshard.blocks.cutting import Terms, operator_problem
+from autoshard.blocks.cutting import Meshes, Terms, operator_problem
 from autoshard.blocks.operators import OperatorSolution, solve
 from autoshard.blocks.problem import OperatorProblem, weights_of
 from autoshard.cost.calibration import built_in
@@ -112,7 +112,9 @@ def shard_block(  # noqa: PLR0913
     masters = DTYPE_BYTES[precision.masters] if precision.masters else 0
     states_bytes = DTYPE_BYTES[precision.weights] + DTYPE_BYTES[precision.gradients] + masters
     problem = replace(
-        operator_problem(question, candidate, Terms.of(candidate, engine or the_cluster.engine), kind),
+        operator_problem(
+            question, Meshes.of(question, candidate), Terms.of(candidate, engine or the_cluster.engine), kind
+        ),
         memory_limit_bytes=memory_bytes,
         state_bytes_per_weight=states_bytes + num_moments * DTYPE_BYTES[precision.moments],
         cuts_rest=True,

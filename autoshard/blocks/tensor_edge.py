@@ -6,7 +6,7 @@ Where few combinations exist, each reader has a variable of its own; else all re
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from autoshard.blocks.choices import OpChoice
 from autoshard.blocks.dataflow import Dataflow, numbers
-from autoshard.blocks.elimination import CostFactor, Table
+from autoshard.blocks.elimination import COLUMN, CostFactor, Table
 from autoshard.errors import InputError
 from autoshard.graph.kinds.linear import Deliver
 from autoshard.graph.op import Op
@@ -77,7 +77,8 @@ class TensorEdge:
             message = f"{readers} read {self.tensor} in different layouts; pin them to one, or fewer of them"
             raise InputError.of("pins", message)
         maker = () if self.maker is None else (self.maker.name,)
-        yield CostFactor(variables=(*maker, *self.variables), table=table, weight=weight)
+        columns = (COLUMN,) if self.flow.problem.shape else ()
+        yield CostFactor(variables=(*maker, *self.variables, *columns), table=table, weight=weight)
         for reader, name in zip(self.readers, itertools.cycle(self.variables), strict=False):
             fits = self._fitting(reader, self.variables[name])
             yield CostFactor(variables=(name, reader.name), table=np.where(fits, 0.0, np.inf))
@@ -134,12 +135,13 @@ class TensorEdge:
         weight: Table | None = None
         for group in ((), *self._groups):
             made, delivered = self._numbers(group), self._numbers(self._others(group))
-            padded = np.pad(self._price(group), ((0, 0), (0, 1), (0, 1)), constant_values=np.inf)
+            alone = ((0, 0),) * len(self.flow.problem.shape)
+            padded = np.pad(self._price(group), ((0, 0), (0, 1), (0, 1), *alone), constant_values=np.inf)
             here = padded[:, made, delivered]
             price = np.minimum(price, here)
             kept = self._weight(group)
             if kept is not None:
-                more = np.pad(kept, ((0, 0), (0, 1)))[:, delivered]
+                more = np.pad(kept, ((0, 0), (0, 1), *alone))[:, delivered]
                 weight = np.where(np.isfinite(here), more, 0.0 if weight is None else weight)
         return price, weight
 
@@ -170,8 +172,8 @@ class TensorEdge:
 
     def _price(self, group: Readers) -> Table:
         """Price the edge: axes for the maker's choices, for what the group takes (1 if it is empty), and the others."""
-        delivered = self.deliveries(self._others(group))
-        again = self._again(delivered) if self._late - set(group) else np.False_
+        delivered, spread = self.deliveries(self._others(group)), self.flow.problem.spread
+        again = spread(self._again(delivered)) if self._late - set(group) else np.False_
         goals = [self._in_maker_dims(one.taken) for one in delivered]
         pending = "maxima" if any(layout.maxima for layout in self.made) else "sums"
         forward_s = self.flow.change_s(self.source.dims, self.source.dtype, self.made, goals, pending)
@@ -179,10 +181,10 @@ class TensorEdge:
         sums, as_made = self._sums(delivered), self._as_made(delivered)[:, None]
         if not group:
             allowed = self._due(sums, sums)[:, None] & (as_made if self._counts_slots else np.True_)
-            return np.where(allowed, price, np.inf)
+            return np.where(spread(allowed), price, np.inf)
         made = self.deliveries(group)
         allowed = self._due(sums, self._sums(made)[:, None]) & ~as_made & self._as_made(made)[:, :, None]
-        return np.where(allowed, price + self._back(made)[:, :, None], np.inf)
+        return np.where(spread(allowed), price + self._back(made)[:, :, None], np.inf)
 
     def _weight(self, group: Readers) -> Table | None:
         """Return the memory of the tensor from forward to backward, if any: as made, as delivered, or both."""
@@ -190,14 +192,17 @@ class TensorEdge:
         saved = [entry for entry in problem.block.saved if entry.storage == self.source.name]
         if not saved:
             return None
-        here = np.array([problem.local_bytes(layout, saved[0].tensor.dtype) for layout in self.made], float)[:, None]
-        there = np.array([problem.local_bytes(one.taken, saved[0].tensor.dtype) for one in delivered], float)
+
+        def held(layouts: Iterable[Layout]) -> Table:
+            return problem.stacked([problem.local_bytes(layout, saved[0].tensor.dtype) for layout in layouts])
+
+        here, there = held(self.made)[:, None], held(one.taken for one in delivered)
         stays = ~self.pending[:, None]
         if not self._late - set(group):
-            return np.where(stays, here, there)
+            return np.where(problem.spread(stays), here, there)
         read_as_made = self._maker_reads or bool(self._late & set(group))
-        both = there + np.where(stays & read_as_made & ~self._as_made(delivered), here, 0.0)
-        return np.where(self._again(delivered), here, both)
+        both = there + np.where(problem.spread(stays & read_as_made & ~self._as_made(delivered)), here, 0.0)
+        return np.where(problem.spread(self._again(delivered)), here, both)
 
     def _again(self, deliveries: Sequence[Delivery]) -> Mask:
         """Return where a gathered tensor is not kept, so that backward gathers it again."""
@@ -210,16 +215,16 @@ class TensorEdge:
     def _back(self, deliveries: Sequence[Delivery]) -> Table:
         """Price the way of a gradient from how readers send it to how the maker's own gradient takes it."""
         if not self.flow.has_gradient[self.tensor]:
-            return np.zeros((len(self._choices), len(deliveries)))
+            return np.zeros((len(self._choices), len(deliveries), *self.flow.problem.shape))
         dims, dtype = self.source.dims, self.source.dtype
         taken = [choice.layout(dims, choice.passed_back) for choice in self._choices]
         sent = [self._in_maker_dims(one.sent) for one in deliveries]
         if not self.kind.settles:
-            return self.flow.change_s(dims, dtype, sent, taken).T
+            return self.flow.change_s(dims, dtype, sent, taken).swapaxes(0, 1)
         summed = [Layout(dims=layout.dims) for layout in sent]
         pairs = zip(sent, summed, strict=True)
         at_once = [self.flow.change_s(dims, dtype, [one], [other])[0, 0] for one, other in pairs]
-        return self.flow.change_s(dims, dtype, summed, taken).T + np.array(at_once)
+        return self.flow.change_s(dims, dtype, summed, taken).swapaxes(0, 1) + np.array(at_once)
 
     # what can be
 

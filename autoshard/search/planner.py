@@ -68,7 +68,7 @@ class _EngineResult:
 
     def plan(self, solution: Solution) -> Plan:
         """Return the plan of a solution."""
-        return self.request.plan(solution.candidate, self.engine, solution.point.priced.cutting.cutting)
+        return self.request.plan(solution.candidate, self.engine, solution.point.priced.cutting)
 
 
 def search(

@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.blocks.cutting import Terms
 from autoshard.cost.stages import PipelineBlocks
 from autoshard.plan.candidate import Candidate, Zero, even_stages
 from autoshard.plan.recompute import Recompute
@@ -15,7 +16,7 @@ from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.bounds import least_bytes, least_in_flight, least_of_any, least_seconds
 from autoshard.search.legal_space import RunVariant
-from autoshard.search.priced_layouts import KnownCuttings, PricedLayouts, Row
+from autoshard.search.priced_layouts import PricedLayouts, Row
 from autoshard.search.space import SIZES
 from autoshard.search.split_bounds import SplitSearch, least_again_s
 from autoshard.search.split_filling import split_bounds
@@ -66,10 +67,10 @@ class Points:
         again_s = None if self.again_s is None else self.again_s[..., some]
         return replace(self, rows=rows, places=places, bound=bound, rest_s=rest_s, again_s=again_s)
 
-    def in_use(self, cuttings: KnownCuttings) -> "Points":
-        """Return those whose layouts use the cutting that they are priced with."""
-        uses = cuttings.uses(self.variant.terms, self.priced.cutting, self.layouts)
-        return self if uses.all() else self.only(uses)
+    @property
+    def terms(self) -> Terms:
+        """What their blocks are cut under."""
+        return self.variant.terms
 
     @property
     def layouts(self) -> Ints:
@@ -162,19 +163,19 @@ class PlainPoints:
 
     priced: PricedLayouts
     variants: Sequence[RunVariant]
-    time_s: Floats  # that any step of them takes at least
     bounds: Floats
 
     @classmethod
     def of(cls, priced: PricedLayouts, variants: Sequence[RunVariant], goal: Goal) -> "PlainPoints":
         """Return them with bounds that hold for any recompute and schedule."""
         zeros: list[Zero] = list({one.space.base.zero: None for one in variants})
-        bounds = time_s = least_of_any(priced.at_least, zeros, cast(float, goal.capacity))
         if goal.effort.exhaustive:
-            bounds = np.zeros_like(time_s)
+            bounds = np.zeros(len(priced.numbers))
         elif goal.objective == "memory":
             bounds = np.min([least_bytes(priced.at_least, zero) for zero in zeros], axis=0)
-        return cls(priced=priced, variants=variants, time_s=time_s, bounds=bounds)
+        else:
+            bounds = least_of_any(priced.at_least, zeros, cast(float, goal.capacity))
+        return cls(priced=priced, variants=variants, bounds=bounds)
 
     @property
     def least(self) -> float:
@@ -185,11 +186,17 @@ class PlainPoints:
         """Return some of the layouts."""
         if rows.all():
             return self
-        return replace(self, priced=self.priced.only(rows), time_s=self.time_s[rows], bounds=self.bounds[rows])
+        return replace(self, priced=self.priced.only(rows), bounds=self.bounds[rows])
 
-    def in_use(self, cuttings: KnownCuttings) -> "PlainPoints":
-        """Return the layouts that use the cutting that they are priced with."""
-        return self.only(cuttings.uses(self.variants[0].terms, self.priced.cutting, self.priced.numbers))
+    @property
+    def terms(self) -> Terms:
+        """What their blocks are cut under."""
+        return self.variants[0].terms
+
+    @property
+    def layouts(self) -> Ints:
+        """The numbers of the layouts in the space of the search."""
+        return self.priced.numbers
 
     def may_fit(self, variant: RunVariant) -> NDArray[np.bool_]:
         """Say which points of a variant may fit in memory."""

@@ -1,27 +1,29 @@
 """Best-first search: solve outer points in the order of their bounds, until no open bound is better.
 
-The block solver solves one layout of every kind of mesh, and then the best layouts, until each of the best layouts has
-its own cutting. A cutting names atoms, not sizes, so that one cutting serves many layouts: layouts without their own
-are priced with that of others which is fastest. The block solver minimises time alone; the outer search saves memory.
+The block solver finds the cuts of all layouts of a kind at once. A cutting names atoms, not sizes, so that one serves
+many layouts: all those for which it is hardly worse than their own. The best layouts get just their own. The block
+solver minimises time alone; the outer search saves memory.
 """
 
 import heapq
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
-from autoshard.blocks.cutting import Terms
+from autoshard.blocks.cutting import Terms, solved_cutting
 from autoshard.cost.setting import Question
 from autoshard.errors import InputError
+from autoshard.layout.layout import Cutting
 from autoshard.layout.pin import Pin
 from autoshard.plan.candidate import CpOrder
 from autoshard.plan.explanation import Certificate
-from autoshard.schedule.waves import Floats, Ints
+from autoshard.schedule.waves import Ints
 from autoshard.search.legal_space import LegalSpace, RunVariant
 from autoshard.search.points import SHARPEST, PlainPoints, Points, Solution, likely
-from autoshard.search.priced_layouts import KnownCuttings, LayoutPricer, SolvedCutting
+from autoshard.search.priced_layouts import LayoutPricer, Row
 from autoshard.search.simple import Simple, simplest
 from autoshard.search.split_bounds import SplitSearch
 from autoshard.search.stage_filling import Goal
@@ -34,8 +36,7 @@ _FIRST = 4  # groups of points that are solved before points of the next variant
 _LOOKS = 8  # times that points are opened to find the one that misses memory by least
 _AT_ONCE = 8  # points of a group that are solved together, those with the best bounds
 _TIE = 1e-8  # relative: times that differ by less count as equal
-
-Bounded = tuple[Terms, SolvedCutting, int]  # a layout under a cutting
+Priced = TypeVar("Priced", Points, PlainPoints)
 
 
 class Pool:
@@ -52,7 +53,7 @@ class Pool:
     ) -> None:
         """``others`` are the values of the best layouts of other spaces, beside which these are wanted."""
         self._question, self._legal, self._goal, self._pins, self._watch = question, legal, goal, pins, watch
-        self._pricer = LayoutPricer(question)
+        self._pricer = LayoutPricer(question, legal.space)
         self._variants: dict[Terms, list[RunVariant]] = defaultdict(list)
         self._first: dict[RunVariant, int] = {}  # the number of a variant's first point
         for variant in legal.variants:
@@ -60,23 +61,26 @@ class Pool:
             self._variants[variant.terms].append(variant)
         self._bounded, self._solved, self._fits = np.zeros((3, legal.num_legal), dtype=bool)  # points
         self._points: list[Points] = []  # all that are priced and may fit
-        self._raised: dict[SolvedCutting, Floats] = {}  # bounds of points that were solved under a cutting
+        self._raised = np.zeros(legal.num_legal)  # bounds of points that were solved
         self._waiting: list[tuple[float, Points]] = []  # not opened yet, with the least bound
         self._plain: list[PlainPoints] = []
         self._open: list[tuple[float, int, Points]] = []
-        self._passed: list[Points] = []  # not better than a known solution: opened again if that solution is dropped
         self._number = self._num_open = self._count = 0
+        self._passed: list[Points] = []  # not better than what is known, as long as that is
         self._others, self.splits = others, SplitSearch(seconds_left=goal.effort.split_s)
-        self._best: dict[int, Solution] = {}
-        # The least bound of the solved points of a layout under a cutting, and those whose bound is loose.
-        self._least: dict[Bounded, float] = {}
-        self._loose: list[tuple[Bounded, Points]] = []
-        self._cuttings = KnownCuttings(question, legal.space, pins)
+        self._best: dict[Row, Solution] = {}
+        # The least bound of the solved points of a layout, and those whose bound is loose.
+        self._least: dict[Row, float] = {}
+        self._loose: list[tuple[Row, Points]] = []
+        self._cuttings: list[tuple[Terms, Cutting, Ints]] = []  # with the layouts that they serve
+        self._own: dict[Row, Cutting] = {}  # of layouts that have just their own
+        self._refused: list[InputError] = []  # why kinds of mesh cannot keep to what is pinned
         # Kinds of mesh of which nothing is priced yet.
         self._unpriced = [
-            (terms, layouts) for terms in self._variants for layouts in self._cuttings.mesh_kinds(self._layouts(terms))
+            (terms, layouts)
+            for terms in self._variants
+            for layouts in self._pricer.kinds(self._layouts(terms), pinned=bool(pins))
         ]
-        self._tuned: set[object] = set()  # layouts like these have the cutting of one of the best of them
 
     def settle(self, count: int) -> None:
         """Solve points until the ``count`` best layouts are known, each with its own cutting.
@@ -85,22 +89,21 @@ class Pool:
         """
         self._count, wanted = count, max(count, _ALWAYS)
         while self._unpriced:
-            self._learn(self._unpriced[0][1], self._unpriced[0][0])
+            self._price_kind(*self._unpriced[0])
             del self._unpriced[0]
             if not np.isfinite(self._limit(wanted)):
                 self._look_first(wanted)
-        if self._cuttings.refused and not self._cuttings.own:
-            raise next(iter(self._cuttings.refused.values()))
+        if self._refused and not self._cuttings:
+            raise self._refused[0]
         while True:
             # The first points of a variant give a limit that excludes most points of the next variant.
             while self._open_next(self._limit(wanted)):
                 self._explore(wanted, most=_FIRST)
-                self._tune(wanted)
             self._explore(wanted)
-            left = next((one.row for one in self.solutions[:wanted] if one.row not in self._cuttings.own), None)
+            left = next((one for one in self.solutions[:wanted] if one.row not in self._own), None)
             if not left:
                 break
-            self._learn([left[1]], left[0])
+            self._refine(left.row, left.point.priced.cutting)
         self._tighten()
 
     def _look_first(self, wanted: int) -> None:
@@ -117,14 +120,6 @@ class Pool:
                     go_on(self._watch, self._progress())
                     some = group.only(np.argsort(group.bound, kind="stable")[: 2 * _AT_ONCE])
                     self._keep_all(some, some.evenly_solved(self._goal))
-        self._tune(wanted)
-
-    def _tune(self, wanted: int) -> None:
-        """Solve the blocks of the first of the best layouts of every kind: most others of the kind are cut alike."""
-        for row in [one.row for one in self.solutions[:wanted]]:
-            if row not in self._cuttings.own and self._cuttings.alike(row) not in self._tuned:
-                self._learn([row[1]], row[0])
-            self._tuned.add(self._cuttings.alike(row))
 
     def _tighten(self) -> None:
         """Bound points again whose bound is loose, the lowest first: what is known best was not when they were."""
@@ -144,19 +139,19 @@ class Pool:
             if not found:
                 return None
             row = found.solution.row
-            if row not in self._cuttings.own:
-                self._learn([row[1]], row[0])
-            if self._cuttings.uses(row[0], found.solution.point.priced.cutting, np.array([row[1]]))[0]:
+            if row not in self._own:
+                self._refine(row, found.solution.point.priced.cutting)
+            if self._own[row] == found.solution.point.priced.cutting:
                 return found
-            self.settle(self._count)  # the new cutting may serve the fastest as well
+            self.settle(self._count)  # the fastest may be this layout with its own cutting
 
     def _below(self, limit: float) -> Iterator[Points]:
         """Yield the points whose bound is below a limit, those that share a schedule together."""
         for plain in [one for one in self._plain if one.least < limit]:
             self._add_recompute(plain, plain.variants)
         for points in self._points:
-            raised = self._raised[points.priced.cutting][self._numbers(points)]
-            near = points.only(np.maximum(points.bound, raised) < limit).in_use(self._cuttings)
+            raised = self._raised[self._numbers(points)]
+            near = self._in_use(points.only(np.maximum(points.bound, raised) < limit))
             if len(near.rows):
                 yield from near.by_schedule()
 
@@ -172,10 +167,11 @@ class Pool:
         few = replace(legal, variants=tuple(one for one in some if len(one.layouts)))
         goal = Goal(objective="memory", capacity=np.inf)
         pool = Pool(self._question, few, goal, self._pins, lambda _: self._watch(SearchProgress()))
-        pool._pricer, pool._cuttings, pool._unpriced = self._pricer, self._cuttings, []
-        for terms in pool._variants:
-            for cutting in self._cuttings.by_terms[terms]:
-                pool._price(cutting, terms, pool._layouts(terms))
+        pool._pricer, pool._unpriced = self._pricer, []
+        for terms, cutting, layouts in self._cuttings:
+            some = np.intersect1d(layouts, pool._layouts(terms)) if terms in pool._variants else layouts[:0]
+            if len(some):
+                pool._price(cutting, terms, some)
         for _ in range(_LOOKS):
             if not pool._open_next(pool._limit(1)):
                 break
@@ -185,7 +181,10 @@ class Pool:
     @property
     def solutions(self) -> list[Solution]:
         """The best solution of every layout so far, best first."""
-        return sorted(self._best.values(), key=lambda one: one.order)
+        found: dict[int, Solution] = {}
+        for one in sorted(self._best.values(), key=lambda one: one.order):
+            found.setdefault(one.layout, one)
+        return list(found.values())
 
     @property
     def bound(self) -> float:
@@ -218,7 +217,7 @@ class Pool:
             num_left=num_left,
             num_solved=num_solved,
             num_fitting=int(self._fits.sum()),
-            num_tables=sum(map(len, self._cuttings.by_terms.values())),
+            num_tables=len(self._cuttings),
             value=float(value),
             bound=float(min(value, self.bound)),
         )
@@ -234,7 +233,7 @@ class Pool:
         if points is None or least >= limit:
             return False
         self._waiting.remove((least, points))
-        points = points.in_use(self._cuttings)
+        points = self._in_use(points)
         for group in points.only(points.bound < limit).by_schedule():
             self._push(group)
         self._wait(points.only(points.bound >= limit))
@@ -261,11 +260,11 @@ class Pool:
                 return
             points = heapq.heappop(self._open)[-1]
             self._num_open -= len(points.rows)
-            points = points.in_use(self._cuttings)
+            points = self._in_use(points)
             # Only the best point of each layout is wanted.
-            everything = self._goal.effort.exhaustive
-            known = {} if everything else {layout: one.value * (1 + _TIE) for layout, one in self._best.items()}
-            limits = np.array([min(limit, known.get(layout, np.inf)) for layout in points.layouts.tolist()])
+            best = {} if self._goal.effort.exhaustive else self._best
+            rows: list[Row] = [(points.variant.terms, layout) for layout in points.layouts.tolist()]
+            limits = np.array([min(limit, best[row].value * (1 + _TIE)) if row in best else limit for row in rows])
             order = np.argsort(points.bound, kind="stable")
             near = points.bound[order] < limits[order]
             self._passed.append(points.only(order[~near]))
@@ -294,11 +293,13 @@ class Pool:
 
     def _limit(self, count: int) -> float:
         """Return the value of the layout at place ``count``; a point above it does not matter."""
-        values = sorted((*self._others, *(one.value for one in self._best.values())))
+        known: dict[int, float] = {}
+        for (_, layout), one in self._best.items():
+            known[layout] = min(one.value, known.get(layout, np.inf))
+        values = sorted((*self._others, *known.values()))
         return np.inf if self._goal.effort.exhaustive or len(values) < count else values[count - 1] * (1 + _TIE)
 
     def _solve(self, points: Points, limit: float) -> None:
-        terms, cutting = points.variant.terms, points.priced.cutting
         found = points.solved(self._goal, limit, self.splits)
         values = self._goal.value(found)
         fits = np.isfinite(values)
@@ -307,78 +308,81 @@ class Pool:
         self._fits[numbers] |= fits
         # What does not fit under the limit, or not at all, is no less than the limit.
         least = np.where(fits, found.bound, np.maximum(found.bound, limit))
-        self._raised[cutting][numbers] = np.maximum(self._raised[cutting][numbers], least)
+        self._raised[numbers] = np.maximum(self._raised[numbers], least)
         for number, (layout, bound) in enumerate(zip(points.layouts.tolist(), found.bound.tolist(), strict=True)):
-            key, one, value = (terms, cutting, layout), np.array([number]), float(values[number])
+            row, one, value = (points.variant.terms, layout), np.array([number]), float(values[number])
             if bound < min(limit, value) * (1 - self._goal.effort.gap):
-                self._loose.append((key, replace(points.only(one), bound=np.array([bound]))))
+                self._loose.append((row, replace(points.only(one), bound=np.array([bound]))))
             else:
-                self._least[key] = min(bound, self._least.get(key, np.inf))
+                self._least[row] = min(bound, self._least.get(row, np.inf))
         self._keep_all(points, found)
         # The other points are not better than this limit, but the limit may rise.
         left = ~fits & np.isfinite(found.bound)
         self._passed.append(replace(points, bound=np.maximum(found.bound, limit)).only(left))
 
     def _keep_all(self, points: Points, found: StageFilling) -> None:
-        """Keep what was found of points."""
+        """Keep the best solution of each layout."""
         values = self._goal.value(found)
         for number in np.flatnonzero(np.isfinite(values)).tolist():
             one, layout, value = np.array([number]), int(points.layouts[number]), float(values[number])
-            self._keep(Solution(layout=layout, point=points.only(one), filling=found.only(one), value=value))
+            new = Solution(layout=layout, point=points.only(one), filling=found.only(one), value=value)
+            known = self._best.get(new.row)
+            self._best[new.row] = new if known is None or new.order < known.order else known
 
-    def _keep(self, one: Solution) -> None:
-        """Keep the best solution of a layout; keep the point of the other one, if its cutting differs, for later."""
-        known = self._best.get(one.layout)
-        first, second = (one, known) if known is None or one.order < known.order else (known, one)
-        self._best[one.layout] = first
-        if second and second.point.priced.cutting is not first.point.priced.cutting:
-            self._passed.append(replace(second.point, bound=np.array([second.value])))
+    def _price_kind(self, terms: Terms, layouts: Ints) -> None:
+        """Find the cuttings of all layouts of one kind of mesh, and price these."""
+        go_on(self._watch, self._progress())
+        try:
+            asked = replace(terms, pins=self._pins), self._goal.effort.gap
+            for cutting, some in self._pricer.cuttings(layouts, *asked):
+                self._cuttings.append((terms, cutting, some))
+                self._price(cutting, terms, some)
+        except InputError as fault:
+            if not self._pins:
+                raise
+            self._refused.append(fault)
 
-    def _learn(self, layouts: Sequence[int], terms: Terms) -> None:
-        """Solve the blocks of the first layout that satisfies the pins; price all layouts that use a new cutting."""
-        for layout in layouts:
-            go_on(self._watch, self._progress())
-            try:
-                cutting, changed = self._cuttings.solve(layout, terms, self._layouts(terms))
-            except InputError as fault:
-                if not self._pins:
-                    raise
-                self._cuttings.refuse((terms, layout), fault)
-                continue
-            if len(changed):
-                self._price(cutting, terms, changed)
-            self._forget(layout, terms, cutting)
+    def _refine(self, row: Row, used: Cutting) -> None:
+        """Find a layout's own cutting; if it is another than the one used, price the layout anew."""
+        go_on(self._watch, self._progress())
+        terms, layout = row
+        own = solved_cutting(self._question, self._legal.space.candidate(layout, 0), replace(terms, pins=self._pins))
+        atoms = {atom for atom, column in self._pricer.atoms.items() if column[layout] > 1}
+        self._own[row] = used
+        if own.only(atoms) == used.only(atoms):
             return
+        self._own[row] = own
+        self._best.pop(row, None)
+        self._least.pop(row, None)
+        self._loose = [one for one in self._loose if one[0] != row]
+        for variant in self._variants[terms]:
+            self._raised[self._first[variant] + np.flatnonzero(variant.layouts == layout)] = 0.0
+        self._plain = [self._in_use(plain) for plain in self._plain]
+        self._cuttings.append((terms, own, np.array([layout])))
+        self._price(own, terms, np.array([layout]))
+        for points in self._passed:  # these were not better than what was known
+            self._push(points)
+        self._passed.clear()
 
-    def _forget(self, layout: int, terms: Terms, cutting: SolvedCutting) -> None:
-        """Drop bounds of layouts under cuttings that they use no more, and a solution that was not under its own."""
+    def _in_use(self, points: Priced) -> Priced:
+        """Leave out layouts that have a cutting of their own now."""
+        own = [
+            layout
+            for (terms, layout), cutting in self._own.items()
+            if terms == points.terms and cutting != points.priced.cutting
+        ]
+        return points.only(~np.isin(points.layouts, own)) if own else points
 
-        def is_used(terms: Terms, cutting: SolvedCutting, layout: int) -> bool:
-            return bool(self._cuttings.uses(terms, cutting, np.array([layout]))[0])
-
-        self._least = {key: least for key, least in self._least.items() if is_used(*key)}
-        self._loose = [one for one in self._loose if is_used(*one[0])]
-        known = self._best.get(layout)
-        if known and known.point.variant.terms == terms and known.point.priced.cutting is not cutting:
-            del self._best[layout]
-            for points in self._passed:
-                self._push(points)
-            self._passed.clear()
-
-    def _price(self, cutting: SolvedCutting, terms: Terms, some: Ints) -> None:
-        """Price the blocks of those of some layouts that a cutting serves, and let the points wait that use it."""
+    def _price(self, cutting: Cutting, terms: Terms, some: Ints) -> None:
+        """Price the blocks of some layouts as a cutting has them, without recompute."""
         variants = self._variants[terms]
-        self._raised.setdefault(cutting, np.zeros(self._legal.num_legal))
         base = replace(self._legal.space.base, cp_kind=terms.cp_kind)
         space = replace(self._legal.space, base=base, sp=variants[0].space.sp)
         orders: list[CpOrder] = sorted({one.space.base.cp_order for one in variants})
         mine: dict[CpOrder, Ints] = {order: np.intersect1d(some, self._layouts(terms, order)) for order in orders}
-        served: dict[CpOrder, Ints] = {order: self._cuttings.served(terms, cutting, own) for order, own in mine.items()}
-        for priced in self._pricer.priced(space, cutting, served, apart=bool(self._pins)):
+        for priced in self._pricer.priced(space, cutting, mine, apart=bool(self._pins)):
             go_on(self._watch, self._progress())
-            plain = PlainPoints.of(priced, variants, self._goal)
-            self._plain.append(plain.only(self._cuttings.take(terms, cutting, priced.numbers, plain.time_s)))
-        self._plain = [one for one in (plain.in_use(self._cuttings) for plain in self._plain) if len(one.bounds)]
+            self._plain.append(PlainPoints.of(priced, variants, self._goal))
 
     def _numbers(self, points: Points) -> Ints:
         """Return the numbers of points in the whole space."""

@@ -1,24 +1,20 @@
 """Many layouts priced at once: columns of their sizes, atoms and links, and blocks that one lowering serves."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.blocks.cutting import Terms, solved_cutting
+from autoshard.blocks.cutting import Meshes, Terms, shared_cuttings
 from autoshard.cost.collective import Ring, Route, mesh_ring
 from autoshard.cost.setting import Question, Setting, boundary_bytes, price_block
 from autoshard.cost.sharded import CutBlocks, alike_without, atom_groups
 from autoshard.cost.stages import BlockTotals, PerCandidate, PipelineBlocks, Rows, Sends, only
-from autoshard.errors import InputError
 from autoshard.layout.layout import Cutting
-from autoshard.layout.pin import Pin
 from autoshard.plan.build import buckets_of, mesh_of
 from autoshard.plan.candidate import Candidate, CpOrder
-from autoshard.plan.lowering import ATOMS, split_pending
+from autoshard.plan.lowering import ATOMS, KINDS, split_pending
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
@@ -26,100 +22,8 @@ from autoshard.search.space import Space
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import ModelSpec
-from autoshard.spec.workload import DTYPE_BYTES
-
-_TIE = 1e-9  # relative: times that differ by less count as equal
 
 Row = tuple[Terms, int]  # a layout, cut under some terms
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SolvedCutting:
-    """An answer of the block solver: a cutting, and the atoms that cut anything where it was solved."""
-
-    cutting: Cutting
-    atoms: frozenset[str]
-
-    def serves(self, atoms: frozenset[str], exact: frozenset[str]) -> bool:
-        """Say whether it serves a mesh on which these atoms cut: the same of ``exact``, and no other kv or rep."""
-        return atoms & exact == self.atoms & exact and atoms & {"kv", "rep"} <= self.atoms
-
-
-class KnownCuttings:
-    """The answers of the block solver for the layouts of a space, and which of them each layout uses.
-
-    That is its own, or, as long as it has none, that of others under which a step takes least.
-    """
-
-    def __init__(self, question: Question, space: Space, pins: tuple[Pin, ...]) -> None:
-        self._question, self._space, self._pins = question, space, pins
-        self._exact = frozenset(ATOMS if pins else ("ep", "cp") if question.model.num_experts else ())
-        sizes = atom_columns(question.model, space)
-        cut = zip(*((column > 1).tolist() for column in sizes.values()), strict=True)
-        self._atoms = [frozenset(atom for atom, cuts in zip(sizes, row, strict=True) if cuts) for row in cut]
-        self.by_terms: dict[Terms, list[SolvedCutting]] = defaultdict(list)
-        self.own: set[Row] = set()
-        self.refused: dict[Row, InputError] = {}  # layouts that cannot satisfy the pins
-        # By terms: the number of the cutting that each layout uses, and what a step takes with it at least.
-        self._used: dict[Terms, tuple[Ints, Floats]] = defaultdict(
-            lambda: (np.full(space.num_layouts, -1), np.full(space.num_layouts, np.inf))
-        )
-
-    def mesh_kinds(self, layouts: Ints) -> Iterator[list[int]]:
-        """Yield the layouts of each kind of mesh, since no cutting serves two kinds."""
-        yield from mesh_kinds(self._question, self._space, layouts, [atoms & self._exact for atoms in self._atoms])
-
-    def alike(self, row: Row) -> object:
-        """Return what tells apart layouts that are likely to be cut otherwise."""
-        return row[0], self._atoms[row[1]] & {*self._exact, "kv", "rep"}
-
-    def solve(self, layout: int, terms: Terms, others: Ints) -> tuple[SolvedCutting, Ints]:
-        """Return the own cutting of a layout, which it uses from now on, and the layouts to price with that.
-
-        These are all others that it serves, if it is new, or else this one, unless it used this cutting before.
-        """
-        candidate = self._space.candidate(layout, 0)
-        solved = solved_cutting(self._question, candidate, replace(terms, pins=self._pins))
-        atoms, known = self._atoms[layout], self.by_terms[terms]
-        used, least_s = self._used[terms]
-        same = [
-            number
-            for number, one in enumerate(known)
-            if one.serves(atoms, self._exact) and one.cutting.only(atoms) == solved.only(atoms)
-        ]
-        if not same:
-            known.append(SolvedCutting(cutting=solved, atoms=atoms))
-        number = same[0] if same else len(known) - 1
-        changed = others if not same else np.array([layout] if used[layout] != number else [], dtype=np.int64)
-        self.own.add((terms, layout))
-        used[layout], least_s[layout] = number, -np.inf
-        return known[number], changed
-
-    def refuse(self, row: Row, fault: InputError) -> None:
-        """Keep why a layout cannot satisfy the pins; it uses no cutting."""
-        self.refused[row] = fault
-        used, least_s = self._used[row[0]]
-        used[row[1]], least_s[row[1]] = -1, -np.inf
-
-    def uses(self, terms: Terms, cutting: SolvedCutting, layouts: Ints) -> NDArray[np.bool_]:
-        """Say which layouts use a cutting."""
-        return self._used[terms][0][layouts] == self.by_terms[terms].index(cutting)
-
-    def served(self, terms: Terms, cutting: SolvedCutting, layouts: Ints) -> Ints:
-        """Return the layouts that may use a cutting: all that it serves, but for those that have their own."""
-        each: list[int] = layouts.tolist()
-        serves = np.array([cutting.serves(self._atoms[one], self._exact) for one in each], dtype=bool)
-        return layouts[serves & ((self._used[terms][1][layouts] >= 0) | self.uses(terms, cutting, layouts))]
-
-    def take(self, terms: Terms, cutting: SolvedCutting, layouts: Ints, time_s: Floats) -> NDArray[np.bool_]:
-        """Let layouts use a cutting if a step takes less with it; return which use it. A layout may stand twice."""
-        used, least_s = self._used[terms]
-        here_s = np.full(len(least_s), np.inf)
-        np.minimum.at(here_s, layouts, time_s)
-        some = np.unique(layouts)
-        faster = some[(here_s[some] < least_s[some] * (1 - _TIE)) | ((used[some] < 0) & (least_s[some] >= 0))]
-        used[faster], least_s[faster] = self.by_terms[terms].index(cutting), here_s[faster]
-        return self.uses(terms, cutting, layouts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -127,7 +31,7 @@ class PricedLayouts(PerCandidate):
     """Layouts with the blocks of one lowering, each block under every kind of recompute that may be used, or none."""
 
     question: Question
-    cutting: SolvedCutting
+    cutting: Cutting
     space: Space
     numbers: Ints  # of the layouts in the space of the search
     orders: NDArray[np.str_]  # of the sequence over cp
@@ -178,64 +82,83 @@ class PricedLayouts(PerCandidate):
 
 
 class LayoutPricer:
-    """Prices the layouts of a search; links, and layers that several cuttings cut alike, are priced once."""
+    """Prices the layouts of a space, and finds how their blocks are cut; links are priced once."""
 
-    def __init__(self, question: Question) -> None:
-        self.question = question
-        self._rings: dict[object, Ring] = {}
-        self._layers: dict[object, tuple[Mapping[object, int], BlockTotals]] = {}
+    def __init__(self, question: Question, space: Space) -> None:
+        self.question, self.space = question, space
+        model, cluster = question.model, question.cluster
+        # One candidate of every division of the ranks, whatever its micro-batch.
+        sizes = np.stack([space.rows[key] for key in ("tp", "pp", "cp", "ep", "dp")])
+        _, first, division = np.unique(sizes, axis=1, return_index=True, return_inverse=True)
+        candidates = [space.candidate(int(row), 0) for row in first]
+        self._division, self._meshes = division.reshape(-1), [mesh_of(one, model, cluster) for one in candidates]
+        buckets = [buckets_of(one, space.engine).total_bytes for one in candidates]
+        self._bucket_bytes = np.array(buckets, dtype=np.float64)[self._division]
+        self._known: dict[object, Ring] = {}
+        self._rings: dict[tuple[str, ...], Ring] = {}
+        self.atoms = atom_columns(model, space)
+
+    def kinds(self, layouts: Ints, *, pinned: bool) -> Iterator[Ints]:
+        """Yield some layouts by the kind of their mesh: no cutting serves two kinds.
+
+        Slots of experts may be cut otherwise where ep, or cp, cuts something; so may anything where tensors are pinned.
+        """
+        exact = ATOMS if pinned else ("ep", "cp") if self.question.model.num_experts else ()
+        yield from split(layouts, [self.atoms[atom] > 1 for atom in exact])
+
+    def cuttings(self, layouts: Ints, terms: Terms, slack: float) -> Iterator[tuple[Cutting, Ints]]:
+        """Yield cuttings of some layouts of one kind, each with those that it serves; ``slack`` is of time."""
+        rows, batch = self.space.only(layouts).rows, self.question.workload.global_batch
+        meshes = Meshes(
+            atoms={atom: column[layouts] for atom, column in self.atoms.items()},
+            num_sequences=rows["mbs"] * rows["dp"],
+            num_micro_batches=np.maximum(1, batch // (rows["mbs"] * rows["dp"])),
+            ring=lambda atoms: only(self._ring(atoms), layouts),
+        )
+        for cutting, some in shared_cuttings(self.question, meshes, terms, slack):
+            yield cutting, layouts[some]
 
     def priced(
-        self, space: Space, cutting: SolvedCutting, layouts: Mapping[CpOrder, Ints], *, apart: bool = False
+        self, space: Space, cutting: Cutting, layouts: Mapping[CpOrder, Ints], *, apart: bool = False
     ) -> Iterator[PricedLayouts]:
-        """Price the blocks of some layouts as a cutting shards them, without recompute.
+        """Price the blocks of some layouts of a space of the same sizes as a cutting shards them, without recompute.
 
         The layouts are given by the order of the sequence over cp; ``apart`` as in ``lowered_alike``.
         """
-        question, model = self.question, self.question.model
+        question = self.question
         numbers = np.concatenate(list(layouts.values()))
         orders = np.repeat(list(layouts), [len(one) for one in layouts.values()])
         some = space.only(numbers)
-        for mine, blocks in lowered_alike(question, some, cutting.cutting, apart=apart):
-            own, count = some.only(mine), len(mine)
-            # One candidate of every division of the ranks, whatever its micro-batch.
-            sizes = np.stack([own.rows[key] for key in ("tp", "pp", "cp", "ep", "dp")])
-            _, first, inverse = np.unique(sizes, axis=1, return_index=True, return_inverse=True)
-            inverse, candidates = inverse.reshape(-1), [own.candidate(int(row), 0) for row in first]
-            meshes = [mesh_of(candidate, model, question.cluster) for candidate in candidates]
-            groups = (("pp",), *atom_groups(blocks.every()))
-            rings = {
-                group: only(ring_column([self._ring(mesh, group) for mesh in meshes]), inverse) for group in groups
-            }
+        for mine, blocks in lowered_alike(question, some, cutting, apart=apart):
+            own, count, rows = some.only(mine), len(mine), numbers[mine]
+            rings = {group: only(self._ring(group), rows) for group in (("pp",), *atom_groups(blocks.every()))}
             setting = Setting(
                 blocks=blocks,
                 sizes=question.sizes((own.rows["mbs"] * own.rows["dp"]).astype(np.float64), own.rows["ep"]),
-                atoms={atom: column.astype(np.float64) for atom, column in atom_columns(model, own).items()},
+                atoms={atom: column[rows].astype(np.float64) for atom, column in self.atoms.items()},
                 rings=rings,
                 zero=own.base.zero,
                 cp_order=orders[mine],
             )
-            layer = self._layer(numbers[mine], orders[mine], (Recompute(),), setting)
-            embed, head = (
-                BlockTotals.of([price_block(question, setting, kind, Recompute())], count) for kind in ("embed", "head")
+            embed, layer, head = (
+                BlockTotals.of([price_block(question, setting, kind, Recompute())], count) for kind in KINDS
             )
             weights = (
                 block_weights for block in (layer, embed, head) for block_weights in (block.weights, block.tied_weights)
             )
             summed = {part for each in weights for atoms in each for part in split_pending(atoms)}
-            buckets = np.array([buckets_of(one, space.engine).total_bytes for one in candidates], dtype=np.float64)
             yield PricedLayouts(
                 question=question,
                 cutting=cutting,
                 space=own,
-                numbers=numbers[mine],
+                numbers=rows,
                 orders=orders[mine],
                 # The step phase asks for the rings over which sums of gradients are pending, and for no sizes.
                 setting=replace(setting, sizes={}, rings={atoms: rings[atoms] for atoms in rings if atoms in summed}),
                 priced_in=setting,
                 links=rings["pp",],
                 boundary_bytes=np.broadcast_to(boundary_bytes(setting), count),
-                bucket_bytes=buckets[inverse],
+                bucket_bytes=self._bucket_bytes[rows],
                 kinds=(Recompute(),),
                 embed=embed,
                 layer=layer,
@@ -244,27 +167,29 @@ class LayoutPricer:
 
     def with_recompute(self, priced: PricedLayouts) -> PricedLayouts:
         """Price the layers of such layouts under every kind of recompute that may be used."""
-        kinds = kinds_of(priced.space.recomputes)
-        return replace(priced, kinds=kinds, layer=self._layer(priced.numbers, priced.orders, kinds, priced.priced_in))
+        kinds, setting = kinds_of(priced.space.recomputes), priced.priced_in
+        costs = [price_block(self.question, setting, "layer", drop) for drop in kinds]
+        return replace(priced, kinds=kinds, layer=BlockTotals.of(costs, len(priced.numbers)))
 
-    def _layer(
-        self, numbers: Ints, orders: NDArray[np.str_], kinds: tuple[Recompute, ...], setting: Setting
-    ) -> BlockTotals:
-        """Price a layer under some kinds of recompute; numbers and orders say of which layouts."""
-        blocks, rows = cast(CutBlocks, setting.blocks), list(zip(numbers.tolist(), orders.tolist(), strict=True))
-        key = blocks.cutting.alone("layer").only(blocks.atoms), blocks.atoms, kinds
-        if key in self._layers and self._layers[key][0].keys() >= set(rows):
-            known, totals = self._layers[key]
-            return totals.only(np.array([known[row] for row in rows]))
-        totals = BlockTotals.of([price_block(self.question, setting, "layer", drop) for drop in kinds], len(rows))
-        self._layers[key] = {row: number for number, row in enumerate(rows)}, totals
-        return totals
+    def _ring(self, atoms: tuple[str, ...]) -> Ring:
+        """Return the groups over some atoms on the meshes of all layouts."""
+        if atoms not in self._rings:
+            self._rings[atoms] = only(
+                ring_column([self._one_ring(mesh, atoms) for mesh in self._meshes]), self._division
+            )
+        return self._rings[atoms]
 
-    def _ring(self, mesh: Mesh, atoms: tuple[str, ...]) -> Ring:
+    def _one_ring(self, mesh: Mesh, atoms: tuple[str, ...]) -> Ring:
         key = (atoms, mesh.steps(atoms), mesh.placement)
-        if key not in self._rings:
-            self._rings[key] = mesh_ring(self.question.cluster, mesh, atoms, self.question.calibration)
-        return self._rings[key]
+        if key not in self._known:
+            self._known[key] = mesh_ring(self.question.cluster, mesh, atoms, self.question.calibration)
+        return self._known[key]
+
+
+def split(layouts: Ints, cuts: Sequence[NDArray[np.bool_]]) -> Iterator[Ints]:
+    """Part layouts by which of some atoms cut anything."""
+    kinds = sum((own[layouts] << number for number, own in enumerate(reversed(cuts))), 0 * layouts)
+    yield from (layouts[kinds == kind] for kind in np.unique(kinds))
 
 
 def lowered_alike(
@@ -279,17 +204,12 @@ def lowered_alike(
     cuts = {atom: column > 1 for atom, column in atom_columns(question.model, space).items()}
     mixture = bool(question.model.num_experts)
 
-    def split(layouts: Ints, atoms: Sequence[str]) -> list[Ints]:
-        """Part layouts by which of these atoms cut anything."""
-        kinds = sum((cuts[atom][layouts] << number for number, atom in enumerate(reversed(atoms))), 0 * layouts)
-        return [layouts[kinds == kind] for kind in np.unique(kinds)]
-
     def lowered(layouts: Ints) -> CutBlocks:
         atoms = frozenset(atom for atom, column in cuts.items() if column[layouts].any())
         return CutBlocks(step=question.step, cutting=cutting, atoms=atoms)
 
     always = [atom for atom in cuts if apart or (mixture and atom in ("ep", "cp"))]
-    for alike in split(np.arange(space.num_layouts), always):
+    for alike in split(np.arange(space.num_layouts), [cuts[atom] for atom in always]):
         whole = lowered(alike)
         matter = [
             atom
@@ -299,7 +219,7 @@ def lowered_alike(
             and not cuts[atom][alike].all()
             and not alike_without(whole, atom)
         ]
-        for mine in split(alike, matter):
+        for mine in split(alike, [cuts[atom] for atom in matter]):
             yield mine, lowered(mine)
 
 
@@ -308,25 +228,6 @@ def atom_columns(model: ModelSpec, space: Space) -> Mapping[str, Ints]:
     tp, ep, dp, cp = (space.rows[key] for key in ("tp", "ep", "dp", "cp"))
     rep = np.maximum(1, tp // model.num_kv_heads)
     return {"edp": dp // ep, "ep": ep, "cp": cp, "kv": tp // rep, "rep": rep}
-
-
-def mesh_kinds(question: Question, space: Space, layouts: Ints, atoms: Sequence[frozenset[str]]) -> Iterator[list[int]]:
-    """Yield the layouts of each kind of mesh, since no cutting serves two kinds; the largest tp comes first.
-
-    ``atoms`` are those that tell the kind of each layout of the space. The first layout of a kind should be a likely
-    winner, because a winner needs its own cutting anyway: few stages, as long as weights and gradients fill at most
-    half of the memory, and small micro-batches.
-    """
-    rows, precision = space.only(layouts).rows, question.workload.precision
-    per_weight = DTYPE_BYTES[precision.weights] + DTYPE_BYTES[precision.gradients]
-    states_bytes = question.model.num_parameters * per_weight / (rows["tp"] * rows["pp"])
-    full = states_bytes > question.cluster.rank_memory_bytes / 2
-    order = np.lexsort((rows["mbs"], rows["cp"], rows["pp"], full, -rows["tp"]))
-    found: dict[frozenset[str], list[int]] = defaultdict(list)
-    ordered: list[int] = layouts[order].tolist()
-    for layout in ordered:
-        found[atoms[layout]].append(layout)
-    yield from found.values()
 
 
 def kinds_of(recomputes: Sequence[tuple[Recompute, ...]]) -> tuple[Recompute, ...]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from autoshard.blocks.choices import atom_dims
-from autoshard.blocks.cutting import Terms, operator_problem, solved_cutting
+from autoshard.blocks.cutting import Meshes, Terms, operator_problem, solved_cutting
 from autoshard.blocks.problem import ring_of_s
 from autoshard.cost.setting import price_block, setting_of
 from autoshard.cost.sharded import CutBlocks
@@ -65,7 +65,9 @@ def test_what_dp_cp_and_ep_cut_is_said_for_meshes_that_have_them(case):
 def test_a_ring_costs_the_solver_what_it_costs_a_block():
     question, candidate, cutting = solved("ring")
     question = replace(question, calibration=replace(question.calibration, collective_s=1e-3))
-    problem = operator_problem(question, candidate, Terms(engine="torch", sequence_parallel=True), "layer")
+    problem = operator_problem(
+        question, Meshes.of(question, candidate), Terms(engine="torch", sequence_parallel=True), "layer"
+    )
     parts = [op for op in problem.block.select("micro_batch") if op.source == "attend"]
     cuts = cutting.only(set(problem.real_atoms)).block("layer")["attend"]
     ring_s = sum(ring_of_s(problem, op, cuts) for op in parts)

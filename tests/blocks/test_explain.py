@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autoshard.blocks.choices import real_cuts
-from autoshard.blocks.cutting import Terms, operator_problem
+from autoshard.blocks.cutting import Meshes, Terms, operator_problem
 from autoshard.blocks.explain import explain, second_best
 from autoshard.blocks.operators import solve
 from autoshard.cost.calibration import calibration_of
@@ -89,7 +89,7 @@ def test_all_passes_of_a_fused_kernel_stand_with_its_first_operation():
 def test_the_second_best_cut_is_what_a_search_without_the_best_one_finds(case):
     question = question_of(plan(case), calibration_of(plan(case)))
     terms = Terms(engine=plan(case).engine, sequence_parallel=plan(case).sp)
-    problem = operator_problem(question, plan(case).candidate, terms, "layer")
+    problem = operator_problem(question, Meshes.of(question, plan(case).candidate), terms, "layer")
     best = solve(problem)
     others = second_best(problem, best.cuts, terms.rules)
     checked = 0

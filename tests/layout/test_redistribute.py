@@ -1,5 +1,6 @@
 import math
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -7,11 +8,11 @@ from hypothesis import assume, given, settings, strategies as st
 
 from autoshard.layout.layout import Layout
 from autoshard.layout.redistribute import (
-    Change,
     ChangePrices,
     LayoutGraph,
     Matrix,
     Pending,
+    Prices,
     all_layouts,
     bytes_price,
     redistribute,
@@ -111,16 +112,26 @@ PRICE = bytes_price(4096.0, TWO)
 EVERY = {pending: list(all_layouts(DIMS, tuple(TWO), pending)) for pending in ("sums", "maxima")}
 
 
-def price_all(graph: LayoutGraph) -> Matrix:
-    found = np.full((graph.size, graph.size), np.inf)
-    for collective, befores, afters in graph.groups:
-        for before, after in zip(befores, afters, strict=True):
-            change = Change(collective=collective, before=graph.layouts[before], after=graph.layouts[after])
-            found[before, after] = min(found[before, after], PRICE(change))
-    return found
+DEARER = np.array([1.0, 3.0, 2.0])  # three meshes, of which the first two look for ways
 
 
-PRICES = {pending: ChangePrices(DIMS, TWO, PRICE, price_all, pending) for pending in ("sums", "maxima")}
+def prices(columns: slice | None) -> Callable[[LayoutGraph], Matrix]:
+    """The prices of all changes in a graph, in some columns of meshes or on one."""
+
+    def price_all(graph: LayoutGraph) -> Matrix:
+        one = np.array([PRICE(graph.change(step)) for step in range(len(graph.before))])
+        return one if columns is None else one[:, None] * DEARER[columns]
+
+    return price_all
+
+
+ONE = Prices(of_change=PRICE, of_graph=prices(None))
+COLUMNS = Prices(
+    of_change=lambda change: PRICE(change) * DEARER, of_graph=prices(slice(3)), few=prices(slice(2)), shape=(3,)
+)
+PRICES, IN_COLUMNS = (
+    {pending: ChangePrices(DIMS, tuple(TWO), own, pending) for pending in ("sums", "maxima")} for own in (ONE, COLUMNS)
+)
 
 
 def test_every_layout_is_there_once():
@@ -136,6 +147,7 @@ def test_every_layout_is_there_once():
 def test_the_price_is_that_of_the_cheapest_redistribution(pending: Pending, first: int, seconds: list[int]):
     before, afters = EVERY[pending][first], [EVERY[pending][number] for number in seconds]
     (found,) = PRICES[pending].between([before], afters)
+    assert np.allclose(IN_COLUMNS[pending].between([before], afters), found[:, None] * DEARER)
     for after, price in zip(afters, found, strict=True):
         if {*after.sums, *after.maxima} <= {*before.sums, *before.maxima}:
             changes = redistribute(before, after, TWO, PRICE)

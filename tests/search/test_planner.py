@@ -85,6 +85,19 @@ def test_bounds_leave_out_nothing_that_is_better(request_: Request):
     assert pruned.certificate.num_solved < whole.certificate.num_solved
 
 
+@pytest.mark.parametrize("kernels", ["", ",kernels=torch_cuda"])
+def test_a_layout_that_fits_with_its_own_table_alone_is_found(kernels: str):
+    asked = ask("tiny-llama", ranks=8, global_batch=8, pins=f"pp=1,zero=0,sp=false,cp=2,recompute=none{kernels}")
+    model, chip = replace(asked.model, num_layers=2), replace(asked.cluster.chip, memory_bytes=2**34)
+    request = replace(asked, model=model, cluster=replace(asked.cluster, chip=chip))
+    truth = Truth(request)
+    fastest = [point.fastest(np.inf) for point in truth.legal]
+    for most in sorted({one.peak_bytes for one in fastest if one}):
+        best = truth.fastest(most * 1.0001)
+        found = search(replace(request, memory_bytes=most * 1.0001, effort=EXACT), nearest=False)
+        assert best and found.certificate.value == pytest.approx(best.time_s, rel=1e-9)
+
+
 def test_ties_go_to_less_memory_and_then_to_smaller_axes():
     request = ask("tiny-llama", global_batch=8, pins="cp=1")
     found = search(request, num_plans=30).plans

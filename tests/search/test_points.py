@@ -14,7 +14,7 @@ from autoshard.plan.recompute import Recompute
 from autoshard.search.bounds import least_bytes, least_of_any
 from autoshard.search.legal_space import RunVariant, legal_space
 from autoshard.search.points import Points
-from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts, SolvedCutting
+from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts
 from autoshard.search.request import Request
 from autoshard.search.stage_filling import Goal
 from tests.search.brute_force import FULL, PLAIN, Point, Truth, ask, requests
@@ -31,9 +31,8 @@ def single_points(truth: Truth) -> Iterator[tuple[Point, RunVariant, PricedLayou
         for place, layout in enumerate(variant.layouts.tolist()):
             point = truth.point_of(variant.space.candidate(place, 0))
             space = replace(legal.space, base=variant.space.base, sp=variant.space.sp)
-            cutting = SolvedCutting(cutting=point.blocks.cutting, atoms=frozenset())
-            pricer = LayoutPricer(point.question)
-            (plain,) = pricer.priced(space, cutting, {space.base.cp_order: np.array([layout])})
+            pricer = LayoutPricer(point.question, space)
+            (plain,) = pricer.priced(space, point.blocks.cutting, {space.base.cp_order: np.array([layout])})
             one = pricer.with_recompute(plain)
             yield point, variant.only(np.array([place])), plain, one
 

@@ -16,7 +16,7 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.legal_space import legal_space
-from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts, SolvedCutting
+from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts
 from autoshard.search.stage_filling import Effort, Goal, fill_stages, path_weights
 from autoshard.search.stage_options import StageChoices, StageFilling
 from tests.search.brute_force import EXACT, FULL, PLAIN, ask, compositions
@@ -33,8 +33,7 @@ def priced(kernels: str, zero: int) -> PricedLayouts:
     request = ask("tiny-llama", ranks=8, global_batch=16, pins=f"mbs=1,tp=2,dp=2,zero={zero},kernels={kernels}")
     space = legal_space(request, "torch").space
     candidate = space.candidate(0, 0)
-    cutting = SolvedCutting(cutting=request.cutting(candidate, "torch"), atoms=frozenset({"kv", "edp"}))
-    pricer = LayoutPricer(request.question(candidate))
+    cutting, pricer = request.cutting(candidate, "torch"), LayoutPricer(request.question(candidate), space)
     return pricer.with_recompute(next(iter(pricer.priced(space, cutting, {"contiguous": np.arange(1)}))))
 
 
