@@ -9,9 +9,9 @@ from autoshard.blocks.choices import OpChoice, PassRule, made_layout, op_cuts, s
 from autoshard.blocks.problem import OperatorProblem
 from autoshard.graph.kinds.linear import Collect, Deliver
 from autoshard.graph.op import Dims, Op
+from autoshard.layout.change_prices import ChangePrices, Matrix, Pending
 from autoshard.layout.layout import Layout
 from autoshard.layout.legal import cut_operations
-from autoshard.layout.redistribute import ChangePrices, Matrix, Pending
 from autoshard.spec.workload import Dtype
 
 

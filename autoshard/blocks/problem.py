@@ -16,9 +16,10 @@ from autoshard.errors import nearest, require
 from autoshard.graph.block import Block, Saved
 from autoshard.graph.kinds.attention import SCORES
 from autoshard.graph.op import Call, Op
+from autoshard.layout.change_prices import LayoutGraph, Matrix, Prices
 from autoshard.layout.layout import Collective, Cuts, Layout
 from autoshard.layout.legal import cut_operations
-from autoshard.layout.redistribute import Change, LayoutGraph, Matrix, Prices
+from autoshard.layout.redistribute import Change
 from autoshard.layout.sharding import RING_DIM, RINGS
 from autoshard.spec.workload import DTYPE_BYTES, Dtype
 

@@ -6,18 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
+from autoshard.layout.change_prices import ChangePrices, LayoutGraph, Matrix, Pending, Prices, all_layouts
 from autoshard.layout.layout import Layout
-from autoshard.layout.redistribute import (
-    ChangePrices,
-    LayoutGraph,
-    Matrix,
-    Pending,
-    Prices,
-    all_layouts,
-    bytes_price,
-    redistribute,
-    single_changes,
-)
+from autoshard.layout.redistribute import bytes_price, redistribute, single_changes
 from autoshard.layout.shards import Executor
 from autoshard.spec.mesh import Mesh
 
