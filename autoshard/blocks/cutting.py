@@ -113,17 +113,22 @@ class Meshes:
         )
 
 
-def shared_cuttings(question: Question, meshes: Meshes, terms: Terms, slack: float) -> Iterator[tuple[Cutting, Ints]]:
+def shared_cuttings(
+    question: Question, meshes: Meshes, asked: tuple[Terms, float], between: Callable[[], None]
+) -> Iterator[tuple[Cutting, Ints]]:
     """Yield cuttings for columns of meshes, each with the numbers of those that it serves.
 
-    Blocks take at most this share more there than with their own, which ``solved_cutting`` finds, and hold no more.
+    ``asked`` are the terms, and the share that blocks may take more there than with their own, which ``solved_cutting``
+    finds; they hold no more. ``between`` is called before each block, and may stop this.
     """
+    terms, slack = asked
     count, parts = len(meshes.atoms["edp"]), dict[str, tuple[SharedCuts, ...]]()
     few = meshes.only(np.unique(np.linspace(0, count - 1, _FEW).astype(np.int64)))
     real = tuple(atom for atom, size in meshes.atoms.items() if np.any(size > 1))
     precision = question.workload.precision
     state_bytes = float(DTYPE_BYTES[precision.weights] + DTYPE_BYTES[precision.gradients])
     for kind in KINDS:
+        between()
         some = operator_problem(question, few, terms, kind, real)
         problem = operator_problem(question, meshes, terms, kind, real)
         parts[kind] = solve_columns(replace(problem, few=some, state_bytes_per_weight=state_bytes), slack)

@@ -1,8 +1,7 @@
 """Best-first search: solve outer points in the order of their bounds, until no open bound is better.
 
 The block solver finds the cuts of all layouts of a kind at once. A cutting names atoms, not sizes, so that one serves
-many layouts: all those for which it is hardly worse than their own. The best layouts get just their own. The block
-solver minimises time alone; the outer search saves memory.
+many layouts; the best layouts get just their own. It minimises time alone; the outer search saves memory.
 """
 
 import heapq
@@ -53,7 +52,7 @@ class Pool:
     ) -> None:
         """``others`` are the values of the best layouts of other spaces, beside which these are wanted."""
         self._question, self._legal, self._goal, self._pins, self._watch = question, legal, goal, pins, watch
-        self._pricer = LayoutPricer(question, legal.space)
+        self._pricer = LayoutPricer(question, legal.space, lambda: go_on(self._watch, self._progress()))
         self._variants: dict[Terms, list[RunVariant]] = defaultdict(list)
         self._first: dict[RunVariant, int] = {}  # the number of a variant's first point
         for variant in legal.variants:
@@ -241,11 +240,10 @@ class Pool:
 
     def _add_recompute(self, plain: PlainPoints, variants: Sequence[RunVariant]) -> None:
         """Price some layouts under every recompute, and let their points of some variants wait."""
-        go_on(self._watch, self._progress())
+        priced = self._pricer.with_recompute(plain.priced)
         self._plain.remove(plain)
         left = [one for one in plain.variants if one not in variants]
         self._plain += [replace(plain, variants=left)] if left else []
-        priced = self._pricer.with_recompute(plain.priced)
         for variant in variants:
             points = Points.of(priced, variant, self._goal, self._limit(max(self._count, _ALWAYS)))
             self._bounded[self._numbers(points)] = True
@@ -331,7 +329,6 @@ class Pool:
 
     def _price_kind(self, terms: Terms, layouts: Ints) -> None:
         """Find the cuttings of all layouts of one kind of mesh, and price these."""
-        go_on(self._watch, self._progress())
         try:
             asked = replace(terms, pins=self._pins), self._goal.effort.gap
             for cutting, some in self._pricer.cuttings(layouts, *asked):
@@ -381,7 +378,6 @@ class Pool:
         orders: list[CpOrder] = sorted({one.space.base.cp_order for one in variants})
         mine: dict[CpOrder, Ints] = {order: np.intersect1d(some, self._layouts(terms, order)) for order in orders}
         for priced in self._pricer.priced(space, cutting, mine, apart=bool(self._pins)):
-            go_on(self._watch, self._progress())
             self._plain.append(PlainPoints.of(priced, variants, self._goal))
 
     def _numbers(self, points: Points) -> Ints:

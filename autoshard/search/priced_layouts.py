@@ -1,6 +1,6 @@
 """Many layouts priced at once: columns of their sizes, atoms and links, and blocks that one lowering serves."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from autoshard.blocks.cutting import Meshes, Terms, shared_cuttings
 from autoshard.cost.collective import Ring, Route, mesh_ring
-from autoshard.cost.setting import Question, Setting, boundary_bytes, price_block
+from autoshard.cost.setting import BlockCost, Question, Setting, boundary_bytes, price_block
 from autoshard.cost.sharded import CutBlocks, alike_without, atom_groups
 from autoshard.cost.stages import BlockTotals, PerCandidate, PipelineBlocks, Rows, Sends, only
 from autoshard.layout.layout import Cutting
@@ -82,10 +82,13 @@ class PricedLayouts(PerCandidate):
 
 
 class LayoutPricer:
-    """Prices the layouts of a space, and finds how their blocks are cut; links are priced once."""
+    """Prices the layouts of a space, and finds how their blocks are cut; links are priced once.
 
-    def __init__(self, question: Question, space: Space) -> None:
-        self.question, self.space = question, space
+    ``between`` is called before each block, and may stop this.
+    """
+
+    def __init__(self, question: Question, space: Space, between: Callable[[], None] = lambda: None) -> None:
+        self.question, self.space, self._between = question, space, between
         model, cluster = question.model, question.cluster
         # One candidate of every division of the ranks, whatever its micro-batch.
         sizes = np.stack([space.rows[key] for key in ("tp", "pp", "cp", "ep", "dp")])
@@ -115,7 +118,7 @@ class LayoutPricer:
             num_micro_batches=np.maximum(1, batch // (rows["mbs"] * rows["dp"])),
             ring=lambda atoms: only(self._ring(atoms), layouts),
         )
-        for cutting, some in shared_cuttings(self.question, meshes, terms, slack):
+        for cutting, some in shared_cuttings(self.question, meshes, (terms, slack), self._between):
             yield cutting, layouts[some]
 
     def priced(
@@ -131,6 +134,7 @@ class LayoutPricer:
         some = space.only(numbers)
         for mine, blocks in lowered_alike(question, some, cutting, apart=apart):
             own, count, rows = some.only(mine), len(mine), numbers[mine]
+            self._between()
             rings = {group: only(self._ring(group), rows) for group in (("pp",), *atom_groups(blocks.every()))}
             setting = Setting(
                 blocks=blocks,
@@ -168,7 +172,10 @@ class LayoutPricer:
     def with_recompute(self, priced: PricedLayouts) -> PricedLayouts:
         """Price the layers of such layouts under every kind of recompute that may be used."""
         kinds, setting = kinds_of(priced.space.recomputes), priced.priced_in
-        costs = [price_block(self.question, setting, "layer", drop) for drop in kinds]
+        costs: list[BlockCost] = []
+        for drop in kinds:
+            self._between()
+            costs.append(price_block(self.question, setting, "layer", drop))
         return replace(priced, kinds=kinds, layer=BlockTotals.of(costs, len(priced.numbers)))
 
     def _ring(self, atoms: tuple[str, ...]) -> Ring:
