@@ -12,9 +12,10 @@ import pytest
 from autoshard.commands import progress as progress_module
 from autoshard.commands.progress import watching
 from autoshard.search import no_plan
-from autoshard.search.points import Solution
+from autoshard.search.points import Points
 from autoshard.search.pool import Pool
 from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts
+from autoshard.search.stage_options import StageFilling
 from autoshard.search.watch import SearchProgress, go_on
 from tests.cli.conftest import Typed
 
@@ -37,18 +38,18 @@ def test_a_line_is_drawn_where_somebody_looks_and_after_a_moment(
 
 def test_time_that_is_over_stops_a_search_that_says_so(typed: Typed, monkeypatch: pytest.MonkeyPatch):
     question = "plan --model tiny-llama --cluster local --time-limit 1 --global-batch 8"
-    now_s, keep = [0.0], Pool._keep
+    now_s, keep = [0.0], Pool._keep_all
 
-    def kept_after_hours(pool: Pool, one: Solution) -> None:
-        keep(pool, one)
+    def kept_after_hours(pool: Pool, points: Points, found: StageFilling) -> None:
+        keep(pool, points, found)
         now_s[0] = 9e3
 
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: now_s[0])
-    monkeypatch.setattr(Pool, "_keep", kept_after_hours)
+    monkeypatch.setattr(Pool, "_keep_all", kept_after_hours)
     code, out, _ = typed(question)
     assert code == 0 and "(stopped after 1 s)" in " ".join(out.split())
     now_s[0] = 0.0
-    monkeypatch.setattr(Pool, "_keep", keep)
+    monkeypatch.setattr(Pool, "_keep_all", keep)
     price = LayoutPricer.priced
 
     def priced_for_hours(*arguments: Any, **options: Any) -> Iterator[PricedLayouts]:
