@@ -65,7 +65,7 @@ def _conclude(compiled: Compiled, cache: str, log: Path, warnings: Sequence[str]
     """Print how many graphs were compiled and which failed; return the exit code."""
     num_failed = compiled.num_failed
     if json:
-        failures = [{"graph": one.graph, "cause": one.cause, "logs": list(one.logs)} for one in compiled.failures]
+        failures = [{"graph": one.graph, "cause": one.cause, "log": one.log} for one in compiled.failures]
         counts = {"graphs": compiled.num_graphs, "failed": num_failed, "failures": failures}
         print_answer({"cache": cache, "log": str(log), "warnings": warnings, **counts})
         return 1 if num_failed else 0
@@ -73,7 +73,7 @@ def _conclude(compiled: Compiled, cache: str, log: Path, warnings: Sequence[str]
     for failure in compiled.failures:
         print(f"failed: {failure.graph or 'a graph without a name'}: {failure.cause or 'no reason was given'}")
         smaller = [f"  {_SMALLER}"] if "instructions" in failure.cause else []
-        print(*smaller, *(f"  log: {path}" for path in failure.logs or (str(log),)), sep="\n")
+        print(*smaller, f"  log: {failure.log or log}", sep="\n")
     if num_failed:
         print(f"{num_failed} of {max(compiled.num_graphs, num_failed)} graphs failed. Full output: {log}")
         return 1

@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import subprocess
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,22 +28,21 @@ _CACHE = re.compile(r"Compile cache path: (\S+)")
 _REPORTED = re.compile(r'"([^"\s]*/MODULE_[^"\s]*)":\s*\{[^{}]*?"status":\s*false')
 _CACHED = re.compile(r"Got a cached failed neff at (\S+/MODULE_\S+?/model\.neff)")
 _REFUSED = re.compile(r"Failed compilation with \[([^\n]*?)\]: ?([^\n]*)")
-_DIAGNOSED = re.compile(r"Diagnostic logs stored in (\S+)")
-_DIED = re.compile(r"sub-process \d+ got exception: ([^\n]*)")
-_ERROR = re.compile(r"(?:Process \d+ failed compilation|Subprocess \d+ encountered error): ([^\n]*)")
+_ERROR = re.compile(
+    r"(Process \d+ failed compilation|Subprocess \d+ encountered error|sub-process \d+ got exception): ([^\n]*)"
+)
 _MODULE = re.compile(r"MODULE_\w+(?:\+\w+)?")
-_PATH = re.compile(r"[^'\s]*/[^'\s/]*MODULE_[^'\s]*")
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\dT[\d:.]+Z\s*")
 _TICKET = " - Please open a support ticket"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedGraph:
-    """A graph that was not compiled: its name where that is known, why, and which logs say more."""
+    """A graph that was not compiled: its name, why, and which log says more, each "" where that is not known."""
 
     graph: str
     cause: str
-    logs: tuple[str, ...] = ()
+    log: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,37 +61,33 @@ def compiled_of(text: str) -> Compiled | None:
     if "failed compilations" not in totals and _NOTHING_NEW not in text:
         return None
     failures, caches = tuple(_failures(text)), _CACHE.findall(text)
-    num_failed = max(totals.get("failed compilations", 0), len(failures))
-    cache = caches[-1] if caches else ""
-    return Compiled(num_graphs=totals.get("graphs", 0), num_failed=num_failed, failures=failures, cache=cache)
+    num_named = sum(bool(one.graph) for one in failures) or len(failures)
+    return Compiled(
+        num_graphs=totals.get("graphs", 0),
+        num_failed=max(totals.get("failed compilations", 0), num_named),
+        failures=failures,
+        cache=caches[-1] if caches else "",
+    )
 
 
 def _failures(text: str) -> Iterator[FailedGraph]:
-    """Yield what failed; an error that names no graph belongs to one whose cause is not known, if there is one."""
-    causes = dict[str, str]()  # by graph
-    logs = defaultdict[str, dict[str, None]](dict)  # likewise: each once, in the order in which they were named
+    """Yield graphs that failed, then errors that name none."""
+    logs = {
+        Path(path).parent.name: str(Path(path).with_name("model.log"))
+        for path in (*_REPORTED.findall(text), *_CACHED.findall(text))
+    }
+    causes = {
+        found[0]: _cleaned(cause) for module, cause in _REFUSED.findall(text) if (found := _MODULE.search(module))
+    }
+    for name in dict.fromkeys((*logs, *causes)):
+        yield FailedGraph(graph=name, cause=causes.get(name, ""), log=logs.get(name, ""))
+    for process, cause in _ERROR.findall(text):
+        if not _REFUSED.search(cause):
+            yield FailedGraph(graph="", cause=f"{process}: {_cleaned(cause)}")
 
-    def graph_of(text: str, cause: str = "") -> str:
-        found = _MODULE.search(text)
-        name = found[0] if found else ""
-        causes[name] = causes.get(name) or cause
-        return name
 
-    def cause_of(text: str) -> str:
-        return _STAMP.sub("", text.partition(_TICKET)[0]).strip()
-
-    for path in (*_REPORTED.findall(text), *_CACHED.findall(text)):
-        logs[graph_of(path)][str(Path(path).with_name("model.log"))] = None
-    for command, cause in _REFUSED.findall(text):
-        folders = {Path(path).parent for path in _PATH.findall(command)}
-        near = [log for log in _DIAGNOSED.findall(text) if Path(log).parent in folders]
-        logs[graph_of(command, cause_of(cause))] |= dict.fromkeys(near)
-    errors = [cause_of(cause) for cause in _ERROR.findall(text) if not _REFUSED.search(cause)]
-    for name, cause in causes.items():
-        found = cause or (errors.pop(0) if errors else "")
-        yield FailedGraph(graph=name, cause=found, logs=tuple(logs[name]))
-    unnamed = [*errors, *(f"a compiling process died: {cause}" for cause in _DIED.findall(text))]
-    yield from (FailedGraph(graph="", cause=cause) for cause in unnamed)
+def _cleaned(cause: str) -> str:
+    return _STAMP.sub("", cause.partition(_TICKET)[0]).strip()
 
 
 def streamed(command: Sequence[str], log: Path, show: Callable[[str], None]) -> int:

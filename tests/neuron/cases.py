@@ -218,10 +218,10 @@ def _leave_out(measure: str) -> None:
 
 def _ours(engine: Any, one: Any, rows: torch.Tensor, which: tuple[int, int]) -> Iterator[tuple[str, Held]]:
     """Yield what rows of a parameter hold of our tensors."""
-    from autoshard.engine.nxd.shards import patches_of
+    from autoshard.engine.nxd.shards import local_patches
 
     built = engine.built
-    for whole in patches_of(one.contents.holds, built.rank, built.sizes, built.whole):
+    for whole in local_patches(one.contents.holds, built.rank, built.sizes, built.whole)[1]:
         for patch in whole.rows(*which):
             bounds = tuple((part.start, part.stop) for part in patch.place)
             yield f"{one.contents.instance}.{patch.tensor}", Held(bounds=bounds, array=patch.view(rows).numpy())

@@ -15,7 +15,7 @@ from autoshard.engine.nxd.blocks import MiddleStage
 from autoshard.engine.nxd.library import groups, named, trainer
 from autoshard.engine.nxd.lowering import INPUTS, NxdLowering, lowering_of
 from autoshard.engine.nxd.model import NxdModel, ParameterContents, Recomputed
-from autoshard.engine.nxd.shards import patches_of
+from autoshard.engine.nxd.shards import local_patches
 from autoshard.engine.placement import StatePart, StatePiece, saves_alone
 from autoshard.engine.programs import graph_of
 from autoshard.graph.kinds.optimizer import AdamW
@@ -274,7 +274,7 @@ class State:
         tensors: dict[StatePart, Tensor] = {"weight": one.updated.detach()}
         tensors |= {part: state[name] for part, name in _MOMENTS.items() if name in state}
         pieces = {piece.tensor: piece for piece in holds.pieces}
-        wholes = patches_of(holds, built.rank, built.sizes, built.whole)
+        _, wholes = local_patches(holds, built.rank, built.sizes, built.whole)
         found = [patch for whole in wholes for patch in whole.rows(*one.rows)]
         for part, tensor in tensors.items():
             memory = tensor

@@ -19,7 +19,7 @@ from autoshard.engine.nxd import blocks
 from autoshard.engine.nxd.blocks import BlockModule, ModuleStep, NxdDecoder
 from autoshard.engine.nxd.library import groups, named, ring_kernel
 from autoshard.engine.nxd.lowering import NxdLowering
-from autoshard.engine.nxd.shards import TpRank, local_of, local_shape
+from autoshard.engine.nxd.shards import TpRank, local_of, local_patches
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.attention import Attend, Rotary
 from autoshard.graph.kinds.indexing import Lookup
@@ -270,7 +270,9 @@ class NxdModel:
         op = block.op(step.ops[0])
         dtype, parameters = DTYPES[self._plan.workload.precision.weights], form.parameters if form else ()
         weights = {
-            one.name: nn.Parameter(torch.empty(local_shape(one, self.rank, self.sizes), dtype=dtype, device=_NOWHERE))
+            one.name: nn.Parameter(
+                torch.empty(local_patches(one, self.rank, self.sizes, self.sizes)[0], dtype=dtype, device=_NOWHERE)
+            )
             for one in parameters
         }
         compute = self._attention() if isinstance(op.kind, Attend) else blocks.compute_of(block, op)

@@ -60,31 +60,20 @@ class TpRank:
         return place * (size // count), (place + 1) * (size // count)
 
 
-def local_shape(parameter: FormParameter, rank: TpRank, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the shape of a rank's parameter."""
-    return _stacked(parameter, rank, sizes, sizes)[0]
-
-
 def local_of(parameter: FormParameter, rank: TpRank, sizes: Mapping[str, int], whole: Mapping[str, Array]) -> Array:
     """Cut a rank's parameter out of our whole tensors; what is padded is zero."""
     own = {dim: size for one in parameter.pieces for dim, size in zip(one.dims, whole[one.tensor].shape, strict=True)}
-    shape, patches = _stacked(parameter, rank, sizes, own)
+    shape, patches = local_patches(parameter, rank, sizes, own)
     local = np.zeros(shape, dtype=whole[parameter.pieces[0].tensor].dtype)
     for patch in patches:
         patch.view(local)[...] = whole[patch.tensor][patch.place]
     return local
 
 
-def patches_of(
-    parameter: FormParameter, rank: TpRank, sizes: Mapping[str, int], whole: Mapping[str, int]
-) -> Sequence[Patch]:
-    """Return what a rank's parameter holds; ``sizes`` are padded, those of our ``whole`` are not."""
-    return _stacked(parameter, rank, sizes, whole)[1]
-
-
-def _stacked(
+def local_patches(
     parameter: FormParameter, rank: TpRank, sizes: Mapping[str, int], whole: Mapping[str, int]
 ) -> tuple[tuple[int, ...], Sequence[Patch]]:
+    """Return a rank's shape of a parameter and what it holds; ``sizes`` are padded, those of our ``whole`` are not."""
     rows = (
         (
             Row(parameter.name, Axes(piece.axes), piece.tensor, Axes(tuple((dim,) for dim in piece.dims))),
@@ -163,15 +152,8 @@ class NxdNames:
             raise InputError(faults)
         return replace(self, cuts={dim: rank.bounds(self.padded.get(dim, 0), atoms) for dim, atoms in _CUTS.items()})
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a rank's tensor."""
-        return self._stacked(name)[0]
-
-    def patches(self, name: str) -> Sequence[Patch]:
-        """Return what a rank's tensor holds."""
-        return self._stacked(name)[1]
-
-    def _stacked(self, name: str) -> tuple[tuple[int, ...], Sequence[Patch]]:
+    def stacked(self, name: str) -> tuple[tuple[int, ...], Sequence[Patch]]:
+        """Return the shape of a rank's tensor, and what it holds."""
         tensor = self.tensors[name]
         return stacked(((row, self.cuts) for row in tensor.rows), tensor.axis, self.sizes)
 

@@ -45,13 +45,13 @@ def nxd_source(folder: Path, family: str, model: ModelSpec) -> WeightSource:
     faults: list[Fault] = []
     for at, number in product(range(tp), range(pp)):
         here = {name for other in range(tp) for name in ranks[other, number]} & tables[at].tensors.keys()
-        wanted = {name: tables[at].shape(name) for name in sorted(here)}
+        wanted = {name: tables[at].stacked(name)[0] for name in sorted(here)}
         faults += shape_faults(ranks[at, number], wanted, DERIVED, str(folder / _name(at, number)))
     faults += [Fault(where=f"{folder}: {name}", message="missing") for name in tables[0].tensors.keys() - names]
     if faults:
         raise InputError(sorted(faults, key=lambda fault: fault.where))
     stored = (
-        replace(one, patches=tuple(tables[at].patches(name)))
+        replace(one, patches=tuple(tables[at].stacked(name)[1]))
         for (at, _), found in ranks.items()
         for name, one in found.items()
         if name in tables[at].tensors
@@ -78,11 +78,10 @@ def nxd_outputs(
     files: list[TargetFile] = []
     for number, (at, names) in product(sorted(blocks), enumerate(ranks)):
         entries = tuple(
-            Entry(
-                name=name, dtype=dtypes[one.rows[0].ours], shape=names.shape(name), patches=tuple(names.patches(name))
-            )
+            Entry(name=name, dtype=dtypes[one.rows[0].ours], shape=shape, patches=tuple(patches))
             for name, one in names.tensors.items()
             if one.block in blocks[number]
+            for shape, patches in [names.stacked(name)]
         )
         files.append(TargetFile(file=_name(at, number), entries=entries, kind="state"))
     return files
@@ -126,11 +125,11 @@ def _fitting(ranks: Ranks, names: NxdNames) -> Sequence[NxdNames]:
         usual = usual or found
         keys = next(name for name, one in found[0].tensors.items() if any(".k." in row.ours for row in one.rows))
         files = [number for at, number in ranks if at == 0 and keys in ranks[0, number]]
-        if not files or ranks[0, files[0]][keys].shape != found[0].shape(keys):
+        if not files or ranks[0, files[0]][keys].shape != found[0].stacked(keys)[0]:
             continue
         if copies in (1, tp):
             return found
-        patch = next(one for one in found[0].patches(keys) if ".k." in one.tensor)
+        patch = next(one for one in found[0].stacked(keys)[1] if ".k." in one.tensor)
         first, second, other = (patch.view(ranks[at, files[0]][keys].read()) for at in (0, 1, tp // copies))
         if torch.equal(first, other):
             return found

@@ -208,8 +208,10 @@ def _columns(part: FilePart, field: str) -> Iterator[list[Any]]:
 
 
 _ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?$")
-_UNREACHED = ("ConnectError", "ConnectTimeout", "OfflineModeIsEnabled")  # of whichever HTTP library is used
-_BROKEN = ("RemoteProtocolError", "ReadError", "ReadTimeout", "PoolTimeout", "IncompleteRead")
+# Classes of exceptions, of whichever HTTP library is used.
+_UNREACHED = {"ConnectError", "ConnectTimeout", "OfflineModeIsEnabled"}
+_BROKEN = {"RemoteProtocolError", "ReadError", "PoolTimeout", "IncompleteRead", "ConnectionError", "TimeoutError"}
+_BROKEN |= {"ReadTimeout"}
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _LOGIN = "Log in with `hf auth login`, or set HF_TOKEN"
 CONVERT = (
@@ -280,31 +282,33 @@ def _explained(name: str, kind: Literal["dataset", "model"]) -> Iterator[None]:
         if any(isinstance(one, OSError) and one.errno in _OF_THE_DISK for one in found):
             raise
         page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
-        status = next((status for one in found if (status := _status(one))), None)
-        if any(isinstance(one, errors.GatedRepoError) for one in found):
-            message = f"needs a token and an accepted licence. Accept it at {page}. {_LOGIN}"
-            if status == 403:
-                message = "its licence is not accepted by the account of your token. Accept it at "
-                message = f"{message}{page}, or give a token that may"
-        elif status == 403:
-            message = f"your token may not read it. Ask its owner at {page}, or give a token that may"
-        elif status == 401 or any(isinstance(one, errors.RepositoryNotFoundError) for one in found):
-            message = f"there is no {page}, or it is private, or your token is wrong. Look at the spelling. {_LOGIN}"
-            message = f"{message} if it is private"
-        else:
-            message = _broken(constants.ENDPOINT, status, found) or f"cannot be read: {' '.join(str(error).split())}"
-        raise InputError.of(name, message) from error
+        raise InputError.of(name, _reason(found, constants.ENDPOINT, page)) from error
 
 
-def _broken(hub: str, status: int | None, found: list[BaseException]) -> str:
+def _reason(found: Sequence[BaseException], hub: str, page: str) -> str:
+    """Say why a page of a hub cannot be read, by an exception and its causes, and what to do about it."""
+    from huggingface_hub import errors
+
+    status = next((status for one in found if (status := _status(one))), None)
+    names = {kind.__name__ for one in found for kind in type(one).__mro__}
+    if any(isinstance(one, errors.GatedRepoError) for one in found):
+        if status == 403:
+            what = "its licence is not accepted by the account of your token"
+            return f"{what}. Accept it at {page}, or give a token that may"
+        return f"needs a token and an accepted licence. Accept it at {page}. {_LOGIN}"
+    if status == 403:
+        return f"your token may not read it. Ask its owner at {page}, or give a token that may"
+    if status == 401 or any(isinstance(one, errors.RepositoryNotFoundError) for one in found):
+        what = f"there is no {page}, or it is private, or your token is wrong"
+        return f"{what}. Look at the spelling. {_LOGIN} if it is private"
     if status is not None:
         return f"{hub} answers {status}. Start the same command again later: finished files are kept"
-    if any(type(one).__name__ in _UNREACHED for one in found):
+    if names & _UNREACHED:
         look = "Look at the network, at a proxy and at HF_ENDPOINT. Without a network, download elsewhere and give"
         return f"{hub} cannot be reached. {look} the folder"
-    if any(type(one).__name__ in _BROKEN or isinstance(one, ConnectionError | TimeoutError) for one in found):
+    if names & _BROKEN:
         return f"the download from {hub} broke off. Start the same command again: finished files are kept"
-    return ""
+    return f"cannot be read: {' '.join(str(found[0]).split())}"
 
 
 def _status(error: BaseException) -> int | None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from autoshard.engine.nxd.shards import TpRank, local_of, local_shape, patches_of
+from autoshard.engine.nxd.shards import TpRank, local_of, local_patches
 from autoshard.graph.op import Dims
 from autoshard.layout.layout import Cuts
 from autoshard.plan.nxd.match import FormParameter, FormPiece
@@ -61,14 +61,15 @@ def test_shards_of_all_ranks_together_hold_the_whole_each_element_as_often_as_it
     counts = {name: np.zeros(array.shape, dtype=int) for name, array in whole.items()}
     for rank in ranks:
         local = local_of(parameter, rank, SIZES, whole)
-        assert local.shape == local_shape(parameter, rank, SIZES)
-        held = sum(whole[one.tensor][one.place].size for one in patches_of(parameter, rank, SIZES, own))
+        shape, patches = local_patches(parameter, rank, SIZES, own)
+        assert local.shape == shape
+        held = sum(whole[one.tensor][one.place].size for one in patches)
         assert np.count_nonzero(local) == held, "what is padded is zero"
         num_rows = -(-len(local) // num_shards)  # as ZeRO-1 pads and cuts
         padded = np.pad(local, [(0, num_rows * num_shards - len(local)), *[(0, 0)] * (local.ndim - 1)])
         for first in range(0, len(padded), num_rows):
             rows = (first, first + num_rows)
-            for patch in (part for one in patches_of(parameter, rank, SIZES, own) for part in one.rows(*rows)):
+            for patch in (part for one in patches for part in one.rows(*rows)):
                 view = patch.view(padded[slice(*rows)])
                 assert np.shares_memory(view, padded)
                 np.testing.assert_array_equal(view, whole[patch.tensor][patch.place])
