@@ -221,8 +221,7 @@ class _Opener:
 
     def _without_manifest(self, name: str, prefixes: list[Path]) -> FileStream:
         """Open what others made: only its tokens say of which vocabulary they are."""
-        masks = [beside(prefix, ".mask.bin").is_file() for prefix in prefixes]
-        stream, opened, faults = self._files(name, prefixes, has_answers=all(masks)), OpenFiles(), list[Fault]()
+        stream, opened, faults = self._files(name, prefixes, has_answers=False), OpenFiles(), list[Fault]()
         for index in stream.files:
             if self.spec.check == "full":
                 faults += faults_inside(index, opened, self.vocab)
@@ -250,9 +249,6 @@ class _Opener:
             found = [one for some in pool.map(read, parts) for one in some]
         files = tuple(one for one in found if isinstance(one, TokenIndex))
         faults = [fault for one in found if isinstance(one, tuple) for fault in one]
-        for index in files if has_answers else ():
-            mask = FileRecord(name=index.mask.name, bytes=index.num_tokens, sha256="")
-            faults += missing_or_resized(index.mask.parent, [mask])
         if faults:
             raise InputError(faults)
         return FileStream(name=name, files=files, vocab=self.vocab, has_answers=has_answers)

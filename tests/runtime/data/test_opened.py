@@ -83,10 +83,8 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     (gone / "part-00001.bin").unlink()
     write_set(tmp_path / "others", [[[1, 999]]])
     (tmp_path / "empty").mkdir()
-    write_set(tmp_path / "masked", [[[1, 2, 3]]])
-    (tmp_path / "masked.mask.bin").write_bytes(bytes(2))
     write_set(tmp_path / "short", [[[1]]])
-    names = [broken, gone, foreign, *(tmp_path / name for name in ("others", "nothing", "empty", "masked", "short"))]
+    names = [broken, gone, foreign, *(tmp_path / name for name in ("others", "nothing", "empty", "short"))]
     said = "\n".join(faults_of(dict.fromkeys(names, 1), vocab=200))
     for text in (
         "broken/part-00000.bin: is truncated: copy it again",
@@ -97,7 +95,6 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
         "others.bin: holds the token 999, and the model knows 0 to 199",
         "nothing: is neither a folder nor the prefix",
         "empty: is a folder without manifest.json and without .idx files. Make a set with `autoshard tokenize",
-        "masked.mask.bin: is truncated",
         "short: holds no sample",
     ):
         assert text in said
