@@ -41,13 +41,7 @@ class InitialWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnWeight:
-    """A whole weight that is nowhere: a part of it is drawn when it is taken, in FP32 and the same from any rank.
-
-    >>> whole = DrawnWeight(shape=(700, 3, 100), seeds=(0, 1))
-    >>> part = whole[600:, 1:, 7:9]
-    >>> part.shape, bool((part == np.asarray(whole)[600:, 1:, 7:9]).all())
-    ((100, 2, 2), True)
-    """
+    """A whole weight that is nowhere: a part of it is drawn when it is taken, in FP32 and the same from any rank."""
 
     shape: tuple[int, ...]
     seeds: tuple[int, int]  # of the run, and of the weight's name
@@ -98,12 +92,7 @@ def no_weights(graph: OpGraph) -> Callable[[str], Array]:
 
 
 def no_memory(shape: Sequence[int], dtype: type[np.generic]) -> Array:
-    """Return an array in which every element is the same zero.
-
-    >>> whole = no_memory((10**6, 10**6), np.int64)
-    >>> whole.strides, int(whole[-1, -1])
-    ((0, 0), 0)
-    """
+    """Return an array in which every element is the same zero."""
     return as_strided(np.zeros(1, dtype), shape, [0] * len(shape))
 
 

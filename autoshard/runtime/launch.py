@@ -52,13 +52,7 @@ class GivenRank:
 
 
 def given_rank(environment: Mapping[str, str] = os.environ) -> GivenRank | None:
-    """Return which rank this process was started as; None if it was not started as a rank.
-
-    >>> given_rank({}) is None
-    True
-    >>> given_rank({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "2"})
-    GivenRank(by='torchrun', rank=1, num_ranks=4, meeting='env://', alone=False, local_rank=1)
-    """
+    """Return which rank this process was started as; None if it was not started as a rank."""
     if {"RANK", "WORLD_SIZE"} & environment.keys():
         return _given_by_torchrun(environment)
     if {"SLURM_PROCID", "SLURM_NTASKS"} <= environment.keys():
@@ -142,9 +136,6 @@ def node_words(
     """Return torchrun's options that start the ranks of this node; ``given`` counts nodes here.
 
     Nodes meet one port above that where ``given`` met: torchrun still listens there.
-
-    >>> node_words(None, 1, 32)
-    ['--standalone', '--nproc-per-node', '32']
     """
     if num_nodes == 1:
         return ["--standalone", "--nproc-per-node", str(num_ranks)]
@@ -211,11 +202,7 @@ def _given_by_slurm(environment: Mapping[str, str]) -> GivenRank | None:
 
 
 def first_node(nodes: str) -> str:
-    """Return the first of Slurm's list of nodes, where rank 0 is.
-
-    >>> first_node("trn[003-007,12],login"), first_node("alpha,beta"), first_node("")
-    ('trn003', 'alpha', 'localhost')
-    """
+    """Return the first of Slurm's list of nodes, where rank 0 is."""
     found = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes)
     return f"{found[1]}{found[2] or ''}" if found else "localhost"
 

@@ -41,10 +41,9 @@ def run_sends(task: Task) -> Sent:
     """What every rank runs: forward and backward of the first layer's experts alone."""
     with as_started(task.plan.mesh.size("tp")):
         from autoshard.engine.nxd.engine import NxdEngine
-        from autoshard.engine.nxd.model import ExpertsLayer
 
         engine = NxdEngine(task.plan, task.weights.__getitem__)
-        mixture = next(one for one in engine.model.modules() if isinstance(one, ExpertsLayer))
+        mixture = next(one for one in engine.model.modules() if hasattr(getattr(one, "layer", None), "expert_mlps"))
         plan, seq = task.plan, task.plan.workload.seq_len
         shape = (seq // plan.mesh.size("tp"), plan.micro_batch) if plan.sp else (plan.micro_batch, seq)
         x = torch.randn(*shape, plan.model.hidden, requires_grad=True)

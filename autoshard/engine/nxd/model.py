@@ -7,6 +7,7 @@ attention, MLP and loss the graph's order holds: batch, seq, then the dims of th
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -34,55 +35,39 @@ DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float
 _NOWHERE = torch.device("meta")
 
 
-class ColumnProducts(nn.Module):
-    """Products of one input, cut along what they make: one layer for all of them.
+class Adapted(nn.Module):
+    """A layer of NxD, with what brings a tensor into its form, and what brings its result into ours."""
 
-    ``made`` are the shapes of what each weight makes, without batch and seq.
-    """
-
-    def __init__(self, layer: nn.Module, made: Sequence[tuple[int, ...]], *, sequence_first: bool) -> None:
+    def __init__(self, layer: Any, into: Callable[[Tensor], Tensor], back: Callable[[Any], Any]) -> None:
         super().__init__()
         self.layer = layer
-        self._made, self._sequence_first = made, sequence_first
+        self._into, self._back = into, back
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Multiply; return one tensor for each weight."""
-        product = self.layer(x)
-        products: Sequence[Tensor] = product if isinstance(product, tuple) else (product,)
-        for one in products:
-            if one.requires_grad:
-                one.register_hook(torch.Tensor.contiguous)  # NxD's products ask that of gradients on a CPU
-        parts = products if isinstance(product, tuple) else product.chunk(len(self._made), dim=-1)
-        ordered = [part.transpose(0, 1) if self._sequence_first else part for part in parts]
-        shaped = tuple(part.unflatten(-1, shape) for part, shape in zip(ordered, self._made, strict=True))
-        first, *others = shaped
-        return shaped if others else first
+    def forward(self, x: Tensor) -> Any:
+        """Compute."""
+        return self._back(self.layer(self._into(x)))
 
 
-class RowProduct(nn.Module):
-    """A product cut along what it sums over, whose sums the layer completes."""
-
-    def __init__(self, layer: nn.Module, num_read: int, *, sequence_first: bool) -> None:
-        super().__init__()
-        self.layer = layer
-        self._num_read, self._sequence_first = num_read, sequence_first
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply."""
-        flat = x.flatten(-self._num_read) if self._num_read > 1 else x
-        return self.layer(flat.transpose(0, 1).contiguous() if self._sequence_first else flat)
+def _as_it_is(x: Any) -> Any:
+    return x
 
 
-class ExpertsLayer(nn.Module):
-    """A router, its experts and what they send; takes and gives hidden states as they lie between layers."""
+def _column_products(made: Sequence[tuple[int, ...]], sequence_first: bool, product: Any) -> Any:
+    """Return one tensor for each weight of a layer, of these shapes behind batch and seq."""
+    products: Sequence[Tensor] = product if isinstance(product, tuple) else (product,)
+    for one in products:
+        if one.requires_grad:
+            one.register_hook(torch.Tensor.contiguous)  # NxD's products ask that of gradients on a CPU
+    parts = products if isinstance(product, tuple) else product.chunk(len(made), dim=-1)
+    ordered = [part.transpose(0, 1) if sequence_first else part for part in parts]
+    shaped = [part.unflatten(-1, shape) for part, shape in zip(ordered, made, strict=True)]
+    return tuple(shaped) if len(shaped) > 1 else shaped[0]
 
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.layer = layer
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return what comes back from the experts; NxD gives a tuple."""
-        return self.layer(x)[0]
+def _flattened(num_read: int, sequence_first: bool, x: Tensor) -> Tensor:
+    """Join the dims that a product sums over."""
+    flat = x.flatten(-num_read) if num_read > 1 else x
+    return flat.transpose(0, 1).contiguous() if sequence_first else flat
 
 
 class TokenLosses(nn.Module):
@@ -254,17 +239,17 @@ class NxdModel:
         pieces = [piece for parameter in form.parameters for piece in parameter.pieces]
         match form.layer:
             case "MoE":
-                return ExpertsLayer(layer), layer
+                return Adapted(layer, _as_it_is, itemgetter(0)), layer  # NxD gives a tuple
             case "ParallelEmbedding":
                 return layer, layer
             case "RowParallelLinear":
-                return RowProduct(layer, len(pieces[0].axes[-1]), sequence_first=first), layer
+                return Adapted(layer, partial(_flattened, len(pieces[0].axes[-1]), first), _as_it_is), layer
             case _:
                 made = [
                     tuple(self.sizes[dim] // self.rank.size(piece.cuts.get(dim, ())) for dim in piece.axes[0])
                     for piece in pieces
                 ]
-                return ColumnProducts(layer, made, sequence_first=first), layer
+                return Adapted(layer, _as_it_is, partial(_column_products, made, first)), layer
 
     def _leaf(self, block: Block, step: ModuleStep, form: Form | None) -> nn.Module:
         op = block.op(step.ops[0])
@@ -300,7 +285,8 @@ def _recomputing(layer: BlockModule, again: tuple[tuple[str, ...], ...]) -> nn.M
     """Mark what a layer computes again for backward; of a mixture, the products of experts and what lies between."""
     if again == (("",),):
         return Recomputed(layer)
-    mixture = next((one.layer for one in layer.children() if isinstance(one, ExpertsLayer)), None)
+    inner = (one.layer for one in layer.children() if isinstance(one, Adapted))
+    mixture = next((one for one in inner if hasattr(one, "expert_mlps")), None)
     for run in again:
         if mixture and len(run) > 1:
             mixture.expert_mlps.mlp_op = Recomputed(mixture.expert_mlps.mlp_op)

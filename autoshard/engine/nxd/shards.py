@@ -23,13 +23,7 @@ from autoshard.spec.model import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TpRank:
-    """A rank of a tp group, and how the atoms of tp are counted along it: on trn1 ``rep`` is outermost, on trn2 ``kv``.
-
-    >>> TpRank(atoms=(("rep", 2), ("kv", 2)), index=1).coordinate(("kv",)), TpRank(
-    ...     atoms=(("kv", 2), ("rep", 2)), index=1
-    ... ).coordinate(("kv",))
-    (1, 0)
-    """
+    """A rank of a tp group, and how the atoms of tp are counted: on trn1 ``rep`` is outermost, on trn2 ``kv``."""
 
     atoms: tuple[tuple[str, int], ...]  # outermost first
     index: int

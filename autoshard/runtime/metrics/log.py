@@ -83,11 +83,7 @@ def _number(line: bytes) -> float:
 
 
 def scalars(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a record for trackers, nested ones under ``name/``.
-
-    >>> dict(scalars({"step": 3, "loss": 2.5, "updated": True, "mfu": None, "neuron": {"core_use": 0.5}}))
-    {'loss': 2.5, 'updated': 1.0, 'neuron/core_use': 0.5}
-    """
+    """Yield the numbers of a record for trackers, nested ones under ``name/``."""
     for name, value in record.items():
         if isinstance(value, dict):
             yield from scalars(value, f"{prefix}{name}/")
