@@ -57,7 +57,6 @@ class _Ranks:
     lifelines: list[int] = field(default_factory=list)  # the parent's ends
     answers: dict[int, Any] = field(default_factory=dict)
     failures: list[_RankFailure] = field(default_factory=list)
-    heard_s: list[float] = field(default_factory=list)  # when each failure was
     signals: list[tuple[float, BaseException]] = field(default_factory=list)  # when, and what ends the run then
 
     def start(self, num_ranks: int, child: Child) -> None:
@@ -78,7 +77,7 @@ class _Ranks:
 
     def listen(self, show: Say) -> None:
         """Take messages as they come, for a moment; a rank that is done is listened to no more."""
-        left_s = self.heard_s[0] + _GRACE_S - time.monotonic() if self.failures else _LOOK_S
+        left_s = self.failures[0].at_s + _GRACE_S - time.monotonic() if self.failures else _LOOK_S
         for end in wait(list(self.ends), max(0.0, min(_LOOK_S, left_s))):
             assert isinstance(end, Connection)
             rank = self.ends[end]
@@ -96,7 +95,6 @@ class _Ranks:
                 self.answers[rank] = message.value
             else:
                 self.failures.append(message)
-                self.heard_s.append(time.monotonic())
 
     def _death(self, rank: int) -> _RankFailure:
         worker = self.workers[rank]
@@ -123,7 +121,7 @@ class _Ranks:
     def refuse(self) -> None:
         """Raise the error that ends the run, if one does."""
         # The end of a pipe may be seen before that of the rank which failed first.
-        if self.failures and (not self.ends or time.monotonic() > self.heard_s[0] + _GRACE_S):
+        if self.failures and (not self.ends or time.monotonic() > self.failures[0].at_s + _GRACE_S):
             first = min(self.failures, key=lambda failure: (not failure.silent, failure.at_s))
             if self.signals and first.silent:  # ranks that do not heed a signal die of it
                 raise self.signals[0][1]

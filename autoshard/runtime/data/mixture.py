@@ -91,7 +91,6 @@ class TextStream:
 
     name: str
     path: Path
-    has_answers: bool = False
 
     @cached_property
     def _tokens(self) -> Array:
@@ -101,10 +100,6 @@ class TextStream:
     def num_tokens(self) -> int:
         """Bytes, and the end."""
         return len(self._tokens)
-
-    def lengths(self) -> Array:
-        """Return the tokens of the only document."""
-        return np.array([self.num_tokens])
 
     def read(self, first: int, count: int) -> TokenSpan:
         """Return some tokens."""

@@ -178,10 +178,11 @@ class _Opener:
         """Open a set, and cut it into samples."""
         stream = self._stream(name)
         unmarked = "does not know which tokens are answers. Tokenize conversations with --chat, or set loss_on: all"
-        require((self.spec.loss_on == "all" or stream.has_answers, name, unmarked))
+        talks = stream if isinstance(stream, FileStream) and stream.has_answers else None
+        require((self.spec.loss_on == "all" or talks is not None, name, unmarked))
         require((stream.num_tokens >= 2, name, "holds no sample: it has less than 2 tokens"))
         whole = Windows(num_tokens=stream.num_tokens, seq_len=self.seq_len)
-        cut = packs(stream.lengths(), self.seq_len) if stream.has_answers else whole
+        cut = packs(talks.lengths(), self.seq_len) if talks else whole
         return CutStream(stream=stream, cut=cut, weight=self.spec.sets[name])
 
     def _stream(self, name: str) -> FileStream | TextStream:
