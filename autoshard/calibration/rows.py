@@ -206,7 +206,8 @@ def measured_rows(path: Path) -> MeasuredRows:
     sets: dict[str, str] = {}
     left_out: dict[str, InputError] = {}
     known: dict[tuple[str, str], str] = {}
-    unended: Mapping[str, InputError] = _unended_runs(path) if path.is_dir() else {}
+    runs = sorted(one for one in path.iterdir() if one.is_dir() and _is_run(one)) if path.is_dir() else []
+    unended = {str(run): InputError.of("", _UNENDED) for run in runs if not (run / OF_A_RUN).is_file()}
     _refuse_others(path)
     files = [path]  # a file, that of a run, all of a folder, those of its runs
     if (path / OF_A_RUN).is_file():
@@ -229,9 +230,8 @@ def measured_rows(path: Path) -> MeasuredRows:
     keeps_unfit = files in ([path], [path / OF_A_RUN]) and len(unfit) == len(rows)
     unfit = {} if keeps_unfit else unfit
     incomplete = frozenset([*unended, *unfit])
-    return MeasuredRows(rows=rows, sets=sets, left_out={**left_out, **unended}, incomplete=incomplete).without(
-        unfit, path
-    )
+    found = MeasuredRows(rows=rows, sets=sets, left_out={**left_out, **unended}, incomplete=incomplete)
+    return found.without(unfit, path)
 
 
 def _refuse_others(path: Path) -> None:
@@ -251,19 +251,13 @@ def _refuse_others(path: Path) -> None:
 
 def _rows_in(file: Path) -> Mapping[str, MeasuredRow | InputError]:
     """Return the rows of a file, or what is wrong with them: a run that is killed leaves half a line."""
-    lines: dict[str, MeasuredRow | InputError] = {}
+    lines = dict[str, MeasuredRow | InputError]()
     for where, data in json_lines(file).items():
         try:
             lines[where] = MeasuredRow.read(data)
         except InputError as error:
             lines[where] = error
     return lines or {str(file): InputError.of("", "holds no rows; write one JSON object per line")}
-
-
-def _unended_runs(path: Path) -> Mapping[str, InputError]:
-    """Return the runs of a folder that have no row, which they write in the end."""
-    runs = sorted(one for one in path.iterdir() if one.is_dir() and _is_run(one))
-    return {str(run): InputError.of("", _UNENDED) for run in runs if not (run / OF_A_RUN).is_file()}
 
 
 def _is_run(folder: Path) -> bool:

@@ -58,14 +58,9 @@ def launch(
     if checked.rejections:
         return print_refused(checked.rejections, json=json)
     job_name = name or default_name(checked.plan)
-    job = Job(
-        name=job_name,
-        plan=checked.plan,
-        training=_from_anywhere(training, plan, place.volume),
-        place=place,
-        run=run_folder or (f"{place.volume}/{job_name}" if place.volume else "run"),
-        setup=setup or "",
-    )
+    run = run_folder or (f"{place.volume}/{job_name}" if place.volume else "run")
+    options = _from_anywhere(training, plan, place.volume)
+    job = Job(name=job_name, plan=checked.plan, training=options, place=place, run=run, setup=setup or "")
     files = {"slurm": slurm_files, "k8s": kubernetes_files, "torchrun": torchrun_files}[place.scheduler](job)
     if submit:
         there = f"Type the same where the cluster's jobs are submitted, or leave --submit out, take {out} there, and"

@@ -31,7 +31,7 @@ from autoshard.runtime.machine import (
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.recipe import QuestionOptions
-from autoshard.spec.training import Training
+from autoshard.spec.training import Checkpointing, DataSpec, Training
 
 
 def run(
@@ -71,7 +71,7 @@ def run(
     tried = dry_run or rehearse is not None
     _refuse(plan, rehearse, restarts, dry=dry_run, dry_ranks=dry_ranks, compile_only=compile_only)
     folder = out or Path("runs") / (f"{plan.stem}-compiled" if compile_only else plan.stem)
-    trained = _only_tried(training) if tried else _with_paths(training, plan)
+    trained = _trained(training, plan, tried=tried)
     options = Run(folder=folder, training=trained, resume="never" if tried else resume)
     leads = (given := given_rank()) is None or given.rank == 0
     checked = check_plan(plan_of(plan, question, nodes))
@@ -112,15 +112,13 @@ def _refuse(
     )
 
 
-def _only_tried(training: Training) -> Training:
-    """Return the training options of a small model, which cannot use real tokens or weights."""
-    usual = Training()
-    checkpoint = replace(usual.checkpoint, to="none")
-    return replace(training, checkpoint=checkpoint, data=usual.data, init_weights=None)
+def _trained(training: Training, path: Path, *, tried: bool) -> Training:
+    """Resolve the paths of data sets beside a recipe; refuse initial weights that do not exist.
 
-
-def _with_paths(training: Training, path: Path) -> Training:
-    """Resolve the paths of data sets beside a recipe; refuse initial weights that do not exist."""
+    What is only tried can use neither real tokens nor weights, and saves nothing.
+    """
+    if tried:
+        return replace(training, checkpoint=Checkpointing(to="none"), data=DataSpec(), init_weights=None)
     weights = training.init_weights
     message = f"there is no folder {weights}. Name a folder of checkpoints, or one with a config.json and safetensors"
     require((weights is None or "://" in weights or Path(weights).is_dir(), "init_weights", message))
@@ -148,11 +146,8 @@ def _card_notes(plan: Plan) -> list[str]:
     names = [entry.name for entry in fields(card) if entry.name != "source"]
     pairs = {name: (getattr(plan.model, name), getattr(card, name)) for name in names}
     changed = "; ".join(f"{name} {mine}, on the card {its}" for name, (mine, its) in pairs.items() if mine != its)
-    remark = (
-        f"model: the run uses {name} as the plan has it, which differs from the card: {changed}. "
-        "To use the card, plan again"
-    )
-    return [remark] if changed else []
+    differs = f"the run uses {name} as the plan has it, which differs from the card: {changed}"
+    return [f"model: {differs}. To use the card, plan again"] if changed else []
 
 
 def _elsewhere_notes(plan: Plan) -> list[str]:

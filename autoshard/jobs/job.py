@@ -9,7 +9,6 @@ from typing import Any, Literal
 from autoshard.errors import require
 from autoshard.extensions import EXTENSIONS
 from autoshard.plan.codec import dump, fingerprint
-from autoshard.plan.environment import environment
 from autoshard.plan.plan import Plan
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.record import encode
@@ -147,11 +146,6 @@ class Job:
         if self.plan.cluster.platform:
             return "neuron"
         return "none" if self.plan.cluster.chip.name == "cpu" else "gpu"
-
-    @property
-    def variables(self) -> Mapping[str, str]:
-        """The environment of a node: what the engine sets too, so that nothing depends on who sets it."""
-        return environment(self.plan)
 
     def title(self, what: str) -> Iterator[str]:
         """Yield the comment that every file begins with."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from autoshard.jobs.job import FIRST, HERE, NODE, PLAN, STRICT, TRAINING, Files, Job
-from autoshard.plan.environment import COMPILER_FLAGS
+from autoshard.plan.environment import COMPILER_FLAGS, environment
 
 _CACHE = "NEURON_COMPILE_CACHE_URL"
 _WAIT_S = 120  # for a file of node 0 to be seen: file systems over a network may keep for a minute what they knew
@@ -43,9 +43,10 @@ def node_text(job: Job, meeting: str) -> str:
     node, address, port, start = _MEETINGS[meeting]
     takes = "compile | train" if job.compiles else "train"
     variables = [
-        # The user's compiler flags come after the plan's, so that they win, as where the engine sets them.
+        # What the engine sets too, so that nothing depends on who sets it. The user's compiler flags come after the
+        # plan's, so that they win, as there.
         f'export {name}="{f"{value} ${{{name}:-}}" if name == COMPILER_FLAGS else f"${{{name}:-{value}}}"}"'
-        for name, value in job.variables.items()
+        for name, value in environment(job.plan).items()
     ]
     guide = "docs/trainium.md of autoshard"
     explained = f"# The environment of the plan, as {guide} explains it. What is set already stays."

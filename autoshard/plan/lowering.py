@@ -90,11 +90,6 @@ def _block(step: StepGraph, kind: str, drop: Recompute) -> Block:
 
 @cache
 def _lowered(step: StepGraph, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> Program:
-    return lower(
-        step.block(kind, drop),
-        cutting.block(kind),
-        nominal_sizes(atoms),
-        nominal_price(atoms),
-        boundary=cutting.boundary,
-        keeps_gathered=step.platform.keeps_gathered,
-    )
+    sizes, price, keeps = nominal_sizes(atoms), nominal_price(atoms), step.platform.keeps_gathered
+    block, cuts = step.block(kind, drop), cutting.block(kind)
+    return lower(block, cuts, sizes, price, boundary=cutting.boundary, keeps_gathered=keeps)

@@ -71,21 +71,16 @@ class Chip:
         numbers = ["memory_bytes", *rate_names]
         stated = [*numbers, *(["matrix_tile"] if self.matrix_tile > 1 else [])]
         rates = {f"matrix_flops_per_s.{dtype}": rate for dtype, rate in self.matrix_flops_per_s.items()}
-        known = list(DTYPE_BYTES)
+        known, unknown = list(DTYPE_BYTES), [dtype for dtype in self.matrix_flops_per_s if dtype not in DTYPE_BYTES]
+        wrong = {name: rate for name, rate in rates.items() if not SLOWEST <= rate <= FASTEST}
         require(
             (bool(self.name.strip()), "name", "must not be empty"),
             (bool(rates), "matrix_flops_per_s", "must give the rate of at least one dtype"),
-            *(
-                (dtype in known, f"matrix_flops_per_s.{dtype}", f"not a dtype. {nearest(dtype, known)}")
-                for dtype in self.matrix_flops_per_s
-            ),
+            *((False, f"matrix_flops_per_s.{one}", f"not a dtype. {nearest(one, known)}") for one in unknown),
             *in_range(self, "memory_bytes", positive=True, high=LARGEST_BYTES),
             *in_range(self, *rate_names, positive=True, low=SLOWEST, high=FASTEST),
             *in_range(self, "matrix_tile", positive=True, high=MAX_TILE),
-            *(
-                (SLOWEST <= rate <= FASTEST, name, f"must lie in [{SLOWEST}, {FASTEST}], not {rate}")
-                for name, rate in rates.items()
-            ),
+            *((False, name, f"must lie in [{SLOWEST}, {FASTEST}], not {rate}") for name, rate in wrong.items()),
             *source_checks([*stated, *rates], self.sources),
         )
 

@@ -38,14 +38,13 @@ def json_lines(path: Path) -> Mapping[str, object]:
     """
     found: dict[str, object] = {}
     for number, line in enumerate(_bytes(path).split(b"\n"), 1):
-        value: object = None
-        try:
-            value = parsed_json(line.decode("utf-8"), "") if line.strip() else None
-        except UnicodeDecodeError:
-            value = InputError.of("", "is not text in UTF-8")
-        except InputError as error:
-            value = error
         if line.strip():
+            try:
+                value = parsed_json(line.decode("utf-8"), "")
+            except UnicodeDecodeError:
+                value = InputError.of("", "is not text in UTF-8")
+            except InputError as error:
+                value = error
             found[f"{path} line {number}"] = value
     return found
 

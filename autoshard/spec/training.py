@@ -30,11 +30,9 @@ class DataSpec:
 
     def __post_init__(self) -> None:
         no_set = "answers need a set of conversations. Make one with autoshard tokenize --chat"
+        bad = [(name, weight) for name, weight in self.sets.items() if not 0 < weight < math.inf]
         require(
-            *(
-                (math.isfinite(weight) and weight > 0, f"sets.{name}", f"the weight must be above 0, not {weight}")
-                for name, weight in self.sets.items()
-            ),
+            *((False, f"sets.{name}", f"the weight must be above 0, not {weight}") for name, weight in bad),
             (self.loss_on == "all" or bool(self.sets), "loss_on", no_set),
         )
 

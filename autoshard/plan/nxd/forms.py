@@ -36,13 +36,9 @@ def plan_forms(plan: Plan, programs: Mapping[str, Program]) -> tuple[Mapping[str
     forms, faults = dict[str, tuple[Form, ...]](), list[Fault]()
     for name, block in plan_blocks(plan).items():
         if name == block.kind:
-            found = BlockMatch(
-                block=block,
-                program=programs[name],
-                sizes=form_sizes(plan),
-                atoms={atom: plan.mesh.size(atom) for atom in TP if plan.mesh.size(atom) > 1},
-                dtype=plan.workload.precision.weights,
-            )
+            atoms = {atom: plan.mesh.size(atom) for atom in TP if plan.mesh.size(atom) > 1}
+            sizes, dtype = form_sizes(plan), plan.workload.precision.weights
+            found = BlockMatch(block=block, program=programs[name], sizes=sizes, atoms=atoms, dtype=dtype)
             made: dict[str, Form] = {}  # by the leaves that they replace
             for op in found.operations:
                 form = None if op.name in made else _matcher(op, found)(found, op)

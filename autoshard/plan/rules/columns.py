@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.errors import nearest
 from autoshard.plan.candidate import Candidate
@@ -12,14 +15,10 @@ from autoshard.spec.kernels import kernels_names, load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
 
-if TYPE_CHECKING:  # planning one candidate does not need numpy
-    import numpy as np
-    from numpy.typing import NDArray
-
 # %, //, ==, & and | read the same on a single value and on an array of them.
-Ints: TypeAlias = "int | NDArray[np.int64]"
-Mask: TypeAlias = "bool | NDArray[np.bool_]"
-Texts: TypeAlias = "str | NDArray[np.str_]"
+Ints: TypeAlias = int | NDArray[np.int64]
+Mask: TypeAlias = bool | NDArray[np.bool_]
+Texts: TypeAlias = str | NDArray[np.str_]
 Engine = Literal["nxd", "torch"]
 COLUMNS = ("tp", "pp", "cp", "ep", "dp", "vp", "mbs", "sp", "zero", "schedule", "cp_kind", "cp_order")
 _NXD_TABLES = ("nxd", "nxd_core")
@@ -62,8 +61,6 @@ class Columns:
     @classmethod
     def stack(cls, rows: Sequence["Columns"]) -> "Columns":
         """Put single candidates of one question, which differ in nothing but columns, under each other as arrays."""
-        import numpy as np  # only here: planning one candidate does not need it
-
         return replace(rows[0], **{name: np.array([getattr(row, name) for row in rows]) for name in COLUMNS})
 
     @property
