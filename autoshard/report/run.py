@@ -111,12 +111,10 @@ def run_report(plan: Plan, report: RunReport, platform: str) -> Group:
     ]  # fmt: skip
     columns = ("", ">predicted", ">interval", ">measured", ">measured / predicted")
     parts: list[RenderableType] = ["", make_table("Predicted and measured", columns, rows, drop=(">interval",))]
-    groups = alike_ranks(plan, report.ranks)
+    memory, sent = _bytes_tables(alike_ranks(plan, report.ranks), "measured")
     if any(counted.memory_bytes for counted in report.ranks):
-        parts += ["", _bytes_table(_MEMORY, [(group.ranks, group.memory) for group in groups], "measured")]
-        parts += map(prose, _saved_notes(plan))
-    if any(counted.sent_bytes for counted in report.ranks):
-        parts += ["", _bytes_table(_SENT, [(group.ranks, group.sent) for group in groups], "measured")]
+        parts += ["", memory, *map(prose, _saved_notes(plan))]
+    parts += ["", sent] if any(counted.sent_bytes for counted in report.ranks) else []
     return Group(*parts)
 
 
@@ -184,24 +182,27 @@ def _compared(plan: Plan, rank: int, counted: Measured, by_stage: Sequence[Mappi
     return AlikeRanks([rank], memory, pairs)
 
 
-def _bytes_table(title: str, groups: Sequence[tuple[Sequence[int], Pairs]], counted: str) -> FittingTable:
-    """Return a table of predicted bytes and ``counted`` ("measured" or "counted") bytes by rank."""
-    rows: list[tuple[str, ...]] = []
-    for ranks, pairs in groups:
-        for number, (name, pair) in enumerate(pairs.items()):
-            predicted, measured = pair["predicted"] or 0, pair["measured"]
-            text = "-" if measured is None else format_bytes(measured)
-            ratio = "-" if measured is None or not predicted else f"{measured / predicted:.2f}"
-            rows.append(("" if number else ranks_text(ranks), name, format_bytes(predicted), text, ratio))
-    return make_table(title, ("ranks", "", ">predicted", f">{counted}", f">{counted} / predicted"), rows)
+def _bytes_tables(groups: Sequence[AlikeRanks], counted: str) -> tuple[FittingTable, FittingTable]:
+    """Return tables of predicted and ``counted`` ("measured" or "counted") bytes by rank: of memory, and sent."""
+
+    def table(title: str, found: Sequence[Pairs]) -> FittingTable:
+        rows: list[tuple[str, ...]] = []
+        for group, pairs in zip(groups, found, strict=True):
+            for number, (name, pair) in enumerate(pairs.items()):
+                predicted, measured = pair["predicted"] or 0, pair["measured"]
+                text = "-" if measured is None else format_bytes(measured)
+                ratio = "-" if measured is None or not predicted else f"{measured / predicted:.2f}"
+                rows.append(("" if number else ranks_text(group.ranks), name, format_bytes(predicted), text, ratio))
+        return make_table(title, ("ranks", "", ">predicted", f">{counted}", f">{counted} / predicted"), rows)
+
+    return table(_MEMORY, [group.memory for group in groups]), table(_SENT, [group.sent for group in groups])
 
 
 def dry_report(plan: Plan, ranks: Sequence[DryRank]) -> Group:
     """Return the counted bytes of a dry run's ranks and their predictions."""
     by_stage = sent_by_stage(plan)
-    groups = [_compared(plan, one.rank, one.measured, by_stage) for one in ranks]
-    memory, sent = [(one.ranks, one.memory) for one in groups], [(one.ranks, one.sent) for one in groups]
-    return Group("", _bytes_table(_MEMORY, memory, "counted"), "", _bytes_table(_SENT, sent, "counted"))
+    memory, sent = _bytes_tables([_compared(plan, one.rank, one.measured, by_stage) for one in ranks], "counted")
+    return Group("", memory, "", sent)
 
 
 def dry_notes(plan: Plan, ranks: Sequence[DryRank]) -> list[str]:

@@ -34,6 +34,7 @@ _DAY_S = 86_400
 _NO_GAIN = 5e-4  # share of a step that is printed as 0.0%
 _LEAST_SHARE = 0.005  # of the time that is worth a word
 _LARGE = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"), (1e3, "thousand"))
+_PLACE = ("rank", "layers", "nodes")  # columns of neighbouring pipeline ranks
 _LINE = "write: "  # before a line of a plan file that can be pasted
 
 
@@ -222,21 +223,20 @@ def compiled_words(compiling: Compiling) -> str:
 def stage_table(plan: Plan, times: Sequence[RankTime] = ()) -> FittingTable:
     """Return what each pipeline rank does: its layers, what it computes again, its seconds and its memory."""
     memories, capacity = prediction_of(plan).stage_memory, prediction_of(plan).capacity_bytes
-    groups, rows = _row_groups(len(memories)), list[list[Cell]]()
-    for ranks in groups:
+    rows: list[list[Cell]] = []
+    for ranks in _row_groups(len(memories)):
         share = max(memories[rank].total for rank in ranks) / capacity
         seconds: list[Cell] = []
         if times:
             busiest = max((times[rank] for rank in ranks), key=lambda own: own.work_s)
             seconds = [format_seconds(value) for value in (busiest.work_s, busiest.sending_s, busiest.idle_s)]
-        place = [ranks_text(ranks), layers_of(plan, ranks), nodes_of(plan, ranks), again_of(plan, ranks)]
-        rows.append([*place, *seconds, f"{share * capacity / GIB:.2f}", f"{share:.0%}", Bar(share, 10)])
-    shared = "; of ranks that share a row, the most" if len(groups) < len(memories) else ""
+        used: list[Cell] = [f"{share * capacity / GIB:.2f}", f"{share:.0%}", Bar(share, 10)]
+        rows.append([*_place(plan, ranks), again_of(plan, ranks), *seconds, *used])
+    shared = "; of ranks that share a row, the most" if len(rows) < len(memories) else ""
     title = f"Pipeline ranks: seconds of a step, memory in GiB of {capacity / GIB:.2f}{shared}"
     names = (">work", ">sends", ">idle") if times else ()
-    columns = ("rank", "layers", "nodes", "recomputed", *names, ">memory", ">used", "")
-    drop = ("nodes", *names[1:2], ">used", "recomputed")
-    return make_table(title, columns, rows, whole=("rank", "layers", "nodes"), drop=drop)
+    columns = (*_PLACE, "recomputed", *names, ">memory", ">used", "")
+    return make_table(title, columns, rows, whole=_PLACE, drop=("nodes", *names[1:2], ">used", "recomputed"))
 
 
 def time_table(prediction: Prediction) -> FittingTable:
@@ -252,19 +252,21 @@ def time_table(prediction: Prediction) -> FittingTable:
 def memory_table(plan: Plan) -> FittingTable:
     """Return what each pipeline rank holds, in parts that add up to its peak."""
     memories, capacity = prediction_of(plan).stage_memory, prediction_of(plan).capacity_bytes
-    groups, rows = _row_groups(len(memories)), list[list[Cell]]()
-    for ranks in groups:
+    rows: list[list[Cell]] = []
+    for ranks in _row_groups(len(memories)):
         fullest = max((memories[rank] for rank in ranks), key=lambda memory: memory.total)
         share = fullest.total / capacity
         sizes = [sum(fullest.parts.get(part, 0) for part in parts) for parts in _SIZES]
         cells = [f"{size / GIB:.2f}" for size in (*sizes, fullest.total - sum(sizes), fullest.total)]
-        place = [ranks_text(ranks), layers_of(plan, ranks), nodes_of(plan, ranks)]
-        rows.append([*place, *cells, f"{share:.0%}", Bar(share)])
-    shared = "; of ranks that share a row, the fullest" if len(groups) < len(memories) else ""
+        rows.append([*_place(plan, ranks), *cells, f"{share:.0%}", Bar(share)])
+    shared = "; of ranks that share a row, the fullest" if len(rows) < len(memories) else ""
     title = f"Memory per pipeline rank in GiB, of {capacity / GIB:.2f}{shared}"
     numbers = (">weights", ">grads", ">optim", ">activ", ">other", ">total")
-    columns = ("rank", "layers", "nodes", *numbers, ">used", "")
-    return make_table(title, columns, rows, whole=("rank", "layers", "nodes"), drop=("nodes", ">used", "layers"))
+    return make_table(title, (*_PLACE, *numbers, ">used", ""), rows, whole=_PLACE, drop=("nodes", ">used", "layers"))
+
+
+def _place(plan: Plan, ranks: range) -> tuple[str, ...]:
+    return ranks_text(ranks), layers_of(plan, ranks), nodes_of(plan, ranks)
 
 
 def _row_groups(num_ranks: int) -> list[range]:
