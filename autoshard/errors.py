@@ -78,7 +78,7 @@ def inside(parent: str | Path) -> Generator[None, None, None]:
 
 
 @contextmanager
-def writing(where: str, done: str = "written") -> Generator[None, None, None]:
+def file_faults(where: str, done: str = "written") -> Generator[None, None, None]:
     """Turn what the file system refuses in a block into a fault of the path or the option that names a file."""
     try:
         yield

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from autoshard.errors import Fault, InputError, require
+from autoshard.errors import Fault, InputError, file_faults, require
 
 Part = TypeVar("Part")
 _PREFIX = "extension."  # of the entries of files in a plan's provenance
@@ -50,10 +50,8 @@ _TAKEN = "this name is taken. Choose another"
 def load_extension(path: Path) -> None:
     """Run a file, and register what it defines without a leading underscore; a file that is loaded is not run again."""
     where, whole = f"--extend {path}", path.resolve()
-    try:
+    with file_faults(where, "read"):
         text = whole.read_bytes()
-    except OSError as error:
-        raise InputError.of(where, f"cannot be read: {error.strerror or error}") from None
     digest = hashlib.sha256(text).hexdigest()[:16]
     if EXTENSIONS.files.get(whole) == digest:
         return

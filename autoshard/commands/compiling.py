@@ -8,7 +8,7 @@ from autoshard.commands.output import print_answer
 from autoshard.commands.running import free_name
 from autoshard.cost.predict import MOST_INSTRUCTIONS, most_instructions
 from autoshard.engine.base import Run
-from autoshard.errors import InputError, RunFailed, require, writing
+from autoshard.errors import InputError, RunFailed, file_faults, require
 from autoshard.extensions import EXTENSIONS
 from autoshard.plan.plan import Plan
 from autoshard.runtime.compiling import Compiled, compiled_of, streamed
@@ -87,7 +87,7 @@ def _make(place: Path) -> None:
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         what = "already holds files" if place.is_dir() else "is a file"
         raise InputError.of(f"--out {place}", f"{what}, which are never overwritten. Type --out {free_name(place)}")
-    with writing(f"--out {place}", "made"):
+    with file_faults(f"--out {place}", "made"):
         place.mkdir(parents=True, exist_ok=True)
 
 

@@ -11,7 +11,7 @@ from autoshard.command_line import PlanOrRecipe, is_recipe
 from autoshard.commands.output import print_answer, print_refused
 from autoshard.commands.plan import plan_of
 from autoshard.cost.predict import check_plan
-from autoshard.errors import RunFailed, require, writing
+from autoshard.errors import RunFailed, file_faults, require
 from autoshard.jobs.job import NODE, PLAN, SUBMIT, Files, Job, JobPlace, default_name
 from autoshard.jobs.kubernetes import kubernetes_files
 from autoshard.jobs.shell import torchrun_files
@@ -109,7 +109,7 @@ def _write(files: Files, out: Path, plan: Plan) -> None:
         require((same, f"--out {out}", "holds the job of another plan. Name another folder"))
         for old in (*out.glob("*.sbatch"), *out.glob("*.yaml"), *out.glob("*.sh")):
             old.unlink()
-    with writing(f"--out {out}"):
+    with file_faults(f"--out {out}"):
         out.mkdir(parents=True, exist_ok=True)
         for name, text in files.texts.items():
             (out / name).write_text(text, encoding="utf-8")

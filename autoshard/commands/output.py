@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
-from autoshard.errors import Fault, writing
+from autoshard.errors import Fault, file_faults
 from autoshard.plan.rules.rule import Rejection
 from autoshard.report.structured import rejection_json
 from autoshard.report.tables import make_console
@@ -24,7 +24,7 @@ def place_checks(out: Path, option: str = "--out") -> list[tuple[bool, str, str]
 
 def write_text(text: str, out: Path, option: str = "--out") -> None:
     """Write a file; an error names the option that gave the path."""
-    with writing(f"{option} {out}"):
+    with file_faults(f"{option} {out}"):
         out.write_text(text, encoding="utf-8")
 
 

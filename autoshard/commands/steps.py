@@ -11,7 +11,7 @@ from rich.text import Text
 
 from autoshard.cost.trace import trace
 from autoshard.engine.base import RunReport, TimedStep
-from autoshard.errors import writing
+from autoshard.errors import file_faults
 from autoshard.plan.plan import Plan
 from autoshard.report.run import run_summary, step_line
 from autoshard.report.tables import make_console
@@ -44,7 +44,7 @@ class StepDisplay:
     ) -> None:  # fmt: skip
         track, files = training.track, dict[str, Path]()
         refuse_without_packages(track)
-        with writing(str(folder)):
+        with file_faults(str(folder)):
             self._log = MetricsLog(folder, num_done)
             if track.wandb is not None:
                 files = {"plan": folder / "plan.json", "predicted_trace": folder / "predicted_trace.json"}

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
-from autoshard.errors import InputError, inside, writing
+from autoshard.errors import InputError, file_faults, inside
 from autoshard.extensions import require_extensions
 from autoshard.plan.plan import SCHEMA, Plan
 from autoshard.spec.files import parsed_json, read_data
@@ -50,7 +50,7 @@ def save(plan: Plan, path: Path, *, force: bool, remedy: str) -> None:
         known = ""
     if known != text and not force:
         raise InputError.of(str(path), f"holds something else, and is kept. {remedy}, or give another name")
-    with writing(str(path)):
+    with file_faults(str(path)):
         path.write_text(text, encoding="utf-8")
 
 

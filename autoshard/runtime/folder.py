@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from autoshard.errors import InputError, RunFailed, writing
+from autoshard.errors import InputError, RunFailed, file_faults
 from autoshard.plan.diff import leaves
 from autoshard.plan.plan import Plan
 from autoshard.spec import record
@@ -25,7 +25,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Make a folder and keep others from running in it; the lock goes with this process, however it ends."""
     if folder.exists() and not folder.is_dir():
         raise InputError.of(f"--out {folder}", "is a file. Name a folder")
-    with writing(f"--out {folder}", "made"):
+    with file_faults(f"--out {folder}", "made"):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / _LOCK).open("a+", encoding="utf-8")
     with file:

@@ -72,12 +72,9 @@ class NodeLink:
         ports = "one port a rank" if chips is None else f"{chips} chips a port"
         source = self.sources.get("chips_per_port") or self.sources.get("default") or "an equal share of the chip"
         return Link(
-            name=self.name,
-            kind=self.kind,
-            domain=self.domain,
+            **{name: getattr(self, name) for name in ("name", "kind", "domain", "latency_s")},
             bandwidth_bytes_per_s=self.bandwidth_bytes_per_s / (ranks_per_chip if chips is None else 1),
             ranks_per_port=1 if chips is None else chips * ranks_per_chip,
-            latency_s=self.latency_s,
             sources={**self.sources, "ranks_per_port": f"{ports}, {ranks_per_chip} ranks a chip; {source}"},
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from autoshard.errors import InputError
+from autoshard.errors import InputError, file_faults
 
 YAML_SUFFIXES = (".yaml", ".yml")
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
@@ -50,10 +50,8 @@ def json_lines(path: Path) -> Mapping[str, object]:
 
 
 def _bytes(path: Path) -> bytes:
-    try:
+    with file_faults(str(path), "read"):
         return path.read_bytes()
-    except OSError as error:
-        raise InputError.of(str(path), f"cannot be read: {error.strerror or error}") from error
 
 
 def parsed_json(text: str, where: str) -> object:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast
 
-from autoshard.errors import Fault, InputError, nearest
+from autoshard.errors import Fault, Faults, InputError, nearest
 from autoshard.spec.model import Activation, ModelSpec, RotaryScaling
 from autoshard.spec.record import decode, show_value
 
@@ -206,7 +206,7 @@ class _ConfigReader:
 
     def __init__(self, data: Mapping[str, object], defaults: Mapping[str, Any]) -> None:
         self.data, self.defaults = data, defaults
-        self.faults: list[Fault] = []
+        self.faults = Faults()
 
     def refuse(self, field: str, message: str) -> None:
         self.faults.append(Fault(where=field, message=message))
@@ -243,11 +243,9 @@ class _ConfigReader:
             if other in self.data and self.data[other] != self.data[field]:
                 theirs, ours = show_value(self.data[other]), show_value(self.data[field])
                 self.refuse(other, f"{theirs} contradicts {field}, {ours}")
-        try:
+        with self.faults.of():
             return decode(kind, self.data[field], field)
-        except InputError as error:
-            self.faults.extend(error.faults)
-            return harmless
+        return harmless
 
     def whole(self, name: str, low: int = 1) -> int:
         """Read a whole number."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-from autoshard.errors import InputError, inside, nearest, require
+from autoshard.errors import InputError, file_faults, inside, nearest, require
 from autoshard.spec.files import read_data, shipped
 from autoshard.spec.hf_config import spec_from_config
 from autoshard.spec.model import ModelSpec
@@ -41,11 +41,9 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
         hint = f"{nearest(text, names)} Or give the path of a config.json."
         raise InputError.of("model", f"{text!r} is not a known model. {hint}")
     path = Path(name_or_path)
-    try:
+    with file_faults(text, "opened"):
         path = path / "config.json" if path.is_dir() else path
         name = path.stem if path.name != "config.json" else path.resolve().parent.name
-    except (OSError, ValueError) as error:
-        raise InputError.of(text, f"cannot be opened: {error}") from error
     return _load(path, name or "model")
 
 
@@ -60,14 +58,12 @@ def load_config(name_or_path: str | Path) -> Mapping[str, object]:
 
 def read_config(path: Path) -> Mapping[str, object]:
     """Return the data of a config.json."""
-    try:
+    with file_faults(str(path), "read"):
         known = "Give a config.json, a folder that holds one, or a name that `autoshard list models` shows."
         require((path.exists(), str(path), f"there is no such file. {known}"))
         require((path.is_file(), str(path), "is not a regular file"))
         too_large = "is far too large for a config.json; is it a file of weights?"
         require((path.stat().st_size <= _MAX_CONFIG_BYTES, str(path), too_large))
-    except (OSError, ValueError) as error:
-        raise InputError.of(str(path), f"cannot be read: {error}") from error
     data = read_data(path)
     other = f"must be a JSON object, as a Hugging Face config.json is, not {show_value(data)}"
     require((isinstance(data, dict), str(path), other))
