@@ -35,7 +35,7 @@ def test_the_second_resume_is_as_exact_as_the_first(text: str, tmp_path: Path) -
 @pytest.mark.ranks
 def test_any_other_plan_follows_the_same_curve(exact: dict[int, float], tmp_path: Path) -> None:
     found: dict[int, float] = {}
-    for number, text in enumerate(["tp=1,pp=1,dp=2,zero=3", "tp=1,pp=2,dp=1", *OTHERS], 1):
+    for number, text in enumerate(["tp=1,pp=1,dp=2,zero=3", "tp=1,pp=1,dp=2,zero=0", *OTHERS], 1):
         found |= trained(plan_of(text), tmp_path, number, build=Double).curve
     np.testing.assert_allclose(list(found.values()), list(exact.values())[: len(found)], rtol=1e-9)
 
