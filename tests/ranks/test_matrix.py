@@ -115,7 +115,7 @@ def roundings(plan: Plan) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", ROWS, ids=named)
+@pytest.mark.parametrize("row", QUICK, ids=named)
 def test_two_steps_of_sgd_in_fp32_are_near_those_of_one_process(row):
     """They move the weights by about as much as they are, so that what is wrong with them shows."""
     task = replace(

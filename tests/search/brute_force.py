@@ -369,7 +369,6 @@ def _pricing(question: Question, setting: Setting) -> Price:
 
 MODELS = ("tiny-llama", "tiny-llama", "tiny-mixtral")
 KERNELS = (None, "torch_cuda", "te", "mcore")  # None: those of the cluster
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb_h1", "zb_v")
 PINNED_RECOMPUTE = ((PLAIN,), (FULL,), (Recompute(kind="full", num_layers=1),))
 
 
@@ -393,12 +392,12 @@ def requests(draw: Any) -> Request:
     pins: dict[str, Any] = {"pp": pp}
     for key, values in {
         "mbs": (1, 1, 2), "tp": (1, 2), "zero": (0, 1, 3), "sp": (False,), "cp": (1, 1, 2), "vp": (1, 2),
-        "schedule": SCHEDULES,
+        "schedule": tuple(BUILDERS),
     }.items():  # fmt: skip
         if draw(st.sampled_from([True, key != "vp" and key != "sp", False])):
             pins[key] = draw(st.sampled_from(values))
     if draw(st.booleans()) and pp > 1:
-        pins["schedule"] = draw(st.sampled_from(SCHEDULES))
+        pins["schedule"] = draw(st.sampled_from([*BUILDERS]))
     kernels = draw(st.sampled_from(KERNELS))
     if kernels:
         pins["kernels"] = kernels

@@ -8,6 +8,7 @@ from hypothesis import event, given, settings, strategies as st
 
 from autoshard.plan.codec import dump
 from autoshard.plan.verify import verify
+from autoshard.schedule.builders import BUILDERS
 from autoshard.search.planner import SearchResult, search
 from autoshard.search.request import Request, plan_at
 from tests.search.brute_force import EXACT, Truth, Way, ask, peak, refused, requests, time_s
@@ -95,11 +96,11 @@ def test_the_search_finds_what_takes_least_memory(asked: Request):
         holds_itself(asked, found)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1", "zb_v", "interleaved"])
+@pytest.mark.parametrize("schedule", BUILDERS)
 @pytest.mark.parametrize("layers", [4, 5])
 def test_the_split_that_takes_least_memory_is_found_under_every_schedule(schedule: str, layers: int):
-    chunks = {"zb_v": "vp=2,", "interleaved": "vp=2,"}.get(schedule, "")
-    request = ask("tiny-llama", ranks=2, global_batch=4, seq_len=64, pins=f"pp=2,mbs=1,{chunks}schedule={schedule}")
+    pins = f"pp=2,mbs=1,vp={BUILDERS[schedule].num_chunks or 2},schedule={schedule}"
+    request = ask("tiny-llama", ranks=2, global_batch=4, seq_len=64, pins=pins)
     request = replace(request, model=replace(request.model, num_layers=layers), objective="memory")
     found, best = search(request), Truth(request).smallest()
     assert best and found.certificate.value == pytest.approx(best.peak_bytes, rel=1e-9)

@@ -23,11 +23,7 @@ from tests.tabled import tabled
 
 QUESTIONS = {
     "tiny-llama": ask("tiny-llama", global_batch=8, pins="mbs=1,recompute=none"),
-    "tiny-mixtral, 8 ranks": ask("tiny-mixtral", ranks=8, global_batch=4, pins="zero=1,pp=2,cp=1,recompute=none"),
-    "tiny-llama, 6 ranks": ask("tiny-llama", ranks=6, global_batch=6, pins="sp=false,zero=3,recompute=full"),
-    "tiny-llama, chunks": ask("tiny-llama", global_batch=8, pins="schedule=interleaved,vp=2,recompute=full"),
     "tiny-llama, stages": ask("tiny-llama", global_batch=8, pins="pp=2,vp=1,stages=1/3,recompute=full/none"),
-    "tiny-llama, cp": ask("tiny-llama", global_batch=2, pins="tp=1,dp=1,recompute=none"),
     "llama3-8b": ask("llama3-8b", "trn1.32xlarge", pins="tp=8,pp=1,cp=1"),
     "nothing fits": ask("llama3-70b", "trn1.32xlarge", pins="tp=32,mbs=1"),
     "nothing is legal": ask("tiny-llama", ranks=7, pins="tp=7"),
