@@ -7,31 +7,25 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from autoshard.runtime.metrics.neuron_monitor import TOOL, NeuronMonitor, NeuronSample, neuron_record, neuron_sample
+from autoshard.runtime.metrics.neuron_monitor import TOOL, NeuronMonitor, neuron_record
 from tests.runtime.cases import ROOT, is_alive, wait_until
 
 RECORDING = ROOT / "tests" / "data" / "neuron_monitor.jsonl"
 LINES = RECORDING.read_text(encoding="utf-8").splitlines()
 
 
-def samples() -> list[NeuronSample]:
-    found = [neuron_sample(line) for line in LINES]
-    assert all(found)
-    return [one for one in found if one]
-
-
 def test_a_report_is_summed_over_processes() -> None:
-    first, second, third, fourth = samples()
-    assert first.core_use == pytest.approx((0.42, 0.63)) and first.fault == "" and not first.errors
-    assert first.device_bytes == 2 * 12519788544 and first.host_bytes == 2 * 6997643264
-    assert second.errors == {"hardware": 1, "numerical": 2, "timed_out": 3} and second.ecc_uncorrected == 2
-    assert third.core_use == () and third.fault == "neuron driver is not running"
-    assert fourth.core_use == () and fourth.device_bytes == 0 and fourth.fault == "no counters"
+    first, second, third, fourth = (neuron_record([line]) or {} for line in LINES)
+    assert first["core_use"] == pytest.approx((0.42 + 0.63) / 2) and "fault" not in first and not first["errors"]
+    assert first["device_bytes"] == 2 * 12519788544 and first["host_bytes"] == 2 * 6997643264
+    assert second["errors"] == {"hardware": 1, "numerical": 2, "timed_out": 3} and second["ecc_uncorrected"] == 2
+    assert third["num_cores"] == 0 and third["fault"] == "neuron driver is not running"
+    assert fourth["num_cores"] == 0 and fourth["device_bytes"] == 0 and fourth["fault"] == "no counters"
 
 
 def test_reports_between_two_steps_are_joined() -> None:
     assert neuron_record([]) is None
-    assert neuron_record(samples()[:2]) == {
+    assert neuron_record(LINES[:2]) == {
         "core_use": pytest.approx((0.42 + 0.63 + 0.21 + 0.84) / 4),
         "least_core_use": pytest.approx(0.21),
         "num_cores": 2,
@@ -40,13 +34,13 @@ def test_reports_between_two_steps_are_joined() -> None:
         "ecc_uncorrected": 2,
         "errors": {"hardware": 1, "numerical": 2, "timed_out": 3},
     }
-    found = neuron_record(samples()[2:])
+    found = neuron_record(LINES[2:])
     assert found and found["core_use"] == 0.0 and found["fault"] == "neuron driver is not running"
 
 
 @given(st.text('{}[]:,"0 aneuron_runtime_data'))
 def test_what_is_no_report_is_left_out(text: str) -> None:
-    assert neuron_sample(text) is None
+    assert neuron_record([text]) is None
 
 
 @given(st.data())
@@ -64,8 +58,7 @@ def test_a_report_may_lack_anything(data: st.DataObject) -> None:
         }
         return {name: item for name, item in kept.items() if name != gone or item is None}
 
-    found = neuron_sample(json.dumps(without(report)))
-    assert found is None or neuron_record([found])
+    neuron_record([json.dumps(without(report))])
 
 
 @pytest.mark.parametrize("ignores", ["", "trap '' TERM; "])
@@ -83,14 +76,14 @@ def test_the_tool_is_read_while_it_runs_and_ended(
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monitor, found = NeuronMonitor(), list[NeuronSample]()
+    monitor, found = NeuronMonitor(), list[str]()
 
     def heard() -> bool:
         found.extend(monitor.taken())
         return len(found) == len(LINES)
 
     wait_until(heard, "all of the recording was heard")
-    assert found == samples() and monitor.taken() == []
+    assert [line.rstrip("\n") for line in found] == LINES and monitor.taken() == []
     pid = int((tmp_path / "pid").read_text())
     assert is_alive(pid)
     monitor.close()
