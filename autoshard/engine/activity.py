@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-_HEAD = struct.Struct("<qqdHH")  # process, step, time of the last change, bytes of the two texts
-_SIZE = 512
+_RECORD = struct.Struct("<qqd128s128s")  # process, step, time of the last change, and two texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +33,12 @@ class RankActivity:
     """A rank's own record; without a file it stays in this process."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self._memory: mmap.mmap | bytearray = bytearray(_SIZE)
+        self._memory: mmap.mmap | bytearray = bytearray(_RECORD.size)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(bytes(_SIZE))
+            path.write_bytes(bytes(_RECORD.size))
             with path.open("r+b") as file:
-                self._memory = mmap.mmap(file.fileno(), _SIZE)
+                self._memory = mmap.mmap(file.fileno(), _RECORD.size)
         self._process, self._step, self._action = os.getpid(), 0, b""
 
     def begin(self, step: int) -> None:
@@ -49,15 +48,12 @@ class RankActivity:
 
     def act(self, action: str) -> None:
         """Begin an action."""
-        self._action = action.encode()[: _SIZE // 4]
+        self._action = action.encode()
         self.wait("")
 
     def wait(self, what: str) -> None:
         """Begin to wait for other ranks; with no text, go on."""
-        waits_for = what.encode()[: _SIZE // 4]
-        head = _HEAD.pack(self._process, self._step, time.monotonic(), len(self._action), len(waits_for))
-        record = head + self._action + waits_for
-        self._memory[: len(record)] = record
+        _RECORD.pack_into(self._memory, 0, self._process, self._step, time.monotonic(), self._action, what.encode())
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -70,8 +66,7 @@ class RankActivity:
 def read_status(path: Path) -> RankStatus | None:
     """Read a record; None before its rank has begun."""
     data = path.read_bytes() if path.is_file() else b""
-    process, step, since_s, one, two = _HEAD.unpack_from(data.ljust(_HEAD.size, b"\0"))
-    texts = data[_HEAD.size :][:one], data[_HEAD.size + one :][:two]
-    action, waits_for = (text.decode(errors="replace") for text in texts)
+    process, step, since_s, *texts = _RECORD.unpack_from(data.ljust(_RECORD.size, b"\0"))
+    action, waits_for = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
     found = RankStatus(process=process, step=step, since_s=since_s, action=action, waits_for=waits_for)
     return found if process else None
