@@ -12,7 +12,7 @@ import torch
 from autoshard.engine.hf_names import DERIVED, HEADS, HfNames, shapes_of
 from autoshard.errors import InputError, require
 from autoshard.runtime.convert.copying import Entry, TargetFile
-from autoshard.runtime.convert.stored import Stored, WeightSource, read_header, read_state, shape_faults
+from autoshard.runtime.convert.stored import Stored, WeightSource, read_state, read_tensors, shape_faults
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import read_config
 
@@ -108,7 +108,7 @@ def _stored(path: Path) -> Mapping[str, Stored]:
     require((bool(files), str(path), lacking))
     for file in files:
         require((file.exists(), str(file), f"there is no such file, though {_INDEX} names it. {_ADVICE}"))
-    found = {name: stored for file in files for name, stored in read_header(file, _ADVICE).items()}
+    found = {name: stored for file in files for name, stored in read_tensors(file, _ADVICE).items()}
     astray = [name for name, file in listed.items() if name not in found or found[name].file != str(path / file)]
     if astray:
         where = f"{path / listed[astray[0]]}: {astray[0]}"

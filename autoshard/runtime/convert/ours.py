@@ -26,7 +26,7 @@ from autoshard.runtime.checkpoint.files import (
 from autoshard.runtime.checkpoint.shelf import Shelf, folder_of, newest, refuse_other, step_of
 from autoshard.runtime.checkpoint.storage import Storage
 from autoshard.runtime.convert.copying import Entry, TargetFile, WrittenFile
-from autoshard.runtime.convert.stored import WeightSource, box_in
+from autoshard.runtime.convert.stored import WeightSource, read_tensors, with_checksum
 from autoshard.spec.model import ModelSpec
 
 _WEIGHT = "weight/"  # before the names of weights in a checkpoint; moments have the same names everywhere
@@ -51,8 +51,9 @@ def ours_source(folder: Path, index: CheckpointIndex, model: ModelSpec) -> Weigh
     """Open a checkpoint, or say in what it does not fit the model."""
     shapes = {f"{_WEIGHT}{name}": shape for name, shape in shapes_of(model).items()}
     refuse_other(index, shapes, str(folder), "Type --model with the model of the checkpoint")
+    files = {name: read_tensors(folder / name, "Take the checkpoint before") for name in index.files}
     stored = (
-        box_in(folder, name, tensor.dtype, box, name.removeprefix(_WEIGHT))
+        with_checksum(files[box.file][box_name(name, box.offsets)], box, name.removeprefix(_WEIGHT))
         for name, tensor in index.tensors.items()
         for box in tensor.boxes
     )

@@ -4,9 +4,7 @@ Files of ``torch.save`` are read without running code in them, and written tenso
 """
 
 import io
-import json
 import math
-import mmap
 import pickle
 import struct
 import threading
@@ -14,20 +12,20 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch._utils import _rebuild_tensor_v2  # pyright: ignore[reportPrivateUsage]
 
 from autoshard.engine.patches import Patch, whole
 from autoshard.errors import Fault, InputError
 from autoshard.layout.shards import Box
-from autoshard.runtime.checkpoint.files import DTYPES, TYPES, StoredBox, box_name, overlap
+from autoshard.runtime.checkpoint.files import DTYPES, TYPES, StoredBox, overlap
 
-_LENGTH_BYTES = 8  # cited: huggingface/safetensors README, Format: a little-endian length, the header, the data
 DAMAGED = "its checksum is another than when it was saved. The file is damaged"
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -107,59 +105,30 @@ def shape_faults(found: Mapping[str, Stored], wanted: Shapes, needless: Collecti
             yield Fault(where=f"{found[name].file}: {name}", message="is no tensor of this model")
 
 
-def read_header(file: Path, advice: str) -> dict[str, Stored]:
+def read_tensors(file: Path, advice: str) -> dict[str, Stored]:
     """Return the tensors of a safetensors file, or say what is wrong with it, and what to do."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-        try:
-            entries = json.loads(stream.read(length if length < size else 0))
-            entries.pop("__metadata__", None)
-            ends = {name: _LENGTH_BYTES + length + one["data_offsets"][1] for name, one in entries.items()}
-            shapes = {name: (tuple(one["shape"]), str(one["dtype"])) for name, one in entries.items()}
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise InputError.of(str(file), f"is no whole file of tensors ({error}). {advice}") from None
-    if cut := [name for name, end in ends.items() if end > size]:
-        message = f"has {size} bytes of the {max(ends.values())} in its header: {cut[0]} is cut off"
-        raise InputError.of(str(file), f"{message}{f', {len(cut) - 1} more are' if cut[1:] else ''}. {advice}")
+    try:
+        opened: Any = safe_open(file, "pt")  # maps it into memory
+    except (SafetensorError, OSError) as error:
+        raise InputError.of(str(file), f"is no whole file of tensors ({error}). {advice}") from None
     found: dict[str, Stored] = {}
-    mapped = _Mapped(file)
-    for name, (shape, label) in shapes.items():
-        dtype = TYPES.get(label, torch.uint8)
-        read = partial(mapped.tensor, dtype, shape, ends[name] - math.prod(shape) * dtype.itemsize)
-        odd = "" if label in TYPES else label
-        found[name] = Stored(name=name, file=str(file), dtype=dtype, shape=shape, read=read, odd=odd)
+    for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+        label, shape = opened.get_slice(name).get_dtype(), tuple(opened.get_slice(name).get_shape())
+        found[name] = Stored(
+            name=name, file=str(file), dtype=TYPES.get(label, torch.uint8), shape=shape,
+            read=partial(opened.get_tensor, name), odd="" if label in TYPES else label,
+        )  # fmt: skip
     return found
 
 
-def box_in(folder: Path, tensor: str, dtype: str, box: StoredBox, ours: str) -> Stored:
-    """Return a box of a checkpoint, with its checksum and the name of our tensor."""
-    file, name = folder / box.file, box_name(tensor, box.offsets)
-    read = partial(_Mapped(file).tensor, TYPES[dtype], box.lengths, box.start)
+def with_checksum(one: Stored, box: StoredBox, ours: str) -> Stored:
+    """Return a tensor of a checkpoint's file as a box of ours, with its checksum."""
 
     def check() -> None:
-        if zlib.crc32(read().view(torch.uint8).reshape(-1).numpy().data) != box.crc32:
-            raise InputError.of(f"{file}: {name}", DAMAGED)
+        if zlib.crc32(one.read().reshape(-1).view(torch.uint8).numpy().data) != box.crc32:
+            raise InputError.of(f"{one.file}: {one.name}", DAMAGED)
 
-    return Stored(
-        name=name, file=str(file), dtype=TYPES[dtype], shape=box.lengths, read=read, check=Once(check),
-        patches=(whole(ours, box.offsets, box.lengths),),
-    )  # fmt: skip
-
-
-class _Mapped:
-    """A file that is mapped into memory when it is first read."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._map: mmap.mmap | None = None
-
-    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> torch.Tensor:
-        """Return a tensor that lies there."""
-        if self._map is None:
-            with self._file.open("rb") as stream:
-                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants what it could write
-        return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=start).reshape(shape)
+    return replace(one, check=Once(check), patches=(whole(ours, box.offsets, box.lengths),))
 
 
 _TENSORS = ".tensors"  # the folder beside a file of torch_xla's own serialisation, which holds references only

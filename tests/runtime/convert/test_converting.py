@@ -215,4 +215,4 @@ def test_the_command_says_what_it_did_and_what_is_wrong(
     header = (first / "model.safetensors").read_bytes()
     (first / "model.safetensors").write_bytes(header[: 8 + struct.unpack("<Q", header[:8])[0] + 1000])
     assert main(["convert", str(first), str(tmp_path / "y")]) == 2
-    assert "is cut off" in capsys.readouterr().err
+    assert "is no whole file of tensors" in capsys.readouterr().err
