@@ -90,8 +90,8 @@ def plan_of(model: str, text: str) -> Plan:
     return plan_at(Request(model=spec, cluster=cluster, workload=workload, engines=("torch",)), candidate)
 
 
-def counts(plan: Plan) -> tuple[Count, Count]:
-    """Return what the interpreter starts for the plan's layer, and what is left when its functions are compiled."""
+def counts(plan: Plan, kind: str = "layer") -> tuple[Count, Count]:
+    """Return what the interpreter starts for a block of the plan, and what is left when its functions are compiled."""
     written, inside, pieces = list[Operation](), list[Operation](), list[tuple[Piece, Sequence[torch.Tensor]]]()
     statement = generated.statement
 
@@ -109,7 +109,7 @@ def counts(plan: Plan) -> tuple[Count, Count]:
     def generate(compiler: Any = None) -> Count:
         written.clear()
         generator = generated.Generator(context=context, kinds="FB", compiler=compiler)
-        generator.generate(blocks["layer.0"], ["layer.0"])
+        generator.generate(blocks[f"{kind}.0"], [f"{kind}.0"])
         return sum(map(alone, written), Count())
 
     with _rank_of(plan) as (context, blocks), mock.patch.object(generated, "statement", writing):

@@ -99,7 +99,8 @@ def _explained(
     first = {own: group.ops[0] for group in block.fused for own in group.ops}
     computes: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for run, kernel in work.kernels:
-        computes[first[run.ops[0].source]][run.pass_] += float(kernel_time(kernel, question.rates))
+        entry = run.ops[0].source  # of a sum of gradients the deliver that makes it
+        computes[first.get(entry, entry)][run.pass_] += float(kernel_time(kernel, question.rates))
     sent, others = _sent(plan, work, setting), _others(plan, question, setting, kind)
     ordered = [op.name for op in block.select("micro_batch", "F")]
     steps = tuple(

@@ -280,17 +280,20 @@ def row_of(plan: Plan, ran: Occasion) -> MeasuredRow:
     """Return the row of a run: ``calibrate`` and ``validate`` read it as the same question.
 
     On another platform than the plan's, its layout is written without what belongs to that platform; recompute names
-    the operations themselves, because other kernels have other names for sets of them.
+    the operations themselves, because other kernels have other names for sets of them. So it is where the plan's
+    kernels are those of another program, because an engine of autoshard's was measured.
     """
     model, workload, cluster, layout = plan.model, plan.workload, plan.cluster, plan.candidate
-    at_home = ran.platform == cluster.name
-    if not at_home:
+    at_home, own = ran.platform == cluster.name, load_kernels(plan.kernels).engine is not None
+    if not (at_home and own):
         resolve, known = load_kernels(plan.kernels).resolve, {op for own in plan.strategies.values() for op in own}
         recompute = tuple(
             replace(one, ops=tuple(op for op in resolve(one.ops) if op in known)) if one.ops else one
             for one in layout.recompute
         )
-        layout = replace(layout, kernels=None, place=None, lnc=None, recompute=recompute)
+        layout = replace(layout, kernels=None, recompute=recompute)
+    if not at_home:
+        layout = replace(layout, place=None, lnc=None)
     axes: dict[str, Any] = {axis: getattr(layout, axis) for axis in ("tp", "pp", "vp", "cp", "ep", "dp", "lnc")}
     has_card = model.name in model_names() and load_model(model.name) == model
     return MeasuredRow(

@@ -12,12 +12,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from autoshard.cost.outside import UNSEEN_OFF, Seen, features_of
+from autoshard.cost.outside import UNMEASURED_OFF, UNSEEN_OFF, Seen, features_of
 from autoshard.errors import InputError, in_range, require
 from autoshard.plan.plan import Plan
 from autoshard.spec import record
 from autoshard.spec.cluster import LOCAL, LONGEST_S
 from autoshard.spec.files import parsed_json, read_data
+from autoshard.spec.kernels import load_kernels
 
 EFFICIENCIES = (
     "matrix_efficiency", "attention_efficiency", "vector_efficiency", "memory_efficiency",
@@ -243,7 +244,7 @@ def trust(calibration: Calibration, plan: Plan) -> tuple[float, Mapping[str, str
     The interval widens, in squares, by what rows outside were off by when their value of a feature was left out; by
     as much as itself in squares three times, so that it doubles, where no fit could tell. Of several features the
     excesses add up. Other software than that of all rows makes it 25 % or more, and so does FP8, of which there are
-    many kinds.
+    many kinds. Kernels that nobody has measured on a device are off by as much as those of other programs can be.
     """
     reach, outside, base = calibration.reach, dict[str, str](), calibration.interval
     candidate = plan.candidate
@@ -259,6 +260,10 @@ def trust(calibration: Calibration, plan: Plan) -> tuple[float, Mapping[str, str
     distances = {feature: one.distance(feature, features[feature]) for feature, one in calibration.seen.items()}
     outside |= {feature: distance for feature, distance in distances.items() if distance}
     known = {one: seen.off for one, seen in calibration.seen.items() if seen.off is not None}
+    if load_kernels(plan.kernels).unmeasured and "kernels" in outside:
+        words = outside["kernels"].removeprefix(plan.kernels)
+        outside["kernels"] = f"{plan.kernels}, which nobody has measured on a device{words}"
+        known["kernels"] = max(known.get("kernels", 0.0), UNMEASURED_OFF)
     offs = [known.get(one, UNSEEN_OFF.get(one, 2 * base)) for one in outside]
     excess = sum(max(0.0, off**2 - base**2) for off in offs)
     if products := plan.workload.precision.products:

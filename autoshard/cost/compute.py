@@ -32,13 +32,13 @@ class Rates:
 class KernelWork:
     """What one kernel run does on one rank, whatever the rates."""
 
-    matrix_flops: Number
-    products_flops: Number  # of activations with the weights of a layer
-    attention_flops: Number
-    vector_flops: Number
     moved_bytes: Number
     launches: int
-    in_turn: bool  # products and passes over memory one after the other, not at once
+    matrix_flops: Number = 0.0
+    products_flops: Number = 0.0  # of activations with the weights of a layer
+    attention_flops: Number = 0.0
+    vector_flops: Number = 0.0
+    in_turn: bool = False  # products and passes over memory one after the other, not at once
 
 
 def kernel_work(

@@ -20,6 +20,7 @@ from autoshard.graph.kinds.linear import Collect, Deliver, Einsum
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.graph.op import Dims, Op, Tensor
 from autoshard.layout.layout import Cuts, local_sizes
+from autoshard.layout.program import Compute, Program, Sum, Value
 from autoshard.layout.sharding import Sharding
 from autoshard.spec.workload import DTYPE_BYTES
 
@@ -88,6 +89,27 @@ def kernel_runs(
             traffic_ratio=1.0 if plain else group.kernel.traffic_ratio,
             products=bool(products) and traffic.weighted.issuperset(products),
         )
+
+
+def gradient_sums(block: Block, program: Program, *, eager: bool) -> Iterator[tuple[KernelRun, tuple[Value, ...]]]:
+    """Return the kernels that add what several readers of a tensor send back, with what each reads and writes.
+
+    What the backward kernel of these readers adds by itself is none.
+    """
+    owner = {name: group.ops[0] for group in block.fused for name in group.ops}
+    sums = {op.outputs[0]: op for op in block.ops if isinstance(op.kind, Collect)}
+    maker: dict[str, str | None] = {}
+    for entry in program.instructions:
+        if isinstance(entry, Compute):
+            maker |= {value.name: owner.get(entry.op.source) for value in entry.writes}
+        elif isinstance(entry, Sum):
+            first, *others = (maker.get(value.name) for value in entry.reads)
+            if first is None or {*others} != {first}:
+                run = KernelRun(
+                    pass_="I", ops=(sums[entry.writes.tensor],), touched=(), fresh=(), skips_masked=False, mask_tile=1,
+                    flops_ratio=1.0, launches=int(eager), score_bytes=0, traffic_ratio=1.0, products=False,
+                )  # fmt: skip
+                yield run, (*entry.reads, entry.writes)
 
 
 class _MemoryTraffic:

@@ -182,10 +182,12 @@ def block_work(sharded: LoweredBlock, whole: LoweredBlock, setting: Setting, til
         weights=weights[False],
         tied_weights=weights[True],
     )
+    kernels = [(run, kernel_work(block, run, op_sizes, tile, setting.sizes["seq"], stretches)) for run in sharded.runs]
+    for run, values in sharded.sums:
+        moved = sum(sizes_of(one.layout.cuts).num_bytes(block.tensors[one.tensor]) for one in values)
+        kernels.append((run, KernelWork(moved_bytes=moved, launches=run.launches)))
     return BlockWork(
-        kernels=tuple(
-            (run, kernel_work(block, run, op_sizes, tile, setting.sizes["seq"], stretches)) for run in sharded.runs
-        ),
+        kernels=tuple(kernels),
         messages=tuple((one, sizes_of(one.cuts).num_bytes(block.tensors[one.tensor])) for one in sharding.messages),
         hides_tp=sharded.hides_tp,
         memory=memory,

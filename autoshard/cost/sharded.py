@@ -5,12 +5,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from autoshard.cost.kernel_run import KernelRun, Moment, kernel_runs, memory_timeline
+from autoshard.cost.kernel_run import KernelRun, Moment, gradient_sums, kernel_runs, memory_timeline
 from autoshard.errors import InputError
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.layout.layout import Cuts, Cutting
-from autoshard.layout.program import Program
+from autoshard.layout.program import Program, Value
 from autoshard.layout.sharding import Sharding
 from autoshard.plan.lowering import KINDS, StepGraph, lowered, split_pending
 from autoshard.plan.plan import Plan
@@ -31,6 +31,7 @@ class LoweredBlock:
     sharding: Sharding
     runs: tuple[KernelRun, ...]
     moments: tuple[Moment, ...]
+    sums: tuple[tuple[KernelRun, tuple[Value, ...]], ...] = ()  # of gradients, with what each reads and writes
     tied: frozenset[str] = frozenset()
     placeholders: tuple[tuple[str, ...], ...] = ()
     hides_tp: float = 0.0
@@ -130,6 +131,7 @@ def _sharded(step: StepGraph, kind: str, drop: Recompute, program: Program, whol
         sharding=sharding,
         runs=runs,
         moments=memory_timeline(block, runs, sharding, frozenset(kept), frozenset(unmade)),
+        sums=tuple(gradient_sums(block, program, eager=kernels.eager)) if kernels.adds_gradients else (),
         tied=frozenset(name.removeprefix(f"{kind}.") for name in step.graph.tied if name.startswith(f"{kind}.")),
         placeholders=tuple(filter(None, placeholders)),
         hides_tp=kernels.hides.get("tp", 0.0),

@@ -189,7 +189,7 @@ def shapes_of(model: ModelSpec) -> Mapping[str, tuple[int, ...]]:
 
 def _parameters(model: ModelSpec) -> tuple[Mapping[str, Dims], OpGraph]:
     workload = Workload(seq_len=1, global_batch=1, precision=Precision.named("fp32"))
-    graph = decoder_graph(model, workload, load_kernels("torch_cpu"), micro_batch=1)
+    graph = decoder_graph(model, workload, load_kernels("torch_engine"), micro_batch=1)
     tied = tied_instances(graph)
     dims = {f"{name}.{t.name}": t.dims for name, block in graph.instances() for t in block.parameters}
     return {name: found for name, found in dims.items() if name not in tied}, graph

@@ -32,7 +32,7 @@ def decoder_graph(model: ModelSpec, workload: Workload, kernels: Kernels, *, mic
     >>> from autoshard.spec.kernels import load_kernels
     >>> from autoshard.spec.workload import Precision
     >>> workload = Workload(seq_len=64, global_batch=8, precision=Precision.named("bf16"))
-    >>> graph = decoder_graph(load_model("tiny-llama"), workload, load_kernels("torch_cpu"), micro_batch=1)
+    >>> graph = decoder_graph(load_model("tiny-llama"), workload, load_kernels("torch_engine"), micro_batch=1)
     >>> [block.kind for block in graph.blocks]
     ['embed', 'layer', 'head']
     """

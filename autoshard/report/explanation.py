@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from autoshard.plan.explanation import Alternatives, ExplainedBlock, Explanation, RankTime
-from autoshard.plan.plan import Plan, Prediction
+from autoshard.plan.plan import Plan
 from autoshard.report.tables import Cell, FittingTable, make_table, prose, unbroken
 from autoshard.report.terminal import (
     NOTHING,
@@ -17,6 +17,8 @@ from autoshard.report.terminal import (
     outside_lines,
     prediction_of,
     price_words,
+    program_lines,
+    program_of,
     runners_up_of,
     stage_table,
     time_table,
@@ -38,7 +40,7 @@ def explanation_report(
     prediction = prediction_of(plan)
     parts: list[RenderableType] = [unbroken(Text.assemble("layout ", (explanation.candidate, "bold green")))]
     parts += [prose(f"cost {price_words(plan.dollars)}")] if plan.dollars else []
-    parts += map(prose, _limits(prediction, alternatives))
+    parts += map(prose, _limits(plan, alternatives))
     parts.append(prose(f"headroom {headroom_words(plan)}"))
     tables = time_table(prediction), stage_table(plan, times), memory_table(plan)
     parts += [part for table in tables for part in ("", table)]
@@ -50,15 +52,17 @@ def explanation_report(
         parts += [prose(Text.assemble((rule, "bold"), f": {remedy}")) for rule, remedy in explanation.rules.items()]
     parts += ["", *answers_parts(plan, runners_up_of(plan, alternatives.others))] if alternatives.others else []
     parts += ["", *certificate_parts(alternatives.certificate)] if alternatives.certificate else []
-    outside = (prose(line, "yellow") for line in outside_lines(prediction))
+    outside = (prose(line, "yellow") for line in (*program_lines(plan), *outside_lines(prediction)))
     return Group(*parts, "", prose(f"seconds {explanation.basis}", "yellow"), *outside)
 
 
-def _limits(prediction: Prediction, alternatives: Alternatives) -> list[str]:
+def _limits(plan: Plan, alternatives: Alternatives) -> list[str]:
     """Return what limits the speed of the plan: the largest part of its time, and memory."""
+    prediction = prediction_of(plan)
     step_s, unlimited_s = prediction.step_time_s, alternatives.unlimited_s
     part, time_s = max(prediction.time_parts.items(), key=lambda entry: entry[1])
-    most = f"most of a step is {TIME_WORDS.get(part, part)}: {time_s / step_s:.0%} of {format_seconds(step_s)}"
+    step = f"{format_seconds(step_s)} a step of {program_of(plan)}"
+    most = f"{step}, most of it {TIME_WORDS.get(part, part)}: {time_s / step_s:.0%}"
     fullest = max(memory.total for memory in prediction.stage_memory) / prediction.capacity_bytes
     less = 1 - unlimited_s / step_s
     if fullest > 1:

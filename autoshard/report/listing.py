@@ -140,8 +140,11 @@ def _schedules() -> list[Entry]:
 def _kernels() -> list[Entry]:
     from autoshard.spec.kernels import kernels_names, load_kernels
 
-    sets = {name: ", ".join(sorted(load_kernels(name).selective)) for name in kernels_names()}
-    return [{"name": name, "selective recompute": text} for name, text in sets.items()]
+    tables = map(load_kernels, kernels_names())
+    return [
+        {"name": one.name, "program": one.program, "selective recompute": ", ".join(sorted(one.selective))}
+        for one in tables
+    ]
 
 
 def _rules() -> list[Entry]:

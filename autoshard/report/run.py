@@ -12,6 +12,7 @@ from autoshard.plan.plan import Plan
 from autoshard.report.tables import Cell, FittingTable, make_table, prose
 from autoshard.report.terminal import compiled_words, prediction_of
 from autoshard.report.words import ranks_text
+from autoshard.spec.kernels import load_kernels
 from autoshard.units import format_bytes, format_count, format_seconds
 
 _PORT = 6006  # TensorBoard's own
@@ -24,7 +25,6 @@ _PARTS = {  # what an engine counts -> the predicted parts that it adds up
     "saved": ("activations", "logits"),
 }
 _MEMORY, _SENT = "Memory of a rank", "Sent by a rank in a step (predicted for the largest share of its stage)"
-_COUNTED_KERNELS = "torch_engine"  # the table of what the torch engine keeps, which is what a dry run counts
 
 Pairs = dict[str, dict[str, int | None]]  # name -> predicted and measured bytes; None where not measured
 
@@ -226,7 +226,7 @@ def _saved_notes(plan: Plan) -> list[str]:
         f"saved: predicted are the activations that the kernels {plan.kernels} keep for the backward pass, measured "
         "are those that the torch engine keeps, which are others: no ratio of 1 is expected here"
     )
-    return [] if plan.kernels == _COUNTED_KERNELS else [words]
+    return [] if load_kernels(plan.kernels).engine == "torch" else [words]
 
 
 def dry_json(plan: Plan, ranks: Sequence[DryRank]) -> dict[str, Any]:

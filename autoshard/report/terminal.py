@@ -22,6 +22,7 @@ from autoshard.report.words import (
     recompute_words,
 )
 from autoshard.spec.cluster import LOCAL
+from autoshard.spec.kernels import load_kernels
 from autoshard.units import GIB, format_at_most, format_bytes, format_count, format_dollars, format_seconds
 
 if TYPE_CHECKING:  # plans are printed without what proves them
@@ -57,6 +58,7 @@ def plan_report(
         parts += [*answers_parts(plan, answers), ""]
     padded = "".join(f"; {dim} padded to {size}" for dim, size in plan.padding.items())
     parts.append(prose(f"for engine {plan.engine} with kernels {plan.kernels}{padded}", "dim"))
+    parts += [prose(line, "yellow") for line in program_lines(plan)]
     parts.append(prose(f"prediction {prediction.basis}", "yellow"))
     parts += [prose(line, "yellow") for line in (*outside_lines(prediction), *reserved_lines(plan))]
     if prediction.compiling:
@@ -83,7 +85,7 @@ def _headline(
     # By both conventions: with all pairs of attention, and with those that no mask hides.
     causal = "" if prediction.mfu_causal is None else f" ({prediction.mfu_causal:.1%} causal)"
     speed = Text.assemble(
-        (format_seconds(prediction.step_time_s), "bold"), f" a step ({low} to {high}), ",
+        (format_seconds(prediction.step_time_s), "bold"), f" a step of {program_of(plan)} ({low} to {high}), ",
         (format_count(prediction.tokens_per_s, "tokens/s"), "bold"), f", MFU {prediction.mfu:.1%}{causal}",
     )  # fmt: skip
     texts = {"plan": Text(layout_words(plan), "bold"), "speed": speed, "memory": _memory_words(plan)}
@@ -92,6 +94,19 @@ def _headline(
     texts |= {"search": Text(_search_words(certificate))} if certificate else {}
     parts += [*_question(plan), "", *(Labelled(label, text, "dim") for label, text in texts.items())]
     return [*parts, *([unbroken(Text.assemble(("next     ", "dim"), next_step))] if next_step else [])]
+
+
+def program_of(plan: Plan) -> str:
+    """Say which program the seconds of a plan are about."""
+    return load_kernels(plan.kernels).program
+
+
+def program_lines(plan: Plan) -> list[str]:
+    """Say that another program than the plan's engine would take the predicted time, where it is so."""
+    if load_kernels(plan.kernels).engine:
+        return []
+    own = "`autoshard run` uses autoshard's torch engine, whose seconds are those of a plan without kernels="
+    return [f"time and memory are those of {program_of(plan)}; {own}"]
 
 
 def _question(plan: Plan) -> list[Labelled]:

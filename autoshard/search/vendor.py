@@ -21,6 +21,7 @@ from autoshard.plan.rules.columns import Engine
 from autoshard.search.request import Request, rejections_of, resolved
 from autoshard.spec import record
 from autoshard.spec.cluster import Cluster
+from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
 from autoshard.units import format_bytes
@@ -93,7 +94,8 @@ def vendor_answer(request: Request, fastest: Plan) -> Answer | str:
         except InputError as error:  # no shape on so many ranks, or a tensor is pinned
             reasons.append(f"{words}: {error}")
             continue
-        left_out = {key: value for key, value in request.pins.items() if getattr(made.candidate, key) != value}
+        own = {**{key: getattr(made.candidate, key) for key in request.pins}, "kernels": made.kernels}
+        left_out = {key: value for key, value in request.pins.items() if own[key] != value}
         if left_out:
             reasons.append(f"{words}, which {pins_text(left_out)} leaves out")
             continue
@@ -116,16 +118,23 @@ def step_s(plan: Plan) -> float:
     return plan.prediction.step_time_s
 
 
-def _resolved(request: Request, layout: VendorLayout) -> tuple[Request, Candidate, Engine]:
-    """Return a layout on all ranks of a question, with the question about its logical cores, and an engine for it."""
+def _resolved(request: Request, layout: VendorLayout, *, asked: bool = False) -> tuple[Request, Candidate, Engine]:
+    """Return a layout on all ranks of a question, with the question about its logical cores, and an engine for it.
+
+    Its seconds are of the program that measured it, or of that which is ``asked`` about: then only kernels of
+    autoshard's own engines are a part of the layout.
+    """
     lnc = parse_pins(layout.layout).get("lnc")
     request = request.with_lnc_of(lnc if isinstance(lnc, int) else None)
-    return request, *resolved(request, Candidate.parse(layout.layout, request.cluster.num_ranks))
+    candidate = Candidate.parse(layout.layout, request.cluster.num_ranks)
+    if asked and not (candidate.kernels and load_kernels(candidate.kernels).engine):
+        candidate = replace(candidate, kernels=cast(str | None, request.pins.get("kernels")))
+    return request, *resolved(request, candidate)
 
 
 def _made(request: Request, layout: VendorLayout) -> tuple[Plan, Cutting, tuple[str, ...]]:
     """Return the plan of a layout on all ranks of a question, its cutting, and what is against it."""
-    request, candidate, engine = _resolved(request, layout)
+    request, candidate, engine = _resolved(request, layout, asked=True)
     against = [str(one) for one in rejections_of(request, candidate, engine)]
     cutting = request.cutting(candidate, engine)
     made = request.plan(candidate, engine, cutting)

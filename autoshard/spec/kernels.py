@@ -19,6 +19,7 @@ from autoshard.spec import record
 _SAVES = re.compile(r"((copy:|over:)?(in\*|in\d+|out\d+)(@(bf16|fp16|fp32))?)|scores(@(fp8|fp32))?")
 _FOLDER = Path(__file__).parent / "kernel_tables"
 _HIDDEN = ("tp", "dp", "unit")
+_NAMES = ("name", "program", "engine", "kernels", "sources")  # fields that need no source beside them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,9 @@ class Kernel:
 class Kernels:
     """One platform's kernels, and how its framework runs a step; the first kernel that names an operation applies.
 
+    ``program`` says in words what the seconds of a plan with these kernels are about, ``engine`` which of autoshard's
+    engines that is, if any. ``unmeasured``: it has not run on such a device, so that the counts are derived.
+
     Recompute: ``selective`` maps the framework's names to sets of operations that it can recompute. ``clones_end``
     says where a run of recomputed operations ends: at the last tensor that backward needs, or at the output of the
     run. ``keeps_gathered``: a gathered input is kept gathered, so that backward does not gather it again.
@@ -115,7 +119,7 @@ class Kernels:
     is also the device, so it starts no kernel while it computes. ``seconds_per_graph`` is the time to compile one
     distinct graph ahead of the run. ``hides`` is the share of some traffic that can overlap with compute: of tp with
     the kernels of the same pass, of dp (ZeRO 0 and 1) with the passes of a micro-batch, of unit (ZeRO-3) with the
-    passes of a step.
+    passes of a step. ``adds_gradients``: what several readers of a tensor send back is added by a kernel of its own.
 
     ZeRO-3: ``keeps_units``: in a pipeline the weights of a stage are gathered once a step, and whole gradients are
     summed until the last micro-batch. Recompute: ``remakes_inputs``: an output that is recomputed is not kept for the
@@ -123,6 +127,7 @@ class Kernels:
     """
 
     name: str
+    program: str
     kernels: tuple[Kernel, ...]
     selective: Mapping[str, tuple[str, ...]]
     clones_end: Literal["last_saved", "output"]
@@ -132,6 +137,7 @@ class Kernels:
     runtime_bytes: int  # memory of a rank that the platform's runtime uses itself
     eager: bool
     sources: Mapping[str, str]
+    engine: Literal["torch", "nxd"] | None = None
     placeholders: tuple[tuple[str, ...], ...] = ()
     workspace_bytes: int = 0  # for matrix products
     reserved: Reserved | None = None  # by a caching allocator, beside what is in use
@@ -141,17 +147,20 @@ class Kernels:
     seconds_per_graph: float = 0.0
     hides: Mapping[str, float] = field(default_factory=dict[str, float])
     host_computes: bool = False
+    adds_gradients: bool = False
+    unmeasured: bool = False
     pads_experts: bool = False
     settles_experts: bool = False
     keeps_units: bool = False
     remakes_inputs: bool = False
 
     def __post_init__(self) -> None:
-        settings = [each for each in fields(self) if each.name not in ("name", "kernels", "sources")]
+        settings = [each for each in fields(self) if each.name not in _NAMES]
         required = [each.name for each in settings if each.default is MISSING is each.default_factory]
         stated = [each.name for each in settings if each.name not in required and getattr(self, each.name)]
         unsourced = [name for name in (*required, *stated) if not self.sources.get(name)]
         require(
+            (bool(self.program.strip()), "program", "say what runs these kernels"),
             (not unsourced, "sources", f"no source for {', '.join(unsourced)}"),
             *in_range(self, "runtime_bytes", "workspace_bytes", "seconds_per_graph"),
             *((name in _HIDDEN, "hides", f"{name!r} is not one of {', '.join(_HIDDEN)}") for name in self.hides),

@@ -24,7 +24,7 @@ from autoshard.cost.calibration import (
     load_calibration,
     uncalibrated,
 )
-from autoshard.cost.outside import Seen
+from autoshard.cost.outside import UNMEASURED_OFF, Seen
 from autoshard.cost.predict import predict
 from autoshard.errors import InputError
 from autoshard.plan.codec import dump, load
@@ -216,8 +216,10 @@ class TestProvenance:
             ({"precision": Precision.named("fp16")}, here, 0.9, {"products"}),
             ({"kernels": "mcore"}, here, 0.25, {"kernels"}),
             ({"kernels": "mcore"}, replace(here, interval=0.2), 0.4, {"kernels"}),
+            ({"kernels": "torch_engine_gpu"}, here, UNMEASURED_OFF, {"kernels"}),
         ]
         for change, constants, interval, where in changes:
+            change = {"kernels": "te", **change}
             found = predict(plan("tp=8,pp=4,dp=1", constants, cluster_name="h100-80", nodes=4, **change))
             assert found.high_s / found.step_time_s - 1 == pytest.approx(interval) and found.outside.keys() == where
 

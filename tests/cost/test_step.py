@@ -171,7 +171,7 @@ class TestMemory:
         whole = [(3 * 100 + 7) * per_weight, (2 * 100 + 7) * per_weight]
         assert [parts["gathered"] for parts in cost.memory] == (whole if per_weight else [largest, largest])
 
-    @pytest.mark.parametrize("kernels", ["te", "torch_cuda", "nxd", "torch_cpu"])
+    @pytest.mark.parametrize("kernels", ["te", "torch_cuda", "nxd", "torch_cuda"])
     def test_an_allocator_reserves_a_share_of_all_but_the_runtime(self, kernels):
         table = load_kernels(kernels)
         (parts,) = cost_of(pipeline(made("1f1b", 1, 4), [3]), block(saved_bytes=1e10), kernels=kernels).memory

@@ -94,7 +94,7 @@ def graph_of(
     workload = Workload(
         seq_len=seq_len, global_batch=2 * batch, precision=named, expert_capacity=capacity, documents=documents
     )
-    return decoder_graph(model, workload, load_kernels("torch_cpu"), micro_batch=batch)
+    return decoder_graph(model, workload, load_kernels("torch_cuda"), micro_batch=batch)
 
 
 def micro_batches(model: ModelSpec, rng: np.random.Generator, count: int = 2) -> Sequence[Mapping[str, Array]]:

@@ -78,7 +78,7 @@ def computed(
 ) -> Iterator[tuple[Block, Op, Call, list[Array], tuple[Array, ...]]]:
     """Run every block of a model with numpy, and yield each operation with what it read and made."""
     workload = Workload(seq_len=6, global_batch=2, precision=Precision.named("bf16"), documents=documents)
-    graph, random = decoder_graph(model, workload, load_kernels("torch_cpu"), micro_batch=2), np.random.default_rng(0)
+    graph, random = decoder_graph(model, workload, load_kernels("torch_cuda"), micro_batch=2), np.random.default_rng(0)
     assert random_weights(graph, random)
     for block in graph.blocks:
         known = inputs(graph.sizes, block, random)

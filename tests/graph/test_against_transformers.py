@@ -95,7 +95,7 @@ def build(config: Mapping[str, Any]) -> tuple[ModelSpec, OpGraph]:
     workload = Workload(
         seq_len=SEQ, global_batch=BATCH * ACCUMULATED, precision=Precision.named("bf16"), expert_capacity=capacity
     )
-    return model, decoder_graph(model, workload, load_kernels("torch_cpu"), micro_batch=BATCH)
+    return model, decoder_graph(model, workload, load_kernels("torch_cuda"), micro_batch=BATCH)
 
 
 def ours(graph: OpGraph, weights: dict[str, Array], tokens: Array) -> StepResult:

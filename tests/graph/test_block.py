@@ -85,7 +85,7 @@ def test_neighbours_that_disagree_on_the_hidden_state_are_refused():
 
 
 def test_every_activation_reaches_its_readers_through_one_deliver(model: ModelSpec, graph_of: Callable[..., OpGraph]):
-    for block in graph_of(model, "torch_cpu").blocks:
+    for block in graph_of(model, "torch_cuda").blocks:
         delivers = [op for op in block.select("micro_batch", "F") if isinstance(op.kind, Deliver)]
         assert len({op.inputs for op in delivers}) == len(delivers)
         read = {name for op in block.select("micro_batch", "F") for name in op.inputs}
@@ -93,14 +93,14 @@ def test_every_activation_reaches_its_readers_through_one_deliver(model: ModelSp
 
 
 def test_only_the_weights_of_products_wait_for_pass_w(model: ModelSpec, graph_of: Callable[..., OpGraph]):
-    for block in graph_of(model, "torch_cpu").blocks:
+    for block in graph_of(model, "torch_cuda").blocks:
         products = {op.inputs[1] for op in block.select("micro_batch", "F") if op.kind.label == "einsum"}
         late = {f"{name}.sum" for name in products} | {f"{name.removesuffix('.weight')}.d1" for name in products}
         assert {op.name for op in block.select("micro_batch", "W")} == late
 
 
 def test_the_step_phase_updates_each_weight_once_and_clips_by_all(model: ModelSpec, graph_of: Callable[..., OpGraph]):
-    graph = graph_of(model, "torch_cpu")
+    graph = graph_of(model, "torch_cuda")
     for block in graph.blocks:
         owned = [t.name for t in block.parameters if f"{block.kind}.{t.name}" not in graph.tied]
         for word in ("reduce", "square", "update", "cast", "gather"):

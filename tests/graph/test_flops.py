@@ -64,7 +64,7 @@ def test_model_flops_do_not_count_what_is_computed_again(kernels: Kernels):
 
 
 def test_backward_does_twice_the_products_of_forward(model: ModelSpec, graph_of: GraphOf):
-    built = graph_of(model, "torch_cpu")
+    built = graph_of(model, "torch_cuda")
     for block in built.blocks:
         forward, inputs, weights = (block.matrix_flops(passes, built.sizes) for passes in "FIW")
         assert inputs + weights == 2 * forward

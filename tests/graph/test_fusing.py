@@ -101,7 +101,7 @@ def torch_layer(dtype: Any) -> tuple[Callable[[], Any], list[Any]]:
 def test_torch_keeps_of_a_layer_exactly_the_tensors_that_the_table_says(precision: str, graph_of: GraphOf):
     torch: Any = pytest.importorskip("torch")
     run, constants = torch_layer({"bf16": torch.bfloat16, "fp32": torch.float32}[precision])
-    ours = by_storage(graph_of(SHAPE, "torch_cpu", seq_len=8, micro_batch=2, precision=precision), "layer")
+    ours = by_storage(graph_of(SHAPE, "torch_cuda", seq_len=8, micro_batch=2, precision=precision), "layer")
     assert sorted(ours.values()) == measured_bytes(run, constants)
 
 
@@ -112,7 +112,7 @@ def test_torch_keeps_of_the_loss_the_fp32_log_softmax_only(precision: str, graph
     logits = torch.randn(16, 96, dtype=dtype).requires_grad_()
     labels = torch.randint(0, 96, (16,))
     loss = measured_bytes(lambda: torch.nn.functional.cross_entropy(logits.float(), labels), [labels])
-    block = graph_of(SHAPE, "torch_cpu", seq_len=8, micro_batch=2, precision=precision)
+    block = graph_of(SHAPE, "torch_cuda", seq_len=8, micro_batch=2, precision=precision)
     (ours,) = group_of(block.block("head"), "loss").saves
     assert [ours.tensor.num_bytes(block.sizes)] == loss
 
@@ -167,7 +167,7 @@ def fused_by(layer: Block, *kernels: Kernel) -> dict[str, FusedOps]:
 
 
 def test_an_operation_without_an_entry_keeps_what_its_gradient_reads(llama: ModelSpec, graph_of: GraphOf):
-    layer = graph_of(llama, "torch_cpu").block("layer")
+    layer = graph_of(llama, "torch_cuda").block("layer")
     flow, fused = Flow(dict(layer.tensors), layer.ops), tuple(fused_by(layer).values())
     assert [group.ops for group in fused] == [(op,) for group in layer.fused for op in group.ops]
     forward = {name for op in flow.forward for name in (*op.inputs, *op.outputs)}

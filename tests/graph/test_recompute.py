@@ -138,7 +138,7 @@ def test_full_keeps_the_input_of_the_layer_only(model: ModelSpec, kernels: Kerne
 
 
 def test_where_clones_end_decides_whether_the_last_product_runs_again(llama: ModelSpec, graph_of: GraphOf):
-    for table in ("te", "torch_cpu", "nxd"):
+    for table in ("te", "torch_cuda", "nxd"):
         kernels, graph = load_kernels(table), graph_of(llama, table)
         before = graph.block("layer")
         after = recompute(before, kernels, None)

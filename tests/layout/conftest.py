@@ -131,7 +131,7 @@ def uncut() -> Callable[..., Uncut]:
 
     def build(  # noqa: PLR0913
         options: str, kind: str = "layer", *, batch: int = 2, seq: int = 4, again: Any = (), seed: int = 0,
-        even: bool = False, capacity: float | None = _ALL_TOKENS, platform: str = "torch_cpu",
+        even: bool = False, capacity: float | None = _ALL_TOKENS, platform: str = "torch_cuda",
     ) -> Uncut:  # fmt: skip
         block, sizes = _block(options, even, batch, seq, kind, again, capacity, platform)
         return _evaluated(block, sizes, _given(block, sizes, np.random.default_rng(seed)))

@@ -14,12 +14,12 @@ QUERIES = "q.weight=[kv_heads/tp, q_group, head_dim, hidden]"
 
 @pytest.fixture(scope="module")
 def graph():
-    return decoder_graph(tiny(), WORKLOAD, load_kernels("torch_cpu"), micro_batch=4)
+    return decoder_graph(tiny(), WORKLOAD, load_kernels("torch_cuda"), micro_batch=4)
 
 
 @pytest.fixture(scope="module")
 def mixtral():
-    return decoder_graph(tiny("mixtral"), WORKLOAD, load_kernels("torch_cpu"), micro_batch=4)
+    return decoder_graph(tiny("mixtral"), WORKLOAD, load_kernels("torch_cuda"), micro_batch=4)
 
 
 def refusal(graph, *pins):

@@ -20,7 +20,7 @@ from tests.tiny_models import tiny
 
 ATOMS = {"edp": 2, "ep": 1, "cp": 1, "kv": 2, "rep": 2}
 WORKLOAD = Workload(seq_len=8, global_batch=4, precision=Precision.named("fp32"))
-GRAPH = decoder_graph(tiny(num_layers=1), WORKLOAD, load_kernels("torch_cpu"), micro_batch=2)
+GRAPH = decoder_graph(tiny(num_layers=1), WORKLOAD, load_kernels("torch_cuda"), micro_batch=2)
 
 
 def setting(atoms=ATOMS):

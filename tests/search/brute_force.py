@@ -405,7 +405,7 @@ def requests(draw: Any) -> Request:
     if draw(st.integers(0, 4)) == 0:
         pins["recompute"] = draw(st.sampled_from(PINNED_RECOMPUTE))
     else:
-        known = kinds_of_recompute(kernels or "torch_cpu")
+        known = kinds_of_recompute(kernels or "torch_cuda")
         most = 2 if pp > 3 else 4 if pp > 2 else 13
         kinds = tuple(draw(st.lists(st.sampled_from(known), min_size=1, max_size=most, unique=True)))
     batch = draw(st.sampled_from([1, 2, 4, 4, 6, 8, 12]))

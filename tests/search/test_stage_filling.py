@@ -80,7 +80,7 @@ def cases(draw: Any, builders: tuple[str, ...] = ("1f1b", "gpipe"), *, most_rank
     seed, count = draw(st.integers(0, 10**6)), draw(st.integers(1, 3))
     number = draw(st.integers(1, 9)) if builder != "interleaved" else ranks * draw(st.integers(1, 3))
     hiding = [("mcore", 0), ("mcore", 1), ("torch_cuda", 3)]
-    kernels, zero = draw(st.sampled_from([*hiding, ("torch_cpu", 0), ("te", 1), ("torch_cpu", 3)]))
+    kernels, zero = draw(st.sampled_from([*hiding, ("torch_cuda", 0), ("te", 1), ("torch_cuda", 3)]))
     random = np.random.default_rng(seed)
     real = priced(kernels, zero)
     model = replace(real.question.model, num_layers=layers)

@@ -14,6 +14,7 @@ REQUIRED = ("selective", "clones_end", "keeps_gathered", "waits_for_sends", "rec
 SOURCES = dict.fromkeys(REQUIRED, "this test")
 TABLE: dict[str, Any] = {
     "name": "mine",
+    "program": "my program",
     "kernels": [{"ops": ["*_norm"], "saves": ["in0", "copy:out0@fp32"], "source": "this test"}],
     "selective": {"norms": ["attn_norm"]},
     "clones_end": "output",
@@ -39,7 +40,7 @@ def test_a_table_loads_under_its_own_name_and_cites_a_source_for_everything(name
     assert all(len(source) > 20 for source in (*table.sources.values(), *(kernel.source for kernel in table.kernels)))
     named = [op for kernel in own.get("kernels", ()) for op in kernel["ops"]]  # another file's come after
     assert len(named) == len(set(named)), "no operation is named by two kernels"
-    assert set(own) - {"name", "like", "kernels", "sources"} <= set(own.get("sources", ()))
+    assert set(own) - {"name", "program", "engine", "like", "kernels", "sources"} <= set(own.get("sources", ()))
     mine, other = record.encode(table), record.encode(load_kernels(own.get("like", name)))
     for key in set(mine) - {"name", "kernels", "sources"}:
         assert mine[key] == (own[key] if key in own and "like" in own else other[key]), key
@@ -88,7 +89,7 @@ COUNTS = {
                 "kernels": [{"ops": [], "source": "", "backward_flops_ratio": 0.5}, {"ops": ["act"]}],
             },
             [
-                "extra: unknown key. Known: clones_end, copies_buckets, eager,",
+                "extra: unknown key. Known: adds_gradients, clones_end, copies_buckets,",
                 "kernels[0].ops: a kernel needs at least one operation",
                 "kernels[0].backward_flops_ratio: must be at least 1, not 0.5",
                 "kernels[0].source: say where this is known from",

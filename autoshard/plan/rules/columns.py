@@ -21,7 +21,6 @@ Mask: TypeAlias = bool | NDArray[np.bool_]
 Texts: TypeAlias = str | NDArray[np.str_]
 Engine = Literal["nxd", "torch"]
 COLUMNS = ("tp", "pp", "cp", "ep", "dp", "vp", "mbs", "sp", "zero", "schedule", "cp_kind", "cp_order")
-_NXD_TABLES = ("nxd", "nxd_core")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +92,8 @@ def kernels_fault(kernels: str, engine: str) -> str:
     """Say why an engine cannot run a Kernels table; "" where it can."""
     if kernels not in kernels_names():
         return f"there is no such table. {nearest(kernels, kernels_names())}"
-    if (kernels in _NXD_TABLES) != (engine == "nxd"):
-        own = [name for name in kernels_names() if (name in _NXD_TABLES) == (engine == "nxd")]
+    if (load_kernels(kernels).engine == "nxd") != (engine == "nxd"):
+        own = [name for name in kernels_names() if (load_kernels(name).engine == "nxd") == (engine == "nxd")]
         return f"the {engine} engine does not run these kernels. Use {', '.join(own)}"
     return ""
 
