@@ -4,6 +4,7 @@
 # torch's own signatures are only partly typed.
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -73,12 +74,13 @@ class Count:
             elementwise_bytes=self.elementwise_bytes + other.elementwise_bytes,
         )
 
+    def __mul__(self, times: int) -> "Count":
+        """Run it several times."""
+        return Count(kernels=times * self.kernels, elementwise_bytes=times * self.elementwise_bytes)
+
     def __sub__(self, other: "Count") -> "Count":
         """Take away."""
-        return Count(
-            kernels=self.kernels - other.kernels,
-            elementwise_bytes=self.elementwise_bytes - other.elementwise_bytes,
-        )
+        return self + other * -1
 
 
 def plan_of(model: str, text: str) -> Plan:
@@ -92,7 +94,7 @@ def plan_of(model: str, text: str) -> Plan:
 
 def counts(plan: Plan, kind: str = "layer") -> tuple[Count, Count]:
     """Return what the interpreter starts for a block of the plan, and what is left when its functions are compiled."""
-    written, inside, pieces = list[Operation](), list[Operation](), list[tuple[Piece, Sequence[torch.Tensor]]]()
+    written, pieces = list[Operation](), list[tuple[Piece, Sequence[torch.Tensor], Count]]()
     statement = generated.statement
 
     def writing(operation: Operation, variables: Any) -> Any:
@@ -102,21 +104,33 @@ def counts(plan: Plan, kind: str = "layer") -> tuple[Count, Count]:
     def counting(piece: Piece, examples: Sequence[torch.Tensor]) -> Piece:
         with Recording() as recording:
             piece([recording.name(one) for one in examples])
-        inside.extend(recording.operations)
-        pieces.append((piece, examples))
+        pieces.append((piece, examples, sum(map(alone, recording.operations), Count())))
         return piece
 
-    def generate(compiler: Any = None) -> Count:
+    def generate(compiler: Any = None) -> tuple[Count, str]:
         written.clear()
         generator = generated.Generator(context=context, kinds="FB", compiler=compiler)
-        generator.generate(blocks[f"{kind}.0"], [f"{kind}.0"])
-        return sum(map(alone, written), Count())
+        text = generator.generate(blocks[f"{kind}.0"], [f"{kind}.0"]).text
+        return sum(map(alone, written), Count()), text
 
     with _rank_of(plan) as (context, blocks), mock.patch.object(generated, "statement", writing):
         with mock.patch.object(block, "_adding", lambda *_: None):  # every instruction of the table by itself
-            literal = generate()
-        left = generate(counting)
-    return literal, left - sum(map(alone, inside), Count()) + sum((fused(*one) for one in pieces), Count())
+            literal, _ = generate()
+        left, text = generate(counting)
+    for piece, examples, inside in pieces:
+        runs = _num_runs(text, piece, examples)
+        literal += inside * (runs - 1)
+        left += fused(piece, examples) * runs - inside
+    return literal, left
+
+
+def _num_runs(text: str, piece: Piece, examples: Sequence[torch.Tensor]) -> int:
+    """Return how often a piece runs: once, or for a few rows at a time until it has had all."""
+    found = re.search(rf"by_rows\({getattr(piece, '__name__', '')}, .*, (\d+)\)", text)
+    if not found:
+        return 1
+    wholes = (one.untyped_storage().nbytes() // (one.itemsize * one[0, 0].numel()) for one in examples)
+    return -(-max(wholes) // int(found[1]))
 
 
 @contextmanager
@@ -181,7 +195,7 @@ class Memory(TorchDispatchMode):
 def alone(operation: Operation) -> Count:
     """Return what an operation is when it is started by itself."""
     name = operation.func.overloadpacket.__name__
-    if operation.is_view or name.startswith(("empty", "new_empty")):
+    if operation.is_view or name.startswith(("empty", "new_empty", "_unsafe_view")):  # a product's result, in its shape
         return Count()
     moved = sum(_num_bytes(one) for one in (*operation.reads, *operation.results))
     return Count(kernels=1, elementwise_bytes=0 if any(part in name for part in _PRODUCTS) else moved)

@@ -65,7 +65,9 @@ class TestPrediction:
 
     def test_slots_that_no_token_needs_are_no_work_of_the_model(self):
         even, roomy = (
-            predicted_of(ask("mixtral-8x7b", "h100-80", 4, kernels="te", expert_capacity=capacity), "tp=8,pp=4,dp=1,mbs=1")
+            predicted_of(
+                ask("mixtral-8x7b", "h100-80", 4, kernels="te", expert_capacity=capacity), "tp=8,pp=4,dp=1,mbs=1"
+            )
             for capacity in (None, 2.0)
         )
         assert roomy.step_time_s > 1.2 * even.step_time_s
