@@ -94,22 +94,26 @@ def kernel_runs(
 def gradient_sums(block: Block, program: Program, *, eager: bool) -> Iterator[tuple[KernelRun, tuple[Value, ...]]]:
     """Return the kernels that add what several readers of a tensor send back, with what each reads and writes.
 
-    What the backward kernel of these readers adds by itself is none.
+    Products add to the others by themselves; what the backward kernel of all these readers adds is none either.
     """
     owner = {name: group.ops[0] for group in block.fused for name in group.ops}
     sums = {op.outputs[0]: op for op in block.ops if isinstance(op.kind, Collect)}
-    maker: dict[str, str | None] = {}
+    maker: dict[str, Op] = {}
     for entry in program.instructions:
         if isinstance(entry, Compute):
-            maker |= {value.name: owner.get(entry.op.source) for value in entry.writes}
+            maker |= {value.name: entry.op for value in entry.writes}
         elif isinstance(entry, Sum):
-            first, *others = (maker.get(value.name) for value in entry.reads)
-            if first is None or {*others} != {first}:
+            makers = [maker.get(value.name) for value in entry.reads]
+            kernels = {op and owner.get(op.source) for op in makers}
+            added = [
+                value for value, op in zip(entry.reads, makers, strict=True) if not (op and isinstance(op.kind, Einsum))
+            ]
+            if len(added) > 1 and (len(kernels) > 1 or None in kernels):
                 run = KernelRun(
                     pass_="I", ops=(sums[entry.writes.tensor],), touched=(), fresh=(), skips_masked=False, mask_tile=1,
                     flops_ratio=1.0, launches=int(eager), score_bytes=0, traffic_ratio=1.0, products=False,
                 )  # fmt: skip
-                yield run, (*entry.reads, entry.writes)
+                yield run, (*added, entry.writes)
 
 
 class _MemoryTraffic:

@@ -8,6 +8,7 @@ from functools import cache
 from autoshard.cost.kernel_run import KernelRun, Moment, gradient_sums, kernel_runs, memory_timeline
 from autoshard.errors import InputError
 from autoshard.graph.block import Block
+from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.layout.layout import Cuts, Cutting
 from autoshard.layout.program import Program, Value
@@ -123,7 +124,11 @@ def _sharded(step: StepGraph, kind: str, drop: Recompute, program: Program, whol
     kept = (whole.sharding if whole else sharding).kept_cuts
     named = (tuple(f"{product}.weight" for product in products) for products in kernels.placeholders)
     placeholders = [tuple(name for name in names if name in block.tensors) for names in named]
-    sums = frozenset(f"{name}.sum" for names in placeholders for name in names)
+    added = {name for op in block.ops if kernels.adds_weights and isinstance(op.kind, Einsum) for name in op.inputs}
+    names = {name for names in placeholders for name in names} | {
+        name for name in added if f"{name}.sum" in block.tensors
+    }
+    sums = frozenset(f"{name}.sum" for name in names)
     runs = tuple(kernel_runs(block, kept, sums, eager=kernels.eager))
     unmade = (op.inputs[1] for op in block.ops if isinstance(op.kind, Accumulate) and op.outputs[0] in sums)
     return LoweredBlock(

@@ -119,7 +119,8 @@ class Kernels:
     is also the device, so it starts no kernel while it computes. ``seconds_per_graph`` is the time to compile one
     distinct graph ahead of the run. ``hides`` is the share of some traffic that can overlap with compute: of tp with
     the kernels of the same pass, of dp (ZeRO 0 and 1) with the passes of a micro-batch, of unit (ZeRO-3) with the
-    passes of a step. ``adds_gradients``: what several readers of a tensor send back is added by a kernel of its own.
+    passes of a step. ``adds_gradients``: what several readers of a tensor send back is added by a kernel of its own,
+    but for products, which add to it. ``adds_weights``: so they do to sums of weights' gradients.
 
     ZeRO-3: ``keeps_units``: in a pipeline the weights of a stage are gathered once a step, and whole gradients are
     summed until the last micro-batch. Recompute: ``remakes_inputs``: an output that is recomputed is not kept for the
@@ -148,6 +149,7 @@ class Kernels:
     hides: Mapping[str, float] = field(default_factory=dict[str, float])
     host_computes: bool = False
     adds_gradients: bool = False
+    adds_weights: bool = False
     unmeasured: bool = False
     pads_experts: bool = False
     settles_experts: bool = False
