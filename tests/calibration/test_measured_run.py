@@ -65,7 +65,7 @@ def test_precisions(text: str | None, formats: str):
         ({"recompute": "selective (core attention)"}, "recompute=selective[attend],kernels=mcore", ""),
         ({"recompute": "full:3", "framework": None}, "recompute=full:3", "framework"),
         ({"recompute": " Unknown "}, "kernels=mcore", "recompute"),
-        ({"framework": "Megatron-LM + TransformerEngine 2.11"}, "", ""),  # what h100-80 usually runs
+        ({"framework": "Megatron-LM + TransformerEngine 2.11"}, "kernels=te", ""),
         ({"framework": "Megatron-LM"}, "kernels=megatron", ""),
         ({"framework": "my own"}, "", "framework"),
         ({**TITAN, "precision": "bf16"}, "kernels=torch_compiled", "framework"),

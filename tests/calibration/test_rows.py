@@ -28,7 +28,7 @@ LAYOUTS = (
     "tp=2,pp=1,dp=1",
     "tp=1,pp=2,dp=1,mbs=2,schedule=zb_h1",
     "tp=1,pp=2,dp=1,stages=1/3,recompute=full/selective[act]",
-    "tp=2,pp=1,dp=1,sp=false,zero=0,kernels=torch_cuda",
+    "tp=2,pp=1,dp=1,sp=false,zero=0,kernels=torch_engine_gpu",
     "tp=4,pp=1,dp=2,place=7-0",
 )
 
@@ -121,6 +121,12 @@ def test_a_row_is_read_as_the_plan_that_ran(text: str) -> None:
     assert run.candidate == plan.candidate
     assert (run.model, run.cluster, run.workload) == (plan.model, plan.cluster, plan.workload)
     assert dict(run.assumed) == {"arch": "the model card tiny-llama"}
+
+
+def test_a_row_names_what_ran_where_a_plan_is_priced_for_another_program() -> None:
+    plan = tiny_plan("tp=2,pp=1,dp=1,recompute=selective[core_attn],kernels=te")
+    found = run_of(row(plan)).candidate
+    assert found.kernels is None and found.recompute[0].ops == ("attend",)
 
 
 @pytest.mark.parametrize(

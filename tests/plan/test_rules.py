@@ -130,7 +130,7 @@ BREAKS = {
                             "Use documents=joined, or --engine torch", None),
     "torch-trn1": ({"engine": "torch"}, "tp=8", "Use --engine nxd", None),
     "native-kernels": ({"cluster_name": "trn3", "nodes": 36}, "tp=8,kernels=te", "Use kernels=neuron_native", "tp=8"),
-    "native-kernels, GPU": (GPU, "tp=8,kernels=neuron_native", "Use kernels=te", "tp=8"),
+    "native-kernels, GPU": (GPU, "tp=8,kernels=neuron_native", "Use kernels=torch_engine_gpu", "tp=8"),
     "nxd-cluster, trn3": ({"cluster_name": "trn3", "nodes": 36, "engine": "nxd"}, "tp=8", "Use --engine torch", None),
 }  # fmt: skip
 

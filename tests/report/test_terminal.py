@@ -181,7 +181,7 @@ def test_what_looks_like_markup_is_text():
 
 def test_every_part_of_the_time_has_words_of_its_own():
     slow = replace(uncalibrated(), launch_s=1e-4, step_s=0.25)
-    gpu = predicted(tabled(plan_of(ask("llama3-8b", "h100-80", 1), "tp=2,pp=2,cp=2,dp=1")), slow)
+    gpu = predicted(tabled(plan_of(ask("llama3-8b", "h100-80", 1), "tp=2,pp=2,cp=2,dp=1,kernels=te")), slow)
     experts = predicted(tabled(plan_of(ask("mixtral-8x7b", "h100-80", 1), "tp=2,ep=2,dp=4")), slow)
     assert gpu.prediction and experts.prediction
     assert {*gpu.prediction.time_parts, *experts.prediction.time_parts} == set(TIME_WORDS)
