@@ -17,13 +17,11 @@ from autoshard.report.terminal import (
     outside_lines,
     prediction_of,
     price_words,
-    program_lines,
-    program_of,
     runners_up_of,
     stage_table,
     time_table,
 )
-from autoshard.report.words import TIME_WORDS
+from autoshard.report.words import TIME_WORDS, program_lines, program_of
 from autoshard.units import format_bytes, format_seconds
 
 _PASSES = ("F", "I", "W")

@@ -18,11 +18,12 @@ from autoshard.report.words import (
     layers_of,
     layout_words,
     nodes_of,
+    program_lines,
+    program_of,
     ranks_text,
     recompute_words,
 )
 from autoshard.spec.cluster import LOCAL
-from autoshard.spec.kernels import load_kernels
 from autoshard.units import GIB, format_at_most, format_bytes, format_count, format_dollars, format_seconds
 
 if TYPE_CHECKING:  # plans are printed without what proves them
@@ -94,19 +95,6 @@ def _headline(
     texts |= {"search": Text(_search_words(certificate))} if certificate else {}
     parts += [*_question(plan), "", *(Labelled(label, text, "dim") for label, text in texts.items())]
     return [*parts, *([unbroken(Text.assemble(("next     ", "dim"), next_step))] if next_step else [])]
-
-
-def program_of(plan: Plan) -> str:
-    """Say which program the seconds of a plan are about."""
-    return load_kernels(plan.kernels).program
-
-
-def program_lines(plan: Plan) -> list[str]:
-    """Say that another program than the plan's engine would take the predicted time, where it is so."""
-    if load_kernels(plan.kernels).engine:
-        return []
-    own = "`autoshard run` uses autoshard's torch engine, whose seconds are those of a plan without kernels="
-    return [f"time and memory are those of {program_of(plan)}; {own}"]
 
 
 def _question(plan: Plan) -> list[Labelled]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
+from autoshard.spec.kernels import load_kernels
 
 TIME_WORDS = {
     "compute": "compute",
@@ -109,3 +110,16 @@ def nodes_of(plan: Plan, ranks: Sequence[int]) -> str:
     nodes = sorted({member // plan.cluster.ranks_per_node for member in members})
     text = ranks_text(nodes)
     return f"{len(nodes)} nodes" if "," in text else text
+
+
+def program_of(plan: Plan) -> str:
+    """Say which program the seconds of a plan are about."""
+    return load_kernels(plan.kernels).program
+
+
+def program_lines(plan: Plan) -> list[str]:
+    """Say that another program than the plan's engine would take the predicted time, where it is so."""
+    if load_kernels(plan.kernels).engine:
+        return []
+    own = "`autoshard run` uses autoshard's torch engine, whose seconds are those of a plan without kernels="
+    return [f"time and memory are those of {program_of(plan)}; {own}"]
