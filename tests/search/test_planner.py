@@ -122,7 +122,8 @@ def test_a_search_that_is_stopped_anywhere_says_what_is_true(request_: Request):
         assert certificate.bound <= whole.value * (1 + 1e-9) and certificate.value >= whole.value * (1 - 1e-9)
         assert certificate.num_legal in (0, whole.num_legal)
         parts = ("num_too_large", "num_bounded", "num_solved", "num_left")
-        assert sum(getattr(certificate, part) for part in parts) == certificate.num_legal * bool(certificate.num_tables)
+        counted = sum(getattr(certificate, part) for part in parts)
+        assert counted == certificate.num_legal or counted == certificate.num_tables == 0
         for plan in found.plans:
             assert not refused(request_, plan.candidate)
             assert peak(plan) <= 2.0**34
