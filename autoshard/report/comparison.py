@@ -1,7 +1,6 @@
 """The comparison of two plans, and the answer to --why-not: sentences (also for JSON), then tables."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -10,7 +9,7 @@ from rich.text import Text
 from autoshard.plan.diff import Breakdown, Diff, Figures, PlanChange, Term, diff
 from autoshard.plan.explanation import Flip, WhyNot
 from autoshard.plan.plan import Plan
-from autoshard.report.tables import Cell, FittingTable, make_table, prose, unbroken
+from autoshard.report.tables import Cell, FittingTable, prose, unbroken
 from autoshard.report.words import TIME_WORDS
 from autoshard.units import GIB, format_bytes, format_count, format_dollars, format_seconds
 
@@ -149,7 +148,7 @@ def comparison_report(diff: Diff, names: tuple[str, str], remarks: Sequence[str]
         tables.append(_breakdown(f"Memory of the fullest rank ({which})", diff.memory, format_bytes))
     if any(term.difference for term in diff.sent):
         rows = [(term.name, *_cells(term, format_bytes)) for term in diff.sent]
-        tables.append(make_table("Sent in a step by the busiest rank", ("axis", ">a", ">b", ">b - a"), rows))
+        tables.append(FittingTable("Sent in a step by the busiest rank", ("axis", ">a", ">b", ">b - a"), rows))
     if diff.lines or diff.blocks:
         tables.append(_lines(diff))
     bases = [f"prediction of {name} {side.basis}" for name, side in (("a", diff.a), ("b", diff.b))]
@@ -171,7 +170,7 @@ def why_not_report(plan: Plan, found: WhyNot) -> Group:
         title = "The smallest change of one thing after which b is faster, or fits where a does not"
         numbers = ((flip, (_quantity(flip, value) for value in (flip.now, flip.then))) for flip in found.flips)
         rows = [(flip.name, *quantities, f"{flip.factor:.3g}") for flip, quantities in numbers]
-        parts.append(make_table(title, ("what", ">now", ">then", ">times"), rows))
+        parts.append(FittingTable(title, ("what", ">now", ">then", ">times"), rows))
     if found.unmoved:
         parts.append(Text(f"a change of up to 16 times does not make b the faster: {', '.join(found.unmoved)}", "dim"))
     return Group(*parts)
@@ -194,7 +193,7 @@ def _changes(title: str, changes: Sequence[PlanChange]) -> Group:
     first = changes[:_MOST_CHANGES]
     long = [one for one in first if max(len(text(one.a)), len(text(one.b))) > _SHORT]
     rows = [(one.name, text(one.a), text(one.b)) for one in first if one not in long]
-    parts: list[RenderableType] = [make_table(title, ("", "a", "b"), rows) if rows else Text(title, "bold")]
+    parts: list[RenderableType] = [FittingTable(title, ("", "a", "b"), rows) if rows else Text(title, "bold")]
     for one in long:
         values = [text(value) for value in (one.a, one.b)]
         cut = [value if len(value) <= _MOST_CHARACTERS else f"{value[:_MOST_CHARACTERS]}..." for value in values]
@@ -214,7 +213,7 @@ def _predicted(diff: Diff) -> FittingTable:
             cells = ["-" if one is None else text(one) for one in (a, b)]
             rows.append((name, *cells, f"{share:+.1%}" if round(share, 9) else ""))
     columns = ("", ">a", ">b", ">b against a")
-    return make_table("What is predicted", columns, rows, drop=columns[-1:])
+    return FittingTable("What is predicted", columns, rows, drop=columns[-1:])
 
 
 def _breakdown(title: str, whole: Breakdown, text: Callable[[float], str]) -> FittingTable:
@@ -225,8 +224,7 @@ def _breakdown(title: str, whole: Breakdown, text: Callable[[float], str]) -> Fi
         rows.append((TIME_WORDS.get(part.name, part.name), *_cells(part, text), share_text))
     total = [Text(cell, "bold") for cell in (whole.total.name, *_cells(whole.total, text))]
     columns = ("part", ">a", ">b", ">b - a", ">of the difference")
-    table = make_table(title, columns, [*rows, (*total, "")], drop=columns[-1:])
-    return replace(table, total=len(rows))
+    return FittingTable(title, columns, [*rows, (*total, "")], drop=columns[-1:], total=len(rows))
 
 
 def _cells(term: Term, text: Callable[[float], str]) -> tuple[str, str, str]:

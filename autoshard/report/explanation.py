@@ -7,7 +7,7 @@ from rich.text import Text
 
 from autoshard.plan.explanation import Alternatives, ExplainedBlock, Explanation, RankTime
 from autoshard.plan.plan import Plan
-from autoshard.report.tables import Cell, FittingTable, make_table, prose, unbroken
+from autoshard.report.tables import Cell, FittingTable, prose, unbroken
 from autoshard.report.terminal import (
     NOTHING,
     answers_parts,
@@ -95,4 +95,4 @@ def _block(block: ExplainedBlock) -> FittingTable:
             cells = [Text(format_seconds(one.time_s) if name == one.pass_ else "", "cyan") for name in _PASSES]
             where = f"{format_bytes(one.sent_bytes)}, {one.link} x {one.num_ranks}"
             rows.append(["", Text(f"  {one.collective}", "cyan"), *cells, Text(where, "cyan")])
-    return make_table(title, columns, rows, whole=("operation",), widths={second: 31}, drop=(second,))
+    return FittingTable(title, columns, rows, whole=("operation",), widths={second: 31}, drop=(second,))

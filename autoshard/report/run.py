@@ -9,7 +9,7 @@ from rich.text import Text
 from autoshard.cost.predict import sent_by_stage
 from autoshard.engine.base import DryRank, Measured, RunReport, TimedStep, with_nulls
 from autoshard.plan.plan import Plan
-from autoshard.report.tables import Cell, FittingTable, make_table, prose
+from autoshard.report.tables import Cell, FittingTable, prose
 from autoshard.report.terminal import compiled_words, prediction_of
 from autoshard.report.words import ranks_text
 from autoshard.spec.kernels import load_kernels
@@ -110,7 +110,7 @@ def run_report(plan: Plan, report: RunReport, platform: str) -> Group:
         ("speed", tokens[0], "", tokens[1], f"{speed:.2f}" if comparable else ""),
     ]  # fmt: skip
     columns = ("", ">predicted", ">interval", ">measured", ">measured / predicted")
-    parts: list[RenderableType] = ["", make_table("Predicted and measured", columns, rows, drop=(">interval",))]
+    parts: list[RenderableType] = ["", FittingTable("Predicted and measured", columns, rows, drop=(">interval",))]
     memory, sent = _bytes_tables(alike_ranks(plan, report.ranks), "measured")
     if any(counted.memory_bytes for counted in report.ranks):
         parts += ["", memory, *map(prose, _saved_notes(plan))]
@@ -193,7 +193,7 @@ def _bytes_tables(groups: Sequence[AlikeRanks], counted: str) -> tuple[FittingTa
                 text = "-" if measured is None else format_bytes(measured)
                 ratio = "-" if measured is None or not predicted else f"{measured / predicted:.2f}"
                 rows.append(("" if number else ranks_text(group.ranks), name, format_bytes(predicted), text, ratio))
-        return make_table(title, ("ranks", "", ">predicted", f">{counted}", f">{counted} / predicted"), rows)
+        return FittingTable(title, ("ranks", "", ">predicted", f">{counted}", f">{counted} / predicted"), rows)
 
     return table(_MEMORY, [group.memory for group in groups]), table(_SENT, [group.sent for group in groups])
 

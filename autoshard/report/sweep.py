@@ -9,7 +9,7 @@ from rich.text import Text
 
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
-from autoshard.report.tables import FittingTable, make_table, prose
+from autoshard.report.tables import FittingTable, prose
 from autoshard.units import format_bytes, format_count, format_dollars, format_seconds
 
 Row = Mapping[str, Any]
@@ -80,7 +80,7 @@ def _table(rows: Sequence[Row]) -> FittingTable:
     cells = [[text(row) for text in columns.values()] for row in rows[:_MOST]]
     widths = {name.removeprefix("at."): 24 for name in varied}
     drop = [name for name in (">peak", ">MFU", ">per rank", ">tokens/s", ">$ / 1e9") if name in columns]
-    return make_table("The points of the sweep", columns, cells, widths=widths, drop=drop)
+    return FittingTable("The points of the sweep", tuple(columns), cells, widths=widths, drop=drop)
 
 
 def _short(row: Row) -> str:

@@ -1,8 +1,8 @@
 """Tables and lines that fit any terminal: numbers and what can be pasted are never broken, bars go first."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -69,7 +69,7 @@ class Bar:
 Cell = str | Text | Bar
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class FittingTable:
     """A table that leaves out bars, then the columns of ``drop`` one by one, until it fits.
 
@@ -78,11 +78,12 @@ class FittingTable:
     """
 
     title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    _: KW_ONLY
     whole: Collection[str] = ()
-    widths: Mapping[str, int]  # the most characters of a column
-    drop: tuple[str, ...] = ()
+    widths: Mapping[str, int] = field(default_factory=dict[str, int])  # the most characters of a column
+    drop: Sequence[str] = ()
     total: int | None = None  # the number of a row that stands apart
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
@@ -146,19 +147,3 @@ class FittingTable:
 def _text(cell: Cell, *, ascii_only: bool = False) -> Text:
     text = cell.text(ascii_only=ascii_only) if isinstance(cell, Bar) else cell
     return Text(text) if isinstance(text, str) else text
-
-
-def make_table(
-    title: str,
-    columns: Iterable[str],
-    rows: Iterable[Sequence[Cell]] = (),
-    *,
-    whole: Collection[str] = (),
-    widths: Mapping[str, int] | None = None,
-    drop: Sequence[str] = (),
-) -> FittingTable:
-    """Return a table as all reports have them."""
-    return FittingTable(
-        title=title, columns=tuple(columns), rows=tuple(map(tuple, rows)), whole=whole, widths=widths or {},
-        drop=tuple(drop),
-    )  # fmt: skip

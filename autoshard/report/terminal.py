@@ -9,7 +9,7 @@ from rich.text import Text
 from autoshard.plan.explanation import Answer, Certificate, RankTime
 from autoshard.plan.plan import Compiling, Dollars, Plan, Prediction
 from autoshard.plan.rules.rule import Rejection
-from autoshard.report.tables import Bar, Cell, FittingTable, Labelled, make_table, prose, unbroken
+from autoshard.report.tables import Bar, Cell, FittingTable, Labelled, prose, unbroken
 from autoshard.report.words import (
     TIME_WORDS,
     again_of,
@@ -239,7 +239,7 @@ def stage_table(plan: Plan, times: Sequence[RankTime] = ()) -> FittingTable:
     title = f"Pipeline ranks: seconds of a step, memory in GiB of {capacity / GIB:.2f}{shared}"
     names = (">work", ">sends", ">idle") if times else ()
     columns = (*_PLACE, "recomputed", *names, ">memory", ">used", "")
-    return make_table(title, columns, rows, whole=_PLACE, drop=("nodes", *names[1:2], ">used", "recomputed"))
+    return FittingTable(title, columns, rows, whole=_PLACE, drop=("nodes", *names[1:2], ">used", "recomputed"))
 
 
 def time_table(prediction: Prediction) -> FittingTable:
@@ -249,7 +249,7 @@ def time_table(prediction: Prediction) -> FittingTable:
         (TIME_WORDS.get(part, part), format_seconds(prediction.time_parts[part]), f"{share:.1%}", Bar(share))
         for part, share in sorted(shares.items(), key=lambda item: -item[1])
     ]
-    return make_table("Where the time goes", ("part", ">time", ">share", ""), rows)
+    return FittingTable("Where the time goes", ("part", ">time", ">share", ""), rows)
 
 
 def memory_table(plan: Plan) -> FittingTable:
@@ -265,7 +265,7 @@ def memory_table(plan: Plan) -> FittingTable:
     shared = "; of ranks that share a row, the fullest" if len(rows) < len(memories) else ""
     title = f"Memory per pipeline rank in GiB, of {capacity / GIB:.2f}{shared}"
     numbers = (">weights", ">grads", ">optim", ">activ", ">other", ">total")
-    return make_table(title, (*_PLACE, *numbers, ">used", ""), rows, whole=_PLACE, drop=("nodes", ">used", "layers"))
+    return FittingTable(title, (*_PLACE, *numbers, ">used", ""), rows, whole=_PLACE, drop=("nodes", ">used", "layers"))
 
 
 def _place(plan: Plan, ranks: range) -> tuple[str, ...]:
@@ -311,7 +311,7 @@ def answers_parts(plan: Plan, answers: Sequence[Answer]) -> list[RenderableType]
         rows.append([answer.name, *figures, words, answer.why])
     columns = ("name", ">step", ">slower", ">tokens/s", ">memory", "plan", "why")
     title = "Answers" if any(not answer.name.isdigit() for answer in answers) else "Runners-up"
-    parts: list[RenderableType] = [make_table(title, columns, rows, whole=("name",), drop=(">tokens/s", "why")), ""]
+    parts: list[RenderableType] = [FittingTable(title, columns, rows, whole=("name",), drop=(">tokens/s", "why")), ""]
     named = max(8, *(len(answer.name) for answer in answers)) + 1
     for answer in answers:
         if answer.plan.candidate != plan.candidate:
@@ -343,7 +343,7 @@ def certificate_parts(certificate: Certificate) -> list[RenderableType]:
         title = f"Refused, of {certificate.num_points} outer points (one may be refused by several rules)"
         ordered = sorted(certificate.refusals, key=lambda refusal: -refusal.num_points)
         rows = [(refusal.rule_id, str(refusal.num_points), refusal.example) for refusal in ordered]
-        parts += ["", make_table(title, ("rule", ">points", "for example"), rows, whole=("rule",), drop=(">points",))]
+        parts += ["", FittingTable(title, ("rule", ">points", "for example"), rows, whole=("rule",), drop=(">points",))]
     return parts
 
 
@@ -384,7 +384,7 @@ def frontier_report(plans: Sequence[Plan], gap: float, ended: str) -> Group:
     unfinished = f"The search was not finished ({ended}): there may be more"
     stopped = [prose(unfinished, "bold red")] if ended != "complete" else []
     words = f"each the fastest of its nodes and memory, within {format_at_most(gap)}; memory in steps of a tenth"
-    table = make_table("What no other plan betters in time, memory and cost at once", columns, rows, drop=("layout",))
+    table = FittingTable("What no other plan betters in time, memory and cost at once", columns, rows, drop=("layout",))
     named = (Text.assemble(f"{number:<3}", (str(plan.candidate), "green")) for number, plan in enumerate(plans, 1))
     lines = map(unbroken, named)
     return Group(*stopped, table, "", *lines, "", prose(words, "dim"))

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from autoshard.calibration.validate import Accuracy, Validation
 from autoshard.cost.calibration import CONSTANTS, SECONDS, Calibration
-from autoshard.report.tables import Cell, FittingTable, make_table, prose
+from autoshard.report.tables import Cell, FittingTable, prose
 from autoshard.units import format_seconds
 
 _COLUMNS = (
@@ -44,7 +44,7 @@ def validation_report(validation: Validation) -> Group:
     if counts:
         title = f"Assumed where rows do not say, of {len(validation.rows)} predicted rows"
         rows = [(column, says, str(count)) for (column, says), count in sorted(counts.items())]
-        parts += ["", make_table(title, ("column", "assumed", ">rows"), rows)]
+        parts += ["", FittingTable(title, ("column", "assumed", ">rows"), rows)]
     if validation.num_unread:
         num_rows = len(validation.rows) + validation.num_unread
         unused = f"{validation.num_unread} of {num_rows} rows could not be used and are in no figure"
@@ -68,7 +68,7 @@ def _accuracies(title: str, found: Sequence[tuple[str, Accuracy | None]]) -> Fit
         spearman = "-" if errors.spearman is None else f"{errors.spearman:.2f}"
         last = share(errors.coverage), spearman, share(errors.regret), str(len(errors.groups))
         rows.append((name, *counts, *shares, *signed, *last))
-    return make_table(title, _COLUMNS, rows, drop=_LESS_NEEDED)
+    return FittingTable(title, _COLUMNS, rows, drop=_LESS_NEEDED)
 
 
 def calibration_report(calibration: Calibration) -> str:

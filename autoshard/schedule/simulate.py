@@ -120,16 +120,6 @@ def simulate(schedule: Schedule, times: PipelineTimes, kept: Sequence[float] = (
     return Simulation(makespan_s=total, ranks=tuple(ranks))
 
 
-def ideal_bubble(schedule: Schedule) -> float:
-    """Return the share of the step in which ranks wait if stages are equal, F, I and W as well, and sends free.
-
-    >>> round(ideal_bubble(Schedule(builder="1f1b", num_ranks=4, num_micro_batches=12)), 6)
-    0.2
-    """
-    equal = (1.0,) * schedule.num_stages
-    return simulate(schedule, PipelineTimes(forward_s=equal, input_s=equal, weight_s=equal)).bubble_fraction
-
-
 def makespan_s(schedule: Schedule, delays: Delays) -> Floats:
     """Return how long the micro-batches of each candidate take, from the first action to the end of the last.
 

@@ -12,10 +12,11 @@ from autoshard.cost.stages import counts_of, most_kept
 from autoshard.cost.step import step_cost
 from autoshard.cost.update import num_shards, per_weight, state_bytes, update_cost
 from autoshard.schedule.schedule import Schedule
-from autoshard.schedule.simulate import PipelineTimes, ideal_bubble, simulate
+from autoshard.schedule.simulate import PipelineTimes, simulate
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.workload import Precision
 from tests.cost.cases import EVERYONE, ask, block, cost_of, pipeline, plan_of, priced, setting, workload
+from tests.schedule.bubbles import ideal_bubble
 
 
 def made(builder, num_ranks, num_micro_batches, num_chunks=1):

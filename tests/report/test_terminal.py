@@ -15,7 +15,7 @@ from autoshard.plan.explanation import Answer, Certificate, NearestRun, Refusal
 from autoshard.plan.plan import Plan
 from autoshard.plan.proof import BlockProof, Proof
 from autoshard.plan.rules.rule import Rejection
-from autoshard.report.tables import Bar, make_console, make_table
+from autoshard.report.tables import Bar, FittingTable, make_console
 from autoshard.report.terminal import (
     answers_parts,
     certificate_parts,
@@ -155,7 +155,7 @@ NUMBERS_OF_TITLES = {"3.60", "14.40", "21.60", "71.19", "71.25", "85.52"}
 
 
 def test_bars_go_first_then_columns_in_their_order_then_rows_become_lines():
-    table = make_table(
+    table = FittingTable(
         "T",
         ("name", ">share", "", ">cost"),
         [["alpha", "50%", Bar(0.5, 10), "1,234"]],

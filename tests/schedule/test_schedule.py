@@ -8,8 +8,8 @@ from hypothesis import given, strategies as st
 from autoshard.errors import InputError
 from autoshard.schedule.builders import BUILDERS, Action
 from autoshard.schedule.schedule import Schedule
-from autoshard.schedule.simulate import ideal_bubble
 from autoshard.schedule.verify import verify_actions
+from tests.schedule.bubbles import ideal_bubble
 from tests.schedule.cases import lists_of, schedules
 
 
