@@ -11,6 +11,7 @@ from autoshard.errors import InputError, NoPlan
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.columns import Columns
 from autoshard.plan.rules.rule import Verdict, rule
+from autoshard.plan.verify import verify
 from autoshard.search.api import Search, default_workload, engines_of, request_of
 from autoshard.search.planner import SearchResult, search
 from autoshard.search.request import Request
@@ -81,6 +82,11 @@ def test_what_cannot_be_answered_is_an_exception_with_reasons():
         autoshard.plan("tiny-llama", "local", fix={"tp": 3})
     with pytest.raises(InputError, match="there is no table 'x'"):
         autoshard.plan("tiny-llama", "local", fix="kernels=x")
+
+
+def test_one_rank_has_a_plan():
+    found = autoshard.plan("tiny-llama", load_cluster("local", ranks=1), seq_len=32, global_batch=8).plan
+    assert found.mesh.num_ranks == 1 and verify(found) == ()
 
 
 def faults_of(nodes: int = 1, **values: object) -> set[str]:

@@ -150,7 +150,7 @@ def operator_problem(
 
     ``real`` names the atoms that may cut something.
     """
-    real = real or tuple(atom for atom, size in meshes.atoms.items() if size > 1)
+    real = tuple(atom for atom, size in meshes.atoms.items() if size > 1) if real is None else real
 
     @cache
     def ring(over: frozenset[str]) -> Ring:
