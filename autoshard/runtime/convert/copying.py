@@ -88,25 +88,21 @@ class Copying:
     def run(self, workers: int) -> list[WrittenFile]:
         """Write the files that are not there yet; the first failure ends all."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            with (self._folder / JOURNAL).open("a+", encoding="utf-8") as journal:
-                written = self._begun(journal)
-                left = [one for one in self._outputs if one.file not in written]
-                self._advance(0)
-                with ThreadPoolExecutor(min(workers, max(1, len(left)))) as pool:
-                    tasks = [pool.submit(self._write, one, journal) for one in left]
-                    try:
-                        done, _ = wait(tasks, return_when=FIRST_EXCEPTION)
-                        written |= {one.file: one for one in (task.result() for task in done)}
-                    except BaseException:
-                        self._stop.set()
-                        pool.shutdown(cancel_futures=True)
-                        raise
-                return [written[one.file] for one in self._outputs]
-        finally:
-            torch.set_num_threads(threads)
+        with (self._folder / JOURNAL).open("a+", encoding="utf-8") as journal:
+            written = self._begun(journal)
+            left = [one for one in self._outputs if one.file not in written]
+            self._advance(0)
+            lone = {"initializer": torch.set_num_threads, "initargs": (1,)}  # files share the cores already
+            with ThreadPoolExecutor(min(workers, max(1, len(left))), **lone) as pool:
+                tasks = [pool.submit(self._write, one, journal) for one in left]
+                try:
+                    done, _ = wait(tasks, return_when=FIRST_EXCEPTION)
+                    written |= {one.file: one for one in (task.result() for task in done)}
+                except BaseException:
+                    self._stop.set()
+                    pool.shutdown(cancel_futures=True)
+                    raise
+            return [written[one.file] for one in self._outputs]
 
     def _begun(self, journal: IO[str]) -> dict[str, WrittenFile]:
         """Take up the journal of this same conversion; anything else in the folder is removed."""

@@ -130,7 +130,7 @@ def altered(folder: Path, files: Iterable[FileRecord]) -> Iterator[Fault]:
 
 
 _LOOKED_AT = 4096  # tokens at the begin of a file without a manifest
-_AT_ONCE, _TOGETHER = 16, 64  # threads that open files, and how many each takes at a time
+_AT_ONCE = 16  # threads that open files
 _MOST_TEXT_BYTES = 1 << 24
 _HOW = "Make a set with `autoshard tokenize SOURCE --tokenizer NAME --out FOLDER`"
 
@@ -236,18 +236,14 @@ class _Opener:
         return stream
 
     def _files(self, name: str, prefixes: list[Path], *, has_answers: bool) -> FileStream:
-        def read(some: list[Path]) -> list[TokenIndex | tuple[Fault, ...]]:
-            found: list[TokenIndex | tuple[Fault, ...]] = []
-            for prefix in some:
-                try:
-                    found.append(read_index(prefix))
-                except InputError as error:
-                    found.append(error.faults)
-            return found
+        def read(prefix: Path) -> TokenIndex | tuple[Fault, ...]:
+            try:
+                return read_index(prefix)
+            except InputError as error:
+                return error.faults
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:  # a file system in a network answers many at once
-            parts = (prefixes[at : at + _TOGETHER] for at in range(0, len(prefixes), _TOGETHER))
-            found = [one for some in pool.map(read, parts) for one in some]
+            found = list(pool.map(read, prefixes))
         files = tuple(one for one in found if isinstance(one, TokenIndex))
         faults = [fault for one in found if isinstance(one, tuple) for fault in one]
         if faults:
