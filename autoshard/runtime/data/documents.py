@@ -250,19 +250,10 @@ def hub_source(text: str, subset: str | None, split: str) -> TextSource:
 def hub_tokenizer(name: str, files: tuple[str, ...]) -> Path:
     """Download the files of a tokenizer, of which the first must be there, and return their folder."""
     with _explained(name, "model"):
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError
+        from huggingface_hub import snapshot_download
 
-        folder: Path | None = None
-        for file in files:
-            try:
-                folder = Path(hf_hub_download(name, file, revision=folder and folder.name)).parent
-            except EntryNotFoundError as error:
-                if _status(error) != 404:
-                    raise
-                if folder is None:
-                    raise InputError.of(name, f"has no {file}. {CONVERT}") from None
-        assert folder is not None
+        folder = Path(snapshot_download(name, allow_patterns=list(files)))
+        require(((folder / files[0]).is_file(), name, f"has no {files[0]}. {CONVERT}"))
         return folder
 
 

@@ -95,7 +95,7 @@ def test_a_refused_set_or_tokenizer_is_one_message_with_the_remedy(tmp_path: Pat
             found = refusal(types, "me/small", "--tokenizer", "bytes", **more)
             assert said in found and remedy.format(url=hub.url) in found, change
             hub.refuse = hub.refuse_files = None
-        hub.files, hub.refuse_files = {"me/tok/tokenizer.json": b"{}"}, (401, "GatedRepo")
+        hub.files, hub.refuse_files = {"me/tok/tokenizer.json": b"{}", "me/old/vocab.json": b"{}"}, (401, "GatedRepo")
         found = refusal(types, str(tmp_path / "a.txt"), "--tokenizer", "me/tok")
         assert f"me/tok: needs a token and an accepted licence. Accept it at {hub.url}/me/tok" in found
         hub.refuse_files = None
