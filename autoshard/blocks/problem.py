@@ -73,7 +73,7 @@ class OperatorProblem:
     @property
     def shape(self) -> tuple[int, ...]:
         """That of a column; empty for a single mesh."""
-        return np.broadcast_shapes(*map(np.shape, self.atoms.values()))
+        return next((np.shape(size) for size in self.atoms.values()), ())
 
     @property
     def real_atoms(self) -> Atoms:

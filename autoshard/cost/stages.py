@@ -34,6 +34,9 @@ class PerCandidate:
         return only(self, rows)
 
 
+_COLUMNS = (PerCandidate, Setting, Ring, Route)
+
+
 def only(value: Any, rows: Rows) -> Any:
     """Return some candidates of every array inside a value made of dataclasses, dicts and tuples."""
     if isinstance(value, np.ndarray):
@@ -42,7 +45,7 @@ def only(value: Any, rows: Rows) -> Any:
         return {key: only(own, rows) for key, own in cast(dict[Any, Any], value).items()}
     if isinstance(value, tuple):
         return tuple(only(own, rows) for own in cast(tuple[Any, ...], value))
-    if isinstance(value, PerCandidate | Setting | Ring | Route):
+    if isinstance(value, _COLUMNS):
         kind = cast(type[Any], type(value))
         return kind(**{name: only(getattr(value, name), rows) for name in _names(kind)})
     return value

@@ -18,14 +18,17 @@ from autoshard.plan.rules.columns import Engine
 from autoshard.search.legal_space import LegalSpace, legal_space
 from autoshard.search.points import Solution
 from autoshard.search.pool import Pool
+from autoshard.search.priced_layouts import LayoutPricer
 from autoshard.search.request import Request
 from autoshard.search.split_bounds import SplitSearch
 from autoshard.search.stage_filling import Goal
 from autoshard.search.watch import SearchStopped, Watch, never_stop
+from autoshard.spec.cluster import Cluster
 
 _MOST = 16  # plans of one cluster on a frontier
 _REFILL_S = 0.1  # that it may take to look for splits with less headroom
 _NOT_SIMPLE = "no simpler one was looked for"
+Known = dict[tuple[Cluster, Engine], tuple[LegalSpace, LayoutPricer]]
 _TIE = 1e-9  # relative: times that differ by less count as equal
 _STEP = 0.1  # of memory: of plans that differ by less only the faster is wanted
 
@@ -78,13 +81,14 @@ def search(
     *,
     nearest: bool = True,
     simple_within: float | None = None,
+    known: Known | None = None,
 ) -> SearchResult:
     """Price every legal candidate of every engine and return the fastest that fit, and a simple one if that is wanted.
 
     The simple one takes at most this share more than the fastest. An engine that cannot run what is pinned leaves the
-    answer to the others. ``nearest`` asks for the nearest miss.
+    answer to the others. ``nearest`` asks for the nearest miss; ``known`` keeps what does not depend on memory.
     """
-    results: list[_EngineResult] = []
+    results, known = list[_EngineResult](), {} if known is None else known
     faults: list[InputError] = []
     for cluster, engine in product((request.cluster, *request.other_lnc), request.engines):
         # Of the engines after a stop it is only known what they cannot be better than.
@@ -93,7 +97,7 @@ def search(
         others = [solution.value for one in results for solution in one.solutions]
         own = replace(request, cluster=cluster, other_lnc=())
         try:
-            results.append(_search_engine(own, engine, (num_plans, others), own_watch, nearest=nearest))
+            results.append(_search_engine(own, engine, (num_plans, others), own_watch, known, nearest=nearest))
         except InputError as fault:
             faults.append(fault)
     if not results:
@@ -152,18 +156,21 @@ def _with_less_headroom(result: _EngineResult, solution: Solution) -> dict[float
 
 
 def _search_engine(
-    request: Request, engine: Engine, wanted: tuple[int, Sequence[float]], watch: Watch, *, nearest: bool
+    request: Request, engine: Engine, wanted: tuple[int, Sequence[float]], watch: Watch, known: Known, *, nearest: bool
 ) -> _EngineResult:
     """Find so many of the best layouts of one engine, those of others included, whose values are given."""
     certificate, pool, miss = Certificate(objective=request.objective), None, None
     try:
-        legal = _keeping_pins(request, legal_space(request, engine, watch))
+        if (request.cluster, engine) not in known:
+            legal = _keeping_pins(request, legal_space(request, engine, watch))
+            known[request.cluster, engine] = legal, LayoutPricer(request.question(legal.space.base), legal.space)
+        legal, pricer = known[request.cluster, engine]
         certificate = replace(
             certificate, num_points=legal.num_points, refusals=legal.refusals, num_legal=legal.num_legal
         )
         if legal.variants:
             num_plans, others = wanted
-            pool = Pool(request.question(legal.space.base), legal, request.goal, request.layouts, watch, others)
+            pool = Pool(pricer, legal, request.goal, request.layouts, watch, others)
             pool.settle(num_plans)
             with suppress(SearchStopped):  # that nothing fits is known
                 miss = pool.smallest() if nearest and not (pool.solutions or others) else None
@@ -200,9 +207,10 @@ def frontier(requests: Sequence[Request], watch: Watch = never_stop) -> Frontier
     found: list[Plan] = []
     gap, stopped = 0.0, ""
     for request in requests:
-        limit = request.memory_bytes
+        limit, known = request.memory_bytes, Known()
         for _ in range(0 if stopped else _MOST):
-            answer = search(replace(request, objective="time", memory_bytes=limit), 1, watch, nearest=False)
+            asked = replace(request, objective="time", memory_bytes=limit)
+            answer = search(asked, 1, watch, nearest=False, known=known)
             found += answer.plans
             stopped = answer.certificate.stopped
             if stopped or not answer.plans:

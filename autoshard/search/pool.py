@@ -13,7 +13,6 @@ from typing import TypeVar
 import numpy as np
 
 from autoshard.blocks.cutting import Terms, solved_cutting
-from autoshard.cost.setting import Question
 from autoshard.errors import InputError
 from autoshard.layout.layout import Cutting
 from autoshard.layout.pin import Pin
@@ -43,7 +42,7 @@ class Pool:
 
     def __init__(
         self,
-        question: Question,
+        pricer: LayoutPricer,
         legal: LegalSpace,
         goal: Goal,
         pins: tuple[Pin, ...] = (),
@@ -51,8 +50,8 @@ class Pool:
         others: Sequence[float] = (),
     ) -> None:
         """``others`` are the values of the best layouts of other spaces, beside which these are wanted."""
-        self._question, self._legal, self._goal, self._pins, self._watch = question, legal, goal, pins, watch
-        self._pricer = LayoutPricer(question, legal.space, lambda: go_on(self._watch, self._progress()))
+        self._pricer, self._legal, self._goal, self._pins, self._watch = pricer, legal, goal, pins, watch
+        pricer.between = lambda: go_on(self._watch, self._progress())
         self._variants: dict[Terms, list[RunVariant]] = defaultdict(list)
         self._first: dict[RunVariant, int] = {}  # the number of a variant's first point
         for variant in legal.variants:
@@ -165,8 +164,8 @@ class Pool:
         some = (one.only(np.flatnonzero(one.space.rows["mbs"] == least)) for one in plain)
         few = replace(legal, variants=tuple(one for one in some if len(one.layouts)))
         goal = Goal(objective="memory", capacity=np.inf)
-        pool = Pool(self._question, few, goal, self._pins, lambda _: self._watch(SearchProgress()))
-        pool._pricer, pool._unpriced = self._pricer, []
+        pool = Pool(self._pricer, few, goal, self._pins, lambda _: self._watch(SearchProgress()))
+        pool._unpriced = []
         for terms, cutting, layouts in self._cuttings:
             some = np.intersect1d(layouts, pool._layouts(terms)) if terms in pool._variants else layouts[:0]
             if len(some):
@@ -343,7 +342,9 @@ class Pool:
         """Find a layout's own cutting; if it is another than the one used, price the layout anew."""
         go_on(self._watch, self._progress())
         terms, layout = row
-        own = solved_cutting(self._question, self._legal.space.candidate(layout, 0), replace(terms, pins=self._pins))
+        own = solved_cutting(
+            self._pricer.question, self._legal.space.candidate(layout, 0), replace(terms, pins=self._pins)
+        )
         atoms = {atom for atom, column in self._pricer.atoms.items() if column[layout] > 1}
         self._own[row] = used
         if own.only(atoms) == used.only(atoms):
@@ -363,12 +364,9 @@ class Pool:
 
     def _in_use(self, points: Priced) -> Priced:
         """Leave out layouts that have a cutting of their own now."""
-        own = [
-            layout
-            for (terms, layout), cutting in self._own.items()
-            if terms == points.terms and cutting != points.priced.cutting
-        ]
-        return points.only(~np.isin(points.layouts, own)) if own else points
+        mine = {layout: own for (terms, layout), own in self._own.items() if terms == points.terms}
+        gone = [layout for layout, own in mine.items() if own != points.priced.cutting]
+        return points.only(~np.isin(points.layouts, gone)) if gone else points
 
     def _price(self, cutting: Cutting, terms: Terms, some: Ints) -> None:
         """Price the blocks of some layouts as a cutting has them, without recompute."""

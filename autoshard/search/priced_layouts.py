@@ -82,13 +82,17 @@ class PricedLayouts(PerCandidate):
 
 
 class LayoutPricer:
-    """Prices the layouts of a space, and finds how their blocks are cut; links are priced once.
+    """Prices the layouts of a space, and finds how their blocks are cut; what is asked again is known.
 
     ``between`` is called before each block, and may stop this.
     """
 
-    def __init__(self, question: Question, space: Space, between: Callable[[], None] = lambda: None) -> None:
-        self.question, self.space, self._between = question, space, between
+    def __init__(self, question: Question, space: Space) -> None:
+        self.question, self.space = question, space
+        self.between: Callable[[], None] = lambda: None
+        self._cuttings: dict[object, list[tuple[Cutting, Ints]]] = {}
+        self._priced: dict[object, list[PricedLayouts]] = {}
+        self._with_recompute: dict[PricedLayouts, PricedLayouts] = {}
         model, cluster = question.model, question.cluster
         # One candidate of every division of the ranks, whatever its micro-batch.
         sizes = np.stack([space.rows[key] for key in ("tp", "pp", "cp", "ep", "dp")])
@@ -109,8 +113,14 @@ class LayoutPricer:
         exact = ATOMS if pinned else ("ep", "cp") if self.question.model.num_experts else ()
         yield from split(layouts, [self.atoms[atom] > 1 for atom in exact])
 
-    def cuttings(self, layouts: Ints, terms: Terms, slack: float) -> Iterator[tuple[Cutting, Ints]]:
-        """Yield cuttings of some layouts of one kind, each with those that it serves; ``slack`` is of time."""
+    def cuttings(self, layouts: Ints, terms: Terms, slack: float) -> list[tuple[Cutting, Ints]]:
+        """Return cuttings of some layouts of one kind, each with those that it serves; ``slack`` is of time."""
+        key = terms, slack, layouts.tobytes()
+        if key not in self._cuttings:
+            self._cuttings[key] = self._solved(layouts, terms, slack)
+        return self._cuttings[key]
+
+    def _solved(self, layouts: Ints, terms: Terms, slack: float) -> list[tuple[Cutting, Ints]]:
         rows, batch = self.space.only(layouts).rows, self.question.workload.global_batch
         meshes = Meshes(
             atoms={atom: column[layouts] for atom, column in self.atoms.items()},
@@ -118,23 +128,31 @@ class LayoutPricer:
             num_micro_batches=np.maximum(1, batch // (rows["mbs"] * rows["dp"])),
             ring=lambda atoms: only(self._ring(atoms), layouts),
         )
-        for cutting, some in shared_cuttings(self.question, meshes, (terms, slack), self._between):
-            yield cutting, layouts[some]
+        found = shared_cuttings(self.question, meshes, (terms, slack), self.between)
+        return [(cutting, layouts[some]) for cutting, some in found]
 
     def priced(
         self, space: Space, cutting: Cutting, layouts: Mapping[CpOrder, Ints], *, apart: bool = False
-    ) -> Iterator[PricedLayouts]:
+    ) -> list[PricedLayouts]:
         """Price the blocks of some layouts of a space of the same sizes as a cutting shards them, without recompute.
 
         The layouts are given by the order of the sequence over cp; ``apart`` as in ``lowered_alike``.
         """
+        key = cutting, space.base, space.sp, apart, *((order, some.tobytes()) for order, some in layouts.items())
+        if key not in self._priced:
+            self._priced[key] = list(self._without_recompute(space, cutting, layouts, apart=apart))
+        return self._priced[key]
+
+    def _without_recompute(
+        self, space: Space, cutting: Cutting, layouts: Mapping[CpOrder, Ints], *, apart: bool
+    ) -> Iterator[PricedLayouts]:
         question = self.question
         numbers = np.concatenate(list(layouts.values()))
         orders = np.repeat(list(layouts), [len(one) for one in layouts.values()])
         some = space.only(numbers)
         for mine, blocks in lowered_alike(question, some, cutting, apart=apart):
             own, count, rows = some.only(mine), len(mine), numbers[mine]
-            self._between()
+            self.between()
             rings = {group: only(self._ring(group), rows) for group in (("pp",), *atom_groups(blocks.every()))}
             setting = Setting(
                 blocks=blocks,
@@ -171,12 +189,16 @@ class LayoutPricer:
 
     def with_recompute(self, priced: PricedLayouts) -> PricedLayouts:
         """Price the layers of such layouts under every kind of recompute that may be used."""
+        if priced in self._with_recompute:
+            return self._with_recompute[priced]
         kinds, setting = kinds_of(priced.space.recomputes), priced.priced_in
         costs: list[BlockCost] = []
         for drop in kinds:
-            self._between()
+            self.between()
             costs.append(price_block(self.question, setting, "layer", drop))
-        return replace(priced, kinds=kinds, layer=BlockTotals.of(costs, len(priced.numbers)))
+        layer = BlockTotals.of(costs, len(priced.numbers))
+        self._with_recompute[priced] = replace(priced, kinds=kinds, layer=layer)
+        return self._with_recompute[priced]
 
     def _ring(self, atoms: tuple[str, ...]) -> Ring:
         """Return the groups over some atoms on the meshes of all layouts."""
