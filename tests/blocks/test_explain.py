@@ -58,7 +58,7 @@ def test_the_parts_add_up_to_the_blocks_that_the_prediction_is_made_of(case):
                 [seconds["compute"], seconds["waiting"], sending_s], rel=1e-12
             )
             assert block.time_s == pytest.approx(sum(seconds.values()), rel=1e-12)
-            assert sum(one.sent_bytes for one in block.sent()) == pytest.approx(sent, rel=1e-12)
+            assert sum(one.sent_bytes for step in block.steps for one in step.sent) == pytest.approx(sent, rel=1e-12)
     found = explained(case)
     assert sum(block.count for block in found.blocks if block.name.startswith("layer")) == plan(case).model.num_layers
     for block in found.blocks:
@@ -72,7 +72,12 @@ def layer_of(case):
 def test_what_hides_and_what_waits_stands_apart():
     hidden, short, plain = layer_of("hidden"), layer_of("short"), layer_of("trn1")
     assert plain.hidden_s == plain.waiting_s == 0, "NxD hides nothing, and its graphs are started whole"
-    pieces = [one for one in hidden.sent() if one.collective.split()[0] in ("all_gather", "reduce_scatter")]
+    pieces = [
+        one
+        for step in hidden.steps
+        for one in step.sent
+        if one.collective.split()[0] in ("all_gather", "reduce_scatter")
+    ]
     but_first = 7 / 8 * sum(one.time_s for one in pieces)
     assert hidden.hidden_s == pytest.approx(but_first), "all but a product's first piece"
     assert short.waiting_s > short.compute_s, "kernels on so few numbers end before the next is launched"
@@ -115,7 +120,7 @@ def cost_with(problem, name, cuts):
 
 def test_one_rank_sends_nothing_and_has_no_choice():
     for block in explained("alone").blocks:
-        assert not list(block.sent()) and not [step for step in block.steps if step.other]
+        assert not any(step.sent for step in block.steps) and not [step for step in block.steps if step.other]
 
 
 def test_a_pinned_cut_may_be_worse_than_its_second_best():
