@@ -23,18 +23,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-import autoshard.engine.torch.block as block
 import autoshard.engine.torch.generated as generated
+import autoshard.engine.torch.steps as steps
 from autoshard.engine.activity import RankActivity
 from autoshard.engine.base import HOST
 from autoshard.engine.placement import MeshRank, sequence_order
 from autoshard.engine.programs import BlockProgram, programs_of
-from autoshard.engine.torch.block import RankContext
 from autoshard.engine.torch.compiled import Piece, like, traced
 from autoshard.engine.torch.fake import fake_world
 from autoshard.engine.torch.formats import NOWHERE, Formats, memory_of
 from autoshard.engine.torch.kernels import Rotations, attention
 from autoshard.engine.torch.recording import Operation, Recording, tensors_in
+from autoshard.engine.torch.steps import RankContext
 from autoshard.engine.torch.world import World
 from autoshard.layout.program import Given
 from autoshard.plan.candidate import Candidate
@@ -114,7 +114,7 @@ def counts(plan: Plan, kind: str = "layer") -> tuple[Count, Count]:
         return sum(map(alone, written), Count()), text
 
     with _rank_of(plan) as (context, blocks), mock.patch.object(generated, "statement", writing):
-        with mock.patch.object(block, "_adding", lambda *_: None):  # every instruction of the table by itself
+        with mock.patch.object(steps, "_adding", lambda *_: None):  # every instruction of the table by itself
             literal, _ = generate()
         left, text = generate(counting)
     for piece, examples, inside in pieces:
@@ -140,13 +140,14 @@ def _rank_of(plan: Plan) -> Iterator[tuple[RankContext, Mapping[str, BlockProgra
         fake_world(0, plan.mesh.num_ranks),
         mock.patch.object(attention, "KERNELS", {NOWHERE.type: attention.GPU}),
         # cited: pytorch/pytorch v2.13 aten/src/ATen/native/cuda/Blas.cpp: addmm_dtype_out_cuda
-        mock.patch.object(block, "adds_wide", lambda *_: True),
+        mock.patch.object(steps, "adds_wide", lambda *_: True),
     ):
-        programs = programs_of(plan)
+        programs = programs_of(plan, packs=True)
         world = World.build(plan.mesh, programs.group_atoms(), None, RankActivity())
         context = RankContext(
             world=world, mesh_rank=MeshRank(mesh=plan.mesh, rank=0, sizes=programs.graph.sizes),
             formats=Formats(device=NOWHERE), rotations=Rotations(), positions=torch.from_numpy(sequence_order(plan)),
+            packed=programs.packed,
         )  # fmt: skip
         yield context, programs.stages[0]
 

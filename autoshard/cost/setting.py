@@ -18,6 +18,7 @@ from autoshard.cost.compute import KernelWork, Rates, kernel_time, kernel_work, 
 from autoshard.cost.kernel_run import KernelRun, bytes_in, rank_sizes, saved_bytes, working_bytes
 from autoshard.cost.sharded import Blocks, LoweredBlock, atom_groups
 from autoshard.cost.terms import CostTerm
+from autoshard.graph.decoder import num_slots
 from autoshard.layout.layout import local_sizes
 from autoshard.layout.sharding import Message
 from autoshard.plan.build import mesh_of
@@ -58,8 +59,12 @@ class Question:
         one of ep, strays from the mean over all by this share of what a single expert does.
         """
         sizes, num_experts = self.step.sizes(num_sequences), self.model.num_experts
-        if num_experts < 2 or self.workload.expert_capacity is not None or self.step.platform.pads_experts:
+        if num_experts < 2 or self.workload.expert_capacity is not None:
             return sizes
+        if self.step.platform.pads_experts:  # where slots are sent, and nowhere else
+            tokens = num_sequences * self.workload.seq_len
+            few = num_slots(self.model, tokens, None) if self.step.platform.packs_experts else sizes["slots"]
+            return {**sizes, "slots": few + (sizes["slots"] - few) * (ep > 1)}
         share = ((ep - 1) / (num_experts - 1)) ** 0.5
         slots = sizes["slots"] * (1 + self.workload.expert_imbalance * share)
         return {**sizes, "slots": -(-slots * _SURE // 1)}  # a part of a slot is a slot, cut or not

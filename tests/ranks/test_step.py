@@ -7,17 +7,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from autoshard.engine.torch.fake import counted
 from autoshard.engine.torch.world import World
 from autoshard.schedule.builders import Action
 from autoshard.spec.training import AdamWConstants, Training
 from tests.ranks.cases import (
+    AS_PLANNED,
     MIXTRAL,
     StepShare,
     Task,
     compare,
+    engine_of,
     gpt,
     hold,
     llama,
@@ -183,3 +187,26 @@ def test_whichever_collective_does_nothing_is_caught(text, name):
     for shares in zip(*answers, strict=True):
         with pytest.raises(AssertionError):
             compare(expected, shares)
+
+
+@pytest.mark.parametrize("text", ["tp=1,pp=1,dp=1", "tp=2,pp=1,dp=2", "tp=1,pp=1,dp=2,ep=2"])
+def test_experts_that_drop_nothing_compute_what_was_routed_to_them(text):
+    """Two of eight experts are chosen; slots that are sent are one for every token of each expert."""
+    sizes = {"hidden": 32, "ffn": 48, "num_experts": 8, "experts_per_token": 2, "num_layers": 1}
+    task = Task.of(plan_of(text, llama(**sizes), seq_len=16))
+    needed = 9 * 2 * task.plan.workload.tokens_per_step * 2 * sizes["hidden"] * sizes["ffn"]
+    ratio = sum(on_ranks(task.plan.mesh.num_ranks, flops_of_experts, task)) / needed
+    assert ratio > 3 if "ep=2" in text else ratio == 1
+
+
+def flops_of_experts(task: Task) -> int:
+    """What products of experts compute in a step on a rank."""
+
+    def grouped(left: torch.Size, right: torch.Size, *_: object, out_shape: object, **__: object) -> int:
+        return 2 * left[0] * left[1] * right[-1]
+
+    engine = engine_of(task, AS_PLANNED, "literal")
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped}) as counter:
+        engine.step(task.steps[0], 0.0)
+    found = counter.get_flop_counts()["Global"]
+    return sum(found.get(getattr(torch.ops.aten, name), 0) for name in ("_grouped_mm", "bmm"))

@@ -1,150 +1,25 @@
 """One block on one rank: its program, made ready instruction by instruction, and the interpreter that runs it so."""
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from autoshard.engine.placement import MeshRank, dims_of
 from autoshard.engine.programs import BlockProgram
-from autoshard.engine.rows import is_wide, parted, read_whole, token_cuts
-from autoshard.engine.torch.collectives import around_ring, communication
-from autoshard.engine.torch.formats import Formats
-from autoshard.engine.torch.kernels import Kernel, KernelContext, Rotations, kernel_of
-from autoshard.engine.torch.kernels.kernel import laid_out
-from autoshard.engine.torch.kernels.products import adding, adds_wide
-from autoshard.engine.torch.rows import by_rows, num_rows
-from autoshard.engine.torch.world import World
-from autoshard.graph.kinds.indexing import Place
-from autoshard.graph.kinds.linear import Einsum
-from autoshard.graph.kinds.norm import NormGradient
-from autoshard.graph.kinds.optimizer import Accumulate
-from autoshard.graph.kinds.pointwise import Multiply, UnaryGradient
-from autoshard.graph.op import OpKind
-from autoshard.layout.program import (
-    Communicate,
-    Compute,
-    CountOnce,
-    Given,
-    Instruction,
-    Sum,
-    Value,
-    inputs_of,
-    read_by,
-    values_read,
-    values_written,
-    written_by,
+from autoshard.engine.rows import parted, read_whole
+from autoshard.engine.torch.steps import (
+    InputSource,
+    LocalStep,
+    RankContext,
+    Values,
+    chosen_in,
+    execute,
+    is_grouped,
+    steps_of,
 )
+from autoshard.layout.program import Compute
 from autoshard.schedule.builders import ActionKind
-
-Values = dict[str, torch.Tensor]  # what a rank holds while a program runs, by the values' names
-# Returns a weight, input or gradient from outside the block, by its tensor's name.
-InputSource = Callable[[str], torch.Tensor]
-# By documents the host decides what attends to what, for every batch anew.
-BY_BATCH = ("document_starts",)
-_OWN_MEMORY = (Einsum, Multiply, NormGradient, Place, UnaryGradient)  # kinds whose results are no views
-POSITIONS = ("positions", "key_positions")  # which the plan orders
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankContext:
-    """What all blocks of a rank share: its place on the mesh, its groups, formats, and positions of the sequence."""
-
-    world: World
-    mesh_rank: MeshRank
-    formats: Formats
-    positions: torch.Tensor  # of the whole sequence, in the order in which it is cut
-    rotations: Rotations
-    rows: int | None = None  # how many tokens are computed at a time, if not all of a micro-batch
-
-    def bounds(self, compute: Compute) -> Mapping[str, tuple[int, int]]:
-        """Return which part of each cut dim this rank computes."""
-        return {dim: self.mesh_rank.dim_bounds(dim, atoms) for dim, atoms in compute.cuts.items() if atoms}
-
-    def sizes(self, compute: Compute) -> Mapping[str, int]:
-        """Return the sizes of all dims as this rank computes."""
-        own = {dim: stop - start for dim, (start, stop) in self.bounds(compute).items()}
-        few = {} if self.rows is None else {"batch": 1, "seq": self.rows}
-        return {**self.mesh_rank.sizes, **own, **few}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalStep:
-    """An instruction, ready to run, or a product that adds to a sum of gradients by itself, or a run by rows."""
-
-    entry: Instruction
-    run: Kernel | None  # None: takes a tensor from outside the block
-    reads: tuple[str, ...]  # names of values; of a tensor from outside its own name
-    writes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    adds: bool = False  # a product into a sum
-    few: "FewRows | None" = None
-    drops: tuple[str, ...] = ()  # values without a later reader
-
-    @property
-    def touched(self) -> tuple[str, ...]:
-        """Every value that it reads or writes, once."""
-        return tuple(dict.fromkeys((*(self.reads if self.run else ()), *self.writes)))
-
-    @property
-    def is_local(self) -> bool:
-        """Whether it computes the same operations for every batch, and talks to no other rank.
-
-        Of what users write nothing is known.
-        """
-        match self.entry:
-            case Compute(op=op, reads=reads, ring=ring):
-                own = type(op.kind).torch_kernel is not OpKind.torch_kernel
-                return not (own or ring or any(value.tensor in BY_BATCH for value in reads))
-            case CountOnce() | Sum():
-                return True
-            case _:
-                return False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FewRows:
-    """What works by rows, ready to run for ``rows`` of them at a time, and the formats of what it makes."""
-
-    steps: tuple[LocalStep, ...]
-    reads: tuple[str, ...]  # what is taken, and then the places of what is made
-    rows: int
-    dtypes: tuple[torch.dtype, ...]
-
-    def __call__(self, some: list[torch.Tensor]) -> None:
-        """Run for some rows of all that is read."""
-        execute(self.steps, dict(zip(self.reads, some, strict=True)))
-
-    def run(self, shapes: Sequence[tuple[int, ...]], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run for all rows."""
-        made = self.empty(shapes, tensors[0].device)
-        by_rows(self, (*tensors, *made), self.rows)
-        return made
-
-    def empty(self, shapes: Sequence[tuple[int, ...]], device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return memory for what it makes of all rows."""
-        return tuple(
-            torch.empty(one, dtype=dtype, device=device) for one, dtype in zip(shapes, self.dtypes, strict=True)
-        )
-
-
-def execute(steps: Sequence[LocalStep], values: Values, source: InputSource | None = None) -> None:
-    """Run one step after the other; what lies outside comes from a source."""
-    for step in steps:
-        if step.run is None:
-            assert source, "what runs by rows takes nothing from outside"
-            values[step.writes[0]] = source(step.reads[0])
-        else:
-            made = step.run(*[values[name] for name in step.reads])
-            for name, tensor, shape in zip(step.writes, made, step.shapes, strict=True):
-                assert tensor.shape == shape, f"{name} is {tuple(tensor.shape)}, not {shape}"
-                values[name] = tensor
-        for name in step.drops:
-            del values[name]
 
 
 class BlockRun(Protocol):
@@ -183,11 +58,13 @@ class LiteralRun:
         waiting, backward = (
             frozenset(read_whole(parted(entries))) for entries in (parts.instructions("W"), parts.backward)
         )
+        if any(isinstance(entry, Compute) and is_grouped(context, parts, entry) for entry in parts.instructions("W")):
+            waiting |= {*chosen_in(parts.backward)}
         later = {
             "F": backward | {parts.program.results[parts.handed_on].name},
             "B": results, "I": waiting | results, "W": results,
         }  # fmt: skip
-        steps = {kind: tuple(_steps(context, parts, kind, kept)) for kind, kept in later.items()}
+        steps = {kind: tuple(steps_of(context, parts, kind, kept)) for kind, kept in later.items()}
         made = {kind: parts.made(kind).get(parts.handed_back or "") for kind in later}
         handed_back = {kind: value and value.name for kind, value in made.items()}
         return cls(parts=parts, steps=steps, waiting=waiting, handed_back=handed_back)
@@ -217,173 +94,3 @@ class LiteralRun:
     def hands_on_what_it_keeps(self) -> bool:
         """Whether backward reads the block's output."""
         return any(self.handed_on in step.reads for step in self.steps["B"])
-
-
-def _steps(context: RankContext, parts: BlockProgram, kind: str, kept: set[str]) -> Iterator[LocalStep]:
-    """Make instructions ready; after its last reader a value goes, unless a later part reads it.
-
-    Weights are not kept between parts: each takes them again.
-    """
-    weights, own = {tensor.name for tensor in parts.block.parameters}, parts.instructions(kind)
-    taken = {name for entry in own if isinstance(entry, Given) for name in written_by(entry)}
-    missing = {name for entry in own for name in read_by(entry)} - taken
-    given = (entry for entry in parts.program.instructions if isinstance(entry, Given))
-    again = (entry for entry in given if entry.value.tensor in weights and entry.value.name in missing)
-    kept = kept - weights
-    return _dropping(tuple(_local_steps(context, parts, (*again, *own), kept)), kept)
-
-
-def _dropping(steps: Sequence[LocalStep], kept: Collection[str]) -> Iterator[LocalStep]:
-    last = {name: number for number, step in enumerate(steps) for name in step.touched}
-    for number, step in enumerate(steps):
-        yield replace(step, drops=tuple(name for name in step.touched if last[name] == number and name not in kept))
-
-
-def _local_steps(
-    context: RankContext, parts: BlockProgram, entries: Sequence[Instruction], kept: set[str]
-) -> Iterator[LocalStep]:
-    """Yield what runs; a gradient that nothing but its sum reads is never held where one kernel can add it."""
-    num_readers = Counter(name for entry in entries for name in read_by(entry))
-    made = {entry.writes[0].name: entry for entry in entries if isinstance(entry, Compute)}
-    alone = {name for name, entry in made.items() if num_readers[name] == 1} - kept
-    added = dict(_added(context, parts, entries, {name: made[name] for name in made if name in alone}))
-    own = {name for name in alone if isinstance(made[name].op.kind, _OWN_MEMORY)}
-    every = tuple(parted(entries))
-    for number, (entry, *others) in enumerate(every):
-        if token_cuts(entry):
-            yield _by_rows(context, parts, (entry, *others), read_whole(every[number + 1 :]) | kept)
-            continue
-        match entry:
-            case Given(value=value):
-                writes, reads = (value,), (value.tensor,)
-            case Compute(writes=writes):
-                reads = read_by(entry)
-            case _:
-                writes, reads = (entry.writes,), read_by(entry)
-        adds = writes[0].name in added
-        run, reads = added[writes[0].name] if adds else (_kernel(context, parts, entry, own), reads)
-        if reads or not adds:
-            shapes = tuple(context.mesh_rank.shape(value.layout) for value in writes)
-            names = tuple(value.name for value in writes)
-            yield LocalStep(
-                entry=entry, run=run, reads=reads, writes=names, shapes=shapes, adds=adds and isinstance(entry, Compute)
-            )
-
-
-def _by_rows(
-    context: RankContext, parts: BlockProgram, entries: Sequence[Instruction], wanted: Collection[str]
-) -> LocalStep:
-    """Return what executes a run for a few rows at a time, and makes what is ``wanted``."""
-    taken = tuple(value.name for value in inputs_of(entries))
-    made = {value.name: value for entry in entries for value in values_written(entry) if value.name in wanted}
-    num_readers = Counter(name for entry in entries for name in read_by(entry))
-    wide = next(value for entry in entries for value in (*values_read(entry), *values_written(entry)) if is_wide(value))
-    batch, positions, width = context.mesh_rank.shape(wide.layout)
-    rows = num_rows(batch * positions, width, context.formats.device)
-    few = replace(context, rows=rows)
-    own = {
-        value.name
-        for entry in entries
-        for value in values_written(entry)
-        if isinstance(entry, Compute) and isinstance(entry.op.kind, _OWN_MEMORY) and num_readers[value.name] == 1
-    } - made.keys()
-    steps: list[LocalStep] = []
-    for entry in entries:
-        values = values_written(entry)
-        shapes = tuple((1, rows, *context.mesh_rank.shape(value.layout)[2:]) for value in values)
-        one = LocalStep(
-            entry=entry, run=_kernel(few, parts, entry, own), reads=read_by(entry), writes=written_by(entry),
-            shapes=shapes,
-        )  # fmt: skip
-        steps.append(one)
-        if made.keys() & set(one.writes):
-            (name,) = one.writes
-            place = f"{name}.all"
-            steps.append(replace(one, run=_written, reads=(place, name), writes=(place,)))
-    found = FewRows(
-        steps=tuple(_dropping(steps, ())), reads=(*taken, *(f"{name}.all" for name in made)), rows=rows,
-        dtypes=tuple(context.formats.of(parts.block.tensors[value.tensor].dtype) for value in made.values()),
-    )  # fmt: skip
-    shapes = tuple(context.mesh_rank.shape(value.layout) for value in made.values())
-    run = partial(found.run, shapes)
-    return LocalStep(entry=entries[-1], run=run, reads=taken, writes=tuple(made), shapes=shapes, few=found)
-
-
-def _written(place: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor]:
-    return (place.copy_(value),)
-
-
-def _added(
-    context: RankContext, parts: BlockProgram, entries: Sequence[Instruction], alone: Mapping[str, Compute]
-) -> Iterator[tuple[str, tuple[Kernel, tuple[str, ...]]]]:
-    """Yield what adds a product to what it is added to, by values, with what it reads; nothing for what that replaces.
-
-    ``alone`` are values that one instruction reads: a sum of gradients over micro-batches, or of several readers.
-    """
-    for entry in entries:
-        if isinstance(entry, Compute) and isinstance(entry.op.kind, Accumulate):
-            (total, gradient), (name,) = read_by(entry), written_by(entry)
-            product = alone.get(gradient)
-            if product and (run := _adding(context, parts, product, entry.writes[0])):
-                yield name, (run, (total, *read_by(product)))
-                yield gradient, (run, ())
-        elif isinstance(entry, Sum):
-            products = [
-                name for name in alone if name in read_by(entry) and _adding(context, parts, alone[name], entry.writes)
-            ]
-            for before, name in pairwise(products):
-                run = _adding(context, parts, alone[name], entry.writes)
-                assert run, "a product adds to a sum"
-                yield name, (run, (before, *read_by(alone[name])))
-            if products[1:]:
-                reads = [value for value in entry.reads if value.name not in products[:-1]]
-                yield entry.writes.name, (_sum(reads, entry.writes, products), tuple(value.name for value in reads))
-
-
-def _adding(context: RankContext, parts: BlockProgram, product: Compute, total: Value) -> Kernel | None:
-    """Return what adds a product to a sum in one call; None where it is no product, or of another format."""
-    if not isinstance(product.op.kind, Einsum) or dims_of(product.writes[0].layout) != dims_of(total.layout):
-        return None
-    factors = {context.formats.of(parts.block.tensors[value.tensor].dtype) for value in product.reads}
-    into = context.formats.of(parts.block.tensors[total.tensor].dtype)
-    if factors != {into} and not (len(factors) == 1 and adds_wide(context.formats.device, *factors, into)):
-        return None
-    return adding(product.op.kind, parts.block.call(product.op, context.sizes(product)), into)
-
-
-def _kernel(context: RankContext, parts: BlockProgram, entry: Instruction, own: Collection[str]) -> Kernel | None:
-    """Return what executes an instruction; a sum may overwrite ``own`` values, which nobody else reads."""
-    match entry:
-        case Given():
-            return None
-        case Compute():
-            local = KernelContext(formats=context.formats, bounds=context.bounds(entry), rotations=context.rotations)
-            found = kernel_of(entry.op.kind, parts.block.call(entry.op, context.sizes(entry)), local)
-            ring = entry.ring
-            return around_ring(context.world, context.mesh_rank, entry, found, context.positions) if ring else found
-        case Communicate():
-            change = communication(context.world, context.mesh_rank, entry)
-            return lambda block: (change(block),)
-        case CountOnce(atoms=atoms):
-            first = context.mesh_rank.is_first(atoms)
-            return lambda block: (block if first else torch.zeros_like(block),)
-        case Sum(reads=reads, writes=writes):
-            return _sum(reads, writes, own)
-
-
-def _sum(reads: Sequence[Value], writes: Value, own: Collection[str]) -> Kernel:
-    """Return what adds values; in the memory of one of the first two, if that may be overwritten."""
-    dims = dims_of(writes.layout)
-    lays = [laid_out(dims_of(value.layout), dims) for value in reads]
-    if len(reads) == 1:
-        return lambda block: (lays[0](block),)
-    free = [value.name in own and dims_of(value.layout) == dims for value in reads[:2]]
-
-    def add(*blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        first, second, *more = (lay(block) for lay, block in zip(lays, blocks, strict=True))
-        total = first.add_(second) if free[0] else second.add_(first) if free[1] else first + second
-        for block in more:
-            total += block
-        return (total,)
-
-    return add

@@ -17,11 +17,12 @@ from autoshard.engine.base import HOST, Allows, Batch, Measured, Run, StepReport
 from autoshard.engine.initial import InitialWeights
 from autoshard.engine.placement import MeshRank, StatePiece, sequence_order
 from autoshard.engine.programs import graph_of, programs_of, tied_instances
-from autoshard.engine.torch.block import RankContext
 from autoshard.engine.torch.formats import Formats, memory_of
 from autoshard.engine.torch.generated import GeneratedRun
 from autoshard.engine.torch.kernels import Rotations
+from autoshard.engine.torch.kernels.products import groups_products
 from autoshard.engine.torch.pipeline import RankPipeline
+from autoshard.engine.torch.steps import RankContext
 from autoshard.engine.torch.update import Store, Tied, Weight, flats
 from autoshard.engine.torch.world import World, channel_backend, refuse_crossing
 from autoshard.graph.op import Array
@@ -55,7 +56,7 @@ class TorchEngine:
     ) -> None:
         """Take this rank's part of whole weights."""
         training, mode = (run.training, run.mode) if run else (_USUAL, "literal")
-        programs = programs_of(plan)
+        programs = programs_of(plan, packs=groups_products(formats.device))
         backend = channel_backend(formats.device)
         if backend:
             refuse_crossing(plan.schedule)
@@ -64,7 +65,12 @@ class TorchEngine:
         mesh_rank = MeshRank(mesh=plan.mesh, rank=self._world.rank, sizes=programs.graph.sizes)
         positions = torch.from_numpy(sequence_order(plan))
         context = RankContext(
-            world=self._world, mesh_rank=mesh_rank, formats=formats, positions=positions, rotations=Rotations()
+            world=self._world,
+            mesh_rank=mesh_rank,
+            formats=formats,
+            positions=positions,
+            rotations=Rotations(),
+            packed=programs.packed,
         )
         self.graph = programs.graph
         self._pipeline = RankPipeline(plan, programs, context, mode)

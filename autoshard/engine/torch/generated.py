@@ -14,20 +14,12 @@ import torch
 import torch._dynamo  # which the first operation on shapes imports: once, before ranks are forked
 
 from autoshard.engine.programs import BlockProgram
-from autoshard.engine.torch.block import (
-    BY_BATCH,
-    POSITIONS,
-    FewRows,
-    InputSource,
-    LiteralRun,
-    LocalStep,
-    RankContext,
-    Values,
-)
+from autoshard.engine.torch.block import LiteralRun
 from autoshard.engine.torch.formats import NOWHERE
 from autoshard.engine.torch.kernels import Kernel, Rotations
 from autoshard.engine.torch.recording import Operation, Recording, needed
 from autoshard.engine.torch.rows import rows_of
+from autoshard.engine.torch.steps import BY_BATCH, POSITIONS, FewRows, InputSource, LocalStep, RankContext, Values
 from autoshard.engine.torch.writing import NAMES, PassText, Statement, Step, Variables, module, piece, statement
 from autoshard.layout.layout import Layout
 from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Value

@@ -6,9 +6,10 @@ import torch
 
 from autoshard.engine.base import Batch, EngineMode
 from autoshard.engine.programs import BlockProgram, PlanPrograms
-from autoshard.engine.torch.block import BY_BATCH, POSITIONS, BlockRun, InputSource, LiteralRun, RankContext, Values
+from autoshard.engine.torch.block import BlockRun, LiteralRun
 from autoshard.engine.torch.formats import memory_of, own
 from autoshard.engine.torch.generated import Generator
+from autoshard.engine.torch.steps import BY_BATCH, POSITIONS, InputSource, RankContext, Values
 from autoshard.engine.torch.update import OpenedWeights, Store
 from autoshard.engine.torch.world import Arrival
 from autoshard.layout.layout import Layout

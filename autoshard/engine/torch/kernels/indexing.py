@@ -3,12 +3,14 @@
 So tokens find their embeddings, losses their labels, and tokens the slots of their experts and the way back.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register, shape_of
 from autoshard.graph.kinds.experts import Combine, CombineGradient, Dispatch, DispatchGradient, Slot, TopK, TopKGradient
 from autoshard.graph.kinds.indexing import Lookup, Pick, Place, ScatterAdd, document_positions
-from autoshard.graph.op import Call
+from autoshard.graph.op import Call, Dims
 
 Made = tuple[torch.Tensor, ...]
 
@@ -100,43 +102,63 @@ def _top_k_gradient(kind: TopKGradient, call: Call, context: KernelContext) -> K
 
 
 def _slot(kind: Slot, call: Call, context: KernelContext) -> Kernel:
-    experts, slots = call.sizes["experts"], call.sizes["slots"]
+    experts, slots, packed = call.sizes["experts"], call.sizes["slots"], context.packed
 
     def run(expert: torch.Tensor) -> Made:
         chosen = expert.reshape(-1)
         mine = torch.arange(experts, device=chosen.device) == chosen[:, None]
         place = (mine.cumsum(0) - 1).gather(1, chosen[:, None]).squeeze(1)
+        if packed:  # behind those of the experts before
+            counts = mine.sum(0)
+            return ((place + (counts.cumsum(0) - counts)[chosen]).reshape(expert.shape),)
         return (torch.where(place < slots, place, -1).reshape(expert.shape),)
 
     return run
 
 
 def _dispatch(kind: Dispatch, call: Call, context: KernelContext) -> Kernel:
-    shape = shape_of(call, call.outputs[0].dims)
-    return lambda tokens, expert, place: (_scattered(tokens.unsqueeze(-2), expert, place, shape),)
+    scattered = _scattered(call.outputs[0].dims, call, context)
+    return lambda tokens, expert, place: (scattered(tokens.unsqueeze(-2), expert, place),)
 
 
-def _combine(slots: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor, place: torch.Tensor) -> Made:
-    return ((_fetched(slots, expert, place) * weight.unsqueeze(-1)).sum(2),)
+def _dispatch_gradient(kind: DispatchGradient, call: Call, context: KernelContext) -> Kernel:
+    fetched = _packed_fetched if context.packed else _fetched
+    return lambda slots, expert, place: (fetched(slots, expert, place).sum(2),)
+
+
+def _combine(kind: Combine, call: Call, context: KernelContext) -> Kernel:
+    fetched = _packed_fetched if context.packed else _fetched
+    return lambda slots, weight, expert, place: ((fetched(slots, expert, place) * weight.unsqueeze(-1)).sum(2),)
 
 
 def _combine_gradient(kind: CombineGradient, call: Call, context: KernelContext) -> Kernel:
-    shape = shape_of(call, call.inputs[1].dims)
+    fetched = _packed_fetched if context.packed else _fetched
+    scattered = _scattered(call.inputs[1].dims, call, context)
 
     def run(*given: torch.Tensor) -> Made:
         upstream, slots, weight, expert, place = given
         rows = upstream.unsqueeze(-2)
-        d_weight = (_fetched(slots, expert, place) * rows).sum(-1)
-        return _scattered(rows * weight.unsqueeze(-1), expert, place, shape), d_weight
+        d_weight = (fetched(slots, expert, place) * rows).sum(-1)
+        return scattered(rows * weight.unsqueeze(-1), expert, place), d_weight
 
     return run
 
 
-def _scattered(rows: torch.Tensor, expert: torch.Tensor, place: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Copy rows to their slots; what has no slot goes to one that is cut off again."""
-    slots = rows.new_zeros((shape[0], shape[1] + 1, shape[2]))
-    slots[expert, torch.where(place < 0, shape[1], place)] = rows.expand(*place.shape, shape[2])
-    return slots[:, : shape[1]]
+def _scattered(dims: Dims, call: Call, context: KernelContext) -> Callable[..., torch.Tensor]:
+    """Return what copies rows to their slots; what has no slot goes to one that is cut off again."""
+    shape = shape_of(call, dims)
+
+    def padded(rows: torch.Tensor, expert: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        slots = rows.new_zeros((shape[0], shape[1] + 1, shape[2]))
+        slots[expert, torch.where(place < 0, shape[1], place)] = rows.expand(*place.shape, shape[2])
+        return slots[:, : shape[1]]
+
+    def packed(rows: torch.Tensor, expert: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        slots = rows.new_empty((shape[0] * shape[1], shape[2]))  # as many as there are rows
+        slots[place] = rows.expand(*place.shape, shape[2])
+        return slots.view(shape)
+
+    return packed if context.packed else padded
 
 
 def _fetched(slots: torch.Tensor, expert: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
@@ -146,9 +168,12 @@ def _fetched(slots: torch.Tensor, expert: torch.Tensor, place: torch.Tensor) -> 
     return slots[expert, place.clamp(min=0)] * (place >= 0).unsqueeze(-1)
 
 
+def _packed_fetched(slots: torch.Tensor, expert: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    return slots.flatten(0, 1)[place]
+
+
 register({
     Lookup: _lookup, ScatterAdd: _scatter_add, Pick: _pick, Place: _place,
     TopK: _top_k, TopKGradient: _top_k_gradient, Slot: _slot, Dispatch: _dispatch,
-    DispatchGradient: lambda kind, call, context: lambda *given: (_fetched(*given).sum(2),),
-    Combine: lambda kind, call, context: _combine, CombineGradient: _combine_gradient,
+    DispatchGradient: _dispatch_gradient, Combine: _combine, CombineGradient: _combine_gradient,
 })  # fmt: skip

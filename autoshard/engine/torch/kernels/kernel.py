@@ -55,6 +55,7 @@ class KernelContext:
     formats: Formats
     bounds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     rotations: Rotations = field(default_factory=Rotations)
+    packed: bool = False  # whether the rows of each expert follow those of the expert before, without empty slots
 
 
 @singledispatch

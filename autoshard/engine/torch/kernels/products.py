@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
+from torch.nn import functional
 
 from autoshard.engine.torch.formats import NOWHERE
 from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register, shape_of
@@ -42,6 +43,8 @@ def _product(kind: Einsum, call: Call) -> tuple[Matrix, Matrix, tuple[int, ...],
 
 
 def _einsum(kind: Einsum, call: Call, context: KernelContext) -> Kernel:
+    if context.packed and of_experts(kind, call):
+        return _grouped(kind, call)
     first, second, shape, order = _product(kind, call)
 
     def run(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
@@ -49,6 +52,54 @@ def _einsum(kind: Einsum, call: Call, context: KernelContext) -> Kernel:
         return (made.permute(order) if order else made,)
 
     return run
+
+
+def of_experts(kind: Einsum, call: Call) -> bool:
+    """Whether it multiplies each expert's rows with something of that expert."""
+    return {"experts", "slots"} <= {*call.inputs[0].dims}
+
+
+def _grouped(kind: Einsum, call: Call) -> Kernel:
+    """Return a product for each expert of as many rows as it has; its last argument says whom tokens chose.
+
+    Rows are dims of the result (F, I), or are summed over (W). No number is read by the host.
+    """
+    shape, order, experts = shape_of(call, kind.dims), call.inputs[1].dims, call.sizes["experts"]
+    as_it_is = order[-1] == kind.dims[-1]  # or else it is summed over
+
+    def run(x: torch.Tensor, y: torch.Tensor, expert: torch.Tensor) -> tuple[torch.Tensor]:
+        counts = (torch.arange(experts, device=expert.device) == expert.reshape(-1, 1)).sum(0)
+        rows = x.flatten(0, 1)
+        if "slots" in kind.dims:
+            return (_grouped_product(rows, y if as_it_is else y.transpose(1, 2), counts).view(shape),)
+        return (_grouped_product(rows.t(), y.flatten(0, 1), counts),)
+
+    return run
+
+
+def _grouped_product(left: torch.Tensor, right: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Multiply group by group: rows with a matrix, or columns with rows; torch's kernel takes 16 bytes at a time."""
+    aligned = all(
+        size * left.element_size() % 16 == 0 for size in (left.shape[0 if right.dim() == 2 else 1], right.shape[-1])
+    )
+    if left.dtype != torch.float64 and aligned:
+        return functional.grouped_mm(left, right, offs=counts.cumsum(0).to(torch.int32))
+    number = torch.repeat_interleave(counts, output_size=right.shape[0] if right.dim() == 2 else left.shape[0])
+    if right.dim() == 3:
+        return torch.bmm(left.unsqueeze(1), right[number]).squeeze(1)
+    apart = left.t().unsqueeze(2) * right.unsqueeze(1)
+    return apart.new_zeros((len(counts), *apart.shape[1:])).index_add_(0, number, apart)
+
+
+@cache
+def groups_products(device: torch.device) -> bool:
+    """Whether a device has products of groups whose sizes only it knows."""
+    rows = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    try:
+        functional.grouped_mm(rows, rows.view(1, 16, 16), offs=torch.full((1,), 16, dtype=torch.int32, device=device))
+    except (RuntimeError, NotImplementedError):  # as torch says that it has none
+        return False
+    return True
 
 
 def adding(kind: Einsum, call: Call, into: torch.dtype) -> Kernel | None:
