@@ -85,7 +85,7 @@ def write_boxes(storage: Storage, path: str, pieces: Sequence[StatePiece], progr
         (box_name(one.name, one.offsets), one.memory.dtype, one.memory.shape) for one in pieces
     )
     tensors: dict[str, StoredTensor] = {}
-    with storage.file_faults(path) as file:
+    with storage.writing(path) as file:
         file.write(header)
         for piece, start in zip(pieces, starts, strict=True):
             numbers, crc32 = piece.memory.detach().to("cpu").contiguous(), 0
@@ -228,7 +228,7 @@ class Saver:
             return persistent(lambda: write_boxes(*where, boxes, progress), progress.settled)
 
         def upload() -> None:
-            with spool.reading(own) as source, storage.file_faults(f"{folder}/{own}") as file:
+            with spool.reading(own) as source, storage.writing(f"{folder}/{own}") as file:
                 shutil.copyfileobj(source, file, _SLICE_BYTES)
 
         def conclude() -> None:

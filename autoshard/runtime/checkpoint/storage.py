@@ -88,7 +88,7 @@ class Storage:
         return f"{self.root}/{name}" if name else self.root
 
     @contextmanager
-    def file_faults(self, name: str) -> Iterator[Any]:
+    def writing(self, name: str) -> Iterator[Any]:
         """Open a new file; at the end it is on the disk, or in the store."""
         path = self.path(name)
         with _named(path):
@@ -123,7 +123,7 @@ class Storage:
 
     def write(self, name: str, data: bytes) -> None:
         """Write a whole file."""
-        with self.file_faults(name) as file:
+        with self.writing(name) as file:
             file.write(data)
 
     def read(self, name: str) -> bytes | None:
