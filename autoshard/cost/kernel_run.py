@@ -20,7 +20,7 @@ from autoshard.graph.kinds.linear import Collect, Deliver, Einsum
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.graph.op import Dims, Op, Tensor
 from autoshard.layout.layout import Cuts, local_sizes
-from autoshard.layout.program import Compute, Program, Sum, Value
+from autoshard.layout.program import Communicate, Compute, CountOnce, Program, Sum, Value
 from autoshard.layout.sharding import Sharding
 from autoshard.spec.workload import DTYPE_BYTES
 
@@ -102,6 +102,8 @@ def gradient_sums(block: Block, program: Program, *, eager: bool) -> Iterator[tu
     for entry in program.instructions:
         if isinstance(entry, Compute):
             maker |= {value.name: entry.op for value in entry.writes}
+        elif isinstance(entry, Communicate | CountOnce) and entry.reads.name in maker:
+            maker[entry.writes.name] = maker[entry.reads.name]  # among one rank nothing happens in between
         elif isinstance(entry, Sum):
             makers = [maker.get(value.name) for value in entry.reads]
             kernels = {op and owner.get(op.source) for op in makers}

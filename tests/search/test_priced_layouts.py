@@ -19,7 +19,7 @@ from benchmarks.estimate_batch import evaluate
 from tests.cost.cases import ask, plan_of
 from tests.tabled import cutting_of
 
-SAMPLE = 3  # layouts of each case
+SAMPLE = 6  # layouts of each case
 
 # model, cluster, nodes, pins
 CASES = {
@@ -30,6 +30,7 @@ CASES = {
     "partly-full": ("llama3-8b", "trn1.32xlarge", 4, "recompute=full:2"),
     "per-stage": ("llama3-8b", "trn1.32xlarge", 4, "pp=2,stages=15/17,recompute=full/none"),
     "dense-gpu": ("llama3-8b", "h100-80", 4, ""),
+    "copied-keys-recomputed": ("llama3-8b", "h100-80", 2, "recompute=selective[activation,norms]"),
     "experts-zero-3": ("mixtral-8x7b", "h100-80", 2, "zero=3"),
     "experts": ("mixtral-8x7b", "h100-80", 4, ""),
     "tied": ("gpt2-xl", "a100-40", 1, ""),
