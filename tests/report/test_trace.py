@@ -192,7 +192,7 @@ def test_it_is_no_larger_than_allowed_and_leaves_nothing_out_without_need(name, 
     assert len(text.encode()) <= most_bytes
     about = json.loads(text)["otherData"]
     if about["left_out_actions"]:
-        assert len(text) > 0.8 * most_bytes
+        assert len(text) > 0.7 * most_bytes  # what one more micro-batch takes is left
     else:
         assert len(text) <= len(written(name))
 
