@@ -224,7 +224,8 @@ class TensorEdge:
         summed = [Layout(dims=layout.dims) for layout in sent]
         pairs = zip(sent, summed, strict=True)
         at_once = [self.flow.change_s(dims, dtype, [one], [other])[0, 0] for one, other in pairs]
-        return self.flow.change_s(dims, dtype, summed, taken).swapaxes(0, 1) + np.array(at_once)
+        shape = (len(deliveries), *self.flow.problem.shape)  # of no deliveries, too
+        return self.flow.change_s(dims, dtype, summed, taken).swapaxes(0, 1) + np.array(at_once).reshape(shape)
 
     # what can be
 
