@@ -64,7 +64,8 @@ class Question:
         if self.step.platform.pads_experts:  # where slots are sent, and nowhere else
             tokens = num_sequences * self.workload.seq_len
             few = num_slots(self.model, tokens, None) if self.step.platform.packs_experts else sizes["slots"]
-            return {**sizes, "slots": few + (sizes["slots"] - few) * (ep > 1)}
+            uneven = tokens * self.model.experts_per_token % (num_experts * self.cluster.num_ranks) > 0
+            return {**sizes, "slots": few + (sizes["slots"] - few) * ((ep > 1) | uneven)}
         share = ((ep - 1) / (num_experts - 1)) ** 0.5
         slots = sizes["slots"] * (1 + self.workload.expert_imbalance * share)
         return {**sizes, "slots": -(-slots * _SURE // 1)}  # a part of a slot is a slot, cut or not
@@ -156,10 +157,23 @@ def work_of(question: Question, setting: Setting, kind: str, drop: Recompute) ->
     return block_work(setting.blocks.block(kind, drop), whole, setting, question.cluster.chip.matrix_tile)
 
 
+def _with_slots(sharded: LoweredBlock, setting: Setting) -> Mapping[str, Number]:
+    """Return the sizes of a block's dims; packed experts have a slot for every token where slots are sent."""
+    sizes, atoms = setting.sizes, setting.atoms
+    if not sharded.packs:
+        return sizes
+    sent: Number = 0
+    for message in sharded.sharding.messages:
+        if message.collective.dim in ("slots", "experts") and "slots" in sharded.block.tensors[message.tensor].dims:
+            sent = sent + (math.prod(atoms[atom] for atom in message.collective.atoms) > 1)
+    every = sizes["batch"] * sizes["seq"]
+    return {**sizes, "slots": sizes["slots"] + (every - sizes["slots"]) * (sent > 0)}
+
+
 def block_work(sharded: LoweredBlock, whole: LoweredBlock, setting: Setting, tile: int) -> BlockWork:
     """Count what a block does, sends and holds; ``whole`` is it without recompute, ``tile`` the matrix unit's."""
     block, sharding, atoms = sharded.block, sharded.sharding, setting.atoms
-    sizes_of = rank_sizes(setting.sizes, atoms)
+    sizes_of = rank_sizes(_with_slots(sharded, setting), atoms)
     op_sizes = {name: sizes_of(cuts) for name, cuts in sharding.op_cuts.items()}
     # Zig-zag cuts sequences so that all ranks have the same, as heads do; stretches in a row do not.
     attend = setting.blocks.block("layer", Recompute()).sharding.op_cuts["attend"]

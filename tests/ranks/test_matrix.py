@@ -15,7 +15,7 @@ import torch
 
 from autoshard.engine.placement import MeshRank, sequence_order
 from autoshard.engine.programs import programs_of
-from autoshard.engine.torch import block
+from autoshard.engine.torch import steps
 from autoshard.engine.torch.collectives import Change, communication
 from autoshard.engine.torch.engine import TorchEngine
 from autoshard.engine.torch.world import Arrival, RankGroup, World
@@ -180,7 +180,7 @@ GIVEN = {
 REPLACED = {
     "a reduce-scatter that does not sum": ((RankGroup, "begin_reduce_scatter", own_part), {"tp": "1", "zero": "1"}),
     "reduce-scatters of activations": ((RankGroup, "begin_reduce_scatter", own_part), {"sp": "yes", "zero": "0"}),
-    "gradients of copied keys": ((block, "communication", without_copies), {"kv": "copied", "sp": "no"}),
+    "gradients of copied keys": ((steps, "communication", without_copies), {"kv": "copied", "sp": "no"}),
     "gradients of tied weights": (
         (TorchEngine, "_tie_gradients", lambda one: None), {"tied": "yes", "pipe": "gpipe"},
     ),

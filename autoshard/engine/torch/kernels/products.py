@@ -78,11 +78,11 @@ def _grouped(kind: Einsum, call: Call) -> Kernel:
 
 
 def _grouped_product(left: torch.Tensor, right: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Multiply group by group: rows with a matrix, or columns with rows; torch's kernel takes 16 bytes at a time."""
+    """Multiply group by group: rows with a matrix, or columns with rows; torch has a kernel for aligned BF16."""
     aligned = all(
         size * left.element_size() % 16 == 0 for size in (left.shape[0 if right.dim() == 2 else 1], right.shape[-1])
     )
-    if left.dtype != torch.float64 and aligned:
+    if left.dtype == torch.bfloat16 and aligned:
         return functional.grouped_mm(left, right, offs=counts.cumsum(0).to(torch.int32))
     number = torch.repeat_interleave(counts, output_size=right.shape[0] if right.dim() == 2 else left.shape[0])
     if right.dim() == 3:
