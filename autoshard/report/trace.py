@@ -42,6 +42,9 @@ def trace_text(plan: Plan, trace: Trace, most_bytes: int = MOST_BYTES) -> str:
     while len(text) > most_bytes and keep:
         keep = min(keep - 1, int(_MARGIN * keep * most_bytes / len(text)))
         text = _text(plan, trace, keep, nothing)
+    if keep < whole:  # short waits are left out by now, so that there may be space for more
+        larger = _text(plan, trace, min(whole, int(_MARGIN * keep * most_bytes / len(text))), nothing)
+        text = larger if len(text) < len(larger) <= most_bytes else text
     return text
 
 

@@ -192,7 +192,7 @@ def test_it_is_no_larger_than_allowed_and_leaves_nothing_out_without_need(name, 
     assert len(text.encode()) <= most_bytes
     about = json.loads(text)["otherData"]
     if about["left_out_actions"]:
-        assert len(text) > 0.7 * most_bytes  # what one more micro-batch takes is left
+        assert len(text) > 0.7 * most_bytes  # a micro-batch more may be as large as the rest
     else:
         assert len(text) <= len(written(name))
 
@@ -212,7 +212,7 @@ def test_what_is_left_out_is_one_slice_per_rank():
 def test_a_step_of_131072_actions_takes_at_most_20_megabytes():
     request = ask("llama3.1-405b", "h100-80", 64, global_batch=512)
     request = replace(request, model=replace(request.model, num_layers=128), calibration=built_in("h100-80"))
-    plan = plan_at(request, Candidate.parse("tp=8,pp=64,vp=2,schedule=interleaved,kernels=te", 512))
+    plan = plan_at(request, Candidate.parse("tp=8,pp=64,vp=2,schedule=interleaved", 512))
     text = trace_text(plan, trace(plan))
     assert 0.85 * MOST_BYTES < len(text.encode()) <= MOST_BYTES
     events = json.loads(text)["traceEvents"]
