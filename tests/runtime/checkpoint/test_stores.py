@@ -89,7 +89,7 @@ def test_no_step_waits_for_a_store_that_is_away(
     short = {"connect_timeout": 0.2, "read_timeout": 0.2, "retries": {"max_attempts": 0}}
     monkeypatch.setitem(conf, "s3", {"config_kwargs": short})
     monkeypatch.setattr(S3FileSystem, "retries", 1)
-    disturbed(s3, tmp_path, steps=40, step_s=0.1, for_s=None if lost else 1.5)
+    disturbed(s3, tmp_path, steps=40, step_s=0.2, for_s=None if lost else 1.5)
 
 
 def test_a_store_that_cannot_be_used_is_found_before_the_first_step(
