@@ -6,8 +6,8 @@ import torch
 
 from autoshard.engine.base import HOST
 
-# Numbers of one tensor that are alive at a time: on a host what its caches hold, on a device what keeps all of it busy.
-# measured on 2 cores of an AMD EPYC with torch 2.13, 2026-11-22
+# Numbers of one tensor that are alive at a time. On a host what its caches hold: measured on 2 cores of an AMD EPYC
+# with torch 2.13, 2026-11-22. On a device enough to keep all of it busy: estimated, nobody has measured it.
 _HOST_NUMBERS, _DEVICE_NUMBERS = 2**19, 2**26
 _ALIGNED = 64  # rows, so that parts begin where compilers may expect it
 
