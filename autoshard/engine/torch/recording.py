@@ -34,9 +34,14 @@ class Operation:
 
     @property
     def is_view(self) -> bool:
-        """Whether it looks at a tensor otherwise, and computes nothing."""
+        """Whether it looks at a tensor otherwise, or at parts of it, and computes nothing."""
         returns = self.func._schema.returns
-        return len(returns) == 1 and bool(returns[0].alias_info) and not self.changes and len(self.results) == 1
+        return len(returns) == 1 and bool(returns[0].alias_info) and not self.changes
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it returns a list, if only of one tensor."""
+        return any(isinstance(one.type, torch.ListType) for one in self.func._schema.returns)
 
     @property
     def is_same(self) -> bool:

@@ -110,8 +110,7 @@ def statement(operation: Operation, variables: Variables) -> Statement:
     text = _Text(variables).call(operation)
     if not writes:
         return Statement(text=text, reads=reads)
-    returns = operation.func._schema.returns
-    several = len(returns) > 1 or isinstance(returns[0].type, torch.ListType)
+    several = operation.is_list or len(operation.func._schema.returns) > 1
     places = [variables.of(one) if isinstance(one, torch.Tensor) else "_" for one in operation.found]
     return Statement(text=f"{', '.join(places)}{',' if several else ''} = {text}", reads=reads, writes=writes)
 

@@ -275,7 +275,7 @@ def _attend_gradient(kind: AttendGradient, call: Call, context: KernelContext) -
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         upstream, query, key, value, positions, key_positions, result, lse, *starts = tensors
         heads = _heads(query, key, value)
-        given = (_by_head(upstream), _by_head(result), _by_head(lse))
+        given = (_by_head(upstream), _by_head(result), lse.flatten(2, 3).transpose(1, 2))
         pairs = attention.pairs(heads, (positions, key_positions), *starts)
         whole = (0, len(query)), query.shape[1], key.shape[1]
         if [(seen.rows, len(seen.queries.positions), len(seen.keys.positions)) for seen in pairs] == [whole]:
