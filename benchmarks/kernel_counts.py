@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import autoshard.engine.torch.generated as generated
+import autoshard.engine.torch.joint as joint
 import autoshard.engine.torch.steps as steps
 from autoshard.engine.activity import RankActivity
 from autoshard.engine.base import HOST
@@ -141,6 +142,7 @@ def _rank_of(plan: Plan) -> Iterator[tuple[RankContext, Mapping[str, BlockProgra
         mock.patch.object(attention, "KERNELS", {NOWHERE.type: attention.GPU}),
         # cited: pytorch/pytorch v2.13 aten/src/ATen/native/cuda/Blas.cpp: addmm_dtype_out_cuda
         mock.patch.object(steps, "adds_wide", lambda *_: True),
+        mock.patch.object(joint, "adds_wide", lambda *_: True),
     ):
         programs = programs_of(plan, packs=True)
         world = World.build(plan.mesh, programs.group_atoms(), None, RankActivity())

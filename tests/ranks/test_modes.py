@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from autoshard.engine.torch.fake import fake_world
 from autoshard.engine.torch.formats import Formats
 from autoshard.engine.torch.generated import GeneratedRun
 from autoshard.engine.torch.recording import Operation
+from autoshard.plan.plan import Buckets
 from autoshard.runtime.machine import missing_compiler
+from autoshard.spec.model import ModelSpec
 from autoshard.spec.training import Training
 from autoshard.spec.workload import Precision
 from tests.ranks import matrix
@@ -100,16 +103,64 @@ def test_every_pair_of_features_compiled_gives_what_the_interpreter_gives(row):
     compiled_like_the_interpreter(Task.of(matrix.plan_for(row, precision="fp32")), AS_PLANNED)
 
 
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [
+        ("tp=2,pp=1,dp=1,recompute=full", llama()),
+        ("tp=2,pp=1,dp=1,recompute=selective[attend]", gpt()),
+        ("tp=1,pp=1,cp=2,dp=1,zero=3", llama(**MIXTRAL)),
+        ("tp=1,pp=2,dp=1,schedule=zb_h1", llama()),
+    ],
+)
+def test_products_of_one_tensor_with_several_weights_give_at_once_what_each_gives(
+    text: str, model: ModelSpec, monkeypatch: pytest.MonkeyPatch
+):
+    """As compiled functions join them; here nothing compiles them."""
+    joined_like_the_interpreter(Task.of(plan_of(text, model)), monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids=[f"{n:02}: {matrix.candidate_of(row)}" for n, row in enumerate(ROWS)])
+def test_every_pair_of_features_joined_gives_what_the_interpreter_gives(row, monkeypatch: pytest.MonkeyPatch):
+    joined_like_the_interpreter(Task.of(matrix.plan_for(row)), monkeypatch)
+
+
+def test_a_function_multiplies_once_where_weights_meet_one_tensor(monkeypatch: pytest.MonkeyPatch):
+    """Also where one weight alone fills a bucket."""
+    monkeypatch.setattr("autoshard.engine.torch.compiled.compiler_of", lambda _: lambda piece, _: piece)
+    plan = plan_of("tp=1,pp=1,dp=1", llama(num_layers=1), global_batch=1)
+    task = Task.of(replace(plan, buckets=Buckets(reduce_scatter_bytes=16, all_gather_bytes=16)))
+    with fake_world(0, 1):
+        engine = engine_of(task, EXACT, "compiled")
+        compare(task.reference(), [share_of(engine, task)])
+    run = engine._pipeline.blocks["layer.0"]
+    assert isinstance(run, GeneratedRun)
+    for products in ("q, k, v: one einsum", "up, gate: one einsum", "q.weight.sum, k.weight.sum, v.weight.sum: one"):
+        assert f"# {products}" in run.text
+
+
+def joined_like_the_interpreter(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In double nearly exactly; bytes held and sent are the same."""
+    monkeypatch.setattr("autoshard.engine.torch.compiled.compiler_of", lambda _: lambda piece, _: piece)
+    for (one, held), (other, held_too) in on_ranks(task.plan.mesh.num_ranks, both, task, EXACT, "compiled"):
+        assert held == held_too
+        nearly(one, other, 1e-13)
+
+
 def compiled_like_the_interpreter(task: Task, formats: Formats) -> None:
     """FP32 within 1e-5 of the largest gradient, double nearly exactly; bytes held and sent are the same."""
     bound, answers = MOST[formats], on_ranks(task.plan.mesh.num_ranks, both, task, formats, "compiled", timeout_s=600)
     for (one, held), (other, held_too) in answers:
         assert held == held_too
-        assert other.loss == pytest.approx(one.loss, rel=bound)
-        most = bound * max(np.abs(gradient.array).max(initial=0.0) for gradient in one.gradients.values())
-        for name, gradient in one.gradients.items():
-            found = other.gradients[name].array
-            np.testing.assert_allclose(found, gradient.array, rtol=0, atol=most, err_msg=name)
+        nearly(one, other, bound)
+
+
+def nearly(one: StepShare, other: StepShare, bound: float) -> None:
+    """Hold two modes against each other, within a share of the largest gradient."""
+    assert other.loss == pytest.approx(one.loss, rel=bound)
+    most = bound * max(np.abs(gradient.array).max(initial=0.0) for gradient in one.gradients.values())
+    for name, gradient in one.gradients.items():
+        np.testing.assert_allclose(other.gradients[name].array, gradient.array, rtol=0, atol=most, err_msg=name)
 
 
 @pytest.mark.parametrize("name", ["mul_", "addmm_", "add"])

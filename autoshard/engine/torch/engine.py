@@ -19,6 +19,7 @@ from autoshard.engine.placement import MeshRank, StatePiece, sequence_order
 from autoshard.engine.programs import graph_of, programs_of, tied_instances
 from autoshard.engine.torch.formats import Formats, memory_of
 from autoshard.engine.torch.generated import GeneratedRun
+from autoshard.engine.torch.joint import neighbours
 from autoshard.engine.torch.kernels import Rotations
 from autoshard.engine.torch.kernels.products import groups_products
 from autoshard.engine.torch.pipeline import RankPipeline
@@ -179,7 +180,9 @@ class TorchEngine:
         roles: dict[str, Tied] = {**dict.fromkeys(apart, "copy"), **dict.fromkeys(apart.values(), "owner")}
         for name, one in parts.items():
             late = one.made("W") if pipeline.plan.schedule.splits_backward else {}
-            for tensor in one.block.parameters:
+            for number, tensor in (
+                (number, tensor) for group in neighbours(one) for number, tensor in enumerate(group)
+            ):
                 layout, given = one.program.results[f"{tensor.name}.sum"].layout, one.given(tensor.name).layout
                 assert mesh_rank.bounds(layout) == mesh_rank.bounds(given), f"{layout} cannot update {given}"
                 spread, summed = split_pending(layout.sums)
@@ -189,7 +192,7 @@ class TorchEngine:
                 yield Weight(
                     instance=instance, owner=owner, name=parameter, block=self.graph.block(kind), layout=layout,
                     mesh_rank=mesh_rank, summed=summed, spread=spread, zero=pipeline.plan.zero, training=training,
-                    tied=roles.get(instance, ""), late=f"{tensor.name}.sum" in late,
+                    tied=roles.get(instance, ""), late=f"{tensor.name}.sum" in late, follows=number > 0,
                 )  # fmt: skip
 
     def _tie_gradients(self) -> None:

@@ -74,8 +74,9 @@ class Generator:
 
     def generate(self, parts: BlockProgram, names: Sequence[str]) -> GeneratedRun:
         """Record all passes of the program of these blocks, write them down, and read what was written."""
-        silent = replace(self.context, world=self.context.world.silent(), rotations=self.rotations)
-        own, rehearsed = LiteralRun.of(self.context, parts), LiteralRun.of(silent, parts)
+        context = replace(self.context, joins=self.compiler is not None)
+        silent = replace(context, world=self.context.world.silent(), rotations=self.rotations)
+        own, rehearsed = LiteralRun.of(context, parts), LiteralRun.of(silent, parts)
         passes: dict[str, _RecordedPass] = {}
         for kind in self.kinds:
             before = passes[_BEFORE[kind]].values if _BEFORE[kind] else {}
@@ -191,7 +192,7 @@ class _RecordedSteps:
         found, num_calls = list[Step](), 0
         for step, tensors, operations in used:
             if isinstance(step.entry, Given):
-                lines = [self._taken(step.entry, tensors[0])] if self._is_variable(tensors[0]) else []
+                lines = [self._taken(step.reads, tensors[0])] if self._is_variable(tensors[0]) else []
             elif step.few:
                 lines = self._by_rows(step, step.few, tensors)
             elif step.is_local:
@@ -201,14 +202,14 @@ class _RecordedSteps:
                 lines = [self._call(num_calls, tensors[:count], tensors[count:])]
                 num_calls += 1
             found.append(Step(
-                comment=_comment(step.entry), statements=tuple(lines), takes=isinstance(step.entry, Given),
-                compiles=step.is_local and not (step.adds or step.few),
+                comment=step.about or _comment(step.entry), statements=tuple(lines),
+                takes=step.run is None, compiles=step.is_local and not (step.adds or step.few),
             ))  # fmt: skip
         return tuple(found)
 
-    def _taken(self, entry: Given, tensor: torch.Tensor) -> Statement:
+    def _taken(self, tensors: Sequence[str], tensor: torch.Tensor) -> Statement:
         name = self.variables.of(tensor)
-        return Statement(text=f"{name} = given({entry.value.tensor!r})", writes=(name,))
+        return Statement(text=f"{name} = given({', '.join(map(repr, tensors))})", writes=(name,))
 
     def _by_rows(self, step: LocalStep, few: FewRows, tensors: Sequence[torch.Tensor]) -> list[Statement]:
         """Write a function of a few rows; return the call of it for all."""
@@ -259,7 +260,8 @@ class _RecordedSteps:
             if not self._is_variable(tensor):
                 self.variables.constant(tensor, self._recording.number(tensor))
         result = id(operation.results[0]) if operation.results else 0
-        if operation.is_view and num_readers[result] == 1 and result not in self.variables.names:
+        is_view = operation.is_view and not operation.is_list
+        if is_view and num_readers[result] == 1 and result not in self.variables.names:
             self.variables.inline(operation)
             return None
         return statement(operation, self.variables)
@@ -294,6 +296,8 @@ class _RecordedPass(_RecordedSteps):
         reads = [] if step.run is None else [values[name] for name in step.reads]
         if isinstance(step.entry, Given):
             tensor = generator.example(self._run.parts, step.entry)
+            if len(step.reads) > 1:
+                tensor = tensor.new_empty(step.shapes[0])
             made = (recording.name(tensor) if tensor.is_meta or step.entry.value.tensor in BY_BATCH else tensor,)
         elif step.few:
             made = tuple(map(recording.name, step.few.empty(step.shapes, NOWHERE)))

@@ -9,6 +9,7 @@ from autoshard.engine.programs import BlockProgram, PlanPrograms
 from autoshard.engine.torch.block import BlockRun, LiteralRun
 from autoshard.engine.torch.formats import memory_of, own
 from autoshard.engine.torch.generated import Generator
+from autoshard.engine.torch.joint import side_by_side
 from autoshard.engine.torch.steps import BY_BATCH, POSITIONS, InputSource, RankContext, Values
 from autoshard.engine.torch.update import OpenedWeights, Store
 from autoshard.engine.torch.world import Arrival
@@ -206,7 +207,9 @@ class RankPipeline:
         """Return the source of a block's weights, sums of gradients, part of the batch, and neighbour's tensor."""
         places = self._places[name]
 
-        def give(tensor: str) -> torch.Tensor:
+        def give(tensor: str, *others: str) -> torch.Tensor:
+            if others:
+                return side_by_side([give(tensor), *map(give, others)])
             role, found, layout = places[tensor]
             if role == "parameter":
                 return opened.weights[found]

@@ -13,6 +13,7 @@ from autoshard.engine.programs import BlockProgram
 from autoshard.engine.rows import is_wide, parted, read_whole, token_cuts
 from autoshard.engine.torch.collectives import around_ring, communication
 from autoshard.engine.torch.formats import Formats
+from autoshard.engine.torch.joint import Joint, JointStep, joined
 from autoshard.engine.torch.kernels import Kernel, KernelContext, Rotations, kernel_of
 from autoshard.engine.torch.kernels.kernel import laid_out
 from autoshard.engine.torch.kernels.products import adding, adds_wide, of_experts
@@ -41,8 +42,8 @@ from autoshard.layout.program import (
 )
 
 Values = dict[str, torch.Tensor]  # what a rank holds while a program runs, by the values' names
-# Returns a weight, input or gradient from outside the block, by its tensor's name.
-InputSource = Callable[[str], torch.Tensor]
+# Returns a weight, input or gradient from outside the block, by its tensor's name; several as one row of numbers.
+InputSource = Callable[..., torch.Tensor]
 # By documents the host decides what attends to what, for every batch anew.
 BY_BATCH = ("document_starts",)
 _OWN_MEMORY = (Einsum, Multiply, NormGradient, Place, UnaryGradient)  # kinds whose results are no views
@@ -61,6 +62,7 @@ class RankContext:
     rotations: Rotations
     packed: bool = False  # as kernels know it
     rows: int | None = None  # how many tokens are computed at a time, if not all of a micro-batch
+    joins: bool = False  # whether products of one tensor with several weights are one
 
     def bounds(self, compute: Compute) -> Mapping[str, tuple[int, int]]:
         """Return which part of each cut dim this rank computes."""
@@ -75,16 +77,20 @@ class RankContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalStep:
-    """An instruction, ready to run, or a product that adds to a sum of gradients by itself, or a run by rows."""
+    """An instruction, ready to run, or a product that adds to a sum of gradients by itself, a run by rows, or several.
+
+    Several that are one product are a step under the name of all of them.
+    """
 
     entry: Instruction
-    run: Kernel | None  # None: takes a tensor from outside the block
+    run: Kernel | None  # None: takes a tensor from outside the block, or several that lie one behind the other
     reads: tuple[str, ...]  # names of values; of a tensor from outside its own name
     writes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     adds: bool = False  # a product into a sum
     few: "FewRows | None" = None
     drops: tuple[str, ...] = ()  # values without a later reader
+    about: str = ""  # for whoever reads what is written of it, if not what the entry is
 
     @property
     def touched(self) -> tuple[str, ...]:
@@ -138,7 +144,7 @@ def execute(steps: Sequence[LocalStep], values: Values, source: InputSource | No
     for step in steps:
         if step.run is None:
             assert source, "what runs by rows takes nothing from outside"
-            values[step.writes[0]] = source(step.reads[0])
+            values[step.writes[0]] = source(*step.reads)
         else:
             made = step.run(*[values[name] for name in step.reads])
             for name, tensor, shape in zip(step.writes, made, step.shapes, strict=True):
@@ -160,7 +166,10 @@ def steps_of(context: RankContext, parts: BlockProgram, kind: str, kept: set[str
     again = (entry for entry in given if entry.value.tensor in weights and entry.value.name in missing)
     kept = kept - weights
     chosen = chosen_in(parts.forward if kind == "F" else parts.backward)
-    return _dropping(tuple(_local_steps(context, parts, (*again, *own), kept, chosen)), kept)
+    joint = Joint(entries=(*again, *own))
+    if context.joins and kind in "FB":
+        joint = joined(context.mesh_rank, context.formats, parts, joint.entries, kept)
+    return _dropping(tuple(_local_steps(context, parts, joint, kept, chosen)), kept)
 
 
 def _dropping(steps: Sequence[LocalStep], kept: Collection[str]) -> Iterator[LocalStep]:
@@ -170,12 +179,12 @@ def _dropping(steps: Sequence[LocalStep], kept: Collection[str]) -> Iterator[Loc
 
 
 def _local_steps(
-    context: RankContext, parts: BlockProgram, entries: Sequence[Instruction], kept: set[str],
-    chosen: tuple[str, ...],
-) -> Iterator[LocalStep]:  # fmt: skip
+    context: RankContext, parts: BlockProgram, joint: Joint, kept: set[str], chosen: tuple[str, ...]
+) -> Iterator[LocalStep]:
     """Yield what runs; a gradient that nothing but its sum reads is never held where one kernel can add it."""
+    entries = joint.entries
     num_readers = Counter(name for entry in entries for name in read_by(entry))
-    made = {entry.writes[0].name: entry for entry in entries if isinstance(entry, Compute)}
+    made = {one.writes[0].name: one for one in entries if isinstance(one, Compute) and id(one) not in joint.instead}
     alone = {name for name, entry in made.items() if num_readers[name] == 1} - kept
     added = dict(_added(context, parts, entries, {name: made[name] for name in made if name in alone}))
     own = {name for name in alone if isinstance(made[name].op.kind, _OWN_MEMORY)}
@@ -183,6 +192,9 @@ def _local_steps(
     for number, (entry, *others) in enumerate(every):
         if token_cuts(entry):
             yield _by_rows(context, parts, (entry, *others), read_whole(every[number + 1 :]) | kept)
+            continue
+        if id(entry) in joint.instead:
+            yield from map(_of_several, joint.instead[id(entry)])
             continue
         match entry:
             case Given(value=value):
@@ -199,6 +211,14 @@ def _local_steps(
             yield LocalStep(
                 entry=entry, run=run, reads=reads, writes=names, shapes=shapes, adds=adds and isinstance(entry, Compute)
             )
+        yield from map(_of_several, joint.behind.get(id(entry), ()))
+
+
+def _of_several(one: JointStep) -> LocalStep:
+    return LocalStep(
+        entry=one.entry, run=one.run, reads=one.reads, writes=one.writes, shapes=one.shapes, adds=one.adds,
+        about=one.about,
+    )  # fmt: skip
 
 
 def _by_rows(
@@ -293,7 +313,7 @@ def _adding(context: RankContext, parts: BlockProgram, product: Compute, total: 
     into = context.formats.of(parts.block.tensors[total.tensor].dtype)
     if factors != {into} and not (len(factors) == 1 and adds_wide(context.formats.device, *factors, into)):
         return None
-    return adding(product.op.kind, parts.block.call(product.op, context.sizes(product)), into)
+    return adding(product.op.kind, parts.block.call(product.op, context.sizes(product)))
 
 
 def _kernel(context: RankContext, parts: BlockProgram, entry: Instruction, own: Collection[str]) -> Kernel | None:

@@ -44,6 +44,7 @@ class Weight:
     zero: Zero  # what each of those ranks has a piece of: nothing, the optimizer's state, or all of it
     training: Training
     late: bool = False  # whether its gradient is made by W, apart from I
+    follows: bool = False  # whether it lies right behind the weight before it
     tied: Tied = ""
 
     @property
@@ -266,13 +267,15 @@ def flats(
     read_twice = frozenset(ties.values())
     groups: dict[object, dict[Update, list[Weight]]] = {}
     sizes = defaultdict[object, int](int)
+    key: tuple[object, ...] = ()
     for one in weights:
         # ZeRO-3 opens block by block, what I adds to apart from what W adds to, and a table that the head reads, too,
         # apart from the embedding's other weights.
         unit = [*one.instance.split(".")[:2], one.late, one.instance in read_twice] if one.zero == 3 else []
         dtypes = tuple(one.dtype(part, formats) for part in ("", "sum", "master", "moment1"))
         alike = (*unit, one.tied, one.summed, one.spread, one.alike, type(one.optimizer), dtypes)
-        key = (sizes[alike] // bucket_bytes if one.zero != 3 else 0, *alike)
+        full = 0 if one.zero == 3 else sizes[alike] // bucket_bytes
+        key = key if one.follows else (full, *alike)
         sizes[alike] += math.prod(one.shape) * (dtypes[1] or formats.of("fp32")).itemsize
         groups.setdefault(key, {}).setdefault(one.optimizer, []).append(one)
     return tuple(Flat.of(world, list(chain(*kinds.values())), blocks, formats) for kinds in groups.values())

@@ -134,13 +134,10 @@ def _rotary(kind: Rotary, call: Call, context: KernelContext) -> Kernel:
 
     def run(x: torch.Tensor, *where: torch.Tensor) -> tuple[torch.Tensor]:
         angles = context.rotations.of(kind, where, head_dim, wide(x[..., :0]))
-        cos, sin = (one.reshape(*one.shape[:-1], *[1] * after, half) for one in angles)
-        first, second = x[..., :half], x[..., half:turned]
-        halves = (
-            torch.addcmul(first * cos, second, sin, value=-sign).to(dtype),
-            torch.addcmul(second * cos, first, sin, value=sign).to(dtype),
-        )
-        return (torch.cat([*halves, x[..., turned:]] if turned < head_dim else halves, -1),)
+        cos, sin = (one.reshape(*one.shape[:-2], *[1] * after, *one.shape[-2:]) for one in angles)
+        halves = x[..., :turned].unflatten(-1, (2, half))
+        found = torch.addcmul(halves * cos, halves.flip(-2), sin, value=sign).flatten(-2).to(dtype)
+        return (torch.cat([found, x[..., turned:]], -1) if turned < head_dim else found,)
 
     return run
 

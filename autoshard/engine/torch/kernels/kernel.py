@@ -27,10 +27,10 @@ class Rotations:
     tables: dict[object, Angles] = field(default_factory=dict)
 
     def of(self, kind: Rotary, where: Sequence[torch.Tensor], head_dim: int, like: torch.Tensor) -> Angles:
-        """Return cosines and sines, in the format and on the device of ``like``: [position, pair].
+        """Return cosines, and the sines by which the other half is added, like ``like``: [position, half, pair].
 
         ``where`` holds positions; if documents do not see each other, also where each token's document starts. Then
-        they are counted from there: [batch, position, pair].
+        they are counted from there: [batch, position, half, pair]. Both halves have the same cosines.
         """
         turning = (kind.fraction, kind.theta, kind.scaling, head_dim, like.dtype)
         key = (turning, *((one.data_ptr(), one.shape) for one in where))
@@ -41,7 +41,8 @@ class Rotations:
             count = 1 << int(index.max()).bit_length() if index.numel() else 1  # few tables serve all documents
             if (turning, count) not in self.tables:
                 angles = torch.arange(count).double()[:, None] * torch.from_numpy(kind.frequencies(head_dim))
-                self.tables[turning, count] = angles.cos().to(like), angles.sin().to(like)
+                sines = torch.stack([-angles.sin(), angles.sin()], 1)
+                self.tables[turning, count] = angles.cos().unsqueeze(1).to(like), sines.to(like)
             cos, sin = self.tables[turning, count]
             there = index.to(like.device)
             self.known[key] = (cos[there], sin[there]), where  # kept, so are the addresses

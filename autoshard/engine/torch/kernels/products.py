@@ -102,7 +102,7 @@ def groups_products(device: torch.device) -> bool:
     return True
 
 
-def adding(kind: Einsum, call: Call, into: torch.dtype) -> Kernel | None:
+def adding(kind: Einsum, call: Call) -> Kernel | None:
     """Return what adds an einsum to a sum (its first argument) as it is computed; None if the sum lies otherwise.
 
     The sum may be of a wider format than the factors, where ``adds_wide`` says so.
@@ -113,15 +113,19 @@ def adding(kind: Einsum, call: Call, into: torch.dtype) -> Kernel | None:
 
     def run(total: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
         left, right = first(x), second(y)
-        whole = total.view(*left.shape[:-1], right.shape[-1])
-        if left.dtype == into:
-            (whole.addmm_ if left.dim() == 2 else whole.baddbmm_)(left, right)
-        else:
-            for each in zip(whole, left, right, strict=True) if left.dim() == 3 else [(whole, left, right)]:
-                _add_wide(*each)
+        add_product(total.view(*left.shape[:-1], right.shape[-1]), left, right)
         return (total,)
 
     return run
+
+
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add a product of matrices, or one for each of several, to what may be of a wider format than they are."""
+    if left.dtype == total.dtype:
+        (total.addmm_ if left.dim() == 2 else total.baddbmm_)(left, right)
+        return
+    for each in zip(total, left, right, strict=True) if left.dim() == 3 else [(total, left, right)]:
+        _add_wide(*each)
 
 
 def _add_wide(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
