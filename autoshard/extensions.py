@@ -29,6 +29,8 @@ class Extensions:
 
     def of(self, kind: type[Part], known: Iterable[str] = ()) -> Mapping[str, Part]:
         """Return the parts of a class by name, none of which may be a name that autoshard has given."""
+        if not self.parts:
+            return {}
         found = {name: part for name, part in self.parts.items() if isinstance(part, kind)}
         twice = ", ".join(sorted(found.keys() & set(known))) if found else ""
         require((not twice, f"--extend {', '.join(path.name for path in self.files)}", f"{twice}: {_TAKEN}"))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from autoshard.search.watch import SearchProgress
+from autoshard.search.watch import Look
 from autoshard.units import format_bytes, format_seconds
 
 _START_UP_S = 0.4  # that Python and imports take before: the limit counts it. Measured 2026-11 on a cloud machine
@@ -27,9 +27,14 @@ class StatusLine:
         self._pause_s = _FRAME_S if self._on_terminal else _LINE_S if logs and not silent else math.inf
         self._drawn_s = -math.inf if self._on_terminal else time.monotonic()
 
+    @property
+    def is_due(self) -> bool:
+        """Whether a text would be drawn: none was less than a frame ago."""
+        return self._pause_s < math.inf and time.monotonic() - self._drawn_s >= self._pause_s
+
     def show(self, text: str, *, at_once: bool = False) -> None:
-        """Draw a text, unless the last one was drawn less than a frame ago."""
-        if self._pause_s == math.inf or (time.monotonic() - self._drawn_s < self._pause_s and not at_once):
+        """Draw a text, if it is due or wanted at once."""
+        if not (self.is_due or (at_once and self._pause_s < math.inf)):
             return
         self._drawn_s = time.monotonic()
         if not self._on_terminal:
@@ -60,10 +65,11 @@ class Watcher:
         self.interrupted = True
         signal.setitimer(signal.ITIMER_REAL, _AT_MOST_S)
 
-    def __call__(self, progress: SearchProgress) -> str:
+    def __call__(self, look: Look) -> str:
         """Draw the progress; return why the search should stop, or an empty string."""
         waited_s = time.monotonic() - self._start_s
-        if waited_s > _PATIENCE_S:
+        if waited_s > _PATIENCE_S and self.line.is_due:
+            progress = look()
             best = self._show(progress.best) if math.isfinite(progress.best) else "none yet"
             left = f"bound {self._show(progress.bound)}, {progress.num_points - progress.num_done} points open"
             self.line.show(f"searching, {format_seconds(waited_s)}: best {best}, {left} (Ctrl-C takes the best)")

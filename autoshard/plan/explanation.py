@@ -33,6 +33,7 @@ class Certificate:
     num_bounded: int = 0  # whose bound was no better than what had been found
     num_solved: int = 0  # whose best layers and recompute of the stages were found, or that there are none
     num_fitting: int = 0  # of the solved ones, that fit in memory
+    num_open: int = 0  # that may be better by their bound, and were left when the search ended
     num_left: int = 0  # of which nothing is known, because the search was stopped before
     num_tables: int = 0
     value: float = math.inf  # of the answer, in units of the objective; infinite where there is none
@@ -82,7 +83,8 @@ class Certificate:
     def accounting(self) -> str:
         """Say what became of the legal points."""
         bound = format_bytes(round(self.bound)) if self.objective == "memory" else f"{self.bound:.6g} s"
-        left = f", {self.num_left} not looked at" if self.num_left else ""
+        left = f", {self.num_open} left open" if self.num_open else ""
+        left += f", {self.num_left} not looked at" if self.num_left else ""
         gap = format_at_most(self.gap) if self.bound else "unknown"
         tables = "1 table" if self.num_tables == 1 else f"{self.num_tables} tables"
         return (

@@ -196,4 +196,5 @@ BUILDERS: Mapping[str, Builder] = {
 
 def builders() -> Mapping[str, Builder]:
     """Return all schedules by name, with those of files that ``--extend`` has loaded."""
-    return {**BUILDERS, **EXTENSIONS.of(Builder, BUILDERS)}
+    others = EXTENSIONS.of(Builder, BUILDERS)
+    return {**BUILDERS, **others} if others else BUILDERS

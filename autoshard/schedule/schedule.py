@@ -161,6 +161,7 @@ def _counted(schedule: Schedule, rank: int) -> Counts:
     change[number, 1, chunks[of]] = np.where(weight, -1, kinds == KINDS.index("I"))
     counts = np.cumsum(change, axis=0).reshape(len(kinds), -1)[:, : schedule.num_chunks * (1 + splits)]
     grows = forward | (kinds == KINDS.index("I"))
-    table = np.unique(counts[:-1][grows[:-1] & ~forward[1:]], axis=0)[::-1]
+    found: list[list[int]] = counts[:-1][grows[:-1] & ~forward[1:]].tolist()
+    table = np.array(sorted({tuple(row) for row in found}, reverse=True))
     exceeded = (table[:, None] <= table).all(axis=2).sum(axis=1) > 1  # each is as many as itself
     return tuple(map(tuple, table[~exceeded].tolist()))

@@ -24,7 +24,7 @@ from autoshard.search.legal_space import InTheWay, in_the_way, legal_space
 from autoshard.search.planner import SearchResult, search
 from autoshard.search.request import Request, rejections_of
 from autoshard.search.space import default_kernels
-from autoshard.search.watch import SearchProgress, SearchStopped, Watch, go_on, never_stop
+from autoshard.search.watch import Look, SearchProgress, SearchStopped, Watch, go_on, never_stop
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.kernels import kernels_names
 from autoshard.spec.model_catalogue import load_model, model_names
@@ -77,8 +77,8 @@ def any_plan(request: Request, watch: Watch = never_stop) -> Plan | None:
         del small["schedule"], small["vp"]
     some = replace(request, pins={**small, **pins}, objective="time")
 
-    def until_found(progress: SearchProgress) -> str:
-        return watch(SearchProgress()) or ("found" if math.isfinite(progress.best) else "")
+    def until_found(look: Look) -> str:
+        return watch(SearchProgress) or ("found" if math.isfinite(look().best) else "")
 
     try:
         found = search(some, watch=until_found, nearest=False)

@@ -93,7 +93,7 @@ def search(
     for cluster, engine in product((request.cluster, *request.other_lnc), request.engines):
         # Of the engines after a stop it is only known what they cannot be better than.
         stopped = results[-1].certificate.stopped if results else ""
-        own_watch: Watch = (lambda progress, why=stopped: why) if stopped else watch
+        own_watch: Watch = (lambda _, why=stopped: why) if stopped else watch
         others = [solution.value for one in results for solution in one.solutions]
         own = replace(request, cluster=cluster, other_lnc=())
         try:

@@ -51,7 +51,7 @@ class Pool:
     ) -> None:
         """``others`` are the values of the best layouts of other spaces, beside which these are wanted."""
         self._pricer, self._legal, self._goal, self._pins, self._watch = pricer, legal, goal, pins, watch
-        pricer.between = lambda: go_on(self._watch, self._progress())
+        pricer.between = lambda: go_on(self._watch, self._progress)
         self._variants: dict[Terms, list[RunVariant]] = defaultdict(list)
         self._first: dict[RunVariant, int] = {}  # the number of a variant's first point
         for variant in legal.variants:
@@ -64,6 +64,7 @@ class Pool:
         self._plain: list[PlainPoints] = []
         self._open: list[tuple[float, int, Points]] = []
         self._number = self._num_open = self._count = 0
+        self._num_idle = 0  # groups of points that were solved since the best solution was found
         self._passed: list[Points] = []  # not better than what is known, as long as that is
         self._others, self.splits = others, SplitSearch(seconds_left=goal.effort.split_s)
         self._best: dict[Row, Solution] = {}
@@ -95,14 +96,16 @@ class Pool:
             raise self._refused[0]
         while True:
             # The first points of a variant give a limit that excludes most points of the next variant.
-            while self._open_next(self._limit(wanted)):
+            while not self._gives_up and self._open_next(self._limit(wanted)):
                 self._explore(wanted, most=_FIRST)
             self._explore(wanted)
             left = next((one for one in self.solutions[:wanted] if one.row not in self._own), None)
-            if not left:
+            if left:
+                self._refine(left.row, left.point.priced.cutting)
+                continue
+            self._tighten()
+            if self._gives_up or self._least_left >= self._limit(wanted):
                 break
-            self._refine(left.row, left.point.priced.cutting)
-        self._tighten()
 
     def _look_first(self, wanted: int) -> None:
         """Time even stages of likely points: a limit for all others, and an answer if the search is stopped."""
@@ -115,7 +118,7 @@ class Pool:
             self._add_recompute(plain, [one for one in plain.variants if one in quick])
             for group in likely(self._points[before:]):
                 if group.bound.min() < self._limit(wanted):
-                    go_on(self._watch, self._progress())
+                    go_on(self._watch, self._progress)
                     some = group.only(np.argsort(group.bound, kind="stable")[: 2 * _AT_ONCE])
                     self._keep_all(some, some.evenly_solved(self._goal))
 
@@ -127,13 +130,13 @@ class Pool:
         for number, (key, point) in enumerate(self._loose):
             if point.bound[0] >= limit * (1 - self._goal.effort.gap):
                 break
-            go_on(self._watch, self._progress())
+            go_on(self._watch, self._progress)
             self._loose[number] = key, point.sharpened(self._goal, limit, splits)
 
     def simplest(self, limit: float) -> Simple | None:
         """Return the simplest solution below a limit, with its own cutting, once all is settled."""
         while True:
-            found = simplest(self._below(limit), self._goal, limit, lambda: go_on(self._watch, self._progress()))
+            found = simplest(self._below(limit), self._goal, limit, lambda: go_on(self._watch, self._progress))
             if not found:
                 return None
             row = found.solution.row
@@ -164,7 +167,7 @@ class Pool:
         some = (one.only(np.flatnonzero(one.space.rows["mbs"] == least)) for one in plain)
         few = replace(legal, variants=tuple(one for one in some if len(one.layouts)))
         goal = Goal(objective="memory", capacity=np.inf)
-        pool = Pool(self._pricer, few, goal, self._pins, lambda _: self._watch(SearchProgress()))
+        pool = Pool(self._pricer, few, goal, self._pins, lambda _: self._watch(SearchProgress))
         pool._unpriced = []
         for terms, cutting, layouts in self._cuttings:
             some = np.intersect1d(layouts, pool._layouts(terms)) if terms in pool._variants else layouts[:0]
@@ -189,10 +192,8 @@ class Pool:
         """A lower bound of all points: solved, open and waiting. Of points that are not priced nothing is known."""
         if self._unpriced:
             return 0.0
-        opened = self._open[0][0] if self._open else np.inf
-        waiting = [*(least for least, _ in self._waiting), *(one.least for one in self._plain)]
         loose = (float(point.bound[0]) for _, point in self._loose)
-        return min([opened, *self._least.values(), *loose, *waiting])
+        return min([self._least_left, *self._least.values(), *loose])
 
     def certificate(self, legal: Certificate) -> Certificate:
         """Add to a certificate how many points were solved, left out by their bounds, and too large."""
@@ -208,10 +209,12 @@ class Pool:
                 first = self._first[variant]
                 bounded[first : first + len(variant.layouts)] |= plain.may_fit(variant)
         num_too_large, num_solved = int((~bounded).sum()) - num_left, int(self._solved.sum())
+        num_open = self._num_open_below(value)
         return replace(
             legal,
             num_too_large=num_too_large,
-            num_bounded=max(0, legal.num_legal - num_too_large - num_solved - num_left),
+            num_bounded=max(0, legal.num_legal - num_too_large - num_solved - num_open - num_left),
+            num_open=num_open,
             num_left=num_left,
             num_solved=num_solved,
             num_fitting=int(self._fits.sum()),
@@ -219,6 +222,16 @@ class Pool:
             value=float(value),
             bound=float(min(value, self.bound)),
         )
+
+    def _num_open_below(self, value: float) -> int:
+        """Return how many points are not solved whose bound is below a value."""
+        groups = [*(group for *_, group in self._open), *(group for _, group in self._waiting)]
+        found = [self._numbers(points)[points.bound < value] for points in groups]
+        for plain in self._plain:
+            layouts = plain.priced.numbers[plain.bounds < value]
+            found += [self._first[one] + np.flatnonzero(np.isin(one.layouts, layouts)) for one in plain.variants]
+        numbers = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *found]))
+        return int((~self._solved[numbers]).sum())
 
     def _open_next(self, limit: float) -> bool:
         """Open the points below a limit of the variant with the least bound; return whether there was one."""
@@ -253,7 +266,7 @@ class Pool:
         """Solve the points that may be among the ``count`` best layouts, at most ``most`` groups of them."""
         while self._open and most > 0:
             limit = self._limit(count)
-            if self._open[0][0] >= limit:
+            if self._open[0][0] >= limit or self._gives_up:
                 return
             points = heapq.heappop(self._open)[-1]
             self._num_open -= len(points.rows)
@@ -280,7 +293,24 @@ class Pool:
             except SearchStopped:
                 self._push(first)  # so that their bound counts
                 raise
-            go_on(self._watch, self._progress())
+            go_on(self._watch, self._progress)
+
+    @property
+    def _gives_up(self) -> bool:
+        """Say whether points are left open: long nothing better was found, and solving them makes no gap smaller.
+
+        That is where the gap is as small as is asked for, or where solved points keep it open.
+        """
+        if self._num_idle < self._goal.effort.most_idle:
+            return False
+        loose = [float(point.bound[0]) for _, point in self._loose]
+        return min([self._limit(1) * (1 - self._goal.effort.gap), *loose]) <= self._least_left
+
+    @property
+    def _least_left(self) -> float:
+        """The least bound of the points that are not solved."""
+        opened = self._open[0][0] if self._open else np.inf
+        return min([opened, *(least for least, _ in self._waiting), *(one.least for one in self._plain)])
 
     def _progress(self) -> SearchProgress:
         best = min((one.value for one in self._best.values()), default=np.inf)
@@ -298,7 +328,8 @@ class Pool:
 
     def _solve(self, points: Points, limit: float) -> None:
         found = points.solved(self._goal, limit, self.splits)
-        values = self._goal.value(found)
+        values, best = self._goal.value(found), min((one.value for one in self._best.values()), default=np.inf)
+        self._num_idle = 0 if values.min() < best * (1 - _TIE) else self._num_idle + 1
         fits = np.isfinite(values)
         numbers = self._numbers(points)
         self._solved[numbers] = True
@@ -340,7 +371,7 @@ class Pool:
 
     def _refine(self, row: Row, used: Cutting) -> None:
         """Find a layout's own cutting; if it is another than the one used, price the layout anew."""
-        go_on(self._watch, self._progress())
+        go_on(self._watch, self._progress)
         terms, layout = row
         own = solved_cutting(
             self._pricer.question, self._legal.space.candidate(layout, 0), replace(terms, pins=self._pins)

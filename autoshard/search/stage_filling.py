@@ -29,7 +29,7 @@ from autoshard.search.stage_options import (
 
 _MORE = 2  # layers beyond an even share that a stage may get at first
 _AT_ONCE = 64  # fillings of a candidate that are timed together
-EVERYTHING = Effort(gap=0.0, most_partial=500_000, most_timed=500_000, split_s=60.0)
+EVERYTHING = Effort(gap=0.0, most_partial=500_000, most_timed=500_000, split_s=60.0, most_idle=np.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -37,6 +37,7 @@ class Effort:
     most_partial: int = 5_000  # of the first ranks or stages
     most_timed: int = 256
     split_s: float = 1.0  # that splits may be looked for under schedules whose longest paths are not known
+    most_idle: float = 64  # groups of points that are solved without a better answer, where they cannot raise the bound
     exhaustive: bool = False  # no point is left out because of its bound
 
 

@@ -15,20 +15,21 @@ class SearchProgress:
     bound: float = 0.0
 
 
-Watch = Callable[[SearchProgress], str]  # returns the reason to stop, or nothing
+Look = Callable[[], SearchProgress]  # how far the search is now, which takes a moment to count
+Watch = Callable[[Look], str]  # returns the reason to stop, or nothing
 
 
 class SearchStopped(Exception):
     """Somebody who watches has stopped a search; what it has found so far is kept. The text is the reason."""
 
 
-def never_stop(progress: SearchProgress) -> str:
+def never_stop(look: Look) -> str:
     """Let a search go on to its end."""
     return ""
 
 
-def go_on(watch: Watch, progress: SearchProgress | None = None) -> None:
-    """Tell whoever watches how far a search is, and raise SearchStopped if that is to be the end."""
-    reason = watch(progress or SearchProgress())
+def go_on(watch: Watch, look: Look = SearchProgress) -> None:
+    """Let whoever watches see how far a search is, and raise SearchStopped if that is to be the end."""
+    reason = watch(look)
     if reason:
         raise SearchStopped(reason)

@@ -26,12 +26,12 @@ def test_a_line_is_drawn_where_somebody_looks_and_after_a_moment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     with watching(None, str) as watch:
-        assert watch(HALF) == ""
+        assert watch(lambda: HALF) == ""
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr(progress_module, "_PATIENCE_S", -1.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with watching(None, lambda value: f"{value} s") as watch:
-        assert watch(HALF) == "" and watch(HALF) == ""
+        assert watch(lambda: HALF) == "" and watch(lambda: HALF) == ""
     out, err = capsys.readouterr()
     assert out == "" and "best 2.0 s, bound 1.5 s, 5 points open" in err
 
@@ -74,9 +74,9 @@ def test_an_answer_that_no_search_could_give_is_not_looked_for_longer_than_the_l
 def test_ctrl_c_stops_a_search_at_its_next_step_and_a_second_one_at_once():
     before = signal.getsignal(signal.SIGINT)
     with watching(None, str) as watch:
-        assert watch(HALF) == ""
+        assert watch(lambda: HALF) == ""
         os.kill(os.getpid(), signal.SIGINT)
-        assert watch(HALF) == "interrupted"
+        assert watch(lambda: HALF) == "interrupted"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before

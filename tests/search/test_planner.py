@@ -121,7 +121,7 @@ def test_a_search_that_is_stopped_anywhere_says_what_is_true(request_: Request):
             break
         assert certificate.bound <= whole.value * (1 + 1e-9) and certificate.value >= whole.value * (1 - 1e-9)
         assert certificate.num_legal in (0, whole.num_legal)
-        parts = ("num_too_large", "num_bounded", "num_solved", "num_left")
+        parts = ("num_too_large", "num_bounded", "num_solved", "num_open", "num_left")
         counted = sum(getattr(certificate, part) for part in parts)
         assert counted == certificate.num_legal or counted == certificate.num_tables == 0
         for plan in found.plans:
@@ -268,6 +268,6 @@ def test_no_plan_betters_another_and_each_is_the_fastest_of_its_size_and_memory(
 
 
 def test_a_stopped_search_says_so_and_a_size_without_a_plan_is_left_out():
-    assert frontier(SIZES, lambda progress: "stopped").ended == "stopped"
+    assert frontier(SIZES, lambda _: "stopped").ended == "stopped"
     none = frontier([ask("llama2-7b", pins="tp=1,dp=4")])
     assert none.plans == () and none.ended == "complete"

@@ -14,7 +14,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from autoshard.search.planner import search
 from autoshard.search.request import Request, plan_at
-from autoshard.search.watch import SearchProgress
+from autoshard.search.watch import Look
 from tests.search.brute_force import EXACT, FULL, PLAIN, Point, Stages, Truth, ask, peak, requests, time_s
 from tests.search.test_joint import limit
 
@@ -146,8 +146,8 @@ def test_a_search_that_is_stopped_says_that_no_simpler_plan_was_looked_for():
     assert not search(request, simple_within=0.02).simple_ended
     calls: list[float] = []
 
-    def stop_later(progress: SearchProgress) -> str:
-        calls.append(progress.bound)
+    def stop_later(look: Look) -> str:
+        calls.append(look().bound)
         return "stopped" if len(calls) > after else ""
 
     after = 10**9
