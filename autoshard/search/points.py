@@ -1,8 +1,9 @@
 """Outer points: layouts with everything that they can be run as, each with a bound; solved, a candidate each."""
 
+import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -201,6 +202,56 @@ class PlainPoints:
     def may_fit(self, variant: RunVariant) -> NDArray[np.bool_]:
         """Say which points of a variant may fit in memory."""
         return np.isin(variant.layouts, self.priced.numbers[np.isfinite(self.bounds)])
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class UnsolvedPoints:
+    """The points that are not solved: they come as plain layouts, wait as points, and are opened by their bounds."""
+
+    plain: list[PlainPoints] = field(default_factory=list[PlainPoints])
+    waiting: list[tuple[float, Points]] = field(default_factory=list[tuple[float, Points]])  # with the least bound
+    opened: list[tuple[float, int, Points]] = field(default_factory=list[tuple[float, int, Points]])  # a heap
+    passed: list[Points] = field(default_factory=list[Points])  # not better than what is known, as long as that is
+    num_pushed: int = 0
+
+    @property
+    def least_opened(self) -> float:
+        """The least bound of the open points."""
+        return self.opened[0][0] if self.opened else np.inf
+
+    @property
+    def least(self) -> float:
+        """The least bound of all points but those that were passed."""
+        return min([self.least_opened, *(least for least, _ in self.waiting), *(one.least for one in self.plain)])
+
+    def wait(self, points: Points) -> None:
+        """Add points that are to be opened later."""
+        if len(points.rows):
+            self.waiting.append((float(points.bound.min()), points))
+
+    def open(self, points: Points) -> None:
+        """Add points that share a schedule."""
+        if len(points.rows):
+            self.num_pushed += 1
+            heapq.heappush(self.opened, (float(points.bound.min()), self.num_pushed, points))
+
+    def pop(self) -> Points:
+        """Take the open points with the least bound."""
+        return heapq.heappop(self.opened)[-1]
+
+    def open_again(self) -> None:
+        """Open the points that were passed, because what was known is no longer so good."""
+        for points in self.passed:
+            self.open(points)
+        self.passed.clear()
+
+    def below(self, value: float) -> Iterator[tuple[RunVariant, Ints]]:
+        """Yield the variants and rows of the points whose bound is below a value; a point may come twice."""
+        for points in (*(one for *_, one in self.opened), *(one for _, one in self.waiting)):
+            yield points.variant, points.places[points.bound < value]
+        for plain in self.plain:
+            layouts = plain.priced.numbers[plain.bounds < value]
+            yield from ((one, np.flatnonzero(np.isin(one.layouts, layouts))) for one in plain.variants)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

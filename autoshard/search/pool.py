@@ -4,7 +4,6 @@ The block solver finds the cuts of all layouts of a kind at once. A cutting name
 many layouts; the best layouts get just their own. It minimises time alone; the outer search saves memory.
 """
 
-import heapq
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from autoshard.plan.candidate import CpOrder
 from autoshard.plan.explanation import Certificate
 from autoshard.schedule.waves import Ints
 from autoshard.search.legal_space import LegalSpace, RunVariant
-from autoshard.search.points import SHARPEST, PlainPoints, Points, Solution, likely
+from autoshard.search.points import SHARPEST, PlainPoints, Points, Solution, UnsolvedPoints, likely
 from autoshard.search.priced_layouts import LayoutPricer, Row
 from autoshard.search.simple import Simple, simplest
 from autoshard.search.split_bounds import SplitSearch
@@ -60,12 +59,8 @@ class Pool:
         self._bounded, self._solved, self._fits = np.zeros((3, legal.num_legal), dtype=bool)  # points
         self._points: list[Points] = []  # all that are priced and may fit
         self._raised = np.zeros(legal.num_legal)  # bounds of points that were solved
-        self._waiting: list[tuple[float, Points]] = []  # not opened yet, with the least bound
-        self._plain: list[PlainPoints] = []
-        self._open: list[tuple[float, int, Points]] = []
-        self._number = self._num_open = self._count = 0
+        self._left, self._count = UnsolvedPoints(), 0
         self._num_idle = 0  # groups of points that were solved since the best solution was found
-        self._passed: list[Points] = []  # not better than what is known, as long as that is
         self._others, self.splits = others, SplitSearch(seconds_left=goal.effort.split_s)
         self._best: dict[Row, Solution] = {}
         # The least bound of the solved points of a layout, and those whose bound is loose.
@@ -104,14 +99,14 @@ class Pool:
                 self._refine(left.row, left.point.priced.cutting)
                 continue
             self._tighten()
-            if self._gives_up or self._least_left >= self._limit(wanted):
+            if self._gives_up or self._left.least >= self._limit(wanted):
                 break
 
     def _look_first(self, wanted: int) -> None:
         """Time even stages of likely points: a limit for all others, and an answer if the search is stopped."""
         legal = self._legal.variants
         quick = [one for one in legal if one.space.base.schedule in _QUICK and one.space.base.zero == 1] or legal
-        for plain in sorted(self._plain, key=lambda one: one.least):
+        for plain in sorted(self._left.plain, key=lambda one: one.least):
             if plain.least >= self._limit(wanted):
                 break
             before = len(self._points)
@@ -148,7 +143,7 @@ class Pool:
 
     def _below(self, limit: float) -> Iterator[Points]:
         """Yield the points whose bound is below a limit, those that share a schedule together."""
-        for plain in [one for one in self._plain if one.least < limit]:
+        for plain in [one for one in self._left.plain if one.least < limit]:
             self._add_recompute(plain, plain.variants)
         for points in self._points:
             raised = self._raised[self._numbers(points)]
@@ -193,7 +188,7 @@ class Pool:
         if self._unpriced:
             return 0.0
         loose = (float(point.bound[0]) for _, point in self._loose)
-        return min([self._least_left, *self._least.values(), *loose])
+        return min([self._left.least, *self._least.values(), *loose])
 
     def certificate(self, legal: Certificate) -> Certificate:
         """Add to a certificate how many points were solved, left out by their bounds, and too large."""
@@ -204,12 +199,15 @@ class Pool:
             for one in self._variants[terms]
         )
         bounded = self._bounded.copy()
-        for plain in self._plain:
+        for plain in self._left.plain:
             for variant in plain.variants:
                 first = self._first[variant]
                 bounded[first : first + len(variant.layouts)] |= plain.may_fit(variant)
         num_too_large, num_solved = int((~bounded).sum()) - num_left, int(self._solved.sum())
-        num_open = self._num_open_below(value)
+        is_open = np.zeros_like(self._solved)
+        for variant, places in self._left.below(value):
+            is_open[self._first[variant] + places] = True
+        num_open = int((is_open & ~self._solved).sum())
         return replace(
             legal,
             num_too_large=num_too_large,
@@ -223,75 +221,63 @@ class Pool:
             bound=float(min(value, self.bound)),
         )
 
-    def _num_open_below(self, value: float) -> int:
-        """Return how many points are not solved whose bound is below a value."""
-        groups = [*(group for *_, group in self._open), *(group for _, group in self._waiting)]
-        found = [self._numbers(points)[points.bound < value] for points in groups]
-        for plain in self._plain:
-            layouts = plain.priced.numbers[plain.bounds < value]
-            found += [self._first[one] + np.flatnonzero(np.isin(one.layouts, layouts)) for one in plain.variants]
-        numbers = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *found]))
-        return int((~self._solved[numbers]).sum())
-
     def _open_next(self, limit: float) -> bool:
         """Open the points below a limit of the variant with the least bound; return whether there was one."""
         while True:
-            least, points = min(self._waiting, key=lambda one: one[0], default=(np.inf, None))
-            plain = min(self._plain, key=lambda one: one.least, default=None)
+            least, points = min(self._left.waiting, key=lambda one: one[0], default=(np.inf, None))
+            plain = min(self._left.plain, key=lambda one: one.least, default=None)
             if plain is None or plain.least >= limit or plain.least > least:
                 break
             self._add_recompute(plain, plain.variants)
         if points is None or least >= limit:
             return False
-        self._waiting.remove((least, points))
+        self._left.waiting.remove((least, points))
         points = self._in_use(points)
         for group in points.only(points.bound < limit).by_schedule():
-            self._push(group)
-        self._wait(points.only(points.bound >= limit))
+            self._left.open(group)
+        self._left.wait(points.only(points.bound >= limit))
         return True
 
     def _add_recompute(self, plain: PlainPoints, variants: Sequence[RunVariant]) -> None:
         """Price some layouts under every recompute, and let their points of some variants wait."""
         priced = self._pricer.with_recompute(plain.priced)
-        self._plain.remove(plain)
+        self._left.plain.remove(plain)
         left = [one for one in plain.variants if one not in variants]
-        self._plain += [replace(plain, variants=left)] if left else []
+        self._left.plain += [replace(plain, variants=left)] if left else []
         for variant in variants:
             points = Points.of(priced, variant, self._goal, self._limit(max(self._count, _ALWAYS)))
             self._bounded[self._numbers(points)] = True
             self._points.append(points)
-            self._wait(points)
+            self._left.wait(points)
 
     def _explore(self, count: int, most: float = np.inf) -> None:
         """Solve the points that may be among the ``count`` best layouts, at most ``most`` groups of them."""
-        while self._open and most > 0:
+        while self._left.opened and most > 0:
             limit = self._limit(count)
-            if self._open[0][0] >= limit or self._gives_up:
+            if self._left.least_opened >= limit or self._gives_up:
                 return
-            points = heapq.heappop(self._open)[-1]
-            self._num_open -= len(points.rows)
-            points = self._in_use(points)
+            points = self._in_use(self._left.pop())
             # Only the best point of each layout is wanted.
             best = {} if self._goal.effort.exhaustive else self._best
             rows: list[Row] = [(points.variant.terms, layout) for layout in points.layouts.tolist()]
             limits = np.array([min(limit, best[row].value * (1 + _TIE)) if row in best else limit for row in rows])
             order = np.argsort(points.bound, kind="stable")
             near = points.bound[order] < limits[order]
-            self._passed.append(points.only(order[~near]))
+            self._left.passed.append(points.only(order[~near]))
             order = order[near]
             by_split = points.sharpness == SHARPEST and points.variant.space.base.schedule not in ALL_RANGES
             at_once = 1 if by_split else _AT_ONCE  # each split that is found excludes others
-            self._push(points.only(order[at_once:]))
+            self._left.open(points.only(order[at_once:]))
             first = points.only(order[:at_once])
             try:
                 below = float(limits[order[:at_once]].max(initial=-np.inf))
                 if first.sharpness < SHARPEST and len(first.rows):
-                    self._push(first.sharpened(self._goal, below, self.splits))
+                    self._left.open(first.sharpened(self._goal, below, self.splits))
                 elif len(first.rows):
                     self._solve(first, below)
                     most -= 1
             except SearchStopped:
-                self._push(first)  # so that their bound counts
+                self._left.open(first)  # so that their bound counts
                 raise
             go_on(self._watch, self._progress)
 
@@ -304,17 +290,12 @@ class Pool:
         if self._num_idle < self._goal.effort.most_idle:
             return False
         loose = [float(point.bound[0]) for _, point in self._loose]
-        return min([self._limit(1) * (1 - self._goal.effort.gap), *loose]) <= self._least_left
-
-    @property
-    def _least_left(self) -> float:
-        """The least bound of the points that are not solved."""
-        opened = self._open[0][0] if self._open else np.inf
-        return min([opened, *(least for least, _ in self._waiting), *(one.least for one in self._plain)])
+        return min([self._limit(1) * (1 - self._goal.effort.gap), *loose]) <= self._left.least
 
     def _progress(self) -> SearchProgress:
         best = min((one.value for one in self._best.values()), default=np.inf)
-        left, total = self._num_open + sum(len(points.rows) for _, points in self._waiting), self._legal.num_legal
+        groups = (*(one for *_, one in self._left.opened), *(one for _, one in self._left.waiting))
+        left, total = sum(len(points.rows) for points in groups), self._legal.num_legal
         done = max(0, total - left)
         return SearchProgress(num_done=done, num_points=total, best=best, bound=min(best, self.bound))
 
@@ -346,7 +327,7 @@ class Pool:
         self._keep_all(points, found)
         # The other points are not better than this limit, but the limit may rise.
         left = ~fits & np.isfinite(found.bound)
-        self._passed.append(replace(points, bound=np.maximum(found.bound, limit)).only(left))
+        self._left.passed.append(replace(points, bound=np.maximum(found.bound, limit)).only(left))
 
     def _keep_all(self, points: Points, found: StageFilling) -> None:
         """Keep the best solution of each layout."""
@@ -386,12 +367,10 @@ class Pool:
         self._loose = [one for one in self._loose if one[0] != row]
         for variant in self._variants[terms]:
             self._raised[self._first[variant] + np.flatnonzero(variant.layouts == layout)] = 0.0
-        self._plain = [self._in_use(plain) for plain in self._plain]
+        self._left.plain = [self._in_use(plain) for plain in self._left.plain]
         self._cuttings.append((terms, own, np.array([layout])))
         self._price(own, terms, np.array([layout]))
-        for points in self._passed:  # these were not better than what was known
-            self._push(points)
-        self._passed.clear()
+        self._left.open_again()
 
     def _in_use(self, points: Priced) -> Priced:
         """Leave out layouts that have a cutting of their own now."""
@@ -407,7 +386,7 @@ class Pool:
         orders: list[CpOrder] = sorted({one.space.base.cp_order for one in variants})
         mine: dict[CpOrder, Ints] = {order: np.intersect1d(some, self._layouts(terms, order)) for order in orders}
         for priced in self._pricer.priced(space, cutting, mine, apart=bool(self._pins)):
-            self._plain.append(PlainPoints.of(priced, variants, self._goal))
+            self._left.plain.append(PlainPoints.of(priced, variants, self._goal))
 
     def _numbers(self, points: Points) -> Ints:
         """Return the numbers of points in the whole space."""
@@ -417,13 +396,3 @@ class Pool:
         """Return the layouts of the variants with these terms, or of those with one order of the sequence over cp."""
         some = [one.layouts for one in self._variants[terms] if order in (None, one.space.base.cp_order)]
         return np.unique(np.concatenate(some))
-
-    def _wait(self, points: Points) -> None:
-        if len(points.rows):
-            self._waiting.append((float(points.bound.min()), points))
-
-    def _push(self, points: Points) -> None:
-        if len(points.rows):
-            self._number += 1
-            self._num_open += len(points.rows)
-            heapq.heappush(self._open, (float(points.bound.min()), self._number, points))
