@@ -81,6 +81,29 @@ def test_bounds_leave_out_nothing_that_is_better(request_: Request):
     assert pruned.certificate.num_solved < whole.certificate.num_solved
 
 
+UNEVEN = ask("llama3-8b", "h100-80", pins="pp=4,tp=1,cp=1,schedule=interleaved,vp=2,mbs=1", global_batch=64)
+LEAVES_OPEN = [
+    replace(UNEVEN, model=replace(UNEVEN.model, num_layers=10)),  # whose best split is not found in no time
+    ask("tiny-llama", global_batch=8),
+    ask("llama3-8b", "trn1.32xlarge"),
+]
+
+
+@pytest.mark.parametrize("request_", rest_is_slow(LEAVES_OPEN, 2))
+def test_a_search_that_leaves_points_open_says_by_how_much_the_best_may_be_faster(request_: Request):
+    best = search(replace(request_, effort=EVERYTHING)).certificate
+    num_open: list[int] = []
+    for most_idle, gap, split_s in product((0, 2, 8), (0.0, 0.01, 0.1), (0.0, 1.0)):
+        effort = Effort(most_idle=most_idle, gap=gap, split_s=split_s)
+        found = search(replace(request_, effort=effort)).certificate
+        assert found.bound <= best.value * (1 + 1e-9) and best.bound <= found.value * (1 + 1e-9)
+        parts = (found.num_too_large, found.num_bounded, found.num_solved, found.num_open, found.num_left)
+        assert sum(parts) == found.num_legal and min(parts) >= 0
+        assert found.num_open == 0 or found.gap > 0
+        num_open.append(found.num_open)
+    assert min(num_open) == 0 and (max(num_open) > 0 or request_ is LEAVES_OPEN[0])
+
+
 @pytest.mark.parametrize("kernels", ["", ",kernels=torch_cuda"])
 def test_a_layout_that_fits_with_its_own_table_alone_is_found(kernels: str):
     asked = ask("tiny-llama", ranks=8, global_batch=8, pins=f"pp=1,zero=0,sp=false,cp=2,recompute=none{kernels}")
