@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from autoshard.engine.placement import dims_of
+from autoshard.engine.routing import counted_over
 from autoshard.engine.rows import in_runs
 from autoshard.errors import require
 from autoshard.graph.block import Block, OpGraph
-from autoshard.graph.decoder import decoder_graph, num_slots
+from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.layout.program import (
     Communicate,
@@ -70,7 +70,7 @@ class PlanPrograms:
 
     graph: OpGraph
     stages: tuple[Mapping[str, BlockProgram], ...]
-    packed: bool = False  # whether the rows of experts follow each other, so that as many slots as choices are enough
+    packed: bool = False  # whether experts take as many rows as are routed to them, and no slots
 
     def group_atoms(self) -> frozenset[tuple[str, ...]]:
         """Return all atoms over which a collective acts: of a program, a ring, or the sum of a weight's gradients."""
@@ -81,6 +81,7 @@ class PlanPrograms:
                     found.add(entry.collective.atoms)
                 elif isinstance(entry, Compute):
                     found |= {hop.atoms for hop in entry.ring}
+            found |= {counted_over(parts.program)} if self.packed else set()
             for tensor in parts.block.parameters:
                 found |= {*split_pending(parts.program.results[f"{tensor.name}.sum"].layout.sums)}
         return frozenset(found)
@@ -89,7 +90,7 @@ class PlanPrograms:
 def programs_of(plan: Plan, *, packs: bool = False) -> PlanPrograms:
     """Read the programs off a plan's table; what the torch engine cannot execute is refused, all of it at once.
 
-    If it ``packs`` and no slot is sent, experts that drop nothing take their rows one after the other.
+    If it ``packs``, experts that drop nothing take their rows one after the other.
     """
     whole = sorted({name for name, _ in plan.mesh.axes} - set(ATOMS))
     written = f"{' and '.join(whole)} must be written in parts: edp and ep for dp, kv and rep for tp"
@@ -98,29 +99,14 @@ def programs_of(plan: Plan, *, packs: bool = False) -> PlanPrograms:
     graph, blocks = graph_of(plan), plan_blocks(plan)
     parts = {name: parted(blocks[name], program) for name, program in plan_programs(plan).items()}
     stages = tuple({name: parts[table] for name, table in _contents(stage, graph.num_layers)} for stage in plan.stages)
-    if not packs or not all(
-        _packs(plan, graph, one.program) for name, one in parts.items() if name.startswith("layer")
-    ):
-        return PlanPrograms(graph=graph, stages=stages)
-    slots = num_slots(plan.model, graph.sizes["batch"] * graph.sizes["seq"], None)
-    return PlanPrograms(graph=replace(graph, sizes={**graph.sizes, "slots": slots}), stages=stages, packed=True)
-
-
-def _packs(plan: Plan, graph: OpGraph, layer: Program) -> bool:
-    """Whether a rank has all experts, drops nothing, and fills all slots of its tokens."""
-    model, sizes = plan.model, graph.sizes
-    if not model.num_experts or plan.workload.expert_capacity is not None or plan.mesh.size("ep") > 1:
-        return False
-    sent = {entry.collective.dim for entry in layer.collectives() if "slots" in dims_of(entry.reads.layout)}
-    choices = sizes["batch"] * sizes["seq"] * sizes["choices"]
-    return not {"slots", "experts"} & sent and choices % (model.num_experts * plan.mesh.num_ranks) == 0
+    packed = packs and plan.model.num_experts > 0 and plan.workload.expert_capacity is None
+    return PlanPrograms(graph=graph, stages=stages, packed=packed)
 
 
 def graph_of(plan: Plan) -> OpGraph:
     """Return the step of a plan before sharding; experts that drop nothing get a slot for every token.
 
-    So messages are as long whatever routers choose; the table ``torch_engine`` prices them so (``pads_experts``). Where
-    no slot is sent, ``programs_of`` makes do with fewer.
+    Devices without products of groups fill them (``pads_experts``); others take as many rows as are routed.
     """
     workload, model = plan.workload, plan.model
     if model.num_experts and workload.expert_capacity is None:

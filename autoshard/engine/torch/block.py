@@ -13,12 +13,10 @@ from autoshard.engine.torch.steps import (
     LocalStep,
     RankContext,
     Values,
-    chosen_in,
     execute,
-    is_grouped,
+    routing_of,
     steps_of,
 )
-from autoshard.layout.program import Compute
 from autoshard.schedule.builders import ActionKind
 
 
@@ -58,8 +56,8 @@ class LiteralRun:
         waiting, backward = (
             frozenset(read_whole(parted(entries))) for entries in (parts.instructions("W"), parts.backward)
         )
-        if any(isinstance(entry, Compute) and is_grouped(context, parts, entry) for entry in parts.instructions("W")):
-            waiting |= {*chosen_in(parts.backward)}
+        if routing := routing_of(context, parts):
+            waiting, backward = waiting | {*routing.made}, backward | {*routing.made}
         later = {
             "F": backward | {parts.program.results[parts.handed_on].name},
             "B": results, "I": waiting | results, "W": results,

@@ -15,28 +15,35 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from autoshard.engine.base import HOST
+from autoshard.engine.torch.recording import is_uneven
 
 Piece = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+_MOST_NUMBERS = 2**31 - 1  # of a tensor: compilers index with 32 bits where they may
 _THREADS_OF_HOST = 1  # ranks of one machine compile at the same time, and workers of theirs would outlive them
 
 
 def compiler_of(device: torch.device) -> Callable[[Piece, Sequence[torch.Tensor]], Piece]:
     """Return what compiles for a device: a piece, with tensors of the shapes and strides that it will be given."""
     settings = {"compile_threads": _THREADS_OF_HOST} if device.type == HOST else {}
-    fake, own = FakeTensorMode(), device.type in list_backends()
+    even, own = FakeTensorMode(), device.type in list_backends()
 
     def compiled(piece: Piece, examples: Sequence[torch.Tensor]) -> Piece:
+        uneven = [one for one in examples if is_uneven(one)]
+        fake = FakeTensorMode(shape_env=ShapeEnv()) if uneven else even
+        count = _some_count(uneven[0].shape[1], fake) if uneven else 0
         with fake:
-            given = [like(one, device) for one in examples]
+            given = [like(one, device, count if is_uneven(one) else None) for one in examples]
         try:
             with config.patch(settings), torch.no_grad():
                 if own:
                     graph = traced(piece, given, fake, decomposes=False)
                     return _taking_a_list(lookup_backend(device.type)(graph, given))
                 found: Any = compile_fx_inner(traced(piece, given, fake), given)
-                return found.current_callable or found  # without what notes each call
+                found = found.current_callable or found  # without what notes each call
+                return _for_many_rows(found, piece, examples) if uneven else found
         except Exception as error:  # compilers raise anything; the piece gives the same numbers without them
             name = getattr(piece, "__name__", "a piece")
             reason = next(iter(str(error).splitlines()), type(error).__name__)  # some errors say nothing
@@ -46,9 +53,24 @@ def compiler_of(device: torch.device) -> Callable[[Piece, Sequence[torch.Tensor]
     return compiled
 
 
-def like(example: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the same shape where the run has it."""
+def _some_count(usual: int, fake: FakeTensorMode) -> torch.SymInt | int:
+    """Return a number of rows of which a compiler knows only what is usual."""
+    context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    return fake.from_tensor(torch.empty(usual, device="meta"), symbolic_context=context).shape[0]
+
+
+def _for_many_rows(found: Piece, piece: Piece, examples: Sequence[torch.Tensor]) -> Piece:
+    """Take what was compiled unless there are fewer rows than it expects, or more than its indices count."""
+    number = next(number for number, one in enumerate(examples) if is_uneven(one))
+    most = _MOST_NUMBERS // max(one.shape[2] for one in examples if is_uneven(one))
+    return lambda some: (found if 1 < some[number].shape[1] <= most else piece)(some)
+
+
+def like(example: torch.Tensor, device: torch.device, count: torch.SymInt | int | None = None) -> torch.Tensor:
+    """Return a tensor of the same shape where the run has it, or with another count of rows."""
     where = device if example.is_meta else example.device
+    if count is not None:
+        return torch.empty((1, count, *example.shape[2:]), dtype=example.dtype, device=where)
     return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=where)
 
 

@@ -14,12 +14,23 @@ import torch
 import torch._dynamo  # which the first operation on shapes imports: once, before ranks are forked
 
 from autoshard.engine.programs import BlockProgram
+from autoshard.engine.routing import CountRows
 from autoshard.engine.torch.block import LiteralRun
 from autoshard.engine.torch.formats import NOWHERE
 from autoshard.engine.torch.kernels import Kernel, Rotations
 from autoshard.engine.torch.recording import Operation, Recording, needed
 from autoshard.engine.torch.rows import rows_of
-from autoshard.engine.torch.steps import BY_BATCH, POSITIONS, FewRows, InputSource, LocalStep, RankContext, Values
+from autoshard.engine.torch.steps import (
+    ANY_COUNT,
+    BY_BATCH,
+    POSITIONS,
+    FewRows,
+    InputSource,
+    LocalStep,
+    RankContext,
+    Values,
+    fits,
+)
 from autoshard.engine.torch.writing import NAMES, PassText, Statement, Step, Variables, module, piece, statement
 from autoshard.layout.layout import Layout
 from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Value
@@ -165,7 +176,7 @@ class _RecordedSteps:
     ) -> None:
         """Note what a step made."""
         for name, tensor, shape in zip(step.writes, made, step.shapes, strict=True):
-            assert tensor.shape == shape, f"{name} is {tuple(tensor.shape)}, not {shape}"
+            assert fits(tensor, shape), f"{name} is {tuple(tensor.shape)}, not {shape}"
             values[name] = tensor
             if self._is_variable(tensor):
                 self.variables.call(tensor, name)
@@ -304,10 +315,13 @@ class _RecordedPass(_RecordedSteps):
         elif isinstance(step.entry, Communicate) and step.entry.writes.tensor in POSITIONS:
             # Every rank knows them; they are sent, and kept, because the table says so.
             made = (recording.name(generator.positions(step.entry.writes.layout)),)
-        elif isinstance(step.entry, Compute):
+        elif isinstance(step.entry, Compute) and not step.counted:
             made = tuple(recording.name(generator.empty(self._run.parts, value)) for value in step.entry.writes)
         else:
             made = tuple(map(recording.name, _called(step)(*reads)))
+            for one, shape in zip(made, step.shapes, strict=True):
+                if ANY_COUNT in shape:
+                    torch._dynamo.mark_dynamic(one, shape.index(ANY_COUNT))
         self.keep(step, values, reads, made)
 
     def written(self) -> PassText:
@@ -324,7 +338,7 @@ class _RecordedPass(_RecordedSteps):
         )  # fmt: skip
 
 
-def _comment(entry: Instruction) -> str:
+def _comment(entry: Instruction | CountRows) -> str:
     """Name an instruction as the table does."""
     match entry:
         case Given(value=value):
@@ -333,6 +347,8 @@ def _comment(entry: Instruction) -> str:
             return f"{op.name}: {op.kind.label} -> {', '.join(str(value.layout) for value in writes)}"
         case Communicate(entry=name, pass_=pass_, collective=collective):
             return f"{name}: {pass_} {collective}"
+        case CountRows(reads=reads):
+            return f"{reads.name}: rows of each expert"
         case CountOnce(atoms=atoms, writes=writes):
             return f"{writes.name}: counted once over {'.'.join(atoms)}"
         case _:

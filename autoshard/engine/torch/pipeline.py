@@ -6,6 +6,7 @@ import torch
 
 from autoshard.engine.base import Batch, EngineMode
 from autoshard.engine.programs import BlockProgram, PlanPrograms
+from autoshard.engine.routing import is_counted
 from autoshard.engine.torch.block import BlockRun, LiteralRun
 from autoshard.engine.torch.formats import memory_of, own
 from autoshard.engine.torch.generated import Generator
@@ -135,10 +136,10 @@ class RankPipeline:
         return losses, most_bytes
 
     def _saved_bytes(self, store: Store) -> int:
-        """Count the bytes kept for backward, each memory once, without weights and batch."""
+        """Count the bytes kept for backward, each memory once, without weights, batch, and a few counts."""
         resting = (tensor for flat in store.flats for tensor in (flat.values, flat.sums))
         there = {memory_of(tensor) for tensor in (*resting, *self._inputs.values(), self.context.positions)}
-        kept = (tensor for values in self._values.values() for tensor in values.values())
+        kept = (tensor for values in self._values.values() for name, tensor in values.items() if not is_counted(name))
         saved = {memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in kept}
         return sum(size for place, size in saved.items() if place not in there)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.engine.base import HOST
@@ -96,8 +97,15 @@ class Recording(TorchDispatchMode):
             return found
         every = tuple(found) if isinstance(found, list | tuple) else (found,)
         made = tuple(map(self.name, made))
+        for one in made if any(map(is_uneven, taken)) else ():  # element by element
+            torch._dynamo.mark_dynamic(one, 1)
         self.operations.append(Operation(func=func, args=args, kwargs=given, found=every, results=made))
         return found
+
+
+def is_uneven(example: torch.Tensor) -> bool:
+    """Whether a tensor has as many rows, [1, rows, ...], as a batch gives it: torch calls such a dim dynamic."""
+    return hasattr(example, "_dynamo_dynamic_indices")
 
 
 def tensors_in(given: Sequence[Any]) -> Iterator[torch.Tensor]:

@@ -10,16 +10,17 @@ import torch
 
 from autoshard.engine.placement import MeshRank, dims_of
 from autoshard.engine.programs import BlockProgram
+from autoshard.engine.routing import CountRows, Routing, dispatches, holds_rows, moves_rows, multiplies
 from autoshard.engine.rows import is_wide, parted, read_whole, token_cuts
 from autoshard.engine.torch.collectives import around_ring, communication
 from autoshard.engine.torch.formats import Formats
 from autoshard.engine.torch.joint import Joint, JointStep, joined
 from autoshard.engine.torch.kernels import Kernel, KernelContext, Rotations, kernel_of
 from autoshard.engine.torch.kernels.kernel import laid_out
-from autoshard.engine.torch.kernels.products import adding, adds_wide, of_experts
+from autoshard.engine.torch.kernels.products import adding, adds_wide
+from autoshard.engine.torch.routed import counting, exchange
 from autoshard.engine.torch.rows import by_rows, num_rows
 from autoshard.engine.torch.world import World
-from autoshard.graph.kinds.experts import Combine, CombineGradient, Dispatch, DispatchGradient
 from autoshard.graph.kinds.indexing import Place
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.kinds.norm import NormGradient
@@ -47,7 +48,7 @@ InputSource = Callable[..., torch.Tensor]
 # By documents the host decides what attends to what, for every batch anew.
 BY_BATCH = ("document_starts",)
 _OWN_MEMORY = (Einsum, Multiply, NormGradient, Place, UnaryGradient)  # kinds whose results are no views
-_ROUTING = {Dispatch: 1, DispatchGradient: 1, Combine: 2, CombineGradient: 3}  # where they read whom tokens chose
+ANY_COUNT = -1  # the size of a dim of which nothing is known before a batch: rows of experts routed to this rank
 POSITIONS = ("positions", "key_positions")  # which the plan orders
 
 
@@ -82,12 +83,13 @@ class LocalStep:
     Several that are one product are a step under the name of all of them.
     """
 
-    entry: Instruction
+    entry: Instruction | CountRows
     run: Kernel | None  # None: takes a tensor from outside the block, or several that lie one behind the other
     reads: tuple[str, ...]  # names of values; of a tensor from outside its own name
     writes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     adds: bool = False  # a product into a sum
+    counted: bool = False  # works on as many rows as the host has counted
     few: "FewRows | None" = None
     drops: tuple[str, ...] = ()  # values without a later reader
     about: str = ""  # for whoever reads what is written of it, if not what the entry is
@@ -103,6 +105,8 @@ class LocalStep:
 
         Of what users write nothing is known.
         """
+        if self.counted:
+            return False
         match self.entry:
             case Compute(op=op, reads=reads, ring=ring):
                 own = type(op.kind).torch_kernel is not OpKind.torch_kernel
@@ -148,7 +152,7 @@ def execute(steps: Sequence[LocalStep], values: Values, source: InputSource | No
         else:
             made = step.run(*[values[name] for name in step.reads])
             for name, tensor, shape in zip(step.writes, made, step.shapes, strict=True):
-                assert tensor.shape == shape, f"{name} is {tuple(tensor.shape)}, not {shape}"
+                assert fits(tensor, shape), f"{name} is {tuple(tensor.shape)}, not {shape}"
                 values[name] = tensor
         for name in step.drops:
             del values[name]
@@ -165,11 +169,10 @@ def steps_of(context: RankContext, parts: BlockProgram, kind: str, kept: set[str
     given = (entry for entry in parts.program.instructions if isinstance(entry, Given))
     again = (entry for entry in given if entry.value.tensor in weights and entry.value.name in missing)
     kept = kept - weights
-    chosen = chosen_in(parts.forward if kind == "F" else parts.backward)
     joint = Joint(entries=(*again, *own))
     if context.joins and kind in "FB":
         joint = joined(context.mesh_rank, context.formats, parts, joint.entries, kept)
-    return _dropping(tuple(_local_steps(context, parts, joint, kept, chosen)), kept)
+    return _dropping(tuple(_local_steps(context, parts, joint, kept)), kept)
 
 
 def _dropping(steps: Sequence[LocalStep], kept: Collection[str]) -> Iterator[LocalStep]:
@@ -178,11 +181,9 @@ def _dropping(steps: Sequence[LocalStep], kept: Collection[str]) -> Iterator[Loc
         yield replace(step, drops=tuple(name for name in step.touched if last[name] == number and name not in kept))
 
 
-def _local_steps(
-    context: RankContext, parts: BlockProgram, joint: Joint, kept: set[str], chosen: tuple[str, ...]
-) -> Iterator[LocalStep]:
+def _local_steps(context: RankContext, parts: BlockProgram, joint: Joint, kept: set[str]) -> Iterator[LocalStep]:
     """Yield what runs; a gradient that nothing but its sum reads is never held where one kernel can add it."""
-    entries = joint.entries
+    entries, routing = joint.entries, routing_of(context, parts)
     num_readers = Counter(name for entry in entries for name in read_by(entry))
     made = {one.writes[0].name: one for one in entries if isinstance(one, Compute) and id(one) not in joint.instead}
     alone = {name for name, entry in made.items() if num_readers[name] == 1} - kept
@@ -196,21 +197,24 @@ def _local_steps(
         if id(entry) in joint.instead:
             yield from map(_of_several, joint.instead[id(entry)])
             continue
-        match entry:
-            case Given(value=value):
-                writes, reads = (value,), (value.tensor,)
-            case Compute(writes=writes):
-                reads = (*read_by(entry), *(chosen if is_grouped(context, parts, entry) else ()))
-            case _:
-                writes, reads = (entry.writes,), read_by(entry)
-        adds = writes[0].name in added
-        run, reads = added[writes[0].name] if adds else (_kernel(context, parts, entry, own), reads)
+        writes = values_written(entry)
+        adds, names = writes[0].name in added, written_by(entry)
+        if routing and dispatches(entry) and not entry.op.again:
+            yield _count(context, routing)
+        if routing and (found := _routed(context, parts, routing, entry)):
+            run, reads = found
+        elif adds:
+            run, reads = added[names[0]]
+        else:
+            run, reads = _kernel(context, parts, entry, own), read_by(entry)
+        if isinstance(entry, Given):
+            reads = (entry.value.tensor,)
         if reads or not adds:
-            shapes = tuple(context.mesh_rank.shape(value.layout) for value in writes)
-            names = tuple(value.name for value in writes)
             yield LocalStep(
-                entry=entry, run=run, reads=reads, writes=names, shapes=shapes, adds=adds and isinstance(entry, Compute)
-            )
+                entry=entry, run=run, reads=reads, writes=names, adds=adds and isinstance(entry, Compute),
+                shapes=tuple(_shape(context, routing, value) for value in writes),
+                counted=routing is not None and routing.exchanges and (multiplies(entry) or moves_rows(entry)),
+            )  # fmt: skip
         yield from map(_of_several, joint.behind.get(id(entry), ()))
 
 
@@ -264,16 +268,46 @@ def _written(place: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor]:
     return (place.copy_(value),)
 
 
-def is_grouped(context: RankContext, parts: BlockProgram, entry: Compute) -> bool:
-    """Whether a product takes, beside its factors, whom tokens chose."""
-    kind = entry.op.kind
-    return context.packed and isinstance(kind, Einsum) and of_experts(kind, parts.block.call(entry.op, {}))
+def routing_of(context: RankContext, parts: BlockProgram) -> Routing | None:
+    """Return where rows lie of experts that drop nothing, if a block has any."""
+    return Routing.of(context.mesh_rank, parts.program) if context.packed else None
 
 
-def chosen_in(entries: Sequence[Instruction]) -> tuple[str, ...]:
-    """Return the value that says which experts tokens chose, where a pass routes any: the one read first."""
-    routed = (one for one in entries if isinstance(one, Compute) and type(one.op.kind) in _ROUTING)
-    return next(((one.reads[_ROUTING[type(one.op.kind)]].name,) for one in routed), ())
+def fits(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor has a shape, as far as that is known."""
+    return len(shape) == tensor.dim() and all(
+        want in (have, ANY_COUNT) for have, want in zip(tensor.shape, shape, strict=True)
+    )
+
+
+def _shape(context: RankContext, routing: Routing | None, value: Value) -> tuple[int, ...]:
+    shape = context.mesh_rank.shape(value.layout)
+    if not routing or not holds_rows(value):
+        return shape
+    rows = routing.num_rows(value.layout)
+    return (1, ANY_COUNT if rows is None else rows, *shape[2:])
+
+
+def _count(context: RankContext, routing: Routing) -> LocalStep:
+    """Return what counts rows."""
+    entry, place = CountRows(reads=routing.chosen, writes=routing.made), routing.place
+    ends = [(len(range(*place.bounds(layout)[0])),) for layout in routing.multiplied]
+    counts = [(place.sizes["experts"], place.sizes["slots"])] if routing.exchanges else []
+    return LocalStep(
+        entry=entry, run=counting(context.world, routing), reads=(routing.chosen.name,), writes=entry.writes,
+        shapes=(*counts, *ends), counted=routing.exchanges,
+    )  # fmt: skip
+
+
+def _routed(
+    context: RankContext, parts: BlockProgram, routing: Routing, entry: Instruction
+) -> tuple[Kernel | None, tuple[str, ...]] | None:
+    """Return what executes an instruction that must know how many rows there are, with all that it reads."""
+    if multiplies(entry):
+        return _kernel(context, parts, entry, ()), (*read_by(entry), routing.ends(entry.reads[0].layout))
+    if moves_rows(entry):
+        return exchange(context.world, routing, entry), (*read_by(entry), routing.counts)
+    return None
 
 
 def _added(
@@ -305,7 +339,7 @@ def _added(
 
 def _adding(context: RankContext, parts: BlockProgram, product: Compute, total: Value) -> Kernel | None:
     """Return what adds a product to a sum in one call; None where it is no product, or of another format."""
-    if is_grouped(context, parts, product):
+    if context.packed and multiplies(product):
         return None
     if not isinstance(product.op.kind, Einsum) or dims_of(product.writes[0].layout) != dims_of(total.layout):
         return None

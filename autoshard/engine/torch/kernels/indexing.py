@@ -154,9 +154,9 @@ def _scattered(dims: Dims, call: Call, context: KernelContext) -> Callable[..., 
         return slots[:, : shape[1]]
 
     def packed(rows: torch.Tensor, expert: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        slots = rows.new_empty((shape[0] * shape[1], shape[2]))  # as many as there are rows
+        slots = rows.new_empty((place.numel(), shape[2]))  # as many as there are rows
         slots[place] = rows.expand(*place.shape, shape[2])
-        return slots.view(shape)
+        return slots.unsqueeze(0)
 
     return packed if context.packed else padded
 
@@ -169,7 +169,7 @@ def _fetched(slots: torch.Tensor, expert: torch.Tensor, place: torch.Tensor) -> 
 
 
 def _packed_fetched(slots: torch.Tensor, expert: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    return slots.flatten(0, 1)[place]
+    return slots[0][place]
 
 
 register({

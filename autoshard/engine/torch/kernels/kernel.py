@@ -56,7 +56,7 @@ class KernelContext:
     formats: Formats
     bounds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     rotations: Rotations = field(default_factory=Rotations)
-    packed: bool = False  # whether the rows of each expert follow those of the expert before, without empty slots
+    packed: bool = False  # whether experts have rows one after the other, [1, rows, ...], and no empty slots
 
 
 @singledispatch

@@ -43,7 +43,7 @@ def _product(kind: Einsum, call: Call) -> tuple[Matrix, Matrix, tuple[int, ...],
 
 
 def _einsum(kind: Einsum, call: Call, context: KernelContext) -> Kernel:
-    if context.packed and of_experts(kind, call):
+    if context.packed and of_experts(call):
         return _grouped(kind, call)
     first, second, shape, order = _product(kind, call)
 
@@ -54,36 +54,38 @@ def _einsum(kind: Einsum, call: Call, context: KernelContext) -> Kernel:
     return run
 
 
-def of_experts(kind: Einsum, call: Call) -> bool:
+def of_experts(call: Call) -> bool:
     """Whether it multiplies each expert's rows with something of that expert."""
     return {"experts", "slots"} <= {*call.inputs[0].dims}
 
 
 def _grouped(kind: Einsum, call: Call) -> Kernel:
-    """Return a product for each expert of as many rows as it has; its last argument says whom tokens chose.
+    """Return a product for each expert of as many rows as it has; its last argument says where each one's end.
 
     Rows are dims of the result (F, I), or are summed over (W). No number is read by the host.
     """
-    shape, order, experts = shape_of(call, kind.dims), call.inputs[1].dims, call.sizes["experts"]
-    as_it_is = order[-1] == kind.dims[-1]  # or else it is summed over
+    as_it_is = call.inputs[1].dims[-1] == kind.dims[-1]  # or else it is summed over
 
-    def run(x: torch.Tensor, y: torch.Tensor, expert: torch.Tensor) -> tuple[torch.Tensor]:
-        counts = (torch.arange(experts, device=expert.device) == expert.reshape(-1, 1)).sum(0)
-        rows = x.flatten(0, 1)
+    def run(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor]:
         if "slots" in kind.dims:
-            return (_grouped_product(rows, y if as_it_is else y.transpose(1, 2), counts).view(shape),)
-        return (_grouped_product(rows.t(), y.flatten(0, 1), counts),)
+            return (_grouped_product(x[0], y if as_it_is else y.transpose(1, 2), ends).unsqueeze(0),)
+        return (_grouped_product(x[0].t(), y[0], ends),)
 
     return run
 
 
-def _grouped_product(left: torch.Tensor, right: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def _grouped_product(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Multiply group by group: rows with a matrix, or columns with rows; torch has a kernel for aligned BF16."""
+    if not left.numel():  # nobody chose an expert of this rank
+        return left.new_zeros((left.shape[0], right.shape[2]) if right.dim() == 3 else (
+            len(ends), left.shape[0], right.shape[1]
+        ))  # fmt: skip
     aligned = all(
         size * left.element_size() % 16 == 0 for size in (left.shape[0 if right.dim() == 2 else 1], right.shape[-1])
     )
     if left.dtype == torch.bfloat16 and aligned:
-        return functional.grouped_mm(left, right, offs=counts.cumsum(0).to(torch.int32))
+        return functional.grouped_mm(left, right, offs=ends)
+    counts = ends.diff(prepend=ends.new_zeros(1))
     number = torch.repeat_interleave(counts, output_size=right.shape[0] if right.dim() == 2 else left.shape[0])
     if right.dim() == 3:
         return torch.bmm(left.unsqueeze(1), right[number]).squeeze(1)

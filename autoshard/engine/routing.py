@@ -1,0 +1,197 @@
+"""Where rows of experts lie that drop nothing: how many of them a rank holds, sends and receives follows from counts.
+
+A value of the table with experts and slots is rows on a rank: those of its first expert, of the next, and so on, and of
+each expert those of every part of the tokens in order. Such a part has been routed together, and has slots of its own
+in the table; so the table says who sends what, and counts say how many rows that is.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.engine.placement import Bounds, MeshRank, dims_of
+from autoshard.graph.kinds.experts import Dispatch
+from autoshard.graph.kinds.linear import Einsum
+from autoshard.layout.layout import Layout
+from autoshard.layout.program import Communicate, Compute, Program, Value, values_written
+
+Numbers = NDArray[np.int64]
+_EXPERTS, _SLOTS = 0, 1  # the first dims of what holds rows, before one that both factors of a product may have
+_BOX = ("experts", "slots")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountRows:
+    """Counts of each expert how many rows every part of the tokens has for it; it stands before the first dispatch."""
+
+    reads: Value
+    writes: tuple[str, ...]
+
+
+def holds_rows(value: Value) -> bool:
+    """Whether a value has slots of experts."""
+    return dims_of(value.layout)[:2] == _BOX
+
+
+def moves_rows(entry: object) -> TypeGuard[Communicate]:
+    """Whether a collective gives a rank other rows than it had."""
+    if not isinstance(entry, Communicate) or not holds_rows(entry.reads):
+        return False
+    return bool({entry.collective.dim, entry.collective.to_dim} & {*_BOX})
+
+
+def counted_over(program: Program) -> tuple[str, ...]:
+    """Return the atoms over which ranks tell each other how many rows they have: of tokens, those that are moved."""
+    moved = {atom for entry in program.collectives() if moves_rows(entry) for atom in entry.collective.atoms}
+    sent = next((one.writes[0].layout for one in program.instructions if dispatches(one)), None)
+    return tuple(atom for atom in dict(sent.dims)["slots"] if atom in moved) if sent else ()
+
+
+def multiplies(entry: object) -> TypeGuard[Compute]:
+    """Whether it multiplies each expert's rows with something of that expert."""
+    return isinstance(entry, Compute) and isinstance(entry.op.kind, Einsum) and holds_rows(entry.reads[0])
+
+
+def is_counted(name: str) -> bool:
+    """Whether a value is what was counted, and no tensor of the table."""
+    return name.endswith((".counts", ".ends"))
+
+
+def dispatches(entry: object) -> TypeGuard[Compute]:
+    """Whether it copies tokens to the rows of their experts."""
+    return isinstance(entry, Compute) and isinstance(entry.op.kind, Dispatch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """What a rank sends to each member of a group, in torch's order, and receives: cells, each with a range of a dim.
+
+    A cell is one part's rows for one expert. What arrives is put together cell by cell, side by side, or is a sum.
+    """
+
+    before: Numbers  # the cells of what a rank has, in order
+    sent: tuple[Numbers, ...]
+    sent_ranges: tuple[tuple[int, int], ...]
+    received: tuple[Numbers, ...]
+    received_ranges: tuple[tuple[int, int], ...]
+    after: Numbers
+    joined: Literal["rows", "ranges", "sum"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """The parts of the tokens of a block, and where their rows lie.
+
+    ``place`` is a rank for which slots are counted in parts: cuts of slots are cuts of parts.
+    """
+
+    place: MeshRank
+    chosen: Value  # whom tokens chose
+    own: Layout  # of the rows of a rank's own tokens
+    multiplied: tuple[Layout, ...]  # of the rows in products, one for each way in which they lie
+    counted: tuple[str, ...]
+    exchanges: bool  # else all rows stay where they are, and no number is needed before they are multiplied
+
+    @classmethod
+    def of(cls, mesh_rank: MeshRank, program: Program) -> "Routing | None":
+        """Read it off a program, if that routes."""
+        first = next((one for one in program.instructions if dispatches(one)), None)
+        if first is None:
+            return None
+        again = [one for one in program.instructions if dispatches(one) and one is not first and not one.op.again]
+        assert not again, "a block routes its tokens once"
+        own, mesh = first.writes[0].layout, mesh_rank.mesh
+        tokens = dict(own.dims)["slots"]
+        values = (value for one in program.instructions for value in values_written(one) if holds_rows(value))
+        cutting = {*tokens, *(atom for value in values for atom in dict(value.layout.dims)["slots"])}
+        parts = math.prod(mesh.size(atom) for atom in cutting)
+        multiplied = {
+            one.reads[0].layout.dims[:2]: one.reads[0].layout for one in program.instructions if multiplies(one)
+        }
+        return cls(
+            place=replace(mesh_rank, sizes={**mesh_rank.sizes, "slots": parts}), chosen=first.reads[1], own=own,
+            multiplied=tuple(multiplied.values()), counted=counted_over(program),
+            exchanges=any(map(moves_rows, program.instructions)),
+        )  # fmt: skip
+
+    @property
+    def counts(self) -> str:
+        """The name of the value that says how many rows each cell has, with the host; only where any are moved."""
+        return f"{self.chosen.name}.counts"
+
+    def ends(self, layout: Layout) -> str:
+        """The name of the value that says on the device where each expert's rows end in a product of this layout."""
+        alike = [one.dims[:2] == layout.dims[:2] for one in self.multiplied]
+        return f"{self.chosen.name}.{alike.index(True) or ''}ends"
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        """The names of what is counted."""
+        return (*([self.counts] if self.exchanges else []), *map(self.ends, self.multiplied))
+
+    def num_rows(self, layout: Layout) -> int | None:
+        """Return how many rows a rank has if they are of its own tokens: as many as these choose experts."""
+        own = self.place.bounds(layout)[:2] == self.place.bounds(self.own)[:2]
+        return math.prod(self.place.shape(self.chosen.layout)) if own else None
+
+    def table(self, counts: Numbers, members: Sequence[int]) -> Numbers:
+        """Return the rows of every cell, from those for every expert of the tokens of these ranks; 0 for others."""
+        found = np.zeros((self.place.sizes["experts"], self.place.sizes["slots"]), dtype=np.int64)
+        for rank, mine in zip(members, counts, strict=True):
+            start, stop = self.place.at(rank).bounds(self.own)[_SLOTS]
+            edges = np.arange(stop - start + 1) * mine[:, None] // (stop - start)
+            found[:, start:stop] = np.diff(edges)
+        return found
+
+    def of_each(self, table: Numbers, layout: Layout) -> Numbers:
+        """Return the rows that this rank has of each of its experts."""
+        (first, last), (start, stop) = self.place.bounds(layout)[:2]
+        return table[first:last, start:stop].sum(1)
+
+    def cells(self, experts: tuple[int, int], parts: tuple[int, int]) -> Numbers:
+        """Return cells by their numbers, in the order in which their rows lie."""
+        return (np.arange(*experts)[:, None] * self.place.sizes["slots"] + np.arange(*parts)).reshape(-1)
+
+    def exchange(self, change: Communicate, torch_order: Sequence[int]) -> Exchange:
+        """Return what a collective sends and receives."""
+        collective, before, after = change.collective, change.reads.layout, change.writes.layout
+        others = [self.place.at(rank) for rank in torch_order]
+        have, want = self.place.bounds(before), self.place.bounds(after)
+        given = [_common(have, other.bounds(after)) for other in others]
+        taken = [_common(other.bounds(before), want) for other in others]
+        joined = "ranges" if collective.kind == "all_to_all" and collective.dim not in _BOX else "rows"
+        return Exchange(
+            before=self.cells(have[_EXPERTS], have[_SLOTS]),
+            sent=tuple(self.cells(*box[:2]) for box in given),
+            sent_ranges=tuple((low - have[2][0], high - have[2][0]) for *_, (low, high) in given),
+            received=tuple(self.cells(*box[:2]) for box in taken),
+            received_ranges=tuple((low - want[2][0], high - want[2][0]) for *_, (low, high) in taken),
+            after=self.cells(want[_EXPERTS], want[_SLOTS]),
+            joined="sum" if collective.kind == "reduce_scatter" else joined,
+        )
+
+
+def row_order(counts: Numbers, lying: Numbers, wanted: Numbers) -> tuple[Numbers, Numbers] | None:
+    """Return how far the rows of each wanted cell are from where they shall lie, and how many they are.
+
+    None where they lie as they shall.
+
+    >>> row_order(np.array([1, 2, 3]), np.array([0, 1, 2]), np.array([2, 0]))
+    (array([ 3, -3]), array([3, 1]))
+    """
+    if np.array_equal(lying, wanted):
+        return None
+    starts, sizes = np.zeros_like(counts), counts[wanted]
+    starts[lying] = np.cumsum(counts[lying]) - counts[lying]
+    return starts[wanted] - (np.cumsum(sizes) - sizes), sizes
+
+
+def _common(one: Bounds, other: Bounds) -> Bounds:
+    """Return what two boxes have in common."""
+    lows = [max(first, second) for (first, _), (second, _) in zip(one, other, strict=True)]
+    highs = [min(last, end) for (_, last), (_, end) in zip(one, other, strict=True)]
+    return tuple((low, max(low, high)) for low, high in zip(lows, highs, strict=True))

@@ -1,0 +1,96 @@
+"""Rows of experts that drop nothing, on a rank: how many there are, and collectives that send just these.
+
+torch sends parts of unequal size only when the host knows their sizes. So the host reads how many rows go where, once
+for a block and micro-batch, and waits for the device until there.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from autoshard.engine.base import HOST
+from autoshard.engine.routing import Exchange, Numbers, Routing, row_order
+from autoshard.engine.torch.kernels import Kernel
+from autoshard.engine.torch.world import RankGroup, World
+from autoshard.layout.program import Communicate
+
+
+def counting(world: World, routing: Routing) -> Kernel:
+    """Return what counts, of whom tokens chose, the rows of all cells, and where those end that a rank multiplies."""
+    group, experts = world.group(routing.counted), routing.place.sizes["experts"]
+
+    def run(chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        own = (torch.arange(experts, device=chosen.device) == chosen.reshape(-1, 1)).sum(0)
+        if not routing.exchanges:
+            return (own.cumsum(0).to(torch.int32),)
+        every = (group.all_gather(own) if group else own).view(-1, experts)
+        table = routing.table(_numbers(every, chosen), group.ranks if group else [world.rank])
+        ends = [np.cumsum(routing.of_each(table, layout), dtype=np.int32) for layout in routing.multiplied]
+        return torch.from_numpy(table), *(torch.from_numpy(one).to(chosen.device) for one in ends)
+
+    return run
+
+
+def _numbers(counts: torch.Tensor, chosen: torch.Tensor) -> Numbers:
+    """Read counts; where there are no numbers, all experts have as many rows."""
+    if not counts.is_meta:
+        return counts.to(HOST).numpy()
+    each, more = divmod(chosen.numel(), counts.shape[1])
+    return np.broadcast_to(each + (np.arange(counts.shape[1]) < more), tuple(counts.shape))
+
+
+def exchange(world: World, routing: Routing, change: Communicate) -> Kernel:
+    """Return what executes a collective that gives ranks other rows: its second argument are the counts."""
+    group = world.group(change.collective.atoms)
+    assert group, f"{change.entry}: {change.collective} is between no two ranks"
+    alone = change.collective.kind == "slice"
+    plan = routing.exchange(change, [world.rank] if alone else group.torch_order)
+    return _Exchanging(plan, None if alone else group)
+
+
+class _Exchanging:
+    """Sends rows to the members of a group, or to itself where there is none, and puts together what arrives."""
+
+    def __init__(self, plan: Exchange, group: RankGroup | None) -> None:
+        """Take what a rank sends and receives, with the parts of what arrives side by side in order."""
+        self.plan, self.group = plan, group
+        self.sent, self.received = np.concatenate(plan.sent), np.concatenate(plan.received)
+
+    def __call__(self, block: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor]:
+        """Take and return [1, rows, ...]."""
+        plan, number, width = self.plan, counts.numpy().reshape(-1), block.shape[2]
+        assert block.shape[1] == number[plan.before].sum(), "rows are as many as were counted"
+        rows = _ordered(block[0], number, plan.before, self.sent)
+        sent, received = ([int(number[cells].sum()) for cells in each] for each in (plan.sent, plan.received))
+        whole = all(one == (0, width) for one in plan.sent_ranges)
+        pieces = () if whole else zip(rows.split(sent), plan.sent_ranges, strict=True)
+        flat = rows.reshape(-1) if whole else torch.cat([one[:, low:high].reshape(-1) for one, (low, high) in pieces])
+        if self.group:
+            flat = self.group.all_to_all(flat, *(
+                [count * (high - low) for count, (low, high) in zip(rows_of, ranges, strict=True)]
+                for rows_of, ranges in ((received, plan.received_ranges), (sent, plan.sent_ranges))
+            ))  # fmt: skip
+        return (self._joined(flat, received, number).unsqueeze(0),)
+
+    def _joined(self, flat: torch.Tensor, received: Sequence[int], number: Numbers) -> torch.Tensor:
+        plan = self.plan
+        widths = [high - low for low, high in plan.received_ranges]
+        if plan.joined == "rows":
+            return _ordered(flat.view(-1, widths[0]), number, self.received, plan.after)
+        sizes = [count * width for count, width in zip(received, widths, strict=True)]
+        parts = [part.view(-1, width) for part, width in zip(flat.split(sizes), widths, strict=True)]
+        if plan.joined == "sum":
+            return torch.stack(parts).sum(0)
+        lows = [low for low, _ in plan.received_ranges]
+        return torch.cat([parts[member] for member in np.argsort(lows)], 1)
+
+
+def _ordered(rows: torch.Tensor, number: Numbers, lying: Numbers, wanted: Numbers) -> torch.Tensor:
+    """Bring rows from one order of cells to another, or repeat them where more are wanted."""
+    moves = row_order(number, lying, wanted)
+    if moves is None:
+        return rows
+    distance, sizes = (torch.from_numpy(one).to(rows.device) for one in moves)
+    count = int(moves[1].sum())
+    return rows[torch.repeat_interleave(distance, sizes, output_size=count) + torch.arange(count, device=rows.device)]
