@@ -18,7 +18,6 @@ from autoshard.cost.compute import KernelWork, Rates, kernel_time, kernel_work, 
 from autoshard.cost.kernel_run import KernelRun, bytes_in, rank_sizes, saved_bytes, working_bytes
 from autoshard.cost.sharded import Blocks, LoweredBlock, atom_groups
 from autoshard.cost.terms import CostTerm
-from autoshard.graph.decoder import num_slots
 from autoshard.layout.layout import local_sizes
 from autoshard.layout.sharding import Message
 from autoshard.plan.build import mesh_of
@@ -59,13 +58,8 @@ class Question:
         one of ep, strays from the mean over all by this share of what a single expert does.
         """
         sizes, num_experts = self.step.sizes(num_sequences), self.model.num_experts
-        if num_experts < 2 or self.workload.expert_capacity is not None:
+        if num_experts < 2 or self.workload.expert_capacity is not None or self.step.platform.pads_experts:
             return sizes
-        if self.step.platform.pads_experts:  # where slots are sent, and nowhere else
-            tokens = num_sequences * self.workload.seq_len
-            few = num_slots(self.model, tokens, None) if self.step.platform.packs_experts else sizes["slots"]
-            uneven = tokens * self.model.experts_per_token % (num_experts * self.cluster.num_ranks) > 0
-            return {**sizes, "slots": few + (sizes["slots"] - few) * ((ep > 1) | uneven)}
         share = ((ep - 1) / (num_experts - 1)) ** 0.5
         slots = sizes["slots"] * (1 + self.workload.expert_imbalance * share)
         return {**sizes, "slots": -(-slots * _SURE // 1)}  # a part of a slot is a slot, cut or not
@@ -157,23 +151,10 @@ def work_of(question: Question, setting: Setting, kind: str, drop: Recompute) ->
     return block_work(setting.blocks.block(kind, drop), whole, setting, question.cluster.chip.matrix_tile)
 
 
-def _with_slots(sharded: LoweredBlock, setting: Setting) -> Mapping[str, Number]:
-    """Return the sizes of a block's dims; packed experts have a slot for every token where slots are sent."""
-    sizes, atoms = setting.sizes, setting.atoms
-    if not sharded.packs:
-        return sizes
-    sent: Number = 0
-    for message in sharded.sharding.messages:
-        if message.collective.dim in ("slots", "experts") and "slots" in sharded.block.tensors[message.tensor].dims:
-            sent = sent + (math.prod(atoms[atom] for atom in message.collective.atoms) > 1)
-    every = sizes["batch"] * sizes["seq"]
-    return {**sizes, "slots": sizes["slots"] + (every - sizes["slots"]) * (sent > 0)}
-
-
 def block_work(sharded: LoweredBlock, whole: LoweredBlock, setting: Setting, tile: int) -> BlockWork:
     """Count what a block does, sends and holds; ``whole`` is it without recompute, ``tile`` the matrix unit's."""
     block, sharding, atoms = sharded.block, sharded.sharding, setting.atoms
-    sizes_of = rank_sizes(_with_slots(sharded, setting), atoms)
+    sizes_of = rank_sizes(setting.sizes, atoms)
     op_sizes = {name: sizes_of(cuts) for name, cuts in sharding.op_cuts.items()}
     # Zig-zag cuts sequences so that all ranks have the same, as heads do; stretches in a row do not.
     attend = setting.blocks.block("layer", Recompute()).sharding.op_cuts["attend"]

@@ -25,7 +25,7 @@ class LoweredBlock:
     """A block with its sharding and its kernels: everything but the sizes.
 
     ``tied`` names the weights that share their values with another block's; ``placeholders`` those that are one tensor
-    each, of whose shape a buffer stays. ``packs``: rows of experts follow each other, unless slots are sent.
+    each, of whose shape a buffer stays.
     """
 
     block: Block
@@ -36,7 +36,6 @@ class LoweredBlock:
     tied: frozenset[str] = frozenset()
     placeholders: tuple[tuple[str, ...], ...] = ()
     hides_tp: float = 0.0
-    packs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +140,6 @@ def _sharded(step: StepGraph, kind: str, drop: Recompute, program: Program, whol
         tied=frozenset(name.removeprefix(f"{kind}.") for name in step.graph.tied if name.startswith(f"{kind}.")),
         placeholders=tuple(filter(None, placeholders)),
         hides_tp=kernels.hides.get("tp", 0.0),
-        packs=kernels.packs_experts and bool(step.model.num_experts) and step.workload.expert_capacity is None,
     )
 
 

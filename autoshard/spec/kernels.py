@@ -113,7 +113,7 @@ class Kernels:
 
     Experts: ``settles_experts``: the gradient of the experts' inputs is summed over the ranks that share an expert as
     soon as it is computed, in slots, or in tokens where none is dropped. ``pads_experts``: an expert that drops no
-    token has a slot for every token, not only for those routed to it; ``packs_experts``: only where ep sends slots.
+    token has a slot for every token, not only for those routed to it.
 
     Time: ``eager``: a host starts every kernel (else a compiled graph runs as a whole). ``host_computes``: this host
     is also the device, so it starts no kernel while it computes. ``seconds_per_graph`` is the time to compile one
@@ -152,7 +152,6 @@ class Kernels:
     adds_weights: bool = False
     unmeasured: bool = False
     pads_experts: bool = False
-    packs_experts: bool = False
     settles_experts: bool = False
     keeps_units: bool = False
     remakes_inputs: bool = False
