@@ -85,9 +85,11 @@ class Count:
 
 
 def plan_of(model: str, text: str) -> Plan:
-    """Return the plan of a layer on 8k tokens in BF16."""
-    candidate = Candidate.parse(text)
-    workload = Workload(seq_len=8192, global_batch=candidate.num_ranks, precision=Precision.named("bf16"))
+    """Return the plan of a layer on 8k tokens in BF16, which choose all experts alike."""
+    candidate = Candidate.parse(f"{text},kernels=torch_engine_gpu")
+    workload = Workload(
+        seq_len=8192, global_batch=candidate.num_ranks, precision=Precision.named("bf16"), expert_imbalance=0.0
+    )
     cluster = load_cluster("local", ranks=candidate.num_ranks)
     spec = replace(load_model(model), num_layers=1)
     return plan_at(Request(model=spec, cluster=cluster, workload=workload, engines=("torch",)), candidate)
@@ -108,13 +110,27 @@ def counts(plan: Plan, kind: str = "layer") -> tuple[Count, Count]:
         pieces.append((piece, examples, sum(map(alone, recording.operations), Count())))
         return piece
 
+    def calling(step: steps.LocalStep) -> Any:
+        """Count what a call asks of torch that sends or multiplies rows of experts: the functions do not show it."""
+        run = called(step)
+
+        def recorded(*given: torch.Tensor) -> Any:
+            with Recording() as recording:
+                made = run(*map(recording.name, given))
+            written.extend(recording.operations)
+            return made
+
+        return recorded if step.counted else run
+
     def generate(compiler: Any = None) -> tuple[Count, str]:
         written.clear()
         generator = generated.Generator(context=context, kinds="FB", compiler=compiler)
         text = generator.generate(blocks[f"{kind}.0"], [f"{kind}.0"]).text
         return sum(map(alone, written), Count()), text
 
-    with _rank_of(plan) as (context, blocks), mock.patch.object(generated, "statement", writing):
+    called = generated._called
+    patches = mock.patch.multiple(generated, statement=writing, _called=calling)
+    with _rank_of(plan) as (context, blocks), patches:
         with mock.patch.object(steps, "_adding", lambda *_: None):  # every instruction of the table by itself
             literal, _ = generate()
         left, text = generate(counting)

@@ -6,7 +6,7 @@ after I.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -91,10 +91,12 @@ def kernel_runs(
         )
 
 
-def gradient_sums(block: Block, program: Program, *, eager: bool) -> Iterator[tuple[KernelRun, tuple[Value, ...]]]:
+def gradient_sums(
+    block: Block, program: Program, adding: Collection[str], *, eager: bool
+) -> Iterator[tuple[KernelRun, tuple[Value, ...]]]:
     """Return the kernels that add what several readers of a tensor send back, with what each reads and writes.
 
-    Products add to the others by themselves; what the backward kernel of all these readers adds is none either.
+    These operations add to the others by themselves; what the backward kernel of all these readers adds is none either.
     """
     owner = {name: group.ops[0] for group in block.fused for name in group.ops}
     sums = {op.outputs[0]: op for op in block.ops if isinstance(op.kind, Collect)}
@@ -107,9 +109,7 @@ def gradient_sums(block: Block, program: Program, *, eager: bool) -> Iterator[tu
         elif isinstance(entry, Sum):
             makers = [maker.get(value.name) for value in entry.reads]
             kernels = {op and owner.get(op.source) for op in makers}
-            added = [
-                value for value, op in zip(entry.reads, makers, strict=True) if not (op and isinstance(op.kind, Einsum))
-            ]
+            added = [value for value, op in zip(entry.reads, makers, strict=True) if not (op and op.name in adding)]
             if len(added) > 1 and (len(kernels) > 1 or None in kernels):
                 run = KernelRun(
                     pass_="I", ops=(sums[entry.writes.tensor],), touched=(), fresh=(), skips_masked=False, mask_tile=1,

@@ -124,7 +124,11 @@ def _sharded(step: StepGraph, kind: str, drop: Recompute, program: Program, whol
     kept = (whole.sharding if whole else sharding).kept_cuts
     named = (tuple(f"{product}.weight" for product in products) for products in kernels.placeholders)
     placeholders = [tuple(name for name in names if name in block.tensors) for names in named]
-    added = {name for op in block.ops if kernels.adds_weights and isinstance(op.kind, Einsum) for name in op.inputs}
+    # Products of groups, of as many rows as are routed, add to nothing.
+    fills = kernels.pads_experts or step.workload.expert_capacity is not None
+    products = [op for op in block.ops if isinstance(op.kind, Einsum)]
+    adding = {op.name for op in products if fills or "slots" not in block.tensors[op.inputs[0]].dims}
+    added = {name for op in products if kernels.adds_weights and op.name in adding for name in op.inputs}
     names = {name for names in placeholders for name in names} | {
         name for name in added if f"{name}.sum" in block.tensors
     }
@@ -136,7 +140,7 @@ def _sharded(step: StepGraph, kind: str, drop: Recompute, program: Program, whol
         sharding=sharding,
         runs=runs,
         moments=memory_timeline(block, runs, sharding, frozenset(kept), frozenset(unmade)),
-        sums=tuple(gradient_sums(block, program, eager=kernels.eager)) if kernels.adds_gradients else (),
+        sums=tuple(gradient_sums(block, program, adding, eager=kernels.eager)) if kernels.adds_gradients else (),
         tied=frozenset(name.removeprefix(f"{kind}.") for name in step.graph.tied if name.startswith(f"{kind}.")),
         placeholders=tuple(filter(None, placeholders)),
         hides_tp=kernels.hides.get("tp", 0.0),

@@ -27,7 +27,7 @@ def tabled(plan: Plan, kind: str) -> Count:
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in CASES for kind in ("layer", "head")])
 def test_the_table_counts_what_compiled_functions_start(name: str, kind: str):
     model, text = CASES[name]
-    plan = plan_of(model, f"{text},kernels=torch_engine_gpu")
+    plan = plan_of(model, text)
     own, (_, compiled) = tabled(plan, kind), counts(plan, kind)
     assert own.elementwise_bytes == pytest.approx(compiled.elementwise_bytes, rel=OFF)
     if kind == "layer" or "tp=1" in text:  # a head runs a few rows at a time, fewer times where tp cuts the vocabulary

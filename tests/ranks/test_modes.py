@@ -50,6 +50,7 @@ COMPILED = {
     "one rank": ("tp=1,pp=1,dp=1", llama(num_layers=1), EXACT),
     "two ranks": ("tp=2,pp=1,dp=1", gpt(num_layers=1, vocab=32), AS_PLANNED),
     "experts": ("tp=1,pp=1,dp=1", llama(num_layers=1, **MIXTRAL), AS_PLANNED),
+    "experts on two ranks": ("tp=1,pp=1,dp=2,ep=2", llama(num_layers=1, vocab=32, **MIXTRAL), EXACT),
 }
 ROWS = matrix.rows()
 MOST = {AS_PLANNED: 1e-5, EXACT: 1e-13}

@@ -96,7 +96,7 @@ def fake_world(rank: int, num_ranks: int) -> Iterator[None]:
 def counted(plan: Plan, rank: int) -> Measured:
     """Build a rank of a plan, run a step, and return what it would have held and sent; shapes are checked on the way.
 
-    Nothing is known of routed tokens: experts that drop none are given room for all, as in a real step.
+    Nothing is known of routed tokens: all experts get as many.
     """
     with fake_world(rank, plan.mesh.num_ranks):
         engine = TorchEngine(plan, no_weights(graph_of(plan)), Formats(device=NOWHERE))

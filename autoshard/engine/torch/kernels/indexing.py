@@ -107,9 +107,10 @@ def _slot(kind: Slot, call: Call, context: KernelContext) -> Kernel:
     def run(expert: torch.Tensor) -> Made:
         chosen = expert.reshape(-1)
         mine = torch.arange(experts, device=chosen.device) == chosen[:, None]
-        place = (mine.cumsum(0) - 1).gather(1, chosen[:, None]).squeeze(1)
+        so_far = mine.cumsum(0)
+        place = (so_far - 1).gather(1, chosen[:, None]).squeeze(1)
         if packed:  # behind those of the experts before
-            counts = mine.sum(0)
+            counts = so_far[-1:].sum(0)  # also of no tokens
             return ((place + (counts.cumsum(0) - counts)[chosen]).reshape(expert.shape),)
         return (torch.where(place < slots, place, -1).reshape(expert.shape),)
 

@@ -1,0 +1,103 @@
+"""Experts that drop nothing on several ranks: as many rows are sent, multiplied and kept as are routed."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from autoshard.engine.base import EngineMode, Measured
+from autoshard.engine.programs import programs_of
+from autoshard.engine.routing import Routing, moves_rows
+from autoshard.engine.torch.generated import GeneratedRun
+from tests.ranks.cases import (
+    AS_PLANNED,
+    EXACT,
+    MIXTRAL,
+    StepShare,
+    Task,
+    compare,
+    engine_of,
+    llama,
+    plan_of,
+    run_steps,
+    same,
+    share_of,
+)
+from tests.ranks.spawn import on_ranks
+from tests.slower import rest_is_slow
+
+pytestmark = pytest.mark.ranks
+
+# As a search cuts larger models with sequence parallelism: every rank of tp routes its own tokens.
+OWN_TOKENS = {
+    "layer.router": "[batch/dp, seq/tp, experts]",
+    "layer.dispatch": "[experts, slots/dp.tp, hidden]",
+    "layer.combine": "[batch/dp, seq/tp, hidden]",
+}
+LAYOUTS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "own tokens on each rank of tp, recompute": ("tp=2,pp=1,dp=2,ep=2,recompute=full", OWN_TOKENS),
+    "ep alone": ("tp=1,pp=1,dp=2,ep=2", {}),
+    "recompute of activations": ("tp=1,pp=1,dp=2,ep=2,recompute=selective[activation]", {}),
+    "the same tokens on all ranks of tp": ("tp=2,pp=1,dp=2,ep=2", {}),
+    "ranks placed backwards": ("tp=2,pp=1,dp=2,ep=2,place=3-0", {}),
+    "several ranks with the same experts": ("tp=1,pp=1,dp=4,ep=2,zero=3", {}),
+    "sequences cut": ("tp=1,pp=1,cp=2,dp=2,ep=2", {}),
+    "a backward in halves": ("tp=1,pp=2,dp=2,ep=2,schedule=zb_h1", {}),
+    "own tokens, sequences cut": ("tp=2,pp=1,cp=2,dp=2,ep=2", OWN_TOKENS),
+}
+SIZES = {"hidden": 32, "ffn": 48, "vocab": 32, "num_experts": 8, "experts_per_token": 2, "num_layers": 1}
+
+
+def to_one_rank(task: Task) -> Task:
+    """A router that knows no difference: ties go to the lower number, so that all tokens choose the first experts."""
+    return replace(task, weights={name: one * ("router" not in name) for name, one in task.weights.items()})
+
+
+def in_both_modes(task: Task) -> list[StepShare]:
+    """A step generated, which equals the literal one to the last bit."""
+    literal, generated = run_steps(task), run_steps(task, EXACT, "generated")
+    same(literal[0], generated[0])
+    return generated
+
+
+@pytest.mark.parametrize("route", [lambda task: task, to_one_rank], ids=["uneven", "to one rank"])
+@pytest.mark.parametrize("case", rest_is_slow(LAYOUTS, 3))
+def test_whatever_routers_choose_ranks_find_the_gradients_of_one_process(case, route):
+    text, pins = LAYOUTS[case]
+    plan = plan_of(text, llama(**MIXTRAL), pins)
+    assert any(moves_rows(entry) for entry in programs_of(plan).stages[0]["layer.0"].program.collectives())
+    task = route(Task.of(plan))
+    compare(task.reference(), [share for (share,) in on_ranks(plan.mesh.num_ranks, in_both_modes, task)])
+
+
+def run_counted(task: Task, mode: EngineMode) -> tuple[StepShare, Measured, list[NDArray[np.int64]], bool]:
+    """A step as planned, with the rows of all cells as they were counted."""
+    tables, table = list[NDArray[np.int64]](), Routing.table
+    engine = engine_of(task, AS_PLANNED, mode)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Routing, "table", lambda *given: tables.append(table(*given)) or tables[-1])
+        share = share_of(engine, task)
+    generated = all(isinstance(run, GeneratedRun) for run in engine._pipeline.blocks.values())
+    return share, engine.measured(), tables, generated
+
+
+@pytest.mark.parametrize("mode", ["literal", "generated"])
+@pytest.mark.parametrize("route", [lambda task: task, to_one_rank], ids=["uneven", "to one rank"])
+def test_bytes_sent_and_kept_are_those_of_the_rows_that_were_routed(route, mode):
+    """Counted once, also where all is computed again; what is kept is spread over ranks as rows are."""
+    for text in ("tp=1,pp=1,dp=2,ep=2", "tp=1,pp=1,dp=2,ep=2,recompute=full"):
+        plan = plan_of(text, llama(**SIZES), global_batch=2, expert_imbalance=0.0)
+        answers = on_ranks(2, run_counted, route(Task.of(plan)), mode)
+        assert plan.prediction
+        row, passes = 2 * SIZES["hidden"], 3 if "full" in text else 2  # BF16; forward, perhaps again, and backward
+        for rank, (_, found, (counts,), generated) in enumerate(answers):
+            assert generated == (mode == "generated") and counts.sum() == 2 * 8 * SIZES["experts_per_token"]
+            mine, theirs = slice(4 * rank, 4 * rank + 4), slice(4 - 4 * rank, 8 - 4 * rank)
+            crossing = int(counts[theirs, rank].sum() + counts[mine, 1 - rank].sum())  # there, and back of others
+            told = 8 * SIZES["num_experts"]  # to one other rank, a number for each
+            assert found.sent_bytes["ep"] == passes * crossing * row + told
+        saved = sum(found.memory_bytes["saved"] for _, found, *_ in answers)
+        parts = plan.prediction.stage_memory[0].parts
+        assert saved == 2 * (parts["activations"] + parts["logits"])
