@@ -12,7 +12,9 @@ import torch
 
 import autoshard.commands.run as run_command
 import autoshard.engine.torch.generated as generated
+import autoshard.engine.torch.kernels.products as products
 import autoshard.engine.torch.rows as rows
+import autoshard.engine.torch.steps as steps
 from autoshard.commands.running import Execution
 from autoshard.engine.base import EngineMode, Measured, Run
 from autoshard.engine.torch.engine import TorchEngine, build
@@ -78,6 +80,16 @@ def test_generated_functions_give_in_fp32_what_the_interpreter_gives(text):
         assert held == held_too
 
 
+def test_the_only_expert_of_a_rank_adds_to_its_sum_in_a_wider_format(monkeypatch: pytest.MonkeyPatch):
+    """As GPUs do; a list of one matrix is written as a list."""
+    monkeypatch.setattr(steps, "adds_wide", lambda *_: True)
+    monkeypatch.setattr(products, "_add_wide", lambda total, left, right: total.addmm_(left.float(), right.float()))
+    model = llama(num_layers=1, num_experts=2, experts_per_token=1)
+    task = Task.of(plan_of("tp=1,pp=1,dp=2,ep=2", model, expert_capacity=1.0))
+    for (one, _), (other, _) in on_ranks(2, both, task, AS_PLANNED, "generated"):
+        same(one, other)
+
+
 @pytest.mark.parametrize("text", ["tp=2,pp=1,dp=1", "tp=1,pp=2,dp=1,schedule=zb_h1"])
 def test_a_loss_by_few_tokens_gives_what_all_of_them_give(text, monkeypatch: pytest.MonkeyPatch):
     """Three of eight at a time, so that the last ones overlap."""
@@ -136,8 +148,8 @@ def test_a_function_multiplies_once_where_weights_meet_one_tensor(monkeypatch: p
         compare(task.reference(), [share_of(engine, task)])
     run = engine._pipeline.blocks["layer.0"]
     assert isinstance(run, GeneratedRun)
-    for products in ("q, k, v: one einsum", "up, gate: one einsum", "q.weight.sum, k.weight.sum, v.weight.sum: one"):
-        assert f"# {products}" in run.text
+    for about in ("q, k, v: one einsum", "up, gate: one einsum", "q.weight.sum, k.weight.sum, v.weight.sum: one"):
+        assert f"# {about}" in run.text
 
 
 def joined_like_the_interpreter(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
