@@ -39,6 +39,7 @@ OWN_TOKENS = {
 LAYOUTS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "own tokens on each rank of tp, recompute": ("tp=2,pp=1,dp=2,ep=2,recompute=full", OWN_TOKENS),
     "ep alone": ("tp=1,pp=1,dp=2,ep=2", {}),
+    "one expert on each rank": ("tp=1,pp=1,dp=4,ep=4", {}),
     "recompute of activations": ("tp=1,pp=1,dp=2,ep=2,recompute=selective[activation]", {}),
     "the same tokens on all ranks of tp": ("tp=2,pp=1,dp=2,ep=2", {}),
     "ranks placed backwards": ("tp=2,pp=1,dp=2,ep=2,place=3-0", {}),
@@ -63,7 +64,7 @@ def in_both_modes(task: Task) -> list[StepShare]:
 
 
 @pytest.mark.parametrize("route", [lambda task: task, to_one_rank], ids=["uneven", "to one rank"])
-@pytest.mark.parametrize("case", rest_is_slow(LAYOUTS, 3))
+@pytest.mark.parametrize("case", rest_is_slow(LAYOUTS, 4))
 def test_whatever_routers_choose_ranks_find_the_gradients_of_one_process(case, route):
     text, pins = LAYOUTS[case]
     plan = plan_of(text, llama(**MIXTRAL), pins)

@@ -201,10 +201,10 @@ def _local_steps(context: RankContext, parts: BlockProgram, joint: Joint, kept: 
         adds, names = writes[0].name in added, written_by(entry)
         if routing and dispatches(entry) and not entry.op.again:
             yield _count(context, routing)
-        if routing and (found := _routed(context, parts, routing, entry)):
-            run, reads = found
-        elif adds:
+        if adds:
             run, reads = added[names[0]]
+        elif routing and (found := _routed(context, parts, routing, entry)):
+            run, reads = found
         else:
             run, reads = _kernel(context, parts, entry, own), read_by(entry)
         if isinstance(entry, Given):
@@ -339,15 +339,13 @@ def _added(
 
 def _adding(context: RankContext, parts: BlockProgram, product: Compute, total: Value) -> Kernel | None:
     """Return what adds a product to a sum in one call; None where it is no product, or of another format."""
-    if context.packed and multiplies(product):
-        return None
     if not isinstance(product.op.kind, Einsum) or dims_of(product.writes[0].layout) != dims_of(total.layout):
         return None
     factors = {context.formats.of(parts.block.tensors[value.tensor].dtype) for value in product.reads}
     into = context.formats.of(parts.block.tensors[total.tensor].dtype)
     if factors != {into} and not (len(factors) == 1 and adds_wide(context.formats.device, *factors, into)):
         return None
-    return adding(product.op.kind, parts.block.call(product.op, context.sizes(product)))
+    return adding(product.op.kind, parts.block.call(product.op, context.sizes(product)), packed=context.packed)
 
 
 def _kernel(context: RankContext, parts: BlockProgram, entry: Instruction, own: Collection[str]) -> Kernel | None:

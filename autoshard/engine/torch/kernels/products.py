@@ -65,6 +65,9 @@ def _grouped(kind: Einsum, call: Call) -> Kernel:
     Rows are dims of the result (F, I), or are summed over (W). No number is read by the host.
     """
     as_it_is = call.inputs[1].dims[-1] == kind.dims[-1]  # or else it is summed over
+    if call.sizes["experts"] == 1:
+        factors = _of_only_expert(kind, call)
+        return lambda x, y, ends: (torch.mm(*factors(x, y)).unsqueeze(0),)
 
     def run(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor]:
         if "slots" in kind.dims:
@@ -72,6 +75,14 @@ def _grouped(kind: Einsum, call: Call) -> Kernel:
         return (_grouped_product(x[0].t(), y[0], ends),)
 
     return run
+
+
+def _of_only_expert(kind: Einsum, call: Call) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]:
+    """Return what makes two matrices of the factors where all rows are those of one expert."""
+    if "slots" not in kind.dims:
+        return lambda x, y: (x[0].t(), y[0])
+    as_it_is = call.inputs[1].dims[-1] == kind.dims[-1]
+    return lambda x, y: (x[0], y[0] if as_it_is else y[0].t())
 
 
 def _grouped_product(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -104,11 +115,14 @@ def groups_products(device: torch.device) -> bool:
     return True
 
 
-def adding(kind: Einsum, call: Call) -> Kernel | None:
+def adding(kind: Einsum, call: Call, *, packed: bool = False) -> Kernel | None:
     """Return what adds an einsum to a sum (its first argument) as it is computed; None if the sum lies otherwise.
 
-    The sum may be of a wider format than the factors, where ``adds_wide`` says so.
+    The sum may be of a wider format than the factors, where ``adds_wide`` says so. Products of groups add to nothing;
+    ``packed`` rows of experts are such groups, unless there is one expert.
     """
+    if packed and of_experts(call):
+        return _adding_of_only_expert(kind, call) if call.sizes["experts"] == 1 else None
     first, second, _, order = _product(kind, call)
     if order:
         return None
@@ -116,6 +130,16 @@ def adding(kind: Einsum, call: Call) -> Kernel | None:
     def run(total: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
         left, right = first(x), second(y)
         add_product(total.view(*left.shape[:-1], right.shape[-1]), left, right)
+        return (total,)
+
+    return run
+
+
+def _adding_of_only_expert(kind: Einsum, call: Call) -> Kernel:
+    factors = _of_only_expert(kind, call)
+
+    def run(total: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
+        add_product(total[0], *factors(x, y))
         return (total,)
 
     return run
