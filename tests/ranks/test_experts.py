@@ -11,6 +11,7 @@ from autoshard.engine.base import EngineMode, Measured
 from autoshard.engine.programs import programs_of
 from autoshard.engine.routing import Routing, moves_rows
 from autoshard.engine.torch.generated import GeneratedRun
+from autoshard.runtime.machine import missing_compiler
 from tests.ranks.cases import (
     AS_PLANNED,
     EXACT,
@@ -71,6 +72,14 @@ def test_whatever_routers_choose_ranks_find_the_gradients_of_one_process(case, r
     assert any(moves_rows(entry) for entry in programs_of(plan).stages[0]["layer.0"].program.collectives())
     task = route(Task.of(plan))
     compare(task.reference(), [share for (share,) in on_ranks(plan.mesh.num_ranks, in_both_modes, task)])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing_compiler("cpu")), reason="no compiler here")
+def test_compiled_functions_run_on_a_rank_whose_experts_nobody_chose():
+    task = to_one_rank(Task.of(plan_of("tp=1,pp=1,dp=2,ep=2", llama(num_layers=1, **MIXTRAL))))
+    answers = on_ranks(2, run_steps, task, EXACT, "compiled", timeout_s=600)
+    compare(task.reference(), [share for (share,) in answers])
 
 
 def run_counted(task: Task, mode: EngineMode) -> tuple[StepShare, Measured, list[NDArray[np.int64]], bool]:
