@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from autoshard.calibration.measured_run import MeasuredRun
 from autoshard.cost.calibration import EFFICIENCIES, Software
+from autoshard.spec.kernels import load_kernels
 
 Split = tuple[tuple[str, ...], ...]  # the constants that share a value, group by group
 
@@ -36,6 +37,14 @@ _EAGER: Mapping[str, Split] = {
     "chip, attention, near link, far link, launch": (*_ATTENTION, *_EACH_LINK, LAUNCH),
     "matrix, memory, near link, far link, launch, ports": (_MATRIX, _PASSES, *_EACH_LINK, LAUNCH, PORTS),
 }
+# Where processors compute, messages between processes are copies in memory, and starting one takes as long as many
+# kernels. Libraries reach unlike shares of a declared peak in products and in attention.
+_STREAMS = (*_PASSES, *_LINKS)
+_ON_HOST: Mapping[str, Split] = {
+    **{name: _EAGER[name] for name in ("one for all", "one for all, launch", "one for all, launch, collective")},
+    "matrix, memory, launch, collective": (_MATRIX, _STREAMS, LAUNCH, _COLLECTIVE),
+    "matrix, attention, memory, launch, collective": (*((name,) for name in _MATRIX), _STREAMS, LAUNCH, _COLLECTIVE),
+}
 # What a machine can be: outside of these a constant stands for something else that the model lacks. Products of the
 # size of models reach half of their peak and more (MooreThreads/SimuMax configs/system: 0.49 of a B200's, 0.75 of an
 # A100's), streams of memory 0.67 to 0.95 of theirs and kernels of a framework less; links lose some of every packet.
@@ -59,7 +68,7 @@ def splits_for(runs: Sequence[MeasuredRun]) -> Mapping[str, Split]:
     tables say what frameworks do.
     """
     if runs[0].cluster.engine != "nxd":
-        return _EAGER
+        return _ON_HOST if load_kernels(runs[0].cluster.kernels).host_computes else _EAGER
     models: dict[str, set[str]] = defaultdict(set)
     for run in runs:
         models[run.framework or ""].add(run.model.name)

@@ -18,6 +18,7 @@ from autoshard.cli import main
 from autoshard.cost.calibration import (
     EFFICIENCIES,
     Calibration,
+    Reach,
     Software,
     built_in,
     calibration_text,
@@ -127,6 +128,31 @@ def test_what_starting_takes_is_found_from_nothing(tmp_path: Path):
     samples = made_by(samples_in(path, "h100-80").samples, true)
     found = fit_constants((EFFICIENCIES, ("launch_s",), ("collective_s",)), samples)
     assert found.launch_s == pytest.approx(4e-5, rel=0.2) and found.collective_s == pytest.approx(1e-3, rel=0.1)
+
+
+def test_on_processors_products_attention_copies_and_starts_are_told_apart(tmp_path: Path):
+    """Steps of small plans on ``local``, of unlike width and length; messages cost what other copies in memory do."""
+    shapes = [(128, 64), (128, 4096), (512, 128), (2048, 256), (1024, 1024)]
+    layouts = [{"tp": 1, "chips": 1}, {"tp": 2, "chips": 2}]
+    rows = [
+        {**SMALL, "platform": "local", "arch": {**ARCH, "hidden": hidden, "ffn": 3 * hidden}, "seq_len": seq_len,
+         "framework": "autoshard, torch engine", "first_seen": "2026-01-02", "pp": 1, "dp": 1, "sharding": "none",
+         **layout, "id": f"{hidden} {seq_len} {layout['tp']}"}
+        for hidden, seq_len in shapes for layout in layouts
+    ]  # fmt: skip
+    streams = dict.fromkeys(("vector_efficiency", "memory_efficiency", *LINKS), 0.5)
+    true = {"matrix_efficiency": 8.0, "attention_efficiency": 1.5, **streams, "launch_s": 4e-6, "collective_s": 1e-3}
+    samples = samples_in(written(tmp_path, *rows), "local").samples
+    reach = Reach(cluster="local", axes=("tp",), kernels=("torch_engine",))
+    samples = made_by(samples, replace(uncalibrated(), reach=reach, **true))
+    splits = splits_for([one.run for one in samples])
+    off: dict[str, float] = {}
+    for name, split in splits.items():
+        again = made_by(samples, fit_constants(split, samples))
+        ratios = [one.step_time_s / sample.step_time_s for sample, one in zip(samples, again, strict=True)]
+        off[name] = float(np.abs(np.array(ratios) - 1).mean())
+    each = "matrix, attention, memory, launch, collective"
+    assert off.pop(each) < 0.03 < min(off.values()), off
 
 
 @pytest.mark.slow
