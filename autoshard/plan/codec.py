@@ -45,10 +45,10 @@ def save(plan: Plan, path: Path, *, force: bool, remedy: str) -> None:
     """Write a plan file; what a file of this name holds already is kept, unless it is the same or to be replaced."""
     text = dump(plan)
     try:
-        known = path.read_text(encoding="utf-8") if path.exists() else text
+        known = path.read_text(encoding="utf-8") if path.is_file() else ""
     except (OSError, UnicodeDecodeError):
-        known = ""
-    if known != text and not force:
+        known = "not text"
+    if known not in ("", text) and not force:
         raise InputError.of(str(path), f"holds something else, and is kept. {remedy}, or give another name")
     with file_faults(str(path)):
         path.write_text(text, encoding="utf-8")

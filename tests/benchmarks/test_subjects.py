@@ -23,6 +23,7 @@ from benchmarks import (
     local_prediction,
     metrics_cost,
     plain_llama,
+    plan_all,
     planning,
     runtime_vs_plain,
     tokenize_speed,
@@ -30,7 +31,15 @@ from benchmarks import (
 from benchmarks.on_gpu import layers_of, speeds
 from benchmarks.plain_llama import PlainLlama
 
+CARDS = [("tiny-llama", "local"), ("llama2-70b", "h100-80")]  # the second is too large for a node
 TOO_LARGE = ["--model", "llama3-8b", "--fix", "tp=8,pp=1,cp=1,mbs=1,sp=true,zero=1,schedule=1f1b,recompute=none"]
+
+
+@pytest.mark.slow
+def test_answers_are_told_from_complaints_and_every_remedy_is_tried() -> None:
+    asked = [("--model", model, "--cluster", cluster, "--nodes", "1") for model, cluster in CARDS]
+    found, useless = plan_all.measured(asked)
+    assert [bool(one.complaint) for one in found] == [False, True] and found[1].remedies and not useless
 
 
 def test_a_batch_that_is_off_is_found() -> None:

@@ -1,6 +1,7 @@
 """``plan --choose`` and the plan file: which answer is written, and that no other plan is lost."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,13 @@ def test_a_file_that_is_no_plan_is_kept_as_well(capsys: pytest.CaptureFixture[st
     assert main(at) == 2 and "--force" in capsys.readouterr().err
     assert Path("notes.txt").read_bytes() == b"\xff mine"
     assert main([*at, "--force"]) == 0 and candidate("notes.txt") == "tp=1,pp=2,dp=2"
+
+
+def test_what_holds_nothing_is_written_to() -> None:
+    Path("empty.json").touch()
+    at = (*QUESTION[:5], "--at", "tp=1,pp=2,dp=2", "--out")
+    assert main([*at, "empty.json"]) == 0 and candidate("empty.json") == "tp=1,pp=2,dp=2"
+    assert main([*at, os.devnull]) == 0
 
 
 def test_exactly_one_layout_is_written_before_it_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
