@@ -1,10 +1,8 @@
 """What a Collective costs: bytes over the slowest link of its group, the latency of every hop, and its start."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -178,17 +176,16 @@ def _neighbour_route(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calib
     A rank sends through the port nearest to it, which it shares with the ranks there that send over the same link. On
     a torus a message gets the wire to that neighbour, not all wires of the chip.
     """
-    repeat = cluster.repeat_ranks  # beyond that, the hardware is the same again
-    groups = mesh.local_groups(atoms, repeat) if mesh.repeats_every(repeat) else mesh.groups(atoms)
-    links = {link.domain: link for link in cluster.links}
-    senders: dict[Domain, Counter[int]] = {}
-    for pair in (pair for group in groups for pair in pairwise(group)):
-        link = cluster.link_of(pair)
-        senders.setdefault(link.domain, Counter())[pair[0] // link.ranks_per_port] += 1
+    groups, _ = mesh.repeated_groups(atoms, cluster.repeat_ranks)
+    senders, receivers = groups[:, :-1].reshape(-1), groups[:, 1:].reshape(-1)
     slowest, latency_s = 0.0, 0.0
-    for domain, ports in senders.items():
-        link = links[domain]
-        wire = link.bandwidth_bytes_per_s / (_NEIGHBOURS if link.kind == "torus" else 1)
-        slowest = max(slowest, max(ports.values()) / (wire * efficiency(link, calibration)))
-        latency_s = max(latency_s, link.latency_s)
+    for link in cluster.links:  # innermost first: what one joins goes no further
+        domain = cluster.domain_ranks(link.domain)
+        joins = senders // domain == receivers // domain
+        if joins.any():
+            wire = link.bandwidth_bytes_per_s / (_NEIGHBOURS if link.kind == "torus" else 1)
+            most = int(np.bincount(senders[joins] // link.ranks_per_port).max())
+            slowest = max(slowest, most / (wire * efficiency(link, calibration)))
+            latency_s = max(latency_s, link.latency_s)
+        senders, receivers = senders[~joins], receivers[~joins]
     return Route(seconds_per_byte=slowest, latency_s=latency_s)

@@ -3,7 +3,6 @@
 import functools
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -177,16 +176,19 @@ class Mesh:
             fits = fits and (num_ranks % block == 0 or block % num_ranks == 0)
         return fits
 
-    def local_groups(self, names: str | Sequence[str], num_ranks: int) -> tuple[tuple[int, ...], ...]:
-        """Return the groups with members in the first ``num_ranks`` ranks: these members, and one beyond them.
+    def repeated_groups(self, names: str | Sequence[str], num_ranks: int) -> tuple[Ints, int]:
+        """Return groups, a row each, that show how all groups share links, and for how many ranks they show it.
 
-        Where the mesh repeats every ``num_ranks`` ranks, these show how all groups share links.
+        Where the mesh repeats every ``num_ranks`` ranks these are the groups with members in the first of them: these
+        members, and one beyond. Else they are all groups.
         """
-        assert self.repeats_every(num_ranks), f"{self} does not repeat every {num_ranks} ranks"
+        groups = self._grouped(names, _grid(self))
+        if not self.repeats_every(num_ranks):
+            return groups, self.num_ranks
         positions = self._grouped(names, np.arange(self.num_ranks).reshape([size for _, size in self.axes]))
         near = positions[0] < num_ranks
         near[-1] = True
-        return _rows(self._grouped(names, _grid(self))[positions[:, 0] < num_ranks][:, near])
+        return groups[positions[:, 0] < num_ranks][:, near], num_ranks
 
     def _order(self, names: str | Sequence[str]) -> tuple[list[int], list[int]]:
         """Return the indices of the atoms that are not named, and of those that are, in the order of the names."""
@@ -231,16 +233,15 @@ def axis_levels_bytes_per_s(cluster: Cluster, mesh: Mesh, names: str | Sequence[
     Equal to ``level_bandwidths_bytes_per_s(cluster, mesh.groups(names))``, at a cost that does not grow with ranks.
     """
     assert mesh.num_ranks == cluster.num_ranks, f"{mesh} is not a mesh of {cluster.num_ranks} ranks"
-    repeat = cluster.repeat_ranks
-    if mesh.repeats_every(repeat):
-        return level_bandwidths_bytes_per_s(cluster, mesh.local_groups(names, repeat), counted=repeat)
-    return level_bandwidths_bytes_per_s(cluster, mesh.groups(names))
+    return level_bandwidths_bytes_per_s(cluster, *mesh.repeated_groups(names, cluster.repeat_ranks))
 
 
 def level_bandwidths_bytes_per_s(
-    cluster: Cluster, groups: Sequence[Sequence[int]], counted: int | None = None
+    cluster: Cluster, groups: Ints | Sequence[Sequence[int]], counted: int | None = None
 ) -> tuple[float, ...]:
     """Return each group's bandwidth on every link in one direction, innermost first, while all groups run a ring.
+
+    Groups have the same number of ranks.
 
     A link connects units: the ranks of a chip, the chips of a node, the nodes of a cluster. A ring visits one unit
     after the other, so it enters and leaves each unit once, as parallel rings over all ports of the group there. All
@@ -255,24 +256,24 @@ def level_bandwidths_bytes_per_s(
     """
     limit = cluster.num_ranks if counted is None else counted
     return tuple(
-        link.bandwidth_bytes_per_s * _whole_ports(cluster, level, groups, limit)
+        link.bandwidth_bytes_per_s * _whole_ports(cluster, level, np.asarray(groups), limit)
         for level, link in enumerate(cluster.links)
     )
 
 
-def _whole_ports(cluster: Cluster, level: int, groups: Sequence[Sequence[int]], limit: int) -> float:
+def _whole_ports(cluster: Cluster, level: int, groups: Ints, limit: int) -> float:
     """Return the smallest share that a group has of the ports of a unit, as a number of whole ports."""
-    unit, port = cluster.joined_ranks(level), cluster.links[level].ranks_per_port
-    crossings: list[set[tuple[int, int]]] = []  # for each group that uses this level: (unit, port) of its ranks
-    for group in groups:
-        # There is no link below level 0, so a group inside one unit uses it as well.
-        if len(group) > 1 and (level == 0 or len({rank // unit for rank in group}) > 1):
-            crossings.append({(rank // unit, rank // port) for rank in group if rank < limit})
-    users = Counter(port for pairs in crossings for _, port in pairs)
-    worst = math.inf
-    for pairs in crossings:
-        shares: dict[int, float] = {}
-        for unit, port in pairs:
-            shares[unit] = shares.get(unit, 0.0) + 1 / users[port]
-        worst = min(worst, min(shares.values(), default=math.inf))
-    return worst
+    size, per_port = cluster.joined_ranks(level), cluster.links[level].ranks_per_port
+    units = groups // size
+    # There is no link below level 0, so a group inside one unit uses it as well.
+    leaves = np.any(units != units[:, :1], axis=1) if level or groups.shape[1] < 2 else np.ones(len(groups), dtype=bool)
+    counted = leaves[:, None] & (groups < limit)
+    if not counted.any():
+        return math.inf
+    group = np.broadcast_to(np.arange(len(groups))[:, None], groups.shape)[counted]
+    # Each port of each unit that a group leaves through, once: units have several ports, or ports serve several units.
+    small = min(size, per_port)
+    group, rank = np.divmod(np.unique(group * limit + groups[counted] // small * small), limit)
+    port = rank // per_port
+    _, of_unit = np.unique(group * limit + rank // size, return_inverse=True)
+    return float(np.bincount(of_unit, weights=1 / np.bincount(port)[port]).min())

@@ -96,7 +96,7 @@ def test_one_stretch_of_the_mesh_tells_the_bandwidth_of_all(both: tuple, names: 
     assert axis_levels_bytes_per_s(cluster, mesh, names) == pytest.approx(whole)
     repeat = cluster.repeat_ranks
     if mesh.repeats_every(repeat):
-        local = mesh.local_groups(names, repeat)
+        local, _ = mesh.repeated_groups(names, repeat)
         assert cluster.link_of(local[0]) == cluster.link_of(mesh.groups(names)[0])
 
 
