@@ -115,7 +115,6 @@ def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration:
         link.domain: speed * reached[link.domain] * (wires if link.kind == "torus" else 1.0)
         for link, speed in zip(cluster.links, axis_levels_bytes_per_s(cluster, mesh, cut), strict=True)
     }
-    to_neighbours = "edp" not in atoms and any(atom in _NEIGHBOUR_AXES for atom in atoms)
     num_inside = len(group) - num_nodes
     near_s = cluster.link_of(inner).latency_s if num_inside else 0.0
     far_s = (num_nodes - 1) * cluster.link_of(group).latency_s if num_nodes > 1 else 0.0
@@ -133,11 +132,16 @@ def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration:
         bandwidth_bytes_per_s=min(speeds.values()),
         latency_s=num_inside * near_s + far_s,  # a node's members are visited before the next node
         start_s=calibration.collective_s if len(group) > 1 else 0.0,
-        hop=_neighbour_route(cluster, mesh, cut, calibration) if to_neighbours else None,
+        hop=_neighbour_route(cluster, mesh, cut, calibration) if to_neighbours(atoms) else None,
         exchange=Route(seconds_per_byte=max(per_byte, default=0.0), latency_s=max(latencies, default=0.0)),
         routes=_hierarchical_routes(cluster, group, speeds, near_s, far_s),
         is_flat=not cluster.algorithms or any(one.kind == "ring" for one in cluster.algorithms),
     )
+
+
+def to_neighbours(atoms: tuple[str, ...]) -> bool:
+    """Say whether ranks along these atoms send to their neighbours, as those of a pipeline and a ring of keys do."""
+    return "edp" not in atoms and any(atom in _NEIGHBOUR_AXES for atom in atoms)
 
 
 def efficiency(link: Link, calibration: Calibration) -> float:

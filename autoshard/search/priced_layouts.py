@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.blocks.cutting import Meshes, Terms, shared_cuttings
-from autoshard.cost.collective import Ring, Route, mesh_ring
+from autoshard.cost.collective import Ring, Route, mesh_ring, to_neighbours
 from autoshard.cost.setting import BlockCost, Question, Setting, boundary_bytes, price_block
 from autoshard.cost.sharded import CutBlocks, alike_without, atom_groups
 from autoshard.cost.stages import BlockTotals, PerCandidate, PipelineBlocks, Rows, Sends, only
@@ -209,7 +209,7 @@ class LayoutPricer:
         return self._rings[atoms]
 
     def _one_ring(self, mesh: Mesh, atoms: tuple[str, ...]) -> Ring:
-        key = (atoms, mesh.steps(atoms), mesh.placement)
+        key = (to_neighbours(atoms), mesh.steps(atoms), mesh.placement)
         if key not in self._known:
             self._known[key] = mesh_ring(self.question.cluster, mesh, atoms, self.question.calibration)
         return self._known[key]

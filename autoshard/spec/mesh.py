@@ -125,13 +125,19 @@ class Mesh:
         return math.prod(sizes[atom] for atom in self.atoms_of(name))
 
     def steps(self, names: str | Sequence[str]) -> tuple[tuple[int, int], ...]:
-        """Return (distance of neighbours in position, size) of each atom that is longer than 1.
+        """Return (distance of neighbours in position, size) of what is longer than 1, outermost first as listed.
 
-        Two meshes of the same ranks and placement with equal steps have groups of the same shape.
+        Atoms whose ranks follow each other count as one. Two meshes of the same ranks and placement with equal steps
+        have the same groups, their members in the same order.
         """
         sizes = [size for _, size in self.axes]
-        picked = self._order(names)[1]
-        return tuple((math.prod(sizes[axis + 1 :]), sizes[axis]) for axis in picked if sizes[axis] > 1)
+        found: list[tuple[int, int]] = []
+        for axis in self._order(names)[1]:
+            distance, size = math.prod(sizes[axis + 1 :]), sizes[axis]
+            if found and found[-1][0] == distance * size:
+                size *= found.pop()[1]
+            found += [(distance, size)] if size > 1 else []
+        return tuple(found)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the coordinate of a rank along each atom."""

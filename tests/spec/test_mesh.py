@@ -1,5 +1,6 @@
 """Meshes: which ranks form a group, compared with what neuronx-distributed documents."""
 
+import itertools
 import json
 import math
 
@@ -98,6 +99,17 @@ def test_one_stretch_of_the_mesh_tells_the_bandwidth_of_all(both: tuple, names: 
     if mesh.repeats_every(repeat):
         local, _ = mesh.repeated_groups(names, repeat)
         assert cluster.link_of(local[0]) == cluster.link_of(mesh.groups(names)[0])
+
+
+@given(laid(), names_of_axes())
+def test_steps_say_where_the_members_of_a_group_lie(both: tuple, names: list[str]):
+    _, mesh = both
+    in_order = mesh.ranks_of({})
+    steps = mesh.steps(names)
+    places = itertools.product(*(range(size) for _, size in steps))
+    members = [sum(at * distance for at, (distance, _) in zip(place, steps, strict=True)) for place in places]
+    assert mesh.group_of(in_order[0], names) == tuple(in_order[member] for member in members)
+    assert all(outer[0] != inner[0] * inner[1] for outer, inner in itertools.pairwise(steps)), "these are one"
 
 
 def test_one_trn1_node_in_the_order_of_neuronx_distributed():
