@@ -10,7 +10,7 @@ from autoshard.graph.fusing import recompute
 from autoshard.layout.layout import Cutting
 from autoshard.layout.lower import lower
 from autoshard.layout.program import Program
-from autoshard.layout.redistribute import Price, bytes_price
+from autoshard.layout.redistribute import bytes_price
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.kernels import Kernels, load_kernels
 from autoshard.spec.model import ModelSpec
@@ -69,10 +69,9 @@ def nominal_sizes(atoms: frozenset[str]) -> Mapping[str, int]:
     return {atom: _NOMINAL if atom in atoms else 1 for atom in ATOMS}
 
 
-@cache  # one price for each set of atoms, so that redistribution knows it again
-def nominal_price(atoms: frozenset[str]) -> Price:
-    """Return what changes of layout cost where only the order of prices matters."""
-    return bytes_price(1.0, nominal_sizes(atoms))
+# What changes of layout cost where only the order of prices matters. Layouts do not name atoms that cut nothing, so one
+# price serves all meshes, and what was found on one is known on the next.
+NOMINAL_PRICE = bytes_price(1.0, nominal_sizes(frozenset(ATOMS)))
 
 
 @cache
@@ -90,6 +89,6 @@ def _block(step: StepGraph, kind: str, drop: Recompute) -> Block:
 
 @cache
 def _lowered(step: StepGraph, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> Program:
-    sizes, price, keeps = nominal_sizes(atoms), nominal_price(atoms), step.platform.keeps_gathered
+    sizes, keeps = nominal_sizes(atoms), step.platform.keeps_gathered
     block, cuts = step.block(kind, drop), cutting.block(kind)
-    return lower(block, cuts, sizes, price, boundary=cutting.boundary, keeps_gathered=keeps)
+    return lower(block, cuts, sizes, NOMINAL_PRICE, boundary=cutting.boundary, keeps_gathered=keeps)

@@ -14,7 +14,7 @@ from autoshard.layout.program import Program, written_by
 from autoshard.layout.table import Table, TableSetting, fitted, program_of, strategies, written
 from autoshard.plan.candidate import boundary_cuts
 from autoshard.plan.codec import fingerprint
-from autoshard.plan.lowering import ATOMS, KINDS, StepGraph, lowered, nominal_price, nominal_sizes, split_pending
+from autoshard.plan.lowering import ATOMS, KINDS, NOMINAL_PRICE, StepGraph, lowered, nominal_sizes, split_pending
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Engine
@@ -104,7 +104,7 @@ def table_setting(plan: Plan) -> TableSetting:
     atoms = {atom: plan.mesh.size(atom) for atom in ATOMS}
     return TableSetting(
         atoms=atoms,
-        price=nominal_price(frozenset(atom for atom, size in atoms.items() if size > 1)),
+        price=NOMINAL_PRICE,
         boundary=boundary_cuts(plan.boundary, sequence_parallel=plan.sp),
         keeps_gathered=step_of(plan).platform.keeps_gathered,
     )
