@@ -61,6 +61,8 @@ def simplest(
                 between()
                 below = best.value * (1 + _TIE) if best else limit
                 if recompute in _UNEVEN:
+                    if points.variant.space.base.schedule not in ALL_RANGES:
+                        continue  # uneven stages in the order of another schedule than 1F1B or GPipe are not simple
                     found = _uneven(points.only(places), goal, below, recompute - len(_EVEN) + 1)
                 else:
                     if id(points) not in priced:
@@ -80,12 +82,10 @@ def _simplicity(point: Candidate) -> tuple[int, ...]:
 
 
 def _uneven(points: Points, goal: Goal, limit: float, num_kinds: int) -> Solution | None:
-    """Return the fastest plan of some points below a limit whose stages each have one of so many kinds of recompute.
-
-    Uneven stages in the order of another schedule than 1F1B or GPipe are not simple.
-    """
-    choices, count, schedule = points.choices, len(points.rows), points.blocks.schedule
-    if choices.stages or choices.recompute or schedule.num_ranks == 1 or schedule.builder not in ALL_RANGES:
+    """Return the fastest plan of some points below a limit whose stages each have one of so many kinds of recompute."""
+    schedule, choices, count = points.schedule, points.choices, len(points.rows)
+    assert schedule, "its points share a schedule"
+    if choices.stages or choices.recompute or schedule.num_ranks == 1:
         return None
     sets = [list(own) for own in combinations(range(len(choices.kinds)), num_kinds)]
     among = np.zeros((len(choices.kinds), len(sets)), dtype=bool)
