@@ -42,7 +42,7 @@ class RankActivity:
         self._process, self._step, self._action = os.getpid(), 0, b""
 
     def begin(self, step: int) -> None:
-        """Enter a step, or leave the last one (0): what follows may take as long as it likes."""
+        """Enter a step, or leave the last one (0); what follows has no limit of time."""
         self._step = step
         self.act("")
 

@@ -75,7 +75,7 @@ class Engine(Protocol):
     def step(self, micro_batches: Sequence[Batch], learning_rate: float, allows: Allows = ...) -> StepReport:
         """Run one optimizer step.
 
-        When all ranks know loss and norm, and before anything of the state changes, every rank calls ``allows`` with
+        When all ranks know loss and norm, and before the state changes, every rank calls ``allows`` with
         the same report; the weights are updated if it says so. Until it returns, pieces may still be read.
         """
         ...
@@ -85,7 +85,7 @@ class Engine(Protocol):
         ...
 
     def restored(self, num_updates: int) -> None:
-        """Take over what ``pieces`` were filled with, after so many updates; every rank calls it."""
+        """Take over the values that were loaded into ``pieces``, after so many updates; every rank calls it."""
         ...
 
     def measured(self) -> Measured:
@@ -102,7 +102,7 @@ Phase = Literal["compile", "warm-up", "steady"]
 
 
 def phase_of(num_taken: int, *, compiles: bool) -> Phase:
-    """Return what a step is, after so many that this start of a run has taken; on some devices the first compiles.
+    """Return the phase of the next step, given how many this start of a run has taken; some devices compile first.
 
     >>> [phase_of(taken, compiles=True) for taken in range(4)]
     ['compile', 'warm-up', 'steady', 'steady']
@@ -134,7 +134,7 @@ class TimedStep:
 
 
 def with_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace numbers that are not finite, which JSON cannot write, by None, and say in ``nonfinite`` what they were.
+    """Replace numbers that are not finite, which JSON cannot write, by None, and name them in ``nonfinite``.
 
     >>> with_nulls({"step": 3, "loss": math.nan, "norm": 1.5})
     {'step': 3, 'loss': None, 'norm': 1.5, 'nonfinite': {'loss': 'nan'}}
@@ -166,7 +166,7 @@ class SavedStep:
     remark: str = ""  # what else the user should know
 
     def __str__(self) -> str:
-        """Say it on a line, and remarks on another."""
+        """Return the report as one line, and remarks as another."""
         line = f"saved step {self.step} in {self.time_s:.1f} s; updates waited {self.blocked_s:.2f} s for it"
         return "\n".join(filter(None, (line, self.remark)))
 

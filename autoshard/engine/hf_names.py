@@ -40,14 +40,14 @@ def _norm(theirs: str, ours: str, over: str = "hidden") -> Names:
 
 
 def _linear(theirs: str, made: str, read: str, *ours: str) -> Names:
-    """Rows of a product and its bias; where several of ours lie together, ``made`` has ``|`` between their axes."""
+    """Return the rows of a product and its bias; in ``made``, ``|`` separates the axes of tensors that lie together."""
     both = tuple(zip(made.split("|"), ours, strict=True))
     weights = tuple((f"{theirs}.weight", f"{axes} {read}", f"{name}.weight") for axes, name in both)
     return (*weights, *((f"{theirs}.bias", axes, f"{name}_shift.bias") for axes, name in both))
 
 
 def _turned(theirs: str, made: str, read: str, *ours: str) -> Names:
-    """The same of a product that is stored transposed, [in, out]."""
+    """Return the rows of a product whose weight is stored transposed, [in, out]."""
     rows = _linear(theirs, made, read, *ours)
     turned = {f"{axes} {read}": f"{read} {axes}" for axes in made.split("|")}
     return tuple((name, turned.get(axes, axes), our) for name, axes, our in rows)
@@ -161,18 +161,18 @@ class HfNames:
 
     @classmethod
     def fitting(cls, family: str, model: ModelSpec, names: Collection[str]) -> "HfNames":
-        """Expand the table of the form that has most of these names of theirs."""
+        """Expand the table of the form that has most of these Hugging Face names."""
         forms: tuple[Form, ...] = ("published", "module")
         tables = [cls.of(family, model, form) for form in forms]
         return max(tables, key=lambda table: len(table.shapes.keys() & set(names)))
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every tensor of theirs."""
+        """The shape of every Hugging Face tensor."""
         return {row.theirs: row.shape(self.sizes) for row in self.rows}
 
     def patches(self) -> Mapping[str, Sequence[Patch]]:
-        """Return for every tensor of theirs what it holds of ours."""
+        """Return for every Hugging Face tensor the patches of our tensors that it holds."""
         found: dict[str, list[Patch]] = {}
         for row in self.rows:
             patch = row.patch(self.sizes)
@@ -182,7 +182,7 @@ class HfNames:
 
 
 def shapes_of(model: ModelSpec) -> Mapping[str, tuple[int, ...]]:
-    """Return the shape of every tensor of ours; of tied ones, the owner's."""
+    """Return the shape of each of our tensors; for tied ones, the owner's."""
     dims, graph = _parameters(model)
     return {name: tuple(graph.sizes[dim] for dim in found) for name, found in dims.items()}
 
@@ -196,7 +196,7 @@ def _parameters(model: ModelSpec) -> tuple[Mapping[str, Dims], OpGraph]:
 
 
 def _expanded(table: Sequence[tuple[str, str, str]], model: ModelSpec, wanted: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield the rows of what the model has, one per layer and expert."""
+    """Yield the rows of the tensors that the model has, one per layer and expert."""
     for theirs, axes, ours in table:
         layers = range(model.num_layers if "{layer}" in ours else 1)
         apart = "{expert}" in theirs

@@ -28,7 +28,7 @@ class InitialWeights:
     seed: int
 
     def __call__(self, name: str) -> Any:
-        """Return a weight, of which any part can be taken; tied ones are the one that they share their values with."""
+        """Return a weight, any part of which can be read; for a tied weight, the one that it shares its values with."""
         name = tied_instances(self.graph).get(name, name)
         kind, _, parameter = name.split(".", 2)
         shape, forward = _shape(self.graph, name), self.graph.block(kind).select("micro_batch", "F")
@@ -41,7 +41,7 @@ class InitialWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnWeight:
-    """A whole weight that is nowhere: a part of it is drawn when it is taken, in FP32 and the same from any rank."""
+    """A whole weight without memory: each part is drawn when it is read, in FP32, with the same numbers on any rank."""
 
     shape: tuple[int, ...]
     seeds: tuple[int, int]  # of the run, and of the weight's name
@@ -87,7 +87,7 @@ def _drawn(seed: int, name: int, chunk: int) -> Array:
 
 
 def no_weights(graph: OpGraph) -> Callable[[str], Array]:
-    """Return what gives whole weights of the right shapes by name, all zero, and of a few bytes."""
+    """Return a function from names to whole weights of the right shapes, all zero, which take a few bytes."""
     return lambda name: no_memory(_shape(graph, name), np.float64)
 
 

@@ -19,7 +19,7 @@ UNCUT: Mapping[str, Range] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """How the axes of a tensor are made of dims; where a dim has a number, one slice along it is meant.
+    """How the axes of a tensor are made of dims; a dim with a number stands for one slice along it.
 
     >>> axes = Axes.parse("hidden (qkv:1 kv_heads head_dim)")
     >>> axes.groups, axes.slices
@@ -40,7 +40,7 @@ class Axes:
 
 @dataclass(frozen=True, slots=True)
 class Along:
-    """A dim that an axis of a stored tensor is made of: its size there, and the part of it that is meant."""
+    """A dim that an axis of a stored tensor is made of: its size there, and the selected part of it."""
 
     size: int
     first: int
@@ -49,7 +49,7 @@ class Along:
     at: int  # where the part begins in ours
 
     def within(self, offset: int, length: int) -> "Along":
-        """Return the same restricted to a part of the dim; it may be empty."""
+        """Return this dim restricted to a part of the selected part; it may be empty."""
         first = min(max(self.first, offset), offset + length)
         count = min(self.first + self.count, offset + length) - first
         return replace(self, size=length, first=first - offset, count=count, at=self.at + first - self.first)
@@ -87,7 +87,7 @@ class Patch:
         return meant.permute(order) if hasattr(meant, "permute") else meant.transpose(order)
 
     def rows(self, low: int, high: int) -> Iterator["Patch"]:
-        """Yield what of it lies in a range of rows of the stored tensor, as patches of these rows alone."""
+        """Yield the parts of the patch in a range of rows of the stored tensor, as patches of these rows alone."""
         first, begin = self.axes[0], self.starts[0]
         total = math.prod(one.size for one in first)
         start, stop = (min(max(row - begin, 0), total) for row in (low, high))
@@ -101,7 +101,7 @@ class Patch:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The same numbers in a tensor of theirs, or a part of it, and in one of ours: a line of a table of names.
+    """A line of a table of names: which tensor of theirs, or part of one, holds the numbers of which tensor of ours.
 
     >>> row = Row("qkv", Axes.parse("(kv_heads qkv:1 head_dim) hidden"), "k", Axes.parse("kv_heads head_dim hidden"))
     >>> sizes = {"kv_heads": 2, "qkv": 3, "head_dim": 4, "hidden": 8}
@@ -115,14 +115,14 @@ class Row:
     dims: Axes
 
     def shape(self, sizes: Mapping[str, int], cuts: Mapping[str, Range] = UNCUT) -> tuple[int, ...]:
-        """Return the shape of theirs, where of some dims only these ranges are stored."""
+        """Return the shape of the stored tensor, which has only these ranges of some dims."""
         local = {**sizes, **{dim: stop - start for dim, (start, stop) in cuts.items()}}
         return tuple(math.prod(local[dim] for dim in group) for group in self.axes.groups)
 
     def patch(
         self, sizes: Mapping[str, int], cuts: Mapping[str, Range] = UNCUT, starts: Sequence[int] = ()
     ) -> Patch | None:
-        """Return where ours lies in it, from ``starts`` on; None where all that is stored is padding."""
+        """Return where our tensor lies in the stored one, from ``starts`` on; None where only padding is stored."""
         slices, here = dict(self.axes.slices), [dim for group in self.dims.groups for dim in group]
 
         def along(dim: str) -> Along:
@@ -142,7 +142,7 @@ class Row:
 def stacked(
     rows: Iterable[tuple[Row, Mapping[str, Range]]], axis: int, sizes: Mapping[str, int]
 ) -> tuple[tuple[int, ...], list[Patch]]:
-    """Lay rows, each with its cuts, behind each other along an axis of one tensor; return its shape and patches."""
+    """Lay rows, each with its cuts, one behind the other along an axis of one tensor; return its shape and patches."""
     shape, patches, start = (), list[Patch](), 0
     for row, cuts in rows:
         shape = row.shape(sizes, cuts)

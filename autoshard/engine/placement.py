@@ -78,7 +78,7 @@ def sequence_order(plan: Plan) -> NDArray[np.int64]:
 
 
 def zigzag(count: int, num_ranks: int) -> NDArray[np.int64]:
-    """Give every rank one part of the first half and the one that mirrors it of the second.
+    """Give every rank one part of the first half, and its mirror image in the second half.
 
     >>> zigzag(8, 2).tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
@@ -106,7 +106,7 @@ class StatePiece:
 
 
 def saves_alone(weight: str, number: int, count: int) -> bool:
-    """Whether the rank of this number among ``count`` replicas of a weight saves it; each saves other weights."""
+    """Whether the replica of this number, of ``count``, saves a weight; each replica saves other weights."""
     return zlib.crc32(weight.encode()) % count == number
 
 

@@ -38,28 +38,28 @@ class BlockProgram:
 
     @property
     def handed_on(self) -> str:
-        """The tensor that the forward pass makes for the next block; the loss at the end."""
+        """The tensor that the forward pass hands to the next block; in the last block, the loss."""
         return self.block.carry_out or "loss"
 
     @property
     def handed_back(self) -> str | None:
-        """The gradient that the backward pass makes for the block before, if there is one."""
+        """The gradient that the backward pass hands to the block before, if there is one."""
         sums = {f"{tensor.name}.sum" for tensor in self.block.parameters}
         return next((name for name in self.program.results if name not in {*sums, self.handed_on}), None)
 
     def instructions(self, kind: str) -> tuple[Instruction, ...]:
-        """Return what an action of some kind runs."""
+        """Return the instructions of an action of some kind."""
         split = self.num_input
         by_kind = {"F": self.forward, "B": self.backward, "I": self.backward[:split], "W": self.backward[split:]}
         return by_kind[kind]
 
     def made(self, kind: str) -> Mapping[str, Value]:
-        """Return by tensor the results that such an action makes."""
+        """Return the results of such an action, by tensor."""
         names = {name for entry in self.instructions(kind) for name in written_by(entry)}
         return {tensor: value for tensor, value in self.program.results.items() if value.name in names}
 
     def given(self, tensor: str) -> Value:
-        """Return a tensor as the program takes it."""
+        """Return a tensor with the layout in which the program takes it."""
         values = (entry.value for entry in self.program.instructions if isinstance(entry, Given))
         return next(value for value in values if value.tensor == tensor)
 
@@ -73,7 +73,7 @@ class PlanPrograms:
     packed: bool = False  # whether experts take as many rows as are routed to them, and no slots
 
     def group_atoms(self) -> frozenset[tuple[str, ...]]:
-        """Return all atoms over which a collective acts: of a program, a ring, or the sum of a weight's gradients."""
+        """Return the atoms of every collective of a plan: of programs, rings, and sums of weights' gradients."""
         found: set[tuple[str, ...]] = set()
         for parts in (parts for blocks in self.stages for parts in blocks.values()):
             for entry in parts.program.instructions:
@@ -88,9 +88,9 @@ class PlanPrograms:
 
 
 def programs_of(plan: Plan, *, packs: bool = False) -> PlanPrograms:
-    """Read the programs off a plan's table; what the torch engine cannot execute is refused, all of it at once.
+    """Read the programs off a plan's table; refuse all entries at once that the torch engine cannot execute.
 
-    If it ``packs``, experts that drop nothing take their rows one after the other.
+    If the engine ``packs``, experts that drop nothing take their rows one after the other.
     """
     whole = sorted({name for name, _ in plan.mesh.axes} - set(ATOMS))
     written = f"{' and '.join(whole)} must be written in parts: edp and ep for dp, kv and rep for tp"
@@ -106,7 +106,7 @@ def programs_of(plan: Plan, *, packs: bool = False) -> PlanPrograms:
 def graph_of(plan: Plan) -> OpGraph:
     """Return the step of a plan before sharding; experts that drop nothing get a slot for every token.
 
-    Devices without products of groups fill them (``pads_experts``); others take as many rows as are routed.
+    Devices without grouped products fill the slots (``pads_experts``); others take as many rows as are routed.
     """
     workload, model = plan.workload, plan.model
     if model.num_experts and workload.expert_capacity is None:
@@ -127,7 +127,7 @@ def _contents(stage: Stage, num_layers: int) -> Iterator[tuple[str, str]]:
 
 
 def parted(block: Block, program: Program) -> BlockProgram:
-    """Part a program into what each pass of a block runs."""
+    """Divide a program into the instructions of each pass of a block."""
     handed_on = block.carry_out or "loss"
     parts = program.by_pass(handed_on)
     upstream = f"d.{handed_on}"

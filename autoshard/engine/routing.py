@@ -1,8 +1,8 @@
-"""Where rows of experts lie that drop nothing: how many of them a rank holds, sends and receives follows from counts.
+"""Experts that drop nothing: the counts of routed tokens say how many rows a rank holds, sends and receives.
 
-A value of the table with experts and slots is rows on a rank: those of its first expert, of the next, and so on, and of
-each expert those of every part of the tokens in order. Such a part has been routed together, and has slots of its own
-in the table; so the table says who sends what, and counts say how many rows that is.
+A value of the table with experts and slots is a list of rows on a rank: the rows of its first expert, of the next, and
+so on; the rows of one expert are ordered by the parts of the tokens. A part is tokens that are routed together, with
+slots of their own in the table. So the table says which rank sends which slots, and counts say how many rows they have.
 """
 
 import math
@@ -26,7 +26,7 @@ _BOX = ("experts", "slots")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountRows:
-    """Counts of each expert how many rows every part of the tokens has for it; it stands before the first dispatch."""
+    """Counts how many rows each part of the tokens has for each expert; this precedes the first dispatch."""
 
     reads: Value
     writes: tuple[str, ...]
@@ -45,32 +45,32 @@ def moves_rows(entry: object) -> TypeGuard[Communicate]:
 
 
 def counted_over(program: Program) -> tuple[str, ...]:
-    """Return the atoms over which ranks tell each other how many rows they have: of tokens, those that are moved."""
+    """Return the atoms over which ranks exchange counts: those that cut tokens and along which rows move."""
     moved = {atom for entry in program.collectives() if moves_rows(entry) for atom in entry.collective.atoms}
     sent = next((one.writes[0].layout for one in program.instructions if dispatches(one)), None)
     return tuple(atom for atom in dict(sent.dims)["slots"] if atom in moved) if sent else ()
 
 
 def multiplies(entry: object) -> TypeGuard[Compute]:
-    """Whether it multiplies each expert's rows with something of that expert."""
+    """Whether an instruction multiplies each expert's rows with a tensor of that expert."""
     return isinstance(entry, Compute) and isinstance(entry.op.kind, Einsum) and holds_rows(entry.reads[0])
 
 
 def is_counted(name: str) -> bool:
-    """Whether a value is what was counted, and no tensor of the table."""
+    """Whether a value is a result of counting, and no tensor of the table."""
     return name.endswith((".counts", ".ends"))
 
 
 def dispatches(entry: object) -> TypeGuard[Compute]:
-    """Whether it copies tokens to the rows of their experts."""
+    """Whether an instruction copies tokens to the rows of their experts."""
     return isinstance(entry, Compute) and isinstance(entry.op.kind, Dispatch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """What a rank sends to each member of a group, in torch's order, and receives: cells, each with a range of a dim.
+    """The cells that a rank sends to each member of a group and receives, in torch's order, each with a range of a dim.
 
-    A cell is one part's rows for one expert. What arrives is put together cell by cell, side by side, or is a sum.
+    A cell is one part's rows for one expert. Arriving cells are put together in order, side by side, or added up.
     """
 
     before: Numbers  # the cells of what a rank has, in order
@@ -98,7 +98,7 @@ class Routing:
 
     @classmethod
     def of(cls, mesh_rank: MeshRank, program: Program) -> "Routing | None":
-        """Read it off a program, if that routes."""
+        """Read the routing off a program; None if that routes no tokens."""
         first = next((one for one in program.instructions if dispatches(one)), None)
         if first is None:
             return None
@@ -120,7 +120,7 @@ class Routing:
 
     @property
     def counts(self) -> str:
-        """The name of the value that says how many rows each cell has, with the host; only where any are moved."""
+        """The name of the host's value that says how many rows each cell has; only where rows are moved."""
         return f"{self.chosen.name}.counts"
 
     def ends(self, layout: Layout) -> str:
@@ -134,12 +134,12 @@ class Routing:
         return (*([self.counts] if self.exchanges else []), *map(self.ends, self.multiplied))
 
     def num_rows(self, layout: Layout) -> int | None:
-        """Return how many rows a rank has if they are of its own tokens: as many as these choose experts."""
+        """Return how many rows a rank has for its own tokens: one for each choice of a token."""
         own = self.place.bounds(layout)[:2] == self.place.bounds(self.own)[:2]
         return math.prod(self.place.shape(self.chosen.layout)) if own else None
 
     def table(self, counts: Numbers, members: Sequence[int]) -> Numbers:
-        """Return the rows of every cell, from those for every expert of the tokens of these ranks; 0 for others."""
+        """Return the number of rows of every cell, from the counts that these ranks have; 0 for other cells."""
         found = np.zeros((self.place.sizes["experts"], self.place.sizes["slots"]), dtype=np.int64)
         for rank, mine in zip(members, counts, strict=True):
             start, stop = self.place.at(rank).bounds(self.own)[_SLOTS]
@@ -148,7 +148,7 @@ class Routing:
         return found
 
     def of_each(self, table: Numbers, layout: Layout) -> Numbers:
-        """Return the rows that this rank has of each of its experts."""
+        """Return how many rows this rank has for each of its experts."""
         (first, last), (start, stop) = self.place.bounds(layout)[:2]
         return table[first:last, start:stop].sum(1)
 
@@ -176,9 +176,9 @@ class Routing:
 
 
 def row_order(counts: Numbers, lying: Numbers, wanted: Numbers) -> tuple[Numbers, Numbers] | None:
-    """Return how far the rows of each wanted cell are from where they shall lie, and how many they are.
+    """Return how far the rows of each wanted cell must move to their new place, and how many rows each cell has.
 
-    None where they lie as they shall.
+    None where the rows are in the wanted order.
 
     >>> row_order(np.array([1, 2, 3]), np.array([0, 1, 2]), np.array([2, 0]))
     (array([ 3, -3]), array([3, 1]))

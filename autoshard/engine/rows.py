@@ -1,8 +1,8 @@
-"""Tensors with a number for every token and every word, which are never held whole: what losses make of logits.
+"""Values as wide as the vocabulary, which losses compute from logits and which are never held whole.
 
-Operations on them that treat each token by itself are brought together in runs, which an engine executes for a few
-tokens at a time. What such an operation makes stays within its run: another run that reads it makes it again, so that
-of all that is as wide as the vocabulary only what products make and read is written down.
+Operations on them that treat each token by itself are collected in runs, which an engine executes for a few tokens at a
+time. The results of such operations stay within their run: another run that reads one computes it again. So the only
+values of this width that are written to memory are those that products make and read.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ _KINDS = (Add, Cast, Multiply, Pick, Place, Reduce, Repeat, Unary, UnaryGradient
 
 
 def works_by_rows(entry: Instruction) -> bool:
-    """Whether an instruction makes or reads something wide, and of each token only its own numbers."""
+    """Whether an instruction makes or reads a wide value, and treats each token by itself."""
     if not isinstance(entry, Compute | Sum) or (isinstance(entry, Compute) and not isinstance(entry.op.kind, _KINDS)):
         return False
     dims = {dims_of(value.layout) for value in (*values_read(entry), *values_written(entry))}
@@ -37,26 +37,26 @@ def works_by_rows(entry: Instruction) -> bool:
 
 
 def token_cuts(entry: Instruction) -> object:
-    """Return how the tokens are cut of what works by rows; those of one run are cut alike."""
+    """Return how the tokens of an instruction that works by rows are cut; a run has one such cut."""
     if not works_by_rows(entry):
         return None
     return next(value.layout.dims[:2] for value in (*values_read(entry), *values_written(entry)) if is_wide(value))
 
 
 def parted(entries: Iterable[Instruction]) -> Iterator[tuple[Instruction, ...]]:
-    """Yield runs, and what is in none alone."""
+    """Yield the runs, and every other instruction by itself."""
     for cuts, found in groupby(entries, token_cuts):
         run = tuple(found)
         yield from [run] if cuts else zip(run)
 
 
 def read_whole(parts: Iterable[Sequence[Instruction]]) -> set[str]:
-    """Return the names of the values that runs, and what is in none, take from others."""
+    """Return the names of the values that runs and single instructions read from outside."""
     return {value.name for part in parts for value in inputs_of(part)}
 
 
 def in_runs(passes: Sequence[Sequence[Instruction]]) -> Iterator[tuple[Instruction, ...]]:
-    """Bring together, pass by pass, what works by rows; each run makes again what is wide and was made before it."""
+    """Collect the instructions of each pass that work by rows; a run computes the wide values of earlier runs again."""
     makers: dict[str, Instruction] = {}
     for entries in passes:
         makers |= {
@@ -70,7 +70,7 @@ def in_runs(passes: Sequence[Sequence[Instruction]]) -> Iterator[tuple[Instructi
 
 
 def _sorted(entries: Sequence[Instruction], makers: Mapping[str, Instruction]) -> Iterator[Instruction]:
-    """Yield what waits for no run, the first run, what waits for that, and so on; otherwise in order."""
+    """Yield the instructions that need no run, the first run, those that need this run, and so on; else in order."""
     waits: dict[str, int] = {}  # for how many runs a value waits
     made: set[str] = set()  # by runs
     parts: dict[int, tuple[list[Instruction], list[Instruction]]] = {}
@@ -88,7 +88,7 @@ def _sorted(entries: Sequence[Instruction], makers: Mapping[str, Instruction]) -
 
 
 def _with_makers(run: Sequence[Instruction], makers: Mapping[str, Instruction]) -> Mapping[str, Instruction]:
-    """Return a run by what each of its instructions makes first, and before it what makes the wide values it reads."""
+    """Return the instructions of a run by their first result, after the makers of the wide values that they read."""
     found: dict[str, Instruction] = {}
     for entry in run:
         before = [makers[name] for name in read_by(entry) if name in makers]
@@ -98,5 +98,5 @@ def _with_makers(run: Sequence[Instruction], makers: Mapping[str, Instruction]) 
 
 
 def is_wide(value: Value) -> bool:
-    """Whether it has a number for every token and every word."""
+    """Whether a value has a number for every token and every word."""
     return dims_of(value.layout) == _WIDE

@@ -1,4 +1,4 @@
-"""One block on one rank: its program, made ready instruction by instruction, and the interpreter that runs it so."""
+"""One block on one rank: its program, each instruction prepared once, and the interpreter that runs them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class BlockRun(Protocol):
     def backward(self, kind: ActionKind, source: InputSource, values: Values) -> torch.Tensor | None:
         """Run B, or a half of it (I, W), which adds to sums of gradients; return the gradient of the block's input.
 
-        Of ``values`` it leaves what W reads, if it is I.
+        If it is I, it leaves in ``values`` only those that W reads.
         """
         ...
 
@@ -51,7 +51,7 @@ class LiteralRun:
 
     @classmethod
     def of(cls, context: RankContext, parts: BlockProgram) -> "LiteralRun":
-        """Make ready what every action runs."""
+        """Prepare the instructions of every action."""
         results = {value.name for value in parts.program.results.values()}
         waiting, backward = (
             frozenset(read_whole(parted(entries))) for entries in (parts.instructions("W"), parts.backward)

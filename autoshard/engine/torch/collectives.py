@@ -22,7 +22,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def communication(world: World, mesh_rank: MeshRank, change: Communicate) -> Change:
-    """Return what executes one collective of a program on this rank's block."""
+    """Return the function that executes one collective of a program on this rank's block."""
     collective, before, after = change.collective, change.reads.layout, change.writes.layout
     group = world.group(collective.atoms)
     assert group, f"{change.entry}: {collective} is between no two ranks"
@@ -73,7 +73,7 @@ def _reduce_scatter(group: RankGroup, axis: int, spans: Sequence[tuple[int, int]
 
 
 def _all_to_all(group: RankGroup, mesh_rank: MeshRank, axes: tuple[int, int], before: Layout, after: Layout) -> Change:
-    """Exchange parts cut along the second of the axes; received ones are put together along the first."""
+    """Send parts cut along the second axis to the members; put the received parts together along the first."""
     axis, to_axis = axes
     others = [mesh_rank.at(rank) for rank in group.torch_order]
     sent = [_inside(other, to_axis, before, after) for other in others]
@@ -92,7 +92,7 @@ def _all_to_all(group: RankGroup, mesh_rank: MeshRank, axes: tuple[int, int], be
 
 
 def _inside(mesh_rank: MeshRank, axis: int, before: Layout, after: Layout) -> tuple[int, int]:
-    """Return where a rank's block after a change lies in its block before it, along one dim."""
+    """Return where a rank's new block lies in its old block, along one dim."""
     offset = mesh_rank.bounds(before)[axis][0]
     start, stop = mesh_rank.bounds(after)[axis]
     return start - offset, stop - offset
@@ -117,7 +117,7 @@ def around_ring(world: World, mesh_rank: MeshRank, compute: Compute, attend: Ker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _KeyRing:
-    """The group of a ring, the positions of every member's keys, how often these are handed on, and the attention."""
+    """The group of a ring, the positions of every member's keys, the number of hops, and the attention."""
 
     group: RankGroup
     positions: tuple[torch.Tensor, ...]

@@ -1,4 +1,4 @@
-"""Compiles pieces of generated functions for the shapes of this rank; what a compiler cannot runs as it is.
+"""Compiles pieces of generated functions for the shapes of this rank; a piece that fails to compile runs as it is.
 
 The compiler is Inductor, or what a device registers with torch under its own name, as TorchNeuron does.
 """
@@ -26,7 +26,7 @@ _THREADS_OF_HOST = 1  # ranks of one machine compile at the same time, and worke
 
 
 def compiler_of(device: torch.device) -> Callable[[Piece, Sequence[torch.Tensor]], Piece]:
-    """Return what compiles for a device: a piece, with tensors of the shapes and strides that it will be given."""
+    """Return a device's compiler, which takes a piece, and tensors with the shapes and strides of its inputs."""
     settings = {"compile_threads": _THREADS_OF_HOST} if device.type == HOST else {}
     even, own = FakeTensorMode(), device.type in list_backends()
 
@@ -54,20 +54,20 @@ def compiler_of(device: torch.device) -> Callable[[Piece, Sequence[torch.Tensor]
 
 
 def _some_count(usual: int, fake: FakeTensorMode) -> torch.SymInt | int:
-    """Return a number of rows of which a compiler knows only what is usual."""
+    """Return a symbolic number of rows, of which a compiler knows only the usual range."""
     context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     return fake.from_tensor(torch.empty(usual, device="meta"), symbolic_context=context).shape[0]
 
 
 def _for_many_rows(found: Piece, piece: Piece, examples: Sequence[torch.Tensor]) -> Piece:
-    """Take what was compiled unless there are fewer rows than it expects, or more than its indices count."""
+    """Call the compiled piece unless there are fewer rows than it expects, or more than its indices count."""
     number = next(number for number, one in enumerate(examples) if is_uneven(one))
     most = _MOST_NUMBERS // max(one.shape[2] for one in examples if is_uneven(one))
     return lambda some: (found if 1 < some[number].shape[1] <= most else piece)(some)
 
 
 def like(example: torch.Tensor, device: torch.device, count: torch.SymInt | int | None = None) -> torch.Tensor:
-    """Return a tensor of the same shape where the run has it, or with another count of rows."""
+    """Return a tensor of the same shape on the device of the run, or with another number of rows."""
     where = device if example.is_meta else example.device
     if count is not None:
         return torch.empty((1, count, *example.shape[2:]), dtype=example.dtype, device=where)
@@ -86,7 +86,7 @@ def _taking_a_list(function: Callable[..., Any]) -> Piece:
 def traced(
     piece: Piece, given: Sequence[torch.Tensor], fake: FakeTensorMode, *, decomposes: bool = True
 ) -> GraphModule:
-    """Return the graph that a compiler takes: without changes in place, but for those of what is given.
+    """Return the graph that a compiler takes: no operation changes a tensor in place, except the inputs.
 
     Inductor wants operations that it decomposes; other compilers do so themselves.
     """

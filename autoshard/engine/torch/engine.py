@@ -90,7 +90,7 @@ class TorchEngine:
     ) -> StepReport:
         """Run one step; a micro-batch holds whole arrays, of which the rank takes its part.
 
-        Weights are updated if ``allows`` says so of loss and norm, which are the same on every rank.
+        Weights are updated if ``allows`` accepts loss and norm, which are the same on every rank.
         """
         world, flats = self._world, self.store.flats
         world.sent_bytes.clear()
@@ -128,7 +128,7 @@ class TorchEngine:
         return report
 
     def _suspects(self, losses: Mapping[int, float], squares: Sequence[float]) -> tuple[str, ...]:
-        """Return by rank what is not finite, the first few of each: losses of micro-batches, gradients of weights."""
+        """Return the first few losses of micro-batches and gradients of weights that are not finite, by rank."""
         mine = [f"loss of micro-batch {number}" for number, loss in losses.items() if not math.isfinite(loss)]
         for flat, piece, square in zip(self.store.flats, self.gradients, squares, strict=True):
             for weight, (low, high), first in flat.ranges(len(piece)) if not math.isfinite(square) else ():
@@ -139,7 +139,7 @@ class TorchEngine:
         return tuple(f"rank {rank}: {', '.join(its)}" for rank, its in enumerate(found) if its)
 
     def write_functions(self, folder: Path) -> None:
-        """Write the functions that this rank runs, if it is the first of its stages: others run the same."""
+        """Write this rank's functions to files if it is the first rank of its stages: the others run the same."""
         mesh_rank = self._pipeline.context.mesh_rank
         if mesh_rank.is_first(atom for atom, _ in self._pipeline.plan.mesh.axes if atom != "pp"):
             for run in {id(run): run for run in self._pipeline.blocks.values()}.values():
@@ -149,11 +149,11 @@ class TorchEngine:
                     file.write_text(run.text, encoding="utf-8")
 
     def pieces(self) -> tuple[StatePiece, ...]:
-        """Return the boxes of the state that this rank holds; what loading fills counts after ``restored``."""
+        """Return the boxes of the state that this rank holds; values loaded into them count after ``restored``."""
         return tuple(piece for flat in self.store.flats for piece in flat.state())
 
     def restored(self, num_updates: int) -> None:
-        """Take over what the pieces were filled with: weights follow from the masters or pieces that are updated."""
+        """Take over the values loaded into the pieces: weights follow from the masters or pieces that are updated."""
         self._num_updates = num_updates
         for flat in self.store.flats:
             flat.restored()
@@ -196,7 +196,7 @@ class TorchEngine:
                 )  # fmt: skip
 
     def _tie_gradients(self) -> None:
-        """Add up the gradients that two stages have for weights that share their values; both update them alike.
+        """Add up the gradients of two stages for weights that share their values; both stages make the same update.
 
         The copy sends first and the owner takes first: devices that never talked wait for each other to connect.
         """

@@ -1,4 +1,4 @@
-"""A step of one rank of a plan without the others: everything but numbers.
+"""A step of one rank of a plan without the other ranks, and without numbers.
 
 One process stands for one rank of many, in a world that is not there; its device holds shapes but no numbers.
 """
@@ -67,7 +67,7 @@ def _changed(given: Sequence[Any], change: Callable[[torch.Tensor], torch.Tensor
 
 @contextmanager
 def fake_world(rank: int, num_ranks: int) -> Iterator[None]:
-    """Be one rank of a world of so many, in which everything sent is lost.
+    """Make this process one rank of a world of so many, in which every message is lost.
 
     >>> with fake_world(3, 512):
     ...     total = torch.zeros(10**9, 10**9, device=NOWHERE)
@@ -94,9 +94,9 @@ def fake_world(rank: int, num_ranks: int) -> Iterator[None]:
 
 
 def counted(plan: Plan, rank: int) -> Measured:
-    """Build a rank of a plan, run a step, and return what it would have held and sent; shapes are checked on the way.
+    """Build a rank of a plan, run a step, check its shapes, and return the bytes that it would have held and sent.
 
-    Nothing is known of routed tokens: all experts get as many.
+    Routing is taken to be even: all experts get equally many tokens.
     """
     with fake_world(rank, plan.mesh.num_ranks):
         engine = TorchEngine(plan, no_weights(graph_of(plan)), Formats(device=NOWHERE))

@@ -24,7 +24,7 @@ _TYPES = {
 class Formats:
     """Which of torch's types each format of the plan becomes; ``exact`` computes all of them in double.
 
-    Positions, of tokens and of documents, alone stay with the host, which decides by them what attends to what.
+    Only positions, of tokens and of documents, stay on the host, which decides by them which queries see which keys.
     """
 
     exact: bool = False
@@ -32,7 +32,7 @@ class Formats:
 
     @property
     def staging(self) -> torch.device:
-        """Where whole weights are cut into pieces: with the host, which has the room, if there is anything to hold."""
+        """The device on which whole weights are cut into pieces: the host, unless tensors have no memory."""
         return self.device if self.device == NOWHERE else _HOST
 
     def of(self, dtype: Dtype) -> torch.dtype:
@@ -41,12 +41,12 @@ class Formats:
         return torch.float64 if self.exact and found.is_floating_point else found
 
     def tensor(self, array: Array, dtype: Dtype) -> torch.Tensor:
-        """Return a tensor of its own memory, on the device of the run, with an array's numbers."""
+        """Return a tensor with memory of its own, on the device of the run, with an array's numbers."""
         return own(array, self.of(dtype), self.device)
 
 
 def own(array: Array, dtype: torch.dtype | None = None, device: torch.device = _HOST) -> torch.Tensor:
-    """Return a tensor of its own memory with an array's numbers, in another format where one is given."""
+    """Return a tensor with memory of its own and an array's numbers, in another format where one is given."""
     shared = torch.from_numpy(array if array.flags.writeable else array.copy())  # torch warns of others
     return torch.empty(shared.shape, dtype=dtype or shared.dtype, device=device).copy_(shared)
 

@@ -1,8 +1,8 @@
 """A block as plain functions, one for each pass, made from its program by recording the interpreter's own kernels.
 
-Nothing is written a second time: what the functions do is what the kernels of the interpreter asked of torch, on
-tensors with the shapes of this rank and no numbers. Where a function must call (a collective, a ring of keys, what
-depends on a batch's documents, what a user wrote) it calls what the interpreter calls.
+No kernel is written a second time: the functions repeat the calls of torch that the interpreter's kernels made, on
+tensors with the shapes of this rank and no numbers. Where a call cannot be recorded (a collective, a ring of keys, an
+operation that depends on a batch's documents, a user's kernel) they call the same function as the interpreter.
 """
 
 from collections import Counter
@@ -39,7 +39,7 @@ from autoshard.schedule.builders import ActionKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Function:
-    """A pass as it is called."""
+    """One pass of a block as a function."""
 
     run: Callable[..., Any]
     calls: tuple[Kernel, ...]
@@ -74,7 +74,7 @@ _BEFORE: Mapping[str, str] = {"F": "", "B": "F", "I": "F", "W": "I"}  # whose va
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generator:
-    """Makes functions of a rank's programs; what is constant in several lies on its device once."""
+    """Makes functions of a rank's programs; a constant of several functions lies on the device once."""
 
     context: RankContext
     kinds: Sequence[str]  # of the rank's actions: F, and B or I and W, or all
@@ -116,7 +116,7 @@ class Generator:
         return GeneratedRun(parts=parts, file_name=file_name, text=whole, functions=functions)
 
     def _placed(self, constant: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Return the numbers of a constant where its operations are: of views of the same memory one copy."""
+        """Return a constant on the device of its operations: one copy for all views of the same memory."""
         tensor, numbers = constant
         if not tensor.is_meta:
             return numbers
@@ -127,14 +127,14 @@ class Generator:
         return self.memories[key].as_strided(numbers.shape, numbers.stride(), numbers.storage_offset())
 
     def example(self, parts: BlockProgram, entry: Given) -> torch.Tensor:
-        """Return a tensor like that which a block is given."""
+        """Return a tensor without numbers for a value that the block is given."""
         context, layout, name = self.context, entry.value.layout, entry.value.tensor
         if name in BY_BATCH:
             return torch.zeros(context.mesh_rank.shape(layout), dtype=torch.int64)
         return self.positions(layout) if name in POSITIONS else self.empty(parts, entry.value)
 
     def empty(self, parts: BlockProgram, value: Value) -> torch.Tensor:
-        """Return a tensor as the table has it, without gaps."""
+        """Return a contiguous tensor with the shape that the table says."""
         dtype = self.context.formats.of(parts.block.tensors[value.tensor].dtype)
         return torch.empty(self.context.mesh_rank.shape(value.layout), dtype=dtype, device=NOWHERE)
 
@@ -144,7 +144,7 @@ class Generator:
 
 
 def _called(step: LocalStep) -> Kernel:
-    """Return what a function calls; what it computes has no gaps, however the numbers of a batch made it lie."""
+    """Return a function to call; its results are contiguous, whatever strides the numbers of a batch gave them."""
     run = step.run
     assert run, "what is taken is not called"
     if not isinstance(step.entry, Compute):
@@ -153,17 +153,17 @@ def _called(step: LocalStep) -> Kernel:
 
 
 class _RecordedSteps:
-    """Steps rehearsed on shapes: each with what it reads and makes, and its operations."""
+    """Steps that were rehearsed on shapes, each with its inputs, its results and its operations."""
 
     def __init__(self, recording: Recording, name: str) -> None:
-        """Begin without any, to write a function of this name."""
+        """Begin without steps, to write a function of this name."""
         self.name, self.variables = name, Variables()
         self.functions: dict[str, tuple[str, Sequence[torch.Tensor]]] = {}  # of a few rows, with what they are given
         self._recording = recording
         self._steps: list[tuple[LocalStep, list[torch.Tensor], list[Operation]]] = []
 
     def record(self, step: LocalStep, values: Tensors) -> None:
-        """Run a step that is local, and name what it makes."""
+        """Run a local step, and name its results."""
         self._recording.operations.clear()
         reads = [values[name] for name in step.reads]
         assert step.run, "an operation runs"
@@ -174,7 +174,7 @@ class _RecordedSteps:
     def keep(
         self, step: LocalStep, values: Tensors, reads: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
     ) -> None:
-        """Note what a step made."""
+        """Note the results of a step."""
         for name, tensor, shape in zip(step.writes, made, step.shapes, strict=True):
             assert fits(tensor, shape), f"{name} is {tuple(tensor.shape)}, not {shape}"
             values[name] = tensor
@@ -188,7 +188,7 @@ class _RecordedSteps:
         return id(tensor) in self._recording.known
 
     def written_steps(self, alive: set[int]) -> tuple[Step, ...]:
-        """Go backward to find what is read, by later steps or because it is ``alive``; then forward to name it."""
+        """Go backward to find the values that later steps read or that are ``alive``; then forward to name them."""
         used: list[tuple[LocalStep, Sequence[torch.Tensor], list[Operation]]] = []
         for step, tensors, operations in reversed(self._steps):
             if step.is_local and not step.few:
@@ -325,7 +325,7 @@ class _RecordedPass(_RecordedSteps):
         self.keep(step, values, reads, made)
 
     def written(self) -> PassText:
-        """Write it, without what nothing reads."""
+        """Return the text of the pass, without operations that nothing reads."""
         mine = {value: self.variables.of(one) for value, one in self.values.items() if self._is_variable(one)}
         before = {value: self.variables.of(one) for value, one in self._before.items() if self._is_variable(one)}
         alive = {id(one) for one in (*self.values.values(), *([] if self.result is None else [self.result]))}

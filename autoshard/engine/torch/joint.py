@@ -1,8 +1,8 @@
 """Products of one tensor with several weights as one product, where functions are compiled.
 
-Such weights lie one behind the other, and so do the sums of their gradients, so that they are one matrix. What the
-products make is one matrix, too, of which each result is some columns; so are the gradients of the results, which
-a compiler lets the kernels that make them write side by side. Where the backward is split (I, W) products stay apart.
+Such weights lie one behind the other, and so do the sums of their gradients, so that they form one matrix. The results
+of the products form one matrix, too, of which each result is some columns. So do the gradients of the results: the
+compiler makes their kernels write side by side. Where the backward pass is split (I, W) products stay apart.
 """
 
 import math
@@ -26,7 +26,7 @@ from autoshard.layout.program import Compute, Given, Instruction, Sum, Value, pa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointStep:
-    """What runs in the place of several instructions, as a ``LocalStep`` says it."""
+    """A step in place of several instructions, in the terms of a ``LocalStep``."""
 
     entry: Instruction  # one of them; if tensors are taken, the entry that takes the first
     about: str
@@ -42,19 +42,19 @@ Placed = dict[int, Sequence[JointStep]]  # by the id of an instruction
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joint:
-    """The instructions of an action, some sums of which read less, and what runs instead of some, or behind them."""
+    """The instructions of an action, some sums with fewer inputs, and the steps that replace or follow some of them."""
 
     entries: Sequence[Instruction]
     instead: Placed = field(default_factory=Placed)
     behind: Placed = field(default_factory=Placed)
 
     def __or__(self, other: "Joint") -> "Joint":
-        """Join more."""
+        """Return the union of two."""
         return Joint(entries=other.entries, instead=self.instead | other.instead, behind=self.behind | other.behind)
 
 
 def neighbours(parts: BlockProgram) -> tuple[tuple[Tensor, ...], ...]:
-    """Return a block's weights as they lie: together those that multiply one tensor and are cut and summed alike."""
+    """Return a block's weights in groups: those that multiply one tensor and are cut and summed alike lie together."""
     alike: dict[str, object] = {}
     for name, product in _by_weight(parts.forward, "F").items():
         total = parts.program.results.get(f"{name}.sum")
@@ -119,7 +119,7 @@ class _Group:
     def forward(self, entries: Sequence[Instruction], kept: Collection[str]) -> Joint:
         """Multiply once.
 
-        What is kept of the results lies side by side, or by itself: nothing else may be kept with it.
+        The results that are kept lie side by side, or each by itself, so that no other result is kept with them.
         """
         found = self._all(_by_weight(entries, "F"))
         if not found:
@@ -150,7 +150,7 @@ class _Group:
         return Joint(entries=entries, instead={**_nothing(found), id(found[0]): [taken, product]}, behind=behind)
 
     def _kept_of(self, value: Value, entries: Sequence[Instruction], later: Collection[str]) -> Value | None:
-        """Return what is kept of a result: itself, or what its only reader makes in its place."""
+        """Return the value that is kept for a result: itself, or what its only reader computes in its memory."""
         readers = [one for one in entries if value.name in read_by(one)]
         if value.name in later or len(readers) != 1 or not isinstance(readers[0], Compute):
             return value if value.name in later else None
@@ -191,7 +191,7 @@ class _Group:
         return Joint(entries=changed, instead={**_nothing(found), id(last): [laid, taken, product]})
 
     def gradients(self, entries: Sequence[Instruction], *, lies: bool) -> Joint:
-        """Add the gradients of all weights to their sums by one product; those of results may lie side by side."""
+        """Add the gradients of all weights to their sums by one product; gradients of results may lie side by side."""
         makers = {one.writes[0].name: one for one in _products(entries)}
         sums = {
             one.reads[0].tensor.removesuffix(".grad"): one
@@ -225,7 +225,7 @@ class _Group:
     def _all(self, found: Mapping[str, Compute]) -> tuple[Compute, ...]:
         """Return the products with all weights, of tensors whose dims are in the order of the forward products.
 
-        Nothing, if one is missing or differs, or the rank has nothing to multiply.
+        Return nothing if one is missing or differs, or if the rank has nothing to multiply.
         """
         mine = tuple(found[name] for name in self.weights if name in found)
         if len(mine) < len(self.weights) or not all((*self.rows, self.columns)):
@@ -249,7 +249,7 @@ class _Group:
         return torch.cat([one.reshape(-1, width) for one, width in zip(tensors, self.rows, strict=True)], 1)
 
     def _taken(self, entries: Sequence[Instruction], suffix: str) -> JointStep:
-        """Take all weights, or the sums of their gradients."""
+        """Take all weights, or the sums of their gradients, from the source."""
         names = tuple(f"{name}{suffix}" for name in self.weights)
         first = next(one for one in entries if isinstance(one, Given) and one.value.tensor == names[0])
         return JointStep(
@@ -268,7 +268,7 @@ def _by_weight(entries: Iterable[Instruction], pass_: str) -> dict[str, Compute]
 
 
 def _nothing(entries: Iterable[Instruction]) -> Placed:
-    """Let nothing run in the place of these."""
+    """Replace these instructions by nothing."""
     return {id(one): () for one in entries}
 
 

@@ -23,7 +23,7 @@ from autoshard.schedule.builders import Action
 def _runs_of(
     blocks: Mapping[str, BlockProgram], context: RankContext, mode: EngineMode, kinds: Collection[str]
 ) -> Mapping[str, BlockRun]:
-    """Return by name what executes each of a rank's blocks; equal layers share one."""
+    """Return the executor of each of a rank's blocks, by name; equal layers share one."""
     compiler = None
     if mode == "compiled":
         from autoshard.engine.torch.compiled import compiler_of  # which takes a second
@@ -42,7 +42,7 @@ def _runs_of(
 
 
 def _places(name: str, parts: BlockProgram) -> Iterator[tuple[str, tuple[str, str, Layout]]]:
-    """Yield for every tensor that a block is given what it is, its name among the weights, and its layout."""
+    """Yield every tensor that a block is given: its role, its name among the weights, and its layout."""
     for entry in parts.program.instructions:
         if isinstance(entry, Given):
             tensor = entry.value.tensor
@@ -107,7 +107,7 @@ class RankPipeline:
         return self.plan.mesh.group_of(self.context.mesh_rank.rank, "pp")[self.plan.schedule.place_of(stage)[0]]
 
     def tag(self, number: int, micro_batch: int, *, back: bool) -> int:
-        """Number a message of a stage, or, beyond the last stage, of tied weights; what goes back is odd."""
+        """Return the number of a message of a stage (beyond the last: of tied weights); backward messages are odd."""
         return 2 * (number * self.plan.schedule.num_micro_batches + micro_batch) + back
 
     def run(
@@ -144,7 +144,7 @@ class RankPipeline:
         return sum(size for place, size in saved.items() if place not in there)
 
     def _links(self) -> set[tuple[bool, int, int]]:
-        """Return between which ranks of this pipeline a step sends: back or not, from, to."""
+        """Return the links of this pipeline over which a step sends: backward or not, sender, receiver."""
         ends = {
             (action.kind != "F", self.rank_of(message[0]), self.rank_of(action.stage))
             for actions in self.plan.schedule.action_lists()
@@ -244,7 +244,7 @@ class RankPipeline:
             self.context.world.send(tensor, rank, tag, self._turns[back, to_stage, number])
 
     def _message(self, action: Action) -> tuple[int, int] | None:
-        """Return which stage hands on what an action takes, and the tag of the message; None if it takes nothing."""
+        """Return the stage that sends the input of an action, and the tag of the message; None if no stage does."""
         back = action.kind != "F"
         stage = action.stage + 1 if back else action.stage - 1
         if action.kind == "W" or not 0 <= stage <= self.last_stage:
@@ -252,7 +252,7 @@ class RankPipeline:
         return stage, self.tag(stage, action.micro_batch, back=back)
 
     def _expect(self, action: Action) -> None:
-        """Begin to receive what an action takes from another rank: a hidden state, or its gradient."""
+        """Begin to receive the input of an action from another rank: a hidden state, or its gradient."""
         message = self._message(action)
         if message is None or message[1] in self._expected:
             return

@@ -1,7 +1,7 @@
-"""Records what kernels ask of torch, as operations on named tensors that have shapes and no numbers.
+"""Records the calls of torch that kernels make, as operations on named tensors that have shapes and no numbers.
 
-What no tensor of a batch or weight goes into (positions, the angles of rotary embeddings) is computed on the way, and
-is a constant of what is recorded.
+Values that depend on no batch and no weight (positions, the angles of rotary embeddings) are computed at once, and are
+constants of the recording.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ _SAME = (_aten.detach.default, _aten.alias.default)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Operation:
-    """One call of torch's: tensors among its arguments are those that were recorded, or constants."""
+    """One call of torch; each tensor among its arguments was recorded, or is a constant."""
 
     func: Any
     args: Sequence[Any]
@@ -35,18 +35,18 @@ class Operation:
 
     @property
     def is_view(self) -> bool:
-        """Whether it looks at a tensor otherwise, or at parts of it, and computes nothing."""
+        """Whether the result is a view of a tensor or of its parts, without any computation."""
         returns = self.func._schema.returns
         return len(returns) == 1 and bool(returns[0].alias_info) and not self.changes
 
     @property
     def is_list(self) -> bool:
-        """Whether it returns a list, if only of one tensor."""
+        """Whether it returns a list, even of one tensor."""
         return any(isinstance(one.type, torch.ListType) for one in self.func._schema.returns)
 
     @property
     def is_same(self) -> bool:
-        """Whether its result is what it is given, without autograd."""
+        """Whether its result is its argument, without autograd."""
         return self.func in _SAME
 
     @property
@@ -59,7 +59,7 @@ class Operation:
 class Recording(TorchDispatchMode):
     """While it is entered, operations that touch ``known`` tensors are recorded; all others are computed.
 
-    Tensors are told apart by identity, and kept, so that no other takes the place of one.
+    Tensors are told apart by identity, and kept, so that no later tensor gets the identity of an earlier one.
     """
 
     known: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Recording(TorchDispatchMode):
 
 
 def is_uneven(example: torch.Tensor) -> bool:
-    """Whether a tensor has as many rows, [1, rows, ...], as a batch gives it: torch calls such a dim dynamic."""
+    """Whether the number of rows of a tensor, [1, rows, ...], depends on the batch: torch calls such a dim dynamic."""
     return hasattr(example, "_dynamo_dynamic_indices")
 
 
@@ -118,7 +118,7 @@ def tensors_in(given: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _with(given: Sequence[Any], number: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
-    """Return arguments of the host: numbers in the place of tensors, and its device in that of none."""
+    """Return arguments for the host: each tensor replaced by its numbers, and each device by the host."""
     return [_changed(one, number) for one in given]
 
 

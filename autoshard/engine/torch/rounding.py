@@ -1,8 +1,8 @@
 """Stochastic rounding: BF16 weights without masters take updates that are smaller than their last digit.
 
-A number is rounded up with the probability of what is cut off, so that it stays where it is on average. The random bits
-of an element follow from the run's seed, the update's number, the weight's name, and the element's place in the whole
-weight: replicas round alike, and so does a run that goes on, on whatever ranks.
+A number is rounded up with a probability equal to the fraction that is cut off, so that its mean does not change. The
+random bits of an element follow from the run's seed, the update's number, the weight's name, and the element's place in
+the whole weight. So replicas round alike, and so does a run that goes on, on any ranks.
 """
 
 import hashlib

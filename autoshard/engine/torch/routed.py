@@ -1,7 +1,7 @@
-"""Rows of experts that drop nothing, on a rank: how many there are, and collectives that send just these.
+"""Rows of experts that drop nothing, on a rank: their counts, and collectives that send no other rows.
 
 torch sends parts of unequal size only when the host knows their sizes. So the host reads how many rows go where, once
-for a block and micro-batch, and waits for the device until there.
+for a block and micro-batch, and for that waits for the device.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from autoshard.layout.program import Communicate
 
 
 def counting(world: World, routing: Routing) -> Kernel:
-    """Return what counts, of whom tokens chose, the rows of all cells, and where those end that a rank multiplies."""
+    """Return a function from tokens' choices to the counts of all cells, and the ends of experts' rows in products."""
     group, experts = world.group(routing.counted), routing.place.sizes["experts"]
 
     def run(chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -33,7 +33,7 @@ def counting(world: World, routing: Routing) -> Kernel:
 
 
 def _numbers(counts: torch.Tensor, chosen: torch.Tensor) -> Numbers:
-    """Read counts; where there are no numbers, all experts have as many rows."""
+    """Read counts; where tensors have no numbers, all experts have equally many rows."""
     if not counts.is_meta:
         return counts.to(HOST).numpy()
     each, more = divmod(chosen.numel(), counts.shape[1])
@@ -41,7 +41,7 @@ def _numbers(counts: torch.Tensor, chosen: torch.Tensor) -> Numbers:
 
 
 def exchange(world: World, routing: Routing, change: Communicate) -> Kernel:
-    """Return what executes a collective that gives ranks other rows: its second argument are the counts."""
+    """Return a function that executes a collective which moves rows; its second argument is the counts."""
     group = world.group(change.collective.atoms)
     assert group, f"{change.entry}: {change.collective} is between no two ranks"
     alone = change.collective.kind == "slice"
@@ -53,7 +53,7 @@ class _Exchanging:
     """Sends rows to the members of a group, or to itself where there is none, and puts together what arrives."""
 
     def __init__(self, plan: Exchange, group: RankGroup | None) -> None:
-        """Take what a rank sends and receives, with the parts of what arrives side by side in order."""
+        """Take the cells that a rank sends and receives, and the order in which received parts lie side by side."""
         self.plan, self.group = plan, group
         self.sent, self.received = np.concatenate(plan.sent), np.concatenate(plan.received)
 
@@ -87,7 +87,7 @@ class _Exchanging:
 
 
 def _ordered(rows: torch.Tensor, number: Numbers, lying: Numbers, wanted: Numbers) -> torch.Tensor:
-    """Bring rows from one order of cells to another, or repeat them where more are wanted."""
+    """Bring rows from one order of cells to another, or repeat cells that are wanted several times."""
     moves = row_order(number, lying, wanted)
     if moves is None:
         return rows

@@ -1,4 +1,4 @@
-"""Runs a function for a few tokens at a time; what it makes of them it writes where all of it lies."""
+"""Runs a function for a few tokens at a time, and writes its results into tensors for all tokens."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,7 +13,7 @@ _ALIGNED = 64  # rows, so that parts begin where compilers may expect it
 
 
 def num_rows(count: int, width: int, device: torch.device) -> int:
-    """Return how many of so many rows of a width go at a time.
+    """Return how many rows of a width are computed at a time, of a total.
 
     >>> num_rows(8192, 128_256, torch.device("cuda")), num_rows(100, 32_000, torch.device("cpu"))
     (512, 16)
@@ -23,7 +23,7 @@ def num_rows(count: int, width: int, device: torch.device) -> int:
 
 
 def by_rows(function: Callable[[list[torch.Tensor]], object], tensors: Sequence[torch.Tensor], rows: int) -> None:
-    """Call a function with so many rows of each [batch, position, ...]; the last rows overlap with those before."""
+    """Call a function with a few rows of each [batch, position, ...] at a time; the last rows overlap the others."""
     whole = [rows_of(one) for one in tensors]
     count = whole[0].shape[1]
     for first in range(0, count, rows or 1):

@@ -1,4 +1,4 @@
-"""Instructions of a block on one rank, each made ready to run: its kernel, its group, its shapes, what it drops."""
+"""Instructions of a block on one rank, each prepared to run: its kernel, its group, its shapes, the values it drops."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -78,9 +78,9 @@ class RankContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalStep:
-    """An instruction, ready to run, or a product that adds to a sum of gradients by itself, a run by rows, or several.
+    """A step that is ready to run: an instruction, a product that adds to a sum of gradients, or a run by rows.
 
-    Several that are one product are a step under the name of all of them.
+    Several products that are computed as one are one step, which has the names of all.
     """
 
     entry: Instruction | CountRows
@@ -103,7 +103,7 @@ class LocalStep:
     def is_local(self) -> bool:
         """Whether it computes the same operations for every batch, and talks to no other rank.
 
-        Of what users write nothing is known.
+        A user's kernel may do either, so it is not local.
         """
         if self.counted:
             return False
@@ -119,7 +119,7 @@ class LocalStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FewRows:
-    """What works by rows, ready to run for ``rows`` of them at a time, and the formats of what it makes."""
+    """A run by rows, ready to run for ``rows`` of them at a time, and the formats of its results."""
 
     steps: tuple[LocalStep, ...]
     reads: tuple[str, ...]  # what is taken, and then the places of what is made
@@ -127,7 +127,7 @@ class FewRows:
     dtypes: tuple[torch.dtype, ...]
 
     def __call__(self, some: list[torch.Tensor]) -> None:
-        """Run for some rows of all that is read."""
+        """Run for some rows of all inputs."""
         execute(self.steps, dict(zip(self.reads, some, strict=True)))
 
     def run(self, shapes: Sequence[tuple[int, ...]], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -137,14 +137,14 @@ class FewRows:
         return made
 
     def empty(self, shapes: Sequence[tuple[int, ...]], device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return memory for what it makes of all rows."""
+        """Return memory for the results of all rows."""
         return tuple(
             torch.empty(one, dtype=dtype, device=device) for one, dtype in zip(shapes, self.dtypes, strict=True)
         )
 
 
 def execute(steps: Sequence[LocalStep], values: Values, source: InputSource | None = None) -> None:
-    """Run one step after the other; what lies outside comes from a source."""
+    """Run one step after the other; values from outside come from a source."""
     for step in steps:
         if step.run is None:
             assert source, "what runs by rows takes nothing from outside"
@@ -159,7 +159,7 @@ def execute(steps: Sequence[LocalStep], values: Values, source: InputSource | No
 
 
 def steps_of(context: RankContext, parts: BlockProgram, kind: str, kept: set[str]) -> Iterator[LocalStep]:
-    """Make instructions ready; after its last reader a value goes, unless a later part reads it.
+    """Prepare instructions; a value is dropped after its last reader, unless a later part reads it.
 
     Weights are not kept between parts: each takes them again.
     """
@@ -182,7 +182,7 @@ def _dropping(steps: Sequence[LocalStep], kept: Collection[str]) -> Iterator[Loc
 
 
 def _local_steps(context: RankContext, parts: BlockProgram, joint: Joint, kept: set[str]) -> Iterator[LocalStep]:
-    """Yield what runs; a gradient that nothing but its sum reads is never held where one kernel can add it."""
+    """Yield the steps; a gradient that only its sum reads is never held where one kernel can add it."""
     entries, routing = joint.entries, routing_of(context, parts)
     num_readers = Counter(name for entry in entries for name in read_by(entry))
     made = {one.writes[0].name: one for one in entries if isinstance(one, Compute) and id(one) not in joint.instead}
@@ -228,7 +228,7 @@ def _of_several(one: JointStep) -> LocalStep:
 def _by_rows(
     context: RankContext, parts: BlockProgram, entries: Sequence[Instruction], wanted: Collection[str]
 ) -> LocalStep:
-    """Return what executes a run for a few rows at a time, and makes what is ``wanted``."""
+    """Return a step that executes a run for a few rows at a time, and makes the ``wanted`` values."""
     taken = tuple(value.name for value in inputs_of(entries))
     made = {value.name: value for entry in entries for value in values_written(entry) if value.name in wanted}
     num_readers = Counter(name for entry in entries for name in read_by(entry))
@@ -269,12 +269,12 @@ def _written(place: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor]:
 
 
 def routing_of(context: RankContext, parts: BlockProgram) -> Routing | None:
-    """Return where rows lie of experts that drop nothing, if a block has any."""
+    """Return the routing of a block's experts that drop nothing, if it has any."""
     return Routing.of(context.mesh_rank, parts.program) if context.packed else None
 
 
 def fits(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor has a shape, as far as that is known."""
+    """Whether a tensor has a shape, as far as the shape is known."""
     return len(shape) == tensor.dim() and all(
         want in (have, ANY_COUNT) for have, want in zip(tensor.shape, shape, strict=True)
     )
@@ -289,7 +289,7 @@ def _shape(context: RankContext, routing: Routing | None, value: Value) -> tuple
 
 
 def _count(context: RankContext, routing: Routing) -> LocalStep:
-    """Return what counts rows."""
+    """Return the step that counts rows."""
     entry, place = CountRows(reads=routing.chosen, writes=routing.made), routing.place
     ends = [(len(range(*place.bounds(layout)[0])),) for layout in routing.multiplied]
     counts = [(place.sizes["experts"], place.sizes["slots"])] if routing.exchanges else []
@@ -302,7 +302,7 @@ def _count(context: RankContext, routing: Routing) -> LocalStep:
 def _routed(
     context: RankContext, parts: BlockProgram, routing: Routing, entry: Instruction
 ) -> tuple[Kernel | None, tuple[str, ...]] | None:
-    """Return what executes an instruction that must know how many rows there are, with all that it reads."""
+    """Return the kernel of an instruction that needs the counts of rows, and the names of all that it reads."""
     if multiplies(entry):
         return _kernel(context, parts, entry, ()), (*read_by(entry), routing.ends(entry.reads[0].layout))
     if moves_rows(entry):
@@ -313,9 +313,9 @@ def _routed(
 def _added(
     context: RankContext, parts: BlockProgram, entries: Sequence[Instruction], alone: Mapping[str, Compute]
 ) -> Iterator[tuple[str, tuple[Kernel, tuple[str, ...]]]]:
-    """Yield what adds a product to what it is added to, by values, with what it reads; nothing for what that replaces.
+    """Yield, by value, the kernels that add a product to a sum, with their inputs; nothing for what these replace.
 
-    ``alone`` are values that one instruction reads: a sum of gradients over micro-batches, or of several readers.
+    ``alone`` are values that only one instruction reads: a sum of gradients over micro-batches, or of several readers.
     """
     for entry in entries:
         if isinstance(entry, Compute) and isinstance(entry.op.kind, Accumulate):
@@ -338,7 +338,7 @@ def _added(
 
 
 def _adding(context: RankContext, parts: BlockProgram, product: Compute, total: Value) -> Kernel | None:
-    """Return what adds a product to a sum in one call; None where it is no product, or of another format."""
+    """Return a kernel that adds a product to a sum in one call; None where it is no product, or has another format."""
     if not isinstance(product.op.kind, Einsum) or dims_of(product.writes[0].layout) != dims_of(total.layout):
         return None
     factors = {context.formats.of(parts.block.tensors[value.tensor].dtype) for value in product.reads}
@@ -349,7 +349,7 @@ def _adding(context: RankContext, parts: BlockProgram, product: Compute, total: 
 
 
 def _kernel(context: RankContext, parts: BlockProgram, entry: Instruction, own: Collection[str]) -> Kernel | None:
-    """Return what executes an instruction; a sum may overwrite ``own`` values, which nobody else reads."""
+    """Return the kernel of an instruction; a sum may overwrite ``own`` values, which nothing else reads."""
     match entry:
         case Given():
             return None
@@ -374,7 +374,7 @@ def _kernel(context: RankContext, parts: BlockProgram, entry: Instruction, own: 
 
 
 def _sum(reads: Sequence[Value], writes: Value, own: Collection[str]) -> Kernel:
-    """Return what adds values; in the memory of one of the first two, if that may be overwritten."""
+    """Return a kernel that adds values, in the memory of one of the first two if that may be overwritten."""
     dims = dims_of(writes.layout)
     lays = [laid_out(dims_of(value.layout), dims) for value in reads]
     if len(reads) == 1:

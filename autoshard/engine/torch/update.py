@@ -70,7 +70,7 @@ class Weight:
 
     @property
     def saves(self) -> bool:
-        """Whether this rank saves it: one of those that hold the same, another one for another weight."""
+        """Whether this rank saves the weight: one of those that hold it, another one for another weight."""
         number, count = 0, 1
         for atom in self.alike:
             number, count = number + count * self.mesh_rank.coordinate(atom), count * self.mesh_rank.mesh.size(atom)
@@ -78,13 +78,13 @@ class Weight:
 
     @property
     def optimizer(self) -> Update:
-        """What takes a step."""
+        """The update of the weight, with the constants of the training."""
         kind = self.block.op(f"{self.name}.update").kind
         assert isinstance(kind, Update), f"{self.name} is updated by {kind}"
         return kind.with_constants(self.training.adamw)
 
     def dtype(self, part: str, formats: Formats) -> torch.dtype | None:
-        """Return the format of the weight itself, of its ``sum``, ``master`` or moments; None for what it has not."""
+        """Return the format of the weight, its ``sum``, ``master`` or moments; None for those that it does not have."""
         tensor = self.block.tensors.get(f"{self.name}.{part}" if part else self.name)
         return None if tensor is None else formats.of(tensor.dtype)
 
@@ -93,7 +93,7 @@ class Weight:
 class Flat:
     """Weights whose gradients are reduced over the same ranks, side by side, with this rank's optimizer state.
 
-    Under ZeRO-3 values and sums are this rank's pieces too, padded with zeros: whoever runs a block opens it.
+    Under ZeRO-3 values and sums are this rank's pieces too, padded with zeros, which are gathered to run a block.
     """
 
     weights: tuple[Weight, ...]
@@ -140,12 +140,12 @@ class Flat:
 
     @property
     def shared(self) -> RankGroup | None:
-        """Who shares the optimizer's work, each a piece."""
+        """The group whose ranks share the optimizer's work."""
         return self.spread if self.zero else None
 
     @property
     def parted(self) -> RankGroup | None:
-        """Who has but a piece of the values and sums each, if they are not whole the whole time."""
+        """The group whose ranks each hold a piece of values and sums (ZeRO-3); None if these stay whole."""
         return self.spread if self.zero == 3 else None
 
     def views(self, flat: torch.Tensor) -> Tensors:
@@ -170,7 +170,7 @@ class Flat:
         return torch.dot(flat, flat)
 
     def share(self, square: float) -> float:
-        """Return what this rank adds to that of all: replicas on several ranks or stages count once."""
+        """Return the share that this rank adds to the squared norm of all ranks: replicas count once."""
         return 0.0 if self.tied == "copy" else square / self.num_copies
 
     def update(self, piece: torch.Tensor, scalars: Mapping[str, float]) -> None:
@@ -206,13 +206,13 @@ class Flat:
                 round_into(mine[where], exact, rounding.bits(weight.bounds, start, stop, mine.device))
 
     def _mine(self) -> torch.Tensor:
-        """Return what this rank updates: its masters, its piece of the values, or all of them."""
+        """Return the tensor that this rank updates: its masters, its piece of the values, or all values."""
         if self.master is not None:
             return self.master
         return self.values if self.parted else _piece(self.values, self.shared)
 
     def _publish(self, mine: torch.Tensor) -> None:
-        """Bring what this rank has updated to where blocks read it."""
+        """Copy the numbers that this rank has updated to the values that blocks read."""
         if self.shared and not self.parted:
             self.values.copy_(self.shared.all_gather(mine.to(self.values.dtype))[: len(self.values)])
         elif self.master is not None:
@@ -236,14 +236,14 @@ class Flat:
                     )  # fmt: skip
 
     def restored(self) -> None:
-        """Take over what the views of ``state`` were filled with."""
+        """Take over the numbers that were loaded into the views of ``state``."""
         if self.spread and not self.zero:
             for one in (self._mine(), *self.moments):
                 self.spread.broadcast(one)
         self._publish(self._mine())
 
     def ranges(self, length: int) -> Iterator[tuple[Weight, tuple[int, int], int]]:
-        """Yield what this rank's piece of a length has of each weight: which range of it, and where that begins."""
+        """Yield which range of each weight lies in this rank's piece of a length, and where the range begins there."""
         start = length * (self.shared.number if self.shared else 0)
         ends = accumulate((math.prod(one.shape) for one in self.weights), initial=0)
         for weight, offset in zip(self.weights, ends, strict=False):
@@ -259,10 +259,10 @@ def flats(
     ties: Mapping[str, str],
     bucket_bytes: int,
 ) -> tuple[Flat, ...]:
-    """Lay weights side by side that are reduced over the same ranks, counted alike, and updated by one optimizer.
+    """Lay weights side by side that are reduced over the same ranks, count alike in the norm, and have one optimizer.
 
-    Those that it treats alike follow each other. A flat is full when its gradients are ``bucket_bytes``. ``ties`` is as
-    in ``Store``.
+    Weights that the optimizer treats alike follow each other. A flat is full when its gradients are ``bucket_bytes``.
+    ``ties`` is as in ``Store``.
     """
     read_twice = frozenset(ties.values())
     groups: dict[object, dict[Update, list[Weight]]] = {}
@@ -282,21 +282,21 @@ def flats(
 
 
 def _piece(flat: torch.Tensor, shared: RankGroup | None) -> torch.Tensor:
-    """Return this rank's piece of what several share, padded with zeros."""
+    """Return this rank's piece of a tensor that several ranks share, padded with zeros."""
     if shared is None:
         return flat
     return _padded(flat, len(shared.ranks)).chunk(len(shared.ranks))[shared.number].clone()
 
 
 def _padded(flat: torch.Tensor, count: int) -> torch.Tensor:
-    """Add zeros until it divides, or has one element for each."""
+    """Add zeros until the ranks divide the length, or each has one element."""
     missing = -len(flat) % count if len(flat) else count
     return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedWeights:
-    """What a block may take while it runs, by the weights' names in the model."""
+    """The values that a block may take while it runs, by the weights' names in the model."""
 
     weights: Tensors
     sums: Tensors
@@ -306,12 +306,11 @@ class OpenedWeights:
 class Store:
     """All weights of a rank; ``ties`` maps a weight to the other one here whose memory it uses.
 
-    Of what blocks share with other ranks (ZeRO-3), the next block's weights arrive while a block runs, and the sums of
-    the last one leave.
+    Under ZeRO-3 the next block's weights arrive while a block runs, and the sums of the last block are sent.
     """
 
     def __init__(self, flats: Sequence[Flat], ties: Mapping[str, str]) -> None:
-        """Name once what rests whole (``whole``), and of what this rank has a piece, by block."""
+        """List once the weights that rest whole (``whole``), and by block those of which this rank has a piece."""
         self.flats, self.ties = flats, ties
         weights: dict[str, torch.Tensor] = {}
         sums: dict[str, torch.Tensor] = {}
@@ -366,7 +365,7 @@ class Store:
         return self._with_ties(values, sums, *pending)
 
     def close(self, opened: OpenedWeights, complete: Collection[str] = ()) -> None:
-        """Bring sums back to where they rest, and begin to reduce those that the ``complete`` gradients fill."""
+        """Scatter sums that rest in pieces, and begin to reduce the buckets that the ``complete`` gradients fill."""
         self.take_back()
         self._leaving = [(flat, group.begin_reduce_scatter(sums)) for flat, group, sums in opened.pending]
         for name in complete:

@@ -1,4 +1,4 @@
-"""The process groups of a mesh, messages between two ranks, and what all of them have sent."""
+"""The process groups of a mesh, messages between two ranks, and the bytes that all of them have sent."""
 
 import math
 import sys
@@ -63,7 +63,7 @@ class RankGroup:
         return self.begin_all_gather(piece, apart=False)()
 
     def reduce_scatter(self, whole: torch.Tensor) -> torch.Tensor:
-        """Sum what divides along its first dim by the members; return this member's piece."""
+        """Sum a tensor whose first dim the members divide; return this member's piece."""
         return self.begin_reduce_scatter(whole, apart=False)()
 
     def begin_all_reduce(self, total: torch.Tensor, *, largest: bool = False, apart: bool = True) -> Arrival:
@@ -93,7 +93,7 @@ class RankGroup:
         return self._arrival("reduce_scatter", work, (given,), lambda: mine)
 
     def _arrival(self, kind: str, work: dist.Work | None, given: Sequence[torch.Tensor], result: Arrival) -> Arrival:
-        """Return what waits for a collective; until then what was given to it stays in memory."""
+        """Return a function that waits for a collective; until then the arguments of the collective stay in memory."""
         held = list(given)
 
         def arrive() -> torch.Tensor:
@@ -123,7 +123,7 @@ class RankGroup:
     ) -> Callable[[], Sequence[torch.Tensor]]:
         """Start sending tensors to the next member, and receiving as many from the one before into given memory.
 
-        Return what waits until they have left, and returns what has arrived.
+        Return a function that waits until they are sent, and returns the received tensors.
         """
         following, before = self.ranks[(self.number + 1) % len(self.ranks)], self.ranks[self.number - 1]
         messages = [dist.P2POp(dist.isend, tensor.contiguous(), following, self.handle) for tensor in tensors]
@@ -150,7 +150,7 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SilentGroup(RankGroup):
-    """The same ranks where nothing is sent: what would arrive is zero."""
+    """A group of the same ranks that sends nothing: received tensors are zero."""
 
     def begin_all_reduce(self, total: torch.Tensor, *, largest: bool = False, apart: bool = True) -> Arrival:
         """Return what it is given."""
@@ -224,7 +224,7 @@ class World:
         return cls(mesh=mesh, rank=rank, groups=groups, sent_bytes=sent_bytes, activity=activity, channels=channels)
 
     def group(self, atoms: Sequence[str], axis: str | None = None) -> RankGroup | None:
-        """Return this rank's group along atoms; None where it would be alone. ``axis`` names its traffic otherwise."""
+        """Return this rank's group along atoms; None where it would be alone. ``axis`` renames its traffic."""
         if self.num_ranks(atoms) == 1:
             return None
         found = self.groups[tuple(atoms)]
@@ -265,7 +265,7 @@ class World:
         self.sent_bytes["pp"] += memory.nbytes
 
     def begin_receiving(self, into: torch.Tensor, from_rank: int, tag: int, made_at: int = -1) -> Arrival:
-        """Begin to receive what an action of the sender made: by then it had taken whatever came for it so far."""
+        """Begin to receive the result of a sender's action, which has taken all messages sent to it before."""
         work = dist.irecv(into, from_rank, tag=tag, group=self._channel(tag, from_rank, self.rank))
         assert work is not None, "a message of another rank is under way"
 
@@ -293,12 +293,12 @@ class World:
 
 
 def channel_backend(device: torch.device) -> str | None:
-    """Return the library for messages between devices; None where the receiver picks them by their tags."""
+    """Return the library for messages between devices; None where the receiver selects messages by tags."""
     return None if device.type in (HOST, NOWHERE.type) else dist.get_default_backend_for_device(device)
 
 
 def refuse_crossing(schedule: Schedule) -> None:
-    """Refuse an order in which a rank takes messages of a channel otherwise than they were sent."""
+    """Refuse an order in which a rank takes the messages of a channel in another order than they are sent."""
     sent: dict[tuple[int, int, bool], list[tuple[int, int]]] = defaultdict(list)
     taken: dict[tuple[int, int, bool], list[tuple[int, int]]] = defaultdict(list)
     for action in (action for actions in schedule.action_lists() for action in actions if action.kind != "W"):

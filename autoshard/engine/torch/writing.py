@@ -56,7 +56,7 @@ class Step:
 
 @dataclass(slots=True)
 class Variables:
-    """Names of tensors in a function, each after the value that it is, or numbered."""
+    """Names of tensors in a function: that of the value, or a number."""
 
     names: dict[int, str] = field(default_factory=dict)
     inlined: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)  # texts of views, and what they read
@@ -80,7 +80,7 @@ class Variables:
         return self.names[id(tensor)]
 
     def inline(self, operation: Operation) -> None:
-        """Let the view that an operation makes stand where it is read."""
+        """Write a view in place, where its result is read."""
         reads = tuple(name for one in operation.reads for name in self.behind(one))
         self.inlined[id(operation.results[0])] = _Text(self).call(operation), reads
 
@@ -187,7 +187,7 @@ _SPECIAL: Mapping[str, Callable[[_Text, Operation], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassText:
-    """A pass of a block: its steps, what it takes from ``values`` and leaves there, and what it returns."""
+    """A pass of a block: its steps, the ``values`` that it takes and leaves, and its result."""
 
     pass_: str
     steps: tuple[Step, ...]
@@ -207,7 +207,7 @@ class PassText:
         return self._function(self.steps)
 
     def in_pieces(self) -> tuple[str, Mapping[str, tuple[str, ...]]]:
-        """Return functions of all that a compiler may take, one that calls them, and what each of them reads."""
+        """Return functions of the pieces that a compiler may take, one that calls them, and what each reads."""
         functions, pieces = list[str](), dict[str, tuple[str, ...]]()
         steps, together = list[Step](), list[Step]()
         wanted = {self.result, *self.kept.values()}
@@ -260,7 +260,7 @@ def _num_computing(steps: Iterable[Step]) -> int:
 
 
 def _body(steps: Sequence[Step], ends: set[str]) -> Iterator[str]:
-    """Yield the lines of statements; a variable goes after the last that reads it."""
+    """Yield the lines of statements; a variable is deleted after the last line that reads it."""
     last: dict[str, int] = {}
     flat = [one for step in steps for one in step.statements]
     for number, one in enumerate(flat):

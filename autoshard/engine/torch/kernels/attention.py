@@ -1,4 +1,4 @@
-"""Causal attention in pieces that are seen whole, up to the diagonal, or not at all.
+"""Causal attention in pieces of which queries see all keys, the keys up to the diagonal, or none.
 
 A piece is computed by the kernel that torch has for the device, which writes no scores; some devices have none, or none
 for FP32. No mask is ever as large as the scores of a sequence: only without a kernel, and at the edge of a window, are
@@ -73,7 +73,7 @@ def fused(device: torch.device, dtype: torch.dtype, head_dim: int) -> FusedAtten
 
 @dataclass(frozen=True, slots=True)
 class PositionRun:
-    """Neighbours in memory whose positions follow each other: where they start, and the positions."""
+    """Tokens that are neighbours in memory and in the sequence: where they start in memory, and their positions."""
 
     start: int
     positions: range
@@ -84,15 +84,15 @@ class PositionRun:
         return slice(self.start, self.start + len(self.positions))
 
     def part(self, first: int, stop: int) -> "PositionRun":
-        """Return those between two positions; there may be none."""
+        """Return the part between two positions; it may be empty."""
         inside = range(max(first, self.positions.start), min(stop, self.positions.stop))
         return PositionRun(self.start + inside.start - self.positions.start, inside)
 
 
 def runs(positions: torch.Tensor, starts: torch.Tensor | None = None) -> Iterator[tuple[int, PositionRun]]:
-    """Yield the runs of a sequence, each within one document, with where that starts (0 if ``starts`` are not given).
+    """Yield the runs of a sequence, each within one document, with its start (0 if ``starts`` are not given).
 
-    Most ranks have one run, with zig-zag two.
+    Most ranks have one run; with zig-zag they have two.
     """
     first, count = int(positions[0]), len(positions)
     if starts is None and int(positions[-1]) - first == count - 1:
@@ -121,7 +121,7 @@ class VisiblePair:
 def visible_pairs(
     positions: torch.Tensor, key_positions: torch.Tensor, starts: torch.Tensor, window: int | None, *, in_rows: bool
 ) -> Iterator[VisiblePair]:
-    """Yield what sees what, for one document of the queries after the other.
+    """Yield the pairs of queries and keys that see each other, document by document of the queries.
 
     ``starts`` holds where the documents of the queries start; if it has no column, documents see each other. Sequences
     that follow each other and are cut alike go together.
@@ -142,7 +142,7 @@ def visible_pairs(
 def _pairs(
     queries: list[PositionRun], keys: list[PositionRun], window: int | None, *, in_rows: bool
 ) -> Iterator[tuple[PositionRun, PositionRun, str]]:
-    """Yield all pairs of runs that see anything, cut so that a pair is the same positions or apart, or ``in_rows``."""
+    """Yield all pairs of runs that see each other, cut so that positions are equal or disjoint, or ``in_rows``."""
     edges = sorted({edge for run in (*queries, *keys) for edge in (run.positions.start, run.positions.stop)})
     if in_rows or (window and edges[-1] - min(run.positions.start for run in keys) > window):
         for query, key in product(queries, keys):
@@ -162,7 +162,7 @@ def _pairs(
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same with rows in one piece: the fused kernel reads others wrongly, without a word (torch 2.13)."""
+    """Return a tensor with contiguous rows: the fused kernel reads others wrongly, without an error (torch 2.13)."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -193,14 +193,14 @@ class _Attention:
         return cls(fused(formats.device, formats.of(call.inputs[0].dtype), call.sizes["head_dim"]), window)
 
     def pairs(self, heads: Heads, where: Sequence[torch.Tensor], *starts: torch.Tensor) -> list[VisiblePair]:
-        """Return what sees what; ``starts``, if documents do not see each other, are those of the queries."""
+        """Return the visible pairs; ``starts`` are those of the queries' documents, if these do not see each other."""
         if not heads[0].numel() or not heads[1].numel():
             return []
         (begins,) = starts or (where[0].new_empty((len(heads[0]), 0)),)
         return list(visible_pairs(where[0], where[1], begins, self.window, in_rows=self.fused is None))
 
     def forward(self, heads: Heads, seen: VisiblePair) -> Part:
-        """Attend to what a pair sees."""
+        """Return the attention of a pair's queries to its keys."""
         query, key, value = _of_pair(heads, seen)
         if self.fused and seen.sees != "masked":
             return self.fused.forward((query, key, value), seen.sees == "causal")
@@ -292,7 +292,7 @@ def _attend_gradient(kind: AttendGradient, call: Call, context: KernelContext) -
 
 
 def joined(first: Part | None, second: Part) -> Part:
-    """Join two parts of an attention, each normalised on its own; a part that saw no key weighs nothing."""
+    """Join two parts of an attention, each normalised on its own; a part without keys has weight 0."""
     if first is None:
         return second
     (mixed, lse), (part, weight) = first, second

@@ -1,4 +1,4 @@
-"""Operations element by element or along one dim, what is only laid out otherwise, and optimizers' steps, in place.
+"""Operations element by element or along one dim, changes of the order of dims, and optimizers' steps, in place.
 
 Statistics of norms and softmax are FP32 at least.
 """
@@ -148,7 +148,7 @@ def _square_sum(gradient: torch.Tensor) -> tuple[torch.Tensor]:
 
 
 def _clipped(gradient: torch.Tensor, clip: float) -> torch.Tensor:
-    """Bring a gradient down where it lies: memory of its own would cost more than the product."""
+    """Scale a gradient down in place: a second tensor would cost more than the product."""
     return gradient.mul_(clip) if clip < 1.0 else gradient
 
 

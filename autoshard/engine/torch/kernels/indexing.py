@@ -1,6 +1,6 @@
-"""Reading and writing rows by index, also where a rank holds only a part of what is indexed: the rest is zero.
+"""Reading and writing rows by index; where a rank holds only a part of the rows, the others are zero.
 
-So tokens find their embeddings, losses their labels, and tokens the slots of their experts and the way back.
+Embeddings, the labels of losses, and the slots of experts are read and written this way.
 """
 
 from collections.abc import Callable
@@ -146,7 +146,7 @@ def _combine_gradient(kind: CombineGradient, call: Call, context: KernelContext)
 
 
 def _scattered(dims: Dims, call: Call, context: KernelContext) -> Callable[..., torch.Tensor]:
-    """Return what copies rows to their slots; what has no slot goes to one that is cut off again."""
+    """Return a function that copies rows to their slots; rows without a slot go to an extra one, which is cut off."""
     shape = shape_of(call, dims)
 
     def padded(rows: torch.Tensor, expert: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
@@ -163,7 +163,7 @@ def _scattered(dims: Dims, call: Call, context: KernelContext) -> Callable[..., 
 
 
 def _fetched(slots: torch.Tensor, expert: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """Return what lies in each choice's slot, zero where it was dropped."""
+    """Return the row in each choice's slot, zero where the choice was dropped."""
     if not slots.shape[1]:
         return slots.new_zeros((*place.shape, slots.shape[2]))
     return slots[expert, place.clamp(min=0)] * (place >= 0).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""What computes one operation on one rank: made once per operation, called for every micro-batch."""
+"""The functions that compute operations on one rank: made once per operation, called for every micro-batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,13 +21,13 @@ _MOST_ANGLES = 8  # micro-batches in flight share their positions, so few are ev
 
 @dataclass(frozen=True, slots=True)
 class Rotations:
-    """Tables of the angles of the first so many positions, and what was looked up last, by where the positions lie."""
+    """Tables of the angles of the first positions, and the last look-up, by the memory of its positions."""
 
     known: dict[object, tuple[Angles, Sequence[torch.Tensor]]] = field(default_factory=dict)
     tables: dict[object, Angles] = field(default_factory=dict)
 
     def of(self, kind: Rotary, where: Sequence[torch.Tensor], head_dim: int, like: torch.Tensor) -> Angles:
-        """Return cosines, and the sines by which the other half is added, like ``like``: [position, half, pair].
+        """Return cosines, and the sines that multiply the other half, formatted like ``like``: [position, half, pair].
 
         ``where`` holds positions; if documents do not see each other, also where each token's document starts. Then
         they are counted from there: [batch, position, half, pair]. Both halves have the same cosines.
@@ -51,7 +51,7 @@ class Rotations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelContext:
-    """What a rank's kernels know beside the operation: formats, and which part of a cut dim the rank holds."""
+    """What kernels are told beside the operation: formats, and which part of a cut dim the rank holds."""
 
     formats: Formats
     bounds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -80,7 +80,7 @@ def shape_of(call: Call, dims: Sequence[str]) -> tuple[int, ...]:
 
 
 def laid_out(dims: Dims, target: Dims) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what lays a tensor out along other dims, with length-1 axes for the dims it lacks: always a view.
+    """Return a function that views a tensor along other dims, with axes of length 1 for the dims that it lacks.
 
     >>> laid_out(("seq", "batch"), ("batch", "seq", "hidden"))(torch.zeros(3, 2)).shape
     torch.Size([2, 3, 1])

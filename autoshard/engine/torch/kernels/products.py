@@ -1,4 +1,4 @@
-"""Products of tensors as matrix products: dims are sorted into those of both, of one, and those summed over."""
+"""Products of tensors as matrix products: each dim is kept from both factors, from one of them, or summed over."""
 
 from collections.abc import Callable
 from functools import cache
@@ -15,7 +15,7 @@ Matrix = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _matrix(dims: Dims, groups: tuple[Dims, ...], call: Call) -> Matrix:
-    """Return what makes a matrix of a factor, each of these groups of dims one axis; a view, where memory allows."""
+    """Return a function that makes a factor a matrix, one axis for each group of dims; a view, if strides allow."""
     shape = tuple(call.elements(group) for group in groups)
     order = tuple(dims.index(dim) for group in groups for dim in group)
     if order == tuple(range(len(order))):
@@ -26,10 +26,10 @@ def _matrix(dims: Dims, groups: tuple[Dims, ...], call: Call) -> Matrix:
 
 
 def _product(kind: Einsum, call: Call) -> tuple[Matrix, Matrix, tuple[int, ...], list[int] | None]:
-    """Turn an einsum into a product of matrices, or into one for each element of the dims that both factors keep.
+    """Turn an einsum into one product of matrices, or a batch of them over the dims that both factors keep.
 
-    Return what makes the matrices of both factors, the shape of the result, and the order in which its dims are wanted,
-    if that is not the one in which the product makes them.
+    Return the functions that make both factors matrices, the shape of the result, and the wanted order of its dims, if
+    the product makes them in another.
     """
     left, right = (tensor.dims for tensor in call.inputs)
     both = tuple(dim for dim in left if dim in right and dim in kind.dims)
@@ -55,14 +55,14 @@ def _einsum(kind: Einsum, call: Call, context: KernelContext) -> Kernel:
 
 
 def of_experts(call: Call) -> bool:
-    """Whether it multiplies each expert's rows with something of that expert."""
+    """Whether an operation multiplies each expert's rows with a tensor of that expert."""
     return {"experts", "slots"} <= {*call.inputs[0].dims}
 
 
 def _grouped(kind: Einsum, call: Call) -> Kernel:
-    """Return a product for each expert of as many rows as it has; its last argument says where each one's end.
+    """Return a function with a product for each expert; its last argument says where the rows of each expert end.
 
-    Rows are dims of the result (F, I), or are summed over (W). No number is read by the host.
+    Rows are dims of the result (F, I), or are summed over (W). The host reads no number.
     """
     as_it_is = call.inputs[1].dims[-1] == kind.dims[-1]  # or else it is summed over
     if call.sizes["experts"] == 1:
@@ -78,7 +78,7 @@ def _grouped(kind: Einsum, call: Call) -> Kernel:
 
 
 def _of_only_expert(kind: Einsum, call: Call) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]:
-    """Return what makes two matrices of the factors where all rows are those of one expert."""
+    """Return the functions that make the factors two matrices where all rows are those of one expert."""
     if "slots" not in kind.dims:
         return lambda x, y: (x[0].t(), y[0])
     as_it_is = call.inputs[1].dims[-1] == kind.dims[-1]
@@ -106,7 +106,7 @@ def _grouped_product(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor
 
 @cache
 def groups_products(device: torch.device) -> bool:
-    """Whether a device has products of groups whose sizes only it knows."""
+    """Whether a device has grouped products whose sizes are known to the device alone."""
     rows = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     try:
         functional.grouped_mm(rows, rows.view(1, 16, 16), offs=torch.full((1,), 16, dtype=torch.int32, device=device))
@@ -116,10 +116,10 @@ def groups_products(device: torch.device) -> bool:
 
 
 def adding(kind: Einsum, call: Call, *, packed: bool = False) -> Kernel | None:
-    """Return what adds an einsum to a sum (its first argument) as it is computed; None if the sum lies otherwise.
+    """Return a function that adds an einsum to its first argument, a sum; None if the sum has another order of dims.
 
-    The sum may be of a wider format than the factors, where ``adds_wide`` says so. Products of groups add to nothing;
-    ``packed`` rows of experts are such groups, unless there is one expert.
+    The sum may be of a wider format than the factors, where ``adds_wide`` says so. Grouped products (of ``packed`` rows
+    of several experts) cannot add to a sum.
     """
     if packed and of_experts(call):
         return _adding_of_only_expert(kind, call) if call.sizes["experts"] == 1 else None
@@ -146,7 +146,7 @@ def _adding_of_only_expert(kind: Einsum, call: Call) -> Kernel:
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add a product of matrices, or one for each of several, to what may be of a wider format than they are."""
+    """Add a product of matrices, or a batch of them, to a sum, which may be of a wider format."""
     if left.dtype == total.dtype:
         (total.addmm_ if left.dim() == 2 else total.baddbmm_)(left, right)
         return
@@ -160,7 +160,7 @@ def _add_wide(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> N
 
 @cache
 def adds_wide(device: torch.device, factors: torch.dtype, total: torch.dtype) -> bool:
-    """Whether products of a device add to sums of a wider format by themselves: it is asked, with a small one."""
+    """Whether a device has products that add to sums of a wider format: a small one is tried."""
     if device == NOWHERE or total.itemsize <= factors.itemsize:
         return False
     left, right = (torch.ones(16, 16, dtype=factors, device=device) for _ in range(2))
