@@ -1,11 +1,12 @@
 """Why a question has no plan, and what would change that: other pins, a larger cluster, a shorter sequence.
 
-What would help is tried, on a small part of the space in which memory is used least: one sequence at a time, 1F1B, and
-everything computed again. A plan that fits there is an answer of the changed question, if not its best.
+What would help is tried, on a small part of the space in which memory is used least: one sequence at a time where
+Rules allow that, 1F1B, and everything computed again. A plan that fits there is an answer of the changed question, if
+not its best.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -52,13 +53,18 @@ def unanswered(
         return InputError(faults)
     lines = [why_none(request, found)]
     if helpful:
-        why, count = "neither more nodes, a shorter sequence, other kernels nor an untied card helps", len(lines)
+        local = request.cluster.name == LOCAL
+        larger = f"{_MOST_LOCAL_RANKS} ranks" if local else f"{2**_MOST_DOUBLINGS} times as many nodes"
+        nothing = (
+            f"none of these helps: up to {larger}, less headroom, a shorter sequence, other kernels, an untied card"
+        )
+        why, count = nothing, len(lines)
         try:
             for remedy in remedies(request, found, watch):
                 lines.append(f"  try {remedy}")
         except SearchStopped as stop:
             why = f"{stop}, before all that could help was tried"
-        lines += [] if len(lines) > count and why.startswith("neither") else [f"  {why}"]
+        lines += [] if len(lines) > count and why == nothing else [f"  {why}"]
     return NoPlan("\n".join(lines))
 
 
@@ -75,13 +81,18 @@ def any_plan(request: Request, watch: Watch = never_stop) -> Plan | None:
     pins, small = request.pins, dict[str, Any](_SMALL)
     if {"schedule", "vp"} & pins.keys():
         del small["schedule"], small["vp"]
-    some = replace(request, pins={**small, **pins}, objective="time")
 
     def until_found(look: Look) -> str:
         return watch(SearchProgress) or ("found" if math.isfinite(look().best) else "")
 
+    def tried(small: Mapping[str, Any]) -> SearchResult:
+        some = replace(request, pins={**small, **pins}, objective="time")
+        return search(some, watch=until_found, nearest=False)
+
     try:
-        found = search(some, watch=until_found, nearest=False)
+        found = tried(small)
+        if not found.certificate.num_legal and small.pop("mbs"):  # NxD's kernel for experts refuses few tokens
+            found = tried(small)
     except InputError:
         return None
     go_on(watch)
@@ -205,14 +216,14 @@ class _Remedies:
             yield from self._first([(f"--headroom {own:g}", partial(replace, request, headroom=own)) for own in shares])
 
     def _nodes(self) -> Iterator[str]:
-        """Try the next sizes of the cluster that could be enough, powers of two, and doublings; the least first."""
+        """Try the next sizes that could be enough, powers of two, three times these, and doublings; the least first."""
         cluster = self.request.cluster
         local = cluster.name == LOCAL
         option = "--ranks" if local else "--nodes"
         now = cluster.num_ranks if local else cluster.num_nodes
         most = _MOST_LOCAL_RANKS if local else now << _MOST_DOUBLINGS
         least = max(now + 1, math.ceil(now * self._times_more()))
-        doubled = [start << power for start in (1, now) for power in range(most.bit_length())]
+        doubled = [start << power for start in (1, 3, now) for power in range(most.bit_length())]
         sizes = sorted({*range(least, least + _MOST_NEXT), *doubled})
         yield from self._first(
             [(f"{option} {size}", partial(_resized, self.request, size)) for size in sizes if least <= size <= most]

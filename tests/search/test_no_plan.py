@@ -76,6 +76,8 @@ HELP = [
     (ask("llama3-8b", "trn1.32xlarge", pins="pp=2"), ["it without --fix", "--nodes 2"]),
     (ask("tiny-llama", ranks=7, global_batch=32, pins="pp=1"), ["--global-batch 35"]),
     (ask("llama3-8b", "trn1.32xlarge", seq_len=2**20), ["--seq-len 131072"]),
+    # one sequence at a time is refused here, by NxD's kernel for experts
+    (ask("mixtral-8x22b", "trn1.32xlarge", 64), ["--headroom 0.05", "--nodes 96", "--seq-len 4096"]),
 ]
 
 
@@ -95,6 +97,11 @@ def test_the_least_number_of_nodes_that_works_is_named():
     for count in (least - 1, least):
         asked = replace(request, cluster=replace(request.cluster, num_nodes=count))
         assert bool(search(asked, nearest=False).plans) == (count == least)
+
+
+def test_three_times_a_power_of_two_is_a_number_of_nodes_that_is_tried():
+    request = ask("llama3.1-405b", "trn1.32xlarge", 8)
+    assert list(remedies(request, search(request))) == ["--nodes 24"], "21 to 23 divide neither layers nor heads well"
 
 
 def test_the_rule_that_alone_stands_against_a_layout_is_named_first():
