@@ -54,7 +54,7 @@ class PlanResult:
         """Return an answer by its name, unless something is against running it."""
         answer = self.named(name)
         if answer.against:
-            raise NoPlan(f"{answer.plan.candidate} may not be run: {'; '.join(answer.against)}")
+            raise NoPlan(f"the {name}'s layout {answer.plan.candidate} may not be run: {'; '.join(answer.against)}")
         return answer
 
     def save(self, path: str | Path, choose: str | None = None, *, force: bool = False) -> Path:

@@ -164,6 +164,9 @@ def constants_of(cluster: Cluster, own: Calibration | None, release: str | None)
 def _option_faults(error: InputError, option: str) -> Iterator[Fault]:
     """Yield the faults of a look-up, each under the option that it is about."""
     for fault in error.faults:
+        if fault.where.startswith("--"):  # it names its option itself
+            yield fault
+            continue
         own = fault.where in {field.name for field in fields(QuestionOptions)} | {"nodes"}
         name = (fault.where if own else option).replace("_", "-")
         yield Fault(where="" if own else fault.where, message=fault.message).under(f"--{name}")

@@ -282,10 +282,11 @@ def _file_data(path: Path, faults: list[Fault], over: tuple[Path, ...] = ()) -> 
     beside = _CATALOGUE / f"{name}.json" if name in cluster_names() else path.parent / name
     near = nearest(name, (*cluster_names(), *ALIASES))
     unknown = f"{base!r} is not a cluster. {near} A path from this file also works"
+    origin = "say where these numbers are from, for example source: our contract of 2026"
     require(
         (beside.is_file(), f"{path}: base", unknown),
         (beside.resolve() not in over, f"{path}: base", "the file is its own base"),
-        (isinstance(source, str) and bool(source.strip()), f"{path}: source", "say where these numbers are from"),
+        (isinstance(source, str) and bool(source.strip()), f"{path}: source", origin),
     )
     if "price_usd_per_node_hour" in whole:
         whole.setdefault("price_date", None)

@@ -59,10 +59,16 @@ WRONG = [
     (f"{LOCAL} --mod x --zork", ["--mod: unknown option. Did you mean --model", "--zork: unknown option."]),
     (f"{LOCAL} zork", ["unrecognized arguments: zork. See autoshard plan --help"]),
     (f"{LOCAL} --nodes", ["argument --nodes: expected one argument"]),
-    (f"{LOCAL} --pin q --pin up=[ffn", ["--pin q: '' is not a layout.", "--pin up: '[ffn' is not a layout."]),
+    (
+        f"{LOCAL} --pin q --pin up=[ffn",
+        ["autoshard: --pin q: '' is not a layout.", "--pin up: '[ffn' is not a layout."],
+    ),
     (f"{LOCAL} --pin u=[x] --pin u=[y]", ["--pin u: is given twice; keep one"]),
     (f"{LOCAL} --pin upp=[x]", ["--pin upp: no tensor of the forward pass has this name. Did you mean up?"]),
-    (f"{LOCAL} --pin up=[batch/xx,seq,ffn/pp]", ["--pin up: unknown atom 'xx'. Known:", "--pin up: unknown atom 'pp'"]),
+    (
+        f"{LOCAL} --pin up=[batch/xx,seq,ffn/pp]",
+        ["autoshard: --pin up: unknown atom 'xx'. Known:", "--pin up: unknown atom 'pp'"],
+    ),
     (f"{LOCAL} --nodes 1,x --ranks a --engine x", ["--nodes: expected a whole", "--ranks: exp", "Known: any, nxd"]),
     (f"{LOCAL} --seq-len -4 --global-batch 0", ["--seq-len: must be at least 1", "--global-batch: must be at least 1"]),
     (f"{TRN1} --release x", ["--release: must be a number such as 2.24, not 'x'"]),

@@ -8,7 +8,7 @@ import pytest
 
 from autoshard.calibration.measured_run import run_of
 from autoshard.calibration.rows import MeasuredRow
-from autoshard.errors import InputError
+from autoshard.errors import InputError, NoPlan
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import dump, load
 from autoshard.plan.explanation import Answer
@@ -159,3 +159,5 @@ def test_a_vendors_layout_that_does_not_fit_is_shown_and_not_written():
     fastest = plan_at(request, Candidate.parse("tp=32,pp=8", 512))
     found = vendor_answer(request, fastest)
     assert isinstance(found, Answer) and "more than fit" in found.against[0]
+    with pytest.raises(NoPlan, match=r"the vendor's layout tp=32,pp=8.* may not be run: .* more than fit"):
+        PlanResult(answers=(found,), certificate=search(ask("tiny-llama")).certificate).runnable("vendor")
