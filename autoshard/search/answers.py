@@ -51,7 +51,7 @@ class PlanResult:
         return known[name]
 
     def runnable(self, name: str) -> Answer:
-        """Return an answer by its name, unless something is against running it."""
+        """Return an answer by its name, unless it has a reason against running it."""
         answer = self.named(name)
         if answer.against:
             raise NoPlan(f"the {name}'s layout {answer.plan.candidate} may not be run: {'; '.join(answer.against)}")
@@ -83,7 +83,7 @@ class PlanResult:
         )
 
     def __getattr__(self, name: str) -> object:
-        """Say where what a plan has is found: it was the plan itself that ``autoshard.plan`` returned until 0.1."""
+        """Name the place of a plan's attribute: until 0.1 ``autoshard.plan`` returned the plan itself."""
         where = f". It is an attribute of the plan: result.plan.{name}" if hasattr(Plan, name) else ""
         raise AttributeError(f"a PlanResult has no {name!r}{where}")
 
@@ -93,7 +93,7 @@ class PlanResult:
 
 
 def answers_of(request: Request, found: SearchResult, name: str | None = None) -> PlanResult:
-    """Return the answers to a question, given what a search found: at least one plan; the simple one unless named."""
+    """Return the answers to a question from a search result with a plan; ``plan`` is the simple one unless named."""
     best, *others = found.plans
     is_time = request.objective != "memory"
     first = Answer(

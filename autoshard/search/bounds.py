@@ -1,9 +1,9 @@
-"""What a step takes or holds at least, for many points at once, before anything is known of their stages.
+"""Lower bounds of the time and memory of a step, for many points at once, before their stages are filled.
 
-The layers of a pipeline are given to its ranks as their memory allows: those that recompute least first, each rank as
-many as could fit if it held no others. The work that results is then spread in perfect balance, over a pipeline that
-waits no longer than its schedule must. As layers are whole, some rank has most work, which is another bound. Every
-step of this errs to the fast side.
+The layers of a pipeline are given to its ranks as memory allows: layers with the least recompute first, each rank as
+many as would fit if it held no others. The resulting work is then spread in perfect balance, over a pipeline that
+waits no longer than its schedule must. As layers are whole, some rank has most work, which is another bound. Each of
+these assumptions can only make a step faster.
 """
 
 import itertools
@@ -32,9 +32,9 @@ _ALONE = Schedule(builder="1f1b", num_ranks=1, num_micro_batches=1)
 def least_seconds(
     priced: PricedLayouts, rows: Ints, space: Space, capacity: float, limit_s: float = np.inf
 ) -> tuple[Floats, Floats]:
-    """Return what a step of every point takes at least, and of that what is no micro-batch's, without fixed seconds.
+    """Return a lower bound of the step of every point, and the part of it beside micro-batches, without fixed seconds.
 
-    The points are layouts that are priced, by their rows there, as a variant runs them. Infinite where nothing fits.
+    A point is a row of the priced layouts, run as a variant says. The bound is infinite where nothing fits.
     Which rank takes longest is only asked for points that may take less than a limit.
     """
     question, base, pp = priced.question, space.base, space.rows["pp"]
@@ -57,7 +57,7 @@ def least_seconds(
 
 
 def least_of_any(priced: PricedLayouts, zeros: Sequence[Zero], capacity: float) -> Floats:
-    """Return what a step of every layout takes at least, with any schedule and, if it has but this, any recompute."""
+    """Return a lower bound of the step of every layout, for any schedule; if priced without, for any recompute."""
     rows = priced.space.rows
     counts = priced.question.workload.global_batch // (rows["dp"] * rows["mbs"])
     found = np.full(len(counts), np.inf)
@@ -68,7 +68,7 @@ def least_of_any(priced: PricedLayouts, zeros: Sequence[Zero], capacity: float) 
 
 
 def least_bytes(priced: PricedLayouts, zero: Zero) -> Floats:
-    """Return what the rank with the most layers holds at least: states, and what one micro-batch keeps."""
+    """Return the least bytes of the rank with the most layers: states, and activations of one micro-batch."""
     question = priced.question
     layers, kernels = -(-question.model.num_layers // priced.space.rows["pp"]), load_kernels(question.kernels)
     blocks = priced.pipeline_blocks(slice(None), _ALONE, Candidate(zero=zero))
@@ -89,7 +89,7 @@ def _holds_as_1f1b(builder: str) -> bool:
 def _least_work(
     priced: PricedLayouts, zero: Zero, as_1f1b: bool, turns: bool, capacity: float
 ) -> tuple[Floats, Floats]:
-    """Return what one micro-batch of every layout costs on all ranks together at least, and what the step phase does.
+    """Return the least time of one micro-batch of every layout on all ranks together, and of the step phase.
 
     Ranks keep as many micro-batches as under 1F1B, or one. A schedule that turns has the head on its first rank.
     """
@@ -110,7 +110,7 @@ def _least_work(
 def _pass_s(
     blocks: PipelineBlocks, ends: tuple[NDArray[np.bool_], NDArray[np.bool_]], kept: tuple[Ints, Ints], capacity: float
 ) -> Floats:
-    """Return what a micro-batch takes on all ranks together at least, if each holds as many layers as it can alone.
+    """Return the least time of a micro-batch on all ranks together, if each holds as many layers as it can alone.
 
     Given are which ranks have the embedding, and the head, and of how many micro-batches each rank keeps every layer,
     and every layer that waits for W: [rank, candidate].
@@ -134,7 +134,7 @@ def _pass_s(
 
 
 def least_in_flight(blocks: PipelineBlocks, rest_s: Floats, capacity: float) -> Floats:
-    """Return what a step of each candidate takes at least with what its ranks keep of micro-batches in flight."""
+    """Return a lower bound of the step of each candidate that counts what its ranks keep of micro-batches in flight."""
     schedule, counts = blocks.schedule, counts_of(blocks.schedule)
     in_flight, ranks = in_flight_of(schedule), np.arange(schedule.num_ranks)
     fewest = in_flight.reshape(*in_flight.shape[:2], -1, schedule.num_chunks).min(axis=3)  # [rank, time, saved, waits]
@@ -147,13 +147,13 @@ def least_in_flight(blocks: PipelineBlocks, rest_s: Floats, capacity: float) -> 
 
 
 def _states_bytes(blocks: PipelineBlocks, block: BlockTotals) -> Floats:
-    """Return the states of a block at least: rounding, and weights that meet their copies, left out."""
+    """Return the least bytes of a block's states: without rounding, and without weights that meet their copies."""
     parts = state_bytes(block.weights, blocks.setting, blocks.question.workload)
     return np.maximum(0.0, sum(parts.values()) - _ROUNDED * len(block.weights))
 
 
 def _passes(builder: str, counts: Ints, ranks: Ints) -> Floats:
-    """Return how often a step takes the work of one micro-batch at least, however that lies on the ranks.
+    """Return the least number of times that a step takes the work of one micro-batch, for any split over the ranks.
 
     Of GPipe and 1F1B these are paths that are no longer than those of ``path_weights``, in the flow in which all
     layers weigh the same; other schedules may have no bubble.
@@ -165,7 +165,7 @@ def _passes(builder: str, counts: Ints, ranks: Ints) -> Floats:
 
 
 def _fullest_rank_s(blocks: PipelineBlocks, rows: Ints, space: Space, counts: Ints, held_s: Floats) -> Floats:
-    """Return what the micro-batches take at least on the rank that takes longest, with the fastest recompute.
+    """Return the least time of all micro-batches on the slowest rank, with the fastest recompute.
 
     Layers are whole, and every stage has one. A rank begins when the stages before its first one have passed a
     micro-batch, and ends before these have passed the last one back, unless its weight gradients come later.
@@ -198,7 +198,7 @@ def _fullest_rank_s(blocks: PipelineBlocks, rows: Ints, space: Space, counts: In
 
 
 def _update_s(blocks: PipelineBlocks, counts: Ints, layers: Ints) -> Floats:
-    """Return what the step phase of a rank with so many layers takes at least.
+    """Return the least time of the step phase of a rank with so many layers.
 
     Embedding and head may be there too: under ZeRO-3 they are more messages, but if they are small, messages of another
     size, which may go another way.

@@ -1,4 +1,4 @@
-"""Every way in which layouts can be run, and what the Rules leave of that.
+"""Every way in which layouts can be run, and which of these the Rules allow.
 
 A layout may run attention over cp in several ways, cut the sequence over tp or not, spread states over dp, and follow
 any schedule with any number of chunks. A variant is a space of its own, whose layouts share these choices; it holds a
@@ -43,14 +43,14 @@ class RunVariant(PerCandidate):
 
     @property
     def terms(self) -> Terms:
-        """Under what its blocks are cut; with tp 1 it makes no difference whether tp cuts the sequence."""
+        """The terms under which its blocks are cut; with tp 1 it makes no difference whether tp cuts the sequence."""
         base, sp = self.space.base, self.space.sp is not False
         return Terms(engine=self.space.engine, sequence_parallel=sp, cp_kind=base.cp_kind, between=base.boundary)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LegalSpace:
-    """A space under its Rules: how many outer points it has, who refuses how many, and what is left of each variant."""
+    """A space under its Rules: the number of its outer points, each Rule's refusals, and each variant's legal rows."""
 
     space: Space
     num_points: int
@@ -64,15 +64,15 @@ class LegalSpace:
         return sum(len(one.layouts) for one in self.variants)
 
     def with_layouts(self, layouts: Truths) -> "LegalSpace":
-        """Return what is left where only some layouts may be used."""
+        """Return the space with only some of its layouts."""
         some = (one.only(np.flatnonzero(layouts[one.layouts])) for one in self.variants)
         return replace(self, variants=tuple(one for one in some if len(one.layouts)))
 
 
 def run_choices(space: Space, num_layers: int, pins: Pins) -> Iterator[Choice]:
-    """Yield every choice that is not pinned, with the layouts for which it means something of its own.
+    """Yield every choice that is not pinned, with the layouts for which it changes something.
 
-    With heads cut over cp every rank sees whole sequences, so that their order is nothing of its own; and tp cuts none.
+    With heads cut over cp every rank sees whole sequences, so their order changes nothing; and tp cuts no sequence.
     """
     tp, pp, cp, dp = (space.rows[key] for key in ("tp", "pp", "cp", "dp"))
     schedules = [
@@ -146,7 +146,7 @@ def legal_space(request: Request, engine: Engine, watch: Watch = never_stop) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InTheWay:
-    """Rules that alone keep some candidates from being legal, one of these, and how many there are."""
+    """Rules that are the only ones against some candidates, one of these candidates, and their number."""
 
     rules: tuple[str, ...]  # ids
     candidate: Candidate
@@ -179,7 +179,7 @@ def in_the_way(request: Request, engine: Engine) -> tuple[InTheWay, ...]:
 
 
 class _Tally:
-    """What every Rule has refused so far, with its words about the candidate that had least else against it."""
+    """The refusals of every Rule so far, with its message about the candidate that the fewest other Rules refuse."""
 
     def __init__(self, request: Request) -> None:
         self._facts = (request.model, request.cluster, request.workload)
@@ -189,7 +189,7 @@ class _Tally:
         self.hopeful: set[str] = set()  # Rules that allowed something
 
     def allowed(self, space: Space, rules: Sequence[Rule], counts: Ints) -> Truths:
-        """Ask Rules about a space, a row of which stands for so many points; return what all allow: [row, recompute].
+        """Judge a space, each row of which is so many points; return whether all Rules allow it: [row, recompute].
 
         Once a Rule has refused every row, no other is asked.
         """
@@ -228,7 +228,7 @@ class _Tally:
         return found
 
     def _refuse(self, space: Space, rule: Rule, mildest: int, reasons: int, num_points: int) -> None:
-        """Add the points that a Rule refuses, and its words if there is no milder example."""
+        """Add the points that a Rule refuses, and its message if no milder example is known."""
         known = self.refusals.get(rule.id)
         num_points += known.num_points if known else 0
         if num_points and (known is None or reasons < self._reasons[rule.id]):

@@ -1,8 +1,7 @@
-"""Why a question has no plan, and what would change that: other pins, a larger cluster, a shorter sequence.
+"""Why a question has no plan, and which changes would give one: other pins, a larger cluster, a shorter sequence.
 
-What would help is tried, on a small part of the space in which memory is used least: one sequence at a time where
-Rules allow that, 1F1B, and everything computed again. A plan that fits there is an answer of the changed question, if
-not its best.
+Each change is tried on the small part of the space that uses least memory: one sequence at a time where Rules allow
+that, 1F1B, and full recompute. A plan that fits there is an answer of the changed question, if not its best.
 """
 
 import math
@@ -47,7 +46,7 @@ Change = tuple[str, Callable[[], Request]]  # options to type, and the question 
 def unanswered(
     request: Request, found: SearchResult, *, helpful: bool = False, watch: Watch = never_stop
 ) -> AutoshardError:
-    """Return the error of a search that found nothing; to be helpful, search for changes after which a plan exists."""
+    """Return the error of a search that found nothing, with changes of the question after which a plan exists."""
     faults = () if found.certificate.num_legal else question_faults(request)
     if faults:
         return InputError(faults)
@@ -100,14 +99,14 @@ def any_plan(request: Request, watch: Watch = never_stop) -> Plan | None:
 
 
 def remedies(request: Request, found: SearchResult, watch: Watch = never_stop) -> Iterator[str]:
-    """Yield changes of one thing at a time after which a plan exists, the least of each, as options to type."""
+    """Yield single changes after which a plan exists, the smallest of each kind, as options to type."""
     yield from _Remedies(request=request, found=found, watch=watch).all()
 
 
 def better_sizes(request: Request, plan: Plan, watch: Watch = never_stop) -> Iterator[str]:
-    """Yield the nearest number of nodes, and batch, of which dp can take the odd part of the ranks, if they are better.
+    """Yield the nearest numbers of nodes and batches with which dp can take the odd factor of the ranks, if faster.
 
-    Else tp, cp or pp have to take it, which few models and schedules do well.
+    Otherwise tp, cp or pp have to take it, which is slow for most models and schedules.
     """
     cluster, batch = request.cluster, request.workload.global_batch
     good = [count for count in range(1, 2 * cluster.num_nodes + 1) if not batch % _odd(count * cluster.ranks_per_node)]
@@ -133,7 +132,7 @@ def _odd(number: int) -> int:
 
 
 def _resized(request: Request, size: int) -> Request:
-    """Ask for another number of nodes; of this machine, of ranks."""
+    """Return the question for another number of nodes; on this machine, of ranks."""
     if request.cluster.name == LOCAL:
         return replace(request, cluster=request.cluster.with_local_ranks(size))
     others = tuple(replace(other, num_nodes=size) for other in request.other_lnc)
@@ -149,7 +148,7 @@ class _Remedies:
     watch: Watch
 
     def all(self) -> Iterator[str]:
-        """Yield the least change of each thing that helps; where none does, of the cluster with another card."""
+        """Yield the smallest helpful change of each kind; where none helps, changes with another model card."""
         helped = False
         small = self._pins(), self._batch(), self._kernels(), self._headroom()
         for words in chain(*small, self._nodes(), self._sequence(), self._engines()):
@@ -187,7 +186,7 @@ class _Remedies:
         yield from self._first(changes)
 
     def _batch(self) -> Iterator[str]:
-        """Try batches of which dp can take the odd part of the ranks, as tp, cp and pp rarely do; and larger ones."""
+        """Try larger batches, and those with which dp can take the odd factor of the ranks: other axes rarely can."""
         now, odd = self.request.workload.global_batch, _odd(self.request.cluster.num_ranks)
         sizes = [math.ceil(now / odd) * odd]
         if not self.found.certificate.num_legal:
@@ -216,7 +215,7 @@ class _Remedies:
             yield from self._first([(f"--headroom {own:g}", partial(replace, request, headroom=own)) for own in shares])
 
     def _nodes(self) -> Iterator[str]:
-        """Try the next sizes that could be enough, powers of two, three times these, and doublings; the least first."""
+        """Try the next sizes that could be enough, powers of two, three times these, doublings; the smallest first."""
         cluster = self.request.cluster
         local = cluster.name == LOCAL
         option = "--ranks" if local else "--nodes"
@@ -230,7 +229,7 @@ class _Remedies:
         )
 
     def _times_more(self) -> float:
-        """Return how many times as many ranks would do if all that the smallest plan holds could be cut."""
+        """Return by which factor ranks must grow if all that the smallest plan holds could be cut."""
         miss = self.found.nearest_miss
         if miss is None or miss.prediction is None:
             return 1.0
@@ -264,7 +263,7 @@ class _Remedies:
         )
 
     def _untied(self) -> Iterator[str]:
-        """Try a card with a head of its own, where a Rule is against tied embeddings."""
+        """Try a card with untied embeddings, where a Rule refuses tied ones."""
         for refusal in self.found.certificate.refusals:
             if refusal.rule_id == nxd_tied.id:
                 words, ask = self._untied_card()
@@ -328,7 +327,7 @@ def why_none(request: Request, found: SearchResult) -> str:
 
 
 def _binding_lines(request: Request) -> Iterator[str]:
-    """Say which Rules alone are in the way of some candidate, for the engine against which least is to be said."""
+    """Say which Rules alone refuse some candidate, for the engine with the fewest such Rules."""
     pins = request.pins if {"schedule", "vp"} & request.pins.keys() else {"schedule": "1f1b", "vp": 1, **request.pins}
     small = replace(request, pins={**{key: _SMALL[key] for key in ("mbs", "recompute")}, **pins})
     found: list[tuple[Engine, InTheWay]] = []

@@ -1,4 +1,4 @@
-"""From a request to the best plan, with what was looked at, what was refused and why.
+"""From a request to the best plan, with the points that were searched, and the refused ones with their reasons.
 
 A frontier repeats the search with less memory and other sizes of the cluster.
 """
@@ -35,7 +35,7 @@ _STEP = 0.1  # of memory: of plans that differ by less only the faster is wanted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The answer: plans that fit, fastest first; if there is none, a legal one that misses by little."""
+    """The answer: plans that fit, fastest first; if there is none, a legal plan that needs little more memory."""
 
     plans: tuple[Plan, ...]
     nearest_miss: Plan | None
@@ -51,7 +51,7 @@ class SearchResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _EngineResult:
-    """What one engine can do on one cluster: the points that were searched; if nothing fits, what misses by least."""
+    """The result of one engine on one cluster: the searched points; if nothing fits, the solution of least memory."""
 
     request: Request
     engine: Engine
@@ -86,7 +86,7 @@ def search(
     """Price every legal candidate of every engine and return the fastest that fit, and a simple one if that is wanted.
 
     The simple one takes at most this share more than the fastest. An engine that cannot run what is pinned leaves the
-    answer to the others. ``nearest`` asks for the nearest miss; ``known`` keeps what does not depend on memory.
+    answer to the others. ``nearest`` asks for the nearest miss; ``known`` keeps prices, which do not depend on memory.
     """
     results, known = list[_EngineResult](), {} if known is None else known
     faults: list[InputError] = []
@@ -142,7 +142,7 @@ def _simplest(results: Sequence[_EngineResult], share: float) -> Plan | None:
 
 
 def _with_less_headroom(result: _EngineResult, solution: Solution) -> dict[float, float]:
-    """Return what the outer point of a solution takes with half of the headroom and with none."""
+    """Return the time of a solution's outer point with half of the headroom and with none."""
     request, pool, found = result.request, result.pool, dict[float, float]()
     if request.memory_bytes is not None or request.objective == "memory" or pool is None:
         return found
@@ -180,7 +180,7 @@ def _search_engine(
 
 
 def _keeping_pins(request: Request, legal: LegalSpace) -> LegalSpace:
-    """Leave out layouts that cannot keep to pinned tensors; where no legal one can, say why the first cannot."""
+    """Leave out layouts that cannot keep pinned tensors; if no legal layout can, say why the first cannot."""
     if not request.layouts or not legal.variants:
         return legal
     layouts = np.unique(np.concatenate([one.layouts for one in legal.variants])).tolist()
@@ -192,7 +192,7 @@ def _keeping_pins(request: Request, legal: LegalSpace) -> LegalSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontier:
-    """Plans that no other betters, fastest first; by how much each may be slower than the fastest of its memory."""
+    """Plans that no other plan betters, fastest first, each with its gap to the fastest plan of its memory."""
 
     plans: tuple[Plan, ...]
     gap: float

@@ -1,4 +1,4 @@
-"""Outer points: layouts with everything that they can be run as, each with a bound; solved, a candidate each."""
+"""Outer points: layouts with every way of running them, each with a lower bound; a solved point is a candidate."""
 
 import heapq
 import itertools
@@ -44,7 +44,7 @@ class Points:
 
     @classmethod
     def of(cls, priced: PricedLayouts, variant: RunVariant, goal: Goal, limit: float = np.inf) -> "Points":
-        """Return all points of a variant whose layouts are priced and may fit in memory, each with its bound.
+        """Return the points of a variant whose layouts are priced and may fit in memory, each with its bound.
 
         Bounds are made no sharper than a limit asks for.
         """
@@ -127,7 +127,7 @@ class Points:
         return found.with_columns(some, options.timed(options.best[:, 0, some], some)) if len(some) else found
 
     def sharpened(self, goal: Goal, below: float, splits: SplitSearch) -> "Points":
-        """Return them with bounds that count what their schedule keeps in flight; or then, how it makes ranks wait."""
+        """Return the points with bounds that count activations in flight or, the next time, the schedule's waits."""
         if goal.objective == "memory" or goal.effort.exhaustive:
             return replace(self, sharpness=SHARPEST)
         blocks, choices = self.blocks, self.choices
@@ -144,9 +144,9 @@ class Points:
 
 
 def likely(points: Iterable[Points]) -> list[Points]:
-    """Return for each builder and number of ranks the points that share a schedule and look fastest, in this order.
+    """Return for each builder and number of ranks the points that share a schedule and look fastest, fastest first.
 
-    They do by their bounds, with the bubble that 1F1B would have.
+    Points are compared by their bounds, with the bubble that 1F1B would have.
     """
     found: dict[tuple[str, int], tuple[float, Points]] = {}
     for group in itertools.chain.from_iterable(one.by_schedule() for one in points):
@@ -160,7 +160,7 @@ def likely(points: Iterable[Points]) -> list[Points]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlainPoints:
-    """Layouts that are priced without recompute only, as which variants they run, and the least bound of these."""
+    """Layouts that are priced without recompute only, the variants that run them, and the least bound over these."""
 
     priced: PricedLayouts
     variants: Sequence[RunVariant]
@@ -168,7 +168,7 @@ class PlainPoints:
 
     @classmethod
     def of(cls, priced: PricedLayouts, variants: Sequence[RunVariant], goal: Goal) -> "PlainPoints":
-        """Return them with bounds that hold for any recompute and schedule."""
+        """Return the layouts with bounds that hold for any recompute and schedule."""
         zeros: list[Zero] = list({one.space.base.zero: None for one in variants})
         if goal.effort.exhaustive:
             bounds = np.zeros(len(priced.numbers))
@@ -206,7 +206,7 @@ class PlainPoints:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class UnsolvedPoints:
-    """The points that are not solved: they come as plain layouts, wait as points, and are opened by their bounds."""
+    """The unsolved points: they begin as plain layouts, wait as points, and are opened in the order of their bounds."""
 
     plain: list[PlainPoints] = field(default_factory=list[PlainPoints])
     waiting: list[tuple[float, Points]] = field(default_factory=list[tuple[float, Points]])  # with the least bound
@@ -240,7 +240,7 @@ class UnsolvedPoints:
         return heapq.heappop(self.opened)[-1]
 
     def open_again(self) -> None:
-        """Open the points that were passed, because what was known is no longer so good."""
+        """Open the points that were passed, because the best known solution became slower."""
         for points in self.passed:
             self.open(points)
         self.passed.clear()

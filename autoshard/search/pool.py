@@ -1,7 +1,7 @@
 """Best-first search: solve outer points in the order of their bounds, until no open bound is better.
 
 The block solver finds the cuts of all layouts of a kind at once. A cutting names atoms, not sizes, so that one serves
-many layouts; the best layouts get just their own. It minimises time alone; the outer search saves memory.
+many layouts; the best layouts get cuttings of their own. It minimises time alone; the outer search saves memory.
 """
 
 from collections import defaultdict
@@ -48,7 +48,7 @@ class Pool:
         watch: Watch = never_stop,
         others: Sequence[float] = (),
     ) -> None:
-        """``others`` are the values of the best layouts of other spaces, beside which these are wanted."""
+        """``others`` are the values of the best layouts of other spaces, with which these compete."""
         self._pricer, self._legal, self._goal, self._pins, self._watch = pricer, legal, goal, pins, watch
         pricer.between = lambda: go_on(self._watch, self._progress)
         self._variants: dict[Terms, list[RunVariant]] = defaultdict(list)
@@ -79,7 +79,7 @@ class Pool:
     def settle(self, count: int) -> None:
         """Solve points until the ``count`` best layouts are known, each with its own cutting.
 
-        Whoever watches may stop this between any two steps; then the solutions are those that are known.
+        The watching caller may stop this between any two steps; then the solutions known so far count.
         """
         self._count, wanted = count, max(count, _ALWAYS)
         while self._unpriced:
@@ -118,7 +118,7 @@ class Pool:
                     self._keep_all(some, some.evenly_solved(self._goal))
 
     def _tighten(self) -> None:
-        """Bound points again whose bound is loose, the lowest first: what is known best was not when they were."""
+        """Bound solved points with a loose bound again, the lowest first: a better limit is known now."""
         splits, limit = self.splits, self._limit(1)
         splits.seconds_left = max(0.0, splits.seconds_left) + self._goal.effort.split_s / 2
         self._loose.sort(key=lambda one: one[1].bound[0])
@@ -283,9 +283,9 @@ class Pool:
 
     @property
     def _gives_up(self) -> bool:
-        """Say whether points are left open: long nothing better was found, and solving them makes no gap smaller.
+        """Say whether to leave points open: nothing better was found for long, and solving them makes no gap smaller.
 
-        That is where the gap is as small as is asked for, or where solved points keep it open.
+        That is the case where the gap is as small as wanted, or where solved points keep it open.
         """
         if self._num_idle < self._goal.effort.most_idle:
             return False
@@ -351,7 +351,7 @@ class Pool:
             self._refused.append(fault)
 
     def _refine(self, row: Row, used: Cutting) -> None:
-        """Find a layout's own cutting; if it is another than the one used, price the layout anew."""
+        """Find a layout's own cutting; if it differs from the one used, price the layout again."""
         go_on(self._watch, self._progress)
         terms, layout = row
         own = solved_cutting(

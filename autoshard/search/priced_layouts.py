@@ -28,7 +28,7 @@ Row = tuple[Terms, int]  # a layout, cut under some terms
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PricedLayouts(PerCandidate):
-    """Layouts with the blocks of one lowering, each block under every kind of recompute that may be used, or none."""
+    """Layouts with the blocks of one lowering, each block under every allowed kind of recompute, or only without."""
 
     question: Question
     cutting: Cutting
@@ -47,7 +47,7 @@ class PricedLayouts(PerCandidate):
 
     @property
     def at_least(self) -> "PricedLayouts":
-        """What any kind of recompute takes and holds at least: the time of none, and nothing for backward."""
+        """Lower bounds for any recompute: the time without recompute, and no bytes kept for backward."""
         none = np.zeros((1, len(self.numbers)))
         plain = replace(self.layer, saved_bytes=none, moment_bytes=none, waiting_bytes=none)
         return replace(self, layer=plain)
@@ -70,7 +70,7 @@ class PricedLayouts(PerCandidate):
         )
 
     def fixed_s(self, rows: Rows, base: Candidate, chunks: Ints | int) -> Floats:
-        """Return what a step of some of its layouts takes whatever it does, and by the user's own terms."""
+        """Return the fixed seconds of a step of some of its layouts, and those of the user's own terms."""
         fixed = np.full(len(self.numbers[rows]), self.question.calibration.step_s)
         if not self.question.terms:
             return fixed
@@ -82,9 +82,9 @@ class PricedLayouts(PerCandidate):
 
 
 class LayoutPricer:
-    """Prices the layouts of a space, and finds how their blocks are cut; what is asked again is known.
+    """Prices the layouts of a space, and finds how their blocks are cut; repeated questions are answered from memory.
 
-    ``between`` is called before each block, and may stop this.
+    ``between`` is called before each block, and may stop the pricing.
     """
 
     def __init__(self, question: Question, space: Space) -> None:
@@ -216,7 +216,7 @@ class LayoutPricer:
 
 
 def split(layouts: Ints, cuts: Sequence[NDArray[np.bool_]]) -> Iterator[Ints]:
-    """Part layouts by which of some atoms cut anything."""
+    """Group layouts by which of some atoms are larger than 1."""
     kinds = sum((own[layouts] << number for number, own in enumerate(reversed(cuts))), 0 * layouts)
     yield from (layouts[kinds == kind] for kind in np.unique(kinds))
 
@@ -224,11 +224,11 @@ def split(layouts: Ints, cuts: Sequence[NDArray[np.bool_]]) -> Iterator[Ints]:
 def lowered_alike(
     question: Question, space: Space, cutting: Cutting, *, apart: bool
 ) -> Iterator[tuple[Ints, CutBlocks]]:
-    """Yield the layouts that one lowering serves, in which a group of one rank sends nothing, with their blocks.
+    """Yield layouts that share one lowering, in which groups of one rank send nothing, with their blocks.
 
-    Slots of experts change their cut by way of both ep and cp, so that it matters which of these cut anything; among
-    layouts that are alike in these kv may matter too, and copies of keys may in any model. Where anybody may have
-    pinned anything, all atoms matter: ``apart``.
+    Slots of experts change their cut over both ep and cp, so it matters which of these exceed 1. Among layouts that
+    agree in them kv may matter too, and in any model so may copies of keys. Where tensors may be pinned, all atoms
+    matter: ``apart``.
     """
     cuts = {atom: column > 1 for atom, column in atom_columns(question.model, space).items()}
     mixture = bool(question.model.num_experts)
@@ -260,7 +260,7 @@ def atom_columns(model: ModelSpec, space: Space) -> Mapping[str, Ints]:
 
 
 def kinds_of(recomputes: Sequence[tuple[Recompute, ...]]) -> tuple[Recompute, ...]:
-    """Return what single layers may do, none among it.
+    """Return the kinds of recompute of single layers, ``none`` included.
 
     >>> [str(kind) for kind in kinds_of([(Recompute.parse("full:2"),)])]
     ['none', 'full']

@@ -1,6 +1,6 @@
-"""The simplest plan that is nearly as fast as the fastest: what one can explain, debug, and write down by hand.
+"""The simplest plan that is nearly as fast as the fastest: one that people can explain, debug, and write by hand.
 
-Layers of simple plans recompute in one or two kinds. Of two such plans the simpler one is that which comes first by
+Layers of simple plans recompute in one or two kinds. Two such plans are compared by these criteria, in this order:
 
 1. stages: an even split of the layers before others
 2. recompute: one kind everywhere; ``full:K`` on all stages; two kinds, one per stage; ``full:K`` on some stages
@@ -9,7 +9,7 @@ Layers of simple plans recompute in one or two kinds. Of two such plans the simp
 5. axes: fewer of tp, pp, cp, ep and dp above 1
 6. other keys: fewer of sp, zero, cp_kind and cp_order that are not at their default
 
-and where all of these are equal, the faster one. What the user pinned is kept, and counts for nothing.
+and where all of these are equal, by their time. What the user pinned is kept, and does not count as complexity.
 """
 
 from collections import defaultdict
@@ -44,9 +44,9 @@ class Simple:
 def simplest(
     groups: Iterable[Points], goal: Goal, limit: float, between: Callable[[], None] = lambda: None
 ) -> Simple | None:
-    """Return the simplest plan of some points that takes less than a limit; None if there is none.
+    """Return the simplest plan of some points that is faster than a limit; None if there is none.
 
-    The points of a group share a schedule. ``between`` is called between groups, and may stop this.
+    The points of a group share a schedule. ``between`` is called between groups, and may stop the search.
     """
     ordered: dict[tuple[int, ...], list[tuple[Points, Ints]]] = defaultdict(list)
     for points in groups:
@@ -82,7 +82,7 @@ def _simplicity(point: Candidate) -> tuple[int, ...]:
 
 
 def _uneven(points: Points, goal: Goal, limit: float, num_kinds: int) -> Solution | None:
-    """Return the fastest plan of some points below a limit whose stages each have one of so many kinds of recompute."""
+    """Return the fastest plan of some points below a limit whose stages each have one of a few kinds of recompute."""
     schedule, choices, count = points.schedule, points.choices, len(points.rows)
     assert schedule, "its points share a schedule"
     if choices.stages or choices.recompute or schedule.num_ranks == 1:
@@ -100,7 +100,7 @@ def _uneven(points: Points, goal: Goal, limit: float, num_kinds: int) -> Solutio
 
 
 def _fastest(points: Points, timed: StageFilling, places: Ints) -> Solution:
-    """Return the fastest of fillings of points, of equals what takes least memory."""
+    """Return the fastest filling of points; among equals, that of least memory."""
     equal = np.flatnonzero(timed.time_s <= timed.time_s.min() * (1 + _TIE))
     column = equal[timed.peak_bytes[equal].argmin()][None]
     point = points.only(places[column])
@@ -111,7 +111,7 @@ def _fastest(points: Points, timed: StageFilling, places: Ints) -> Solution:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EvenStages:
-    """Points that share a schedule, their layers split evenly or as pinned, under everything they may recompute."""
+    """Points that share a schedule, with even or pinned splits of layers, priced under every allowed recompute."""
 
     points: Points
     options: RankOptions
@@ -125,7 +125,7 @@ class EvenStages:
         return cls(points=points, options=RankOptions.of(blocks, choices, layers, goal.capacity))
 
     def fastest(self, recompute: int, places: Ints, limit: float) -> Solution | None:
-        """Return the fastest below a limit of some of the points, with recompute of one place in the order.
+        """Return the fastest of some points below a limit, with recompute from one place in the order of simplicity.
 
         A rank that may do two things does the faster one if it fits.
         """
@@ -170,7 +170,7 @@ class EvenStages:
         return table[:, 0], table[:, 1]
 
     def _bound(self, least_s: Floats, places: Ints) -> Floats:
-        """Return what a step takes at least if a micro-batch takes its ranks so long: [pair, point]."""
+        """Return a lower bound of the step, given the time of a micro-batch on its ranks: [pair, point]."""
         blocks = self.options.blocks
         before_s = np.cumsum(least_s, axis=0) - least_s if blocks.schedule.builder in ALL_RANGES else 0.0
         passes_s = (before_s + blocks.schedule.num_micro_batches * least_s).max(axis=0)

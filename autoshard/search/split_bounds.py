@@ -1,9 +1,9 @@
 """Bounds of all splits of the layers of one candidate over its stages, by flows through its schedule.
 
-With its order of actions given, a step takes as long as the longest path through them, and a path adds up so many
-passes of each stage and so many sends. A flow is a weighted average of paths. Each path, and so each flow, bounds every
-split, and is linear in the layers of stages. Good flows are found where fractions of layers balance the stages. A flow
-belongs to a schedule: whatever the passes of this take, it bounds the step.
+Given the order of actions, the time of a step is the length of the longest path through them. The length of a path
+adds up passes of each stage and sends. A flow is a weighted average of paths. The length of each path, and so of each
+flow, is a lower bound for every split, linear in the layers of stages. Good flows are found where fractions of layers
+balance the stages. A flow belongs to a schedule: it bounds the step for any times of the passes.
 """
 
 from collections.abc import Iterator
@@ -33,10 +33,10 @@ _PRICES = 24  # of a layer, among which the best is taken
 
 @dataclass(slots=True)
 class SplitSearch:
-    """What a search for splits has found, and may still do, for all of its candidates together.
+    """What a search for splits has found, and the time it has left, for all of its candidates together.
 
-    Flows are rows by schedule: how often each runs F, I and W of every stage, and its sends. The first are all that
-    one rank does, then comes all that ranks do in equal parts; a candidate for which more are found adds its best one.
+    Flows are rows by schedule: how often each runs F, I and W of every stage, and its sends. First come
+    the flows of all actions of one rank, then their average; a candidate that finds more flows adds its best one.
     """
 
     flows: dict[Schedule, Floats] = field(default_factory=dict[Schedule, Floats])
@@ -44,11 +44,11 @@ class SplitSearch:
 
     @property
     def known(self) -> "SplitSearch":
-        """The same without time to find more."""
+        """The same flows, without time to find more."""
         return replace(self, seconds_left=0.0)
 
     def use(self, schedule: Schedule, start_s: float, pass_s: float) -> None:
-        """Count what a simulation takes: to start it, and for each pass of a stage; later micro-batches are alike."""
+        """Count the time of a simulation: its start, and each pass of a stage; later micro-batches are alike."""
         count = min(schedule.num_micro_batches, 3 * schedule.num_ranks)
         self.seconds_left -= start_s + pass_s * schedule.num_stages * count
 
@@ -57,7 +57,7 @@ class SplitSearch:
 class PathBounds:
     """Flows as linear functions of the layers of stages, each with its fastest recompute.
 
-    ``best`` is the flow of them whose least value over all splits is about the largest.
+    ``best`` is about that weighted average of them whose least value over all splits is largest.
     """
 
     fixed_s: Floats  # [flow]: with no layer anywhere
@@ -99,14 +99,14 @@ class SplitBounds:
 
     @property
     def even(self) -> Floats:
-        """Fractions of layers with which all stages take the same."""
+        """Fractions of layers with which all stages take equally long."""
         ends = np.zeros(self._schedule.num_stages)
         ends[0] += self._embed.sum() / self._layer.sum()
         ends[-1] += self._head.sum() / self._layer.sum()
         return self._rounded_up((self._num_layers + ends.sum()) / len(ends) - ends)  # the head may exceed its share
 
     def learn(self, layers: Floats) -> Floats:
-        """Find a flow along long paths of some layers, fractions or not; return what a layer of each stage adds."""
+        """Find a flow along long paths for some layers, whole or fractions; return what a layer of each stage adds."""
         again_s = self._again_s(layers)
         work_s = self._layer[:, None] * layers + self._started[:, None]
         work_s[:, 0] += self._embed
@@ -125,19 +125,19 @@ class SplitBounds:
         return self._layer @ passes[0] + again_s * passes[0, 1]
 
     def balance(self, steps: int) -> None:
-        """Move fractions of layers off the stages that long paths run most, and find flows on the way."""
+        """Move fractions of layers off the stages that long paths run most often, and find flows on the way."""
         for _ in range(steps):
             added_s = self.learn(self.layers)
             mean_s = max(float(added_s @ self.layers) / self._num_layers, 1e-30)
             self.layers = self._rounded_up(self.layers * np.exp(-_STEP * (added_s / mean_s - 1)))
 
     def _rounded_up(self, layers: Floats) -> Floats:
-        """Return fractions in these proportions that add up, of at least a layer each."""
+        """Return fractions in these proportions that add up to all layers, each at least one."""
         free = np.maximum(layers - 1, 1e-9)
         return 1 + free * ((self._num_layers - len(layers)) / free.sum())
 
     def _again_s(self, layers: Floats) -> Floats:
-        """Return what each layer of a stage computes again in a micro-batch, where ranks have so many layers."""
+        """Return the recompute of each layer of a stage in a micro-batch, where ranks have so many layers."""
         fits, totals = np.isfinite(self._extra_s), layers[self._stages].sum(axis=1)
         again_s = np.zeros(len(totals))
         for rank, own in enumerate(np.where(fits, self._extra_s, self._extra_s[fits].max(initial=0))):
@@ -145,7 +145,7 @@ class SplitBounds:
         return (again_s / totals)[counts_of(self._schedule).ranks]
 
     def paths(self) -> PathBounds:
-        """Return the flows that are known, with the best one; if any were found, that is kept for others as well."""
+        """Return the known flows, with the best one; if any were found here, the best is kept for other candidates."""
         passes = self._rows[:, :-1].reshape(len(self._rows), len(PASSES), -1)
         fixed_s = passes[:, :, 0] @ self._embed + passes[:, :, -1] @ self._head
         fixed_s += self._rows[:, -1] * self._blocks.sends.time_s + passes.sum(axis=2) @ self._started
@@ -162,7 +162,7 @@ class SplitBounds:
         return PathBounds(fixed_s=fixed_s, layer_s=layer_s, runs=runs, best=best)
 
     def bound_s(self, paths: PathBounds, below_s: float) -> float:
-        """Return what the micro-batches take at least, whatever the split; infinite if none fits in memory.
+        """Return a lower bound of all micro-batches, for any split; infinite if none fits in memory.
 
         Numbers of layers with which some rank alone takes ``below_s`` need not be looked at again.
         """
@@ -181,7 +181,7 @@ class SplitBounds:
         return found
 
     def _left_over(self, fits: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Say for which layers of a rank the others cannot have all the rest, given which any of them may have."""
+        """Say for which layers of a rank the others cannot have all the rest, given the numbers that each may have."""
         most, fewest = (
             np.where(fits, self._totals, 0).max(axis=1),
             np.where(fits, self._totals, self._num_layers).min(axis=1),
@@ -190,9 +190,9 @@ class SplitBounds:
         return (rest > (most.sum() - most)[:, None]) | (rest < (fewest.sum() - fewest)[:, None])
 
     def _least_by_rank_s(self, paths: PathBounds, flow: Floats, again_s: Floats) -> tuple[float, Floats]:
-        """Return what all micro-batches take at least, and what if a rank has so many layers: [rank, total].
+        """Return the least time of all micro-batches, and that if a rank has so many layers: [rank, total].
 
-        ``again_s`` is what ranks recompute, infinite where they cannot have so many layers. For each rank and number
+        ``again_s`` is the recompute of ranks, infinite where they cannot have so many layers. For each rank and number
         of layers, flows of the rank's own path with the best flow say what that takes at least. The layers of
         other ranks cost each what makes the least of the whole as large as can be (Lagrange).
         """
@@ -219,16 +219,16 @@ class SplitBounds:
         return float(best_whole_s) + left * price_s + float(least_s.sum()), by_rank_s
 
     def again_of(self, paths: PathBounds, splits: Ints) -> Floats:
-        """Return what the flows take longer as ranks recompute with some splits: [split, flow]."""
+        """Return how much recompute lengthens the flows with some splits: [split, flow]."""
         totals = splits[:, self._stages].sum(axis=2) - self._totals[0]
         extra_s = np.minimum(self._extra_s[np.arange(len(self._stages)), totals], NEVER)
         return extra_s @ paths.with_best()[2][:, self._stages].min(axis=2).T
 
 
 def _best_price(own_s: Floats, more: Ints, left: int) -> tuple[float, Floats]:
-    """Return a price of a layer, and what each rank takes at least beyond the price of its layers.
+    """Return a price of a layer, and the least cost of each rank beyond the price of its layers.
 
-    ``own_s`` is what each rank takes by its layers; the price is one of those with which all layers take most.
+    ``own_s`` is the time of each rank by its layers; the price is one that makes the cost of all layers largest.
     """
 
     def beyond(prices: Floats) -> Floats:
@@ -246,9 +246,9 @@ def _best_price(own_s: Floats, more: Ints, left: int) -> tuple[float, Floats]:
 
 
 def least_again_s(blocks: PipelineBlocks, choices: StageChoices, capacity: Floats) -> Floats:
-    """Return what ranks compute again in a micro-batch at least, by their layers: [rank, total, candidate].
+    """Return the least seconds of recompute of ranks in a micro-batch, by their layers: [rank, total, candidate].
 
-    It is infinite where so many layers do not fit. More layers hold more, so that they recompute no less.
+    They are infinite where so many layers do not fit. More layers hold more, so they recompute no less.
     """
     totals = rank_totals(blocks.schedule, choices.num_layers)
     if choices.recompute is not None:  # pinned: there is nothing to find
@@ -261,7 +261,7 @@ def least_again_s(blocks: PipelineBlocks, choices: StageChoices, capacity: Float
 
 
 def least_fullest_bytes(blocks: PipelineBlocks, choices: StageChoices) -> Floats:
-    """Return what the fullest rank of each candidate holds at least, whatever the split."""
+    """Return the least bytes of the fullest rank of each candidate, for any split."""
     if choices.recompute is not None:
         return np.zeros(blocks.num_candidates)  # what is pinned may differ from chunk to chunk
     totals = rank_totals(blocks.schedule, choices.num_layers)
@@ -287,14 +287,14 @@ def _started_s(blocks: PipelineBlocks) -> Floats:
 
 
 def _possible(blocks: PipelineBlocks, choices: StageChoices) -> NDArray[np.bool_]:
-    """Say what layers may compute again, [kind, candidate]: any of it where that is pinned, or nothing is allowed."""
+    """Say which recompute layers may use, [kind, candidate]: any kind where it is pinned, or none is allowed."""
     if choices.recompute is not None:
         return np.ones_like(blocks.layer.forward_s, dtype=bool)
     return choices.allowed | ~choices.allowed.any(axis=0)
 
 
 def fastest_passes(blocks: PipelineBlocks, choices: StageChoices) -> tuple[Floats, Floats, Floats]:
-    """Return what embedding, layer and head take of every pass at least, with any recompute: [pass, candidate]."""
+    """Return the least time of embedding, layer and head in every pass, for any recompute: [pass, candidate]."""
     allowed = _possible(blocks, choices)
     embed, head = (np.stack([getattr(one, name)[0] for name in PASSES]) for one in (blocks.embed, blocks.head))
     columns = (np.where(allowed, getattr(blocks.layer, name), np.inf) for name in PASSES)
@@ -302,7 +302,7 @@ def fastest_passes(blocks: PipelineBlocks, choices: StageChoices) -> tuple[Float
 
 
 def _least_held(blocks: PipelineBlocks, choices: StageChoices, totals: Ints) -> tuple[Floats, Floats, Ints]:
-    """Return what each option of each rank holds at least, and recomputes in a micro-batch, [rank, option, candidate].
+    """Return the least bytes of every option, and its recompute in a micro-batch: [rank, option, candidate].
 
     Options are those of a number of layers, in order of it; the last value says where those of each number begin.
     Every chunk has a layer, all others lie where they are kept least.
@@ -334,7 +334,7 @@ def _least_held(blocks: PipelineBlocks, choices: StageChoices, totals: Ints) -> 
 
 
 def _least_kept(blocks: PipelineBlocks, kind: Ints, again: Ints, plain: Ints, plain_kind: int) -> dict[str, Floats]:
-    """Return the activations and what is at work of ranks with such layers at least: [rank, option, candidate].
+    """Return the least activations and working memory of ranks with such layers: [rank, option, candidate].
 
     Every chunk has a layer, all others lie where they are kept least.
     """
@@ -342,14 +342,14 @@ def _least_kept(blocks: PipelineBlocks, kind: Ints, again: Ints, plain: Ints, pl
     again, plain = again[..., None], plain[..., None]
 
     def least(name: str) -> tuple[Floats, Floats]:
-        """Return a column of a layer that is computed again and of a plain one, and the least that there is."""
+        """Return a column of a recomputed layer and of a plain one, and their minimum."""
         column: Floats = getattr(blocks.layer, name)
         own, kept = column[kind], column[plain_kind]
         smaller = np.where(plain == 0, own, np.where(again == 0, kept, np.minimum(own, kept)))
         return again * own + plain * kept, smaller
 
     def kept(in_flight: Floats, name: str) -> Iterator[Floats]:
-        """Yield what the layers of ranks keep at least at each time."""
+        """Yield the least bytes that the layers of ranks keep at each time."""
         all_bytes, smaller = least(name)
         for now in np.moveaxis(in_flight, 1, 0)[..., None, None]:
             fewest = now.min(axis=1)
@@ -370,7 +370,7 @@ def _least_kept(blocks: PipelineBlocks, kind: Ints, again: Ints, plain: Ints, pl
 
 
 def _least(cost: Floats, totals: Ints, num_layers: int) -> float:
-    """Return the least value within which the ranks can have all layers, given what each total costs a rank."""
+    """Return the least value with which the ranks can have all layers, given the cost of each total on a rank."""
     values = np.unique(cost[np.isfinite(cost)])
     values = values[values >= cost.min(axis=1).max()]
     low, high = 0, len(values)

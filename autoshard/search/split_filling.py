@@ -1,4 +1,4 @@
-"""Which layers each stage gets under any schedule: splits near the best balance are tried, all are bounded."""
+"""Which layers each stage gets under any schedule: splits near the best balance are tried, and all are bounded."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,7 +42,7 @@ class SplitFilling:
     def best_of(
         self, splits: Iterable[Split], known: StageFilling | None = None, *, bounded: bool = False
     ) -> StageFilling:
-        """Return the fastest of some splits and what is known, each with the fastest recompute that fits.
+        """Return the fastest of some splits and the known filling, each with the fastest recompute that fits.
 
         If wanted, its bound is that of all these splits, with any recompute that fits.
         """
@@ -78,7 +78,7 @@ class SplitFilling:
             yield tuple(found.tolist())
 
     def improved(self, best: StageFilling, bounds: SplitBounds) -> StageFilling:
-        """Move layers from stages that add most to long paths to those that add least for as long as that is faster."""
+        """Move layers from stages that add most to long paths to those that add least, as long as that is faster."""
         while self.known.seconds_left > 0:
             split = best.stages(0)
             order: list[int] = np.argsort(bounds.learn(np.array(split, dtype=np.float64)), kind="stable").tolist()
@@ -96,9 +96,9 @@ class SplitFilling:
         return best
 
     def smallest(self) -> tuple[Split, float]:
-        """Move layers off the fullest rank for as long as it, or else the next fullest, holds less.
+        """Move layers off the fullest rank as long as it, or else the next fullest, holds less.
 
-        Return also what the fullest rank holds then.
+        Return also the bytes of the fullest rank then.
         """
         everything, stages = replace(self, capacity=np.full(1, np.inf)), counts_of(self.blocks.schedule).stages
 
@@ -118,9 +118,9 @@ class SplitFilling:
             split, held, fullest = found
 
     def near(self, bounds: SplitBounds, limit_s: float, effort: Effort) -> tuple[StageFilling, float]:
-        """Return the best of the splits all of whose paths are below a limit, with the least bound of those tried.
+        """Return the best split of those whose paths are all below a limit, with the least bound of those tried.
 
-        Splits grow stage by stage, the best so many of them; the last value is the least path of those left out.
+        Splits are built stage by stage, and only the best are kept; the last value is the least bound of the others.
         """
         paths = bounds.paths()
         fixed_s, layer_s, _ = paths.with_best()
@@ -150,7 +150,7 @@ class SplitFilling:
 
 
 def _moved(split: Split, sources: Sequence[int], targets: Sequence[int]) -> list[Split]:
-    """List what a split becomes if one of these stages gives a layer to another."""
+    """List the splits in which one of these stages gives a layer to another."""
     return [
         tuple(own - (stage == source) + (stage == target) for stage, own in enumerate(split))
         for source in sources
@@ -181,8 +181,8 @@ def fill_splits(
 ) -> StageFilling:
     """Return the best filling of each candidate, with a bound of all splits.
 
-    ``limits`` are the seconds below which a filling is wanted, what a step takes at least beside its micro-batches, and
-    any bound of it that is known.
+    ``limits`` are the seconds below which a filling is wanted, the least time of a step beside its micro-batches, and
+    any known bound of the step.
     """
     below_s, rest_s, least_s = limits
     if choices.again_s is None:
@@ -206,7 +206,7 @@ def _each(
 def smallest_splits(
     blocks: PipelineBlocks, choices: StageChoices, capacity: Floats, below_bytes: float
 ) -> StageFilling:
-    """Return a filling of each candidate that holds little, and the least that any holds as its bound."""
+    """Return a filling of little memory for each candidate; its bound is the least memory of any filling."""
     parts: list[StageFilling] = []
     least = least_fullest_bytes(blocks, choices) * (1 - SURE)
     for number, some in enumerate(_each(blocks, choices, capacity, SplitSearch())):
@@ -224,9 +224,9 @@ def smallest_splits(
 def split_bounds(
     blocks: PipelineBlocks, choices: StageChoices, limits: tuple[float, Floats], known: SplitSearch
 ) -> Floats:
-    """Return what a step of each candidate takes at least, with more flows if there is time to find some.
+    """Return a lower bound of the step of each candidate, with more flows if there is time to find some.
 
-    ``limits`` are the seconds below which it matters, and what a step takes at least beside its micro-batches.
+    ``limits`` are the seconds below which it matters, and the least time of a step beside its micro-batches.
     """
     below_s, found = limits[0], list[float]()
     for number, rest_s in enumerate(limits[1].tolist()):
@@ -242,7 +242,7 @@ def split_bounds(
 
 
 def _filled(some: SplitFilling, effort: Effort, limits: tuple[float, float, float]) -> StageFilling:
-    """Bound all splits, try some if they may be below a limit, and bound again as far as the gap asks for it."""
+    """Bound all splits, try some if they may be below a limit, and bound again if the gap is too wide."""
     schedule, known, (below_s, rest_s, bound_s) = some.blocks.schedule, some.known, limits
     best = StageFilling.nothing(schedule.num_stages, np.full(1, np.inf))
     bounds = SplitBounds(some.blocks, some.choices, known)

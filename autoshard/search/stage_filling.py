@@ -1,8 +1,8 @@
 """Which layers each stage gets and what it recomputes, for many candidates that share a schedule.
 
 GPipe and 1F1B run one stage per rank: all ranges of layers are searched, by dynamic programming over the ranks, whose
-value is a lower bound. Under other schedules all splits are bounded by paths (``split_filling``). Either way each rank
-has, for each number of layers, the fastest recompute that fits, and what comes out best is timed as every plan is.
+value is a lower bound. Under other schedules paths bound all splits (``split_filling``). Either way each rank has, for
+each number of layers, the fastest recompute that fits, and the best filling is timed like every plan.
 """
 
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ class PathTables:
 
 
 def path_weights(schedule: Schedule) -> list[tuple[Floats, Floats]]:
-    """Return how often paths through GPipe and 1F1B pass each rank, and how often they wait for all later ones.
+    """Return how often paths through GPipe and 1F1B pass each rank, and how often they wait for all later ranks.
 
     GPipe's ranks do all F in a row, then all B. A rank of 1F1B reaches its steady state once all later ranks have
     passed a micro-batch, and leaves it likewise; where there are too few micro-batches for a steady state it does all F
@@ -109,7 +109,7 @@ def fill_stages(
 ) -> StageFilling:
     """Return the best filling of each candidate, with a lower bound.
 
-    ``between`` are any lower bound that is known, and the value below which fillings are searched; ``rest_s`` is the
+    ``between`` is a known lower bound, and the value below which fillings are searched; ``rest_s`` is the
     least time of a step beside its micro-batches. If memory is the objective, the fastest known of the fillings with
     the least memory is returned.
     """
@@ -148,7 +148,7 @@ def _best_of(found: StageFilling, candidates: Ints, bound: Floats) -> StageFilli
 
 
 def _least_peak(blocks: PipelineBlocks, choices: StageChoices, capacity: Floats) -> Floats:
-    """Return what the fullest rank of each candidate holds at least; infinite where nothing fits."""
+    """Return the least bytes of the fullest rank of each candidate; infinite where nothing fits."""
     pinned = choices.only_split(blocks.schedule)
     if pinned:
         layers = split_layers(blocks.schedule, [pinned])
@@ -176,7 +176,7 @@ def _range_options(
 def _fastest_ranges(
     blocks: PipelineBlocks, choices: StageChoices, goal: Goal, below_s: float, rest_s: Floats
 ) -> StageFilling:
-    """Search all ranges of layers: time the filling of least bound, and others where that leaves too wide a gap."""
+    """Search all ranges of layers: time the filling of least bound, and others where the gap is too wide."""
     schedule, num_layers = blocks.schedule, choices.num_layers
     widest = num_layers - schedule.num_ranks + 1
     high = min(widest, -(-num_layers // schedule.num_ranks) + _MORE)
@@ -198,7 +198,7 @@ def _fastest_ranges(
 
 
 def _best_path(options: RankOptions, paths: PathTables, sizes: Sequence[int]) -> Ints:
-    """Return the option of each rank, [rank, candidate], on a filling of least bound, and of these with little work."""
+    """Return each rank's option in a filling of least bound, among several one of little work: [rank, candidate]."""
     own_s, sizes_of = options.least_s, np.array(sizes)[:, None]
     columns = np.arange(own_s.shape[2], dtype=np.int64)
     left, before_s = np.full(len(columns), len(paths.sums[0]) - 1), np.zeros(len(columns))

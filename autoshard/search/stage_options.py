@@ -1,4 +1,4 @@
-"""What the stages of candidates may hold: layers and recompute, priced, and timed once they are chosen."""
+"""The options of the stages of candidates: layers and recompute, priced, and timed once they are chosen."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -43,7 +43,7 @@ class Effort:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageChoices(PerCandidate):
-    """What the stages of candidates may choose from."""
+    """The choices that the stages of candidates have."""
 
     kinds: tuple[Recompute, ...]  # as the rows of a layer's totals
     allowed: NDArray[np.bool_]  # [kind, candidate]: what Rules allow
@@ -54,7 +54,7 @@ class StageChoices(PerCandidate):
     again_s: Floats | None = None  # what ``least_again_s`` returns, once that is known
 
     def only_split(self, schedule: Schedule) -> Split | None:
-        """Return the layers of the stages where there is one choice: pinned, or one stage, or a layer for each."""
+        """Return the layers of the stages where there is one choice: pinned, one stage, or one layer for each."""
         if schedule.num_stages in (1, self.num_layers):
             return self.stages or (self.num_layers // schedule.num_stages,) * schedule.num_stages
         return self.stages
@@ -73,7 +73,7 @@ class StageFilling(PerCandidate):
 
     @classmethod
     def nothing(cls, num_stages: int, bound: Floats) -> "StageFilling":
-        """Return that nothing fits, or nothing that is better than what is known."""
+        """Return a filling that says: nothing fits, or nothing is better than the known filling."""
         kind, recomputed, plain = np.zeros((3, num_stages, len(bound)), dtype=np.int64)
         time_s, peak = np.full((2, len(bound)), np.inf)
         return cls(time_s=time_s, bound=bound, peak_bytes=peak, kind=kind, recomputed=recomputed, plain=plain)
@@ -96,7 +96,7 @@ class StageFilling(PerCandidate):
         return tuple((self.recomputed[:, candidate] + self.plain[:, candidate]).tolist())
 
     def recompute(self, candidate: int, kinds: Sequence[Recompute]) -> tuple[Recompute, ...]:
-        """Return what every stage computes again."""
+        """Return the recompute of every stage."""
         columns = np.stack([self.kind, self.recomputed, self.plain])[..., candidate].T
         rows: list[list[int]] = columns.tolist()
         return tuple(
@@ -197,14 +197,14 @@ class RankOptions:
         )
 
     def least_bytes(self) -> Floats:
-        """Return what a rank holds at least: [rank, division, candidate]."""
+        """Return the least bytes of a rank: [rank, division, candidate]."""
         held = np.where(self.fits, self.prices.peak_bytes, np.inf)
         return np.take_along_axis(held, _least_of_each(held, self.divisions), axis=1)
 
     def fastest(self, division: Ints, candidates: Ints) -> StageFilling:
         """Time the fastest options of one division per column, of a candidate for each; the bound is of any that fits.
 
-        Options may trade one pass for another, and longer passes hide more of what is sent for the update.
+        Options may trade one pass for another, and longer passes hide more of the messages of the update.
         """
         option = self.best[:, division, candidates]
         found = self.timed(option, candidates)

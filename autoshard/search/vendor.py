@@ -1,7 +1,7 @@
 """Layouts that vendors document for a model on a cluster, as answers beside those of the search.
 
-``vendor_layouts.json`` holds what recipes, scripts and tables of vendors say, each with its source: the layout without
-dp, which is what is left of the ranks, and where the same source measured it, the seconds of a step.
+``vendor_layouts.json`` holds the layouts of vendors' recipes, scripts and tables, each with its source. A layout has no
+dp, which takes the rest of the ranks; where the same source measured it, it has the seconds of a step.
 """
 
 import json
@@ -48,12 +48,12 @@ class VendorLayout:
     rows: tuple[str, ...] = field(default=(), repr=False)  # ids of the measured rows with these seconds
 
     def suits(self, model: ModelSpec, cluster: Cluster) -> bool:
-        """Say whether it is about a model of this shape, on these chips."""
+        """Say whether the layout is for a model of this shape, on these chips."""
         own = load_model(self.model)
         return cluster.chip.name in self.chips and all(getattr(own, name) == getattr(model, name) for name in _SHAPE)
 
     def distance(self, request: Request) -> tuple[float, ...]:
-        """Return how far a question is from what it was documented for; simpler layouts come before others."""
+        """Return the distance of a question from the documented one; simpler layouts come before others."""
         workload, nodes = request.workload, request.cluster.num_nodes
         sizes = parse_pins(self.layout)
         return (
@@ -65,7 +65,7 @@ class VendorLayout:
         )
 
     def words(self, cluster: str) -> str:
-        """Say what it was documented for."""
+        """Return in words the question that the layout was documented for."""
         nodes = "" if self.nodes is None else f" on {self.nodes} x {cluster}"
         return f"{self.model}{nodes}, {self.seq_len} tokens, {self.global_batch} sequences a step"
 
@@ -77,7 +77,7 @@ class _Documented:
 
 @cache
 def vendor_layouts() -> tuple[VendorLayout, ...]:
-    """Return everything that vendors document, as far as autoshard knows."""
+    """Return all layouts of vendors that autoshard knows."""
     text = (resources.files("autoshard.search") / "vendor_layouts.json").read_text("utf-8")
     return record.decode(_Documented, json.loads(text), where="vendor_layouts.json").layouts
 
@@ -121,8 +121,8 @@ def step_s(plan: Plan) -> float:
 def _resolved(request: Request, layout: VendorLayout, *, asked: bool = False) -> tuple[Request, Candidate, Engine]:
     """Return a layout on all ranks of a question, with the question about its logical cores, and an engine for it.
 
-    Its seconds are of the program that measured it, or of that which is ``asked`` about: then only kernels of
-    autoshard's own engines are a part of the layout.
+    Its seconds are those of the program that was measured, or of the program ``asked`` about; then kernels are part of
+    the layout only if they are those of autoshard's own engines.
     """
     lnc = parse_pins(layout.layout).get("lnc")
     request = request.with_lnc_of(lnc if isinstance(lnc, int) else None)
@@ -133,7 +133,7 @@ def _resolved(request: Request, layout: VendorLayout, *, asked: bool = False) ->
 
 
 def _made(request: Request, layout: VendorLayout) -> tuple[Plan, Cutting, tuple[str, ...]]:
-    """Return the plan of a layout on all ranks of a question, its cutting, and what is against it."""
+    """Return the plan of a layout on all ranks of a question, its cutting, and the reasons against it."""
     request, candidate, engine = _resolved(request, layout, asked=True)
     against = [str(one) for one in rejections_of(request, candidate, engine)]
     cutting = request.cutting(candidate, engine)
@@ -146,7 +146,7 @@ def _made(request: Request, layout: VendorLayout) -> tuple[Plan, Cutting, tuple[
 def _nearest_run(
     request: Request, measured: Sequence[VendorLayout], layout: VendorLayout, cutting: Cutting
 ) -> NearestRun | None:
-    """Return the measured runs of such a model on these chips that are nearest to a layout, which is cut as is said."""
+    """Return the measured runs of such a model on these chips that are nearest to a layout with this cutting."""
     mesh = {key: value for key, value in parse_pins(layout.layout).items() if key in ("tp", "pp", "cp", "ep")}
     runs = [one for one in measured if one.nodes]
     if not runs:

@@ -1,4 +1,4 @@
-"""How far a search is, and how it is stopped: whoever watches is called between any two steps of any phase."""
+"""The progress of a search, and its stop: a watching function is called between any two steps of any phase."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Watch = Callable[[Look], str]  # returns the reason to stop, or nothing
 
 
 class SearchStopped(Exception):
-    """Somebody who watches has stopped a search; what it has found so far is kept. The text is the reason."""
+    """A watching function has stopped a search, which keeps what it has found. The text is the reason."""
 
 
 def never_stop(look: Look) -> str:
@@ -29,7 +29,7 @@ def never_stop(look: Look) -> str:
 
 
 def go_on(watch: Watch, look: Look = SearchProgress) -> None:
-    """Let whoever watches see how far a search is, and raise SearchStopped if that is to be the end."""
+    """Show a watching function the progress of a search, and raise SearchStopped if it stops the search."""
     reason = watch(look)
     if reason:
         raise SearchStopped(reason)

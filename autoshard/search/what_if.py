@@ -1,4 +1,4 @@
-"""A plan's own question asked again with one thing changed: its runners-up, and why it is not another plan."""
+"""A plan's own question asked again with one thing changed: for its runners-up, and why another plan is not chosen."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +38,7 @@ def request_of_plan(plan: Plan, calibration: Calibration) -> Request:
 
 
 def outer_pins(candidate: Candidate) -> dict[str, Any]:
-    """Return pins of everything in a candidate but its stages and their recompute."""
+    """Return pins of all keys of a candidate but its stages and their recompute."""
     return {**{key: getattr(candidate, key) for key in _OUTER}, "sp": candidate.sequence_parallel}
 
 
@@ -58,7 +58,7 @@ def alternatives(plan: Plan, calibration: Calibration) -> Alternatives:
 
 
 def why_not(plan: Plan, text: str, calibration: Calibration) -> WhyNot:
-    """Return the best plan with these keys or why there is none, and the changes after which it is the faster one."""
+    """Return the best plan with these keys, or why there is none, and the changes after which it is the faster plan."""
     with inside("--why-not"):
         pins = parse_pins(text)
         require((bool(pins), "", "names nothing; write key=value, for example tp=8,pp=16"))
@@ -90,7 +90,7 @@ def why_not(plan: Plan, text: str, calibration: Calibration) -> WhyNot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Circumstance:
-    """One number of a question, counted in units: how much it is, and the question when it is another."""
+    """One number of a question, counted in units: its value, and the question for another value."""
 
     name: str
     unit: float  # of what is printed
