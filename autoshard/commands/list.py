@@ -1,6 +1,8 @@
 """``autoshard list``: print the names that options take."""
 
 import json as json_text
+import shutil
+import sys
 from typing import Literal
 
 from autoshard.report.listing import entries, listing_text
@@ -16,5 +18,6 @@ def list(what: Listable, json: bool = False) -> int:
         json: Print one JSON object instead of a table.
     """
     rows = entries(what)
-    print(json_text.dumps({what: rows}, indent=2) if json else listing_text(rows))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(json_text.dumps({what: rows}, indent=2) if json else listing_text(rows, width))
     return 0

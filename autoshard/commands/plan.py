@@ -22,6 +22,7 @@ from autoshard.plan.diff import diff
 from autoshard.plan.plan import Plan
 from autoshard.plan.verify import verify as reasons_against
 from autoshard.report.structured import found_json, frontier_json, made_json
+from autoshard.report.tables import prose
 from autoshard.report.terminal import frontier_report, plan_report, rejections_report, runners_up_of
 from autoshard.search.answers import NAMES, PlanResult, answers_of
 from autoshard.search.api import engines_of, layouts_of, pins_of, request_of
@@ -178,7 +179,7 @@ class _Target:
         """Say what is unusual about the question, and where the plan is; or what to type where another one is kept."""
         warning = made.model.beyond_positions(made.workload.seq_len)
         if warning and not self.json:
-            print(f"warning: {warning}")
+            print_answer(prose(f"warning: {warning}"))
         if kept:
             raise kept  # after the answer, which took a while to find
         if not self.json:
@@ -207,8 +208,9 @@ def _show_answers(result: PlanResult, old: Plan | None, to: _Target, better: Cal
         )
     )
     if result.no_vendor:
-        print(f"no vendor's layout: {result.no_vendor}")
-    print(f"this is {answer.name}; --choose {'|'.join(one.name for one in result.answers)} writes another")
+        print_answer(prose(f"no vendor's layout: {result.no_vendor}"))
+    others = "|".join(one.name for one in result.answers)
+    print_answer(prose(f"this is {answer.name}; --choose {others} writes another"))
     better()
     if old:
         print(sentences)
@@ -219,7 +221,7 @@ def _print_better_sizes(request: Request, found: SearchResult, options: SearchOp
     """Say which number of nodes, or batch, the ranks share better, if there is time for that."""
     with watching(options.time_limit, format_seconds) as watch:
         for words in () if found.certificate.stopped else better_sizes(request, found.plans[0], watch):
-            print(f"odd number of nodes: {words}")
+            print_answer(prose(f"odd number of nodes: {words}"))
 
 
 def _frontier(requests: Sequence[Request], options: SearchOptions, to: _Target) -> int:

@@ -15,6 +15,10 @@ _HEADINGS = {
     "chips_per_node": "chips a node",
     "ranks_per_node": "ranks a node",
 }
+_LESS_NEEDED = (  # in the order in which they are left out
+    "kernels", "price_date", "chips_per_node", "lnc", "rank_bf16_flops_per_s", "ranks_per_node", "engine", "chip",
+    "kv_heads", "experts", "heads",
+)  # fmt: skip
 
 
 def entries(what: str) -> list[Entry]:
@@ -26,20 +30,27 @@ def entries(what: str) -> list[Entry]:
     return sources[what]()
 
 
-def listing_text(rows: list[Entry]) -> str:
-    """Lay entries out as columns under their keys; the last column has no limit.
+def listing_text(rows: list[Entry], width: int | None = None) -> str:
+    """Lay entries out as columns under their keys; where these do not fit a width, the least needed are left out.
 
     >>> print(listing_text([{"name": "a", "about": "first"}, {"name": "bcd", "about": "second"}]))
     name  about
     a     first
     bcd   second
+    >>> print(listing_text([{"name": "a", "kernels": "nxd", "engine": "nxd"}], width=12))
+    name  engine
+    a     nxd
     """
-    lines = [
-        [_HEADINGS.get(name, name.replace("_", " ")) for name in rows[0]],
-        *([_text(name, value) for name, value in row.items()] for row in rows),
-    ]
-    widths = [*(max(map(len, column)) for column in list(zip(*lines, strict=True))[:-1]), 0]
-    return "\n".join("  ".join(map(str.ljust, line, widths)) for line in lines)
+    columns = {
+        key: [_HEADINGS.get(key, key.replace("_", " ")), *(_text(key, row[key]) for row in rows)] for key in rows[0]
+    }
+    widths = {key: max(map(len, column)) for key, column in columns.items()}
+    for key in _LESS_NEEDED:
+        if width is not None and sum(widths.values()) + 2 * (len(widths) - 1) > width:
+            widths.pop(key, None)
+    widths[list(widths)[-1]] = 0  # nothing follows
+    lines = zip(*(columns[key] for key in widths), strict=True)
+    return "\n".join("  ".join(map(str.ljust, line, widths.values())) for line in lines)
 
 
 def _text(name: str, value: Cell) -> str:

@@ -85,6 +85,14 @@ def test_a_list_is_complete_and_a_rectangle(what: str, tmp_path: Path, monkeypat
         assert len(lines) == len(rows) + 1 and all(line[column - 2 : column] == "  " for line in lines)
 
 
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("what", ["models", "clusters"])
+def test_a_list_of_numbers_fits_a_narrow_terminal(what: str, width: int):
+    lines = listing_text(entries(what), width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert lines[0].startswith("name")
+
+
 def test_lists_show_numbers_prices_with_their_date_and_recipes_as_one_types_them(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(recipe_files()[0].parents[1])
     models, clusters, recipes = (
