@@ -49,13 +49,16 @@ class Seen:
 
         >>> Seen(values=("2048", "8192")).distance("sequence", ("32768",))
         '32768, and rows have 2048 to 8192: a factor of 4'
+        >>> Seen(values=("4096",)).distance("sequence", ("8192",))
+        '8192, and rows have 4096: a factor of 2'
         >>> Seen(values=("8", "32")).distance("tp", ("1",)), Seen(values=("8", "32")).distance("tp", ("8",))
         ('1, and rows have 8, 32', '')
         """
         if feature in _RANGES:
             (number,), (low, high) = map(int, own), (int(self.values[0]), int(self.values[-1]))
             factor = max(number / high, low / number)
-            return "" if factor <= 1 else f"{number}, and rows have {low} to {high}: a factor of {factor:.3g}"
+            rows = f"{low}" if low == high else f"{low} to {high}"
+            return "" if factor <= 1 else f"{number}, and rows have {rows}: a factor of {factor:.3g}"
         foreign = [value for value in own if value not in self.values]
         return f"{', '.join(foreign)}, and rows have {', '.join(self.values)}" if foreign else ""
 
