@@ -1,5 +1,6 @@
 """A question without an answer: what is wrong with it, or what would change that."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -7,9 +8,10 @@ import pytest
 from autoshard.errors import InputError
 from autoshard.plan.rules.rule import rule
 from autoshard.search.legal_space import in_the_way
-from autoshard.search.no_plan import question_faults, remedies, unanswered, why_none
+from autoshard.search.no_plan import better_sizes, question_faults, remedies, unanswered, why_none
 from autoshard.search.planner import search
 from autoshard.search.request import Request, rejections_of
+from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.units import format_bytes
 from tests.search.brute_force import ask
 from tests.slower import rest_is_slow
@@ -142,3 +144,18 @@ def test_a_rule_without_a_key_in_its_words_is_still_shown():
 
     (fault,) = question_faults(replace(ask("tiny-llama", pins="tp=2"), extra_rules=(own,)))
     assert str(fault) == "never"
+
+
+def test_an_odd_number_of_nodes_is_told_what_the_next_good_one_gains_and_that_is_there_to_gain():
+    request = replace(ask("llama2-7b", "h100-80"), cluster=load_cluster("h100-80", 7))
+    best = search(request).plans[0]
+    assert best.prediction
+    words, *others = better_sizes(request, best)
+    nodes, gain = (int(number) for number in re.findall(r"\d+", words)[:2])
+    assert nodes == 8 and words.startswith("--nodes 8 would train at least") and len(others) <= 1
+    (whole,) = search(replace(request, cluster=load_cluster("h100-80", nodes))).plans
+    assert whole.prediction
+    more = (whole.prediction.tokens_per_s / nodes) / (best.prediction.tokens_per_s / 7) - 1
+    assert gain >= 5 and more >= gain / 100 - 0.005
+    (even,) = search(replace(request, cluster=load_cluster("h100-80", 8))).plans
+    assert not [*better_sizes(replace(request, cluster=load_cluster("h100-80", 8)), even)]
