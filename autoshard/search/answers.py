@@ -92,6 +92,14 @@ class PlanResult:
         return f"<table>{''.join(rows)}</table><p>{escape(self.certificate.statement)}</p>"
 
 
+def _promise(certificate: Certificate) -> str:
+    """Say how far from the best an answer may be."""
+    if not certificate.bound:
+        return "how far it is from the best is not known"
+    gap = certificate.gap
+    return f"nothing is more than {format_at_most(gap)} better" if gap > 1e-9 else "proven best"
+
+
 def answers_of(request: Request, found: SearchResult, name: str | None = None) -> PlanResult:
     """Return the answers to a question from a search result with a plan; ``plan`` is the simple one unless named."""
     best, *others = found.plans
@@ -99,9 +107,7 @@ def answers_of(request: Request, found: SearchResult, name: str | None = None) -
     first = Answer(
         name="fastest" if is_time else "smallest",
         plan=best,
-        why=f"nothing is more than {format_at_most(found.certificate.gap)} better"
-        if found.certificate.gap > 1e-9
-        else "proven best",
+        why=_promise(found.certificate),
         slower=0.0,
     )
     vendors = vendor_answer(request, best) if is_time else "memory is minimised"

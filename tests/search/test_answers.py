@@ -17,6 +17,7 @@ from autoshard.search.planner import search
 from autoshard.search.request import Request, plan_at, rejections_of
 from autoshard.search.simple import WITHIN
 from autoshard.search.vendor import VendorLayout, vendor_answer, vendor_layouts
+from autoshard.search.watch import Look
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from benchmarks.aws_recipes import load_aws_recipes
@@ -77,6 +78,17 @@ def test_a_result_shows_itself_and_says_where_the_plan_is(result: PlanResult):
         result.mesh  # noqa: B018
     with pytest.raises(AttributeError, match=r"has no 'meshes'$"):
         result.meshes  # noqa: B018
+
+
+def test_of_a_search_that_was_stopped_early_no_distance_is_promised():
+    request = ask("llama3-8b", "h100-80")
+
+    def until_found(look: Look) -> str:
+        return "stopped" if look().best < float("inf") else ""
+
+    found = search(request, 1, until_found, simple_within=WITHIN)
+    first = answers_of(request, found).answers[0]
+    assert found.certificate.bound == 0 and first.why == "how far it is from the best is not known"
 
 
 def test_least_memory_has_no_simple_answer():
