@@ -104,7 +104,8 @@ def plan(
         pareto: Show what no plan betters in step time, memory and dollars at once, over all --nodes; write the fastest.
         at: Evaluate exactly this layout, even one that is refused, and say why.
         choose: Which plan to write: fastest, simple (the simplest that takes at most 1.02 times as long), vendor (the
-            layout that the vendor documents), or the number of a runner-up. Default: simple.
+            layout that the vendor documents), smallest (where memory is minimised), or the number of a runner-up.
+            Default: simple.
         top: How many plans to show, the best one included.
         tokens: How many tokens the whole training reads, e.g. 2T or 300B; the answer says how many days and dollars.
         out: The plan file to write.
