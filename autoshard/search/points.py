@@ -35,7 +35,7 @@ class Points:
     priced: PricedLayouts
     variant: RunVariant
     rows: Ints  # of what is priced
-    places: Ints  # rows of the variant
+    variant_rows: Ints  # in the space of the variant
     bound: Floats  # of what is minimised
     rest_s: Floats  # of a step at least, what is no micro-batch's
     schedule: Schedule | None = None
@@ -51,22 +51,23 @@ class Points:
         mine = np.flatnonzero(priced.orders == variant.space.base.cp_order)
         number = np.full(int(max(priced.numbers.max(), variant.layouts.max())) + 1, -1)
         number[priced.numbers[mine]] = mine
-        places = np.flatnonzero(number[variant.layouts] >= 0)
-        rows, space = number[variant.layouts[places]], variant.space.only(places)
+        variant_rows = np.flatnonzero(number[variant.layouts] >= 0)
+        rows, space = number[variant.layouts[variant_rows]], variant.space.only(variant_rows)
         limit = limit if goal.objective == "time" and not goal.effort.exhaustive else 0.0
         bound, rest_s = least_seconds(priced, rows, space, cast(float, goal.capacity), limit)
         if goal.effort.exhaustive:
             bound = np.zeros(len(rows))
         elif goal.objective == "memory":
             bound = least_bytes(priced, space.base.zero)[rows]
-        found = cls(priced=priced, variant=variant, rows=rows, places=places, bound=bound, rest_s=rest_s)
+        found = cls(priced=priced, variant=variant, rows=rows, variant_rows=variant_rows, bound=bound, rest_s=rest_s)
         return found.only(np.isfinite(bound))
 
     def only(self, some: Any) -> "Points":
         """Return some of them."""
-        rows, places, bound, rest_s = (column[some] for column in (self.rows, self.places, self.bound, self.rest_s))
+        columns = (self.rows, self.variant_rows, self.bound, self.rest_s)
+        rows, variant_rows, bound, rest_s = (column[some] for column in columns)
         again_s = None if self.again_s is None else self.again_s[..., some]
-        return replace(self, rows=rows, places=places, bound=bound, rest_s=rest_s, again_s=again_s)
+        return replace(self, rows=rows, variant_rows=variant_rows, bound=bound, rest_s=rest_s, again_s=again_s)
 
     @property
     def terms(self) -> Terms:
@@ -80,7 +81,7 @@ class Points:
 
     def by_schedule(self) -> "Iterator[Points]":
         """Yield those that share a schedule."""
-        sizes = self.variant.space.only(self.places).rows
+        sizes = self.variant.space.only(self.variant_rows).rows
         counts = self.priced.question.workload.global_batch // (sizes["dp"] * sizes["mbs"])
         shapes = np.stack([sizes["pp"], sizes["vp"], counts], axis=1)
         distinct, shape = np.unique(shapes, axis=0, return_inverse=True)
@@ -98,7 +99,7 @@ class Points:
     @property
     def choices(self) -> StageChoices:
         """What their stages may choose from."""
-        space, kinds, allowed = self.variant.space, self.priced.kinds, self.variant.allowed[:, self.places]
+        space, kinds, allowed = self.variant.space, self.priced.kinds, self.variant.allowed[:, self.variant_rows]
         pinned = space.recomputes[0] if len(space.recomputes) == 1 and space.recomputes[0] != (Recompute(),) else None
         if not pinned:  # a row for every kind that is priced
             known = {stages[0]: own for stages, own in zip(space.recomputes, allowed, strict=True)}
@@ -248,7 +249,7 @@ class UnsolvedPoints:
     def below(self, value: float) -> Iterator[tuple[RunVariant, Ints]]:
         """Yield the variants and rows of the points whose bound is below a value; a point may come twice."""
         for points in (*(one for *_, one in self.opened), *(one for _, one in self.waiting)):
-            yield points.variant, points.places[points.bound < value]
+            yield points.variant, points.variant_rows[points.bound < value]
         for plain in self.plain:
             layouts = plain.priced.numbers[plain.bounds < value]
             yield from ((one, np.flatnonzero(np.isin(one.layouts, layouts))) for one in plain.variants)
@@ -271,7 +272,7 @@ class Solution:
     @property
     def order(self) -> tuple[float, ...]:
         """Return its sort key: by value and time, then by memory, then by its sizes and choices."""
-        space, row = self.point.variant.space, int(self.point.places[0])
+        space, row = self.point.variant.space, int(self.point.variant_rows[0])
         base = space.base
         values = (float(f"{number:.{_TIE_DIGITS}g}") for number in (self.value, float(self.filling.time_s[0])))
         sizes = (space.rows[key][row] for key in (*SIZES, "vp"))
@@ -282,7 +283,7 @@ class Solution:
     @property
     def candidate(self) -> Candidate:
         """The point with its stages, in text."""
-        candidate = self.point.variant.space.candidate(int(self.point.places[0]), 0)
+        candidate = self.point.variant.space.candidate(int(self.point.variant_rows[0]), 0)
         stages = self.filling.stages(0)
         uneven = stages != even_stages(sum(stages), len(stages))
         recompute = self.filling.recompute(0, self.point.priced.kinds)

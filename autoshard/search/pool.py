@@ -205,8 +205,8 @@ class Pool:
                 bounded[first : first + len(variant.layouts)] |= plain.may_fit(variant)
         num_too_large, num_solved = int((~bounded).sum()) - num_left, int(self._solved.sum())
         is_open = np.zeros_like(self._solved)
-        for variant, places in self._left.below(value):
-            is_open[self._first[variant] + places] = True
+        for variant, variant_rows in self._left.below(value):
+            is_open[self._first[variant] + variant_rows] = True
         num_open = int((is_open & ~self._solved).sum())
         return replace(
             legal,
@@ -390,7 +390,7 @@ class Pool:
 
     def _numbers(self, points: Points) -> Ints:
         """Return the numbers of points in the whole space."""
-        return self._first[points.variant] + points.places
+        return self._first[points.variant] + points.variant_rows
 
     def _layouts(self, terms: Terms, order: CpOrder | None = None) -> Ints:
         """Return the layouts of the variants with these terms, or of those with one order of the sequence over cp."""

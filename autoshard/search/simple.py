@@ -50,24 +50,24 @@ def simplest(
     """
     ordered: dict[tuple[int, ...], list[tuple[Points, Ints]]] = defaultdict(list)
     for points in groups:
-        keys = [_simplicity(points.variant.space.candidate(place, 0)) for place in points.places.tolist()]
+        keys = [_simplicity(points.variant.space.candidate(row, 0)) for row in points.variant_rows.tolist()]
         for key in dict.fromkeys(keys):
             ordered[key].append((points, np.flatnonzero([key == other for other in keys])))
     priced: dict[int, EvenStages] = {}  # by the identity of their points, which live as long
     for recompute in (*_EVEN, *_UNEVEN):
         for key in sorted(ordered):
             best: Solution | None = None
-            for points, places in ordered[key]:
+            for points, numbers in ordered[key]:
                 between()
                 below = best.value * (1 + _TIE) if best else limit
                 if recompute in _UNEVEN:
                     if points.variant.space.base.schedule not in ALL_RANGES:
                         continue  # uneven stages in the order of another schedule than 1F1B or GPipe are not simple
-                    found = _uneven(points.only(places), goal, below, recompute - len(_EVEN) + 1)
+                    found = _uneven(points.only(numbers), goal, below, recompute - len(_EVEN) + 1)
                 else:
                     if id(points) not in priced:
                         priced[id(points)] = EvenStages.of(points, goal)
-                    found = priced[id(points)].fastest(recompute, places, below)
+                    found = priced[id(points)].fastest(recompute, numbers, below)
                 best = min((one for one in (best, found) if one), key=lambda one: one.order, default=None)
             if best:
                 return Simple(simplicity=(recompute, *key), solution=best)
@@ -99,11 +99,11 @@ def _uneven(points: Points, goal: Goal, limit: float, num_kinds: int) -> Solutio
     return _fastest(every, found, np.arange(len(every.rows))) if found.time_s.min() < limit else None
 
 
-def _fastest(points: Points, timed: StageFilling, places: Ints) -> Solution:
+def _fastest(points: Points, timed: StageFilling, numbers: Ints) -> Solution:
     """Return the fastest filling of points; among equals, that of least memory."""
     equal = np.flatnonzero(timed.time_s <= timed.time_s.min() * (1 + _TIE))
     column = equal[timed.peak_bytes[equal].argmin()][None]
-    point = points.only(places[column])
+    point = points.only(numbers[column])
     return Solution(
         layout=int(point.layouts[0]), point=point, filling=timed.only(column), value=float(timed.time_s[column[0]])
     )
@@ -124,15 +124,15 @@ class EvenStages:
         layers = np.array(split)[counts_of(blocks.schedule).stages][:, None]
         return cls(points=points, options=RankOptions.of(blocks, choices, layers, goal.capacity))
 
-    def fastest(self, recompute: int, places: Ints, limit: float) -> Solution | None:
+    def fastest(self, recompute: int, numbers: Ints, limit: float) -> Solution | None:
         """Return the fastest of some points below a limit, with recompute from one place in the order of simplicity.
 
         A rank that may do two things does the faster one if it fits.
         """
         first, second = self._pairs(recompute)
-        both_s = self.options.both_s[:, :, places]
+        both_s = self.options.both_s[:, :, numbers]
         least_s = np.minimum(both_s[:, first], both_s[:, second])  # [rank, pair, point]
-        bound = np.where(least_s.max(axis=0) < NEVER, self._bound(least_s, places), np.inf)
+        bound = np.where(least_s.max(axis=0) < NEVER, self._bound(least_s, numbers), np.inf)
         pair, number = np.nonzero(bound < limit)
         order = np.argsort(bound[pair, number], kind="stable")
         best: Solution | None = None
@@ -143,7 +143,7 @@ class EvenStages:
                 break
             one, other, column = first[pair[some]], second[pair[some]], number[some]
             option = np.where(both_s[:, one, column] <= both_s[:, other, column], one, other)
-            found = _fastest(self.points, self.options.timed(option, places[column]), places[column])
+            found = _fastest(self.points, self.options.timed(option, numbers[column]), numbers[column])
             if found.value < limit:
                 best, limit = found, found.value
         return best
@@ -169,9 +169,9 @@ class EvenStages:
         table = np.array(found, dtype=np.int64).reshape(-1, 2)
         return table[:, 0], table[:, 1]
 
-    def _bound(self, least_s: Floats, places: Ints) -> Floats:
+    def _bound(self, least_s: Floats, numbers: Ints) -> Floats:
         """Return a lower bound of the step, given the time of a micro-batch on its ranks: [pair, point]."""
         blocks = self.options.blocks
         before_s = np.cumsum(least_s, axis=0) - least_s if blocks.schedule.builder in ALL_RANGES else 0.0
         passes_s = (before_s + blocks.schedule.num_micro_batches * least_s).max(axis=0)
-        return (passes_s + self.points.rest_s[places] + blocks.fixed_s[places]) * (1 - SURE)
+        return (passes_s + self.points.rest_s[numbers] + blocks.fixed_s[numbers]) * (1 - SURE)

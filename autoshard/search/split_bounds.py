@@ -156,8 +156,8 @@ class SplitBounds:
         if len(self._rows) == len(known):
             best = np.eye(len(payoff))[payoff.min(axis=1).argmax()]
         else:
-            best, places = game(payoff)
-            self.balanced = 1.0 + left * places
+            best, shares = game(payoff)
+            self.balanced = 1.0 + left * shares
             self._known.flows[self._schedule] = np.concatenate([known[: self._own], best[None] @ self._rows])
         return PathBounds(fixed_s=fixed_s, layer_s=layer_s, runs=runs, best=best)
 

@@ -226,10 +226,10 @@ def _improved(
     order = np.argsort(least, kind="stable")
     while timed < min(len(order), effort.most_timed) and least[order[timed]] < time_s * (1 - effort.gap):
         rows = order[timed : timed + _AT_ONCE]
-        option, places = list[Ints](), rows
+        option, numbers = list[Ints](), rows
         for own, before in reversed(steps):
-            option.insert(0, own[places])
-            places = before[places]
+            option.insert(0, own[numbers])
+            numbers = before[numbers]
         some = options.timed(np.stack(option), np.full(len(rows), candidate))
         found = _best_of(StageFilling.side_by_side([found, some]), np.zeros(len(rows) + 1, dtype=np.int64), found.bound)
         time_s, timed = float(found.time_s[0]), timed + len(rows)

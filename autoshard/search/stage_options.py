@@ -84,11 +84,11 @@ class StageFilling(PerCandidate):
         names = [one.name for one in fields(cls)]
         return cls(**{name: np.concatenate([getattr(one, name) for one in parts], axis=-1) for name in names})
 
-    def with_columns(self, places: Ints, columns: "StageFilling") -> "StageFilling":
+    def with_columns(self, numbers: Ints, columns: "StageFilling") -> "StageFilling":
         """Return these with some of their columns replaced."""
         found = replace(self, **{one.name: getattr(self, one.name).copy() for one in fields(self)})
         for one in fields(self):
-            getattr(found, one.name)[..., places] = getattr(columns, one.name)
+            getattr(found, one.name)[..., numbers] = getattr(columns, one.name)
         return found
 
     def stages(self, candidate: int) -> Split:
