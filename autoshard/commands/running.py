@@ -15,18 +15,20 @@ from autoshard.calibration.rows import Occasion, row_of
 from autoshard.commands.output import print_answer, write_text
 from autoshard.commands.steps import StepDisplay
 from autoshard.engine.base import HOST, Builds, Run, RunReport, SavedStep, Started
+from autoshard.engine.folder import PLAN
 from autoshard.errors import InputError, NotFinite, RunFailed, Stopped
 from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
 from autoshard.report.run import run_json, run_report, start_lines
 from autoshard.runtime.data.opened import source_of
 from autoshard.runtime.folder import (
-    PLAN,
     allow_attempts,
     changes_since,
     count_attempt,
     holds_files,
     locked,
+    note_end,
+    noting_failure,
     refuse_other_run,
 )
 from autoshard.runtime.launch import GivenRank, Placing, launch, only_extracts
@@ -89,7 +91,8 @@ def _with_restarts(
     left, last = execution.restarts, -1
     while True:
         try:
-            return _start(execution, given, build, display)
+            with noting_failure(execution.run.folder):
+                return _start(execution, given, build, display)
         except RunFailed as error:
             if given is not None or isinstance(error, NotFinite):
                 raise
@@ -226,7 +229,7 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay) -> i
             row = _measured_row(execution, report)
             with rows.open("a", encoding="utf-8") as file:
                 file.write(row + "\n")
-        allow_attempts(folder)
+        note_end(folder, signal.Signals(report.signal).name if report.signal else "")
     except OSError as error:
         failures.append(f"{error.filename or rows}: {error.strerror or error}")
     if execution.json:

@@ -5,11 +5,14 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from autoshard.engine.folder import POSITIONS
+
+_STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "dead", "D": "in uninterruptible sleep"}
 _RECORD = struct.Struct("<qqd128s128s")  # process, step, time of the last change, and two texts
 
 
@@ -23,10 +26,15 @@ class RankStatus:
     action: str  # of the schedule, or another part of a step
     waits_for: str  # a collective or message; empty while it computes
 
+    def __str__(self) -> str:
+        """Say where the rank is and what it does there."""
+        doing = f"waits for {self.waits_for}" if self.waits_for else "computes"
+        return f"in step {self.step}, {self.action or 'before its first action'}: {doing}"
+
 
 def activity_folder(run: Path) -> Path:
     """Return where the ranks of this machine keep their records: clocks of other machines show other times."""
-    return run / "positions" / socket.gethostname()
+    return run / POSITIONS / socket.gethostname()
 
 
 class RankActivity:
@@ -70,3 +78,31 @@ def read_status(path: Path) -> RankStatus | None:
     action, waits_for = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
     found = RankStatus(process=process, step=step, since_s=since_s, action=action, waits_for=waits_for)
     return found if process else None
+
+
+def by_suspicion(found: Mapping[int, RankStatus], states: Mapping[int, str]) -> list[int]:
+    """Order ranks: those that cannot run first, then those that wait for nobody, then those furthest behind."""
+
+    def suspicion(rank: int) -> tuple[bool, bool, int, float]:
+        one = found[rank]
+        return not states.get(rank), bool(one.waits_for), one.step, one.since_s
+
+    return sorted(found, key=suspicion)
+
+
+def is_alive(process: int) -> bool:
+    """Say whether there is a process of this number on this machine."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        return True
+    return True
+
+
+def why_still(process: int) -> str:
+    """Say why a process of this machine cannot run; nothing if it can, or where the system does not tell."""
+    path = Path(f"/proc/{process}/stat")
+    state = path.read_text(encoding="utf-8").rpartition(")")[2].split()[0] if path.is_file() else ""
+    return _STATES.get(state, "")

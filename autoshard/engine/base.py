@@ -98,6 +98,8 @@ Builds = Callable[[Plan, Run], Engine]
 
 
 WARM_UP = 2  # steps that allocate, connect and cache; they are no measure of the others
+WINDOW = 20  # steps whose median is compared
+SLOWER = 1.2  # times the run's own first median, above which it has become slow
 Phase = Literal["compile", "warm-up", "steady"]
 
 

@@ -1,23 +1,25 @@
 """The folder of a run: who writes to it, what was started in it before, and under which plan."""
 
 import fcntl
+import itertools
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from autoshard.engine.folder import ATTEMPTS, LOCK, PLAN, TRAINING
 from autoshard.errors import InputError, RunFailed, file_faults
 from autoshard.plan.diff import leaves
 from autoshard.plan.plan import Plan
 from autoshard.spec import record
 from autoshard.spec.training import Training
 
-PLAN, TRAINING, ATTEMPTS = "plan.json", "training.json", "attempts.jsonl"
-_LOCK = ".lock"
+_MOST_WORDS = 600  # characters of a failure that are kept; the logs have all
 
 
 @contextmanager
@@ -27,7 +29,7 @@ def locked(folder: Path) -> Iterator[None]:
         raise InputError.of(f"--out {folder}", "is a file. Name a folder")
     with file_faults(f"--out {folder}", "made"):
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / _LOCK).open("a+", encoding="utf-8")
+        file = (folder / LOCK).open("a+", encoding="utf-8")
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -43,7 +45,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 def holds_files(folder: Path) -> bool:
     """Say whether there is anything in a folder beside its lock, or a file in its place."""
-    return folder.exists() and (not folder.is_dir() or any(one.name != _LOCK for one in folder.iterdir()))
+    return folder.exists() and (not folder.is_dir() or any(one.name != LOCK for one in folder.iterdir()))
 
 
 def refuse_other_run(folder: Path, plan: Plan) -> None:
@@ -74,10 +76,8 @@ def count_attempt(folder: Path, step: int, most: int) -> None:
     """Note that a run starts from a step; refuse when as many starts before got no further and failed."""
     path = folder / ATTEMPTS
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    found = [json.loads(line) for line in lines if line.endswith("}")]
-    alike = 0
-    while alike < len(found) and found[-1 - alike] == {"from": step}:
-        alike += 1
+    found = [one for line in lines if line.endswith("}") and "failed" not in (one := json.loads(line))]
+    alike = len(list(itertools.takewhile(lambda one: one.get("from") == step, reversed(found))))
     if alike >= most:
         message = f"{alike} starts after step {step} came to no checkpoint beyond it. See {folder / 'logs'}"
         raise RunFailed(f"{message}; then type --resume {step} to allow as many again")
@@ -85,10 +85,26 @@ def count_attempt(folder: Path, step: int, most: int) -> None:
 
 
 def allow_attempts(folder: Path) -> None:
-    """Forget the starts before: the user, or a run that ended as it should, says so."""
+    """Forget the starts before, because the user says so."""
     _append(folder / ATTEMPTS, {"allowed": True})
+
+
+def note_end(folder: Path, by: str) -> None:
+    """Note that a run ended as it should, and by which signal, if it was one; the starts before are forgotten."""
+    _append(folder / ATTEMPTS, {"ended": by})
+
+
+@contextmanager
+def noting_failure(folder: Path) -> Iterator[None]:
+    """Note how a start fails, for those who watch the folder from elsewhere."""
+    try:
+        yield
+    except BaseException as error:
+        with suppress(OSError):  # of a full disk: the failure itself is worth more
+            _append(folder / ATTEMPTS, {"failed": str(error)[:_MOST_WORDS] or type(error).__name__})
+        raise
 
 
 def _append(path: Path, what: dict[str, Any]) -> None:
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(what) + "\n")
+        file.write(json.dumps({**what, "at": time.time()}) + "\n")

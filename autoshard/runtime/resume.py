@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from autoshard.engine.base import Engine, Run
+from autoshard.engine.folder import CHECKPOINTS, folder_of
 from autoshard.engine.placement import StatePiece
 from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
 from autoshard.runtime.checkpoint.agreed import from_all_ranks, from_first_rank
 from autoshard.runtime.checkpoint.files import CheckpointIndex, RunState
 from autoshard.runtime.checkpoint.saver import load
-from autoshard.runtime.checkpoint.shelf import Shelf, folder_of, newest, refuse_other
+from autoshard.runtime.checkpoint.shelf import Shelf, newest, refuse_other
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.runtime.convert.converting import is_foreign, read_weights
 
@@ -26,7 +27,7 @@ _TOKEN = ".token"
 def storage_of(run: Run) -> Storage:
     """Return where a run's checkpoints lie."""
     to = run.training.checkpoint.to
-    return Storage.of(str((run.folder / "checkpoints").absolute()) if to in (None, "none") else to)
+    return Storage.of(str((run.folder / CHECKPOINTS).absolute()) if to in (None, "none") else to)
 
 
 def usable(operation: Callable[[], Value]) -> Value:

@@ -9,14 +9,13 @@ import time
 from collections import deque
 from pathlib import Path
 
-from autoshard.engine.activity import RankStatus, activity_folder, read_status
+from autoshard.engine.activity import RankStatus, activity_folder, by_suspicion, is_alive, read_status, why_still
 from autoshard.engine.base import WARM_UP, TimedStep
 from autoshard.plan.plan import Plan
 
 HUNG = 75  # exit code of a rank that ends because of a hang
 _STEPS, _LEAST_S = 4, 24.0  # reported before five step times or 30 s are over
 _UNKNOWN_S = 600.0  # for steps of which nothing is known: on another machine, or while they set things up
-_STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "dead", "D": "in uninterruptible sleep"}
 
 
 class Watch:
@@ -51,43 +50,22 @@ class Watch:
         found: dict[int, RankStatus] = {}
         for rank in range(self._mesh.num_ranks):
             one = read_status(self._folder / str(rank))
-            if one and one.step and _is_alive(one.process):  # else it is left of an earlier start
+            if one and one.step and is_alive(one.process):  # else it is left of an earlier start
                 found[rank] = one
         still_s = time.monotonic() - max((one.since_s for one in found.values()), default=math.inf)
         if still_s < self.limit_s:
             return ""
 
-        def suspicion(rank: int) -> tuple[bool, bool, int, float]:
-            """Order ranks: those that cannot run first, then those that wait for nobody, then those furthest behind."""
-            one = found[rank]
-            return _state(one.process) not in _STATES, bool(one.waits_for), one.step, one.since_s
+        states = {rank: why_still(one.process) for rank, one in found.items()}
+        first, *others = by_suspicion(found, states)
 
-        first, *others = sorted(found, key=suspicion)
-        lines = [
-            f"no rank has moved for {still_s:.0f} s (limit {self.limit_s:.0f} s). {self._line(first, found[first])}"
-        ]
-        return "\n".join([*lines, *(f"  {self._line(rank, found[rank])}" for rank in sorted(others))])
+        def line(rank: int) -> str:
+            one, stage = found[rank], self._mesh.coordinates(rank).get("pp", 0)
+            state = f", {states[rank]}" if states[rank] else ""
+            return f"rank {rank} (pipeline rank {stage}, process {one.process}{state}) {one}"
 
-    def _line(self, rank: int, one: RankStatus) -> str:
-        stage = self._mesh.coordinates(rank).get("pp", 0)
-        state = _STATES.get(_state(one.process), "")
-        doing = f"waits for {one.waits_for}" if one.waits_for else "computes"
-        where = f"rank {rank} (pipeline rank {stage}, process {one.process}{', ' + state if state else ''})"
-        return f"{where} in step {one.step}, {one.action or 'before its first action'}: {doing}"
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def _state(process: int) -> str:
-    """Return the letter of a process' state on Linux."""
-    path = Path(f"/proc/{process}/stat")
-    return path.read_text(encoding="utf-8").rpartition(")")[2].split()[0] if path.is_file() else ""
+        limits = f"no rank has moved for {still_s:.0f} s (limit {self.limit_s:.0f} s)"
+        return "\n".join([f"{limits}. {line(first)}", *(f"  {line(rank)}" for rank in sorted(others))])
 
 
 def end_if_hung(watch: Watch, report: Path) -> None:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from autoshard.engine.folder import METRICS
 from autoshard.errors import AutoshardError, InputError
 from autoshard.extensions import EXTENSIONS
-from autoshard.runtime.metrics.log import METRICS, scalars
+from autoshard.runtime.metrics.log import scalars
 from autoshard.runtime.metrics.trackers import OnWandb
 from autoshard.sweep.points import Sweep, base_of, points_of_question
 from autoshard.sweep.table import PROGRAM

@@ -19,7 +19,6 @@ from autoshard.errors import InputError
 from autoshard.layout.shards import Box
 from autoshard.spec import record
 
-FILE = "index.json"
 FORMAT = 1
 
 

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from autoshard.engine.base import SavedStep
+from autoshard.engine.folder import INDEX, folder_of
 from autoshard.engine.placement import StatePiece
 from autoshard.runtime.checkpoint.agreed import from_all_ranks, from_first_rank
 from autoshard.runtime.checkpoint.files import (
     DTYPES,
-    FILE,
     TYPES,
     CheckpointIndex,
     RunState,
@@ -32,7 +32,7 @@ from autoshard.runtime.checkpoint.files import (
     is_finite,
     overlap,
 )
-from autoshard.runtime.checkpoint.shelf import Shelf, folder_of
+from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.checkpoint.storage import Storage, StorageError, persistent
 from autoshard.spec.training import Checkpointing
 
@@ -243,7 +243,7 @@ class Saver:
                     **self._label,
                 )
             )
-            persistent(lambda: storage.write(f"{folder}/{FILE}", data))
+            persistent(lambda: storage.write(f"{folder}/{INDEX}", data))
             shelf.publish(folder)
 
         if storage.is_local:

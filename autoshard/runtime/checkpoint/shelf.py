@@ -3,29 +3,12 @@
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby, islice
-from pathlib import PurePath
 
+from autoshard.engine.folder import INDEX, PARTIAL, folder_of, step_of
 from autoshard.errors import InputError
-from autoshard.runtime.checkpoint.files import FILE, CheckpointIndex, load_index
+from autoshard.runtime.checkpoint.files import CheckpointIndex, load_index
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.spec.training import Checkpointing
-
-_ASIDE = ".partial"
-
-
-def folder_of(step: int) -> str:
-    """Name the checkpoint of a step, so that names sort as steps do.
-
-    >>> folder_of(120)
-    'step-00000120'
-    """
-    return f"step-{step:08}"
-
-
-def step_of(folder: str) -> int | None:
-    """Return the step of a checkpoint's name; None if it is none."""
-    before, _, number = PurePath(folder).name.partition("step-")
-    return int(number) if not before and number.isdecimal() else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +42,13 @@ class Shelf:
         """Read the index of a checkpoint, and check that its files are there, as long as it says."""
         folder = folder_of(step)
         path = self.storage.path(folder)
-        data = self.storage.read(f"{folder}/{FILE}")
+        data = self.storage.read(f"{folder}/{INDEX}")
         if data is None and step not in (steps := self.steps()):
             there = f"there are {', '.join(map(str, sorted(steps)))}" if steps else "there is none"
             raise InputError.of(path, f"there is no checkpoint of step {step}; {there}")
         if data is None:
             raise InputError.of(path, "was not finished: it has no index")
-        index = load_index(data, f"{path}/{FILE}")
+        index = load_index(data, f"{path}/{INDEX}")
         sizes = self.storage.sizes(folder)
         for name, size in index.files.items():
             if name not in sizes:
@@ -76,7 +59,7 @@ class Shelf:
 
     def folder(self, step: int) -> str:
         """Return the folder in which a checkpoint is written."""
-        return folder_of(step) + (_ASIDE if self.storage.is_local else "")
+        return folder_of(step) + (PARTIAL if self.storage.is_local else "")
 
     def make_ready(self, step: int, known: Collection[int]) -> None:
         """Remove the remains of crashes; refuse a place that holds steps which this run does not know."""
@@ -87,12 +70,12 @@ class Shelf:
             self._remove_index(folder_of(step))  # of the same step, before the run went back
             return
         for name in self.storage.folders():
-            if name.endswith(_ASIDE):
+            if name.endswith(PARTIAL):
                 self.storage.remove(name)
 
     def publish(self, folder: str) -> None:
         """Give a written checkpoint its final name; in a store it has that name already."""
-        name = folder.removesuffix(_ASIDE)
+        name = folder.removesuffix(PARTIAL)
         if name == folder:
             return
         if name in self.storage.folders():  # of the same step, before the run went back
@@ -122,15 +105,15 @@ class Shelf:
         for multiple, found in groupby(sorted(self.steps()), key=lambda step: step // every):
             steps = list(found)
             complete = (
-                steps if len(steps) == 1 else (one for one in steps if FILE in self.storage.sizes(folder_of(one)))
+                steps if len(steps) == 1 else (one for one in steps if INDEX in self.storage.sizes(folder_of(one)))
             )
             if multiple > 0:
                 yield from islice(complete, 1)
 
     def _remove_index(self, folder: str) -> None:
         """Make a folder no checkpoint, before anything else in it changes: a crash may follow."""
-        if FILE in self.storage.sizes(folder):
-            self.storage.remove(f"{folder}/{FILE}")
+        if INDEX in self.storage.sizes(folder):
+            self.storage.remove(f"{folder}/{INDEX}")
 
 
 def refuse_other(index: CheckpointIndex, shapes: Mapping[str, tuple[int, ...]], where: str, remedy: str) -> None:

@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 import torch
 
+from autoshard.engine.folder import folder_of
 from autoshard.engine.nxd.shards import Qkv
 from autoshard.engine.placement import StatePiece
 from autoshard.errors import Fault, InputError, require
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
-from autoshard.runtime.checkpoint.shelf import folder_of
 from autoshard.runtime.checkpoint.storage import Storage
 from autoshard.runtime.convert.copying import JOURNAL, Copying, CopyProgress, TargetFile
 from autoshard.runtime.convert.hf import (

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from autoshard.engine.folder import CHECKPOINTS, INDEX, folder_of, step_of
 from autoshard.engine.hf_names import shapes_of
 from autoshard.engine.patches import whole
 from autoshard.engine.placement import MeshRank, StatePart, StatePiece
@@ -14,7 +15,6 @@ from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
 from autoshard.runtime.checkpoint.files import (
     DTYPES,
-    FILE,
     CheckpointIndex,
     RunState,
     StoredBox,
@@ -23,7 +23,7 @@ from autoshard.runtime.checkpoint.files import (
     cut_piece,
     dump_index,
 )
-from autoshard.runtime.checkpoint.shelf import Shelf, folder_of, newest, refuse_other, step_of
+from autoshard.runtime.checkpoint.shelf import Shelf, newest, refuse_other
 from autoshard.runtime.checkpoint.storage import Storage
 from autoshard.runtime.convert.copying import Entry, TargetFile, WrittenFile
 from autoshard.runtime.convert.stored import WeightSource, read_tensors, with_checksum
@@ -36,9 +36,9 @@ _WITHOUT_PLAN_BYTES = 2**32  # of a file
 def checkpoint_of(path: Path) -> tuple[Path, CheckpointIndex] | None:
     """Return the newest checkpoint of a folder, a run's among them, or the one that the folder is; None without any."""
     step = step_of(path.name)
-    if step is not None and (path / FILE).is_file():
+    if step is not None and (path / INDEX).is_file():
         return path, Shelf(storage=Storage.of(str(path.parent))).open(step)
-    for folder in (path, path / "checkpoints"):
+    for folder in (path, path / CHECKPOINTS):
         found, remarks = newest(Storage.of(str(folder))) if folder.is_dir() else (None, ())
         if found:
             return folder / folder_of(found.state.step), found
@@ -102,7 +102,7 @@ def finish_ours(
         files={one.file: one.num_bytes for _, one in made},
         tensors=tensors,
     )
-    Storage.of(str(folder)).write(FILE, dump_index(index))
+    Storage.of(str(folder)).write(INDEX, dump_index(index))
 
 
 def _placed(

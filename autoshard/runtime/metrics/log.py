@@ -14,15 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autoshard.engine.base import TimedStep, with_nulls
+from autoshard.engine.base import SLOWER, WINDOW, TimedStep, with_nulls
+from autoshard.engine.folder import METRICS
 from autoshard.plan.plan import Prediction
 from autoshard.units import format_seconds
 
-METRICS = "metrics.jsonl"
 _JSON = json.JSONEncoder(allow_nan=False)  # made once: a step must cost next to nothing
 _MODE = 0o666  # less what the umask takes
-WINDOW = 20  # steps whose median is compared
-SLOWER = 1.2  # times the run's own first median, above which it has become slow
 
 
 def record_of(step: TimedStep, *, at: float, mfu: float | None = None, neuron: Any = None) -> dict[str, Any]:

@@ -16,13 +16,14 @@ from safetensors.torch import load_file
 from torch.profiler import ProfilerActivity, profile
 
 from autoshard.engine.base import Engine, Run
+from autoshard.engine.folder import INDEX
 from autoshard.engine.placement import StatePiece
 from autoshard.errors import InputError
 from autoshard.layout.shards import Box
 from autoshard.plan.plan import Plan
 from autoshard.runtime import resume
 from autoshard.runtime.checkpoint import files, saver
-from autoshard.runtime.checkpoint.files import FILE, StoredBox, StoredTensor
+from autoshard.runtime.checkpoint.files import StoredBox, StoredTensor
 from autoshard.runtime.checkpoint.saver import RankFile, joined_tensors
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
@@ -100,7 +101,7 @@ def test_boxes_fill_a_tensor_where_every_element_lies_in_one(shape: tuple[int, .
 def test_files_are_safetensors_that_others_read(tmp_path: Path) -> None:
     trained(plan_of(PLAN), tmp_path, 1)
     folder = tmp_path / "checkpoints" / "step-00000001"
-    index = json.loads((folder / FILE).read_text())["index"]
+    index = json.loads((folder / INDEX).read_text())["index"]
     boxes = {name: load_file(folder / name) for name in index["files"]}
     assert len(boxes) == 2
     assert sum(map(len, boxes.values())) == sum(len(one["boxes"]) for one in index["tensors"].values())

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from autoshard.engine.folder import INDEX
 from autoshard.errors import InputError
 from autoshard.runtime.checkpoint import storage
 from autoshard.runtime.checkpoint.files import (
-    FILE,
     CheckpointIndex,
     RunState,
     StoredBox,
@@ -43,7 +43,7 @@ def put(shelf: Shelf, step: int, *, finite: bool = True) -> None:
     state = RunState(step=step, num_updates=step, next_sample=step)
     sizes = {"rank-00000.safetensors": 8}
     index = CheckpointIndex(state=state, model="tiny", candidate="tp=1", finite=finite, files=sizes, tensors={})
-    shelf.storage.write(f"{folder}/{FILE}", dump_index(index))
+    shelf.storage.write(f"{folder}/{INDEX}", dump_index(index))
     shelf.publish(folder)
 
 
@@ -61,7 +61,7 @@ def usable(shelf: Shelf) -> list[int]:
 def test_what_is_damaged_unfinished_or_not_finite_is_passed_over_with_a_remark(shelf: Shelf) -> None:
     for step in (2, 4, 6, 8, 10):
         put(shelf, step, finite=step != 6)
-    shelf.storage.remove(f"step-00000010/{FILE}")
+    shelf.storage.remove(f"step-00000010/{INDEX}")
     shelf.storage.remove("step-00000008/rank-00000.safetensors")
     assert usable(shelf) == [4, 2]
     unfinished, damaged, infinite = shelf.remarks
@@ -172,7 +172,7 @@ def test_what_cannot_get_better_is_not_tried_again(cause: OSError, times: int, m
 
 
 BOX, SCALAR = StoredBox((0, 0), (4, 2), "rank-00000.safetensors", 64, 32, 123), StoredBox((), (), "rank-1", 62, 2, 5)
-INDEX = CheckpointIndex(
+TINY_INDEX = CheckpointIndex(
     state=RunState(step=7, num_updates=6, next_sample=56, num_tokens=448, seed=3, trackers=(("wandb", "ab12"),)),
     model="tiny",
     candidate="tp=1,pp=1,dp=2",
@@ -185,23 +185,23 @@ INDEX = CheckpointIndex(
 )
 
 
-@given(st.integers(0, len(dump_index(INDEX)) - 1), st.integers(0, 7))
+@given(st.integers(0, len(dump_index(TINY_INDEX)) - 1), st.integers(0, 7))
 def test_an_index_comes_back_and_a_flipped_bit_is_found(place: int, bit: int) -> None:
-    assert load_index(dump_index(INDEX), "here") == INDEX
-    data = bytearray(dump_index(INDEX))
+    assert load_index(dump_index(TINY_INDEX), "here") == TINY_INDEX
+    data = bytearray(dump_index(TINY_INDEX))
     data[place] ^= 1 << bit
     try:
         found = load_index(bytes(data), "here")
     except InputError as error:
         assert "here" in str(error)
     else:
-        assert found == INDEX, "a flip that changes nothing, such as of a digit's case in an escape"
+        assert found == TINY_INDEX, "a flip that changes nothing, such as of a digit's case in an escape"
 
 
 def test_an_index_that_ends_too_early_or_is_of_another_format_is_refused() -> None:
-    for length in (0, 1, 40, len(dump_index(INDEX)) - 1):
+    for length in (0, 1, 40, len(dump_index(TINY_INDEX)) - 1):
         with pytest.raises(InputError, match="here: is damaged"):
-            load_index(dump_index(INDEX)[:length], "here")
-    text = json.dumps(json.loads(dump_index(INDEX))["index"] | {"format": 9}, separators=(",", ":"))
+            load_index(dump_index(TINY_INDEX)[:length], "here")
+    text = json.dumps(json.loads(dump_index(TINY_INDEX))["index"] | {"format": 9}, separators=(",", ":"))
     with pytest.raises(InputError, match="is of format 9, and this version reads 1"):
         load_index(f'{{"crc32":{zlib.crc32(text.encode())},"index":{text}}}'.encode(), "here")

@@ -11,7 +11,8 @@ from typing import Any
 from hypothesis import given, strategies as st
 
 from autoshard.engine.base import TimedStep, with_nulls
-from autoshard.runtime.metrics.log import METRICS, MetricsLog, record_of, scalars
+from autoshard.engine.folder import METRICS
+from autoshard.runtime.metrics.log import MetricsLog, record_of, scalars
 from tests.runtime.cases import ROOT, environment, read_metrics
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)

@@ -13,9 +13,9 @@ from rich.console import Console
 from autoshard.commands import steps as module
 from autoshard.commands.steps import StepDisplay
 from autoshard.engine.base import TimedStep
+from autoshard.engine.folder import METRICS
 from autoshard.errors import InputError
 from autoshard.runtime.launch import Placing, launch
-from autoshard.runtime.metrics.log import METRICS
 from autoshard.spec.training import Tracking, Training
 from tests.runtime.cases import read_metrics, tiny_plan
 

@@ -1,0 +1,24 @@
+"""What lies where in the folder of a run: those who run write it, those who watch read it."""
+
+from pathlib import PurePath
+
+PLAN, TRAINING, ATTEMPTS, METRICS = "plan.json", "training.json", "attempts.jsonl", "metrics.jsonl"
+LOCK = ".lock"
+POSITIONS, CHECKPOINTS, INDEX = "positions", "checkpoints", "index.json"
+PARTIAL = ".partial"  # ends the name of a checkpoint that is being written
+HANG_REPORTS = "hang-rank-*.txt"
+
+
+def folder_of(step: int) -> str:
+    """Name the checkpoint of a step, so that names sort as steps do.
+
+    >>> folder_of(120)
+    'step-00000120'
+    """
+    return f"step-{step:08}"
+
+
+def step_of(folder: str) -> int | None:
+    """Return the step of a checkpoint's name; None if it is none."""
+    before, _, number = PurePath(folder).name.partition("step-")
+    return int(number) if not before and number.isdecimal() else None
