@@ -22,7 +22,8 @@ Counts = tuple[int, ...]  # one whole number, or several with commas between the
 PlanOrRecipe = NewType("PlanOrRecipe", Path)  # a recipe (.yaml) is a file of options as well
 Given = dict[str, tuple[str, Any]]  # option -> how faults name the place where it is given, and what stands there
 
-_POSITIONAL = ("plan", "rows", "source", "target", "what", "shell", "a", "b")  # `list models`, not `list --what models`
+# `list models`, not `list --what models`
+_POSITIONAL = ("plan", "rows", "folder", "source", "target", "what", "shell", "a", "b")
 _REQUIRED = inspect.Parameter.empty
 _EXPECTED: dict[Any, tuple[str, str]] = {  # type -> how the help and how a fault names it
     bool: ("", "true or false"),

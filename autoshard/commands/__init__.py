@@ -9,6 +9,7 @@ COMMANDS = {  # each is a function of its name, in a module of its name, whose d
     "compare": "say which of two plans is predicted to be faster, and why",
     "verify": "say why a plan cannot run, or prove that its sharding computes the same",
     "run": "train as a plan or a recipe says; put the prediction beside the measurement",
+    "watch": "show how a run is doing, from any machine that sees its folder",
     "launch": "write the files that start a plan on a cluster",
     "sweep": "plan or run many questions, and put all results into one table",
     "tokenize": "turn text into tokens that runs can read",

@@ -1,0 +1,46 @@
+"""Numbers as columns of characters."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+_ASCII = " .:|"
+
+
+def columns(values: Sequence[float | None], width: int, height: int = 1, *, ascii_only: bool = False) -> list[str]:
+    """Draw numbers in a row as lines of text, the top one first: the least is a column of one part, the most is full.
+
+    Neighbours share a column, as their mean, where there are more of them than columns. None and what is no number is
+    marked by ``x``.
+
+    >>> columns([1, 2, 3, None, 8], width=5)
+    ['▁▂▃x█']
+    >>> columns([0, 2, 4], width=3, height=2)
+    [' ▁█', '▁██']
+    """
+    parts = _ASCII if ascii_only else _EIGHTHS
+    means = [_mean(values[low:high]) for low, high in _bounds(len(values), width)]
+    known = [one for one in means if one is not None]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    full = (len(parts) - 1) * height
+
+    def cell(mean: float | None, line: int) -> str:
+        if mean is None:
+            return " " if line else "x"
+        share = (mean - low) / (high - low) if high > low else 0.5
+        above = 1 + round((full - 1) * share) - line * (len(parts) - 1)
+        return parts[min(max(above, 0), len(parts) - 1)]
+
+    return ["".join(cell(mean, line) for mean in means) for line in reversed(range(height))]
+
+
+def _bounds(count: int, width: int) -> list[tuple[int, int]]:
+    """Cut so many numbers into at most so many neighbourhoods."""
+    num = min(count, width)
+    return [(count * one // num, count * (one + 1) // num) for one in range(num)]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [one for one in values if one is not None and math.isfinite(one)]
+    return statistics.fmean(known) if len(known) == len(values) and known else None

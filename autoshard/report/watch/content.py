@@ -1,0 +1,245 @@
+"""What the folder of a run holds at a moment, read without changing anything in it, from any machine that sees it."""
+
+import json
+import math
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from autoshard.engine.activity import RankStatus, is_alive, read_status, why_still
+from autoshard.engine.base import TimedStep
+from autoshard.engine.folder import (
+    ATTEMPTS,
+    CHECKPOINTS,
+    HANG_REPORTS,
+    INDEX,
+    LOCK,
+    METRICS,
+    PARTIAL,
+    PLAN,
+    POSITIONS,
+    TRAINING,
+    step_of,
+)
+from autoshard.errors import InputError, nearest
+from autoshard.plan.codec import load
+from autoshard.plan.plan import Plan
+from autoshard.spec.record import decode
+from autoshard.spec.training import Training
+
+_WHOLE_BYTES = 2**20  # steps up to here are read whole; of more, the end and a sample, in the same time for any run
+_END_BYTES, _SAMPLE_BYTES, _NUM_SAMPLES = 2**18, 2**13, 240  # a line is about 400 bytes, with neuron-monitor 4000
+_LOCKS = Path("/proc/locks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedStep:
+    """A line of ``metrics.jsonl``."""
+
+    step: TimedStep
+    at: float  # when it ended, by the clock of the machine that ran it
+    compared: bool  # whether the plan's prediction is about the machine that ran it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLock:
+    """Who runs in the folder, or did last."""
+
+    process: int
+    host: str
+    at: float  # when it started
+    held: bool | None  # whether it still runs; None on another machine, which cannot tell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenRank:
+    """The record of a rank, and what the machine that watches knows of its process."""
+
+    rank: int
+    host: str
+    status: RankStatus
+    still: str  # why its process cannot move; empty where nothing speaks against it, or on another machine
+    still_s: float | None  # since it last moved; None on another machine, whose clock is another
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenCheckpoint:
+    """The newest checkpoint that has an index."""
+
+    step: int
+    at: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """What the folder of a run holds; what is missing there, or cannot be read, is None or empty."""
+
+    path: Path
+    plan: Plan | None
+    training: Training | None
+    faults: tuple[str, ...]  # why one of these two could not be read
+    steps: tuple[LoggedStep, ...]  # all, or of a long run an even sample and the last ones
+    steps_at: float | None  # when the file of steps last changed
+    starts: tuple[Mapping[str, Any], ...]  # the lines of attempts.jsonl
+    lock: RunLock | None
+    ranks: tuple[SeenRank, ...]  # inside a step
+    checkpoint: SeenCheckpoint | None
+    saving: int | None  # the step of a checkpoint that is being written
+    checkpoints_elsewhere: str  # where they lie, if that is not looked at
+    hang_reports: tuple[str, ...]  # that ranks of the last start have left
+
+
+def read_run(folder: Path) -> RunFolder:
+    """Read the folder of a run; refuse a folder that holds something else."""
+    _refuse_no_run(folder)
+    faults: list[str] = []
+    plan = training = None
+    try:
+        plan = load(folder / PLAN) if (folder / PLAN).is_file() else None
+    except InputError as error:
+        faults.append(str(error.faults[0]))
+    try:
+        text = _text(folder / TRAINING)
+        training = decode(Training, json.loads(text), folder / TRAINING) if text else None
+    except (InputError, ValueError) as error:
+        faults.append(f"{folder / TRAINING}: {error}")
+    steps, steps_at = _steps(folder / METRICS)
+    lock = _lock(folder / LOCK)
+    started_at = lock.at if lock else 0.0
+    to = training.checkpoint.to if training else None
+    place = folder / CHECKPOINTS if to in (None, "none") else Path(to)
+    here = place.is_dir()
+    checkpoint, saving = _checkpoints(place) if here else (None, None)
+    return RunFolder(
+        path=folder, plan=plan, training=training, faults=tuple(faults), steps=steps, steps_at=steps_at,
+        starts=tuple(_objects(_text(folder / ATTEMPTS).encode())), lock=lock,
+        ranks=tuple(_ranks(folder / POSITIONS, started_at)), checkpoint=checkpoint, saving=saving,
+        checkpoints_elsewhere="" if here or to in (None, "none") else to,
+        hang_reports=tuple(_text(one) for one in sorted(folder.glob(HANG_REPORTS)) if one.stat().st_mtime > started_at),
+    )  # fmt: skip
+
+
+def _refuse_no_run(folder: Path) -> None:
+    """Refuse what holds no run; an empty folder may be that of a run that has not begun."""
+    if folder.is_file():
+        raise InputError.of(str(folder), f"is a file. Name the folder of a run, which holds {PLAN} and {METRICS}")
+    if not folder.is_dir():
+        there = [one.name for one in folder.parent.iterdir() if one.is_dir()] if folder.parent.is_dir() else []
+        raise InputError.of(str(folder), f"there is no such folder. {nearest(folder.name, there)}")
+    names = {one.name for one in folder.iterdir()} - {LOCK, "logs"}
+    if names and not names & {PLAN, TRAINING, METRICS, ATTEMPTS}:
+        runs = sorted(str(one.parent) for one in folder.glob(f"*/{METRICS}"))
+        remedy = f"It holds the runs {', '.join(runs[:5])}" if runs else "Name the --out of autoshard run"
+        raise InputError.of(str(folder), f"holds no run: none of its files is {PLAN} or {METRICS}. {remedy}")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # missing, or just being replaced
+        return ""
+
+
+def _objects(data: bytes) -> Iterator[Mapping[str, Any]]:
+    """Yield the whole lines that are objects; a kill leaves half a line, and a sample begins and ends with one."""
+    for line in data.split(b"\n")[:-1]:
+        try:
+            one: object = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(one, dict):
+            yield cast(Mapping[str, Any], one)
+
+
+def _steps(path: Path) -> tuple[tuple[LoggedStep, ...], float | None]:
+    """Read a file of steps, and when it changed."""
+    try:
+        with path.open("rb") as file:
+            known = os.fstat(file.fileno())
+            if known.st_size <= _WHOLE_BYTES:
+                parts = [file.read()]
+            else:
+                starts = [known.st_size * number // _NUM_SAMPLES for number in range(_NUM_SAMPLES)]
+                parts = [os.pread(file.fileno(), _SAMPLE_BYTES, start) for start in starts]
+                parts.append(os.pread(file.fileno(), _END_BYTES, known.st_size - _END_BYTES))
+    except OSError:
+        return (), None
+    records = (one for part in parts[:-1] for one in list(_objects(part))[:1])
+    found = {one.step.number: one for record in (*records, *_objects(parts[-1])) if (one := _logged(record))}
+    return tuple(found[number] for number in sorted(found)), known.st_mtime
+
+
+def _logged(record: Mapping[str, Any]) -> LoggedStep | None:
+    """Return the step of a line; None if it is another line."""
+    try:
+        numbers: dict[str, Any] = {
+            **record,
+            **{name: float(text) for name, text in record.get("nonfinite", {}).items()},
+        }
+        step = TimedStep(
+            number=int(numbers["step"]), loss=float(numbers["loss"]), norm=float(numbers["norm"]),
+            time_s=max(1e-9, float(numbers["time_s"])), num_tokens=int(numbers["tokens"]),
+            learning_rate=numbers.get("learning_rate"), waited_s=float(numbers.get("waited_s") or 0.0),
+            updated=bool(numbers.get("updated", True)), memory_bytes=numbers.get("memory_bytes"),
+            phase=numbers.get("phase", "steady"),
+        )  # fmt: skip
+        return LoggedStep(step=step, at=float(numbers["at"]), compared=numbers.get("mfu") is not None)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _lock(path: Path) -> RunLock | None:
+    found = re.fullmatch(r"process (\d+) on (.+)", _text(path).strip())
+    if not found:
+        return None
+    process, host, known = int(found[1]), found[2], path.stat()
+    held = None
+    if host == socket.gethostname():
+        locks = _text(_LOCKS)  # of this machine, by the numbers of files; a process' number may be another's by now
+        held = f":{known.st_ino} " in locks if _LOCKS.is_file() else is_alive(process)
+    return RunLock(process=process, host=host, at=known.st_mtime, held=held)
+
+
+def _ranks(positions: Path, started_at: float) -> Iterator[SeenRank]:
+    """Yield the ranks that are inside a step; records of earlier starts are left out."""
+    me, now_s = socket.gethostname(), time.monotonic()
+    for path in sorted(positions.glob("*/*"), key=lambda one: (one.parent.name, one.name.zfill(9))):
+        status = read_status(path) if path.name.isdecimal() else None
+        if status is None or not status.step:
+            continue
+        here, still = path.parent.name == me, ""
+        if here:
+            still = why_still(status.process) if is_alive(status.process) else "gone"
+        if path.stat().st_mtime >= started_at - 1.0:  # the clock of files has coarse steps
+            still_s = max(0.0, now_s - status.since_s) if here else None
+            yield SeenRank(rank=int(path.name), host=path.parent.name, status=status, still=still, still_s=still_s)
+
+
+def _checkpoints(place: Path) -> tuple[SeenCheckpoint | None, int | None]:
+    """Return the newest checkpoint that is complete, and the step of one that is being written."""
+    try:
+        names = [one.name for one in place.iterdir()]
+    except OSError:
+        return None, None
+    saving = max(
+        (step for name in names if (step := step_of(name.removesuffix(PARTIAL))) and PARTIAL in name), default=None
+    )
+    for step, name in sorted(((step, name) for name in names if (step := step_of(name)) is not None), reverse=True):
+        try:
+            at = (place / name / INDEX).stat().st_mtime
+            num_bytes = sum(one.stat().st_size for one in os.scandir(place / name))
+        except OSError:  # without an index, or pruned while we look
+            continue
+        return SeenCheckpoint(step=step, at=at, num_bytes=num_bytes), saving
+    return None, saving
+
+
+def is_finite(step: TimedStep) -> bool:
+    """Say whether the numbers of a step are finite."""
+    return math.isfinite(step.loss) and math.isfinite(step.norm)

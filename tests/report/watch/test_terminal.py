@@ -1,0 +1,57 @@
+"""How a watched run looks in a terminal."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autoshard.cli import main
+from autoshard.report.watch.terminal import progress_report
+from tests.report.printed import printed
+from tests.report.watch.made_runs import FROM, NOW, made_run, seen, steps_of
+from tests.runtime.cases import environment
+
+
+@pytest.mark.parametrize("width", [50, 80, 200])
+def test_every_line_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.chdir(tmp_path)
+    made_run(Path("far"), steps_of(40, loss=lambda n: float("nan") if n == 40 else 3.0 - n / 50), host="far")
+    lines = printed(progress_report(seen(Path("far"))), width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    text = " ".join(" ".join(lines).split())
+    for words in ("running step 40 of 100 (40%)", "30.00 s left", "drifts step 40: loss nan", "checkpoint none yet"):
+        assert words in text
+    assert "1.00, inside" in text and "it runs on far" in text and "█" in text
+
+
+def test_failures_are_shown_once(tmp_path: Path) -> None:
+    ends = [{"failed": f"rank {n} died\nby {n}", "at": NOW - 100 + n} for n in range(2)]
+    made_run(tmp_path, steps_of(40, age_s=90), notes=(FROM, ends[0], FROM, ends[1]))
+    text = printed(progress_report(seen(tmp_path)), width=100)
+    assert text.count("rank 1 died") == text.count("rank 0 died") == text.count("by 1") == 1 and "by 0" not in text
+    assert "starts      2, after step 0, 0; 2 failed" in text
+
+
+def test_the_command_prints_one_picture_and_says_by_its_code_whether_all_is_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_run(tmp_path / "good", steps_of(100), notes=(FROM, {"ended": "", "at": NOW}))
+    made_run(tmp_path / "bad", steps_of(40))
+    assert main(["watch", str(tmp_path / "good")]) == 0
+    assert "ended       step 100 of 100 (100%)" in capsys.readouterr().out
+    assert main(["watch", str(tmp_path / "bad"), "--once"]) == 1
+    assert "killed " in capsys.readouterr().out
+    assert main(["watch", str(tmp_path / "bad"), "--json"]) == 1
+    assert '"state": "killed"' in capsys.readouterr().out
+    assert main(["watch", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    assert main(["watch", str(tmp_path / "bad"), "--every", "0"]) == 2
+
+
+def test_it_needs_no_torch(tmp_path: Path) -> None:
+    made_run(tmp_path, steps_of(100), notes=(FROM, {"ended": "", "at": NOW}))
+    code = "import sys; sys.modules['torch'] = None; from autoshard.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", code, "watch", str(tmp_path)]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "ended " in done.stdout, done.stderr
