@@ -45,8 +45,8 @@ lint: $(VENV)/.dev  ## format, lint, types, floors
 check: export CI := true
 check: lint test  ## what every commit passes: lint, then test; CI goes on with test-all
 
-bench: $(VENV)/.dev  ## every benchmark, as a table; BENCH=--wandb logs it
-	$(PY) -m benchmarks all $(BENCH)
+bench: $(VENV)/.dev  ## every benchmark, as a table, and into their history; BENCH=--wandb logs it
+	$(PY) -m benchmarks all --record $(BENCH)
 
 clean:  ## remove the environment, caches and built files
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage build dist

@@ -1,9 +1,10 @@
-"""``python -m benchmarks [NAME] [--json] [--wandb]`` and the options of some: run one benchmark, or all."""
+"""``python -m benchmarks [NAME] [--json] [--wandb]`` and other options: run one benchmark, or all; show drifts."""
 
 import argparse
 import datetime
 import importlib.util
 import inspect
+import json
 import pkgutil
 import platform
 import sys
@@ -18,6 +19,16 @@ from rich.table import Column, Table
 from autoshard import __version__
 from autoshard.errors import AutoshardError, InputError, nearest
 from benchmarks import BENCHMARKS
+from benchmarks.history import (
+    HISTORY,
+    Occasion,
+    append,
+    drifts_of,
+    history_json,
+    history_table,
+    occasion,
+    read_history,
+)
 from benchmarks.result import Result
 
 _USES = {"rows": "measured rows", "count": "a number of questions", "write": "tables on pages"}
@@ -27,11 +38,15 @@ _FIELDS = ("name", "value", "unit", "bar", "holds")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for; a bar that does not hold is a finding, not a failure."""
     options = _parser().parse_args(arguments)
+    if options.name == "history":
+        return _show_history(as_json=options.json)
     try:
         given = {name: getattr(options, name) for name in _USES if getattr(options, name)}
         runs = _selected(options.name, given)
         results, notes = list[Result](), list[str]()
-        printed = _printed(_measured(runs), results, json=options.json)
+        printed = _printed(_measured(runs), results, as_json=options.json)
+        if options.record:
+            printed = _recorded(printed, occasion(f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"))
         if options.wandb:
             notes = _logged(printed, results)
         for _ in printed:
@@ -48,13 +63,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure autoshard here.")
-    parser.add_argument("name", nargs="?", default="all", help=f"all or one of {', '.join(BENCHMARKS)}")
+    parser.add_argument("name", nargs="?", default="all", help=f"all, history, or one of {', '.join(BENCHMARKS)}")
     parser.add_argument("--json", action="store_true", help="print one JSON object per benchmark and line")
     parser.add_argument("--wandb", action="store_true", help="log every result to Weights & Biases as well")
+    parser.add_argument("--record", action="store_true", help="append every result to benchmarks/history.jsonl")
     parser.add_argument("--rows", type=Path, metavar="FOLDER", help="more measured rows, for accuracy")
     parser.add_argument("--count", type=int, metavar="N", help="how many questions, for certificate")
     parser.add_argument("--write", action="store_true", help="write the tables that it has on pages")
     return parser
+
+
+def _show_history(*, as_json: bool) -> int:
+    """Print how each benchmark changed; a drift is a finding, not a failure."""
+    drifts = drifts_of(read_history(HISTORY))
+    if as_json:
+        print(json.dumps(history_json(drifts)))
+    elif drifts:
+        Console().print(history_table(drifts))
+    else:
+        print(f"there is no history in {HISTORY}. Type make bench, or python -m benchmarks NAME --record")
+    return 0
 
 
 def _selected(name: str, options: Mapping[str, Any]) -> dict[str, Callable[[], Result]]:
@@ -76,12 +104,19 @@ def _measured(runs: Mapping[str, Callable[[], Result]]) -> Iterator[Result]:
         yield run()
 
 
-def _printed(found: Iterable[Result], results: list[Result], *, json: bool) -> Iterator[Result]:
+def _printed(found: Iterable[Result], results: list[Result], *, as_json: bool) -> Iterator[Result]:
     """Yield results as they come, print them where JSON is asked for, and keep them."""
     for result in found:
-        if json:
+        if as_json:
             print(result.as_json(), flush=True)
         results.append(result)
+        yield result
+
+
+def _recorded(found: Iterable[Result], where: Occasion) -> Iterator[Result]:
+    """Yield results, and append each to the history as soon as it is there."""
+    for result in found:
+        append(result, where, HISTORY)
         yield result
 
 
