@@ -12,31 +12,36 @@ square.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autoshard.calibration.measured_run import MeasuredRun, run_of
 from autoshard.calibration.rows import MeasuredRow, measured_rows
-from autoshard.calibration.splits import FRAMEWORK, LAUNCH, PORTS, RELEASE, SETTLED, Split, physical, splits_for
-from autoshard.calibration.validate import outlined_run, predicted_run
+from autoshard.calibration.splits import LAUNCH, PORTS, SETTLED, Split, physical, splits_for
+from autoshard.calibration.unknowns import (
+    UNITS,
+    Array,
+    Predict,
+    Sample,
+    predictor,
+    slowness,
+    timer,
+    unknowns_of,
+    with_unknowns,
+)
+from autoshard.calibration.validate import predicted_run
 from autoshard.cost.calibration import EFFICIENCIES, Calibration, Fit, Reach, Software, uncalibrated
 from autoshard.cost.outside import features_of, seen_in
-from autoshard.cost.predict import step_timer
 from autoshard.errors import Fault, InputError, require
 from autoshard.plan.plan import rounded
 from autoshard.spec.cluster_catalogue import load_node_type
 
-Array = NDArray[np.float64]
-Predict = Callable[[Array], Array]  # unknowns -> predicted over measured, row by row
-
 _LEAST_ROWS = 3
-_DIGITS = 6  # of a constant: far beyond what rows decide, and a file that people can read
 _INTERVAL = 0.8  # share of the measurements that lie inside
 _WIDEST = 2.0  # an interval, over the mean error of what was left out
 _NO_WORSE = 1e-3  # two left-out errors nearer than this are equal
@@ -50,17 +55,6 @@ _CLOSE = 1e-3  # rows are far from deciding that much
 
 _UNEVEN = 4.0  # a machine that is so much faster than declared may be faster by this once more in one of its rates
 _LAUNCHES = (0.5, 1.0, 2.0, 4.0, 8.0)  # tried first, in their unit
-_UNITS = {"launch_s": 1e-5, "collective_s": 1e-4, "task_s": 1e-1, RELEASE: 1e-1}  # of what may be nothing
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """A run and what it took; what is left out together with it."""
-
-    id: str
-    run: MeasuredRun
-    step_time_s: float
-    apart: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +83,7 @@ def samples_in(path: Path, cluster: str, date: str | None = None) -> FitSamples:
             run = run_of(row)
             found, same = run.cluster.name, run.cluster.chip.name == node_type.chip.name
             require((same, "platform", f"was run on {found}, not on {node_type.name} or its chips"))
-            _timer(run)
+            timer(run)
         except InputError as error:
             faults[where] = error
         else:
@@ -134,7 +128,7 @@ def fit(found: FitSamples, name: str) -> Calibration:
     splits = splits_for([sample.run for sample in samples])
     ratios = {name: left_out_ratios(split) for name, split in splits.items() if len(split) < num_layouts}
     tried = {name: float(np.abs(own - 1).mean()) for name, own in ratios.items()}
-    best = next(name for name, error in tried.items() if error <= min(tried.values()) + _NO_WORSE)
+    best = best_of(tried)
     constants = fit_constants(splits[best], samples)
     newest, software = found.newest, constants.software
     newest += f", release {software.releases[-1]}" if software and software.releases else ""
@@ -175,6 +169,11 @@ def fit(found: FitSamples, name: str) -> Calibration:
     )
 
 
+def best_of(tried: Mapping[str, float]) -> str:
+    """Return the first split, which has the fewest constants, with no more than the least left-out error."""
+    return next(name for name, error in tried.items() if error <= min(tried.values()) + _NO_WORSE)
+
+
 def _mfu(sample: Sample, calibration: Calibration) -> float:
     """Return the utilisation that a row measured, without masked pairs."""
     found = predicted_run(sample.run, calibration)
@@ -201,25 +200,15 @@ def _clusters(samples: Sequence[Sample]) -> tuple[str, ...]:
 def _ratios(samples: Sequence[Sample], calibration: Calibration) -> Array:
     """Predict rows as ``validate`` does, each with the cutting that is best under these constants."""
     known = {run: predicted_run(run, calibration).step_time_s for run in {sample.run for sample in samples}}
-    return np.array([known[one.run] / one.step_time_s for one in samples]) * _slowness(samples, calibration)
-
-
-def _slowness(samples: Sequence[Sample], calibration: Calibration) -> Array:
-    """Return how often as long each row's software takes as that of a plan."""
-    software = calibration.software
-    runs = (sample.run for sample in samples)
-    return np.array([software.slowness(run.framework, run.release) if software else 1.0 for run in runs])
+    return np.array([known[one.run] / one.step_time_s for one in samples]) * slowness(samples, calibration)
 
 
 def fit_constants(split: Split, samples: Sequence[Sample]) -> Calibration:
     """Return the constants under which the predictions come closest to what was measured."""
     nominal = _nominal(tuple(samples))
-    ratios = _predictor(samples, nominal, split)
-    names = [group[0] for group in split]
-    units = np.array([_UNITS.get(name, 0.0) for name in names])
-    may_be_nothing = units > 0
-    values = np.array([getattr(nominal, name, 0.0) for name in names])
-    start = np.where(may_be_nothing, values, 1.0) / np.where(may_be_nothing, units, np.where(values > 0, values, 1.0))
+    ratios = predictor(samples, nominal, split)
+    may_be_nothing = np.array([group[0] in UNITS for group in split])
+    start = unknowns_of(nominal, split)
     least, most = np.array(list(map(physical, split)), dtype=np.float64).T.copy()
     if nominal.most_efficient > 1:  # its rates are declared
         least, most = np.maximum(start / _UNEVEN, 1 / nominal.most_efficient), np.full(len(split), np.inf)
@@ -230,7 +219,7 @@ def fit_constants(split: Split, samples: Sequence[Sample]) -> Calibration:
         starts = np.tile(start, (len(_LAUNCHES), 1))
         starts[:, split.index(LAUNCH)] = _LAUNCHES
         current = min(starts, key=lambda one: float(np.abs(np.log(ratios(one))).mean()))
-    return _with(nominal, split, least_squares(ratios, start, (least, most), current))
+    return with_unknowns(nominal, split, least_squares(ratios, start, (least, most), current))
 
 
 @cache  # by all splits
@@ -251,7 +240,7 @@ def _nominal(samples: tuple[Sample, ...]) -> Calibration:
         return nominal
     start, one = np.array([1 / nominal.matrix_efficiency]), (EFFICIENCIES,)
     limits = np.array([1 / nominal.most_efficient]), np.full(1, np.inf)
-    return _with(nominal, one, least_squares(_predictor(samples, nominal, one), start, limits, start))
+    return with_unknowns(nominal, one, least_squares(predictor(samples, nominal, one), start, limits, start))
 
 
 def _software(samples: Sequence[Sample]) -> Software | None:
@@ -265,41 +254,6 @@ def _software(samples: Sequence[Sample]) -> Software | None:
         releases=tuple(".".join(map(str, release)) for release in releases),
         settled=SETTLED if samples[0].run.cluster.engine == "nxd" else "",
     )
-
-
-def _with(calibration: Calibration, split: Split, unknowns: Array) -> Calibration:
-    """Return the constants of some unknowns, slownesses and times in their unit, as a file states them."""
-    values: dict[str, float] = {}
-    for group, one in zip(split, unknowns.tolist(), strict=True):
-        for name in group:
-            scaled = one * _UNITS[name] if name in _UNITS else one if name.startswith(FRAMEWORK) else 1 / one
-            values[name] = float(f"{scaled:.{_DIGITS}g}")
-    slower = {name.removeprefix(FRAMEWORK): values.pop(name) for name in [*values] if name.startswith(FRAMEWORK)}
-    per_release, software = values.pop(RELEASE, 0.0), calibration.software
-    if software and (slower or per_release):
-        software = replace(software, frameworks={**software.frameworks, **slower}, slower_per_release=per_release)
-    return replace(calibration, **values, software=software)
-
-
-def _predictor(samples: Sequence[Sample], nominal: Calibration, split: Split) -> Predict:
-    """Return how to predict all rows over what they took under some unknowns, each layout once."""
-    runs = list(dict.fromkeys(sample.run for sample in samples))
-    timers = [_timer(run) for run in runs]
-    positions = [runs.index(sample.run) for sample in samples]
-    measured = np.array([sample.step_time_s for sample in samples])
-
-    def ratios(unknowns: Array) -> Array:
-        calibration = _with(nominal, split, unknowns)
-        known = np.array([time_s(calibration) for time_s in timers])
-        return known[positions] * _slowness(samples, calibration) / measured
-
-    return ratios
-
-
-@cache
-def _timer(run: MeasuredRun) -> Callable[[Calibration], float]:
-    """Return how to time a run, its blocks cut as is best at nominal rates: a fit moves rates, not what was run."""
-    return step_timer(*outlined_run(run, uncalibrated()))
 
 
 def least_squares(predict: Predict, start: Array, limits: tuple[Array, Array], current: Array) -> Array:

@@ -1,0 +1,147 @@
+"""What is believed about step times of runs that nobody has measured, and how much measured rows narrow it down.
+
+The logarithms of all step times are Gaussian together (Laplace's approximation around some constants). Two things move
+them. The constants are uncertain, each within what a machine can be; how far a step follows is a finite difference
+through the cost model. And the cost model is wrong by an error of its own, which no number of rows takes away: it stays
+with a layout, and layouts that are alike share part of it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard.calibration.measured_run import MeasuredRun
+from autoshard.calibration.splits import Split, physical, splits_for
+from autoshard.calibration.unknowns import UNITS, Array, Sample, predictor, unknowns_of
+from autoshard.cost.calibration import Calibration
+from autoshard.cost.outside import features_of
+from autoshard.spec.cluster import LOCAL
+
+_TO_DEVIATION = math.sqrt(math.pi / 2)  # from a mean error to the standard deviation of a normal distribution
+# Mean error on rows that were left out of a fit: 0.057 to 0.060 on the three clusters with rows of many models
+# (docs/accuracy.md). Where constants were fitted to rows, it is their own.
+UNFITTED_ERROR = 0.06
+# Of the logarithm of a row, as a standard deviation. Rows of several releases of a platform's software are 0.058 apart
+# on average where they repeat a layout (trn1, docs/accuracy.md), those of one program 0.000 (a100-80); a run of one's
+# own on one machine lies between.
+_NOISE, _NOISE_OF_RELEASES = 0.02, 0.058 * _TO_DEVIATION
+# Of the residuals of left-out rows, four fits, 2737 pairs: correlation 0.54 where the layouts are equal, 0.20 where one
+# axis or the micro-batch differs by a factor of 2, 0.07 at two such steps, then none.
+_SHARED = 0.5
+_AXES = ("tp", "pp", "cp", "ep", "vp", "mbs")
+_WIDTHS = 4.0  # standard deviations between the least and the most that a machine can be
+_DECLARED = math.log(4.0) / 2  # of a rate that no data sheet states: a factor of 4 either way is two deviations
+_STEP = 1e-2  # of a finite difference, as in a fit
+_DRAWS = 4096  # a mean over them is off by 2% of a deviation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Belief:
+    """Logarithms of the step times of some runs: what is expected of each, and how they vary together."""
+
+    mean: Array
+    covariance: Array
+
+    noise: Array  # standard deviation of one measurement of each run
+
+    def gain(self, measured: Sequence[int]) -> Array:
+        """Return how much each mean moves with the result of each run that is measured."""
+        numbers = list(measured)
+        among = self.covariance[np.ix_(numbers, numbers)] + np.diag(self.noise[numbers] ** 2)
+        return np.asarray(np.linalg.solve(among, self.covariance[numbers]), dtype=np.float64).T
+
+    def given(self, measured: Sequence[int], seconds: Sequence[float]) -> "Belief":
+        """Return what is believed once runs, by their numbers, have taken so many seconds; a run may come again."""
+        gain, numbers = self.gain(measured), list(measured)
+        mean = self.mean + gain @ (np.log(seconds) - self.mean[numbers])
+        return replace(self, mean=mean, covariance=self.covariance - gain @ self.covariance[numbers])
+
+    def telling(self) -> Array:
+        """Return by how much one more measurement of each run lowers the variances of all runs together."""
+        return (self.covariance**2).sum(axis=0) / (self.covariance.diagonal() + self.noise**2)
+
+    def regrets(self, options: Sequence[int], measured: Sequence[Sequence[int]]) -> list[float]:
+        """Return, for each set of runs, the expected regret of the choice among options after these are measured.
+
+        That is how much longer, as a logarithm, the option takes that then has the least mean than the fastest one
+        does: the mean over draws of this belief, the same draws for every set, so that sets can be compared.
+        """
+        if len(options) < 2:
+            return [0.0] * len(measured)
+        normal = np.random.default_rng(0).standard_normal((2, _DRAWS, len(self.mean)))
+        values, vectors = np.linalg.eigh(self.covariance)
+        true = normal[0] @ (vectors * np.sqrt(np.maximum(values, 0.0))).T  # less their means
+        seen, own = true + normal[1] * self.noise, list(options)
+        means, each = self.mean[own], np.arange(_DRAWS)
+        taken = means + true[:, own]
+        found: list[float] = []
+        for runs in measured:
+            expected = means + seen[:, list(runs)] @ self.gain(runs)[own].T
+            found.append(float((taken[each, expected.argmin(axis=1)] - taken.min(axis=1)).mean()))
+        return found
+
+
+def belief_of(runs: Sequence[MeasuredRun], constants: Calibration) -> Belief:
+    """Return what is believed of runs where nothing was measured, around what some constants predict."""
+    split = finest([*splits_for(runs).values()])
+    nothing = [Sample(id="", run=run, step_time_s=1.0, apart="") for run in runs]
+    predict, here = predictor(nothing, constants, split), unknowns_of(constants, split)
+    mean = np.log(predict(here))
+    steps = _STEP * np.maximum(here, 1.0)
+    slopes = np.stack([np.log(predict(one)) - mean for one in here + np.diag(steps)], axis=1) / steps
+    moved = slopes * _deviations(split, here, declared=runs[0].cluster.name == LOCAL)
+    noise = np.array([_NOISE_OF_RELEASES if run.release else _NOISE for run in runs])
+    covariance = moved @ moved.T + model_error(constants) ** 2 * alike(runs)
+    return Belief(mean=mean, covariance=covariance, noise=noise)
+
+
+def model_error(constants: Calibration) -> float:
+    """Return the standard deviation of what no constants explain."""
+    return _TO_DEVIATION * (constants.fit.left_out_mape if constants.fit else UNFITTED_ERROR)
+
+
+def finest(splits: Sequence[Split]) -> Split:
+    """Return the constants that every split keeps together, and every one that any has, group by group.
+
+    >>> finest([(("a", "b", "c"),), (("a", "b"), ("c",), ("d",))])
+    (('a', 'b'), ('c',), ('d',))
+    """
+    names = dict.fromkeys(name for split in splits for group in split for name in group)
+    groups: dict[object, list[str]] = {}
+    for name in names:
+        groups.setdefault(tuple(next((one for one in split if name in one), ()) for split in splits), []).append(name)
+    return tuple(map(tuple, groups.values()))
+
+
+def alike(runs: Sequence[MeasuredRun]) -> Array:
+    """Return which part of the model's error two runs share: half of it for each step between them.
+
+    A step is a factor of 2 in an axis or in the micro-batch, or another width of the model, kind of recompute,
+    schedule, ZeRO stage, table of kernels or format of products. More replicas and more layers are none: they repeat
+    the same work.
+    """
+    sizes = np.log2([[getattr(run.candidate, axis) for axis in _AXES] for run in runs])
+    steps = np.abs(sizes[:, None] - sizes[None]).sum(axis=2)
+    words = list(map(_words, runs))
+    steps += [[sum(a != b for a, b in zip(one, two, strict=True)) for two in words] for one in words]
+    return _SHARED**steps
+
+
+def _words(run: MeasuredRun) -> tuple[object, ...]:
+    features = features_of(run.candidate, run.model, run.cluster, run.workload)
+    width = (run.model.hidden, run.model.ffn, run.model.num_experts)
+    return width, run.candidate.zero, *(features[name] for name in ("recompute", "schedule", "kernels", "products"))
+
+
+def _deviations(split: Split, here: Array, *, declared: bool) -> Array:
+    """Return how uncertain each unknown is before any row: a quarter of what is possible, or one unit of a time."""
+    found: list[float] = []
+    for group, value in zip(split, here.tolist(), strict=True):
+        least, most = physical(group)
+        if group[0] in UNITS:
+            found.append((most - least) / _WIDTHS if math.isfinite(most) else 1.0)
+        else:
+            found.append(value * (_DECLARED if declared else math.log(most / least) / _WIDTHS))
+    return np.array(found)

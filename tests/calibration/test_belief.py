@@ -1,0 +1,160 @@
+"""The belief about step times: against closed forms, against information form, and what more rows may do to it."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from autoshard.calibration.belief import Belief, alike, belief_of, finest, model_error
+from autoshard.calibration.measured_run import MeasuredRun, run_of
+from autoshard.calibration.rows import MeasuredRow
+from autoshard.calibration.splits import splits_for
+from autoshard.calibration.unknowns import timer, unknowns_of, with_unknowns
+from autoshard.cost.calibration import built_in, uncalibrated
+from tests.calibration.measured_cases import ARCH, SMALL
+
+NORMAL = NormalDist()
+DRAWN = 0.03  # of a standard deviation: a mean over some thousand draws
+TWO = [(0.1, 0.2, 0.1, 0.0), (0.0, 0.3, 0.3, 0.6), (0.3, 0.1, 0.2, -0.5)]
+LARGE = {**SMALL, "arch": {**ARCH, "hidden": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8}, "seq_len": 4096}
+WIDTHS = {  # a quarter of what is possible: logarithms of efficiencies, times in units of 10 us and 100 us
+    "matrix_efficiency": math.log(95 / 30) / 4, "attention_efficiency": math.log(95 / 20) / 4,
+    "vector_efficiency": math.log(95 / 40) / 4, "near_link_efficiency": math.log(95 / 30) / 4,
+    "far_link_efficiency": math.log(95 / 30) / 4, "shared_ports": math.log(4) / 4, "launch_s": 5 / 4, "collective_s": 1,
+}  # fmt: skip
+LAYOUTS = [{"tp": 2, "pp": 2, "dp": 2}, {"tp": 4, "pp": 1, "dp": 2}, {"tp": 8, "pp": 1, "dp": 1}]
+
+
+def runs(*changes: dict[str, Any]) -> list[MeasuredRun]:
+    return [run_of(MeasuredRow.read({**LARGE, **change})) for change in changes or LAYOUTS]
+
+
+def belief(mean: list[float], covariance: np.ndarray, noise: float = 0.1) -> Belief:
+    return Belief(mean=np.array(mean), covariance=covariance, noise=np.full(len(mean), noise))
+
+
+def loss(gap: float, deviation: float) -> float:
+    """E[max(0, X)] for X of mean -gap: what the choice of the first of two options is behind the better one."""
+    return deviation * NORMAL.pdf(gap / deviation) - gap * NORMAL.cdf(-gap / deviation) if deviation else 0.0
+
+
+@st.composite
+def beliefs(draw: st.DrawFn) -> Belief:
+    size = draw(st.integers(2, 6))
+    random = np.random.default_rng(draw(st.integers(0, 10**6)))
+    root = random.normal(size=(size, size)) * random.uniform(0, 0.3, size=size)
+    return belief(random.normal(scale=0.2, size=size).tolist(), root @ root.T, noise=random.uniform(0.01, 0.2))
+
+
+class TestTwoOptions:
+    """Of two options the regret is the mean of a normal distribution cut at 0, before and after a measurement."""
+
+    @pytest.mark.parametrize(("gap", "one", "two", "shared"), TWO)
+    def test_regret_is_that_of_the_closed_form(self, gap: float, one: float, two: float, shared: float) -> None:
+        covariance = np.array([[one**2, shared * one * two], [shared * one * two, two**2]])
+        found = belief([0.0, gap], covariance)
+        deviation = math.sqrt(one**2 + two**2 - 2 * shared * one * two)
+        today, after = found.regrets([0, 1], [(), (1,)])
+        assert today == pytest.approx(loss(gap, deviation), abs=DRAWN * deviation)
+        # The gap then moves by one normal variable; the regret falls by what the choice gains from it.
+        moves = (covariance[1, 1] - covariance[0, 1]) / math.sqrt(covariance[1, 1] + 0.1**2)
+        assert after == pytest.approx(loss(gap, deviation) - loss(gap, abs(moves)), abs=DRAWN * deviation)
+
+    def test_the_option_that_is_uncertain_is_the_one_to_measure(self) -> None:
+        found = belief([0.0, 0.05, 0.05], np.diag([0.01, 0.2, 0.01]) ** 2, noise=0.01)
+        after = found.regrets([0, 1, 2], [(0,), (1,), (2,)])
+        assert min(after) == after[1] < 0.2 * found.regrets([0, 1, 2], [()])[0]
+
+    def test_nothing_is_lost_where_all_is_known_or_there_is_nothing_to_choose(self) -> None:
+        assert belief([0.3, 0.1], np.zeros((2, 2))).regrets([0, 1], [(), (1,)]) == [0.0, 0.0]
+        assert belief([0.3, 0.1], np.eye(2)).regrets([1], [()]) == [0.0]
+
+    def test_a_run_that_says_nothing_about_the_options_changes_nothing(self) -> None:
+        today, after = belief([0.0, 0.1, 0.0], np.diag([0.1, 0.2, 0.3])).regrets([0, 1], [(), (2,)])
+        assert after == today > 0
+
+
+@given(beliefs())
+def test_a_regret_is_never_negative_and_no_measurement_raises_it(found: Belief) -> None:
+    options = range(len(found.mean))
+    sets = [tuple(range(count)) for count in range(len(found.mean) + 1)]
+    regrets = found.regrets(options, sets)
+    assert min(regrets) >= 0
+    error = DRAWN * math.sqrt(found.covariance.diagonal().max())
+    assert all(after <= before + error for before, after in pairwise(regrets))
+    assert found.regrets(options, sets) == regrets, "draws repeat"
+
+
+@given(beliefs(), st.lists(st.integers(0, 5), min_size=1, max_size=8))
+def test_what_is_believed_after_rows_is_that_of_the_information_form(found: Belief, rows: list[int]) -> None:
+    found = replace(found, covariance=found.covariance + 1e-4 * np.eye(len(found.mean)))
+    rows = [row % len(found.mean) for row in rows]
+    logs = np.linspace(-0.5, 0.5, len(rows))
+    precision, wanted = np.linalg.inv(found.covariance), np.linalg.solve(found.covariance, found.mean)
+    for row, log in zip(rows, logs, strict=True):
+        precision[row, row] += 1 / found.noise[row] ** 2
+        wanted[row] += log / found.noise[row] ** 2
+    after = found.given(rows, np.exp(logs).tolist())
+    assert after.mean == pytest.approx(np.linalg.solve(precision, wanted), abs=1e-6)
+    assert after.covariance == pytest.approx(np.linalg.inv(precision), abs=1e-6)
+
+
+@given(beliefs())
+def test_the_most_telling_run_is_the_one_after_which_variances_are_least(found: Belief) -> None:
+    left = [found.given([row], [1.0]).covariance.trace() for row in range(len(found.mean))]
+    assert found.covariance.trace() - found.telling() == pytest.approx(left)
+
+
+class TestBeliefOfRuns:
+    """Around a calibration: constants move steps as the cost model says, and its own error stays with a layout."""
+
+    def test_steps_follow_the_constants(self) -> None:
+        three, constants = runs(), uncalibrated()
+        split = finest([*splits_for(three).values()])
+        found, here = belief_of(three, constants), unknowns_of(constants, split)
+        before = np.log([timer(run)(constants) for run in three])
+        expected = model_error(constants) ** 2 * alike(three)
+        for number, (name, *_) in enumerate(split):
+            moved = here.copy()
+            moved[number] += 0.005
+            after = np.log([timer(run)(with_unknowns(constants, split, moved)) for run in three])
+            scale = WIDTHS[name] * (1 if name in ("launch_s", "collective_s") else here[number])
+            slopes = (after - before) / 0.005 * scale
+            expected += np.outer(slopes, slopes)
+        assert found.mean == pytest.approx(before)
+        assert found.covariance == pytest.approx(expected, rel=0.02)
+
+    def test_the_models_error_does_not_go_away_with_rows_of_another_layout(self) -> None:
+        found = belief_of(runs(), uncalibrated())
+        after = found.given([0] * 400, [1.0] * 400)
+        error = model_error(uncalibrated())
+        assert after.covariance[0, 0] < 1e-6
+        assert after.covariance[1, 1] > (1 - alike(runs())[0, 1] ** 2) * error**2 * 0.99
+
+    def test_fitted_constants_have_the_error_of_their_fit(self) -> None:
+        fitted = built_in("a100-80")
+        assert fitted.fit and model_error(fitted) == pytest.approx(fitted.fit.left_out_mape / math.sqrt(2 / math.pi))
+
+    def test_each_step_between_layouts_halves_what_they_share(self) -> None:
+        same = {"tp": 4, "pp": 1, "dp": 2}
+        others = {**same, "global_batch_seqs": 32}, {**same, "micro_batch": 2}, {**LAYOUTS[0], "recompute": "full"}
+        four = runs(same, *others)
+        assert alike(four)[0].tolist() == [1.0, 1.0, 0.5, 0.5 ** (1 + 1 + 1 + 1)]  # tp, pp, recompute, schedule
+
+    @settings(max_examples=10)
+    @given(st.lists(st.sampled_from([{"tp": tp, "dp": 8 // tp, "pp": 1, "micro_batch": mbs, "recompute": kind}
+                                     for tp in (1, 2, 8) for mbs in (1, 2) for kind in ("none", "full")]), min_size=2,
+                    max_size=6))  # fmt: skip
+    def test_what_is_shared_is_a_correlation(self, changes: list[dict[str, Any]]) -> None:
+        assert np.linalg.eigvalsh(alike(runs(*changes))).min() > -1e-9
+
+
+def test_all_constants_that_some_split_tells_apart_are_apart() -> None:
+    split = finest([*splits_for(runs()).values()])
+    assert sorted(map(len, split)) == [1] * (len(split) - 1) + [2], "vector units and memory are never told apart"
+    assert ("vector_efficiency", "memory_efficiency") in split
