@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from autoshard.commands.steps import StepDisplay
+from autoshard.commands.running.steps import StepDisplay
 from autoshard.engine.base import TimedStep
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import dump

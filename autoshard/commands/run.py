@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Literal
 
 from autoshard.command_line import Counts, PlanOrRecipe, is_recipe
-from autoshard.commands.compiling import compile_ahead
 from autoshard.commands.output import print_answer, print_refused
 from autoshard.commands.plan import plan_of
-from autoshard.commands.running import Execution, execute
+from autoshard.commands.running.compiling import compile_ahead
+from autoshard.commands.running.execution import Execution, execute
 from autoshard.cost.predict import check_plan, predicted
 from autoshard.engine.base import HOST, EngineMode, Run
 from autoshard.errors import require

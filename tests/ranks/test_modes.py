@@ -15,7 +15,7 @@ import autoshard.engine.torch.generated as generated
 import autoshard.engine.torch.kernels.products as products
 import autoshard.engine.torch.rows as rows
 import autoshard.engine.torch.steps as steps
-from autoshard.commands.running import Execution
+from autoshard.commands.running.execution import Execution
 from autoshard.engine.base import EngineMode, Measured, Run
 from autoshard.engine.torch.engine import TorchEngine, build
 from autoshard.engine.torch.fake import fake_world

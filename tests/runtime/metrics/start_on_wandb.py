@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from autoshard.commands.steps import StepDisplay
+from autoshard.commands.running.steps import StepDisplay
 from autoshard.engine.base import Measured, RunReport, TimedStep
 from autoshard.plan.codec import dump
 from autoshard.spec.training import Tracking, Training

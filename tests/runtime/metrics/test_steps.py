@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from autoshard.commands import steps as module
-from autoshard.commands.steps import StepDisplay
+from autoshard.commands.running import steps as module
+from autoshard.commands.running.steps import StepDisplay
 from autoshard.engine.base import TimedStep
 from autoshard.engine.folder import METRICS
 from autoshard.errors import InputError

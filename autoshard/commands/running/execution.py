@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from autoshard.calibration.rows import Occasion, row_of
 from autoshard.commands.output import print_answer, write_text
-from autoshard.commands.steps import StepDisplay
+from autoshard.commands.running.steps import StepDisplay
 from autoshard.engine.base import HOST, Builds, Run, RunReport, SavedStep, Started
 from autoshard.engine.folder import PLAN
 from autoshard.errors import InputError, NotFinite, RunFailed, Stopped

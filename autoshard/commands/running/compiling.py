@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autoshard.commands.output import print_answer
-from autoshard.commands.running import free_name
+from autoshard.commands.running.execution import free_name
 from autoshard.cost.predict import MOST_INSTRUCTIONS, most_instructions
 from autoshard.engine.base import Run
 from autoshard.errors import InputError, RunFailed, file_faults, require
