@@ -19,11 +19,12 @@ from autoshard.errors import Fault, Faults, InputError, nearest
 from autoshard.spec.recipe import Pins
 
 Counts = tuple[int, ...]  # one whole number, or several with commas between them
+Paths = tuple[Path, ...]  # one path or more, typed one after the other
 PlanOrRecipe = NewType("PlanOrRecipe", Path)  # a recipe (.yaml) is a file of options as well
 Given = dict[str, tuple[str, Any]]  # option -> how faults name the place where it is given, and what stands there
 
 # `list models`, not `list --what models`
-_POSITIONAL = ("plan", "rows", "folder", "source", "target", "what", "shell", "a", "b")
+_POSITIONAL = ("plan", "plans", "rows", "folder", "source", "target", "what", "shell", "a", "b")
 _REQUIRED = inspect.Parameter.empty
 _EXPECTED: dict[Any, tuple[str, str]] = {  # type -> how the help and how a fault names it
     bool: ("", "true or false"),
@@ -31,6 +32,7 @@ _EXPECTED: dict[Any, tuple[str, str]] = {  # type -> how the help and how a faul
     float: ("X", "a number like 0.001 or 1e-3"),
     Counts: ("N[,N...]", "a whole number, or several like 4,8,16"),
     Path: ("PATH", "a path"),
+    Paths: ("PATH", "paths"),
     Pins: ("KEY=VALUE[,...]", "text"),
 }
 
@@ -84,7 +86,7 @@ def read_options(name: str, command: Callable[..., int], arguments: Sequence[str
     _load_extensions(line["extend"] or (), *given.pop("extend", ("", ())))
     for key, option in options.items():
         raw = line[key.replace(".", "/")]
-        if raw not in (None, False):
+        if raw not in (None, False, []):
             typed = _pairs(option, raw, faults) if option.repeats else raw
             in_file = given[key][1] if option.kind == Mapping[str, str] and key in given else None
             given[key] = (option.label, {**in_file, **typed} if isinstance(in_file, dict) else typed)
@@ -151,7 +153,8 @@ def _parser(name: str, command: Callable[..., int], options: Sequence[Option], *
         elif option.repeats:
             parser.add_argument(option.flag, dest=dest, action="append", metavar="NAME=VALUE", help=text)
         elif option.label != option.flag:
-            parser.add_argument(option.name, metavar=option.label, nargs="?", help=text)
+            many = "*" if option.kind == Paths else "?"
+            parser.add_argument(option.name, metavar=option.label, nargs=many, help=text)
         else:
             parser.add_argument(option.flag, dest=dest, metavar=metavar, help=text)
     parser.add_argument("--config", metavar="FILE", help="A YAML or JSON file with any of these options.")

@@ -37,11 +37,10 @@ def explain(plan: Plan) -> Explanation:
         for number in range(stage.num_layers)
     )
     counts.update(("embed", "head"))
-    found = tuple(
-        _explained(plan, question, setting, kind, drop, counts[table_name(kind, drop)])
-        for kind, drop in blocks.kinds
-        if counts[table_name(kind, drop)]
-    )
+    shown = [(kind, drop, counts[table_name(kind, drop)]) for kind, drop in blocks.kinds]
+    shown = [one for one in shown if one[2]]
+    others = {kind: _others(plan, question, setting, kind) for kind in dict.fromkeys(kind for kind, _, _ in shown)}
+    found = tuple(_explained(plan, question, setting, one, others[one[0]]) for one in shown)
     named = {step.other.refused for block in found for step in block.steps if step.other}
     rules = strategy_rules(plan.engine, sequence_parallel=plan.sp, cp_kind=plan.cp_kind)
     return Explanation(
@@ -90,8 +89,13 @@ def second_best(
 
 
 def _explained(
-    plan: Plan, question: Question, setting: Setting, kind: str, drop: Recompute, count: int
+    plan: Plan,
+    question: Question,
+    setting: Setting,
+    which: tuple[str, Recompute, int],
+    others: Mapping[str, OtherCut],
 ) -> ExplainedBlock:
+    kind, drop, count = which
     name = table_name(kind, drop)
     lines = {**plan.strategies[kind], **plan.strategies[name]}
     work, block = work_of(question, setting, kind, drop), setting.blocks.block(kind, drop).block
@@ -101,7 +105,7 @@ def _explained(
     for run, kernel in work.kernels:
         entry = run.ops[0].source  # of a sum of gradients the deliver that makes it
         computes[first.get(entry, entry)][run.pass_] += float(kernel_time(kernel, question.rates))
-    sent, others = _sent(plan, work, setting), _others(plan, question, setting, kind)
+    sent = _sent(plan, work, setting)
     ordered = [op.name for op in block.select("micro_batch", "F")]
     steps = tuple(
         ExplainedOp(

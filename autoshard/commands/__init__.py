@@ -6,6 +6,7 @@ from collections.abc import Callable
 COMMANDS = {  # each is a function of its name, in a module of its name, whose docstring is its help
     "plan": "find the fastest layout of a training run that fits in memory",
     "explain": "show where the time and the memory of a plan go, and what comes next to it",
+    "report": "draw plans, and a run beside its prediction, as a page to look at",
     "compare": "say which of two plans is predicted to be faster, and why",
     "verify": "say why a plan cannot run, or prove that its sharding computes the same",
     "run": "train as a plan or a recipe says; put the prediction beside the measurement",

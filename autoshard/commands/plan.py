@@ -92,6 +92,7 @@ def plan(
     tokens: str | None = None,
     out: Path = Path("plan.json"),
     force: bool = False,
+    open: bool = False,
     json: bool = False,
 ) -> int:
     """Find the fastest layout of a training run that fits in memory, and a simple one; write a plan file.
@@ -110,6 +111,7 @@ def plan(
         tokens: How many tokens the whole training reads, e.g. 2T or 300B; the answer says how many days and dollars.
         out: The plan file to write.
         force: Replace the plan file if it holds another plan.
+        open: Also draw the plan as a page, as `autoshard report` does, beside the plan file, and open it.
         json: Print one JSON object instead of tables.
     """
     numbers = list(map(str, range(1, _MOST_PLANS + 1)))
@@ -124,8 +126,7 @@ def plan(
         (choose is None or choose in NAMES or choose in numbers, f"--choose {choose}", names),
         *place_checks(out),
     )
-    total = token_total(tokens) if tokens else None
-    to = _Target(out=out, force=force, json=json, total_tokens=total)
+    to = _Target(out=out, force=force, open=open, json=json, total_tokens=token_total(tokens) if tokens else None)
     if pareto:
         return _frontier(options.requests(question, nodes), options, to)
     if at is not None:
@@ -160,6 +161,7 @@ class _Target:
 
     out: Path
     force: bool
+    open: bool
     json: bool
     total_tokens: float | None
 
@@ -185,6 +187,10 @@ class _Target:
             raise kept  # after the answer, which took a while to find
         if not self.json:
             print(f"wrote {what}{self.out}")
+        if self.open:
+            from autoshard.commands.report import draw_plan  # its imports take as long as a small search
+
+            draw_plan(made, self.out.with_suffix(".html"))
         return 0
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from autoshard.errors import InputError, file_faults, inside
 from autoshard.extensions import require_extensions
-from autoshard.plan.plan import SCHEMA, Plan
+from autoshard.plan.plan import SCHEMA, SEARCH, Plan
 from autoshard.spec.files import parsed_json, read_data
 from autoshard.spec.record import decode, encode
 from autoshard.version import __version__
@@ -48,10 +48,19 @@ def save(plan: Plan, path: Path, *, force: bool, remedy: str) -> None:
         known = path.read_text(encoding="utf-8") if path.is_file() else ""
     except (OSError, UnicodeDecodeError):
         known = "not text"
-    if known not in ("", text) and not force:
+    if known not in ("", text) and not force and not _is_same(known, text):
         raise InputError.of(str(path), f"holds something else, and is kept. {remedy}, or give another name")
     with file_faults(str(path)):
         path.write_text(text, encoding="utf-8")
+
+
+def _is_same(one: str, other: str) -> bool:
+    """Say whether two files hold the same plan, whatever their searches say of other plans."""
+    try:
+        plans = [json.loads(text) for text in (one, other)]
+    except ValueError:
+        return False
+    return all(isinstance(plan, dict) for plan in plans) and _without_search(plans[0]) == _without_search(plans[1])
 
 
 def load(source: str | Path, migrations: Migrations = MIGRATIONS) -> Plan:
@@ -71,8 +80,17 @@ def fingerprint(plan: Plan) -> str:
     return _hash_of(encode(replace(plan, prediction=None)))
 
 
-def _hash_of(data: object) -> str:
-    return hashlib.sha256(_text(data).encode()).hexdigest()
+def _hash_of(data: dict[str, Any]) -> str:
+    return hashlib.sha256(_text(_without_search(data)).encode()).hexdigest()
+
+
+def _without_search(data: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what the search of a plan says of other plans."""
+    origin = data.get("provenance")
+    if not isinstance(origin, dict):
+        return data
+    entries = cast(dict[str, Any], origin)
+    return {**data, "provenance": {key: entry for key, entry in entries.items() if key != SEARCH}}
 
 
 def _text(data: object) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from autoshard.plan.candidate import value_text
-from autoshard.plan.plan import Dollars, Plan, Prediction
+from autoshard.plan.plan import SEARCH, Dollars, Plan, Prediction
 from autoshard.spec.record import encode
 
 MILLION = 1_000_000
@@ -215,7 +215,7 @@ def _choices(a: Plan, b: Plan) -> list[PlanChange]:
             texts |= leaves(schedule[key], f"schedule.{key}") if schedule[key] is not None else {}
         return {**texts, **leaves(encode(plan.buckets), "buckets"), **leaves(encode(plan.padding), "padding")}
 
-    notes = [change for change in _changes(a.provenance, b.provenance) if change.name != "model"]
+    notes = [change for change in _changes(a.provenance, b.provenance) if change.name not in ("model", SEARCH)]
     # Of another calibration its name says enough.
     swapped = any(change.name == "calibration" for change in notes)
     notes = [change for change in notes if not (swapped and change.name.startswith("calibration."))]

@@ -1,13 +1,14 @@
 """The plans with which a question is answered: the fastest, a simple one, the vendor's, and the next best layouts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
 from autoshard.errors import InputError, NoPlan
 from autoshard.plan.codec import save
 from autoshard.plan.explanation import Answer, Certificate
+from autoshard.plan.found import SearchRecord
 from autoshard.plan.plan import Plan
 from autoshard.search.planner import SearchResult
 from autoshard.search.request import Request
@@ -117,8 +118,9 @@ def answers_of(request: Request, found: SearchResult, name: str | None = None) -
         Answer(name=str(number), plan=one, why="the best plan of another layout", slower=step_s(one) / step_s(best) - 1)
         for number, one in enumerate(others, 2)
     ]
+    record = SearchRecord.of_search(found.certificate, tuple(answers), found.layouts)
     return PlanResult(
-        answers=tuple(answers),
+        answers=tuple(replace(one, plan=record.kept_in(one.plan)) for one in answers),
         certificate=found.certificate,
         no_vendor="" if isinstance(vendors, Answer) else vendors,
         name=name or (SIMPLE if is_time else first.name),

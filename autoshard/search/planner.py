@@ -13,7 +13,8 @@ import numpy as np
 
 from autoshard.errors import InputError
 from autoshard.plan.explanation import Certificate
-from autoshard.plan.plan import Plan
+from autoshard.plan.found import SolvedLayout
+from autoshard.plan.plan import Plan, rounded
 from autoshard.plan.rules.columns import Engine
 from autoshard.search.legal_space import LegalSpace, legal_space
 from autoshard.search.points import Solution
@@ -42,6 +43,7 @@ class SearchResult:
     certificate: Certificate
     simple: Plan | None = None  # the simplest plan that is nearly as fast, if there is one
     simple_ended: str = _NOT_SIMPLE  # why the search for it stopped; "" if it did not
+    layouts: tuple[SolvedLayout, ...] = ()  # the best plan of every layout that was solved
 
     @property
     def preferred(self) -> Plan:
@@ -121,7 +123,14 @@ def search(
         certificate=certificate,
         simple=simple,
         simple_ended=simple_ended,
+        layouts=tuple(_solved(solution) for _, solution in found),
     )
+
+
+def _solved(solution: Solution) -> SolvedLayout:
+    filling = solution.filling
+    step_s, peak_bytes = rounded(float(filling.time_s[0])), round(float(filling.peak_bytes[0]))
+    return SolvedLayout(candidate=str(solution.candidate), step_time_s=step_s, peak_bytes=peak_bytes)
 
 
 def _order(pair: tuple[_EngineResult, Solution]) -> tuple[float, ...]:

@@ -1,0 +1,87 @@
+"""``autoshard report``: plans, and a run of one of them, as a page to look at."""
+
+import sys
+import webbrowser
+from pathlib import Path
+
+from autoshard.blocks.explain import explain
+from autoshard.command_line import Paths
+from autoshard.commands.output import place_checks, print_answer, print_refused, write_text
+from autoshard.cost.predict import CheckedPlan, check_plan
+from autoshard.cost.trace import rank_times, trace
+from autoshard.errors import Faults, inside, require
+from autoshard.plan.codec import load
+from autoshard.plan.diff import diff
+from autoshard.plan.found import search_record
+from autoshard.plan.plan import Plan
+from autoshard.report.page.elements import Node
+from autoshard.report.page.plan_page import plan_page
+from autoshard.report.page.runs import run_data
+from autoshard.report.page.shown import ShownPlan, page_json
+
+_MOST = 8  # plans of a page
+
+
+def report(
+    plans: Paths, run: Path | None = None, out: Path = Path("report.html"), open: bool = False, json: bool = False
+) -> int:
+    """Draw a plan as a page to look at: its step, memory, mesh, operations, runners-up, and what was refused.
+
+    Args:
+        plans: The plan file. Further ones are set beside it; the difference to the second is explained.
+        run: The folder of a run of the plan, to set what was measured beside the prediction.
+        out: The page to write: one HTML file that needs no network.
+        open: Also open the page in the browser.
+        json: Print the figures of the page as one JSON object instead.
+    """
+    require((len(plans) <= _MOST, "PLANS", f"a page shows at most {_MOST} plans, not {len(plans)}"), *place_checks(out))
+    read, faults = list[CheckedPlan](), Faults()
+    for path in plans:
+        with faults.of():
+            found = load(path)  # names the file in its faults
+            with inside(path):
+                read.append(check_plan(found))
+    faults.refuse()
+    for one in read:
+        if misfits := [reason for reason in one.rejections if reason.rule_id != "memory"]:
+            return print_refused(misfits, json=json)
+    shown = [_shown(path.stem, one) for path, one in zip(plans, read, strict=True)]
+    two = diff(shown[0].plan, shown[1].plan) if len(shown) > 1 else None
+    data = page_json(shown, two, run_data(run) if run else None)
+    if json:
+        print_answer(data)
+        return 0
+    write_text(plan_page(shown, Node(data)), out)
+    print(f"wrote {out}")
+    if open:
+        open_page(out)
+    return 0
+
+
+def draw_plan(plan: Plan, out: Path) -> None:
+    """Draw a plan that was just made, and open the page in the browser."""
+    shown = [_shown(out.stem, CheckedPlan(plan=plan, rejections=()))]
+    write_text(plan_page(shown, Node(page_json(shown, None, None))), out)
+    open_page(out)
+
+
+def _shown(name: str, read: CheckedPlan) -> ShownPlan:
+    """Return everything that a page draws of a plan."""
+    plan = read.plan
+    with inside(name):
+        drawn = trace(plan)
+    return ShownPlan(
+        name=name,
+        plan=plan,
+        trace=drawn,
+        times=rank_times(plan),
+        explanation=explain(plan),
+        record=search_record(plan),
+        remark=read.remark,
+    )
+
+
+def open_page(page: Path) -> None:
+    """Open a page in the browser; say where it is if there is none."""
+    if not webbrowser.open(page.resolve().as_uri()):
+        print(f"no browser was found: open {page} yourself", file=sys.stderr)

@@ -1,0 +1,235 @@
+"""Charts as inline SVG: points with a frontier, lines with a band, heat maps, and bars of parts."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from autoshard.report.page.elements import Content, Markup, tag
+
+_WIDTH, _HEIGHT = 480, 300
+_LEFT, _RIGHT, _TOP, _BOTTOM = 74, 14, 12, 44
+_ROOM = 0.06  # of the range that stays free at both ends
+_MOST_COLOURS = 8
+_NEAR_X, _NEAR_Y = 60, 14  # labels that are nearer than that would overlap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """What a direction of a chart shows; ``text`` writes a number of it."""
+
+    name: str
+    text: Callable[[float], str]
+    log: bool = False
+    from_zero: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dot:
+    """A point of a chart; ``tip`` is shown under the pointer, ``label`` always."""
+
+    x: float
+    y: float
+    tip: str
+    kind: str = "other"  # its CSS class
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A named line through points, from left to right."""
+
+    name: str
+    points: Sequence[Dot]
+    kind: str = ""  # its CSS class where it is no series like the others: measured, frontier
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """From numbers to a range of pixels."""
+
+    axis: Axis
+    low: float
+    high: float
+    start: float
+    end: float
+
+    @classmethod
+    def over(cls, axis: Axis, values: Iterable[float], start: float, end: float) -> "_Scale":
+        numbers = [math.log10(value) if axis.log else value for value in values] or [0.0, 1.0]
+        low, high = min(numbers), max(numbers)
+        room = _ROOM * (high - low) or 0.05 * abs(high) or 1.0
+        bottom = 0.0 if axis.from_zero else low - room
+        return cls(axis, bottom, high + room, start, end)
+
+    def __call__(self, value: float) -> float:
+        number = math.log10(value) if self.axis.log else value
+        share = (number - self.low) / (self.high - self.low)
+        return round(self.start + share * (self.end - self.start), 1)
+
+    @property
+    def ticks(self) -> list[float]:
+        """Round numbers, about five."""
+        if self.axis.log:
+            powers = range(math.floor(self.low), math.ceil(self.high) + 1)
+            steps = (1, 2, 5) if self.high - self.low < 2 else (1,)
+            found = [step * 10.0**power for power in powers for step in steps]
+            return [one for one in found if self.low <= math.log10(one) <= self.high]
+        rough = (self.high - self.low) / 5
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(power * one for one in (1, 2, 5, 10) if power * one >= rough)
+        first = math.ceil(self.low / step)
+        return [number * step for number in range(first, math.floor(self.high / step) + 1)]
+
+
+def _frame(x: _Scale, y: _Scale) -> list[Markup]:
+    """Return the grid, the numbers and the names of both axes."""
+    found: list[Markup] = []
+    for tick in y.ticks:
+        found.append(tag("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y(tick), y2=y(tick), class_="grid"))
+        found.append(tag("text", y.axis.text(tick), x=_LEFT - 6, y=y(tick) + 4, class_="end"))
+    for tick in x.ticks:
+        found.append(tag("line", x1=x(tick), x2=x(tick), y1=_TOP, y2=_HEIGHT - _BOTTOM, class_="grid"))
+        found.append(tag("text", x.axis.text(tick), x=x(tick), y=_HEIGHT - _BOTTOM + 16, class_="middle"))
+    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+    found.append(tag("text", x.axis.name, x=middle, y=_HEIGHT - 6, class_="middle axis"))
+    turned = f"rotate(-90 12 {_HEIGHT / 2 - 10})"
+    found.append(tag("text", y.axis.name, x=12, y=_HEIGHT / 2 - 10, transform=turned, class_="middle axis"))
+    return found
+
+
+def _figure(title: str, about: str, content: Content, legend: Content = None) -> Markup:
+    svg = tag("svg", content, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=f"{title}: {about}")
+    return tag("figure", tag("figcaption", title), svg, legend, class_="chart")
+
+
+def _dots(points: Iterable[Dot], x: _Scale, y: _Scale) -> tuple[list[Markup], list[Markup]]:
+    """Return points, and labels; those of points that lie upon each other share a line."""
+    dots, names = list[Markup](), dict[tuple[int, int], list[str]]()
+    for point in points:
+        across, down = x(point.x), y(point.y)
+        dots.append(
+            tag("circle", cx=across, cy=down, r=5 if point.label else 3.5, class_=point.kind, data_tip=point.tip)
+        )
+        if point.label:
+            near = ((a, b) for a, b in names if abs(a - across) < _NEAR_X and abs(b - down) < _NEAR_Y)
+            names.setdefault(next(near, (round(across), round(down))), []).append(point.label)
+    labels = list[Markup]()
+    for (across, down), texts in names.items():
+        side = "end" if across > _WIDTH * 0.7 else "start"
+        up = max(_TOP + 8, down - 8)
+        labels.append(tag("text", ", ".join(texts), x=across + (-8 if side == "end" else 8), y=up, class_=side))
+    return dots, labels
+
+
+def scatter(title: str, points: Sequence[Dot], x_axis: Axis, y_axis: Axis) -> Markup:
+    """Return points, those with labels on top, and the frontier of those that nothing betters in both directions."""
+    x = _Scale.over(x_axis, [one.x for one in points], _LEFT, _WIDTH - _RIGHT)
+    y = _Scale.over(y_axis, [one.y for one in points], _HEIGHT - _BOTTOM, _TOP)
+    best = frontier([(one.x, one.y) for one in points])
+    path = "".join(
+        f"{'H' if number else 'M'}{x(a)}{'V' if number else ' '}{y(b)}" for number, (a, b) in enumerate(best)
+    )
+    about = f"{len(points)} points, {len(best)} on the frontier"
+    ordered = sorted(points, key=lambda one: bool(one.label))
+    return _figure(title, about, [_frame(x, y), tag("path", d=path, class_="frontier"), *_dots(ordered, x, y)])
+
+
+def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points that no other equals or betters in both numbers, where less is better.
+
+    >>> frontier([(1, 5), (2, 3), (3, 4), (2, 3), (4, 1)])
+    [(1, 5), (2, 3), (4, 1)]
+    """
+    found: list[tuple[float, float]] = []
+    for one in sorted(set(points)):
+        if not found or one[1] < found[-1][1]:
+            found.append(one)
+    return found
+
+
+def line_chart(
+    title: str,
+    lines: Sequence[Line],
+    x_axis: Axis,
+    y_axis: Axis,
+    *,
+    band: tuple[float, float] | None = None,
+    band_name: str = "",
+) -> Markup:
+    """Return lines over one axis, with a ``band`` of values behind them."""
+    every = [point for line in lines for point in line.points]
+    x = _Scale.over(x_axis, [point.x for point in every], _LEFT, _WIDTH - _RIGHT)
+    y = _Scale.over(y_axis, [*(point.y for point in every), *(band or ())], _HEIGHT - _BOTTOM, _TOP)
+    drawn: list[Content] = []
+    if band:
+        top = y(band[1])
+        drawn.append(
+            tag("rect", x=_LEFT, width=_WIDTH - _LEFT - _RIGHT, y=top, height=round(y(band[0]) - top, 1), class_="band")
+        )
+    for number, line in enumerate(lines):
+        kind = line.kind or f"line c{number % _MOST_COLOURS}"
+        path = "".join(f"{'L' if place else 'M'}{x(one.x)} {y(one.y)}" for place, one in enumerate(line.points))
+        drawn.append(tag("path", d=path, class_=kind))
+        drawn.append([tag("circle", cx=x(one.x), cy=y(one.y), r=3.5, class_=kind, data_tip=one.tip)
+                      for one in line.points if one.tip])  # fmt: skip
+    names = {line.name: line.kind or f"c{number % _MOST_COLOURS}" for number, line in enumerate(lines)}
+    names |= {band_name: "band"} if band else {}
+    about = "; ".join(line.name for line in lines)
+    return _figure(title, about, [_frame(x, y), drawn], legend(names) if len(names) > 1 else None)
+
+
+def legend(names: Mapping[str, str]) -> Markup:
+    """Return what colours mean: name -> CSS class."""
+    return tag("ul", (tag("li", tag("i", class_=kind), name) for name, kind in names.items()), class_="legend")
+
+
+def heat_map(
+    title: str,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    cells: Mapping[tuple[str, str], Dot],
+    names: tuple[str, str],
+    *,
+    less_is_better: bool = True,
+) -> Markup:
+    """Return a table whose cells are shaded by ``y`` of their points: the best is darkest; ``label`` stands in it."""
+    values = [point.y for point in cells.values()]
+    low, high = min(values), max(values)
+
+    def cell(point: Dot | None) -> Markup:
+        if point is None:
+            return tag("td", "-", class_="none")
+        share = (point.y - low) / (high - low) if high > low else 0.0
+        good = 1 - share if less_is_better else share
+        return tag("td", point.label, data_tip=point.tip, class_="shade", style=f"--good:{good:.2f}")
+
+    head = tag("tr", tag("th", f"{names[0]} \\ {names[1]}"), (tag("th", column, scope="col") for column in columns))
+    body = (
+        tag("tr", tag("th", row, scope="row"), (cell(cells.get((row, column))) for column in columns)) for row in rows
+    )
+    whole = tag("table", tag("caption", title), tag("thead", head), tag("tbody", body), class_="heat")
+    return tag("div", whole, class_="scroll", tabindex=0, role="region", aria_label=title)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One part of a bar."""
+
+    size: float
+    kind: str
+    tip: str
+
+
+def stacked_bar(parts: Sequence[Part], whole: float, marks: Sequence[tuple[float, str]] = ()) -> Markup:
+    """Return parts side by side as shares of ``whole``, with marks at some sizes."""
+    drawn, start = list[Markup](), 0.0
+    for part in parts:
+        width = 1000 * part.size / whole
+        if width >= 0.5:
+            place = {"x": round(start, 1), "width": round(width, 1)}
+            drawn.append(tag("rect", y=0, height=20, class_=part.kind, data_tip=part.tip, **place))
+        start += width
+    for size, tip in marks:
+        across = round(1000 * size / whole, 1)
+        drawn.append(tag("line", x1=across, x2=across, y1=0, y2=20, class_="mark", data_tip=tip))
+    return tag("svg", drawn, viewBox="0 0 1000 20", preserveAspectRatio="none", class_="bar", aria_hidden="true")

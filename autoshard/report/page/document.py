@@ -1,0 +1,41 @@
+"""A whole page: its head, navigation, style and script in one file that needs no network."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from autoshard.report.page.elements import Content, Markup, tag
+from autoshard.version import __version__
+
+_FOLDER = Path(__file__).parent
+
+
+def document(
+    title: str, sections: Sequence[tuple[str, str, Markup]], *, head: Content = None, refresh_s: int = 0
+) -> str:
+    """Return a page; each section comes with its name and its entry in the navigation."""
+    style, script = (_FOLDER.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    links = (tag("li", tag("a", entry, href=f"#{name}")) for name, entry, _ in sections)
+    theme = tag("button", "dark / light", type="button", id="theme", data_tip="switch between light and dark")
+    meta = [tag("meta", http_equiv="refresh", content=refresh_s)] if refresh_s else []
+    whole = tag(
+        "html",
+        tag(
+            "head",
+            tag("meta", charset="utf-8"),
+            tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+            meta,
+            tag("title", title),
+            tag("style", Markup(style)),
+        ),
+        tag(
+            "body",
+            tag("a", "skip to the content", href="#content", class_="skip"),
+            tag("header", tag("nav", tag("strong", "autoshard"), tag("ul", links), theme, aria_label="sections")),
+            tag("main", head, (one for _, _, one in sections), id="content"),
+            tag("footer", tag("p", f"Written by autoshard {__version__}. Predicted figures are no measurements.")),
+            tag("div", id="tip", role="tooltip", hidden=True),
+            tag("script", Markup(script)),
+        ),
+        lang="en",
+    )
+    return f"<!doctype html>\n{whole.text}\n"

@@ -1,0 +1,102 @@
+"""A run beside the prediction of its plan: step by step, and part by part."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from autoshard.errors import InputError
+from autoshard.plan.plan import Plan
+from autoshard.report.page.charts import Axis, Dot, Line, line_chart
+from autoshard.report.page.elements import Content, Markup, Node, section, table, tag
+from autoshard.report.terminal import prediction_of
+from autoshard.report.words import ranks_text
+from autoshard.units import format_bytes, format_count, format_seconds
+
+METRICS, REPORT = "metrics.jsonl", "report.json"  # files of a run's folder
+_MOST_STEPS = 400  # that are drawn; of more, every second, third, ...
+
+
+def run_data(folder: Path) -> dict[str, Any]:
+    """Return the steps of a run's folder, and the comparison that the run wrote when it ended."""
+    path = folder / METRICS
+    if not path.is_file():
+        raise InputError.of(f"--run {folder}", f"holds no {METRICS}. Name the folder of a run that has taken steps")
+    steps = list(_whole_lines(path))
+    if not steps:
+        raise InputError.of(f"--run {folder}", "has taken no step yet")
+    ended = folder / REPORT
+    found: Mapping[str, Any] = json.loads(ended.read_text(encoding="utf-8")) if ended.is_file() else {}
+    return {
+        "folder": str(folder),
+        "steps": steps,
+        "step_time_s": found.get("step_time_s"),
+        "ranks": found.get("ranks", []),
+    }
+
+
+def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a file of metrics, without a last one that is cut."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and "step" in record:
+            yield record
+
+
+def run_section(name: str, plan: Plan, run: Node) -> Markup:
+    """Return the steps of a run against the predicted step, its losses, and its memory and traffic by part."""
+    prediction, steps = prediction_of(plan), run["steps"]
+    every = max(1, -(-len(steps.value) // _MOST_STEPS))
+    drawn = [step for number, step in enumerate(steps) if number % every == 0]
+    steady = [step for step in drawn if step["phase"].value == "steady"] or drawn
+    number = Axis(name="step", text=lambda value: f"{value:g}")
+    times = [_point(step, "time_s", format_seconds) for step in steady]
+    ends = (steady[0]["step"].value, steady[-1]["step"].value)
+    predicted = [Dot(x=end, y=prediction.step_time_s, tip="") for end in ends]
+    band, words = (prediction.low_s, prediction.high_s), "interval of the prediction"
+    charts = [
+        line_chart("Step time", [Line(name="measured", points=times), Line(name="predicted", points=predicted)],
+                   number, Axis(name="a step", text=format_seconds), band=band, band_name=words),
+        line_chart("Loss", [Line(name="loss", points=[_point(step, "loss", "{:.4f}".format) for step in drawn
+                                                      if step["loss"].value is not None])],
+                   number, Axis(name="loss", text=lambda value: f"{value:.3g}")),
+    ]  # fmt: skip
+    return section(
+        name, "Predicted and measured", tag("div", charts, class_="charts"), _comparison(run), _bytes(run),
+        about=f"{len(steps.value)} steps of {run['folder'].value}. A run times whole steps, not the parts of a step.",
+    )  # fmt: skip
+
+
+def _point(step: Node, key: str, text: Any) -> Dot:
+    value = step[key].value
+    tip = f"step {step['step'].value}: {text(value)}, {format_count(step['tokens_per_s'].value, 'tokens/s')}"
+    return Dot(x=step["step"].value, y=value, tip=tip)
+
+
+def _comparison(run: Node) -> Content:
+    step = run["step_time_s"]
+    if not step:
+        return tag("p", "The run has not ended: its comparison by part is written at the end.")
+    keys = ("predicted", "low", "high", "measured")
+    ratio = f"{step['measured'].value / step['predicted'].value:.2f}"
+    row = ("a step", *(step[key].figure(format_seconds) for key in keys), ratio)
+    return table(("", ">predicted", ">low", ">high", ">measured", ">measured / predicted"), [row])
+
+
+def _bytes(run: Node) -> Content:
+    rows: list[tuple[Content, ...]] = []
+    for group in run["ranks"]:
+        for key, words in (("memory_bytes", "memory"), ("sent_bytes", "sent in a step")):
+            for part, pair in group[key].entries():
+                predicted, measured = pair["predicted"], pair["measured"]
+                both = predicted.value and measured.value is not None
+                ratio = f"{measured.value / predicted.value:.2f}" if both else "-"
+                ranks = ranks_text(group["ranks"].value)
+                rows.append(
+                    (f"{words}: {part}", ranks, predicted.figure(format_bytes), measured.figure(format_bytes), ratio)
+                )
+    columns = ("part", "ranks", ">predicted", ">measured", ">measured / predicted")
+    return table(columns, rows, "Memory and traffic of a rank") if rows else None

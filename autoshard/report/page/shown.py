@@ -1,0 +1,73 @@
+"""What a page says of plans, as the JSON of ``autoshard report --json``, from which the page takes its figures."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard.plan.diff import Diff
+from autoshard.plan.explanation import Explanation, RankTime, Trace
+from autoshard.plan.found import SearchRecord
+from autoshard.plan.plan import Plan
+from autoshard.report.structured import comparison_json
+from autoshard.report.terminal import prediction_of
+from autoshard.spec.record import encode
+
+AXES = ("tp", "cp", "ep", "pp", "dp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownPlan:
+    """A plan with everything that a page draws of it."""
+
+    name: str  # of its file
+    plan: Plan
+    trace: Trace
+    times: Sequence[RankTime]
+    explanation: Explanation
+    record: SearchRecord | None  # of the search that found it
+    remark: str = ""  # what was noticed when it was read: that it was edited, or is out of date
+
+
+def page_json(shown: Sequence[ShownPlan], difference: Diff | None, run: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return every figure of the page: of each plan, of two plans against each other, of a run."""
+    remarks = [f"{one.name}: {one.remark}" for one in shown if one.remark]
+    return {
+        "plans": [_plan_json(one) for one in shown],
+        "difference": difference and comparison_json(difference, remarks),
+        "run": run,
+    }
+
+
+def _plan_json(shown: ShownPlan) -> dict[str, Any]:
+    plan = shown.plan
+    record = encode(shown.record) if shown.record else None
+    return {
+        "name": shown.name,
+        "candidate": str(plan.candidate),
+        "num_ranks": plan.cluster.num_ranks,
+        "prediction": encode(plan.prediction),
+        "peak_bytes": prediction_of(plan).peak_bytes,
+        "usable_bytes": plan.cluster.rank_memory_bytes,
+        "dollars": encode(plan.dollars),
+        "pipeline_ranks": encode(tuple(shown.times)),
+        "axes": [_axis_json(plan, axis) for axis in AXES if plan.mesh.size(axis) > 1],
+        "blocks": encode(shown.explanation.blocks),
+        "rules": dict(shown.explanation.rules),
+        "search": record,
+    }
+
+
+def _axis_json(plan: Plan, axis: str) -> dict[str, Any]:
+    """Return the groups of an axis: their size, the nodes and the link that they cross, what a rank sends in a step."""
+    group = plan.mesh.group_of(0, axis)
+    link = plan.cluster.link_of(group)
+    sent = prediction_of(plan).communication_bytes
+    return {
+        "axis": axis,
+        "size": len(group),
+        "num_nodes": len({rank // plan.cluster.ranks_per_node for rank in group}),
+        "link": link.name,
+        "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
+        "sent_bytes": sent.get(axis),
+        "neighbours": list(group[:8]),
+    }

@@ -1,0 +1,60 @@
+"""``autoshard report``: the page is written, its figures are printed as JSON, and what cannot be drawn is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Typed
+
+TINY = "--model tiny-llama --cluster local --ranks 2"
+
+
+def test_a_plan_becomes_one_file_and_its_figures_one_object(typed: Typed, monkeypatch: pytest.MonkeyPatch):
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda url: bool(opened.append(url)) or True)
+    assert typed(f"plan {TINY} --open")[0] == 0
+    assert opened == [Path("plan.html").resolve().as_uri()] and "<!doctype html>" in Path("plan.html").read_text()
+    assert typed("report plan.json --open") == (0, "wrote report.html\n", "")
+    assert opened[1:] == [Path("report.html").resolve().as_uri()]
+    assert Path("report.html").read_text() == Path("plan.html").read_text()
+    code, out, _ = typed("report plan.json --json")
+    data = json.loads(out)
+    step_s = json.loads(Path("plan.json").read_text())["prediction"]["step_time_s"]
+    assert code == 0 and data["plans"][0]["prediction"]["step_time_s"] == step_s and data["difference"] is None
+
+
+def test_two_plans_and_a_run_stand_on_one_page(typed: Typed):
+    for name in ("fastest", "2"):
+        assert typed(f"plan {TINY} --choose {name} --out {name}.json")[0] == 0
+    Path("run").mkdir()
+    step = {"step": 1, "loss": 6.2, "time_s": 0.5, "tokens_per_s": 100.0, "phase": "steady"}
+    Path("run/metrics.jsonl").write_text(f'{json.dumps(step)}\n{{"step": 2, "lo')
+    assert typed("report fastest.json 2.json --run run --out both.html")[0] == 0
+    page = Path("both.html").read_text()
+    assert 'id="difference"' in page and 'id="run"' in page and "The run has not ended" in page
+
+
+def test_what_cannot_be_drawn_is_refused_in_one_line(typed: Typed):
+    assert typed(f"plan {TINY}")[0] == 0
+    Path("empty").mkdir()
+    for line, complaint in {
+        "report": "PLANS: missing",
+        "report gone.json": "gone.json: cannot be read: No such file",
+        "report plan.json --run empty": "--run empty: holds no metrics.jsonl. Name the folder of a run",
+        "report plan.json --out empty": "--out empty: is a folder. Name a file in it",
+        "report " + "plan.json " * 9: "PLANS: a page shows at most 8 plans, not 9",
+    }.items():
+        code, out, err = typed(line)
+        assert (code, out) == (2, "") and complaint in err and err.count("\n") == 1, line
+    Path("empty/metrics.jsonl").write_text("")
+    assert "has taken no step yet" in typed("report plan.json --run empty")[2]
+
+
+def test_a_plan_that_cannot_run_is_not_drawn(typed: Typed):
+    assert typed(f"plan {TINY}")[0] == 0
+    data = json.loads(Path("plan.json").read_text())
+    data["workload"]["global_batch"] = 7
+    Path("odd.json").write_text(json.dumps(data))
+    code, out, _ = typed("report odd.json")
+    assert code == 1 and "7" in out and not Path("report.html").exists()

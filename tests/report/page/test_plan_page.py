@@ -1,0 +1,197 @@
+"""The page of a plan: its figures are those of the JSON answer, and its drawings are the simulated step."""
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from autoshard.plan.plan import Plan
+from autoshard.report.page.elements import Node, tag
+from autoshard.report.page.timeline import MOST_ACTIONS, timeline
+from autoshard.units import format_bytes, format_count, format_dollars, format_seconds
+from tests.report.page.pages import QUESTIONS, page_named, page_of, plan_named, read
+from tests.report.test_trace import CASES, case
+
+_SECTIONS = ("time", "timeline", "memory", "mesh", "blocks", "pareto", "others", "refused", "basis")
+_MOST_BYTES = 300_000
+
+
+def at(data: Any, path: str) -> Any:
+    """Follow a path such as plans.0.prediction.mfu; keys may have dots themselves."""
+    if not path:
+        return data
+    if isinstance(data, list):
+        first, _, rest = path.partition(".")
+        return at(data[int(first)], rest)
+    key = max((key for key in data if path == key or path.startswith(f"{key}.")), key=len)
+    return at(data[key], path.removeprefix(key).removeprefix("."))
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_every_figure_of_a_page_is_the_one_of_its_json(name: str):
+    text, data = page_of(plan_named(name))
+    page = read(text)
+    figures = page.every("data")
+    for figure in figures:
+        assert float(figure.attributes["value"]) == at(data, figure.attributes["data-path"])
+    texts = {figure.attributes["data-path"]: figure.whole_text for figure in figures}
+    own, step = data["plans"][0], "plans.0.prediction"
+    assert texts[f"{step}.step_time_s"] == format_seconds(own["prediction"]["step_time_s"])
+    assert texts[f"{step}.tokens_per_s"] == format_count(own["prediction"]["tokens_per_s"])
+    assert texts["plans.0.peak_bytes"] == format_bytes(own["peak_bytes"])
+    if own["dollars"]:
+        assert texts["plans.0.dollars.usd_per_billion_tokens"] == format_dollars(
+            own["dollars"]["usd_per_billion_tokens"]
+        )
+    named = {path for path in texts if path.startswith(f"{step}.time_parts.")}
+    assert named == {f"{step}.time_parts.{part}" for part in own["prediction"]["time_parts"]}
+    sizes = [f"{step}.stage_memory.{rank}.parts" for rank in range(len(own["prediction"]["stage_memory"]))]
+    assert all(any(path.startswith(size) for path in texts) for size in sizes)
+    sent = sum(len(one["sent"]) for block in own["blocks"] for one in block["steps"])
+    assert sum(".sent_bytes" in path and ".sent." in path for path in texts) == sent
+    answers = own["search"]["answers"]
+    assert {f"plans.0.search.answers.{n}.step_time_s" for n in range(len(answers))} <= texts.keys()
+    assert [section.attributes["aria-labelledby"] for section in page.every("section")] == list(_SECTIONS)
+    assert len(text.encode()) <= _MOST_BYTES
+
+
+def test_a_page_asks_for_nothing_from_elsewhere():
+    page = read(page_named("dense"))
+    assert not page.every("link") and not page.every("img")
+    assert not [one for one in page.every("script") if "src" in one.attributes]
+    style, script = page.every("style")[0].whole_text, page.every("script")[0].whole_text
+    assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|https?://", style + script)
+    names = {one.attributes["id"] for one in page.every("h2")}
+    assert {one.attributes["href"] for one in page.every("nav")[0].every("a")} == {f"#{name}" for name in names}
+
+
+def pieces(path: str) -> list[tuple[int, int]]:
+    """Return the pieces of a path of one horizontal line."""
+    found, end = list[tuple[int, int]](), 0
+    for move, length in re.findall(r"[Mm](-?\d+) \d+h(\d+)", path):
+        start = end + int(move)
+        end = start + int(length)
+        found.append((start, end))
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_action_is_drawn_where_the_simulation_runs_it(name: str):
+    plan, step = case(name)
+    drawn = read(timeline(plan, step, step.end_s).text)
+    units = int(drawn.every("div")[0].attributes["data-units"])
+    per_s = units / step.end_s
+    for number, group in enumerate(drawn.every("g")):
+        rank = step.ranks[number]
+        found = list[tuple[str, int, int, int, int]]()
+        for path in group.every("path"):
+            if "data-stage" in path.attributes:
+                spans, listed = pieces(path.attributes["d"]), [*map(int, path.attributes["data-batches"].split())]
+                batches = listed if len(listed) == len(spans) else range(listed[0], listed[0] + len(spans))
+                stage = int(path.attributes["data-stage"])
+                found += [
+                    (path.attributes["class"], stage, one, *span) for one, span in zip(batches, spans, strict=True)
+                ]
+        found.sort(key=lambda one: one[3])
+        assert "".join(one[0] for one in found) == rank.kinds
+        assert [one[1] for one in found] == rank.stages.tolist()
+        assert [one[2] for one in found] == rank.micro_batches.tolist()
+        starts, ends = np.array([one[3:] for one in found]).T
+        assert np.abs(starts - rank.start_s * per_s).max() <= 1
+        assert (ends <= rank.end_s * per_s + 1).all() and (ends > starts).all()
+
+
+def test_a_step_of_many_actions_is_drawn_at_its_ends_and_says_so():
+    plan, step = case("1f1b")
+    rank = step.ranks[0]
+    many = 3 * MOST_ACTIONS
+    long = replace(
+        rank,
+        kinds="F" * many,
+        stages=np.zeros(many, dtype=int),
+        micro_batches=np.arange(many),
+        start_s=np.arange(many, dtype=float),
+        end_s=np.arange(1, many + 1, dtype=float),
+        held_from_s=np.arange(many, dtype=float),
+        held_bytes=np.full(many, 5),
+    )
+    whole = replace(step, ranks=(long, *step.ranks[1:]), phases=())
+    drawn = timeline(plan, whole, float(many)).text
+    assert len(drawn) < 200_000
+    keep = MOST_ACTIONS // (2 * len(step.ranks))
+    assert f"the first and the last {keep} actions" in drawn and "explain --trace" in drawn
+
+
+def test_two_plans_are_drawn_on_one_axis_and_their_difference_is_named():
+    fast, other = plan_named("small", "fastest"), plan_named("small", "2")
+    text, data = page_of(fast, other)
+    page = read(text)
+    ends = {float(one.attributes["data-end"]) for one in page.every("div") if "data-end" in one.attributes}
+    assert len(ends) == 1 and len([one for one in page.every("div") if one.attributes.get("class") == "timeline"]) == 2
+    assert data["difference"]["summary"][0] in page.whole_text
+    parts = data["difference"]["time"]["parts"]
+    paths = {figure.attributes["data-path"] for figure in page.every("data")}
+    assert {f"difference.time.parts.{number}.difference" for number in range(len(parts))} <= paths
+
+
+def test_a_plan_without_a_search_says_so_and_an_edited_one_as_well():
+    plan = plan_named("small")
+    bare = replace(plan, provenance={key: text for key, text in plan.provenance.items() if key != "search"})
+    text = read(page_of(bare)[0]).whole_text
+    assert "This plan file holds no search" in text and "nothing is better by more than" not in text
+    record = json.loads(plan.provenance["search"])
+    for answer in record["answers"]:
+        answer["candidate"] = "tp=2,pp=1,dp=1"
+    other = replace(plan, provenance={**plan.provenance, "search": json.dumps(record)})
+    assert "The plan was edited since" in page_of(other)[0]
+
+
+def run_of(plan: Plan, losses: list[float | None]) -> dict[str, Any]:
+    assert plan.prediction
+    step_s = plan.prediction.step_time_s
+    steps = [
+        {"step": n, "loss": loss, "time_s": step_s * (1 + n / 10), "tokens_per_s": 1e3, "phase": "steady"}
+        for n, loss in enumerate(losses, 1)
+    ]
+    pair = {"predicted": 2**20, "measured": 2**21}
+    ranks = [{"ranks": [0, 1], "memory_bytes": {"weights": pair}, "sent_bytes": {"dp": pair}}]
+    both = {"predicted": step_s, "low": step_s / 2, "high": step_s * 2, "measured": step_s * 1.5}
+    return {"folder": "runs/x", "steps": steps, "step_time_s": both, "ranks": ranks}
+
+
+def test_a_run_stands_beside_its_prediction_step_by_step_and_part_by_part():
+    plan = plan_named("small")
+    text, data = page_of(plan, run=run_of(plan, [6.0, None, 5.5]))
+    page = read(text)
+    run = next(one for one in page.every("section") if one.attributes["aria-labelledby"] == "run")
+    assert [figure.attributes["data-path"] for figure in run.every("data")] == [
+        *(f"run.step_time_s.{key}" for key in ("predicted", "low", "high", "measured")),
+        *(
+            f"run.ranks.0.{key}.{pair}"
+            for key in ("memory_bytes.weights", "sent_bytes.dp")
+            for pair in ("predicted", "measured")
+        ),
+    ]
+    assert [row.every("td")[-1].whole_text for row in run.every("tr")[1:] if row.every("td")][-2:] == ["2.00", "2.00"]
+    charts = [one for one in run.every("figure") if one.attributes.get("class") == "chart"]
+    tips = [[dot.attributes["data-tip"] for dot in chart.every("circle")] for chart in charts]
+    assert [len(own) for own in tips] == [3, 2]  # a loss that is not finite is left out
+    assert data["run"]["steps"][0]["loss"] == 6.0
+
+
+@given(st.text(), st.text())
+def test_any_text_comes_back_from_an_element_as_it_went_in(text: str, attribute: str):
+    made = read(tag("p", text, data_tip=attribute).text)
+    assert made.whole_text == text.replace("\r\n", "\n").replace("\r", "\n") or "\r" in text or "\0" in text
+    assert made.inside[0].attributes["data-tip"] == attribute or {"\r", "\0"} & set(attribute)
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_a_figure_keeps_its_exact_value_and_its_place(value: float):
+    made = read(Node({"a": [value]})["a"][0].figure(format_seconds).text).every("data")[0]
+    assert (float(made.attributes["value"]), made.attributes["data-path"]) == (value, "a.0")
+    assert made.whole_text == format_seconds(value)
