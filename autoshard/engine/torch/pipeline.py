@@ -208,9 +208,11 @@ class RankPipeline:
         """Return the source of a block's weights, sums of gradients, part of the batch, and neighbour's tensor."""
         places = self._places[name]
 
+        # Not by recursion: a function that names itself is a cycle, which would keep its tensors until Python looks.
         def give(tensor: str, *others: str) -> torch.Tensor:
-            if others:
-                return side_by_side([give(tensor), *map(give, others)])
+            return side_by_side([one(tensor), *map(one, others)]) if others else one(tensor)
+
+        def one(tensor: str) -> torch.Tensor:
             role, found, layout = places[tensor]
             if role == "parameter":
                 return opened.weights[found]
