@@ -2,11 +2,13 @@
 
 import sys
 import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from rich.live import Live
 
-from autoshard.commands.output import print_answer
+from autoshard.commands.output import place_checks, print_answer, write_text
 from autoshard.errors import require
 from autoshard.report.tables import make_console
 from autoshard.report.watch.content import read_run
@@ -15,7 +17,7 @@ from autoshard.report.watch.structured import progress_json
 from autoshard.report.watch.terminal import progress_report
 
 
-def watch(folder: Path, once: bool = False, every: float = 2.0, json: bool = False) -> int:
+def watch(folder: Path, once: bool = False, every: float = 2.0, html: Path | None = None, json: bool = False) -> int:
     """Show how a run is doing: steps, loss, speed and memory beside the prediction, checkpoints, and what is wrong.
 
     It reads the folder of the run, starts nothing and changes nothing there. The exit code is 1 if the run hangs, is
@@ -24,32 +26,48 @@ def watch(folder: Path, once: bool = False, every: float = 2.0, json: bool = Fal
     Args:
         folder: The folder of the run, which autoshard run got as --out.
         once: Show one picture and end. So it is also where the output is no terminal.
-        every: Seconds between two pictures on a terminal; they end with the run, or with Ctrl-C.
+        every: Seconds between two pictures; they end with the run, or with Ctrl-C.
+        html: Also write a page to look at, again and again, which loads itself again: one HTML file without network.
         json: Print one JSON object instead of a picture.
     """
-    require((every > 0, "--every", f"must be positive, not {every:g}"))
-    now = _look(folder)
+    checks = place_checks(html, "--html") if html else []
+    require((every > 0, "--every", f"must be positive, not {every:g}"), *checks)
+    on_terminal = sys.stdout.isatty() and not json
+
+    def look() -> RunProgress:
+        found = progress_of(read_run(folder), time.time())
+        if html:
+            from autoshard.report.watch.page import progress_page  # who wants no page need not wait for it
+
+            _write_whole(progress_page(found, every), html)
+        return found
+
+    now = look()
+    if not (once or now.is_over) and (on_terminal or html):
+        now = _follow(look, now, every, drawn=on_terminal)
+        if on_terminal:
+            return int(now.is_bad)
     if json:
         print_answer(progress_json(now))
-    elif once or now.is_over or not sys.stdout.isatty():
-        print_answer(progress_report(now))
     else:
-        now = _follow(folder, now, every)
+        print_answer(progress_report(now))
     return int(now.is_bad)
 
 
-def _look(folder: Path) -> RunProgress:
-    return progress_of(read_run(folder), time.time())
-
-
-def _follow(folder: Path, now: RunProgress, every: float) -> RunProgress:
-    """Draw the run again and again, until it is over or the user has seen enough."""
-    with Live(progress_report(now), console=make_console(), auto_refresh=False) as live:
-        try:
-            while not now.is_over:
-                time.sleep(every)
-                now = _look(folder)
+def _follow(look: Callable[[], RunProgress], now: RunProgress, every: float, *, drawn: bool) -> RunProgress:
+    """Look at the run again and again, until it is over or the user has seen enough; draw it on a terminal."""
+    picture = Live(progress_report(now), console=make_console(), auto_refresh=False) if drawn else nullcontext()
+    with picture as live, suppress(KeyboardInterrupt):
+        while not now.is_over:
+            time.sleep(every)
+            now = look()
+            if live is not None:
                 live.update(progress_report(now), refresh=True)
-        except KeyboardInterrupt:
-            pass
     return now
+
+
+def _write_whole(text: str, out: Path) -> None:
+    """Write a file that others read meanwhile: they see the one before or this one."""
+    aside = out.with_name(f"{out.name}.part")
+    write_text(text, aside, "--html")
+    aside.replace(out)

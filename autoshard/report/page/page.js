@@ -1,11 +1,14 @@
 "use strict";
-// The theme: what the system says, until the button is pressed.
-const root = document.documentElement;
+// The theme: what the system says, until the button is pressed; a page that loads itself again keeps what was chosen.
+const root = document.documentElement, kept = { theme: "" };
+try { kept.theme = sessionStorage.theme || ""; } catch { /* not for this page */ }
+if (kept.theme) root.classList.add(kept.theme);
 document.getElementById("theme").addEventListener("click", () => {
   const dark = root.classList.contains("dark") ||
     (!root.classList.contains("light") && matchMedia("(prefers-color-scheme: dark)").matches);
   root.classList.toggle("dark", !dark);
   root.classList.toggle("light", dark);
+  try { sessionStorage.theme = dark ? "light" : "dark"; } catch { /* not for this page */ }
 });
 
 // One tip for everything that has data-tip.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from autoshard.engine.activity import by_suspicion
-from autoshard.engine.base import WINDOW
+from autoshard.engine.base import WINDOW, TimedStep
 from autoshard.plan.plan import Plan
 from autoshard.report.watch.content import LoggedStep, RunFolder, SeenRank
 from autoshard.report.watch.drifts import drifts_of, newest_steady
@@ -87,6 +87,7 @@ class RunProgress:
     idle_s: float | None  # since the last step, while the run is under way
     last: LoggedStep | None
     losses: tuple[tuple[int, float | None], ...]  # by step; None where not finite
+    times: tuple[tuple[int, float], ...]  # of the same steps, but for those that warm up
     pace: SeenPace | None
     memory: SeenMemory | None
     checkpoint: CheckpointAge | None
@@ -115,7 +116,7 @@ def progress_of(found: RunFolder, now: float) -> RunProgress:
     begun = [one for one in found.starts if isinstance(one.get("from"), int)]
     current = _of_last_start(found, float(begun[-1].get("at", 0.0)) if begun else 0.0)
     state, reason, idle_s = _state(found, current, now)
-    pace = _pace(plan, current)
+    pace, shown = _pace(plan, current), _evenly(found.steps)
     checkpoint = found.checkpoint and CheckpointAge(
         step=found.checkpoint.step, age_s=max(0.0, now - found.checkpoint.at), num_bytes=found.checkpoint.num_bytes
     )
@@ -127,7 +128,9 @@ def progress_of(found: RunFolder, now: float) -> RunProgress:
         model=plan.model.name if plan else None, candidate=str(plan.candidate) if plan else None,
         num_ranks=plan.mesh.num_ranks if plan else None,
         step=step, num_steps=num_steps, left_s=_left_s(current, num_steps) if state == "running" else None,
-        idle_s=idle_s if under_way else None, last=last, losses=_curve(found.steps), pace=pace,
+        idle_s=idle_s if under_way else None, last=last, pace=pace,
+        losses=tuple((step.number, step.loss if math.isfinite(step.loss) else None) for step in shown),
+        times=tuple((step.number, step.time_s) for step in shown if step.phase == "steady"),
         memory=_memory(plan, last), checkpoint=checkpoint,
         saving=found.saving if under_way or state == "saving" else None,
         checkpoints_elsewhere=found.checkpoints_elsewhere, starts=tuple(one["from"] for one in begun),
@@ -236,12 +239,11 @@ def _left_s(current: Sequence[LoggedStep], num_steps: int | None) -> float | Non
     return max(0, num_steps - last[-1].step.number) * each_s
 
 
-def _curve(steps: Sequence[LoggedStep]) -> tuple[tuple[int, float | None], ...]:
-    """Return losses evenly chosen among the steps, the last one among them."""
+def _evenly(steps: Sequence[LoggedStep]) -> list[TimedStep]:
+    """Return steps evenly chosen among those that are known, the last one among them."""
     span = range(steps[0].step.number, steps[-1].step.number + 1) if steps else range(0)
     apart = max(1, len(span) // _MOST_POINTS)
-    kept = {(one.step.number - span.stop) // apart: one.step for one in steps}
-    return tuple((one.number, one.loss if math.isfinite(one.loss) else None) for one in kept.values())
+    return list({(one.step.number - span.stop) // apart: one.step for one in steps}.values())
 
 
 def _behind(ranks: Sequence[SeenRank], plan: Plan | None) -> tuple[str, ...]:

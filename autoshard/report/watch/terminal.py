@@ -46,7 +46,7 @@ def progress_report(one: RunProgress) -> Group:
     """Return a picture of a run at a moment."""
     ranks = f" on {counted(one.num_ranks, 'rank')}: {one.candidate}" if one.num_ranks else ""
     parts: list[RenderableType] = [Labelled(f"{one.folder}  ", Text(f"{one.model or 'no plan yet'}{ranks}"), "bold", 2)]
-    parts.append(Labelled(f"{one.state}  ".ljust(_LABEL), Text(_state_words(one)), _STYLES.get(one.state, ""), _LABEL))
+    parts.append(Labelled(f"{one.state}  ".ljust(_LABEL), Text(state_words(one)), _STYLES.get(one.state, ""), _LABEL))
     parts += [_line("", line.strip()) for line in (*one.reason.splitlines()[1:], *one.behind)]
     parts += [_line("drifts", text, _WARNING) for text in one.drifts]
     earlier = [text.strip().partition("\n")[0] for text in one.failures[-_FEW:] if text != one.reason]
@@ -65,7 +65,7 @@ def _line(label: str, text: str, style: str = "") -> Labelled:
     return Labelled(label.ljust(_LABEL), Text(text), style, _LABEL)
 
 
-def _state_words(one: RunProgress) -> str:
+def state_words(one: RunProgress) -> str:
     """Say how far a run is, and what else belongs to its state."""
     parts = one.reason.splitlines()[:1]
     if one.step or one.num_steps:

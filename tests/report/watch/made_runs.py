@@ -22,6 +22,7 @@ from tests.runtime.cases import tiny_plan
 
 NOW = 1_800_000_000.0
 STEP_S = 0.5
+FAR = "node-7"  # another machine
 FROM = {"from": 0, "at": NOW - 1000}
 
 

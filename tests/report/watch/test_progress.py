@@ -14,9 +14,7 @@ from autoshard.errors import InputError
 from autoshard.report.watch.content import read_run
 from autoshard.report.watch.structured import progress_json
 from autoshard.spec.training import Checkpointing
-from tests.report.watch.made_runs import FROM, NOW, STEP_S, at_work, made_run, seen, steps_of, touch
-
-FAR = "node-7"
+from tests.report.watch.made_runs import FAR, FROM, NOW, STEP_S, at_work, made_run, seen, steps_of, touch
 
 
 @contextmanager
