@@ -3,6 +3,7 @@
 from pathlib import PurePath
 
 PLAN, TRAINING, ATTEMPTS, METRICS = "plan.json", "training.json", "attempts.jsonl", "metrics.jsonl"
+REPORT = "report.json"  # what was predicted and measured, by part; written at the end
 LOCK = ".lock"
 POSITIONS, CHECKPOINTS, INDEX = "positions", "checkpoints", "index.json"
 PARTIAL = ".partial"  # ends the name of a checkpoint that is being written

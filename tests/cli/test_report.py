@@ -28,7 +28,7 @@ def test_two_plans_and_a_run_stand_on_one_page(typed: Typed):
     for name in ("fastest", "2"):
         assert typed(f"plan {TINY} --choose {name} --out {name}.json")[0] == 0
     Path("run").mkdir()
-    step = {"step": 1, "loss": 6.2, "time_s": 0.5, "tokens_per_s": 100.0, "phase": "steady"}
+    step = {"step": 1, "loss": 6.2, "norm": 1.0, "time_s": 0.5, "tokens": 100, "phase": "steady", "at": 1.0}
     Path("run/metrics.jsonl").write_text(f'{json.dumps(step)}\n{{"step": 2, "lo')
     assert typed("report fastest.json 2.json --run run --out both.html")[0] == 0
     page = Path("both.html").read_text()
@@ -41,7 +41,8 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(typed: Typed):
     for line, complaint in {
         "report": "PLANS: missing",
         "report gone.json": "gone.json: cannot be read: No such file",
-        "report plan.json --run empty": "--run empty: holds no metrics.jsonl. Name the folder of a run",
+        "report plan.json --run empty": "--run empty: has taken no step yet",
+        "report plan.json --run gone": "--run gone: there is no such folder",
         "report plan.json --out empty": "--out empty: is a folder. Name a file in it",
         "report " + "plan.json " * 9: "PLANS: a page shows at most 8 plans, not 9",
     }.items():

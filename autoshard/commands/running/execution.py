@@ -15,7 +15,7 @@ from autoshard.calibration.rows import Occasion, row_of
 from autoshard.commands.output import print_answer, write_text
 from autoshard.commands.running.steps import StepDisplay
 from autoshard.engine.base import HOST, Builds, Run, RunReport, SavedStep, Started
-from autoshard.engine.folder import PLAN
+from autoshard.engine.folder import PLAN, REPORT
 from autoshard.errors import InputError, NotFinite, RunFailed, Stopped
 from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
@@ -229,6 +229,8 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay) -> i
             row = _measured_row(execution, report)
             with rows.open("a", encoding="utf-8") as file:
                 file.write(row + "\n")
+            text = json_text.dumps(run_json(plan, report)) + "\n"
+            (folder / REPORT).write_text(text, encoding="utf-8")
         note_end(folder, signal.Signals(report.signal).name if report.signal else "")
     except OSError as error:
         failures.append(f"{error.filename or rows}: {error.strerror or error}")
@@ -237,7 +239,7 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay) -> i
         print_answer({"folder": str(folder), "notes": display.notes, **measured})
     elif report.steps:
         print_answer(run_report(plan, report, execution.platform))
-        print(f"\nwrote {folder}: plan.json, metrics.jsonl, measured.jsonl, checkpoints")
+        print(f"\nwrote {folder}: plan.json, metrics.jsonl, measured.jsonl, report.json, checkpoints")
         clusters = f"--cluster {execution.platform} --out {execution.platform}.json"
         print(f"next: autoshard validate {rows}")
         print(f"or, after 3 runs of 2 layouts: autoshard calibrate {folder.parent} {clusters}")

@@ -15,6 +15,7 @@ from autoshard.report.words import TIME_WORDS, layers_of, layout_words, nodes_of
 from autoshard.units import GIB, format_at_most, format_bytes, format_count, format_dollars, format_seconds
 
 _STATE = ("weights", "gradients", "masters", "optimizer")
+_NOTHING = 1e-9  # of a step
 _NEAR = 1.5  # times the fastest: slower layouts would squeeze the others into a corner
 
 
@@ -66,7 +67,7 @@ def _headline(shown: ShownPlan, own: Node) -> list[Content]:
         date = own["dollars"]["price_date"].value or "an unknown date"
         pairs.append(("a billion tokens", (billion, tag("small", f"price of {date}"))))
     if (answer := _answer_of(own)) is not None:
-        pairs.append(("nothing is better by more than", answer["gap"].figure(format_at_most)))
+        pairs.append(("distance from the best", answer["gap"].figure(_distance)))
     warnings = [*outside_lines(prediction_of(plan)), *reserved_lines(plan), *program_lines(plan)]
     warnings += [shown.remark] if shown.remark else []
     return [
@@ -87,6 +88,10 @@ def _answer_of(own: Node) -> Node | None:
 def _causal(prediction: Node) -> Content:
     causal = prediction["mfu_causal"]
     return tag("small", causal.figure(_percent), " without masked pairs") if causal else None
+
+
+def _distance(gap: float) -> str:
+    return "none, proven" if gap < _NOTHING else f"at most {format_at_most(gap)}"
 
 
 def _percent(share: float) -> str:

@@ -1,49 +1,39 @@
 """A run beside the prediction of its plan: step by step, and part by part."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autoshard.errors import InputError
+from autoshard.engine.base import with_nulls
+from autoshard.engine.folder import REPORT
+from autoshard.errors import inside, require
 from autoshard.plan.plan import Plan
 from autoshard.report.page.charts import Axis, Dot, Line, line_chart
 from autoshard.report.page.elements import Content, Markup, Node, section, table, tag
 from autoshard.report.terminal import prediction_of
+from autoshard.report.watch.content import read_run
 from autoshard.report.words import ranks_text
 from autoshard.units import format_bytes, format_count, format_seconds
 
-METRICS, REPORT = "metrics.jsonl", "report.json"  # files of a run's folder
 _MOST_STEPS = 400  # that are drawn; of more, every second, third, ...
 
 
 def run_data(folder: Path) -> dict[str, Any]:
     """Return the steps of a run's folder, and the comparison that the run wrote when it ended."""
-    path = folder / METRICS
-    if not path.is_file():
-        raise InputError.of(f"--run {folder}", f"holds no {METRICS}. Name the folder of a run that has taken steps")
-    steps = list(_whole_lines(path))
-    if not steps:
-        raise InputError.of(f"--run {folder}", "has taken no step yet")
+    with inside("--run"):
+        run = read_run(folder)
+    require((bool(run.steps), f"--run {folder}", "has taken no step yet"))
     ended = folder / REPORT
     found: Mapping[str, Any] = json.loads(ended.read_text(encoding="utf-8")) if ended.is_file() else {}
-    return {
-        "folder": str(folder),
-        "steps": steps,
-        "step_time_s": found.get("step_time_s"),
-        "ranks": found.get("ranks", []),
-    }
-
-
-def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a file of metrics, without a last one that is cut."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and "step" in record:
-            yield record
+    steps = [
+        with_nulls({"step": one.number, "loss": one.loss, "time_s": one.time_s, "tokens_per_s": one.tokens_per_s,
+                    "phase": one.phase})
+        for one in (logged.step for logged in run.steps)
+    ]  # fmt: skip
+    compared = any(logged.compared for logged in run.steps)
+    both = {"step_time_s": found.get("step_time_s"), "ranks": found.get("ranks", [])}
+    return {"folder": str(folder), "same_machine": compared, "steps": steps, **both}
 
 
 def run_section(name: str, plan: Plan, run: Node) -> Markup:
@@ -66,8 +56,14 @@ def run_section(name: str, plan: Plan, run: Node) -> Markup:
     ]  # fmt: skip
     return section(
         name, "Predicted and measured", tag("div", charts, class_="charts"), _comparison(run), _bytes(run),
-        about=f"{len(steps.value)} steps of {run['folder'].value}. A run times whole steps, not the parts of a step.",
+        about=_about(run),
     )  # fmt: skip
+
+
+def _about(run: Node) -> str:
+    words = f"{len(run['steps'].value)} steps of {run['folder'].value}. A run times steps, not their parts."
+    other = " It ran on another machine than the one that the prediction is about, so that only bytes can be compared."
+    return words + ("" if run["same_machine"].value else other)
 
 
 def _point(step: Node, key: str, text: Any) -> Dot:

@@ -142,7 +142,7 @@ def test_a_plan_without_a_search_says_so_and_an_edited_one_as_well():
     plan = plan_named("small")
     bare = replace(plan, provenance={key: text for key, text in plan.provenance.items() if key != "search"})
     text = read(page_of(bare)[0]).whole_text
-    assert "This plan file holds no search" in text and "nothing is better by more than" not in text
+    assert "This plan file holds no search" in text and "distance from the best" not in text
     record = json.loads(plan.provenance["search"])
     for answer in record["answers"]:
         answer["candidate"] = "tp=2,pp=1,dp=1"
@@ -160,7 +160,7 @@ def run_of(plan: Plan, losses: list[float | None]) -> dict[str, Any]:
     pair = {"predicted": 2**20, "measured": 2**21}
     ranks = [{"ranks": [0, 1], "memory_bytes": {"weights": pair}, "sent_bytes": {"dp": pair}}]
     both = {"predicted": step_s, "low": step_s / 2, "high": step_s * 2, "measured": step_s * 1.5}
-    return {"folder": "runs/x", "steps": steps, "step_time_s": both, "ranks": ranks}
+    return {"folder": "runs/x", "same_machine": True, "steps": steps, "step_time_s": both, "ranks": ranks}
 
 
 def test_a_run_stands_beside_its_prediction_step_by_step_and_part_by_part():
