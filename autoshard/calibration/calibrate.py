@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 
 from autoshard.calibration.measured_run import MeasuredRun, run_of
-from autoshard.calibration.rows import MeasuredRow, measured_rows
+from autoshard.calibration.rows import MeasuredRow, MeasuredRows, measured_rows
 from autoshard.calibration.splits import LAUNCH, PORTS, SETTLED, Split, physical, splits_for
 from autoshard.calibration.unknowns import (
     UNITS,
@@ -67,11 +67,31 @@ class FitSamples:
     left_out: tuple[Fault, ...]
 
 
-def samples_in(path: Path, cluster: str, date: str | None = None) -> FitSamples:
-    """Return the rows of a path that a fit can use, or say why they are too few.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedRows:
+    """The rows of a cluster in a path that say how long a step took, with what was run; and all rows of the path."""
 
-    Left out together are the rows of a model, or where there is one, of a layout.
-    """
+    runs: tuple[tuple[MeasuredRow, MeasuredRun], ...]
+    rows: MeasuredRows
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """The runs as a fit sees them; left out together are those of a model, or where there is one, of a layout."""
+        layouts = list(dict.fromkeys(run for _, run in self.runs))
+        found: list[Sample] = []
+        for row, run in self.runs:
+            apart = run.model.name if self.by_model else f"layout {layouts.index(run)}"
+            found.append(Sample(id=row.id, run=run, step_time_s=row.step_time_s or 0.0, apart=apart))
+        return tuple(found)
+
+    @property
+    def by_model(self) -> bool:
+        """Whether there are several models."""
+        return len({run.model.name for _, run in self.runs}) > 1
+
+
+def timed_rows(path: Path, cluster: str) -> TimedRows:
+    """Return the rows of a path that are of a cluster, or of its chips, and say how long a step took."""
     node_type = load_node_type(cluster)
     rows = measured_rows(path)
     faults: dict[str, InputError] = {}
@@ -88,23 +108,24 @@ def samples_in(path: Path, cluster: str, date: str | None = None) -> FitSamples:
             faults[where] = error
         else:
             runs.append((row, run))
-    rows = rows.without(faults)
-    layouts = list(dict.fromkeys(run for _, run in runs))
-    few = f"{len(runs)} rows of {node_type.name} with a step_time_s are too few; a fit needs {_LEAST_ROWS}"
+    return TimedRows(runs=tuple(runs), rows=rows.without(faults))
+
+
+def samples_in(path: Path, cluster: str, date: str | None = None) -> FitSamples:
+    """Return the rows of a path that a fit can use, or say why they are too few."""
+    timed = timed_rows(path, cluster)
+    name, count, left_out = load_node_type(cluster).name, len(timed.runs), timed.rows.left_out_lines
+    few = f"{count} rows of {name} with a step_time_s are too few; a fit needs {_LEAST_ROWS}"
     alone = "all rows are of one layout; a fit needs two, to predict one from the other"
+    several = len({run for _, run in timed.runs}) > 1
     try:
-        require((len(runs) >= _LEAST_ROWS, str(path), few), (len(layouts) > 1 or not runs, str(path), alone))
+        require((count >= _LEAST_ROWS, str(path), few), (several or not count, str(path), alone))
     except InputError as error:
-        raise InputError([*error.faults, *rows.left_out_lines]) from None
-    newest = date or max(row.first_seen or "" for row, _ in runs)
+        raise InputError([*error.faults, *left_out]) from None
+    newest = date or max(row.first_seen or "" for row, _ in timed.runs)
     require((bool(newest), "--date", f"missing; no row of {path} has first_seen, so say from when they are"))
-    by_model = len({run.model.name for run in layouts}) > 1
-    samples: list[Sample] = []
-    for row, run in runs:
-        apart = run.model.name if by_model else f"layout {layouts.index(run)}"
-        samples.append(Sample(id=row.id, run=run, step_time_s=row.step_time_s or 0.0, apart=apart))
-    left_out_by, left_out = "model" if by_model else "layout", rows.left_out_lines
-    return FitSamples(samples=tuple(samples), left_out_by=left_out_by, newest=newest, left_out=left_out)
+    left_out_by = "model" if timed.by_model else "layout"
+    return FitSamples(samples=timed.samples, left_out_by=left_out_by, newest=newest, left_out=left_out)
 
 
 def fit(found: FitSamples, name: str) -> Calibration:

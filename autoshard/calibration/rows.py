@@ -214,7 +214,7 @@ def measured_rows(path: Path) -> MeasuredRows:
         files = [path / OF_A_RUN]
     elif path.is_dir():
         require((not _is_run(path), str(path), f"{_UNENDED}. {_REMEDY}"))
-        files = sorted(path.glob(f"*{SUFFIX}")) or sorted(path.glob(f"*/{OF_A_RUN}"))
+        files = sorted(path.glob(f"*{SUFFIX}")) + sorted(path.glob(f"*/{OF_A_RUN}"))
         require((bool(files or unended), str(path), f"holds no files of rows: their names end in {SUFFIX}"))
     for file in files:
         name = file.stem if path in (file, file.parent) else path.resolve().name
@@ -225,7 +225,7 @@ def measured_rows(path: Path) -> MeasuredRows:
                 left_out[where] = InputError.of("id", f"{row.id} stands in {known[name, row.id]} already")
             else:
                 rows[where], sets[where], known[name, row.id] = row, name, where
-    unended = unended if all(file.parent.parent == path for file in files) else {}
+    unended = unended if not files or any(file.parent.parent == path for file in files) else {}
     unfit = {where: InputError.of("", row.unfit) for where, row in rows.items() if row.unfit}
     keeps_unfit = files in ([path], [path / OF_A_RUN]) and len(unfit) == len(rows)
     unfit = {} if keeps_unfit else unfit

@@ -12,12 +12,14 @@ from typing import Any, Literal, cast
 
 from autoshard.errors import Faults, require
 from autoshard.extensions import EXTENSIONS
+from autoshard.plan.codec import load
 from autoshard.spec import record
 from autoshard.spec.files import read_data, shipped
 from autoshard.spec.recipe import TRAINING_KEYS, Recipe, recipe_files, recipe_of
 
 MOST_POINTS = 100_000
-_FILES = ("model", "cluster", "calibration")  # keys that may name a file, whose contents belong to the question
+_PLAN = "plan"  # a key that stands for a whole question: the path of a plan file
+_FILES = ("model", "cluster", "calibration", _PLAN)  # keys that may name a file, whose contents belong to the question
 _COMMA = re.compile(r",(?![^\[]*\])")  # between pinned keys, not inside brackets
 
 Entries = Mapping[str, Any]  # of a recipe
@@ -39,9 +41,18 @@ class SweepPoint:
         return " ".join(parts + ([f"#{self.choice}"] if self.choice > 1 else [])) or "the only point"
 
     @property
+    def plan(self) -> Path | None:
+        """The plan file that is the answer already; None where a question is asked."""
+        return Path(str(self.entries[_PLAN])) if _PLAN in self.entries else None
+
+    @property
     def recipe(self) -> Recipe:
-        """The question, and what is trained."""
-        return recipe_of(self.entries)
+        """The question, and what is trained; that of a plan file has the nodes of the plan."""
+        if self.plan is None:
+            return recipe_of(self.entries)
+        answered = load(self.plan)
+        training = {key: value for key, value in self.entries.items() if key in TRAINING_KEYS}
+        return recipe_of({"model": answered.model.name, "nodes": answered.cluster.num_nodes, **training})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +65,7 @@ class Sweep:
         base: Keys of a recipe, set for every point.
         grid: Keys of a recipe, each with a list of values: every combination is a point.
         zip: Keys with lists of one length, which go together.
-        list: Sets of keys, one for each point.
+        list: Sets of keys, one for each point. The key plan names a plan file in the place of a question.
         frontier: How many of the best plans of each question are points, the best one included.
         rehearse: With mode run: rehearse on at most so many ranks instead.
     """
@@ -129,7 +140,11 @@ def points_of(sweep: Sweep, folder: Path) -> tuple[SweepPoint, ...]:
 def points_of_question(sweep: Sweep, base: Entries, override: Entries, folder: Path) -> list[SweepPoint]:
     """Return the points of one question: its best plan, and as many more as the sweep wants."""
     entries = _merged(base, override)
-    recipe = recipe_of(entries)
+    if _PLAN in entries:
+        entries[_PLAN] = str(folder / str(entries[_PLAN]))
+        asked = sorted(entries.keys() - {_PLAN, *TRAINING_KEYS})
+        require((not asked, _PLAN, f"has answered its question. Leave out {', '.join(asked)}"))
+    recipe = SweepPoint(id="", varied={}, entries=entries).recipe
     if sweep.mode == "run" and "data" in entries:
         entries = {**entries, "data": {**entries["data"], "sets": dict(recipe.training.data.seen_from(folder).sets)}}
     content: dict[str, Any] = {key: value for key, value in entries.items() if key not in TRAINING_KEYS}

@@ -20,9 +20,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
 
+from autoshard.cost.predict import check_plan
 from autoshard.errors import AutoshardError, InputError, NoPlan
 from autoshard.extensions import EXTENSIONS, load_extension
-from autoshard.plan.codec import dump, fingerprint
+from autoshard.plan.codec import dump, fingerprint, load
 from autoshard.plan.plan import Plan
 from autoshard.search.api import request_of
 from autoshard.search.no_plan import unanswered
@@ -91,6 +92,13 @@ def failed_rows(job: SweepJob, message: str, status: str = "failed") -> list[Row
 
 def _planned(job: SweepJob) -> Iterator[tuple[SweepPoint, Plan | None]]:
     """Yield every point with its plan, or None where the question has fewer."""
+    if path := job.points[0].plan:
+        read = check_plan(load(path))
+        if read.rejections:
+            raise NoPlan("; ".join(str(one.message) for one in read.rejections))
+        for point in job.points:
+            yield point, _written(read.plan, point, job.folder)
+        return
     recipe = job.points[0].recipe
     request = request_of(recipe.question, recipe.nodes)
     found = search(request, max(point.choice for point in job.points))
@@ -100,11 +108,15 @@ def _planned(job: SweepJob) -> Iterator[tuple[SweepPoint, Plan | None]]:
         plan = found.plans[point.choice - 1] if point.choice <= len(found.plans) else None
         if plan and point.choice > 1:  # of the others only outlines are found
             plan = request.with_lnc_of(plan.cluster.lnc).plan(plan.candidate, plan.engine)
-        if plan:
-            path = job.folder / "plans" / f"{point.id}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(dump(plan), encoding="utf-8")
-        yield point, plan
+        yield point, plan and _written(plan, point, job.folder)
+
+
+def _written(plan: Plan, point: SweepPoint, folder: Path) -> Plan:
+    """Write the plan of a point, and return it."""
+    path = folder / "plans" / f"{point.id}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(dump(plan), encoding="utf-8")
+    return plan
 
 
 def _question_row(job: SweepJob, point: SweepPoint) -> Row:

@@ -193,3 +193,16 @@ def test_plan_run_calibrate_plan_is_a_circle(
     assert main(["verify", "plan.json"]) == 0
     notes = [line.split()[1] for line in capsys.readouterr().out.splitlines() if "note:" in line]
     assert notes in ([], ["prediction.mfu:"]), "it may be faster than each of the three rows"
+
+
+def test_a_folder_may_hold_files_of_rows_and_runs(tmp_path: Path) -> None:
+    first, second, third = ({**SMALL, "id": name} for name in ("a", "b", "c"))
+    (tmp_path / "given.jsonl").write_text(json.dumps(first), encoding="utf-8")
+    for name, own in (("one", second), ("two", third)):
+        (tmp_path / name / "logs").mkdir(parents=True)
+        (tmp_path / name / "plan.json").write_text("{}", encoding="utf-8")
+        (tmp_path / name / "measured.jsonl").write_text(json.dumps(own), encoding="utf-8")
+    assert [one.id for one in measured_rows(tmp_path).rows.values()] == ["a", "b", "c"]
+    (tmp_path / "two" / "measured.jsonl").unlink()
+    found = measured_rows(tmp_path)
+    assert [one.id for one in found.rows.values()] == ["a", "b"] and list(found.left_out) == [str(tmp_path / "two")]

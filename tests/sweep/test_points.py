@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+import autoshard
 from autoshard.errors import InputError
 from autoshard.spec.files import shipped
 from autoshard.spec.recipe import about
-from autoshard.sweep.points import load_sweep, points_of
+from autoshard.sweep.points import Sweep, load_sweep, points_of
 from tests.sweep.sweep_cases import TINY, points, tiny, written
 
 SHIPPED = sorted(shipped("recipes").glob("sweeps/*.yaml"))
@@ -110,3 +111,31 @@ def test_sweeps_that_come_along_say_what_they_are_and_have_points(path: Path):
     found = points_of(sweep, path.parent)
     assert 3 <= len(found) <= 40
     assert sweep.mode == "plan" or all(one.recipe.question.cluster == "local" for one in found)
+
+
+def test_a_plan_file_stands_in_the_place_of_a_question(tmp_path: Path):
+    first, second = (autoshard.plan("tiny-llama", "local", fix={"tp": tp}) for tp in (1, 2))
+    first.save(tmp_path / "one.json")
+    second.save(tmp_path / "two.json")
+    sweep = Sweep(mode="run", base={"steps": 5}, list=({"plan": "one.json"}, {"plan": "two.json"}))
+    found = points(sweep, tmp_path)
+    assert [one.plan for one in found] == [tmp_path / "one.json", tmp_path / "two.json"]
+    assert (found[0].recipe.training.steps, found[0].recipe.nodes, found[0].name) == (5, 1, "plan=one.json")
+    (tmp_path / "one.json").write_bytes((tmp_path / "two.json").read_bytes())
+    other, same = points(sweep, tmp_path)
+    assert other.id != found[0].id and same.id == found[1].id, "a point is named by what its plan holds"
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"plan": "none.json"}, "none.json"),
+        ({"plan": "one.json", "seq_len": 64, "nodes": 2}, "plan: has answered its question. Leave out nodes, seq_len"),
+        ({"plan": "one.json", "stepz": 3}, "plan: has answered its question. Leave out stepz"),
+        ({"plan": "one.json", "steps": 0}, "steps: must be at least 1"),
+    ],
+)
+def test_a_plan_file_takes_only_keys_of_training_beside_it(keys: dict[str, Any], says: str, tmp_path: Path):
+    autoshard.plan("tiny-llama", "local", fix={"tp": 2}).save(tmp_path / "one.json")
+    with pytest.raises(InputError, match=says):
+        points_of(Sweep(list=(keys,)), tmp_path)

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as parquet
@@ -11,8 +12,9 @@ import pytest
 
 import autoshard
 from autoshard.errors import InputError
-from autoshard.plan.codec import fingerprint, load
+from autoshard.plan.codec import dump, fingerprint, load
 from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.sweep.points import Sweep
 from autoshard.sweep.table import RowFile, write_parquet, write_task
 from autoshard.sweep.work import SweepJob, rows_of, work_through
 from tests.sweep.sweep_cases import TINY, jobs, rows_in, tiny
@@ -30,6 +32,17 @@ def test_a_row_is_the_plan_that_the_planner_finds(tmp_path: Path):
     assert row["autoshard"] == autoshard.__version__ and row["at.ranks"] == 2
     assert all(value is None or isinstance(value, str | int | float) for value in row.values()), "rows are flat"
     json.dumps(row, allow_nan=False)
+
+
+def test_a_plan_file_is_not_searched_again_and_one_that_may_not_run_says_why(tmp_path: Path):
+    third = autoshard.plan("tiny-llama", "local", fix={"mbs": 1}).answers[2].plan
+    refused = replace(third, headroom=0.99999)
+    for name, plan in (("third.json", third), ("refused.json", refused)):
+        (tmp_path / name).write_text(dump(plan), encoding="utf-8")
+    found = jobs(Sweep(list=({"plan": "third.json"}, {"plan": "refused.json"})), tmp_path)
+    good, bad = (rows_of(job)[0] for job in found)
+    assert (good["status"], good["plan_hash"], good["point"]) == ("planned", fingerprint(third), "plan=third.json")
+    assert bad["status"] == "no plan" and "is predicted to need" in bad["message"]
 
 
 def test_a_frontier_is_one_search_and_what_is_not_there_is_said(tmp_path: Path):

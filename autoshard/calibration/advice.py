@@ -1,0 +1,119 @@
+"""Which short runs would change the choice of a plan most: the expected regret of today's choice, and after each run.
+
+Regret is how much longer the chosen plan takes than the fastest of the plans that could be chosen. Nobody knows it, but
+a belief about their step times says what to expect of it, and how far a measurement would lower it: after the
+measurement another plan may be chosen (the knowledge gradient; Frazier, Powell and Dayanik 2008).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard.calibration.belief import belief_of
+from autoshard.calibration.measured_run import MeasuredRun
+from autoshard.calibration.unknowns import Sample
+from autoshard.cost.calibration import Calibration
+from autoshard.plan.plan import Plan, rounded
+
+_NOTHING = 0.01  # of today's regret: a run that lowers it by less tells nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BelievedPlan:
+    """A plan that may be chosen: the median of what is believed of its step, and how much longer 80% reach."""
+
+    plan: Plan
+    step_s: float
+    within: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A run to measure, and the expected regret after it and those before it, as a share of the step."""
+
+    plan: Plan
+    regret: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """Today's choice with its expected regret, a share of its step, and the runs that lower it most, best first."""
+
+    options: tuple[BelievedPlan, ...]  # as the planner ranks them
+    choice: BelievedPlan
+    regret: float
+    num_rows: int
+    num_runs: int  # that could have been proposed
+    proposals: tuple[Proposal, ...]
+
+    @property
+    def regret_s(self) -> float:
+        """Today's expected regret in seconds of a step."""
+        return self.regret * self.choice.step_s
+
+    def usd_per_billion_tokens(self, regret: float) -> float | None:
+        """Return what a regret costs; None where no price is known."""
+        dollars, prediction = self.choice.plan.dollars, self.choice.plan.prediction
+        assert prediction, "an option is predicted"
+        believed = self.choice.step_s / prediction.step_time_s
+        return dollars.usd_per_billion_tokens * believed * regret if dollars else None
+
+
+def advised(
+    plans: Sequence[Plan], runs: Sequence[Plan], rows: Sequence[Sample], constants: Calibration, budget: int
+) -> Advice:
+    """Return which of some runs to measure, at most so many, to choose better among plans; rows are known already.
+
+    Each next run is the one that lowers the regret most beside those before it, while any lowers it.
+    """
+    known = [sample.run for sample in rows]
+    everything = [*known, *map(run_of_plan, plans), *map(run_of_plan, runs)]
+    options, candidates = range(len(known), len(known) + len(plans)), range(len(known) + len(plans), len(everything))
+    prior = belief_of(everything, constants)
+    mean = prior.mean.copy()
+    mean[list(options)] = [math.log(_step_s(plan)) for plan in plans]  # with its own cuts and terms
+    prior = replace(prior, mean=mean)
+    belief = prior.given(range(len(known)), [sample.step_time_s for sample in rows]) if rows else prior
+    found = tuple(
+        BelievedPlan(
+            plan=plan, step_s=rounded(math.exp(belief.mean[number])), within=_within(belief.covariance[number, number])
+        )
+        for plan, number in zip(plans, options, strict=True)
+    )
+    chosen, (today,) = list[int](), belief.regrets(options, [()])
+    proposals, last = list[Proposal](), today
+    while len(chosen) < budget:
+        left = [number for number in candidates if number not in chosen]
+        after = belief.regrets(options, [(*chosen, number) for number in left])
+        best = int(np.argmin(after)) if left else 0
+        if not left or last - after[best] <= _NOTHING * today:
+            break
+        chosen.append(left[best])
+        last = after[best]
+        proposals.append(Proposal(plan=runs[left[best] - candidates.start], regret=rounded(1 - math.exp(-last))))
+    return Advice(
+        options=found,
+        choice=min(found, key=lambda option: option.step_s),
+        regret=rounded(1 - math.exp(-today)),
+        num_rows=len(rows),
+        num_runs=len(runs),
+        proposals=tuple(proposals),
+    )
+
+
+def run_of_plan(plan: Plan) -> MeasuredRun:
+    """Return a plan as a run that somebody may measure."""
+    return MeasuredRun(
+        model=plan.model, cluster=plan.cluster, workload=plan.workload, candidate=plan.candidate, assumed={}
+    )
+
+
+def _step_s(plan: Plan) -> float:
+    assert plan.prediction, "a plan of a search is predicted"
+    return plan.prediction.step_time_s
+
+
+def _within(variance: float) -> float:
+    return rounded(math.exp(1.2816 * math.sqrt(max(variance, 0.0))) - 1)

@@ -1,0 +1,88 @@
+"""Short runs on few nodes that stand for large plans: the same layout, with fewer replicas, stages and layers."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from autoshard.errors import InputError
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.plan import Plan
+from autoshard.plan.recompute import Recompute
+from autoshard.search.request import Request, rejections_of
+
+_MICRO_BATCHES = 8  # for each pipeline rank, at most: enough that the pipeline is mostly full, and a step is short
+_SHARES = (1, 2, 4)  # a stage keeps its layers, or a half or a quarter of them, where they do not fit
+
+
+def proposed_runs(request: Request, plans: Sequence[Plan], most_nodes: int) -> list[Plan]:
+    """Return plans on at most so many nodes that are legal and fit, each once; those of the first plans first."""
+    found: dict[object, Plan] = {}
+    sizes = sorted({2**power for power in range(most_nodes.bit_length())} | {most_nodes})
+    for plan in plans:
+        for num_nodes in (size for size in sizes if size <= plan.cluster.num_nodes):
+            made = next(_fitting(request, plan, num_nodes), None)
+            if made:
+                found.setdefault((made.model, made.cluster, made.workload, made.candidate), made)
+    return list(found.values())
+
+
+def _fitting(request: Request, plan: Plan, num_nodes: int) -> Iterator[Plan]:
+    """Yield what may run and fits of a plan on some nodes, that with the most layers first."""
+    cluster = replace(plan.cluster, num_nodes=num_nodes)
+    for share in _SHARES:
+        layout = smaller(plan, cluster.num_ranks, share)
+        if layout is None:
+            return
+        candidate, num_layers = layout
+        model, large = plan.model, plan.candidate
+        if num_layers != model.num_layers:
+            model = replace(model, name=f"{model.name}-{num_layers}-layers", num_layers=num_layers)
+        count = min(plan.workload.global_batch // (large.dp * large.mbs), _MICRO_BATCHES * candidate.pp)
+        workload = replace(plan.workload, global_batch=candidate.dp * candidate.mbs * count)
+        asked = replace(request, model=model, cluster=cluster, workload=workload, pins={}, other_lnc=())
+        try:
+            if rejections_of(asked, candidate, plan.engine):
+                continue
+            made = asked.plan(candidate, plan.engine)
+        except InputError:  # it has no shape: layers or heads that do not divide
+            continue
+        assert made.prediction, "a plan of a request is predicted"
+        if made.prediction.peak_bytes <= asked.capacity_bytes:
+            yield made
+
+
+def smaller(plan: Plan, num_ranks: int, share: int = 1) -> tuple[Candidate, int] | None:
+    """Return the layout of a plan on fewer ranks, and its layers; None where its tp, cp and ep do not fit there.
+
+    Replicas go first, then pipeline ranks with the layers of their stages; of the kinds of recompute, those of stages
+    at equal distances stay.
+    """
+    large = plan.candidate
+    inner, found = large.tp * large.cp, dict[int, int]()
+    for pp in (size for size in range(1, large.pp + 1) if large.pp % size == 0):
+        dp = num_ranks // (inner * pp)
+        if inner * pp * dp == num_ranks and large.ep <= dp <= large.dp and dp % large.ep == 0:
+            found[pp] = dp
+    if not found:
+        return None
+    pp = max(found)
+    if pp == large.pp and share == 1:
+        return replace(large, dp=found[pp]), plan.model.num_layers
+    vp = large.vp if pp > 1 else 1
+    per_stage = max(1, plan.model.num_layers // (large.pp * vp * share))
+    kept = [large.recompute_of(stage * large.num_stages // (pp * vp)) for stage in range(pp * vp)]
+    layout = replace(
+        large,
+        pp=pp,
+        dp=found[pp],
+        vp=vp,
+        schedule=large.schedule if pp > 1 else "1f1b",
+        recompute=tuple(_of_layers(one, per_stage) for one in kept),
+        stages=None,
+        place=large.place if pp == large.pp else None,
+    )
+    return layout, pp * vp * per_stage
+
+
+def _of_layers(kind: Recompute, num_layers: int) -> Recompute:
+    """Return the recompute of a stage with so many layers."""
+    return replace(kind, num_layers=None) if kind.num_layers and kind.num_layers >= num_layers else kind
