@@ -26,5 +26,6 @@ BENCHMARKS: Mapping[str, str] = {
     "loader_start": "benchmarks.loading:loader_start",
     "loader_wait": "benchmarks.loading:loader_wait",
     "tokenize_speed": "benchmarks.tokenize_speed:run",
+    "report_page": "benchmarks.report_page:run",
     "sweep_overhead": "benchmarks.sweep_overhead:run",
 }

@@ -16,9 +16,12 @@ from autoshard.spec.workload import Dtype
 
 
 class Dataflow:
-    """The operations of a block with their choices, and the delivers between them."""
+    """The operations of a block with their choices, and the delivers between them.
 
-    def __init__(self, problem: OperatorProblem) -> None:
+    ``like`` is of a problem that differs in choices only, and so has the same prices of changes.
+    """
+
+    def __init__(self, problem: OperatorProblem, like: "Dataflow | None" = None) -> None:
         block, atoms = problem.block, problem.real_atoms
         self.problem, self._atoms = problem, atoms
         self.ops = cut_operations(block)
@@ -42,7 +45,7 @@ class Dataflow:
             self.choices[op.name] = tuple(choices)
         back = {op.source for op in block.ops if isinstance(op.kind, Collect)}
         self.has_gradient = {deliver.outputs[0]: deliver.name in back for deliver in self.delivers}
-        self._changes: dict[tuple[Dims, Dtype, Pending], ChangePrices] = {}
+        self._changes: dict[tuple[Dims, Dtype, Pending], ChangePrices] = like._changes if like else {}
 
     def change_s(
         self, dims: Dims, dtype: Dtype, befores: Sequence[Layout], afters: Sequence[Layout], pending: Pending = "sums"

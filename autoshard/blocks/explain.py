@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autoshard.blocks.choices import atom_dims, op_cuts, real_cuts
 from autoshard.blocks.cutting import Meshes, Terms, operator_problem
-from autoshard.blocks.operators import cost_of, totals
+from autoshard.blocks.operators import CutTotals
 from autoshard.blocks.problem import OperatorProblem
 from autoshard.cost.calibration import calibration_of
 from autoshard.cost.compute import kernel_time
@@ -58,9 +58,9 @@ def second_best(
 
     Where the Rules leave one cut only, the cheapest that the Rules about tp refuse.
     """
-    base_s, sizes = cost_of(problem, own), {atom: problem.atoms.get(atom, 1) for atom in ATOMS}
-    found: dict[str, OtherCut] = {}
-    for name, costs in totals(problem).items():
+    totals, sizes = CutTotals(problem), {atom: problem.atoms.get(atom, 1) for atom in ATOMS}
+    base_s, found = totals.cost_of(own), dict[str, OtherCut]()
+    for name, costs in totals.every().items():
         op, mine = problem.block.op(name), own[name]
 
         def others(costs: Sequence[tuple[Cuts, float]], mine: Cuts = mine) -> list[tuple[Cuts, float]]:
@@ -70,7 +70,7 @@ def second_best(
         if not rest:
             free = [atom_dims(problem.block, op, atom, DATA_RULES) for atom in problem.real_atoms]
             choices = op_cuts(problem.block, op, problem.real_atoms, free)
-            rest = others(totals(replace(problem, allowed={**problem.allowed, name: choices}))[name])
+            rest = others(totals.with_choices(name, choices))
         if not rest:
             continue
         cuts, cost_s = min(rest, key=lambda one: one[1])

@@ -9,8 +9,9 @@ tensor; where readers have very many choices, all of them take the tensor alike.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -105,45 +106,77 @@ def solve_columns(problem: OperatorProblem, slack: float) -> tuple[SharedCuts, .
     return tuple(every)
 
 
-def cost_of(problem: OperatorProblem, cuts: Mapping[str, Cuts]) -> float:
-    """Return what a block costs with these cuts."""
-    tables = _Tables(problem)
-    fixed: list[CostFactor] = []
-    for name, choices in tables.flow.choices.items():
-        same = [real_cuts(choice.cuts) == real_cuts(cuts[name]) for choice in choices]
-        fixed.append(CostFactor(variables=(name,), table=np.where(same, 0.0, np.inf)))
-    return eliminate(tables.sizes, [*tables.factors, *fixed]).cost
+Totals = tuple[tuple[Cuts, float], ...]  # cuts of an operation, each with what the block costs with it
 
 
-def totals(problem: OperatorProblem) -> Mapping[str, tuple[tuple[Cuts, float], ...]]:
-    """Return for every operation what the block costs with each of its cuts, all others chosen anew.
+class CutTotals:
+    """What a block costs with each cut of an operation, all others chosen anew. Memory is not limited here."""
 
-    Memory is not limited here.
-    """
-    tables = _Tables(problem)
-    least = eliminate(tables.sizes, tables.factors).least_totals()
-    return {
-        name: tuple((choice.cuts, float(cost_s)) for choice, cost_s in zip(choices, least[name], strict=True))
-        for name, choices in tables.flow.choices.items()
-    }
+    def __init__(self, problem: OperatorProblem) -> None:
+        self._problem, self._tables = problem, _Tables(problem)
+
+    def every(self) -> Mapping[str, Totals]:
+        """Return the totals of every operation."""
+        return dict(self._of(self._tables))
+
+    def cost_of(self, cuts: Mapping[str, Cuts]) -> float:
+        """Return what the block costs with these cuts."""
+        fixed: list[CostFactor] = []
+        for name, choices in self._tables.flow.choices.items():
+            same = [real_cuts(choice.cuts) == real_cuts(cuts[name]) for choice in choices]
+            fixed.append(CostFactor(variables=(name,), table=np.where(same, 0.0, np.inf)))
+        return eliminate(self._tables.sizes, [*self._tables.factors, *fixed]).cost
+
+    def with_choices(self, name: str, choices: tuple[Cuts, ...]) -> Totals:
+        """Return the totals of one operation as if it had other choices; only what touches it is priced again."""
+        other = replace(self._problem, allowed={**self._problem.allowed, name: choices})
+        return dict(self._of(_Tables(other, self._tables, name)))[name]
+
+    def _of(self, tables: "_Tables") -> Iterator[tuple[str, Totals]]:
+        least = eliminate(tables.sizes, tables.factors).least_totals()
+        for name, choices in tables.flow.choices.items():
+            yield name, tuple((one.cuts, float(cost_s)) for one, cost_s in zip(choices, least[name], strict=True))
 
 
 class _Tables:
-    """The variables of a problem with how many values each has, and the factors between them."""
+    """The variables of a problem with how many values each has, and the factors between them.
 
-    def __init__(self, problem: OperatorProblem) -> None:
-        self.problem, self.flow = problem, Dataflow(problem)
+    ``like`` is of a problem that differs only in the choices of the operation ``changed``.
+    """
+
+    def __init__(self, problem: OperatorProblem, like: "_Tables | None" = None, changed: str = "") -> None:
+        self.problem, self.flow = problem, Dataflow(problem, like.flow if like else None)
         self.rests: tuple[Atoms, ...] = tuple(subsets(problem.real_atoms)) if problem.cuts_rest else ((),)
         self.sizes = {name: len(values) for name, values in self.flow.choices.items()}
         self.factors: list[CostFactor] = []
+        self._known = like._known if like else dict[str, tuple[dict[str, int], list[CostFactor]]]()
+        self._changed = changed
         delivered = {deliver.inputs[0] for deliver in self.flow.delivers}
         for op in self.flow.ops:
-            self._add_operation(op, delivered)
+            self._part(op.name, (op,), partial(self._add_operation, op, delivered))
         for deliver in self.flow.delivers:
-            edge = TensorEdge(self.flow, deliver)
-            self.sizes |= {name: len(values) for name, values in edge.variables.items()}
-            self.factors += edge.factors()
-        self._add_end()
+            maker = self.flow.maker.get(deliver.inputs[0])
+            touching = (*self.flow.readers[deliver.outputs[0]], *([maker] if maker else []))
+            self._part(deliver.name, touching, partial(self._add_edge, deliver))
+        self._part("", (self.flow.maker[problem.block.carry_out or "loss"],), self._add_end)
+
+    def _part(self, name: str, touching: Iterable[Op], price: Callable[[], None]) -> None:
+        """Add the variables and factors of a part, which are known unless the changed operation touches it."""
+        if self._changed and self._changed not in (op.name for op in touching):
+            sizes, factors = self._known[name]
+            self.sizes |= sizes
+            self.factors += factors
+            return
+        before, count = set(self.sizes), len(self.factors)
+        price()
+        if not self._changed:
+            own = {variable: size for variable, size in self.sizes.items() if variable not in before}
+            self._known[name] = own, self.factors[count:]
+
+    def _add_edge(self, deliver: Op) -> None:
+        edge = TensorEdge(self.flow, deliver)
+        self.sizes |= {name: len(values) for name, values in edge.variables.items()}
+        self.factors += edge.factors()
 
     def _add_operation(self, op: Op, delivered: set[str]) -> None:
         """Price an operation with its gradients, and its weights.

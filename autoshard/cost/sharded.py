@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 
 from autoshard.cost.kernel_run import KernelRun, Moment, gradient_sums, kernel_runs, memory_timeline
 from autoshard.errors import InputError
@@ -88,19 +88,21 @@ class ListedBlocks:
     step: StepGraph
     kinds: tuple[tuple[str, Recompute], ...]
     programs: Mapping[str, Program] = field(hash=False)
+    known: dict[str, LoweredBlock] = field(default_factory=dict[str, LoweredBlock], compare=False, repr=False)
 
     @classmethod
     def of(cls, plan: Plan) -> "ListedBlocks":
         """Read the table of a plan."""
-        if not plan.strategies:
-            raise InputError.of("strategies", "the table is empty, so nothing says what is sent. Make the plan again")
-        return cls(step=step_of(plan), kinds=table_kinds(plan), programs=plan_programs(plan))
+        return _listed(replace(plan, prediction=None, provenance={}))
 
     def block(self, kind: str, drop: Recompute) -> LoweredBlock:
         """Return a block, recomputed and sharded."""
         used = drop if kind == "layer" else Recompute()
-        whole = self.block(kind, Recompute()) if used.kind != "none" else None
-        return _sharded(self.step, kind, used, self.programs[table_name(kind, used)], whole)
+        name = table_name(kind, used)
+        if name not in self.known:
+            whole = self.block(kind, Recompute()) if used.kind != "none" else None
+            self.known[name] = _sharded(self.step, kind, used, self.programs[name], whole)
+        return self.known[name]
 
     def every(self) -> tuple[LoweredBlock, ...]:
         """Return all blocks, because each may be edited by itself."""
@@ -108,6 +110,13 @@ class ListedBlocks:
 
 
 Blocks = CutBlocks | ListedBlocks
+
+
+@lru_cache(maxsize=8)  # a plan is predicted, traced and explained one after the other
+def _listed(plan: Plan) -> ListedBlocks:
+    if not plan.strategies:
+        raise InputError.of("strategies", "the table is empty, so nothing says what is sent. Make the plan again")
+    return ListedBlocks(step=step_of(plan), kinds=table_kinds(plan), programs=plan_programs(plan))
 
 
 @cache  # cuttings often differ in one block only

@@ -21,6 +21,7 @@ from benchmarks import (
     plan_all,
     plan_scaling,
     plan_speed,
+    report_page,
     runtime_vs_plain,
     simulate_pipeline,
     solve_block,
@@ -42,6 +43,14 @@ def test_cold_start_takes_ratios_within_a_round() -> None:
     assert result.value == pytest.approx(5.0) and result.extras["list_value"] == pytest.approx(2.0) and result.holds
     for worse in ({"list": 0.31}, {"plan": 0.61}, {"peak_bytes": 150_000_000}):
         assert not cold_start.judge([used(**{"numpy": 0.1, "list": 0.2, "plan": 0.5, **worse})], 0.1).holds  # type: ignore[arg-type]
+
+
+def test_a_page_is_judged_by_the_slower_plan_and_by_the_size_of_the_first() -> None:
+    rounds = [{"70b_16": used(x=0.6)["x"], "405b_512": used(x=later)["x"]} for later in (0.7, 0.8, 5.0)]
+    result = report_page.judge(rounds, {"70b_16": 200_000, "405b_512": 400_000}, 0.1)
+    assert result.holds and result.value == 0.8 and result.extras["70b_16_s"] == 0.6
+    assert not report_page.judge(rounds[2:], {"70b_16": 200_000, "405b_512": 1}, 0.1).holds
+    assert not report_page.judge(rounds, {"70b_16": 300_001, "405b_512": 1}, 0.1).holds
 
 
 def test_a_checkpoint_is_judged_both_ways_by_its_waiting_and_by_its_memory() -> None:
