@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from autoshard import __version__
-from autoshard.errors import AutoshardError, InputError, nearest
+from autoshard.errors import AutoshardError, InputError, nearest, require
 from benchmarks import BENCHMARKS
 from benchmarks.history import (
     HISTORY,
@@ -29,6 +29,7 @@ from benchmarks.history import (
     occasion,
     read_history,
 )
+from benchmarks.history_page import history_page
 from benchmarks.result import Result
 
 _USES = {"rows": "measured rows", "count": "a number of questions", "write": "tables on pages"}
@@ -39,8 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for; a bar that does not hold is a finding, not a failure."""
     options = _parser().parse_args(arguments)
     if options.name == "history":
-        return _show_history(as_json=options.json)
+        return _show_history(as_json=options.json, html=options.html)
     try:
+        require((options.html is None, "--html", "draws the history: python -m benchmarks history --html FILE"))
         given = {name: getattr(options, name) for name in _USES if getattr(options, name)}
         runs = _selected(options.name, given)
         results, notes = list[Result](), list[str]()
@@ -67,15 +69,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object per benchmark and line")
     parser.add_argument("--wandb", action="store_true", help="log every result to Weights & Biases as well")
     parser.add_argument("--record", action="store_true", help="append every result to benchmarks/history.jsonl")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the history as a page")
     parser.add_argument("--rows", type=Path, metavar="FOLDER", help="more measured rows, for accuracy")
     parser.add_argument("--count", type=int, metavar="N", help="how many questions, for certificate")
     parser.add_argument("--write", action="store_true", help="write the tables that it has on pages")
     return parser
 
 
-def _show_history(*, as_json: bool) -> int:
+def _show_history(*, as_json: bool, html: Path | None) -> int:
     """Print how each benchmark changed; a drift is a finding, not a failure."""
     drifts = drifts_of(read_history(HISTORY))
+    if html:
+        html.write_text(history_page(drifts), encoding="utf-8")
     if as_json:
         print(json.dumps(history_json(drifts)))
     elif drifts:

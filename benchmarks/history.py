@@ -30,8 +30,9 @@ _TIMES = ("s", "ms", "us")
 _SHOWN = 24  # values of a line of columns
 _BEFORE = 12  # earlier values that one is compared with
 _FEWEST = 3  # of them; fewer say nothing about noise
-# What may be noise: so many robust deviations of the earlier values, and so much of their median.
-_DEVIATIONS, _LEAST = 3.0, 0.05
+# What may be noise: so many robust deviations of the earlier values, and so much of their median. Measured 2026-11-23
+# on two shared cores: the same program took 7.0 to 7.9 yardsticks in five runs, and once 1.6 times its usual time.
+_DEVIATIONS, _LEAST, _LEAST_OF_TIMES = 3.0, 0.05, 0.15
 _SIGMA = 1.4826  # standard deviation of normal numbers over their median absolute deviation
 
 
@@ -82,7 +83,7 @@ class Drift:
     """How the last value of a benchmark on a machine compares with those before it."""
 
     past: tuple[PastResult, ...]  # the last one last
-    change: float | None  # of the last value against the median of the earlier ones, in proportion; None without enough
+    change: float | None  # of the last value against the median of the earlier ones, if there are enough, and not of 0
     noise: float | None  # what of a change may be noise, likewise
 
     @property
@@ -97,9 +98,18 @@ class Drift:
         if len(self.past) > 1 and self.past[-2].holds and not self.last.holds:
             said.append("misses its bar, which it held before")
         if self.change is not None and self.noise is not None and abs(self.change) > self.noise:
-            far = f"{self.change:+.1%}, beyond noise of {self.noise:.1%}"
-            said.append(far if math.isfinite(self.change) else "no longer 0")
+            seen = "seen twice" if self._seen_twice(self.change, self.noise) else "seen once, so measure again"
+            said.append(f"{self.change:+.1%}, beyond noise of {self.noise:.1%}, {seen}")
+        before = [one.value for one in self.past[-_BEFORE - 1 : -1]]
+        if len(before) >= _FEWEST and not any(before) and self.last.value:
+            said.append("no longer 0")
         return "; ".join(said)
+
+    def _seen_twice(self, change: float, noise: float) -> bool:
+        """Say whether the value before drifted as well: a machine that was busy for a minute spoils one."""
+        middle = self.last.compared / (1 + change)
+        before = self.past[-2].compared / middle - 1 if middle else 0.0
+        return abs(before) > noise and (before > 0) == (change > 0)
 
 
 def occasion(date: str) -> Occasion:
@@ -160,15 +170,16 @@ def drifts_of(past: Iterable[PastResult]) -> list[Drift]:
     found: list[Drift] = []
     for _, group in groupby(sorted(past, key=lambda one: (*key(one), one.date)), key):
         results = tuple(group)
-        change, noise = _change([one.compared for one in results])
+        least = _LEAST_OF_TIMES if results[-1].is_time else _LEAST
+        change, noise = _change([one.compared for one in results], least)
         found.append(Drift(past=results, change=change, noise=noise))
     return found
 
 
-def _change(values: Sequence[float]) -> tuple[float | None, float | None]:
+def _change(values: Sequence[float], least: float) -> tuple[float | None, float | None]:
     """Return the change of the last value against the median of the earlier ones, and what of it may be noise.
 
-    >>> _change([2.0, 2.0, 2.0, 3.0])
+    >>> _change([2.0, 2.0, 2.0, 3.0], least=0.05)
     (0.5, 0.05)
     """
     before = values[-_BEFORE - 1 : -1]
@@ -176,9 +187,9 @@ def _change(values: Sequence[float]) -> tuple[float | None, float | None]:
         return None, None
     middle = statistics.median(before)
     if not middle:
-        return (math.inf if values[-1] else 0.0), _LEAST
+        return None, None
     deviation = _SIGMA * statistics.median(abs(one - middle) for one in before)
-    return values[-1] / middle - 1, max(_LEAST, _DEVIATIONS * deviation / abs(middle))
+    return values[-1] / middle - 1, max(least, _DEVIATIONS * deviation / abs(middle))
 
 
 def history_table(drifts: Sequence[Drift]) -> Table:
@@ -187,7 +198,7 @@ def history_table(drifts: Sequence[Drift]) -> Table:
     more = [Column(name, overflow="fold") for name in ("unit", "change", "machine")]
     table = Table(*shown, *more, title="autoshard benchmarks over time; a time is compared in yardsticks")
     for one in drifts:
-        change = "too few" if one.change is None else f"{one.change:+.1%}"
+        change = "-" if one.change is None else f"{one.change:+.1%}"
         said = Text(one.words, style="bold yellow") if one.words else Text(change)
         (line,) = columns([past.compared for past in one.past[-_SHOWN:]], _SHOWN)
         table.add_row(one.last.name, line, f"{one.last.value:.4g}", one.last.unit, said, one.last.machine)

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.history import Occasion, PastResult, append, drifts_of, occasion, read_history
 from benchmarks.result import Result
+from tests.report.page.pages import read
 
 HERE = Occasion(date="2026-11-20T00:00:00Z", commit="0123456789", machine="A CPU, 2 cores")
 QUIET = PastResult(
@@ -49,7 +50,12 @@ def test_a_slow_machine_is_no_drift_and_a_slow_program_is() -> None:
     slower = replace(before[-1], date="2026-11-09", value=1.3)
     assert [one.words for one in drifts_of([*before, loaded])] == [""]
     (found,) = drifts_of([*before, slower])
-    assert found.change == pytest.approx(0.3) and found.words == "+30.0%, beyond noise of 5.0%"
+    assert (
+        found.change == pytest.approx(0.3)
+        and found.words == "+30.0%, beyond noise of 15.0%, seen once, so measure again"
+    )
+    (found,) = drifts_of([*before, slower, replace(slower, date="2026-11-10", value=1.25)])
+    assert found.words == "+25.0%, beyond noise of 15.0%, seen twice"
     noisy = drifts_of([*days(1.0, 1.4, 0.8, 1.2, 0.9), slower])[0]
     assert noisy.noise is not None and noisy.noise > 0.3 and noisy.words == ""
 
@@ -82,6 +88,13 @@ def test_the_command_records_and_shows(
     assert main(["history", "--json"]) == 0
     (shown,) = json.loads(capsys.readouterr().out)
     assert shown["values"] == [0.5] * 4 and shown["change"] == 0.0 and shown["drift"] == ""
+    assert main(["idle", "--html", "x"]) == 2
+    assert main(["history", "--html", str(tmp_path / "history.html")]) == 0
+    page = read((tmp_path / "history.html").read_text())
+    values = {figure.attributes["data-path"]: float(figure.attributes["value"]) for figure in page.every("data")}
+    assert values == {"benchmarks.0.value": 0.5, "benchmarks.0.bar": 1.0, "benchmarks.0.change": 0.0}
+    assert len(page.every("circle")) == 4
+    capsys.readouterr()
     assert main(["history"]) == 0
     assert " idle " in (table := capsys.readouterr().out) and "▅▅▅▅" in table and "+0.0%" in table
 

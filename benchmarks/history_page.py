@@ -1,0 +1,61 @@
+"""The benchmarks over time as a page to look at: a chart for each, those that drift first."""
+
+from collections.abc import Sequence
+
+from autoshard.report.page.charts import Axis, Dot, Line, line_chart
+from autoshard.report.page.document import document
+from autoshard.report.page.elements import Content, Markup, Node, section, table, tag
+from benchmarks.history import Drift, PastResult, history_json
+
+
+def history_page(drifts: Sequence[Drift]) -> str:
+    """Return the page; its figures are those of the JSON answer."""
+    data = Node({"benchmarks": history_json(drifts)})
+    by_machine: dict[str, list[tuple[Drift, Node]]] = {}
+    for one, node in zip(drifts, data["benchmarks"], strict=True):
+        by_machine.setdefault(one.last.machine, []).append((one, node))
+    sections = [
+        (f"machine-{number}", machine, _machine(f"machine-{number}", machine, found))
+        for number, (machine, found) in enumerate(by_machine.items())
+    ]
+    num_drifts = sum(bool(one.words) for one in drifts)
+    about = f"{len(drifts)} benchmarks, of which {num_drifts} drift. A time is compared in yardsticks, a fixed loop."
+    head = tag("h1", "Benchmarks over time", tag("small", about))
+    return document("autoshard benchmarks over time", sections, head=head)
+
+
+def _machine(name: str, machine: str, found: Sequence[tuple[Drift, Node]]) -> Markup:
+    """Return the table and the charts of a machine."""
+    ordered = sorted(found, key=lambda pair: not pair[0].words)
+    rows = [_row(one, node) for one, node in ordered]
+    columns = ("benchmark", ">last", "unit", ">bar", ">change", "drift", "commit")
+    charts = tag("div", (_chart(one) for one, _ in ordered), class_="charts")
+    return section(name, machine, table(columns, rows, "The last values"), charts)
+
+
+def _row(one: Drift, node: Node) -> tuple[Content, ...]:
+    change: Content = node["change"].figure("{:+.1%}".format) if one.change is not None else "-"
+    held = "" if one.last.holds else " (missed)"
+    bar = (node["bar"].figure("{:.4g}".format), held)
+    said = tag("strong", one.words) if one.words else None
+    return one.last.name, node["value"].figure("{:.4g}".format), one.last.unit, bar, change, said, one.last.commit
+
+
+def _chart(one: Drift) -> Markup:
+    """Return the compared values, with what of them may be noise as a band."""
+    points = [Dot(x=number, y=past.compared, tip=_tip(past)) for number, past in enumerate(one.past, 1)]
+    band = None
+    if one.change is not None and one.noise is not None and 1 + one.change > 0:
+        middle = one.last.compared / (1 + one.change)
+        band = middle * (1 - one.noise), middle * (1 + one.noise)
+    unit = "yardsticks" if one.last.is_time else ""
+    return line_chart(
+        f"{one.last.name}: {unit or one.last.unit}", [Line(name=one.last.name, points=points)],
+        Axis(name="result", text=lambda value: f"{value:g}"), Axis(name="", text=lambda value: f"{value:.4g}"),
+        band=band, band_name="within noise",
+    )  # fmt: skip
+
+
+def _tip(past: PastResult) -> str:
+    held = "" if past.holds else ", misses its bar"
+    return f"{past.date[:10]}, {past.commit or 'no commit'}: {past.value:.4g} {past.unit}{held}"
