@@ -55,7 +55,7 @@ def test_a_slow_machine_is_no_drift_and_a_slow_program_is() -> None:
         and found.words == "+30.0%, beyond noise of 15.0%, seen once, so measure again"
     )
     (found,) = drifts_of([*before, slower, replace(slower, date="2026-11-10", value=1.25)])
-    assert found.words == "+25.0%, beyond noise of 15.0%, seen twice"
+    assert found.words == "+24.4%, beyond noise of 15.0%, seen twice"
     noisy = drifts_of([*days(1.0, 1.4, 0.8, 1.2, 0.9), slower])[0]
     assert noisy.noise is not None and noisy.noise > 0.3 and noisy.words == ""
 
