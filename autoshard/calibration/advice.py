@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.calibration.belief import belief_of
+from autoshard.calibration.belief import EIGHTY_PERCENT, belief_of
 from autoshard.calibration.measured_run import MeasuredRun
 from autoshard.calibration.unknowns import Sample
 from autoshard.cost.calibration import Calibration
@@ -116,4 +116,4 @@ def _step_s(plan: Plan) -> float:
 
 
 def _within(variance: float) -> float:
-    return rounded(math.exp(1.2816 * math.sqrt(max(variance, 0.0))) - 1)
+    return rounded(math.exp(EIGHTY_PERCENT * math.sqrt(max(variance, 0.0))) - 1)

@@ -3,7 +3,7 @@
 The logarithms of all step times are Gaussian together (Laplace's approximation around some constants). Two things move
 them. The constants are uncertain, each within what a machine can be; how far a step follows is a finite difference
 through the cost model. And the cost model is wrong by an error of its own, which no number of rows takes away: it stays
-with a layout, and layouts that are alike share part of it.
+with a layout, and layouts that are alike share part of it. What lies outside the rows of a fit is off by more.
 """
 
 import math
@@ -15,11 +15,13 @@ import numpy as np
 from autoshard.calibration.measured_run import MeasuredRun
 from autoshard.calibration.splits import Split, physical, splits_for
 from autoshard.calibration.unknowns import UNITS, Array, Sample, predictor, unknowns_of
-from autoshard.cost.calibration import Calibration
+from autoshard.cost.calibration import Calibration, excesses_of
 from autoshard.cost.outside import features_of
+from autoshard.plan.build import build_plan
 from autoshard.spec.cluster import LOCAL
 
 _TO_DEVIATION = math.sqrt(math.pi / 2)  # from a mean error to the standard deviation of a normal distribution
+EIGHTY_PERCENT = 1.2816  # standard deviations either way hold 80% of a normal distribution
 # Mean error on rows that were left out of a fit: 0.057 to 0.060 on the three clusters with rows of many models
 # (docs/accuracy.md). Where constants were fitted to rows, it is their own.
 UNFITTED_ERROR = 0.06
@@ -92,8 +94,10 @@ def belief_of(runs: Sequence[MeasuredRun], constants: Calibration) -> Belief:
     steps = _STEP * np.maximum(here, 1.0)
     slopes = np.stack([np.log(predict(one)) - mean for one in here + np.diag(steps)], axis=1) / steps
     moved = slopes * _deviations(split, here, declared=runs[0].cluster.name == LOCAL)
-    noise = np.array([_NOISE_OF_RELEASES if run.release else _NOISE for run in runs])
     covariance = moved @ moved.T + model_error(constants) ** 2 * alike(runs)
+    if constants.fit:
+        covariance += beyond_rows(runs, constants)
+    noise = np.array([_NOISE_OF_RELEASES if run.release else _NOISE for run in runs])
     return Belief(mean=mean, covariance=covariance, noise=noise)
 
 
@@ -127,6 +131,20 @@ def alike(runs: Sequence[MeasuredRun]) -> Array:
     words = list(map(_words, runs))
     steps += [[sum(a != b for a, b in zip(one, two, strict=True)) for two in words] for one in words]
     return _SHARED**steps
+
+
+def beyond_rows(runs: Sequence[MeasuredRun], constants: Calibration) -> Array:
+    """Return what intervals are wider by where runs lie outside the rows of a fit, as a covariance.
+
+    Runs that lie outside in the same way, with the same kernels that no row has, are off together.
+    """
+    deviations: dict[tuple[str, str], Array] = {}
+    for number, run in enumerate(runs):
+        plan = build_plan(run.candidate, run.model, run.cluster, run.workload, run.cluster.engine)
+        for feature, (words, square) in excesses_of(constants, plan).items():
+            one = deviations.setdefault((feature, words), np.zeros(len(runs)))
+            one[number] = math.sqrt(square) / EIGHTY_PERCENT
+    return sum((np.outer(one, one) for one in deviations.values()), np.zeros((len(runs), len(runs))))
 
 
 def _words(run: MeasuredRun) -> tuple[object, ...]:

@@ -241,10 +241,24 @@ def calibration_text(calibration: Calibration) -> str:
 def trust(calibration: Calibration, plan: Plan) -> tuple[float, Mapping[str, str]]:
     """Return the relative half-width of a plan's interval, and how far outside the rows it lies, by feature.
 
-    The interval widens, in squares, by what rows outside were off by when their value of a feature was left out; by
-    as much as itself in squares three times, so that it doubles, where no fit could tell. Of several features the
-    excesses add up. Other software than that of all rows makes it 25 % or more, and so does FP8, of which there are
-    many kinds. Kernels that nobody has measured on a device are off by as much as those of other programs can be.
+    The interval widens, in squares, by the excess of every feature that is outside. Other software than that of all
+    rows makes it 25 % or more, and so does FP8, of which there are many kinds.
+    """
+    excesses, base = excesses_of(calibration, plan), calibration.interval
+    outside = {feature: words for feature, (words, _) in excesses.items()}
+    excess = sum(square for _, square in excesses.values())
+    if products := plan.workload.precision.products:
+        outside.setdefault("products", f"{products}, whose casts and scales count as free")
+    least = OUTSIDE if outside.keys() & {*_SOFTWARE} else 0.0
+    return min(_WIDEST, max(least, math.sqrt(base**2 + excess) if excess else base)), outside
+
+
+def excesses_of(calibration: Calibration, plan: Plan) -> Mapping[str, tuple[str, float]]:
+    """Return how far outside the rows a plan lies, by feature, and what each adds to the square of its half-width.
+
+    That is what rows outside were off by when their value of a feature was left out; three times the square itself, so
+    that the width doubles, where no fit could tell. Kernels that nobody has measured on a device are off by as much as
+    those of other programs can be.
     """
     reach, outside, base = calibration.reach, dict[str, str](), calibration.interval
     candidate = plan.candidate
@@ -264,12 +278,8 @@ def trust(calibration: Calibration, plan: Plan) -> tuple[float, Mapping[str, str
         words = outside["kernels"].removeprefix(plan.kernels)
         outside["kernels"] = f"{plan.kernels}, which nobody has measured on a device{words}"
         known["kernels"] = max(known.get("kernels", 0.0), UNMEASURED_OFF)
-    offs = [known.get(one, UNSEEN_OFF.get(one, 2 * base)) for one in outside]
-    excess = sum(max(0.0, off**2 - base**2) for off in offs)
-    if products := plan.workload.precision.products:
-        outside.setdefault("products", f"{products}, whose casts and scales count as free")
-    least = OUTSIDE if outside.keys() & {*_SOFTWARE} else 0.0
-    return min(_WIDEST, max(least, math.sqrt(base**2 + excess) if excess else base)), outside
+    offs = {one: known.get(one, UNSEEN_OFF.get(one, 2 * base)) for one in outside}
+    return {one: (words, max(0.0, offs[one] ** 2 - base**2)) for one, words in outside.items()}
 
 
 def calibration_entries(calibration: Calibration) -> Mapping[str, str]:

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from autoshard.calibration.belief import Belief, alike, belief_of, finest, model_error
+from autoshard.calibration.belief import Belief, alike, belief_of, beyond_rows, finest, model_error
 from autoshard.calibration.measured_run import MeasuredRun, run_of
 from autoshard.calibration.rows import MeasuredRow
 from autoshard.calibration.splits import splits_for
 from autoshard.calibration.unknowns import timer, unknowns_of, with_unknowns
-from autoshard.cost.calibration import built_in, uncalibrated
+from autoshard.calibration.validate import outlined_run
+from autoshard.cost.calibration import built_in, trust, uncalibrated
 from tests.calibration.measured_cases import ARCH, SMALL
 
 NORMAL = NormalDist()
@@ -145,6 +146,22 @@ class TestBeliefOfRuns:
         others = {**same, "global_batch_seqs": 32}, {**same, "micro_batch": 2}, {**LAYOUTS[0], "recompute": "full"}
         four = runs(same, *others)
         assert alike(four)[0].tolist() == [1.0, 1.0, 0.5, 0.5 ** (1 + 1 + 1 + 1)]  # tp, pp, recompute, schedule
+
+    def test_runs_that_lie_outside_the_rows_in_the_same_way_are_off_together(self) -> None:
+        fitted = built_in("h100-80")
+        zb = {"pipeline_schedule": "ZB-H1", "pp": 2, "dp": 1}
+        ring = {"tp": 2, "pp": 1, "cp": 4, "dp": 1}
+        inside, one, two, wide = runs(LAYOUTS[2], {"tp": 4, **zb}, {"tp": 4, **zb, "micro_batch": 2}, ring)
+        found = beyond_rows([inside, one, two, wide], fitted)
+        assert found[1, 1] == found[1, 2] == found[2, 2] > found[1, 3], "both share all of it"
+        for number, run in enumerate((inside, one, two, wide)):
+            plan, _ = outlined_run(run, fitted)
+            interval, _ = trust(fitted, plan)
+            square = found[number, number] * 1.2816**2
+            assert interval == pytest.approx(min(0.95, math.sqrt(fitted.interval**2 + square)), rel=1e-3)
+        assert np.linalg.eigvalsh(found).min() > -1e-9
+        before, after = belief_of([one, two], replace(fitted, fit=None)), belief_of([one, two], fitted)
+        assert after.covariance.min() > before.covariance.min(), "a fit knows what its rows have"
 
     @settings(max_examples=10)
     @given(st.lists(st.sampled_from([{"tp": tp, "dp": 8 // tp, "pp": 1, "micro_batch": mbs, "recompute": kind}
