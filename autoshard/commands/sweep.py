@@ -9,6 +9,7 @@ from typing import Literal
 from autoshard.commands.output import print_answer
 from autoshard.commands.progress import StatusLine
 from autoshard.errors import RunFailed, inside, require
+from autoshard.report.page.sweep_page import sweep_page
 from autoshard.report.sweep import sweep_report
 from autoshard.runtime.folder import locked
 from autoshard.sweep.on_wandb import agent_point, controller_text, log_sweep
@@ -108,13 +109,15 @@ def _conclude(
     content: Sweep, source: Path, rows: list[Row], folder: Path, *, wandb: str | None, parquet: bool, json: bool
 ) -> int:
     """Print the table, and write it to the places that options name."""
-    notes = [f"wrote {folder / ROWS}"]
+    page = folder / "report.html"
+    page.write_text(sweep_page(source.stem, rows), encoding="utf-8")
+    notes = [f"wrote {folder / ROWS}", f"wrote {page}: the sweep drawn"]
     if parquet:
         notes.append(f"wrote {write_parquet(rows, folder)}")
     if wandb is not None:
         controller = folder / "wandb-sweep.yaml"
         controller.write_text(controller_text(content, source, folder, wandb), encoding="utf-8")
-        notes += [*log_sweep(rows, wandb, folder), f"for W&B's own controller: wandb sweep {controller}"]
+        notes += [*log_sweep(rows, wandb, folder, page), f"for W&B's own controller: wandb sweep {controller}"]
     if json:
         print_answer({"folder": str(folder), "rows": rows, "notes": notes})
     else:

@@ -14,7 +14,7 @@ from autoshard.units import format_bytes, format_count, format_dollars, format_s
 
 Row = Mapping[str, Any]
 
-_SIZES = ("at.nodes", "at.ranks")
+SIZES = ("at.nodes", "at.ranks")
 _MOST = 200  # rows that are shown
 _MESSAGE = 110
 
@@ -45,26 +45,26 @@ def efficiency(rows: Sequence[Row]) -> dict[str, float]:
     speeds = {row["id"]: row["tokens_per_s"] / row["ranks"] for row in rows}
     first: dict[object, Row] = {}
     for row in sorted(rows, key=lambda row: row["ranks"]):
-        first.setdefault(_series(row), row)
-    return {row["id"]: speeds[row["id"]] / speeds[first[_series(row)]["id"]] for row in rows}
+        first.setdefault(series_of(row), row)
+    return {row["id"]: speeds[row["id"]] / speeds[first[series_of(row)]["id"]] for row in rows}
 
 
-def _series(row: Row) -> object:
+def series_of(row: Row) -> object:
     """Return a key that is equal for rows that differ only in the number of nodes or ranks."""
-    others = {name: value for name, value in row.items() if name.startswith("at.") and name not in _SIZES}
+    others = {name: value for name, value in row.items() if name.startswith("at.") and name not in SIZES}
     return (row["choice"], *sorted(others.items(), key=str))
 
 
 def _table(rows: Sequence[Row]) -> FittingTable:
     """Return a table of what varies, the plan and its figures; columns that few sweeps have come last."""
     ran = any(row["status"] == "ran" for row in rows)
-    scales = any(len({row.get(at) for row in rows}) > 1 for at in _SIZES)
+    scales = any(len({row.get(at) for row in rows}) > 1 for at in SIZES)
     priced = any(row["usd_per_billion_tokens"] is not None for row in rows)
     shares = efficiency(rows)
     varied = list(dict.fromkeys(name for row in rows for name in row if name.startswith("at.")))
     columns: dict[str, Callable[[Row], str]] = {
         **{name.removeprefix("at."): lambda row, name=name: _text(row.get(name), str) for name in varied},
-        "plan": _short,
+        "plan": short_layout,
         ">step": lambda row: format_seconds(row["step_time_s"]),
         ">tokens/s": lambda row: format_count(row["tokens_per_s"]),
         ">MFU": lambda row: f"{row['mfu']:.1%}",
@@ -83,7 +83,7 @@ def _table(rows: Sequence[Row]) -> FittingTable:
     return FittingTable("The points of the sweep", tuple(columns), cells, widths=widths, drop=drop)
 
 
-def _short(row: Row) -> str:
+def short_layout(row: Row) -> str:
     """Name a layout by its outer point and its kinds of recompute, without the lists of stages."""
     candidate = Candidate.parse(row["candidate"], row["ranks"])
     kinds = dict.fromkeys(part.kind for recompute in candidate.recompute for part in recompute.kinds)

@@ -51,6 +51,7 @@ class WandbGroup:
     folder: Path
     kind: str  # what the runs are
     charts: Mapping[str, tuple[str, str]]  # title -> x and y, columns of the table
+    page: Path | None = None  # the same, drawn
 
     def show(self, results: Iterable[ShownRun], rows: Callable[[], Sequence[Row]]) -> list[str]:
         """Show results as they come, then the table of all rows; return what the user should know, once."""
@@ -102,13 +103,15 @@ class WandbGroup:
             chart: Any = wandb.plot.bar if any(isinstance(one, str) for one, _ in pairs) else wandb.plot.scatter
             if pairs:
                 media[title] = chart(wandb.Table(columns=[x, y], data=pairs), x, y, title=title)
+        if self.page:
+            media["page"] = wandb.Html(self.page.read_text(encoding="utf-8"), inject=False)
         tracker.log(tracker.next_step, media)
         states = [row.get("status", "done") for row in rows]
         tracker.finish({f"points/{state}": states.count(state) for state in set(states)}, failed="failed" in states)
 
 
-def log_sweep(rows: Sequence[Row], project: str, folder: Path) -> list[str]:
-    """Show the rows of a sweep."""
+def log_sweep(rows: Sequence[Row], project: str, folder: Path, page: Path) -> list[str]:
+    """Show the rows of a sweep, and its page."""
     ran = any(row["status"] == "ran" for row in rows)
     charts = {
         "step time of every point": ("point", "step_time_s"),
@@ -116,7 +119,9 @@ def log_sweep(rows: Sequence[Row], project: str, folder: Path) -> list[str]:
         "dollars over ranks": ("ranks", "usd_per_billion_tokens"),
     }
     charts |= {"measured over predicted": ("ran_predicted_s", "measured_step_time_s")} if ran else {}
-    group = WandbGroup(project=project, name=folder.resolve().name, folder=folder, kind=rows[0]["mode"], charts=charts)
+    group = WandbGroup(
+        project=project, name=folder.resolve().name, folder=folder, kind=rows[0]["mode"], charts=charts, page=page
+    )  # fmt: skip
     return group.show(map(_run_of, rows), lambda: rows)
 
 

@@ -66,6 +66,9 @@ def test_every_point_is_a_run_of_one_group_and_a_second_start_shows_only_what_is
     table = json.loads(next(tmp_path.rglob("media/table/table_*.table.json")).read_text(encoding="utf-8"))
     hashes = [line[table["columns"].index("plan_hash")] for line in table["data"]]
     assert sorted(filter(None, hashes)) == sorted(row["plan_hash"] for row in rows.values() if "plan_hash" in row)
+    assert item["page._type"] == "html-file"
+    page = next(tmp_path.rglob("media/html/page_*.html"))
+    assert page.read_text(encoding="utf-8") == (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert item["step time of every point_table.nrows"] == item["tokens a second over ranks_table.nrows"] == 2
     written({"base": TINY, "grid": {"fix": ["tp=1"], "ranks": [1, 2, 4]}}, tmp_path)
     again = typed(tmp_path, str(path), "--wandb", "tested", "--out", "out")

@@ -10,6 +10,7 @@ _WIDTH, _HEIGHT = 480, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 74, 14, 12, 44
 _ROOM = 0.06  # of the range that stays free at both ends
 _MOST_COLOURS = 8
+_DECADE = 10
 _NEAR_X, _NEAR_Y = 60, 14  # labels that are nearer than that would overlap
 
 
@@ -21,6 +22,7 @@ class Axis:
     text: Callable[[float], str]
     log: bool = False
     from_zero: bool = False
+    ticks: tuple[float, ...] = ()  # where these numbers stand; round ones if there are none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +42,8 @@ class Line:
 
     name: str
     points: Sequence[Dot]
-    kind: str = ""  # its CSS class where it is no series like the others: measured, frontier
+    kind: str = ""  # its CSS class where it is no series like the others
+    joined: bool = True  # whether a line joins the points
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +71,19 @@ class _Scale:
 
     @property
     def ticks(self) -> list[float]:
-        """Round numbers, about five."""
-        if self.axis.log:
+        """Round numbers, about five; on a logarithmic axis over a small range as on a linear one."""
+        if self.axis.ticks:
+            return list(self.axis.ticks)
+        low, high = (10.0**self.low, 10.0**self.high) if self.axis.log else (self.low, self.high)
+        if self.axis.log and high > _DECADE * low:
             powers = range(math.floor(self.low), math.ceil(self.high) + 1)
-            steps = (1, 2, 5) if self.high - self.low < 2 else (1,)
+            steps = (1, 2, 5) if high < _DECADE**2 * low else (1,)
             found = [step * 10.0**power for power in powers for step in steps]
-            return [one for one in found if self.low <= math.log10(one) <= self.high]
-        rough = (self.high - self.low) / 5
+            return [one for one in found if low <= one <= high]
+        rough = (high - low) / 5
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(power * one for one in (1, 2, 5, 10) if power * one >= rough)
-        first = math.ceil(self.low / step)
-        return [number * step for number in range(first, math.floor(self.high / step) + 1)]
+        return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def _frame(x: _Scale, y: _Scale) -> list[Markup]:
@@ -169,7 +174,8 @@ def line_chart(
     for number, line in enumerate(lines):
         kind = line.kind or f"line c{number % _MOST_COLOURS}"
         path = "".join(f"{'L' if place else 'M'}{x(one.x)} {y(one.y)}" for place, one in enumerate(line.points))
-        drawn.append(tag("path", d=path, class_=kind))
+        if line.joined:
+            drawn.append(tag("path", d=path, class_=kind))
         drawn.append([tag("circle", cx=x(one.x), cy=y(one.y), r=3.5, class_=kind, data_tip=one.tip)
                       for one in line.points if one.tip])  # fmt: skip
     names = {line.name: line.kind or f"c{number % _MOST_COLOURS}" for number, line in enumerate(lines)}

@@ -1,0 +1,206 @@
+"""The page of a sweep: how its points scale, which sizes of tp and pp are best, the frontier, what was measured."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from autoshard.report.page.charts import Axis, Dot, Line, heat_map, line_chart, scatter
+from autoshard.report.page.document import document
+from autoshard.report.page.elements import Content, Markup, Node, facts, section, table, tag
+from autoshard.report.sweep import SIZES, Row, efficiency, series_of, short_layout
+from autoshard.units import GIB, format_bytes, format_count, format_dollars, format_seconds
+
+_GOOD = ("planned", "ran")
+_MOST_LINES = 8  # of a chart
+_MOST_ROWS = 500
+_OTHERS = ("fix.tp", "fix.pp", *SIZES)
+
+
+def sweep_page(name: str, rows: Sequence[Row]) -> str:
+    """Return the page of a sweep's rows."""
+    good = [row for row in rows if row["status"] in _GOOD]
+    figures = Node({"rows": list(rows)})["rows"]
+    shown = [one for one in figures if one["status"].value in _GOOD]
+    sections = [
+        ("scaling", "Scaling", _scaling(good)),
+        ("sizes", "tp x pp", _sizes(good)),
+        ("pareto", "Trade-offs", _pareto(good)),
+        ("measured", "Measured", _measured(good)),
+        ("points", "Points", _points(shown, efficiency(good)) if good else None),
+        ("failed", "No plan", _failed([row for row in rows if row["status"] not in _GOOD])),
+    ]
+    found = [(key, entry, part) for key, entry, part in sections if part is not None]
+    return document(f"sweep {name}", found, head=_headline(name, rows, shown))
+
+
+def _headline(name: str, rows: Sequence[Row], shown: Sequence[Node]) -> list[Content]:
+    varied = list(dict.fromkeys(key.removeprefix("at.") for row in rows for key in row if key.startswith("at.")))
+    words = f"{len(rows)} points; what varies: {', '.join(varied) or 'nothing'}"
+    pairs: list[tuple[str, Content]] = []
+    if shown:
+        fastest = max(shown, key=lambda one: one["tokens_per_s"].value)
+        pairs.append(("most tokens a second", _best(fastest, "tokens_per_s", format_count)))
+        priced = [one for one in shown if one["usd_per_billion_tokens"].value is not None]
+        if priced:
+            cheapest = min(priced, key=lambda one: one["usd_per_billion_tokens"].value)
+            pairs.append(("cheapest billion tokens", _best(cheapest, "usd_per_billion_tokens", format_dollars)))
+        busiest = max(shown, key=lambda one: one["mfu"].value)
+        pairs.append(("best MFU", _best(busiest, "mfu", lambda share: f"{share:.1%}")))
+    return [tag("h1", f"Sweep {name}", tag("small", words)), facts(pairs)]
+
+
+def _best(one: Node, key: str, text: Callable[[Any], str]) -> Content:
+    return one[key].figure(text), tag("small", one["point"].value)
+
+
+def _scaling(rows: Sequence[Row]) -> Markup | None:
+    """Return speed, efficiency and dollars over the number of ranks, a line for each question that is otherwise one."""
+    lines: dict[object, list[Row]] = {}
+    for row in rows:
+        lines.setdefault(series_of(row), []).append(row)
+    series = {key: sorted(own, key=lambda row: row["ranks"]) for key, own in lines.items()}
+    series = {key: own for key, own in series.items() if len({row["ranks"] for row in own}) > 1}
+    if not series:
+        return None
+    shares = efficiency(rows)
+    nodes = len({row["nodes"] for row in rows}) > 1
+    ticks = tuple(sorted({row["nodes" if nodes else "ranks"] for own in series.values() for row in own}))
+    across = Axis(name="nodes" if nodes else "ranks", text="{:g}".format, log=True, ticks=ticks)
+    values: list[tuple[str, Axis, Callable[[Row], float | None]]] = [
+        ("Speed", Axis(name="tokens/s", text=format_count, log=True), lambda row: row["tokens_per_s"]),
+        ("Efficiency: tokens/s of a rank, over those on the fewest ranks",
+         Axis(name="share", text="{:.0%}".format, from_zero=True), lambda row: shares[row["id"]]),
+        ("Cost", Axis(name="$ a billion tokens", text=format_dollars), lambda row: row["usd_per_billion_tokens"]),
+    ]  # fmt: skip
+    charts: list[Markup] = []
+    for title, axis, value in values:
+        drawn = [
+            Line(name=_named(own[0]), points=_over(own, axis, value, "nodes" if nodes else "ranks"))
+            for own in list(series.values())[:_MOST_LINES]
+        ]
+        drawn = [line for line in drawn if line.points]
+        charts += [line_chart(title, drawn, across, axis)] if drawn else []
+    left = len(series) - _MOST_LINES
+    about = f"The first {_MOST_LINES} of {len(series)} series are drawn." if left > 0 else None
+    return section("scaling", "How the points scale", tag("div", charts, class_="charts"), about=about)
+
+
+def _over(rows: Sequence[Row], axis: Axis, value: Callable[[Row], float | None], across: str) -> list[Dot]:
+    pairs = [(row, number) for row in rows if (number := value(row)) is not None]
+    return [Dot(x=row[across], y=number, tip=f"{row['point']}: {axis.text(number)}") for row, number in pairs]
+
+
+def _named(row: Row) -> str:
+    """Name a series by what varies in the sweep but its size."""
+    parts = [f"{key.removeprefix('at.')} {value}" for key, value in row.items() if key.startswith("at.")
+             and key not in SIZES and value is not None]  # fmt: skip
+    parts += [f"plan {row['choice']}"] if row["choice"] > 1 else []
+    return ", ".join(parts) or str(row["model"])
+
+
+def _sizes(rows: Sequence[Row]) -> Markup | None:
+    """Return the best step time for every tp and pp, a map for each question that is otherwise one."""
+    questions: dict[str, list[Row]] = {}
+    for row in rows:
+        key = {name: row[name] for name in row if name.startswith("at.") and name.removeprefix("at.") not in _OTHERS}
+        sizes = {"ranks": row["ranks"], **{name.removeprefix("at."): value for name, value in key.items()}}
+        words = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
+        questions.setdefault(words, []).append(row)
+    maps: list[Markup] = []
+    for words, own in questions.items():
+        best: dict[tuple[str, str], Row] = {}
+        for row in sorted(own, key=lambda row: row["step_time_s"]):
+            best.setdefault((str(row["tp"]), str(row["pp"])), row)
+        if len(best) > 1:
+            cells = {at: _cell(row) for at, row in best.items()}
+            tps, pps = (sorted({at[place] for at in best}, key=int) for place in (0, 1))
+            maps.append(heat_map(f"Step time by tp and pp: {words}", tps, pps, cells, ("tp", "pp")))
+    if not maps:
+        return None
+    about = "The best plan of the sweep with these sizes; the darkest is the fastest."
+    return section("sizes", "Sizes of tp and pp", tag("div", maps, class_="charts"), about=about)
+
+
+def _cell(row: Row) -> Dot:
+    step_s = row["step_time_s"]
+    return Dot(x=0, y=step_s, label=format_seconds(step_s), tip=f"{row['point']}: {row['candidate']}")
+
+
+def _pareto(rows: Sequence[Row]) -> Markup | None:
+    """Return time against memory, and speed of a rank against dollars, with their frontiers."""
+    if len(rows) < 2:
+        return None
+    step, peak = Axis(name="a step", text=format_seconds, log=True), Axis(name="fullest rank, GiB", text="{:g}".format)
+    token = Axis(name="seconds a million tokens", text=format_seconds, log=True)
+    usd = Axis(name="$ a billion tokens", text=format_dollars)
+    memory = [_dot(row, row["step_time_s"], row["peak_bytes"] / GIB) for row in rows]
+    priced = [row for row in rows if row["usd_per_billion_tokens"] is not None]
+    dollars = [_dot(row, 1e6 / row["tokens_per_s"], row["usd_per_billion_tokens"]) for row in priced]
+    charts = [scatter("Time and memory", memory, step, peak)]
+    charts += [scatter("Time and dollars", dollars, token, usd)] if len(dollars) > 1 else []
+    about = "Each dot is a point of the sweep; the line joins those that nothing betters in both directions."
+    return section("pareto", "Time, memory and dollars", tag("div", charts, class_="charts"), about=about)
+
+
+def _dot(row: Row, x: float, y: float) -> Dot:
+    return Dot(x=x, y=y, tip=f"{row['point']}: {short_layout(row)}", kind="plan" if row["status"] == "ran" else "other")
+
+
+def _measured(rows: Sequence[Row]) -> Markup | None:
+    """Return measured against predicted step times of the points that ran."""
+    ran = [row for row in rows if row["status"] == "ran"]
+    if not ran:
+        return None
+    dots = [
+        Dot(x=row["ran_predicted_s"], y=row["measured_step_time_s"], kind="plan",
+            tip=f"{row['point']}: predicted {format_seconds(row['ran_predicted_s'])}, measured "
+                f"{format_seconds(row['measured_step_time_s'])}")
+        for row in ran
+    ]  # fmt: skip
+    ends = [f(one for dot in dots for one in (dot.x, dot.y)) for f in (min, max)]
+    equal = [Dot(x=end, y=end, tip="") for end in ends]
+    predicted, measured = (
+        Axis(name=f"{word} step", text=format_seconds, log=True) for word in ("predicted", "measured")
+    )
+    lines = [
+        Line(name="as predicted", points=equal, kind="frontier"),
+        Line(name="runs", points=dots, kind="plan", joined=False),
+    ]
+    chart = line_chart("Measured over predicted step time", lines, predicted, measured)
+    elsewhere = [row for row in ran if row["measured_over_predicted"] is None]
+    about = f"{len(ran)} points ran."
+    if elsewhere:
+        about += f" {len(elsewhere)} of them ran on another machine than their prediction is about."
+    return section("measured", "Predicted and measured", tag("div", chart, class_="charts"), about=about)
+
+
+def _points(rows: Sequence[Node], shares: Mapping[str, float]) -> Markup:
+    """Return the table of the points that have a plan."""
+    varied = list(dict.fromkeys(key for one in rows for key in one.value if key.startswith("at.")))
+    ran = any(one["status"].value == "ran" for one in rows)
+    lines: list[list[Content]] = []
+    for one in rows[:_MOST_ROWS]:
+        line: list[Content] = [one["point"].value, *(_text(one.value.get(key)) for key in varied)]
+        line.append(tag("code", short_layout(one.value), data_tip=one["candidate"].value))
+        line += [one["step_time_s"].figure(format_seconds), one["tokens_per_s"].figure(format_count)]
+        line += [one["mfu"].figure(lambda share: f"{share:.1%}"), one["peak_bytes"].figure(format_bytes)]
+        line += [f"{shares[one['id'].value]:.0%}", one["usd_per_billion_tokens"].figure(format_dollars)]
+        if ran:
+            has = one["status"].value == "ran"
+            line += [one["measured_step_time_s"].figure(format_seconds) if has else "-"]
+            line += [one["measured_over_predicted"].figure(lambda ratio: f"{ratio:.2f}") if has else "-"]
+        lines.append(line)
+    columns = ["point", *(key.removeprefix("at.") for key in varied), "plan", ">step", ">tokens/s", ">MFU", ">peak"]
+    columns += [">per rank", ">$ / 1e9 tokens", *([">measured", ">/ predicted"] if ran else [])]
+    more = f"The first {_MOST_ROWS} of {len(rows)}; the file has all." if len(rows) > _MOST_ROWS else None
+    return section("points", "The points", table(columns, lines), about=more)
+
+
+def _text(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def _failed(rows: Sequence[Row]) -> Markup | None:
+    if not rows:
+        return None
+    lines = [(row["point"], row["status"], str(row["message"])) for row in rows[:_MOST_ROWS]]
+    return section("failed", "Points without a plan", table(("point", "status", "why"), lines))

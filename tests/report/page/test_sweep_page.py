@@ -1,0 +1,85 @@
+"""The page of a sweep: its figures are those of the rows, and its drawings say what the rows say."""
+
+import re
+from typing import Any
+
+import pytest
+
+from autoshard.report.page.sweep_page import sweep_page
+from autoshard.report.sweep import efficiency
+from tests.report.page.pages import Element, read
+from tests.report.page.test_plan_page import at
+
+
+def row(nodes: int, tp: int, pp: int, **more: Any) -> dict[str, Any]:
+    step_s = 800.0 / nodes + tp / 8 + pp / 16
+    return {
+        "id": f"{nodes}-{tp}-{pp}", "point": f"nodes={nodes} tp={tp} pp={pp}", "choice": 1, "status": "planned",
+        "message": None, "at.nodes": nodes, "at.fix.tp": tp, "at.fix.pp": pp, "model": "llama3-70b", "nodes": nodes,
+        "ranks": 32 * nodes, "tp": tp, "pp": pp, "candidate": f"tp={tp},pp={pp},dp={32 * nodes // tp // pp}",
+        "step_time_s": step_s, "tokens_per_s": 1e6 / step_s, "mfu": 0.3, "peak_bytes": 2**33 + tp * 2**28,
+        "usd_per_billion_tokens": nodes * step_s, **more,
+    }  # fmt: skip
+
+
+ROWS = [row(nodes, tp, pp) for nodes in (4, 8, 16) for tp in (8, 32) for pp in (2, 4)]
+NONE = {"id": "x", "point": "nodes=1", "choice": 1, "status": "no plan", "message": "none fits <here>", "at.nodes": 1}
+
+
+def sections(text: str) -> dict[str, Element]:
+    return {one.attributes["aria-labelledby"]: one for one in read(text).every("section")}
+
+
+def test_every_figure_of_a_sweep_is_that_of_its_row():
+    ran = {"status": "ran", "measured_step_time_s": 130.0, "ran_predicted_s": 120.0, "measured_over_predicted": None}
+    rows = [*ROWS, NONE, row(2, 8, 2, **ran)]
+    text = sweep_page("mine", rows)
+    figures = read(text).every("data")
+    for figure in figures:
+        assert float(figure.attributes["value"]) == at(rows, figure.attributes["data-path"].removeprefix("rows."))
+    paths = {figure.attributes["data-path"] for figure in figures}
+    good = [number for number, one in enumerate(rows) if one["status"] != "no plan"]
+    keys = ("step_time_s", "tokens_per_s", "mfu", "peak_bytes", "usd_per_billion_tokens")
+    assert {f"rows.{number}.{key}" for number in good for key in keys} <= paths
+    assert "none fits <here>" in sections(text)["failed"].whole_text
+    assert "1 of them ran on another machine" in sections(text)["measured"].whole_text
+
+
+def test_scaling_curves_go_through_every_point_of_a_series():
+    drawn = sections(sweep_page("mine", ROWS))["scaling"]
+    speed, shares, cost = drawn.every("figure")
+    per_rank = efficiency(ROWS)
+    for chart, text in ((speed, "tokens"), (shares, "%"), (cost, "$")):
+        tips = [dot.attributes["data-tip"] for dot in chart.every("circle")]
+        assert len(tips) == len(ROWS) and chart.every("svg")[0].attributes["aria-label"]
+        assert text != "%" or f"nodes=16 tp=8 pp=2: {per_rank['16-8-2']:.0%}" in tips
+    assert len([one for one in speed.every("path") if "line" in one.attributes["class"]]) == 4  # tp x pp
+    ticks = [one.whole_text for one in speed.every("text") if one.attributes["class"] == "middle"]
+    assert ticks == ["4", "8", "16"]
+
+
+def test_a_heat_map_is_darkest_where_a_step_is_fastest():
+    maps = sections(sweep_page("mine", ROWS))["sizes"].every("table")
+    assert len(maps) == 3
+    for one, nodes in zip(maps, (4, 8, 16), strict=True):
+        assert f"nodes {nodes}" in one.every("caption")[0].whole_text
+        cells = [cell for cell in one.every("td") if "style" in cell.attributes]
+        shades = {float(cell.attributes["style"].removeprefix("--good:")): cell for cell in cells}
+        best = min((own for own in ROWS if own["nodes"] == nodes), key=lambda own: own["step_time_s"])
+        assert max(shades) == 1.0 and min(shades) == 0.0 and best["point"] in shades[1.0].attributes["data-tip"]
+
+
+def test_the_frontier_has_no_point_below_it():
+    chart = sections(sweep_page("mine", ROWS))["pareto"].every("figure")[0]
+    path = next(one for one in chart.every("path") if one.attributes["class"] == "frontier").attributes["d"]
+    corners = re.findall(r"[MH]([\d.]+)[V ]([\d.]+)", path)
+    assert corners
+    dots = [(float(one.attributes["cx"]), float(one.attributes["cy"])) for one in chart.every("circle")]
+    for x, y in ((float(x), float(y)) for x, y in corners):
+        assert (x, y) in dots and not any(a <= x and b >= y and (a, b) != (x, y) for a, b in dots)
+
+
+@pytest.mark.parametrize("rows", [[NONE], [row(4, 8, 2)], [row(4, 8, 2, usd_per_billion_tokens=None)]])
+def test_a_sweep_of_one_point_or_none_has_a_page(rows: list[dict[str, Any]]):
+    found = sections(sweep_page("mine", rows))
+    assert set(found) == ({"failed"} if rows[0]["status"] == "no plan" else {"points"})
