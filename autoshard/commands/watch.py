@@ -4,12 +4,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from rich.live import Live
 
 from autoshard.commands.output import place_checks, print_answer, write_text
-from autoshard.errors import require
+from autoshard.errors import InputError, require
 from autoshard.report.tables import make_console
 from autoshard.report.watch.content import read_run
 from autoshard.report.watch.progress import RunProgress, progress_of
@@ -60,7 +61,10 @@ def _follow(look: Callable[[], RunProgress], now: RunProgress, every: float, *, 
     with picture as live, suppress(KeyboardInterrupt):
         while not now.is_over:
             time.sleep(every)
-            now = look()
+            try:
+                now = look()
+            except (OSError, InputError) as error:  # a shared folder may be away for a while
+                now = replace(now, remarks=(f"the folder cannot be read just now: {error}",))
             if live is not None:
                 live.update(progress_report(now), refresh=True)
     return now

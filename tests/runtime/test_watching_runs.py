@@ -59,7 +59,10 @@ def test_a_run_is_stopped_and_goes_on_and_a_rank_that_is_stopped_is_named_then_a
         wait_until(lambda: seen(folder).state != "running", "no step has ended for a while")
         now = seen(folder)
         assert now.state == "hangs" and "no step has ended for 1" in now.reason
-        assert re.match(rf"rank 1 \(pipeline rank 0, process {stopped} on \S+, stopped by a signal\) ", now.behind[0])
+        assert re.match(
+            rf"rank 1 \(pipeline rank 0, process {stopped} on \S+, stopped by a signal, there for .* s\) ",
+            now.behind[0],
+        )
         assert now.behind[1].startswith("rank 0 in step ") and "waits for " in now.behind[1]
         assert process.wait(60) == 3
     now = seen(folder)

@@ -253,7 +253,8 @@ def _behind(ranks: Sequence[SeenRank], plan: Plan | None) -> tuple[str, ...]:
     lines: dict[str, list[int]] = {}
     for number, rank in enumerate(by_suspicion(statuses, stills)):
         one = found[rank]
-        about = [f"process {one.status.process} on {one.host}", *filter(None, [one.still])]
+        since = "" if one.still_s is None else f"there for {format_seconds(one.still_s)}"
+        about = [f"process {one.status.process} on {one.host}", *filter(None, [one.still, since])]
         if plan and rank < plan.mesh.num_ranks:
             about.insert(0, f"pipeline rank {plan.mesh.coordinates(rank).get('pp', 0)}")
         text = f" ({', '.join(about)}) {one.status}" if number == 0 or one.still else f" {one.status}"

@@ -3,8 +3,10 @@
 import fcntl
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ import pytest
 
 from autoshard.errors import InputError
 from autoshard.report.watch.content import read_run
+from autoshard.report.watch.drifts import drifts_of
 from autoshard.report.watch.structured import progress_json
 from autoshard.spec.training import Checkpointing
-from tests.report.watch.made_runs import FAR, FROM, NOW, STEP_S, at_work, made_run, seen, steps_of, touch
+from tests.report.watch.made_runs import FAR, FROM, NOW, STEP_S, at_work, made_run, plan_of_two, seen, steps_of, touch
 
 
 @contextmanager
@@ -141,7 +144,9 @@ def test_a_run_that_hangs_names_the_rank_and_what_the_others_wait_for(tmp_path: 
     assert (now.state, now.is_bad) == ("hangs", True)
     assert now.reason == "no step has ended for 11.00 s, and its steps take 500.0 ms"
     behind, other = now.behind
-    assert behind.startswith("rank 1 (pipeline rank 0, process ") and behind.endswith(") in step 41, F0.0: computes")
+    assert re.fullmatch(
+        rf"rank 1 \(pipeline rank 0, process {os.getpid()} on \S+, there for .*s\) in step 41, F0.0: computes", behind
+    )
     assert other == "rank 0 in step 41, B0.1: waits for all_reduce over dp"
 
 
@@ -240,3 +245,11 @@ def test_a_long_run_is_read_in_parts(tmp_path: Path) -> None:
     losses = dict(now.losses)
     assert 200 < len(losses) <= 300 and losses[9000] == records[-1]["loss"]
     assert all(loss == 4.0 - 0.01 * step for step, loss in losses.items())
+
+
+def test_more_memory_than_a_device_may_fill_is_a_drift(tmp_path: Path) -> None:
+    made_run(tmp_path, steps_of(10, memory_bytes=2**50))
+    plan = plan_of_two()
+    assert drifts_of(read_run(tmp_path).steps, plan, None, None) == (), "on a host it is all of the process"
+    elsewhere = replace(plan, cluster=replace(plan.cluster, name="devices"))
+    assert "rank 0 holds 1.00 PiB, more than the" in drifts_of(read_run(tmp_path).steps, elsewhere, None, None)[0]

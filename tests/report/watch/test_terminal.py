@@ -3,10 +3,13 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.text import Text
 
 from autoshard.cli import main
+from autoshard.report.watch.progress import RunProgress
 from autoshard.report.watch.terminal import progress_report
 from tests.report.printed import printed
 from tests.report.watch.made_runs import FROM, NOW, made_run, seen, steps_of
@@ -55,3 +58,27 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
     words = [sys.executable, "-c", code, "watch", str(tmp_path)]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "ended " in done.stdout, done.stderr
+
+
+def test_a_terminal_is_drawn_on_until_the_run_is_over_also_while_its_folder_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = made_run(tmp_path / "run", steps_of(40), host="far")
+    shown, pauses = list[RunProgress](), iter((tmp_path / "away", folder))
+
+    def sleep(_: float) -> None:
+        """Take the folder away at the first pause; at the second one it is back, and the run has ended."""
+        to = next(pauses)
+        (folder if to != folder else tmp_path / "away").rename(to)
+        made_run(to, steps_of(100), notes=(FROM, {"ended": "", "at": NOW}), host="far")
+
+    def report(one: RunProgress) -> Text:
+        shown.append(one)
+        return Text(one.state)
+
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("autoshard.commands.watch.time", SimpleNamespace(sleep=sleep, time=lambda: NOW))
+    monkeypatch.setattr("autoshard.commands.watch.progress_report", report)
+    assert main(["watch", str(folder)]) == 0
+    assert [one.state for one in shown] == ["running", "running", "ended"]
+    assert "cannot be read just now" in shown[1].remarks[0] and not shown[2].remarks
