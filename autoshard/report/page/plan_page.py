@@ -9,7 +9,7 @@ from autoshard.report.page.elements import Content, Markup, Node, details, facts
 from autoshard.report.page.mesh_drawing import mesh_section
 from autoshard.report.page.runs import run_section
 from autoshard.report.page.shown import ShownPlan
-from autoshard.report.page.timeline import memory_charts, timeline
+from autoshard.report.page.timeline import memory_charts, timeline, timeline_legend
 from autoshard.report.terminal import compiled_words, headroom_words, outside_lines, prediction_of, reserved_lines
 from autoshard.report.words import TIME_WORDS, layers_of, layout_words, nodes_of, program_lines, program_of
 from autoshard.units import GIB, format_at_most, format_bytes, format_count, format_dollars, format_seconds
@@ -26,7 +26,7 @@ def plan_page(shown: Sequence[ShownPlan], data: Node) -> str:
     if len(shown) > 1:
         found.append(("plans", "Plans", _plans(shown, data)))
     if data["difference"]:
-        found.append(("difference", "Difference", _difference(data["difference"])))
+        found.append(("difference", "Difference", _difference(data["difference"], shown[0].name, shown[1].name)))
     if data["run"]:
         found.append(("run", "Run", run_section("run", first.plan, data["run"])))
     found += [
@@ -115,8 +115,8 @@ def _plans(shown: Sequence[ShownPlan], data: Node) -> Markup:
     return section("plans", "The plans", table(columns, rows), about="The first is drawn below; the others beside it.")
 
 
-def _difference(found: Node) -> Markup:
-    """Return how the second plan differs from the first: in words, in choices, and part by part."""
+def _difference(found: Node, a: str, b: str) -> Markup:
+    """Return how plan b differs from plan a: in words, in choices, and part by part."""
     first, *more = found["summary"].value
     choices = [(one["name"].value, *map(_choice, (one["a"], one["b"]))) for one in found["choices"]]
     parts = [*found["time"]["parts"], found["time"]["total"]]
@@ -129,18 +129,16 @@ def _difference(found: Node) -> Markup:
     ]
     return section(
         "difference",
-        "The second against the first",
+        f"b, {b}, against a, {a}",
         tag("p", first, class_="lead"),
         [tag("p", line) for line in more],
-        table(("choice", "first", "second"), choices, "What they choose otherwise") if choices else None,
-        table(
-            ("part", ">first", ">second", ">difference"), rows, f"Seconds of {found['seconds_of'].value}", total=True
-        ),
+        table(("choice", "a", "b"), choices, "What they choose otherwise") if choices else None,
+        table(("part", ">a", ">b", ">b - a"), rows, f"Seconds of {found['seconds_of'].value}", total=True),
     )
 
 
 def _choice(value: Node) -> str:
-    return "-" if value.value is None else str(value.value)
+    return "-" if value.value is None else f"{value.value:g}" if isinstance(value.value, float) else str(value.value)
 
 
 def _time(own: Node) -> Markup:
@@ -173,7 +171,8 @@ def _timelines(shown: Sequence[ShownPlan]) -> Markup:
     named = (one.name if len(shown) > 1 else "" for one in shown)
     drawn = [timeline(one.plan, one.trace, end_s, name) for one, name in zip(shown, named, strict=True)]
     about = "Ranks that differ only in tp, dp, cp or ep do the same at the same time, and share a row."
-    return section("timeline", "The pipeline's timeline", drawn, about=about)
+    colours = timeline_legend([one.trace for one in shown])
+    return section("timeline", "The pipeline's timeline", drawn, colours, about=about)
 
 
 def _memory(shown: ShownPlan, own: Node) -> Markup:

@@ -66,11 +66,15 @@ def timeline(plan: Plan, trace: Trace, end_s: float, name: str = "") -> Markup:
         "figure",
         tag("figcaption", name or "One training step as it is predicted", tag("span", buttons, class_="zoom")),
         tag("div", labels, stage, class_="timeline", data_end=float(end_s), data_units=units, data_seconds=seconds),
-        legend({word: kind for kind, word in KINDS.items() if _runs(trace, kind)}
-               | {"sends": "send", "after the pipeline": "phase", "waiting": "wait"}),
         [tag("p", note, class_="about") for note in notes],
         class_="wide",
     )  # fmt: skip
+
+
+def timeline_legend(traces: Sequence[Trace]) -> Markup:
+    """Return what the colours of timelines mean."""
+    kinds = {word: kind for kind, word in KINDS.items() if any(_runs(trace, kind) for trace in traces)}
+    return legend(kinds | {"sends": "send", "after the pipeline": "phase", "waiting": "wait"})
 
 
 def shown_ranks(count: int, most: int) -> list[int]:
@@ -118,7 +122,9 @@ def _row(trace: Trace, number: int, keep: int, per_s: float) -> list[Content]:
     for place in drawn.tolist():
         groups[rank.kinds[place], int(rank.stages[place])].append(place)
     middle = _ROW // 2
-    found: list[Content] = [tag("rect", x=0, y=middle - _BAR // 2, width="100%", height=_BAR, class_="wait")]
+    found: list[Content] = [
+        tag("rect", x=0, y=middle - _BAR // 2, width=round(trace.makespan_s * per_s), height=_BAR, class_="wait")
+    ]
     if len(drawn) < total:
         left_out = rank.start_s[keep] * per_s, rank.end_s[total - keep - 1] * per_s
         place = {"x": round(left_out[0]), "width": round(left_out[1] - left_out[0])}

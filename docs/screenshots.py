@@ -1,0 +1,24 @@
+"""Takes the pictures of docs/report.md: ``python docs/screenshots.py``; needs Chromium."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(_ROOT))
+from tests.report.page.browser import browser  # noqa: E402 (found only after the line above)
+
+PLAN = ("--model", "llama3-70b", "--nodes", "16")
+PICTURES = {"report.png": (1280, 1560), "report-narrow.png": (400, 1100)}  # name -> width and height
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        program = [sys.executable, "-m", "autoshard.cli"]
+        for words in (("plan", *PLAN, "--out", "plan.json"), ("report", "plan.json")):
+            subprocess.run([*program, *words], cwd=folder, env={"PYTHONPATH": str(_ROOT)}, check=True)
+        with browser(folder / "profile") as tab:
+            for picture, (width, height) in PICTURES.items():
+                tab.open(folder / "report.html", width, height)
+                (_ROOT / "docs" / picture).write_bytes(tab.picture())
