@@ -117,3 +117,4 @@ def _submit(job: Job) -> Iterator[str]:
         yield 'echo "training job: $train"'
         yield 'echo "watch: squeue --jobs ${train%%;*}"'
         yield 'echo "log: tail -F $PWD/train-${train%%;*}.log"'
+    yield f'echo "run: autoshard watch {job.absolute_run}"'

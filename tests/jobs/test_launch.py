@@ -148,6 +148,7 @@ def test_submitting_says_jobs_the_line_to_watch_and_the_log(
         "training job: 2, which starts when the compile job has ended well",
         "watch: squeue --jobs 1,2",
         f"log: tail -F {here}/job/compile-1.log {here}/job/train-2.log",
+        f"run: autoshard watch {here}/job/run",
     ]
     program("sbatch", "echo no such partition >&2; exit 1")
     assert typed(f"{SLURM} --submit --json") == 3
