@@ -22,11 +22,19 @@ _NOTHING = 0.01  # of today's regret: a run that lowers it by less tells nothing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BelievedPlan:
-    """A plan that may be chosen: the median of what is believed of its step, and how much longer 80% reach."""
+    """A plan that may be chosen, and what is believed of its step: the median, and what holds 80% of it."""
 
     plan: Plan
     step_s: float
-    within: float
+    low_s: float
+    high_s: float
+
+    @classmethod
+    def of(cls, plan: Plan, mean: float, variance: float) -> "BelievedPlan":
+        """Return a plan with what is believed of the logarithm of its step."""
+        half = EIGHTY_PERCENT * math.sqrt(max(variance, 0.0))
+        low_s, step_s, high_s = (rounded(math.exp(mean + side * half)) for side in (-1, 0, 1))
+        return cls(plan=plan, step_s=step_s, low_s=low_s, high_s=high_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +85,7 @@ def advised(
     prior = replace(prior, mean=mean)
     belief = prior.given(range(len(known)), [sample.step_time_s for sample in rows]) if rows else prior
     found = tuple(
-        BelievedPlan(
-            plan=plan, step_s=rounded(math.exp(belief.mean[number])), within=_within(belief.covariance[number, number])
-        )
+        BelievedPlan.of(plan, belief.mean[number], belief.covariance[number, number])
         for plan, number in zip(plans, options, strict=True)
     )
     chosen, (today,) = list[int](), belief.regrets(options, [()])
@@ -113,7 +119,3 @@ def run_of_plan(plan: Plan) -> MeasuredRun:
 def _step_s(plan: Plan) -> float:
     assert plan.prediction, "a plan of a search is predicted"
     return plan.prediction.step_time_s
-
-
-def _within(variance: float) -> float:
-    return rounded(math.exp(EIGHTY_PERCENT * math.sqrt(max(variance, 0.0))) - 1)

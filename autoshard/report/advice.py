@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from autoshard.calibration.advice import Advice
+from autoshard.plan.plan import Dollars
 from autoshard.report.tables import Cell, FittingTable, prose, unbroken
 from autoshard.report.terminal import prediction_of
 from autoshard.report.words import axes_words
@@ -14,7 +15,7 @@ from autoshard.units import format_dollars, format_seconds
 STEPS = 10  # of a run: the first two are not counted, and the others vary little
 _LEGEND = (
     "Regret: how much longer the choice takes than the fastest of these plans, on average over what their step times "
-    "may be. After: once this run and those above it are measured. Within: four of five step times lie in it."
+    "may be. After: once this run and those above it are measured."
 )
 
 
@@ -28,7 +29,7 @@ def advice_json(advice: Advice, total_tokens: float | None) -> dict[str, Any]:
         "regret": _regret_json(advice, advice.regret, total_tokens),
         "options": [
             {"candidate": str(one.plan.candidate), "predicted_s": prediction_of(one.plan).step_time_s,
-             "step_s": one.step_s, "within": one.within}
+             "step_s": one.step_s, "low_s": one.low_s, "high_s": one.high_s}
             for one in advice.options
         ],
         "runs": [
@@ -43,84 +44,62 @@ def advice_json(advice: Advice, total_tokens: float | None) -> dict[str, Any]:
 
 def advice_report(advice: Advice, total_tokens: float | None) -> Group:
     """Return the advice in a sentence, the plans that can be chosen, and the runs to measure."""
+    number = advice.options.index(advice.choice) + 1
+    moved = ", though the planner's constants alone would choose plan 1" if number > 1 else ""
+    rows = "1 row is known" if advice.num_rows == 1 else f"{advice.num_rows} rows are known"
+    ends: list[RenderableType] = ["", *_runs_parts(advice)]
+    if not advice.proposals:
+        ends = ["", prose("There is nothing to choose, so nothing can be regretted.")]
+    if not advice.proposals and len(advice.options) > 1:
+        why = (
+            f"None of {advice.num_runs} runs of this size would change the choice: they share too little with the plans"
+        )
+        ends = ["", prose(f"{why}. Allow more nodes with --run-nodes", "yellow")]
     return Group(
-        prose(_sentence(advice, total_tokens)),
+        prose(f"today's choice is plan {number}, {format_seconds(advice.choice.step_s)} a step{moved}; {rows}"),
+        unbroken(Text(str(advice.choice.plan.candidate), "green")),
+        prose(f"expected regret: {', '.join(_regret_words(_regret_json(advice, advice.regret, total_tokens)))}"),
         "",
         _options_table(advice),
-        *([] if len(advice.options) > 1 else ["", prose("There is nothing to choose, so nothing can be regretted.")]),
-        *(_runs_parts(advice) if advice.proposals else []),
-        *(["", prose(_none(advice), "yellow")] if len(advice.options) > 1 and not advice.proposals else []),
+        *ends,
     )
 
 
-def _sentence(advice: Advice, total_tokens: float | None) -> str:
-    found = _regret_json(advice, advice.regret, total_tokens)
-    words = [f"{found['share']:.2%} of a step", format_seconds(found["s_per_step"])]
-    words += (
-        [f"{format_dollars(found['usd_per_billion_tokens'])} per billion tokens"]
-        if found["usd_per_billion_tokens"]
-        else []
-    )
-    words += [f"{format_dollars(found['usd'])} in all"] if found["usd"] else []
-    rows = "1 row is known" if advice.num_rows == 1 else f"{advice.num_rows} rows are known"
-    moved = advice.choice.plan is not advice.options[0].plan
-    planner = "; the planner's constants alone would choose the first of these" if moved else ""
-    return (
-        f"today's choice: {advice.choice.plan.candidate}, {format_seconds(advice.choice.step_s)} a step{planner}. "
-        f"{rows}. Expected regret: {', '.join(words)}"
-    )
+def _regret_words(regret: dict[str, Any]) -> list[str]:
+    """Return a regret in every unit that is known."""
+    per_billion, usd = regret["usd_per_billion_tokens"], regret["usd"]
+    words = [f"{regret['share']:.2%} of a step", format_seconds(regret["s_per_step"])]
+    words += [] if per_billion is None else [f"{format_dollars(per_billion)} per billion tokens"]
+    return words if usd is None else [*words, f"{format_dollars(usd)} in all"]
 
 
 def _options_table(advice: Advice) -> FittingTable:
     rows: list[list[Cell]] = []
     for number, option in enumerate(advice.options, 1):
         chosen = "chosen" if option is advice.choice else ""
-        figures = (prediction_of(option.plan).step_time_s, option.step_s)
-        rows.append(
-            [str(number), chosen, *map(format_seconds, figures), f"{option.within:.0%}", axes_words(option.plan)]
-        )
-    columns = (">plan", "", ">predicted", ">with the rows", ">within", "layout")
+        predicted, believed = prediction_of(option.plan).step_time_s, option.step_s
+        between = f"{format_seconds(option.low_s)} to {format_seconds(option.high_s)}"
+        rows.append([str(number), chosen, format_seconds(predicted), format_seconds(believed), between,
+                     axes_words(option.plan)])  # fmt: skip
+    columns = (">plan", "", ">predicted", ">with the rows", ">80% within", "layout")
     return FittingTable("What can be chosen", columns, rows, drop=("layout",))
 
 
 def _runs_parts(advice: Advice) -> list[RenderableType]:
     rows: list[list[Cell]] = []
     for number, one in enumerate(advice.proposals, 1):
-        plan, found = one.plan, _regret_json(advice, one.regret, None)
-        costs, per_billion = _usd_of_run(plan.dollars), found["usd_per_billion_tokens"]
-        size = f"{plan.cluster.num_nodes}", f"{plan.model.num_layers}"
-        takes = format_seconds(STEPS * prediction_of(plan).step_time_s)
-        after = (
-            f"{found['share']:.2%}",
-            format_seconds(found["s_per_step"]),
-            format_dollars(per_billion) if per_billion else "-",
-        )
-        rows.append([str(number), *size, takes, format_dollars(costs) if costs else "-", *after, axes_words(plan)])
-    columns = (
-        ">run",
-        ">nodes",
-        ">layers",
-        f">{STEPS} steps",
-        ">cost",
-        ">regret after",
-        ">of a step",
-        ">per billion tokens",
-        "layout",
-    )
-    lines = [
-        unbroken(Text.assemble(f"{number:<4}", (str(one.plan.candidate), "green")))
-        for number, one in enumerate(advice.proposals, 1)
-    ]
+        plan, (share, of_step, *dollars) = one.plan, _regret_words(_regret_json(advice, one.regret, None))
+        takes, usd = format_seconds(STEPS * prediction_of(plan).step_time_s), _usd_of_run(plan.dollars)
+        cost = "-" if usd is None else format_dollars(usd)
+        after = [share.partition(" ")[0], of_step, dollars[0].partition(" ")[0] if dollars else "-"]
+        rows.append([str(number), str(plan.cluster.num_nodes), str(plan.model.num_layers), takes, cost, *after,
+                     axes_words(plan)])  # fmt: skip
+    columns = (">run", ">nodes", ">layers", f">{STEPS} steps", ">cost", ">regret after", ">of a step",
+               ">per billion tokens", "layout")  # fmt: skip
+    named = ((f"{number:<4}", str(one.plan.candidate)) for number, one in enumerate(advice.proposals, 1))
+    lines = [unbroken(Text.assemble(number, (candidate, "green"))) for number, candidate in named]
     drop = ("layout", ">per billion tokens", ">layers")
-    return ["", FittingTable("What to measure next", columns, rows, drop=drop), "", *lines, "", prose(_LEGEND, "dim")]
-
-
-def _none(advice: Advice) -> str:
-    """Say that no run helps, and what might."""
-    return (
-        f"None of {advice.num_runs} runs of this size would change the choice: they share too little with the plans. "
-        "Allow more nodes with --run-nodes"
-    )
+    return [FittingTable("What to measure next", columns, rows, drop=drop), "", *lines, "", prose(_LEGEND, "dim")]
 
 
 def _regret_json(advice: Advice, share: float, total_tokens: float | None) -> dict[str, Any]:
@@ -134,5 +113,5 @@ def _regret_json(advice: Advice, share: float, total_tokens: float | None) -> di
     }
 
 
-def _usd_of_run(dollars: Any) -> float | None:
+def _usd_of_run(dollars: Dollars | None) -> float | None:
     return dollars.usd_per_step * STEPS if dollars else None

@@ -37,7 +37,7 @@ def test_rows_of_what_was_advised_lower_the_regret(typed: Typed) -> None:
     first = json.loads(before)
     assert first["num_rows"] == 1 and 2 <= len(first["runs"]) <= 4
     said = typed(f"advise rows {TINY} --budget 4 --out adv")[1]
-    assert f"Expected regret: {first['regret']['share']:.2%} of a step" in " ".join(said.split())
+    assert f"expected regret: {first['regret']['share']:.2%} of a step" in " ".join(said.split())
     assert all(f"{run['regret_after']['share']:.2%}" in said and run["candidate"] in said for run in first["runs"])
     sweep, calibrate, again = said.splitlines()[-3:]
     assert sweep == "autoshard sweep adv/sweep.yaml --out adv"
