@@ -60,7 +60,7 @@ def smaller(plan: Plan, num_ranks: int, share: int = 1) -> tuple[Candidate, int]
     inner, found = large.tp * large.cp, dict[int, int]()
     for pp in (size for size in range(1, large.pp + 1) if large.pp % size == 0):
         dp = num_ranks // (inner * pp)
-        if inner * pp * dp == num_ranks and large.ep <= dp <= large.dp and dp % large.ep == 0:
+        if inner * pp * dp == num_ranks and 1 <= dp <= large.dp and dp % large.ep == 0:
             found[pp] = dp
     if not found:
         return None

@@ -5,16 +5,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 
 from autoshard.calibration.advice import Advice, advised, run_of_plan
+from autoshard.calibration.belief import Belief, belief_of
+from autoshard.calibration.measured_run import MeasuredRun
 from autoshard.calibration.proposals import proposed_runs, smaller
 from autoshard.calibration.unknowns import Sample
+from autoshard.cost.calibration import Calibration
+from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.plan.verify import verify
 from autoshard.search.api import request_of
 from autoshard.search.planner import search
-from autoshard.search.request import Request
+from autoshard.search.request import Request, plan_at
 from autoshard.spec.recipe import Pins, QuestionOptions
 
 LLAMA = QuestionOptions(model="llama3-8b", cluster="trn1.32xlarge", fix=Pins("mbs=1"))
@@ -72,6 +77,29 @@ class TestAdvice:
         expected = [taking(plan, factor).step_time_s for plan, factor in zip(plans, factors, strict=True)]
         assert [one.step_s for one in after.options] == pytest.approx(expected, rel=0.02)
 
+    def test_what_a_plan_predicts_counts_and_its_median_decides_not_its_interval(self) -> None:
+        _, plans = local()
+        assert plans[0].prediction
+        twice = {one: 2 * getattr(plans[0].prediction, one) for one in ("step_time_s", "low_s", "high_s")}
+        parts = {name: 2 * seconds for name, seconds in plans[0].prediction.time_parts.items()}
+        slow = replace(plans[0], prediction=replace(plans[0].prediction, **twice, time_parts=parts))
+        assert advice([slow, plans[1]], []).options[0].step_s == pytest.approx(twice["step_time_s"])
+        widths: list[float] = []
+        for factor in (1.0, 1.05):
+            found = advice(plans, [taking(plans[0], factor), taking(plans[-1], 1.0)])
+            assert found.choice.step_s == min(one.step_s for one in found.options)
+            widths.append(found.choice.high_s / found.choice.low_s)
+        assert widths[0] < 1.1 < widths[1], "the one that was measured, then one that was not"
+
+    def test_no_run_is_proposed_twice_however_noisy_runs_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def noisy(runs: Sequence[MeasuredRun], constants: Calibration) -> Belief:
+            return replace(belief_of(runs, constants), noise=np.full(len(runs), 0.1))
+
+        monkeypatch.setattr("autoshard.calibration.advice.belief_of", noisy)
+        request, plans = local()
+        found = advised(plans, plans[:2], [], request.constants, 5)
+        assert len({str(one.plan.candidate) for one in found.proposals}) == len(found.proposals) > 0
+
     def test_with_one_plan_nothing_is_regretted(self) -> None:
         _, plans = local()
         found = advice(plans[:1], [taking(plans[0], 1.0)])
@@ -126,5 +154,7 @@ class TestProposedRuns:
         _, plans = on_nodes()
         (plan,) = plans[:1]
         assert smaller(plan, plan.candidate.tp // 2) is None
+        experts = plan_at(request_of(QuestionOptions(model="tiny-mixtral", cluster="local")), Candidate(ep=2, dp=4))
+        assert smaller(experts, 3) is None and (smaller(experts, 2) or pytest.fail("2 ranks hold ep=2"))[0].dp == 2
         model = replace(plan.model, hidden=64 * plan.model.hidden, ffn=64 * plan.model.ffn)
         assert not proposed_runs(request_of(LLAMA), [replace(plan, model=model)], 1), "it does not fit"
