@@ -8,16 +8,16 @@ measurement another plan may be chosen (the knowledge gradient; Frazier, Powell 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
-import numpy as np
-
-from autoshard.calibration.belief import EIGHTY_PERCENT, belief_of
+from autoshard.calibration.belief import EIGHTY_PERCENT, Belief, belief_of
 from autoshard.calibration.measured_run import MeasuredRun
 from autoshard.calibration.unknowns import Sample
 from autoshard.cost.calibration import Calibration
 from autoshard.plan.plan import Plan, rounded
 
 _NOTHING = 0.01  # of today's regret: a run that lowers it by less tells nothing
+_MOST_PAIRED = 24  # runs that are tried two at a time: three hundred pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ def advised(
 ) -> Advice:
     """Return which of some runs to measure, at most so many, to choose better among plans; rows are known already.
 
-    Each next run is the one that lowers the regret most beside those before it, while any lowers it.
+    Each next run is the one that lowers the regret most beside those before it; where none does, each next two are.
     """
     known = [sample.run for sample in rows]
     everything = [*known, *map(run_of_plan, plans), *map(run_of_plan, runs)]
@@ -89,16 +89,13 @@ def advised(
         for plan, number in zip(plans, options, strict=True)
     )
     chosen, (today,) = list[int](), belief.regrets(options, [()])
-    proposals, last = list[Proposal](), today
-    while len(chosen) < budget:
-        left = [number for number in candidates if number not in chosen]
-        after = belief.regrets(options, [(*chosen, number) for number in left])
-        best = int(np.argmin(after)) if left else 0
-        if not left or last - after[best] <= _NOTHING * today:
-            break
-        chosen.append(left[best])
-        last = after[best]
-        proposals.append(Proposal(plan=runs[left[best] - candidates.start], regret=rounded(1 - math.exp(-last))))
+    while more := _next_runs(belief, options, [one for one in candidates if one not in chosen], chosen, budget):
+        chosen += more
+    after = belief.regrets(options, [chosen[:count] for count in range(1, len(chosen) + 1)])
+    proposals = [
+        Proposal(plan=runs[number - candidates.start], regret=rounded(1 - math.exp(-regret)))
+        for number, regret in zip(chosen, after, strict=True)
+    ]
     return Advice(
         options=found,
         choice=min(found, key=lambda option: option.step_s),
@@ -107,6 +104,26 @@ def advised(
         num_runs=len(runs),
         proposals=tuple(proposals),
     )
+
+
+def _next_runs(
+    belief: Belief, options: Sequence[int], left: Sequence[int], chosen: Sequence[int], budget: int
+) -> list[int]:
+    """Return the next run to measure, or the next two; none where the budget is spent, or nothing lowers the regret.
+
+    Of one plan a measurement may say how fast all are, and only with that of another one which is faster.
+    """
+    if not left or len(chosen) >= budget:
+        return []
+    today, last, *alone = belief.regrets(options, [(), chosen, *((*chosen, one) for one in left)])
+    order = [one for _, one in sorted(zip(alone, left, strict=True))]
+    if last - min(alone) > _NOTHING * today:
+        return order[:1]
+    pairs = list(combinations(order[:_MOST_PAIRED], 2)) if len(chosen) + 2 <= budget else []
+    after = belief.regrets(options, [(*chosen, *pair) for pair in pairs])
+    if not pairs or last - min(after) <= 2 * _NOTHING * today:
+        return []
+    return [*pairs[after.index(min(after))]]
 
 
 def run_of_plan(plan: Plan) -> MeasuredRun:

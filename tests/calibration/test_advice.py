@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autoshard.calibration.advice import Advice, advised, run_of_plan
-from autoshard.calibration.belief import Belief, belief_of
+from autoshard.calibration.belief import Belief
 from autoshard.calibration.measured_run import MeasuredRun
 from autoshard.calibration.proposals import proposed_runs, smaller
 from autoshard.calibration.unknowns import Sample
@@ -85,20 +85,36 @@ class TestAdvice:
         slow = replace(plans[0], prediction=replace(plans[0].prediction, **twice, time_parts=parts))
         assert advice([slow, plans[1]], []).options[0].step_s == pytest.approx(twice["step_time_s"])
         widths: list[float] = []
-        for factor in (1.0, 1.05):
-            found = advice(plans, [taking(plans[0], factor), taking(plans[-1], 1.0)])
+        for first, last in ((1.0, 1.0), (1.15, 1.0)):
+            found = advice(plans[:4], [taking(plans[0], first), taking(plans[-1], last)])
             assert found.choice.step_s == min(one.step_s for one in found.options)
             widths.append(found.choice.high_s / found.choice.low_s)
         assert widths[0] < 1.1 < widths[1], "the one that was measured, then one that was not"
 
     def test_no_run_is_proposed_twice_however_noisy_runs_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def noisy(runs: Sequence[MeasuredRun], constants: Calibration) -> Belief:
-            return replace(belief_of(runs, constants), noise=np.full(len(runs), 0.1))
+        self.believing(monkeypatch, np.diag([0.1, 0.01]) ** 2, noise=0.1)
+        _, plans = local()
+        found = advised(plans[:2], plans[:1], [], local()[0].constants, 5)
+        assert [one.plan for one in found.proposals] == [plans[0]]
 
-        monkeypatch.setattr("autoshard.calibration.advice.belief_of", noisy)
+    def test_two_runs_are_proposed_where_one_alone_tells_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """How fast all are is not known, so that only the difference of two runs tells which is faster."""
+        self.believing(monkeypatch, 0.1**2 * np.eye(2) + 100.0, noise=0.01)
         request, plans = local()
-        found = advised(plans, plans[:2], [], request.constants, 5)
-        assert len({str(one.plan.candidate) for one in found.proposals}) == len(found.proposals) > 0
+        found, one = (advised(plans[:2], plans[:2], [], request.constants, budget) for budget in (2, 1))
+        assert not one.proposals and [run.plan for run in found.proposals] == list(plans[:2])
+        assert found.proposals[1].regret < 0.1 * found.regret
+
+    def believing(self, monkeypatch: pytest.MonkeyPatch, covariance: np.ndarray, noise: float) -> None:
+        """Put a belief in the place of that of two options; runs are the first of them."""
+
+        def made(runs: Sequence[MeasuredRun], constants: Calibration) -> Belief:
+            index = [0, 1, *range(len(runs) - 2)]
+            return Belief(
+                mean=np.zeros(len(runs)), covariance=covariance[np.ix_(index, index)], noise=np.full(len(runs), noise)
+            )
+
+        monkeypatch.setattr("autoshard.calibration.advice.belief_of", made)
 
     def test_with_one_plan_nothing_is_regretted(self) -> None:
         _, plans = local()

@@ -50,8 +50,8 @@ def test_rows_of_what_was_advised_lower_the_regret(typed: Typed) -> None:
         measured(Path(f"adv/advised-{number}.json"), Path("adv/runs"), str(number))
     assert typed(calibrate.removeprefix("autoshard "))[0] == 0
     assert again.startswith("autoshard advise adv/runs ") and "--calibration adv/calibration.json" in again
-    for _ in range(2):  # the folder that is read is written again
-        after = json.loads(typed(f"{again.removeprefix('autoshard ')} --out adv --json")[1])
+    once, after = (json.loads(typed(f"{again.removeprefix('autoshard ')} --out adv --json")[1]) for _ in range(2))
+    assert once == after, "the folder that is read is written again"
     assert after["num_rows"] == 1 + len(first["runs"])
     assert after["regret"]["share"] < first["regret"]["share"]
 
