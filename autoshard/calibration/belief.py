@@ -15,7 +15,7 @@ import numpy as np
 from autoshard.calibration.measured_run import MeasuredRun
 from autoshard.calibration.splits import Split, physical, splits_for
 from autoshard.calibration.unknowns import UNITS, Array, Sample, predictor, unknowns_of
-from autoshard.cost.calibration import Calibration, excesses_of
+from autoshard.cost.calibration import WIDEST, Calibration, excesses_of
 from autoshard.cost.outside import features_of
 from autoshard.plan.build import build_plan
 from autoshard.spec.cluster import LOCAL
@@ -23,8 +23,9 @@ from autoshard.spec.cluster import LOCAL
 _TO_DEVIATION = math.sqrt(math.pi / 2)  # from a mean error to the standard deviation of a normal distribution
 EIGHTY_PERCENT = 1.2816  # standard deviations either way hold 80% of a normal distribution
 # Mean error on rows that were left out of a fit: 0.057 to 0.060 on the three clusters with rows of many models
-# (docs/accuracy.md). Where constants were fitted to rows, it is their own.
+# (docs/accuracy.md).
 UNFITTED_ERROR = 0.06
+_OTHERS = 10  # rows that this counts as, beside those of a fit
 # Of the logarithm of a row, as a standard deviation. Rows of several releases of a platform's software are 0.058 apart
 # on average where they repeat a layout (trn1, docs/accuracy.md), those of one program 0.000 (a100-80); a run of one's
 # own on one machine lies between.
@@ -102,8 +103,12 @@ def belief_of(runs: Sequence[MeasuredRun], constants: Calibration) -> Belief:
 
 
 def model_error(constants: Calibration) -> float:
-    """Return the standard deviation of what no constants explain."""
-    return _TO_DEVIATION * (constants.fit.left_out_mape if constants.fit else UNFITTED_ERROR)
+    """Return the standard deviation of what no constants explain, of a mean error over the rows of the fit and others.
+
+    With few rows the left-out error is mostly of constants that these do not decide.
+    """
+    count, own = (len(constants.fit.rows), constants.fit.left_out_mape) if constants.fit else (0, 0.0)
+    return _TO_DEVIATION * math.sqrt((_OTHERS * UNFITTED_ERROR**2 + count * own**2) / (_OTHERS + count))
 
 
 def finest(splits: Sequence[Split]) -> Split:
@@ -141,9 +146,11 @@ def beyond_rows(runs: Sequence[MeasuredRun], constants: Calibration) -> Array:
     deviations: dict[tuple[str, str], Array] = {}
     for number, run in enumerate(runs):
         plan = build_plan(run.candidate, run.model, run.cluster, run.workload, run.cluster.engine)
-        for feature, (words, square) in excesses_of(constants, plan).items():
+        excesses = excesses_of(constants, plan)
+        total, most = sum(square for _, square in excesses.values()), max(0.0, WIDEST**2 - constants.interval**2)
+        for feature, (words, square) in excesses.items():
             one = deviations.setdefault((feature, words), np.zeros(len(runs)))
-            one[number] = math.sqrt(square) / EIGHTY_PERCENT
+            one[number] = math.sqrt(square * min(1.0, most / total) if square else 0.0) / EIGHTY_PERCENT
     return sum((np.outer(one, one) for one in deviations.values()), np.zeros((len(runs), len(runs))))
 
 

@@ -30,7 +30,7 @@ CONSTANTS = (*EFFICIENCIES, *SECONDS)
 OUTSIDE = 0.25  # the least interval where software is outside a fit: releases of one layout differ by up to a quarter
 _SOFTWARE = ("kernels", "products")  # features that stand for a framework and for what FP8 changes in it
 _NUMBERS = (*CONSTANTS, "interval")
-_WIDEST = 0.95  # an interval, of the predicted time
+WIDEST = 0.95  # an interval, of the predicted time
 _OPTIONAL = ("shared_ports", "task_s")  # of plans and files that do not state it, nothing was known
 
 
@@ -250,7 +250,7 @@ def trust(calibration: Calibration, plan: Plan) -> tuple[float, Mapping[str, str
     if products := plan.workload.precision.products:
         outside.setdefault("products", f"{products}, whose casts and scales count as free")
     least = OUTSIDE if outside.keys() & {*_SOFTWARE} else 0.0
-    return min(_WIDEST, max(least, math.sqrt(base**2 + excess) if excess else base)), outside
+    return min(WIDEST, max(least, math.sqrt(base**2 + excess) if excess else base)), outside
 
 
 def excesses_of(calibration: Calibration, plan: Plan) -> Mapping[str, tuple[str, float]]:
