@@ -59,15 +59,19 @@ def test_rows_of_what_was_advised_lower_the_regret(typed: Typed) -> None:
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_the_circle_closes_with_real_runs(typed: Typed) -> None:
+    """On a busy machine times may be such that no constants describe them: then `calibrate` says so, as it should."""
     small = f"{TINY} --seq-len 64 --global-batch 32"
     assert typed(f"plan {small}")[0] == 0
     assert typed("run plan.json --steps 6 --checkpoint.to none")[0] == 0
-    said = typed(f"advise runs {small} --budget 2 --out adv")[1]
-    *_, sweep, calibrate, again = said.splitlines()
-    for line in (sweep, calibrate):
-        assert typed(line.removeprefix("autoshard "))[0] == 0
-    found = json.loads(typed(f"{again.removeprefix('autoshard ')} --json")[1])
-    assert found["num_rows"] == 3 and found["regret"]["share"] >= 0
+    *_, sweep, calibrate, again = typed(f"advise runs {small} --budget 3 --out adv")[1].splitlines()
+    count = len(list(Path("adv").glob("advised-*.json")))
+    assert typed(sweep.removeprefix("autoshard "))[0] == 0 and 1 <= count <= 3
+    code, _, err = typed(calibrate.removeprefix("autoshard "))
+    told = "too few" in err or "the cost model does not describe them" in err
+    assert code == 0 or (code == 2 and told)
+    line = again.replace("--calibration adv/calibration.json", "") if code else again
+    found = json.loads(typed(f"{line.removeprefix('autoshard ')} --json")[1])
+    assert found["num_rows"] == 1 + count and 0 <= found["regret"]["share"] < 1
 
 
 def test_dollars_are_said_for_the_whole_training(typed: Typed) -> None:
