@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from autoshard.report.page.elements import Content, Markup, tag
 
 _WIDTH, _HEIGHT = 480, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 74, 14, 12, 44
+_LEFT, _RIGHT, _TOP, _BOTTOM = 74, 20, 24, 44
 _ROOM = 0.06  # of the range that stays free at both ends
 _MOST_COLOURS = 8
 _DECADE = 10
 _NEAR_X, _NEAR_Y = 60, 14  # labels that are nearer than that would overlap
+_LETTER = 8  # the width of one, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +93,16 @@ def _frame(x: _Scale, y: _Scale) -> list[Markup]:
     for tick in y.ticks:
         found.append(tag("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y(tick), y2=y(tick), class_="grid"))
         found.append(tag("text", y.axis.text(tick), x=_LEFT - 6, y=y(tick) + 4, class_="end"))
+    end = 0.0
     for tick in x.ticks:
         found.append(tag("line", x1=x(tick), x2=x(tick), y1=_TOP, y2=_HEIGHT - _BOTTOM, class_="grid"))
-        found.append(tag("text", x.axis.text(tick), x=x(tick), y=_HEIGHT - _BOTTOM + 16, class_="middle"))
+        half = _LETTER * len(text := x.axis.text(tick)) / 2
+        if x(tick) - half >= end and x(tick) + half <= _WIDTH:  # else it would lie over the one before, or be cut
+            found.append(tag("text", text, x=x(tick), y=_HEIGHT - _BOTTOM + 16, class_="middle"))
+            end = x(tick) + half
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     found.append(tag("text", x.axis.name, x=middle, y=_HEIGHT - 6, class_="middle axis"))
-    turned = f"rotate(-90 12 {_HEIGHT / 2 - 10})"
-    found.append(tag("text", y.axis.name, x=12, y=_HEIGHT / 2 - 10, transform=turned, class_="middle axis"))
+    found.append(tag("text", y.axis.name, x=4, y=12, class_="axis"))
     return found
 
 
@@ -120,9 +124,10 @@ def _dots(points: Iterable[Dot], x: _Scale, y: _Scale) -> tuple[list[Markup], li
             names.setdefault(next(near, (round(across), round(down))), []).append(point.label)
     labels = list[Markup]()
     for (across, down), texts in names.items():
-        side = "end" if across > _WIDTH * 0.7 else "start"
+        text = ", ".join(texts)
+        side = "end" if across + _LETTER * len(text) > _WIDTH else "start"
         up = max(_TOP + 8, down - 8)
-        labels.append(tag("text", ", ".join(texts), x=across + (-8 if side == "end" else 8), y=up, class_=side))
+        labels.append(tag("text", text, x=across + (-8 if side == "end" else 8), y=up, class_=side))
     return dots, labels
 
 

@@ -63,6 +63,7 @@ function draw() {
       ticks.push(tick);
     }
     one.ticks.replaceChildren(...ticks);
+    if (ticks.length && ticks.at(-1).offsetLeft + ticks.at(-1).offsetWidth > one.stage.clientWidth) ticks.at(-1).remove();
   }
 }
 function zoom(factor, middle) {

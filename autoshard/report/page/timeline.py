@@ -167,7 +167,12 @@ def memory_charts(plan: Plan, trace: Trace, end_s: float) -> Markup:
     capacity, usable = prediction.capacity_bytes, plan.cluster.rank_memory_bytes
     top = max(usable, *(rank.most_bytes for rank in trace.ranks))
     found: list[Markup] = []
-    for number in shown_ranks(len(trace.ranks), MOST_MEMORIES):
+    numbers = shown_ranks(len(trace.ranks), MOST_MEMORIES)
+    fullest = max(range(len(trace.ranks)), key=lambda number: trace.ranks[number].most_bytes)
+    if fullest not in numbers:
+        nearest = min(numbers, key=lambda number: abs(number - fullest))
+        numbers[numbers.index(nearest)] = fullest
+    for number in numbers:
         rank, parts = trace.ranks[number], prediction.stage_memory[number].parts
         title = f"rank {number}: at most {format_bytes(rank.most_bytes)}"
         marks = [
@@ -183,7 +188,9 @@ def memory_charts(plan: Plan, trace: Trace, end_s: float) -> Markup:
             preserveAspectRatio="none", aria_label=f"memory of {title}",
         )  # fmt: skip
         found.append(tag("figure", tag("figcaption", title), picture, class_="memory"))
-    return tag("div", found, class_="memories")
+    left = len(trace.ranks) - len(numbers)
+    note = f"Drawn are {len(numbers)} of {len(trace.ranks)} pipeline ranks, with the fullest: {ranks_text(numbers)}."
+    return tag("div", tag("div", found, class_="memories"), tag("p", note, class_="about") if left else None)
 
 
 def _down(size: float, top: float) -> float:

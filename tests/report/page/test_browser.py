@@ -4,11 +4,15 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autoshard.cost.trace import trace
+from autoshard.report.page.charts import Axis, Dot, Line, line_chart, scatter
+from autoshard.report.page.document import document
+from autoshard.report.page.elements import tag
 from autoshard.units import format_seconds
 from tests.report.page.browser import PROGRAM, Tab, browser
 from tests.report.page.pages import QUESTIONS, page_of, plan_named, written_page
@@ -146,6 +150,27 @@ def test_everything_that_acts_has_a_name_and_can_be_reached_by_keys(dense: Tab):
     assert dense.value("[...document.querySelectorAll('button, a, input, .stage')].every(one => one.tabIndex >= 0)")
     levels = dense.value("[...document.querySelectorAll('h1, h2')].map(one => one.tagName)")
     assert levels == ["H1"] + ["H2"] * 9
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_no_text_of_a_chart_lies_over_another_or_outside(width: int, tab: Tab, tmp_path: Path):
+    few = Axis(name="the name of an axis", text=format_seconds)
+    nodes = Axis(name="nodes", text="{:g}".format, ticks=tuple(range(1000, 1040)))
+    dots = [Dot(x=1000 + place, y=1e-3 * (1.0 + place), tip="", label=f"plan {place}") for place in (0, 39)]
+    drawn = [scatter("a", [replace(dots[0], label="four plans, " * 3), dots[1]], nodes, few),
+             line_chart("b", [Line(name="one", points=dots)], few, few)]  # fmt: skip
+    page = tmp_path / "page.html"
+    page.write_text(document("charts", [("charts", "Charts", tag("div", drawn, class_="charts"))]), encoding="utf-8")
+    tab.open(page, width)
+    boxes = """[...document.querySelectorAll('.chart svg')].map((chart) => {
+      const whole = chart.getBoundingClientRect(), texts = [...chart.querySelectorAll('text')];
+      const all = texts.map((one) => [one.textContent, one.getBoundingClientRect()]);
+      const across = (a, b) => a.left < b.right && b.left < a.right;
+      const hit = ([, a], [, b]) => across(a, b) && a.top + 2 < b.bottom && b.top + 2 < a.bottom;
+      return all.filter((one, n) => one[1].left < whole.left || one[1].right > whole.right
+        || all.some((other, m) => m > n && hit(one, other))).map(([text]) => text);
+    })"""
+    assert tab.value(boxes) == [[], []]
 
 
 def test_a_step_of_128_micro_batches_stays_smooth(tab: Tab, tmp_path: Path):
