@@ -96,9 +96,12 @@ def _runs_parts(advice: Advice) -> list[RenderableType]:
                      axes_words(plan)])  # fmt: skip
     columns = (">run", ">nodes", ">layers", f">{STEPS} steps", ">cost", ">regret after", ">of a step",
                ">per billion tokens", "layout")  # fmt: skip
+    # Without a price no row has dollars.
+    shown = [place for place in range(len(columns)) if any(row[place] != "-" for row in rows)]
+    columns, rows = [columns[place] for place in shown], [[row[place] for place in shown] for row in rows]
     named = ((f"{number:<4}", str(one.plan.candidate)) for number, one in enumerate(advice.proposals, 1))
     lines = [unbroken(Text.assemble(number, (candidate, "green"))) for number, candidate in named]
-    drop = ("layout", ">per billion tokens", ">layers")
+    drop = [name for name in ("layout", ">per billion tokens", ">layers") if name in columns]
     return [FittingTable("What to measure next", columns, rows, drop=drop), "", *lines, "", prose(_LEGEND, "dim")]
 
 
