@@ -45,9 +45,10 @@ def report(
     for one in read:
         if misfits := [reason for reason in one.rejections if reason.rule_id != "memory"]:
             return print_refused(misfits, json=json)
-    shown = [_shown(path.stem, one) for path, one in zip(plans, read, strict=True)]
+    alone = len({path.stem for path in plans}) == len(plans)
+    shown = [_shown(path, path.stem if alone else str(path), one) for path, one in zip(plans, read, strict=True)]
     two = diff(shown[0].plan, shown[1].plan) if len(shown) > 1 else None
-    data = page_json(shown, two, run_data(run) if run else None)
+    data = page_json(shown, two, run_data(run, shown[0].plan) if run else None)
     if json:
         print_answer(data)
         return 0
@@ -60,23 +61,23 @@ def report(
 
 def draw_plan(plan: Plan, out: Path) -> None:
     """Draw a plan that was just made, and open the page in the browser."""
-    shown = [_shown(out.stem, CheckedPlan(plan=plan, rejections=()))]
+    shown = [_shown(out, out.stem, CheckedPlan(plan=plan, rejections=()))]
     write_text(plan_page(shown, Node(page_json(shown, None, None))), out)
     open_page(out)
 
 
-def _shown(name: str, read: CheckedPlan) -> ShownPlan:
+def _shown(path: Path, name: str, read: CheckedPlan) -> ShownPlan:
     """Return everything that a page draws of a plan."""
     plan = read.plan
-    with inside(name):
-        drawn = trace(plan)
+    with inside(path):
+        drawn, record = trace(plan), search_record(plan)
     return ShownPlan(
         name=name,
         plan=plan,
         trace=drawn,
         times=rank_times(plan),
         explanation=explain(plan),
-        record=search_record(plan),
+        record=record,
         remark=read.remark,
     )
 

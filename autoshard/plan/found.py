@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from autoshard.errors import require
 from autoshard.plan.explanation import Answer, Certificate, Refusal
 from autoshard.plan.plan import SEARCH, Plan, rounded
 from autoshard.spec.files import parsed_json
@@ -71,6 +72,9 @@ class SearchRecord:
     answers: tuple[FoundPlan, ...]
     layouts: tuple[SolvedLayout, ...]
     refusals: tuple[Refusal, ...]
+
+    def __post_init__(self) -> None:
+        require((bool(self.answers), "answers", "must hold the plan itself, at least"))
 
     @classmethod
     def of_search(

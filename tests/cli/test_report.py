@@ -48,8 +48,40 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(typed: Typed):
     }.items():
         code, out, err = typed(line)
         assert (code, out) == (2, "") and complaint in err and err.count("\n") == 1, line
+    plan = json.loads(Path("plan.json").read_text())
+    search = json.loads(plan["provenance"]["search"])
+    plan["provenance"]["search"] = json.dumps({**search, "answers": []})
+    Path("odd.json").write_text(json.dumps(plan))
+    assert "odd.json: provenance.search.answers: must hold" in typed("report odd.json")[2]
     Path("empty/metrics.jsonl").write_text("")
     assert "has taken no step yet" in typed("report plan.json --run empty")[2]
+
+
+def test_a_run_of_another_plan_is_no_measurement_of_this_one(typed: Typed):
+    for name in ("fastest", "2"):
+        assert typed(f"plan {TINY} --choose {name} --out {name}.json")[0] == 0
+    Path("run").mkdir()
+    step = {"step": 1, "loss": 6.2, "norm": 1.0, "time_s": 0.5, "tokens": 100, "phase": "steady", "at": 1.0}
+    Path("run/metrics.jsonl").write_text(json.dumps(step) + "\n")
+    Path("run/plan.json").write_bytes(Path("2.json").read_bytes())
+    code, _, err = typed("report fastest.json --run run")
+    assert code == 2 and "--run run: is a run of another plan, run/plan.json" in err
+    assert typed("report 2.json --run run")[0] == 0
+    Path("plan.json").write_bytes(Path("fastest.json").read_bytes())
+    assert typed("report plan.json run/plan.json")[0] == 0  # files of one name are told apart by their paths
+    assert "b, run/plan.json, against a, plan.json" in Path("report.html").read_text()
+
+
+def test_a_plan_that_was_edited_until_it_does_not_fit_is_drawn_and_says_so(typed: Typed):
+    assert typed(f"plan {TINY}")[0] == 0
+    assert typed("report plan.json")[0] == 0
+    page = Path("report.html").read_text()
+    assert "does not fit" not in page and "distance from the best" in page
+    data = json.loads(Path("plan.json").read_text())
+    Path("full.json").write_text(json.dumps({**data, "headroom": 0.99}))
+    assert typed("report full.json")[0] == 0
+    page = Path("report.html").read_text()
+    assert "does not fit: " in page and "predicted again" in page and "distance from the best" not in page
 
 
 def test_a_plan_that_cannot_run_is_not_drawn(typed: Typed):

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from autoshard.plan.plan import Plan
-from autoshard.report.page.charts import Axis, Dot, Part, scatter, stacked_bar
+from autoshard.report.page.charts import Axis, Dot, Part, legend, scatter, stacked_bar
 from autoshard.report.page.document import document
 from autoshard.report.page.elements import Content, Markup, Node, details, facts, linked, section, table, tag
 from autoshard.report.page.mesh_drawing import mesh_section
@@ -15,6 +14,8 @@ from autoshard.report.words import TIME_WORDS, layers_of, layout_words, nodes_of
 from autoshard.units import GIB, format_at_most, format_bytes, format_count, format_dollars, format_seconds
 
 _STATE = ("weights", "gradients", "masters", "optimizer")
+_KEYS = {"activations": "activations, logits"}  # drawn as one area
+_NO_SEARCH = "Not known, because the plan file holds no search."
 _NOTHING = 1e-9  # of a step
 _NEAR = 1.5  # times the fastest: slower layouts would squeeze the others into a corner
 
@@ -38,7 +39,7 @@ def plan_page(shown: Sequence[ShownPlan], data: Node) -> str:
         ("pareto", "Trade-offs", _pareto(shown, data)),
         ("others", "Runners-up", _others(own)),
         ("refused", "Refused", _refused(own)),
-        ("basis", "Basis", _basis(first.plan)),
+        ("basis", "Basis", _basis(shown)),
     ]
     cluster = first.plan.cluster
     title = f"{first.plan.model.name} on {cluster.num_nodes} x {cluster.name}"
@@ -68,7 +69,9 @@ def _headline(shown: ShownPlan, own: Node) -> list[Content]:
         pairs.append(("a billion tokens", (billion, tag("small", f"price of {date}"))))
     if (answer := _answer_of(own)) is not None:
         pairs.append(("distance from the best", answer["gap"].figure(_distance)))
-    warnings = [*outside_lines(prediction_of(plan)), *reserved_lines(plan), *program_lines(plan)]
+    missing = own["peak_bytes"].value - own["prediction"]["capacity_bytes"].value
+    warnings = [f"does not fit: {format_bytes(missing)} too much on the fullest rank"] if missing > 0 else []
+    warnings += [*outside_lines(prediction_of(plan)), *reserved_lines(plan), *program_lines(plan)]
     warnings += [shown.remark] if shown.remark else []
     return [
         tag("h1", plan.model.name, tag("small", question)),
@@ -81,7 +84,7 @@ def _headline(shown: ShownPlan, own: Node) -> list[Content]:
 
 def _answer_of(own: Node) -> Node | None:
     """Return what the search says of the plan; None where there is no search, or the plan was edited since."""
-    answers = own["search"]["answers"] if own["search"] else ()
+    answers = own["search"]["answers"] if own["search"] and not own["remark"] else ()
     return next((one for one in answers if one["candidate"].value == own["candidate"].value), None)
 
 
@@ -115,10 +118,11 @@ def _plans(shown: Sequence[ShownPlan], data: Node) -> Markup:
     return section("plans", "The plans", table(columns, rows), about="The first is drawn below; the others beside it.")
 
 
-def _difference(found: Node, a: str, b: str) -> Markup:
+def _difference(found: Node, first: str, second: str) -> Markup:
     """Return how plan b differs from plan a: in words, in choices, and part by part."""
-    first, *more = found["summary"].value
-    choices = [(one["name"].value, *map(_choice, (one["a"], one["b"]))) for one in found["choices"]]
+    verdict, *more = found["summary"].value
+    named = ((one["name"].value, one["a"].value, one["b"].value) for one in found["choices"])
+    choices = [(name, _choice(name, a), _choice(name, b)) for name, a, b in named]
     parts = [*found["time"]["parts"], found["time"]["total"]]
     rows = [
         (
@@ -129,16 +133,18 @@ def _difference(found: Node, a: str, b: str) -> Markup:
     ]
     return section(
         "difference",
-        f"b, {b}, against a, {a}",
-        tag("p", first, class_="lead"),
+        f"b, {second}, against a, {first}",
+        tag("p", verdict, class_="lead"),
         [tag("p", line) for line in more],
-        table(("choice", "a", "b"), choices, "What they choose otherwise") if choices else None,
+        table(("choice", "a", "b"), choices, "Choices that differ") if choices else None,
         table(("part", ">a", ">b", ">b - a"), rows, f"Seconds of {found['seconds_of'].value}", total=True),
     )
 
 
-def _choice(value: Node) -> str:
-    return "-" if value.value is None else f"{value.value:g}" if isinstance(value.value, float) else str(value.value)
+def _choice(name: str, value: str | float | None) -> str:
+    if isinstance(value, float):
+        return format_bytes(value) if name.endswith("_bytes") else f"{value:.12g}"
+    return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _time(own: Node) -> Markup:
@@ -189,13 +195,14 @@ def _memory(shown: ShownPlan, own: Node) -> Markup:
         share = f"{total / own['prediction']['capacity_bytes'].value:.0%}"
         rows.append([str(number), *place, *seconds, f"{total / GIB:.2f}", share, *sizes])
     columns = ("rank", "layers", "nodes", ">work", ">sends", ">idle", ">GiB", ">used", *(f">{name}" for name in names))
-    keys = (tag("li", tag("i", class_=f"m-{name}"), name) for name in names)
+    keys = {_KEYS.get(name, name): f"m-{name}" for name in names if name != "logits"}
+    keys |= {"what a plan may fill": "capacity", "what a rank can use": "usable"}
     end_s = shown.trace.end_s
     return section(
         "memory",
         "Memory and work of the pipeline ranks",
         memory_charts(plan, shown.trace, end_s),
-        tag("ul", keys, tag("li", tag("i", class_="capacity"), "what a plan may fill"), class_="legend"),
+        legend(keys),
         table(columns, rows, "Pipeline ranks: seconds of a step, and GiB by part"),
         about=f"Headroom: {headroom_words(plan)}.",
     )
@@ -259,6 +266,8 @@ def _pareto(shown: Sequence[ShownPlan], data: Node) -> Markup:
     """Return step time against memory and dollars: the layouts that were solved, the answers, and the plans."""
     first = data["plans"][0]
     record = first["search"]
+    if not record and len(shown) == 1:
+        return section("pareto", "Time, memory and dollars", tag("p", _NO_SEARCH))
     found = [(one, "other", "") for one in record["layouts"]] if record else []
     answers = record["answers"] if record else ()
     found += [
@@ -287,9 +296,10 @@ def _pareto(shown: Sequence[ShownPlan], data: Node) -> Markup:
     if dollars:
         charts.append(scatter("Time and dollars", dollars, step, Axis(name="$ a billion tokens", text=format_dollars)))
     sizes = {one.plan.cluster.num_nodes for one in shown}
-    about = "Grey dots: the best plan of each layout that the search solved; the line joins those that nothing betters."
+    about = "Grey dots: the best plan of each layout that the search solved. " if record else ""
+    about += "The line joins those that nothing betters."
     about += f" {len(found) - len(near)} slower layouts are left out." if len(found) > len(near) else ""
-    if len(sizes) == 1:
+    if dollars and len(sizes) == 1:
         about += " On one cluster dollars are proportional to time; report plans of several sizes to compare them."
     return section("pareto", "Time, memory and dollars", tag("div", charts, class_="charts"), about=about)
 
@@ -348,7 +358,7 @@ def _refused(own: Node) -> Markup:
     """Return the Rules that refused layouts, with an example of each."""
     record = own["search"]
     if not record:
-        return section("refused", "What was refused", tag("p", "Not known, because the plan file holds no search."))
+        return section("refused", "What was refused", tag("p", _NO_SEARCH))
     count = f"{record['num_legal'].value:,} of {record['num_points'].value:,} layouts are legal"
     refusals = sorted(record["refusals"], key=lambda one: -one["num_points"].value)
     rows = [
@@ -360,9 +370,14 @@ def _refused(own: Node) -> Markup:
     )
 
 
-def _basis(plan: Plan) -> Markup:
-    """Return what the figures rest on, with their sources."""
+def _basis(shown: Sequence[ShownPlan]) -> Markup:
+    """Return what the figures rest on, of all plans; then the constants and sources of the first."""
+    plan = shown[0].plan
     prediction = prediction_of(plan)
+    bases = dict[str, list[str]]()
+    for one in shown:
+        bases.setdefault(prediction_of(one.plan).basis, []).append(one.name)
+    names = (f" of {', '.join(own)}" if len(bases) > 1 else "" for own in bases.values())
     chip, cluster = plan.cluster.chip, plan.cluster
     sources = [(f"{chip.name}: {name}", text) for name, text in chip.sources.items()]
     sources += [(f"{link.name}: {name}", text) for link in cluster.links for name, text in link.sources.items()]
@@ -373,7 +388,7 @@ def _basis(plan: Plan) -> Markup:
     return section(
         "basis",
         "What the figures rest on",
-        tag("p", f"Seconds: {prediction.basis}."),
+        [tag("p", f"Seconds{whose}: {basis}.") for whose, basis in zip(names, bases, strict=True)],
         tag("p", "Constants: ", tag("code", constants)) if constants else None,
         compiling,
         details("Sources of the numbers of the cluster and the model", table(("number", "source"), rows)),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.engine.base import with_nulls
-from autoshard.engine.folder import REPORT
+from autoshard.engine.folder import PLAN, REPORT
 from autoshard.errors import inside, require
 from autoshard.plan.plan import Plan
 from autoshard.report.page.charts import Axis, Dot, Line, line_chart
@@ -19,11 +19,15 @@ from autoshard.units import format_bytes, format_count, format_seconds
 _MOST_STEPS = 400  # that are drawn; of more, every second, third, ...
 
 
-def run_data(folder: Path) -> dict[str, Any]:
-    """Return the steps of a run's folder, and the comparison that the run wrote when it ended."""
+def run_data(folder: Path, plan: Plan) -> dict[str, Any]:
+    """Return the steps of a run of a plan, and the comparison that the run wrote when it ended."""
     with inside("--run"):
         run = read_run(folder)
-    require((bool(run.steps), f"--run {folder}", "has taken no step yet"))
+    other = run.plan is not None and _question(run.plan) != _question(plan)
+    require(
+        (bool(run.steps), f"--run {folder}", "has taken no step yet"),
+        (not other, f"--run {folder}", f"is a run of another plan, {folder / PLAN}. Report that one"),
+    )
     ended = folder / REPORT
     found: Mapping[str, Any] = json.loads(ended.read_text(encoding="utf-8")) if ended.is_file() else {}
     steps = [
@@ -34,6 +38,11 @@ def run_data(folder: Path) -> dict[str, Any]:
     compared = any(logged.compared for logged in run.steps)
     both = {"step_time_s": found.get("step_time_s"), "ranks": found.get("ranks", [])}
     return {"folder": str(folder), "same_machine": compared, "steps": steps, **both}
+
+
+def _question(plan: Plan) -> tuple[object, ...]:
+    """Return what two plans share if the prediction of one is about runs of the other."""
+    return plan.model, plan.workload, plan.cluster.name, plan.cluster.num_nodes, str(plan.candidate)
 
 
 def run_section(name: str, plan: Plan, run: Node) -> Markup:

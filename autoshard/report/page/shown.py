@@ -44,6 +44,7 @@ def _plan_json(shown: ShownPlan) -> dict[str, Any]:
     return {
         "name": shown.name,
         "candidate": str(plan.candidate),
+        "remark": shown.remark,
         "num_ranks": plan.cluster.num_ranks,
         "prediction": encode(plan.prediction),
         "peak_bytes": prediction_of(plan).peak_bytes,

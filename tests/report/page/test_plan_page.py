@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from autoshard.plan.plan import Plan
 from autoshard.report.page.elements import Node, tag
-from autoshard.report.page.timeline import MOST_ACTIONS, timeline
+from autoshard.report.page.timeline import MOST_ACTIONS, MOST_MEMORIES, memory_charts, timeline
 from autoshard.units import format_bytes, format_count, format_dollars, format_seconds
 from tests.report.page.pages import QUESTIONS, page_named, page_of, plan_named, read
 from tests.report.test_trace import CASES, case
@@ -138,10 +138,36 @@ def test_two_plans_are_drawn_on_one_axis_and_their_difference_is_named():
     assert {f"difference.time.parts.{number}.difference" for number in range(len(parts))} <= paths
 
 
+def test_plans_of_different_questions_say_what_each_rests_on_and_write_bytes_as_bytes():
+    text = read(page_of(plan_named("small"), plan_named("dense"))[0]).whole_text
+    assert "Seconds of plan0: " in text and "Seconds of plan1: calibrated on" in text
+    assert len(re.findall(r"buckets\.\w+_bytes[\d.]+ MiB[\d.]+ MiB", text)) == 2
+
+
+def test_the_fullest_rank_is_among_those_whose_memory_is_drawn():
+    plan, step = case("1f1b")
+    assert plan.prediction
+    rank, memory = step.ranks[0], plan.prediction.stage_memory[0]
+    full = replace(rank, idle_bytes=2 * rank.most_bytes)
+    ranks = [rank] * 21
+    for place in (0, 1, 13, 20):
+        many = replace(step, ranks=(*ranks[:place], full, *ranks[place + 1 :]))
+        long = replace(plan, prediction=replace(plan.prediction, stage_memory=(memory,) * 21))
+        drawn = read(memory_charts(long, many, step.end_s).text)
+        titles = [one.whole_text for one in drawn.every("figcaption")]
+        assert len(titles) == MOST_MEMORIES
+        assert [title for title in titles if title.startswith(f"rank {place}: ")] == [
+            f"rank {place}: at most {format_bytes(full.most_bytes)}"
+        ]
+        assert f"Drawn are {MOST_MEMORIES} of 21 pipeline ranks" in drawn.whole_text
+
+
 def test_a_plan_without_a_search_says_so_and_an_edited_one_as_well():
     plan = plan_named("small")
     bare = replace(plan, provenance={key: text for key, text in plan.provenance.items() if key != "search"})
-    text = read(page_of(bare)[0]).whole_text
+    page = read(page_of(bare)[0])
+    text = page.whole_text
+    assert not [one for one in page.every("figure") if one.attributes.get("class") == "chart"]
     assert "This plan file holds no search" in text and "distance from the best" not in text
     record = json.loads(plan.provenance["search"])
     for answer in record["answers"]:
