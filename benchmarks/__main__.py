@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from autoshard import __version__
+from autoshard.commands.output import write_text
 from autoshard.errors import AutoshardError, InputError, nearest, require
 from benchmarks import BENCHMARKS
 from benchmarks.history import (
@@ -39,9 +40,9 @@ _FIELDS = ("name", "value", "unit", "bar", "holds")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for; a bar that does not hold is a finding, not a failure."""
     options = _parser().parse_args(arguments)
-    if options.name == "history":
-        return _show_history(as_json=options.json, html=options.html)
     try:
+        if options.name == "history":
+            return _show_history(as_json=options.json, html=options.html)
         require((options.html is None, "--html", "draws the history: python -m benchmarks history --html FILE"))
         given = {name: getattr(options, name) for name in _USES if getattr(options, name)}
         runs = _selected(options.name, given)
@@ -80,7 +81,7 @@ def _show_history(*, as_json: bool, html: Path | None) -> int:
     """Print how each benchmark changed; a drift is a finding, not a failure."""
     drifts = drifts_of(read_history(HISTORY))
     if html:
-        html.write_text(history_page(drifts), encoding="utf-8")
+        write_text(history_page(drifts), html, "--html")
     if as_json:
         print(json.dumps(history_json(drifts)))
     elif drifts:

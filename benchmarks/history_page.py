@@ -51,7 +51,7 @@ def _chart(one: Drift) -> Markup:
     unit = "yardsticks" if one.last.is_time else ""
     return line_chart(
         f"{one.last.name}: {unit or one.last.unit}", [Line(name=one.last.name, points=points)],
-        Axis(name="result", text=lambda value: f"{value:g}"), Axis(name="", text=lambda value: f"{value:.4g}"),
+        Axis(name="result", text="{:g}".format, whole=True), Axis(name="", text=lambda value: f"{value:.4g}"),
         band=band, band_name="within noise",
     )  # fmt: skip
 

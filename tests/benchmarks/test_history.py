@@ -88,7 +88,7 @@ def test_the_command_records_and_shows(
     assert main(["history", "--json"]) == 0
     (shown,) = json.loads(capsys.readouterr().out)
     assert shown["values"] == [0.5] * 4 and shown["change"] == 0.0 and shown["drift"] == ""
-    assert main(["idle", "--html", "x"]) == 2
+    assert main(["idle", "--html", "x"]) == main(["history", "--html", str(tmp_path)]) == 2
     assert main(["history", "--html", str(tmp_path / "history.html")]) == 0
     page = read((tmp_path / "history.html").read_text())
     values = {figure.attributes["data-path"]: float(figure.attributes["value"]) for figure in page.every("data")}
