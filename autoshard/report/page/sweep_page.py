@@ -11,6 +11,7 @@ from autoshard.units import GIB, format_bytes, format_count, format_dollars, for
 
 _GOOD = ("planned", "ran")
 _MOST_LINES = 8  # of a chart
+_FEWEST_CELLS = 2  # of a map; so many are read faster in the table
 _MOST_ROWS = 500
 _OTHERS = ("fix.tp", "fix.pp", *SIZES)
 
@@ -74,10 +75,14 @@ def _scaling(rows: Sequence[Row]) -> Markup | None:
     charts: list[Markup] = []
     for title, axis, value in values:
         drawn = [
-            Line(name=_named(own[0]), points=_over(own, axis, value, "nodes" if nodes else "ranks"))
-            for own in list(series.values())[:_MOST_LINES]
+            Line(
+                name=_named(own[0]),
+                points=_over(own, axis, value, "nodes" if nodes else "ranks"),
+                kind=f"line c{number}",
+            )
+            for number, own in enumerate(list(series.values())[:_MOST_LINES])
         ]
-        drawn = [line for line in drawn if line.points]
+        drawn = [line for line in drawn if line.points]  # each in its colour in all charts
         charts += [line_chart(title, drawn, across, axis)] if drawn else []
     left = len(series) - _MOST_LINES
     about = f"The first {_MOST_LINES} of {len(series)} series are drawn." if left > 0 else None
@@ -110,7 +115,7 @@ def _sizes(rows: Sequence[Row]) -> Markup | None:
         best: dict[tuple[str, str], Row] = {}
         for row in sorted(own, key=lambda row: row["step_time_s"]):
             best.setdefault((str(row["tp"]), str(row["pp"])), row)
-        if len(best) > 1:
+        if len(best) > _FEWEST_CELLS:
             cells = {at: _cell(row) for at, row in best.items()}
             tps, pps = (sorted({at[place] for at in best}, key=int) for place in (0, 1))
             maps.append(heat_map(f"Step time by tp and pp: {words}", tps, pps, cells, ("tp", "pp")))
@@ -177,20 +182,25 @@ def _points(rows: Sequence[Node], shares: Mapping[str, float]) -> Markup:
     """Return the table of the points that have a plan."""
     varied = list(dict.fromkeys(key for one in rows for key in one.value if key.startswith("at.")))
     ran = any(one["status"].value == "ran" for one in rows)
+    several = any(one["choice"].value > 1 for one in rows)
+    priced = any(one["usd_per_billion_tokens"].value is not None for one in rows)
     lines: list[list[Content]] = []
     for one in rows[:_MOST_ROWS]:
-        line: list[Content] = [one["point"].value, *(_text(one.value.get(key)) for key in varied)]
+        line: list[Content] = [_text(one.value.get(key)) for key in varied]
+        line += [one["choice"].figure(str)] if several else []
         line.append(tag("code", short_layout(one.value), data_tip=one["candidate"].value))
         line += [one["step_time_s"].figure(format_seconds), one["tokens_per_s"].figure(format_count)]
         line += [one["mfu"].figure(lambda share: f"{share:.1%}"), one["peak_bytes"].figure(format_bytes)]
-        line += [f"{shares[one['id'].value]:.0%}", one["usd_per_billion_tokens"].figure(format_dollars)]
+        line.append(f"{shares[one['id'].value]:.0%}")
+        line += [one["usd_per_billion_tokens"].figure(format_dollars)] if priced else []
         if ran:
             has = one["status"].value == "ran"
             line += [one["measured_step_time_s"].figure(format_seconds) if has else "-"]
             line += [one["measured_over_predicted"].figure(lambda ratio: f"{ratio:.2f}") if has else "-"]
         lines.append(line)
-    columns = ["point", *(key.removeprefix("at.") for key in varied), "plan", ">step", ">tokens/s", ">MFU", ">peak"]
-    columns += [">per rank", ">$ / 1e9 tokens", *([">measured", ">/ predicted"] if ran else [])]
+    columns = [*(key.removeprefix("at.") for key in varied), *(["answer"] if several else []), "plan", ">step"]
+    columns += [">tokens/s", ">MFU", ">peak", ">per rank", *([">$ / 1e9 tokens"] if priced else [])]
+    columns += [">measured", ">/ predicted"] if ran else []
     more = f"The first {_MOST_ROWS} of {len(rows)}; the file has all." if len(rows) > _MOST_ROWS else None
     return section("points", "The points", table(columns, lines), about=more)
 
@@ -202,5 +212,7 @@ def _text(value: object) -> str:
 def _failed(rows: Sequence[Row]) -> Markup | None:
     if not rows:
         return None
-    lines = [(row["point"], row["status"], str(row["message"])) for row in rows[:_MOST_ROWS]]
+    lines = [
+        (row["point"], row["status"], tag("div", str(row["message"]), class_="lines")) for row in rows[:_MOST_ROWS]
+    ]
     return section("failed", "Points without a plan", table(("point", "status", "why"), lines))

@@ -58,9 +58,41 @@ def test_scaling_curves_go_through_every_point_of_a_series():
     assert ticks == ["4", "8", "16"]
 
 
+def test_a_series_has_its_colour_in_every_chart_also_where_another_has_no_price():
+    rows = [
+        row(nodes, tp, 2, usd_per_billion_tokens=float(nodes) if tp == 32 else None)
+        for nodes in (4, 8)
+        for tp in (8, 32)
+    ]
+    speed, _, cost = sections(sweep_page("mine", rows))["scaling"].every("figure")
+    colours = [
+        {item.whole_text: item.every("i")[0].attributes["class"] for item in chart.every("li")}
+        for chart in (speed, cost)
+    ]
+    assert len(set(colours[0].values())) == 2 and not colours[1]  # one line needs no legend
+    dots = {dot.attributes["class"] for dot in cost.every("circle")}
+    assert dots == {colours[0]["fix.tp 32, fix.pp 2"]}
+
+
+def test_the_table_of_points_has_only_columns_that_say_something():
+    def columns(rows: list[dict[str, Any]]) -> list[str]:
+        return [
+            one.whole_text
+            for one in sections(sweep_page("mine", rows))["points"].every("th")
+            if "scope" in one.attributes
+        ]
+
+    free = [{**one, "usd_per_billion_tokens": None} for one in ROWS]
+    both = [*ROWS, row(4, 8, 2, choice=2, id="second")]
+    figures = ["plan", "step", "tokens/s", "MFU", "peak", "per rank"]
+    assert columns(free)[:9] == ["nodes", "fix.tp", "fix.pp", *figures]
+    assert columns(both)[:11] == ["nodes", "fix.tp", "fix.pp", "answer", *figures, "$ / 1e9 tokens"]
+
+
 def test_a_heat_map_is_darkest_where_a_step_is_fastest():
     maps = sections(sweep_page("mine", ROWS))["sizes"].every("table")
     assert len(maps) == 3
+    assert "sizes" not in sections(sweep_page("mine", [row(4, 8, 2), row(4, 8, 4)]))  # two cells are no map
     for one, nodes in zip(maps, (4, 8, 16), strict=True):
         assert f"nodes {nodes}" in one.every("caption")[0].whole_text
         cells = [cell for cell in one.every("td") if "style" in cell.attributes]
