@@ -23,6 +23,7 @@ class Axis:
     text: Callable[[float], str]
     log: bool = False
     from_zero: bool = False
+    whole: bool = False  # numbers between two whole ones mean nothing
     ticks: tuple[float, ...] = ()  # where these numbers stand; round ones if there are none
 
 
@@ -81,7 +82,7 @@ class _Scale:
             steps = (1, 2, 5) if high < _DECADE**2 * low else (1,)
             found = [step * 10.0**power for power in powers for step in steps]
             return [one for one in found if low <= one <= high]
-        rough = (high - low) / 5
+        rough = max((high - low) / 5, 1.0 if self.axis.whole else 0.0)
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(power * one for one in (1, 2, 5, 10) if power * one >= rough)
         return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]

@@ -51,7 +51,7 @@ def run_section(name: str, plan: Plan, run: Node) -> Markup:
     every = max(1, -(-len(steps.value) // _MOST_STEPS))
     drawn = [step for number, step in enumerate(steps) if number % every == 0]
     steady = [step for step in drawn if step["phase"].value == "steady"] or drawn
-    number = Axis(name="step", text=lambda value: f"{value:g}")
+    number = Axis(name="step", text="{:g}".format, whole=True)
     times = [_point(step, "time_s", format_seconds) for step in steady]
     ends = (steady[0]["step"].value, steady[-1]["step"].value)
     predicted = [Dot(x=end, y=prediction.step_time_s, tip="") for end in ends]
@@ -70,7 +70,10 @@ def run_section(name: str, plan: Plan, run: Node) -> Markup:
 
 
 def _about(run: Node) -> str:
-    words = f"{len(run['steps'].value)} steps of {run['folder'].value}. A run times steps, not their parts."
+    steps = run["steps"].value
+    words = f"{len(steps)} steps of {run['folder'].value}. A run times steps, not their parts."
+    if (early := sum(step["phase"] != "steady" for step in steps)) and early < len(steps):
+        words += f" The times of {early} that warmed up or compiled are left out."
     other = " It ran on another machine than the one that the prediction is about, so that only bytes can be compared."
     return words + ("" if run["same_machine"].value else other)
 
