@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import autoshard.plan
 from autoshard.version import __version__
 
-__all__ = ["__version__", "plan", "shard_block"]
+__all__ = ["__version__", "plan", "shard_block", "shard_module"]
 
 if TYPE_CHECKING:
     import inspect
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from autoshard.blocks.shard_block import shard_block as shard_block
     from autoshard.search.api import plan as plan
+    from autoshard.trace.shard import shard_module as shard_module
 
 
 class _CallablePackage(types.ModuleType):
@@ -50,7 +51,11 @@ def _verb() -> "Callable[..., Any]":
 
 
 def __getattr__(name: str) -> Any:
-    """Import the block solver when it is first asked for."""
+    """Import what shards blocks, and modules (with torch), when it is first asked for."""
+    if name == "shard_module":
+        from autoshard.trace.shard import shard_module
+
+        return shard_module
     if name != "shard_block":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from autoshard.blocks.shard_block import shard_block

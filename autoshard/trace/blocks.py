@@ -1,0 +1,197 @@
+"""A captured program as a block of the graph: named dims, regions of torch functions, products, rows."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from autoshard.graph.block import Block
+from autoshard.graph.builder import BlockBuilder, finish
+from autoshard.graph.kinds.indexing import Lookup
+from autoshard.graph.kinds.linear import Einsum
+from autoshard.graph.kinds.pointwise import Add
+from autoshard.graph.op import Dims
+from autoshard.spec.kernels import load_kernels
+from autoshard.spec.workload import Precision
+from autoshard.trace.dims import Dim, Position, leaves, match_sizes
+from autoshard.trace.program import Read, Traced, TracedProgram, TracedStep
+from autoshard.trace.region import Alias, Local, Positions, Region
+
+_KERNELS = "torch_engine"  # of which no entry is used: what a traced operation keeps follows from its gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedBlock:
+    """A module as a block, the sizes of its dims in the example inputs, and the shapes of what goes in and out."""
+
+    block: Block
+    sizes: Mapping[str, int]
+    dims: Mapping[str, Positions]  # by tensor, as torch sees it: parameters, inputs, what is carried, the result
+    result: str
+
+
+def traced_block(program: TracedProgram, precision: Precision) -> TracedBlock:
+    """Write a program down as one block."""
+    return _Writer(program, precision).block()
+
+
+class _Writer:
+    def __init__(self, program: TracedProgram, precision: Precision) -> None:
+        self.program, self.b = program, BlockBuilder(precision)
+        self.names = _named(program)
+        self.readers: dict[Traced, list[TracedStep]] = defaultdict(list)
+        for step in program.steps:
+            for read in step.reads:
+                self.readers[read.value].append(step)
+        self.written: dict[Traced, str] = {}
+        self.aliases: dict[tuple[str, tuple[tuple[str, str], ...]], str] = {}
+
+    def block(self) -> TracedBlock:
+        """Return the block."""
+        read = {one.value for step in self.program.steps for one in step.reads}
+        carried = next((one for one in self.program.values if one.origin == "carried" and one in read), None)
+        for value in self.program.values:
+            if value in read and value.origin != "made":
+                self._given(value)
+        for steps in _regions(self.program, self.readers):
+            self._emit(steps)
+        result = self.program.result.value
+        carry_out = self.written[result] if result.dims else None
+        carry_in = carried and carried.name
+        done = finish(
+            self.b, "module", replace(load_kernels(_KERNELS), kernels=()), carry=(carry_in, carry_out)
+        )  # fmt: skip
+        laid_out = {value.name: self._positions(value.positions) for value in self.program.values if value in read}
+        laid_out[self.written[result]] = self._positions(self.program.result.positions)
+        sizes = {name: one.size for one, name in self.names.items()}
+        return TracedBlock(block=done, sizes=sizes, dims=laid_out, result=self.written[result])
+
+    def _given(self, value: Traced) -> None:
+        dims, b = self._dims(value.dims), self.b
+        if value.origin == "parameter":
+            name = b.weight(value.name, *dims)
+            many = len(self.readers[value]) > 1
+            self.written[value] = b.emit(f"{name}_used", Alias(), name) if many else name
+        elif value.origin == "carried":
+            self.written[value] = b.add(value.name, dims)
+        else:
+            dtype = "int64" if value.is_index else b.precision.activations
+            self.written[value] = b.add(value.name, dims, dtype, "input")
+
+    def _emit(self, steps: Sequence[TracedStep]) -> None:
+        """Emit one step, or several as a region."""
+        last = steps[-1]
+        name = "loss" if last.makes is self.program.result.value and not last.makes.dims else last.name
+        made = {step.makes for step in steps}
+        outside = [read for step in steps for read in step.reads if read.value not in made]
+        outside = list({(read.value, tuple(read.renamed.items())): read for read in outside}.values())
+        inputs = [self._read(read) for read in outside]
+        dims = self._dims(last.makes.dims)
+        if last.sort == "product":
+            self.b.emit(name, Einsum(dims=dims), *inputs)
+        elif last.sort == "rows":
+            self.b.emit(name, Lookup(), *inputs)
+        elif added := self._added(steps, outside, inputs):
+            self.b.emit(name, Add(), *added)
+        else:
+            self.b.emit(name, self._region(name, steps, outside), *inputs)
+        self.written[last.makes] = name
+
+    def _added(self, steps: Sequence[TracedStep], reads: Sequence[Read], inputs: Sequence[str]) -> list[str]:
+        """Return the tensors that a plain addition adds, the one that has all dims first; none if it is no such."""
+        step, dims = steps[-1], self._dims(steps[-1].makes.dims)
+        plain = step.function in (torch.add, torch.ops.aten.add.Tensor) and not step.keywords
+        if len(steps) > 1 or len(inputs) != 2 or not plain or len(step.reads) != 2:
+            return []
+        both = sorted(zip(reads, inputs, strict=True), key=lambda pair: self._dims(pair[0].dims) != dims)
+        return [name for _, name in both] if self._dims(both[0][0].dims) == dims else []
+
+    def _region(self, name: str, steps: Sequence[TracedStep], outside: Sequence[Read]) -> Region:
+        number = {(read.value, tuple(read.renamed.items())): place for place, read in enumerate(outside)}
+        number |= {(step.makes, ()): len(outside) + place for place, step in enumerate(steps)}
+        found = tuple(
+            Local(
+                name=step.name,
+                function=step.function,
+                arguments=step.arguments,
+                keywords=step.keywords,
+                reads=tuple(
+                    (
+                        number[read.value, tuple(read.renamed.items())],
+                        self._dims(read.dims),
+                        self._positions(read.positions),
+                    )
+                    for read in step.reads
+                ),
+                gives=self._positions(step.makes.positions),
+                matrix_dims=self._dims(leaves(step.matrix_dims)),
+            )
+            for step in steps
+        )
+        whole = {one for step in steps for one in step.whole_leaves()}
+        shown = {*steps[-1].makes.dims, *(one for read in outside for one in read.dims)}
+        return Region(
+            name=name, locals=found, dims=self._dims(steps[-1].makes.dims), dtype=self.b.precision.activations,
+            whole=self._dims(sorted(whole & shown, key=lambda one: self.names[one])),
+        )  # fmt: skip
+
+    def _read(self, read: Read) -> str:
+        """Return the tensor that a step reads; one that it reads under other names of dims is an alias of it."""
+        tensor = self.written[read.value]
+        pairs = zip(read.value.dims, read.dims, strict=True)
+        renamed = tuple((self.names[old], self.names[new]) for old, new in pairs if old is not new)
+        if not renamed:
+            return tensor
+        if (tensor, renamed) not in self.aliases:
+            alias = self.b.emit(f"{tensor}_as_{renamed[0][1]}", Alias(), tensor)
+            self.aliases[tensor, renamed] = self.b.deliver_as(alias, f"{alias}_out", renamed)
+        return self.aliases[tensor, renamed]
+
+    def _dims(self, dims: Sequence[Dim]) -> Dims:
+        return tuple(self.names[one] for one in dims)
+
+    def _positions(self, positions: Sequence[Position]) -> Positions:
+        return tuple(self._dims(leaves(position)) for position in positions)
+
+
+def _named(program: TracedProgram) -> Mapping[Dim, str]:
+    """Name all dims, after the inputs and the modules that have them."""
+    reads = [read for step in program.steps for read in step.reads]
+    renames = [pair for read in reads for pair in read.renamed.items()]
+    before = -1
+    while before != (before := sum(len(leaves(pair)) for pair in renames)):  # a split of one may split another
+        for old, new in renames:
+            match_sizes(old, new)
+    found: dict[Dim, str] = {}
+    every = [*(value.dims for value in program.values), *(read.dims for read in reads)]
+    every += [leaves(step.whole) for step in program.steps] + [leaves(step.matrix_dims) for step in program.steps]
+    for one in (dim for dims in every for dim in dims):
+        if one not in found:
+            hint = re.sub(r"\W", "_", one.hint).removesuffix("_proj") or "dim"
+            taken = sum(re.fullmatch(rf"{hint}(_\d+)?", name) is not None for name in found.values())
+            found[one] = f"{hint}_{taken + 1}" if taken else hint
+    return found
+
+
+def _regions(program: TracedProgram, readers: Mapping[Traced, Sequence[TracedStep]]) -> Iterator[Sequence[TracedStep]]:
+    """Yield the steps that run as one operation, each group where its last step stands.
+
+    A local step joins those whose results nobody else reads, unless it needs all of what it makes whole.
+    """
+    group: dict[Traced, list[TracedStep]] = {}
+    for step in program.steps:
+        own = [step]
+        if step.sort == "local" and {*step.makes.dims} - step.whole_leaves():
+            for read in step.reads:
+                made = group.get(read.value)
+                alone = {*readers[read.value]} == {step} and read.value is not program.result.value
+                multiplies = sum(bool(one.matrix_dims) for one in {*(made or ()), *own}) > 1
+                if made and made[-1].sort == "local" and alone and not read.renamed and not multiplies:
+                    own = [*(one for one in made if one not in own), *own]
+                    del group[read.value]
+        group[step.makes] = [one for one in program.steps if one in own]
+    for step in program.steps:
+        if step.makes in group:
+            yield group[step.makes]

@@ -1,0 +1,272 @@
+"""The program of a torch module, read operation by operation: what each does to dims, and which it needs whole."""
+
+import itertools
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoshard.errors import InputError
+from autoshard.trace.dims import Collision, Position, fresh, leaves, note
+from autoshard.trace.nodes import Node, line_of, replaced, tensors_of
+from autoshard.trace.program import Read, Reading, Sort, TensorPlace, Traced, TracedProgram, TracedStep, View
+from autoshard.trace.rules import OVER, RULES, over
+
+_SAME = (
+    "alias", "clone", "contiguous", "detach", "dropout", "feature_dropout", "lift_fresh_copy", "to", "_to_copy",
+    "type_as",
+)  # fmt: skip
+_IGNORED = ("_assert_tensor_metadata", "sym_size", "_assert_scalar", "sym_constrain_range_for_size")
+
+
+@dataclass
+class Captured:
+    """A module's program, its graph as torch exported it, and which nodes give the inputs of the program."""
+
+    program: TracedProgram
+    exported: Any
+    inputs: Mapping[str, Node]  # of values that are neither parameters nor carried
+    parameters: Mapping[str, str]  # name of the value -> name in the module
+
+
+def capture(
+    module: torch.nn.Module, inputs: Sequence[Any], hints: Mapping[str, Sequence[str]] | None = None
+) -> Captured:
+    """Read the forward pass of a module; its first input of floating point is what a gradient is wanted of.
+
+    ``hints`` names dims of inputs, by the name of the argument: {"x": ("batch", "seq", "hidden")}.
+    """
+    exported = torch.export.export(module, tuple(inputs), strict=False)
+    same: dict[int, str] = {}  # tied weights are one parameter
+    tied = {path: same.setdefault(id(one), path) for path, one in module.named_parameters(remove_duplicate=False)}
+    reader = ProgramReader(exported, hints or {}, tied)
+    for node in exported.graph_module.graph.nodes:
+        reader.add(node)
+    return reader.captured()
+
+
+class ProgramReader:
+    """Reads nodes in order."""
+
+    def __init__(self, exported: Any, hints: Mapping[str, Sequence[str]], tied: Mapping[str, str]) -> None:
+        self.exported, self.hints, self.tied = exported, hints, tied
+        self.values: list[Traced] = []
+        self.steps: list[TracedStep] = []
+        self.views: dict[Node, View | tuple[View, ...]] = {}
+        self.inputs: dict[str, Node] = {}
+        self.kept_whole: list[str] = []
+        self.result: Read | None = None
+        specs = exported.graph_signature.input_specs
+        self.specs = {spec.arg.name: spec for spec in specs}
+        self.parameters = {spec.arg.name: spec.target for spec in specs if spec.kind.name == "PARAMETER"}
+        self.carried = ""
+
+    def captured(self) -> Captured:
+        """Return what was read."""
+        assert self.result, "an exported graph has an output"
+        program = TracedProgram(
+            values=tuple(self.values), steps=tuple(self.steps), result=self.result, kept_whole=tuple(self.kept_whole)
+        )
+        names = {value.name for value in self.values if value.origin == "parameter"}
+        parameters = {name: self.parameters[name] for name in names}
+        return Captured(program=program, exported=self.exported, inputs=self.inputs, parameters=parameters)
+
+    def add(self, node: Node) -> None:
+        """Read one node; what depends on no parameter and not on the carried input is an input of the program."""
+        if node.op == "placeholder":
+            self._placeholder(node)
+        elif node.op == "output":
+            (result,) = node.args[0]
+            view = self.views.get(result)
+            if not isinstance(view, View):
+                raise InputError.of("module", "returns something that depends on no parameter and no input")
+            self.result = Read(value=view.value, positions=view.positions)
+        elif node.op == "call_function" and any(one in self.views for one in node.all_input_nodes):
+            self._operation(node)
+
+    def _placeholder(self, node: Node) -> None:
+        found = node.meta["val"]
+        if node.name in self.parameters:
+            first = self.tied[self.parameters[node.name]]
+            other = next((one for one in self.views if self.parameters.get(one.name) == first), None)
+            if other is not None:
+                self.views[node] = self.views[other]
+                return
+            path = self.parameters[node.name].split(".")
+            hint = path[-2] if len(path) > 1 and path[-1] in ("weight", "bias") else path[-1]
+            self._value(node, "parameter", [hint] + ["" for _ in found.shape[1:]])
+        elif self._is_carried(node, found):
+            self.carried = node.name
+            self._value(node, "carried", self.hints.get(node.name, ()))
+
+    def _is_carried(self, node: Node, found: Any) -> bool:
+        """Say whether this is the first input of floating point."""
+        is_input = self.specs[node.name].kind.name == "USER_INPUT" and isinstance(found, torch.Tensor)
+        return is_input and found.is_floating_point() and not self.carried
+
+    def _value(self, node: Node, origin: Any, hints: Sequence[str]) -> View:
+        """Make a value of a node's shape, with dims of its own."""
+        tensor = node.meta["val"]
+        names = [*hints, *("" for _ in range(tensor.dim() - len(hints)))]
+        is_given = origin != "parameter"
+        pairs = zip(tensor.shape, names, strict=True)
+        positions = tuple(fresh(size, hint, is_given=is_given and bool(hint)) for size, hint in pairs)
+        value = Traced(
+            number=len(self.values), name=node.name, positions=positions, origin=origin,
+            is_index=not tensor.is_floating_point(),
+        )  # fmt: skip
+        note(value.number, positions)
+        self.values.append(value)
+        view = self.views[node] = View(value, positions)
+        return view
+
+    def view_of(self, node: Node) -> View:
+        """Return how a node lays out a value; a node that the program does not make is an input of it."""
+        if node not in self.views:
+            self.inputs[node.name] = node
+            return self._value(node, "input", self.hints.get(node.name, ()))
+        found = self.views[node]
+        assert isinstance(found, View), f"{node.name} is several tensors"
+        return found
+
+    def _operation(self, node: Node) -> None:
+        target: Any = node.target
+        name = getattr(target, "_opname", getattr(target, "__name__", str(target)))
+        if name == "getitem":
+            found = self.views[node.args[0]]
+            assert isinstance(found, tuple), f"{node.args[0]} is one tensor"
+            self.views[node] = found[node.args[1]]
+            return
+        schema = getattr(target, "_schema", None)
+        if name in _IGNORED:
+            return
+        if schema is None or schema.is_mutable:
+            raise InputError.of(line_of(node), f"{name} changes a tensor in place, or is no operation of torch")
+        rule = RULES.get(name)
+        drops = name in ("dropout", "feature_dropout") and node.args[1] and node.args[2]
+        if drops or (torch.Tag.nondeterministic_seeded in target.tags and name not in _SAME and not rule):
+            raise InputError.of(line_of(node), f"{name} draws random numbers; call .eval(), or leave it out")
+        if name in _SAME:
+            self.views[node] = self.view_of(node.args[0])
+        elif rule:
+            rule(self, node)
+        elif torch.Tag.pointwise in target.tags:
+            self.local(node, self.broadcast(node))
+        elif name in OVER:
+            over(self, node)
+        else:
+            self.whole(node)
+
+    # what rules are made of
+
+    def readings(self, node: Node) -> list[Reading]:
+        """Return the tensors that a node reads, in the order of its arguments."""
+        views = [self.view_of(one) for one in tensors_of((node.args, node.kwargs))]
+        return [Reading(view, list(view.positions)) for view in views]
+
+    def is_product(self, reading: Reading, axis: int) -> bool:
+        """Say whether an axis is all that a weight's product, or that with its bias, has made."""
+        made = next((step for step in self.steps if step.makes is reading.view.value), None)
+        own = leaves(reading.view.value.positions[-1])
+        if made is None or leaves(reading.positions[axis]) != own:
+            return False
+        return made.sort == "product" or made.function is torch.add
+
+    def broadcast(self, node: Node) -> tuple[list[Reading], list[Position]]:
+        """Read all tensors of a node along the positions of its result, as pointwise operations do."""
+        readings = self.readings(node)
+        rank = node.meta["val"].dim()
+        made: list[Position] = []
+        for axis in range(rank):
+            agreed: Position = ()
+            for reading in readings:
+                own = axis - rank + len(reading.positions)
+                if own >= 0 and reading.positions[own]:
+                    if agreed:
+                        reading.agree(own, agreed)
+                    else:
+                        agreed = reading.positions[own]
+            made.append(agreed)
+        return readings, made
+
+    def local(
+        self,
+        node: Node,
+        found: tuple[Sequence["Reading"], Sequence[Position]],
+        whole: Sequence[Position] = (),
+        **more: Any,
+    ) -> None:
+        """Add an operation that a rank does on its parts."""
+        self.step(node, found, whole=whole, **more)
+
+    def whole(self, node: Node) -> None:
+        """Add an operation of which nothing is known: it needs and makes everything whole."""
+        readings = self.readings(node)
+        value = node.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            raise InputError.of(line_of(node), f"{node.target} gives several tensors, which is not supported yet")
+        made = [fresh(size) for size in value.shape]
+        needed = [position for reading in readings for position in reading.positions]
+        self.kept_whole.append(f"{node.name} ({node.target}): {line_of(node)}")
+        self.step(node, (readings, made), whole=[*needed, *made])
+
+    def _module_of(self, readings: Sequence[Reading]) -> str:
+        """Return the name of the module whose parameter is read, as a name of its product; "" where none is."""
+        paths = (self.parameters[one.view.value.name] for one in readings if one.view.value.name in self.parameters)
+        path = next(paths, "")
+        own = path.rpartition(".")[0] or path
+        taken = {one.name for one in (*self.values, *self.exported.graph_module.graph.nodes)}
+        return _free(own.replace(".", "_"), taken) if path else ""
+
+    def step(  # noqa: PLR0913
+        self,
+        node: Node,
+        found: tuple[Sequence[Reading], Sequence[Position]],
+        *,
+        whole: Sequence[Position] = (),
+        sort: Sort = "local",
+        function: Callable[..., Any] | None = None,
+        arguments: tuple[Any, ...] | None = None,
+        name: str = "",
+        matrix: Sequence[Position] = (),
+    ) -> View:
+        """Add an operation, and the value that it makes along these positions."""
+        readings, made = found
+        positions = tuple(made)
+        name = self._module_of(readings) if sort != "local" else name or node.name
+        value = Traced(number=len(self.values), name=name or node.name, positions=positions, origin="made")
+        try:
+            for one in readings:
+                note(-1 - one.view.value.number if one.renamed else one.view.value.number, one.positions)
+            note(value.number, positions)
+        except Collision:
+            raise InputError.of(line_of(node), f"{node.name} gives a tensor with one dim twice") from None
+        slots = {one: TensorPlace(number) for number, one in enumerate(tensors_of((node.args, node.kwargs)))}
+        with_slots: Any = replaced((node.args, node.kwargs), slots)
+        self.values.append(value)
+        self.steps.append(
+            TracedStep(
+                name=value.name,
+                sort=sort,
+                function=function or node.target,
+                arguments=with_slots[0] if arguments is None else arguments,
+                keywords=with_slots[1] if arguments is None else {},
+                reads=tuple(
+                    Read(value=one.view.value, positions=tuple(one.positions), renamed=one.renamed) for one in readings
+                ),
+                makes=value,
+                whole=frozenset(leaves(one for position in whole for one in position)),
+                line=line_of(node),
+                matrix_dims=leaves(one for position in matrix for one in position),
+            )
+        )
+        view = self.views[node] = View(value, positions)
+        return view
+
+
+def _free(name: str, taken: Container[str]) -> str:
+    """Return a name that nothing has yet."""
+    return next(
+        one for number in itertools.count(1) if (one := f"{name}_{number}" if number > 1 else name) not in taken
+    )

@@ -1,0 +1,135 @@
+"""Dims found by what operations do: equal ones become one, and a dim that is split becomes a product of smaller ones.
+
+A position of a tensor's shape is a product of dims, outermost first: a view that merges or splits positions only groups
+the same dims otherwise. Positions of size 1 hold no dim.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+Position = tuple["Dim", ...]
+
+
+class NotAligned(Exception):
+    """Two products of dims that cannot be made of the same dims, as 2 x 3 read as 3 x 2."""
+
+
+class Collision(Exception):
+    """Two dims that cannot be one, because a tensor has both."""
+
+
+@dataclass(eq=False)
+class Dim:
+    """One dim while a program is read; ``parts`` are the dims that it turned out to be a product of."""
+
+    size: int
+    hint: str = ""  # of a name
+    is_given: bool = False  # whether the user gave the hint
+    same: "Dim | None" = None
+    parts: Position | None = None
+    tensors: set[object] = field(default_factory=set[object])  # that have it, by number
+
+    def root(self) -> "Dim":
+        """Return the dim that stands for all that are equal to this one."""
+        one = self
+        while one.same is not None:
+            one = one.same
+        return one
+
+
+def leaves(dims: Iterable[Dim]) -> Position:
+    """Return the dims that a product is made of."""
+    found: list[Dim] = []
+    for one in dims:
+        root = one.root()
+        found += leaves(root.parts) if root.parts is not None else [root]
+    return tuple(found)
+
+
+def fresh(size: int, hint: str = "", *, is_given: bool = False) -> Position:
+    """Return a position with a dim of its own; none of size 1."""
+    return (Dim(size, hint, is_given),) if size != 1 else ()
+
+
+def size_of(position: Position) -> int:
+    """Return how long a position is."""
+    return math.prod(one.size for one in leaves(position))
+
+
+def unify(first: Position, second: Position) -> None:
+    """Make two products the same, dim by dim from the outermost; split a dim where the other has a factor of it.
+
+    >>> one, two, three = fresh(12), fresh(4), fresh(3)
+    >>> unify(one, (*two, *three))
+    >>> leaves(one) == leaves((*two, *three))
+    True
+    """
+    place = 0
+    while True:
+        left, right = leaves(first), leaves(second)
+        if place == len(left) == len(right):
+            return
+        if place >= min(len(left), len(right)):
+            raise NotAligned
+        a, b = left[place], right[place]
+        if a is b:
+            place += 1
+        elif a.size == b.size:
+            _join(a, b)
+            place += 1
+        else:
+            large, small = (a, b) if a.size > b.size else (b, a)
+            if large.size % small.size:
+                raise NotAligned
+            _split(large, small.size)
+
+
+def apart(one: Dim, other: Dim) -> None:
+    """Keep two dims from ever becoming one."""
+    mark = object()
+    one.tensors.add(mark)
+    other.tensors.add(mark)
+
+
+def match_sizes(one: Dim, other: Dim) -> None:
+    """Split two dims into factors of the same sizes, without making them one."""
+    place = 0
+    while True:
+        left, right = leaves((one,)), leaves((other,))
+        if place == len(left) == len(right):
+            return
+        a, b = left[place], right[place]
+        if a.size == b.size:
+            place += 1
+        else:
+            large, small = (a, b) if a.size > b.size else (b, a)
+            if large.size % small.size:
+                raise NotAligned
+            _split(large, small.size)
+
+
+def note(number: int, positions: Sequence[Position]) -> None:
+    """Note that a tensor has these dims, which must be different ones."""
+    found = leaves(itertools.chain(*positions))
+    if len(set(found)) < len(found):
+        raise Collision
+    for one in found:
+        one.tensors.add(number)
+
+
+def _join(a: Dim, b: Dim) -> None:
+    if a.tensors & b.tensors:
+        raise Collision
+    a.tensors |= b.tensors
+    if (b.is_given, bool(b.hint)) > (a.is_given, bool(a.hint)):
+        a.hint, a.is_given = b.hint, b.is_given
+    b.same = a
+
+
+def _split(one: Dim, outer: int) -> None:
+    parts = Dim(outer, one.hint, one.is_given), Dim(one.size // outer, one.hint, one.is_given)
+    for part in parts:
+        part.tensors |= one.tensors
+    one.parts = parts

@@ -1,0 +1,47 @@
+"""Nodes of a graph that torch has exported: their tensors, their axes, and the user's line behind them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.fx
+
+from autoshard.trace.program import TensorPlace
+
+Node = Any  # a torch.fx.Node, whose arguments may be of any type
+
+
+def tensors_of(arguments: Any) -> list[Node]:
+    """Return the nodes among arguments, in order, each once."""
+    if isinstance(arguments, torch.fx.Node):
+        return [arguments] if isinstance(arguments.meta.get("val"), torch.Tensor) else []
+    parts = arguments.values() if isinstance(arguments, Mapping) else arguments
+    if not isinstance(arguments, Mapping | tuple | list):
+        return []
+    return list(dict.fromkeys(node for part in parts for node in tensors_of(part)))
+
+
+def replaced(arguments: Any, slots: Mapping[Node, TensorPlace]) -> Any:
+    """Return arguments with slots in the places of their tensors."""
+    if isinstance(arguments, torch.fx.Node):
+        return slots[arguments]
+    if isinstance(arguments, Mapping):
+        return {key: replaced(one, slots) for key, one in arguments.items()}
+    if isinstance(arguments, tuple | list):
+        return tuple(replaced(one, slots) for one in arguments)
+    return arguments
+
+
+def line_of(node: Node) -> str:
+    """Return the line of the user's code behind a node."""
+    trace = [line.strip() for line in (node.meta.get("stack_trace") or "").strip().splitlines()]
+    return " ".join(trace[-2:]) or str(node.name)
+
+
+def axes_of(node: Node, position: int = 1) -> tuple[int, ...]:
+    """Return the axes that an operation names, counted from 0; all of them where it names none."""
+    rank = node.args[0].meta["val"].dim()
+    named: Any = node.args[position] if len(node.args) > position else node.kwargs.get("dim")
+    if named is None or named == ():
+        return tuple(range(rank))
+    return tuple(axis % rank for axis in ([named] if isinstance(named, int) else named))

@@ -1,0 +1,116 @@
+"""A captured program before it becomes a graph: values with dims, and operations that read and make them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from autoshard.trace.dims import Collision, Dim, Position, apart, fresh, leaves, unify
+
+Sort = Literal["product", "rows", "local"]
+Origin = Literal["parameter", "input", "carried", "made"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """The place of a tensor among the arguments of a torch function."""
+
+    number: int
+
+
+@dataclass(eq=False, kw_only=True)
+class Traced:
+    """One tensor of the program, stored along all of its dims in their order."""
+
+    number: int
+    name: str
+    positions: tuple[Position, ...]
+    origin: Origin
+    is_index: bool = False
+
+    @property
+    def dims(self) -> Position:
+        """Its dims, outermost first."""
+        return leaves(one for position in self.positions for one in position)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Read:
+    """How an operation reads a tensor: by positions, with other dims in the place of some of the tensor's own."""
+
+    value: Traced
+    positions: tuple[Position, ...]
+    renamed: Mapping[Dim, Dim] = field(default_factory=dict[Dim, Dim])
+
+    @property
+    def dims(self) -> Position:
+        """The dims of the tensor in its own order, as this reader calls them."""
+        names = {leaves((old,))[0]: leaves((new,))[0] for old, new in self.renamed.items()}
+        return tuple(names.get(one, one) for one in self.value.dims)
+
+
+@dataclass(eq=False, kw_only=True)
+class TracedStep:
+    """One operation: a torch function on tensors, laid out by positions, and what may be cut in it.
+
+    A dim that is not ``whole`` may be cut: each part of the result needs that part of the inputs only.
+    """
+
+    name: str
+    sort: Sort
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]  # with a TensorPlace for each tensor
+    keywords: Mapping[str, Any]
+    reads: tuple[Read, ...]
+    makes: Traced
+    whole: frozenset[Dim] = frozenset()
+    line: str = ""  # of the user's code
+    matrix_dims: Position = ()  # a multiplication and an addition for each of their combinations
+
+    def whole_leaves(self) -> frozenset[Dim]:
+        """Return the dims that must not be cut."""
+        return frozenset(leaves(self.whole))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedProgram:
+    """The forward pass of a module."""
+
+    values: tuple[Traced, ...]
+    steps: tuple[TracedStep, ...]
+    result: Read
+    kept_whole: tuple[str, ...]  # what could not be cut, with the line of the user's code
+
+
+@dataclass(frozen=True)
+class View:
+    """How a node of the captured graph lays out a value."""
+
+    value: Traced
+    positions: tuple[Position, ...]
+
+
+@dataclass
+class Reading:
+    """A view that an operation is about to read, while its dims are made to agree with those of others."""
+
+    view: View
+    positions: list[Position]
+    renamed: dict[Dim, Dim] = field(default_factory=dict[Dim, Dim])
+
+    def agree(self, axis: int, other: Position) -> None:
+        """Make a position the same as another; read it under new names where some tensor would have a dim twice."""
+        try:
+            unify(self.positions[axis], other)
+        except Collision:
+            self.rename(axis)
+            unify(self.positions[axis], other)
+
+    def rename(self, axis: int) -> None:
+        """Read a position under names of its own."""
+        new: list[Dim] = []
+        for old in leaves(self.positions[axis]):
+            (one,) = fresh(old.size, old.hint)
+            apart(one, old)
+            self.renamed[old] = one
+            new.append(one)
+        self.positions[axis] = tuple(new)

@@ -1,0 +1,162 @@
+"""Torch functions as one operation of the graph: what a rank does on its parts, and the gradient by torch itself."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, OpKind, Output, Tensor
+from autoshard.spec.workload import Dtype
+from autoshard.trace.program import TensorPlace
+
+Positions = tuple[Dims, ...]  # of a tensor as torch sees it: each a product of dims
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Local:
+    """One torch function: how it reads what came before (by number: inputs first, then results), and what it gives."""
+
+    name: str
+    function: Any
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    reads: tuple[tuple[int, Dims, Positions], ...]  # number, dims in memory, positions
+    gives: Positions
+    matrix_dims: Dims = ()
+
+    def run(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> torch.Tensor:
+        """Call the function; the result is laid out along its dims."""
+        read = [_along(tensors[number], dims, positions, sizes) for number, dims, positions in self.reads]
+        keywords = {key: _filled(one, read) for key, one in self.keywords.items()}
+        if getattr(self.function, "__name__", "") == "expand":
+            keywords["shape"] = _lengths(self.gives, sizes)
+        found = self.function(*(_filled(one, read) for one in self.arguments), **keywords)
+        return found.reshape([sizes[dim] for position in self.gives for dim in position])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Region(Differentiable):
+    """Torch functions that depend on each other; the last one's result is that of the region.
+
+    A dim that is not ``whole`` may be cut: no function joins numbers along it. An input that lacks a cut dim is used by
+    all parts, so that parts of its gradient wait to be summed.
+    """
+
+    name: str
+    locals: tuple[Local, ...]
+    dims: Dims  # of the result
+    dtype: Dtype
+    whole: Dims
+
+    @property
+    def label(self) -> str:
+        return self.name
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        return (Output(dims=self.dims, dtype=self.dtype),)
+
+    def whole_dims(self) -> Dims:
+        return self.whole
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        return (self.run([torch.from_numpy(np.asarray(array, order="C")) for array in arrays], call.sizes).numpy(),)
+
+    def run(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> torch.Tensor:
+        """Run all functions on parts of these sizes."""
+        found = list(tensors)
+        for one in self.locals:
+            found.append(one.run(found, sizes))
+        return found[-1]
+
+    def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
+        """Let torch differentiate the functions on each rank's parts."""
+        kind = RegionGradient(region=self, needed=tuple(needed))
+        reads = ("d0", *(f"in{number}" for number in range(len(inputs))))
+        return (GradientStep(kind=kind, reads=reads, gives=tuple(needed)),)
+
+    def matrix_flops(self, call: Call) -> int:
+        return sum(2 * call.elements(one.matrix_dims) for one in self.locals if one.matrix_dims)
+
+    def vector_flops(self, call: Call) -> int:
+        """Count an operation for each element of every result."""
+        return sum(call.elements([dim for position in one.gives for dim in position]) for one in self.locals)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RegionGradient(OpKind):
+    """The gradients of a region's inputs, from that of its result."""
+
+    region: Region
+    needed: tuple[int, ...]
+
+    @property
+    def label(self) -> str:
+        return f"{self.region.name}_gradient"
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        given = inputs[1:]
+        return tuple(
+            Output(dims=given[number].dims, dtype=given[number].dtype, suffix=f"in{number}" if place else "")
+            for place, number in enumerate(self.needed)
+        )
+
+    def whole_dims(self) -> Dims:
+        return self.region.whole
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        upstream, *given = [torch.from_numpy(np.asarray(array, order="C")) for array in arrays]
+        wanted = [given[number].detach().requires_grad_() for number in self.needed]
+        for number, one in zip(self.needed, wanted, strict=True):
+            given[number] = one
+        with torch.enable_grad():
+            result = self.region.run(given, call.sizes)
+        gradients = torch.autograd.grad(result, wanted, upstream, allow_unused=True)
+        pairs = zip(gradients, wanted, strict=True)
+        return tuple((torch.zeros_like(one) if found is None else found).numpy() for found, one in pairs)
+
+    def matrix_flops(self, call: Call) -> int:
+        """Count each product of the forward pass twice."""
+        return 2 * sum(2 * call.elements(one.matrix_dims) for one in self.region.locals if one.matrix_dims)
+
+    def vector_flops(self, call: Call) -> int:
+        """Count two operations for each element of every result."""
+        return 2 * sum(call.elements([dim for part in one.gives for dim in part]) for one in self.region.locals)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alias(Differentiable):
+    """A tensor under another name, for a reader that calls its dims otherwise. Nothing is moved."""
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        return arrays
+
+    def vector_flops(self, call: Call) -> int:
+        return 0
+
+    def traffic_bytes(self, call: Call) -> int:
+        return 0
+
+    def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
+        """Hand the gradient on."""
+        return (GradientStep(kind=Alias(), reads=("d0",), gives=(0,)),)
+
+
+def _lengths(positions: Positions, sizes: Mapping[str, int]) -> list[int]:
+    return [int(np.prod([sizes[dim] for dim in position], dtype=np.int64)) for position in positions]
+
+
+def _along(tensor: torch.Tensor, dims: Dims, positions: Positions, sizes: Mapping[str, int]) -> torch.Tensor:
+    """Lay a tensor that lies along ``dims`` out by positions."""
+    order = [dims.index(dim) for position in positions for dim in position]
+    return tensor.permute(order).reshape(_lengths(positions, sizes))
+
+
+def _filled(argument: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Put tensors into their slots."""
+    if isinstance(argument, TensorPlace):
+        return tensors[argument.number]
+    if isinstance(argument, tuple):
+        return [_filled(one, tensors) for one in argument]
+    return argument

@@ -1,0 +1,199 @@
+"""Traced modules: on virtual ranks they give the module's own result and every gradient, however they are cut."""
+
+import functools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from autoshard.blocks.choices import op_cuts
+from autoshard.errors import InputError
+from autoshard.layout.legal import cut_operations
+from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.mesh import Mesh
+from autoshard.spec.workload import Precision
+from autoshard.trace.blocks import TracedBlock, traced_block
+from autoshard.trace.capture import Captured, capture
+from autoshard.trace.dims import Collision, NotAligned, apart, fresh, leaves, note, size_of, unify
+from autoshard.trace.proof import ModuleRun
+from autoshard.trace.shard import shard_module
+from tests.trace.modules import MODULES, made
+
+_SINGLE = ("Llama layer", "Qwen3 layer", "Gemma 2 layer", "Phi-3 layer")  # their norms and rotations are in FP32
+_CUTS = 6  # random ones of each module
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@functools.cache
+def traced(name: str) -> tuple[Captured, TracedBlock, ModuleRun]:
+    module, inputs = made(name)
+    captured = capture(module, inputs)
+    block = traced_block(captured.program, Precision.named("fp32"))
+    return captured, block, ModuleRun(module, inputs, captured, block)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_any_legal_cut_gives_the_result_and_every_gradient(name: str):
+    _, block, run = traced(name)
+    mesh, chosen = Mesh.virtual(edp=2, kv=2), random.Random(0)
+    bar = 1e-6 if name in _SINGLE else 1e-12
+    for trial in range(_CUTS):
+        cuts = {
+            op.name: dict(chosen.choice(op_cuts(block.block, op, ("edp", "kv")))) for op in cut_operations(block.block)
+        }
+        boundary = (
+            {} if block.block.carry_in is None or trial % 2 else {block.dims[block.block.carry_in][0][0]: ("edp",)}
+        )
+        compared = run.compare(cuts, mesh, lambda change: 1.0, boundary)
+        assert {one.name for one in compared} >= {f"{tensor.name}.sum" for tensor in block.block.parameters}
+        assert max(one.error for one in compared) < bar, [one for one in compared if one.error >= bar]
+
+
+def test_the_table_of_modules_in_the_docs_is_what_the_tests_see(request: pytest.FixtureRequest):
+    rows = ["| module | operations | dims | kept whole |", "| --- | ---: | ---: | ---: |"]
+    for name in MODULES:
+        captured, block, _ = traced(name)
+        count, dims = (
+            len(cut_operations(block.block)),
+            len({dim for tensor in block.block.tensors.values() for dim in tensor.dims}),
+        )
+        rows.append(f"| {name} | {count} | {dims} | {len(captured.program.kept_whole)} |")
+    page = Path(__file__).parents[2] / "docs" / "any-module.md"
+    before, _, rest = page.read_text(encoding="utf-8").partition("<!-- modules -->")
+    after = rest.partition("<!-- /modules -->")[2]
+    made_now = f"{before}<!-- modules -->\n" + "\n".join(rows) + f"\n<!-- /modules -->{after}"
+    if request.config.getoption("--update-golden"):
+        page.write_text(made_now, encoding="utf-8")
+    assert page.read_text(encoding="utf-8") == made_now, "type pytest --update-golden tests/trace"
+
+
+@pytest.mark.parametrize("name", ["Llama layer", "MLP-Mixer", "language model with loss", "BERT layer with padding"])
+def test_the_cheapest_layouts_are_proven_as_well(name: str):
+    module, inputs = made(name)
+    found = shard_module(module, inputs, load_cluster("local", ranks=4), "dp=2,tp=2", precision="fp32")
+    assert found.solution.gap == 0.0 and not found.kept_whole
+    assert max(one.error for one in found.prove(module, inputs)) < 1e-6
+
+
+def test_a_fault_in_what_may_be_cut_is_found():
+    module, inputs = made("scan along the sequence")
+    captured = capture(module, inputs)
+    block = traced_block(captured.program, Precision.named("fp32"))
+    run = ModuleRun(module, inputs, captured, block)
+    region = next(op for op in block.block.select("micro_batch", "F") if op.kind.whole_dims())
+    seq = block.dims["x"][1][0]
+    assert seq in region.kind.whole_dims()
+    cuts: dict[str, Any] = {op.name: {} for op in cut_operations(block.block)}
+    assert max(one.error for one in run.compare(cuts, Mesh.virtual(kv=2), lambda change: 1.0, {})) < 1e-12
+    cuts[region.name] = {seq: ("kv",)}  # which the region says it needs whole
+    assert max(one.error for one in run.compare(cuts, Mesh.virtual(kv=2), lambda change: 1.0, {})) > 1e-3
+
+
+def test_heads_groups_and_head_dims_are_found_in_plain_products():
+    module, inputs = made("Llama layer")
+    hints = {"x": ("batch", "seq", "hidden")}
+    found = shard_module(module, inputs, load_cluster("local", ranks=1), "tp=1", hints=hints)
+    size = found.traced.sizes
+    q, k, v, o = (found.dims[f"layer.self_attn.{one}_proj.weight"] for one in "qkvo")
+    assert [size[dim] for dim in q[0].split(".")] == [2, 3, 8] and q[1] == "hidden"
+    assert k[0].split(".") == [q[0].split(".")[0], q[0].split(".")[2]]  # keys have the heads of values, not the groups
+    assert v[0].split(".")[0] == k[0].split(".")[0] and size[v[0].split(".")[1]] == 8
+    assert o[0] == "hidden" and o[1].split(".")[:2] == q[0].split(".")[:2]
+    assert found.dims["layer.mlp.gate_proj.weight"] == found.dims["layer.mlp.up_proj.weight"]
+
+
+def test_megatron_and_its_two_sums_come_out_of_plain_code():
+    module, inputs = made("Llama layer")
+    with torch.device("meta"):
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+        from tests.trace.modules import Rotated, with_attention
+
+        sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+        config = with_attention(LlamaConfig, "sdpa", **sizes, num_hidden_layers=1)
+        large = Rotated(LlamaDecoderLayer(config, 0), LlamaRotaryEmbedding(config))
+        given = torch.empty(8, 8192, 4096), torch.arange(8192)[None]
+    found = shard_module(large, given, load_cluster("h100-80", 8), "dp=8,tp=8", hints={"x": ("batch", "seq", "hidden")})
+    table = found.sharding.table
+    weights = [found.dims[f"layer.self_attn.{one}_proj.weight"][0].split(".")[0] for one in "qkv"]
+    assert all(f"{weights[0]}/tp" in table[f"layer_self_attn_{one}_proj"] for one in "qkv")
+    assert "/tp, hidden]" in table["layer_mlp_up_proj"] and table["layer_mlp_down_proj"].endswith("+tp")
+    sums = [line for line in table.values() if "F all_reduce /tp" in line]
+    assert len(sums) == 2 and all("batch/dp" in line for line in table.values() if "[batch" in line)
+    assert "save" in str(found) and module is not None and inputs
+
+
+@pytest.mark.parametrize(
+    ("module", "complaint"),
+    [
+        (torch.nn.Dropout(0.5), "draws random numbers"),
+        (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.1)), "draws random numbers"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused_by_name(module: torch.nn.Module, complaint: str):
+    with pytest.raises(InputError, match=complaint):
+        capture(module.train(), (torch.randn(2, 4),))
+
+
+class Unknown(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.matrix_exp(self.linear(x))
+
+
+def test_what_nobody_knows_is_kept_whole_and_said_with_its_line():
+    torch.manual_seed(0)
+    module, inputs = Unknown().double(), (torch.randn(2, 6, 6, dtype=torch.float64),)
+    captured = capture(module, inputs)
+    (line,) = captured.program.kept_whole
+    assert "matrix_exp" in line and "torch.linalg.matrix_exp(self.linear(x))" in line
+    block = traced_block(captured.program, Precision.named("fp32"))
+    run, chosen = ModuleRun(module, inputs, captured, block), random.Random(1)
+    for _ in range(3):
+        cuts = {op.name: dict(chosen.choice(op_cuts(block.block, op, ("kv",)))) for op in cut_operations(block.block)}
+        assert max(one.error for one in run.compare(cuts, Mesh.virtual(kv=2), lambda change: 1.0, {})) < 1e-12
+
+
+SIZES = st.lists(st.sampled_from([2, 3, 4, 5]), min_size=1, max_size=5)
+
+
+@given(SIZES, st.data())
+def test_products_that_are_made_equal_have_the_same_dims(sizes: list[int], data: st.DataObject):
+    """Group the same factors in two ways: afterwards both are products of the same dims, in the same order."""
+
+    def grouped() -> list[Any]:
+        found, left = [], list(sizes)
+        while left:
+            count = data.draw(st.integers(1, len(left)))
+            total = 1
+            for size in left[:count]:
+                total *= size
+            found.append(fresh(total))
+            left = left[count:]
+        return found
+
+    one, other = grouped(), grouped()
+    first, second = (tuple(dim for position in positions for dim in position) for positions in (one, other))
+    before = [size_of(position) for position in (*one, *other)]
+    unify(first, second)
+    assert leaves(first) == leaves(second)
+    assert [size_of(position) for position in (*one, *other)] == before
+
+
+def test_dims_that_a_tensor_has_both_or_that_were_set_apart_never_become_one():
+    one, other, third = fresh(4), fresh(4), fresh(4)
+    note(0, [one, other])
+    with pytest.raises(Collision):
+        unify(one, other)
+    apart(one[0], third[0])
+    with pytest.raises(Collision):
+        unify(third, one)
+    with pytest.raises(NotAligned):
+        unify((*fresh(2), *fresh(3)), (*fresh(3), *fresh(2)))
