@@ -18,7 +18,7 @@ from rich.table import Column, Table
 
 from autoshard import __version__
 from autoshard.commands.output import write_text
-from autoshard.errors import AutoshardError, InputError, nearest, require
+from autoshard.errors import AutoshardError, InputError, nearest
 from benchmarks import BENCHMARKS
 from benchmarks.history import (
     HISTORY,
@@ -30,7 +30,7 @@ from benchmarks.history import (
     occasion,
     read_history,
 )
-from benchmarks.history_page import history_page
+from benchmarks.history_page import history_page, results_page
 from benchmarks.result import Result
 
 _USES = {"rows": "measured rows", "count": "a number of questions", "write": "tables on pages"}
@@ -43,7 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.name == "history":
             return _show_history(as_json=options.json, html=options.html)
-        require((options.html is None, "--html", "draws the history: python -m benchmarks history --html FILE"))
         given = {name: getattr(options, name) for name in _USES if getattr(options, name)}
         runs = _selected(options.name, given)
         results, notes = list[Result](), list[str]()
@@ -57,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AutoshardError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    if options.html:
+        write_text(results_page(results), options.html, "--html")
     if not options.json:
         Console().print(_table(results))
     for note in notes:
@@ -70,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object per benchmark and line")
     parser.add_argument("--wandb", action="store_true", help="log every result to Weights & Biases as well")
     parser.add_argument("--record", action="store_true", help="append every result to benchmarks/history.jsonl")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the history as a page")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the results, or the history, as a page")
     parser.add_argument("--rows", type=Path, metavar="FOLDER", help="more measured rows, for accuracy")
     parser.add_argument("--count", type=int, metavar="N", help="how many questions, for certificate")
     parser.add_argument("--write", action="store_true", help="write the tables that it has on pages")

@@ -6,6 +6,7 @@ from autoshard.report.page.charts import Axis, Dot, Line, line_chart
 from autoshard.report.page.document import document
 from autoshard.report.page.elements import Content, Markup, Node, section, table, tag
 from benchmarks.history import Drift, PastResult, history_json
+from benchmarks.result import Result
 
 
 def history_page(drifts: Sequence[Drift]) -> str:
@@ -22,6 +23,39 @@ def history_page(drifts: Sequence[Drift]) -> str:
     about = f"{len(drifts)} benchmarks, of which {num_drifts} drift. A time is compared in yardsticks, a fixed loop."
     head = tag("h1", "Benchmarks over time", tag("small", about))
     return document("autoshard benchmarks over time", sections, head=head)
+
+
+def results_page(results: Sequence[Result]) -> str:
+    """Return the results of benchmarks as a page; numbers named ``CHART.LINE.X`` are drawn as lines."""
+    data = Node([one.row() for one in results])
+    sections = [(one.name, one.name, _result(one, node)) for one, node in zip(results, data, strict=True)]
+    return document("autoshard benchmarks", sections, head=tag("h1", "Benchmarks"))
+
+
+def _result(one: Result, node: Node) -> Markup:
+    lines: dict[str, dict[str, list[Dot]]] = {}
+    others: list[tuple[Content, ...]] = []
+    for key, value in node.entries():
+        chart, _, rest = key.rpartition(".")[0].rpartition(".")
+        x = key.rpartition(".")[2]
+        if chart and x.isdecimal():
+            dot = Dot(x=int(x), y=float(value.value), tip=f"{rest}, {x}: {value.value:.4g}")
+            lines.setdefault(chart, {}).setdefault(rest, []).append(dot)
+        else:
+            is_number = isinstance(value.value, int | float) and not isinstance(value.value, bool)
+            others.append((key, value.figure("{:.6g}".format) if is_number else str(value.value)))
+    y = Axis(name="", text=lambda number: f"{number:.3g}", from_zero=True)
+    charts = [
+        line_chart(
+            f"{one.name}, {chart}",
+            [Line(name=name, points=sorted(dots, key=lambda dot: dot.x)) for name, dots in found.items()],
+            Axis(name="", text="{:g}".format, whole=True),
+            y,
+        )
+        for chart, found in lines.items()
+    ]
+    about = None if one.bar is None else f"bar {one.bar:.4g} {one.unit}: {'holds' if one.holds else 'is missed'}"
+    return section(one.name, one.name, tag("div", charts, class_="charts"), table(("", ">value"), others), about=about)
 
 
 def _machine(name: str, machine: str, found: Sequence[tuple[Drift, Node]]) -> Markup:

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.history import Occasion, PastResult, append, drifts_of, occasion, read_history
+from benchmarks.history_page import results_page
 from benchmarks.result import Result
 from tests.report.page.pages import read
 
@@ -88,7 +89,7 @@ def test_the_command_records_and_shows(
     assert main(["history", "--json"]) == 0
     (shown,) = json.loads(capsys.readouterr().out)
     assert shown["values"] == [0.5] * 4 and shown["change"] == 0.0 and shown["drift"] == ""
-    assert main(["idle", "--html", "x"]) == main(["history", "--html", str(tmp_path)]) == 2
+    assert main(["history", "--html", str(tmp_path)]) == 2
     assert main(["history", "--html", str(tmp_path / "history.html")]) == 0
     page = read((tmp_path / "history.html").read_text())
     values = {figure.attributes["data-path"]: float(figure.attributes["value"]) for figure in page.every("data")}
@@ -101,3 +102,18 @@ def test_the_command_records_and_shows(
 
 def idle() -> Result:
     return Result(name="idle", value=0.5, unit="x import numpy", bar=1.0, holds=True, extras={"yardstick_s": 0.1})
+
+
+def test_curves_of_a_result_are_drawn_and_its_other_numbers_listed() -> None:
+    curves = {
+        f"a100-80.{name}.{size}": error for name, error in (("advice", 0.05), ("grid", 0.07)) for size in (4, 18, 9)
+    }
+    extras = {**curves, "a100-80.rows": 72, "cpu_s": 1.5}
+    page = read(results_page([Result(name="advice", value=0.25, unit="part", bar=0.25, holds=True, extras=extras)]))
+    (chart,) = [one for one in page.every("figure") if one.attributes["class"] == "chart"]
+    tips = [dot.attributes["data-tip"] for dot in chart.every("circle")]
+    assert tips == [
+        f"{name}, {size}: {error}" for name, error in (("advice", 0.05), ("grid", 0.07)) for size in (4, 9, 18)
+    ]
+    paths = {figure.attributes["data-path"] for figure in page.every("data")}
+    assert paths == {"0.value", "0.bar", "0.a100-80.rows", "0.cpu_s"} and "bar 0.25 part: holds" in page.whole_text
