@@ -192,4 +192,4 @@ def nearest(name: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     if close:
         return f"Did you mean {' or '.join(close)}?"
-    return f"Known: {', '.join(sorted(known))}."
+    return f"Known: {', '.join(sorted(known)) or 'none'}."
