@@ -115,8 +115,9 @@ def table(
     if total:
         lines[-1] = Markup(lines[-1].text.replace("<tr>", '<tr class="total">', 1))
     body = tag(
-        "table", tag("caption", caption) if caption else None, tag("thead", tag("tr", head)), tag("tbody", lines)
-    )
+        "table", tag("caption", caption) if caption else None, tag("thead", tag("tr", head)), tag("tbody", lines),
+        class_=class_ or None,
+    )  # fmt: skip
     return tag("div", body, class_="scroll", tabindex=0, role="region", aria_label=caption or "table")
 
 

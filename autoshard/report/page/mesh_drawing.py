@@ -25,8 +25,8 @@ def mesh_section(name: str, plan: Plan, data: Node) -> Markup:
         )
         for axis in data["axes"]
     ]
-    columns = ("axis", ">ranks in a group", "spread", "slowest link crossed", ">its rate", ">a rank sends in a step",
-               "group of rank 0")  # fmt: skip
+    columns = ("axis", ">ranks in a group", "spread", "slowest link crossed", ">its rate",
+               ">busiest rank sends in a step", "group of rank 0")  # fmt: skip
     about = "Ranks that share a group exchange data. Point at a rank to see its group on the axis that is chosen."
     axes = table(columns, rows, "Axes of the mesh") if rows else tag("p", "One rank: nothing is sent.")
     return section(name, "Mesh", axes, _nodes(plan), about=about)

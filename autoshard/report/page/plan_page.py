@@ -203,7 +203,7 @@ def _memory(shown: ShownPlan, own: Node) -> Markup:
         "Memory and work of the pipeline ranks",
         memory_charts(plan, shown.trace, end_s),
         legend(keys),
-        table(columns, rows, "Pipeline ranks: seconds of a step, and GiB by part"),
+        table(columns, rows, "Pipeline ranks: seconds of a step, and GiB by part", class_="many"),
         about=f"Headroom: {headroom_words(plan)}.",
     )
 
@@ -223,8 +223,9 @@ def _blocks(own: Node) -> Markup:
         found[largest] = Markup(found[largest].text.replace("<details>", "<details open>", 1))
     rules = [tag("p", tag("b", name), ": ", remedy.value) for name, remedy in own["rules"].entries()]
     about = (
-        "Seconds of one micro-batch on one rank: F forward, I gradients of inputs, W gradients of weights. Second "
-        "best: another way to cut the operation, all others solved again, and how much longer the block then takes."
+        "Seconds of one micro-batch on one rank: F forward, I gradients of inputs, W gradients of weights. What has no "
+        "seconds runs in the kernel of an operation above it, or only sends. Second best: another way to cut the "
+        "operation, all others solved again, and how much longer the block then takes."
     )
     return section("blocks", "Operations and what they send", found, rules, about=about)
 

@@ -58,10 +58,10 @@ def run_section(name: str, plan: Plan, run: Node) -> Markup:
     band, words = (prediction.low_s, prediction.high_s), "interval of the prediction"
     charts = [
         line_chart("Step time", [Line(name="measured", points=times), Line(name="predicted", points=predicted)],
-                   number, Axis(name="a step", text=format_seconds), band=band, band_name=words),
+                   number, Axis(name="", text=format_seconds), band=band, band_name=words),
         line_chart("Loss", [Line(name="loss", points=[_point(step, "loss", "{:.4f}".format) for step in drawn
                                                       if step["loss"].value is not None])],
-                   number, Axis(name="loss", text=lambda value: f"{value:.3g}")),
+                   number, Axis(name="", text=lambda value: f"{value:.3g}")),
     ]  # fmt: skip
     return section(
         name, "Predicted and measured", tag("div", charts, class_="charts"), _comparison(run), _bytes(run),

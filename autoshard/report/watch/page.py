@@ -14,7 +14,7 @@ from autoshard.report.words import counted
 from autoshard.units import format_bytes, format_count, format_seconds
 
 _STEP = Axis(name="step", text="{:g}".format, whole=True)
-_LOSS = Axis(name="loss", text=lambda value: f"{value:.3g}")
+_LOSS = Axis(name="", text=lambda value: f"{value:.3g}")
 _TIME = Axis(name="", text=format_seconds)
 
 
