@@ -125,9 +125,7 @@ def plan(
         (choose is None or not (pareto or at), "--choose", "is for the answers of one search; leave it out"),
         (choose is None or choose in NAMES or choose in numbers, f"--choose {choose}", names),
         *place_checks(out),
-        (not open or (out.suffix != ".html" and (out.is_file() or not out.exists())), f"--out {out}",
-         "leaves no place beside it for the page of --open. Name a .json file"),
-    )  # fmt: skip
+    )
     to = _Target(out=out, force=force, open=open, json=json, total_tokens=token_total(tokens) if tokens else None)
     if pareto:
         return _frontier(options.requests(question, nodes), options, to)
@@ -166,6 +164,12 @@ class _Target:
     open: bool
     json: bool
     total_tokens: float | None
+
+    def __post_init__(self) -> None:
+        """Keep the page off the plan file, and away from devices."""
+        beside = self.out.suffix != ".html" and (self.out.is_file() or not self.out.exists())
+        where = "leaves no place beside it for the page of --open. Name a .json file"
+        require((beside or not self.open, f"--out {self.out}", where))
 
     @property
     def next_step(self) -> str:

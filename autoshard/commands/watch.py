@@ -71,7 +71,9 @@ def _follow(look: Callable[[], RunProgress], now: RunProgress, every: float, *, 
 
 
 def _write_whole(text: str, out: Path) -> None:
-    """Write a file that others read meanwhile: they see the one before or this one."""
-    aside = out.with_name(f"{out.name}.part")
+    """Write a file that others read meanwhile: they see the one before or this one. A device or a link stays one."""
+    out = out.resolve()
+    aside = out.with_name(f"{out.name}.part") if out.is_file() or not out.exists() else out
     write_text(text, aside, "--html")
-    aside.replace(out)
+    if aside != out:
+        aside.replace(out)

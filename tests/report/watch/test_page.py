@@ -1,6 +1,7 @@
 """The page of a watched run: its figures, and that it loads itself again in a browser."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,14 @@ def test_a_run_that_has_not_begun_is_a_page_too(tmp_path: Path, capsys: pytest.C
     assert "not begun" in out.read_text() and "not begun" in capsys.readouterr().out
     assert [one.name for one in tmp_path.iterdir() if one.is_file()] == ["run.html"]
     assert main(["watch", str(folder), "--once", "--html", str(tmp_path / "no" / "x.html")]) == 2
+    link, pipe = tmp_path / "link.html", tmp_path / "pipe"  # /dev/null is no file either, and must stay what it is
+    link.symlink_to(out)
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for other in (link, pipe):
+        assert main(["watch", str(folder), "--once", "--html", str(other)]) == 0
+    assert os.read(reading, 15) == b"<!doctype html>" and pipe.is_fifo() and link.is_symlink()
+    os.close(reading)
 
 
 @pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed")
