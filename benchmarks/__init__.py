@@ -27,5 +27,6 @@ BENCHMARKS: Mapping[str, str] = {
     "loader_wait": "benchmarks.loading:loader_wait",
     "tokenize_speed": "benchmarks.tokenize_speed:run",
     "report_page": "benchmarks.report_page:run",
+    "shard_module": "benchmarks.shard_module:run",
     "sweep_overhead": "benchmarks.sweep_overhead:run",
 }

@@ -17,7 +17,6 @@ from autoshard.cost.collective import Number, Ring, mesh_ring
 from autoshard.cost.compute import Rates
 from autoshard.errors import require
 from autoshard.layout.layout import Collective, Cuts
-from autoshard.plan.candidate import parse_pins
 from autoshard.plan.lowering import ATOMS
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import load_cluster
@@ -93,9 +92,7 @@ def shard_module(  # noqa: PLR0913
     sizes of axes (dp=2,tp=4), ``hints`` names of dims of inputs: {"x": ("batch", "seq", "hidden")}.
     """
     the_cluster = cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster))
-    keys = parse_pins(mesh)
-    require(*((key in _AXES, f"mesh.{key}", f"is no axis. Known: {', '.join(_AXES)}") for key in keys))
-    sizes = {key: int(str(size)) for key, size in keys.items()}
+    sizes = _sizes(mesh)
     others = math.prod(size for key, size in sizes.items() if key in ("pp", "cp", "tp"))
     laid = Mesh.laid_on(the_cluster, {"dp": the_cluster.num_ranks // others, **sizes})
     numbers = Precision.named(precision)
@@ -105,6 +102,20 @@ def shard_module(  # noqa: PLR0913
     return ModuleSharding(
         captured=captured, traced=traced, mesh=laid, problem=problem, solution=solve(problem)
     )  # fmt: skip
+
+
+def _sizes(mesh: str) -> dict[str, int]:
+    """Read the sizes of axes.
+
+    >>> _sizes("dp=2,tp=8,rep=2")
+    {'dp': 2, 'tp': 8, 'rep': 2}
+    """
+    pairs = [part.strip().partition("=") for part in mesh.split(",") if part.strip()]
+    require(
+        *((key in _AXES, f"mesh.{key}", f"is no axis. Known: {', '.join(_AXES)}") for key, _, _ in pairs),
+        *((size.isdecimal(), f"mesh.{key}", f"must be a whole number, not {size!r}") for key, _, size in pairs),
+    )
+    return {key: int(size) for key, _, size in pairs}
 
 
 def _problem(
@@ -122,7 +133,6 @@ def _problem(
 
     masters = DTYPE_BYTES[precision.masters] if precision.masters else 0
     states = DTYPE_BYTES[precision.weights] + DTYPE_BYTES[precision.gradients] + masters
-    limited = memory_bytes < math.inf
     return OperatorProblem(
         block=traced.block,
         sizes=traced.sizes,
@@ -131,8 +141,8 @@ def _problem(
         rates=_rates(cluster, calibration, precision),
         seconds=seconds,
         memory_limit_bytes=memory_bytes,
-        state_bytes_per_weight=states + _MOMENTS * DTYPE_BYTES[precision.moments] if limited else 0.0,
-        cuts_rest=limited,
+        state_bytes_per_weight=states + _MOMENTS * DTYPE_BYTES[precision.moments],
+        cuts_rest=True,
     )
 
 

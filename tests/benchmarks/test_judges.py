@@ -23,6 +23,7 @@ from benchmarks import (
     plan_speed,
     report_page,
     runtime_vs_plain,
+    shard_module,
     simulate_pipeline,
     solve_block,
     sweep_overhead,
@@ -51,6 +52,19 @@ def test_a_page_is_judged_by_the_slower_plan_and_by_the_size_of_the_first() -> N
     assert result.holds and result.value == 0.8 and result.extras["70b_16_s"] == 0.6
     assert not report_page.judge(rounds[2:], {"70b_16": 200_000, "405b_512": 1}, 0.1).holds
     assert not report_page.judge(rounds, {"70b_16": 300_001, "405b_512": 1}, 0.1).holds
+
+
+def test_a_traced_layer_is_judged_by_the_case_nearest_to_its_bar_and_by_its_proof() -> None:
+    one = shard_module.SolvedCase(cpu_s=1.0, gap=0.0, fits=True)
+
+    def judged(grown: int = 2**20, **worse: Any) -> Any:
+        cases = {**dict.fromkeys(shard_module.CASES, one), "bert_large_8x8": replace(one, **worse)}
+        return shard_module.judge(cases, (2**28, grown + 2**28), 0.1)
+
+    assert judged().holds and judged().value == 0.5 and judged(cpu_s=1.5).extras["worst"] == "bert_large_8x8"
+    assert not any(
+        judged(**worse).holds for worse in ({"cpu_s": 2.1}, {"gap": 0.01}, {"fits": False}, {"grown": 2**29})
+    )
 
 
 def test_a_checkpoint_is_judged_both_ways_by_its_waiting_and_by_its_memory() -> None:
