@@ -137,7 +137,13 @@ def test_the_theme_switches_and_follows_the_system(dense: Tab):
 def test_a_page_is_printed_whole_without_its_buttons(dense: Tab):
     pdf = dense.printed()
     assert pdf.startswith(b"%PDF") and len(pdf) > 50_000
+    colour = "getComputedStyle(document.body).backgroundColor"
+    light = dense.value(colour)
+    dense.value("document.documentElement.className = 'dark'")
     dense.ask("Emulation.setEmulatedMedia", media="print")
+    assert dense.value(colour) == light, "paper is white"
+    dense.resize(718)  # A4 between its margins
+    assert dense.value("document.documentElement.scrollWidth") <= 718, "paper does not scroll"
     assert dense.value("getComputedStyle(document.querySelector('header')).display") == "none"
     assert dense.value("getComputedStyle(document.querySelector('.zoom')).display") == "none"
     dense.ask("Emulation.setEmulatedMedia", media="")
