@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.measure import yardstick_s
 from benchmarks.result import Result
@@ -117,8 +117,8 @@ def _layers() -> Mapping[str, Callable[[], tuple[Any, Sequence[Any]]]]:
 
         def forward(self, x: Any, positions: Any = None) -> Any:
             more = {"position_embeddings": self.rotary(x, positions)} if self.rotary else {}
-            found = self.layer(x, **more)
-            return found[0] if isinstance(found, tuple) else found
+            found: Any = self.layer(x, **more)
+            return cast(Any, found[0]) if isinstance(found, tuple) else found
 
     def llama() -> tuple[Any, Sequence[Any]]:
         sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}

@@ -62,9 +62,8 @@ def test_a_traced_layer_is_judged_by_the_case_nearest_to_its_bar_and_by_its_proo
         return shard_module.judge(cases, (2**28, grown + 2**28), 0.1)
 
     assert judged().holds and judged().value == 0.5 and judged(cpu_s=1.5).extras["worst"] == "bert_large_8x8"
-    assert not any(
-        judged(**worse).holds for worse in ({"cpu_s": 2.1}, {"gap": 0.01}, {"fits": False}, {"grown": 2**29})
-    )
+    faults: tuple[dict[str, Any], ...] = {"cpu_s": 2.1}, {"gap": 0.01}, {"fits": False}, {"grown": 2**29}
+    assert not any(judged(**worse).holds for worse in faults)
 
 
 def test_a_checkpoint_is_judged_both_ways_by_its_waiting_and_by_its_memory() -> None:
