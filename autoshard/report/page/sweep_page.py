@@ -50,7 +50,7 @@ def _headline(name: str, rows: Sequence[Row], shown: Sequence[Node]) -> list[Con
 
 
 def _best(one: Node, key: str, text: Callable[[Any], str]) -> Content:
-    return one[key].figure(text), tag("small", one["point"].value)
+    return one[key].figure(text), tag("small", f"predicted of {one['point'].value or 'the only point'}")
 
 
 def _scaling(rows: Sequence[Row]) -> Markup | None:
@@ -142,7 +142,7 @@ def _pareto(rows: Sequence[Row]) -> Markup | None:
     dollars = [_dot(row, 1e6 / row["tokens_per_s"], row["usd_per_billion_tokens"]) for row in priced]
     charts = [scatter("Time and memory", memory, step, peak)]
     charts += [scatter("Time and dollars", dollars, token, usd)] if len(dollars) > 1 else []
-    about = "Each dot is a point of the sweep; the line joins those that nothing betters in both directions."
+    about = "Predicted: each dot is a point of the sweep; the line joins those that nothing betters in both directions."
     return section("pareto", "Time, memory and dollars", tag("div", charts, class_="charts"), about=about)
 
 
@@ -198,7 +198,7 @@ def _points(rows: Sequence[Node], shares: Mapping[str, float]) -> Markup:
             line += [one["measured_step_time_s"].figure(format_seconds) if has else "-"]
             line += [one["measured_over_predicted"].figure(lambda ratio: f"{ratio:.2f}") if has else "-"]
         lines.append(line)
-    columns = [*(key.removeprefix("at.") for key in varied), *(["answer"] if several else []), "plan", ">step"]
+    columns = [*(key.removeprefix("at.") for key in varied), *(["answer"] if several else []), "layout", ">step"]
     columns += [">tokens/s", ">MFU", ">peak", ">per rank", *([">$ / 1e9 tokens"] if priced else [])]
     columns += [">measured", ">/ predicted"] if ran else []
     more = f"The first {_MOST_ROWS} of {len(rows)}; the file has all." if len(rows) > _MOST_ROWS else None

@@ -42,6 +42,7 @@ def test_every_figure_of_a_sweep_is_that_of_its_row():
     keys = ("step_time_s", "tokens_per_s", "mfu", "peak_bytes", "usd_per_billion_tokens")
     assert {f"rows.{number}.{key}" for number in good for key in keys} <= paths
     assert "none fits <here>" in sections(text)["failed"].whole_text
+    assert read(text).every("dl")[0].whole_text.count("predicted of") == 3  # also where points ran
     assert "1 of them ran on another machine" in sections(text)["measured"].whole_text
 
 
@@ -84,7 +85,7 @@ def test_the_table_of_points_has_only_columns_that_say_something():
 
     free = [{**one, "usd_per_billion_tokens": None} for one in ROWS]
     both = [*ROWS, row(4, 8, 2, choice=2, id="second")]
-    figures = ["plan", "step", "tokens/s", "MFU", "peak", "per rank"]
+    figures = ["layout", "step", "tokens/s", "MFU", "peak", "per rank"]
     assert columns(free)[:9] == ["nodes", "fix.tp", "fix.pp", *figures]
     assert columns(both)[:11] == ["nodes", "fix.tp", "fix.pp", "answer", *figures, "$ / 1e9 tokens"]
 
