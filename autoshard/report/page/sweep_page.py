@@ -50,7 +50,7 @@ def _headline(name: str, rows: Sequence[Row], shown: Sequence[Node]) -> list[Con
 
 
 def _best(one: Node, key: str, text: Callable[[Any], str]) -> Content:
-    return one[key].figure(text), tag("small", f"predicted of {one['point'].value or 'the only point'}")
+    return one[key].figure(text), tag("small", f"predicted of {one['point'].value}")
 
 
 def _scaling(rows: Sequence[Row]) -> Markup | None:
