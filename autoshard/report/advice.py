@@ -15,7 +15,9 @@ from autoshard.units import format_dollars, format_seconds
 STEPS = 10  # of a run: the first two are not counted, and the others vary little
 _LEGEND = (
     "Regret: how much longer the choice takes than the fastest of these plans, on average over what their step times "
-    "may be. After: once this run and those above it are measured."
+    "may be. The choice is the plan of least expected time, which need not be the simple one that plan writes. After: "
+    "once this run and those above it are measured, if these plans stay the ones to choose from; runs are chosen in "
+    "pairs where one alone tells nothing."
 )
 
 
