@@ -11,7 +11,6 @@ from autoshard.cost.predict import check_plan
 from autoshard.errors import InputError
 from autoshard.plan.codec import dump, fingerprint, load
 from autoshard.plan.diff import diff
-from autoshard.plan.explanation import Certificate
 from autoshard.plan.found import SearchRecord, SolvedLayout, search_record
 from autoshard.search.answers import PlanResult, answers_of
 from autoshard.search.planner import search
@@ -73,12 +72,14 @@ def test_a_record_that_was_edited_by_hand_is_refused_by_its_place(result: PlanRe
 
 
 @given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 500)), max_size=120))
-def test_of_many_layouts_those_are_kept_that_nothing_betters_and_the_fastest(sizes: list[tuple[int, int]]):
+def test_of_many_layouts_those_are_kept_that_nothing_betters_and_the_fastest(
+    result: PlanResult, sizes: list[tuple[int, int]]
+):
     layouts = tuple(
         SolvedLayout(candidate=f"tp={number}", step_time_s=float(time_s), peak_bytes=size)
         for number, (time_s, size) in enumerate(sizes)
     )
-    kept = SearchRecord.of_search(Certificate(), (), layouts).layouts
+    kept = SearchRecord.of_search(result.certificate, result.answers, layouts).layouts
     assert len(kept) == min(60, len(layouts)) and set(kept) <= set(layouts)
     both = [(one.step_time_s, one.peak_bytes) for one in layouts]
     best = {
