@@ -133,7 +133,8 @@ class _Writer:
         whole = {one for step in steps for one in step.whole_leaves()}
         shown = {*steps[-1].makes.dims, *(one for read in outside for one in read.dims)}
         return Region(
-            name=name, locals=found, dims=self._dims(steps[-1].makes.dims), dtype=self.b.precision.activations,
+            name=name, locals=found, dims=self._dims(steps[-1].makes.dims),
+            dtype="int64" if steps[-1].makes.is_index else self.b.precision.activations,
             whole=self._dims(sorted(whole & shown, key=lambda one: self.names[one])),
         )  # fmt: skip
 

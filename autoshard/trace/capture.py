@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 
-from autoshard.errors import InputError
-from autoshard.trace.dims import Collision, Position, fresh, leaves, note
+from autoshard.errors import InputError, require
+from autoshard.trace.dims import Collision, NotAligned, Position, fresh, leaves, note
 from autoshard.trace.nodes import Node, line_of, replaced, tensors_of
 from autoshard.trace.program import Read, Reading, Sort, TensorPlace, Traced, TracedProgram, TracedStep, View
 from autoshard.trace.rules import OVER, RULES, over
 
 _SAME = (
-    "alias", "clone", "contiguous", "detach", "dropout", "feature_dropout", "lift_fresh_copy", "to", "_to_copy",
-    "type_as",
+    "alias", "clone", "contiguous", "dropout", "feature_dropout", "lift_fresh_copy", "to", "_to_copy", "type_as",
 )  # fmt: skip
 _IGNORED = ("_assert_tensor_metadata", "sym_size", "_assert_scalar", "sym_constrain_range_for_size")
 
@@ -77,6 +76,9 @@ class ProgramReader:
         if node.op == "placeholder":
             self._placeholder(node)
         elif node.op == "output":
+            if len(node.args[0]) > 1:
+                message = "returns several tensors, or changes its buffers; one result is supported so far"
+                raise InputError.of("module", message)
             (result,) = node.args[0]
             view = self.views.get(result)
             if not isinstance(view, View):
@@ -108,6 +110,8 @@ class ProgramReader:
     def _value(self, node: Node, origin: Any, hints: Sequence[str]) -> View:
         """Make a value of a node's shape, with dims of its own."""
         tensor = node.meta["val"]
+        message = f"names {len(hints)} dims, and the input has {tensor.dim()}"
+        require((len(hints) <= tensor.dim(), f"hints.{node.name}", message))
         names = [*hints, *("" for _ in range(tensor.dim() - len(hints)))]
         is_given = origin != "parameter"
         pairs = zip(tensor.shape, names, strict=True)
@@ -147,11 +151,20 @@ class ProgramReader:
         drops = name in ("dropout", "feature_dropout") and node.args[1] and node.args[2]
         if drops or (torch.Tag.nondeterministic_seeded in target.tags and name not in _SAME and not rule):
             raise InputError.of(line_of(node), f"{name} draws random numbers; call .eval(), or leave it out")
-        if name in _SAME:
+        try:
+            self._read(name, node)
+        except (Collision, NotAligned):  # its dims cannot be told apart
+            self.whole(node)
+
+    def _read(self, name: str, node: Node) -> None:
+        """Read an operation by its rule, as a pointwise one, as one over some axes, or as one that nobody knows."""
+        floats = [one.meta["val"].is_floating_point() for one in tensors_of((node.args, node.kwargs))]
+        rule, made = RULES.get(name), node.meta["val"]
+        if name in _SAME and all(floats) and made.is_floating_point():
             self.views[node] = self.view_of(node.args[0])
         elif rule:
             rule(self, node)
-        elif torch.Tag.pointwise in target.tags:
+        elif torch.Tag.pointwise in node.target.tags or name in (*_SAME, "detach"):
             self.local(node, self.broadcast(node))
         elif name in OVER:
             over(self, node)
@@ -235,13 +248,14 @@ class ProgramReader:
         readings, made = found
         positions = tuple(made)
         name = self._module_of(readings) if sort != "local" else name or node.name
-        value = Traced(number=len(self.values), name=name or node.name, positions=positions, origin="made")
-        try:
-            for one in readings:
-                note(-1 - one.view.value.number if one.renamed else one.view.value.number, one.positions)
-            note(value.number, positions)
-        except Collision:
-            raise InputError.of(line_of(node), f"{node.name} gives a tensor with one dim twice") from None
+        given = node.meta["val"]
+        value = Traced(
+            number=len(self.values), name=name or node.name, positions=positions, origin="made",
+            is_index=isinstance(given, torch.Tensor) and not given.is_floating_point(),
+        )  # fmt: skip
+        for one in readings:
+            note(-1 - one.view.value.number if one.renamed else one.view.value.number, one.positions)
+        note(value.number, positions)
         slots = {one: TensorPlace(number) for number, one in enumerate(tensors_of((node.args, node.kwargs)))}
         with_slots: Any = replaced((node.args, node.kwargs), slots)
         self.values.append(value)

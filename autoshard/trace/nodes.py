@@ -38,10 +38,17 @@ def line_of(node: Node) -> str:
     return " ".join(trace[-2:]) or str(node.name)
 
 
-def axes_of(node: Node, position: int = 1) -> tuple[int, ...]:
+def argument(node: Node, *names: str) -> Any:
+    """Return an argument of an operation by the name in its schema, or its default; None where it has no such."""
+    given = dict(zip((one.name for one in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
+    known = {one.name: one.default_value for one in node.target._schema.arguments}
+    return next((given.get(name, known[name]) for name in names if name in known), None)
+
+
+def axes_of(node: Node) -> tuple[int, ...]:
     """Return the axes that an operation names, counted from 0; all of them where it names none."""
     rank = node.args[0].meta["val"].dim()
-    named: Any = node.args[position] if len(node.args) > position else node.kwargs.get("dim")
-    if named is None or named == ():
+    named: Any = argument(node, "dim", "dims")
+    if named is None or len(named if isinstance(named, tuple | list) else (named,)) == 0:
         return tuple(range(rank))
     return tuple(axis % rank for axis in ([named] if isinstance(named, int) else named))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves  # as torch.export lays inputs out
+from torch.utils._pytree import tree_flatten, tree_unflatten  # as torch.export lays inputs out
 
 from autoshard.graph.op import Array
 from autoshard.layout.interpret import Interpreter
@@ -31,18 +31,23 @@ class ModuleRun:
 
     def __init__(self, module: torch.nn.Module, inputs: Sequence[Any], captured: Captured, traced: TracedBlock) -> None:
         exported, self.captured, self.traced = captured.exported, captured, traced
-        torch.manual_seed(0)
         self.parameters = dict(module.named_parameters(remove_duplicate=False))
         carried = next((one for one in captured.program.values if one.origin == "carried"), None)
         names = [spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
-        flat = tree_leaves(tuple(inputs))
-        self.carried = dict(zip(names, flat, strict=True)).get(carried.name) if carried else None
-        if self.carried is not None:
-            self.carried.requires_grad_()
-        self.result = module(*inputs)
-        self.result = self.result[0] if isinstance(self.result, tuple) else self.result
-        self.seed = torch.randn_like(self.result)
-        self.result.backward(self.seed)
+        flat, layout = tree_flatten(tuple(inputs))
+        place = names.index(carried.name) if carried else None
+        if place is not None:
+            flat[place] = flat[place].detach().clone().requires_grad_()
+        self.carried = flat[place] if place is not None else None
+        found = module(*tree_unflatten(flat, layout))
+        self.result = found[0] if isinstance(found, tuple) else found
+        self.seed = torch.randn(self.result.shape, dtype=self.result.dtype, generator=torch.Generator().manual_seed(0))
+        trained = {path: one for path, one in self.parameters.items() if one.requires_grad}
+        wanted = [*trained.values(), *([] if self.carried is None else [self.carried])]
+        gradients = torch.autograd.grad(self.result, wanted, self.seed, allow_unused=True)
+        whole = [torch.zeros_like(one) if own is None else own for one, own in zip(wanted, gradients, strict=True)]
+        self.gradients = dict(zip(trained, whole, strict=False))
+        self.carried_gradient = whole[-1]
         self.inputs = _node_values(module, exported, dict(zip(names, flat, strict=True)), captured)
 
     def given(self) -> dict[str, Array]:
@@ -65,12 +70,11 @@ class ModuleRun:
         found = runner.run(program, self.given())
         wanted: dict[str, torch.Tensor] = {self.traced.result: self.result}
         for name, path in self.captured.parameters.items():
-            gradient = self.parameters[path].grad
-            if name in self.traced.dims:
-                wanted[f"{name}.sum"] = torch.zeros_like(self.parameters[path]) if gradient is None else gradient
-        if block.carry_in and self.carried is not None and self.carried.grad is not None:
+            if name in self.traced.dims and path in self.gradients:  # frozen weights have none
+                wanted[f"{name}.sum"] = self.gradients[path]
+        if block.carry_in and self.carried is not None:
             last = next(f"{op.name}.d0" for op in block.ops if op.inputs == (block.carry_in,))
-            wanted[last] = self.carried.grad
+            wanted[last] = self.carried_gradient
         alike = {f"{name}.sum": name for name in self.captured.parameters}
         pairs: dict[str, tuple[Array, Array]] = {}
         for name, tensor in wanted.items():

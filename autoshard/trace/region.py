@@ -14,6 +14,11 @@ from autoshard.trace.program import TensorPlace
 Positions = tuple[Dims, ...]  # of a tensor as torch sees it: each a product of dims
 
 
+def expand(array: torch.Tensor, *, shape: Sequence[int]) -> torch.Tensor:
+    """Repeat a tensor to a shape; regions give the shape of a rank's part."""
+    return array.expand(tuple(shape))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Local:
     """One torch function: how it reads what came before (by number: inputs first, then results), and what it gives."""
@@ -30,7 +35,7 @@ class Local:
         """Call the function; the result is laid out along its dims."""
         read = [_along(tensors[number], dims, positions, sizes) for number, dims, positions in self.reads]
         keywords = {key: _filled(one, read) for key, one in self.keywords.items()}
-        if getattr(self.function, "__name__", "") == "expand":
+        if self.function is expand:
             keywords["shape"] = _lengths(self.gives, sizes)
         found = self.function(*(_filled(one, read) for one in self.arguments), **keywords)
         return found.reshape([sizes[dim] for position in self.gives for dim in position])
@@ -112,6 +117,8 @@ class RegionGradient(OpKind):
             given[number] = one
         with torch.enable_grad():
             result = self.region.run(given, call.sizes)
+        if not result.requires_grad:  # a detached result
+            return tuple(np.zeros_like(one.detach().numpy()) for one in wanted)
         gradients = torch.autograd.grad(result, wanted, upstream, allow_unused=True)
         pairs = zip(gradients, wanted, strict=True)
         return tuple((torch.zeros_like(one) if found is None else found).numpy() for found, one in pairs)

@@ -1,7 +1,7 @@
 """What operations of torch do to dims: which positions they read alike, which they make, and which they need whole."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,8 +9,9 @@ import torch.nn.functional as F  # noqa: N812 (as torch's users call it)
 
 from autoshard.errors import InputError
 from autoshard.trace.dims import Collision, NotAligned, Position, fresh, leaves, size_of, unify
-from autoshard.trace.nodes import Node, axes_of, line_of
+from autoshard.trace.nodes import Node, argument, axes_of, line_of
 from autoshard.trace.program import Reading, TensorPlace, View
+from autoshard.trace.region import expand
 
 if TYPE_CHECKING:
     from autoshard.trace.capture import ProgramReader
@@ -23,12 +24,16 @@ OVER = (  # a dim, or several, of the first input, which are needed whole
 
 def over(reader: "ProgramReader", node: Node) -> None:
     """Read an operation over some axes, which it needs whole; it keeps them, or drops them."""
-    (reading,) = reader.readings(node)
-    axes, shape = axes_of(node), node.meta["val"].shape
+    readings = reader.readings(node)
+    if len(readings) > 1 or not isinstance(node.meta["val"], torch.Tensor):
+        reader.whole(node)
+        return
+    (reading,), axes, shape = readings, axes_of(node), node.meta["val"].shape
     whole = [reading.positions[axis] for axis in axes]
     if len(shape) == len(reading.positions):  # a softmax, or kept as axes of size 1
         made = [() if size == 1 else one for one, size in zip(reading.positions, shape, strict=True)]
         made = [one if size == size_of(one) else fresh(size) for one, size in zip(made, shape, strict=True)]
+        whole += [made[axis] for axis in axes]
     else:
         made = [one for axis, one in enumerate(reading.positions) if axis not in axes]
     reader.local(node, ([reading], made), whole)
@@ -78,11 +83,6 @@ def _expanded(reader: "ProgramReader", node: Node) -> None:
         reader.views[node] = reading.view
         return
     reader.local(node, ([reading], made), function=expand, arguments=(TensorPlace(0),))
-
-
-def expand(array: torch.Tensor, *, shape: Sequence[int]) -> torch.Tensor:
-    """Repeat a tensor to a shape; regions give the shape of a rank's part."""
-    return array.expand(tuple(shape))
 
 
 def _sliced(reader: "ProgramReader", node: Node) -> None:
@@ -256,6 +256,10 @@ def _matmul(reader: "ProgramReader", node: Node) -> None:
 def _embedding(reader: "ProgramReader", node: Node) -> None:
     """Take rows of a table."""
     table, index = reader.readings(node)
+    if argument(node, "padding_idx") not in (None, -1) or argument(node, "scale_grad_by_freq"):
+        made = [*index.positions, table.positions[1]]  # whose gradient is not just that of the rows
+        reader.local(node, ([table, index], made), [table.positions[0]])
+        return
     reader.step(node, ([table, index], [*index.positions, table.positions[1]]), sort="rows")
 
 
@@ -318,6 +322,13 @@ def _convolution(reader: "ProgramReader", node: Node) -> None:
     reader.local(node, ([x, weight, *bias], made), whole, matrix=[*made, *weight.positions[1:]])
 
 
+def _batch_norm(reader: "ProgramReader", node: Node) -> None:
+    """Keep the norm whole; refuse to lose the running statistics that training changes."""
+    if argument(node, "training") and argument(node, "running_mean") is not None:
+        raise InputError.of(line_of(node), "batch norm in training changes its running statistics in place")
+    reader.whole(node)
+
+
 RULES: Mapping[str, Callable[["ProgramReader", Node], None]] = {
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten"), _reshape),
     **dict.fromkeys(("transpose", "permute", "t", "numpy_T"), _moved),
@@ -329,6 +340,7 @@ RULES: Mapping[str, Callable[["ProgramReader", Node], None]] = {
     "linear": _linear,
     **dict.fromkeys(("matmul", "bmm"), _matmul),
     "addmm": _addmm,
+    "batch_norm": _batch_norm,
     "cross_entropy_loss": _cross_entropy,
     "embedding": _embedding,
     **dict.fromkeys(("layer_norm", "rms_norm"), _layer_norm),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from hypothesis import given, strategies as st
 
 from autoshard.blocks.choices import op_cuts
@@ -130,16 +131,55 @@ def test_megatron_comes_out_of_plain_code_where_weights_stay_and_better_where_th
     assert found.solution.gap == megatron.gap == 0.0 and found.solution.cost_s < megatron.cost_s
 
 
+class Two(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + 1, x * 2
+
+
 @pytest.mark.parametrize(
     ("module", "complaint"),
     [
         (torch.nn.Dropout(0.5), "draws random numbers"),
+        (Two(), "returns several tensors"),
+        (torch.nn.BatchNorm1d(4), "changes its buffers|in place"),
         (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.1)), "draws random numbers"),
     ],
 )
 def test_what_cannot_be_traced_is_refused_by_name(module: torch.nn.Module, complaint: str):
     with pytest.raises(InputError, match=complaint):
         capture(module.train(), (torch.randn(2, 4),))
+
+
+class Traps(torch.nn.Module):
+    """What is easily misread: axes that are no first argument, detached and rounded numbers, padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = torch.nn.Embedding(8, 6, padding_idx=0), torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x) + self.table(tokens)
+        y = y * torch.linalg.vector_norm(y, 2, dim=1, keepdim=True).detach() + torch.roll(y, 1, dims=2)
+        positive = y > 0
+        return (
+            torch.where(positive, y, -y) * positive.to(torch.int64) + F.glu(torch.cat([y, y], -1)) + y.to(torch.int64)
+        )
+
+
+def test_axes_by_name_detached_rounded_and_padded_numbers_are_read_as_torch_means_them():
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 4, 6, dtype=torch.float64), torch.tensor([[0, 1, 2, 0], [3, 0, 7, 1]])
+    module, chosen = Traps().double(), random.Random(0)
+    captured = capture(module, inputs)
+    block = traced_block(captured.program, Precision.named("fp32"))
+    run = ModuleRun(module, inputs, captured, block)
+    for _ in range(12):
+        cuts = {
+            op.name: dict(chosen.choice(op_cuts(block.block, op, ("edp", "kv")))) for op in cut_operations(block.block)
+        }
+        found = run.compare(cuts, Mesh.virtual(edp=2, kv=2), lambda change: 1.0, {})
+        assert max(one.error for one in found) < 1e-12
+    assert all(one.grad is None for one in (*module.parameters(), inputs[0]))  # a proof leaves nothing behind
 
 
 class Unknown(torch.nn.Module):
