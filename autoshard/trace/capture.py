@@ -10,7 +10,7 @@ import torch
 from autoshard.errors import InputError, require
 from autoshard.trace.dims import Collision, NotAligned, Position, fresh, leaves, note
 from autoshard.trace.nodes import Node, line_of, replaced, tensors_of
-from autoshard.trace.program import Read, Reading, Sort, TensorPlace, Traced, TracedProgram, TracedStep, View
+from autoshard.trace.program import Read, Reading, Sort, TensorPlace, Traced, TracedProgram, TracedStep, View, agreed
 from autoshard.trace.rules import OVER, RULES, over
 
 _SAME = (
@@ -19,7 +19,7 @@ _SAME = (
 _IGNORED = ("_assert_tensor_metadata", "sym_size", "_assert_scalar", "sym_constrain_range_for_size")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Captured:
     """A module's program, its graph as torch exported it, and which nodes give the inputs of the program."""
 
@@ -190,18 +190,7 @@ class ProgramReader:
         """Read all tensors of a node along the positions of its result, as pointwise operations do."""
         readings = self.readings(node)
         rank = node.meta["val"].dim()
-        made: list[Position] = []
-        for axis in range(rank):
-            agreed: Position = ()
-            for reading in readings:
-                own = axis - rank + len(reading.positions)
-                if own >= 0 and reading.positions[own]:
-                    if agreed:
-                        reading.agree(own, agreed)
-                    else:
-                        agreed = reading.positions[own]
-            made.append(agreed)
-        return readings, made
+        return readings, agreed(readings, rank, range(rank))
 
     def local(
         self,
@@ -271,7 +260,6 @@ class ProgramReader:
                 ),
                 makes=value,
                 whole=frozenset(leaves(one for position in whole for one in position)),
-                line=line_of(node),
                 matrix_dims=leaves(one for position in matrix for one in position),
             )
         )

@@ -1,6 +1,6 @@
 """A captured program before it becomes a graph: values with dims, and operations that read and make them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -63,7 +63,6 @@ class TracedStep:
     reads: tuple[Read, ...]
     makes: Traced
     whole: frozenset[Dim] = frozenset()
-    line: str = ""  # of the user's code
     matrix_dims: Position = ()  # a multiplication and an addition for each of their combinations
 
     def whole_leaves(self) -> frozenset[Dim]:
@@ -114,3 +113,19 @@ class Reading:
             self.renamed[old] = one
             new.append(one)
         self.positions[axis] = tuple(new)
+
+
+def agreed(readings: Sequence[Reading], rank: int, axes: Iterable[int]) -> list[Position]:
+    """Make the tensors agree along some axes of a result of this rank, counted from its end as broadcasting does."""
+    made: list[Position] = []
+    for axis in axes:
+        together: Position = ()
+        for reading in readings:
+            own = axis - rank + len(reading.positions)
+            if own >= 0 and reading.positions[own]:
+                if together:
+                    reading.agree(own, together)
+                else:
+                    together = reading.positions[own]
+        made.append(together)
+    return made

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (as torch's users call it)
 
 from autoshard.errors import InputError
-from autoshard.trace.dims import Collision, NotAligned, Position, fresh, leaves, size_of, unify
+from autoshard.trace.dims import Collision, NotAligned, fresh, leaves, size_of, unify
 from autoshard.trace.nodes import Node, argument, axes_of, line_of
-from autoshard.trace.program import Reading, TensorPlace, View
+from autoshard.trace.program import Reading, TensorPlace, View, agreed
 from autoshard.trace.region import expand
 
 if TYPE_CHECKING:
@@ -235,18 +235,8 @@ def _matmul(reader: "ProgramReader", node: Node) -> None:
         reader.whole(node)
         return
     right.agree(len(right.positions) - 2, left.positions[-1])
-    made: list[Position] = []
     rank = len(node.meta["val"].shape)
-    for axis in range(rank - 2):
-        agreed: Position = ()
-        for one in (left, right):
-            own = axis - rank + len(one.positions)
-            if own >= 0 and one.positions[own]:
-                if agreed:
-                    one.agree(own, agreed)
-                else:
-                    agreed = one.positions[own]
-        made.append(agreed)
+    made = agreed((left, right), rank, range(rank - 2))
     others = leaves(one for position in (*made, left.positions[-2], left.positions[-1]) for one in position)
     if {*others} & {*leaves(right.positions[-1])}:
         right.rename(len(right.positions) - 1)
