@@ -1,8 +1,8 @@
 """A captured program as a block of the graph: named dims, regions of torch functions, products, rows."""
 
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +14,7 @@ from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.kinds.pointwise import Add
 from autoshard.graph.op import Dims
 from autoshard.spec.kernels import load_kernels
-from autoshard.spec.workload import Precision
+from autoshard.spec.workload import Dtype, Precision
 from autoshard.trace.dims import Dim, Position, leaves, match_sizes
 from autoshard.trace.program import Read, Traced, TracedProgram, TracedStep
 from autoshard.trace.region import Alias, Local, Positions, Region
@@ -52,10 +52,12 @@ class _Writer:
         """Return the block."""
         read = {one.value for step in self.program.steps for one in step.reads}
         carried = next((one for one in self.program.values if one.origin == "carried" and one in read), None)
+        groups = _regions(self.program, self.readers)
+        uses = Counter(value for steps in groups for value, _ in _outside(steps))
         for value in self.program.values:
             if value in read and value.origin != "made":
-                self._given(value)
-        for steps in _regions(self.program, self.readers):
+                self._given(value, uses[value])
+        for steps in groups:
             self._emit(steps)
         result = self.program.result.value
         carry_out = self.written[result] if result.dims else None
@@ -68,25 +70,21 @@ class _Writer:
         sizes = {name: one.size for one, name in self.names.items()}
         return TracedBlock(block=done, sizes=sizes, dims=laid_out, result=self.written[result])
 
-    def _given(self, value: Traced) -> None:
+    def _given(self, value: Traced, uses: int) -> None:
         dims, b = self._dims(value.dims), self.b
         if value.origin == "parameter":
             name = b.weight(value.name, *dims)
-            many = len(self.readers[value]) > 1
-            self.written[value] = b.emit(f"{name}_used", Alias(), name) if many else name
+            self.written[value] = b.emit(f"{name}_used", Alias(), name) if uses > 1 else name
         elif value.origin == "carried":
             self.written[value] = b.add(value.name, dims)
         else:
-            dtype = "int64" if value.is_index else b.precision.activations
-            self.written[value] = b.add(value.name, dims, dtype, "input")
+            self.written[value] = b.add(value.name, dims, self._dtype(value), "input")
 
     def _emit(self, steps: Sequence[TracedStep]) -> None:
         """Emit one step, or several as a region."""
         last = steps[-1]
         name = "loss" if last.makes is self.program.result.value and not last.makes.dims else last.name
-        made = {step.makes for step in steps}
-        outside = [read for step in steps for read in step.reads if read.value not in made]
-        outside = list({(read.value, tuple(read.renamed.items())): read for read in outside}.values())
+        outside = list(_outside(steps).values())
         inputs = [self._read(read) for read in outside]
         dims = self._dims(last.makes.dims)
         if last.sort == "product":
@@ -134,7 +132,7 @@ class _Writer:
         shown = {*steps[-1].makes.dims, *(one for read in outside for one in read.dims)}
         return Region(
             name=name, locals=found, dims=self._dims(steps[-1].makes.dims),
-            dtype="int64" if steps[-1].makes.is_index else self.b.precision.activations,
+            dtype=self._dtype(steps[-1].makes),
             whole=self._dims(sorted(whole & shown, key=lambda one: self.names[one])),
         )  # fmt: skip
 
@@ -149,6 +147,9 @@ class _Writer:
             alias = self.b.emit(f"{tensor}_as_{renamed[0][1]}", Alias(), tensor)
             self.aliases[tensor, renamed] = self.b.deliver_as(alias, f"{alias}_out", renamed)
         return self.aliases[tensor, renamed]
+
+    def _dtype(self, value: Traced) -> Dtype:
+        return "int64" if value.is_index else "fp32" if value.is_wide else self.b.precision.activations
 
     def _dims(self, dims: Sequence[Dim]) -> Dims:
         return tuple(self.names[one] for one in dims)
@@ -176,23 +177,42 @@ def _named(program: TracedProgram) -> Mapping[Dim, str]:
     return found
 
 
-def _regions(program: TracedProgram, readers: Mapping[Traced, Sequence[TracedStep]]) -> Iterator[Sequence[TracedStep]]:
-    """Yield the steps that run as one operation, each group where its last step stands.
+def _outside(steps: Sequence[TracedStep]) -> Mapping[tuple[Traced, tuple[tuple[Dim, Dim], ...]], Read]:
+    """Return what steps read that they do not make, each tensor once for all that call its dims the same."""
+    made = {step.makes for step in steps}
+    reads = [read for step in steps for read in step.reads if read.value not in made]
+    return {(read.value, tuple(read.renamed.items())): read for read in reads}
 
-    A local step joins those whose results nobody else reads, unless it needs all of what it makes whole.
+
+def _regions(program: TracedProgram, readers: Mapping[Traced, Sequence[TracedStep]]) -> Sequence[Sequence[TracedStep]]:
+    """Return the steps that run as one operation, each group where its last step stands.
+
+    A local step joins those whose results nobody else reads, unless it needs all of what it makes whole. Each reader
+    rounds numbers itself that are read in another format: they are not written in both.
     """
     group: dict[Traced, list[TracedStep]] = {}
     for step in program.steps:
         own = [step]
-        if step.sort == "local" and {*step.makes.dims} - step.whole_leaves():
+        if step.sort in ("local", "cast") and {*step.makes.dims} - step.whole_leaves():
             for read in step.reads:
                 made = group.get(read.value)
                 alone = {*readers[read.value]} == {step} and read.value is not program.result.value
                 multiplies = sum(bool(one.matrix_dims) for one in {*(made or ()), *own}) > 1
-                if made and made[-1].sort == "local" and alone and not read.renamed and not multiplies:
+                if not made or read.renamed or multiplies:
+                    continue
+                if (alone and made[-1].sort in ("local", "cast")) or _only_rounds(made):
                     own = [*(one for one in made if one not in own), *own]
-                    del group[read.value]
+                    if alone:
+                        del group[read.value]
         group[step.makes] = [one for one in program.steps if one in own]
-    for step in program.steps:
-        if step.makes in group:
-            yield group[step.makes]
+    found: list[Sequence[TracedStep]] = []
+    wanted = {program.result.value}
+    for value, steps in reversed(group.items()):
+        if value in wanted or not _only_rounds(steps):
+            found.append(steps)
+            wanted |= {read for read, _ in _outside(steps)}
+    return found[::-1]
+
+
+def _only_rounds(steps: Sequence[TracedStep]) -> bool:
+    return all(one.sort == "cast" for one in steps)

@@ -55,6 +55,9 @@ class ProgramReader:
         self.views: dict[Node, View | tuple[View, ...]] = {}
         self.inputs: dict[str, Node] = {}
         self.kept_whole: list[str] = []
+        self.numbers = itertools.count()
+        floats = [one.dtype for _, one in exported.named_parameters() if one.is_floating_point()]
+        self.usual = floats[0] if floats else torch.float64  # format of numbers
         self.result: Read | None = None
         specs = exported.graph_signature.input_specs
         self.specs = {spec.arg.name: spec for spec in specs}
@@ -117,8 +120,8 @@ class ProgramReader:
         pairs = zip(tensor.shape, names, strict=True)
         positions = tuple(fresh(size, hint, is_given=is_given and bool(hint)) for size, hint in pairs)
         value = Traced(
-            number=len(self.values), name=node.name, positions=positions, origin=origin,
-            is_index=not tensor.is_floating_point(),
+            number=next(self.numbers), name=node.name, positions=positions, origin=origin,
+            is_index=not tensor.is_floating_point(), is_wide=self._is_wide(tensor),
         )  # fmt: skip
         note(value.number, positions)
         self.values.append(value)
@@ -151,25 +154,42 @@ class ProgramReader:
         drops = name in ("dropout", "feature_dropout") and node.args[1] and node.args[2]
         if drops or (torch.Tag.nondeterministic_seeded in target.tags and name not in _SAME and not rule):
             raise InputError.of(line_of(node), f"{name} draws random numbers; call .eval(), or leave it out")
+        values, steps = len(self.values), len(self.steps)
         try:
             self._read(name, node)
         except (Collision, NotAligned):  # its dims cannot be told apart
+            given = [one for one in self.values[values:] if one.origin != "made"]
+            self.values[values:], self.steps[steps:] = given, []  # what the rule had added so far
             self.whole(node)
 
     def _read(self, name: str, node: Node) -> None:
         """Read an operation by its rule, as a pointwise one, as one over some axes, or as one that nobody knows."""
-        floats = [one.meta["val"].is_floating_point() for one in tensors_of((node.args, node.kwargs))]
-        rule, made = RULES.get(name), node.meta["val"]
-        if name in _SAME and all(floats) and made.is_floating_point():
-            self.views[node] = self.view_of(node.args[0])
+        rule = RULES.get(name)
+        if name in _SAME:
+            self._same(node)
         elif rule:
             rule(self, node)
-        elif torch.Tag.pointwise in node.target.tags or name in (*_SAME, "detach"):
+        elif torch.Tag.pointwise in node.target.tags or name == "detach":
             self.local(node, self.broadcast(node))
         elif name in OVER:
             over(self, node)
         else:
             self.whole(node)
+
+    def _same(self, node: Node) -> None:
+        """Read the same numbers, or the same in another format, in which they are rounded."""
+        source, dtype = node.args[0], node.meta["val"].dtype
+        view = self.view_of(source)
+        if source.meta["val"].dtype == dtype:
+            self.views[node] = view
+            return
+        reading = Reading(view, list(view.positions))
+        given = TensorPlace(0), dtype
+        self.step(node, ([reading], view.positions), sort="cast", function=torch.Tensor.to, arguments=given)
+
+    def _is_wide(self, tensor: torch.Tensor) -> bool:
+        """Say whether a module of 16 bits computes this in more."""
+        return tensor.is_floating_point() and tensor.dtype.itemsize > self.usual.itemsize == 2
 
     # what rules are made of
 
@@ -236,11 +256,12 @@ class ProgramReader:
         """Add an operation, and the value that it makes along these positions."""
         readings, made = found
         positions = tuple(made)
-        name = self._module_of(readings) if sort != "local" else name or node.name
+        name = self._module_of(readings) if sort in ("product", "rows") else name or node.name
         given = node.meta["val"]
+        is_tensor = isinstance(given, torch.Tensor)  # not several
         value = Traced(
-            number=len(self.values), name=name or node.name, positions=positions, origin="made",
-            is_index=isinstance(given, torch.Tensor) and not given.is_floating_point(),
+            number=next(self.numbers), name=name or node.name, positions=positions, origin="made",
+            is_index=is_tensor and not given.is_floating_point(), is_wide=is_tensor and self._is_wide(given),
         )  # fmt: skip
         for one in readings:
             note(-1 - one.view.value.number if one.renamed else one.view.value.number, one.positions)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from autoshard.trace.dims import Collision, Dim, Position, apart, fresh, leaves, unify
 
-Sort = Literal["product", "rows", "local"]
+Sort = Literal["product", "rows", "local", "cast"]
 Origin = Literal["parameter", "input", "carried", "made"]
 
 
@@ -26,6 +26,7 @@ class Traced:
     positions: tuple[Position, ...]
     origin: Origin
     is_index: bool = False
+    is_wide: bool = False  # of FP32, in a module of 16 bits
 
     @property
     def dims(self) -> Position:

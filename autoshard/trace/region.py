@@ -119,7 +119,7 @@ class RegionGradient(OpKind):
             result = self.region.run(given, call.sizes)
         if not result.requires_grad:  # a detached result
             return tuple(np.zeros_like(one.detach().numpy()) for one in wanted)
-        gradients = torch.autograd.grad(result, wanted, upstream, allow_unused=True)
+        gradients = torch.autograd.grad(result, wanted, upstream.to(result.dtype), allow_unused=True)
         pairs = zip(gradients, wanted, strict=True)
         return tuple((torch.zeros_like(one) if found is None else found).numpy() for found, one in pairs)
 

@@ -2,6 +2,7 @@
 
 import functools
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from autoshard.spec.workload import Precision
 from autoshard.trace.blocks import TracedBlock, traced_block
 from autoshard.trace.capture import Captured, capture
 from autoshard.trace.dims import Collision, NotAligned, apart, fresh, leaves, note, size_of, unify
-from autoshard.trace.proof import ModuleRun
+from autoshard.trace.proof import ComparedTensor, ModuleRun
 from autoshard.trace.shard import shard_module
 from tests.trace.modules import MODULES, Rotated, made, with_attention
 
@@ -39,21 +40,27 @@ def traced(name: str) -> tuple[Captured, TracedBlock, ModuleRun]:
     return captured, block, ModuleRun(module, inputs, captured, block)
 
 
+def random_cuts(block: TracedBlock, chosen: random.Random, atoms: tuple[str, ...] = ("edp", "kv")) -> dict[str, Any]:
+    return {op.name: dict(chosen.choice(op_cuts(block.block, op, atoms))) for op in cut_operations(block.block)}
+
+
+def compared(run: ModuleRun, cuts: Mapping[str, Any], boundary: Any = None) -> list[ComparedTensor]:
+    return run.compare(cuts, Mesh.virtual(edp=2, kv=2), lambda change: 1.0, boundary or {})
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_any_legal_cut_gives_the_result_and_every_gradient(name: str):
     _, block, run = traced(name)
-    mesh, chosen = Mesh.virtual(edp=2, kv=2), random.Random(0)
+    chosen = random.Random(0)
     bar = 1e-6 if name in _SINGLE else 1e-12
     for trial in range(_CUTS):
-        cuts = {
-            op.name: dict(chosen.choice(op_cuts(block.block, op, ("edp", "kv")))) for op in cut_operations(block.block)
-        }
+        cuts = random_cuts(block, chosen)
         boundary = (
             {} if block.block.carry_in is None or trial % 2 else {block.dims[block.block.carry_in][0][0]: ("edp",)}
         )
-        compared = run.compare(cuts, mesh, lambda change: 1.0, boundary)
-        assert {one.name for one in compared} >= {f"{tensor.name}.sum" for tensor in block.block.parameters}
-        assert max(one.error for one in compared) < bar, [one for one in compared if one.error >= bar]
+        found = compared(run, cuts, boundary)
+        assert {one.name for one in found} >= {f"{tensor.name}.sum" for tensor in block.block.parameters}
+        assert max(one.error for one in found) < bar, [one for one in found if one.error >= bar]
 
 
 def test_the_table_of_modules_in_the_docs_is_what_the_tests_see(request: pytest.FixtureRequest):
@@ -91,9 +98,9 @@ def test_a_fault_in_what_may_be_cut_is_found():
     seq = block.dims["x"][1][0]
     assert seq in region.kind.whole_dims()
     cuts: dict[str, Any] = {op.name: {} for op in cut_operations(block.block)}
-    assert max(one.error for one in run.compare(cuts, Mesh.virtual(kv=2), lambda change: 1.0, {})) < 1e-12
+    assert max(one.error for one in compared(run, cuts)) < 1e-12
     cuts[region.name] = {seq: ("kv",)}  # which the region says it needs whole
-    assert max(one.error for one in run.compare(cuts, Mesh.virtual(kv=2), lambda change: 1.0, {})) > 1e-3
+    assert max(one.error for one in compared(run, cuts)) > 1e-3
 
 
 def test_heads_groups_and_head_dims_are_found_in_plain_products():
@@ -174,12 +181,66 @@ def test_axes_by_name_detached_rounded_and_padded_numbers_are_read_as_torch_mean
     block = traced_block(captured.program, Precision.named("fp32"))
     run = ModuleRun(module, inputs, captured, block)
     for _ in range(12):
-        cuts = {
-            op.name: dict(chosen.choice(op_cuts(block.block, op, ("edp", "kv")))) for op in cut_operations(block.block)
-        }
-        found = run.compare(cuts, Mesh.virtual(edp=2, kv=2), lambda change: 1.0, {})
-        assert max(one.error for one in found) < 1e-12
+        cuts = random_cuts(block, chosen)
+        assert max(one.error for one in compared(run, cuts)) < 1e-12
     assert all(one.grad is None for one in (*module.parameters(), inputs[0]))  # a proof leaves nothing behind
+
+
+class Rounded(torch.nn.Module):
+    """Numbers of FP32 that two norms and a product read, as in a module of another format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = torch.nn.Linear(8, 8), torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.float()
+        normed = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return x + (self.linear(y.to(x.dtype)) + torch.sin(y) * normed.to(x.dtype)) * self.scale
+
+
+def test_numbers_are_rounded_where_the_module_rounds_them():
+    torch.manual_seed(0)
+    module, inputs = Rounded().double(), (torch.randn(4, 6, 8, dtype=torch.float64),)
+    captured, chosen = capture(module, inputs), random.Random(0)
+    block = traced_block(captured.program, Precision.named("fp32"))
+    run = ModuleRun(module, inputs, captured, block)
+    for trial in range(4):
+        cuts = random_cuts(block, chosen) if trial else {op.name: {} for op in cut_operations(block.block)}
+        found = compared(run, cuts)
+        assert max(one.error for one in found if one.name == block.result) < 1e-12  # never rounded, it differs by 1e-8
+        assert max(one.error for one in found) < 1e-6
+    assert "to" not in {op.name for op in cut_operations(block.block)}  # each reader rounds itself
+
+
+class Crossed(torch.nn.Module):
+    """A weight and its bias that are read as products of other dims: 6 as 2 x 3, and as 3 x 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.left, self.right = (
+            torch.nn.Linear(4, 6),
+            torch.nn.Parameter(torch.randn(2, 3)),
+            torch.nn.Parameter(torch.randn(3, 2)),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.linear.weight.view(2, 3, 4).sum(-1) * self.left
+        second = self.linear.bias.view(3, 2) * self.right
+        return self.linear(x).sum() * (first.sum() + second.sum())
+
+
+def test_dims_that_cannot_be_told_apart_keep_an_operation_whole_and_leave_nothing_of_its_rule():
+    torch.manual_seed(0)
+    module, inputs = Crossed().double(), (torch.randn(2, 4, dtype=torch.float64),)
+    captured = capture(module, inputs)
+    (line,) = captured.program.kept_whole
+    assert "linear" in line
+    assert not any(step.sort == "product" for step in captured.program.steps)
+    block = traced_block(captured.program, Precision.named("fp32"))
+    run, chosen = ModuleRun(module, inputs, captured, block), random.Random(1)
+    for _ in range(6):
+        assert max(one.error for one in compared(run, random_cuts(block, chosen))) < 1e-12
 
 
 class Unknown(torch.nn.Module):
@@ -200,8 +261,7 @@ def test_what_nobody_knows_is_kept_whole_and_said_with_its_line():
     block = traced_block(captured.program, Precision.named("fp32"))
     run, chosen = ModuleRun(module, inputs, captured, block), random.Random(1)
     for _ in range(3):
-        cuts = {op.name: dict(chosen.choice(op_cuts(block.block, op, ("kv",)))) for op in cut_operations(block.block)}
-        assert max(one.error for one in run.compare(cuts, Mesh.virtual(kv=2), lambda change: 1.0, {})) < 1e-12
+        assert max(one.error for one in compared(run, random_cuts(block, chosen))) < 1e-12
 
 
 SIZES = st.lists(st.sampled_from([2, 3, 4, 5]), min_size=1, max_size=5)
