@@ -1,7 +1,7 @@
 """A captured program as a block of the graph: named dims, regions of torch functions, products, rows."""
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +16,7 @@ from autoshard.graph.op import Dims
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.workload import Dtype, Precision
 from autoshard.trace.dims import Dim, Position, leaves, match_sizes
+from autoshard.trace.grouping import outside_reads, regions
 from autoshard.trace.program import Read, Traced, TracedProgram, TracedStep
 from autoshard.trace.region import Alias, Local, Positions, Region
 
@@ -41,10 +42,6 @@ class _Writer:
     def __init__(self, program: TracedProgram, precision: Precision) -> None:
         self.program, self.b = program, BlockBuilder(precision)
         self.names = _named(program)
-        self.readers: dict[Traced, list[TracedStep]] = defaultdict(list)
-        for step in program.steps:
-            for read in step.reads:
-                self.readers[read.value].append(step)
         self.written: dict[Traced, str] = {}
         self.aliases: dict[tuple[str, tuple[tuple[str, str], ...]], str] = {}
 
@@ -52,8 +49,8 @@ class _Writer:
         """Return the block."""
         read = {one.value for step in self.program.steps for one in step.reads}
         carried = next((one for one in self.program.values if one.origin == "carried" and one in read), None)
-        groups = _regions(self.program, self.readers)
-        uses = Counter(value for steps in groups for value, _ in _outside(steps))
+        groups = regions(self.program)
+        uses = Counter(value for steps in groups for value, _ in outside_reads(steps))
         for value in self.program.values:
             if value in read and value.origin != "made":
                 self._given(value, uses[value])
@@ -84,7 +81,7 @@ class _Writer:
         """Emit one step, or several as a region."""
         last = steps[-1]
         name = "loss" if last.makes is self.program.result.value and not last.makes.dims else last.name
-        outside = list(_outside(steps).values())
+        outside = list(outside_reads(steps).values())
         inputs = [self._read(read) for read in outside]
         dims = self._dims(last.makes.dims)
         if last.sort == "product":
@@ -129,6 +126,7 @@ class _Writer:
             for step in steps
         )
         whole = {one for step in steps for one in step.whole_leaves()}
+        whole |= {one for step in steps[:-1] for one in leaves(step.summed)}  # no sum waits inside
         shown = {*steps[-1].makes.dims, *(one for read in outside for one in read.dims)}
         return Region(
             name=name, locals=found, dims=self._dims(steps[-1].makes.dims),
@@ -175,44 +173,3 @@ def _named(program: TracedProgram) -> Mapping[Dim, str]:
             taken = sum(re.fullmatch(rf"{hint}(_\d+)?", name) is not None for name in found.values())
             found[one] = f"{hint}_{taken + 1}" if taken else hint
     return found
-
-
-def _outside(steps: Sequence[TracedStep]) -> Mapping[tuple[Traced, tuple[tuple[Dim, Dim], ...]], Read]:
-    """Return what steps read that they do not make, each tensor once for all that call its dims the same."""
-    made = {step.makes for step in steps}
-    reads = [read for step in steps for read in step.reads if read.value not in made]
-    return {(read.value, tuple(read.renamed.items())): read for read in reads}
-
-
-def _regions(program: TracedProgram, readers: Mapping[Traced, Sequence[TracedStep]]) -> Sequence[Sequence[TracedStep]]:
-    """Return the steps that run as one operation, each group where its last step stands.
-
-    A local step joins those whose results nobody else reads, unless it needs all of what it makes whole. Each reader
-    rounds numbers itself that are read in another format: they are not written in both.
-    """
-    group: dict[Traced, list[TracedStep]] = {}
-    for step in program.steps:
-        own = [step]
-        if step.sort in ("local", "cast") and {*step.makes.dims} - step.whole_leaves():
-            for read in step.reads:
-                made = group.get(read.value)
-                alone = {*readers[read.value]} == {step} and read.value is not program.result.value
-                multiplies = sum(bool(one.matrix_dims) for one in {*(made or ()), *own}) > 1
-                if not made or read.renamed or multiplies:
-                    continue
-                if (alone and made[-1].sort in ("local", "cast")) or _only_rounds(made):
-                    own = [*(one for one in made if one not in own), *own]
-                    if alone:
-                        del group[read.value]
-        group[step.makes] = [one for one in program.steps if one in own]
-    found: list[Sequence[TracedStep]] = []
-    wanted = {program.result.value}
-    for value, steps in reversed(group.items()):
-        if value in wanted or not _only_rounds(steps):
-            found.append(steps)
-            wanted |= {read for read, _ in _outside(steps)}
-    return found[::-1]
-
-
-def _only_rounds(steps: Sequence[TracedStep]) -> bool:
-    return all(one.sort == "cast" for one in steps)

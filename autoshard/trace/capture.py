@@ -247,6 +247,7 @@ class ProgramReader:
         found: tuple[Sequence[Reading], Sequence[Position]],
         *,
         whole: Sequence[Position] = (),
+        summed: Sequence[Position] = (),
         sort: Sort = "local",
         function: Callable[..., Any] | None = None,
         arguments: tuple[Any, ...] | None = None,
@@ -281,6 +282,7 @@ class ProgramReader:
                 ),
                 makes=value,
                 whole=frozenset(leaves(one for position in whole for one in position)),
+                summed=frozenset(leaves(one for position in summed for one in position)),
                 matrix_dims=leaves(one for position in matrix for one in position),
             )
         )

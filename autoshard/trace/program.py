@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from autoshard.trace.dims import Collision, Dim, Position, apart, fresh, leaves, unify
 
-Sort = Literal["product", "rows", "local", "cast"]
+Sort = Literal["product", "rows", "local", "cast", "sum"]
 Origin = Literal["parameter", "input", "carried", "made"]
 
 
@@ -53,7 +53,8 @@ class Read:
 class TracedStep:
     """One operation: a torch function on tensors, laid out by positions, and what may be cut in it.
 
-    A dim that is not ``whole`` may be cut: each part of the result needs that part of the inputs only.
+    A dim that is not ``whole`` may be cut: each part of the result needs that part of the inputs only, or is a part of
+    a sum. A sort ``sum`` has no reader in its own region, so that its sums may wait.
     """
 
     name: str
@@ -64,6 +65,7 @@ class TracedStep:
     reads: tuple[Read, ...]
     makes: Traced
     whole: frozenset[Dim] = frozenset()
+    summed: frozenset[Dim] = frozenset()  # parts of the result, where these are cut, wait to be summed
     matrix_dims: Position = ()  # a multiplication and an addition for each of their combinations
 
     def whole_leaves(self) -> frozenset[Dim]:
