@@ -73,7 +73,7 @@ def _run_forward(graph: OpGraph, weights: Arrays, batch: Arrays) -> list[dict[st
 def _run_backward(graph: OpGraph, environments: list[dict[str, Array]], sums: dict[str, Array]) -> None:
     upstream = np.float64(1.0)
     for (name, block), environment in reversed(list(zip(graph.instances(), environments, strict=True))):
-        environment[f"d.{block.carry_out or 'loss'}"] = np.asarray(upstream)
+        environment[f"d.{block.gives[0]}"] = np.asarray(upstream)
         for tensor in block.parameters:
             zeros = np.zeros([graph.sizes[dim] for dim in tensor.dims])
             environment[f"{tensor.name}.grad"] = sums.get(f"{name}.{tensor.name}", zeros)
@@ -81,12 +81,7 @@ def _run_backward(graph: OpGraph, environments: list[dict[str, Array]], sums: di
         for tensor in block.parameters:
             sums[f"{name}.{tensor.name}"] = environment[f"{tensor.name}.sum"]
         if block.carry_in:
-            upstream = environment[_gradient_of_input(block)]
-
-
-def _gradient_of_input(block: Block) -> str:
-    deliver = next(op for op in block.ops if op.inputs == (block.carry_in,))
-    return f"{deliver.name}.d0"
+            upstream = environment[block.given_back(block.takes[0])]
 
 
 def _run_update(graph: OpGraph, weights: Arrays, sums: Arrays, loss: float, learning_rate: float) -> StepResult:

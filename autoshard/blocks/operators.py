@@ -158,7 +158,8 @@ class _Tables:
             maker = self.flow.maker.get(deliver.inputs[0])
             touching = (*self.flow.readers[deliver.outputs[0]], *([maker] if maker else []))
             self._part(deliver.name, touching, partial(self._add_edge, deliver))
-        self._part("", (self.flow.maker[problem.block.carry_out or "loss"],), self._add_end)
+        for name in problem.block.gives:
+            self._part(f"{name} at the end", (self.flow.maker[name],), partial(self._add_end, name))
 
     def _part(self, name: str, touching: Iterable[Op], price: Callable[[], None]) -> None:
         """Add the variables and factors of a part, which are known unless the changed operation touches it."""
@@ -222,18 +223,18 @@ class _Tables:
             variables, time_s, states = variables[:1], time_s[:, 0], states[:, 0]
         self._add(variables, time_s, states)
 
-    def _add_end(self) -> None:
-        """Price the way of the block's result to the boundary, and of the gradient that comes for it; a loss stays."""
+    def _add_end(self, result: str) -> None:
+        """Price the way of a result to the boundary, and of the gradient that comes for it; a loss stays."""
         block, flow = self.problem.block, self.flow
-        result = block.carry_out or "loss"
         tensor, maker = block.tensors[result], flow.maker[result]
         choices = flow.choices[maker.name]
         time_s = np.zeros((len(choices), *self.problem.shape))
-        if block.carry_out:
+        if tensor.dims:
             boundary = flow.made(None, result)
             made, taken = flow.made(maker, result), [choice.layout(tensor.dims) for choice in choices]
             time_s += flow.change_s(tensor.dims, tensor.dtype, made, boundary)[:, 0]
-            time_s += flow.change_s(tensor.dims, tensor.dtype, boundary, taken)[0]
+            if f"d.{result}" in block.tensors:
+                time_s += flow.change_s(tensor.dims, tensor.dtype, boundary, taken)[0]
         time_s[[bool(choice.passed_back) for choice in choices]] = np.inf
         self._add((maker.name,), time_s)
 

@@ -39,7 +39,7 @@ class BlockProgram:
     @property
     def handed_on(self) -> str:
         """The tensor that the forward pass hands to the next block; in the last block, the loss."""
-        return self.block.carry_out or "loss"
+        return self.block.gives[0]
 
     @property
     def handed_back(self) -> str | None:
@@ -128,7 +128,7 @@ def _contents(stage: Stage, num_layers: int) -> Iterator[tuple[str, str]]:
 
 def parted(block: Block, program: Program) -> BlockProgram:
     """Divide a program into the instructions of each pass of a block."""
-    handed_on = block.carry_out or "loss"
+    handed_on = block.gives[0]
     parts = program.by_pass(handed_on)
     upstream = f"d.{handed_on}"
     assert upstream not in {name for entry in parts.forward for name in read_by(entry)}, f"{block.kind}: F waits"

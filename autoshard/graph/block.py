@@ -38,7 +38,8 @@ class FusedOps:
 class Block:
     """Operations that occur together, ``repeat`` times in a row, each time with weights of their own.
 
-    ``carry_in`` and ``carry_out`` name the hidden state that it takes from the block before and hands on.
+    ``takes`` names the tensors that come from elsewhere and get a gradient, ``gives`` its results: between the blocks
+    of a decoder the hidden state, and a loss at the end.
     """
 
     kind: str
@@ -47,15 +48,15 @@ class Block:
     ops: tuple[Op, ...]
     fused: tuple[FusedOps, ...]
     saved: tuple[Saved, ...]
-    carry_in: str | None
-    carry_out: str | None
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
     recompute: str = "none"
 
     def __post_init__(self) -> None:
         """Verify: names, order, shapes, one gradient per parameter, all reads delivered."""
         object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
         named = {name for op in self.ops for name in (*op.inputs, *op.outputs)}
-        missing = (named | {name for name in (self.carry_in, self.carry_out) if name}) - set(self.tensors)
+        missing = (named | {*self.takes, *self.gives}) - set(self.tensors)
         assert not missing, f"{self.kind} speaks of {sorted(missing)}, which it does not declare"
         names = [op.name for op in self.ops]
         assert len(names) == len(set(names)), f"{self.kind} has two operations of one name"
@@ -70,6 +71,20 @@ class Block:
             assert inferred == stated, f"{self.kind}.{op.name} gives {inferred}, not {stated}"
             defined.update(op.outputs)
         self._check_gradients_and_deliveries()
+
+    @property
+    def carry_in(self) -> str | None:
+        """The hidden state that it takes from the block before, if there is one."""
+        return next(iter(self.takes), None)
+
+    @property
+    def carry_out(self) -> str | None:
+        """The hidden state that it hands on, unless it ends in a loss."""
+        return next((name for name in self.gives if self.tensors[name].dims), None)
+
+    def given_back(self, name: str) -> str:
+        """Return the gradient of a tensor that it takes."""
+        return next(f"{op.name}.d0" for op in self.ops if op.inputs == (name,))
 
     def call(self, op: Op, sizes: Mapping[str, int]) -> Call:
         """Return an operation applied to its tensors, with these sizes of the dims."""

@@ -1,7 +1,7 @@
 """Writing a block down: its forward operations one by one; backward and step phase follow from the kinds' own rules."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from autoshard.graph.block import Block
@@ -79,19 +79,21 @@ class BlockBuilder:
         return next(op for op in self.ops if tensor in op.inputs)
 
 
-def finish(
-    b: BlockBuilder, kind: str, kernels: Kernels, *, carry: tuple[str | None, str | None], repeat: int = 1,
-    ties: Mapping[str, str | None] = _NO_TIES,
+def finish(  # noqa: PLR0913
+    b: BlockBuilder, kind: str, kernels: Kernels, *, gives: tuple[str, ...], takes: tuple[str, ...] = (),
+    repeat: int = 1, ties: Mapping[str, str | None] = _NO_TIES, constant: Collection[str] = (),
 ) -> Block:  # fmt: skip
     """Derive backward and step phase, decide what is kept, and freeze.
 
-    ``carry`` names what goes in and what comes out. ``ties`` maps a parameter to the gradient that another block made
-    for the same values, or to None if that other block updates it.
+    Gradients begin at all results in ``gives`` but the ``constant`` ones, and end at what it ``takes``. ``ties`` maps a
+    parameter to the gradient that another block made for the same values, or to None if that other block updates it.
     """
-    carry_in, carry_out = carry
-    result = carry_out or "loss"
-    seed = b.add(f"d.{result}", b.tensors[result].dims, b.tensors[result].dtype, "gradient")
-    add_backward(b, carry_in, {result: seed})
+    seeds = {
+        name: b.add(f"d.{name}", b.tensors[name].dims, b.tensors[name].dtype, "gradient")
+        for name in gives
+        if name not in constant
+    }
+    add_backward(b, takes, seeds)
     for scalar in UPDATES[b.optimizer].scalars:
         b.add(scalar, (), "fp32", "input")
     for name, tensor in list(b.tensors.items()):
@@ -101,17 +103,17 @@ def finish(
     fused = fuse(flow, kernels)
     return Block(
         kind=kind, repeat=repeat, tensors=b.tensors, ops=tuple(b.ops), fused=fused,
-        saved=saved_tensors(flow, fused), carry_in=carry_in, carry_out=carry_out,
+        saved=saved_tensors(flow, fused), takes=takes, gives=gives,
     )  # fmt: skip
 
 
-def add_backward(b: BlockBuilder, carry_in: str | None, seeds: Mapping[str, str]) -> str | None:
+def add_backward(b: BlockBuilder, takes: Collection[str], seeds: Mapping[str, str]) -> None:
     """Append the backward operations; ``seeds`` maps results of the block to their gradients.
 
-    Returns the gradient of ``carry_in``. Weight gradients of products are pass W, because only they can wait; all else
-    is cheap, and pass I.
+    They end at weights and at what the block ``takes``. Weight gradients of products are pass W, because only they can
+    wait; all else is cheap, and pass I.
     """
-    needing = {name for name, tensor in b.tensors.items() if tensor.role == "parameter" or name == carry_in}
+    needing = {name for name, tensor in b.tensors.items() if tensor.role == "parameter" or name in takes}
     for op in b.ops:
         inputs = [b.tensors[name] for name in op.inputs]
         constant = isinstance(op.kind, Differentiable) and not op.kind.gradient(inputs, range(len(inputs)))
@@ -128,10 +130,6 @@ def add_backward(b: BlockBuilder, carry_in: str | None, seeds: Mapping[str, str]
             so_far = b.add(f"{name}.grad", tensor.dims, b.precision.gradients, "state")
             source = b.reader(name).name
             b.append(f"{name}.sum", Accumulate(), [so_far, gradient], source=source, pass_="W" if waits else "I")
-    if carry_in is None:
-        return None
-    (gradient,) = arriving[carry_in]
-    return gradient
 
 
 def _differentiate(b: BlockBuilder, op: Op, needing: set[str], arriving: Mapping[str, list[str]]) -> None:

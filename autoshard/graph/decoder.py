@@ -82,7 +82,7 @@ def _embed_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Bloc
         place = b.emit("place", Lookup(), b.weight("place.weight", "positions", "hidden"), *where)
         x = b.emit("embed_add", Add(), x, place)
     ties = {"embed.weight": "head.unembed.weight.sum"} if model.tied_embeddings else {}
-    return finish(b, "embed", kernels, carry=(None, x), ties=ties)
+    return finish(b, "embed", kernels, gives=(x,), ties=ties)
 
 
 def _layer_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block:
@@ -97,7 +97,7 @@ def _layer_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Bloc
     write_mlp = EXTENSIONS.of(FunctionType).get("mlp", mlp)
     made = _experts(b, model, normed, settles=settled and drops) if model.num_experts else write_mlp(b, model, normed)
     y = b.emit("mlp_add", Add(), after, made)
-    return finish(b, "layer", kernels, carry=(x, y), repeat=model.num_layers)
+    return finish(b, "layer", kernels, takes=(x,), gives=(y,), repeat=model.num_layers)
 
 
 def _head_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block:
@@ -120,7 +120,7 @@ def _head_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block
     weighted = b.emit("weighted", Multiply(), token_loss, token_weight)
     b.emit("loss", Reduce(function="sum", over=("batch", "seq")), weighted)
     ties = {"unembed.weight": None} if model.tied_embeddings else {}
-    return finish(b, "head", kernels, carry=(x, None), ties=ties)
+    return finish(b, "head", kernels, takes=(x,), gives=("loss",), ties=ties)
 
 
 def _norm(b: BlockBuilder, model: ModelSpec, name: str, x: str, over: str) -> str:
@@ -212,6 +212,4 @@ def _update_block(workload: Workload, blocks: tuple[Block, ...]) -> Block:
         if op.name.endswith(".square")
     ]
     b.append("clip", ClipScale(limit=workload.clip_norm), squares, source="clip", phase="step")
-    return Block(
-        kind="update", repeat=1, tensors=b.tensors, ops=tuple(b.ops), fused=(), saved=(), carry_in=None, carry_out=None
-    )
+    return Block(kind="update", repeat=1, tensors=b.tensors, ops=tuple(b.ops), fused=(), saved=(), takes=(), gives=())

@@ -32,13 +32,12 @@ def lower(
         lowering.add(op, boundary)
     lowering.finish_clones(boundary)
     results = {f"{tensor.name}.sum": lowering.made[f"{tensor.name}.sum"] for tensor in block.parameters}
-    if block.carry_out:
-        results[block.carry_out] = lowering.fetch(block.carry_out, boundary, "F")
-    else:
-        results["loss"] = lowering.made["loss"]  # a number that is only reported: its parts are added once per step
-    if block.carry_in:
-        gradient = next(f"{op.name}.d0" for op in block.ops if op.inputs == (block.carry_in,))
-        results[gradient] = lowering.fetch(gradient, boundary, "I")
+    for name in block.gives:  # parts of a single number wait: a loss is only reported, and added once per step
+        whole = block.tensors[name].dims
+        results[name] = lowering.fetch(name, _restricted(boundary, whole), "F") if whole else lowering.made[name]
+    for name in block.takes:
+        gradient = block.given_back(name)
+        results[gradient] = lowering.fetch(gradient, _restricted(boundary, block.tensors[name].dims), "I")
     return Program(instructions=tuple(lowering.instructions), results=results)
 
 
@@ -53,7 +52,6 @@ class _Lowering:
     def __init__(
         self, block: Block, cuts: Mapping[str, Cuts], atoms: Sizes, price: Price, *, keeps_gathered: bool
     ) -> None:
-        handed_on = block.carry_out or "loss"
         self.block = block
         self.cuts = cuts
         self.atoms = atoms
@@ -64,8 +62,8 @@ class _Lowering:
         self._changed: dict[tuple[str, Layout, When], Value] = {}
         self._parts: dict[str, list[str]] = {}
         self._origin: dict[str, tuple[str, Mapping[str, str]]] = {}
-        self._entry = dict.fromkeys((handed_on, f"d.{handed_on}"), f"{handed_on}_out")
-        self._seeds = {f"d.{handed_on}": handed_on}  # gradients that arrive, and of which results
+        self._entry = {one: f"{name}_out" for name in block.gives for one in (name, f"d.{name}")}
+        self._seeds = {f"d.{name}": name for name in block.gives}  # gradients that arrive, and of which results
         self._count = 0
         collects = (op for op in block.select("micro_batch", "I") if isinstance(op.kind, Collect) and op.kind.settles)
         self._at_once = frozenset(name for op in collects for name in op.outputs)  # gradients summed where they arrive
@@ -102,7 +100,7 @@ class _Lowering:
                 tensor = op.outputs[0].removesuffix(".again")
                 readers = (one for one in self.block.select("micro_batch", "F") if tensor in one.inputs)
                 wanted = [self.cuts[one.name] for one in readers if one.name in self.cuts]
-                for cuts in (*wanted, boundary) if tensor == self.block.carry_out else wanted:
+                for cuts in (*wanted, boundary) if tensor in self.block.gives else wanted:
                     self.fetch(op.outputs[0], _restricted(cuts, self.block.tensors[tensor].dims), "again")
 
     def fetch(self, tensor: str, cuts: Cuts, when: When, busy: Busy = None) -> Value:
@@ -124,7 +122,7 @@ class _Lowering:
         """Fetch the inputs of an operation in its cuts; an accumulator last: its sums wait like its addend's."""
         busy = frozenset(atom for atoms in own.values() for atom in atoms)
         linear = op.kind.linear_through()
-        arriving = {self.block.carry_in or "", f"d.{self.block.carry_out or 'loss'}"}
+        arriving = {*self.block.takes, *self._seeds}
         found: dict[int, Value] = {}
         for index, name in sorted(enumerate(op.inputs), key=lambda read: self.block.tensors[read[1]].role == "state"):
             tensor = self.block.tensors[name]

@@ -199,10 +199,10 @@ class _PinTargets:
             self.by_name[prefix + op.name] = _target(block, op, prefix, aligned.get(op.name, ()))
             for name in {*op.inputs} - made | {*op.outputs}:
                 self.of_tensor[prefix + name].append(prefix + op.name)
-        for name in filter(None, (block.carry_in, block.carry_out)):
+        for name in (*block.takes, *(name for name in block.gives if block.tensors[name].dims)):
             self.by_name[BOUNDARY] = _PinTarget(name=BOUNDARY, dims=self.dims[prefix + name])
-        if block.carry_in:
-            self.of_tensor[prefix + block.carry_in].insert(0, BOUNDARY)
+        for name in block.takes:
+            self.of_tensor[prefix + name].insert(0, BOUNDARY)
 
 
 def _target(block: Block, op: Op, prefix: str, aligned: tuple[str, ...]) -> _PinTarget:

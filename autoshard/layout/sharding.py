@@ -59,7 +59,7 @@ class Sharding:
         found: dict[str, list[Layout]] = defaultdict(list)  # where only the kernel that keeps it knows what it reads
         for value in {one.name: one for entry in computes.values() for one in entry.reads}.values():
             found[value.tensor].append(value.layout)
-        waiting = program.waiting(block.carry_out or "loss")
+        waiting = program.waiting(block.gives[0])
         given = {entry.value.name for entry in program.instructions if isinstance(entry, Given)}
         changed = [value for value in program.kept() if value.name not in given]
         sent: list[Message] = []
@@ -82,7 +82,7 @@ class Sharding:
             messages=(*sent, *_rings(block, computes)),
             parameter_cuts={name: layout.cuts for name, layout in sums.items()},
             parameter_pending={name: tuple(sorted(layout.sums, key=ATOMS.index)) for name, layout in sums.items()},
-            boundary=program.results[block.carry_out or "loss"].layout.cuts,
+            boundary=program.results[block.gives[0]].layout.cuts,
         )
 
 

@@ -54,7 +54,7 @@ def units_of(plan: Plan) -> Mapping[str, str]:
     units: dict[str, str] = {}
     for name, block in plan_blocks(plan).items():
         sent: Counter[tuple[str, str]] = Counter()
-        weights = programs[name].by_pass(block.carry_out or "loss").weights
+        weights = programs[name].by_pass(block.gives[0]).weights
         late = {name for entry in weights for name in written_by(entry)}
         for tensor in block.parameters if name in KINDS else ():
             total = programs[name].results[f"{tensor.name}.sum"]

@@ -59,9 +59,8 @@ class _Writer:
         result = self.program.result.value
         carry_out = self.written[result] if result.dims else None
         carry_in = carried and carried.name
-        done = finish(
-            self.b, "module", replace(load_kernels(_KERNELS), kernels=()), carry=(carry_in, carry_out)
-        )  # fmt: skip
+        kernels, takes = replace(load_kernels(_KERNELS), kernels=()), (carry_in,) if carry_in else ()
+        done = finish(self.b, "module", kernels, takes=takes, gives=(carry_out or "loss",))
         laid_out = {value.name: self._positions(value.positions) for value in self.program.values if value in read}
         laid_out[self.written[result]] = self._positions(self.program.result.positions)
         sizes = {name: one.size for one, name in self.names.items()}

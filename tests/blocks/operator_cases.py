@@ -180,12 +180,12 @@ def _projected(b: BlockBuilder, name: str, x: str, dims: Sequence[str]) -> str:
 def closed_block(b: BlockBuilder, x: str, y: str) -> Block:
     """The block from ``x`` to ``y``, with all gradients."""
     seed_tensor = b.add(f"d.{y}", b.tensors[y].dims, "bf16", "gradient")
-    add_backward(b, x, {y: seed_tensor})
+    add_backward(b, (x,), {y: seed_tensor})
     flow = Flow(b.tensors, b.ops)
     fused = fuse(flow, load_kernels("torch_cuda"))  # which knows none of these operations
     return Block(
         kind="random", repeat=1, tensors=b.tensors, ops=tuple(b.ops), fused=fused,
-        saved=saved_tensors(flow, fused), carry_in=x, carry_out=y,
+        saved=saved_tensors(flow, fused), takes=(x,), gives=(y,),
     )  # fmt: skip
 
 

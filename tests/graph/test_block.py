@@ -43,7 +43,7 @@ SECOND_SUM = replace(LAYER.tensors["q.weight.sum"], name="q.weight.sum2")
     [
         (added(replace(LAYER.op("q"), name="q_twice")), r"q_twice defines \['q'\] again"),
         (reading("q", attn_in="nothing"), r"speaks of \['nothing'\]"),
-        ({"carry_out": "elsewhere"}, r"speaks of \['elsewhere'\]"),
+        ({"gives": ("elsewhere",)}, r"speaks of \['elsewhere'\]"),
         (added(SECOND, **{"q.weight.sum2": SECOND_SUM}), r"gradients .* for parameters"),
         ({"ops": tuple(op for op in LAYER.select("micro_batch") if op.name != "up.weight.sum")}, "for parameters"),
         (reading("q", attn_in="attn_norm"), r"q reads \['attn_norm'\] undelivered"),
@@ -75,9 +75,9 @@ def test_an_operation_that_reads_what_does_not_exist_yet_or_makes_something_else
 
 def test_neighbours_that_disagree_on_the_hidden_state_are_refused():
     head = GRAPH.block("head")
-    ops = tuple(op for op in head.ops if op.inputs == (head.carry_in,))
+    ops = tuple(op for op in head.ops if op.inputs == head.takes)
     wide = {name: replace(head.tensors[name], dtype="fp32") for op in ops for name in (*op.inputs, *op.outputs)}
-    other = replace(head, ops=ops, tensors=wide, fused=(), saved=(), carry_out=None)
+    other = replace(head, ops=ops, tensors=wide, fused=(), saved=(), gives=())
     with pytest.raises(AssertionError, match="is not"):
         replace(GRAPH, blocks=(*GRAPH.blocks[:2], other))
     with pytest.raises(AssertionError, match="nothing goes from layer to embed"):

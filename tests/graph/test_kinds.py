@@ -318,7 +318,7 @@ def block_of(case: Case) -> tuple[BlockBuilder, Op]:
     forward = builder.ops[0]
     if case.has_gradient:
         seed = builder.add("seed", builder.tensors[outputs[0]].dims, "fp64", "gradient")
-        add_backward(builder, None, {outputs[0]: seed})
+        add_backward(builder, (), {outputs[0]: seed})
     return builder, forward
 
 

@@ -114,7 +114,7 @@ def module_steps(block: Block, runs: Sequence[tuple[str, ...]]) -> Iterator[Modu
         tensors = [name for name in inputs if name == ANGLES or block.tensors[name].role != "parameter"]
         reads[op.name] = [source.get(name, name) for name in tensors]
         ops.append(op)
-    results = {source.get(block.carry_out or "loss", block.carry_out or "loss")}
+    results = {source.get(block.gives[0], block.gives[0])}
     for op in ops:
         run = run_of.get(op.name, (op.name,))
         if op.name != run[0]:

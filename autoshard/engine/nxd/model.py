@@ -220,7 +220,7 @@ class NxdModel:
             for parameter in form.parameters if form else ():
                 self._holds[id(inner.get_parameter(parameter.name))] = ParameterContents(instance, parameter)
             steps.append((step, module))
-        return BlockModule(steps, (block.carry_out or "loss",))
+        return BlockModule(steps, (block.gives[0],))
 
     def _layer(self, form: Form) -> tuple[nn.Module, nn.Module]:
         """Return a module that stands for a form, and the layer of NxD in it."""

@@ -47,7 +47,7 @@ def block_of(graph: OpGraph, kind: str, weights: dict[str, Array], instance: str
         own = [name for name in op.inputs if block.tensors[name].role == "parameter"]
         given = {name.rpartition(".")[2]: torch.tensor(weights[f"{instance}.{name}"]) for name in own}
         pairs.append((step, Leaf(compute_of(block, op), {name: nn.Parameter(one) for name, one in given.items()})))
-    return BlockModule(pairs, (block.carry_out or "loss",))  # pyright: ignore[reportArgumentType]
+    return BlockModule(pairs, (block.gives[0],))  # pyright: ignore[reportArgumentType]
 
 
 def decoder_of(graph: OpGraph, model: ModelSpec, weights: dict[str, Array], again: tuple[str, ...]) -> NxdDecoder:
