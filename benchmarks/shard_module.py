@@ -87,9 +87,9 @@ def _solved(case: LayerCase, module: Any, inputs: Sequence[Any]) -> SolvedCase:
     from autoshard.trace.shard import ModuleSharding, shard_module
 
     cluster = load_cluster("h100-80", case.nodes)
-    share, more = case.memory_share, dict[str, Any]()
+    share, more = case.memory_share, dict[str, Any](batch="dp")
     if share:
-        more["memory_bytes"] = share * shard_module(module, inputs, cluster, case.mesh).solution.kept_bytes
+        more["memory_bytes"] = share * shard_module(module, inputs, cluster, case.mesh, batch="dp").solution.kept_bytes
     times, found = list[float](), list[ModuleSharding]()
     for _ in range(ROUNDS):
         before = time.process_time()
@@ -125,12 +125,12 @@ def _layers() -> Mapping[str, Callable[[], tuple[Any, Sequence[Any]]]]:
         made = config(LlamaConfig, **sizes, num_hidden_layers=1)
         with torch.device("meta"):
             module = First(LlamaDecoderLayer(made, 0), LlamaRotaryEmbedding(made)).eval()
-            return module, (torch.empty(8, 8192, 4096), torch.arange(8192)[None])
+            return module, (torch.empty(8, 8192, 4096, requires_grad=True), torch.arange(8192)[None])
 
     def encoder(kind: Any, layer: Any, tokens: int) -> tuple[Any, Sequence[Any]]:
         made = config(kind, hidden_size=1024, intermediate_size=4096, num_attention_heads=16)
         with torch.device("meta"):
-            return First(layer(made)).eval(), (torch.empty(64, tokens, 1024),)
+            return First(layer(made)).eval(), (torch.empty(64, tokens, 1024, requires_grad=True),)
 
     return {
         "llama": llama,

@@ -17,14 +17,15 @@ AXIS_ATOMS: Mapping[str, tuple[str, ...]] = {"dp": ("edp", "ep"), "tp": ("kv", "
 ATOMS: tuple[str, ...] = ("pp", "edp", "ep", "cp", "kv", "rep")
 Ints = NDArray[np.int64]
 _NAMES = (*ATOMS, *AXIS_ATOMS)
-_ATOM_TEXT = re.compile(r"([a-z]+)=([0-9]{1,12})")
+_ATOM_TEXT = re.compile(r"([A-Za-z_]\w*)=([0-9]{1,12})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
     """Named atoms, outermost first, over the ranks of whole nodes.
 
-    A position is a count through the atoms, the last one fastest; the placement says which rank of the node has it.
+    Plans have the atoms that are listed above; the mesh of a module without a card has axes of any names. A position is
+    a count through the atoms, the last one fastest; the placement says which rank of the node has it.
 
     >>> mesh = Mesh.parse("pp=2,edp=1,ep=1,cp=1,kv=2,rep=2 on 0-6:2/1-7:2")
     >>> mesh.groups("tp")
@@ -45,7 +46,6 @@ class Mesh:
         both = [axis for axis, atoms in AXIS_ATOMS.items() if axis in names and {*atoms} & {*names}]
         uneven = f"places {placed} ranks, but a node has {self.ranks_per_node}"
         require(
-            *((name in _NAMES, "axes", f"{name!r} is not an axis. {nearest(name, _NAMES)}") for name in names),
             *((False, "axes", f"{axis} appears both as a whole and as atoms") for axis in both),
             (len(set(names)) == len(names), "axes", "the same axis appears twice"),
             *((size >= 1, f"axes.{name}", f"must be at least 1, not {size}") for name, size in self.axes),
@@ -85,6 +85,21 @@ class Mesh:
         )
 
     @classmethod
+    def named(cls, cluster: Cluster, sizes: Mapping[str, int]) -> "Mesh":
+        """Lay axes of any names on a cluster in its rank order, the last one on neighbouring ranks."""
+        product, text = math.prod(sizes.values()), ",".join(f"{name}={size}" for name, size in sizes.items())
+        require(
+            *((size >= 1, f"mesh.{name}", f"must be at least 1, not {size}") for name, size in sizes.items()),
+            (
+                product == cluster.num_ranks,
+                "mesh",
+                f"{text} is {product} ranks, but {cluster.num_nodes} x {cluster.name} has {cluster.num_ranks}",
+            ),
+        )
+        placement = Placement.linear(cluster.ranks_per_node)
+        return cls(axes=tuple(sizes.items()), ranks_per_node=cluster.ranks_per_node, placement=placement)
+
+    @classmethod
     def virtual(cls, **sizes: int) -> "Mesh":
         """Return a mesh on no cluster: ranks numbered through these atoms with the last one fastest."""
         num_ranks = math.prod(sizes.values())
@@ -98,6 +113,8 @@ class Mesh:
         if not on or None in matches:
             raise InputError.of("", f"{text!r} is not a mesh. Write it like 'pp=2,dp=4,tp=4 on 0-31'")
         placement = Placement.parse(placement_text)
+        names = [match[1] for match in matches if match]
+        require(*((name in _NAMES, "axes", f"{name!r} is not an axis. {nearest(name, _NAMES)}") for name in names))
         return cls(
             axes=tuple((match[1], int(match[2])) for match in matches if match),
             ranks_per_node=len(placement.local_ranks),
@@ -115,7 +132,8 @@ class Mesh:
 
     def atoms_of(self, name: str) -> tuple[str, ...]:
         """Return the atoms of this mesh that the name of an atom or axis means; none if the mesh does not have it."""
-        require((name in _NAMES, "axis", f"{name!r} is not an axis. {nearest(name, _NAMES)}"))
+        known = (*dict(self.axes), *_NAMES)
+        require((name in known, "axis", f"{name!r} is not an axis. {nearest(name, known)}"))
         wanted = (name, *AXIS_ATOMS.get(name, ()))
         return tuple(atom for atom, _ in self.axes if atom in wanted)
 
@@ -224,13 +242,13 @@ def _rows(ranks: Ints) -> tuple[tuple[int, ...], ...]:
 
 
 def axis_of_atoms(atoms: tuple[str, ...]) -> str:
-    """Return the axis whose traffic includes a Collective over these atoms.
+    """Return the axis whose traffic includes a Collective over these atoms; an axis of another name is its own.
 
     >>> axis_of_atoms(("rep",)), axis_of_atoms(("edp", "ep", "cp"))
     ('tp', 'dp')
     """
     axis: Mapping[str, str] = {"edp": "dp", "ep": "ep", "cp": "cp", "kv": "tp", "rep": "tp", "pp": "pp"}
-    return axis[atoms[0]]
+    return axis.get(atoms[0], atoms[0])
 
 
 def axis_levels_bytes_per_s(cluster: Cluster, mesh: Mesh, names: str | Sequence[str]) -> tuple[float, ...]:

@@ -29,8 +29,9 @@ class TracedBlock:
 
     block: Block
     sizes: Mapping[str, int]
-    dims: Mapping[str, Positions]  # by tensor, as torch sees it: parameters, inputs, what is carried, the result
-    result: str
+    dims: Mapping[str, Positions]  # by tensor, as torch sees it: of parameters and inputs
+    results: Mapping[str, tuple[str, Positions]]  # by place in what the module returns, or path of a buffer: a tensor
+    modules: Mapping[str, tuple[str, Positions]]  # the results of submodules, by path
 
 
 def traced_block(program: TracedProgram, precision: Precision) -> TracedBlock:
@@ -47,39 +48,55 @@ class _Writer:
 
     def block(self) -> TracedBlock:
         """Return the block."""
-        read = {one.value for step in self.program.steps for one in step.reads}
-        carried = next((one for one in self.program.values if one.origin == "carried" and one in read), None)
-        groups = regions(self.program)
+        program = self.program
+        groups = regions(program)
         uses = Counter(value for steps in groups for value, _ in outside_reads(steps))
-        for value in self.program.values:
-            if value in read and value.origin != "made":
-                self._given(value, uses[value])
+        given = [value for value in program.values if value.origin != "made"]
+        for value in given:
+            self._given(value, uses[value])
         for steps in groups:
             self._emit(steps)
-        result = self.program.result.value
-        carry_out = self.written[result] if result.dims else None
-        carry_in = carried and carried.name
-        kernels, takes = replace(load_kernels(_KERNELS), kernels=()), (carry_in,) if carry_in else ()
-        done = finish(self.b, "module", kernels, takes=takes, gives=(carry_out or "loss",))
-        laid_out = {value.name: self._positions(value.positions) for value in self.program.values if value in read}
-        laid_out[self.written[result]] = self._positions(self.program.result.positions)
+        gives: dict[str, bool] = {}  # whether a gradient begins there
+        results: dict[str, tuple[str, Positions]] = {}
+        for one in program.results:
+            if one.read:
+                name = self._result(one.read.value)
+                gives[name] = gives.get(name, False) or one.is_seeded
+                results[one.name] = name, self._positions(one.read.positions)
+        block = finish(
+            self.b, "module", replace(load_kernels(_KERNELS), kernels=()), gives=tuple(gives),
+            takes=tuple(value.name for value in given if value.origin == "carried" and value in program.trained),
+            constant=[name for name, is_seeded in gives.items() if not is_seeded],
+        )  # fmt: skip
+        laid_out = {value.name: self._positions(value.positions) for value in given}
         sizes = {name: one.size for one, name in self.names.items()}
-        return TracedBlock(block=done, sizes=sizes, dims=laid_out, result=self.written[result])
+        modules = {
+            path: (self.written[read.value], self._positions(read.positions))
+            for path, read in program.modules.items()
+            if read.value in self.written and self.written[read.value] in block.tensors
+        }
+        return TracedBlock(block=block, sizes=sizes, dims=laid_out, results=results, modules=modules)
 
     def _given(self, value: Traced, uses: int) -> None:
-        dims, b = self._dims(value.dims), self.b
-        if value.origin == "parameter":
+        dims, b, trained = self._dims(value.dims), self.b, value in self.program.trained
+        if value.origin == "parameter" and trained:
             name = b.weight(value.name, *dims)
             self.written[value] = b.emit(f"{name}_used", Alias(), name) if uses > 1 else name
-        elif value.origin == "carried":
+        elif trained:
             self.written[value] = b.add(value.name, dims)
         else:
             self.written[value] = b.add(value.name, dims, self._dtype(value), "input")
 
+    def _result(self, value: Traced) -> str:
+        """Return the tensor of a result, which an operation makes."""
+        if value.origin != "made" and self.written[value] == value.name:
+            self.written[value] = self.b.emit(f"{value.name}_returned", Alias(), value.name)
+        return self.written[value]
+
     def _emit(self, steps: Sequence[TracedStep]) -> None:
         """Emit one step, or several as a region."""
         last = steps[-1]
-        name = "loss" if last.makes is self.program.result.value and not last.makes.dims else last.name
+        name = last.name
         outside = list(outside_reads(steps).values())
         inputs = [self._read(read) for read in outside]
         dims = self._dims(last.makes.dims)

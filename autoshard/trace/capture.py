@@ -1,16 +1,28 @@
 """The program of a torch module, read operation by operation: what each does to dims, and which it needs whole."""
 
 import itertools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from autoshard.errors import InputError, require
+from autoshard.errors import InputError, nearest, require
 from autoshard.trace.dims import Collision, NotAligned, Position, fresh, leaves, note
+from autoshard.trace.export import ExportedModule
 from autoshard.trace.nodes import Node, line_of, replaced, tensors_of
-from autoshard.trace.program import Read, Reading, Sort, TensorPlace, Traced, TracedProgram, TracedStep, View, agreed
+from autoshard.trace.program import (
+    Read,
+    Reading,
+    Result,
+    Sort,
+    TensorPlace,
+    Traced,
+    TracedProgram,
+    TracedStep,
+    View,
+    agreed,
+)
 from autoshard.trace.rules import OVER, RULES, over
 
 _SAME = (
@@ -24,91 +36,112 @@ class Captured:
     """A module's program, its graph as torch exported it, and which nodes give the inputs of the program."""
 
     program: TracedProgram
-    exported: Any
-    inputs: Mapping[str, Node]  # of values that are neither parameters nor carried
+    exported: ExportedModule
+    inputs: Mapping[str, Node]  # of values that are neither parameters nor get a gradient
     parameters: Mapping[str, str]  # name of the value -> name in the module
 
 
 def capture(
-    module: torch.nn.Module, inputs: Sequence[Any], hints: Mapping[str, Sequence[str]] | None = None
+    module: torch.nn.Module,
+    inputs: Sequence[Any] | Mapping[str, Any],
+    hints: Mapping[str, Sequence[str]] | None = None,
+    results: Sequence[str] | None = None,
 ) -> Captured:
-    """Read the forward pass of a module; its first input of floating point is what a gradient is wanted of.
+    """Read the forward pass of a module; inputs that require a gradient get one.
 
-    ``hints`` names dims of inputs, by the name of the argument: {"x": ("batch", "seq", "hidden")}.
+    ``hints`` names dims of inputs, by the name of the argument: {"x": ("batch", "seq", "hidden")}. ``results`` says
+    which of several results are wanted, by their places in what the module returns.
     """
-    exported = torch.export.export(module, tuple(inputs), strict=False)
-    same: dict[int, str] = {}  # tied weights are one parameter
-    tied = {path: same.setdefault(id(one), path) for path, one in module.named_parameters(remove_duplicate=False)}
-    reader = ProgramReader(exported, hints or {}, tied)
-    for node in exported.graph_module.graph.nodes:
+    reader = ProgramReader(ExportedModule.of(module, inputs), hints or {})
+    for node in reader.exported.nodes:
         reader.add(node)
-    return reader.captured()
+    return reader.captured(results)
 
 
 class ProgramReader:
     """Reads nodes in order."""
 
-    def __init__(self, exported: Any, hints: Mapping[str, Sequence[str]], tied: Mapping[str, str]) -> None:
-        self.exported, self.hints, self.tied = exported, hints, tied
+    def __init__(self, exported: ExportedModule, hints: Mapping[str, Sequence[str]]) -> None:
+        self.exported, self.hints = exported, hints
         self.values: list[Traced] = []
         self.steps: list[TracedStep] = []
         self.views: dict[Node, View | tuple[View, ...]] = {}
         self.inputs: dict[str, Node] = {}
         self.kept_whole: list[str] = []
         self.numbers = itertools.count()
-        floats = [one.dtype for _, one in exported.named_parameters() if one.is_floating_point()]
+        floats = [one.dtype for _, one in exported.program.named_parameters() if one.is_floating_point()]
         self.usual = floats[0] if floats else torch.float64  # format of numbers
-        self.result: Read | None = None
-        specs = exported.graph_signature.input_specs
-        self.specs = {spec.arg.name: spec for spec in specs}
-        self.parameters = {spec.arg.name: spec.target for spec in specs if spec.kind.name == "PARAMETER"}
-        self.carried = ""
+        self.parameters = exported.paths
 
-    def captured(self) -> Captured:
-        """Return what was read."""
-        assert self.result, "an exported graph has an output"
+    def captured(self, wanted: Sequence[str] | None) -> Captured:
+        """Return what was read, as far as the ``wanted`` results need it."""
+        results = tuple(self._results(wanted))
+        steps = _needed(self.steps, [one.read.value for one in results if one.read])
+        read = {one.value for step in steps for one in step.reads} | {one.read.value for one in results if one.read}
+        values = tuple(one for one in self.values if one in read)
+        trained = [one for one in values if self.parameters.get(one.name) in self.exported.trained]
         program = TracedProgram(
-            values=tuple(self.values), steps=tuple(self.steps), result=self.result, kept_whole=tuple(self.kept_whole)
-        )
-        names = {value.name for value in self.values if value.origin == "parameter"}
-        parameters = {name: self.parameters[name] for name in names}
-        return Captured(program=program, exported=self.exported, inputs=self.inputs, parameters=parameters)
+            values=values, steps=steps, results=results, kept_whole=tuple(self.kept_whole),
+            trained=_reaching(steps, results, trained), modules=self._modules(),
+        )  # fmt: skip
+        parameters = {one.name: self.parameters[one.name] for one in values if one.origin == "parameter"}
+        inputs = {one.name: self.inputs[one.name] for one in values if one.origin == "input"}
+        return Captured(program=program, exported=self.exported, inputs=inputs, parameters=parameters)
+
+    def _modules(self) -> Mapping[str, Read]:
+        """Return the last value that each submodule makes."""
+        found: dict[str, Read] = {}
+        for node, view in self.views.items():
+            if isinstance(view, View) and view.value.origin == "made":
+                for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+                    found[path] = Read(value=view.value, positions=view.positions)
+        found.pop("", None)
+        return found
+
+    def _results(self, wanted: Sequence[str] | None) -> Iterator[Result]:
+        """Yield the results; gradients begin at single numbers, which are losses, and without any at every result."""
+        returned = list(self.exported.returned())
+        places = [place for place, _, is_buffer in returned if not is_buffer]
+        unknown = [name for name in wanted or () if name not in places]
+        require(*((False, f"results.{name}", f"is no result. {nearest(name, places)}") for name in unknown))
+        views = {place: self.views.get(node) for place, node, _ in returned if isinstance(node, torch.fx.Node)}
+        made = {place: view for place, view in views.items() if isinstance(view, View)}
+        floats = {
+            place: view for place, view in made.items() if not view.value.is_index and place in (wanted or places)
+        }
+        losses = [place for place, view in floats.items() if not view.value.dims]
+        for place, node, is_buffer in returned:
+            view = made.get(place)
+            if not is_buffer and wanted is not None and place not in wanted:
+                yield Result(name=place)
+            else:
+                yield Result(
+                    name=place, read=view and Read(value=view.value, positions=view.positions), otherwise=node,
+                    is_buffer=is_buffer, is_seeded=not is_buffer and place in (losses or floats),
+                )  # fmt: skip
 
     def add(self, node: Node) -> None:
-        """Read one node; what depends on no parameter and not on the carried input is an input of the program."""
+        """Read one node; what depends on no parameter and on no input with a gradient is an input of the program."""
         if node.op == "placeholder":
             self._placeholder(node)
-        elif node.op == "output":
-            if len(node.args[0]) > 1:
-                message = "returns several tensors, or changes its buffers; one result is supported so far"
-                raise InputError.of("module", message)
-            (result,) = node.args[0]
-            view = self.views.get(result)
-            if not isinstance(view, View):
-                raise InputError.of("module", "returns something that depends on no parameter and no input")
-            self.result = Read(value=view.value, positions=view.positions)
-        elif node.op == "call_function" and any(one in self.views for one in node.all_input_nodes):
-            self._operation(node)
+        elif node.op == "call_function":
+            _refuse_random(node)
+            if any(one in self.views for one in node.all_input_nodes):
+                self._operation(node)
 
     def _placeholder(self, node: Node) -> None:
-        found = node.meta["val"]
         if node.name in self.parameters:
-            first = self.tied[self.parameters[node.name]]
-            other = next((one for one in self.views if self.parameters.get(one.name) == first), None)
+            other = next(
+                (one for one in self.views if self.parameters.get(one.name) == self.parameters[node.name]), None
+            )
             if other is not None:
                 self.views[node] = self.views[other]
                 return
             path = self.parameters[node.name].split(".")
             hint = path[-2] if len(path) > 1 and path[-1] in ("weight", "bias") else path[-1]
-            self._value(node, "parameter", [hint] + ["" for _ in found.shape[1:]])
-        elif self._is_carried(node, found):
-            self.carried = node.name
+            self._value(node, "parameter", [hint] + ["" for _ in node.meta["val"].shape[1:]])
+        elif getattr(self.exported.arguments.get(node.name), "requires_grad", False):
             self._value(node, "carried", self.hints.get(node.name, ()))
-
-    def _is_carried(self, node: Node, found: Any) -> bool:
-        """Say whether this is the first input of floating point."""
-        is_input = self.specs[node.name].kind.name == "USER_INPUT" and isinstance(found, torch.Tensor)
-        return is_input and found.is_floating_point() and not self.carried
 
     def _value(self, node: Node, origin: Any, hints: Sequence[str]) -> View:
         """Make a value of a node's shape, with dims of its own."""
@@ -150,10 +183,6 @@ class ProgramReader:
             return
         if schema is None or schema.is_mutable:
             raise InputError.of(line_of(node), f"{name} changes a tensor in place, or is no operation of torch")
-        rule = RULES.get(name)
-        drops = name in ("dropout", "feature_dropout") and node.args[1] and node.args[2]
-        if drops or (torch.Tag.nondeterministic_seeded in target.tags and name not in _SAME and not rule):
-            raise InputError.of(line_of(node), f"{name} draws random numbers; call .eval(), or leave it out")
         values, steps = len(self.values), len(self.steps)
         try:
             self._read(name, node)
@@ -238,7 +267,7 @@ class ProgramReader:
         paths = (self.parameters[one.view.value.name] for one in readings if one.view.value.name in self.parameters)
         path = next(paths, "")
         own = path.rpartition(".")[0] or path
-        taken = {one.name for one in (*self.values, *self.exported.graph_module.graph.nodes)}
+        taken = {one.name for one in (*self.values, *self.exported.nodes)}
         return _free(own.replace(".", "_"), taken) if path else ""
 
     def step(  # noqa: PLR0913
@@ -288,6 +317,33 @@ class ProgramReader:
         )
         view = self.views[node] = View(value, positions)
         return view
+
+
+def _refuse_random(node: Node) -> None:
+    name = getattr(node.target, "_opname", "")
+    drops = name in ("dropout", "feature_dropout") and node.args[1] and node.args[2]
+    if drops or (
+        torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and name not in (*_SAME, *RULES)
+    ):
+        raise InputError.of(line_of(node), f"{name} draws random numbers; call .eval(), or leave it out")
+
+
+def _needed(steps: Sequence[TracedStep], wanted: Iterable[Traced]) -> tuple[TracedStep, ...]:
+    """Return the steps that some values need."""
+    needed, found = {*wanted}, list[TracedStep]()
+    for step in reversed(steps):
+        if step.makes in needed:
+            needed |= {read.value for read in step.reads}
+            found.append(step)
+    return tuple(reversed(found))
+
+
+def _reaching(steps: Sequence[TracedStep], results: Iterable[Result], trained: Iterable[Traced]) -> frozenset[Traced]:
+    """Return which of the trained parameters and of the inputs with a gradient a gradient reaches."""
+    seeded = _needed(steps, [one.read.value for one in results if one.read and one.is_seeded])
+    read = {read.value for step in seeded for read in step.reads}
+    read |= {one.read.value for one in results if one.read and one.is_seeded}
+    return frozenset(read & {*trained, *(one for one in read if one.origin == "carried")})
 
 
 def _free(name: str, taken: Container[str]) -> str:

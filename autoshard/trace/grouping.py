@@ -24,12 +24,13 @@ def regions(program: TracedProgram) -> Sequence[Sequence[TracedStep]]:
     for step in program.steps:
         for read in step.reads:
             readers[read.value].append((step, read))
+    results = {one.read.value for one in program.results if one.read}
     groups: dict[TracedStep, list[TracedStep]] = {}  # by the last step
     homes: dict[TracedStep, list[TracedStep]] = {}  # the last steps of the groups that a step is in
     for step in reversed(program.steps):
         found = readers[step.makes]
         heads = list(dict.fromkeys(head for reader, _ in found for head in homes[reader]))
-        renamed = any(read.renamed for _, read in found) or step.makes is program.result.value
+        renamed = any(read.renamed for _, read in found) or step.makes in results
         is_free = step.sort in ("local", "cast") and not renamed
         accepting = [head for head in heads if is_free and _accepts(head, groups[head], step)]
         if not accepting or accepting != heads:  # some reader takes the result from elsewhere

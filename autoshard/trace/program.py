@@ -73,13 +73,29 @@ class TracedStep:
         return frozenset(leaves(self.whole))
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Result:
+    """Something that a module returns, or a buffer that it changes: made by the program, or by nodes without it.
+
+    ``name`` is its place in what is returned (loss, 0), or the path of the buffer.
+    """
+
+    name: str
+    read: Read | None = None
+    otherwise: Any = None  # where the program does not make it: a node, or a number
+    is_buffer: bool = False
+    is_seeded: bool = False  # whether a gradient begins here
+
+
 @dataclass(frozen=True, kw_only=True)
 class TracedProgram:
     """The forward pass of a module."""
 
     values: tuple[Traced, ...]
     steps: tuple[TracedStep, ...]
-    result: Read
+    results: tuple[Result, ...]
+    modules: Mapping[str, Read]  # the last value that each submodule makes, by path
+    trained: frozenset[Traced]  # parameters and inputs that get a gradient
     kept_whole: tuple[str, ...]  # what could not be cut, with the line of the user's code
 
 

@@ -241,4 +241,6 @@ def made(name: str) -> Made:
     """Return a module and its inputs, the same every time."""
     torch.manual_seed(0)
     module, inputs = MODULES[name]()
+    if inputs[0].is_floating_point():
+        inputs[0].requires_grad_()
     return module.double().eval(), inputs

@@ -55,9 +55,7 @@ def test_any_legal_cut_gives_the_result_and_every_gradient(name: str):
     bar = 1e-6 if name in _SINGLE else 1e-12
     for trial in range(_CUTS):
         cuts = random_cuts(block, chosen)
-        boundary = (
-            {} if block.block.carry_in is None or trial % 2 else {block.dims[block.block.carry_in][0][0]: ("edp",)}
-        )
+        boundary = {} if not block.block.takes or trial % 2 else {block.dims[block.block.takes[0]][0][0]: ("edp",)}
         found = compared(run, cuts, boundary)
         assert {one.name for one in found} >= {f"{tensor.name}.sum" for tensor in block.block.parameters}
         assert max(one.error for one in found) < bar, [one for one in found if one.error >= bar]
@@ -84,7 +82,7 @@ def test_the_table_of_modules_in_the_docs_is_what_the_tests_see(request: pytest.
 @pytest.mark.parametrize("name", ["Llama layer", "MLP-Mixer", "language model with loss", "BERT layer with padding"])
 def test_the_cheapest_layouts_are_proven_as_well(name: str):
     module, inputs = made(name)
-    found = shard_module(module, inputs, load_cluster("local", ranks=4), "dp=2,tp=2", precision="fp32")
+    found = shard_module(module, inputs, load_cluster("local", ranks=4), "dp=2,tp=2", batch="dp", precision="fp32")
     assert found.solution.gap == 0.0 and not found.kept_whole
     assert max(one.error for one in found.prove(module, inputs)) < 1e-6
 
@@ -124,9 +122,9 @@ def test_megatron_comes_out_of_plain_code_where_weights_stay_and_better_where_th
     config = with_attention(LlamaConfig, "sdpa", **sizes, num_hidden_layers=1)
     with torch.device("meta"):
         large = Rotated(LlamaDecoderLayer(config, 0), LlamaRotaryEmbedding(config))
-        given = torch.empty(8, 8192, 4096), torch.arange(8192)[None]
+        given = torch.empty(8, 8192, 4096, requires_grad=True), torch.arange(8192)[None]
     hints = {"x": ("batch", "seq", "hidden")}
-    found = shard_module(large, given, load_cluster("h100-80", 8), "dp=8,tp=8", hints=hints)
+    found = shard_module(large, given, load_cluster("h100-80", 8), "dp=8,tp=8", hints=hints, batch="dp")
     kept = replace(found.problem, cuts_rest=False, state_bytes_per_weight=0.0)
     megatron = solve(kept)
     table = BlockSharding.of(kept, megatron).table
@@ -138,17 +136,10 @@ def test_megatron_comes_out_of_plain_code_where_weights_stay_and_better_where_th
     assert found.solution.gap == megatron.gap == 0.0 and found.solution.cost_s < megatron.cost_s
 
 
-class Two(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x + 1, x * 2
-
-
 @pytest.mark.parametrize(
     ("module", "complaint"),
     [
         (torch.nn.Dropout(0.5), "draws random numbers"),
-        (Two(), "returns several tensors"),
-        (torch.nn.BatchNorm1d(4), "changes its buffers|in place"),
         (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.1)), "draws random numbers"),
     ],
 )
@@ -208,7 +199,7 @@ def test_numbers_are_rounded_where_the_module_rounds_them():
     for trial in range(4):
         cuts = random_cuts(block, chosen) if trial else {op.name: {} for op in cut_operations(block.block)}
         found = compared(run, cuts)
-        assert max(one.error for one in found if one.name == block.result) < 1e-12  # never rounded, it differs by 1e-8
+        assert max(one.error for one in found if one.name == "result") < 1e-12  # never rounded, it differs by 1e-8
         assert max(one.error for one in found) < 1e-6
     assert "to" not in {op.name for op in cut_operations(block.block)}  # each reader rounds itself
 

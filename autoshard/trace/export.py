@@ -1,0 +1,165 @@
+"""A module as torch exports it: how it is called, what it returns, and the part that depends on no parameter."""
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as tree  # as torch.export lays arguments and results out
+
+from autoshard.errors import InputError, require
+from autoshard.trace.nodes import Node, argument
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedModule:
+    """The graph of a module's forward pass for arguments of some shapes, with what a call must look like."""
+
+    program: Any  # an ExportedProgram
+    signature: inspect.Signature
+    layout: tree.TreeSpec  # of the arguments
+    examples: tuple[Any, ...]  # the arguments one by one; tensors on the meta device
+    training: bool
+    paths: Mapping[str, str]  # of parameters, by placeholder; tied ones have the path of the first
+    trained: frozenset[str]  # paths of the parameters that get a gradient
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, inputs: Sequence[Any] | Mapping[str, Any]) -> "ExportedModule":
+        """Export a module for example inputs: positional ones, or a mapping of names."""
+        signature = inspect.signature(module.forward)
+        flat, layout = _flat(signature, *((), inputs) if isinstance(inputs, Mapping) else (tuple(inputs), {}))
+        apart: list[Any] = []  # torch takes two arguments that are one object for one
+        for one in flat:
+            again = isinstance(one, torch.Tensor) and any(one is other for other in apart)
+            apart.append(one.detach().clone().requires_grad_(one.requires_grad) if again else one)
+        args, kwargs = tree.tree_unflatten(apart, layout)
+        program = torch.export.export(module, args, kwargs, strict=False)
+        if any(_changes_something(node) for node in program.graph_module.graph.nodes):
+            program = program.run_decompositions({})  # which makes all changes in place results of their own
+        first: dict[int, str] = {}  # tied weights are one parameter
+        tied = {path: first.setdefault(id(one), path) for path, one in module.named_parameters(remove_duplicate=False)}
+        specs = program.graph_signature.input_specs
+        return cls(
+            program=program,
+            signature=signature,
+            layout=layout,
+            examples=tuple(one.to("meta") if isinstance(one, torch.Tensor) else one for one in flat),
+            training=module.training,
+            paths={spec.arg.name: tied[str(spec.target)] for spec in specs if spec.kind.name == "PARAMETER"},
+            trained=frozenset(path for path, one in module.named_parameters() if one.requires_grad),
+        )
+
+    @property
+    def nodes(self) -> Iterator[Node]:
+        """The graph in order."""
+        return iter(self.program.graph_module.graph.nodes)
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """The example arguments by placeholder."""
+        specs = self.program.graph_signature.input_specs
+        names = [spec.arg.name for spec in specs if spec.kind.name == "USER_INPUT"]
+        return dict(zip(names, self.examples, strict=True))
+
+    def flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arguments of a call by placeholder; refuse others than those of the example in number or shape."""
+        found, layout = _flat(self.signature, args, kwargs)
+        require((layout == self.layout, "inputs", "have another structure than the example inputs; shard again"))
+        own = dict(zip(self.arguments, found, strict=True))
+        pairs = [(name, example, own[name]) for name, example in self.arguments.items()]
+        require(*((_is_like(example, one), name, _unlike(example, one)) for name, example, one in pairs))
+        return own
+
+    def returned(self) -> Iterator[tuple[str, Any, bool]]:
+        """Yield what it returns and the buffers that it changes: place or path, node or number, whether a buffer."""
+        signature, (output,) = self.program.graph_signature, [node for node in self.nodes if node.op == "output"]
+        count = len(signature.user_outputs)
+        numbered = tree.tree_unflatten(list(range(count)), self.program.call_spec.out_spec)
+        places = {number: _place(path) for path, number in tree.tree_flatten_with_path(numbered)[0]}
+        user = 0
+        for spec, node in zip(signature.output_specs, output.args[0], strict=True):
+            if spec.kind.name == "USER_OUTPUT":
+                yield places[user], node, False
+                user += 1
+            elif spec.kind.name == "BUFFER_MUTATION":
+                yield spec.target, node, True
+            else:
+                raise InputError.of("module", f"changes its input {spec.target} in place; let it change a clone")
+
+    def result(self, flat: Sequence[Any]) -> Any:
+        """Return what the module returns, made of its parts."""
+        return tree.tree_unflatten(list(flat), self.program.call_spec.out_spec)
+
+    def part(self, wanted: Sequence[Node]) -> torch.fx.GraphModule:
+        """Return the part of the graph that makes some nodes, which depend on no parameter."""
+        graph = copy.deepcopy(self.program.graph_module.graph)
+        names = [node.name for node in wanted]
+        found = {node.name: node for node in graph.nodes}
+        needed = {found[name] for name in names}
+        for node in reversed(graph.nodes):
+            if node.op == "output":
+                node.args = (tuple(found[name] for name in names),)
+            elif node in needed:
+                needed |= {*node.all_input_nodes}
+            elif node.op != "placeholder":
+                graph.erase_node(node)
+        return torch.fx.GraphModule(self.program.graph_module, graph)
+
+    def values(
+        self, part: torch.fx.GraphModule, arguments: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Run a part of the graph."""
+        given: list[Any] = []
+        for spec in self.program.graph_signature.input_specs:
+            match spec.kind.name:
+                case "USER_INPUT":
+                    given.append(arguments[spec.arg.name])
+                case "BUFFER":
+                    given.append(buffers[spec.target])
+                case "PARAMETER":
+                    given.append(None)
+                case _:
+                    given.append(self.program.constants[spec.target])
+        with torch.no_grad():
+            return part(*given)
+
+
+def _flat(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], tree.TreeSpec]:
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError.of("inputs", f"do not fit the module's forward{signature}: {error}") from None
+    return tree.tree_flatten((bound.args, bound.kwargs))
+
+
+def _changes_something(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None:
+        return False
+    tracked = schema.name == "aten::batch_norm" and argument(node, "running_mean") is not None
+    return bool(schema.is_mutable) or (tracked and bool(argument(node, "training")))
+
+
+def _place(path: tuple[Any, ...]) -> str:
+    """Return the place of a part of a result: keys and numbers with dots between them."""
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path) or "result"
+
+
+def _is_like(example: Any, one: Any) -> bool:
+    if isinstance(example, torch.Tensor):
+        return isinstance(one, torch.Tensor) and (one.shape, one.dtype) == (example.shape, example.dtype)
+    return type(one) is type(example) and one == example
+
+
+def _unlike(example: Any, one: Any) -> str:
+    """Say how an argument differs from the example."""
+
+    def said(value: Any) -> str:
+        is_tensor = isinstance(value, torch.Tensor)
+        return f"{tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}" if is_tensor else repr(value)
+
+    return f"is {said(one)}, and the module was traced for {said(example)}; shard it again for these inputs"
