@@ -125,7 +125,7 @@ class PassRule:
             for output in outputs
             if step.reads[read] == "in0"
         }
-        delivers = [one.kind for one in block.select("micro_batch", "F") if one.inputs[0] in op.outputs]
+        delivers = [one.kind for one in block.select("micro_batch", "F") if one.inputs and one.inputs[0] in op.outputs]
         settled = any(isinstance(kind, Deliver) and kind.settles for kind in delivers)
         return cls(
             forward=0 in op.kind.linear_through() and inputs[0].role == "activation",

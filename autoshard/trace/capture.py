@@ -1,5 +1,6 @@
 """The program of a torch module, read operation by operation: what each does to dims, and which it needs whole."""
 
+import functools
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 
 from autoshard.errors import InputError, nearest, require
-from autoshard.trace.dims import Collision, NotAligned, Position, fresh, leaves, note
+from autoshard.trace.dims import Collision, NotAligned, Position, fresh, leaves, note, size_of
 from autoshard.trace.export import ExportedModule
 from autoshard.trace.nodes import Node, line_of, replaced, tensors_of
 from autoshard.trace.program import (
@@ -23,7 +24,7 @@ from autoshard.trace.program import (
     View,
     agreed,
 )
-from autoshard.trace.rules import OVER, RULES, over
+from autoshard.trace.rules import RULES
 
 _SAME = (
     "alias", "clone", "contiguous", "dropout", "feature_dropout", "lift_fresh_copy", "to", "_to_copy", "type_as",
@@ -137,7 +138,7 @@ class ProgramReader:
             if other is not None:
                 self.views[node] = self.views[other]
                 return
-            path = self.parameters[node.name].split(".")
+            path = [part for part in self.parameters[node.name].split(".") if not part.isdecimal()]
             hint = path[-2] if len(path) > 1 and path[-1] in ("weight", "bias") else path[-1]
             self._value(node, "parameter", [hint] + ["" for _ in node.meta["val"].shape[1:]])
         elif getattr(self.exported.arguments.get(node.name), "requires_grad", False):
@@ -192,7 +193,7 @@ class ProgramReader:
             self.whole(node)
 
     def _read(self, name: str, node: Node) -> None:
-        """Read an operation by its rule, as a pointwise one, as one over some axes, or as one that nobody knows."""
+        """Read an operation by its rule, as a pointwise one, or as one that nobody knows."""
         rule = RULES.get(name)
         if name in _SAME:
             self._same(node)
@@ -200,8 +201,6 @@ class ProgramReader:
             rule(self, node)
         elif torch.Tag.pointwise in node.target.tags or name == "detach":
             self.local(node, self.broadcast(node))
-        elif name in OVER:
-            over(self, node)
         else:
             self.whole(node)
 
@@ -214,7 +213,7 @@ class ProgramReader:
             return
         reading = Reading(view, list(view.positions))
         given = TensorPlace(0), dtype
-        self.step(node, ([reading], view.positions), sort="cast", function=torch.Tensor.to, arguments=given)
+        self.step(node, ([reading], view.positions), sort="cheap", function=torch.Tensor.to, arguments=given)
 
     def _is_wide(self, tensor: torch.Tensor) -> bool:
         """Say whether a module of 16 bits computes this in more."""
@@ -254,13 +253,18 @@ class ProgramReader:
     def whole(self, node: Node) -> None:
         """Add an operation of which nothing is known: it needs and makes everything whole."""
         readings = self.readings(node)
-        value = node.meta["val"]
-        if not isinstance(value, torch.Tensor):
-            raise InputError.of(line_of(node), f"{node.target} gives several tensors, which is not supported yet")
-        made = [fresh(size) for size in value.shape]
+        value, found = node.meta["val"], list[View]()
         needed = [position for reading in readings for position in reading.positions]
         self.kept_whole.append(f"{node.name} ({node.target}): {line_of(node)}")
-        self.step(node, (readings, made), whole=[*needed, *made])
+        for number, one in enumerate([value] if isinstance(value, torch.Tensor) else value):
+            made = [fresh(size) for size in one.shape]
+            several = None if isinstance(value, torch.Tensor) else number
+            found.append(self.step(node, (self.readings(node), made), whole=[*needed, *made], number=several))
+        self.views[node] = found[0] if isinstance(value, torch.Tensor) else tuple(found)
+
+    def shape_of(self, reading: Reading) -> tuple[int, ...]:
+        """Return how long the positions are."""
+        return tuple(size_of(one) for one in reading.positions)
 
     def _module_of(self, readings: Sequence[Reading]) -> str:
         """Return the name of the module whose parameter is read, as a name of its product; "" where none is."""
@@ -281,17 +285,20 @@ class ProgramReader:
         function: Callable[..., Any] | None = None,
         arguments: tuple[Any, ...] | None = None,
         name: str = "",
+        number: int | None = None,
         matrix: Sequence[Position] = (),
     ) -> View:
-        """Add an operation, and the value that it makes along these positions."""
+        """Add an operation, and the value that it makes along these positions; one by number of several."""
         readings, made = found
         positions = tuple(made)
         name = self._module_of(readings) if sort in ("product", "rows") else name or node.name
         given = node.meta["val"]
-        is_tensor = isinstance(given, torch.Tensor)  # not several
+        if number is not None:
+            name, given = f"{node.name}_{number}", given[number]
+            function = function or functools.partial(_one_of, function=node.target, number=number)
         value = Traced(
             number=next(self.numbers), name=name or node.name, positions=positions, origin="made",
-            is_index=is_tensor and not given.is_floating_point(), is_wide=is_tensor and self._is_wide(given),
+            is_index=not given.is_floating_point(), is_wide=self._is_wide(given),
         )  # fmt: skip
         for one in readings:
             note(-1 - one.view.value.number if one.renamed else one.view.value.number, one.positions)
@@ -344,6 +351,11 @@ def _reaching(steps: Sequence[TracedStep], results: Iterable[Result], trained: I
     read = {read.value for step in seeded for read in step.reads}
     read |= {one.read.value for one in results if one.read and one.is_seeded}
     return frozenset(read & {*trained, *(one for one in read if one.origin == "carried")})
+
+
+def _one_of(*arguments: Any, function: Callable[..., Any], number: int, **keywords: Any) -> torch.Tensor:
+    """Return one of several results."""
+    return function(*arguments, **keywords)[number]
 
 
 def _free(name: str, taken: Container[str]) -> str:

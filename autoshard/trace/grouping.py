@@ -18,7 +18,7 @@ def regions(program: TracedProgram) -> Sequence[Sequence[TracedStep]]:
     """Return the steps that run as one operation, each group where its last step stands.
 
     A local step joins the group that alone reads what it makes, unless that needs all of its numbers whole. Each group
-    rounds numbers itself that it reads in another format: they are not written in both.
+    rounds numbers itself that it reads in another format, and makes constants: neither is written for all.
     """
     readers: dict[Traced, list[tuple[TracedStep, Read]]] = defaultdict(list)
     for step in program.steps:
@@ -31,11 +31,11 @@ def regions(program: TracedProgram) -> Sequence[Sequence[TracedStep]]:
         found = readers[step.makes]
         heads = list(dict.fromkeys(head for reader, _ in found for head in homes[reader]))
         renamed = any(read.renamed for _, read in found) or step.makes in results
-        is_free = step.sort in ("local", "cast") and not renamed
+        is_free = step.sort in ("local", "cheap") and not renamed
         accepting = [head for head in heads if is_free and _accepts(head, groups[head], step)]
         if not accepting or accepting != heads:  # some reader takes the result from elsewhere
             accepting.append(step)
-        homes[step] = accepting if len(accepting) == 1 or step.sort == "cast" else [step]
+        homes[step] = accepting if len(accepting) == 1 or step.sort == "cheap" else [step]
         for head in homes[step]:
             groups.setdefault(head, []).append(step)
     return [groups[step][::-1] for step in program.steps if step in groups]
@@ -45,4 +45,4 @@ def _accepts(head: TracedStep, steps: Sequence[TracedStep], step: TracedStep) ->
     """Say whether a group runs functions of torch, cuts something, and does not multiply matrices twice."""
     cut = {dim for read in head.reads for dim in read.dims} | {*head.makes.dims}
     multiplies = sum(bool(one.matrix_dims) for one in (*steps, step)) > (head.sort != "sum")
-    return head.sort in ("local", "cast", "sum") and bool(cut - head.whole_leaves()) and not multiplies
+    return head.sort in ("local", "cheap", "sum") and bool(cut - head.whole_leaves()) and not multiplies

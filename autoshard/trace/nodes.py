@@ -45,6 +45,13 @@ def argument(node: Node, *names: str) -> Any:
     return next((given.get(name, known[name]) for name in names if name in known), None)
 
 
+def arguments_of(node: Node, **changed: Any) -> tuple[Any, ...]:
+    """Return all arguments of an operation in the order of its schema, some of them changed."""
+    slots = {one: TensorPlace(number) for number, one in enumerate(tensors_of((node.args, node.kwargs)))}
+    names = [one.name for one in node.target._schema.arguments]
+    return tuple(changed[name] if name in changed else replaced(argument(node, name), slots) for name in names)
+
+
 def axes_of(node: Node) -> tuple[int, ...]:
     """Return the axes that an operation names, counted from 0; all of them where it names none."""
     rank = node.args[0].meta["val"].dim()

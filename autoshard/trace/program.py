@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from autoshard.trace.dims import Collision, Dim, Position, apart, fresh, leaves, unify
 
-Sort = Literal["product", "rows", "local", "cast", "sum"]
+Sort = Literal["product", "rows", "local", "cheap", "sum"]
 Origin = Literal["parameter", "input", "carried", "made"]
 
 
@@ -54,7 +54,8 @@ class TracedStep:
     """One operation: a torch function on tensors, laid out by positions, and what may be cut in it.
 
     A dim that is not ``whole`` may be cut: each part of the result needs that part of the inputs only, or is a part of
-    a sum. A sort ``sum`` has no reader in its own region, so that its sums may wait.
+    a sum. A ``sum`` has no reader in its own region, so that its sums may wait; what is ``cheap``,
+    each reader does itself.
     """
 
     name: str

@@ -19,6 +19,11 @@ def expand(array: torch.Tensor, *, shape: Sequence[int]) -> torch.Tensor:
     return array.expand(tuple(shape))
 
 
+def constant(value: float, dtype: torch.dtype, *, shape: Sequence[int]) -> torch.Tensor:
+    """Return one number everywhere."""
+    return torch.full(tuple(shape), value, dtype=dtype)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Local:
     """One torch function: how it reads what came before (by number: inputs first, then results), and what it gives."""
@@ -35,7 +40,7 @@ class Local:
         """Call the function; the result is laid out along its dims."""
         read = [_along(tensors[number], dims, positions, sizes) for number, dims, positions in self.reads]
         keywords = {key: _filled(one, read) for key, one in self.keywords.items()}
-        if self.function is expand:
+        if self.function in (expand, constant):
             keywords["shape"] = _lengths(self.gives, sizes)
         found = self.function(*(_filled(one, read) for one in self.arguments), **keywords)
         return found.reshape([sizes[dim] for position in self.gives for dim in position])
@@ -66,6 +71,8 @@ class Region(Differentiable):
         return self.whole
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        if _has_no_part(call):
+            return _zeros(call)
         return (self.run([torch.from_numpy(np.asarray(array, order="C")) for array in arrays], call.sizes).numpy(),)
 
     def run(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> torch.Tensor:
@@ -111,6 +118,8 @@ class RegionGradient(OpKind):
         return self.region.whole
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        if _has_no_part(call):
+            return _zeros(call)
         upstream, *given = [torch.from_numpy(np.asarray(array, order="C")) for array in arrays]
         wanted = [given[number].detach().requires_grad_() for number in self.needed]
         for number, one in zip(self.needed, wanted, strict=True):
@@ -148,6 +157,17 @@ class Alias(Differentiable):
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
         """Hand the gradient on."""
         return (GradientStep(kind=Alias(), reads=("d0",), gives=(0,)),)
+
+
+def _has_no_part(call: Call) -> bool:
+    """Say whether a dim has fewer numbers than ranks, and none for this one; not all functions of torch take that."""
+    return not all(call.sizes[dim] for tensor in (*call.inputs, *call.outputs) for dim in tensor.dims)
+
+
+def _zeros(call: Call) -> tuple[Array, ...]:
+    formats = [np.int64 if tensor.dtype == "int64" else np.float64 for tensor in call.outputs]
+    shapes = [[call.sizes[dim] for dim in tensor.dims] for tensor in call.outputs]
+    return tuple(np.zeros(shape, one) for shape, one in zip(shapes, formats, strict=True))
 
 
 def _lengths(positions: Positions, sizes: Mapping[str, int]) -> list[int]:

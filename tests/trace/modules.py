@@ -132,6 +132,148 @@ class Skips(nn.Module):
         return x + self.up(torch.cat([first, F.relu(self.middle(first))], dim=1))
 
 
+class GPTBlock(nn.Module):
+    """A block as nanoGPT writes it: one product for queries, keys and values, which a split takes apart."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.attention, self.heads = nn.Linear(hidden, 3 * hidden), heads
+        self.out, self.up, self.down = (
+            nn.Linear(hidden, hidden), nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, seq, hidden = x.size()
+        q, k, v = self.attention(self.first(x)).split(hidden, dim=2)
+        q, k, v = (one.view(batch, seq, self.heads, hidden // self.heads).transpose(1, 2) for one in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).contiguous().view(batch, seq, hidden))
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+class VisionTransformer(nn.Module):
+    """Patches, a class token, learned positions of an odd sequence, a block, and a head on the class token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.block = nn.Conv2d(3, 16, 4, stride=4), GPTBlock(16, 4)
+        self.token, self.positions = nn.Parameter(numbers(1, 1, 16)), nn.Parameter(numbers(1, 5, 16))
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], dim=1) + self.positions
+        return self.head(self.norm(self.block(x))[:, 0])
+
+
+class SelectiveScan(nn.Module):
+    """A block as of Mamba: a convolution of each channel along time, and a state that a loop carries on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(8, 32, bias=False), nn.Linear(16, 8, bias=False)
+        self.convolution = nn.Conv1d(16, 16, 3, groups=16, padding=2)
+        self.sizes, self.steps = nn.Linear(16, 2 + 2 * 4, bias=False), nn.Linear(2, 16)
+        self.logs, self.skip = nn.Parameter(numbers(16, 4)), nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seq = x.shape[1]
+        u, gate = self.into(x).chunk(2, dim=-1)
+        u = F.silu(self.convolution(u.transpose(1, 2))[..., :seq].transpose(1, 2))
+        rank, into, out = self.sizes(u).split([2, 4, 4], dim=-1)
+        step = F.softplus(self.steps(rank))
+        decay = torch.exp(-step[..., None] * torch.exp(self.logs))
+        added = step[..., None] * into[:, :, None] * u[..., None]
+        state, made = torch.zeros_like(added[:, 0]), []
+        for time in range(seq):
+            state = decay[:, time] * state + added[:, time]
+            made.append((state * out[:, time, None]).sum(-1))
+        return x + self.out((torch.stack(made, dim=1) + u * self.skip) * F.silu(gate))
+
+
+class Experts(nn.Module):
+    """A mixture of experts: each token goes to two, by masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 4, bias=False)
+        self.up, self.down = nn.Parameter(numbers(4, 8, 16)), nn.Parameter(numbers(4, 16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chances = self.router(x).softmax(-1)
+        best, chosen = torch.topk(chances, 2, dim=-1)
+        weights = (F.one_hot(chosen, 4) * (best / best.sum(-1, keepdim=True))[..., None]).sum(-2)
+        each = torch.einsum("bsef,efh->bseh", F.silu(torch.einsum("bsh,ehf->bsef", x, self.up)), self.down)
+        return x + torch.einsum("bseh,bse->bsh", each, weights)
+
+
+class SlotExperts(nn.Module):
+    """A mixture of experts of one choice and a fixed number of slots: tokens are gathered, and added back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.up, self.down = (
+            nn.Linear(8, 2),
+            nn.Parameter(numbers(2, 8, 16)),
+            nn.Parameter(numbers(2, 16, 8)),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1)
+        chances = self.router(tokens).softmax(-1)
+        total = torch.zeros_like(tokens)
+        for expert in range(2):
+            best, places = torch.topk(chances[:, expert], 6)
+            one = F.gelu(tokens.index_select(0, places) @ self.up[expert]) @ self.down[expert]
+            total = total.index_add(0, places, one * best[:, None])
+        return x + total.view_as(x)
+
+
+class UNet(nn.Module):
+    """Down and up again, with norms of groups and a long skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (
+            nn.Sequential(nn.Conv2d(into, out, 3, padding=1), nn.GroupNorm(2, out), nn.SiLU())
+            for into, out in ((4, 8), (8, 16), (24, 8))
+        )
+        self.out = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.first(x)
+        middle = F.interpolate(self.middle(F.max_pool2d(first, 2)), scale_factor=2, mode="nearest")
+        return x + self.out(self.last(torch.cat([first, middle], dim=1)))
+
+
+class Classifier(nn.Module):
+    """A convnet with batch norm in training: its statistics are of the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 8, 3, padding=1, bias=False), nn.Conv2d(8, 8, 3, stride=2, padding=1)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8, track_running_stats=False) for _ in range(2))
+        self.head = nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.norms[0](self.first(x)))
+        x = F.relu(self.norms[1](self.second(x)))
+        return F.cross_entropy(self.head(x.mean((2, 3))), labels)
+
+
+class Autoencoder(nn.Module):
+    """A loss of numbers, which is the mean over the batch as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(16, 4), nn.Linear(4, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(torch.tanh(self.down(x - x.mean(0))))
+        return F.mse_loss(y, x) + 0.1 * y.abs().mean()
+
+
 def _llama() -> Made:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -212,6 +354,16 @@ def _vit() -> Made:
     return First(ViTLayer(config)), (numbers(2, 9, 24),)  # a class token makes the sequence odd
 
 
+def _t5() -> Made:
+    from transformers import T5Config
+    from transformers.models.t5.modeling_t5 import T5Block
+
+    config = with_attention(
+        T5Config, "eager", d_model=24, d_kv=6, num_heads=4, d_ff=48, relative_attention_num_buckets=8
+    )
+    return First(T5Block(config, has_relative_attention_bias=True)), (numbers(2, 10, 24),)
+
+
 def _tokens() -> tuple[torch.Tensor, torch.Tensor]:
     labels = torch.randint(0, 32, (4, 6))
     labels[0, :2] = -100  # which do not count
@@ -234,7 +386,19 @@ MODULES: Mapping[str, Callable[[], Made]] = {
     "language model, tied": lambda: (Language(tied=True), _tokens()),
     "scan along the sequence": lambda: (Scan(), (numbers(4, 6, 16),)),
     "convolutions with a skip": lambda: (Skips(), (numbers(4, 4, 6, 6),)),
+    "nanoGPT block": lambda: (GPTBlock(24, 4), (numbers(2, 10, 24),)),
+    "ViT with a class token": lambda: (VisionTransformer(), (numbers(4, 3, 8, 8),)),
+    "T5 encoder block": _t5,
+    "selective scan": lambda: (SelectiveScan(), (numbers(2, 6, 8),)),
+    "mixture of experts by masks": lambda: (Experts(), (numbers(2, 6, 8),)),
+    "mixture of experts by slots": lambda: (SlotExperts(), (numbers(2, 6, 8),)),
+    "U-Net": lambda: (UNet(), (numbers(2, 4, 8, 8),)),
+    "convnet, batch norm in training": lambda: (Classifier(), (numbers(4, 4, 6, 6), torch.arange(4))),
+    "autoencoder with loss": lambda: (Autoencoder(), (numbers(4, 6, 16),)),
 }
+
+
+TRAINED = ("convnet, batch norm in training",)  # others are called as for a result
 
 
 def made(name: str) -> Made:
@@ -243,4 +407,4 @@ def made(name: str) -> Made:
     module, inputs = MODULES[name]()
     if inputs[0].is_floating_point():
         inputs[0].requires_grad_()
-    return module.double().eval(), inputs
+    return module.double().train(name in TRAINED), inputs

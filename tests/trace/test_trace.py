@@ -16,7 +16,9 @@ from autoshard.blocks.choices import op_cuts
 from autoshard.blocks.operators import solve
 from autoshard.blocks.shard_block import BlockSharding
 from autoshard.errors import InputError
-from autoshard.layout.legal import cut_operations
+from autoshard.layout.legal import cut_operations, op_dims
+from autoshard.layout.lower import lower
+from autoshard.layout.program import Communicate
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.workload import Precision
@@ -85,6 +87,19 @@ def test_the_cheapest_layouts_are_proven_as_well(name: str):
     found = shard_module(module, inputs, load_cluster("local", ranks=4), "dp=2,tp=2", batch="dp", precision="fp32")
     assert found.solution.gap == 0.0 and not found.kept_whole
     assert max(one.error for one in found.prove(module, inputs)) < 1e-6
+
+
+def test_the_statistics_of_a_cut_batch_are_sums_of_a_few_numbers():
+    _, block, _ = traced("convnet, batch norm in training")
+    batch = block.dims["x"][0][0]
+    cuts = {
+        op.name: {batch: ("edp",)} if batch in op_dims(block.block, op) else {} for op in cut_operations(block.block)
+    }
+    program = lower(block.block, cuts, {"edp": 4}, lambda change: 1.0, boundary={batch: ("edp",)}, keeps_gathered=True)
+    sent = [one for one in program.instructions if isinstance(one, Communicate) and one.pass_ == "F"]
+    assert {one.collective.kind for one in sent} == {"all_reduce"}
+    sizes = [block.block.tensors[one.reads.tensor].num_elements(block.sizes) for one in sent]
+    assert sorted(sizes) == [1, 1, 8, 8, 8, 8], "a mean and a variance for each norm, the loss and its count"
 
 
 def test_a_fault_in_what_may_be_cut_is_found():

@@ -1,0 +1,69 @@
+"""Rules of operations that take, put or count rows by number."""
+
+from typing import TYPE_CHECKING
+
+from autoshard.trace.dims import fresh
+from autoshard.trace.nodes import Node, argument
+
+if TYPE_CHECKING:
+    from autoshard.trace.capture import ProgramReader
+
+
+def embedding(reader: "ProgramReader", node: Node) -> None:
+    """Take rows of a table."""
+    table, index = reader.readings(node)
+    if argument(node, "padding_idx") not in (None, -1) or argument(node, "scale_grad_by_freq"):
+        made = [*index.positions, table.positions[1]]  # whose gradient is not just that of the rows
+        reader.local(node, ([table, index], made), [table.positions[0]])
+        return
+    reader.step(node, ([table, index], [*index.positions, table.positions[1]]), sort="rows")
+
+
+def one_hot(reader: "ProgramReader", node: Node) -> None:
+    """Write each number as a row, which is needed whole."""
+    (index,), classes = reader.readings(node), fresh(node.meta["val"].shape[-1])
+    reader.local(node, ([index], [*index.positions, classes]), [classes])
+
+
+def taken(reader: "ProgramReader", node: Node) -> None:
+    """Take rows along one axis, which is needed whole: by numbers that are the same for all else."""
+    if node.target._opname == "index":
+        places = [place for place, one in enumerate(node.args[1]) if one is not None]
+        index = node.args[1][places[0]]
+        if len(places) > 1 or index.meta["val"].dtype.is_floating_point or index.meta["val"].element_size() < 4:
+            reader.whole(node)  # several, or a mask
+            return
+        axis = places[0]
+    else:
+        axis = argument(node, "dim") % node.args[0].meta["val"].dim()
+    x, index = reader.readings(node)
+    made = [*x.positions[:axis], *index.positions, *x.positions[axis + 1 :]]
+    reader.local(node, ([x, index], made), [x.positions[axis]])
+
+
+def along(reader: "ProgramReader", node: Node) -> None:
+    """Take or put numbers along one axis, which is needed whole: by numbers that differ for all else."""
+    x, *others = reader.readings(node)
+    axis = argument(node, "dim") % len(x.positions)
+    made = list(x.positions if node.target._opname.startswith("scatter") else others[0].positions)
+    for one in others:
+        for place in range(len(x.positions)):
+            if place == axis:
+                continue
+            if reader.shape_of(one)[place] != reader.shape_of(x)[place]:
+                reader.whole(node)
+                return
+            one.agree(place, x.positions[place])
+            made[place] = x.positions[place]
+    reader.local(node, ([x, *others], made), [made[axis], *(one.positions[axis] for one in (x, *others))])
+
+
+def put(reader: "ProgramReader", node: Node) -> None:
+    """Add rows to those of some numbers along one axis, which is needed whole."""
+    x, index, rows = reader.readings(node)
+    axis = argument(node, "dim") % len(x.positions)
+    index.agree(0, rows.positions[axis])
+    for place in range(len(x.positions)):
+        if place != axis and rows.positions[place]:
+            rows.agree(place, x.positions[place])
+    reader.local(node, ([x, index, rows], x.positions), [x.positions[axis], rows.positions[axis]])

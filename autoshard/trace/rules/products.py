@@ -1,0 +1,125 @@
+"""Rules of products: of matrices, of queries with keys."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from autoshard.errors import InputError
+from autoshard.trace.dims import fresh, leaves, size_of, unify
+from autoshard.trace.nodes import Node, line_of
+from autoshard.trace.program import Reading, TensorPlace
+
+if TYPE_CHECKING:
+    from autoshard.trace.capture import ProgramReader
+
+
+def linear(reader: "ProgramReader", node: Node) -> None:
+    """Multiply by a weight [out, in], and add a bias."""
+    x, weight, *bias = reader.readings(node)
+    x.agree(-1, weight.positions[1])
+    made = [*x.positions[:-1], weight.positions[0]]
+    if not bias:
+        reader.step(node, ([x, weight], made), sort="product")
+        return
+    product = reader.step(node, ([x, weight], made), sort="product", name=f"{node.name}_product", arguments=())
+    total, shift = Reading(product, list(made)), bias[0]
+    shift.agree(0, made[-1])
+    reader.local(node, ([total, shift], made), function=torch.add, arguments=(TensorPlace(0), TensorPlace(1)))
+
+
+def addmm(reader: "ProgramReader", node: Node) -> None:
+    """Multiply by a weight [in, out], and add a bias."""
+    if node.kwargs:
+        reader.whole(node)
+        return
+    shift, x, weight = reader.readings(node)
+    weight.agree(0, x.positions[1])
+    made = [x.positions[0], weight.positions[1]]
+    product = reader.step(node, ([x, weight], made), sort="product", name=f"{node.name}_product", arguments=())
+    for axis in range(-len(shift.positions), 0):
+        if shift.positions[axis]:
+            shift.agree(axis, made[axis])
+    reader.local(
+        node,
+        ([Reading(product, list(made)), shift], made),
+        function=torch.add,
+        arguments=(TensorPlace(0), TensorPlace(1)),
+    )
+
+
+def matmul(reader: "ProgramReader", node: Node) -> None:
+    """Multiply matrices, or a vector; what stands before the last two axes goes along."""
+    shapes = [one.meta["val"].dim() for one in node.args[:2]]
+    rank = max(*shapes, 2)
+    batch = [f"batch {axis}" for axis in range(-rank, -2)]
+    left = [*batch[rank - shapes[0] :], "row", "inner"] if shapes[0] > 1 else ["inner"]
+    right = [*batch[rank - shapes[1] :], "inner", "column"] if shapes[1] > 1 else ["inner"]
+    result = [*batch, *(["row"] if shapes[0] > 1 else []), *(["column"] if shapes[1] > 1 else [])]
+    _product(reader, node, node.args[:2], (left, right, result))
+
+
+def einsum(reader: "ProgramReader", node: Node) -> None:
+    """Multiply two tensors as an equation says, where each letter stands in two of the three."""
+    equation, operands = node.args[0].replace(" ", ""), node.args[1]
+    given, arrow, result = equation.partition("->")
+    letters = [list(one) for one in given.split(",")]
+    plain = arrow and len(operands) == 2 and "." not in equation and len(node.args) == 2
+    counts = Counter("".join(["".join({*one}) for one in letters] + [result]))
+    if not plain or min(counts.values()) < 2 or any(len({*one}) < len(one) for one in letters):
+        reader.whole(node)
+        return
+    _product(reader, node, operands, (*letters, list(result)))
+
+
+def _product(reader: "ProgramReader", node: Node, operands: Sequence[Node], names: Sequence[Sequence[str]]) -> None:
+    """Multiply two tensors whose axes have names; what the result lacks is summed."""
+    left, right = (Reading(view, list(view.positions)) for view in map(reader.view_of, operands))
+    found = dict(zip(names[0], left.positions, strict=True))
+    for axis, name in enumerate(names[1]):
+        if name in found and found[name] and right.positions[axis]:
+            right.agree(axis, found[name])
+    taken = leaves(one for one in found.values() for one in one)
+    for axis, name in enumerate(names[1]):
+        if name not in found and {*taken} & {*leaves(right.positions[axis])}:
+            right.rename(axis)
+        found[name] = found.get(name) or right.positions[axis]
+    if left.view.value is right.view.value and not right.renamed:
+        reader.whole(node)
+        return
+    reader.step(node, ([left, right], [found[name] for name in names[2]]), sort="product")
+
+
+def attention(reader: "ProgramReader", node: Node) -> None:
+    """Attend: batch and heads may be cut; keys are needed whole, and queries where a mask counts them."""
+    given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False))
+    given |= node.kwargs
+    if given.get("dropout_p"):
+        raise InputError.of(line_of(node), "attention draws random numbers; call .eval()")
+    query, key, value, *mask = reader.readings(node)
+    rank = len(query.positions)
+    for axis in range(rank - 3):
+        key.agree(axis, query.positions[axis])
+        value.agree(axis, query.positions[axis])
+    if rank > 2:
+        groups = size_of(query.positions[-3]) // size_of(key.positions[-3])
+        unify(query.positions[-3], (*key.positions[-3], *fresh(groups, "group")))
+        value.agree(rank - 3, key.positions[-3])
+    key.agree(rank - 1, query.positions[-1])
+    if {*leaves(query.positions[-2])} & {*leaves(key.positions[-2])}:
+        key.rename(rank - 2)
+    value.agree(rank - 2, key.positions[-2])
+    made = [*query.positions[:-1], value.positions[-1]]
+    if {*leaves(value.positions[-1])} & {*leaves(one for p in query.positions for one in p)}:
+        value.rename(rank - 1)
+        made[-1] = value.positions[-1]
+    for one in mask:
+        along = [*query.positions[:-1], key.positions[-2]]
+        for axis in range(-len(one.positions), 0):
+            if one.positions[axis]:
+                one.agree(axis, along[axis])
+    whole = [query.positions[-1], key.positions[-2], value.positions[-1]]
+    whole += [query.positions[-2]] if given.get("is_causal") else []
+    matrix = [*query.positions, key.positions[-2]]
+    reader.local(node, ([query, key, value, *mask], made), whole, matrix=matrix)
