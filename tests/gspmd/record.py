@@ -1,0 +1,103 @@
+"""What autoshard and GSPMD send, for machines without torch-xla: ``python -m tests.gspmd.record`` writes ``record.json``."""
+
+import datetime
+import json
+import os
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from autoshard.graph.op import Array
+from tests.gspmd.cases import CASES, LLAMA_3_8B, SMALL
+from tests.gspmd.hlo import sent_by_xla
+from tests.gspmd.sent import Sent
+from tests.gspmd.traced import TracedLayer, sent_in
+
+PYTHON = "AUTOSHARD_GSPMD_PYTHON"  # of an environment with torch-xla: CONTRIBUTING.md says how to make it
+RECORD = Path(__file__).with_name("record.json")
+LAYERS: Mapping[str, Mapping[str, int]] = {"small": SMALL, "llama3-8b": LLAMA_3_8B}
+
+Found = Mapping[str, Counter[Sent]]  # by layer and case, as in "small, dp x tp"
+
+
+def sent_by_autoshard(layer: str) -> Found:
+    """Return what ranks send in every case of a layer."""
+    traced: dict[int | None, TracedLayer] = {}
+    for case in CASES.values():
+        if case.keys not in traced:
+            traced[case.keys] = TracedLayer.of(case.sizes(LAYERS[layer]), "cpu" if layer == "small" else "meta")
+    return {f"{layer}, {name}": sent_in(case, traced[case.keys]) for name, case in CASES.items()}
+
+
+def under_gspmd(python: str) -> tuple[Found, Mapping[str, float]]:
+    """Run the small layer and compile the large one in the other environment.
+
+    Returned are what is sent, and the largest error of the result and of any gradient, relative to its largest number.
+    """
+    given, wanted, described = dict[str, Array](), dict[str, Array](), dict[str, Any]()
+    for layer, sizes in LAYERS.items():
+        for name, case in CASES.items():
+            key = f"{layer}, {name}"
+            described[key] = case.description(sizes, compiled_only=layer != "small")
+            if layer == "small":
+                one, other = _run_here(TracedLayer.of(case.sizes(sizes)))
+                given |= {f"{key}/{tensor}": array for tensor, array in one.items()}
+                wanted |= {f"{key}/{tensor}": array for tensor, array in other.items()}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "cases.json").write_text(json.dumps(described), encoding="utf-8")
+        np.savez(folder / "given.npz", allow_pickle=False, **given)
+        command = [python, str(Path(__file__).with_name("on_xla.py")), name]
+        subprocess.run(command, check=True, capture_output=True)
+        texts = [(folder / f"{number}.hlo").read_text(encoding="utf-8") for number in range(len(described))]
+        found = dict(np.load(folder / "found.npz"))
+    assert found.keys() == wanted.keys()
+    errors: dict[str, float] = {}
+    for key, array in wanted.items():
+        error = float(np.abs(found[key] - array).max() / np.abs(array).max())
+        errors[key.partition("/")[0]] = max(error, errors.get(key.partition("/")[0], 0.0))
+    sent = {key: sent_by_xla(text, described[key]["mesh"]) for key, text in zip(described, texts, strict=True)}
+    return sent, errors
+
+
+def _run_here(layer: TracedLayer) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
+    """Return what the plain module gets, and what it gives: its result and the gradients of all that wants one."""
+    parameters = dict(layer.module.named_parameters())
+    x = layer.inputs["x"].detach().requires_grad_()
+    result = layer.module(x, *list(layer.inputs.values())[1:])
+    seed = torch.randn(result.shape, dtype=result.dtype, generator=torch.Generator().manual_seed(1))
+    gradients = torch.autograd.grad(result, [x, *parameters.values()], seed)
+    given = {**layer.inputs, **parameters, "seed": seed}
+    found = {"result": result, **dict(zip(("x", *parameters), gradients, strict=True))}
+    as_arrays = [{name: one.detach().numpy() for name, one in part.items()} for part in (given, found)]
+    return as_arrays[0], as_arrays[1]
+
+
+def rows(found: Counter[Sent]) -> list[list[Any]]:
+    """Write what is sent as rows: count, kind, elements, atoms."""
+    return [[count, one.kind, one.elements, ".".join(one.over)] for one, count in sorted(found.items())]
+
+
+def read_rows(found: list[list[Any]]) -> Counter[Sent]:
+    """Read what ``rows`` wrote."""
+    return Counter({Sent(kind=kind, elements=size, over=tuple(over.split("."))): count for count, kind, size, over in found})
+
+
+def main() -> None:
+    """Run both sides and write the record."""
+    sent, _ = under_gspmd(os.environ[PYTHON])
+    ours = {key: one for layer in LAYERS for key, one in sent_by_autoshard(layer).items()}
+    cases = {key: {"gspmd": rows(sent[key]), "autoshard": rows(ours[key])} for key in sent}
+    head = {"torch_xla": "2.9.0", "date": f"{datetime.date.today()}", "columns": ["count", "kind", "elements", "over"]}
+    text = json.dumps({**head, "cases": cases}, indent=1)
+    RECORD.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""The layer as autoshard traces and lowers it, and what its ranks send."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from autoshard.graph.op import Op
+from autoshard.layout.layout import Cuts, Layout, local_sizes
+from autoshard.layout.legal import cut_operations, faults
+from autoshard.layout.lower import lower
+from autoshard.layout.redistribute import Price, bytes_price
+from autoshard.spec.mesh import Mesh
+from autoshard.spec.workload import Precision
+from autoshard.trace.blocks import TracedBlock, traced_block
+from autoshard.trace.capture import Captured, capture
+from tests.gspmd.cases import INPUTS, PARAMETERS, Case, Cut
+from tests.gspmd.layer import Layer
+from tests.gspmd.sent import Sent
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedLayer:
+    """A layer with its inputs, as captured and as a block."""
+
+    module: Layer
+    inputs: Mapping[str, torch.Tensor]
+    captured: Captured
+    block: TracedBlock
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int], device: str = "cpu") -> "TracedLayer":
+        """Make the layer with the same numbers every time; on the meta device it has none."""
+        with torch.random.fork_rng(), torch.device(device):
+            torch.manual_seed(0)
+            module = Layer(*(sizes[axis] for axis in "hkgdf")).double()
+            shapes = {name: [sizes[axis] for axis in text.split()] for name, text in INPUTS.items()}
+            inputs = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
+            inputs["mask"] = torch.triu(torch.full_like(inputs["mask"], -1e9), 1)
+        captured = capture(module, tuple(inputs.values()))
+        block = traced_block(captured.program, Precision.named("bf16"))
+        return cls(module=module, inputs=inputs, captured=captured, block=block)
+
+    def dims(self, cut: Cut) -> Cuts:
+        """Return cuts of axes under the names that tracing gave to them, found by where they stand in tensors."""
+        names = {path: name for name, path in self.captured.parameters.items()}
+        tensors = {**INPUTS, **{names[path]: text for path, text in PARAMETERS.items()}}
+        found: dict[str, str] = {}
+        for tensor, text in tensors.items():
+            for word, position in zip(text.split(), self.block.dims[tensor], strict=True):
+                found |= dict(zip(word, position, strict=False))  # rotary halves the head dim, which stands last
+        return {found[axis]: atoms for axis, atoms in cut.items()}
+
+    def cuts(self, case: Case) -> Mapping[str, Cuts]:
+        """Return the cut of every operation; one that only gives a tensor other names is cut as its maker is."""
+        found: dict[str, Cuts] = {}
+        for op in cut_operations(self.block.block):
+            path = self._module_of(op)
+            found[op.name] = self.dims(case.cut(path)) if path else found[self._maker_of(op)]
+        wrong = faults(self.block.block, found, tuple(case.mesh))
+        assert not wrong, wrong
+        return found
+
+    def _module_of(self, op: Op) -> str:
+        """Return the path of the module in which an operation ends; "" of one that no module asked for."""
+        nodes = {node.name: node for node in self.captured.exported.graph_module.graph.nodes}
+        if op.name in nodes:
+            return [path for path, _ in nodes[op.name].meta["nn_module_stack"].values()][-1]
+        return op.name if op.name in dict(self.module.named_modules()) else ""  # products have their module's name
+
+    def _maker_of(self, op: Op) -> str:
+        deliver = self.block.block.op(op.inputs[0].removesuffix("_out") + "_out")
+        return deliver.inputs[0]
+
+
+def sent_in(case: Case, layer: TracedLayer) -> Counter[Sent]:
+    """Return what ranks send in a forward and backward pass, all parts of weights' gradients summed at its end."""
+    mesh = Mesh.virtual(**case.mesh)
+    price = price_of(case)
+    return sent_by_cuts(layer.block, layer.cuts(case), mesh, layer.dims(case.cuts["between"]), price)
+
+
+def price_of(case: Case) -> Price:
+    """Return the price of changes by which both sides are lowered: bytes."""
+    return bytes_price(1.0, case.mesh)
+
+
+def sent_by_cuts(
+    traced: TracedBlock, cuts: Mapping[str, Cuts], mesh: Mesh, boundary: Cuts, price: Price
+) -> Counter[Sent]:
+    """Return what ranks send under any cuts."""
+    atoms, block = dict(mesh.axes), traced.block
+    program = lower(block, cuts, atoms, price, boundary=boundary, keeps_gathered=True)
+
+    def elements(layout: Layout) -> int:
+        sizes = {dim: traced.sizes[dim] for dim, _ in layout.dims}
+        return math.prod(local_sizes(sizes, layout.cuts, atoms).values())
+
+    def over(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(atom for atom, size in mesh.axes if atom in names and size > 1)
+
+    found: Counter[Sent] = Counter()
+    for change in program.collectives():
+        if change.collective.kind != "slice":  # which sends nothing
+            largest = max(elements(change.reads.layout), elements(change.writes.layout))
+            found[Sent(kind=change.collective.kind, elements=largest, over=over(change.collective.atoms))] += 1
+    for weight in block.parameters:
+        gradient = program.results[f"{weight.name}.sum"].layout
+        if over(gradient.sums):
+            found[Sent(kind="all_reduce", elements=elements(gradient), over=over(gradient.sums))] += 1
+    return found
