@@ -28,5 +28,6 @@ BENCHMARKS: Mapping[str, str] = {
     "tokenize_speed": "benchmarks.tokenize_speed:run",
     "report_page": "benchmarks.report_page:run",
     "shard_module": "benchmarks.shard_module:run",
+    "bytes_vs_gspmd": "benchmarks.bytes_vs_gspmd:run",
     "sweep_overhead": "benchmarks.sweep_overhead:run",
 }

@@ -12,6 +12,7 @@ from autoshard.blocks.operators import OperatorSolution
 from autoshard.cost.calibration import built_in
 from autoshard.sweep.points import Sweep, points_of
 from benchmarks import (
+    bytes_vs_gspmd,
     checkpoint_bandwidth,
     cold_start,
     convert_stream,
@@ -64,6 +65,12 @@ def test_a_traced_layer_is_judged_by_the_case_nearest_to_its_bar_and_by_its_proo
     assert judged().holds and judged().value == 0.5 and judged(cpu_s=1.5).extras["worst"] == "bert_large_8x8"
     faults: tuple[dict[str, Any], ...] = {"cpu_s": 2.1}, {"gap": 0.01}, {"fits": False}, {"grown": 2**29}
     assert not any(judged(**worse).holds for worse in faults)
+
+
+def test_what_a_rank_sends_is_judged_in_every_layout() -> None:
+    result = bytes_vs_gspmd.judge({"one": (6.0, 8.0), "other": (8.0, 8.0)}, "one")
+    assert result.value == 0.75 and result.holds and result.extras["other.share"] == 1.0
+    assert not bytes_vs_gspmd.judge({"one": (6.0, 8.0), "other": (9.0, 8.0)}, "one").holds
 
 
 def test_a_checkpoint_is_judged_both_ways_by_its_waiting_and_by_its_memory() -> None:

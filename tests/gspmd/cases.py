@@ -42,7 +42,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
     "attention": ("turn_query", "turn_key", "scores", "softmax", "mix"),
     "mlp": ("gate", "up", "product", "down"),
 }
-# Cut or not, the number of elements tells tensors of the small layer apart.
+# The odd parts (b 3, s 5, d 13, h 11, f 7) say which axes a number of elements counts, however these are cut.
 SMALL: Mapping[str, int] = {"b": 6, "s": 40, "t": 40, "k": 4, "g": 2, "d": 26, "h": 22, "f": 56}
 LLAMA_3_8B: Mapping[str, int] = {"b": 2, "s": 8192, "t": 8192, "k": 8, "g": 4, "d": 128, "h": 4096, "f": 14336}
 
@@ -98,7 +98,7 @@ class Case:
         return {
             "mesh": self.mesh,
             "sizes": {name: sizes[axis] for axis, name in names.items()},
-            "shapes": {name: [math.prod(sizes[axis] for axis in word) for word in text.split()] for name, text in tensors.items()},
+            "shapes": {name: _shape(text, sizes) for name, text in tensors.items()},
             "specs": {name: _spec(text, cuts.get(name, {})) for name, text in tensors.items()},
             "operations": {name: self._annotations(name) for name in OPERATIONS},
             "leaves": _spec("b s h", between),
@@ -120,40 +120,45 @@ class Case:
         }
 
 
+def _shape(text: str, sizes: Mapping[str, int]) -> list[int]:
+    return [math.prod(sizes[axis] for axis in word) for word in text.split()]
+
+
 def _spec(text: str, cut: Cut) -> list[list[str]]:
     """Return the atoms that cut each position of a tensor.
 
-    >>> _spec("b s kgd", {"b": ("edp",), "k": ("kv",), "g": ("rep",)})
-    [['edp'], [], ['kv', 'rep']]
+    >>> _spec("b s kgd", {"b": ("data",), "k": ("kv",), "g": ("rep",)})
+    [['data'], [], ['kv', 'rep']]
     """
     return [[atom for axis in word for atom in cut.get(axis, ())] for word in text.split()]
 
 
 _WHY = "GSPMD sums the gradient of each reader of a normed tensor apart, autoshard adds them first: {}"
+_SPLIT = "GSPMD's reshape of kgd cuts k over all that cut kgd, as far as k goes, whatever is asked of k and g"
 _ALL = _WHY.format("key, value; up")
-_B: Cut = {"b": ("edp",)}
-_S: Cut = {**_B, "s": ("kv",)}
+_B: Cut = {"b": ("data",)}
+_S: Cut = {**_B, "s": ("model",)}
 _TP: Mapping[str, Cut] = {
-    "heads": {**_B, "k": ("kv",)}, "attention": {**_B, "k": ("kv",)}, "mlp": {**_B, "f": ("kv",)},
+    "heads": {**_B, "k": ("model",)}, "attention": {**_B, "k": ("model",)}, "mlp": {**_B, "f": ("model",)},
 }  # fmt: skip
-_REP: Mapping[str, Cut] = {
-    **dict.fromkeys(("heads", "attention"), {**_B, "k": ("kv",), "g": ("rep",)}), "mlp": {**_B, "f": ("kv", "rep")},
-}  # fmt: skip
+_KV: Cut = {**_B, "k": ("kv",), "g": ("rep",)}
+_REP: Mapping[str, Cut] = {"heads": _KV, "attention": _KV, "mlp": {**_B, "f": ("kv", "rep")}}
+_SWAPPED: Cut = {"s": ("model",), "k": ("data",)}
 _CP: Cut = {**_B, "s": ("cp",)}
-MEGATRON = "dp x tp, sequence parallel"
+MEGATRON, FREE = "dp x tp, sequence parallel", "as the solver chooses"
 CASES: Mapping[str, Case] = {
     "dp x tp": Case(
-        mesh={"edp": 2, "kv": 4},
+        mesh={"data": 2, "model": 4},
         cuts={"between": _B, **_TP},
-        more=(More(kind="all_reduce", cut=_B, over=("kv",), count=3, why=_ALL),),
+        more=(More(kind="all_reduce", cut=_B, over=("model",), count=3, why=_ALL),),
     ),
     MEGATRON: Case(
-        mesh={"edp": 2, "kv": 4},
+        mesh={"data": 2, "model": 4},
         cuts={"between": _S, **_TP},
-        more=(More(kind="reduce_scatter", cut=_B, over=("kv",), count=3, why=_ALL),),
+        more=(More(kind="reduce_scatter", cut=_B, over=("model",), count=3, why=_ALL),),
     ),
     "dp x kv x rep": Case(
-        mesh={"edp": 2, "kv": 2, "rep": 2},
+        mesh={"data": 2, "kv": 2, "rep": 2},
         keys=2,
         cuts={"between": _B, **_REP},
         more=(
@@ -162,7 +167,7 @@ CASES: Mapping[str, Case] = {
         ),
     ),
     "dp x kv x rep, sequence parallel": Case(
-        mesh={"edp": 2, "kv": 2, "rep": 2},
+        mesh={"data": 2, "kv": 2, "rep": 2},
         keys=2,
         cuts={"between": {**_B, "s": ("kv", "rep")}, **_REP},
         more=(
@@ -170,16 +175,38 @@ CASES: Mapping[str, Case] = {
             More(kind="reduce_scatter", cut=_B, over=("kv",), count=2, why=_WHY.format("key, value")),
         ),
     ),
-    "dp x cp": Case(mesh={"edp": 2, "cp": 4}, cuts=dict.fromkeys(_GROUPS, _CP)),
+    "dp x kv x rep, heads to spare": Case(
+        mesh={"data": 2, "kv": 2, "rep": 2},
+        cuts={"between": _B, **_REP},
+        more=(
+            More(kind="all_reduce", cut=_B, over=("kv", "rep"), count=1, why=_WHY.format("up")),
+            More(kind="all_reduce", cut=_B, over=("kv",), count=2, why=_WHY.format("key, value")),
+            More(
+                kind="all_to_all", tensor="b k g s d", cut={**_B, "k": ("kv",), "g": ("rep",)}, over=("rep",), count=4,
+                why=f"{_SPLIT}: the query, what is mixed, their gradients",
+            ),
+        ),
+    ),
+    "dp x cp": Case(mesh={"data": 2, "cp": 4}, cuts=dict.fromkeys(_GROUPS, _CP)),
     "dp x cp x tp, sequence parallel": Case(
-        mesh={"edp": 2, "cp": 2, "kv": 2},
+        mesh={"data": 2, "cp": 2, "model": 2},
         cuts={
-            "between": {**_B, "s": ("cp", "kv")},
-            "heads": {**_CP, "k": ("kv",)}, "attention": {**_CP, "k": ("kv",)}, "mlp": {**_CP, "f": ("kv",)},
+            "between": {**_B, "s": ("cp", "model")},
+            "heads": {**_CP, "k": ("model",)}, "attention": {**_CP, "k": ("model",)}, "mlp": {**_CP, "f": ("model",)},
         },
-        more=(More(kind="reduce_scatter", cut=_CP, over=("kv",), count=3, why=_ALL),),
+        more=(More(kind="reduce_scatter", cut=_CP, over=("model",), count=3, why=_ALL),),
     ),
     "dp x heads exchanged for tokens": Case(
-        mesh={"edp": 2, "kv": 4}, cuts={**dict.fromkeys(_GROUPS, _S), "attention": {**_B, "k": ("kv",)}},
+        mesh={"data": 2, "model": 4}, cuts={**dict.fromkeys(_GROUPS, _S), "attention": {**_B, "k": ("model",)}},
+    ),
+    FREE: Case(
+        mesh={"data": 2, "model": 4},
+        cuts={
+            "between": _S, "heads": _SWAPPED, "attention": _SWAPPED, "mlp": {**_B, "f": ("model",)},
+        },
+        more=(
+            More(kind="reduce_scatter", cut={"s": ("model",)}, over=("data",), count=2, why=_WHY.format("key, value")),
+            More(kind="reduce_scatter", cut=_B, over=("model",), count=1, why=_WHY.format("up")),
+        ),
     ),
 }  # fmt: skip

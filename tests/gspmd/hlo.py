@@ -49,13 +49,17 @@ def sent_by_xla(text: str, mesh: Mapping[str, int]) -> Counter[Sent]:
     found: Counter[Sent] = Counter()
     for one in program.values():
         after = readers[one.name]
-        if one.kind not in _COLLECTIVES or (one.kind == "all-reduce" and [reader.kind for reader in after] == [one.kind]):
+        if one.kind not in _COLLECTIVES or (
+            one.kind == "all-reduce" and [reader.kind for reader in after] == [one.kind]
+        ):
             continue  # what another all-reduce sums further is counted there
         over, before = _atoms(one, mesh), program[one.reads[0]]
         while one.kind == before.kind == "all-reduce" and len(readers[before.name]) == 1:
             over, before = (*over, *_atoms(before, mesh)), program[before.reads[0]]
         count = math.prod(mesh[atom] for atom in over)
-        sliced = after and all(reader.kind == "dynamic-slice" and reader.elements * count <= one.elements for reader in after)
+        sliced = after and all(
+            reader.kind == "dynamic-slice" and reader.elements * count <= one.elements for reader in after
+        )
         scatters = one.kind == "all-reduce" and sliced
         kind = "reduce_scatter" if scatters else one.kind.replace("-", "_")
         elements = one.elements * (count if one.kind == "reduce-scatter" else 1)

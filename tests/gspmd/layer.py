@@ -1,4 +1,4 @@
-"""A Llama-like decoder layer of plain torch modules, one for each operation, that says the axes of what these read and make.
+"""A Llama-like decoder layer of plain torch modules, one for each operation.
 
 It imports nothing but torch: an environment without autoshard runs it as well.
 """

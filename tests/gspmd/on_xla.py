@@ -1,33 +1,24 @@
 """Run the layer under GSPMD on virtual CPU devices, laid out as cases say; for an environment with torch-xla.
 
-``python on_xla.py FOLDER`` reads ``cases.json`` and ``given.npz`` there. It writes XLA's own dump of the partitioned
-program of every case, and to ``found.npz`` the result and the gradients of those that are not only compiled. It imports
-nothing of autoshard.
+``record.py`` starts it with a folder that has ``cases.json`` and ``given.npz``. It leaves XLA's own dump of the program
+of every case there, partitioned, and in ``found.npz`` the results and gradients of those that are not only compiled. It
+imports nothing of autoshard.
 """
 
 # pyright: basic, reportMissingImports=false
 import json
-import os
+import math
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
-
-DEVICES = 8
-DUMP = Path(tempfile.mkdtemp())
-os.environ["PJRT_DEVICE"] = "CPU"
-os.environ["CPU_NUM_DEVICES"] = str(DEVICES)
-os.environ["XLA_FLAGS"] = f"--xla_dump_to={DUMP} --xla_dump_hlo_as_text --xla_dump_hlo_pass_re=spmd.*"
 
 import numpy as np
 import torch
 import torch_xla
 import torch_xla.distributed.spmd as spmd
 import torch_xla.runtime
-from torch.overrides import TorchFunctionMode
-
-sys.path.insert(0, str(Path(__file__).parent))
 from layer import Layer
+from torch.overrides import TorchFunctionMode
 
 
 class LaidOut(torch.autograd.Function):
@@ -63,7 +54,8 @@ class AsEinsum(TorchFunctionMode):
 
 def traced(case: dict[str, Any], given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the result and the gradients as torch-xla records them: nothing has run yet."""
-    mesh = spmd.Mesh(np.arange(DEVICES), tuple(case["mesh"].values()), tuple(case["mesh"]))
+    sizes = tuple(case["mesh"].values())
+    mesh = spmd.Mesh(np.arange(math.prod(sizes)), sizes, tuple(case["mesh"]))
     with torch.device("meta"):
         layer = Layer(**case["sizes"])
 
@@ -90,11 +82,11 @@ def traced(case: dict[str, Any], given: dict[str, torch.Tensor]) -> dict[str, to
 
 def main(folder: Path) -> None:
     torch_xla.runtime.use_spmd()
-    device = torch_xla.device()
+    device, dump = torch_xla.device(), folder / "dump"
     arrays: dict[str, np.ndarray] = {}
     given = np.load(folder / "given.npz")
     for number, (name, case) in enumerate(json.loads((folder / "cases.json").read_text(encoding="utf-8")).items()):
-        before = {*DUMP.iterdir()}
+        before = {*dump.iterdir()}
         if case["compiled_only"]:  # its inputs are numbers that are never drawn, because nobody has the memory
             own = {key: torch.rand(shape, device=device, dtype=torch.float64) for key, shape in case["shapes"].items()}
             torch_xla._XLAC._xla_warm_up_cache(list(traced(case, own).values()), [])
@@ -103,10 +95,10 @@ def main(folder: Path) -> None:
             found = traced(case, own)
             torch_xla.sync()
             arrays |= {f"{name}/{key}": tensor.detach().cpu().numpy() for key, tensor in found.items()}
-        new = (path for path in {*DUMP.iterdir()} - before if "after_spmd-partitioning" in path.name)
+        new = (path for path in {*dump.iterdir()} - before if "after_spmd-partitioning" in path.name)
         programs = [path.read_text(encoding="utf-8") for path in new]
         (folder / f"{number}.hlo").write_text(max(programs, key=len), encoding="utf-8")  # others move numbers
-    np.savez(folder / "found.npz", **arrays)
+    np.savez(folder / "found.npz", allow_pickle=False, **arrays)
 
 
 if __name__ == "__main__":

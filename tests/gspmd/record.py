@@ -1,4 +1,4 @@
-"""What autoshard and GSPMD send, for machines without torch-xla: ``python -m tests.gspmd.record`` writes ``record.json``."""
+"""What autoshard and GSPMD send, kept in ``record.json``, which ``python -m tests.gspmd.record`` writes."""
 
 import datetime
 import json
@@ -53,8 +53,11 @@ def under_gspmd(python: str) -> tuple[Found, Mapping[str, float]]:
         folder = Path(name)
         (folder / "cases.json").write_text(json.dumps(described), encoding="utf-8")
         np.savez(folder / "given.npz", allow_pickle=False, **given)
+        (folder / "dump").mkdir()
+        dump = f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text --xla_dump_hlo_pass_re=spmd.*"
+        settings = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "XLA_FLAGS": dump, "PYTHONPATH": ""}
         command = [python, str(Path(__file__).with_name("on_xla.py")), name]
-        subprocess.run(command, check=True, capture_output=True)
+        subprocess.run(command, check=True, env={**os.environ, **settings})
         texts = [(folder / f"{number}.hlo").read_text(encoding="utf-8") for number in range(len(described))]
         found = dict(np.load(folder / "found.npz"))
     assert found.keys() == wanted.keys()
@@ -79,24 +82,27 @@ def _run_here(layer: TracedLayer) -> tuple[Mapping[str, Array], Mapping[str, Arr
     return as_arrays[0], as_arrays[1]
 
 
-def rows(found: Counter[Sent]) -> list[list[Any]]:
-    """Write what is sent as rows: count, kind, elements, atoms."""
-    return [[count, one.kind, one.elements, ".".join(one.over)] for one, count in sorted(found.items())]
-
-
-def read_rows(found: list[list[Any]]) -> Counter[Sent]:
-    """Read what ``rows`` wrote."""
-    return Counter({Sent(kind=kind, elements=size, over=tuple(over.split("."))): count for count, kind, size, over in found})
+def recorded(side: str) -> Found:
+    """Return what the record says of a side: autoshard, or gspmd."""
+    cases = json.loads(RECORD.read_text(encoding="utf-8"))["cases"]
+    return {
+        key: Counter({Sent.parse(text): count for text, count in sides[side].items()}) for key, sides in cases.items()
+    }
 
 
 def main() -> None:
     """Run both sides and write the record."""
-    sent, _ = under_gspmd(os.environ[PYTHON])
-    ours = {key: one for layer in LAYERS for key, one in sent_by_autoshard(layer).items()}
-    cases = {key: {"gspmd": rows(sent[key]), "autoshard": rows(ours[key])} for key in sent}
-    head = {"torch_xla": "2.9.0", "date": f"{datetime.date.today()}", "columns": ["count", "kind", "elements", "over"]}
-    text = json.dumps({**head, "cases": cases}, indent=1)
-    RECORD.write_text(text + "\n", encoding="utf-8")
+    theirs, _ = under_gspmd(os.environ[PYTHON])
+    sides = {
+        "autoshard": {key: one for layer in LAYERS for key, one in sent_by_autoshard(layer).items()},
+        "gspmd": theirs,
+    }
+    cases = {
+        key: {side: {str(one): count for one, count in sorted(found[key].items())} for side, found in sides.items()}
+        for key in theirs
+    }
+    made = {"torch_xla": "2.9.0", "date": f"{datetime.date.today()}", "cases": cases}
+    RECORD.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,19 +3,21 @@
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from autoshard.graph.op import Op
+from autoshard.blocks.operators import solve
 from autoshard.layout.layout import Cuts, Layout, local_sizes
 from autoshard.layout.legal import cut_operations, faults
 from autoshard.layout.lower import lower
 from autoshard.layout.redistribute import Price, bytes_price
+from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.workload import Precision
 from autoshard.trace.blocks import TracedBlock, traced_block
 from autoshard.trace.capture import Captured, capture
+from autoshard.trace.shard import shard_module
 from tests.gspmd.cases import INPUTS, PARAMETERS, Case, Cut
 from tests.gspmd.layer import Layer
 from tests.gspmd.sent import Sent
@@ -39,6 +41,7 @@ class TracedLayer:
             shapes = {name: [sizes[axis] for axis in text.split()] for name, text in INPUTS.items()}
             inputs = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
             inputs["mask"] = torch.triu(torch.full_like(inputs["mask"], -1e9), 1)
+            inputs["x"].requires_grad_()
         captured = capture(module, tuple(inputs.values()))
         block = traced_block(captured.program, Precision.named("bf16"))
         return cls(module=module, inputs=inputs, captured=captured, block=block)
@@ -55,24 +58,14 @@ class TracedLayer:
 
     def cuts(self, case: Case) -> Mapping[str, Cuts]:
         """Return the cut of every operation; one that only gives a tensor other names is cut as its maker is."""
-        found: dict[str, Cuts] = {}
-        for op in cut_operations(self.block.block):
-            path = self._module_of(op)
-            found[op.name] = self.dims(case.cut(path)) if path else found[self._maker_of(op)]
-        wrong = faults(self.block.block, found, tuple(case.mesh))
+        block, found = self.block.block, dict[str, Cuts]()
+        modules = {tensor: path for path, (tensor, _) in self.block.modules.items()}
+        for op in cut_operations(block):
+            path = next((modules[name] for name in op.outputs if name in modules), "")
+            found[op.name] = self.dims(case.cut(path)) if path else found[block.op(op.inputs[0]).inputs[0]]
+        wrong = faults(block, found, tuple(case.mesh))
         assert not wrong, wrong
         return found
-
-    def _module_of(self, op: Op) -> str:
-        """Return the path of the module in which an operation ends; "" of one that no module asked for."""
-        nodes = {node.name: node for node in self.captured.exported.graph_module.graph.nodes}
-        if op.name in nodes:
-            return [path for path, _ in nodes[op.name].meta["nn_module_stack"].values()][-1]
-        return op.name if op.name in dict(self.module.named_modules()) else ""  # products have their module's name
-
-    def _maker_of(self, op: Op) -> str:
-        deliver = self.block.block.op(op.inputs[0].removesuffix("_out") + "_out")
-        return deliver.inputs[0]
 
 
 def sent_in(case: Case, layer: TracedLayer) -> Counter[Sent]:
@@ -80,6 +73,19 @@ def sent_in(case: Case, layer: TracedLayer) -> Counter[Sent]:
     mesh = Mesh.virtual(**case.mesh)
     price = price_of(case)
     return sent_by_cuts(layer.block, layer.cuts(case), mesh, layer.dims(case.cuts["between"]), price)
+
+
+def sent_in_solution(case: Case, layer: TracedLayer, cluster: str) -> Counter[Sent]:
+    """Return what ranks of one node send under the cuts that the solver finds fastest, between the same ends.
+
+    Weights rest as they are used, because those of a case do.
+    """
+    mesh, boundary = Mesh.virtual(**case.mesh), layer.dims(case.cuts["between"])
+    found = shard_module(layer.module, list(layer.inputs.values()), load_cluster(cluster, 1), case.mesh)
+    problem = replace(found.problem, boundary=boundary, cuts_rest=False, state_bytes_per_weight=0.0)
+    solution = solve(problem)
+    assert solution.gap == 0.0
+    return sent_by_cuts(found.traced, solution.cuts, mesh, boundary, price_of(case))
 
 
 def price_of(case: Case) -> Price:
