@@ -196,23 +196,21 @@ class ProgramReader:
         """Read an operation by its rule, as a pointwise one, or as one that nobody knows."""
         rule = RULES.get(name)
         if name in _SAME:
-            self._same(node)
+            self.rounded(node, self.view_of(node.args[0]), node.args[0].meta["val"].dtype)
         elif rule:
             rule(self, node)
-        elif torch.Tag.pointwise in node.target.tags or name == "detach":
+        elif torch.Tag.pointwise in node.target.tags or name in ("detach", "fill"):
             self.local(node, self.broadcast(node))
         else:
             self.whole(node)
 
-    def _same(self, node: Node) -> None:
-        """Read the same numbers, or the same in another format, in which they are rounded."""
-        source, dtype = node.args[0], node.meta["val"].dtype
-        view = self.view_of(source)
-        if source.meta["val"].dtype == dtype:
+    def rounded(self, node: Node, view: View, dtype: torch.dtype) -> None:
+        """Read numbers of a format in that of a node, in which they are rounded where it is another."""
+        if node.meta["val"].dtype == dtype:
             self.views[node] = view
             return
         reading = Reading(view, list(view.positions))
-        given = TensorPlace(0), dtype
+        given = TensorPlace(0), node.meta["val"].dtype
         self.step(node, ([reading], view.positions), sort="cheap", function=torch.Tensor.to, arguments=given)
 
     def _is_wide(self, tensor: torch.Tensor) -> bool:
@@ -292,9 +290,10 @@ class ProgramReader:
         readings, made = found
         positions = tuple(made)
         name = self._module_of(readings) if sort in ("product", "rows") else name or node.name
-        given = node.meta["val"]
+        several = node.meta["val"]
+        given = several if isinstance(several, torch.Tensor) else several[number or 0]
         if number is not None:
-            name, given = f"{node.name}_{number}", given[number]
+            name = f"{node.name}_{number}"
             function = function or functools.partial(_one_of, function=node.target, number=number)
         value = Traced(
             number=next(self.numbers), name=name or node.name, positions=positions, origin="made",

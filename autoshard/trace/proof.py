@@ -46,8 +46,6 @@ class ModuleRun:
         args, kwargs = tree_unflatten(list(arguments.values()), exported.layout)
         flat = iter(tree_flatten(module(*args, **kwargs))[0])
         changed = {name: one.clone() for name, one in module.named_buffers()}
-        for name, one in module.named_buffers():  # a proof leaves nothing behind
-            one.copy_(buffers[name])
         every = [changed[place] if is_buffer else next(flat) for place, _, is_buffer in exported.returned()]
         self.results = {one.name: own for one, own in zip(captured.program.results, every, strict=True) if one.read}
         random = torch.Generator().manual_seed(0)
@@ -63,6 +61,8 @@ class ModuleRun:
         found = torch.autograd.grad(seeded, [*wanted.values()], [*self.seeds.values()], allow_unused=True)
         pairs = zip(wanted.items(), found, strict=True)
         self.gradients = {name: torch.zeros_like(one) if own is None else own for (name, one), own in pairs}
+        for name, one in module.named_buffers():  # a proof leaves nothing behind
+            one.copy_(buffers[name])
         nodes = [*captured.inputs.values()]
         values = exported.values(exported.part(nodes), arguments, buffers)
         self.inputs = dict(zip(captured.inputs, values, strict=True))

@@ -250,16 +250,31 @@ class UNet(nn.Module):
 class Classifier(nn.Module):
     """A convnet with batch norm in training: its statistics are of the whole batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tracked: bool) -> None:
         super().__init__()
         self.first, self.second = nn.Conv2d(4, 8, 3, padding=1, bias=False), nn.Conv2d(8, 8, 3, stride=2, padding=1)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(8, track_running_stats=False) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8, track_running_stats=tracked) for _ in range(2))
         self.head = nn.Linear(8, 6)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = F.relu(self.norms[0](self.first(x)))
         x = F.relu(self.norms[1](self.second(x)))
         return F.cross_entropy(self.head(x.mean((2, 3))), labels)
+
+
+class InPlace(nn.Module):
+    """Parts of a tensor that are written over, and functions that change what they read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        y[:, 0] = 0
+        y[:, :, 2:5] += self.second(x)[:, :, 1:4]
+        y += x
+        return F.relu(y, inplace=True)
 
 
 class Autoencoder(nn.Module):
@@ -393,12 +408,15 @@ MODULES: Mapping[str, Callable[[], Made]] = {
     "mixture of experts by masks": lambda: (Experts(), (numbers(2, 6, 8),)),
     "mixture of experts by slots": lambda: (SlotExperts(), (numbers(2, 6, 8),)),
     "U-Net": lambda: (UNet(), (numbers(2, 4, 8, 8),)),
-    "convnet, batch norm in training": lambda: (Classifier(), (numbers(4, 4, 6, 6), torch.arange(4))),
+    "convnet, batch norm in training": lambda: (Classifier(tracked=False), (numbers(4, 4, 6, 6), torch.arange(4))),
+    "convnet with running statistics": lambda: (Classifier(tracked=True), (numbers(4, 4, 6, 6), torch.arange(4))),
+    "convnet, batch norm as learned": lambda: (Classifier(tracked=True), (numbers(4, 4, 6, 6), torch.arange(4))),
+    "changes in place": lambda: (InPlace(), (numbers(4, 6, 8),)),
     "autoencoder with loss": lambda: (Autoencoder(), (numbers(4, 6, 16),)),
 }
 
 
-TRAINED = ("convnet, batch norm in training",)  # others are called as for a result
+TRAINED = ("convnet, batch norm in training", "convnet with running statistics")  # others are called as for a result
 
 
 def made(name: str) -> Made:

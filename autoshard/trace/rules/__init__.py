@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from autoshard.trace.nodes import Node
-from autoshard.trace.rules import images, indexing, products, reductions, views
+from autoshard.trace.rules import images, indexing, norms, products, reductions, views
 
 if TYPE_CHECKING:
     from autoshard.trace.capture import ProgramReader
@@ -15,6 +15,7 @@ _BY_RULE: Mapping[Rule, tuple[str, ...]] = {
     views.moved: ("transpose", "permute", "t", "numpy_T"),
     views.squeezed: ("unsqueeze", "squeeze"),
     views.expanded: ("expand", "expand_as", "broadcast_to", "broadcast_tensors"),
+    views.copied: ("copy",),
     views.filled: ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"),
     views.sliced: ("slice", "select", "narrow"),
     views.parted: ("split", "split_with_sizes", "chunk", "unbind"),
@@ -35,9 +36,9 @@ _BY_RULE: Mapping[Rule, tuple[str, ...]] = {
         "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
         "binary_cross_entropy_with_logits",
     ),
-    reductions.layer_norm: ("layer_norm", "rms_norm"),
-    reductions.group_norm: ("group_norm",),
-    reductions.batch_norm: ("batch_norm",),
+    norms.layer_norm: ("layer_norm", "rms_norm"),
+    norms.group_norm: ("group_norm",),
+    norms.batch_norm: ("batch_norm", "_native_batch_norm_legit_functional"),
     images.convolution: tuple(f"conv{turned}{count}d" for turned in ("", "_transpose") for count in (1, 2, 3)),
     images.beside: (
         "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d",
@@ -51,5 +52,6 @@ _BY_RULE: Mapping[Rule, tuple[str, ...]] = {
     indexing.taken: ("index_select", "index"),
     indexing.along: ("gather", "scatter", "scatter_add", "scatter_reduce"),
     indexing.put: ("index_add",),
+    indexing.put_part: ("select_scatter", "slice_scatter"),
 }  # fmt: skip
 RULES: Mapping[str, Rule] = {name: rule for rule, names in _BY_RULE.items() for name in names}

@@ -58,6 +58,21 @@ def along(reader: "ProgramReader", node: Node) -> None:
     reader.local(node, ([x, *others], made), [made[axis], *(one.positions[axis] for one in (x, *others))])
 
 
+def put_part(reader: "ProgramReader", node: Node) -> None:
+    """Put a tensor in the place of a part of another along one axis, which is needed whole."""
+    x, part = reader.readings(node)
+    axis = argument(node, "dim") % len(x.positions)
+    made, own = list(x.positions), list(x.positions)
+    if node.target._opname == "select_scatter":
+        del own[axis]
+    else:
+        own[axis] = part.positions[axis]
+    for place, one in enumerate(own):
+        if one and part.positions[place]:
+            part.agree(place, one)
+    reader.local(node, ([x, part], made), [made[axis], *([own[axis]] if len(own) == len(made) else [])])
+
+
 def put(reader: "ProgramReader", node: Node) -> None:
     """Add rows to those of some numbers along one axis, which is needed whole."""
     x, index, rows = reader.readings(node)

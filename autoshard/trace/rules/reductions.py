@@ -1,4 +1,4 @@
-"""Rules of operations over some dims: needed whole, or summed, so that parts of a sum may wait; norms and losses."""
+"""Rules of operations over some dims: needed whole, or summed, so that parts of a sum may wait and losses."""
 
 import functools
 import math
@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F  # noqa: N812 (as torch's users call it)
 
-from autoshard.errors import InputError
 from autoshard.trace.dims import Position, fresh, size_of
-from autoshard.trace.nodes import Node, argument, arguments_of, axes_of, line_of
+from autoshard.trace.nodes import Node, argument, arguments_of, axes_of
 from autoshard.trace.program import Reading, TensorPlace, View, agreed
 
 if TYPE_CHECKING:
@@ -124,90 +123,3 @@ def loss_of_classes(reader: "ProgramReader", node: Node) -> None:
 def _number_of(target: torch.Tensor, *, ignored: int, dtype: torch.dtype) -> torch.Tensor:
     """Count the tokens that have a loss."""
     return (target != ignored).sum(dtype=dtype)
-
-
-def layer_norm(reader: "ProgramReader", node: Node) -> None:
-    """Normalise the last axes, which need to be whole; scale and shift have just these."""
-    x, *weights = reader.readings(node)
-    count = len(node.args[1])
-    for weight in weights:
-        for axis in range(-count, 0):
-            weight.agree(axis, x.positions[axis])
-    reader.local(node, ([x, *weights], x.positions), x.positions[-count:])
-
-
-def group_norm(reader: "ProgramReader", node: Node) -> None:
-    """Normalise each group of channels, and all places, which need to be whole; groups may be cut."""
-    x, *weights = reader.readings(node)
-    groups = argument(node, "num_groups")
-    parts, rest = fresh(groups, "group"), fresh(size_of(x.positions[1]) // groups)
-    x.agree(1, (*parts, *rest))
-    for weight in weights:
-        weight.agree(0, x.positions[1])
-    scale, shift = (argument(node, one) is not None for one in ("weight", "bias"))
-    function = functools.partial(
-        _group_norm, channels=size_of(rest), eps=argument(node, "eps"), scale=scale, shift=shift
-    )
-    slots = tuple(TensorPlace(number) for number in range(1 + len(weights)))
-    reader.local(node, ([x, *weights], x.positions), [rest, *x.positions[2:]], function=function, arguments=slots)
-
-
-def _group_norm(
-    x: torch.Tensor, *weights: torch.Tensor, channels: int, eps: float, scale: bool, shift: bool
-) -> torch.Tensor:
-    weight, bias = weights[0] if scale else None, weights[-1] if shift else None
-    return F.group_norm(x, x.shape[1] // channels, weight, bias, eps)
-
-
-def batch_norm(reader: "ProgramReader", node: Node) -> None:
-    """Normalise with the mean and the variance of all but the channels; in training these are sums that may wait."""
-    training = argument(node, "training")
-    if training and argument(node, "running_mean") is not None:
-        message = "batch norm in training changes its running statistics in place; set track_running_stats=False"
-        raise InputError.of(line_of(node), message)
-    x, *others = reader.readings(node)
-    for one in others:
-        one.agree(0, x.positions[1])
-    if not training:
-        reader.local(node, ([x, *others], x.positions))
-        return
-    axes, channel = tuple(axis for axis in range(len(x.positions)) if axis != 1), [x.positions[1]]
-    summed = [x.positions[axis] for axis in axes]
-    count = math.prod(size_of(one) for one in summed)
-
-    def again(view: View) -> Reading:
-        return Reading(view, list(view.positions))
-
-    mean = reader.step(
-        node, ([x], channel), summed=summed, sort="sum", name=f"{node.name}_mean",
-        function=functools.partial(part_of_total, axes=axes, count=count, dtype=node.meta["val"].dtype),
-        arguments=(TensorPlace(0),),
-    )  # fmt: skip
-    variance = reader.step(
-        node, ([again(x.view), again(mean)], channel), summed=summed, sort="sum", name=f"{node.name}_variance",
-        function=functools.partial(_part_of_variance, axes=axes, count=count),
-        arguments=(TensorPlace(0), TensorPlace(1)),
-    )  # fmt: skip
-    scale, shift = (argument(node, one) is not None for one in ("weight", "bias"))
-    function = functools.partial(_normalised, eps=argument(node, "eps"), scale=scale, shift=shift)
-    reads = [again(x.view), again(mean), again(variance), *others]
-    slots = tuple(TensorPlace(number) for number, _ in enumerate(reads))
-    reader.step(node, (reads, x.positions), function=function, arguments=slots)
-
-
-def _per_channel(numbers: torch.Tensor, rank: int) -> torch.Tensor:
-    return numbers.reshape(1, -1, *[1] * (rank - 2))
-
-
-def _part_of_variance(x: torch.Tensor, mean: torch.Tensor, *, axes: Sequence[int], count: int) -> torch.Tensor:
-    """Return a part of the mean square distance from the mean; the mean of squares would lose digits."""
-    return (x - _per_channel(mean, x.dim())).square().sum(tuple(axes)) / count
-
-
-def _normalised(
-    x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, *weights: torch.Tensor, eps: float, scale: bool,
-    shift: bool,
-) -> torch.Tensor:  # fmt: skip
-    found = (x - _per_channel(mean, x.dim())) * _per_channel(torch.rsqrt(variance + eps), x.dim())
-    found = found * _per_channel(weights[0], x.dim()) if scale else found
-    return found + _per_channel(weights[-1], x.dim()) if shift else found

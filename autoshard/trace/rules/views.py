@@ -66,6 +66,12 @@ def _expanded(reader: "ProgramReader", node: Node, source: Node, number: int | N
     return reader.step(node, ([reading], made), function=expand, arguments=(TensorPlace(0),), number=number)
 
 
+def copied(reader: "ProgramReader", node: Node) -> None:
+    """Write numbers over all of a tensor, of which nothing is left but its shape and its format."""
+    source = node.args[1]
+    reader.rounded(node, _expanded(reader, node, source), source.meta["val"].dtype)
+
+
 def filled(reader: "ProgramReader", node: Node) -> None:
     """Make a tensor of one number, whatever the tensor holds that it is like."""
     value, name = node.meta["val"], node.target._opname
