@@ -194,7 +194,11 @@ class ProgramReader:
 
     def _read(self, name: str, node: Node) -> None:
         """Read an operation by its rule, as a pointwise one, or as one that nobody knows."""
-        rule = RULES.get(name)
+        rule, found = RULES.get(name), node.meta["val"]
+        several = found if isinstance(found, tuple | list) else [found]
+        shapes = [getattr(one, "shape", (one,)) for one in several if one is not None]
+        if not all(isinstance(size, int) for shape in shapes for size in shape):
+            raise InputError.of(line_of(node), f"{name} gives what only a run knows, or a tensor of such a shape")
         if name in _SAME:
             self.rounded(node, self.view_of(node.args[0]), node.args[0].meta["val"].dtype)
         elif rule:

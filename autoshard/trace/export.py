@@ -2,11 +2,14 @@
 
 import copy
 import inspect
+import os
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as tree  # as torch.export lays arguments and results out
 
 from autoshard.errors import InputError, require
@@ -35,7 +38,10 @@ class ExportedModule:
             again = isinstance(one, torch.Tensor) and any(one is other for other in apart)
             apart.append(one.detach().clone().requires_grad_(one.requires_grad) if again else one)
         args, kwargs = tree.tree_unflatten(apart, layout)
-        program = torch.export.export(module, args, kwargs, strict=False)
+        try:
+            program = torch.export.export(module, args, kwargs, strict=False)
+        except GuardOnDataDependentSymNode as error:
+            raise InputError.of(_own_line(error), "decides by numbers that only a run knows") from None
         if any(_changes_something(node) for node in program.graph_module.graph.nodes):
             program = program.run_decompositions({})  # which makes all changes in place results of their own
         first: dict[int, str] = {}  # tied weights are one parameter
@@ -124,6 +130,12 @@ class ExportedModule:
                     given.append(self.program.constants[spec.target])
         with torch.no_grad():
             return part(*given)
+
+
+def _own_line(error: BaseException) -> str:
+    """Return the last line of an error's way that is not torch's."""
+    own = [one for one in traceback.extract_tb(error.__traceback__) if f"{os.sep}torch{os.sep}" not in one.filename]
+    return f'File "{own[-1].filename}", line {own[-1].lineno}, in {own[-1].name} {own[-1].line}'
 
 
 def _flat(

@@ -151,10 +151,28 @@ def test_megatron_comes_out_of_plain_code_where_weights_stay_and_better_where_th
     assert found.solution.gap == megatron.gap == 0.0 and found.solution.cost_s < megatron.cost_s
 
 
+class Selects(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        x = super().forward(input)
+        return x[x[:, 0] > 0]  # the positive ones
+
+
+class Branches(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            return x
+        return -x
+
+
 @pytest.mark.parametrize(
     ("module", "complaint"),
     [
         (torch.nn.Dropout(0.5), "draws random numbers"),
+        (Selects(), "the positive ones.*only a run knows"),
+        (Branches(), "if x.sum.. > 0.*only a run knows"),
         (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.1)), "draws random numbers"),
     ],
 )
