@@ -25,6 +25,7 @@ from autoshard.trace.program import (
     agreed,
 )
 from autoshard.trace.rules import RULES
+from autoshard.trace.rules.unknown import unknown
 
 _SAME = (
     "alias", "clone", "contiguous", "dropout", "feature_dropout", "lift_fresh_copy", "to", "_to_copy", "type_as",
@@ -199,6 +200,8 @@ class ProgramReader:
         shapes = [getattr(one, "shape", (one,)) for one in several if one is not None]
         if not all(isinstance(size, int) for shape in shapes for size in shape):
             raise InputError.of(line_of(node), f"{name} gives what only a run knows, or a tensor of such a shape")
+        if any(isinstance(one, torch.Tensor) and one.is_complex() for one in several):
+            raise InputError.of(line_of(node), f"{name} gives complex numbers, which are not supported")
         if name in _SAME:
             self.rounded(node, self.view_of(node.args[0]), node.args[0].meta["val"].dtype)
         elif rule:
@@ -206,7 +209,7 @@ class ProgramReader:
         elif torch.Tag.pointwise in node.target.tags or name in ("detach", "fill"):
             self.local(node, self.broadcast(node))
         else:
-            self.whole(node)
+            unknown(self, node)
 
     def rounded(self, node: Node, view: View, dtype: torch.dtype) -> None:
         """Read numbers of a format in that of a node, in which they are rounded where it is another."""

@@ -1,6 +1,6 @@
 """Nodes of a graph that torch has exported: their tensors, their axes, and the user's line behind them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,13 @@ def replaced(arguments: Any, slots: Mapping[Node, TensorPlace]) -> Any:
     if isinstance(arguments, tuple | list):
         return tuple(replaced(one, slots) for one in arguments)
     return arguments
+
+
+def filled(arguments: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Put tensors into their slots."""
+    if isinstance(arguments, TensorPlace):
+        return tensors[arguments.number]
+    return [filled(one, tensors) for one in arguments] if isinstance(arguments, tuple) else arguments
 
 
 def line_of(node: Node) -> str:

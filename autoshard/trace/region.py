@@ -9,7 +9,7 @@ import torch
 
 from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, OpKind, Output, Tensor
 from autoshard.spec.workload import Dtype
-from autoshard.trace.program import TensorPlace
+from autoshard.trace.nodes import filled
 
 Positions = tuple[Dims, ...]  # of a tensor as torch sees it: each a product of dims
 
@@ -39,10 +39,10 @@ class Local:
     def run(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> torch.Tensor:
         """Call the function; the result is laid out along its dims."""
         read = [_along(tensors[number], dims, positions, sizes) for number, dims, positions in self.reads]
-        keywords = {key: _filled(one, read) for key, one in self.keywords.items()}
+        keywords = {key: filled(one, read) for key, one in self.keywords.items()}
         if self.function in (expand, constant):
             keywords["shape"] = _lengths(self.gives, sizes)
-        found = self.function(*(_filled(one, read) for one in self.arguments), **keywords)
+        found = self.function(*(filled(one, read) for one in self.arguments), **keywords)
         return found.reshape([sizes[dim] for position in self.gives for dim in position])
 
 
@@ -178,12 +178,3 @@ def _along(tensor: torch.Tensor, dims: Dims, positions: Positions, sizes: Mappin
     """Lay a tensor that lies along ``dims`` out by positions."""
     order = [dims.index(dim) for position in positions for dim in position]
     return tensor.permute(order).reshape(_lengths(positions, sizes))
-
-
-def _filled(argument: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Put tensors into their slots."""
-    if isinstance(argument, TensorPlace):
-        return tensors[argument.number]
-    if isinstance(argument, tuple):
-        return [_filled(one, tensors) for one in argument]
-    return argument
