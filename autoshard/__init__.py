@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import autoshard.plan
 from autoshard.version import __version__
 
-__all__ = ["__version__", "plan", "shard_block", "shard_module"]
+__all__ = ["__version__", "plan", "shard", "shard_block", "shard_module"]
 
 if TYPE_CHECKING:
     import inspect
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autoshard.blocks.shard_block import shard_block as shard_block
     from autoshard.search.api import plan as plan
     from autoshard.trace.shard import shard_module as shard_module
+    from autoshard.trace.sharded import shard as shard
 
 
 class _CallablePackage(types.ModuleType):
@@ -56,6 +57,10 @@ def __getattr__(name: str) -> Any:
         from autoshard.trace.shard import shard_module
 
         return shard_module
+    if name == "shard":
+        from autoshard.trace.sharded import shard
+
+        return shard
     if name != "shard_block":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from autoshard.blocks.shard_block import shard_block

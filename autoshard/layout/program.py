@@ -90,12 +90,12 @@ class Program:
         """Return all collectives of delivers, in order."""
         return tuple(entry for entry in self.instructions if isinstance(entry, Communicate))
 
-    def by_pass(self, handed_on: str) -> PassInstructions:
+    def by_pass(self, *handed_on: str) -> PassInstructions:
         """Split the instructions by pass: forward has those of pass F and those that they need, backward all others.
 
-        ``handed_on`` names the tensor that forward makes for the next block.
+        ``handed_on`` names the tensors that forward makes for others.
         """
-        forward, backward = _needed(self.instructions, {self.results[handed_on].name}, "F")
+        forward, backward = _needed(self.instructions, {self.results[name].name for name in handed_on}, "F")
         late = {name for entry in backward if pass_of(entry) == "W" for name in written_by(entry)}
         inputs, weights = _needed(backward, {value.name for value in self.results.values()} - late, "I")
         needed = {name for entry in inputs for name in read_by(entry)}

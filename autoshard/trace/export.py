@@ -101,12 +101,12 @@ class ExportedModule:
     def part(self, wanted: Sequence[Node]) -> torch.fx.GraphModule:
         """Return the part of the graph that makes some nodes, which depend on no parameter."""
         graph = copy.deepcopy(self.program.graph_module.graph)
-        names = [node.name for node in wanted]
-        found = {node.name: node for node in graph.nodes}
-        needed = {found[name] for name in names}
+        copies = dict(zip(self.nodes, graph.nodes, strict=True))
+        found = [copies[node] for node in wanted]
+        needed = {*found}
         for node in reversed(graph.nodes):
             if node.op == "output":
-                node.args = (tuple(found[name] for name in names),)
+                node.args = (tuple(found),)
             elif node in needed:
                 needed |= {*node.all_input_nodes}
             elif node.op != "placeholder":

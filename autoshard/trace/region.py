@@ -1,6 +1,6 @@
 """Torch functions as one operation of the graph: what a rank does on its parts, and the gradient by torch itself."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,9 @@ class Region(Differentiable):
             found.append(one.run(found, sizes))
         return found[-1]
 
+    def torch_kernel(self, call: Call) -> Callable[..., tuple[torch.Tensor, ...]]:
+        return lambda *tensors: (self.run(tensors, call.sizes),)
+
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
         """Let torch differentiate the functions on each rank's parts."""
         kind = RegionGradient(region=self, needed=tuple(needed))
@@ -121,16 +124,8 @@ class RegionGradient(OpKind):
         if _has_no_part(call):
             return _zeros(call)
         upstream, *given = [torch.from_numpy(np.asarray(array, order="C")) for array in arrays]
-        wanted = [given[number].detach().requires_grad_() for number in self.needed]
-        for number, one in zip(self.needed, wanted, strict=True):
-            given[number] = one
-        with torch.enable_grad():
-            result = self.region.run(given, call.sizes)
-        if not result.requires_grad:  # a detached result
-            return tuple(np.zeros_like(one.detach().numpy()) for one in wanted)
-        gradients = torch.autograd.grad(result, wanted, upstream.to(result.dtype), allow_unused=True)
-        pairs = zip(gradients, wanted, strict=True)
-        return tuple((torch.zeros_like(one) if found is None else found).numpy() for found, one in pairs)
+        tape = Tape.of(self, given, call.sizes)
+        return tuple(gradient.numpy() for gradient in tape.gradients(upstream))
 
     def matrix_flops(self, call: Call) -> int:
         """Count each product of the forward pass twice."""
@@ -142,11 +137,38 @@ class RegionGradient(OpKind):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tape:
+    """A region that has run: its result, and what torch keeps of it for the gradients of some inputs."""
+
+    result: torch.Tensor
+    wanted: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, kind: RegionGradient, given: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> "Tape":
+        """Run a region on parts of these sizes."""
+        own = [one.detach().requires_grad_() if number in kind.needed else one for number, one in enumerate(given)]
+        with torch.enable_grad():
+            result = kind.region.run(own, sizes)
+        return cls(result=result, wanted=tuple(own[number] for number in kind.needed))
+
+    def gradients(self, upstream: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the gradients of the wanted inputs; zero for those that do not reach the result."""
+        if not self.result.requires_grad:  # a detached result
+            return tuple(torch.zeros_like(one).detach() for one in self.wanted)
+        found = torch.autograd.grad(self.result, self.wanted, upstream.to(self.result.dtype), allow_unused=True)
+        pairs = zip(found, self.wanted, strict=True)
+        return tuple(torch.zeros_like(one).detach() if own is None else own for own, one in pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Alias(Differentiable):
     """A tensor under another name, for a reader that calls its dims otherwise. Nothing is moved."""
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         return arrays
+
+    def torch_kernel(self, call: Call) -> Callable[..., tuple[torch.Tensor, ...]]:
+        return lambda *tensors: tensors
 
     def vector_flops(self, call: Call) -> int:
         return 0

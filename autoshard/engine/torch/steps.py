@@ -21,6 +21,7 @@ from autoshard.engine.torch.kernels.products import adding, adds_wide
 from autoshard.engine.torch.routed import counting, exchange
 from autoshard.engine.torch.rows import by_rows, num_rows
 from autoshard.engine.torch.world import World
+from autoshard.graph.block import Block
 from autoshard.graph.kinds.indexing import Place
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.kinds.norm import NormGradient
@@ -206,7 +207,7 @@ def _local_steps(context: RankContext, parts: BlockProgram, joint: Joint, kept: 
         elif routing and (found := _routed(context, parts, routing, entry)):
             run, reads = found
         else:
-            run, reads = _kernel(context, parts, entry, own), read_by(entry)
+            run, reads = kernel_for(context, parts.block, entry, own), read_by(entry)
         if isinstance(entry, Given):
             reads = (entry.value.tensor,)
         if reads or not adds:
@@ -247,7 +248,7 @@ def _by_rows(
         values = values_written(entry)
         shapes = tuple((1, rows, *context.mesh_rank.shape(value.layout)[2:]) for value in values)
         one = LocalStep(
-            entry=entry, run=_kernel(few, parts, entry, own), reads=read_by(entry), writes=written_by(entry),
+            entry=entry, run=kernel_for(few, parts.block, entry, own), reads=read_by(entry), writes=written_by(entry),
             shapes=shapes,
         )  # fmt: skip
         steps.append(one)
@@ -304,7 +305,7 @@ def _routed(
 ) -> tuple[Kernel | None, tuple[str, ...]] | None:
     """Return the kernel of an instruction that needs the counts of rows, and the names of all that it reads."""
     if multiplies(entry):
-        return _kernel(context, parts, entry, ()), (*read_by(entry), routing.ends(entry.reads[0].layout))
+        return kernel_for(context, parts.block, entry, ()), (*read_by(entry), routing.ends(entry.reads[0].layout))
     if moves_rows(entry):
         return exchange(context.world, routing, entry), (*read_by(entry), routing.counts)
     return None
@@ -348,7 +349,7 @@ def _adding(context: RankContext, parts: BlockProgram, product: Compute, total: 
     return adding(product.op.kind, parts.block.call(product.op, context.sizes(product)), packed=context.packed)
 
 
-def _kernel(context: RankContext, parts: BlockProgram, entry: Instruction, own: Collection[str]) -> Kernel | None:
+def kernel_for(context: RankContext, block: Block, entry: Instruction, own: Collection[str]) -> Kernel | None:
     """Return the kernel of an instruction; a sum may overwrite ``own`` values, which nothing else reads."""
     match entry:
         case Given():
@@ -360,7 +361,7 @@ def _kernel(context: RankContext, parts: BlockProgram, entry: Instruction, own: 
                 rotations=context.rotations,
                 packed=context.packed,
             )
-            found = kernel_of(entry.op.kind, parts.block.call(entry.op, context.sizes(entry)), local)
+            found = kernel_of(entry.op.kind, block.call(entry.op, context.sizes(entry)), local)
             ring = entry.ring
             return around_ring(context.world, context.mesh_rank, entry, found, context.positions) if ring else found
         case Communicate():

@@ -1,0 +1,232 @@
+"""A sharded module on one rank: its program, forward and backward, on this rank's parts of parameters and inputs."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor.placement_types import Placement  # pyright: ignore[reportMissingTypeStubs]
+
+from autoshard.blocks.problem import weights_of
+from autoshard.engine.activity import RankActivity
+from autoshard.engine.placement import MeshRank
+from autoshard.engine.torch.formats import Formats
+from autoshard.engine.torch.kernels import Rotations
+from autoshard.engine.torch.steps import RankContext, kernel_for
+from autoshard.engine.torch.world import World
+from autoshard.graph.kinds.optimizer import Accumulate
+from autoshard.layout.layout import Layout
+from autoshard.layout.lower import lower
+from autoshard.layout.program import Communicate, Compute, Given, Instruction, Value, read_by, written_by
+from autoshard.layout.redistribute import redistribute
+from autoshard.trace.placing import placeable, placements, resting
+from autoshard.trace.region import Positions, RegionGradient, Tape
+from autoshard.trace.shard import ModuleSharding
+
+Values = dict[str, Any]  # tensors, and what torch keeps of regions, by name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStep:
+    """An instruction that is ready to run, and the values that nobody reads after it."""
+
+    run: Callable[..., Sequence[Any]]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    drops: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestingWeight:
+    """A parameter: how it rests, how it comes to the layout in which the program takes it, and its gradient back.
+
+    ``made`` is the gradient as the program makes it; frozen parameters have none.
+    """
+
+    name: str
+    path: str
+    positions: Positions
+    rest: Layout
+    placements: tuple[Placement, ...]
+    taken: tuple[Communicate, ...]
+    made: Value | None
+    reduced: tuple[Communicate, ...]
+
+    @property
+    def start(self) -> str:
+        """The value of the part that rests on this rank."""
+        return self.taken[0].reads.name if self.taken else self.name
+
+    @property
+    def gradient(self) -> str:
+        """The value of the gradient of that part."""
+        return f"{self.name} at rest, gradient"
+
+
+class RankProgram:
+    """The program of a sharded module on one rank of a mesh."""
+
+    def __init__(self, sharding: ModuleSharding, rank: int, device: torch.device, dtype: torch.dtype) -> None:
+        block, problem = sharding.traced.block, sharding.problem
+        self.sharding, self.block, self.atoms = sharding, block, dict(sharding.mesh.axes)
+        self.program = lower(
+            block, sharding.solution.cuts, problem.atoms, problem.price("bf16"), boundary=problem.boundary,
+            keeps_gathered=True,
+        )  # fmt: skip
+        self.given = {one.value.tensor: one.value for one in self.program.instructions if isinstance(one, Given)}
+        computes = (entry for entry in self.program.instructions if isinstance(entry, Compute))
+        # What adds gradients to those of micro-batches before: here autograd does that.
+        self._sums = {one.op.name: one for one in computes if isinstance(one.op.kind, Accumulate)}
+        self.place = MeshRank(mesh=sharding.mesh, rank=rank, sizes=sharding.traced.sizes)
+        self.weights = {one.name: one for one in self._weights()}
+        changes = [change for one in self.weights.values() for change in (*one.taken, *one.reduced)]
+        groups = {change.collective.atoms for change in (*self.program.collectives(), *changes)}
+        ends = [self.program.results[name].layout for name in block.gives]
+        groups |= {atoms for layout in ends for atoms in (layout.sums, layout.maxima)}
+        self.context = RankContext(
+            world=World.build(sharding.mesh, groups, None, RankActivity()),
+            mesh_rank=self.place,
+            formats=Formats(exact=dtype == torch.float64, device=device),
+            positions=torch.empty(0),
+            rotations=Rotations(),
+        )
+        self._taped = {op.kind.region.name: op.kind for op in block.ops if isinstance(op.kind, RegionGradient)}
+        self._split()
+
+    def _split(self) -> None:
+        """Prepare the forward pass, with what backward needs and without, and the backward pass."""
+        parts = self.program.by_pass(*self.block.gives)
+        made = {name for entry in parts.forward for name in self._written(entry)} | {
+            one.value.name for one in parts.forward if isinstance(one, Given)
+        }
+        results = {self.program.results[name].name for name in self.block.gives}
+        self.kept = {name for entry in parts.backward for name in self._reads(entry)} & made - self.weights.keys()
+        self.forward = tuple(_dropping(self._steps(parts.forward, taped=True), results | self.kept))
+        self.forward_only = tuple(_dropping(self._steps(parts.forward, taped=False), results))
+        back = {self.program.results[self.block.given_back(name)].name for name in self.block.takes}
+        gradients = {one.gradient for one in self.weights.values()}
+        self.backward = tuple(_dropping(self._steps(parts.backward, taped=True), back | gradients))
+
+    def _weights(self) -> Iterator[RestingWeight]:
+        sharding, sizes = self.sharding, self.sharding.traced.sizes
+        rests = {
+            weight: rest
+            for name, rest in sharding.solution.rests.items()
+            for weight in weights_of(sharding.problem, self.block.op(name))
+        }
+        sums = {entry.reads[0].tensor: entry.reads[1] for entry in self._sums.values()}
+        for name, path in sharding.captured.parameters.items():
+            layout, positions = self.given[name].layout, sharding.traced.dims[name]
+            rest = placeable(resting(layout, rests.get(name, ()), sizes, self.atoms), positions, sizes, self.atoms)
+            made = sums.get(f"{name}.grad")
+            reduced = _ordered(made.layout, rest) if made else rest
+            yield RestingWeight(
+                name=name, path=path, positions=positions, rest=rest, made=made,
+                placements=placements(rest, positions, sizes, self.atoms),
+                taken=self._changes(name, rest, layout),
+                reduced=self._changes(f"{name} at rest, gradient", reduced, rest),
+            )  # fmt: skip
+
+    def _changes(self, name: str, before: Layout, after: Layout) -> tuple[Communicate, ...]:
+        """Return the collectives between two layouts; the last one writes the value of that name."""
+        path = redistribute(before, after, self.atoms, self.sharding.problem.price("bf16"))
+        names = [*(f"{name}, {len(path) - number} before" for number in range(len(path))), name]
+        return tuple(
+            Communicate(
+                entry=name,
+                pass_="F",
+                collective=change.collective,
+                reads=Value(name=names[number], tensor=name, layout=change.before),
+                writes=Value(name=names[number + 1], tensor=name, layout=change.after),
+            )
+            for number, change in enumerate(path)
+        )
+
+    def _reads(self, entry: Instruction) -> tuple[str, ...]:
+        """Return what an instruction reads; the gradient of a region reads what torch has kept of it."""
+        kind = entry.op.kind if isinstance(entry, Compute) else None
+        if isinstance(kind, RegionGradient):
+            return read_by(entry)[0], _tape(kind)
+        return read_by(entry)[1:] if isinstance(kind, Accumulate) else read_by(entry)
+
+    def _written(self, entry: Instruction) -> tuple[str, ...]:
+        kind = self._taped.get(entry.op.name) if isinstance(entry, Compute) else None
+        return (*written_by(entry), *([_tape(kind)] if kind else []))
+
+    def _steps(self, entries: Sequence[Instruction], *, taped: bool) -> Iterator[RankStep]:
+        """Prepare instructions; a weight is put together before its first reader, and its gradient goes to its rest."""
+        ready, made = set[str](), {one.made.name: one for one in self.weights.values() if one.made}
+        for entry in entries:
+            for name in () if isinstance(entry, Given) else self._reads(entry):
+                if name in self.weights and name not in ready:
+                    ready.add(name)
+                    yield from (self._step(change, taped=False) for change in self.weights[name].taken)
+            adds = isinstance(entry, Compute) and entry.op.name in self._sums
+            if not adds and not isinstance(entry, Given):
+                yield self._step(entry, taped=taped)
+            for name in written_by(entry):
+                if name in made:
+                    yield from self._reduced(made[name])
+
+    def _step(self, entry: Instruction, *, taped: bool) -> RankStep:
+        kind = entry.op.kind if isinstance(entry, Compute) else None
+        if isinstance(kind, RegionGradient):
+            return RankStep(run=_gradients, reads=self._reads(entry), writes=written_by(entry))
+        gradient = self._taped.get(entry.op.name) if taped and isinstance(entry, Compute) else None
+        if gradient and isinstance(entry, Compute):
+            sizes = self.context.sizes(entry)
+
+            def run(*tensors: torch.Tensor) -> Sequence[Any]:
+                tape = Tape.of(gradient, tensors, sizes)
+                return tape.result.detach(), tape
+
+            return RankStep(run=run, reads=read_by(entry), writes=self._written(entry))
+        kernel = kernel_for(self.context, self.block, entry, ())
+        assert kernel, f"{entry} is not given"
+        return RankStep(run=kernel, reads=read_by(entry), writes=written_by(entry))
+
+    def _reduced(self, weight: RestingWeight) -> Iterator[RankStep]:
+        """Yield the steps from a gradient as it is computed to the layout in which its parameter rests."""
+        assert weight.made, "a frozen parameter has no gradient"
+        now = [dim for dim, _ in weight.made.layout.dims]
+        order = [now.index(dim) for dim, _ in weight.rest.dims]
+        first = weight.reduced[0].reads.name if weight.reduced else weight.gradient
+        yield RankStep(run=lambda one: (one.permute(order),), reads=(weight.made.name,), writes=(first,))
+        yield from (self._step(change, taped=False) for change in weight.reduced)
+
+
+def run_steps(steps: Iterable[RankStep], values: Values) -> None:
+    """Run one step after the other."""
+    for step in steps:
+        made = step.run(*[values[name] for name in step.reads])
+        values.update(zip(step.writes, made, strict=True))
+        for name in step.drops:
+            values.pop(name, None)
+
+
+def local_shape(place: MeshRank, layout: Layout, positions: Positions) -> list[int]:
+    """Return the shape of a rank's part of a tensor as torch sees it."""
+    sizes = dict(zip((dim for dim, _ in layout.dims), place.shape(layout), strict=True))
+    return [math.prod(sizes[dim] for dim in position) for position in positions]
+
+
+def _dropping(steps: Iterable[RankStep], kept: set[str]) -> Iterator[RankStep]:
+    listed = tuple(steps)
+    last = {name: number for number, step in enumerate(listed) for name in (*step.reads, *step.writes)}
+    for number, step in enumerate(listed):
+        names = dict.fromkeys((*step.reads, *step.writes))
+        yield replace(step, drops=tuple(name for name in names if last[name] == number and name not in kept))
+
+
+def _ordered(layout: Layout, like: Layout) -> Layout:
+    cuts = dict(layout.dims)
+    return Layout(dims=tuple((dim, cuts[dim]) for dim, _ in like.dims), sums=layout.sums, maxima=layout.maxima)
+
+
+def _gradients(upstream: torch.Tensor, tape: Tape) -> Sequence[torch.Tensor]:
+    return tape.gradients(upstream)
+
+
+def _tape(kind: RegionGradient) -> str:
+    return f"{kind.region.name}, as torch keeps it"
