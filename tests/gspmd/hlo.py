@@ -4,7 +4,7 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,8 +34,36 @@ class Instruction:
     rest: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A collective of the text: its kind, the elements of the largest buffer, the groups that it goes over in turn."""
+
+    kind: str
+    elements: int
+    over: tuple[Groups, ...]
+
+
 def sent_by_xla(text: str, mesh: Mapping[str, int]) -> Counter[Sent]:
-    """Return the collectives of a program, as a backend with all kinds of collectives would send them.
+    """Return the collectives of a program, which must all go along axes of the mesh."""
+    found: Counter[Sent] = Counter()
+    for one in _written(text):
+        over = {atom for groups in one.over for atom in _atoms(groups, mesh)}
+        found[Sent(kind=one.kind, elements=one.elements, over=tuple(atom for atom in mesh if atom in over))] += 1
+    return found
+
+
+def bytes_by_xla(text: str, dtype_bytes: int) -> float:
+    """Return the bytes that a rank sends, counted as for autoshard; a permutation sends a whole buffer."""
+    total = 0.0
+    for one in _written(text):
+        ranks = math.prod(map(_size, one.over))
+        share = (2 if one.kind == "all_reduce" else 1) * (ranks - 1) / ranks
+        total += one.elements * dtype_bytes * (1 if one.kind == "collective_permute" else share)
+    return total
+
+
+def _written(text: str) -> Iterator[Written]:
+    """Yield the collectives of a program, as a backend with all kinds of collectives would send them.
 
     XLA's partitioner writes no reduce-scatter but an all-reduce of which every reader takes a slice, and sums over two
     axes of the mesh one after the other. The former counts as a reduce-scatter, the latter as one all-reduce: both ways
@@ -46,25 +74,24 @@ def sent_by_xla(text: str, mesh: Mapping[str, int]) -> Counter[Sent]:
     for one in program.values():
         for name in one.reads:
             readers[name].append(one)
-    found: Counter[Sent] = Counter()
     for one in program.values():
         after = readers[one.name]
-        if one.kind not in _COLLECTIVES or (
-            one.kind == "all-reduce" and [reader.kind for reader in after] == [one.kind]
-        ):
-            continue  # what another all-reduce sums further is counted there
-        over, before = _atoms(one, mesh), program[one.reads[0]]
-        while one.kind == before.kind == "all-reduce" and len(readers[before.name]) == 1:
-            over, before = (*over, *_atoms(before, mesh)), program[before.reads[0]]
-        count = math.prod(mesh[atom] for atom in over)
-        sliced = after and all(
-            reader.kind == "dynamic-slice" and reader.elements * count <= one.elements for reader in after
-        )
-        scatters = one.kind == "all-reduce" and sliced
-        kind = "reduce_scatter" if scatters else one.kind.replace("-", "_")
-        elements = one.elements * (count if one.kind == "reduce-scatter" else 1)
-        found[Sent(kind=kind, elements=elements, over=tuple(atom for atom in mesh if atom in over))] += 1
-    return found
+        if one.kind == "all-reduce" and [reader.kind for reader in after] != [
+            one.kind
+        ]:  # or it is summed further there
+            sums = [one]
+            while (before := program[sums[-1].reads[0]]).kind == one.kind and len(readers[before.name]) == 1:
+                sums.append(before)
+            over = tuple(_groups(each.rest) for each in sums)
+            most = one.elements / math.prod(map(_size, over))
+            sliced = after and all(reader.kind == "dynamic-slice" and reader.elements <= most for reader in after)
+            yield Written(kind="reduce_scatter" if sliced else "all_reduce", elements=one.elements, over=over)
+        elif one.kind == "collective-permute":
+            yield Written(kind="collective_permute", elements=one.elements, over=())
+        elif one.kind in _COLLECTIVES and one.kind != "all-reduce":
+            groups = _groups(one.rest)
+            elements = one.elements * (_size(groups) if one.kind == "reduce-scatter" else 1)
+            yield Written(kind=one.kind.replace("-", "_"), elements=elements, over=(groups,))
 
 
 def _instructions(text: str) -> list[Instruction]:
@@ -89,14 +116,18 @@ def _instructions(text: str) -> list[Instruction]:
     return found
 
 
-def _atoms(one: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the atoms along which the ranks of a collective's groups differ."""
-    laid, groups = Mesh.virtual(**mesh), _groups(one.rest)
+def _atoms(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the atoms along which the ranks of groups differ."""
+    laid = Mesh.virtual(**mesh)
     for count in range(1, len(mesh) + 1):
         for atoms in itertools.combinations(mesh, count):
             if groups == frozenset(map(frozenset, laid.groups(atoms))):
                 return atoms
-    raise AssertionError(f"no axes of {mesh} group ranks as {one}")
+    raise AssertionError(f"no axes of {mesh} group ranks as {groups}")
+
+
+def _size(groups: Groups) -> int:
+    return len(next(iter(groups)))
 
 
 def _groups(rest: str) -> Groups:

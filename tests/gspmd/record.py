@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from autoshard.graph.op import Array
-from tests.gspmd.cases import CASES, LLAMA_3_8B, SMALL
+from tests.gspmd.cases import CASES, LLAMA_3_8B, SMALL, Case
 from tests.gspmd.hlo import sent_by_xla
 from tests.gspmd.sent import Sent
 from tests.gspmd.traced import TracedLayer, sent_in
@@ -35,20 +36,28 @@ def sent_by_autoshard(layer: str) -> Found:
     return {f"{layer}, {name}": sent_in(case, traced[case.keys]) for name, case in CASES.items()}
 
 
-def under_gspmd(python: str) -> tuple[Found, Mapping[str, float]]:
-    """Run the small layer and compile the large one in the other environment.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnderGspmd:
+    """XLA's partitioned programs by case, and the largest error of any result or gradient of those that ran."""
 
-    Returned are what is sent, and the largest error of the result and of any gradient, relative to its largest number.
-    """
+    texts: Mapping[str, str]
+    errors: Mapping[str, float]  # relative to the largest number of the tensor
+
+
+def recorded_cases() -> Mapping[str, tuple[Case, str]]:
+    """Return all cases of both layers, each with its layer."""
+    return {f"{layer}, {name}": (case, layer) for layer in LAYERS for name, case in CASES.items()}
+
+
+def under_gspmd(python: str, cases: Mapping[str, tuple[Case, str]]) -> UnderGspmd:
+    """Run the small layer and compile the large one in the other environment, in some cases."""
     given, wanted, described = dict[str, Array](), dict[str, Array](), dict[str, Any]()
-    for layer, sizes in LAYERS.items():
-        for name, case in CASES.items():
-            key = f"{layer}, {name}"
-            described[key] = case.description(sizes, compiled_only=layer != "small")
-            if layer == "small":
-                one, other = _run_here(TracedLayer.of(case.sizes(sizes)))
-                given |= {f"{key}/{tensor}": array for tensor, array in one.items()}
-                wanted |= {f"{key}/{tensor}": array for tensor, array in other.items()}
+    for key, (case, layer) in cases.items():
+        described[key] = case.description(LAYERS[layer], compiled_only=layer != "small")
+        if layer == "small":
+            one, other = _run_here(TracedLayer.of(case.sizes(SMALL)))
+            given |= {f"{key}/{tensor}": array for tensor, array in one.items()}
+            wanted |= {f"{key}/{tensor}": array for tensor, array in other.items()}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "cases.json").write_text(json.dumps(described), encoding="utf-8")
@@ -58,15 +67,19 @@ def under_gspmd(python: str) -> tuple[Found, Mapping[str, float]]:
         settings = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "XLA_FLAGS": dump, "PYTHONPATH": ""}
         command = [python, str(Path(__file__).with_name("on_xla.py")), name]
         subprocess.run(command, check=True, env={**os.environ, **settings})
-        texts = [(folder / f"{number}.hlo").read_text(encoding="utf-8") for number in range(len(described))]
+        texts = {key: (folder / f"{number}.hlo").read_text(encoding="utf-8") for number, key in enumerate(described)}
         found = dict(np.load(folder / "found.npz"))
     assert found.keys() == wanted.keys()
     errors: dict[str, float] = {}
-    for key, array in wanted.items():
-        error = float(np.abs(found[key] - array).max() / np.abs(array).max())
-        errors[key.partition("/")[0]] = max(error, errors.get(key.partition("/")[0], 0.0))
-    sent = {key: sent_by_xla(text, described[key]["mesh"]) for key, text in zip(described, texts, strict=True)}
-    return sent, errors
+    for tensor, array in wanted.items():
+        key = tensor.partition("/")[0]
+        errors[key] = max(errors.get(key, 0.0), float(np.abs(found[tensor] - array).max() / np.abs(array).max()))
+    return UnderGspmd(texts=texts, errors=errors)
+
+
+def sent_under_gspmd(found: UnderGspmd) -> Found:
+    """Return what ranks send in all cases."""
+    return {key: sent_by_xla(text, recorded_cases()[key][0].mesh) for key, text in found.texts.items()}
 
 
 def _run_here(layer: TracedLayer) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
@@ -92,7 +105,7 @@ def recorded(side: str) -> Found:
 
 def main() -> None:
     """Run both sides and write the record."""
-    theirs, _ = under_gspmd(os.environ[PYTHON])
+    theirs = sent_under_gspmd(under_gspmd(os.environ[PYTHON], recorded_cases()))
     sides = {
         "autoshard": {key: one for layer in LAYERS for key, one in sent_by_autoshard(layer).items()},
         "gspmd": theirs,

@@ -1,12 +1,14 @@
 """The layer as autoshard traces and lowers it, and what its ranks send."""
 
 import math
+import random
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
+from autoshard.blocks.choices import op_cuts
 from autoshard.blocks.operators import solve
 from autoshard.layout.layout import Cuts, Layout, local_sizes
 from autoshard.layout.legal import cut_operations, faults
@@ -17,6 +19,7 @@ from autoshard.spec.mesh import Mesh
 from autoshard.spec.workload import Precision
 from autoshard.trace.blocks import TracedBlock, traced_block
 from autoshard.trace.capture import Captured, capture
+from autoshard.trace.proof import ModuleRun
 from autoshard.trace.shard import shard_module
 from tests.gspmd.cases import INPUTS, PARAMETERS, Case, Cut
 from tests.gspmd.layer import Layer
@@ -46,15 +49,24 @@ class TracedLayer:
         block = traced_block(captured.program, Precision.named("bf16"))
         return cls(module=module, inputs=inputs, captured=captured, block=block)
 
-    def dims(self, cut: Cut) -> Cuts:
-        """Return cuts of axes under the names that tracing gave to them, found by where they stand in tensors."""
+    @property
+    def names(self) -> Mapping[str, str]:
+        """The names that tracing gave to axes, found by where these stand in tensors."""
         names = {path: name for name, path in self.captured.parameters.items()}
         tensors = {**INPUTS, **{names[path]: text for path, text in PARAMETERS.items()}}
         found: dict[str, str] = {}
         for tensor, text in tensors.items():
             for word, position in zip(text.split(), self.block.dims[tensor], strict=True):
                 found |= dict(zip(word, position, strict=False))  # rotary halves the head dim, which stands last
-        return {found[axis]: atoms for axis, atoms in cut.items()}
+        return found
+
+    def dims(self, cut: Cut) -> Cuts:
+        """Return cuts of axes under their names."""
+        return {self.names[axis]: atoms for axis, atoms in cut.items()}
+
+    def boundary(self, case: Case) -> Cuts:
+        """Return the cuts at both ends of the layer."""
+        return self.dims(case.cuts.get("between", {}))
 
     def cuts(self, case: Case) -> Mapping[str, Cuts]:
         """Return the cut of every operation; one that only gives a tensor other names is cut as its maker is."""
@@ -62,17 +74,48 @@ class TracedLayer:
         modules = {tensor: path for path, (tensor, _) in self.block.modules.items()}
         for op in cut_operations(block):
             path = next((modules[name] for name in op.outputs if name in modules), "")
-            found[op.name] = self.dims(case.cut(path)) if path else found[block.op(op.inputs[0]).inputs[0]]
+            cut = self.dims(case.cut(path)) if path else found[block.op(op.inputs[0]).inputs[0]]
+            found[op.name] = {
+                dim: atoms for dim, atoms in cut.items() if path or dim in block.tensors[op.outputs[0]].dims
+            }
         wrong = faults(block, found, tuple(case.mesh))
         assert not wrong, wrong
         return found
 
 
+def random_case(layer: TracedLayer, mesh: Mapping[str, int], chosen: random.Random) -> Case:
+    """Return a case with a random legal cut of every operation, into equal parts; the head dim is never cut."""
+    sizes = {name: layer.block.sizes[name] for name in layer.names.values()}
+    axes = {name: axis for axis, name in layer.names.items() if axis != "d"}
+    cuts: dict[str, Cut] = {"between": chosen.choice([{}, {"b": tuple(mesh)[:1]}])}
+
+    def is_even(cut: Cuts) -> bool:
+        return all(
+            name in axes and sizes[name] % math.prod(mesh[atom] for atom in atoms) == 0 for name, atoms in cut.items()
+        )
+
+    for path, (tensor, _) in layer.block.modules.items():
+        op = next(op for op in cut_operations(layer.block.block) if tensor in op.outputs)
+        legal = [
+            {name: atoms for name, atoms in cut.items() if atoms} for cut in op_cuts(layer.block.block, op, tuple(mesh))
+        ]
+        cut = chosen.choice([one for one in legal if is_even(one)])
+        cuts[path] = {axes[name]: atoms for name, atoms in cut.items()}
+    return Case(mesh=mesh, cuts=cuts)
+
+
+def largest_error(case: Case, layer: TracedLayer) -> float:
+    """Run a case on virtual ranks; return how far the result or any gradient is from the plain module's."""
+    run = ModuleRun(layer.module, list(layer.inputs.values()), layer.captured, layer.block)
+    found = run.compare(layer.cuts(case), Mesh.virtual(**case.mesh), price_of(case), layer.boundary(case))
+    assert len(found) == 2 + len(PARAMETERS)  # the result, and gradients of x and of all weights
+    return max(one.error for one in found)
+
+
 def sent_in(case: Case, layer: TracedLayer) -> Counter[Sent]:
     """Return what ranks send in a forward and backward pass, all parts of weights' gradients summed at its end."""
     mesh = Mesh.virtual(**case.mesh)
-    price = price_of(case)
-    return sent_by_cuts(layer.block, layer.cuts(case), mesh, layer.dims(case.cuts["between"]), price)
+    return sent_by_cuts(layer.block, layer.cuts(case), mesh, layer.boundary(case), price_of(case))
 
 
 def sent_in_solution(case: Case, layer: TracedLayer, cluster: str) -> Counter[Sent]:
@@ -80,7 +123,7 @@ def sent_in_solution(case: Case, layer: TracedLayer, cluster: str) -> Counter[Se
 
     Weights rest as they are used, because those of a case do.
     """
-    mesh, boundary = Mesh.virtual(**case.mesh), layer.dims(case.cuts["between"])
+    mesh, boundary = Mesh.virtual(**case.mesh), layer.boundary(case)
     found = shard_module(layer.module, list(layer.inputs.values()), load_cluster(cluster, 1), case.mesh)
     problem = replace(found.problem, boundary=boundary, cuts_rest=False, state_bytes_per_weight=0.0)
     solution = solve(problem)
