@@ -5,6 +5,7 @@ two places of the cut and several kinds of numbers. Any doubt leaves a dim whole
 """
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -42,13 +43,13 @@ def found_cuts(
     sizes, unless one of them may be a length.
     """
     probe, found = _Probing(function, given, made, constants), list[PartCut]()
-    for cut in itertools.islice(_candidates(given, made), _TRIES):
+    for cut in itertools.islice(candidates(given, made), _TRIES):
         if not any(cut.overlaps(other) for other in found) and probe.allows(cut):
             found.append(cut)
     return tuple(found)
 
 
-def _candidates(given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> Iterator[PartCut]:
+def candidates(given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> Iterator[PartCut]:
     """Yield cuts of axes that have the same length; those that leave sums come last."""
 
     def axes(tensors: Sequence[torch.Tensor], size: int) -> Iterator[tuple[int | None, ...]]:
@@ -137,7 +138,8 @@ class _ProbeRun:
     def of(cls, function: Function, inputs: Sequence[torch.Tensor], random: torch.Generator) -> "_ProbeRun | None":
         """Run a function; None where it does not take such inputs."""
         try:
-            results = function(inputs)
+            with warnings.catch_warnings(action="ignore"):
+                results = function(inputs)
             seeds = tuple(torch.randn(one.shape, generator=random, dtype=torch.float64) for one in results)
             _, gradients = _differentiated(function, inputs, seeds)
         except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
@@ -188,7 +190,7 @@ def _differentiated(
 ) -> tuple[Tensors, tuple[torch.Tensor | None, ...]]:
     """Return the results, and the gradients of the inputs: None where there is none."""
     wanted = [one.detach().clone().requires_grad_(one.is_floating_point()) for one in inputs]
-    with torch.enable_grad():
+    with torch.enable_grad(), warnings.catch_warnings(action="ignore"):  # of the variance of one number
         results = function(wanted)
     pairs = [(one, seed) for one, seed in zip(results, seeds, strict=True) if one.requires_grad]
     if any(one.shape != seed.shape for one, seed in pairs):

@@ -42,10 +42,14 @@ def taken(reader: "ProgramReader", node: Node) -> None:
 
 
 def along(reader: "ProgramReader", node: Node) -> None:
-    """Take or put numbers along one axis, which is needed whole: by numbers that differ for all else."""
+    """Take or put numbers along one axis, which is needed whole where they are taken from or put.
+
+    The numbers of the places differ for all else.
+    """
     x, *others = reader.readings(node)
     axis = argument(node, "dim") % len(x.positions)
-    made = list(x.positions if node.target._opname.startswith("scatter") else others[0].positions)
+    puts = node.target._opname.startswith("scatter")
+    made = list(x.positions if puts else others[0].positions)
     for one in others:
         for place in range(len(x.positions)):
             if place == axis:
@@ -55,7 +59,7 @@ def along(reader: "ProgramReader", node: Node) -> None:
                 return
             one.agree(place, x.positions[place])
             made[place] = x.positions[place]
-    reader.local(node, ([x, *others], made), [made[axis], *(one.positions[axis] for one in (x, *others))])
+    reader.local(node, ([x, *others], made), [one.positions[axis] for one in ((x, *others) if puts else (x,))])
 
 
 def put_part(reader: "ProgramReader", node: Node) -> None:
