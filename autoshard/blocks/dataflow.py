@@ -33,7 +33,7 @@ class Dataflow:
         }
         alone = {name for name, readers in self.readers.items() if len(readers) == 1}
         self.choices: dict[str, tuple[OpChoice, ...]] = {}
-        for op in self.ops:
+        for op in (one for one in self.ops if one.name not in problem.tied):
             rule, listed = self.rules[op.name], problem.allowed.get(op.name)
             cuts = op_cuts(block, op, atoms) if listed is None else listed
             forward = rule.forward and op.inputs[0] in alone
@@ -43,6 +43,7 @@ class Dataflow:
                 ahead, back = (tuple(subsets(idle)) if passes else ((),) for passes in (forward, rule.backward))
                 choices += [OpChoice(cuts=each, passed=one, passed_back=two) for one in ahead for two in back]
             self.choices[op.name] = tuple(choices)
+        self.choices |= {name: self.choices[like] for name, like in problem.tied.items()}
         back = {op.source for op in block.ops if isinstance(op.kind, Collect)}
         self.has_gradient = {deliver.outputs[0]: deliver.name in back for deliver in self.delivers}
         self._changes: dict[tuple[Dims, Dtype, Pending], ChangePrices] = like._changes if like else {}

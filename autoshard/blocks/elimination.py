@@ -24,6 +24,27 @@ class CostFactor:
     table: Table
     weight: Table | None = None
 
+    def repeated(self, count: int) -> "CostFactor":
+        """Return the same as often."""
+        if count == 1:
+            return self
+        weight = None if self.weight is None else self.weight * count
+        return CostFactor(variables=self.variables, table=self.table * count, weight=weight)
+
+    def renamed(self, names: Mapping[str, str]) -> "CostFactor":
+        """Return the same of other variables; where two become one, they have the same value."""
+        variables = tuple(names.get(one, one) for one in self.variables)
+        if variables == self.variables:
+            return self
+        distinct = tuple(dict.fromkeys(variables))
+        places = [distinct.index(one) for one in variables]
+
+        def joined(table: Table) -> Table:
+            return np.einsum(table, places, [*range(len(distinct))])  # pyright: ignore[reportArgumentType]
+
+        weight = None if self.weight is None else joined(self.weight)
+        return CostFactor(variables=distinct, table=joined(self.table), weight=weight)
+
     def sliced(self, name: str, values: slice) -> "CostFactor":
         """Return the costs of some of a variable's values."""
         if name not in self.variables:

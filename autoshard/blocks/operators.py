@@ -9,6 +9,7 @@ tensor; where readers have very many choices, all of them take the tensor alike.
 """
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -60,9 +61,11 @@ def solve(problem: OperatorProblem) -> OperatorSolution:
     tables = _Tables(problem)
     found = minimise_within(tables.sizes, tables.factors, problem.memory_limit_bytes)
     assert math.isfinite(found.cost), "any layout can be changed into any other, so that some way must be left"
-    rests = {op.name: tables.rests[found.choices.get(_rest_name(op), 0)] for op in tables.flow.ops}
+    tied = problem.tied
+    like = {op.name: tied.get(op.name, op.name) for op in tables.flow.ops}
+    rests = {name: tables.rests[found.choices.get(_rest_name(one), 0)] for name, one in like.items()}
     return OperatorSolution(
-        cuts={name: choices[found.choices[name]].cuts for name, choices in tables.flow.choices.items()},
+        cuts={name: choices[found.choices[like[name]]].cuts for name, choices in tables.flow.choices.items()},
         cost_s=found.cost,
         kept_bytes=found.weight,
         gap=found.gap,
@@ -147,32 +150,53 @@ class _Tables:
     def __init__(self, problem: OperatorProblem, like: "_Tables | None" = None, changed: str = "") -> None:
         self.problem, self.flow = problem, Dataflow(problem, like.flow if like else None)
         self.rests: tuple[Atoms, ...] = tuple(subsets(problem.real_atoms)) if problem.cuts_rest else ((),)
-        self.sizes = {name: len(values) for name, values in self.flow.choices.items()}
+        self.sizes = {name: len(values) for name, values in self.flow.choices.items() if name not in problem.tied}
         self.factors: list[CostFactor] = []
         self._known = like._known if like else dict[str, tuple[dict[str, int], list[CostFactor]]]()
         self._changed = changed
         delivered = {deliver.inputs[0] for deliver in self.flow.delivers}
-        for op in self.flow.ops:
-            self._part(op.name, (op,), partial(self._add_operation, op, delivered))
-        for deliver in self.flow.delivers:
+        alike = Counter(problem.tied.get(op.name, op.name) for op in self.flow.ops)
+        for op in (one for one in self.flow.ops if one.name in alike):
+            self._part(op.name, (op,), partial(self._add_operation, op, delivered), alike[op.name])
+        for deliver, count in self._edges():
             maker = self.flow.maker.get(deliver.inputs[0])
             touching = (*self.flow.readers[deliver.outputs[0]], *([maker] if maker else []))
-            self._part(deliver.name, touching, partial(self._add_edge, deliver))
+            self._part(deliver.name, touching, partial(self._add_edge, deliver), count)
         for name in problem.block.gives:
             self._part(f"{name} at the end", (self.flow.maker[name],), partial(self._add_end, name))
 
-    def _part(self, name: str, touching: Iterable[Op], price: Callable[[], None]) -> None:
-        """Add the variables and factors of a part, which are known unless the changed operation touches it."""
+    def _edges(self) -> Iterator[tuple[Op, int]]:
+        """Yield the delivers, one of those between operations that are tied to the same others, with their number."""
+        tied, block = self.problem.tied, self.problem.block
+        alike: dict[object, list[Op]] = defaultdict(list)
+        for deliver in self.flow.delivers:
+            source = deliver.inputs[0]
+            maker = self.flow.maker.get(source)
+            where = (tied.get(maker.name, maker.name), maker.outputs.index(source)) if maker else source
+            readers = [
+                (tied.get(one.name, one.name), [name == deliver.outputs[0] for name in one.inputs])
+                for one in self.flow.readers[deliver.outputs[0]]
+            ]
+            alike[str((where, readers, deliver.kind, block.tensors[source].dims))].append(deliver)
+        return ((delivers[0], len(delivers)) for delivers in alike.values())
+
+    def _part(self, name: str, touching: Iterable[Op], price: Callable[[], None], count: int = 1) -> None:
+        """Add the variables and factors of a part, which are known unless the changed operation touches it.
+
+        A part that occurs several times, between operations tied to the same others, is priced once.
+        """
         if self._changed and self._changed not in (op.name for op in touching):
             sizes, factors = self._known[name]
             self.sizes |= sizes
             self.factors += factors
             return
-        before, count = set(self.sizes), len(self.factors)
+        before, start = set(self.sizes), len(self.factors)
         price()
+        if self.problem.tied:
+            self.factors[start:] = [one.repeated(count).renamed(self.problem.tied) for one in self.factors[start:]]
         if not self._changed:
             own = {variable: size for variable, size in self.sizes.items() if variable not in before}
-            self._known[name] = own, self.factors[count:]
+            self._known[name] = own, self.factors[start:]
 
     def _add_edge(self, deliver: Op) -> None:
         edge = TensorEdge(self.flow, deliver)
@@ -216,9 +240,9 @@ class _Tables:
                         time_s[row, column] += gathered_s(problem, weight, choice, rest)
                     else:
                         time_s[row, column] = np.inf
-        variables = (op.name, _rest_name(op))
+        variables = (op.name, _rest_name(op.name))
         if problem.cuts_rest:
-            self.sizes[_rest_name(op)] = len(self.rests)
+            self.sizes[_rest_name(op.name)] = len(self.rests)
         else:
             variables, time_s, states = variables[:1], time_s[:, 0], states[:, 0]
         self._add(variables, time_s, states)
@@ -253,5 +277,5 @@ class _Tables:
         self.factors.append(CostFactor(variables=(*variables, *columns), table=table, weight=weight))
 
 
-def _rest_name(op: Op) -> str:
-    return f"rest of {op.name}"
+def _rest_name(name: str) -> str:
+    return f"rest of {name}"

@@ -34,7 +34,8 @@ class OperatorProblem:
     Sizes, atoms and prices may be columns of as many meshes, all of which are solved at once.
 
     ``boundary`` is the layout of the hidden state between blocks, in both directions. ``allowed`` lists the cuts of
-    some operations; all others may have any legal one. ``memory_limit_bytes`` counts, on one rank, what the block keeps
+    some operations; all others may have any legal one. ``tied`` operations have the choices of others, and choose as
+    these do. ``memory_limit_bytes`` counts, on one rank, what the block keeps
     from forward to backward and ``state_bytes_per_weight`` for every weight; with ``cuts_rest`` a weight may rest in
     pieces on the ranks that use the same part of it.
     """
@@ -51,6 +52,7 @@ class OperatorProblem:
     memory_limit_bytes: float = math.inf
     state_bytes_per_weight: float = 0.0
     cuts_rest: bool = False
+    tied: Mapping[str, str] = field(default_factory=dict[str, str])  # operations that are cut like others
     few: "OperatorProblem | None" = None  # the same with only some of the columns
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ from autoshard.trace.dims import Dim, Position, leaves, match_sizes
 from autoshard.trace.grouping import outside_reads, regions
 from autoshard.trace.program import Read, Traced, TracedProgram, TracedStep
 from autoshard.trace.region import Alias, Local, Positions, Region
+from autoshard.trace.repeats import merge_dims, tied_operations
 
 _KERNELS = "torch_engine"  # of which no entry is used: what a traced operation keeps follows from its gradient
 
@@ -32,6 +33,7 @@ class TracedBlock:
     dims: Mapping[str, Positions]  # by tensor, as torch sees it: of parameters and inputs
     results: Mapping[str, tuple[str, Positions]]  # by place in what the module returns, or path of a buffer: a tensor
     modules: Mapping[str, tuple[str, Positions]]  # the results of submodules, by path
+    tied: Mapping[str, str]  # operations that are cut like others: those of equal submodules
 
 
 def traced_block(program: TracedProgram, precision: Precision) -> TracedBlock:
@@ -42,20 +44,24 @@ def traced_block(program: TracedProgram, precision: Precision) -> TracedBlock:
 class _Writer:
     def __init__(self, program: TracedProgram, precision: Precision) -> None:
         self.program, self.b = program, BlockBuilder(precision)
+        self.groups = regions(program)
+        merge_dims(self.groups)
         self.names = _named(program)
+        self.paths: dict[str, str] = {}  # of the submodules that do the operations
         self.written: dict[Traced, str] = {}
         self.aliases: dict[tuple[str, tuple[tuple[str, str], ...]], str] = {}
 
     def block(self) -> TracedBlock:
         """Return the block."""
         program = self.program
-        groups = regions(program)
-        uses = Counter(value for steps in groups for value, _ in outside_reads(steps))
+        uses = Counter(value for steps in self.groups for value, _ in outside_reads(steps))
         given = [value for value in program.values if value.origin != "made"]
         for value in given:
             self._given(value, uses[value])
-        for steps in groups:
+        self.paths |= {op.name: "" for op in self.b.ops}
+        for steps in self.groups:
             self._emit(steps)
+            self.paths |= {op.name: steps[-1].path for op in self.b.ops if op.name not in self.paths}
         gives: dict[str, bool] = {}  # whether a gradient begins there
         results: dict[str, tuple[str, Positions]] = {}
         for one in program.results:
@@ -75,7 +81,10 @@ class _Writer:
             for path, read in program.modules.items()
             if read.value in self.written and self.written[read.value] in block.tensors
         }
-        return TracedBlock(block=block, sizes=sizes, dims=laid_out, results=results, modules=modules)
+        return TracedBlock(
+            block=block, sizes=sizes, dims=laid_out, results=results, modules=modules,
+            tied=tied_operations(block, self.paths),
+        )  # fmt: skip
 
     def _given(self, value: Traced, uses: int) -> None:
         dims, b, trained = self._dims(value.dims), self.b, value in self.program.trained

@@ -315,6 +315,7 @@ class ProgramReader:
         self.steps.append(
             TracedStep(
                 name=value.name,
+                path=list((node.meta.get("nn_module_stack") or {"": ("", "")}).values())[-1][0],
                 sort=sort,
                 function=function or node.target,
                 arguments=with_slots[0] if arguments is None else arguments,

@@ -1,5 +1,6 @@
 """A captured program before it becomes a graph: values with dims, and operations that read and make them."""
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -59,6 +60,7 @@ class TracedStep:
     """
 
     name: str
+    path: str  # of the submodule that does it
     sort: Sort
     function: Callable[..., Any]
     arguments: tuple[Any, ...]  # with a TensorPlace for each tensor
@@ -149,3 +151,16 @@ def agreed(readings: Sequence[Reading], rank: int, axes: Iterable[int]) -> list[
                     together = reading.positions[own]
         made.append(together)
     return made
+
+
+def shown(value: Any) -> str:
+    """Write an argument or a function down, without the place in memory that Python prints."""
+    if isinstance(value, TensorPlace):
+        return f"#{value.number}"
+    if isinstance(value, functools.partial):
+        return f"{shown(value.func)}({shown(value.args)}, {shown(value.keywords)})"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(shown, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {shown(value[key])}' for key in sorted(value))}}}"
+    return str(getattr(value, "__qualname__", value))

@@ -107,10 +107,13 @@ def shard_module(  # noqa: PLR0913
     numbers = Precision.named(precision)
     captured = capture(module, inputs, hints, results)
     traced = traced_block(captured.program, numbers)
+    places = places_of(captured, traced)
+    allowed = allowed_cuts(traced.block, places, dict(laid.axes), traced.sizes, pins or {})
     problem = replace(
         _problem(traced, the_cluster, laid, numbers),
         boundary=_boundary(traced, laid, batch),
-        allowed=allowed_cuts(traced.block, places_of(captured, traced), dict(laid.axes), pins or {}),
+        allowed=allowed,
+        tied={name: like for name, like in traced.tied.items() if allowed[name] == allowed[like]},
         memory_limit_bytes=memory_bytes,
     )
     return ModuleSharding(

@@ -17,11 +17,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from autoshard.blocks.choices import OpChoice, op_cuts
+from autoshard.blocks.choices import OpChoice
 from autoshard.blocks.problem import weights_of
 from autoshard.errors import InputError
 from autoshard.layout.legal import cut_operations
 from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.trace.pins import filled_cuts
 from autoshard.trace.shard import ModuleSharding, shard_module, sizes_of
 from autoshard.trace.sharded import run_on, shard
 from tests.ranks.spawn import RankFailed, on_ranks
@@ -33,11 +34,11 @@ _SINGLE = ("Llama layer", "Qwen3 layer", "Gemma 2 layer", "Phi-3 layer")  # thei
 
 def cut_at_random(found: ModuleSharding, chosen: random.Random) -> ModuleSharding:
     """The same module with random legal cuts of all operations, and weights that rest in random pieces."""
-    axes, block = [name for name, _ in found.mesh.axes], found.traced.block
+    axes, block = dict(found.mesh.axes), found.traced.block
     cuts: dict[str, Any] = {}
     rests: dict[str, tuple[str, ...]] = {}
     for op in cut_operations(block):
-        cuts[op.name] = dict(chosen.choice(op_cuts(block, op, axes)))
+        cuts[op.name] = dict(chosen.choice(filled_cuts(block, op, axes, found.traced.sizes)))
         free = set(axes)
         for weight in weights_of(found.problem, op):
             free &= OpChoice(cuts=cuts[op.name]).awaited(block.tensors[weight].dims)
