@@ -155,7 +155,7 @@ class _Writer:
         shown = {*steps[-1].makes.dims, *(one for read in outside for one in read.dims)}
         return Region(
             name=name, locals=found, dims=self._dims(steps[-1].makes.dims),
-            dtype=self._dtype(steps[-1].makes),
+            dtype=self._dtype(steps[-1].makes), format=steps[-1].makes.format,
             whole=self._dims(sorted(whole & shown, key=lambda one: self.names[one])),
         )  # fmt: skip
 

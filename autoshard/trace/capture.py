@@ -155,7 +155,7 @@ class ProgramReader:
         pairs = zip(tensor.shape, names, strict=True)
         positions = tuple(fresh(size, hint, is_given=is_given and bool(hint)) for size, hint in pairs)
         value = Traced(
-            number=next(self.numbers), name=node.name, positions=positions, origin=origin,
+            number=next(self.numbers), name=node.name, positions=positions, origin=origin, format=tensor.dtype,
             is_index=not tensor.is_floating_point(), is_wide=self._is_wide(tensor),
         )  # fmt: skip
         note(value.number, positions)
@@ -303,7 +303,7 @@ class ProgramReader:
             name = f"{node.name}_{number}"
             function = function or functools.partial(_one_of, function=node.target, number=number)
         value = Traced(
-            number=next(self.numbers), name=name or node.name, positions=positions, origin="made",
+            number=next(self.numbers), name=name or node.name, positions=positions, origin="made", format=given.dtype,
             is_index=not given.is_floating_point(), is_wide=self._is_wide(given),
         )  # fmt: skip
         for one in readings:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 from autoshard.trace.dims import Collision, Dim, Position, apart, fresh, leaves, unify
 
 Sort = Literal["product", "rows", "local", "cheap", "sum"]
@@ -26,6 +28,7 @@ class Traced:
     name: str
     positions: tuple[Position, ...]
     origin: Origin
+    format: torch.dtype
     is_index: bool = False
     is_wide: bool = False  # of FP32, in a module of 16 bits
 

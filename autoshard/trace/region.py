@@ -58,6 +58,7 @@ class Region(Differentiable):
     locals: tuple[Local, ...]
     dims: Dims  # of the result
     dtype: Dtype
+    format: torch.dtype  # of the result, as the module has it
     whole: Dims
 
     @property
@@ -71,12 +72,15 @@ class Region(Differentiable):
         return self.whole
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        if _has_no_part(call):
-            return _zeros(call)
         return (self.run([torch.from_numpy(np.asarray(array, order="C")) for array in arrays], call.sizes).numpy(),)
 
     def run(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> torch.Tensor:
-        """Run all functions on parts of these sizes."""
+        """Run all functions on parts of these sizes; a rank without a part has nothing to run, or to add to a sum."""
+        reads = [read for one in self.locals for read in one.reads]
+        given = [dim for number, dims, _ in reads if number < len(tensors) for dim in dims]
+        if not all(sizes[dim] for dim in (*given, *self.dims)):  # which not all functions of torch take
+            device = tensors[0].device if tensors else None
+            return torch.zeros([sizes[dim] for dim in self.dims], dtype=self.format, device=device)
         found = list(tensors)
         for one in self.locals:
             found.append(one.run(found, sizes))
@@ -121,8 +125,6 @@ class RegionGradient(OpKind):
         return self.region.whole
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        if _has_no_part(call):
-            return _zeros(call)
         upstream, *given = [torch.from_numpy(np.asarray(array, order="C")) for array in arrays]
         tape = Tape.of(self, given, call.sizes)
         return tuple(gradient.numpy() for gradient in tape.gradients(upstream))
@@ -179,17 +181,6 @@ class Alias(Differentiable):
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
         """Hand the gradient on."""
         return (GradientStep(kind=Alias(), reads=("d0",), gives=(0,)),)
-
-
-def _has_no_part(call: Call) -> bool:
-    """Say whether a dim has fewer numbers than ranks, and none for this one; not all functions of torch take that."""
-    return not all(call.sizes[dim] for tensor in (*call.inputs, *call.outputs) for dim in tensor.dims)
-
-
-def _zeros(call: Call) -> tuple[Array, ...]:
-    formats = [np.int64 if tensor.dtype == "int64" else np.float64 for tensor in call.outputs]
-    shapes = [[call.sizes[dim] for dim in tensor.dims] for tensor in call.outputs]
-    return tuple(np.zeros(shape, one) for shape, one in zip(shapes, formats, strict=True))
 
 
 def _lengths(positions: Positions, sizes: Mapping[str, int]) -> list[int]:

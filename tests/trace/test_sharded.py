@@ -29,7 +29,13 @@ from tests.ranks.spawn import RankFailed, on_ranks
 from tests.trace.modules import MODULES, made
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-_SINGLE = ("Llama layer", "Qwen3 layer", "Gemma 2 layer", "Phi-3 layer")  # their norms and rotations are in FP32
+_SINGLE = (
+    "Llama layer",
+    "Qwen3 layer",
+    "Gemma 2 layer",
+    "Phi-3 layer",
+    "T5 encoder block",
+)  # their norms and rotations are in FP32
 
 
 def cut_at_random(found: ModuleSharding, chosen: random.Random) -> ModuleSharding:

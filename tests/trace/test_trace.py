@@ -29,7 +29,13 @@ from autoshard.trace.proof import ComparedTensor, ModuleRun
 from autoshard.trace.shard import shard_module
 from tests.trace.modules import MODULES, Rotated, made, with_attention
 
-_SINGLE = ("Llama layer", "Qwen3 layer", "Gemma 2 layer", "Phi-3 layer")  # their norms and rotations are in FP32
+_SINGLE = (
+    "Llama layer",
+    "Qwen3 layer",
+    "Gemma 2 layer",
+    "Phi-3 layer",
+    "T5 encoder block",
+)  # their norms and rotations are in FP32
 _CUTS = 6  # random ones of each module
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

@@ -51,7 +51,7 @@ def _scatter_add(kind: ScatterAdd, call: Call, context: KernelContext) -> Kernel
             held, index = _inside(index, bounds)
             rows = rows * _along(held, rows)
         if len(table):
-            table.index_add_(0, index.reshape(-1), rows.reshape(-1, *shape[1:]))
+            table.index_add_(0, index.reshape(-1), rows.reshape(index.numel(), *shape[1:]))
         return (table,)
 
     return run
