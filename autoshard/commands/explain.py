@@ -9,12 +9,14 @@ from autoshard.cost.predict import check_plan
 from autoshard.cost.trace import rank_times, trace as timeline
 from autoshard.errors import inside, require
 from autoshard.plan.codec import load
+from autoshard.plan.module_plan import is_module_plan, load_module_plan
 from autoshard.report.comparison import why_not_report
 from autoshard.report.explanation import explanation_report
 from autoshard.report.structured import explanation_json, why_not_json
 from autoshard.report.trace import trace_text
 from autoshard.search.what_if import alternatives, why_not as compared
 from autoshard.spec.recipe import Pins
+from autoshard.spec.record import encode
 
 
 def explain(
@@ -36,6 +38,14 @@ def explain(
     if trace:
         is_plan = trace.exists() and plan.exists() and trace.samefile(plan)
         require((not is_plan, f"--trace {trace}", "is the plan itself"), *place_checks(trace, "--trace"))
+    if is_module_plan(plan):
+        options = {"--why-not": why_not, "--calibration": calibration, "--trace": trace}
+        require(
+            *((one is None, name, f"is not for the plan of a module, as {plan} is") for name, one in options.items())
+        )
+        known = load_module_plan(plan)
+        print_answer(encode(known) if json else str(known))
+        return 0
     constants = calibration and load_calibration(calibration)
     read = check_plan(load(plan), constants)
     misfits = [reason for reason in read.rejections if reason.rule_id != "memory"]

@@ -4,7 +4,9 @@ from pathlib import Path
 
 from autoshard.commands.output import print_answer
 from autoshard.cost.predict import check_plan
+from autoshard.errors import inside, require
 from autoshard.plan.codec import load
+from autoshard.plan.module_plan import is_module_plan, load_module_plan
 from autoshard.plan.proof import prove
 from autoshard.plan.verify import notices
 from autoshard.report.structured import rejection_json
@@ -12,7 +14,7 @@ from autoshard.report.terminal import proof_report, rejections_report
 from autoshard.spec.record import encode
 
 
-def verify(plan: Path, json: bool = False) -> int:
+def verify(plan: Path, module: str | None = None, json: bool = False) -> int:
     """Print every reason why a plan file cannot run; if there is none, prove that its sharding computes the same.
 
     The proof executes a shrunk plan on virtual ranks, with the collectives of the plan's own table, and compares loss
@@ -20,8 +22,12 @@ def verify(plan: Path, json: bool = False) -> int:
 
     Args:
         plan: The plan file.
+        module: For the plan of a torch module: FILE.py:FUNCTION, which returns the module and its example inputs.
         json: Print one JSON object instead of text.
     """
+    if is_module_plan(plan):
+        return _verify_module(plan, module, json=json)
+    require((module is None, "--module", f"is for the plan of a module, which {plan} is not"))
     checked = check_plan(load(plan))
     current, rejections = checked.plan, checked.rejections
     remarks = [*([checked.remark] if checked.remark else []), *notices(current)]
@@ -37,3 +43,21 @@ def verify(plan: Path, json: bool = False) -> int:
         for remark in remarks:
             print(f"note: {remark}")
     return 1 if rejections or (proof and not proof.holds) else 0
+
+
+def _verify_module(path: Path, module: str | None, *, json: bool) -> int:
+    """Trace a module, execute the lines of its plan on virtual ranks in FP64, and compare with torch's own numbers."""
+    from autoshard.trace.verifying import BAR, proven_plan
+
+    require((module is not None, "--module", "is missing: FILE.py:FUNCTION that returns the module and its inputs"))
+    with inside(path):
+        found = proven_plan(load_module_plan(path), str(module))
+    worst = max(found, key=lambda one: one.error)
+    holds = worst.error <= BAR
+    if json:
+        print_answer({"holds": holds, "tensors": [encode(one) for one in found]})
+    else:
+        said = "equal those" if holds else "differ from those"
+        most = f"{worst.name} differs by {worst.error:.1e}"
+        print_answer(f"{path}: {len(found)} results and gradients {said} of the module; {most}")
+    return 0 if holds else 1

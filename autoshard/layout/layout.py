@@ -122,6 +122,20 @@ def whole_axes(cut: Sequence[str], atoms: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(each for atom in cut for each in beside.get(atom, (atom,)))
 
 
+def own_axes(names: Sequence[str], atoms: Mapping[str, int]) -> tuple[str, ...]:
+    """Put axes in the place of their atoms where a mesh has them whole, as those of modules without a card may.
+
+    >>> own_axes(("edp", "ep", "kv", "rep"), {"dp": 2, "kv": 2, "rep": 2})
+    ('dp', 'kv', 'rep')
+    """
+    found = list(names)
+    for axis, parts in _WHOLE.items():
+        place = found.index(parts[0]) if parts[0] in found else -1
+        if axis in atoms and found[place : place + len(parts)] == [*parts]:
+            found[place : place + len(parts)] = [axis]
+    return tuple(found)
+
+
 def local_sizes(sizes: Mapping[str, Any], cuts: Cuts, atoms: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the sizes of one rank's share, rounded up; numbers or columns of numbers alike.
 

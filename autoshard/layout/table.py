@@ -15,7 +15,7 @@ from autoshard.errors import Fault, Faults, InputError, nearest, require
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.linear import Deliver
 from autoshard.graph.op import Op, Pass
-from autoshard.layout.layout import Collective, Cuts, Layout, show_atoms, whole_axes
+from autoshard.layout.layout import Collective, Cuts, Layout, own_axes, show_atoms, whole_axes
 from autoshard.layout.legal import cut_operations, faults as cut_faults
 from autoshard.layout.lower import lower
 from autoshard.layout.program import Communicate, Compute, Given, Instruction, Program, Value, pass_of, read_by
@@ -241,7 +241,7 @@ def written(found: Mapping[str, Strategy], atoms: Sizes) -> Table:
 
 def program_of(block: Block, table: Table, setting: TableSetting) -> Program:
     """Turn a table into the program that it lists, or raise one InputError with every line that cannot be executed."""
-    lines = _parsed(block, table)
+    lines = _parsed(block, table, setting.atoms)
     cuts = {op.name: _cuts_of(op, lines[op.name]) for op in cut_operations(block)}
     illegal = cut_faults(block, cuts, tuple(setting.atoms))
     if illegal:
@@ -287,11 +287,11 @@ def _fitted_line(text: str, atoms: Sizes) -> str:
     return str(replace(line, ring=replace(line.ring, repeat=count - 1), backward=backward))
 
 
-def _parsed(block: Block, table: Table) -> Mapping[str, Strategy]:
+def _parsed(block: Block, table: Table, atoms: Sizes) -> Mapping[str, Strategy]:
     found, lines = Faults(), dict[str, Strategy]()
     for name, text in table.items():
         with found.of(name):
-            lines[name] = Strategy.parse(text)
+            lines[name] = _with_own_axes(Strategy.parse(text), atoms)
     absent = [op.name for op in cut_operations(block) if op.name not in table]
     found += [Fault(where=name, message="this operation has no line") for name in absent]
     found.refuse()
@@ -367,6 +367,18 @@ def _real(chain: Chain, atoms: Sizes) -> Chain:
 def _normal(line: Strategy, atoms: Sizes) -> Strategy:
     """Leave out atoms of size 1, which cut nothing and among which nothing is sent."""
     return line.mapped(lambda layout: normal_layout(layout, atoms), lambda chain: _real(chain, atoms))
+
+
+def _with_own_axes(line: Strategy, atoms: Sizes) -> Strategy:
+    """Name axes as the mesh does, which may have some of them whole."""
+    if not atoms.keys() & {"dp", "tp"}:
+        return line
+
+    def layout(one: Layout) -> Layout:
+        dims = tuple((dim, own_axes(cut, atoms)) for dim, cut in one.dims)
+        return Layout(dims=dims, sums=own_axes(one.sums, atoms), maxima=own_axes(one.maxima, atoms))
+
+    return line.mapped(layout, lambda chain: tuple(replace(one, atoms=own_axes(one.atoms, atoms)) for one in chain))
 
 
 def _with_whole_axes(line: Strategy, atoms: Sizes) -> Strategy:

@@ -70,6 +70,10 @@ def load(source: str | Path, migrations: Migrations = MIGRATIONS) -> Plan:
         if not isinstance(found, dict):
             raise InputError.of("plan", "must be a JSON object")
         data = cast(dict[str, Any], found)
+        if data.get("kind") == "module":
+            raise InputError.of(
+                "kind", "is that of a module's plan, which explain and verify read, and autoshard.shard runs"
+            )
         if isinstance(origin := data.get("provenance"), dict):
             require_extensions(cast(dict[str, object], origin))
         return decode(Plan, _migrated(data, migrations))

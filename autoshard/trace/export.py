@@ -69,12 +69,16 @@ class ExportedModule:
         names = [spec.arg.name for spec in specs if spec.kind.name == "USER_INPUT"]
         return dict(zip(names, self.examples, strict=True))
 
-    def flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the arguments of a call by placeholder; refuse others than those of the example in number or shape."""
+    def flat(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, exact: bool = False) -> Mapping[str, Any]:
+        """Return the arguments of a call by placeholder; refuse others than those of the example in number or shape.
+
+        Numbers may be in double instead if they are ``exact``.
+        """
         found, layout = _flat(self.signature, args, kwargs)
         require((layout == self.layout, "inputs", "have another structure than the example inputs; shard again"))
         own = dict(zip(self.arguments, found, strict=True))
         pairs = [(name, example, own[name]) for name, example in self.arguments.items()]
+        pairs = [(name, one.double() if exact and _is_floating(one) else one, own) for name, one, own in pairs]
         require(*((_is_like(example, one), name, _unlike(example, one)) for name, example, one in pairs))
         return own
 
@@ -159,6 +163,10 @@ def _changes_something(node: Node) -> bool:
 def _place(path: tuple[Any, ...]) -> str:
     """Return the place of a part of a result: keys and numbers with dots between them."""
     return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path) or "result"
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _is_like(example: Any, one: Any) -> bool:

@@ -1,9 +1,6 @@
-"""Which cuts the operations of a module may choose from: none that leaves a rank nothing, and what pins allow.
+"""Pins of a module: the layouts that a user wants of parameters, and of the results of submodules, by their paths."""
 
-Pins are the layouts that a user wants of parameters, and of the results of submodules, by their paths.
-"""
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from autoshard.blocks.choices import op_cuts
@@ -12,7 +9,6 @@ from autoshard.graph.block import Block
 from autoshard.graph.op import Op
 from autoshard.layout.layout import Cuts
 from autoshard.layout.legal import cut_operations
-from autoshard.layout.shards import block_bounds
 from autoshard.trace.region import Positions
 
 _EXAMPLE = '"[ffn/tp, hidden]": a dim for each axis of the tensor, and what cuts it'
@@ -21,21 +17,10 @@ _EXAMPLE = '"[ffn/tp, hidden]": a dim for each axis of the tensor, and what cuts
 Places = Mapping[str, tuple[str, Positions]]  # by path a tensor of the block, as torch sees it
 
 
-def filled_cuts(block: Block, op: Op, atoms: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[Cuts, ...]:
-    """Return the legal cuts of an operation; in none of them a function of torch gets a part without numbers."""
-    every = op_cuts(block, op, tuple(atom for atom, size in atoms.items() if size > 1))
-
-    def last(size: int, cut: Sequence[str]) -> int:
-        start, stop = block_bounds(size, [(atoms[atom], atoms[atom] - 1) for atom in cut])
-        return stop - start
-
-    return tuple(one for one in every if all(last(sizes[dim], cut) for dim, cut in one.items()))
-
-
 def allowed_cuts(
-    block: Block, places: Places, atoms: Mapping[str, int], sizes: Mapping[str, int], pins: Mapping[str, str]
+    block: Block, places: Places, atoms: Mapping[str, int], pins: Mapping[str, str]
 ) -> Mapping[str, tuple[Cuts, ...]]:
-    """Return the cuts that every operation may choose from; a path of ``pins`` may be a pattern.
+    """Return the cuts that pins leave to the operations that they touch; a path may be a pattern.
 
     A parameter's pin fixes how the operations read it that use it; a module's fixes how its result is made.
     """
@@ -60,9 +45,9 @@ def allowed_cuts(
                         )
                     own |= cuts
     faults.refuse()
-    allowed = {name: filled_cuts(block, op, atoms, sizes) for name, op in ops.items()}
+    allowed: dict[str, tuple[Cuts, ...]] = {}
     for name, cuts in wanted.items():
-        every = allowed[name]
+        every = op_cuts(block, ops[name], [atom for atom, size in atoms.items() if size > 1])
         allowed[name] = tuple(one for one in every if all(tuple(one.get(dim, ())) == cut for dim, cut in cuts.items()))
         if not allowed[name]:
             raise InputError.of(

@@ -10,9 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten  # as torch.export 
 
 from autoshard.graph.op import Array
 from autoshard.layout.interpret import Interpreter
-from autoshard.layout.layout import Cuts
-from autoshard.layout.lower import lower
-from autoshard.layout.redistribute import Price
+from autoshard.layout.program import Program
 from autoshard.spec.mesh import Mesh
 from autoshard.trace.blocks import TracedBlock
 from autoshard.trace.capture import Captured
@@ -39,7 +37,7 @@ class ModuleRun:
     ) -> None:
         self.captured, self.traced, exported = captured, traced, captured.exported
         buffers = {name: one.clone() for name, one in module.named_buffers()}
-        own, arguments = exported.flat(*((), inputs) if isinstance(inputs, Mapping) else (inputs, {})), {}
+        own, arguments = exported.flat(*((), inputs) if isinstance(inputs, Mapping) else (inputs, {}), exact=True), {}
         for name, one in own.items():
             wanted = isinstance(one, torch.Tensor) and name in traced.block.takes
             arguments[name] = one.detach().clone().requires_grad_() if wanted else one
@@ -83,10 +81,9 @@ class ModuleRun:
             laid_out[f"d.{tensor}"] = laid_out.get(f"d.{tensor}", 0) + own
         return {**laid_out, **{f"{name}.grad": np.zeros_like(laid_out[name]) for name in self._trained()}}
 
-    def compare(self, cuts: Mapping[str, Cuts], mesh: Mesh, price: Price, boundary: Cuts) -> list[ComparedTensor]:
-        """Run the block with these cuts on virtual ranks, and compare all it gives with the module's own."""
-        block, atoms = self.traced.block, dict(mesh.axes)
-        program = lower(block, cuts, atoms, price, boundary=boundary, keeps_gathered=True)
+    def compare(self, program: Program, mesh: Mesh) -> list[ComparedTensor]:
+        """Run a program of the block on virtual ranks, and compare all it gives with the module's own."""
+        block = self.traced.block
         found = Interpreter(block=block, mesh=mesh, sizes=self.traced.sizes).run(program, self.given())
         # Some gradients are zero but for rounding, as those of keys' biases: the largest of all is the measure.
         largest = max((float(one.abs().max()) for one in self.gradients.values() if one.numel()), default=0.0)

@@ -17,7 +17,6 @@ from autoshard.engine.torch.steps import RankContext, kernel_for
 from autoshard.engine.torch.world import World
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.layout.layout import Layout
-from autoshard.layout.lower import lower
 from autoshard.layout.program import Communicate, Compute, Given, Instruction, Value, read_by, written_by
 from autoshard.layout.redistribute import redistribute
 from autoshard.trace.placing import placeable, placements, resting
@@ -68,12 +67,9 @@ class RankProgram:
     """The program of a sharded module on one rank of a mesh."""
 
     def __init__(self, sharding: ModuleSharding, rank: int, device: torch.device, dtype: torch.dtype) -> None:
-        block, problem = sharding.traced.block, sharding.problem
-        self.sharding, self.block, self.atoms = sharding, block, dict(sharding.mesh.axes)
-        self.program = lower(
-            block, sharding.solution.cuts, problem.atoms, problem.price("bf16"), boundary=problem.boundary,
-            keeps_gathered=True,
-        )  # fmt: skip
+        block = sharding.traced.block
+        self.sharding, self.block, self.program = sharding, block, sharding.program
+        self.atoms = dict(sharding.mesh.axes)
         self.given = {one.value.tensor: one.value for one in self.program.instructions if isinstance(one, Given)}
         computes = (entry for entry in self.program.instructions if isinstance(entry, Compute))
         # What adds gradients to those of micro-batches before: here autograd does that.

@@ -16,14 +16,18 @@ from autoshard.blocks.shard_block import BlockSharding
 from autoshard.cost.calibration import Calibration, built_in
 from autoshard.cost.collective import Number, Ring, mesh_ring
 from autoshard.cost.compute import Rates
-from autoshard.errors import nearest, require
+from autoshard.errors import inside, nearest, require
 from autoshard.layout.layout import Collective, Cuts
+from autoshard.layout.program import Compute, Given, Program
+from autoshard.layout.table import TableSetting, program_of
+from autoshard.plan.module_plan import ModulePlan
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.workload import DTYPE_BYTES, Precision
 from autoshard.trace.blocks import TracedBlock, traced_block
 from autoshard.trace.capture import Captured, capture
+from autoshard.trace.fingerprint import fingerprint
 from autoshard.trace.pins import Places, allowed_cuts
 from autoshard.trace.proof import ComparedTensor, ModuleRun
 
@@ -41,13 +45,43 @@ class ModuleSharding:
     captured: Captured
     traced: TracedBlock
     mesh: Mesh
+    asked: "Asked"
     problem: OperatorProblem
     solution: OperatorSolution
+    program: Program
 
     @property
     def sharding(self) -> BlockSharding:
         """The layouts as the lines of a plan's table, with time and memory."""
         return BlockSharding.of(self.problem, self.solution)
+
+    def plan(self) -> ModulePlan:
+        """Return what a file keeps of it."""
+        asked, found = self.asked, self.sharding
+        given = {one.value.tensor: one.value.layout.cuts for one in self.program.instructions if isinstance(one, Given)}
+        return ModulePlan(
+            module=asked.module,
+            fingerprint=fingerprint(self.traced),
+            cluster=asked.cluster.name,
+            mesh=",".join(f"{name}={size}" for name, size in self.mesh.axes),
+            batch=asked.batch,
+            precision=asked.precision,
+            sizes=self.traced.sizes,
+            parameters={
+                path: f"[{', '.join(_shown(position, given[name]) for position in self.traced.dims[name])}]"
+                for name, path in self.captured.parameters.items()
+            },
+            strategies=found.table,
+            rests={name: ".".join(over) for name, over in self.solution.rests.items()},
+            kept_whole=self.kept_whole,
+            time_s=found.time_s,
+            bound_s=found.bound_s,
+            memory_bytes=found.memory_bytes,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write its plan into a file, which ``autoshard.shard(..., plan=...)`` executes."""
+        self.plan().save(Path(path))
 
     @property
     def dims(self) -> Mapping[str, tuple[str, ...]]:
@@ -72,8 +106,7 @@ class ModuleSharding:
         run = ModuleRun(module, inputs, self.captured, self.traced)
         sizes = {atom: size for atom, size in self.mesh.axes if size > 1}
         virtual = Mesh.virtual(**(sizes or {"ranks": 1}))
-        price = self.problem.price("bf16")
-        return tuple(run.compare(self.solution.cuts, virtual, price, self.problem.boundary))
+        return tuple(run.compare(self.program, virtual))
 
     def __str__(self) -> str:
         lines = [str(self.sharding), *(f"{path} [{', '.join(dims)}]" for path, dims in self.dims.items())]
@@ -102,23 +135,74 @@ def shard_module(  # noqa: PLR0913
     layouts of parameters and of results of submodules by paths or patterns: {"*.up.weight": "[ffn/model, _]"}.
     ``results`` says which of several results are wanted. Without it all are; gradients begin at a loss if there is one.
     """
-    the_cluster = cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster))
-    laid = Mesh.named(the_cluster, sizes_of(mesh))
-    numbers = Precision.named(precision)
-    captured = capture(module, inputs, hints, results)
-    traced = traced_block(captured.program, numbers)
-    places = places_of(captured, traced)
-    allowed = allowed_cuts(traced.block, places, dict(laid.axes), traced.sizes, pins or {})
-    problem = replace(
-        _problem(traced, the_cluster, laid, numbers),
-        boundary=_boundary(traced, laid, batch),
-        allowed=allowed,
-        tied={name: like for name, like in traced.tied.items() if allowed[name] == allowed[like]},
-        memory_limit_bytes=memory_bytes,
-    )
-    return ModuleSharding(
-        captured=captured, traced=traced, mesh=laid, problem=problem, solution=solve(problem)
+    asked = Asked(
+        module=type(module).__name__, batch=batch, precision=precision,
+        cluster=cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster)),
     )  # fmt: skip
+    captured = capture(module, inputs, hints, results)
+    problem, traced, laid = _asked(asked, captured, sizes_of(mesh))
+    places = places_of(captured, traced)
+    allowed = allowed_cuts(traced.block, places, dict(laid.axes), pins or {})
+    tied = {name: like for name, like in traced.tied.items() if allowed.get(name) == allowed.get(like)}
+    problem = replace(problem, allowed=allowed, tied=tied, memory_limit_bytes=memory_bytes)
+    solution = solve(problem)
+    return ModuleSharding(
+        captured=captured, traced=traced, mesh=laid, asked=asked, problem=problem, solution=solution,
+        program=_setting(problem).lowered(traced.block, solution.cuts),
+    )  # fmt: skip
+
+
+def sharding_of(
+    plan: ModulePlan, module: torch.nn.Module, inputs: Inputs, results: Sequence[str] | None = None
+) -> ModuleSharding:
+    """Return what a file says of a module, which must be the one that was traced for it; edited lines are checked."""
+    node = load_cluster(plan.cluster, ranks=math.prod(plan.axes.values()) if plan.cluster == "local" else None)
+    nodes = math.prod(plan.axes.values()) // node.num_ranks
+    cluster = node if nodes == 1 else load_cluster(plan.cluster, nodes)
+    asked = Asked(module=plan.module, cluster=cluster, batch=plan.batch, precision=plan.precision)
+    captured = capture(module, inputs, results=results)
+    problem, traced, laid = _asked(asked, captured, plan.axes)
+    same = fingerprint(traced) == plan.fingerprint
+    message = f"is that of another program than this {type(module).__name__} has for these inputs; shard it again"
+    require((same, "fingerprint", message))
+    with inside("strategies"):
+        program = program_of(traced.block, plan.strategies, _setting(problem))
+    cuts = {one.op.name: one.cuts for one in program.instructions if isinstance(one, Compute) and one.op.pass_ == "F"}
+    solution = OperatorSolution(
+        cuts=cuts, cost_s=plan.time_s, kept_bytes=plan.memory_bytes, gap=1 - plan.bound_s / plan.time_s,
+        rests={name: tuple(over.split(".")) for name, over in plan.rests.items()},
+    )  # fmt: skip
+    return ModuleSharding(
+        captured=captured, traced=traced, mesh=laid, asked=asked, problem=problem, solution=solution, program=program
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a sharding was asked for, beside the mesh."""
+
+    module: str
+    cluster: Cluster
+    batch: str
+    precision: str
+
+
+def _asked(asked: Asked, captured: Captured, sizes: Mapping[str, int]) -> tuple[OperatorProblem, TracedBlock, Mesh]:
+    laid, numbers = Mesh.named(asked.cluster, sizes), Precision.named(asked.precision)
+    traced = traced_block(captured.program, numbers)
+    problem = _problem(traced, asked.cluster, laid, numbers)
+    return replace(problem, boundary=_boundary(traced, laid, asked.batch)), traced, laid
+
+
+def _setting(problem: OperatorProblem) -> TableSetting:
+    price = problem.price("bf16")
+    return TableSetting(atoms=dict(problem.atoms), price=price, boundary=problem.boundary, keeps_gathered=True)
+
+
+def _shown(position: Sequence[str], cuts: Cuts) -> str:
+    """Write a position of a tensor as pins do: the dim that is cut, or the product of dims."""
+    cut = [f"{dim}/{'.'.join(cuts[dim])}" for dim in position if cuts.get(dim)]
+    return ".".join(cut) or ".".join(position) or "1"
 
 
 def sizes_of(mesh: str | Mapping[str, int]) -> Mapping[str, int]:

@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -14,13 +15,14 @@ from torch.utils._pytree import tree_map_only
 from autoshard.engine.placement import dims_of
 from autoshard.errors import InputError, require
 from autoshard.layout.layout import Layout
+from autoshard.plan.module_plan import ModulePlan, load_module_plan
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.trace.fingerprint import fingerprint
 from autoshard.trace.placing import placeable, placements
 from autoshard.trace.region import Positions
 from autoshard.trace.running import RankProgram, Values, local_shape, run_steps
-from autoshard.trace.shard import Inputs, ModuleSharding, shard_module, sizes_of
+from autoshard.trace.shard import Inputs, ModuleSharding, shard_module, sharding_of, sizes_of
 
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp32"}
 
@@ -31,6 +33,7 @@ def shard(
     mesh: DeviceMesh | Mapping[str, int] | str,
     *,
     cluster: Cluster | str = "local",
+    plan: ModulePlan | str | Path | None = None,
     **options: Any,
 ) -> torch.nn.Module:
     """Shard a module over the ranks of a mesh, in place, and return it.
@@ -38,15 +41,23 @@ def shard(
     Every rank calls this with the same module, example inputs and mesh: one to three axes of any names with their
     sizes, or a DeviceMesh. The module keeps its name, its paths of parameters and its results; its parameters become
     DTensors. It takes the whole batch on every rank, and computes its part. ``cluster`` says on what prices are based,
-    other ``options`` are those of ``shard_module``.
+    other ``options`` are those of ``shard_module``; a ``plan`` that it has saved is executed as it is.
     """
     device_mesh = _device_mesh(module, mesh)
     names, count = device_mesh.mesh_dim_names, device_mesh.size()
     assert names, "a mesh without names is refused"
     dtype = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
     require((dtype in _PRECISIONS, "module", f"has parameters of {dtype}; known: {', '.join(map(str, _PRECISIONS))}"))
+    sizes = dict(zip(names, device_mesh.shape, strict=True))
+    if plan is not None:
+        known = plan if isinstance(plan, ModulePlan) else load_module_plan(Path(plan))
+        written, own = known.mesh, ",".join(f"{name}={size}" for name, size in sizes.items())
+        require((written == own, "plan", f"is for the mesh {written}, not for {own}"))
+        left = {*options} - {"results"}
+        require(*((False, name, "is decided by the plan; leave it out") for name in sorted(left)))
+        return run_on(module, sharding_of(known, module, inputs, options.get("results")), device_mesh)
     sharding = shard_module(
-        module, inputs, _cluster(cluster, count), dict(zip(names, device_mesh.shape, strict=True)),
+        module, inputs, _cluster(cluster, count), sizes,
         precision=_PRECISIONS[dtype], **options,
     )  # fmt: skip
     return run_on(module, sharding, device_mesh)

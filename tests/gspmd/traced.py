@@ -107,7 +107,11 @@ def random_case(layer: TracedLayer, mesh: Mapping[str, int], chosen: random.Rand
 def largest_error(case: Case, layer: TracedLayer) -> float:
     """Run a case on virtual ranks; return how far the result or any gradient is from the plain module's."""
     run = ModuleRun(layer.module, list(layer.inputs.values()), layer.captured, layer.block)
-    found = run.compare(layer.cuts(case), Mesh.virtual(**case.mesh), price_of(case), layer.boundary(case))
+    mesh, between = Mesh.virtual(**case.mesh), layer.boundary(case)
+    program = lower(
+        layer.block.block, layer.cuts(case), case.mesh, price_of(case), boundary=between, keeps_gathered=True
+    )
+    found = run.compare(program, mesh)
     assert len(found) == 2 + len(PARAMETERS)  # the result, and gradients of x and of all weights
     return max(one.error for one in found)
 

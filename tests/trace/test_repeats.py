@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from autoshard.blocks.choices import op_cuts
 from autoshard.blocks.operators import solve
 from autoshard.layout.legal import cut_operations
+from autoshard.layout.lower import lower
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.mesh import Mesh
-from autoshard.trace.pins import filled_cuts
 from autoshard.trace.proof import ModuleRun
 from autoshard.trace.shard import ModuleSharding, shard_module
 
@@ -21,8 +22,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 def llama(layers: int, hidden: int = 48) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_attention_heads": 6, "vocab_size": 64}
-    config = LlamaConfig(**sizes, num_hidden_layers=layers, num_key_value_heads=2, use_cache=False)
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=2 * hidden, num_attention_heads=6, num_key_value_heads=2, vocab_size=64,
+        num_hidden_layers=layers, use_cache=False,
+    )  # fmt: skip
     torch.manual_seed(0)
     tokens = torch.randint(0, 64, (4, 8))
     return LlamaForCausalLM(config).double().eval(), {"input_ids": tokens, "labels": tokens}
@@ -63,10 +66,11 @@ def test_whole_models_are_proven_with_any_cuts(layers: int):
     )
     for _ in range(2):
         cuts = {
-            op.name: dict(chosen.choice(filled_cuts(found.traced.block, op, {"a": 2, "b": 2}, found.traced.sizes)))
+            op.name: dict(chosen.choice(op_cuts(found.traced.block, op, ("a", "b"))))
             for op in cut_operations(found.traced.block)
         }
-        assert max(one.error for one in run.compare(cuts, mesh, lambda change: 1.0, {})) < 1e-6
+        program = lower(found.traced.block, cuts, dict(mesh.axes), lambda change: 1.0, boundary={}, keeps_gathered=True)
+        assert max(one.error for one in run.compare(program, mesh)) < 1e-6
 
 
 class Chain(nn.Module):

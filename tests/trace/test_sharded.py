@@ -17,12 +17,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from autoshard.blocks.choices import OpChoice
+from autoshard.blocks.choices import OpChoice, op_cuts
 from autoshard.blocks.problem import weights_of
 from autoshard.errors import InputError
 from autoshard.layout.legal import cut_operations
 from autoshard.spec.cluster_catalogue import load_cluster
-from autoshard.trace.pins import filled_cuts
 from autoshard.trace.shard import ModuleSharding, shard_module, sizes_of
 from autoshard.trace.sharded import run_on, shard
 from tests.ranks.spawn import RankFailed, on_ranks
@@ -44,7 +43,7 @@ def cut_at_random(found: ModuleSharding, chosen: random.Random) -> ModuleShardin
     cuts: dict[str, Any] = {}
     rests: dict[str, tuple[str, ...]] = {}
     for op in cut_operations(block):
-        cuts[op.name] = dict(chosen.choice(filled_cuts(block, op, axes, found.traced.sizes)))
+        cuts[op.name] = dict(chosen.choice(op_cuts(block, op, [*axes])))
         free = set(axes)
         for weight in weights_of(found.problem, op):
             free &= OpChoice(cuts=cuts[op.name]).awaited(block.tensors[weight].dims)

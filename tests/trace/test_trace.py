@@ -53,7 +53,10 @@ def random_cuts(block: TracedBlock, chosen: random.Random, atoms: tuple[str, ...
 
 
 def compared(run: ModuleRun, cuts: Mapping[str, Any], boundary: Any = None) -> list[ComparedTensor]:
-    return run.compare(cuts, Mesh.virtual(edp=2, kv=2), lambda change: 1.0, boundary or {})
+    mesh = Mesh.virtual(edp=2, kv=2)
+    between = boundary or {}
+    program = lower(run.traced.block, cuts, dict(mesh.axes), lambda change: 1.0, boundary=between, keeps_gathered=True)
+    return run.compare(program, mesh)
 
 
 @pytest.mark.parametrize("name", MODULES)

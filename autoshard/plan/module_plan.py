@@ -1,0 +1,81 @@
+"""The plan of a torch module that has no card, as a file: which layouts its operations have, on which mesh."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from autoshard.errors import InputError, file_faults, inside, require
+from autoshard.layout.table import Strategy
+from autoshard.spec.files import read_data
+from autoshard.spec.record import decode, encode
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModulePlan:
+    """Layouts and collectives of a module's operations, and what they cost on a rank.
+
+    ``fingerprint`` is that of the traced program, for which alone the table holds. ``rests`` names the axes over which
+    the weights of an operation rest in pieces. Nothing takes less than ``bound_s``, in the limits that were given.
+    """
+
+    kind: Literal["module"] = "module"
+    schema: int = SCHEMA
+    module: str  # its class
+    fingerprint: str
+    cluster: str
+    mesh: str  # data=2,model=4
+    batch: str  # the axes over which the batch is cut where it arrives and leaves
+    precision: str
+    sizes: Mapping[str, int]
+    parameters: Mapping[str, str]  # their layouts where they are used, by path
+    strategies: Mapping[str, str]
+    rests: Mapping[str, str]
+    kept_whole: tuple[str, ...]
+    time_s: float
+    bound_s: float
+    memory_bytes: float
+
+    def __post_init__(self) -> None:
+        require((self.schema == SCHEMA, "schema", f"is {self.schema}; this autoshard reads {SCHEMA}"))
+        for name, line in self.strategies.items():
+            with inside(f"strategies.{name}"):
+                Strategy.parse(line)
+
+    def save(self, path: Path) -> None:
+        """Write the file; the same plan gives the same bytes."""
+        with file_faults(str(path)):
+            path.write_text(json.dumps(encode(self), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+    @property
+    def axes(self) -> Mapping[str, int]:
+        """The sizes of the mesh's axes."""
+        pairs = (part.split("=") for part in self.mesh.split(","))
+        return {name: int(size) for name, size in pairs}
+
+    def __str__(self) -> str:
+        proof = f"none takes less than {self.bound_s * 1e3:.4g}"
+        head = f"{self.module} on {self.mesh} of {self.cluster}, {self.precision}"
+        cost = f"{self.time_s * 1e3:.4g} ms a step forward and backward ({proof}), {self.memory_bytes / 2**20:.4g} MiB"
+        lines = [head, cost, "", *(f"{name}: {line}" for name, line in self.strategies.items()), ""]
+        lines += [f"{path} {layout}" for path, layout in self.parameters.items()]
+        lines += [f"weights of {name} rest in pieces over {over}" for name, over in self.rests.items()]
+        return "\n".join([*lines, *(f"kept whole: {line}" for line in self.kept_whole)])
+
+
+def load_module_plan(path: Path) -> ModulePlan:
+    """Read the file."""
+    with inside(path):
+        return decode(ModulePlan, read_data(path))
+
+
+def is_module_plan(path: Path) -> bool:
+    """Say whether a file is the plan of a module, if it is a plan at all."""
+    try:
+        found = read_data(path)
+    except InputError:
+        return False
+    return isinstance(found, dict) and cast(dict[str, Any], found).get("kind") == "module"

@@ -1,0 +1,50 @@
+"""The proof of a saved plan of a module: its lines, executed on virtual ranks, against torch's own numbers in FP64."""
+
+import copy
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only  # as torch.export lays arguments out
+
+from autoshard.errors import InputError, require
+from autoshard.plan.module_plan import ModulePlan
+from autoshard.trace.proof import ComparedTensor
+from autoshard.trace.shard import sharding_of
+
+BAR = 1e-5  # modules round to FP32 inside, here and there
+
+
+def proven_plan(plan: ModulePlan, where: str) -> tuple[ComparedTensor, ...]:
+    """Trace a module that ``FILE.py:FUNCTION`` makes, and compare what its plan computes with what it computes."""
+    made = _function(where)()
+    fits = isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module)
+    require((fits, "--module", f"{where} must return a module and its example inputs"))
+    module, inputs = made
+    formats = {one.dtype for one in module.parameters() if one.is_floating_point()}
+    short = any(one.itemsize < 4 for one in formats)
+    require(
+        (not short, "--module", f"computes in {', '.join(map(str, formats))}, which FP64 does not repeat; verify FP32")
+    )
+    found = sharding_of(plan, module, inputs)
+    exact = tree_map_only(torch.Tensor, lambda one: one.double() if one.is_floating_point() else one, inputs)
+    return found.prove(copy.deepcopy(module).double(), exact)
+
+
+def _function(where: str) -> Callable[[], Any]:
+    name, colon, function = where.rpartition(":")
+    path = Path(name)
+    require(
+        (bool(colon) and path.is_file(), "--module", f"{where} names no function of a file. Write FILE.py:FUNCTION")
+    )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader, "a file of Python has a loader"
+    found = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(found)
+    except Exception as error:  # whatever a user's file does wrong is told with its name
+        raise InputError.of("--module", f"{path} cannot be run: {type(error).__name__}: {error}") from error
+    require((callable(getattr(found, function, None)), "--module", f"{path} has no function {function}"))
+    return getattr(found, function)
