@@ -23,11 +23,21 @@ from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Ins
 from autoshard.layout.redistribute import Price, Sizes, normal_layout, only_gathers, redistribute
 
 
-def lower(
-    block: Block, cuts: Mapping[str, Cuts], atoms: Sizes, price: Price, *, boundary: Cuts, keeps_gathered: bool
+def lower(  # noqa: PLR0913
+    block: Block,
+    cuts: Mapping[str, Cuts],
+    atoms: Sizes,
+    price: Price,
+    *,
+    boundary: Cuts,
+    keeps_gathered: bool,
+    has_inputs: bool = False,
 ) -> Program:
-    """Lower the micro-batch of a block; ``cuts`` holds the cut of every dim of every forward operation."""
-    lowering = _Lowering(block, cuts, atoms, price, keeps_gathered=keeps_gathered)
+    """Lower the micro-batch of a block; ``cuts`` holds the cut of every dim of every forward operation.
+
+    If every rank ``has_inputs`` whole, each reader is given its part.
+    """
+    lowering = _Lowering(block, cuts, atoms, price, keeps_gathered=keeps_gathered, has_inputs=has_inputs)
     for op in block.select("micro_batch"):
         lowering.add(op, boundary)
     lowering.finish_clones(boundary)
@@ -50,13 +60,20 @@ class _Lowering:
     """A program under construction: the values that exist, their layouts, and the passes that made them."""
 
     def __init__(
-        self, block: Block, cuts: Mapping[str, Cuts], atoms: Sizes, price: Price, *, keeps_gathered: bool
+        self,
+        block: Block,
+        cuts: Mapping[str, Cuts],
+        atoms: Sizes,
+        price: Price,
+        *,
+        keeps_gathered: bool,
+        has_inputs: bool,
     ) -> None:
         self.block = block
         self.cuts = cuts
         self.atoms = atoms
         self.price = price
-        self.keeps_gathered = keeps_gathered
+        self.keeps_gathered, self.has_inputs = keeps_gathered, has_inputs
         self.instructions: list[Instruction] = []
         self.made: dict[str, Value] = {}
         self._changed: dict[tuple[str, Layout, When], Value] = {}
@@ -116,6 +133,8 @@ class _Lowering:
             return self._collected(root, wanted, when, busy)
         if root not in self.made:
             self._give(root, wanted)
+        elif self.has_inputs and self.block.tensors[root].role == "input":
+            return self._given_again(root, wanted)
         return self._change(self.made[root], wanted, when, busy)
 
     def _reads(self, op: Op, own: Cuts, boundary: Cuts) -> list[Value]:
@@ -144,6 +163,17 @@ class _Lowering:
         layout = _layout(self.block.tensors[tensor].dims, cuts, sums=sums)
         self.made[tensor] = Value(name=tensor, tensor=tensor, layout=layout)
         self.instructions.append(Given(value=self.made[tensor]))
+
+    def _given_again(self, tensor: str, cuts: Cuts) -> Value:
+        """Give another reader its part of an input."""
+        layout = _layout(self.block.tensors[tensor].dims, cuts)
+        key = (tensor, layout, "F")
+        if layout == self.made[tensor].layout:
+            return self.made[tensor]
+        if key not in self._changed:
+            self._changed[key] = self._new(tensor, layout)
+            self.instructions.append(Given(value=self._changed[key]))
+        return self._changed[key]
 
     def _output(self, op: Op, index: int, own: Cuts, reads: Sequence[Value]) -> Value:
         """Cut an output as its operation is cut; an atom of a dim that it lacks leaves a sum (or maximum) pending."""

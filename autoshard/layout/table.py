@@ -223,12 +223,16 @@ class TableSetting:
     price: Price
     boundary: Cuts
     keeps_gathered: bool
+    has_inputs: bool = False  # whether every rank has the inputs whole
 
     def lowered(self, block: Block, cuts: Mapping[str, Cuts]) -> Program:
         """Lower a block with these cuts; atoms of size 1 cut nothing."""
         real = {name: self._real(cut) for name, cut in cuts.items()}
         boundary = self._real(self.boundary)
-        return lower(block, real, self.atoms, self.price, boundary=boundary, keeps_gathered=self.keeps_gathered)
+        return lower(
+            block, real, self.atoms, self.price, boundary=boundary, keeps_gathered=self.keeps_gathered,
+            has_inputs=self.has_inputs,
+        )  # fmt: skip
 
     def _real(self, cuts: Cuts) -> Cuts:
         return {dim: tuple(atom for atom in cut if self.atoms.get(atom, 1) > 1) for dim, cut in cuts.items()}

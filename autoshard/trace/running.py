@@ -70,7 +70,8 @@ class RankProgram:
         block = sharding.traced.block
         self.sharding, self.block, self.program = sharding, block, sharding.program
         self.atoms = dict(sharding.mesh.axes)
-        self.given = {one.value.tensor: one.value for one in self.program.instructions if isinstance(one, Given)}
+        given = [one.value for one in self.program.instructions if isinstance(one, Given)]
+        self.given = {value.tensor: [one for one in given if one.tensor == value.tensor] for value in given}
         computes = (entry for entry in self.program.instructions if isinstance(entry, Compute))
         # What adds gradients to those of micro-batches before: here autograd does that.
         self._sums = {one.op.name: one for one in computes if isinstance(one.op.kind, Accumulate)}
@@ -113,7 +114,7 @@ class RankProgram:
         }
         sums = {entry.reads[0].tensor: entry.reads[1] for entry in self._sums.values()}
         for name, path in sharding.captured.parameters.items():
-            layout, positions = self.given[name].layout, sharding.traced.dims[name]
+            layout, positions = self.given[name][0].layout, sharding.traced.dims[name]
             rest = placeable(resting(layout, rests.get(name, ()), sizes, self.atoms), positions, sizes, self.atoms)
             made = sums.get(f"{name}.grad")
             reduced = _ordered(made.layout, rest) if made else rest

@@ -19,7 +19,7 @@ from autoshard.cost.compute import Rates
 from autoshard.errors import inside, nearest, require
 from autoshard.layout.layout import Collective, Cuts
 from autoshard.layout.program import Compute, Given, Program
-from autoshard.layout.table import TableSetting, program_of
+from autoshard.layout.table import TableSetting, program_of, strategies, written
 from autoshard.plan.module_plan import ModulePlan
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import load_cluster
@@ -53,7 +53,8 @@ class ModuleSharding:
     @property
     def sharding(self) -> BlockSharding:
         """The layouts as the lines of a plan's table, with time and memory."""
-        return BlockSharding.of(self.problem, self.solution)
+        table = written(strategies(self.program, self.traced.block), self.problem.atoms)
+        return replace(BlockSharding.of(self.problem, self.solution), table=table)
 
     def plan(self) -> ModulePlan:
         """Return what a file keeps of it."""
@@ -196,7 +197,9 @@ def _asked(asked: Asked, captured: Captured, sizes: Mapping[str, int]) -> tuple[
 
 def _setting(problem: OperatorProblem) -> TableSetting:
     price = problem.price("bf16")
-    return TableSetting(atoms=dict(problem.atoms), price=price, boundary=problem.boundary, keeps_gathered=True)
+    return TableSetting(
+        atoms=dict(problem.atoms), price=price, boundary=problem.boundary, keeps_gathered=True, has_inputs=True
+    )
 
 
 def _shown(position: Sequence[str], cuts: Cuts) -> str:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from autoshard.engine.placement import dims_of
 from autoshard.errors import InputError, require
 from autoshard.layout.layout import Layout
+from autoshard.layout.program import Value
 from autoshard.plan.module_plan import ModulePlan, load_module_plan
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import load_cluster
@@ -161,7 +162,8 @@ class _Runner:
         program, block = self.program, self.traced.block
         values = self._parameters(tensors)
         for name, tensor in (*inputs.items(), *zip(block.takes, tensors[len(program.weights) :], strict=True)):
-            values[name] = self._part_of(name, tensor.detach())
+            for value in self.program.given[name]:
+                values[value.name] = self._part_of(value, tensor.detach())
         run_steps(program.forward_only if kept is None else program.forward, values)
         if kept is not None:
             kept.update((name, values[name]) for name in program.kept)
@@ -206,11 +208,10 @@ class _Runner:
             found[weight.start] = local.reshape(self.program.place.shape(weight.rest))
         return found
 
-    def _part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+    def _part_of(self, value: Value, whole: torch.Tensor) -> torch.Tensor:
         """Return a rank's part of an input as the program takes it."""
-        dims = [dim for position in self.traced.dims[name] for dim in position]
+        dims = [dim for position in self.traced.dims[value.tensor] for dim in position]
         laid = whole.reshape([self.traced.sizes[dim] for dim in dims])
-        value = self.program.given[name]
         laid = laid.permute([dims.index(dim) for dim in dims_of(value.layout)])
         for axis, (start, stop) in enumerate(self.program.place.bounds(value.layout)):
             laid = laid.narrow(axis, start, stop - start)
