@@ -146,7 +146,7 @@ class _Writer:
                     for read in step.reads
                 ),
                 gives=self._positions(step.makes.positions),
-                matrix_dims=self._dims(leaves(step.matrix_dims)),
+                products=tuple(self._dims(leaves(dims)) for dims in step.products),
             )
             for step in steps
         )
@@ -191,7 +191,9 @@ def _named(program: TracedProgram) -> Mapping[Dim, str]:
             match_sizes(old, new)
     found: dict[Dim, str] = {}
     every = [*(value.dims for value in program.values), *(read.dims for read in reads)]
-    every += [leaves(step.whole) for step in program.steps] + [leaves(step.matrix_dims) for step in program.steps]
+    every += [leaves(step.whole) for step in program.steps] + [
+        leaves(dims) for step in program.steps for dims in step.products
+    ]
     for one in (dim for dims in every for dim in dims):
         if one not in found:
             hint = re.sub(r"\W", "_", one.hint).removesuffix("_proj") or "dim"

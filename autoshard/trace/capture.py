@@ -291,7 +291,7 @@ class ProgramReader:
         arguments: tuple[Any, ...] | None = None,
         name: str = "",
         number: int | None = None,
-        matrix: Sequence[Position] = (),
+        products: Sequence[Sequence[Position]] = (),
     ) -> View:
         """Add an operation, and the value that it makes along these positions; one by number of several."""
         readings, made = found
@@ -326,7 +326,7 @@ class ProgramReader:
                 makes=value,
                 whole=frozenset(leaves(one for position in whole for one in position)),
                 summed=frozenset(leaves(one for position in summed for one in position)),
-                matrix_dims=leaves(one for position in matrix for one in position),
+                products=tuple(leaves(one for position in own for one in position) for own in products),
             )
         )
         view = self.views[node] = View(value, positions)

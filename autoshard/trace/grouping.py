@@ -44,5 +44,5 @@ def regions(program: TracedProgram) -> Sequence[Sequence[TracedStep]]:
 def _accepts(head: TracedStep, steps: Sequence[TracedStep], step: TracedStep) -> bool:
     """Say whether a group runs functions of torch, cuts something, and does not multiply matrices twice."""
     cut = {dim for read in head.reads for dim in read.dims} | {*head.makes.dims}
-    multiplies = sum(bool(one.matrix_dims) for one in (*steps, step)) > (head.sort != "sum")
+    multiplies = sum(bool(one.products) for one in (*steps, step)) > (head.sort != "sum")
     return head.sort in ("local", "cheap", "sum") and bool(cut - head.whole_leaves()) and not multiplies

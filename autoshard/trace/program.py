@@ -72,7 +72,7 @@ class TracedStep:
     makes: Traced
     whole: frozenset[Dim] = frozenset()
     summed: frozenset[Dim] = frozenset()  # parts of the result, where these are cut, wait to be summed
-    matrix_dims: Position = ()  # a multiplication and an addition for each of their combinations
+    products: tuple[Position, ...] = ()  # of matrices: a multiplication and an addition for each combination of dims
 
     def whole_leaves(self) -> frozenset[Dim]:
         """Return the dims that must not be cut."""

@@ -34,7 +34,7 @@ class Local:
     keywords: Mapping[str, Any]
     reads: tuple[tuple[int, Dims, Positions], ...]  # number, dims in memory, positions
     gives: Positions
-    matrix_dims: Dims = ()
+    products: tuple[Dims, ...] = ()  # of matrices: a multiplication and an addition for each combination of these dims
 
     def run(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> torch.Tensor:
         """Call the function; the result is laid out along its dims."""
@@ -96,7 +96,7 @@ class Region(Differentiable):
         return (GradientStep(kind=kind, reads=reads, gives=tuple(needed)),)
 
     def matrix_flops(self, call: Call) -> int:
-        return sum(2 * call.elements(one.matrix_dims) for one in self.locals if one.matrix_dims)
+        return sum(2 * call.elements(dims) for one in self.locals for dims in one.products)
 
     def vector_flops(self, call: Call) -> int:
         """Count an operation for each element of every result."""
@@ -131,7 +131,7 @@ class RegionGradient(OpKind):
 
     def matrix_flops(self, call: Call) -> int:
         """Count each product of the forward pass twice."""
-        return 2 * sum(2 * call.elements(one.matrix_dims) for one in self.region.locals if one.matrix_dims)
+        return 2 * self.region.matrix_flops(call)
 
     def vector_flops(self, call: Call) -> int:
         """Count two operations for each element of every result."""

@@ -47,7 +47,7 @@ def tied_operations(block: Block, paths: Mapping[str, str]) -> Mapping[str, str]
         kind: Any = op.kind
         if isinstance(kind, Region):
             does = [
-                (shown(one.function), shown(one.arguments), shown(one.keywords), one.reads, one.gives, one.matrix_dims)
+                (shown(one.function), shown(one.arguments), shown(one.keywords), one.reads, one.gives, one.products)
                 for one in kind.locals
             ]
             kind = str((does, kind.whole))

@@ -29,7 +29,7 @@ def convolution(reader: "ProgramReader", node: Node) -> None:
     made[channel] = weight.positions[is_turned]
     product = reader.step(
         node, ([x, weight], made), whole=whole, summed=[x.positions[channel]], sort="sum",
-        name=f"{node.name}_product" if bias else "", matrix=[*made, x.positions[channel], *weight.positions[2:]],
+        name=f"{node.name}_product" if bias else "", products=[[*made, x.positions[channel], *weight.positions[2:]]],
         arguments=arguments_of(node, bias=None),
     )  # fmt: skip
     for one in bias:
@@ -64,7 +64,7 @@ def _grouped(reader: "ProgramReader", node: Node, reads: Any, found: Any, channe
     arguments = list(arguments_of(node, groups=None))
     function = functools.partial(_convolved_in_groups, function=node.target, channels=size_of(own), axis=channel)
     reader.local(
-        node, ([x, weight, *bias], made), [*whole, own], matrix=[*made, *weight.positions[1:]], function=function,
+        node, ([x, weight, *bias], made), [*whole, own], products=[[*made, *weight.positions[1:]]], function=function,
         arguments=tuple(arguments[:-1]),
     )  # fmt: skip
 

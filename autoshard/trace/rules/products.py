@@ -121,5 +121,6 @@ def attention(reader: "ProgramReader", node: Node) -> None:
                 one.agree(axis, along[axis])
     whole = [query.positions[-1], key.positions[-2], value.positions[-1]]
     whole += [query.positions[-2]] if given.get("is_causal") else []
-    matrix = [*query.positions, key.positions[-2]]
-    reader.local(node, ([query, key, value, *mask], made), whole, matrix=matrix)
+    pairs = [*query.positions[:-1], key.positions[-2]]
+    products = [[*pairs, query.positions[-1]], [*pairs, value.positions[-1]]]
+    reader.local(node, ([query, key, value, *mask], made), whole, products=products)
