@@ -13,11 +13,14 @@ from autoshard.errors import Faults, inside, require
 from autoshard.plan.codec import load
 from autoshard.plan.diff import diff
 from autoshard.plan.found import search_record
+from autoshard.plan.module_plan import is_module_plan, load_module_plan
 from autoshard.plan.plan import Plan
 from autoshard.report.page.elements import Node
+from autoshard.report.page.module_page import module_page
 from autoshard.report.page.plan_page import plan_page
 from autoshard.report.page.runs import run_data
 from autoshard.report.page.shown import ShownPlan, page_json
+from autoshard.spec.record import encode
 
 _MOST = 8  # plans of a page
 
@@ -35,6 +38,10 @@ def report(
         json: Print the figures of the page as one JSON object instead.
     """
     require((len(plans) <= _MOST, "PLANS", f"a page shows at most {_MOST} plans, not {len(plans)}"), *place_checks(out))
+    if any(map(is_module_plan, plans)):
+        alone = len(plans) == 1 and run is None
+        require((alone, "PLANS", "the page of a module's plan shows that plan alone, and no run"))
+        return _module_report(plans[0], out, open=open, json=json)
     read, faults = list[CheckedPlan](), Faults()
     for path in plans:
         with faults.of():
@@ -53,6 +60,18 @@ def report(
         print_answer(data)
         return 0
     write_text(plan_page(shown, Node(data)), out)
+    print(f"wrote {out}")
+    if open:
+        open_page(out)
+    return 0
+
+
+def _module_report(plan: Path, out: Path, *, open: bool, json: bool) -> int:
+    data = encode(load_module_plan(plan))
+    if json:
+        print_answer(data)
+        return 0
+    write_text(module_page(Node(data)), out)
     print(f"wrote {out}")
     if open:
         open_page(out)

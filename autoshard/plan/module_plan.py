@@ -32,7 +32,7 @@ class ModulePlan:
     precision: str
     sizes: Mapping[str, int]
     parameters: Mapping[str, str]  # their layouts where they are used, by path
-    strategies: Mapping[str, str]
+    strategies: tuple[tuple[str, str], ...]  # operation and line, in the order of the module
     rests: Mapping[str, str]
     kept_whole: tuple[str, ...]
     time_s: float
@@ -41,7 +41,7 @@ class ModulePlan:
 
     def __post_init__(self) -> None:
         require((self.schema == SCHEMA, "schema", f"is {self.schema}; this autoshard reads {SCHEMA}"))
-        for name, line in self.strategies.items():
+        for name, line in self.strategies:
             with inside(f"strategies.{name}"):
                 Strategy.parse(line)
 
@@ -49,6 +49,11 @@ class ModulePlan:
         """Write the file; the same plan gives the same bytes."""
         with file_faults(str(path)):
             path.write_text(json.dumps(encode(self), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+    @property
+    def table(self) -> Mapping[str, str]:
+        """The lines by operation."""
+        return dict(self.strategies)
 
     @property
     def axes(self) -> Mapping[str, int]:
@@ -60,7 +65,7 @@ class ModulePlan:
         proof = f"none takes less than {self.bound_s * 1e3:.4g}"
         head = f"{self.module} on {self.mesh} of {self.cluster}, {self.precision}"
         cost = f"{self.time_s * 1e3:.4g} ms a step forward and backward ({proof}), {self.memory_bytes / 2**20:.4g} MiB"
-        lines = [head, cost, "", *(f"{name}: {line}" for name, line in self.strategies.items()), ""]
+        lines = [head, cost, "", *(f"{name}: {line}" for name, line in self.strategies), ""]
         lines += [f"{path} {layout}" for path, layout in self.parameters.items()]
         lines += [f"weights of {name} rest in pieces over {over}" for name, over in self.rests.items()]
         return "\n".join([*lines, *(f"kept whole: {line}" for line in self.kept_whole)])

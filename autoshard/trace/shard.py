@@ -72,7 +72,7 @@ class ModuleSharding:
                 path: f"[{', '.join(_shown(position, given[name]) for position in self.traced.dims[name])}]"
                 for name, path in self.captured.parameters.items()
             },
-            strategies=found.table,
+            strategies=tuple(found.table.items()),
             rests={name: ".".join(over) for name, over in self.solution.rests.items()},
             kept_whole=self.kept_whole,
             time_s=found.time_s,
@@ -167,7 +167,7 @@ def sharding_of(
     message = f"is that of another program than this {type(module).__name__} has for these inputs; shard it again"
     require((same, "fingerprint", message))
     with inside("strategies"):
-        program = program_of(traced.block, plan.strategies, _setting(problem))
+        program = program_of(traced.block, plan.table, _setting(problem))
     cuts = {one.op.name: one.cuts for one in program.instructions if isinstance(one, Compute) and one.op.pass_ == "F"}
     solution = OperatorSolution(
         cuts=cuts, cost_s=plan.time_s, kept_bytes=plan.memory_bytes, gap=1 - plan.bound_s / plan.time_s,

@@ -79,12 +79,12 @@ def test_a_saved_plan_comes_back_and_gives_the_same_program(saved: Path):
 def test_an_edited_line_is_executed_or_refused_with_the_right_one(saved: Path):
     module, inputs = made()
     plan = load_module_plan(saved)
-    name = next(name for name, line in plan.strategies.items() if "| F all_reduce /tp" in line)
-    line = plan.strategies[name]
-    wrong = replace(plan, strategies={**plan.strategies, name: re.sub(r" \| F all_reduce /tp", "", line)})
+    name = next(name for name, line in plan.strategies if "| F all_reduce /tp" in line)
+    line = plan.table[name]
+    wrong = replace(plan, strategies=tuple({**plan.table, name: re.sub(r" \| F all_reduce /tp", "", line)}.items()))
     with pytest.raises(InputError, match=re.escape(name)):
         sharding_of(wrong, module, inputs)
-    missing = {key: one for key, one in plan.strategies.items() if key != "up"}
+    missing = tuple((key, one) for key, one in plan.strategies if key != "up")
     with pytest.raises(InputError, match="up"):
         sharding_of(replace(plan, strategies=missing), module, inputs)
 
@@ -151,5 +151,10 @@ def test_the_commands_explain_and_verify_it(saved: Path, capsys: pytest.CaptureF
     }.items():
         assert main(["verify", str(saved), "--module", f"{file}:{name}"]) == 2
         assert says in capsys.readouterr().err
+    page = saved.parent / "page.html"
+    assert main(["report", str(saved), "--out", str(page)]) == 0
+    text = page.read_text()
+    assert "all_reduce /tp" in text and "[up/tp, down]" in text and 'data-path="time_s"' in text
+    assert main(["report", str(saved), str(saved)]) == 2
     assert main(["verify", str(saved)]) == 2
     assert "--module: is missing" in capsys.readouterr().err
