@@ -3,11 +3,13 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from autoshard.blocks.choices import op_cuts
+from autoshard.blocks.elimination import CostFactor
 from autoshard.blocks.operators import solve
 from autoshard.layout.legal import cut_operations
 from autoshard.layout.lower import lower
@@ -100,3 +102,13 @@ def test_a_pin_of_one_layer_leaves_the_others_alone():
     up = next(dim for dim in found.dims["model.layers.1.mlp.up_proj.weight"])
     assert not found.solution.cuts[own[0]].get(up)
     assert any(found.solution.cuts[name].get("batch") is None for name in own)
+
+
+def test_a_factor_between_two_operations_that_become_one_is_that_of_equal_choices():
+    table = np.arange(12.0).reshape(3, 2, 2)
+    factor = CostFactor(variables=("x", "a.0", "a.1"), table=table, weight=2 * table).repeated(3)
+    joined = factor.renamed({"a.1": "a.0"})
+    assert joined.variables == ("x", "a.0") and joined.weight is not None
+    for x in range(3):
+        for a in range(2):
+            assert joined.table[x, a] == 3 * table[x, a, a] and joined.weight[x, a] == 6 * table[x, a, a]
