@@ -11,6 +11,7 @@ import torch
 from autoshard.errors import InputError, nearest, require
 from autoshard.trace.dims import Collision, NotAligned, Position, fresh, leaves, note, size_of
 from autoshard.trace.export import ExportedModule
+from autoshard.trace.local import NAMESPACE
 from autoshard.trace.nodes import Node, line_of, replaced, tensors_of
 from autoshard.trace.program import (
     Read,
@@ -25,6 +26,7 @@ from autoshard.trace.program import (
     agreed,
 )
 from autoshard.trace.rules import RULES
+from autoshard.trace.rules.local import local
 from autoshard.trace.rules.unknown import unknown
 
 _SAME = (
@@ -204,6 +206,8 @@ class ProgramReader:
             raise InputError.of(line_of(node), f"{name} gives complex numbers, which are not supported")
         if name in _SAME:
             self.rounded(node, self.view_of(node.args[0]), node.args[0].meta["val"].dtype)
+        elif node.target.namespace.startswith(NAMESPACE):
+            local(self, node)
         elif rule:
             rule(self, node)
         elif torch.Tag.pointwise in node.target.tags or name in ("detach", "fill"):

@@ -14,7 +14,7 @@ import torch
 Tensors = tuple[torch.Tensor, ...]
 Shape = tuple[int, ...]
 Function = Callable[[Sequence[torch.Tensor]], Tensors]
-_LARGEST = 1 << 18  # numbers of an operation that is run in its own size; derived: a few milliseconds
+LARGEST = 1 << 18  # numbers of an operation that is run in its own size; derived: a few milliseconds
 _MORE = 3  # by which an axis that is cut is longer in a second run
 _SMALL = ((6, 2), (7, 3))  # sizes instead: first, and steps to the next ones, which are not multiples of each other
 _CLOSE, _ROUNDING = 1e-9, 1e-12  # of a number, of the largest; in FP64
@@ -77,12 +77,12 @@ class _Probing:
         shapes = [tuple(one.shape) for one in (*given, *made)]
         sizes = sorted({size for shape in shapes for size in shape if size > 1})
         maps: list[Mapping[int, int]] = []
-        if sum(one.numel() for one in (*given, *made)) <= _LARGEST:
+        if sum(one.numel() for one in (*given, *made)) <= LARGEST:
             maps.append({})
         elif all(abs(one) < _SMALL[0][0] - 1 for one in constants):  # numbers of axes, not lengths
             maps += [{size: first + step * place for place, size in enumerate(sizes)} for first, step in _SMALL]
         self.sized = [[tuple(sized.get(size, size) for size in shape) for shape in shapes] for sized in maps]
-        self.runs: dict[tuple[Shape, ...], list[_ProbeRun]] = {}
+        self.runs: dict[tuple[Shape, ...], list[ProbeRun]] = {}
 
     def allows(self, cut: PartCut) -> bool:
         """Say whether nothing speaks against a cut, of axes as long as they are and of longer ones."""
@@ -97,13 +97,13 @@ class _Probing:
         runs = [self._run(tuple(shapes)) for shapes in (*self.sized, *longer)]
         return bool(runs) and all(len(some) > 1 and all(run.agrees(cut) for run in some) for some in runs)
 
-    def _run(self, shapes: tuple[Shape, ...]) -> list["_ProbeRun"]:
+    def _run(self, shapes: tuple[Shape, ...]) -> list["ProbeRun"]:
         """Run a function on several kinds of numbers; without any where the results have other shapes than these."""
         if shapes not in self.runs:
-            random, found = torch.Generator().manual_seed(0), list[_ProbeRun]()
+            random, found = torch.Generator().manual_seed(0), list[ProbeRun]()
             for kind in ("normal", "far apart", "ties"):
-                inputs = [_numbers(one, shape, kind, random) for one, shape in zip(self.given, shapes, strict=False)]
-                run = _ProbeRun.of(self.function, inputs, random)
+                inputs = [numbers(one, shape, kind, random) for one, shape in zip(self.given, shapes, strict=False)]
+                run = ProbeRun.of(self.function, inputs, random)
                 if run is not None and run.shapes != shapes[len(self.given) :]:
                     found.clear()
                     break
@@ -113,7 +113,8 @@ class _Probing:
         return self.runs[shapes]
 
 
-def _numbers(like: torch.Tensor, shape: Sequence[int], kind: str, random: torch.Generator) -> torch.Tensor:
+def numbers(like: torch.Tensor, shape: Sequence[int], kind: str, random: torch.Generator) -> torch.Tensor:
+    """Return random numbers of a kind, in double where the tensor they are like holds no whole ones."""
     if like.dtype == torch.bool:
         return torch.randint(0, 2, tuple(shape), generator=random).bool()
     if not like.is_floating_point():
@@ -125,7 +126,7 @@ def _numbers(like: torch.Tensor, shape: Sequence[int], kind: str, random: torch.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _ProbeRun:
+class ProbeRun:
     """A function of whole inputs: its results and the gradients of the inputs, for some gradients of the results."""
 
     function: Function
@@ -133,9 +134,10 @@ class _ProbeRun:
     results: Tensors
     seeds: Tensors
     gradients: tuple[torch.Tensor | None, ...]
+    rounding: float = _ROUNDING
 
     @classmethod
-    def of(cls, function: Function, inputs: Sequence[torch.Tensor], random: torch.Generator) -> "_ProbeRun | None":
+    def of(cls, function: Function, inputs: Sequence[torch.Tensor], random: torch.Generator) -> "ProbeRun | None":
         """Run a function; None where it does not take such inputs."""
         try:
             with warnings.catch_warnings(action="ignore"):
@@ -177,7 +179,7 @@ class _ProbeRun:
         whole = [*self.results, *self.gradients]
         axes = [*cut.results, *cut.inputs]
         parts = zip(*((*made, *back) for made, back in zip(results, gradients, strict=True)), strict=True)
-        return all(_same(one, two, axis) for one, two, axis in zip(whole, parts, axes, strict=True))
+        return all(_same(one, two, axis, self.rounding) for one, two, axis in zip(whole, parts, axes, strict=True))
 
 
 def _part(tensors: Sequence[torch.Tensor], axes: Sequence[int | None], part: slice) -> Tensors:
@@ -205,7 +207,7 @@ def _differentiated(
     return tuple(one.detach() for one in results), tuple(own.get(id(one)) for one in wanted)
 
 
-def _same(whole: torch.Tensor | None, parts: Sequence[torch.Tensor | None], axis: int | None) -> bool:
+def _same(whole: torch.Tensor | None, parts: Sequence[torch.Tensor | None], axis: int | None, rounding: float) -> bool:
     """Say whether parts are a whole: joined along an axis, or summed."""
     found = [one for one in parts if one is not None]
     if whole is None or not found:
@@ -218,4 +220,4 @@ def _same(whole: torch.Tensor | None, parts: Sequence[torch.Tensor | None], axis
     if not whole.is_floating_point():
         return axis is not None and torch.equal(made, whole)
     largest = float(whole.abs().max()) if whole.numel() else 0.0
-    return torch.allclose(made, whole, rtol=_CLOSE, atol=_ROUNDING * largest)
+    return torch.allclose(made, whole, rtol=_CLOSE, atol=rounding * largest)
