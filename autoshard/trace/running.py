@@ -1,7 +1,7 @@
 """A sharded module on one rank: its program, forward and backward, on this rank's parts of parameters and inputs."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,14 +48,14 @@ class RestingWeight:
     positions: Positions
     rest: Layout
     placements: tuple[Placement, ...]
-    taken: tuple[Communicate, ...]
+    taken: Mapping[str, tuple[Communicate, ...]]  # by value of the program
     made: Value | None
     reduced: tuple[Communicate, ...]
 
     @property
     def start(self) -> str:
         """The value of the part that rests on this rank."""
-        return self.taken[0].reads.name if self.taken else self.name
+        return f"{self.name} at rest"
 
     @property
     def gradient(self) -> str:
@@ -77,7 +77,12 @@ class RankProgram:
         self._sums = {one.op.name: one for one in computes if isinstance(one.op.kind, Accumulate)}
         self.place = MeshRank(mesh=sharding.mesh, rank=rank, sizes=sharding.traced.sizes)
         self.weights = {one.name: one for one in self._weights()}
-        changes = [change for one in self.weights.values() for change in (*one.taken, *one.reduced)]
+        self._uses = {value: one for one in self.weights.values() for value in one.taken}
+        chains = [
+            *(one.taken[value] for value, one in self._uses.items()),
+            *(one.reduced for one in self.weights.values()),
+        ]
+        changes = [change for chain in chains for change in chain]
         groups = {change.collective.atoms for change in (*self.program.collectives(), *changes)}
         ends = [self.program.results[name].layout for name in block.gives]
         groups |= {atoms for layout in ends for atoms in (layout.sums, layout.maxima)}
@@ -98,7 +103,7 @@ class RankProgram:
             one.value.name for one in parts.forward if isinstance(one, Given)
         }
         results = {self.program.results[name].name for name in self.block.gives}
-        self.kept = {name for entry in parts.backward for name in self._reads(entry)} & made - self.weights.keys()
+        self.kept = {name for entry in parts.backward for name in self._reads(entry)} & made - self._uses.keys()
         self.forward = tuple(_dropping(self._steps(parts.forward, taped=True), results | self.kept))
         self.forward_only = tuple(_dropping(self._steps(parts.forward, taped=False), results))
         back = {self.program.results[self.block.given_back(name)].name for name in self.block.takes}
@@ -121,14 +126,17 @@ class RankProgram:
             yield RestingWeight(
                 name=name, path=path, positions=positions, rest=rest, made=made,
                 placements=placements(rest, positions, sizes, self.atoms),
-                taken=self._changes(name, rest, layout),
-                reduced=self._changes(f"{name} at rest, gradient", reduced, rest),
+                taken={
+                    value.name: self._changes(f"{name} at rest", value.name, rest, value.layout)
+                    for value in self.given[name]
+                },
+                reduced=self._changes(f"{name}, gradient as made", f"{name} at rest, gradient", reduced, rest),
             )  # fmt: skip
 
-    def _changes(self, name: str, before: Layout, after: Layout) -> tuple[Communicate, ...]:
-        """Return the collectives between two layouts; the last one writes the value of that name."""
+    def _changes(self, start: str, name: str, before: Layout, after: Layout) -> tuple[Communicate, ...]:
+        """Return the collectives between two layouts of a value; the last one writes ``name``."""
         path = redistribute(before, after, self.atoms, self.sharding.problem.price("bf16"))
-        names = [*(f"{name}, {len(path) - number} before" for number in range(len(path))), name]
+        names = [start, *(f"{name}, {len(path) - number} before" for number in range(1, len(path))), name]
         return tuple(
             Communicate(
                 entry=name,
@@ -156,9 +164,12 @@ class RankProgram:
         ready, made = set[str](), {one.made.name: one for one in self.weights.values() if one.made}
         for entry in entries:
             for name in () if isinstance(entry, Given) else self._reads(entry):
-                if name in self.weights and name not in ready:
+                if name in self._uses and name not in ready:
                     ready.add(name)
-                    yield from (self._step(change, taped=False) for change in self.weights[name].taken)
+                    weight = self._uses[name]
+                    if not weight.taken[name]:
+                        yield RankStep(run=_as_it_rests, reads=(weight.start,), writes=(name,))
+                    yield from (self._step(change, taped=False) for change in weight.taken[name])
             adds = isinstance(entry, Compute) and entry.op.name in self._sums
             if not adds and not isinstance(entry, Given):
                 yield self._step(entry, taped=taped)
@@ -219,6 +230,10 @@ def _dropping(steps: Iterable[RankStep], kept: set[str]) -> Iterator[RankStep]:
 def _ordered(layout: Layout, like: Layout) -> Layout:
     cuts = dict(layout.dims)
     return Layout(dims=tuple((dim, cuts[dim]) for dim, _ in like.dims), sums=layout.sums, maxima=layout.maxima)
+
+
+def _as_it_rests(part: torch.Tensor) -> Sequence[torch.Tensor]:
+    return (part,)
 
 
 def _gradients(upstream: torch.Tensor, tape: Tape) -> Sequence[torch.Tensor]:

@@ -120,6 +120,32 @@ def test_random_cuts_on_meshes_of_all_kinds(mesh: str, seed: int):
     train_at_random(mesh, seed)
 
 
+class Adapted(torch.nn.Module):
+    """A frozen weight that is used twice, with an adapter that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.adapter = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, bias=False)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.frozen(torch.tanh(self.frozen(x) + self.adapter(x)))
+
+
+def adapted(seed: int) -> float:
+    torch.manual_seed(0)
+    module, x = Adapted().double(), torch.randn(4, 6, 8, dtype=torch.float64)
+    plain = copy.deepcopy(module)
+    found = shard_module(module, [x], load_cluster("local", ranks=4), "a=2,b=2", precision="fp32")
+    devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    return difference(plain, run_on(module, cut_at_random(found, random.Random(seed)), devices), [x])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_frozen_weights_have_no_gradient_and_may_be_cut_in_several_ways(seed: int):
+    assert max(on_ranks(4, adapted, seed)) < 1e-12
+
+
 def example() -> str:
     """The README's script that shards a Hugging Face model."""
     text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
