@@ -194,9 +194,20 @@ def _named(program: TracedProgram) -> Mapping[Dim, str]:
     every += [leaves(step.whole) for step in program.steps] + [
         leaves(dims) for step in program.steps for dims in step.products
     ]
+    hidden = _hidden(program)
     for one in (dim for dims in every for dim in dims):
         if one not in found:
-            hint = re.sub(r"\W", "_", one.hint).removesuffix("_proj") or "dim"
+            hint = "hidden" if one is hidden else re.sub(r"\W", "_", one.hint).removesuffix("_proj") or "dim"
             taken = sum(re.fullmatch(rf"{hint}(_\d+)?", name) is not None for name in found.values())
             found[one] = f"{hint}_{taken + 1}" if taken else hint
     return found
+
+
+def _hidden(program: TracedProgram) -> Dim | None:
+    """Return the dim that clearly most parameters share, as a hidden size is, unless the user has named it."""
+    parameters = [value for value in program.values if value.origin == "parameter"]
+    shared = Counter(dim for value in parameters for dim in value.dims).most_common(2)
+    if not shared or shared[0][0].is_given or 2 * shared[0][1] <= len(parameters):
+        return None
+    others = shared[1][1] if len(shared) > 1 else 0  # in small modules both dims of a product are as frequent
+    return shared[0][0] if 2 * shared[0][1] >= 3 * others else None

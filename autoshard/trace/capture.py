@@ -130,7 +130,7 @@ class ProgramReader:
             self._placeholder(node)
         elif node.op == "call_function":
             _refuse_random(node)
-            if any(one in self.views for one in node.all_input_nodes):
+            if any(one in self.views and one.name not in self.inputs for one in node.all_input_nodes):
                 self._operation(node)
 
     def _placeholder(self, node: Node) -> None:
@@ -146,6 +146,12 @@ class ProgramReader:
             self._value(node, "parameter", [hint] + ["" for _ in node.meta["val"].shape[1:]])
         elif getattr(self.exported.arguments.get(node.name), "requires_grad", False):
             self._value(node, "carried", self.hints.get(node.name, ()))
+
+    def _hinted(self, node: Node) -> Sequence[str]:
+        """Return the names of dims of an input, which a model may have viewed as the same shape."""
+        viewed = node.all_input_nodes[0] if getattr(node.target, "_opname", "") in ("view", *_SAME) else node
+        is_same = viewed.meta["val"].shape == node.meta["val"].shape
+        return self.hints.get((viewed if is_same else node).name, ())
 
     def _value(self, node: Node, origin: Any, hints: Sequence[str]) -> View:
         """Make a value of a node's shape, with dims of its own."""
@@ -169,7 +175,7 @@ class ProgramReader:
         """Return how a node lays out a value; a node that the program does not make is an input of it."""
         if node not in self.views:
             self.inputs[node.name] = node
-            return self._value(node, "input", self.hints.get(node.name, ()))
+            return self._value(node, "input", self._hinted(node))
         found = self.views[node]
         assert isinstance(found, View), f"{node.name} is several tensors"
         return found

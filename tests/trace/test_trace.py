@@ -27,6 +27,7 @@ from autoshard.trace.capture import Captured, capture
 from autoshard.trace.dims import Collision, NotAligned, apart, fresh, leaves, note, size_of, unify
 from autoshard.trace.proof import ComparedTensor, ModuleRun
 from autoshard.trace.shard import shard_module
+from tests.trace.models import MODELS, model
 from tests.trace.modules import MODULES, Rotated, made, with_attention
 
 _SINGLE = (
@@ -74,12 +75,13 @@ def test_any_legal_cut_gives_the_result_and_every_gradient(name: str):
 
 def test_the_table_of_modules_in_the_docs_is_what_the_tests_see(request: pytest.FixtureRequest):
     rows = ["| module | operations | dims | kept whole |", "| --- | ---: | ---: | ---: |"]
-    for name in MODULES:
-        captured, block, _ = traced(name)
-        count, dims = (
-            len(cut_operations(block.block)),
-            len({dim for tensor in block.block.tensors.values() for dim in tensor.dims}),
-        )
+    seen = {name: traced(name)[:2] for name in MODULES}
+    for name in MODELS:
+        captured = capture(*model(name, 2))
+        seen[f"whole model, 2 layers: {name}"] = captured, traced_block(captured.program, Precision.named("fp32"))
+    for name, (captured, block) in seen.items():
+        count = len(cut_operations(block.block))
+        dims = len({dim for tensor in block.block.tensors.values() for dim in tensor.dims})
         rows.append(f"| {name} | {count} | {dims} | {len(captured.program.kept_whole)} |")
     page = Path(__file__).parents[2] / "docs" / "any-module.md"
     before, _, rest = page.read_text(encoding="utf-8").partition("<!-- modules -->")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from string import ascii_letters
 from typing import ClassVar
 
 import numpy as np
@@ -24,7 +25,8 @@ class Einsum(Differentiable):
         return (Output(dims=self.dims, dtype=left.dtype),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        letters = {dim: chr(ord("a") + index) for index, dim in enumerate(call.sizes)}
+        dims = dict.fromkeys(dim for tensor in call.inputs for dim in tensor.dims)  # fewer than the letters of numpy
+        letters = dict(zip(dims, ascii_letters, strict=False))
         left, right, out = ("".join(letters[dim] for dim in t.dims) for t in (*call.inputs, *call.outputs))
         return (np.einsum(f"{left},{right}->{out}", *arrays, optimize=True),)
 

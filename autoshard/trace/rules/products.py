@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autoshard.errors import InputError
-from autoshard.trace.dims import fresh, leaves, size_of, unify
+from autoshard.trace.dims import fresh, leaves, size_of
 from autoshard.trace.nodes import Node, line_of
 from autoshard.trace.program import Reading, TensorPlace
 
@@ -104,7 +104,7 @@ def attention(reader: "ProgramReader", node: Node) -> None:
         value.agree(axis, query.positions[axis])
     if rank > 2:
         groups = size_of(query.positions[-3]) // size_of(key.positions[-3])
-        unify(query.positions[-3], (*key.positions[-3], *fresh(groups, "group")))
+        query.agree(rank - 3, (*key.positions[-3], *fresh(groups, "group")))
         value.agree(rank - 3, key.positions[-3])
     key.agree(rank - 1, query.positions[-1])
     if {*leaves(query.positions[-2])} & {*leaves(key.positions[-2])}:
