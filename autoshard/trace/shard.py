@@ -149,7 +149,7 @@ def shard_module(  # noqa: PLR0913
     solution = solve(problem)
     return ModuleSharding(
         captured=captured, traced=traced, mesh=laid, asked=asked, problem=problem, solution=solution,
-        program=_setting(problem).lowered(traced.block, solution.cuts),
+        program=setting_of(problem).lowered(traced.block, solution.cuts),
     )  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def sharding_of(
     message = f"is that of another program than this {type(module).__name__} has for these inputs; shard it again"
     require((same, "fingerprint", message))
     with inside("strategies"):
-        program = program_of(traced.block, plan.table, _setting(problem))
+        program = program_of(traced.block, plan.table, setting_of(problem))
     cuts = {one.op.name: one.cuts for one in program.instructions if isinstance(one, Compute) and one.op.pass_ == "F"}
     solution = OperatorSolution(
         cuts=cuts, cost_s=plan.time_s, kept_bytes=plan.memory_bytes, gap=1 - plan.bound_s / plan.time_s,
@@ -195,7 +195,8 @@ def _asked(asked: Asked, captured: Captured, sizes: Mapping[str, int]) -> tuple[
     return replace(problem, boundary=_boundary(traced, laid, asked.batch)), traced, laid
 
 
-def _setting(problem: OperatorProblem) -> TableSetting:
+def setting_of(problem: OperatorProblem) -> TableSetting:
+    """Return how a table of the problem's block is read and lowered."""
     price = problem.price("bf16")
     return TableSetting(
         atoms=dict(problem.atoms), price=price, boundary=problem.boundary, keeps_gathered=True, has_inputs=True

@@ -21,9 +21,8 @@ from autoshard.blocks.choices import OpChoice, op_cuts
 from autoshard.blocks.problem import weights_of
 from autoshard.errors import InputError
 from autoshard.layout.legal import cut_operations
-from autoshard.layout.lower import lower
 from autoshard.spec.cluster_catalogue import load_cluster
-from autoshard.trace.shard import ModuleSharding, shard_module, sizes_of
+from autoshard.trace.shard import ModuleSharding, setting_of, shard_module, sizes_of
 from autoshard.trace.sharded import run_on, shard
 from tests.ranks.spawn import RankFailed, on_ranks
 from tests.trace.modules import MODULES, made
@@ -50,10 +49,9 @@ def cut_at_random(found: ModuleSharding, chosen: random.Random) -> ModuleShardin
             free &= OpChoice(cuts=cuts[op.name]).awaited(block.tensors[weight].dims)
         if weights_of(found.problem, op):
             rests[op.name] = tuple(axis for axis in axes if axis in free and chosen.random() < 0.6)
-    program = lower(
-        block, cuts, axes, lambda change: 1.0, boundary=found.problem.boundary, keeps_gathered=True, has_inputs=True
-    )
-    return replace(found, solution=replace(found.solution, cuts=cuts, rests=rests), program=program)
+    program = setting_of(found.problem).lowered(block, cuts)
+    assert program.collectives(), "some layouts differ"
+    return replace(found, program=program, solution=replace(found.solution, cuts=cuts, rests=rests))
 
 
 @functools.cache
