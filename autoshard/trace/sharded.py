@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
+from autoshard.engine.base import HOST
 from autoshard.engine.placement import dims_of
 from autoshard.errors import InputError, require
 from autoshard.layout.layout import Layout
@@ -40,15 +41,19 @@ def shard(
     """Shard a module over the ranks of a mesh, in place, and return it.
 
     Every rank calls this with the same module, example inputs and mesh: one to three axes of any names with their
-    sizes, or a DeviceMesh. The module keeps its name, its paths of parameters and its results; its parameters become
-    DTensors. It takes the whole batch on every rank, and computes its part. ``cluster`` says on what prices are based,
-    other ``options`` are those of ``shard_module``; a ``plan`` that it has saved is executed as it is.
+    sizes, or a DeviceMesh. The module keeps its paths of parameters and its results; its parameters become DTensors.
+    It takes the whole batch on every rank, and computes its part. ``cluster`` says on what prices are based, other
+    ``options`` are those of ``shard_module``; a ``plan`` that it has saved is executed as it is.
     """
     device_mesh = _device_mesh(module, mesh)
     names, count = device_mesh.mesh_dim_names, device_mesh.size()
     assert names, "a mesh without names is refused"
     dtype = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
     require((dtype in _PRECISIONS, "module", f"has parameters of {dtype}; known: {', '.join(map(str, _PRECISIONS))}"))
+    is_priced = device_mesh.device_type == HOST or cluster != "local" or plan is not None
+    require(
+        (is_priced, "cluster", "is local, with prices of a CPU; name that of these devices (autoshard list clusters)")
+    )
     sizes = dict(zip(names, device_mesh.shape, strict=True))
     if plan is not None:
         known = plan if isinstance(plan, ModulePlan) else load_module_plan(Path(plan))
