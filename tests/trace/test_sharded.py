@@ -106,7 +106,7 @@ def train_at_random(mesh: str, seed: int) -> None:
     """Hold the training of every module on this mesh against that of one process."""
     for name in MODULES:
         traced(name, mesh)  # once, before ranks are forked
-    for found in on_ranks(math.prod(sizes_of(mesh).values()), differences, mesh, seed, timeout_s=200):
+    for found in on_ranks(math.prod(sizes_of(mesh).values()), differences, mesh, seed, timeout_s=600):
         wrong = {name: one for name, one in found.items() if one > (1e-6 if name in _SINGLE else 1e-11)}
         assert not wrong and len(found) == len(MODULES), wrong
 
@@ -116,8 +116,7 @@ def test_two_steps_on_four_processes_are_those_of_one():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 4))
-@pytest.mark.parametrize("mesh", ["a=3", "a=2,b=3", "a=2,b=2,c=2"])
+@pytest.mark.parametrize(("mesh", "seed"), [("a=3", 1), ("a=2,b=3", 2), ("a=2,b=2,c=2", 3)])
 def test_random_cuts_on_meshes_of_all_kinds(mesh: str, seed: int):
     train_at_random(mesh, seed)
 
