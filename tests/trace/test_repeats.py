@@ -49,7 +49,7 @@ def test_equal_layers_are_decided_once_and_cost_as_much_as_if_each_were_free():
 
 
 def test_a_limit_of_memory_counts_every_layer():
-    found = sharded(5)
+    found = sharded(4)
     less = replace(found.problem, memory_limit_bytes=0.7 * found.solution.kept_bytes)
     tied, free = solve(less), solve(replace(less, tied={}))
     assert tied.fits and tied.kept_bytes <= less.memory_limit_bytes
