@@ -32,9 +32,10 @@ def resting(given: Layout, rest: Sequence[str], sizes: Mapping[str, int], atoms:
 def placeable(layout: Layout, positions: Positions, sizes: Mapping[str, int], atoms: Mapping[str, int]) -> Layout:
     """Return a layout without the cuts that placements cannot say.
 
-    Those are uneven ones inside a product of dims, and several of one position, unless they cut it one inside the other
-    in the mesh's order, or in the other order as FSDP cuts what tensor parallelism has cut (torch 2.13 puts others
-    together wrongly). Of these only that of the largest axis is kept.
+    Those are uneven ones inside a product of dims, inner dims of a product, and several cuts of one position, unless
+    they cut it one inside the other in the mesh's order, or in the other order as FSDP cuts what tensor parallelism has
+    cut. Others are strided: torch 2.13 does not save them in checkpoints, and puts two of them together wrongly. Of
+    these only the largest cut of the outermost dim is kept.
     """
     kept: dict[str, tuple[str, ...]] = {}
     for position in positions:
@@ -43,13 +44,14 @@ def placeable(layout: Layout, positions: Positions, sizes: Mapping[str, int], at
         if not even and not (len(position) == 1 and _in_order(cuts[position[0]], atoms)):
             cuts = dict.fromkeys(position, ())
         several = [atom for cut in cuts.values() for atom in cut]
-        if len(several) > 1:
-            own = [_placed(atom, layout, positions, sizes, atoms) for atom in atoms if atom in several]
-            blocks = [getattr(found, "split_factor", 1) for one in own for found in one]
-            nested = [math.prod(atoms[atom] for atom in atoms if atom in several[:-1])] + [1] * (len(several) - 1)
-            if blocks not in ([1] * len(several), nested) or len([cut for cut in cuts.values() if cut]) > 1:
-                largest = max(several, key=lambda atom: atoms[atom])
-                cuts = {dim: tuple(atom for atom in cut if atom == largest) for dim, cut in cuts.items()}
+        own = [_placed(atom, layout, positions, sizes, atoms) for atom in atoms if atom in several]
+        blocks = [getattr(found, "split_factor", 1) for one in own for found in one]
+        inside = math.prod(atoms[atom] for atom in several[:-1])  # as FSDP cuts what tensor parallelism has cut
+        nested = [inside] + [1] * (len(several) - 1) if len([cut for cut in cuts.values() if cut]) == 1 else []
+        if blocks not in ([1] * len(several), nested):
+            first = position[0]  # a plain slice
+            largest = max(cuts[first], key=lambda atom: atoms[atom], default=None)
+            cuts = {dim: (largest,) if dim == first and largest else () for dim in position}
         kept |= cuts
     return Layout(dims=tuple((dim, kept[dim]) for dim, _ in layout.dims))
 

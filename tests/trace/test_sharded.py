@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -170,7 +171,7 @@ def test_the_example_of_the_readme_trains_as_one_process_does():
         assert found == pytest.approx(wanted, rel=2e-5)
 
 
-def tools_of_torch() -> list[str]:
+def tools_of_torch(folder: Path) -> list[str]:
     """Clip, save, load, evaluate and continue with torch's own tools; return what differs from the plain module."""
     plain, inputs = made("attention, fused product")
     module = shard(copy.deepcopy(plain), inputs, "data=2,model=2", pins={"parts.0.weight": "[parts_2/model, _]"})
@@ -187,6 +188,13 @@ def tools_of_torch() -> list[str]:
     state = cast(dict[str, Any], get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)))
     if dist.get_rank() == 0:  # bit for bit the plain module's
         wrong += [name for name, one in plain.state_dict().items() if not torch.equal(state[name], one)]
+    own = module.state_dict()
+    dcp.save(own, checkpoint_id=folder)  # pyright: ignore[reportPrivateImportUsage]
+    kept = {name: one.to_local().clone() for name, one in own.items()}
+    for one in own.values():
+        one.to_local().zero_()
+    dcp.load(own, checkpoint_id=folder)  # pyright: ignore[reportPrivateImportUsage]
+    wrong += [f"read {name}" for name, one in own.items() if not torch.equal(one.to_local(), kept[name])]
     other = {name: one + 1 for name, one in plain.state_dict().items()}
     set_model_state_dict(module, dict(other), options=StateDictOptions(full_state_dict=True))
     state = cast(dict[str, Any], get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)))
@@ -195,8 +203,8 @@ def tools_of_torch() -> list[str]:
     return wrong
 
 
-def test_torch_clips_saves_and_loads_a_sharded_module():
-    assert on_ranks(4, tools_of_torch) == [[], [], [], []]
+def test_torch_clips_saves_and_loads_a_sharded_module(tmp_path: Path):
+    assert on_ranks(4, tools_of_torch, tmp_path) == [[], [], [], []]
 
 
 def refused(kind: str) -> str:
