@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import sys
 import traceback
+import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,18 +60,7 @@ def load_extension(path: Path) -> None:
         return
     names = [one.name for one in EXTENSIONS.files]
     require((whole.name not in names, where, "a file of this name is loaded already"))
-    require((whole.suffix == ".py", where, "must be a Python file, like my_module.py"))
-    spec = importlib.util.spec_from_file_location(f"autoshard_extension_{whole.stem}", whole)
-    assert spec and spec.loader, "the name ends in .py"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module there
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[spec.name]
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(whole)]
-        line = lines[-1] if lines else getattr(error, "lineno", None)
-        raise InputError.of(where, f"line {line}: {type(error).__name__}: {error}") from None
+    module = run_file(whole, f"autoshard_extension_{whole.stem}", where)
     parts = {name: part for name, part in vars(module).items() if not name.startswith("_")}
     twice = [name for name, part in parts.items() if EXTENSIONS.parts.get(name, part) is not part]
     require((not twice, where, f"{', '.join(twice)}: {_TAKEN}"))
@@ -91,3 +81,20 @@ def require_extensions(provenance: Mapping[str, object]) -> None:
         faults.append(Fault(where="--extend", message=message))
     if faults:
         raise InputError(faults)
+
+
+def run_file(path: Path, name: str, where: str) -> types.ModuleType:
+    """Run a user's Python file as a module of this name; what goes wrong in it is told with its line."""
+    require((path.suffix == ".py", where, "must be a Python file, like my_module.py"))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader, "the name ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look up their module there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[spec.name]
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = lines[-1] if lines else getattr(error, "lineno", None)
+        raise InputError.of(where, f"line {line}: {type(error).__name__}: {error}") from None
+    return module

@@ -1,7 +1,6 @@
 """The proof of a saved plan of a module: its lines, executed on virtual ranks, against torch's own numbers in FP64."""
 
 import copy
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only  # as torch.export lays arguments out
 
-from autoshard.errors import InputError, require
+from autoshard.errors import require
+from autoshard.extensions import run_file
 from autoshard.plan.module_plan import ModulePlan
 from autoshard.trace.proof import ComparedTensor
 from autoshard.trace.shard import sharding_of
@@ -39,12 +39,6 @@ def _function(where: str) -> Callable[[], Any]:
     require(
         (bool(colon) and path.is_file(), "--module", f"{where} names no function of a file. Write FILE.py:FUNCTION")
     )
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec and spec.loader, "a file of Python has a loader"
-    found = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(found)
-    except Exception as error:  # whatever a user's file does wrong is told with its name
-        raise InputError.of("--module", f"{path} cannot be run: {type(error).__name__}: {error}") from error
+    found = run_file(path.resolve(), f"autoshard_module_{path.stem}", f"--module {path}")
     require((callable(getattr(found, function, None)), "--module", f"{path} has no function {function}"))
     return getattr(found, function)
