@@ -418,6 +418,9 @@ MODULES: Mapping[str, Callable[[], Made]] = {
 
 TRAINED = ("convnet, batch norm in training", "convnet with running statistics")  # others are called as for a result
 
+# Their norms and rotations are in FP32.
+SINGLE = ("Llama layer", "Qwen3 layer", "Gemma 2 layer", "Phi-3 layer", "T5 encoder block")
+
 
 def made(name: str) -> Made:
     """Return a module and its inputs, the same every time."""

@@ -51,6 +51,11 @@ def made(name: str = "make") -> tuple[nn.Module, list[torch.Tensor]]:
     return space[name]()
 
 
+def doubled() -> tuple[nn.Module, list[torch.Tensor]]:
+    module, (x,) = made()
+    return module.double(), [x.detach().double().requires_grad_()]
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     module, inputs = made()
@@ -84,6 +89,12 @@ def test_an_edited_line_is_executed_or_refused_with_the_right_one(saved: Path):
     wrong = replace(plan, strategies=tuple({**plan.table, name: re.sub(r" \| F all_reduce /tp", "", line)}.items()))
     with pytest.raises(InputError, match=re.escape(name)):
         sharding_of(wrong, module, inputs)
+    dim = line.partition(",")[2].split(",")[0].strip()
+    longer = line.replace("F all_reduce /tp", f"F reduce_scatter {dim}/tp, all_gather {dim}/tp")
+    edited = sharding_of(replace(plan, strategies=tuple({**plan.table, name: longer}.items())), module, inputs)
+    kinds = [change.collective.kind for change in edited.program.collectives() if change.entry == name]
+    assert kinds[:2] == ["reduce_scatter", "all_gather"]
+    assert max(one.error for one in edited.prove(*doubled())) < 1e-12
     missing = tuple((key, one) for key, one in plan.strategies if key != "up")
     with pytest.raises(InputError, match="up"):
         sharding_of(replace(plan, strategies=missing), module, inputs)
@@ -151,6 +162,9 @@ def test_the_commands_explain_and_verify_it(saved: Path, capsys: pytest.CaptureF
     }.items():
         assert main(["verify", str(saved), "--module", f"{file}:{name}"]) == 2
         assert says in capsys.readouterr().err
+    file.write_text("import torch\n1 / 0\n")
+    assert main(["verify", str(saved), "--module", f"{file}:make"]) == 2
+    assert "line 2: ZeroDivisionError" in capsys.readouterr().err
     page = saved.parent / "page.html"
     assert main(["report", str(saved), "--out", str(page)]) == 0
     text = page.read_text()

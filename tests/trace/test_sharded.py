@@ -26,16 +26,9 @@ from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.trace.shard import ModuleSharding, setting_of, shard_module, sizes_of
 from autoshard.trace.sharded import run_on, shard
 from tests.ranks.spawn import RankFailed, on_ranks
-from tests.trace.modules import MODULES, made
+from tests.trace.modules import MODULES, SINGLE, made
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-_SINGLE = (
-    "Llama layer",
-    "Qwen3 layer",
-    "Gemma 2 layer",
-    "Phi-3 layer",
-    "T5 encoder block",
-)  # their norms and rotations are in FP32
 
 
 def cut_at_random(found: ModuleSharding, chosen: random.Random) -> ModuleSharding:
@@ -108,7 +101,7 @@ def train_at_random(mesh: str, seed: int, names: Sequence[str] = tuple(MODULES))
     for name in names:
         traced(name, mesh)  # once, before ranks are forked
     for found in on_ranks(math.prod(sizes_of(mesh).values()), differences, mesh, seed, names, timeout_s=600):
-        wrong = {name: one for name, one in found.items() if one > (1e-6 if name in _SINGLE else 1e-11)}
+        wrong = {name: one for name, one in found.items() if one > (1e-6 if name in SINGLE else 1e-11)}
         assert not wrong and len(found) == len(names), wrong
 
 

@@ -28,15 +28,8 @@ from autoshard.trace.dims import Collision, NotAligned, apart, fresh, leaves, no
 from autoshard.trace.proof import ComparedTensor, ModuleRun
 from autoshard.trace.shard import shard_module
 from tests.trace.models import MODELS, model
-from tests.trace.modules import MODULES, Rotated, made, with_attention
+from tests.trace.modules import MODULES, SINGLE, Rotated, made, with_attention
 
-_SINGLE = (
-    "Llama layer",
-    "Qwen3 layer",
-    "Gemma 2 layer",
-    "Phi-3 layer",
-    "T5 encoder block",
-)  # their norms and rotations are in FP32
 _CUTS = 6  # random ones of each module
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -64,7 +57,7 @@ def compared(run: ModuleRun, cuts: Mapping[str, Any], boundary: Any = None) -> l
 def test_any_legal_cut_gives_the_result_and_every_gradient(name: str):
     _, block, run = traced(name)
     chosen = random.Random(0)
-    bar = 1e-6 if name in _SINGLE else 1e-12
+    bar = 1e-6 if name in SINGLE else 1e-12
     for trial in range(_CUTS):
         cuts = random_cuts(block, chosen)
         boundary = {} if not block.block.takes or trial % 2 else {block.dims[block.block.takes[0]][0][0]: ("edp",)}
