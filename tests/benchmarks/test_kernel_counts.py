@@ -9,6 +9,7 @@ from autoshard.cost.sharded import ListedBlocks
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from benchmarks.kernel_counts import CASES, Count, counts, plan_of
+from tests.slower import rest_is_slow
 
 OFF = 0.15  # of the table at most: Inductor joins some of what it counts apart, and parts some sums
 
@@ -24,7 +25,9 @@ def tabled(plan: Plan, kind: str) -> Count:
     return found
 
 
-@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in CASES for kind in ("layer", "head")])
+@pytest.mark.parametrize(
+    ("name", "kind"), rest_is_slow([(name, kind) for name in CASES for kind in ("layer", "head")], 3)
+)
 def test_the_table_counts_what_compiled_functions_start(name: str, kind: str):
     model, text = CASES[name]
     plan = plan_of(model, text)

@@ -30,6 +30,7 @@ def measured(plan: Path, rows: Path, name: str, factor: float | None = None) -> 
     (rows / f"{name}.jsonl").write_text(json.dumps(encode(row)) + "\n", encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_rows_of_what_was_advised_lower_the_regret(typed: Typed) -> None:
     assert typed(f"plan {TINY}")[0] == 0
     measured(Path("plan.json"), Path("rows"), "first")
@@ -83,6 +84,7 @@ def test_dollars_are_said_for_the_whole_training(typed: Typed) -> None:
     assert re.search(r"\$[\d.,]+ per billion tokens, \$[\d,]+ in all", said)
 
 
+@pytest.mark.slow
 def test_runs_on_several_nodes_are_jobs(typed: Typed) -> None:
     question = "--model llama3-70b --nodes 16 --fix tp=8,mbs=1"
     said = typed(f"advise {DATA / 'trainium.jsonl'} {question} --run-nodes 4 --budget 1 --out adv")[1]

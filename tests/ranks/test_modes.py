@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._inductor import config
 
 import autoshard.commands.run as run_command
 import autoshard.engine.torch.generated as generated
@@ -263,8 +264,8 @@ def by_its_own_compiler() -> tuple[list[str], list[float], str]:
 
 def test_a_machine_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "no-such-compiler"))
-    assert missing_compiler("cpu") == "there is no C++ compiler on PATH"
+    with config.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        assert missing_compiler("cpu") == "there is no C++ compiler on PATH"
     assert "Triton" in missing_compiler("cuda")
 
 

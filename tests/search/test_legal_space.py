@@ -27,6 +27,7 @@ from tests.search.brute_force import (
     requests,
     says_something,
 )
+from tests.slower import rest_is_slow
 
 PINS = (
     *("", "tp=2", "sp=false", "sp=true", "tp=2,sp=false", "tp=1,sp=false", "zero=0", "zero=3", "pp=2,schedule=gpipe"),
@@ -100,7 +101,7 @@ def test_random_questions_are_filtered_as_their_points_are(request: Request):
     agrees(request)
 
 
-@pytest.mark.parametrize("pins", PINS)
+@pytest.mark.parametrize("pins", rest_is_slow(PINS, 12))
 def test_what_is_pinned_is_filtered_as_its_points_are(pins: str):
     request = ask("tiny-llama", global_batch=4, pins=pins)
     agrees(request)

@@ -214,7 +214,7 @@ def test_both_engines_are_searched_when_any_may_run_the_plan():
     [
         pytest.param(ask("mixtral-8x7b", "a100-80", 4, global_batch=128, pins="mbs=1"), marks=pytest.mark.slow),
         pytest.param(ask("mixtral-8x7b", "h100-80", 8, global_batch=32, seq_len=32768), marks=pytest.mark.slow),
-        ask("llama3-8b", "a100-80", 2, global_batch=128, pins="cp=1,mbs=1"),
+        pytest.param(ask("llama3-8b", "a100-80", 2, global_batch=128, pins="cp=1,mbs=1"), marks=pytest.mark.slow),
         ask("qwen3-8b", "trn1.32xlarge", 2),
     ],
     ids=["experts", "long experts", "copies of keys", "norms of heads"],

@@ -17,6 +17,7 @@ from autoshard.search.space import whole_space
 from autoshard.spec.workload import Precision
 from benchmarks.estimate_batch import evaluate
 from tests.cost.cases import ask, plan_of
+from tests.slower import rest_is_slow
 from tests.tabled import cutting_of
 
 SAMPLE = 6  # layouts of each case
@@ -61,7 +62,7 @@ def active(question):
     return replace(question, calibration=ACTIVE if question.cluster.engine == "nxd" else SLOW_VECTORS)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", rest_is_slow(CASES, 9))
 def test_a_batch_is_priced_as_the_tables_of_its_members(case):
     model, cluster, nodes, pins = CASES[case]
     precision = {"precision": NO_MASTERS} if "trn" in cluster and "zero=0" in pins else {}

@@ -86,10 +86,10 @@ def test_no_step_waits_for_a_store_that_is_away(
     """Nor is a checkpoint lost while tries go on."""
     monkeypatch.setattr(loop, "_RETRY_S", (0.3, 0.6))
     monkeypatch.setattr(storage, "TRIES_S", (0.1,) if lost else (0.1, 0.2, 0.4, 0.8, 1.6))
-    short = {"connect_timeout": 0.2, "read_timeout": 0.2, "retries": {"max_attempts": 0}}
+    short = {"connect_timeout": 0.6, "read_timeout": 0.6, "retries": {"max_attempts": 0}}
     monkeypatch.setitem(conf, "s3", {"config_kwargs": short})
     monkeypatch.setattr(S3FileSystem, "retries", 1)
-    disturbed(s3, tmp_path, steps=40, step_s=0.2, for_s=None if lost else 1.5)
+    disturbed(s3, tmp_path, steps=40, step_s=0.2, for_s=None if lost else 2.5)
 
 
 def test_a_store_that_cannot_be_used_is_found_before_the_first_step(
