@@ -1,5 +1,11 @@
-"""Exact minimisation of a sum of tables over a few variables each: variable elimination."""
+"""Minimisation of a sum of tables over a few variables each: variable elimination.
 
+It is exact where the joint tables stay small. Where they would not, a variable is minimised in several parts of its
+factors, each for itself (mini-buckets): the sum of these minima is a lower bound, and what the choices cost shows how
+much is left open.
+"""
+
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +20,10 @@ Values = NDArray[np.intp] | int
 COLUMN = "~"  # a variable that is never chosen: the number of a question, where many are answered at once; sorts last
 
 _CELLS = 1 << 17  # of a joint table that is held in one piece; measured: those that stay in a cache are the fastest
+# The most cells of all joint tables together, which take some seconds, and beyond that of the joint table of a part.
+# Measured: models with linear attention, whose joint tables would have 10^12 cells, are solved without a gap.
+CELLS = (1 << 30, 1 << 22)
+_LEAST = 1e-12  # share of a sum by which a change must lower it, so that rounding leads nowhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +79,7 @@ class EliminationStep:
 
     variables: tuple[str, ...]  # its own first, then its neighbours
     factors: tuple[CostFactor, ...]
-    least: Table
+    least: Table | None  # None where it was minimised in parts
 
     def best(self, choices: Mapping[str, Values]) -> Values:
         """Return the variable's best value, given the choices of its neighbours."""
@@ -82,14 +92,22 @@ class EliminationStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elimination:
-    """All variables minimised away, a step for each in order, and the least total cost."""
+    """All variables minimised away, a step for each in order, and the least total cost, or a bound below it."""
 
     sizes: Mapping[str, int]
     steps: tuple[EliminationStep, ...]
     cost: Any  # one for each column, if there are any
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the choices cost just this."""
+        return all(step.least is not None for step in self.steps)
+
     def choices(self) -> dict[str, Any]:
-        """Return the best choice of every variable, in every column if there are any; of equals the lowest number."""
+        """Return the best choice of every variable, in every column if there are any; of equals the lowest number.
+
+        Where it is not exact they are good choices.
+        """
         found: dict[str, Values] = {COLUMN: np.arange(self.sizes.get(COLUMN, 0))}
         for step in reversed(self.steps):
             found[step.variables[0]] = step.best(found)
@@ -103,6 +121,7 @@ class Elimination:
         >>> eliminate({"a": 2, "b": 2}, [cost]).least_totals()
         {'b': array([2., 1.]), 'a': array([1., 2.])}
         """
+        assert self.is_exact, "the least total of a value is not known"
         made_by = {id(step.least): step for step in self.steps}
         outside: dict[str, CostFactor] = {}  # of a step: the least cost of all that is in none of its factors
         totals: dict[str, Table] = {}
@@ -118,17 +137,19 @@ class Elimination:
                     np.minimum(here, joint.reduced(scope), out=here)
             totals[own], *sums = found
             for child, total in zip(children, sums, strict=True):
+                assert child.least is not None, "all steps are exact"
                 possible = np.isfinite(child.least)
                 less = np.where(possible, total - np.where(possible, child.least, 0.0), np.inf)
                 outside[child.variables[0]] = CostFactor(variables=child.variables[1:], table=less)
         return totals
 
 
-def eliminate(sizes: Mapping[str, int], factors: Sequence[CostFactor]) -> Elimination:
+def eliminate(sizes: Mapping[str, int], factors: Sequence[CostFactor], cells: tuple[int, int] = CELLS) -> Elimination:
     """Minimise one variable after the other away, always the one whose neighbours' joint table is smallest.
 
     The order depends on the variables of the factors alone, so that it is the same whatever the tables hold. The
-    variable ``COLUMN`` stays: there is an answer for each of its values.
+    variable ``COLUMN`` stays: there is an answer for each of its values. If all joint tables together have more
+    ``cells`` than the first number, those with more than the second are minimised in parts.
 
     >>> cost = CostFactor(variables=("a", "b"), table=np.array([[3.0, 1.0], [2.0, 5.0]]))
     >>> found = eliminate({"a": 2, "b": 2}, [cost])
@@ -139,38 +160,109 @@ def eliminate(sizes: Mapping[str, int], factors: Sequence[CostFactor]) -> Elimin
     steps: list[EliminationStep] = []
     free = tuple((name, size) for name, size in sizes.items() if name != COLUMN)
     scopes = tuple(tuple(name for name in factor.variables if name != COLUMN) for factor in factors)
-    for variable in _order(free, scopes):
+    order, needed = _order(free, scopes)
+    most = prod(sizes.values()) if needed <= cells[0] else cells[1]
+    for variable in order:
         mine = [factor for factor in pending if variable in factor.variables]
         mine = mine or [CostFactor(variables=(variable,), table=np.zeros(sizes[variable]))]
         pending = [factor for factor in pending if variable not in factor.variables]
-        variables = (variable, *sorted({name for factor in mine for name in factor.variables} - {variable}))
-        parts = [joint.table.min(axis=0) for _, joint in _pieces(variables, sizes, mine)]
-        least = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        steps.append(EliminationStep(variables=variables, factors=tuple(mine), least=least))
-        pending.append(CostFactor(variables=variables[1:], table=least))
+        parts = _parts(variable, sizes, mine, most)
+        least = [_minimised(variable, sizes, part) for part in parts]
+        pending += least
+        variables = _scope(variable, mine)
+        exact = least[0].table if len(least) == 1 else None
+        steps.append(EliminationStep(variables=variables, factors=tuple(mine), least=exact))
     cost = sum(factor.table for factor in pending)
     return Elimination(sizes=sizes, steps=tuple(steps), cost=cost if COLUMN in sizes else float(cost))
 
 
+def descended(choices: Mapping[str, int], factors: Sequence[CostFactor]) -> dict[str, int]:
+    """Change one choice at a time as long as that lowers the sum, or leaves fewer that are forbidden."""
+    touching: dict[str, list[CostFactor]] = defaultdict(list)
+    for factor in factors:
+        for name in factor.variables:
+            touching[name].append(factor)
+    found, waiting = dict(choices), dict.fromkeys(touching)
+    while waiting:
+        name = next(iter(waiting))
+        del waiting[name]
+        rows = [
+            np.moveaxis(one.table, one.variables.index(name), -1)[
+                tuple(found[other] for other in one.variables if other != name)
+            ]
+            for one in touching[name]
+        ]
+        forbidden = np.sum([np.isinf(row) for row in rows], axis=0)
+        total = np.sum([np.where(np.isinf(row), 0.0, row) for row in rows], axis=0)
+        best = min(range(len(total)), key=lambda value: (forbidden[value], total[value]))
+        now = found[name]
+        if (forbidden[best], total[best]) < (forbidden[now], total[now] * (1 - _LEAST)):
+            found[name] = best
+            waiting |= dict.fromkeys(other for one in touching[name] for other in one.variables if other != name)
+    return found
+
+
+def _scope(variable: str, factors: Sequence[CostFactor]) -> tuple[str, ...]:
+    return (variable, *sorted({name for factor in factors for name in factor.variables} - {variable}))
+
+
+def _minimised(variable: str, sizes: Mapping[str, int], factors: Sequence[CostFactor]) -> CostFactor:
+    """Return the least sum of factors over a variable, for each choice of its neighbours."""
+    variables = _scope(variable, factors)
+    parts = [joint.table.min(axis=0) for _, joint in _pieces(variables, sizes, factors)]
+    return CostFactor(variables=variables[1:], table=parts[0] if len(parts) == 1 else np.concatenate(parts))
+
+
+def _parts(
+    variable: str, sizes: Mapping[str, int], factors: Sequence[CostFactor], most: int
+) -> Sequence[Sequence[CostFactor]]:
+    """Return a variable's factors in parts whose joint tables have at most so many cells, all in one if they may be.
+
+    Costs are moved between the parts until each value has the same least cost in all of them. Then the parts agree
+    more often on the best value, and the sum of their minima is a higher bound.
+    """
+    found: list[list[CostFactor]] = []
+    for factor in sorted(factors, key=lambda one: -one.table.size):
+        joint = ((part, prod(sizes[name] for name in _scope(variable, [*part, factor]))) for part in found)
+        fitting = next((part for part, cells in joint if cells <= most), None)
+        if fitting is None:
+            found.append(fitting := [])
+        fitting.append(factor)
+    if len(found) == 1:
+        return [factors]
+    least = np.array([_of_values(variable, sizes, part) for part in found])
+    mean = least.mean(axis=0)
+    shifts = np.where(np.isfinite(mean), mean - np.where(np.isfinite(least), least, 0.0), np.inf)
+    return [[*part, CostFactor(variables=(variable,), table=shift)] for part, shift in zip(found, shifts, strict=True)]
+
+
+def _of_values(variable: str, sizes: Mapping[str, int], factors: Sequence[CostFactor]) -> Table:
+    """Return the least sum of factors for each value of a variable."""
+    variables = _scope(variable, factors)
+    pieces = (joint.reduced((variable,)) for _, joint in _pieces(variables, sizes, factors))
+    return np.min([*pieces], axis=0)
+
+
 @lru_cache(maxsize=64)  # problems of one block ask for the same order again and again
-def _order(sizes: tuple[tuple[str, int], ...], scopes: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
-    """Return the variables in the order of their elimination, of equals the first by name."""
+def _order(sizes: tuple[tuple[str, int], ...], scopes: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], int]:
+    """Return the variables in the order of their elimination, of equals the first by name, and the cells of it all."""
     size = dict(sizes)
     around = {name: {name} for name in size}
     for scope in scopes:
         for name in scope:
             around[name].update(scope)
     joint = {name: prod(size[other] for other in others) for name, others in around.items()}
-    found: list[str] = []
+    found, cells = list[str](), 0
     while joint:
         variable = min(joint, key=lambda name: (joint[name], name))
+        cells += joint[variable]
         others = around.pop(variable) - {variable}
         del joint[variable]
         for name in others:
             around[name] = (around[name] | others) - {variable}
             joint[name] = prod(size[other] for other in around[name])
         found.append(variable)
-    return tuple(found)
+    return tuple(found), cells
 
 
 def _pieces(

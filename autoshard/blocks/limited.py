@@ -9,12 +9,12 @@ split in two, and each half is reduced and bounded in the same way, the lowest b
 import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.blocks.elimination import CostFactor, Elimination, Table, eliminate
+from autoshard.blocks.elimination import CELLS, CostFactor, Elimination, Table, descended, eliminate
 
 MOST_SPLITS = 200  # measured: no block of a model has needed 20
 _TOLERANCE = 1e-9  # costs that differ by less are ties
@@ -42,18 +42,24 @@ class LimitedMinimum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Point:
-    """A choice for every variable, by its number among all values, with its cost and weight."""
+    """A choice for every variable, by its number among all values, with its cost and weight.
+
+    No choices have a sum of cost and priced weight below ``least``: where it ``is_exact``, these have just that.
+    """
 
     cost: float
     weight: float
     choices: Mapping[str, int]
+    least: float
+    is_exact: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bound:
     """A lower bound of the choices within a limit, the price that gives it, and the best point seen on the way.
 
-    ``edge`` holds the heavy and the light end of the hull's edge over the limit; None where the point is proven best.
+    ``edge`` holds the heavy and the light end of the hull's edge over the limit; None where no price is needed, or
+    sums are not minimised exactly, so that branching could leave out nothing.
     """
 
     best: _Point
@@ -68,9 +74,10 @@ class _Subproblem:
 
     numbers: Mapping[str, NDArray[np.intp]]
     factors: Sequence[CostFactor]
+    cells: tuple[int, int]
 
-    def minimised(self, price: float | None) -> Elimination:
-        """Minimise cost and priced weight; without a price weight alone, where what is forbidden stays forbidden."""
+    def priced(self, price: float | None) -> list[CostFactor]:
+        """Return cost and priced weight; without a price weight alone, where what is forbidden stays forbidden."""
         priced: list[CostFactor] = []
         for one in self.factors:
             table, weight = one.table, one.weight
@@ -79,17 +86,25 @@ class _Subproblem:
             elif price and weight is not None:
                 table = table + price * weight
             priced.append(CostFactor(variables=one.variables, table=table))
-        return eliminate({name: len(values) for name, values in self.numbers.items()}, priced)
+        return priced
+
+    def minimised(self, price: float | None) -> Elimination:
+        """Minimise cost and priced weight."""
+        priced = self.priced(price)
+        return eliminate({name: len(values) for name, values in self.numbers.items()}, priced, self.cells)
 
     def point(self, price: float | None) -> _Point:
         """Return the choices that minimise with a price, with their cost and weight."""
-        values, cost, weight = self.minimised(price).choices(), 0.0, 0.0
+        found = self.minimised(price)
+        values, cost, weight = found.choices(), 0.0, 0.0
+        if not found.is_exact:
+            values = descended(values, self.priced(price))
         for factor in self.factors:
             place = tuple(values[name] for name in factor.variables)
             cost += float(factor.table[place])
             weight += 0.0 if factor.weight is None else float(factor.weight[place])
         choices = {name: int(self.numbers[name][value]) for name, value in values.items()}
-        return _Point(cost=cost, weight=weight, choices=choices)
+        return _Point(cost=cost, weight=weight, choices=choices, least=found.cost, is_exact=found.is_exact)
 
     def where(self, kept: Mapping[str, NDArray[np.bool_]]) -> "_Subproblem":
         """Return the same with fewer values of some variables, those that ``kept`` marks."""
@@ -108,7 +123,7 @@ class _Subproblem:
             for one in self.factors
         ]
         numbers = {name: values[kept[name]] if name in kept else values for name, values in self.numbers.items()}
-        return _Subproblem(numbers=numbers, factors=factors)
+        return replace(self, numbers=numbers, factors=factors)
 
     def halves(self, heavy: _Point, light: _Point) -> Iterator["_Subproblem"]:
         """Yield both parts of a split between two points: of the variable whose values differ most in weight."""
@@ -133,16 +148,22 @@ class _Subproblem:
 
 
 def minimise_within(
-    sizes: Mapping[str, int], factors: Sequence[CostFactor], limit: float, *, most_splits: int = MOST_SPLITS
+    sizes: Mapping[str, int],
+    factors: Sequence[CostFactor],
+    limit: float,
+    *,
+    most_splits: int = MOST_SPLITS,
+    cells: tuple[int, int] = CELLS,
 ) -> LimitedMinimum:
-    """Return the least cost whose weight is at most the limit; exact unless that needs more splits than allowed.
+    """Return the least cost whose weight is at most the limit; exact unless that needs too many splits or ``cells``.
 
     >>> cost, weight = np.array([1.0, 2.0, 5.0]), np.array([9.0, 4.0, 3.0])
     >>> minimise_within({"a": 3}, [CostFactor(variables=("a",), table=cost, weight=weight)], 6.0)
     LimitedMinimum(cost=2.0, weight=4.0, choices={'a': 1}, bound=2.0, fits=True)
     """
     limit += _TOLERANCE * abs(limit)  # rounding of a sum is no overrun
-    whole = _Subproblem(numbers={name: np.arange(size) for name, size in sizes.items()}, factors=factors)
+    numbers = {name: np.arange(size) for name, size in sizes.items()}
+    whole = _Subproblem(numbers=numbers, factors=factors, cells=cells)
     first = _bounded(whole, limit)
     best, bound = first.best, first.bound
     if first.edge is not None and bound < _worst(best):
@@ -185,10 +206,11 @@ def _bounded(part: _Subproblem, limit: float) -> _Bound:
     """Walk along the hull to its edge over the limit."""
     heavy = part.point(0.0)
     if heavy.weight <= limit or not np.isfinite(heavy.cost):
-        return _Bound(best=heavy, bound=heavy.cost)
+        return _Bound(best=heavy, bound=heavy.cost if heavy.is_exact else heavy.least)
     light = best = part.point(None)
     if light.weight > limit:
-        return _Bound(best=light, bound=np.inf)
+        return _Bound(best=light, bound=np.inf if light.is_exact else heavy.least)
+    bound = heavy.least
     while True:
         price = (light.cost - heavy.cost) / (heavy.weight - light.weight)
         line = heavy.cost + price * heavy.weight
@@ -196,8 +218,10 @@ def _bounded(part: _Subproblem, limit: float) -> _Bound:
         here = point.cost + price * point.weight
         if point.weight <= limit and point.cost < best.cost:
             best = point
+        bound = max(bound, min(here if point.is_exact else point.least, line) - price * limit)
         if here >= line - _TOLERANCE * abs(line):
-            return _Bound(best=best, bound=min(here, line) - price * limit, price=price, edge=(heavy, light))
+            edge = (heavy, light) if point.is_exact else None
+            return _Bound(best=best, bound=bound, price=price, edge=edge)
         heavy, light = (point, light) if point.weight > limit else (heavy, point)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.blocks import elimination
-from autoshard.blocks.elimination import CostFactor, eliminate
+from autoshard.blocks.elimination import CostFactor, descended, eliminate
 from autoshard.blocks.limited import minimise_within
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -95,6 +95,38 @@ def test_tables_made_piece_by_piece_change_nothing(seed: int, cells: int) -> Non
     assert {name: table.tolist() for name, table in totals.items()} == {
         name: table.tolist() for name, table in whole.least_totals().items()
     }
+
+
+@given(seed=SEEDS, cells=st.integers(4, 40))
+def test_minimised_in_parts_there_is_a_bound_and_choices_are_near_it(seed: int, cells: int) -> None:
+    instance = random_instance(seed)
+    optimum = min(cost for cost, _ in every(instance))
+    found = eliminate(instance.sizes, instance.factors, (0, cells))
+    start = found.choices()
+    better = descended(start, instance.factors)
+    assert found.cost <= optimum + 1e-9
+    assert optimum - 1e-9 <= total(instance.factors, better)[0] <= total(instance.factors, start)[0] + 1e-9
+    assert not found.is_exact or found.cost == pytest.approx(optimum)
+    answer = minimise_within(instance.sizes, instance.factors, math.inf, cells=(0, cells))
+    assert answer.bound <= optimum + 1e-9 and answer.cost == pytest.approx(total(instance.factors, answer.choices)[0])
+
+
+@given(seed=SEEDS, share=st.floats(0, 1))
+def test_a_limit_is_kept_and_the_bound_is_true_in_parts(seed: int, share: float) -> None:
+    instance = random_instance(seed)
+    limit = binding_limit(instance, share)
+    optimum = min(cost for cost, weight in every(instance) if weight <= limit)
+    found = minimise_within(instance.sizes, instance.factors, limit, cells=(0, 8))
+    assert found.bound <= optimum + 1e-6
+    assert not found.fits or (found.weight <= limit + 1e-6 and found.cost >= optimum - 1e-6)
+
+
+def test_parts_leave_a_few_percent_where_tables_are_a_hundredth() -> None:
+    instance = entangled(3, 60, 12)
+    exact = eliminate(instance.sizes, instance.factors).cost
+    found = eliminate(instance.sizes, instance.factors, (0, 200))
+    assert not found.is_exact and 0.85 * exact < found.cost < exact
+    assert exact < total(instance.factors, descended(found.choices(), instance.factors))[0] < 1.06 * exact
 
 
 def test_a_variable_in_no_factor_takes_its_first_value() -> None:
