@@ -6,14 +6,15 @@ and the function that writes the MLP down. Texts of plans, schedules and graphs 
 """
 
 import hashlib
+import importlib
 import importlib.util
 import sys
 import traceback
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from autoshard.errors import Fault, InputError, file_faults, require
 
@@ -81,6 +82,27 @@ def require_extensions(provenance: Mapping[str, object]) -> None:
         faults.append(Fault(where="--extend", message=message))
     if faults:
         raise InputError(faults)
+
+
+def user_function(where: str, option: str) -> Callable[[], Any]:
+    """Return a function of a user's: ``FILE.py:FUNCTION``, or ``package.module:FUNCTION`` of what Python can import."""
+    name, _, function = where.rpartition(":")
+    forms = "Write FILE.py:FUNCTION or package.module:FUNCTION"
+    require((bool(name and function), option, f"{where} names no function. {forms}"))
+    if name.endswith(".py"):
+        path = Path(name)
+        require((path.is_file(), option, f"there is no file {name}"))
+        found = run_file(path.resolve(), f"autoshard_module_{path.stem}", f"{option} {path}")
+    else:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
+        try:
+            found = importlib.import_module(name)
+        except ImportError as error:
+            raise InputError.of(option, f"{name} cannot be imported: {error}") from None
+        finally:
+            sys.path.pop(0)
+    require((callable(getattr(found, function, None)), option, f"{name} has no function {function}"))
+    return getattr(found, function)
 
 
 def run_file(path: Path, name: str, where: str) -> types.ModuleType:

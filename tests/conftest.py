@@ -1,7 +1,7 @@
 """What every test may rely on: hypothesis profiles and golden files."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -44,5 +44,22 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
             path.write_text(text, encoding="utf-8")
         assert path.is_file(), f"no tests/golden/{name}: run pytest with --update-golden, then read it"
         assert text == path.read_text(encoding="utf-8"), f"not tests/golden/{name}: see --update-golden"
+
+    return compare
+
+
+@pytest.fixture
+def section_of_any_module(request: pytest.FixtureRequest) -> Callable[[str, Sequence[str]], None]:
+    """Compare lines with a section of docs/any-module.md between two marks; ``--update-golden`` writes the section."""
+    page = Path(__file__).parents[1] / "docs" / "any-module.md"
+
+    def compare(mark: str, lines: Sequence[str]) -> None:
+        text = page.read_text(encoding="utf-8")
+        before, _, rest = text.partition(f"<!-- {mark} -->")
+        _, _, after = rest.partition(f"<!-- /{mark} -->")
+        now = "\n".join([f"{before}<!-- {mark} -->", *lines, f"<!-- /{mark} -->{after}"])
+        if request.config.getoption("--update-golden"):
+            page.write_text(now, encoding="utf-8")
+        assert page.read_text(encoding="utf-8") == now, "type pytest --update-golden tests/trace"
 
     return compare

@@ -31,6 +31,7 @@ from autoshard.blocks.problem import (
     weights_of,
 )
 from autoshard.blocks.tensor_edge import TensorEdge
+from autoshard.errors import require
 from autoshard.graph.op import Op
 from autoshard.layout.layout import Cuts
 from autoshard.layout.sharding import RINGS
@@ -60,7 +61,8 @@ def solve(problem: OperatorProblem) -> OperatorSolution:
     """Find the cheapest cuts of a block within its memory limit."""
     tables = _Tables(problem)
     found = minimise_within(tables.sizes, tables.factors, problem.memory_limit_bytes)
-    assert math.isfinite(found.cost), "any layout can be changed into any other, so that some way must be left"
+    message = f"no layouts of {problem.block.kind} were found; its tensors are read by too many operations"
+    require((math.isfinite(found.cost), "block", message))  # where all is exact some way is always left
     tied = problem.tied
     like = {op.name: tied.get(op.name, op.name) for op in tables.flow.ops}
     rests = {name: tables.rests[found.choices.get(_rest_name(one), 0)] for name, one in like.items()}
@@ -232,14 +234,15 @@ class _Tables:
             for row, choice in enumerate(choices):
                 pending = choice.awaited(dims)
                 for column, rest in enumerate(self.rests):
+                    if not pending.issuperset(rest):
+                        time_s[row, column] = np.inf
+                        continue
                     if problem.state_bytes_per_weight:
                         states[row, column] += state_bytes(problem, weight, choice, rest)
-                    if not rest:
-                        time_s[row, column] += reduction_s(problem, weight, choice.cuts, sorted(pending))
-                    elif pending.issuperset(rest):
+                    if rest:
                         time_s[row, column] += gathered_s(problem, weight, choice, rest)
                     else:
-                        time_s[row, column] = np.inf
+                        time_s[row, column] += reduction_s(problem, weight, choice.cuts, sorted(pending))
         variables = (op.name, _rest_name(op.name))
         if problem.cuts_rest:
             self.sizes[_rest_name(op.name)] = len(self.rests)

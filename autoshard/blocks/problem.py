@@ -24,6 +24,7 @@ from autoshard.layout.sharding import RING_DIM, RINGS
 from autoshard.spec.workload import DTYPE_BYTES, Dtype
 
 Column = NDArray[np.float64]  # one number per choice; in columns of meshes, a row of them
+AtRest = Callable[[str, Layout, Atoms], Layout]  # of a weight that is used in a layout and rests over atoms
 Seconds = Callable[[Collective, Any], Any]  # a Collective and a rank's bytes where messages are largest; or columns
 
 
@@ -36,8 +37,8 @@ class OperatorProblem:
     ``boundary`` is the layout of the hidden state between blocks, in both directions. ``allowed`` lists the cuts of
     some operations; all others may have any legal one. ``tied`` operations have the choices of others, and choose as
     these do. ``memory_limit_bytes`` counts, on one rank, what the block keeps
-    from forward to backward and ``state_bytes_per_weight`` for every weight; with ``cuts_rest`` a weight may rest in
-    pieces on the ranks that use the same part of it.
+    from forward to backward and ``state_bytes_per_weight`` for every weight, of ``frozen`` ones what they are; with
+    ``cuts_rest`` a weight may rest in pieces on the ranks that use the same part of it.
     """
 
     block: Block
@@ -51,6 +52,8 @@ class OperatorProblem:
     allowed: Mapping[str, tuple[Cuts, ...]] = field(default_factory=dict[str, tuple[Cuts, ...]])
     memory_limit_bytes: float = math.inf
     state_bytes_per_weight: float = 0.0
+    frozen: frozenset[str] = frozenset()  # inputs that are weights without a gradient
+    at_rest: "AtRest | None" = None  # where weights cannot rest in every layout
     cuts_rest: bool = False
     tied: Mapping[str, str] = field(default_factory=dict[str, str])  # operations that are cut like others
     few: "OperatorProblem | None" = None  # the same with only some of the columns
@@ -163,7 +166,7 @@ def ring_of_s(problem: OperatorProblem, part: Op, cuts: Cuts) -> Number:
 
 def reduction_s(problem: OperatorProblem, weight: str, cuts: Cuts, pending: Sequence[str]) -> Number:
     """Return the time of summing a weight's gradient over ranks, once per step, as a share of one micro-batch."""
-    if not pending:
+    if not pending or weight in problem.frozen:
         return 0.0
     tensor, total = problem.block.tensors[weight], problem.block.tensors[f"{weight}.sum"]
     layout = OpChoice(cuts=cuts).layout(tensor.dims)
@@ -176,21 +179,28 @@ def gathered_s(problem: OperatorProblem, weight: str, choice: OpChoice, rest: Se
 
     The sums over ``rest`` are made in every micro-batch; what else the gradient awaits is summed once per step.
     """
-    tensor, total = problem.block.tensors[weight], problem.block.tensors[f"{weight}.sum"]
+    tensor = problem.block.tensors[weight]
     layout = choice.layout(tensor.dims)
     gather = Collective(kind="all_gather", dim=None, atoms=tuple(rest))
+    every_s = 2 * problem.seconds(gather, problem.local_bytes(layout, tensor.dtype))
+    if weight in problem.frozen:
+        return every_s
+    total = problem.block.tensors[f"{weight}.sum"]
     scatter = Collective(kind="reduce_scatter", dim=None, atoms=tuple(rest))
     others = sorted(choice.awaited(tensor.dims) - set(rest))
     once_s = reduction_s(problem, weight, choice.cuts, others) / problem.ranks(rest)
-    every_s = 2 * problem.seconds(gather, problem.local_bytes(layout, tensor.dtype))
     return once_s + every_s + problem.seconds(scatter, problem.local_bytes(layout, total.dtype))
 
 
-def state_bytes(problem: OperatorProblem, weight: str, choice: OpChoice, rest: Sequence[str]) -> Number:
+def state_bytes(problem: OperatorProblem, weight: str, choice: OpChoice, rest: Atoms) -> Number:
     """Return the memory of a weight, its gradient and its optimizer state."""
-    layout = choice.layout(problem.block.tensors[weight].dims)
-    count = problem.local_bytes(layout, "fp8")  # a byte each
-    return problem.state_bytes_per_weight * np.ceil(count / problem.ranks(rest))
+    tensor = problem.block.tensors[weight]
+    layout = choice.layout(tensor.dims)
+    if problem.at_rest:
+        count = problem.local_bytes(problem.at_rest(weight, layout, rest), "fp8")  # a byte each
+    else:
+        count = np.ceil(problem.local_bytes(layout, "fp8") / problem.ranks(rest))
+    return count * (DTYPE_BYTES[tensor.dtype] if weight in problem.frozen else problem.state_bytes_per_weight)
 
 
 def kept_bytes(problem: OperatorProblem, entry: Saved, choices: Sequence[OpChoice]) -> Column:
@@ -213,4 +223,5 @@ def local_columns(problem: OperatorProblem, choices: Sequence[Cuts], whole: Sequ
 
 def weights_of(problem: OperatorProblem, op: Op) -> tuple[str, ...]:
     """Return the weights that an operation reads."""
-    return tuple(name for name in op.inputs if problem.block.tensors[name].role == "parameter")
+    tensors = problem.block.tensors
+    return tuple(name for name in op.inputs if tensors[name].role == "parameter" or name in problem.frozen)

@@ -33,6 +33,7 @@ class TracedBlock:
     dims: Mapping[str, Positions]  # by tensor, as torch sees it: of parameters and inputs
     results: Mapping[str, tuple[str, Positions]]  # by place in what the module returns, or path of a buffer: a tensor
     modules: Mapping[str, tuple[str, Positions]]  # the results of submodules, by path
+    paths: Mapping[str, str]  # of the submodules that do the operations
     tied: Mapping[str, str]  # operations that are cut like others: those of equal submodules
 
 
@@ -83,13 +84,13 @@ class _Writer:
         }
         return TracedBlock(
             block=block, sizes=sizes, dims=laid_out, results=results, modules=modules,
-            tied=tied_operations(block, self.paths),
+            paths=self.paths, tied=tied_operations(block, self.paths),
         )  # fmt: skip
 
     def _given(self, value: Traced, uses: int) -> None:
         dims, b, trained = self._dims(value.dims), self.b, value in self.program.trained
-        if value.origin == "parameter" and trained:
-            name = b.weight(value.name, *dims)
+        if value.origin == "parameter":
+            name = b.add(value.name, dims, b.precision.weights, "parameter" if trained else "input")
             self.written[value] = b.emit(f"{name}_used", Alias(), name) if uses > 1 else name
         elif trained:
             self.written[value] = b.add(value.name, dims)
@@ -157,6 +158,7 @@ class _Writer:
             name=name, locals=found, dims=self._dims(steps[-1].makes.dims),
             dtype=self._dtype(steps[-1].makes), format=steps[-1].makes.format,
             whole=self._dims(sorted(whole & shown, key=lambda one: self.names[one])),
+            empty=self._dims(sorted((one for one in shown if not one.size), key=lambda one: self.names[one])),
         )  # fmt: skip
 
     def _read(self, read: Read) -> str:

@@ -56,8 +56,17 @@ def capture(
     ``hints`` names dims of inputs, by the name of the argument: {"x": ("batch", "seq", "hidden")}. ``results`` says
     which of several results are wanted, by their places in what the module returns.
     """
-    reader = ProgramReader(ExportedModule.of(module, inputs), hints or {})
-    for node in reader.exported.nodes:
+    return read(ExportedModule.of(module, inputs), hints, results)
+
+
+def read(
+    exported: ExportedModule,
+    hints: Mapping[str, Sequence[str]] | None = None,
+    results: Sequence[str] | None = None,
+) -> Captured:
+    """Read a module's forward pass as torch has exported it."""
+    reader = ProgramReader(exported, hints or {})
+    for node in exported.nodes:
         reader.add(node)
     return reader.captured(results)
 
@@ -74,7 +83,7 @@ class ProgramReader:
         self.kept_whole: list[str] = []
         self.numbers = itertools.count()
         floats = [one.dtype for _, one in exported.program.named_parameters() if one.is_floating_point()]
-        self.usual = floats[0] if floats else torch.float64  # format of numbers
+        self.usual = exported.call.autocast or (floats[0] if floats else torch.float64)  # format of numbers
         self.parameters = exported.paths
 
     def captured(self, wanted: Sequence[str] | None) -> Captured:
@@ -83,7 +92,7 @@ class ProgramReader:
         steps = _needed(self.steps, [one.read.value for one in results if one.read])
         read = {one.value for step in steps for one in step.reads} | {one.read.value for one in results if one.read}
         values = tuple(one for one in self.values if one in read)
-        trained = [one for one in values if self.parameters.get(one.name) in self.exported.trained]
+        trained = [one for one in values if self.parameters.get(one.name) in self.exported.call.trained]
         program = TracedProgram(
             values=values, steps=steps, results=results, kept_whole=tuple(self.kept_whole),
             trained=_reaching(steps, results, trained), modules=self._modules(),
@@ -143,7 +152,7 @@ class ProgramReader:
                 return
             path = [part for part in self.parameters[node.name].split(".") if not part.isdecimal()]
             hint = path[-2] if len(path) > 1 and path[-1] in ("weight", "bias") else path[-1]
-            self._value(node, "parameter", [hint] + ["" for _ in node.meta["val"].shape[1:]])
+            self._value(node, "parameter", [hint][: node.meta["val"].dim()])
         elif getattr(self.exported.arguments.get(node.name), "requires_grad", False):
             self._value(node, "carried", self.hints.get(node.name, ()))
 
@@ -226,15 +235,21 @@ class ProgramReader:
         if node.meta["val"].dtype == dtype:
             self.views[node] = view
             return
-        reading = Reading(view, list(view.positions))
+        self.formatted(node, Reading(view, list(view.positions)), dtype)
+
+    def formatted(self, node: Node, reading: Reading, dtype: torch.dtype, name: str = "") -> Reading:
+        """Return the numbers of a reading, which has this format, in the format of a node."""
+        if node.meta["val"].dtype == dtype:
+            return reading
         given = TensorPlace(0), node.meta["val"].dtype
-        self.step(node, ([reading], view.positions), sort="cheap", function=torch.Tensor.to, arguments=given)
+        found = self.step(
+            node, ([reading], reading.positions), sort="cheap", function=torch.Tensor.to, arguments=given, name=name
+        )
+        return Reading(found, list(reading.positions))
 
     def _is_wide(self, tensor: torch.Tensor) -> bool:
         """Say whether a module of 16 bits computes this in more."""
         return tensor.is_floating_point() and tensor.dtype.itemsize > self.usual.itemsize == 2
-
-    # what rules are made of
 
     def readings(self, node: Node) -> list[Reading]:
         """Return the tensors that a node reads, in the order of its arguments."""
@@ -302,6 +317,7 @@ class ProgramReader:
         name: str = "",
         number: int | None = None,
         products: Sequence[Sequence[Position]] = (),
+        format: torch.dtype | None = None,
     ) -> View:
         """Add an operation, and the value that it makes along these positions; one by number of several."""
         readings, made = found
@@ -313,8 +329,8 @@ class ProgramReader:
             name = f"{node.name}_{number}"
             function = function or functools.partial(_one_of, function=node.target, number=number)
         value = Traced(
-            number=next(self.numbers), name=name or node.name, positions=positions, origin="made", format=given.dtype,
-            is_index=not given.is_floating_point(), is_wide=self._is_wide(given),
+            number=next(self.numbers), name=name or node.name, positions=positions, origin="made",
+            format=format or given.dtype, is_index=not given.is_floating_point(), is_wide=self._is_wide(given),
         )  # fmt: skip
         for one in readings:
             note(-1 - one.view.value.number if one.renamed else one.view.value.number, one.positions)
@@ -364,7 +380,8 @@ def _needed(steps: Sequence[TracedStep], wanted: Iterable[Traced]) -> tuple[Trac
 
 def _reaching(steps: Sequence[TracedStep], results: Iterable[Result], trained: Iterable[Traced]) -> frozenset[Traced]:
     """Return which of the trained parameters and of the inputs with a gradient a gradient reaches."""
-    seeded = _needed(steps, [one.read.value for one in results if one.read and one.is_seeded])
+    passing = [step for step in steps if step.function is not torch.ops.aten.detach.default]
+    seeded = _needed(passing, [one.read.value for one in results if one.read and one.is_seeded])
     read = {read.value for step in seeded for read in step.reads}
     read |= {one.read.value for one in results if one.read and one.is_seeded}
     return frozenset(read & {*trained, *(one for one in read if one.origin == "carried")})

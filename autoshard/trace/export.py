@@ -5,7 +5,8 @@ import inspect
 import os
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,44 +18,86 @@ from autoshard.trace.nodes import Node, argument
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModuleCall:
+    """How a module is called, as far as what it computes depends on that."""
+
+    layout: tree.TreeSpec  # of the arguments
+    looks: tuple[Any, ...]  # shape and format of tensors, and the other arguments themselves
+    with_gradient: frozenset[int]  # which arguments get one
+    modes: tuple[bool, ...]  # of all submodules: whether they train
+    trained: frozenset[str]  # paths of the parameters that get a gradient
+    autocast: torch.dtype | None
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, layout: tree.TreeSpec, flat: Sequence[Any]) -> "ModuleCall":
+        """Return how a module is called just now."""
+        device = next((one.device.type for one in module.parameters()), "cpu")
+        casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        tensors = {number: one for number, one in enumerate(flat) if isinstance(one, torch.Tensor)}
+        return cls(
+            layout=layout,
+            looks=tuple((one.shape, one.dtype) if isinstance(one, torch.Tensor) else (type(one), one) for one in flat),
+            with_gradient=frozenset(
+                number for number, one in tensors.items() if one.requires_grad and torch.is_grad_enabled()
+            ),
+            modes=tuple(one.training for one in module.modules()),
+            trained=frozenset(path for path, one in module.named_parameters() if one.requires_grad),
+            autocast=torch.get_autocast_dtype(device) if casts else None,
+        )
+
+    def serves(self, other: "ModuleCall") -> bool:
+        """Say whether what was traced for this call computes another one; gradients may be left out."""
+        return self == replace(other, with_gradient=self.with_gradient) and self.with_gradient >= other.with_gradient
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExportedModule:
     """The graph of a module's forward pass for arguments of some shapes, with what a call must look like."""
 
     program: Any  # an ExportedProgram
     signature: inspect.Signature
-    layout: tree.TreeSpec  # of the arguments
+    call: ModuleCall
     examples: tuple[Any, ...]  # the arguments one by one; tensors on the meta device
-    training: bool
     paths: Mapping[str, str]  # of parameters, by placeholder; tied ones have the path of the first
-    trained: frozenset[str]  # paths of the parameters that get a gradient
+    own_gradients: tuple[str, ...]  # lines with functions whose backward pass is the user's own, and is not traced
 
     @classmethod
     def of(cls, module: torch.nn.Module, inputs: Sequence[Any] | Mapping[str, Any]) -> "ExportedModule":
         """Export a module for example inputs: positional ones, or a mapping of names."""
         signature = inspect.signature(module.forward)
-        flat, layout = _flat(signature, *((), inputs) if isinstance(inputs, Mapping) else (tuple(inputs), {}))
+        flat, layout = flattened(signature, *((), inputs) if isinstance(inputs, Mapping) else (tuple(inputs), {}))
+        return cls.called(module, signature, layout, flat)
+
+    @classmethod
+    def called(
+        cls, module: torch.nn.Module, signature: inspect.Signature, layout: tree.TreeSpec, flat: Sequence[Any]
+    ) -> "ExportedModule":
+        """Export a module for arguments one by one."""
         apart: list[Any] = []  # torch takes two arguments that are one object for one
         for one in flat:
             again = isinstance(one, torch.Tensor) and any(one is other for other in apart)
             apart.append(one.detach().clone().requires_grad_(one.requires_grad) if again else one)
         args, kwargs = tree.tree_unflatten(apart, layout)
         try:
-            program = torch.export.export(module, args, kwargs, strict=False)
+            with _own_gradients() as own_gradients:
+                program = torch.export.export(module, args, kwargs, strict=False)
         except GuardOnDataDependentSymNode as error:
             raise InputError.of(_own_line(error), "decides by numbers that only a run knows") from None
+        _inline(program.graph_module)
         if any(_changes_something(node) for node in program.graph_module.graph.nodes):
             program = program.run_decompositions({})  # which makes all changes in place results of their own
+        for path, one in [*program.named_parameters()]:  # or else it would hold all numbers of them
+            program.state_dict[path] = torch.nn.Parameter(one.to("meta"), requires_grad=one.requires_grad)
         first: dict[int, str] = {}  # tied weights are one parameter
         tied = {path: first.setdefault(id(one), path) for path, one in module.named_parameters(remove_duplicate=False)}
         specs = program.graph_signature.input_specs
         return cls(
             program=program,
             signature=signature,
-            layout=layout,
+            call=ModuleCall.of(module, layout, flat),
+            own_gradients=tuple(dict.fromkeys(own_gradients)),
             examples=tuple(one.to("meta") if isinstance(one, torch.Tensor) else one for one in flat),
-            training=module.training,
             paths={spec.arg.name: tied[str(spec.target)] for spec in specs if spec.kind.name == "PARAMETER"},
-            trained=frozenset(path for path, one in module.named_parameters() if one.requires_grad),
         )
 
     @property
@@ -74,8 +117,8 @@ class ExportedModule:
 
         Numbers may be in double instead if they are ``exact``.
         """
-        found, layout = _flat(self.signature, args, kwargs)
-        require((layout == self.layout, "inputs", "have another structure than the example inputs; shard again"))
+        found, layout = flattened(self.signature, args, kwargs)
+        require((layout == self.call.layout, "inputs", "have another structure than the example inputs; shard again"))
         own = dict(zip(self.arguments, found, strict=True))
         pairs = [(name, example, own[name]) for name, example in self.arguments.items()]
         pairs = [(name, one.double() if exact and _is_floating(one) else one, own) for name, one, own in pairs]
@@ -136,15 +179,63 @@ class ExportedModule:
             return part(*given)
 
 
+@contextmanager
+def _own_gradients() -> Iterator[list[str]]:
+    """Collect the lines that call functions with a backward pass of their own."""
+    base: Any = torch.autograd.Function
+    apply, found = base.__dict__["apply"], list[str]()
+
+    def noted(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if kind.__module__.partition(".")[0] != "torch":
+            found.append(f"{_line(traceback.extract_stack()[:-1])}: {kind.__name__}")
+        return apply.__func__(kind, *args, **kwargs)
+
+    base.apply = classmethod(noted)
+    try:
+        yield found
+    finally:
+        base.apply = apply
+
+
+def _inline(graph_module: torch.fx.GraphModule) -> None:
+    """Write what a module computes with gradients off, or on again, where it does so; without them it is constant."""
+    graph = graph_module.graph
+    for node in [one for one in graph.nodes if one.target is torch.ops.higher_order.wrap_with_set_grad_enabled]:
+        enabled, source, *given = node.args
+        inside: torch.fx.GraphModule = getattr(graph_module, source.target)
+        _inline(inside)
+        begun = inside.graph.find_nodes(op="placeholder")
+        copies = dict(zip(begun, given, strict=True))
+        with graph.inserting_before(node):
+            for one in inside.graph.nodes:
+                if one.op == "call_function":
+                    copies[one] = graph.node_copy(one, copies.__getitem__)
+            (output,) = inside.graph.find_nodes(op="output")
+            made = [copies[one] for one in output.args[0]]
+            for number, one in enumerate(made if not enabled else ()):
+                made[number] = graph.call_function(torch.ops.aten.detach.default, (one,))
+                made[number].meta = {**one.meta}
+        for reader in [*node.users]:
+            reader.replace_all_uses_with(made[reader.args[1]])
+            graph.erase_node(reader)
+        graph.erase_node(node)
+    graph_module.recompile()
+
+
 def _own_line(error: BaseException) -> str:
     """Return the last line of an error's way that is not torch's."""
-    own = [one for one in traceback.extract_tb(error.__traceback__) if f"{os.sep}torch{os.sep}" not in one.filename]
+    return _line(traceback.extract_tb(error.__traceback__))
+
+
+def _line(frames: Sequence[traceback.FrameSummary]) -> str:
+    own = [one for one in frames if f"{os.sep}torch{os.sep}" not in one.filename]
     return f'File "{own[-1].filename}", line {own[-1].lineno}, in {own[-1].name} {own[-1].line}'
 
 
-def _flat(
+def flattened(
     signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], tree.TreeSpec]:
+    """Return the arguments of a call one by one, and how they are laid out."""
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:

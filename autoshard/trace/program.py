@@ -141,7 +141,10 @@ class Reading:
 
 
 def agreed(readings: Sequence[Reading], rank: int, axes: Iterable[int]) -> list[Position]:
-    """Make the tensors agree along some axes of a result of this rank, counted from its end as broadcasting does."""
+    """Make the tensors agree along some axes of a result of this rank, counted from its end as broadcasting does.
+
+    Where one dim would stand on two axes, as in the differences of all pairs, the second is read under another name.
+    """
     made: list[Position] = []
     for axis in axes:
         together: Position = ()
@@ -150,8 +153,10 @@ def agreed(readings: Sequence[Reading], rank: int, axes: Iterable[int]) -> list[
             if own >= 0 and reading.positions[own]:
                 if together:
                     reading.agree(own, together)
-                else:
-                    together = reading.positions[own]
+                    continue
+                if {*leaves(reading.positions[own])} & {dim for position in made for dim in leaves(position)}:
+                    reading.rename(own)
+                together = reading.positions[own]
         made.append(together)
     return made
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten  # as torch.export lays inputs out
 
+from autoshard.errors import require
 from autoshard.graph.op import Array
 from autoshard.layout.interpret import Interpreter
 from autoshard.layout.program import Program
@@ -41,7 +42,7 @@ class ModuleRun:
         for name, one in own.items():
             wanted = isinstance(one, torch.Tensor) and name in traced.block.takes
             arguments[name] = one.detach().clone().requires_grad_() if wanted else one
-        args, kwargs = tree_unflatten(list(arguments.values()), exported.layout)
+        args, kwargs = tree_unflatten(list(arguments.values()), exported.call.layout)
         flat = iter(tree_flatten(module(*args, **kwargs))[0])
         changed = {name: one.clone() for name, one in module.named_buffers()}
         every = [changed[place] if is_buffer else next(flat) for place, _, is_buffer in exported.returned()]
@@ -57,6 +58,8 @@ class ModuleRun:
         wanted |= {name: arguments[name] for name in traced.block.takes}
         seeded = [self.results[name] for name in self.seeds]
         found = torch.autograd.grad(seeded, [*wanted.values()], [*self.seeds.values()], allow_unused=True)
+        finite = all(bool(one.isfinite().all()) for one in (*seeded, *found) if one is not None)
+        require((finite, "inputs", "make the module give NaN or infinity, which cannot be compared"))
         pairs = zip(wanted.items(), found, strict=True)
         self.gradients = {name: torch.zeros_like(one) if own is None else own for (name, one), own in pairs}
         for name, one in module.named_buffers():  # a proof leaves nothing behind

@@ -1,5 +1,6 @@
 """Torch functions as one operation of the graph: what a rank does on its parts, and the gradient by torch itself."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,9 @@ import torch
 
 from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, OpKind, Output, Tensor
 from autoshard.spec.workload import Dtype
+from autoshard.trace.local import NAMESPACE
 from autoshard.trace.nodes import filled
+from autoshard.trace.program import shown
 
 Positions = tuple[Dims, ...]  # of a tensor as torch sees it: each a product of dims
 
@@ -60,10 +63,16 @@ class Region(Differentiable):
     dtype: Dtype
     format: torch.dtype  # of the result, as the module has it
     whole: Dims
+    empty: Dims = ()  # those that have no numbers on any rank
 
     @property
     def label(self) -> str:
         return self.name
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it calls a function that the user marks, into which nothing of torch sees."""
+        return any(NAMESPACE in shown(one.function) for one in self.locals)
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         return (Output(dims=self.dims, dtype=self.dtype),)
@@ -78,7 +87,9 @@ class Region(Differentiable):
         """Run all functions on parts of these sizes; a rank without a part has nothing to run, or to add to a sum."""
         reads = [read for one in self.locals for read in one.reads]
         given = [dim for number, dims, _ in reads if number < len(tensors) for dim in dims]
-        if not all(sizes[dim] for dim in (*given, *self.dims)):  # which not all functions of torch take
+        if not all(
+            sizes[dim] for dim in (*given, *self.dims) if dim not in self.empty
+        ):  # which not all functions of torch take
             device = tensors[0].device if tensors else None
             return torch.zeros([sizes[dim] for dim in self.dims], dtype=self.format, device=device)
         found = list(tensors)
@@ -128,6 +139,9 @@ class RegionGradient(OpKind):
         upstream, *given = [torch.from_numpy(np.asarray(array, order="C")) for array in arrays]
         tape = Tape.of(self, given, call.sizes)
         return tuple(gradient.numpy() for gradient in tape.gradients(upstream))
+
+    def torch_kernel(self, call: Call) -> Callable[..., tuple[torch.Tensor, ...]]:
+        return lambda upstream, *given: Tape.of(self, given, call.sizes).gradients(upstream)
 
     def matrix_flops(self, call: Call) -> int:
         """Count each product of the forward pass twice."""
@@ -184,7 +198,7 @@ class Alias(Differentiable):
 
 
 def _lengths(positions: Positions, sizes: Mapping[str, int]) -> list[int]:
-    return [int(np.prod([sizes[dim] for dim in position], dtype=np.int64)) for position in positions]
+    return [math.prod(sizes[dim] for dim in position) for position in positions]
 
 
 def _along(tensor: torch.Tensor, dims: Dims, positions: Positions, sizes: Mapping[str, int]) -> torch.Tensor:

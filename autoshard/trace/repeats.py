@@ -60,6 +60,12 @@ def tied_operations(block: Block, paths: Mapping[str, str]) -> Mapping[str, str]
     return found
 
 
+def layer_of(path: str) -> str:
+    """Return the submodule of a list in which a path lies; nothing where it lies in none."""
+    match = _NUMBERED.match(path)
+    return f"{match[1]}.{match[2]}" if match else ""
+
+
 def _equal(paths: Mapping[str, str], sorts: Mapping[str, object]) -> Iterator[Sequence[Sequence[str]]]:
     """Yield the names of what stands in equal submodules of one list, in order, by submodule."""
     lists: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))

@@ -4,12 +4,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from autoshard.blocks.choices import op_cuts
 from autoshard.blocks.operators import OperatorSolution, solve
 from autoshard.blocks.problem import OperatorProblem
 from autoshard.blocks.shard_block import BlockSharding
@@ -18,6 +19,7 @@ from autoshard.cost.collective import Number, Ring, mesh_ring
 from autoshard.cost.compute import Rates
 from autoshard.errors import inside, nearest, require
 from autoshard.layout.layout import Collective, Cuts
+from autoshard.layout.legal import cut_operations
 from autoshard.layout.program import Compute, Given, Program
 from autoshard.layout.table import TableSetting, program_of, strategies, written
 from autoshard.plan.module_plan import ModulePlan
@@ -26,10 +28,12 @@ from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.workload import DTYPE_BYTES, Precision
 from autoshard.trace.blocks import TracedBlock, traced_block
-from autoshard.trace.capture import Captured, capture
+from autoshard.trace.capture import Captured, capture, read
+from autoshard.trace.export import ExportedModule
 from autoshard.trace.fingerprint import fingerprint
 from autoshard.trace.pins import Places, allowed_cuts
 from autoshard.trace.proof import ComparedTensor, ModuleRun
+from autoshard.trace.running.placing import resting
 
 _SIZE = re.compile(r"([A-Za-z_]\w*)=([0-9]{1,9})")
 _MOMENTS = 2  # of AdamW
@@ -109,6 +113,23 @@ class ModuleSharding:
         virtual = Mesh.virtual(**(sizes or {"ranks": 1}))
         return tuple(run.compare(self.program, virtual))
 
+    def again(self, exported: ExportedModule) -> "ModuleSharding":
+        """Shard the same module for another call: operations that both have are cut alike."""
+        places = [place for place, _, is_buffer in exported.returned() if not is_buffer]
+        results = [one for one in self.asked.results or () if one in places]
+        captured = read(exported, self.asked.hints, results or None)
+        problem, traced, laid = _asked(self.asked, captured, dict(self.mesh.axes))
+        axes, old = [atom for atom, size in laid.axes if size > 1], self.solution
+        ops = cut_operations(traced.block)
+        same = [op.name for op in ops if old.cuts.get(op.name) in op_cuts(traced.block, op, axes)]
+        new = old if len(same) == len(ops) else solve(problem)
+        cuts = {op.name: (old if op.name in same else new).cuts[op.name] for op in ops}
+        rests = {op.name: (old if op.name in same else new).rests.get(op.name, ()) for op in ops}
+        return replace(
+            self, captured=captured, traced=traced, problem=problem, solution=replace(new, cuts=cuts, rests=rests),
+            program=setting_of(problem).lowered(traced.block, cuts),
+        )  # fmt: skip
+
     def __str__(self) -> str:
         lines = [str(self.sharding), *(f"{path} [{', '.join(dims)}]" for path, dims in self.dims.items())]
         return "\n".join([*lines, *(f"kept whole: {line}" for line in self.kept_whole)])
@@ -138,7 +159,7 @@ def shard_module(  # noqa: PLR0913
     """
     asked = Asked(
         module=type(module).__name__, batch=batch, precision=precision,
-        cluster=cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster)),
+        cluster=cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster)), hints=hints, results=results,
     )  # fmt: skip
     captured = capture(module, inputs, hints, results)
     problem, traced, laid = _asked(asked, captured, sizes_of(mesh))
@@ -160,7 +181,9 @@ def sharding_of(
     node = load_cluster(plan.cluster, ranks=math.prod(plan.axes.values()) if plan.cluster == "local" else None)
     nodes = math.prod(plan.axes.values()) // node.num_ranks
     cluster = node if nodes == 1 else load_cluster(plan.cluster, nodes)
-    asked = Asked(module=plan.module, cluster=cluster, batch=plan.batch, precision=plan.precision)
+    asked = Asked(
+        module=plan.module, cluster=cluster, batch=plan.batch, precision=plan.precision, hints=None, results=results
+    )
     captured = capture(module, inputs, results=results)
     problem, traced, laid = _asked(asked, captured, plan.axes)
     same = fingerprint(traced) == plan.fingerprint
@@ -186,13 +209,24 @@ class Asked:
     cluster: Cluster
     batch: str
     precision: str
+    hints: Mapping[str, Sequence[str]] | None
+    results: Sequence[str] | None
 
 
 def _asked(asked: Asked, captured: Captured, sizes: Mapping[str, int]) -> tuple[OperatorProblem, TracedBlock, Mesh]:
+    message = (
+        "has a backward pass of its own, which is not traced; mark a function that calls it: @autoshard.local(...)"
+    )
+    require(*((False, "module", f"{line} {message}") for line in captured.exported.own_gradients))
     laid, numbers = Mesh.named(asked.cluster, sizes), Precision.named(asked.precision)
+    if captured.exported.call.autocast:
+        numbers = replace(numbers, activations="bf16")
     traced = traced_block(captured.program, numbers)
     problem = _problem(traced, asked.cluster, laid, numbers)
-    return replace(problem, boundary=_boundary(traced, laid, asked.batch)), traced, laid
+    frozen = frozenset(name for name in captured.parameters if traced.block.tensors[name].role == "input")
+    boundary = _boundary(captured, traced, laid, asked.batch)
+    at_rest = partial(resting, traced.dims, traced.sizes, dict(laid.axes))
+    return replace(problem, boundary=boundary, frozen=frozen, at_rest=at_rest), traced, laid
 
 
 def setting_of(problem: OperatorProblem) -> TableSetting:
@@ -255,14 +289,15 @@ def _problem(traced: TracedBlock, cluster: Cluster, mesh: Mesh, precision: Preci
     )
 
 
-def _boundary(traced: TracedBlock, mesh: Mesh, batch: str) -> Cuts:
-    """Cut the first dims of inputs with a gradient, and of results."""
+def _boundary(captured: Captured, traced: TracedBlock, mesh: Mesh, batch: str) -> Cuts:
+    """Cut the first dims of inputs with a gradient, and of results, but not of buffers."""
     sizes, axes = dict(mesh.axes), tuple(one for one in batch.split(".") if one)
     require(
         *((axis in sizes, "batch", f"{axis!r} is no axis of the mesh. {nearest(axis, list(sizes))}") for axis in axes)
     )
     real = tuple(axis for axis in axes if sizes[axis] > 1)
-    ends = [traced.dims[name] for name in traced.block.takes] + [positions for _, positions in traced.results.values()]
+    returned = [one.name for one in captured.program.results if one.name in traced.results and not one.is_buffer]
+    ends = [*(traced.dims[name] for name in traced.block.takes), *(traced.results[name][1] for name in returned)]
     first = {positions[0][0] for positions in ends if positions and positions[0]}
     return dict.fromkeys(sorted(first), real) if real else {}
 

@@ -2,30 +2,35 @@
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import TreeSpec, tree_map_only
 
 from autoshard.engine.base import HOST
-from autoshard.engine.placement import dims_of
 from autoshard.errors import InputError, require
 from autoshard.layout.layout import Layout
-from autoshard.layout.program import Value
 from autoshard.plan.module_plan import ModulePlan, load_module_plan
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.trace.export import ExportedModule, ModuleCall, flattened
 from autoshard.trace.fingerprint import fingerprint
-from autoshard.trace.placing import placeable, placements
 from autoshard.trace.region import Positions
-from autoshard.trace.running import RankProgram, Values, local_shape, run_steps
+from autoshard.trace.running.compiling import PassCompiler
+from autoshard.trace.running.rank_program import RankProgram, local_shape
+from autoshard.trace.running.runner import RankRunner
 from autoshard.trace.shard import Inputs, ModuleSharding, shard_module, sharding_of, sizes_of
 
+_MANY = 8
+_TOO_MANY = f"the module was traced for {_MANY} kinds of calls, which takes time and memory; pad inputs to fewer shapes"
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp32"}
 
 
@@ -36,6 +41,7 @@ def shard(
     *,
     cluster: Cluster | str = "local",
     plan: ModulePlan | str | Path | None = None,
+    compile: bool = False,
     **options: Any,
 ) -> torch.nn.Module:
     """Shard a module over the ranks of a mesh, in place, and return it.
@@ -43,7 +49,8 @@ def shard(
     Every rank calls this with the same module, example inputs and mesh: one to three axes of any names with their
     sizes, or a DeviceMesh. The module keeps its paths of parameters and its results; its parameters become DTensors.
     It takes the whole batch on every rank, and computes its part. ``cluster`` says on what prices are based, other
-    ``options`` are those of ``shard_module``; a ``plan`` that it has saved is executed as it is.
+    ``options`` are those of ``shard_module``; a ``plan`` that it has saved is executed as it is. With ``compile`` what
+    a rank computes between two collectives is compiled at the first call.
     """
     device_mesh = _device_mesh(module, mesh)
     names, count = device_mesh.mesh_dim_names, device_mesh.size()
@@ -61,195 +68,108 @@ def shard(
         require((written == own, "plan", f"is for the mesh {written}, not for {own}"))
         left = {*options} - {"results"}
         require(*((False, name, "is decided by the plan; leave it out") for name in sorted(left)))
-        return run_on(module, sharding_of(known, module, inputs, options.get("results")), device_mesh)
-    sharding = shard_module(
-        module, inputs, _cluster(cluster, count), sizes,
-        precision=_PRECISIONS[dtype], **options,
-    )  # fmt: skip
-    return run_on(module, sharding, device_mesh)
+        with _without_numbers(module, type(module), device_mesh.device_type):
+            sharding = sharding_of(known, module, inputs, options.get("results"))
+    else:
+        with _without_numbers(module, type(module), device_mesh.device_type):
+            sharding = shard_module(
+                module, inputs, _cluster(cluster, count), sizes, precision=_PRECISIONS[dtype], **options
+            )
+    return run_on(module, sharding, device_mesh, compiles=compile)
 
 
-def run_on(module: torch.nn.Module, sharding: ModuleSharding, device_mesh: DeviceMesh) -> torch.nn.Module:
+def run_on(
+    module: torch.nn.Module, sharding: ModuleSharding, device_mesh: DeviceMesh, *, compiles: bool = False
+) -> torch.nn.Module:
     """Let a module run as it was sharded on the ranks of a mesh; rank 0 gives the values of parameters and buffers."""
     _require_alike(sharding)
     dtype = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
-    program = RankProgram(sharding, device_mesh.get_rank(), torch.device(device_mesh.device_type), dtype)
+    device = torch.device(device_mesh.device_type)
+    program = RankProgram(sharding, device_mesh.get_rank(), device, dtype, compiles=compiles)
+    compiler = PassCompiler(device=device) if compiles else None
     _place_parameters(module, program, device_mesh)
-    runner = _Runner(module, program, device_mesh)
     kind = type(module)
     module.__class__ = type(f"Sharded{kind.__name__}", (ShardedModule, kind), {"__module__": kind.__module__})
-    object.__setattr__(module, "autoshard", runner)
+    object.__setattr__(module, "autoshard", ShardedCalls(kind, RankRunner(program, device_mesh, compiler)))
     return module
 
 
 class ShardedModule(torch.nn.Module):
     """A module whose forward pass is that of its sharded program."""
 
-    autoshard: "_Runner"
+    autoshard: "ShardedCalls"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the sharded program for the whole batch."""
         return self.autoshard(self, args, kwargs)
 
 
-class _Runner:
-    """Calls the program of a rank with parameters and inputs, and makes what the module returns."""
+class ShardedCalls:
+    """The programs of a module: for calls that differ in shapes, modes or formats it is traced again."""
 
-    def __init__(self, module: torch.nn.Module, program: RankProgram, device_mesh: DeviceMesh) -> None:
-        sharding = program.sharding
-        self.program, self.sharding, self.device_mesh = program, sharding, device_mesh
-        captured = sharding.captured
-        self.exported, self.traced = captured.exported, sharding.traced
-        apart = [one.otherwise for one in captured.program.results if one.read is None]
-        nodes = [*captured.inputs.values(), *(one for one in apart if isinstance(one, torch.fx.Node))]
-        self.nodes = {one.name: one for one in nodes if one.name not in captured.exported.paths}
-        self.part = self.exported.part([*self.nodes.values()])
-        self.results = {one.name: one for one in captured.program.results}
-        for place, (tensor, positions) in self.traced.results.items():
-            layout = program.program.results[tensor].layout
-            same = placeable(layout, positions, self.traced.sizes, program.atoms) == layout
-            require((same, f"results.{place}", "is cut as DTensor cannot say; choose another batch axis"))
+    def __init__(self, kind: type[torch.nn.Module], first: RankRunner) -> None:
+        self.kind, self.first, self.runners = kind, first, [first]
+        self.signature = first.exported.signature
 
     def __call__(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        call = "train" if self.exported.training else "eval"
-        require((module.training == self.exported.training, "module", f"was traced after .{call}(); call .{call}()"))
-        arguments = self.exported.flat(*tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs)))
-        buffers = dict(module.named_buffers())
-        nodes = dict(zip(self.nodes, self.exported.values(self.part, arguments, buffers), strict=True))
-        tensors = [module.get_parameter(one.path) for one in self.program.weights.values()]
-        tensors += [arguments[name] for name in self.traced.block.takes]
-        inputs = {name: nodes[name] for name in self.sharding.captured.inputs}
-        if torch.is_grad_enabled():
-            made: Sequence[Any] = _ShardedCall.apply(self, inputs, *tensors)  # pyright: ignore[reportUnknownMemberType]
-        else:
-            made = self.forward(inputs, tensors, None)
-        return self._returned(module, dict(zip(self.traced.block.gives, made, strict=True)), nodes, buffers)
+        """Run the program for a call like this."""
+        whole = tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
+        flat, layout = flattened(self.signature, *whole)
+        call = ModuleCall.of(module, layout, flat)
+        runner = next((one for one in self.runners if one.exported.call.serves(call)), None)
+        return (runner or self._added(module, layout, flat))(module, flat)
 
-    def _returned(
-        self,
-        module: torch.nn.Module,
-        made: Mapping[str, Any],
-        nodes: Mapping[str, Any],
-        buffers: Mapping[str, torch.Tensor],
-    ) -> Any:
-        """Return what the module returns, and write the buffers that it changes."""
-        flat: list[Any] = []
-        for place, result in self.results.items():
-            one = result.otherwise
-            if place in self.traced.results:
-                tensor, positions = self.traced.results[place]
-                one = self._as_torch(made[tensor], self.program.program.results[tensor].layout, positions)
-            elif isinstance(one, torch.fx.Node):
-                path = self.exported.paths.get(one.name)
-                one = module.get_parameter(path) if path else nodes[one.name]
-            if result.is_buffer:
-                buffers[place].copy_(one.detach())
-            else:
-                flat.append(one)
-        return self.exported.result(flat)
-
-    def _as_torch(self, local: torch.Tensor, layout: Layout, positions: Positions) -> torch.Tensor:
-        """Lay a rank's part of a result out as the module does; a DTensor where it is cut."""
-        order = [dims_of(layout).index(dim) for position in positions for dim in position]
-        one = local.permute(order).reshape(local_shape(self.program.place, layout, positions))
-        if not layout.cuts:
-            return one
-        sizes = self.traced.sizes
-        shape = torch.Size(math.prod(sizes[dim] for dim in position) for position in positions)
-        where = placements(layout, positions, sizes, self.program.atoms)
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(one, self.device_mesh, where, run_check=False, shape=shape, stride=stride)
-
-    def forward(
-        self, inputs: Mapping[str, torch.Tensor], tensors: Sequence[torch.Tensor], kept: Values | None
-    ) -> list[torch.Tensor]:
-        """Run the forward pass; what backward reads is added to ``kept``, if there will be one."""
-        program, block = self.program, self.traced.block
-        values = self._parameters(tensors)
-        for name, tensor in (*inputs.items(), *zip(block.takes, tensors[len(program.weights) :], strict=True)):
-            for value in self.program.given[name]:
-                values[value.name] = self._part_of(value, tensor.detach())
-        run_steps(program.forward_only if kept is None else program.forward, values)
-        if kept is not None:
-            kept.update((name, values[name]) for name in program.kept)
-        found: list[torch.Tensor] = []
-        for value in (program.program.results[name] for name in block.gives):
-            sums, maxima = (program.context.world.group(atoms) for atoms in (value.layout.sums, value.layout.maxima))
-            one = values[value.name]  # parts of a single number are still apart
-            one = sums.all_reduce(one.clone()) if sums else one
-            found.append(maxima.all_reduce(one.clone(), largest=True) if maxima else one)
-        return found
-
-    def backward(
-        self, kept: Values, tensors: Sequence[torch.Tensor], upstream: Sequence[torch.Tensor | None]
-    ) -> list[Any]:
-        """Run the backward pass from the gradients of results to those of parameters and inputs."""
-        program, block = self.program, self.traced.block
-        values = {**kept, **self._parameters(tensors)}
-        for name, gradient in zip(block.gives, upstream, strict=True):
-            if f"d.{name}" in block.tensors:
-                layout = program.program.results[name].layout
-                zero = torch.zeros(program.place.shape(layout), dtype=tensors[0].dtype, device=tensors[0].device)
-                values[f"d.{name}"] = zero if gradient is None else gradient
-        run_steps(program.backward, values)
-        found: list[Any] = []
-        for weight, parameter in zip(program.weights.values(), tensors, strict=False):
-            if weight.made:
-                shape = local_shape(program.place, weight.rest, weight.positions)
-                found.append(_like(parameter, values[weight.gradient].reshape(shape).to(parameter.dtype)))
-            else:
-                found.append(None)
-        for name in block.takes:
-            value = program.program.results[block.given_back(name)]
-            whole = self._as_torch(values[value.name], value.layout, self.traced.dims[name])
-            found.append(whole.full_tensor() if isinstance(whole, DTensor) else whole)
-        return found
-
-    def _parameters(self, tensors: Sequence[torch.Tensor]) -> Values:
-        found: Values = {}
-        for weight, parameter in zip(self.program.weights.values(), tensors, strict=False):
-            assert isinstance(parameter, DTensor), f"{weight.path} is no DTensor any more"
-            local = cast(DTensor, parameter.detach()).to_local()
-            found[weight.start] = local.reshape(self.program.place.shape(weight.rest))
-        return found
-
-    def _part_of(self, value: Value, whole: torch.Tensor) -> torch.Tensor:
-        """Return a rank's part of an input as the program takes it."""
-        dims = [dim for position in self.traced.dims[value.tensor] for dim in position]
-        laid = whole.reshape([self.traced.sizes[dim] for dim in dims])
-        laid = laid.permute([dims.index(dim) for dim in dims_of(value.layout)])
-        for axis, (start, stop) in enumerate(self.program.place.bounds(value.layout)):
-            laid = laid.narrow(axis, start, stop - start)
-        return laid
+    def _added(self, module: torch.nn.Module, layout: TreeSpec, flat: Sequence[Any]) -> RankRunner:
+        """Trace the module again; its parameters stay where they are."""
+        with _without_numbers(module, self.kind, self.first.device_mesh.device_type):
+            exported = ExportedModule.called(module, self.signature, layout, flat)
+        sharding, first = self.first.sharding.again(exported), self.first.program
+        _require_alike(sharding)
+        formats = first.context.formats
+        program = RankProgram(
+            sharding, first.place.rank, formats.device, torch.float64 if formats.exact else torch.float32,
+            compiles=self.first.compiler is not None, world=first.context.world,
+        )  # fmt: skip
+        self.runners.append(RankRunner(program, self.first.device_mesh, self.first.compiler))
+        if len(self.runners) == _MANY:
+            warnings.warn(_TOO_MANY, stacklevel=3)
+        return self.runners[-1]
 
 
-class _ShardedCall(torch.autograd.Function):
-    """Forward and backward of a sharded program as one operation of autograd."""
+@contextmanager
+def _without_numbers(module: torch.nn.Module, kind: type[torch.nn.Module], device: str) -> Iterator[None]:
+    """Let a module be traced: as its own class, with whole parameters that have no numbers.
 
-    @staticmethod
-    def forward(ctx: Any, runner: _Runner, inputs: Mapping[str, torch.Tensor], *tensors: torch.Tensor) -> Any:  # pyright: ignore
-        ctx.runner, ctx.tensors, ctx.kept = runner, tensors, Values()
-        found = runner.forward(inputs, tensors, ctx.kept)
-        block = runner.traced.block
-        constant = [one for name, one in zip(block.gives, found, strict=True) if f"d.{name}" not in block.tensors]
-        ctx.mark_non_differentiable(*constant)
-        ctx.set_materialize_grads(False)
-        return tuple(found)
+    What lies on the meta device is traced as if it lay on ``device``.
+    """
+    own, mode, fakes = type(module), FakeTensorMode(allow_non_fake_inputs=True), dict[int, torch.Tensor]()
 
-    @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if ctx.kept is None:
-            raise RuntimeError("a sharded module has run backward for this result already; call it again")
-        kept, ctx.kept = ctx.kept, None
-        return None, None, *ctx.runner.backward(kept, ctx.tensors, upstream)
+    def fake(one: torch.Tensor) -> torch.Tensor:
+        if id(one) not in fakes:
+            where = torch.device(device) if one.is_meta else one.device
+            with mode:
+                whole = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=where)
+                is_parameter = isinstance(one, torch.nn.Parameter)
+                fakes[id(one)] = torch.nn.Parameter(whole, requires_grad=one.requires_grad) if is_parameter else whole
+        return fakes[id(one)]
 
-
-def _like(parameter: torch.Tensor, local: torch.Tensor) -> DTensor:
-    assert isinstance(parameter, DTensor), "parameters of a sharded module are DTensors"
-    return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
-        stride=parameter.stride(),
-    )  # fmt: skip
+    spaces: list[dict[str, Any]] = [
+        space
+        for one in module.modules()
+        for space in (one._parameters, one._buffers)  # pyright: ignore[reportPrivateUsage]
+    ]
+    kept = [{**space} for space in spaces]
+    try:
+        module.__class__ = kind
+        for space in spaces:
+            for name, one in space.items():
+                if isinstance(one, torch.nn.Parameter) or (one is not None and one.is_meta):
+                    space[name] = fake(one)
+        yield
+    finally:
+        for space, named in zip(spaces, kept, strict=True):
+            space.update(named)
+        module.__class__ = own
 
 
 def _place_parameters(module: torch.nn.Module, program: RankProgram, device_mesh: DeviceMesh) -> None:
@@ -292,7 +212,9 @@ def _device_mesh(module: torch.nn.Module, mesh: DeviceMesh | Mapping[str, int] |
         require((in_order, "mesh", "must have all ranks in their order"))
         return mesh
     sizes, ranks = sizes_of(mesh), dist.get_world_size() if dist.is_initialized() else None
-    device = next((one.device.type for one in module.parameters()), "cpu")
+    device = next((one.device.type for one in module.parameters()), HOST)
+    if device == "meta":
+        device = accelerator.type if (accelerator := torch.accelerator.current_accelerator()) else HOST
     try:
         found = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     except (ValueError, RuntimeError) as error:

@@ -1,15 +1,12 @@
 """The proof of a saved plan of a module: its lines, executed on virtual ranks, against torch's own numbers in FP64."""
 
 import copy
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only  # as torch.export lays arguments out
 
 from autoshard.errors import require
-from autoshard.extensions import run_file
+from autoshard.extensions import user_function
 from autoshard.plan.module_plan import ModulePlan
 from autoshard.trace.proof import ComparedTensor
 from autoshard.trace.shard import sharding_of
@@ -19,7 +16,7 @@ BAR = 1e-5  # modules round to FP32 inside, here and there
 
 def proven_plan(plan: ModulePlan, where: str) -> tuple[ComparedTensor, ...]:
     """Trace a module that ``FILE.py:FUNCTION`` makes, and compare what its plan computes with what it computes."""
-    made = _function(where)()
+    made = user_function(where, "--module")()
     fits = isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module)
     require((fits, "--module", f"{where} must return a module and its example inputs"))
     module, inputs = made
@@ -31,14 +28,3 @@ def proven_plan(plan: ModulePlan, where: str) -> tuple[ComparedTensor, ...]:
     found = sharding_of(plan, module, inputs)
     exact = tree_map_only(torch.Tensor, lambda one: one.double() if one.is_floating_point() else one, inputs)
     return found.prove(copy.deepcopy(module).double(), exact)
-
-
-def _function(where: str) -> Callable[[], Any]:
-    name, colon, function = where.rpartition(":")
-    path = Path(name)
-    require(
-        (bool(colon) and path.is_file(), "--module", f"{where} names no function of a file. Write FILE.py:FUNCTION")
-    )
-    found = run_file(path.resolve(), f"autoshard_module_{path.stem}", f"--module {path}")
-    require((callable(getattr(found, function, None)), "--module", f"{path} has no function {function}"))
-    return getattr(found, function)

@@ -116,6 +116,28 @@ class Scan(nn.Module):
         return x + self.out(state * torch.tanh(u))
 
 
+class LinearAttention(nn.Module):
+    """Attention whose decay is that of all pairs of tokens, after a table that has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(numbers(6, 16), requires_grad=False)
+        self.into, self.decay, self.out = nn.Linear(16, 48), nn.Linear(16, 4), nn.Linear(16, 16)
+        self.scale = nn.Parameter(numbers(16))
+
+    @torch.no_grad()
+    def places(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.table[torch.arange(length)].sin(), self.scale.abs()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places, size = self.places(x.shape[1])
+        q, k, v = (one.unflatten(-1, (4, 4)).transpose(1, 2) for one in self.into(x + places).chunk(3, -1))
+        sums = F.logsigmoid(self.decay(x)).cumsum(1).transpose(1, 2)
+        pairs = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).tril().exp().tril()
+        made = torch.baddbmm(x, (q @ k.mT * pairs @ v).transpose(1, 2).flatten(2), self.out.weight.expand(4, 16, 16))
+        return torch.maximum(made, x) * self.scale / size
+
+
 class Skips(nn.Module):
     """Convolutions with a long skip."""
 
@@ -404,6 +426,7 @@ MODULES: Mapping[str, Callable[[], Made]] = {
     "nanoGPT block": lambda: (GPTBlock(24, 4), (numbers(2, 10, 24),)),
     "ViT with a class token": lambda: (VisionTransformer(), (numbers(4, 3, 8, 8),)),
     "T5 encoder block": _t5,
+    "linear attention with decay": lambda: (LinearAttention(), (numbers(4, 6, 16),)),
     "selective scan": lambda: (SelectiveScan(), (numbers(2, 6, 8),)),
     "mixture of experts by masks": lambda: (Experts(), (numbers(2, 6, 8),)),
     "mixture of experts by slots": lambda: (SlotExperts(), (numbers(2, 6, 8),)),

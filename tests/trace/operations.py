@@ -62,7 +62,10 @@ def _over() -> Mapping[str, Sample]:
         "sum of all": (torch.sum, (x,)),
         "mean of all": (torch.mean, (x,)),
         "mean of the first": (lambda x: x.mean(0, keepdim=True), (x,)),
+        "cat with nothing": (lambda x: torch.cat([x.new_zeros(0), x], 1), (x,)),
         "topk": (lambda x: torch.topk(x, 3, 1)[0], (x,)),
+        "max of two": (torch.max, (x, n(6, 8))),
+        "differences of all pairs": (lambda x: x[:, :, None] - x[:, None], (n(4, 6),)),
         "norm": (lambda x: torch.linalg.vector_norm(x, dim=2), (x,)),
         "flip": (lambda x: x.flip(1), (x,)),
         "roll": (lambda x: x.roll(2, 1), (x,)),
@@ -86,6 +89,8 @@ def _views() -> Mapping[str, Sample]:
         "squeeze": (lambda x: x.squeeze(1), (n(4, 1, 6),)),
         "expand": (lambda x: x.expand(5, *x.shape) * 1, (n(4, 6),)),
         "broadcast_tensors": (lambda x, y: torch.mul(*torch.broadcast_tensors(x, y)), (n(4, 1), n(4, 6))),
+        "repeat_interleave": (lambda x: x.repeat_interleave(3, 1) * 1, (x,)),
+        "repeat": (lambda x: x.repeat(2, 1, 3, 1) * 1, (x,)),
         "slice": (lambda x: x[:, 1:4], (x,)),
         "select": (lambda x: x[:, 2], (x,)),
         "narrow": (lambda x: x.narrow(2, 1, 3), (x,)),
@@ -109,6 +114,7 @@ def _products() -> Mapping[str, Sample]:
         "linear": (F.linear, (n(4, 6, 8), n(10, 8))),
         "linear with bias": (F.linear, (n(4, 6, 8), n(10, 8), n(10))),
         "addmm": (torch.addmm, (n(10), n(6, 8), n(8, 10))),
+        "baddbmm": (lambda a, x, y: torch.baddbmm(a, x, y, alpha=0.5, beta=2), (n(4, 1, 10), n(4, 6, 8), n(4, 8, 10))),
         "matmul": (torch.matmul, (n(4, 6, 8), n(8, 10))),
         "matmul of many": (torch.matmul, (n(3, 4, 6, 8), n(3, 4, 8, 10))),
         "matmul of a vector": (torch.matmul, (n(4, 6, 8), n(8))),
@@ -152,6 +158,12 @@ def _images() -> Mapping[str, Sample]:
         "rms_norm": (lambda x, w: F.rms_norm(x, (8,), w), (line, n(8))),
         "group_norm": (lambda x, w: F.group_norm(x, 3, w), (x, n(6))),
         "batch_norm": (lambda x, m: F.batch_norm(x, m.detach(), m.detach() ** 2, m, m), (x, n(6))),
+        "batch_norm beside a change in place": (
+            lambda x, m: torch.ops.aten._native_batch_norm_legit_no_training(
+                x, m, m, m.detach(), m.detach() ** 2, 0.1, 1e-5
+            )[0],
+            (x, n(6)),
+        ),
         "batch_norm in training": (lambda x: F.batch_norm(x, None, None, training=True), (x,)),
     }
 
@@ -160,10 +172,12 @@ def _indexing() -> Mapping[str, Sample]:
     x, places = n(4, 6, 8), rows(5, below=6)
     return {
         "embedding": (lambda w, i: F.embedding(i, w), (n(10, 8), rows(4, 6, below=10))),
+        "embedding of one row": (lambda w, i: F.embedding(i, w), (n(1, 8), rows(4, 6, below=1))),
         "embedding with padding": (lambda w, i: F.embedding(i, w, padding_idx=0), (n(10, 8), rows(4, 6, below=10))),
         "one_hot": (lambda x: F.one_hot(x.argmax(-1), 8) * 1.0, (x,)),
         "index_select": (lambda x, i: x.index_select(1, i), (x, places)),
         "index": (lambda x, i: x[:, i], (x, places)),
+        "index of two": (lambda x, i, j: x[:, i, j], (x, rows(3, 5, below=6), rows(5, below=8))),
         "gather": (lambda x, i: x.gather(1, i), (x, rows(4, 5, 8, below=6))),
         "scatter": (
             lambda x, i, y: x.scatter(1, i, y),

@@ -21,6 +21,7 @@ from autoshard.trace.proof import ModuleRun
 from autoshard.trace.shard import ModuleSharding, shard_module
 from autoshard.trace.sharded import run_on
 from tests.ranks.spawn import on_ranks
+from tests.slower import rest_is_slow
 from tests.trace.models import MODELS, mixtral, model
 from tests.trace.test_sharded import cut_at_random
 
@@ -39,7 +40,10 @@ def bar(name: str) -> float:
     return 1e-12 if name in _DOUBLE else 1e-6
 
 
-@pytest.mark.parametrize("name", MODELS)
+_SHORT = ("Llama", "Gemma 2", "ViT", "Mixtral")
+
+
+@pytest.mark.parametrize("name", rest_is_slow([*_SHORT, *(name for name in MODELS if name not in _SHORT)], len(_SHORT)))
 def test_whole_models_are_solved_and_proven_with_any_cuts(name: str):
     module, inputs, found = sharded(name, 4, None)
     block, program = found.traced.block, found.captured.program

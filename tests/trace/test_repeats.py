@@ -48,6 +48,7 @@ def test_equal_layers_are_decided_once_and_cost_as_much_as_if_each_were_free():
     assert found.solution.kept_bytes == pytest.approx(free.kept_bytes, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_limit_of_memory_counts_every_layer():
     found = sharded(4)
     less = replace(found.problem, memory_limit_bytes=0.7 * found.solution.kept_bytes)

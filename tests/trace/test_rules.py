@@ -120,6 +120,7 @@ _ROWS = "a rank looks up the rows that it has, and others give zeros"
 _GROUPS = "groups of channels are cut, and the function is told their number"
 _LOCAL = "DTensor lacks it, though nothing is sent"
 _FLAT = "DTensor merges axes first, and cannot cut the inner one"
+_LONGER = "a part of the result is longer than that of the input, which the oracle does not try"
 MORE: Mapping[str, Mapping[str, str]] = {
     "probing": {
         **dict.fromkeys(("view", "view apart", "view otherwise", "flatten", "unflatten"), _FACTOR),
@@ -128,7 +129,9 @@ MORE: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("l1_loss", "smooth_l1_loss", "huber_loss"), _COUNT),
         "copy": "torch does not differentiate it",
         "embedding": _ROWS,
+        "embedding of one row": "the oracle draws numbers of rows that are not there",
         "group_norm": _GROUPS,
+        "repeat_interleave": _LONGER,
         "pow": "some of the oracle's numbers overflow",
     },
     "dtensor": {
@@ -138,8 +141,11 @@ MORE: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("attention with a mask", "causal attention"), _FLAT),
         **dict.fromkeys(("conv1d", "conv2d", "conv3d", "conv_transpose2d"), "DTensor cuts a batch alone"),
         **dict.fromkeys(("tril", "triu", "batch_norm", "broadcast_tensors", "new_ones"), _LOCAL),
+        "batch_norm beside a change in place": _LOCAL,
+        "cat with nothing": "DTensor gathers it",
         "embedding": _ROWS,
         "group_norm": _GROUPS,
+        "repeat_interleave": _LONGER,
     },
 }
 _HEADS = "kernels of attention take keys and values of one length"

@@ -2,9 +2,8 @@
 
 import functools
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,7 +65,9 @@ def test_any_legal_cut_gives_the_result_and_every_gradient(name: str):
         assert max(one.error for one in found) < bar, [one for one in found if one.error >= bar]
 
 
-def test_the_table_of_modules_in_the_docs_is_what_the_tests_see(request: pytest.FixtureRequest):
+def test_the_table_of_modules_in_the_docs_is_what_the_tests_see(
+    section_of_any_module: Callable[[str, Sequence[str]], None],
+):
     rows = ["| module | operations | dims | kept whole |", "| --- | ---: | ---: | ---: |"]
     seen = {name: traced(name)[:2] for name in MODULES}
     for name in MODELS:
@@ -76,13 +77,7 @@ def test_the_table_of_modules_in_the_docs_is_what_the_tests_see(request: pytest.
         count = len(cut_operations(block.block))
         dims = len({dim for tensor in block.block.tensors.values() for dim in tensor.dims})
         rows.append(f"| {name} | {count} | {dims} | {len(captured.program.kept_whole)} |")
-    page = Path(__file__).parents[2] / "docs" / "any-module.md"
-    before, _, rest = page.read_text(encoding="utf-8").partition("<!-- modules -->")
-    after = rest.partition("<!-- /modules -->")[2]
-    made_now = f"{before}<!-- modules -->\n" + "\n".join(rows) + f"\n<!-- /modules -->{after}"
-    if request.config.getoption("--update-golden"):
-        page.write_text(made_now, encoding="utf-8")
-    assert page.read_text(encoding="utf-8") == made_now, "type pytest --update-golden tests/trace"
+    section_of_any_module("modules", rows)
 
 
 @pytest.mark.parametrize("name", ["Llama layer", "MLP-Mixer", "language model with loss", "BERT layer with padding"])
@@ -171,6 +166,48 @@ class Branches(torch.nn.Module):
         return -x
 
 
+class Straight(torch.autograd.Function):
+    """Rounds, and passes gradients on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient
+
+
+class RoundedStraight(torch.nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return Straight.apply(super().forward(input))  # pyright: ignore
+
+
+class Nothing(torch.nn.Module):
+    """A weight with no row, as of a model whose two sizes are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.more = torch.nn.Linear(4, 6, bias=False), torch.nn.Parameter(torch.ones(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ torch.cat([self.own.weight, self.more]).T
+
+
+def test_a_weight_without_numbers_changes_nothing():
+    module, x = Nothing().double(), torch.randn(4, 4, dtype=torch.float64)
+    found = shard_module(module, [x], load_cluster("local", ranks=4), "tp=4")
+    assert {one.name for one in found.prove(module, [x])} >= {"result", "p_own_weight.sum"}
+    assert max(one.error for one in found.prove(module, [x])) < 1e-12
+
+
+def test_a_module_that_gives_no_numbers_proves_nothing():
+    module, x = torch.nn.Linear(4, 4).double(), torch.full((4, 4), torch.inf, dtype=torch.float64)
+    found = shard_module(module, [x], load_cluster("local", ranks=4), "tp=4")
+    with pytest.raises(InputError, match="inputs: make the module give NaN or infinity"):
+        found.prove(module, [x])
+
+
 @pytest.mark.parametrize(
     ("module", "complaint"),
     [
@@ -183,6 +220,13 @@ class Branches(torch.nn.Module):
 def test_what_cannot_be_traced_is_refused_by_name(module: torch.nn.Module, complaint: str):
     with pytest.raises(InputError, match=complaint):
         capture(module.train(), (torch.randn(2, 4),))
+
+
+def test_a_backward_pass_of_the_users_own_is_read_and_not_sharded():
+    module, x = RoundedStraight(4, 4), torch.randn(2, 4)
+    assert [step.name for step in capture(module, [x]).program.steps][-1] == "round_1"
+    with pytest.raises(InputError, match=r"Straight.apply\(super.*: Straight has a backward pass of its own"):
+        shard_module(module, [x], load_cluster("local", ranks=4), "tp=4")
 
 
 class Traps(torch.nn.Module):

@@ -196,17 +196,23 @@ class World:
 
     @classmethod
     def build(
-        cls, mesh: Mesh, atoms: Iterable[tuple[str, ...]], backend: str | None, activity: RankActivity
+        cls,
+        mesh: Mesh,
+        atoms: Iterable[tuple[str, ...]],
+        backend: str | None,
+        activity: RankActivity,
+        known: Mapping[tuple[str, ...], RankGroup] | None = None,
     ) -> "World":
-        """Make the groups of these atoms, and channels if messages have a ``backend`` of their own.
+        """Make the groups of these atoms that are not ``known``, and channels if messages have their own ``backend``.
 
         Every rank of the running torch world calls this with the same arguments.
         """
         assert dist.get_world_size() == mesh.num_ranks, f"{dist.get_world_size()} processes for {mesh}"
         rank, sent_bytes = dist.get_rank(), Counter[str]()
         handles: dict[tuple[int, ...], object] = {}  # torch gives a number to who is no member
-        groups: dict[tuple[str, ...], RankGroup] = {}
-        for names, ranks in ((one, ranks) for one in sorted(set(atoms) - {()}) for ranks in mesh.groups(one)):
+        groups = dict(known or {})
+        new = sorted(set(atoms) - {(), *groups})
+        for names, ranks in ((one, ranks) for one in new for ranks in mesh.groups(one)):
             members = tuple(sorted(ranks))
             if len(members) > 1 and members not in handles:
                 handles[members] = dist.new_group(list(members))

@@ -12,16 +12,19 @@ if TYPE_CHECKING:
 Rule = Callable[["ProgramReader", Node], None]
 _BY_RULE: Mapping[Rule, tuple[str, ...]] = {
     views.reshape: ("view", "view_as", "reshape", "reshape_as", "_unsafe_view", "flatten", "unflatten"),
-    views.moved: ("transpose", "permute", "t", "numpy_T"),
+    views.moved: ("transpose", "permute", "t", "numpy_T", "mT"),
     views.squeezed: ("unsqueeze", "squeeze"),
     views.expanded: ("expand", "expand_as", "broadcast_to", "broadcast_tensors"),
+    views.repeated: ("repeat_interleave", "repeat"),
     views.copied: ("copy",),
-    views.filled: ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"),
+    views.filled: (
+        "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty",
+    ),
     views.sliced: ("slice", "select", "narrow"),
     views.parted: ("split", "split_with_sizes", "chunk", "unbind"),
     views.joined: ("cat", "stack"),
     products.linear: ("linear",),
-    products.addmm: ("addmm",),
+    products.addmm: ("addmm", "baddbmm"),
     products.matmul: ("matmul", "bmm", "mm", "mv", "dot"),
     products.einsum: ("einsum",),
     products.attention: ("scaled_dot_product_attention",),
@@ -38,7 +41,9 @@ _BY_RULE: Mapping[Rule, tuple[str, ...]] = {
     ),
     norms.layer_norm: ("layer_norm", "rms_norm"),
     norms.group_norm: ("group_norm",),
-    norms.batch_norm: ("batch_norm", "_native_batch_norm_legit_functional"),
+    norms.batch_norm: (
+        "batch_norm", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
+    ),
     images.convolution: tuple(f"conv{turned}{count}d" for turned in ("", "_transpose") for count in (1, 2, 3)),
     images.beside: (
         "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d",

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from autoshard.trace.dims import fresh
 from autoshard.trace.nodes import Node, argument
+from autoshard.trace.program import agreed
 
 if TYPE_CHECKING:
     from autoshard.trace.capture import ProgramReader
@@ -12,8 +13,9 @@ if TYPE_CHECKING:
 def embedding(reader: "ProgramReader", node: Node) -> None:
     """Take rows of a table."""
     table, index = reader.readings(node)
-    if argument(node, "padding_idx") not in (None, -1) or argument(node, "scale_grad_by_freq"):
-        made = [*index.positions, table.positions[1]]  # whose gradient is not just that of the rows
+    is_padded = argument(node, "padding_idx") not in (None, -1)  # then the gradient is not just that of the rows
+    if is_padded or argument(node, "scale_grad_by_freq") or not table.positions[0]:
+        made = [*index.positions, table.positions[1]]
         reader.local(node, ([table, index], made), [table.positions[0]])
         return
     reader.step(node, ([table, index], [*index.positions, table.positions[1]]), sort="rows")
@@ -26,19 +28,20 @@ def one_hot(reader: "ProgramReader", node: Node) -> None:
 
 
 def taken(reader: "ProgramReader", node: Node) -> None:
-    """Take rows along one axis, which is needed whole: by numbers that are the same for all else."""
-    if node.target._opname == "index":
-        places = [place for place, one in enumerate(node.args[1]) if one is not None]
-        index = node.args[1][places[0]]
-        if len(places) > 1 or index.meta["val"].dtype.is_floating_point or index.meta["val"].element_size() < 4:
-            reader.whole(node)  # several, or a mask
+    """Take rows along one axis, or along several beside each other, needed whole: by numbers, the same for all else."""
+    axes = [argument(node, "dim") % node.args[0].meta["val"].dim()] if node.target._opname == "index_select" else []
+    if not axes:
+        given = {place: one for place, one in enumerate(node.args[1]) if one is not None}
+        axes, numbers = [*given], [one.meta["val"] for one in given.values()]
+        is_mask = any(one.dtype.is_floating_point or one.element_size() < 4 for one in numbers)
+        apart = axes != [*range(axes[0], axes[-1] + 1)]
+        if is_mask or apart or len({*given.values()}) < len(given):
+            reader.whole(node)
             return
-        axis = places[0]
-    else:
-        axis = argument(node, "dim") % node.args[0].meta["val"].dim()
-    x, index = reader.readings(node)
-    made = [*x.positions[:axis], *index.positions, *x.positions[axis + 1 :]]
-    reader.local(node, ([x, index], made), [x.positions[axis]])
+    x, *index = reader.readings(node)
+    rank = max(len(one.positions) for one in index)
+    made = [*x.positions[: axes[0]], *agreed(index, rank, range(rank)), *x.positions[axes[-1] + 1 :]]
+    reader.local(node, ([x, *index], made), [x.positions[axis] for axis in axes])
 
 
 def along(reader: "ProgramReader", node: Node) -> None:

@@ -57,7 +57,9 @@ def batch_norm(reader: "ProgramReader", node: Node) -> None:
     for one in others:
         one.agree(0, x.positions[1])
     if not argument(node, "training"):
-        reader.local(node, ([x, *others], x.positions))
+        several = not isinstance(node.meta["val"], torch.Tensor)
+        found = reader.step(node, ([x, *others], x.positions), number=0 if several else None)
+        reader.views[node] = (found,) * 3 if several else found  # the others are empty, and nobody reads them
         return
     is_tracked = node.target._opname != "batch_norm"  # gives its statistics as well
     given = {name: argument(node, name) for name in ("weight", "bias", "running_mean", "running_var")}
@@ -106,17 +108,18 @@ def _again(view: View) -> Reading:
 
 
 def _statistics(reader: "ProgramReader", node: Node, x: Reading) -> tuple[View, View, int]:
-    """Return the mean and the variance of every channel, and of how many numbers they are."""
+    """Return the mean and the variance of every channel, in FP32 at least, and of how many numbers they are."""
     axes = tuple(axis for axis in range(len(x.positions)) if axis != 1)
     channel, summed = [x.positions[1]], [x.positions[axis] for axis in axes]
-    count, dtype = math.prod(size_of(one) for one in summed), node.args[0].meta["val"].dtype
+    count = math.prod(size_of(one) for one in summed)
+    dtype = torch.promote_types(node.args[0].meta["val"].dtype, torch.float32)
     mean = reader.step(
-        node, ([x], channel), summed=summed, sort="sum", name=f"{node.name}_mean",
+        node, ([x], channel), summed=summed, sort="sum", name=f"{node.name}_mean", format=dtype,
         function=functools.partial(part_of_total, axes=axes, count=count, dtype=dtype), arguments=(TensorPlace(0),),
     )  # fmt: skip
     variance = reader.step(
         node, ([_again(x.view), _again(mean)], channel), summed=summed, sort="sum", name=f"{node.name}_variance",
-        function=functools.partial(_part_of_variance, axes=axes, count=count),
+        function=functools.partial(_part_of_variance, axes=axes, count=count), format=dtype,
         arguments=(TensorPlace(0), TensorPlace(1)),
     )  # fmt: skip
     return mean, variance, count
@@ -136,7 +139,7 @@ def _per_channel(numbers: torch.Tensor, rank: int) -> torch.Tensor:
 
 def _part_of_variance(x: torch.Tensor, mean: torch.Tensor, *, axes: Sequence[int], count: int) -> torch.Tensor:
     """Return a part of the mean square distance from the mean; the mean of squares would lose digits."""
-    return (x - _per_channel(mean, x.dim())).square().sum(tuple(axes)) / count
+    return (x.to(mean.dtype) - _per_channel(mean, x.dim())).square().sum(tuple(axes)) / count
 
 
 def _normalised(
@@ -145,4 +148,5 @@ def _normalised(
 ) -> torch.Tensor:  # fmt: skip
     found = (x - _per_channel(mean, x.dim())) * _per_channel(torch.rsqrt(variance + eps), x.dim())
     found = found * _per_channel(weights[0], x.dim()) if scale else found
-    return found + _per_channel(weights[-1], x.dim()) if shift else found
+    found = found + _per_channel(weights[-1], x.dim()) if shift else found
+    return found.to(x.dtype)

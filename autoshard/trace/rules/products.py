@@ -1,5 +1,6 @@
 """Rules of products: of matrices, of queries with keys."""
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ import torch
 from autoshard.errors import InputError
 from autoshard.trace.dims import fresh, leaves, size_of
 from autoshard.trace.nodes import Node, line_of
-from autoshard.trace.program import Reading, TensorPlace
+from autoshard.trace.program import Reading, TensorPlace, View
 
 if TYPE_CHECKING:
     from autoshard.trace.capture import ProgramReader
@@ -24,29 +25,37 @@ def linear(reader: "ProgramReader", node: Node) -> None:
         reader.step(node, ([x, weight], made), sort="product")
         return
     product = reader.step(node, ([x, weight], made), sort="product", name=f"{node.name}_product", arguments=())
-    total, shift = Reading(product, list(made)), bias[0]
-    shift.agree(0, made[-1])
+    bias[0].agree(0, made[-1])
+    total, shift = Reading(product, list(made)), _in_format(reader, node, bias[0], node.args[2])
     reader.local(node, ([total, shift], made), function=torch.add, arguments=(TensorPlace(0), TensorPlace(1)))
 
 
 def addmm(reader: "ProgramReader", node: Node) -> None:
-    """Multiply by a weight [in, out], and add a bias."""
-    if node.kwargs:
-        reader.whole(node)
+    """Multiply matrices, or many of them, and add what is given first, each times a number."""
+    batch = ["batch"] if node.meta["val"].dim() > 2 else []
+    names = [*batch, "row", "inner"], [*batch, "inner", "column"], [*batch, "row", "column"]
+    product = _product(reader, node, node.args[1:3], names, f"{node.name}_product")
+    if product is None:
         return
-    shift, x, weight = reader.readings(node)
-    weight.agree(0, x.positions[1])
-    made = [x.positions[0], weight.positions[1]]
-    product = reader.step(node, ([x, weight], made), sort="product", name=f"{node.name}_product", arguments=())
+    made, shift = list(product.positions), reader.readings(node)[0]
     for axis in range(-len(shift.positions), 0):
         if shift.positions[axis]:
             shift.agree(axis, made[axis])
+    shift = _in_format(reader, node, shift, node.args[0])
+    factors = [node.kwargs.get(name, 1) for name in ("alpha", "beta")]
+    function = torch.add if factors == [1, 1] else functools.partial(_weighted, factors=tuple(factors))
     reader.local(
-        node,
-        ([Reading(product, list(made)), shift], made),
-        function=torch.add,
-        arguments=(TensorPlace(0), TensorPlace(1)),
+        node, ([Reading(product, made), shift], made), function=function, arguments=(TensorPlace(0), TensorPlace(1))
     )
+
+
+def _weighted(product: torch.Tensor, shift: torch.Tensor, *, factors: tuple[float, float]) -> torch.Tensor:
+    return factors[0] * product + factors[1] * shift
+
+
+def _in_format(reader: "ProgramReader", node: Node, bias: Reading, given: Node) -> Reading:
+    """Return a bias as a product under autocast adds it."""
+    return reader.formatted(node, bias, given.meta["val"].dtype, f"{node.name}_bias")
 
 
 def matmul(reader: "ProgramReader", node: Node) -> None:
@@ -73,8 +82,10 @@ def einsum(reader: "ProgramReader", node: Node) -> None:
     _product(reader, node, operands, (*letters, list(result)))
 
 
-def _product(reader: "ProgramReader", node: Node, operands: Sequence[Node], names: Sequence[Sequence[str]]) -> None:
-    """Multiply two tensors whose axes have names; what the result lacks is summed."""
+def _product(
+    reader: "ProgramReader", node: Node, operands: Sequence[Node], names: Sequence[Sequence[str]], called: str = ""
+) -> View | None:
+    """Multiply two tensors whose axes have names; what the result lacks is summed. None where both are one tensor."""
     left, right = (Reading(view, list(view.positions)) for view in map(reader.view_of, operands))
     found = dict(zip(names[0], left.positions, strict=True))
     for axis, name in enumerate(names[1]):
@@ -87,8 +98,9 @@ def _product(reader: "ProgramReader", node: Node, operands: Sequence[Node], name
         found[name] = found.get(name) or right.positions[axis]
     if left.view.value is right.view.value and not right.renamed:
         reader.whole(node)
-        return
-    reader.step(node, ([left, right], [found[name] for name in names[2]]), sort="product")
+        return None
+    made = [found[name] for name in names[2]]
+    return reader.step(node, ([left, right], made), sort="product", name=called, arguments=() if called else None)
 
 
 def attention(reader: "ProgramReader", node: Node) -> None:
@@ -97,6 +109,9 @@ def attention(reader: "ProgramReader", node: Node) -> None:
     given |= node.kwargs
     if given.get("dropout_p"):
         raise InputError.of(line_of(node), "attention draws random numbers; call .eval()")
+    if len({given["query"], given["key"], given["value"]}) < 3:  # one tensor under several names
+        reader.whole(node)
+        return
     query, key, value, *mask = reader.readings(node)
     rank = len(query.positions)
     for axis in range(rank - 3):

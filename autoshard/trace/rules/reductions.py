@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 def over(reader: "ProgramReader", node: Node) -> None:
     """Read an operation over some axes, which it needs whole; each result keeps them, or drops them."""
+    if node.target._overloadname == "other":  # the larger or the smaller of two numbers
+        reader.local(node, reader.broadcast(node))
+        return
     readings, axes, value = reader.readings(node), axes_of(node), node.meta["val"]
     if len(readings) > 1:
         reader.whole(node)

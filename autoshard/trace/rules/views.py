@@ -1,6 +1,6 @@
 """Rules of views, slices and joins: which dims lie where afterwards."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -8,6 +8,7 @@ from autoshard.trace.dims import Collision, NotAligned, fresh, size_of, unify
 from autoshard.trace.nodes import Node, argument, axes_of
 from autoshard.trace.program import Reading, TensorPlace, View
 from autoshard.trace.region import constant, expand
+from autoshard.trace.rules.unknown import unknown
 
 if TYPE_CHECKING:
     from autoshard.trace.capture import ProgramReader
@@ -33,7 +34,7 @@ def moved(reader: "ProgramReader", node: Node) -> None:
     if name == "permute":
         order = [axis % len(order) for axis in node.args[1]]
     else:
-        a, b = (0, -1) if name in ("t", "numpy_T") else (node.args[1], node.args[2])
+        a, b = (-2, -1) if name == "mT" else (0, -1) if name in ("t", "numpy_T") else (node.args[1], node.args[2])
         a, b = a % len(order), b % len(order)
         order[a], order[b] = order[b], order[a]
     reader.views[node] = View(view.value, tuple(view.positions[axis] for axis in order))
@@ -64,6 +65,26 @@ def _expanded(reader: "ProgramReader", node: Node, source: Node, number: int | N
         return view
     reading = Reading(view, list(view.positions))
     return reader.step(node, ([reading], made), function=expand, arguments=(TensorPlace(0),), number=number)
+
+
+def repeated(reader: "ProgramReader", node: Node) -> None:
+    """Repeat every place of an axis, or all of it, some times over: a new dim inside of the axis, or around it."""
+    view, shape = reader.view_of(node.args[0]), node.meta["val"].shape
+    counts: Any = argument(node, "repeats")
+    axis: int | None = argument(node, "dim")
+    inside = node.target._opname == "repeat_interleave"
+    if inside and (not isinstance(counts, int) or axis is None):  # some places more often than others
+        unknown(reader, node)
+        return
+    times = cast(list[int], counts)
+    if axis is not None:
+        times = [counts if place == axis % len(shape) else 1 for place in range(len(shape))]
+    old = [*[()] * (len(shape) - len(view.positions)), *view.positions]
+    pairs = [(own, fresh(count)) if inside else (fresh(count), own) for own, count in zip(old, times, strict=True)]
+    reading = Reading(view, [one for own in old for one in ((own, ()) if inside else ((), own))])
+    made = [one for pair in pairs for one in pair]
+    found = reader.step(node, ([reading], made), function=expand, arguments=(TensorPlace(0),))
+    reader.views[node] = View(found.value, tuple((*first, *second) for first, second in pairs))
 
 
 def copied(reader: "ProgramReader", node: Node) -> None:
@@ -157,6 +178,10 @@ def parted(reader: "ProgramReader", node: Node) -> None:
 
 def joined(reader: "ProgramReader", node: Node) -> None:
     """Put tensors one after the other along an axis, which needs it whole; or along a new one."""
+    full = [one for one in node.args[0] if one.meta["val"].shape != (0,)]  # torch takes such a tensor for nothing
+    if len(full) == 1 < len(node.args[0]):
+        reader.views[node] = reader.view_of(full[0])
+        return
     readings = reader.readings(node)
     shape = node.meta["val"].shape
     axis = (node.args[1] if len(node.args) > 1 else 0) % len(shape)

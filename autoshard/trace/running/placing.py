@@ -14,7 +14,22 @@ from autoshard.layout.layout import Layout
 from autoshard.trace.region import Positions
 
 
-def resting(given: Layout, rest: Sequence[str], sizes: Mapping[str, int], atoms: Mapping[str, int]) -> Layout:
+def resting(
+    places: Mapping[str, Positions],
+    sizes: Mapping[str, int],
+    atoms: Mapping[str, int],
+    weight: str,
+    given: Layout,
+    rest: Sequence[str],
+) -> Layout:
+    """Return the layout in which a parameter rests that is used in a ``given`` one, and rests in pieces over some axes.
+
+    Its placements can be said by DTensor.
+    """
+    return placeable(_in_pieces(given, rest, sizes, atoms), places[weight], sizes, atoms)
+
+
+def _in_pieces(given: Layout, rest: Sequence[str], sizes: Mapping[str, int], atoms: Mapping[str, int]) -> Layout:
     """Return a layout in which ranks that use the same part of a parameter hold equal pieces of it, if one divides.
 
     Dims that nothing cuts yet come first: then a piece is a plain slice.
