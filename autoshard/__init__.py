@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import autoshard.plan
 from autoshard.version import __version__
 
-__all__ = ["__version__", "local", "plan", "shard", "shard_block", "shard_module"]
+__all__ = ["__version__", "local", "plan", "read_decoder", "shard", "shard_block", "shard_module"]
 
 if TYPE_CHECKING:
     import inspect
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from autoshard.blocks.shard_block import shard_block as shard_block
     from autoshard.search.api import plan as plan
+    from autoshard.trace.decoder.reading import read_decoder as read_decoder
     from autoshard.trace.local import local as local
     from autoshard.trace.shard import shard_module as shard_module
     from autoshard.trace.sharded import shard as shard
@@ -58,6 +59,10 @@ def __getattr__(name: str) -> Any:
         from autoshard.trace.local import local
 
         return local
+    if name == "read_decoder":
+        from autoshard.trace.decoder.reading import read_decoder
+
+        return read_decoder
     if name == "shard_module":
         from autoshard.trace.shard import shard_module
 

@@ -4,12 +4,13 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from autoshard.command_line import Counts, is_recipe
 from autoshard.commands.output import place_checks, print_answer
-from autoshard.commands.progress import Watcher, watching
+from autoshard.commands.progress import StatusLine, Watcher, watching
 from autoshard.cost.calibration import calibration_of, load_calibration
 from autoshard.cost.predict import check_plan
 from autoshard.cost.trace import rank_times
@@ -20,7 +21,7 @@ from autoshard.plan.candidate import Candidate, parse_pins
 from autoshard.plan.codec import load, save
 from autoshard.plan.diff import diff
 from autoshard.plan.plan import Plan
-from autoshard.plan.verify import verify as reasons_against
+from autoshard.plan.verify import NOT_RUN, verify as reasons_against
 from autoshard.report.structured import found_json, frontier_json, made_json
 from autoshard.report.tables import prose
 from autoshard.report.terminal import frontier_report, plan_report, rejections_report, runners_up_of
@@ -32,6 +33,7 @@ from autoshard.search.request import Request, rejections_of, resolved
 from autoshard.search.simple import WITHIN
 from autoshard.search.stage_filling import EVERYTHING, Effort
 from autoshard.spec.cluster import LOCAL, Cluster
+from autoshard.spec.model import ModelSpec
 from autoshard.spec.recipe import Pins, QuestionOptions
 from autoshard.spec.record import encode
 from autoshard.units import format_bytes, format_count, format_seconds
@@ -62,11 +64,15 @@ class SearchOptions:
         limit = self.time_limit
         require((limit is None or 1 <= limit <= _LONGEST_S, "time_limit", f"must be 1 to {_LONGEST_S}, not {limit}"))
 
-    def requests(self, question: QuestionOptions, nodes: Counts) -> list[Request]:
+    def requests(self, question: QuestionOptions, nodes: Counts, module: str | None = None) -> list[Request]:
         """Return one request per number of nodes, with model, cluster and calibration looked up."""
-        message = "missing. Type a name of autoshard list models, or the path of a config.json"
-        require((question.model is not None, "--model", message))
-        return [self.applied(request_of(question, number)) for number in nodes or (1,)]
+        message = "missing. Type a name of autoshard list models, the path of a config.json, or --module"
+        require(
+            (question.model is not None or module is not None, "--model", message),
+            (question.model is None or module is None, "--module", "is the model; leave out --model"),
+        )
+        model = _read_off(module, question) if module else None
+        return [self.applied(request_of(question, number, model)) for number in nodes or (1,)]
 
     def applied(self, request: Request) -> Request:
         """Return a request with these options."""
@@ -83,6 +89,7 @@ class SearchOptions:
 def plan(
     question: QuestionOptions,
     options: SearchOptions,
+    module: str | None = None,
     nodes: Counts = (),
     like: Path | None = None,
     pareto: bool = False,
@@ -100,6 +107,7 @@ def plan(
     Args:
         question: The question.
         options: What is minimised, and how far the search goes.
+        module: Instead of --model, a torch.nn.Module that makes logits of tokens: FILE.py:FUNCTION, which returns it.
         nodes: How many nodes the cluster has; several with --pareto, e.g. 4,8,16. Default: 1.
         like: Ask what this plan file has answered again, for the --nodes that are left, and say what resuming costs.
         pareto: Show what no plan betters in step time, memory and dollars at once, over all --nodes; write the fastest.
@@ -120,6 +128,7 @@ def plan(
         (at is None or question.fix is None, "--at", "already names every key; leave out --fix"),
         (at is None or not pareto, "--pareto", "searches; leave out --at"),
         (like is None or not (pareto or at), "--like", "searches for one plan; leave out --pareto and --at"),
+        (like is None or module is None, "--like", "asks about the model of that plan; leave out --module"),
         (pareto or len(nodes) <= 1, "--nodes", "takes several numbers with --pareto only; name one"),
         (1 <= top <= _MOST_PLANS, "--top", f"must be 1 to {_MOST_PLANS}, not {top}"),
         (choose is None or not (pareto or at), "--choose", "is for the answers of one search; leave it out"),
@@ -127,19 +136,27 @@ def plan(
         *place_checks(out),
     )
     to = _Target(out=out, force=force, open=open, json=json, total_tokens=token_total(tokens) if tokens else None)
+    old, request = (None, None) if like is None else _request_like(like, question, nodes, options)
+    request, *others = [request] if request else options.requests(question, nodes, module)
     if pareto:
-        return _frontier(options.requests(question, nodes), options, to)
+        return _frontier([request, *others], options, to)
     if at is not None:
-        return _one_candidate(options.requests(question, nodes)[0], at, to)
-    if like:
-        old, request = _request_like(like, question, nodes, options)
-    else:
-        old, (request,) = None, options.requests(question, nodes)
-    most = max(top, int(choose) if choose in numbers else 1)
-    found = searched(request, most, options)
-    return _show_answers(
-        answers_of(request, found, choose), old, to, lambda: _print_better_sizes(request, found, options)
-    )
+        return _one_candidate(request, at, to)
+    found = searched(request, max(top, int(choose) if choose in numbers else 1), options)
+    better = partial(_print_better_sizes, request, found, options)
+    return _show_answers(answers_of(request, found, choose), old, to, better)
+
+
+def _read_off(module: str, question: QuestionOptions) -> ModelSpec:
+    """Read a decoder off its code; torch starts only for this."""
+    line = StatusLine()
+    line.show(f"reading the code of {module}", at_once=True)
+    from autoshard.trace.decoder.reading import decoder_of
+
+    try:
+        return decoder_of(module, question.seq_len)
+    finally:
+        line.clear()
 
 
 def token_total(text: str) -> float:
@@ -254,7 +271,9 @@ def plan_of(path: Path, question: QuestionOptions, nodes: int | None) -> Plan:
     if not is_recipe(path):
         given = [*question.given, *(["nodes"] if nodes else [])]
         _refuse(given, f"is part of the question that {path} has answered. Plan again with it, or run a recipe")
-        return load(path)
+        found = load(path)
+        require((found.model.traced is None, str(path), f"{found.model.name} was read off its code. {NOT_RUN}"))
+        return found
     options = SearchOptions()
     return searched(options.requests(question, (nodes or 1,))[0], 1, options).preferred
 

@@ -1,5 +1,6 @@
 """``autoshard verify``: check that a plan can run, and prove that its sharding is right."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from autoshard.commands.output import print_answer
@@ -7,7 +8,9 @@ from autoshard.cost.predict import check_plan
 from autoshard.errors import inside, require
 from autoshard.plan.codec import load
 from autoshard.plan.module_plan import is_module_plan, load_module_plan
+from autoshard.plan.plan import Plan
 from autoshard.plan.proof import prove
+from autoshard.plan.rules.rule import Rejection
 from autoshard.plan.verify import notices
 from autoshard.report.structured import rejection_json
 from autoshard.report.terminal import proof_report, rejections_report
@@ -22,27 +25,39 @@ def verify(plan: Path, module: str | None = None, json: bool = False) -> int:
 
     Args:
         plan: The plan file.
-        module: For the plan of a torch module: FILE.py:FUNCTION, which returns the module and its example inputs.
+        module: FILE.py:FUNCTION. For the plan of a torch module, which returns the module and its example inputs; for
+            the plan of a decoder that was read off its code, the decoder: is its code still what was planned?
         json: Print one JSON object instead of text.
     """
     if is_module_plan(plan):
         return _verify_module(plan, module, json=json)
-    require((module is None, "--module", f"is for the plan of a module, which {plan} is not"))
     checked = check_plan(load(plan))
-    current, rejections = checked.plan, checked.rejections
+    current = checked.plan
+    rejections = (*checked.rejections, *(_code_rejections(current, module) if module else ()))
     remarks = [*([checked.remark] if checked.remark else []), *notices(current)]
     proof = prove(current) if current.strategies and not rejections else None
     if json:
         reasons = [rejection_json(entry) for entry in rejections]
         print_answer({"rejections": reasons, "notices": remarks, "proof": encode(proof)})
     else:
-        may_run = f"{plan}: {current.candidate} may run on {current.cluster.name} with engine {current.engine}"
+        may = "may run" if current.model.traced is None else "is legal"
+        may_run = f"{plan}: {current.candidate} {may} on {current.cluster.name} with engine {current.engine}"
         print_answer(rejections_report(rejections) if rejections else may_run)
         if proof:
             print_answer(proof_report(proof))
         for remark in remarks:
             print(f"note: {remark}")
     return 1 if rejections or (proof and not proof.holds) else 0
+
+
+def _code_rejections(plan: Plan, module: str) -> Iterator[Rejection]:
+    """Say where a decoder's code is no longer what a plan was made for."""
+    from autoshard.trace.decoder.reading import decoder_of
+
+    source = "derived: a plan holds for the code that it was made for"
+    for difference in plan.model.differences(decoder_of(module, plan.workload.seq_len)):
+        message = f"model: the code of {module} has changed: {difference}. Plan again"
+        yield Rejection(rule_id="plan-code", message=message, source=source)
 
 
 def _verify_module(path: Path, module: str | None, *, json: bool) -> int:

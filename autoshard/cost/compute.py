@@ -56,7 +56,7 @@ def kernel_work(
         share: Number = 1.0
         if isinstance(op.kind, Attend | AttendGradient):
             if run.skips_masked:
-                share = unmasked_share(op.kind.window, seq_len, stretches, run.mask_tile)
+                share = seen_share(op.kind, seq_len, stretches, run.mask_tile)
             attention = attention + run.flops_ratio * share * op.kind.matrix_flops(call)
         else:
             matrix = matrix + _padded_share(op, call, tile) * op.kind.matrix_flops(call)
@@ -111,6 +111,13 @@ def _padded_share(op: Op, call: Call, tile: int) -> Number:
     sizes = [call.elements(sorted(own)) for own in ((left & right) - out, (left - right) & out, (right - left) & out)]
     summed, rows, columns = (np.ceil(size / tile) * tile / size for size in sizes)
     return summed * np.minimum(rows, columns)
+
+
+def seen_share(kind: Attend | AttendGradient, seq_len: Number, stretches: Number, tile: int) -> Number:
+    """Return the share of pairs that is not skipped, on average over the layers that an operation stands for."""
+    layers = kind.windows or ((kind.window, 1),)
+    seen = sum(count * unmasked_share(window, seq_len, stretches, tile) for window, count in layers)
+    return seen / sum(count for _, count in layers)
 
 
 def unmasked_share(window: int | None, seq_len: Number, stretches: Number, tile: int) -> Number:

@@ -12,7 +12,7 @@ from autoshard.cost.calibration import (
     uncalibrated,
 )
 from autoshard.cost.collective import Number, mesh_ring
-from autoshard.cost.compute import unmasked_share
+from autoshard.cost.compute import seen_share
 from autoshard.cost.setting import (
     BlockCost,
     Question,
@@ -107,7 +107,7 @@ def _masked_flops_per_token(graph: OpGraph) -> float:
     for block in graph.blocks:
         for op in block.select("micro_batch"):
             if isinstance(op.kind, Attend | AttendGradient) and not op.again:
-                hidden = 1 - float(unmasked_share(op.kind.window, seq_len, 1, 1))
+                hidden = 1 - float(seen_share(op.kind, seq_len, 1, 1))
                 found += block.repeat * hidden * op.kind.matrix_flops(block.call(op, graph.sizes))
     return found / (graph.sizes["batch"] * seq_len)
 

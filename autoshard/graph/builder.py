@@ -17,6 +17,11 @@ from autoshard.spec.workload import Dtype, Optimizer, Precision
 _NO_TIES: Mapping[str, str | None] = MappingProxyType({})
 
 
+def usual_delivery(tensor: str) -> str:
+    """Return the name under which a tensor reaches its readers if nobody says otherwise."""
+    return f"{tensor.replace('.', '_')}_out"
+
+
 class BlockBuilder:
     """Collects tensors and operations; inserts the deliver of a tensor when it is first read.
 
@@ -44,7 +49,7 @@ class BlockBuilder:
     def deliver_as(
         self, tensor: str, name: str, rename: tuple[tuple[str, str], ...] = (), *, settles: bool = False
     ) -> str:
-        """Say under which name a tensor reaches its readers; without this the name is ``<tensor>_out``."""
+        """Say under which name a tensor reaches its readers; without this it is the usual one."""
         self._wanted[tensor] = (name, Deliver(rename=rename, settles=settles))
         return tensor
 
@@ -53,7 +58,7 @@ class BlockBuilder:
         reads: list[str] = []
         for tensor in inputs:
             if self.tensors[tensor].role == "activation" and tensor not in self._delivered:
-                usual = (f"{tensor.replace('.', '_')}_out", Deliver())
+                usual = (usual_delivery(tensor), Deliver())
                 delivered, deliver = self._wanted.get(tensor, usual)
                 (self._delivered[tensor],) = self.append(delivered, deliver, [tensor], source=delivered)
             reads.append(self._delivered.get(tensor, tensor))

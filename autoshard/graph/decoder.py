@@ -1,9 +1,10 @@
 """The decoder-only transformer as a graph, operation by operation."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from types import FunctionType
 
+from autoshard.errors import inside
 from autoshard.extensions import EXTENSIONS
 from autoshard.graph.block import Block, OpGraph
 from autoshard.graph.builder import BlockBuilder, finish
@@ -15,8 +16,9 @@ from autoshard.graph.kinds.norm import Norm, Softmax
 from autoshard.graph.kinds.optimizer import ClipScale
 from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Reduce, Unary
 from autoshard.graph.op import Dims
+from autoshard.graph.written import emit_written, parse_lines
 from autoshard.spec.kernels import Kernels
-from autoshard.spec.model import ModelSpec
+from autoshard.spec.model import ModelSpec, TracedDecoder
 from autoshard.spec.workload import Workload
 
 _RESIDUAL: Dims = ("batch", "seq", "hidden")
@@ -37,7 +39,10 @@ def decoder_graph(model: ModelSpec, workload: Workload, kernels: Kernels, *, mic
     ['embed', 'layer', 'head']
     """
     tied = {"head.unembed.weight": "embed.embed.weight"} if model.tied_embeddings else {}
-    blocks = tuple(make(model, workload, kernels) for make in (_embed_block, _layer_block, _head_block))
+    if model.traced:
+        blocks = _traced_blocks(model, model.traced, workload, kernels)
+    else:
+        blocks = tuple(make(model, workload, kernels) for make in (_embed_block, _layer_block, _head_block))
     update = _update_block(workload, blocks)
     return OpGraph(sizes=dim_sizes(model, workload, kernels, micro_batch), blocks=blocks, update=update, tied=tied)
 
@@ -63,7 +68,7 @@ def dim_sizes(model: ModelSpec, workload: Workload, kernels: Kernels, micro_batc
         if capacity is None and kernels.pads_experts:
             capacity = model.num_experts / model.experts_per_token
         sizes["slots"] = num_slots(model, micro_batch * workload.seq_len, capacity)
-    return sizes
+    return {**sizes, **(model.traced.sizes if model.traced else {})}
 
 
 def num_slots(model: ModelSpec, num_tokens: int, expert_capacity: float | None) -> int:
@@ -81,8 +86,11 @@ def _embed_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Bloc
         where = (b.add("positions", ("seq",), "int64", "input"), *_document_starts(b, workload))
         place = b.emit("place", Lookup(), b.weight("place.weight", "positions", "hidden"), *where)
         x = b.emit("embed_add", Add(), x, place)
-    ties = {"embed.weight": "head.unembed.weight.sum"} if model.tied_embeddings else {}
-    return finish(b, "embed", kernels, gives=(x,), ties=ties)
+    return finish(b, "embed", kernels, gives=(x,), ties=_embed_ties(model))
+
+
+def _embed_ties(model: ModelSpec) -> Mapping[str, str]:
+    return {"embed.weight": "head.unembed.weight.sum"} if model.tied_embeddings else {}
 
 
 def _layer_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block:
@@ -103,11 +111,17 @@ def _layer_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Bloc
 def _head_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block:
     b = BlockBuilder(workload.precision, workload.optimizer)
     x = b.deliver_as(b.add("x", _RESIDUAL), "head_in")
-    labels = b.add("labels", ("batch", "seq"), "int64", "input")
-    token_weight = b.add("token_weight", ("batch", "seq"), "fp32", "input")
     normed = b.deliver_as(_norm(b, model, "final_norm", x, "hidden"), "unembed_in")
     weight = b.weight("unembed.weight", "vocab", "hidden")
     logits = b.emit("unembed", Einsum(dims=("batch", "seq", "vocab")), normed, weight)
+    return _with_loss(b, model, workload, kernels, (x, logits))
+
+
+def _with_loss(b: BlockBuilder, model: ModelSpec, workload: Workload, kernels: Kernels, ends: tuple[str, str]) -> Block:
+    """Finish the head, whose ``ends`` are the hidden state that it takes and its logits."""
+    x, logits = ends
+    labels = b.add("labels", ("batch", "seq"), "int64", "input")
+    token_weight = b.add("token_weight", ("batch", "seq"), "fp32", "input")
     if workload.precision.activations != "fp32":
         logits = b.emit("logits_fp32", Cast(dtype="fp32"), logits)
     top = b.emit("top", Reduce(function="max", over=("vocab",)), logits)
@@ -121,6 +135,33 @@ def _head_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block
     b.emit("loss", Reduce(function="sum", over=("batch", "seq")), weighted)
     ties = {"unembed.weight": None} if model.tied_embeddings else {}
     return finish(b, "head", kernels, takes=(x,), gives=("loss",), ties=ties)
+
+
+def _traced_blocks(
+    model: ModelSpec, traced: TracedDecoder, workload: Workload, kernels: Kernels
+) -> tuple[Block, Block, Block]:
+    """Write down the blocks of a decoder whose code was read."""
+
+    def written(b: BlockBuilder, lines: Sequence[str]) -> str:
+        ops, settled = parse_lines(lines), ""
+        counting = [op for op in ops if isinstance(op.kind, Rotary | Attend) or "positions[seq]:int64" in op.operands]
+        starts = _document_starts(b, workload) if counting else ()
+        reads = [op for op in ops if isinstance(op.kind, Dispatch)]
+        if reads and kernels.settles_experts:  # as in the layers of cards
+            settled = reads[0].name if workload.expert_capacity is not None else reads[0].operands[0]
+        return emit_written(b, ops, {op.name: starts for op in counting}, settled)
+
+    embed, layer, head = (BlockBuilder(workload.precision, workload.optimizer) for _ in range(3))
+    with inside("model.traced"):
+        x = written(embed, traced.embed)
+        inner, last = (b.add("x", _RESIDUAL) for b in (layer, head))
+        y = written(layer, traced.layer)
+        logits = written(head, traced.head)
+        return (
+            finish(embed, "embed", kernels, gives=(x,), ties=_embed_ties(model)),
+            finish(layer, "layer", kernels, takes=(inner,), gives=(y,), repeat=model.num_layers),
+            _with_loss(head, model, workload, kernels, (last, logits)),
+        )
 
 
 def _norm(b: BlockBuilder, model: ModelSpec, name: str, x: str, over: str) -> str:

@@ -33,7 +33,13 @@ def _with_reserves(data: dict[str, Any]) -> dict[str, Any]:
     return {"headroom": 0.0, **data}
 
 
-MIGRATIONS: Migrations = {1: _with_documents, 2: _with_reserves}
+def _with_code(data: dict[str, Any]) -> dict[str, Any]:
+    """Schema 4 may carry a decoder that was read from its code; before, all were those of cards."""
+    model = data.get("model")
+    return {**data, "model": {**model, "traced": None}} if isinstance(model, dict) else data
+
+
+MIGRATIONS: Migrations = {1: _with_documents, 2: _with_reserves, 3: _with_code}
 
 
 def dump(plan: Plan) -> str:

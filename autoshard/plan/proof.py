@@ -117,6 +117,7 @@ def _model(model: ModelSpec, sizes: Mapping[str, int], *, layers: int, padded: b
         max_positions=64 * sizes["cp"] * tp,
         num_experts=max(2 * sizes["ep"], 2 * model.experts_per_token) if model.num_experts else 0,
         window=5 if model.window else None,
+        traced=model.traced and replace(model.traced, sizes=dict.fromkeys(model.traced.sizes, 8 * tp)),
     )
 
 

@@ -8,6 +8,7 @@ from functools import cache
 from autoshard.errors import Fault, Faults, InputError
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.linear import Collect, Deliver
+from autoshard.graph.kinds.opaque import Opaque, OpaqueGradient
 from autoshard.graph.op import OpKind
 from autoshard.layout.layout import Collective, Cutting, local_sizes, whole_axes
 from autoshard.layout.program import Program, written_by
@@ -143,12 +144,15 @@ KERNELS: Mapping[Engine, frozenset[str]] = {
 
 
 def check_kernels(blocks: Iterable[Block], engine: Engine) -> None:
-    """Refuse operations of kinds that the engine cannot compute; autograd finds the backward pass of nxd."""
+    """Refuse operations of kinds that the engine cannot compute; autograd finds the backward pass of nxd.
+
+    What code does that no kind says, nobody asks an engine to compute.
+    """
     faults = [
         Fault(where=f"{block.kind}.{op.name}", message=missing_kernel(op.kind, engine))
         for block in blocks
         for op in (block.ops if engine == "torch" else block.select("micro_batch", "F"))
-        if not (isinstance(op.kind, Deliver | Collect) or has_kernel(op.kind, engine))
+        if not (isinstance(op.kind, Deliver | Collect | Opaque | OpaqueGradient) or has_kernel(op.kind, engine))
     ]
     if faults:
         raise InputError(faults)

@@ -42,9 +42,15 @@ def verify(plan: Plan, *, extra_rules: Sequence[Rule] = ()) -> tuple[Rejection, 
     )
 
 
+NOT_RUN = "Its plan is for you to follow: autoshard run trains models of cards and of Hugging Face configs"
+
+
 def notices(plan: Plan) -> tuple[str, ...]:
     """Say what a plan that may run still does not promise."""
     found: list[str] = []
+    if plan.model.traced:
+        found.append(f"model: was read off its code. {NOT_RUN}")
+        found += (f"model: {note}" for note in plan.model.traced.unlifted)
     if not plan.strategies:
         why = "the table is empty, so that nothing says what is sent, and engines refuse it"
         found.append(f"strategies: {why}. Make it again")

@@ -387,4 +387,5 @@ def frontier_report(plans: Sequence[Plan], gap: float, ended: str) -> Group:
     table = FittingTable("What no other plan betters in time, memory and cost at once", columns, rows, drop=("layout",))
     named = (Text.assemble(f"{number:<3}", (str(plan.candidate), "green")) for number, plan in enumerate(plans, 1))
     lines = map(unbroken, named)
-    return Group(*stopped, table, "", *lines, "", prose(words, "dim"))
+    notes = (prose(line, "yellow") for line in program_lines(plans[0]))
+    return Group(*stopped, table, "", *lines, "", prose(words, "dim"), *notes)

@@ -118,8 +118,9 @@ def program_of(plan: Plan) -> str:
 
 
 def program_lines(plan: Plan) -> list[str]:
-    """Say that another program than the plan's engine would take the predicted time, where it is so."""
+    """Say what the plan does not promise of the user's code, and that the predicted time is another program's."""
+    unlifted = [f"not as in the code: {note}" for note in plan.model.traced.unlifted] if plan.model.traced else []
     if load_kernels(plan.kernels).engine:
-        return []
+        return unlifted
     own = "`autoshard run` uses autoshard's torch engine, whose seconds are those of a plan without kernels="
-    return [f"time and memory are those of {program_of(plan)}; {own}"]
+    return [*unlifted, f"time and memory are those of {program_of(plan)}; {own}"]

@@ -101,7 +101,7 @@ def plan(  # noqa: PLR0913
         model=the_model,
         cluster=the_cluster,
         workload=replace(work, seq_len=seq_len or work.seq_len, global_batch=global_batch or work.global_batch),
-        engines=(the_cluster.engine,),
+        engines=engines_of(the_cluster, _usual_engine(the_model)),
         headroom=how.headroom,
         pins=pins_of((fix if isinstance(fix, str) else pins_text(fix)) or None),
         layouts=layout_pins(how.layouts, "Python"),
@@ -115,8 +115,11 @@ def plan(  # noqa: PLR0913
     return answers_of(request, found)
 
 
-def request_of(question: QuestionOptions, nodes: int = 1) -> Request:
-    """Look up everything that a question names; all faults are reported at once, under the option they came from."""
+def request_of(question: QuestionOptions, nodes: int = 1, model: ModelSpec | None = None) -> Request:
+    """Look up everything that a question names; all faults are reported at once, under the option they came from.
+
+    A ``model`` takes the place of the one that the question names.
+    """
     faults: list[Fault] = []
 
     def look_up(option: str, named: Callable[[], Value]) -> Value | None:
@@ -126,7 +129,7 @@ def request_of(question: QuestionOptions, nodes: int = 1) -> Request:
             faults.extend(_option_faults(error, option))
             return None
 
-    model = look_up("model", lambda: load_model(question.model or ""))
+    model = model or look_up("model", lambda: load_model(question.model or ""))
     pins = look_up("fix", lambda: pins_of(question.fix))
     name, lnc = question.cluster or DEFAULT_CLUSTER, question.lnc
     if lnc is None and pins and "lnc" in pins:
@@ -145,7 +148,7 @@ def request_of(question: QuestionOptions, nodes: int = 1) -> Request:
             model=model,
             cluster=cluster,
             workload=default_workload(model, cluster, question),
-            engines=engines_of(cluster, question.engine),
+            engines=engines_of(cluster, question.engine or _usual_engine(model)),
             headroom=HEADROOM if question.headroom is None else question.headroom,
             pins=pins,
             layouts=layouts,
@@ -204,6 +207,11 @@ def default_workload(model: ModelSpec, cluster: Cluster, question: QuestionOptio
         precision=Precision.named(asked.precision or "bf16"),
         **stated,
     )
+
+
+def _usual_engine(model: ModelSpec) -> str | None:
+    """Return the engine that a model needs: NxD has no layers for what is read off code."""
+    return "torch" if model.traced else None
 
 
 def engines_of(cluster: Cluster, engine: str | None) -> tuple[Engine, ...]:

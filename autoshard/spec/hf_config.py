@@ -170,7 +170,8 @@ def spec_from_config(config: Mapping[str, object], *, name: str, source: str) ->
     name_of_type = config.get("model_type")
     if not isinstance(name_of_type, str) or name_of_type not in MODEL_TYPES:
         found = f"{show_value(name_of_type)} is not a known architecture" if "model_type" in config else "missing"
-        raise InputError.of("model_type", f"{found}. Known: {', '.join(MODEL_TYPES)}.")
+        code = "To plan another, have its code read: autoshard plan --module FILE.py:FUNCTION"
+        raise InputError.of("model_type", f"{found}. Known: {', '.join(MODEL_TYPES)}. {code}")
     kind = MODEL_TYPES[name_of_type]
     reader = _ConfigReader(config, {**SHARED_DEFAULTS, **kind.defaults})
     for name_of_field, off in UNMODELLED.items():

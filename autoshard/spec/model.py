@@ -1,6 +1,7 @@
 """The architecture numbers of one decoder-only transformer."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from autoshard.errors import in_range, require
@@ -40,6 +41,35 @@ class RotaryScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TracedDecoder:
+    """A decoder as its code computes it, where the options of a card do not say it: a line per forward operation.
+
+    The head ends where the logits are made; the loss follows. ``sizes`` are those of dims that no card has, and
+    ``unlifted`` says what of the code is not in the lines, or only as work of which nothing else is known.
+    """
+
+    embed: tuple[str, ...]
+    layer: tuple[str, ...]
+    head: tuple[str, ...]
+    sizes: Mapping[str, int] = field(hash=False)
+    num_parameters: int
+    unlifted: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The lines of all parts."""
+        return (*self.embed, *self.layer, *self.head)
+
+    def __post_init__(self) -> None:
+        empty = [name for name in ("embed", "layer", "head") if not getattr(self, name)]
+        require(
+            *((False, name, "must have at least one line") for name in empty),
+            *((size >= 1, f"sizes.{dim}", f"must be at least 1, not {size}") for dim, size in self.sizes.items()),
+            *in_range(self, "num_parameters", low=1),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The architecture of a model: all that its parameters, its FLOPs and its legal cuts depend on."""
 
@@ -70,6 +100,7 @@ class ModelSpec:
     experts_per_token: int = 0
     window: int | None = None
     source: str
+    traced: TracedDecoder | None = None
 
     def __post_init__(self) -> None:
         dims = ("hidden", "ffn", "num_heads", "num_kv_heads", "head_dim", "vocab", "max_positions")
@@ -91,10 +122,27 @@ class ModelSpec:
             (min(1, experts) <= self.experts_per_token <= experts, "experts_per_token", chosen),
         )
 
+    def differences(self, now: "ModelSpec") -> Iterator[str]:
+        """Yield what another model has otherwise, whatever both are called."""
+        for name in (one.name for one in fields(self) if one.name not in ("name", "source", "traced")):
+            mine, its = getattr(self, name), getattr(now, name)
+            if mine != its:
+                yield f"{name} was {mine} and is {its}"
+        mine, its = ({*one.traced.lines} if one.traced else set[str]() for one in (self, now))
+        yield from (f"no more {line}" for line in sorted(mine - its))
+        yield from (f"new is {line}" for line in sorted(its - mine))
+
     @property
     def queries_per_kv_head(self) -> int:
         """Query heads that read the same key/value head: the size of dim ``q_group``."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Sizes of the MLPs of a layer: one, but for what is read off code."""
+        if self.traced is None:
+            return (self.ffn,)
+        return (self.ffn, *(size for dim, size in self.traced.sizes.items() if dim.startswith("ffn_")))
 
     @property
     def norm_has_bias(self) -> bool:
@@ -116,6 +164,8 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """Number of trained parameters; those of a tied output head are counted once, in the embedding."""
+        if self.traced:
+            return self.traced.num_parameters
         heads = self.num_heads + 2 * self.num_kv_heads
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden
         attention += heads * self.head_dim * self.qkv_bias + self.hidden * self.out_bias

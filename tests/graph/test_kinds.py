@@ -20,6 +20,7 @@ from autoshard.graph.kinds.experts import Combine, Dispatch, Slot, TopK
 from autoshard.graph.kinds.indexing import Lookup, Pick, random_document_starts
 from autoshard.graph.kinds.linear import Deliver, Einsum
 from autoshard.graph.kinds.norm import Norm, Softmax
+from autoshard.graph.kinds.opaque import Opaque
 from autoshard.graph.kinds.optimizer import AdamW, ClipScale, Sgd, SquareSum
 from autoshard.graph.kinds.pointwise import Add, Cast, Function, Multiply, Reduce, Unary
 from autoshard.graph.op import DIMS, Array, Call, Differentiable, Dims, Op, OpKind
@@ -245,6 +246,11 @@ def attention(window: int | None = None, *, apart: bool = False) -> Case:
     return Case(Attend(window=window), inputs, reference_attention(window), draw)
 
 
+def mixed(x: Any) -> Any:
+    """The stand-in for what code does along the last dim, which it needs whole."""
+    return x + x.mean(-1, keepdim=True)
+
+
 CASES: Mapping[str, Case] = {
     "a product with heads": product(HEADS, X, "kv_heads q_group head_dim hidden"),
     "a product back from heads": product(X, HEADS, "hidden kv_heads q_group head_dim"),
@@ -264,6 +270,14 @@ CASES: Mapping[str, Case] = {
     "rms norm": norm("rms", "hidden", X, "hidden"),
     "rms norm of heads": norm("rms", "head_dim", HEADS, "head_dim"),
     "layer norm": norm("layer", "hidden", X, "hidden", "hidden"),
+    "own": Case(
+        Opaque(does="own", dims=dims(X), whole=("ffn", "hidden"), num_functions=3), (X, "hidden", "seq ffn"),
+        lambda x, w, t, _: torch.tanh(mixed(x) + mixed(w) + mixed(t).mean(-1)[:, None]),
+    ),
+    "own product": Case(
+        Opaque(does="own_product", dims=("seq",), products=(("seq", "hidden"),), whole=("hidden",)),
+        ("seq", "seq hidden"), lambda x, w, _: torch.tanh(x + mixed(w).mean(-1)),
+    ),
     "lookup": Case(
         Lookup(), ("vocab hidden", "batch seq < vocab"), lambda table, at, _: F.embedding(at, table)
     ),
@@ -422,6 +436,8 @@ EXPECTED: Mapping[str, tuple[int, int]] = {  # matrix FLOPs, vector FLOPs
     "rotary of keys from where a document starts": (0, 3 * T * 7 * 2),
     # As many pairs as if documents saw each other: what is counted is no less than what is done.
     **dict.fromkeys((name for name in CASES if name.startswith("attend")), (2 * 2 * QK * 4, 5 * QK)),
+    "own": (0, 3 * TH),
+    "own product": (2 * 3 * H, 3 * H),
     "top k": (0, T * E),
     "slot": (0, T * K),
     "combine": (0, 2 * T * K * H),
@@ -434,6 +450,8 @@ EXPECTED_BACKWARD: Mapping[str, tuple[int, int]] = {  # by label: the first oper
     # Of every pair: scale, mask, subtract the log, exponentiate; subtract the row's sum, multiply, scale back.
     "attend_gradient": (4 * 2 * QK * 4, (4 + 3) * QK),
     "combine_gradient": (0, 3 * T * K * H),
+    "own_gradient": (0, 2 * 3 * TH),
+    "own_product_gradient": (2 * 2 * 3 * H, 2 * 3 * H),
     "dispatch_gradient": (0, T * K * H),
     "rms_norm_gradient": (0, 8 * TH),
     "rms_norm_weight_gradient": (0, 3 * TH),

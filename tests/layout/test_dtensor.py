@@ -229,7 +229,7 @@ KNOWN = (PENDING_FACTOR, PENDING_ELEMENTWISE)
 # DTensor has no operation like these.
 ONLY_OURS = {
     "AdamW", "ClipScale", "Collect", "Combine", "CombineGradient", "Deliver", "Dispatch", "DispatchGradient",
-    "Rotary", "Sgd", "Slot", "SquareSum",
+    "Opaque", "OpaqueGradient", "Rotary", "Sgd", "Slot", "SquareSum",
 }  # fmt: skip
 # Their DTensor counterparts scatter into an array of zeros that ours do not read; attention's has four numbers more.
 NOT_COMPARED = {"Place", "TopKGradient", "AttendGradient"}

@@ -22,11 +22,14 @@ from autoshard.plan.rules.strategy import (
 )
 from autoshard.spec.kernels import kernels_names, load_kernels
 from autoshard.spec.mesh import Mesh
+from autoshard.spec.model import TracedDecoder
 from tests.plan.cases import any_candidates, ask, questions, reasons
 
 GPU = {"cluster_name": "h100-80", "nodes": 2}
 EXPERTS = {"model_name": "mixtral-8x7b"}
 LOCAL_MODEL = {"model_name": "gpt2-xl", "seq_len": 1024}
+
+TRACED = TracedDecoder(embed=("a",), layer=("b",), head=("c",), sizes={}, num_parameters=1)
 
 # rule, and what is special -> (question, candidate that breaks it, what the message must say, the same put right)
 BREAKS = {
@@ -102,6 +105,7 @@ BREAKS = {
     "nxd-core-cp": ({"seq_len": 4096}, "tp=32,cp=2,kernels=nxd_core", "Use cp=1 or kernels=nxd", "tp=32,cp=2"),
     "nxd-qkv-bias": ({"model_changes": {"qkv_bias": True}}, "tp=32", "has biases on q, k and v", "tp=8"),
     "nxd-window": ({"model_changes": {"window": 4096}}, "tp=8", "Use --seq-len 4096 or less", None),
+    "nxd-code": ({"model_changes": {"traced": TRACED}}, "tp=8", "Use --engine torch", None),
     "nxd-documents": ({"documents": "separate"}, "tp=8", "Use documents=joined", None),
     "nxd-fp16": ({"precision": "fp16"}, "tp=8", "returns bf16 for every type but fp32", "tp=1"),
     "nxd-kernel-fp16": ({"precision": "fp16"}, "tp=1", "multiply fp16 in bf16", "tp=1,kernels=nxd_core"),

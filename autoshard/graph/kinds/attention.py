@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from autoshard.graph.kinds.indexing import document_positions
 from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, OpKind, Output, Tensor, aligned
 from autoshard.spec.model import RotaryScaling
 
+Windows: TypeAlias = tuple[tuple[int | None, int], ...]  # how many layers have which window
 _QUERY: Dims = ("batch", "seq", "kv_heads", "q_group", "head_dim")
 _KEY: Dims = ("batch", "kv_seq", "kv_heads", "head_dim")
 SCORES: Dims = ("batch", "kv_heads", "q_group", "seq", "kv_seq")
@@ -88,9 +90,13 @@ class Attend(Differentiable):
     Inputs: queries, keys, values, positions of the queries and of the keys, and, if documents that share a sequence do
     not see each other, where the document of each query starts. ``window`` limits how far it looks. FLOPs are
     counted as if documents saw each other, which overstates them where they do not.
+
+    If it stands for layers that look differently far, ``windows`` says how many layers have which window, and time is
+    that of their mean; numbers are those of ``window``.
     """
 
     window: int | None = None
+    windows: Windows = ()
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         """Give the attended values and, in FP32, the log of the softmax's denominator."""
@@ -138,7 +144,9 @@ class Attend(Differentiable):
         """One operation gives all three, from the inputs, the result and the saved denominator."""
         starts = ("in5",) if len(inputs) > len(("query", "key", "value", "positions", "key_positions")) else ()
         reads = ("d0", "in0", "in1", "in2", "in3", "in4", "out0", "out1", *starts)
-        return (GradientStep(kind=AttendGradient(window=self.window), reads=reads, gives=(0, 1, 2)),)
+        return (
+            GradientStep(kind=AttendGradient(window=self.window, windows=self.windows), reads=reads, gives=(0, 1, 2)),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +154,7 @@ class AttendGradient(OpKind):
     """The gradients of queries, keys and values."""
 
     window: int | None = None
+    windows: Windows = ()
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         dtype = inputs[1].dtype

@@ -91,7 +91,8 @@ def node_symmetry(c: Columns) -> Verdict:
 )
 def torch_trn1(c: Columns) -> Verdict:
     yield False
-    yield f"engine=torch: PyTorch runs natively on trn2 and later, not on {c.cluster.name}. Use --engine nxd"
+    remedy = "Use --engine nxd" if c.model.traced is None else "Use --cluster trn2.48xlarge, or GPUs"
+    yield f"engine=torch: PyTorch runs natively on trn2 and later, not on {c.cluster.name}. {remedy}"
 
 
 @rule(

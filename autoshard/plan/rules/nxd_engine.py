@@ -141,6 +141,12 @@ def nxd_qkv_bias(c: Columns) -> Verdict:
     yield f"tp={c.tp}: {why}. Use a tp that divides {have}"
 
 
+@nxd_rule("kernels", "derived: a card's options choose layers of NxD", only=lambda c: c.model.traced is not None)
+def nxd_code(c: Columns) -> Verdict:
+    yield False
+    yield f"{c.model.name} was read off its code, and NxD has no layers for it. Use --engine torch, on trn2 or GPUs"
+
+
 @nxd_rule("seq_len", NXD + "kernels/flash_attn.py and ring_attention_kernel.py: causal is the only mask")
 def nxd_window(c: Columns) -> Verdict:
     window, length = c.model.window, c.workload.seq_len

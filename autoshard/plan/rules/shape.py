@@ -1,5 +1,6 @@
 """Rules of arithmetic, on every cluster and engine: what must divide what; and against options without effect."""
 
+import math
 from collections.abc import Mapping
 
 from autoshard.errors import nearest
@@ -9,6 +10,7 @@ from autoshard.plan.rules.rule import Verdict, implies, listed, one_of, rule
 from autoshard.schedule.builders import builders
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.kernels import kernels_names, load_kernels
+from autoshard.spec.model import ModelSpec
 
 _DERIVED = "derived: "
 _NXD = "aws-neuron/neuronx-distributed src/neuronx_distributed/"
@@ -36,11 +38,16 @@ def use_tp(c: Columns) -> str:
         for size in platform_tp(c.cluster)
         if model.num_heads % size == 0
         and (model.num_kv_heads % size == 0 or size % model.num_kv_heads == 0)
-        and model.ffn % size == 0
+        and _common_width(model) % size == 0
     )
     most = max(sizes)
     copies = f" (at {most} every KV head is held {most // model.num_kv_heads} times)"
     return f"Use tp {listed(sizes)} on {c.cluster.name}{copies if most > model.num_kv_heads else ''}"
+
+
+def _common_width(model: ModelSpec) -> int:
+    """Return what divides all widths of a model's MLPs."""
+    return math.gcd(*model.widths)
 
 
 @rule("tp,pp,cp,dp", source=_DERIVED + "every rank stands at exactly one place of the mesh; ep is a part of dp")
@@ -69,8 +76,9 @@ def kv_heads(c: Columns) -> Verdict:
 
 @rule("tp", source=_DERIVED + "column and row parallel linears hold equal shares of the MLP width")
 def ffn(c: Columns) -> Verdict:
-    yield c.model.ffn % c.tp == 0
-    yield f"tp={c.tp}: the MLP width {c.model.ffn} of {c.model.name} does not divide by {c.tp}. {use_tp(c)}"
+    yield _common_width(c.model) % c.tp == 0
+    widths = listed(c.model.widths)
+    yield f"tp={c.tp}: the MLP width {widths} of {c.model.name} does not divide by {c.tp}. {use_tp(c)}"
 
 
 @rule("pp,vp", source=_DERIVED + "every stage holds at least one layer (NxD's create_partitions asks for the same)")

@@ -39,13 +39,16 @@ class AtomCut:
     def of(cls, block: Block, op: Op, atom: str, dim: str | None) -> "AtomCut":
         """Read off a block what the Rules ask about an operation."""
         weights = [block.tensors[name] for name in op.inputs if block.tensors[name].role == "parameter"]
-        matrix = tuple(dim for weight in weights if len(weight.dims) > 1 for dim in weight.dims)
-        return cls(op=op.name, dims=op_dims(block, op), matrix=matrix, atom=atom, dim=dim)
+        whole = op.kind.whole_dims()
+        # What a norm over several dims needs whole is no matrix; no axis is there for tokens that must not be cut.
+        matrix = tuple(dim for one in weights if len(one.dims) > 1 for dim in one.dims if dim not in whole)
+        dims = tuple(dim for dim in op_dims(block, op) if dim not in ("batch", "seq") or dim not in whole)
+        return cls(op=op.name, dims=dims, matrix=matrix, atom=atom, dim=dim)
 
     @property
     def shares_weights(self) -> bool:
         """Whether the operation has weights that tp is there for."""
-        return any(dim in SHARED for dim in self.matrix)
+        return any(dim in SHARED or dim.startswith("ffn_") for dim in self.matrix)  # widths that no card has
 
     def __str__(self) -> str:
         return f"{self.op} cuts {self.dim} over {self.atom}" if self.dim else f"{self.op} is not cut over {self.atom}"

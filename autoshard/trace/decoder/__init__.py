@@ -1,0 +1,1 @@
+"""A decoder's code as the blocks that the planner searches: embedding, equal layers, head."""
