@@ -31,7 +31,7 @@ test-all: $(VENV)/.dev  ## what `make test` leaves out, the slow tests: twenty m
 	$(PYTEST) -m "$(NO_ACCELERATOR) and slow and not thorough"
 
 thorough: $(VENV)/.dev  ## every property with 200 examples instead of 25, every pair of features compiled: hours
-	$(PYTEST) -m "$(NO_ACCELERATOR) and (hypothesis or thorough)" --hypothesis-profile thorough
+	$(PYTEST) -m "$(NO_ACCELERATOR) and (hypothesis or thorough)" --hypothesis-profile thorough -o faulthandler_timeout=7200
 
 coverage: $(VENV)/.dev  ## the lines and branches of the planner that its tests reach: at least 95%; ten minutes
 	$(PYTEST) -m "$(NO_ACCELERATOR) and not slow and not ranks" --cov $(PLANNER_TESTS)

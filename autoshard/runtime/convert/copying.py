@@ -8,7 +8,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Literal
@@ -19,6 +19,7 @@ from autoshard.engine.patches import Patch
 from autoshard.errors import InputError
 from autoshard.runtime.checkpoint.files import header_of, is_finite
 from autoshard.runtime.convert.stored import StateFile, WeightSource
+from autoshard.runtime.futures import as_they_end
 
 JOURNAL = "converted.jsonl"
 _CHUNK_BYTES = 2**24  # of a tensor that are put together and written at a time
@@ -96,8 +97,7 @@ class Copying:
             with ThreadPoolExecutor(min(workers, max(1, len(left))), **lone) as pool:
                 tasks = [pool.submit(self._write, one, journal) for one in left]
                 try:
-                    done, _ = wait(tasks, return_when=FIRST_EXCEPTION)
-                    written |= {one.file: one for one in (task.result() for task in done)}
+                    written |= {one.file: one for one in (task.result() for task in as_they_end(tasks))}
                 except BaseException:
                     self._stop.set()
                     pool.shutdown(cancel_futures=True)

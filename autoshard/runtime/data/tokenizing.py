@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,6 +35,7 @@ from autoshard.runtime.data.opened import (
     write_record,
 )
 from autoshard.runtime.data.tokenizers import ChatTemplate, Marked, TokenizerSpec, messages_of, open_tokenizer
+from autoshard.runtime.futures import as_they_end
 from autoshard.spec import record
 from autoshard.spec.files import read_data
 
@@ -178,16 +179,14 @@ def _made(pieces: "Sequence[_WorkPiece]", num_workers: int) -> "Iterator[tuple[_
     faults: list[Fault] = []
     try:
         waiting = {pool.submit(_make, piece): piece for piece in pieces}
-        while waiting:
-            for future in wait(waiting, return_when=FIRST_COMPLETED).done:
-                piece = waiting.pop(future)
-                try:
-                    if not future.cancelled():
-                        yield piece, future.result()
-                except InputError as error:
-                    faults += error.faults
-                    for other in waiting:
-                        other.cancel()
+        for future in as_they_end(waiting):
+            try:
+                if not future.cancelled():
+                    yield waiting[future], future.result()
+            except InputError as error:
+                faults += error.faults
+                for other in waiting:
+                    other.cancel()
     except BrokenProcessPool:
         message = "a process that tokenized was killed, perhaps for its memory: fewer --workers take less"
         raise RunFailed(message) from None

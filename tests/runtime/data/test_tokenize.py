@@ -146,21 +146,21 @@ def started(source: Path, out: Path) -> Iterator["subprocess.Popen[str]"]:
 def test_work_that_is_killed_twice_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [f"document {n} " * 30 for n in range(12_000)])
     with started(source, tmp_path / "whole") as process:
-        assert process.wait() == 0
+        assert process.wait(120) == 0
     out = tmp_path / "out"
     for kept, number in ((2, signal.SIGKILL), (4, signal.SIGINT)):
         with started(source, out) as process:
             wait_until(lambda kept=kept: len(list(out.glob("*.done.json"))) >= kept, f"{kept} pieces were done")
             children = children_of(process.pid)
             process.send_signal(number)
-            process.wait()
+            process.wait(60)
             wait_until(lambda pids=children: not any(map(is_alive, pids)), "the workers ended with their parent")
         assert not (out / NAME).exists()
     done = [out / path.name.replace(".done.json", ".bin") for path in out.glob("*.done.json")]
     before = {path: path.stat().st_mtime_ns for path in done}
     with started(source, out) as process:
         assert process.stderr is not None and "going on:" in process.stderr.read()
-        assert process.wait() == 0
+        assert process.wait(120) == 0
     assert contents(out) == contents(tmp_path / "whole")
     assert all(path.stat().st_mtime_ns == then for path, then in before.items()), "nothing was done twice"
 
