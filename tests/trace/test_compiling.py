@@ -61,14 +61,14 @@ def test_functions_that_a_compiler_takes_compute_what_the_plain_module_does(
     hold(names)
 
 
-@compiler
-def test_compiled_functions_compute_what_the_plain_module_does():
-    hold(["square weight with residual"])
+_COMPILED = (
+    "square weight with residual", "Llama layer", "convnet, batch norm in training", "mixture of experts by slots",
+)  # fmt: skip
 
 
 @compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Llama layer", "convnet, batch norm in training", "mixture of experts by slots"])
+@pytest.mark.parametrize("name", _COMPILED)
 def test_compiled_modules_compute_what_the_plain_module_does(name: str):
     hold([name])
 
