@@ -17,7 +17,7 @@ from autoshard.spec.kernels import load_kernels
 from autoshard.spec.workload import Dtype, Precision
 from autoshard.trace.dims import Dim, Position, leaves, match_sizes
 from autoshard.trace.grouping import outside_reads, regions
-from autoshard.trace.program import Read, Traced, TracedProgram, TracedStep
+from autoshard.trace.program import Read, Traced, TracedProgram, TracedStep, free_name
 from autoshard.trace.region import Alias, Local, Positions, Region
 from autoshard.trace.repeats import merge_dims, tied_operations
 
@@ -50,6 +50,7 @@ class _Writer:
         self.names = _named(program)
         self.paths: dict[str, str] = {}  # of the submodules that do the operations
         self.written: dict[Traced, str] = {}
+        self.returned: dict[Traced, str] = {}
         self.aliases: dict[tuple[str, tuple[tuple[str, str], ...]], str] = {}
 
     def block(self) -> TracedBlock:
@@ -57,8 +58,9 @@ class _Writer:
         program = self.program
         uses = Counter(value for steps in self.groups for value, _ in outside_reads(steps))
         given = [value for value in program.values if value.origin != "made"]
+        returned = Counter(one.read.value for one in program.results if one.read)
         for value in given:
-            self._given(value, uses[value])
+            self._given(value, uses[value] + (returned[value] > 0))
         self.paths |= {op.name: "" for op in self.b.ops}
         for steps in self.groups:
             self._emit(steps)
@@ -67,7 +69,7 @@ class _Writer:
         results: dict[str, tuple[str, Positions]] = {}
         for one in program.results:
             if one.read:
-                name = self._result(one.read.value)
+                name = self._result(one.read.value, is_read=one.is_seeded and uses[one.read.value] > 0)
                 gives[name] = gives.get(name, False) or one.is_seeded
                 results[one.name] = name, self._positions(one.read.positions)
         block = finish(
@@ -97,11 +99,14 @@ class _Writer:
         else:
             self.written[value] = b.add(value.name, dims, self._dtype(value), "input")
 
-    def _result(self, value: Traced) -> str:
-        """Return the tensor of a result, which an operation makes."""
-        if value.origin != "made" and self.written[value] == value.name:
-            self.written[value] = self.b.emit(f"{value.name}_returned", Alias(), value.name)
-        return self.written[value]
+    def _result(self, value: Traced, *, is_read: bool) -> str:
+        """Return the tensor of a result, which an operation makes; another one if operations read the value too."""
+        tensor = self.written[value]
+        if is_read or (value.origin != "made" and tensor == value.name):
+            if value not in self.returned:
+                self.returned[value] = self.b.emit(f"{tensor}_returned", Alias(), tensor)
+            return self.returned[value]
+        return tensor
 
     def _emit(self, steps: Sequence[TracedStep]) -> None:
         """Emit one step, or several as a region."""
@@ -169,7 +174,7 @@ class _Writer:
         if not renamed:
             return tensor
         if (tensor, renamed) not in self.aliases:
-            alias = self.b.emit(f"{tensor}_as_{renamed[0][1]}", Alias(), tensor)
+            alias = self.b.emit(free_name(f"{tensor}_as_{renamed[0][1]}", self.b.tensors), Alias(), tensor)
             self.aliases[tensor, renamed] = self.b.deliver_as(alias, f"{alias}_out", renamed)
         return self.aliases[tensor, renamed]
 

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from autoshard.errors import InputError, nearest, require
 from autoshard.trace.dims import Collision, NotAligned, Position, fresh, leaves, note, size_of
 from autoshard.trace.export import ExportedModule
 from autoshard.trace.local import NAMESPACE
-from autoshard.trace.nodes import Node, line_of, replaced, tensors_of
+from autoshard.trace.nodes import Node, argument, line_of, replaced, tensors_of
 from autoshard.trace.program import (
     Read,
     Reading,
@@ -24,9 +24,12 @@ from autoshard.trace.program import (
     TracedStep,
     View,
     agreed,
+    free_name,
 )
+from autoshard.trace.reach import moved, needed, reaching
 from autoshard.trace.rules import RULES
 from autoshard.trace.rules.local import local
+from autoshard.trace.rules.recurrent import recurrent
 from autoshard.trace.rules.unknown import unknown
 
 _SAME = (
@@ -89,17 +92,20 @@ class ProgramReader:
     def captured(self, wanted: Sequence[str] | None) -> Captured:
         """Return what was read, as far as the ``wanted`` results need it."""
         results = tuple(self._results(wanted))
-        steps = _needed(self.steps, [one.read.value for one in results if one.read])
+        steps = needed(self.steps, [one.read.value for one in results if one.read])
         read = {one.value for step in steps for one in step.reads} | {one.read.value for one in results if one.read}
         values = tuple(one for one in self.values if one in read)
-        trained = [one for one in values if self.parameters.get(one.name) in self.exported.call.trained]
+        trained = [one for one in values if self._is_trained(one)]
         program = TracedProgram(
             values=values, steps=steps, results=results, kept_whole=tuple(self.kept_whole),
-            trained=_reaching(steps, results, trained), modules=self._modules(),
+            trained=reaching(steps, results, trained), modules=self._modules(),
         )  # fmt: skip
         parameters = {one.name: self.parameters[one.name] for one in values if one.origin == "parameter"}
         inputs = {one.name: self.inputs[one.name] for one in values if one.origin == "input"}
         return Captured(program=program, exported=self.exported, inputs=inputs, parameters=parameters)
+
+    def _is_trained(self, value: Traced) -> bool:
+        return value.origin == "carried" or self.parameters.get(value.name) in self.exported.call.trained
 
     def _modules(self) -> Mapping[str, Read]:
         """Return the last value that each submodule makes."""
@@ -112,17 +118,23 @@ class ProgramReader:
         return found
 
     def _results(self, wanted: Sequence[str] | None) -> Iterator[Result]:
-        """Yield the results; gradients begin at single numbers, which are losses, and without any at every result."""
+        """Yield the results.
+
+        Gradients begin at those that are ``wanted``, or else at single numbers, which are losses, or else at all.
+        """
         returned = list(self.exported.returned())
         places = [place for place, _, is_buffer in returned if not is_buffer]
         unknown = [name for name in wanted or () if name not in places]
         require(*((False, f"results.{name}", f"is no result. {nearest(name, places)}") for name in unknown))
         views = {place: self.views.get(node) for place, node, _ in returned if isinstance(node, torch.fx.Node)}
         made = {place: view for place, view in views.items() if isinstance(view, View)}
+        trained = {one for one in self.values if self._is_trained(one)}
+        with_gradient = moved(self.steps, trained)
         floats = {
-            place: view for place, view in made.items() if not view.value.is_index and place in (wanted or places)
+            place: view for place, view in made.items() if view.value in with_gradient and place in (wanted or places)
         }
         losses = [place for place, view in floats.items() if not view.value.dims]
+        begun = floats if wanted else losses or floats
         for place, node, is_buffer in returned:
             view = made.get(place)
             if not is_buffer and wanted is not None and place not in wanted:
@@ -130,7 +142,8 @@ class ProgramReader:
             else:
                 yield Result(
                     name=place, read=view and Read(value=view.value, positions=view.positions), otherwise=node,
-                    is_buffer=is_buffer, is_seeded=not is_buffer and place in (losses or floats),
+                    is_buffer=is_buffer, is_seeded=not is_buffer and place in begun,
+                    is_trained=view is not None and view.value in with_gradient,
                 )  # fmt: skip
 
     def add(self, node: Node) -> None:
@@ -302,7 +315,7 @@ class ProgramReader:
         path = next(paths, "")
         own = path.rpartition(".")[0] or path
         taken = {one.name for one in (*self.values, *self.exported.nodes)}
-        return _free(own.replace(".", "_"), taken) if path else ""
+        return free_name(own.replace(".", "_"), taken) if path else ""
 
     def step(  # noqa: PLR0913
         self,
@@ -322,7 +335,8 @@ class ProgramReader:
         """Add an operation, and the value that it makes along these positions; one by number of several."""
         readings, made = found
         positions = tuple(made)
-        name = self._module_of(readings) if sort in ("product", "rows") else name or node.name
+        own = self._module_of(readings) if sort in ("product", "rows") else ""
+        name = own or name or node.name
         several = node.meta["val"]
         given = several if isinstance(several, torch.Tensor) else several[number or 0]
         if number is not None:
@@ -362,38 +376,12 @@ class ProgramReader:
 def _refuse_random(node: Node) -> None:
     name = getattr(node.target, "_opname", "")
     drops = name in ("dropout", "feature_dropout") and node.args[1] and node.args[2]
-    if drops or (
-        torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and name not in (*_SAME, *RULES)
-    ):
+    drops = drops or (RULES.get(name) is recurrent and argument(node, "dropout") and argument(node, "train"))
+    is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    if drops or (is_random and name not in (*_SAME, *RULES)):
         raise InputError.of(line_of(node), f"{name} draws random numbers; call .eval(), or leave it out")
-
-
-def _needed(steps: Sequence[TracedStep], wanted: Iterable[Traced]) -> tuple[TracedStep, ...]:
-    """Return the steps that some values need."""
-    needed, found = {*wanted}, list[TracedStep]()
-    for step in reversed(steps):
-        if step.makes in needed:
-            needed |= {read.value for read in step.reads}
-            found.append(step)
-    return tuple(reversed(found))
-
-
-def _reaching(steps: Sequence[TracedStep], results: Iterable[Result], trained: Iterable[Traced]) -> frozenset[Traced]:
-    """Return which of the trained parameters and of the inputs with a gradient a gradient reaches."""
-    passing = [step for step in steps if step.function is not torch.ops.aten.detach.default]
-    seeded = _needed(passing, [one.read.value for one in results if one.read and one.is_seeded])
-    read = {read.value for step in seeded for read in step.reads}
-    read |= {one.read.value for one in results if one.read and one.is_seeded}
-    return frozenset(read & {*trained, *(one for one in read if one.origin == "carried")})
 
 
 def _one_of(*arguments: Any, function: Callable[..., Any], number: int, **keywords: Any) -> torch.Tensor:
     """Return one of several results."""
     return function(*arguments, **keywords)[number]
-
-
-def _free(name: str, taken: Container[str]) -> str:
-    """Return a name that nothing has yet."""
-    return next(
-        one for number in itertools.count(1) if (one := f"{name}_{number}" if number > 1 else name) not in taken
-    )

@@ -4,6 +4,7 @@ import copy
 import inspect
 import os
 import traceback
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as tree  # as torch.export lays arguments and results out
+from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.hooks import RemovableHandle
 
 from autoshard.errors import InputError, require
 from autoshard.trace.nodes import Node, argument
@@ -26,6 +29,8 @@ class ModuleCall:
     with_gradient: frozenset[int]  # which arguments get one
     modes: tuple[bool, ...]  # of all submodules: whether they train
     trained: frozenset[str]  # paths of the parameters that get a gradient
+    numbers: tuple[Any, ...]  # that submodules have as attributes, such as a temperature
+    hooks: tuple[Any, ...]  # that submodules call
     autocast: torch.dtype | None
 
     @classmethod
@@ -42,6 +47,13 @@ class ModuleCall:
             ),
             modes=tuple(one.training for one in module.modules()),
             trained=frozenset(path for path, one in module.named_parameters() if one.requires_grad),
+            numbers=tuple(
+                (path, name, value)
+                for path, one in module.named_modules()
+                for name, value in vars(one).items()
+                if isinstance(value, float | bool) and name != "training"
+            ),
+            hooks=tuple((path, *_hooks(one)) for path, one in module.named_modules() if path and _hooks(one)),
             autocast=torch.get_autocast_dtype(device) if casts else None,
         )
 
@@ -59,7 +71,7 @@ class ExportedModule:
     call: ModuleCall
     examples: tuple[Any, ...]  # the arguments one by one; tensors on the meta device
     paths: Mapping[str, str]  # of parameters, by placeholder; tied ones have the path of the first
-    own_gradients: tuple[str, ...]  # lines with functions whose backward pass is the user's own, and is not traced
+    own_gradients: tuple[str, ...]  # what of the backward pass is the user's own, and is not traced
 
     @classmethod
     def of(cls, module: torch.nn.Module, inputs: Sequence[Any] | Mapping[str, Any]) -> "ExportedModule":
@@ -79,7 +91,7 @@ class ExportedModule:
             apart.append(one.detach().clone().requires_grad_(one.requires_grad) if again else one)
         args, kwargs = tree.tree_unflatten(apart, layout)
         try:
-            with _own_gradients() as own_gradients:
+            with _own_gradients(module) as own_gradients, _without_own_hooks(module):
                 program = torch.export.export(module, args, kwargs, strict=False)
         except GuardOnDataDependentSymNode as error:
             raise InputError.of(_own_line(error), "decides by numbers that only a run knows") from None
@@ -121,6 +133,9 @@ class ExportedModule:
         require((layout == self.call.layout, "inputs", "have another structure than the example inputs; shard again"))
         own = dict(zip(self.arguments, found, strict=True))
         pairs = [(name, example, own[name]) for name, example in self.arguments.items()]
+        if exact:
+            other = [one for _, _, one in pairs if _is_floating(one) and one.dtype != torch.float64]
+            require((not other, "inputs", "a proof computes in double: give module.double(), and such inputs"))
         pairs = [(name, one.double() if exact and _is_floating(one) else one, own) for name, one, own in pairs]
         require(*((_is_like(example, one), name, _unlike(example, one)) for name, example, one in pairs))
         return own
@@ -179,22 +194,57 @@ class ExportedModule:
             return part(*given)
 
 
+_MARK = "mark a function that calls it: @autoshard.local(...)"
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _hooks(module: torch.nn.Module) -> list[Any]:
+    return [one for name in _HOOKS for one in getattr(module, name).values()]
+
+
 @contextmanager
-def _own_gradients() -> Iterator[list[str]]:
-    """Collect the lines that call functions with a backward pass of their own."""
+def _without_own_hooks(module: torch.nn.Module) -> Iterator[None]:
+    """Leave out the hooks of the module itself, which calls them around its sharded program as well."""
+    kept = {name: getattr(module, name) for name in _HOOKS}
+    try:
+        for name, hooks in kept.items():
+            setattr(module, name, type(hooks)())
+        yield
+    finally:
+        for name, hooks in kept.items():
+            setattr(module, name, hooks)
+
+
+@contextmanager
+def _own_gradients(module: torch.nn.Module) -> Iterator[list[str]]:
+    """Collect what has a backward pass of its own: lines that call such functions, hooks of tensors and submodules."""
     base: Any = torch.autograd.Function
-    apply, found = base.__dict__["apply"], list[str]()
+    tensors: Any = torch.Tensor
+    apply, register = base.__dict__["apply"], tensors.register_hook
+    found = [
+        f"{path}: has a hook of its backward pass, which would not be called; remove it"
+        for path, one in module.named_modules()
+        if path and (one._backward_hooks or one._backward_pre_hooks)  # pyright: ignore[reportPrivateUsage]
+    ]
 
     def noted(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        if kind.__module__.partition(".")[0] != "torch":
-            found.append(f"{_line(traceback.extract_stack()[:-1])}: {kind.__name__}")
+        own = kind.__module__.partition(".")[0] != "torch"
+        if own or kind is CheckpointFunction:
+            remedy = _MARK if own else "give checkpoint use_reentrant=False"
+            line = _line(traceback.extract_stack()[:-1])
+            found.append(f"{line}: {kind.__name__} has a backward pass of its own, which is not traced; {remedy}")
         return apply.__func__(kind, *args, **kwargs)
 
-    base.apply = classmethod(noted)
+    def hooked(*_: Any) -> RemovableHandle:
+        line = _line(traceback.extract_stack()[:-1])
+        found.append(f"{line}: the hook of a tensor would not be called; {_MARK}")
+        return RemovableHandle(OrderedDict[int, Any]())
+
+    base.apply, tensors.register_hook = classmethod(noted), hooked
     try:
         yield found
     finally:
-        base.apply = apply
+        base.apply, tensors.register_hook = apply, register
 
 
 def _inline(graph_module: torch.fx.GraphModule) -> None:
@@ -253,7 +303,8 @@ def _changes_something(node: Node) -> bool:
 
 def _place(path: tuple[Any, ...]) -> str:
     """Return the place of a part of a result: keys and numbers with dots between them."""
-    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path) or "result"
+    names = (getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path)
+    return ".".join(map(str, names)) or "result"
 
 
 def _is_floating(value: Any) -> bool:

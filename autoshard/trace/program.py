@@ -1,7 +1,8 @@
 """A captured program before it becomes a graph: values with dims, and operations that read and make them."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -91,6 +92,7 @@ class Result:
     otherwise: Any = None  # where the program does not make it: a node, or a number
     is_buffer: bool = False
     is_seeded: bool = False  # whether a gradient begins here
+    is_trained: bool = False  # whether one could: a trained parameter, or an input with a gradient, moves it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,3 +174,10 @@ def shown(value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {shown(value[key])}' for key in sorted(value))}}}"
     return str(getattr(value, "__qualname__", value))
+
+
+def free_name(name: str, taken: Container[str]) -> str:
+    """Return a name that nothing has yet: this one, or with a number."""
+    return next(
+        one for number in itertools.count(1) if (one := f"{name}_{number}" if number > 1 else name) not in taken
+    )

@@ -43,7 +43,7 @@ class ModuleRun:
             wanted = isinstance(one, torch.Tensor) and name in traced.block.takes
             arguments[name] = one.detach().clone().requires_grad_() if wanted else one
         args, kwargs = tree_unflatten(list(arguments.values()), exported.call.layout)
-        flat = iter(tree_flatten(module(*args, **kwargs))[0])
+        flat = iter(tree_flatten(module.forward(*args, **kwargs))[0])  # hooks of the module itself are not traced
         changed = {name: one.clone() for name, one in module.named_buffers()}
         every = [changed[place] if is_buffer else next(flat) for place, _, is_buffer in exported.returned()]
         self.results = {one.name: own for one, own in zip(captured.program.results, every, strict=True) if one.read}
@@ -57,7 +57,8 @@ class ModuleRun:
         wanted = {name: self.parameters[captured.parameters[name]] for name in self._trained()}
         wanted |= {name: arguments[name] for name in traced.block.takes}
         seeded = [self.results[name] for name in self.seeds]
-        found = torch.autograd.grad(seeded, [*wanted.values()], [*self.seeds.values()], allow_unused=True)
+        asked = [*wanted.values()], [*self.seeds.values()]
+        found = torch.autograd.grad(seeded, *asked, allow_unused=True) if seeded and wanted else [None] * len(wanted)
         finite = all(bool(one.isfinite().all()) for one in (*seeded, *found) if one is not None)
         require((finite, "inputs", "make the module give NaN or infinity, which cannot be compared"))
         pairs = zip(wanted.items(), found, strict=True)

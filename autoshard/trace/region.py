@@ -138,10 +138,15 @@ class RegionGradient(OpKind):
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         upstream, *given = [torch.from_numpy(np.asarray(array, order="C")) for array in arrays]
         tape = Tape.of(self, given, call.sizes)
-        return tuple(gradient.numpy() for gradient in tape.gradients(upstream))
+        return tuple(gradient.numpy() for gradient in tape.gradients(self.laid_out(upstream, call.inputs[0].dims)))
 
     def torch_kernel(self, call: Call) -> Callable[..., tuple[torch.Tensor, ...]]:
-        return lambda upstream, *given: Tape.of(self, given, call.sizes).gradients(upstream)
+        dims = call.inputs[0].dims
+        return lambda upstream, *given: Tape.of(self, given, call.sizes).gradients(self.laid_out(upstream, dims))
+
+    def laid_out(self, upstream: torch.Tensor, dims: Dims) -> torch.Tensor:
+        """Lay the result's gradient, which lies along ``dims``, out as the result: a sum hands on its own order."""
+        return upstream.permute([dims.index(dim) for dim in self.region.dims])
 
     def matrix_flops(self, call: Call) -> int:
         """Count each product of the forward pass twice."""

@@ -84,8 +84,14 @@ class ModuleSharding:
             memory_bytes=found.memory_bytes,
         )
 
+    def refuse_unfit(self) -> None:
+        """Refuse layouts that need more memory than was allowed."""
+        least = f"nothing fits; the least is {self.sharding.memory_bytes:,.0f} bytes"
+        require((self.solution.fits, "memory_bytes", least))
+
     def save(self, path: str | Path) -> None:
         """Write its plan into a file, which ``autoshard.shard(..., plan=...)`` executes."""
+        self.refuse_unfit()
         self.plan().save(Path(path))
 
     @property
@@ -214,10 +220,7 @@ class Asked:
 
 
 def _asked(asked: Asked, captured: Captured, sizes: Mapping[str, int]) -> tuple[OperatorProblem, TracedBlock, Mesh]:
-    message = (
-        "has a backward pass of its own, which is not traced; mark a function that calls it: @autoshard.local(...)"
-    )
-    require(*((False, "module", f"{line} {message}") for line in captured.exported.own_gradients))
+    require(*((False, "module", message) for message in captured.exported.own_gradients))
     laid, numbers = Mesh.named(asked.cluster, sizes), Precision.named(asked.precision)
     if captured.exported.call.autocast:
         numbers = replace(numbers, activations="bf16")

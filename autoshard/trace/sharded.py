@@ -52,6 +52,7 @@ def shard(
     ``options`` are those of ``shard_module``; a ``plan`` that it has saved is executed as it is. With ``compile`` what
     a rank computes between two collectives is compiled at the first call.
     """
+    require((not isinstance(module, ShardedModule), "module", "is sharded already"))
     device_mesh = _device_mesh(module, mesh)
     names, count = device_mesh.mesh_dim_names, device_mesh.size()
     assert names, "a mesh without names is refused"
@@ -75,6 +76,7 @@ def shard(
             sharding = shard_module(
                 module, inputs, _cluster(cluster, count), sizes, precision=_PRECISIONS[dtype], **options
             )
+        sharding.refuse_unfit()
     return run_on(module, sharding, device_mesh, compiles=compile)
 
 
@@ -110,6 +112,10 @@ class ShardedCalls:
     def __init__(self, kind: type[torch.nn.Module], first: RankRunner) -> None:
         self.kind, self.first, self.runners = kind, first, [first]
         self.signature = first.exported.signature
+
+    def __deepcopy__(self, _: Any) -> "ShardedCalls":
+        """Let copies of the module, such as averages of its weights, share its programs."""
+        return self
 
     def __call__(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the program for a call like this."""
@@ -176,23 +182,41 @@ def _place_parameters(module: torch.nn.Module, program: RankProgram, device_mesh
     """Replace every parameter by its part on this rank; those that the program does not read stay whole."""
     weights = {one.path: one for one in program.weights.values()}
     placed: dict[int, torch.nn.Parameter] = {}
-    buffers = [one for one in module.buffers() if not one.is_meta]
-    for one in buffers:
-        dist.broadcast(one.detach(), 0)
+    for one in module.buffers():
+        if not one.is_meta:
+            one.data = _of_rank_0(one)
     for path, parameter in list(module.named_parameters(remove_duplicate=False)):
         if id(parameter) not in placed:
             weight, whole = weights.get(path), parameter.detach()
             if not whole.is_meta:
-                dist.broadcast(whole, 0)
+                whole = whole.copy_(_of_rank_0(whole))
             local, where = whole, tuple(Replicate() for _ in device_mesh.shape)
             if weight:
                 local, where = _cut(whole, weight.rest, weight.positions, program), weight.placements
             tensor = DTensor.from_local(
                 local.clone(), device_mesh, where, run_check=False, shape=whole.shape, stride=whole.stride()
             )
-            placed[id(parameter)] = torch.nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+            placed[id(parameter)] = _with_hooks_of(
+                parameter, torch.nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+            )
         owner, _, name = path.rpartition(".")
         setattr(module.get_submodule(owner), name, placed[id(parameter)])
+
+
+def _of_rank_0(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what rank 0 has of a tensor, side by side in memory, whatever its format."""
+    found = tensor.detach().contiguous()
+    dist.broadcast(found.reshape(-1).view(torch.uint8), 0)
+    return found
+
+
+def _with_hooks_of(old: torch.nn.Parameter, new: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Let a parameter call the hooks of the one that it replaces; they are given gradients as DTensors."""
+    for hook in (old._backward_hooks or {}).values():  # pyright: ignore
+        new.register_hook(hook)  # pyright: ignore
+    for hook in (old._post_accumulate_grad_hooks or {}).values():  # pyright: ignore
+        new.register_post_accumulate_grad_hook(hook)  # pyright: ignore
+    return new
 
 
 def _cut(whole: torch.Tensor, layout: Layout, positions: Positions, program: RankProgram) -> torch.Tensor:

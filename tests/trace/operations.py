@@ -164,6 +164,10 @@ def _images() -> Mapping[str, Sample]:
             )[0],
             (x, n(6)),
         ),
+        "gru": (
+            lambda x, h, *weights: torch.gru(x, h, weights, False, 1, 0.0, False, False, True)[0],
+            (n(4, 6, 8), n(1, 4, 5), n(15, 8), n(15, 5)),
+        ),
         "batch_norm in training": (lambda x: F.batch_norm(x, None, None, training=True), (x,)),
     }
 

@@ -157,7 +157,8 @@ LESS: Mapping[str, Mapping[str, str]] = {
         "norm": "a pending norm, which layouts do not have",
     },
 }
-ABORTS = ("attention in groups",)  # torch ends the process where there are fewer heads of queries than of keys
+# Torch ends the process where there are fewer heads of queries than of keys, and where weights do not fit a state.
+ABORTS = ("attention in groups", "gru")
 
 
 @pytest.mark.parametrize("name", [one for one in SAMPLES if one not in ABORTS])
@@ -174,7 +175,7 @@ def test_a_rule_cuts_what_dtensor_takes_without_sending(name: str, mesh: DeviceM
         differences(name, "dtensor", cuts)
 
 
-UNKNOWN = ("copy", "fill")  # to DTensor
+UNKNOWN = ("copy", "fill", "gru")  # to DTensor
 
 
 def test_every_rule_has_a_sample_and_every_reason_is_one_of_a_sample():

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from autoshard.trace.nodes import Node
-from autoshard.trace.rules import images, indexing, norms, products, reductions, views
+from autoshard.trace.rules import images, indexing, norms, products, recurrent, reductions, views
 
 if TYPE_CHECKING:
     from autoshard.trace.capture import ProgramReader
@@ -52,6 +52,7 @@ _BY_RULE: Mapping[Rule, tuple[str, ...]] = {
         "upsample_trilinear3d", "tril", "triu", "pixel_shuffle", "pixel_unshuffle",
     ),
     images.padded: ("pad", "constant_pad_nd"),
+    recurrent.recurrent: ("lstm", "gru", "rnn_tanh", "rnn_relu"),
     indexing.embedding: ("embedding",),
     indexing.one_hot: ("one_hot",),
     indexing.taken: ("index_select", "index"),

@@ -11,6 +11,7 @@ from autoshard.errors import InputError
 from autoshard.trace.dims import fresh, leaves, size_of
 from autoshard.trace.nodes import Node, line_of
 from autoshard.trace.program import Reading, TensorPlace, View
+from autoshard.trace.rules.unknown import unknown
 
 if TYPE_CHECKING:
     from autoshard.trace.capture import ProgramReader
@@ -77,7 +78,7 @@ def einsum(reader: "ProgramReader", node: Node) -> None:
     plain = arrow and len(operands) == 2 and "." not in equation and len(node.args) == 2
     counts = Counter("".join(["".join({*one}) for one in letters] + [result]))
     if not plain or min(counts.values()) < 2 or any(len({*one}) < len(one) for one in letters):
-        reader.whole(node)
+        unknown(reader, node)
         return
     _product(reader, node, operands, (*letters, list(result)))
 

@@ -206,8 +206,8 @@ class RankProgram:
 
     def _step(self, entry: Instruction, *, taped: bool) -> RankStep:
         kind = entry.op.kind if isinstance(entry, Compute) else None
-        if isinstance(kind, RegionGradient) and kind.region.name in self._taped:
-            return RankStep(run=_gradients, reads=self._reads(entry), writes=written_by(entry))
+        if isinstance(kind, RegionGradient) and kind.region.name in self._taped and isinstance(entry, Compute):
+            return RankStep(run=self._gradients(entry, kind), reads=self._reads(entry), writes=written_by(entry))
         gradient = self._taped.get(entry.op.name) if taped and isinstance(entry, Compute) else None
         if gradient and isinstance(entry, Compute):
             sizes = self.context.sizes(entry)
@@ -220,6 +220,10 @@ class RankProgram:
         kernel = kernel_for(self.context, self.block, entry, ())
         assert kernel, f"{entry} is not given"
         return RankStep(run=kernel, reads=read_by(entry), writes=written_by(entry), made=self._made(entry))
+
+    def _gradients(self, entry: Compute, kind: RegionGradient) -> Callable[..., Sequence[torch.Tensor]]:
+        dims = self.block.tensors[entry.op.inputs[0]].dims
+        return lambda upstream, tape: tape.gradients(kind.laid_out(upstream, dims))
 
     def _made(self, entry: Instruction) -> Callable[..., Sequence[torch.Tensor]] | None:
         """Return a function that makes what an instruction makes, without its numbers, if no compiler may see it."""
@@ -268,10 +272,6 @@ def _ordered(layout: Layout, like: Layout) -> Layout:
 
 def _as_it_rests(part: torch.Tensor) -> Sequence[torch.Tensor]:
     return (part,)
-
-
-def _gradients(upstream: torch.Tensor, tape: Tape) -> Sequence[torch.Tensor]:
-    return tape.gradients(upstream)
 
 
 def _tape(kind: RegionGradient) -> str:

@@ -36,8 +36,18 @@ class RankRunner:
         self.results = {one.name: one for one in captured.program.results}
         for place, (tensor, positions) in self.traced.results.items():
             layout = program.program.results[tensor].layout
-            same = placeable(layout, positions, self.traced.sizes, program.atoms) == layout
+            same = placeable(layout, positions, self.traced.sizes, program.atoms).dims == layout.dims
             require((same, f"results.{place}", "is cut as DTensor cannot say; choose another batch axis"))
+
+        trained = [name for name, one in self.results.items() if one.is_trained and name in self.traced.results]
+        self.moved = {self.traced.results[name][0] for name in trained}
+
+    def without_gradient(self, tensor: str) -> str:
+        """Say that no gradient begins at a result, and what to ask for."""
+        places = [place for place, (name, _) in self.traced.results.items() if name == tensor]
+        begun = [place for place, one in self.results.items() if one.is_seeded]
+        remedy = f"shard it with results={[*begun, *places]}"
+        return f"gradients of a sharded module begin at {', '.join(begun)}, not at {', '.join(places)}; {remedy}"
 
     def __call__(self, module: torch.nn.Module, flat: Sequence[Any]) -> Any:
         """Run the module for arguments one by one."""
@@ -144,7 +154,9 @@ class RankRunner:
     def _parameters(self, tensors: Sequence[torch.Tensor]) -> Values:
         found: Values = {}
         for weight, parameter in zip(self.program.weights.values(), tensors, strict=False):
-            assert isinstance(parameter, DTensor), f"{weight.path} is no DTensor any more"
+            replaced = "was replaced by a plain tensor; change the numbers of the parameter instead"
+            require((isinstance(parameter, DTensor), weight.path, replaced))
+            assert isinstance(parameter, DTensor), "is required"
             found[weight.start] = _laid(parameter, weight.placements).to_local().detach().reshape(weight.shape)
         return found
 
@@ -165,9 +177,8 @@ class _ShardedCall(torch.autograd.Function):
     def forward(ctx: Any, runner: RankRunner, inputs: Mapping[str, torch.Tensor], *tensors: torch.Tensor) -> Any:  # pyright: ignore
         ctx.runner, ctx.tensors, ctx.kept = runner, tensors, Values()
         found = runner.forward(inputs, tensors, ctx.kept)
-        block = runner.traced.block
-        constant = [one for name, one in zip(block.gives, found, strict=True) if f"d.{name}" not in block.tensors]
-        ctx.mark_non_differentiable(*constant)
+        gives = runner.traced.block.gives
+        ctx.mark_non_differentiable(*(one for name, one in zip(gives, found, strict=True) if name not in runner.moved))
         ctx.set_materialize_grads(False)
         return tuple(found)
 
@@ -175,6 +186,12 @@ class _ShardedCall(torch.autograd.Function):
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.kept is None:
             raise RuntimeError("a sharded module has run backward for this result already; call it again")
+        if torch.is_grad_enabled():
+            raise RuntimeError("a sharded module has no gradients of gradients; leave create_graph=True out")
+        runner: RankRunner = ctx.runner
+        for name, one in zip(runner.traced.block.gives, upstream, strict=True):
+            if one is not None and f"d.{name}" not in runner.traced.block.tensors:
+                raise RuntimeError(runner.without_gradient(name))
         kept, ctx.kept = ctx.kept, None
         return None, None, *ctx.runner.backward(kept, ctx.tensors, upstream)
 
