@@ -93,11 +93,11 @@ class ExportedModule:
         try:
             with _own_gradients(module) as own_gradients, _without_own_hooks(module):
                 program = torch.export.export(module, args, kwargs, strict=False)
+            _inline(program.graph_module)
+            if any(_changes_something(node) for node in program.graph_module.graph.nodes):
+                program = program.run_decompositions({})  # which makes all changes in place results of their own
         except GuardOnDataDependentSymNode as error:
             raise InputError.of(_own_line(error), "decides by numbers that only a run knows") from None
-        _inline(program.graph_module)
-        if any(_changes_something(node) for node in program.graph_module.graph.nodes):
-            program = program.run_decompositions({})  # which makes all changes in place results of their own
         for path, one in [*program.named_parameters()]:  # or else it would hold all numbers of them
             program.state_dict[path] = torch.nn.Parameter(one.to("meta"), requires_grad=one.requires_grad)
         first: dict[int, str] = {}  # tied weights are one parameter
@@ -273,7 +273,10 @@ def _inline(graph_module: torch.fx.GraphModule) -> None:
 
 
 def _own_line(error: BaseException) -> str:
-    """Return the last line of an error's way that is not torch's."""
+    """Return the last line of an error's way that is not torch's, or the line of the graph's node that it names."""
+    _, _, named = str(error).partition("Original traceback:\n")
+    if named:
+        return " ".join(one.strip() for one in named.splitlines()[:2])
     return _line(traceback.extract_tb(error.__traceback__))
 
 

@@ -50,7 +50,8 @@ class Read:
     @property
     def dims(self) -> Position:
         """The dims of the tensor in its own order, as this reader calls them."""
-        names = {leaves((old,))[0]: leaves((new,))[0] for old, new in self.renamed.items()}
+        pairs = ((leaves((old,)), leaves((new,))) for old, new in self.renamed.items())
+        names = {before: now for old, new in pairs for before, now in zip(old, new, strict=False)}
         return tuple(names.get(one, one) for one in self.value.dims)
 
 

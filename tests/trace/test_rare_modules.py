@@ -54,6 +54,13 @@ def chain(own: Any, x: torch.Tensor) -> torch.Tensor:
     return found.logsumexp(-1).mean()
 
 
+def in_windows(own: Any, x: torch.Tensor) -> torch.Tensor:
+    """Keys are the tokens that queries are, under another name, which is split where they are read."""
+    q, k = own.a(x), own.b(x)
+    scores = torch.einsum("btc,bsc->bts", q, k).view(4, 8, 2, 4).softmax(-1)
+    return torch.einsum("bts,bsc->btc", scores.reshape(4, 8, 8), k)
+
+
 def with_hidden(own: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     hidden = own.a(x)
     return own.b(hidden), hidden, hidden.mT
@@ -79,6 +86,7 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], Sequence[Sequence[int]]]] = {
     "cross attention": (attend, [(4, 5, 8), (4, 7, 8)]),
     "a decoder of torch": (decode, [(4, 5, 8), (4, 7, 8)]),
     "a table read in two orders": (lambda: Own(chain), [(4, 6, 8)]),
+    "scores in windows": (lambda: Own(in_windows), [(4, 8, 8)]),
     "a product of three": (lambda: Own(lambda own, x: einsum("bi,ij,bj->b", x, own.matrix, own.a(x))), [(4, 8)]),
     "a product with letters alone": (lambda: Own(lambda own, x: einsum("bi,jk->bk", own.a(x), own.matrix)), [(4, 8)]),
     "a recurrent net": (lambda: Own(lambda own, x: own.net(x)[0], net=nn.GRU(8, 8, batch_first=True)), [(4, 6, 8)]),
