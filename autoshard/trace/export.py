@@ -98,6 +98,9 @@ class ExportedModule:
                 program = program.run_decompositions({})  # which makes all changes in place results of their own
         except GuardOnDataDependentSymNode as error:
             raise InputError.of(_own_line(error), "decides by numbers that only a run knows") from None
+        except Exception as error:  # the module itself raises anything, and torch does
+            text = str(error).strip().partition("\n")[0]
+            raise InputError.of(_own_line(error), f"cannot be traced: {type(error).__name__}: {text}") from error
         for path, one in [*program.named_parameters()]:  # or else it would hold all numbers of them
             program.state_dict[path] = torch.nn.Parameter(one.to("meta"), requires_grad=one.requires_grad)
         first: dict[int, str] = {}  # tied weights are one parameter
@@ -281,7 +284,9 @@ def _own_line(error: BaseException) -> str:
 
 
 def _line(frames: Sequence[traceback.FrameSummary]) -> str:
-    own = [one for one in frames if f"{os.sep}torch{os.sep}" not in one.filename]
+    own = [one for one in frames if f"{os.sep}torch{os.sep}" not in one.filename and one.line]
+    if not own or own[-1].filename == __file__:
+        return "module"
     return f'File "{own[-1].filename}", line {own[-1].lineno}, in {own[-1].name} {own[-1].line}'
 
 

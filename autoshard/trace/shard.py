@@ -163,6 +163,13 @@ def shard_module(  # noqa: PLR0913
     layouts of parameters and of results of submodules by paths or patterns: {"*.up.weight": "[ffn/model, _]"}.
     ``results`` says which of several results are wanted. Without it all are; gradients begin at a loss if there is one.
     """
+    of_torch = isinstance(module, torch.nn.Module)  # pyright: ignore[reportUnnecessaryIsInstance]
+    require(
+        (of_torch, "module", f"is {module!r:.60}, and no torch.nn.Module"),
+        (isinstance(memory_bytes, int | float), "memory_bytes", f"is {memory_bytes!r}, and no number of bytes"),  # pyright: ignore
+        (not isinstance(results, str), "results", f"is one text; write [{results!r}]"),
+        *((isinstance(one, str), f"pins.{path}", f"is {one!r}, and no text") for path, one in (pins or {}).items()),  # pyright: ignore
+    )
     asked = Asked(
         module=type(module).__name__, batch=batch, precision=precision,
         cluster=cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster)), hints=hints, results=results,
@@ -258,6 +265,8 @@ def sizes_of(mesh: str | Mapping[str, int]) -> Mapping[str, int]:
         require((len(sizes) == len(matches), "mesh", f"{mesh!r} is no mesh. Write it like 'data=2,model=4'"))
     else:
         sizes = dict(mesh)
+    whole = all(isinstance(one, int) for one in sizes.values())  # pyright: ignore[reportUnnecessaryIsInstance]
+    require((whole, "mesh", f"has sizes that are no whole numbers: {sizes}"))
     require((1 <= len(sizes) <= _MOST_AXES, "mesh", f"has {len(sizes)} axes; 1 to {_MOST_AXES} can be searched"))
     return sizes
 

@@ -152,3 +152,25 @@ def test_a_proof_of_16_bits_is_refused_with_the_remedy():
     found = shard_module(module, [x], "local", "data=2,model=2")
     with pytest.raises(InputError, match=r"a proof computes in double: give module.double\(\), and such inputs"):
         found.prove(module, [x])
+
+
+def first_three(own: Any, x: torch.Tensor) -> torch.Tensor:
+    return own.a(x[:, :3])
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "says"),
+    [
+        (Own(first_three), {}, r"in first_three return own.a\(x\[:, :3\]\): cannot be traced: RuntimeError: "),
+        (Own(lambda own, x: {own.a(x)}), {}, "module: cannot be traced: RuntimeError: Found <class 'set'> in output"),
+        (first_three, {}, "module: is <function first_three at .*, and no torch.nn.Module"),
+        (nn.Linear(8, 8), {"memory_bytes": "1GB"}, "memory_bytes: is '1GB', and no number of bytes"),
+        (nn.Linear(8, 8), {"results": "loss"}, r"results: is one text; write \['loss'\]"),
+        (nn.Linear(8, 8), {"pins": {"weight": ["_", "_"]}}, r"pins.weight: is \['_', '_'\], and no text"),
+        (nn.Linear(8, 8), {"mesh": {"data": 2.0}}, "mesh: has sizes that are no whole numbers: {'data': 2.0}"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_cannot_be_meant_is_refused_with_its_place(module: Any, options: dict[str, Any], says: str):
+    with pytest.raises(InputError, match=says):
+        shard_module(module, [torch.ones(4, 8)], "local", **{"mesh": "data=2,model=2", **options})

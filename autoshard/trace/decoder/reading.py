@@ -60,10 +60,6 @@ def read_decoder(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of torch to transformers
             captured = capture(module.eval(), given)
-    except InputError:
-        raise
-    except Exception as error:  # whatever the user's code raises
-        raise InputError.of("", f"cannot be traced: {_first_line(error)}") from error
     finally:
         for one, training in modes:
             one.training = training
@@ -103,8 +99,3 @@ def _tokens(module: torch.nn.Module, seq_len: int | None, device: torch.device) 
     usual = min(getattr(config, "max_position_embeddings", None) or _LONGEST, _LONGEST)
     length = min(seq_len or usual, _MOST)
     return {names[0]: torch.zeros(_SEQUENCES, length, dtype=torch.int64, device=device)}
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of an error, with its kind."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

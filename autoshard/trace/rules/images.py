@@ -9,6 +9,7 @@ import torch
 from autoshard.trace.dims import fresh, size_of
 from autoshard.trace.nodes import Node, argument, arguments_of
 from autoshard.trace.program import Reading, TensorPlace
+from autoshard.trace.rules.unknown import unknown
 
 if TYPE_CHECKING:
     from autoshard.trace.capture import ProgramReader
@@ -52,7 +53,7 @@ def _grouped(reader: "ProgramReader", node: Node, reads: Any, found: Any, channe
     """Convolve groups of channels apart: groups may be cut, and what each of them makes."""
     (x, weight, bias), (made, whole), groups = reads, found, argument(node, "groups")
     if "transpose" in node.target._opname:
-        reader.whole(node)
+        unknown(reader, node)
         return
     group, own = fresh(groups, "group"), fresh(size_of(x.positions[channel]) // groups)
     x.agree(channel, (*group, *own))
