@@ -96,6 +96,8 @@ class ExportedModule:
             _inline(program.graph_module)
             if any(_changes_something(node) for node in program.graph_module.graph.nodes):
                 program = program.run_decompositions({})  # which makes all changes in place results of their own
+        except InputError:  # of a function that the user marks
+            raise
         except GuardOnDataDependentSymNode as error:
             raise InputError.of(_own_line(error), "decides by numbers that only a run knows") from None
         except Exception as error:  # the module itself raises anything, and torch does
