@@ -126,10 +126,12 @@ def test_any_number_of_workers_writes_the_same_bytes_and_a_line_belongs_to_one_p
 
 
 @contextmanager
-def started(source: Path, out: Path) -> Iterator["subprocess.Popen[str]"]:
-    """Tokenize with two workers and many small pieces, in a process that can be killed."""
+def started(source: Path, out: Path, pause_s: float = 0.0) -> Iterator["subprocess.Popen[str]"]:
+    """Tokenize with two workers and many small pieces, in a process that can be killed; it rests after each piece."""
     code = (
-        "import signal, sys, autoshard.runtime.data.documents as documents; documents._LEAST_BYTES = 6000\n"
+        "import signal, sys, time, autoshard.runtime.data.documents as documents; documents._LEAST_BYTES = 6000\n"
+        "import autoshard.runtime.data.tokenizing as tokenizing; as_they_end = tokenizing.as_they_end\n"
+        f"tokenizing.as_they_end = lambda all: (time.sleep({pause_s}) or one for one in as_they_end(all))\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "from autoshard.cli import main; sys.exit(main(sys.argv[1:]))"
     )
@@ -144,12 +146,12 @@ def started(source: Path, out: Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 def test_work_that_is_killed_twice_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [f"document {n} " * 30 for n in range(12_000)])
+    source = write_jsonl(tmp_path / "a.jsonl", [f"document {n} " * 30 for n in range(4000)])
     with started(source, tmp_path / "whole") as process:
         assert process.wait(120) == 0
     out = tmp_path / "out"
     for kept, number in ((2, signal.SIGKILL), (4, signal.SIGINT)):
-        with started(source, out) as process:
+        with started(source, out, pause_s=0.1) as process:  # 30 s for all, so that none ends before it is killed
             wait_until(lambda kept=kept: len(list(out.glob("*.done.json"))) >= kept, f"{kept} pieces were done")
             children = children_of(process.pid)
             process.send_signal(number)
