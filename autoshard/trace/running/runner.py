@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from autoshard.engine.placement import dims_of
-from autoshard.errors import require
+from autoshard.errors import InputError, require
 from autoshard.layout.layout import Layout
 from autoshard.layout.program import Value
 from autoshard.trace.region import Positions
@@ -38,7 +38,6 @@ class RankRunner:
             layout = program.program.results[tensor].layout
             same = placeable(layout, positions, self.traced.sizes, program.atoms).dims == layout.dims
             require((same, f"results.{place}", "is cut as DTensor cannot say; choose another batch axis"))
-
         trained = [name for name, one in self.results.items() if one.is_trained and name in self.traced.results]
         self.moved = {self.traced.results[name][0] for name in trained}
 
@@ -154,9 +153,9 @@ class RankRunner:
     def _parameters(self, tensors: Sequence[torch.Tensor]) -> Values:
         found: Values = {}
         for weight, parameter in zip(self.program.weights.values(), tensors, strict=False):
-            replaced = "was replaced by a plain tensor; change the numbers of the parameter instead"
-            require((isinstance(parameter, DTensor), weight.path, replaced))
-            assert isinstance(parameter, DTensor), "is required"
+            if not isinstance(parameter, DTensor):
+                message = "was replaced by a plain tensor; change the numbers of the parameter instead"
+                raise InputError.of(weight.path, message)
             found[weight.start] = _laid(parameter, weight.placements).to_local().detach().reshape(weight.shape)
         return found
 
