@@ -15,7 +15,7 @@ PROJECT: dict[str, Any] = SETTINGS["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 
 FLOORS = {
-    *("errors", "units", "extensions", "spec", "graph", "layout", "schedule", "plan", "cost"),
+    *("errors", "files", "units", "extensions", "spec", "graph", "layout", "schedule", "plan", "cost"),
     *("blocks", "search", "calibration", "report", "jobs"),
 }
 

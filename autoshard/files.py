@@ -1,0 +1,63 @@
+"""Files that are whole or absent: written aside, brought to the disk, and renamed over what was there."""
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_ASIDE = ".partial"  # ends the hidden name of a file that is being written
+
+
+def replace_text(path: Path, text: str) -> bool:
+    """Let a file hold a text, whatever kills this process or fills the disk; return whether anything was written.
+
+    A file that holds the text already is not touched. A link stays a link; a device or a pipe is written to.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     replace_text(Path(folder, "plan.json"), "{}"), replace_text(Path(folder, "plan.json"), "{}")
+    (True, False)
+    """
+    content = text.encode()
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return True
+    path = path.resolve()
+    if path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content:
+        return False
+    with replacing(path) as aside:
+        aside.write_bytes(content)
+    return True
+
+
+@contextmanager
+def replacing(path: Path) -> Generator[Path]:
+    """Yield a name aside for the new content of a file; when the block ends well, it takes the file's place."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}{_ASIDE}")
+    try:
+        yield aside
+        with aside.open("rb") as file:
+            os.fsync(file.fileno())
+        if path.exists():
+            aside.chmod(path.stat().st_mode & 0o7777)
+        aside.rename(path)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink()
+        raise
+    bring_to_disk(path.parent)
+
+
+def bring_to_disk(folder: Path) -> None:
+    """Make the names in a folder last; some file systems have no such thing and need none."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def is_aside(path: Path) -> bool:
+    """Say whether a killed process may have left this file beside one that it was replacing."""
+    return path.name.startswith(".") and path.name.endswith(_ASIDE)
