@@ -8,10 +8,10 @@ import argparse
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, NewType, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, NewType, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser
 
@@ -22,6 +22,7 @@ Counts = tuple[int, ...]  # one whole number, or several with commas between the
 Paths = tuple[Path, ...]  # one path or more, typed one after the other
 PlanOrRecipe = NewType("PlanOrRecipe", Path)  # a recipe (.yaml) is a file of options as well
 Given = dict[str, tuple[str, Any]]  # option -> how faults name the place where it is given, and what stands there
+Group = TypeVar("Group")  # a dataclass whose fields are options
 
 # `list models`, not `list --what models`
 _POSITIONAL = ("plan", "plans", "rows", "folder", "source", "target", "what", "shell", "a", "b")
@@ -48,6 +49,33 @@ class Option:
     repeats: bool  # given as NAME=VALUE any number of times; named in the singular
     flag: str  # how it is typed
     label: str  # how faults name it: PLAN where it is given without its name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stated(Generic[Group]):
+    """The options of a dataclass that the user has stated; where the others come from, the command decides."""
+
+    kind: type[Group]
+    values: Mapping[str, object] = field(default_factory=dict[str, object], hash=False)  # by option: schedule.shape
+    origins: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)  # how faults name each option
+
+    def over(self, base: Group) -> Group:
+        """Return the dataclass: what is stated, and for the rest what the other one has; refuse what does not fit."""
+        return cast(Group, _built(self.kind, "", {**flat_fields(base), **self.values}, self.origins))
+
+
+def flat_fields(value: object, before: str = "") -> dict[str, object]:
+    """Return the fields of a dataclass by the names of their options.
+
+    >>> from autoshard.spec.training import Training
+    >>> flat_fields(Training(steps=7))["steps"], flat_fields(Training())["schedule.shape"]
+    (7, 'constant')
+    """
+    fields: dict[str, object] = {}
+    for key, kind in get_type_hints(type(value)).items():
+        part = getattr(value, key)
+        fields |= flat_fields(part, f"{before}{key}.") if _is_group(kind) else {before + key: part}
+    return fields
 
 
 def is_recipe(path: object) -> bool:
@@ -94,8 +122,17 @@ def read_options(name: str, command: Callable[..., int], arguments: Sequence[str
     if faults:
         raise InputError(faults)
     origins = {key: given[key][0] if key in given else option.label for key, option in options.items()}
+    stated = {key: value for key, value in values.items() if key in given}
+
+    def argument(name: str, kind: Any) -> object:
+        if get_origin(kind) is Stated:
+            group = get_args(kind)[0]
+            keys = flat_fields(group())
+            return Stated(kind=group, values={key: stated[key] for key in keys if key in stated}, origins=origins)
+        return _built(kind, "", values, origins) if _is_group(kind) else values[name]
+
     kinds = ((name, one.annotation) for name, one in inspect.signature(command).parameters.items())
-    return {name: _built(kind, "", values, origins) if _is_group(kind) else values[name] for name, kind in kinds}
+    return {name: argument(name, kind) for name, kind in kinds}
 
 
 def _load_extensions(typed: Sequence[str], file: str, listed: object) -> None:
@@ -114,13 +151,19 @@ def _is_group(kind: Any) -> bool:
     return isinstance(kind, type) and is_dataclass(kind)
 
 
+def _group_of(kind: Any) -> Any:
+    """Return the dataclass whose fields stand for a parameter; None where the parameter is an option itself."""
+    inner = get_args(kind)[0] if get_origin(kind) is Stated else kind
+    return inner if _is_group(inner) else None
+
+
 def options_of(source: Any, before: str = "") -> Iterator[Option]:
     """Yield a command's options, or those of a dataclass; dataclasses inside a dataclass put their name before."""
     types = get_type_hints(source)
     for name, parameter in inspect.signature(source).parameters.items():
         kind, default = types[name], parameter.default
-        if _is_group(kind):
-            yield from options_of(kind, f"{before}{name}." if _is_group(source) else "")
+        if group := _group_of(kind):
+            yield from options_of(group, f"{before}{name}." if _is_group(source) else "")
             continue
         if NoneType in get_args(kind):
             kind = Union[tuple(one for one in get_args(kind) if one is not NoneType)]  # noqa: UP007 (as many as there are)
@@ -172,8 +215,8 @@ def _documentation(source: Any, before: str = "") -> tuple[str, dict[str, str]]:
     about = {before + one.arg_name: " ".join((one.description or "").split()) for one in parsed.params}
     about = {name: text.replace("%", "%%") for name, text in about.items()}
     for name, kind in get_type_hints(source).items():
-        if _is_group(kind):
-            about |= _documentation(kind, f"{before}{name}." if _is_group(source) else "")[1]
+        if group := _group_of(kind):
+            about |= _documentation(group, f"{before}{name}." if _is_group(source) else "")[1]
     return parsed.short_description or "", about
 
 

@@ -1,11 +1,13 @@
 """Files that are whole or absent: written aside, brought to the disk, and renamed over what was there."""
 
+import errno
 import os
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _ASIDE = ".partial"  # ends the hidden name of a file that is being written
+_MODE = 0o666  # less what the umask takes
 
 
 def replace_text(path: Path, text: str) -> bool:
@@ -46,6 +48,20 @@ def replacing(path: Path) -> Generator[Path]:
             aside.unlink()
         raise
     bring_to_disk(path.parent)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a file in a single write; half a line that a kill has left there is ended first."""
+    number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, _MODE)
+    try:
+        size = os.fstat(number).st_size
+        broken = size > 0 and os.pread(number, 1, size - 1) != b"\n"
+        content = (("\n" if broken else "") + line + "\n").encode()
+        if os.write(number, content) < len(content):
+            os.ftruncate(number, size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    finally:
+        os.close(number)
 
 
 def bring_to_disk(folder: Path) -> None:

@@ -20,7 +20,7 @@ from autoshard.engine.torch.engine import TorchEngine, build
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.runtime.checkpoint.files import RunState
-from autoshard.runtime.checkpoint.saver import Saver, load
+from autoshard.runtime.checkpoint.saver import CheckpointLabel, Saver, load
 from autoshard.runtime.checkpoint.shelf import Shelf, folder_of
 from autoshard.runtime.checkpoint.storage import Storage
 from autoshard.runtime.data.batches import synthetic_step
@@ -100,7 +100,7 @@ class _Rank:
         self.engine: TorchEngine = build(plan, Run(folder=folder, training=Training(steps=1)))
         self.shelf = Shelf(storage=Storage.of(str(folder / "checkpoints")))
         keeping = Checkpointing(keep_last=1)
-        group, label = dist.new_group(backend="gloo"), {"model": "", "candidate": ""}
+        group, label = dist.new_group(backend="gloo"), CheckpointLabel(model="", candidate="")
         self.saver = Saver(self.shelf, folder / "spool", (), keeping=keeping, group=group, label=label)
 
     def measured(self, rounds: int) -> Measured:

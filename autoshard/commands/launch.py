@@ -84,19 +84,8 @@ def launch(
 
 def _from_anywhere(training: Training, path: Path, volume: str | None) -> Training:
     """Make relative paths absolute, because a job runs in its own folder: from here, or from the container's volume."""
-    here = Path(volume) if volume else Path.cwd()
-
-    def absolute(name: str) -> str:
-        return name if "://" in name else str(here / name)
-
     data = training.data.seen_from(path.parent) if is_recipe(path) and not volume else training.data
-    sets = {absolute(one): weight for one, weight in data.sets.items()}
-    saved, weights = training.checkpoint.to, training.init_weights
-    to = saved if saved in (None, "none") else absolute(saved)
-    return replace(
-        training, data=replace(data, sets=sets), checkpoint=replace(training.checkpoint, to=to),
-        init_weights=weights and absolute(weights),
-    )  # fmt: skip
+    return replace(training, data=data).absolute(Path(volume) if volume else Path.cwd())
 
 
 def _write(files: Files, out: Path, plan: Plan) -> None:

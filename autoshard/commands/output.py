@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import RenderableType
 
 from autoshard.errors import Fault, file_faults
+from autoshard.files import replace_text
 from autoshard.plan.rules.rule import Rejection
 from autoshard.report.structured import rejection_json
 from autoshard.report.tables import make_console
@@ -25,7 +26,7 @@ def place_checks(out: Path, option: str = "--out") -> list[tuple[bool, str, str]
 def write_text(text: str, out: Path, option: str = "--out") -> None:
     """Write a file; an error names the option that gave the path."""
     with file_faults(f"{option} {out}"):
-        out.write_text(text, encoding="utf-8")
+        replace_text(out, text)
 
 
 def print_left_out(faults: Iterable[Fault]) -> None:

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Literal
 
-from autoshard.command_line import Counts, PlanOrRecipe, is_recipe
+from autoshard.command_line import Counts, PlanOrRecipe, Stated, is_recipe
 from autoshard.commands.output import print_answer, print_refused
 from autoshard.commands.plan import plan_of
 from autoshard.commands.running.compiling import compile_ahead
@@ -28,6 +28,7 @@ from autoshard.runtime.machine import (
     refuse_too_large,
     refuse_without_neuron,
 )
+from autoshard.runtime.restart import StartBefore, start_before
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.recipe import QuestionOptions
@@ -36,11 +37,11 @@ from autoshard.spec.training import Checkpointing, DataSpec, Training
 
 def run(
     plan: PlanOrRecipe,
-    training: Training,
+    training: Stated[Training],
     question: QuestionOptions,
     nodes: int | None = None,
     out: Path | None = None,
-    resume: Literal["auto", "never"] | int = "auto",
+    resume: Literal["auto", "newest", "never"] | int = "auto",
     restarts: int = 0,
     rehearse: int | None = None,
     dry_run: bool = False,
@@ -55,11 +56,12 @@ def run(
 
     Args:
         plan: A plan file, or a recipe (.yaml), which is planned first. Every key of a recipe is an option too.
-        training: Steps, data, checkpoints and other options of training.
+        training: Options of training. In a folder that holds a run, what is not stated stays as it was.
         question: The question of a recipe.
         nodes: How many nodes the cluster of a recipe has. Default: 1.
         out: The folder of the run: plan, metrics, checkpoints, logs. Default: runs/ and the name of the file.
-        resume: Where to continue in a folder that holds a run: auto (the newest checkpoint), never, or a step.
+        resume: Where to continue in a folder that holds a run: auto (the newest checkpoint), never, or a step;
+            newest continues in a new folder too, with the run whose checkpoints checkpoint.to holds.
         restarts: How often in a row failed ranks are started again without a newer checkpoint.
         rehearse: Run a small plan of the same shape, with a small model, on at most so many ranks, e.g. 8.
         dry_run: Start no ranks: execute ranks of the plan here one by one, with shapes only, and count bytes.
@@ -71,27 +73,36 @@ def run(
     tried = dry_run or rehearse is not None
     _refuse(plan, rehearse, restarts, dry=dry_run, dry_ranks=dry_ranks, compile_only=compile_only)
     folder = out or Path("runs") / (f"{plan.stem}-compiled" if compile_only else plan.stem)
-    trained = _trained(training, plan, tried=tried)
+    fresh = tried or compile_only or resume == "never"
+    before = StartBefore() if fresh else start_before(folder, training.values.get("checkpoint.to"))
+    trained = _trained(training.over(before.training or Training()), plan, tried=tried)
     options = Run(folder=folder, training=trained, resume="never" if tried else resume)
     leads = (given := given_rank()) is None or given.rank == 0
     checked = check_plan(plan_of(plan, question, nodes))
-    current, notes = checked.plan, [checked.remark] if checked.remark else []
+    current, notes = checked.plan, [*before.notes, *filter(None, [checked.remark]), *_card_notes(checked.plan)]
     if checked.rejections:
         return print_refused(checked.rejections, json=json) if leads else 1
     if compile_only:
         return compile_ahead(current, options, given, str(plan), json=json)
-    notes += _card_notes(current)
     if rehearse is not None:
         current, shrunk = _rehearsed(current, rehearse)
         notes += shrunk
     notes += _elsewhere_notes(current) if tried else []
     if dry_run:
         return _dry(current, notes, dry_ranks, json=json) if leads else 0
-    asked = Execution(plan=current, notes=tuple(notes), run=options, tried=tried, restarts=restarts, json=json)
-    execution = _in_mode(_on_device(asked, given), engine_mode)
-    if leads:
-        _refuse_machine(execution, plan, given)
-    elif given and given.num_ranks != current.mesh.num_ranks:
+    asked = Execution(
+        plan=current, notes=tuple(notes), run=options, tried=tried, restarts=restarts, json=json, before=before,
+        stated=frozenset(training.values),
+    )  # fmt: skip
+    return _executed(asked, engine_mode, plan, given)
+
+
+def _executed(execution: Execution, engine_mode: str, path: Path, given: GivenRank | None) -> int:
+    """Run on the device of this machine, unless it cannot, or the number of ranks is wrong."""
+    execution = _in_mode(_on_device(execution, given), engine_mode)
+    if given is None or given.rank == 0:
+        _refuse_machine(execution, path, given)
+    elif given.num_ranks != execution.plan.mesh.num_ranks:
         return 2  # rank 0 says why
     return execute(execution, given)
 

@@ -14,7 +14,8 @@ from autoshard.plan.plan import Plan
 from autoshard.spec.training import Training
 
 HOST = "cpu"
-Resume = Literal["auto", "never"] | int  # from the newest checkpoint, from the beginning, from that of a step
+# From the newest checkpoint of this run, or of any run that saved where this one does; from the beginning; from a step.
+Resume = Literal["auto", "newest", "never"] | int
 # How the torch engine executes a plan's table: instruction by instruction, by functions made from it, or by these
 # functions compiled.
 EngineMode = Literal["literal", "generated", "compiled"]

@@ -1,7 +1,6 @@
 """The folder of a run: who writes to it, what was started in it before, and under which plan."""
 
 import fcntl
-import itertools
 import json
 import os
 import socket
@@ -12,12 +11,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from autoshard.engine.folder import ATTEMPTS, LOCK, PLAN, TRAINING
+from autoshard.engine.folder import ATTEMPTS, CHECKPOINTS, LOCK, PLAN, TRAINING
 from autoshard.errors import InputError, RunFailed, file_faults
-from autoshard.plan.diff import leaves
+from autoshard.files import append_line, is_aside
 from autoshard.plan.plan import Plan
-from autoshard.spec import record
-from autoshard.spec.training import Training
 
 _MOST_WORDS = 600  # characters of a failure that are kept; the logs have all
 
@@ -44,18 +41,18 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def holds_files(folder: Path) -> bool:
-    """Say whether there is anything in a folder beside its lock, or a file in its place."""
-    return folder.exists() and (not folder.is_dir() or any(one.name != LOCK for one in folder.iterdir()))
+    """Say whether there is anything in a folder beside what a start that was killed leaves, or a file in its place."""
+    if not folder.is_dir():
+        return folder.exists()
+    return any(path.name != LOCK and not is_aside(path) for path in folder.iterdir())
 
 
-def refuse_other_run(folder: Path, plan: Plan) -> None:
+def refuse_other_run(folder: Path, before: Plan | None, plan: Plan) -> None:
     """Refuse a folder with a run of another model, or with other files."""
-    from autoshard.plan.codec import load
-
-    path = folder / PLAN
-    if not path.is_file():
+    if not any((folder / name).exists() for name in (PLAN, TRAINING, ATTEMPTS, CHECKPOINTS)):
         raise InputError.of(f"--out {folder}", f"holds files, and none is the {PLAN} of a run. Name another folder")
-    before = load(path)
+    if before is None:
+        return
     names = [entry.name for entry in fields(plan.model) if entry.name not in ("name", "source")]
     changed = [name for name in names if getattr(before.model, name) != getattr(plan.model, name)]
     if changed:
@@ -63,25 +60,40 @@ def refuse_other_run(folder: Path, plan: Plan) -> None:
         raise InputError.of(f"--out {folder}", f"holds a run of another model ({pairs}). Name another folder")
 
 
-def changes_since(folder: Path, training: Training) -> list[str]:
-    """Return how this start differs from the last one in the folder, and write down what this one does."""
-    path, now = folder / TRAINING, record.encode(training)
-    before: Any = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else now
-    path.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
-    one, other = leaves(before), leaves(now)
-    return [f"{name} was {one.get(name)}, now {value}" for name, value in other.items() if one.get(name) != value]
+def remove_asides(folder: Path) -> None:
+    """Remove what starts that were killed have left beside the files that they were replacing."""
+    for path in folder.iterdir():
+        if is_aside(path):
+            path.unlink(missing_ok=True)
 
 
 def count_attempt(folder: Path, step: int, most: int) -> None:
-    """Note that a run starts from a step; refuse when as many starts before got no further and failed."""
+    """Note that a run starts from a step; refuse when as many starts before took no step at all."""
     path = folder / ATTEMPTS
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    found = [one for line in lines if line.endswith("}") and "failed" not in (one := json.loads(line))]
-    alike = len(list(itertools.takewhile(lambda one: one.get("from") == step, reversed(found))))
-    if alike >= most:
-        message = f"{alike} starts after step {step} came to no checkpoint beyond it. See {folder / 'logs'}"
+    records = list(_records(path))
+    fruitless = 0
+    for record in reversed(records):
+        if "stepped" in record or record.get("from", step) != step or "allowed" in record or "ended" in record:
+            break
+        fruitless += "from" in record
+    if fruitless >= most:
+        message = f"{fruitless} starts after step {step} came to no step. See {folder / 'logs'}"
         raise RunFailed(f"{message}; then type --resume {step} to allow as many again")
     _append(path, {"from": step})
+
+
+def note_stepped(folder: Path, step: int) -> None:
+    """Note the first step that a start has taken."""
+    _append(folder / ATTEMPTS, {"stepped": step})
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a file of JSON objects, without those that a kill has cut off."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        with suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict):
+                yield record
 
 
 def allow_attempts(folder: Path) -> None:
@@ -106,5 +118,4 @@ def noting_failure(folder: Path) -> Iterator[None]:
 
 
 def _append(path: Path, what: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({**what, "at": time.time()}) + "\n")
+    append_line(path, json.dumps({**what, "at": time.time()}))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from autoshard.engine.base import Engine, Run
-from autoshard.engine.folder import CHECKPOINTS, folder_of
+from autoshard.engine.folder import folder_of
 from autoshard.engine.placement import StatePiece
 from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
@@ -17,6 +17,7 @@ from autoshard.runtime.checkpoint.saver import load
 from autoshard.runtime.checkpoint.shelf import Shelf, newest, refuse_other
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.runtime.convert.converting import is_foreign, read_weights
+from autoshard.runtime.restart import place_of
 
 Begun = tuple[RunState, tuple[str, ...]]  # and notes for the user
 Value = TypeVar("Value")
@@ -26,8 +27,7 @@ _TOKEN = ".token"
 
 def storage_of(run: Run) -> Storage:
     """Return where a run's checkpoints lie."""
-    to = run.training.checkpoint.to
-    return Storage.of(str((run.folder / CHECKPOINTS).absolute()) if to in (None, "none") else to)
+    return Storage.of(place_of(run.folder, run.training.checkpoint.to))
 
 
 def usable(operation: Callable[[], Value]) -> Value:

@@ -25,17 +25,20 @@ from autoshard.engine.base import (
     TimedStep,
     phase_of,
 )
+from autoshard.engine.folder import PLAN, TRAINING
 from autoshard.errors import NotFinite
+from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
 from autoshard.runtime.checkpoint.agreed import from_first_rank
 from autoshard.runtime.checkpoint.files import RunState
-from autoshard.runtime.checkpoint.saver import Saver
+from autoshard.runtime.checkpoint.saver import CheckpointLabel, Saver
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.data.batches import PrefetchLoader, StepShape
 from autoshard.runtime.data.opened import source_of
 from autoshard.runtime.forked import handling
 from autoshard.runtime.launch import only_extracts
 from autoshard.runtime.machine import CUDA, refuse_full_device
+from autoshard.runtime.restart import training_text
 from autoshard.runtime.resume import begin, require_storage, storage_of, usable
 
 Say = Callable[[Started | TimedStep | SavedStep | str], None]
@@ -67,6 +70,8 @@ class _Loop:
             refuse_full_device(plan, dist.get_rank(), torch.cuda.mem_get_info()[0])
         # Devices take no Python objects; saving talks while steps do. Loading and compiling may take hours.
         self._hosts: Any = dist.new_group(backend="gloo", timeout=_LONGEST)
+        # The first rank has read the run's folder, which may lie on its machine alone.
+        self._run = run = replace(run, training=from_first_rank(lambda: run.training, self._hosts))
         self._saves, keeping = run.training.checkpoint.saves, run.training.checkpoint
         saving = dist.new_group(backend="gloo", timeout=_LONGEST) if self._saves else None
         if self._saves:
@@ -76,7 +81,10 @@ class _Loop:
         if not self._state.trackers:
             self._state = replace(self._state, trackers=run.trackers)
         say(Started(step=self._state.step, notes=notes, trackers=self._state.trackers))
-        label = {"model": plan.model.name, "candidate": str(plan.candidate)}
+        label = CheckpointLabel(
+            model=plan.model.name, candidate=str(plan.candidate),
+            texts={PLAN: dump(plan), TRAINING: training_text(run.training)} if dist.get_rank() == 0 else {},
+        )  # fmt: skip
         shelf = Shelf(storage=storage_of(run))
         known = from_first_rank(lambda: usable(shelf.steps), self._hosts) if self._saves else []
         self._saver = Saver(shelf, run.folder / "spool", known, keeping=keeping, group=saving, label=label)

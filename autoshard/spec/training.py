@@ -11,6 +11,7 @@ from autoshard.errors import in_range, require
 LossOn = Literal["all", "answers"]
 Check = Literal["sizes", "full"]
 Shape = Literal["constant", "linear", "cosine", "wsd"]
+Extend = Literal["keep", "rescale"]
 _WSD_SHARE = 5  # wsd: the last fifth of the steps decays (Hagele et al. 2024, arXiv:2405.18392, use 10 to 20%)
 
 
@@ -55,12 +56,17 @@ class RateSchedule:
         warm_up_steps: Steps in which the rate rises linearly from 0 to its peak.
         final: The learning rate of the last step as a share of the peak; not for shape constant.
         decay_steps: For wsd: how many steps at the end decay. Default: a fifth of all.
+        over_steps: Over how many steps the curve is laid; later steps keep its last rate. Default: all steps.
+        extend: Of a run that goes on with other steps, where the new curve would change rates that were used:
+            keep the curve as it was, or rescale it over the new steps, with a jump of the rate.
     """
 
     shape: Shape = "constant"
     warm_up_steps: int = 0
     final: float = 0.0
     decay_steps: int | None = None
+    over_steps: int | None = None
+    extend: Extend = "keep"
 
     def __post_init__(self) -> None:
         of_wsd = f"is an option of shape wsd, not of {self.shape}"
@@ -68,7 +74,7 @@ class RateSchedule:
         require(
             *in_range(self, "warm_up_steps"),
             *in_range(self, "final", high=1),
-            *in_range(self, "decay_steps", low=1),
+            *in_range(self, "decay_steps", "over_steps", low=1),
             (self.decay_steps is None or self.shape == "wsd", "decay_steps", of_wsd),
             (self.final == 0 or self.shape != "constant", "final", no_effect),
         )
@@ -79,6 +85,7 @@ class RateSchedule:
         >>> [round(RateSchedule(shape="cosine", warm_up_steps=2).share(step, 6), 3) for step in (1, 2, 3, 4, 5, 6)]
         [0.5, 1.0, 0.854, 0.5, 0.146, 0.0]
         """
+        num_steps = self.over_steps or num_steps
         if step <= self.warm_up_steps:
             return step / self.warm_up_steps
         first = self.warm_up_steps
@@ -150,6 +157,24 @@ class Checkpointing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Watching:
+    """When a run that stands still is ended; its state is saved before, if the ranks still can.
+
+    Args:
+        step_s: Seconds in which no rank moves inside a step. Default: four steps, at least 24 s.
+        data_s: Seconds for which a step waits for its data, and a start or a save for its storage.
+        off: End no run; only warn.
+    """
+
+    step_s: float | None = None
+    data_s: float = 600.0
+    off: bool = False
+
+    def __post_init__(self) -> None:
+        require(*in_range(self, "step_s", "data_s", positive=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tracking:
     """Where the metrics of a run go besides its own folder.
 
@@ -179,6 +204,7 @@ class Training:
         schedule: The learning rate over the steps.
         adamw: The constants of AdamW.
         checkpoint: When the state is saved, and where.
+        watchdog: When a run that stands still is ended.
         track: Where the metrics go besides the folder of the run.
     """
 
@@ -192,6 +218,7 @@ class Training:
     schedule: RateSchedule = field(default_factory=RateSchedule)
     adamw: AdamWConstants = field(default_factory=AdamWConstants)
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
+    watchdog: Watching = field(default_factory=Watching)
     track: Tracking = field(default_factory=Tracking)
 
     def __post_init__(self) -> None:
@@ -204,3 +231,17 @@ class Training:
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 1."""
         return self.learning_rate * self.schedule.share(step, self.steps)
+
+    def absolute(self, here: Path) -> "Training":
+        """Return the same with paths that mean the same in every folder; this one is where they are relative to."""
+
+        def whole(name: str) -> str:
+            return name if "://" in name else str(here / name)
+
+        to, weights = self.checkpoint.to, self.init_weights
+        return replace(
+            self,
+            data=replace(self.data, sets={whole(name): weight for name, weight in self.data.sets.items()}),
+            checkpoint=replace(self.checkpoint, to=to if to in (None, "none") else whole(to)),
+            init_weights=weights and whole(weights),
+        )

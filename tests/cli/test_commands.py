@@ -17,6 +17,7 @@ from autoshard.commands import COMMANDS, command_of
 from autoshard.plan.codec import dump, load
 from autoshard.spec.cluster_catalogue import load_node_type
 from autoshard.spec.record import encode
+from autoshard.spec.training import Training
 from tests.cli.conftest import Typed
 from tests.slower import rest_is_slow
 
@@ -186,8 +187,8 @@ def test_pins_of_a_config_are_joined_by_those_of_the_command_line(typed: Typed):
 def test_sets_that_are_typed_one_by_one_are_all_taken():
     words = ["plan.json", "--data.set", "sets/web=2", "--data.set", "sets/code=1", "--schedule.warm-up-steps", "3"]
     values = read_options("run", command_of("run"), words)
-    assert values and values["training"].data.sets == {"sets/web": 2.0, "sets/code": 1.0}
-    assert values["training"].schedule.warm_up_steps == 3
+    assert values and values["training"].over(Training()).data.sets == {"sets/web": 2.0, "sets/code": 1.0}
+    assert values["training"].values["schedule.warm_up_steps"] == 3
 
 
 HF: dict[str, Any] = {

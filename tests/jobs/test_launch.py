@@ -66,7 +66,7 @@ def test_a_recipe_is_planned_and_its_keys_go_to_the_run(here: Path, capsys: pyte
     assert options["checkpoint"] == {"to": "s3://bucket/run", "every_steps": 50, "keep_last": 3}
     assert (options["seed"], options["steps"], options["learning_rate"]) == (7, 300, 3e-3)
     values = read_options("run", command_of("run"), ["job/plan.json", "--config", "job/training.yaml"])
-    assert values and values["training"].seed == 7
+    assert values and values["training"].values["seed"] == 7
 
 
 @pytest.mark.parametrize(("line", "base"), [(SLURM, "."), (f"{K8S} --mount /mnt", "/mnt")])

@@ -12,9 +12,9 @@ import pytest
 from autoshard.cli import main
 from autoshard.errors import InputError, RunFailed
 from autoshard.plan.codec import dump
-from autoshard.runtime.folder import allow_attempts, changes_since, count_attempt, locked, refuse_other_run
+from autoshard.runtime.folder import allow_attempts, count_attempt, locked, note_stepped, refuse_other_run
 from autoshard.runtime.metrics.log import MetricsLog
-from autoshard.spec.training import DataSpec, RateSchedule, Training
+from autoshard.runtime.restart import start_before
 from tests.runtime.cases import children_of, started, tiny_plan, wait_until, write_tiny
 
 
@@ -35,27 +35,24 @@ def test_another_model_and_other_files_are_refused(tmp_path: Path) -> None:
     plan = tiny_plan("tp=1,pp=1,dp=1")
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match=r"holds files, and none is the plan.json of a run"):
-        refuse_other_run(tmp_path, plan)
+        refuse_other_run(tmp_path, None, plan)
     (tmp_path / "plan.json").write_text(dump(plan))
-    refuse_other_run(tmp_path, tiny_plan("tp=1,pp=1,dp=2"))
+    before = start_before(tmp_path, None).plan
+    refuse_other_run(tmp_path, before, tiny_plan("tp=1,pp=1,dp=2"))
     with pytest.raises(InputError, match=r"holds a run of another model \(ffn 384, now 256\)"):
-        refuse_other_run(tmp_path, replace(plan, model=replace(plan.model, ffn=256)))
-
-
-def test_what_a_start_does_otherwise_is_named(tmp_path: Path) -> None:
-    first = Training(steps=10)
-    assert changes_since(tmp_path, first) == changes_since(tmp_path, first) == []
-    other = replace(first, schedule=RateSchedule(warm_up_steps=3), data=DataSpec(sets={"a": 2.0}))
-    assert changes_since(tmp_path, other) == ["data.sets.a was None, now 2.0", "schedule.warm_up_steps was 0, now 3"]
+        refuse_other_run(tmp_path, before, replace(plan, model=replace(plan.model, ffn=256)))
 
 
 def test_starts_that_come_no_further_are_counted(tmp_path: Path) -> None:
     def three_times() -> None:
         for _ in range(3):
             count_attempt(tmp_path, 40, most=3)
-        with pytest.raises(RunFailed, match=r"3 starts after step 40 came to no checkpoint.*type --resume 40"):
+        with pytest.raises(RunFailed, match=r"3 starts after step 40 came to no step.*type --resume 40"):
             count_attempt(tmp_path, 40, most=3)
 
+    for _ in range(9):  # killed after a step each time: preempted, and no fault of the run
+        count_attempt(tmp_path, 40, most=3)
+        note_stepped(tmp_path, 41)
     three_times()
     count_attempt(tmp_path, 50, most=3)
     allow_attempts(tmp_path)

@@ -6,8 +6,8 @@ import json as json_text
 import secrets
 import signal
 import socket
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,25 +15,35 @@ from autoshard.calibration.rows import Occasion, row_of
 from autoshard.commands.output import print_answer, write_text
 from autoshard.commands.running.steps import StepDisplay
 from autoshard.engine.base import HOST, Builds, Run, RunReport, SavedStep, Started
-from autoshard.engine.folder import PLAN, REPORT
+from autoshard.engine.folder import PLAN, REPORT, TRAINING
 from autoshard.errors import InputError, NotFinite, RunFailed, Stopped
+from autoshard.files import append_line, replace_text
 from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
 from autoshard.report.run import run_json, run_report, start_lines
 from autoshard.runtime.data.opened import source_of
 from autoshard.runtime.folder import (
     allow_attempts,
-    changes_since,
     count_attempt,
     holds_files,
     locked,
     note_end,
+    note_stepped,
     noting_failure,
     refuse_other_run,
+    remove_asides,
 )
 from autoshard.runtime.launch import GivenRank, Placing, launch, only_extracts
 from autoshard.runtime.machine import builder
 from autoshard.runtime.metrics.trackers import refuse_without_packages
+from autoshard.runtime.restart import (
+    StartBefore,
+    place_of,
+    progress_of,
+    refuse_strange_place,
+    settled,
+    training_text,
+)
 from autoshard.runtime.watchdog import Watch
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.record import encode
@@ -53,6 +63,8 @@ class Execution:
     tried: bool  # a rehearsal, not on the machine that the plan is for
     restarts: int
     json: bool
+    before: StartBefore = field(default_factory=StartBefore)
+    stated: frozenset[str] = frozenset()  # options of training
 
     @property
     def engine(self) -> Literal["nxd", "torch"]:
@@ -77,6 +89,8 @@ def execute(execution: Execution, given: GivenRank | None) -> int:
         _start(execution, given, build, None)
         return 0
     with locked(execution.run.folder):
+        execution = _taken_over(execution)
+        training = execution.run.training
         source_of(execution.plan, training.data, training.seed)  # refuses what is wrong
         _begin(execution, given)
         display = RunDisplay(execution)
@@ -133,7 +147,7 @@ class RunDisplay:
         self._execution = execution
         self.steps: StepDisplay | None = None
         self.begun_after = 0
-        self.has_saved = False
+        self.has_saved, self._stepped = False, False
         self.failure: str | None = None
         self.notes: list[str] = list(execution.notes)
 
@@ -141,7 +155,7 @@ class RunDisplay:
         """Print one message of a rank."""
         if isinstance(message, Started):
             run, platform = self._execution.run, self._execution.platform
-            self.begun_after = message.step
+            self.begun_after, self._stepped = message.step, False
             count_attempt(run.folder, message.step, max(_MOST_STARTS, self._execution.restarts + 1))
             for note in message.notes:
                 self.note(note)
@@ -154,6 +168,10 @@ class RunDisplay:
             self.note(str(message))
         else:
             assert self.steps is not None, "a run starts before its steps"
+            if not self._stepped:
+                self._stepped = True
+                with suppress(OSError):  # a full disk ends no run
+                    note_stepped(self._execution.run.folder, message.number)
             self.steps(message)
 
     def __enter__(self) -> "RunDisplay":
@@ -178,21 +196,33 @@ class RunDisplay:
             print(f"note: {text}", flush=True)
 
 
-def _begin(execution: Execution, given: GivenRank | None) -> None:
-    """Write the plan into the folder of the run, and print what is going to run."""
-    run, plan, training = execution.run, execution.plan, execution.run.training
-    folder, notes = run.folder, list(execution.notes)
+def _taken_over(execution: Execution) -> Execution:
+    """Return the execution with what its folder says of the start before; refuse a folder that is not for it."""
+    run, before = execution.run, execution.before
+    folder, training = run.folder, run.training
     if holds_files(folder):
         if run.resume == "never":
             what = "already holds files" if folder.is_dir() else "is a file"
             message = f"{what}, which a run never overwrites. Type --out {free_name(folder)}"
             raise InputError.of(f"--out {folder}", message)
-        refuse_other_run(folder, plan)
-        notes += [f"changed since the last start: {one}" for one in changes_since(folder, training)]
-        if isinstance(run.resume, int):
-            allow_attempts(folder)
-    else:
-        changes_since(folder, training)
+        refuse_other_run(folder, before.plan, execution.plan)
+    if execution.tried:
+        return execution
+    refuse_strange_place(folder, training, before.training, run.resume)
+    saves = training.checkpoint.saves and run.resume != "never"
+    progress = progress_of(place_of(folder, training.checkpoint.to), run.resume) if saves else None
+    training, notes = settled(training, execution.stated, before.training, progress)
+    return replace(execution, run=replace(run, training=training), notes=(*execution.notes, *notes))
+
+
+def _begin(execution: Execution, given: GivenRank | None) -> None:
+    """Write the plan into the folder of the run, and print what is going to run."""
+    run, plan, training = execution.run, execution.plan, execution.run.training
+    folder, notes = run.folder, list(execution.notes)
+    if isinstance(run.resume, int):
+        allow_attempts(folder)
+    remove_asides(folder)
+    write_text(training_text(training), folder / TRAINING)
     write_text(dump(plan), folder / PLAN)
     if execution.json:
         return
@@ -227,10 +257,8 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay) -> i
     try:  # a failure is reported at the end, after the tables
         if report.steps:
             row = _measured_row(execution, report)
-            with rows.open("a", encoding="utf-8") as file:
-                file.write(row + "\n")
-            text = json_text.dumps(run_json(plan, report)) + "\n"
-            (folder / REPORT).write_text(text, encoding="utf-8")
+            append_line(rows, row)
+            replace_text(folder / REPORT, json_text.dumps(run_json(plan, report)) + "\n")
         note_end(folder, signal.Signals(report.signal).name if report.signal else "")
     except OSError as error:
         failures.append(f"{error.filename or rows}: {error.strerror or error}")

@@ -158,7 +158,7 @@ def _state(found: RunFolder, current: Sequence[LoggedStep], now: float) -> tuple
         held = False  # nobody writes after that, unless the run is started again
     if held is False:
         return *_over(found, who), None
-    taken = current if "from" in last else ()  # else the next start has not come so far
+    taken = current if {"from", "stepped"} & last.keys() else ()  # else the next start has not come so far
     since = found.steps_at, lock.at if lock else None, float(last.get("at", 0.0))
     newest = max(one for one in since if one is not None)
     idle_s = max(0.0, min(now - newest, now - (taken[-1].at if taken else newest)))

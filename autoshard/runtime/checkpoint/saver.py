@@ -8,6 +8,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,15 @@ def _fill_once(shape: tuple[int, ...], boxes: Sequence[StoredBox]) -> bool:
     return True
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointLabel:
+    """What every checkpoint of a run says of it, and the files of the run of which each holds a copy."""
+
+    model: str
+    candidate: str
+    texts: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
+
+
 class Saver:
     """Saves a run's state, one checkpoint at a time; every rank of the group calls the same.
 
@@ -147,7 +157,7 @@ class Saver:
 
     def __init__(
         self, shelf: Shelf, spool: Path, known: Iterable[int], *, keeping: Checkpointing, group: Any,
-        label: Mapping[str, str],
+        label: CheckpointLabel,
     ) -> None:  # fmt: skip
         self._shelf, self._spool, self._steps = shelf, Storage.of(str(spool)), set(known)
         self._keeping, self._group, self._label = keeping, group, label
@@ -233,14 +243,17 @@ class Saver:
 
         def conclude() -> None:
             """Write the index, which makes the checkpoint complete."""
-            files = [one for one in written if one]
+            files, label = [one for one in written if one], self._label
+            for name, text in label.texts.items():
+                persistent(partial(storage.write, f"{folder}/{name}", text.encode()))
             data = dump_index(
                 CheckpointIndex(
                     state=state,
+                    model=label.model,
+                    candidate=label.candidate,
                     finite=all(one.finite for one in files),
                     files={one.file: one.num_bytes for one in files},
                     tensors=joined_tensors(files),
-                    **self._label,
                 )
             )
             persistent(lambda: storage.write(f"{folder}/{INDEX}", data))

@@ -20,6 +20,7 @@ from autoshard.engine.folder import INDEX
 from autoshard.engine.placement import StatePiece
 from autoshard.errors import InputError
 from autoshard.layout.shards import Box
+from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
 from autoshard.runtime import resume
 from autoshard.runtime.checkpoint import files, saver
@@ -104,6 +105,7 @@ def test_files_are_safetensors_that_others_read(tmp_path: Path) -> None:
     index = json.loads((folder / INDEX).read_text())["index"]
     boxes = {name: load_file(folder / name) for name in index["files"]}
     assert len(boxes) == 2
+    assert (folder / "plan.json").read_text() == dump(plan_of(PLAN))
     assert sum(map(len, boxes.values())) == sum(len(one["boxes"]) for one in index["tensors"].values())
     for name, tensor in index["tensors"].items():
         for offsets, lengths, file, *_ in tensor["boxes"]:

@@ -1,0 +1,174 @@
+"""What a start of a run takes over from the start before: its plan, the options that nobody states, how far it came."""
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from autoshard.engine.base import Resume
+from autoshard.engine.folder import CHECKPOINTS, PLAN, TRAINING
+from autoshard.errors import InputError, require
+from autoshard.plan.diff import leaves
+from autoshard.plan.plan import Plan
+from autoshard.spec import record
+from autoshard.spec.training import Training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartBefore:
+    """What the folder of a run says of the last start in it; its files may be gone, or cut off by a kill."""
+
+    training: Training | None = None
+    plan: Plan | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """The newest checkpoint that a start can go on from."""
+
+    step: int
+    seed: int
+
+
+def place_of(folder: Path, to: str | None) -> str:
+    """Return where a run in a folder saves its checkpoints."""
+    return str((folder / CHECKPOINTS).absolute()) if to in (None, "none") else to
+
+
+def training_text(training: Training) -> str:
+    """Write the options of a start; paths in it mean the same in every folder."""
+    return json.dumps(record.encode(training.absolute(Path.cwd())), indent=2) + "\n"
+
+
+def start_before(folder: Path, to: object) -> StartBefore:
+    """Read what the last start left; a file that is cut off is taken from the newest checkpoint, which has a copy."""
+    from autoshard.plan.codec import load
+
+    training, plan, notes = None, None, list[str]()
+    texts: dict[str, str | None] = {}
+    for name in (TRAINING, PLAN):
+        path = folder / name
+        texts[name] = _whole(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
+        if path.is_file() and texts[name] is None:
+            texts[name], where = _copy(folder, None if to is None else str(to), name)
+            notes.append(f"{path} was cut off by a kill; {where}")
+    if (text := texts[TRAINING]) is not None:
+        training = record.decode(Training, json.loads(text), folder / TRAINING)
+    if (text := texts[PLAN]) is not None:
+        plan = load(folder / PLAN) if not notes else load(text)
+    return StartBefore(training=training, plan=plan, notes=tuple(notes))
+
+
+def _whole(text: str) -> str | None:
+    try:
+        json.loads(text)
+    except ValueError:
+        return None
+    return text
+
+
+def _copy(folder: Path, to: str | None, name: str) -> tuple[str | None, str]:
+    """Return a file of the run as its newest checkpoint holds it, and a sentence about that."""
+    from autoshard.engine.folder import folder_of
+    from autoshard.runtime.checkpoint.shelf import newest
+    from autoshard.runtime.checkpoint.storage import Storage, StorageError
+
+    try:
+        index, _ = newest(storage := Storage.of(place_of(folder, to)))
+        data = storage.read(f"{folder_of(index.state.step)}/{name}") if index else None
+    except StorageError as error:
+        raise InputError.of("checkpoint.to", f"cannot be read: {error}") from None
+    text = _whole(data.decode(errors="replace")) if data else None
+    if index is None or text is None:
+        return None, "no checkpoint has a copy of it, so that only what this command states is known"
+    return text, f"it is that of the checkpoint of step {index.state.step}"
+
+
+def progress_of(place: str, resume: Resume) -> Progress | None:
+    """Return the checkpoint of a place that a start would go on from; None if there is none."""
+    from autoshard.runtime.checkpoint.shelf import Shelf, newest
+    from autoshard.runtime.checkpoint.storage import Storage, StorageError
+
+    storage = Storage.of(place)
+    try:
+        index = Shelf(storage=storage).open(resume) if isinstance(resume, int) else newest(storage)[0]
+    except StorageError as error:
+        raise InputError.of("checkpoint.to", f"cannot be read: {error}. {error.remedy}") from None
+    return index and Progress(step=index.state.step, seed=index.state.seed)
+
+
+def refuse_strange_place(folder: Path, training: Training, before: Training | None, resume: Resume) -> None:
+    """Refuse a place with the checkpoints of another run, or without those of this run, that nobody has asked for."""
+    to = training.checkpoint.to
+    option, outside = f"--checkpoint.to {to}", to not in (None, "none")
+    if before is None:
+        strange = progress_of(place_of(folder, to), "auto") if outside and resume in ("auto", "never") else None
+        holds = f"holds the checkpoints of a run (newest: step {strange and strange.step}), and {folder} is new"
+        remedy = "Name another place, or type --resume newest to go on with that run here"
+        require((strange is None, option, f"{holds}. {remedy}"))
+        return
+    place, known = place_of(folder, to), place_of(folder, before.checkpoint.to)
+    if before.checkpoint.to == "none" or (known == place and to != "none"):
+        return
+    old = progress_of(known, "auto")
+    if old and (to == "none" or progress_of(place, "auto") is None):
+        there = f"the checkpoints of this run lie in {known} (newest: step {old.step})"
+        raise InputError.of(option, f"{there}, so that it would begin again. Leave the option out")
+
+
+def settled(
+    training: Training, stated: Collection[str], before: Training | None, progress: Progress | None
+) -> tuple[Training, list[str]]:
+    """Return the options of a start, and notes on what differs from the start before, and on what was kept of it."""
+    done, training = progress.step if progress else 0, training.absolute(Path.cwd())
+    if progress and training.seed != progress.seed:
+        message = f"the run has drawn its samples by seed {progress.seed} up to step {done}, and goes on with it"
+        require(("seed" not in stated, "--seed", f"{message}. Leave --seed out, or begin in another --out"))
+        training = replace(training, seed=progress.seed)
+    if before is None:
+        return training, []
+    if done and (training.init_weights or "") != (before.init_weights or "") and "init_weights" in stated:
+        message = f"the run goes on from its checkpoint of step {done}, so that no weights from elsewhere are read"
+        raise InputError.of("--init-weights", f"{message}. Leave it out, or begin in another --out")
+    training, notes = _with_curve(training, stated, before, done)
+    was, now, usual = (leaves(record.encode(one)) for one in (before, training, Training()))
+    changed = {name for name in {**was, **now} if was.get(name) != now.get(name)}
+    kept = [
+        f"{name} {value}" for name, value in now.items()
+        if name not in changed and value != usual.get(name) and not _is_stated(name, stated)
+    ]  # fmt: skip
+    changes = [f"{name} was {was.get(name)}, now {now.get(name)}" for name in {**was, **now} if name in changed]
+    notes = [*(f"changed since the last start: {one}" for one in changes), *notes]
+    return training, [*notes, *([f"as at the last start: {', '.join(kept)}"] if kept else [])]
+
+
+def _is_stated(name: str, stated: Collection[str]) -> bool:
+    return any(name == one or name.startswith(f"{one}.") for one in stated)
+
+
+def _with_curve(
+    training: Training, stated: Collection[str], before: Training, done: int
+) -> tuple[Training, Sequence[str]]:
+    """Keep the curve of the learning rate, or say where it jumps, if the run goes on with another number of steps."""
+    schedule, length = training.schedule, before.schedule.over_steps or before.steps
+    shaped = [name for name in stated if name.startswith("schedule.") and name != "schedule.extend"]
+    rescales = "schedule.extend" in stated and schedule.extend == "rescale"
+    if not done or shaped or "learning_rate" in stated or (training.steps == before.steps and not rescales):
+        return training, ()
+    old = replace(training, schedule=replace(schedule, over_steps=None if training.steps == length else length))
+    new = replace(training, schedule=replace(schedule, over_steps=None))
+    if training.steps <= done:
+        return old, ()
+    last, now_at_last, following = before.rate(done), new.rate(done), new.rate(done + 1)
+    if last == now_at_last:
+        return new, ()
+    if schedule.extend == "rescale":
+        jump = f"it is {last:.3g} in step {done} and {following:.3g} in step {done + 1}"
+        return new, (f"the learning rate follows its curve over {training.steps} steps: {jump}",)
+    rescale = f"--schedule.extend rescale lays it over {training.steps} steps: step {done + 1} then has {following:.3g}"
+    curve = f"the learning rate keeps its curve over {length} steps"
+    if old.rate(training.steps) == 0:
+        message = f"{curve}, and is 0 after them, so that {training.steps} steps would train nothing more"
+        raise InputError.of("--steps", f"{message}. {rescale} instead of {last:.3g}; --schedule.final sets its end")
+    return old, (f"{curve}: step {done + 1} has {old.rate(done + 1):.3g}. {rescale}",)
