@@ -32,9 +32,9 @@ def builder(engine: Engine = "torch") -> Builds:
         from autoshard.engine.nxd.engine import build as build_nxd
 
         return build_nxd
-    from autoshard.engine.torch.engine import build
+    from autoshard.engine.torch.agreeing import build_agreeing
 
-    return build
+    return build_agreeing
 
 
 def counter() -> Callable[[Plan, int], Measured]:

@@ -164,11 +164,14 @@ class Watching:
         step_s: Seconds in which no rank moves inside a step. Default: four steps, at least 24 s.
         data_s: Seconds for which a step waits for its data, and a start or a save for its storage.
         off: End no run; only warn.
+        collectives: When all ranks compare which collectives they are about to begin: before the first step, before
+            every step (to find a fault; steps take longer), or never (off).
     """
 
     step_s: float | None = None
     data_s: float = 600.0
     off: bool = False
+    collectives: Literal["first", "every", "off"] = "first"
 
     def __post_init__(self) -> None:
         require(*in_range(self, "step_s", "data_s", positive=True))

@@ -18,7 +18,7 @@ from autoshard.spec.workload import Precision
 from tests.ranks.cases import MIXTRAL, gpt, llama, plan_of
 from tests.slower import rest_is_slow
 
-fake_batch = fake._batch
+fake_batch = fake.batch_without_numbers
 HOST, GPU = attention_kernels.KERNELS, {"meta": attention_kernels.GPU}
 SEPARATE, ROUNDED = {"documents": "separate", "seq_len": 32}, {"precision": Precision.named("bf16-sr")}
 CASES = [
@@ -41,7 +41,7 @@ def test_a_step_on_a_device_takes_no_tensor_of_the_host(
 ):
     """Which part of which sequence is attended to must not depend on numbers there, whatever kernels there are."""
     monkeypatch.setattr(attention_kernels, "KERNELS", kernels)
-    monkeypatch.setattr(fake, "_batch", with_documents)
+    monkeypatch.setattr(fake, "batch_without_numbers", with_documents)
     plan = plan_of(text, model, **changes)
     for rank in (0, plan.mesh.num_ranks - 1):
         memory = counted(plan, rank).memory_bytes

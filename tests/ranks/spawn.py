@@ -1,52 +1,107 @@
-"""Run a function on several CPU processes joined by gloo, and hand back what each returned."""
+"""Run a function on several CPU processes joined by gloo, and hand back what each returned.
+
+Ranks are interpreters of their own, as torchrun, srun and Kubernetes start them: each has its own hash seed, and
+nothing of the process that tests.
+"""
 
 import os
 import pickle
+import socket
+import subprocess
+import sys
 import tempfile
+import threading
 import time
 import traceback
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import get_context
+from functools import cache
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import torch
-import torch.distributed as dist
+import dill
+import pytest
+
+ROOT = Path(__file__).parents[2]
+_SEEDS = (1, 4, 2, 3, 5, 6, 7, 8)  # of the ranks' hashes: the first two order names of one layer differently
+
+_READY = "ready"
+
+Replaced = tuple[Any, str, Any]
 
 
 class RankFailed(Exception):
     """A rank raised; the message holds its traceback."""
 
 
-def on_ranks(num_ranks: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def on_ranks(
+    num_ranks: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0, replaced: Sequence[Replaced] = ()
+) -> list[Any]:
     """Call ``body(*args)`` on every rank of a gloo world; raise what went wrong first, with its rank.
 
-    Processes are forked after torch is imported, which takes seconds, and are gone when this returns.
+    Interpreters stay for the next case, since they take seconds to start; after a failure all are new. What is
+    ``replaced`` on the ranks meanwhile are attributes: of which object, its name, its value.
     """
-    context = get_context("fork")
-    workers: list[ForkProcess] = []
-    ends: dict[Connection, int] = {}
+    named = [(place.__name__ if isinstance(place, ModuleType) else place, *other) for place, *other in replaced]
+    ranks, work = _pool().first(num_ranks), dill.dumps((body, args, named))
+    what = f"{body.__name__} on {num_ranks} ranks"
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for rank in range(num_ranks):
-                mine, theirs = context.Pipe(duplex=False)
-                place = (rank, num_ranks, Path(folder) / "store", timeout_s)
-                workers.append(context.Process(target=_work, args=(theirs, place, body, args), daemon=True))
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork with threads
-                    workers[-1].start()
-                theirs.close()
-                ends[mine] = rank
-            return _collected(ends, f"{body.__name__} on {num_ranks} ranks", timeout_s)
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.join()
+            for rank, connection in enumerate(ranks):
+                connection.send((rank, num_ranks, f"file://{folder}/store", timeout_s, work))
+            return _collected({connection: rank for rank, connection in enumerate(ranks)}, what, timeout_s)
+        except BaseException:
+            _pool().stop()
+            raise
+
+
+@cache
+def _pool() -> "_Pool":
+    return _Pool()
+
+
+class _Pool:
+    """Interpreters that wait for work, and how to talk to each; they end with this process."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        self._ready = 0
+
+    def first(self, count: int) -> Sequence[Connection]:
+        """Start as many as are missing; return the first ones."""
+        for rank in range(len(self._processes), count):
+            here, there = socket.socketpair()
+            with there:
+                environment = {
+                    **os.environ, "PYTHONHASHSEED": str(_SEEDS[rank % len(_SEEDS)]), "PYTHONPATH": str(ROOT),
+                    "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+                }  # fmt: skip
+                command = [sys.executable, "-m", "tests.ranks.spawn", str(there.fileno())]
+                self._processes.append(
+                    subprocess.Popen(
+                        command, env=environment, cwd=ROOT, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL
+                    )
+                )
+            self._connections.append(Connection(here.detach()))
+        for rank in range(self._ready, count):
+            assert self._connections[rank].recv() == _READY
+        self._ready = max(self._ready, count)
+        return self._connections[:count]
+
+    def stop(self) -> None:
+        """End all."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections, self._ready = [], [], 0
 
 
 def _collected(ends: dict[Connection, int], what: str, timeout_s: float) -> list[Any]:
@@ -73,23 +128,53 @@ def _collected(ends: dict[Connection, int], what: str, timeout_s: float) -> list
 def _answer(end: Connection) -> tuple[float, str, Any]:
     try:
         return pickle.loads(end.recv_bytes())
-    except EOFError:
+    except (EOFError, OSError):
         return time.monotonic(), "the process ended without an answer", None
 
 
-def _work(end: Connection, place: tuple[int, int, Path, float], body: Callable[..., Any], args: Any) -> None:
-    """Be one rank: the answer goes out before the process group goes down, so that the first failure is told first."""
-    rank, num_ranks, store, timeout_s = place
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def be_a_rank(number: int) -> None:
+    """Do what is sent until nobody is there to send."""
+    end = Connection(number)
+    import torch
+
     torch.set_num_threads(1)
+    end.send(_READY)
+    with suppress(EOFError, OSError):
+        while True:
+            _work(end, *end.recv())
+
+
+def _work(end: Connection, rank: int, num_ranks: int, store: str, timeout_s: float, work: bytes) -> None:
+    """Be one rank: the answer goes out before the process group goes down, so that the first failure is told first."""
+    import torch
+    import torch.distributed as dist
+
+    done = threading.Event()
+    threading.Thread(target=_end_with_parent, args=(os.getppid(), done), daemon=True).start()
     torch.manual_seed(0)
     try:
-        dist.init_process_group(
-            "gloo", f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s)
-        )
-        answer = pickle.dumps((time.monotonic(), "", body(*args)))
+        body, args, replaced = dill.loads(work)
+        dist.init_process_group("gloo", store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s))
+        with pytest.MonkeyPatch.context() as patch:
+            for place, name, value in replaced:
+                patch.setattr(import_module(place) if isinstance(place, str) else place, name, value)
+            answer = pickle.dumps((time.monotonic(), "", body(*args)))
     except BaseException:
         answer = pickle.dumps((time.monotonic(), traceback.format_exc(), None))
     end.send_bytes(answer)
+    done.set()
     with suppress(Exception):  # the other end of a connection may be gone already
         dist.destroy_process_group()
+
+
+def _end_with_parent(parent: int, done: threading.Event) -> None:
+    """End this process when the one that tests is gone, even in the middle of work."""
+    while not done.wait(1.0):
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    from tests.ranks.spawn import be_a_rank as main  # whose classes have the names that pickles know
+
+    main(int(sys.argv[1]))

@@ -89,9 +89,8 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_a_fault_of_the_kernels_is_caught(fault: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_fault_of_the_kernels_is_caught(fault: Any):
     task = task_of("tp=1,pp=1,dp=1,mbs=2", gpt(), {})
-    monkeypatch.setattr(*fault)  # ranks are forked, so they have it too
-    answers = on_ranks(1, run_steps, task)
+    answers = on_ranks(1, run_steps, task, replaced=[fault])
     with pytest.raises(AssertionError):
         hold(task, answers)

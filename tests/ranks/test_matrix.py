@@ -201,7 +201,6 @@ def test_a_wrong_batch_is_caught(change, wanted):
 
 
 @pytest.mark.parametrize(("replaced", "wanted"), rest_is_slow(REPLACED.values()))
-def test_a_wrong_rank_is_caught(replaced, wanted, monkeypatch):
+def test_a_wrong_rank_is_caught(replaced, wanted):
     task = task_of(first_row(wanted))
-    monkeypatch.setattr(*replaced)  # ranks are forked, so they have it too
-    caught(task, on_ranks(task.plan.mesh.num_ranks, run_steps, task))
+    caught(task, on_ranks(task.plan.mesh.num_ranks, run_steps, task, replaced=[replaced]))

@@ -15,7 +15,7 @@ import autoshard.trace.running.compiling as compiling
 from autoshard.runtime.machine import missing_compiler
 from autoshard.trace.local import local
 from autoshard.trace.sharded import ShardedModule, run_on, shard
-from tests.ranks.spawn import on_ranks
+from tests.ranks.spawn import Replaced, on_ranks
 from tests.trace.modules import MODULES, SINGLE
 from tests.trace.test_sharded import cut_at_random, difference, traced
 
@@ -31,8 +31,8 @@ def differences(names: Sequence[str]) -> dict[str, float]:
     devices = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
     found: dict[str, float] = {}
     for name in names:
-        module, inputs, sharding = traced(name, "a=2")
-        plain = copy.deepcopy(module)
+        whole, inputs, sharding = traced(name, "a=2")
+        plain, module = copy.deepcopy(whole), copy.deepcopy(whole)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", ".*without being compiled")
             run_on(module, cut_at_random(sharding, random.Random(0)), devices, compiles=True)
@@ -43,10 +43,8 @@ def differences(names: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def hold(names: Sequence[str]) -> None:
-    for name in names:
-        traced(name, "a=2")  # once, before ranks are forked
-    for found in on_ranks(2, differences, names, timeout_s=600):
+def hold(names: Sequence[str], *replaced: Replaced) -> None:
+    for found in on_ranks(2, differences, names, timeout_s=600, replaced=replaced):
         wrong = {
             name: one for name, one in found.items() if one > (1e-6 if name.removesuffix(" alone") in SINGLE else 1e-11)
         }
@@ -54,11 +52,8 @@ def hold(names: Sequence[str]) -> None:
 
 
 @pytest.mark.parametrize("names", [tuple(MODULES)[3::12], pytest.param(tuple(MODULES), marks=pytest.mark.slow)])
-def test_functions_that_a_compiler_takes_compute_what_the_plain_module_does(
-    names: Sequence[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(compiling, "compiler_of", as_they_are)
-    hold(names)
+def test_functions_that_a_compiler_takes_compute_what_the_plain_module_does(names: Sequence[str]):
+    hold(names, (compiling, "compiler_of", as_they_are))
 
 
 _COMPILED = (
@@ -95,8 +90,9 @@ def num_compiled(layers: int) -> tuple[float, int]:
     """The difference from the plain module, and how many functions were compiled."""
     module, x = stack(layers), batch()
     plain, given = copy.deepcopy(module), list[object]()
-    compiling.compiler_of = lambda _: lambda piece, _: given.append(piece) or piece  # in this process alone
-    worst = difference(plain, shard(module, [x], "a=2", compile=True), [x])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiling, "compiler_of", lambda _: lambda piece, _: given.append(piece) or piece)
+        worst = difference(plain, shard(module, [x], "a=2", compile=True), [x])
     return worst, len(given)
 
 
@@ -113,10 +109,10 @@ def failing(place: str) -> list[str]:
     def fail(*_: Any, **__: Any) -> Any:
         raise NotImplementedError("no such machine")
 
-    setattr(compiling if place == "make_fx" else compiled, place, fail)
     module, x = stack(2), batch()
     plain = copy.deepcopy(module)
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiling if place == "make_fx" else compiled, place, fail)
         warnings.simplefilter("default")
         worst = difference(plain, shard(module, [x], "a=1", compile=True), [x])
     assert worst < 1e-12
@@ -151,14 +147,13 @@ def marked() -> float:
     torch.manual_seed(0)
     module, x = Damped().double(), batch()
     plain = copy.deepcopy(module)
-    compiling.compiler_of = as_they_are
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*without being compiled")
         return difference(plain, shard(module, [x], "a=2", compile=True), [x])
 
 
 def test_a_function_that_the_user_marks_is_called_as_it_is():
-    assert max(on_ranks(2, marked)) < 1e-12
+    assert max(on_ranks(2, marked, replaced=[(compiling, "compiler_of", as_they_are)])) < 1e-12
 
 
 def most_values(layers: int) -> int:

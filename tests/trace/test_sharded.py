@@ -64,8 +64,8 @@ def differences(mesh: str, seed: int, names: Sequence[str]) -> dict[str, float]:
     devices = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     found: dict[str, float] = {}
     for name in names:
-        module, inputs, sharding = traced(name, mesh)
-        plain = copy.deepcopy(module)
+        whole, inputs, sharding = traced(name, mesh)
+        plain, module = copy.deepcopy(whole), copy.deepcopy(whole)
         run_on(module, cut_at_random(sharding, random.Random(seed)), devices)
         found[name] = difference(plain, module, inputs)
     return found
@@ -101,8 +101,6 @@ def difference(plain: torch.nn.Module, module: torch.nn.Module, inputs: Sequence
 
 def train_at_random(mesh: str, seed: int, names: Sequence[str] = tuple(MODULES)) -> None:
     """Hold the training of modules on this mesh against that of one process."""
-    for name in names:
-        traced(name, mesh)  # once, before ranks are forked
     for found in on_ranks(math.prod(sizes_of(mesh).values()), differences, mesh, seed, names, timeout_s=600):
         wrong = {name: one for name, one in found.items() if one > (1e-6 if name in SINGLE else 1e-11)}
         assert not wrong and len(found) == len(names), wrong
@@ -160,6 +158,7 @@ def held(seed: int) -> dict[str, tuple[float, int]]:
             for op in ops
             for weight in weights_of(problem, op)
         )
+        module = copy.deepcopy(module)
         run_on(module, sharding, devices)
         own = sum(cast(DTensor, one).to_local().numel() for one in module.parameters())
         found[name] = predicted, own
@@ -168,8 +167,6 @@ def held(seed: int) -> dict[str, tuple[float, int]]:
 
 @pytest.mark.parametrize("seed", rest_is_slow(range(3)))
 def test_ranks_hold_as_many_numbers_of_weights_as_is_predicted(seed: int):
-    for name in _HELD:
-        traced(name, "data=2,model=2")
     ranks = on_ranks(4, held, seed)
     for name in _HELD:
         predicted = ranks[0][name][0]

@@ -16,12 +16,13 @@ from autoshard.engine.activity import RankActivity
 from autoshard.engine.base import HOST, Allows, Batch, Measured, Run, StepReport, whenever_finite
 from autoshard.engine.initial import InitialWeights
 from autoshard.engine.placement import MeshRank, StatePiece, sequence_order
-from autoshard.engine.programs import graph_of, programs_of, tied_instances
+from autoshard.engine.programs import PlanPrograms, graph_of, programs_of, tied_instances
 from autoshard.engine.torch.formats import Formats, memory_of
 from autoshard.engine.torch.generated import GeneratedRun
 from autoshard.engine.torch.joint import neighbours
 from autoshard.engine.torch.kernels import Rotations
 from autoshard.engine.torch.kernels.products import groups_products
+from autoshard.engine.torch.ledger import Ledger
 from autoshard.engine.torch.pipeline import RankPipeline
 from autoshard.engine.torch.steps import RankContext
 from autoshard.engine.torch.update import Store, Tied, Weight, flats
@@ -54,19 +55,22 @@ class TorchEngine:
         whole: Whole,
         formats: Formats = _AS_PLANNED,
         run: Run | None = None,
+        *,
+        world: World | None = None,
+        packs: bool | None = None,
     ) -> None:
-        """Take this rank's part of whole weights."""
+        """Take this rank's part of whole weights; in a ``world`` that is there, or in one that is made for the plan.
+
+        Whether it ``packs`` rows of experts follows from the device, if it is not said.
+        """
         training, mode = (run.training, run.mode) if run else (_USUAL, "literal")
-        programs = programs_of(plan, packs=groups_products(formats.device))
-        backend = channel_backend(formats.device)
-        if backend:
-            refuse_crossing(plan.schedule)
-        activity = run.activity if run else RankActivity()
-        self._world = World.build(plan.mesh, programs.group_atoms(), backend, activity)
-        mesh_rank = MeshRank(mesh=plan.mesh, rank=self._world.rank, sizes=programs.graph.sizes)
+        self.formats, self.packs = formats, groups_products(formats.device) if packs is None else packs
+        programs = programs_of(plan, packs=self.packs)
+        self.world = world or _world_of(plan, programs, formats, run)
+        mesh_rank = MeshRank(mesh=plan.mesh, rank=self.world.rank, sizes=programs.graph.sizes)
         positions = torch.from_numpy(sequence_order(plan))
         context = RankContext(
-            world=self._world,
+            world=self.world,
             mesh_rank=mesh_rank,
             formats=formats,
             positions=positions,
@@ -81,7 +85,7 @@ class TorchEngine:
         here = {other: owner for other, owner in ties.items() if other in self.weights and owner in self.weights}
         bucket_bytes = plan.buckets.reduce_scatter_bytes
         owned = (one for name, one in self.weights.items() if name not in here)
-        self.store = Store(flats=flats(self._world, owned, blocks, formats, here, bucket_bytes), ties=here)
+        self.store = Store(flats=flats(self.world, owned, blocks, formats, here, bucket_bytes), ties=here)
         self.gradients: list[torch.Tensor] = []  # of every flat this rank's piece, reduced; after an update clipped
         self.clip, self._num_updates, self._saved_bytes = 1.0, 0, 0
 
@@ -92,7 +96,7 @@ class TorchEngine:
 
         Weights are updated if ``allows`` accepts loss and norm, which are the same on every rank.
         """
-        world, flats = self._world, self.store.flats
+        world, flats = self.world, self.store.flats
         world.sent_bytes.clear()
         self.store.clear()
         counts = not self._saved_bytes  # every step keeps as much as the first
@@ -108,10 +112,7 @@ class TorchEngine:
         losses = dict(zip(made, known[len(flats) :], strict=True))
         squares = [flat.share(square) for flat, square in zip(flats, known, strict=False)]
         both = torch.tensor([sum(squares), sum(losses.values())], dtype=torch.float64)
-        if dist.get_world_size() > 1:
-            with world.activity.waiting("the norm of all ranks"):
-                dist.all_reduce(both)
-        total, loss = both.tolist()
+        total, loss = world.total(both).tolist()
         world.activity.act("update")
         op = self.graph.update.op("clip")
         clip, norm = op.kind.evaluate(self.graph.update.call(op, {}), np.asarray(total))
@@ -169,7 +170,7 @@ class TorchEngine:
                 "optimizer": _bytes(state for flat in flats for state in flat.moments),
                 "saved": self._saved_bytes,
             },
-            sent_bytes=dict(self._world.sent_bytes),
+            sent_bytes=dict(self.world.sent_bytes),
         )
 
     def _weights_here(self, ties: Mapping[str, str], training: Training) -> Iterator[Weight]:
@@ -200,7 +201,7 @@ class TorchEngine:
 
         The copy sends first and the owner takes first: devices that never talked wait for each other to connect.
         """
-        world, pipeline = self._world, self._pipeline
+        world, pipeline = self.world, self._pipeline
         for number, flat in enumerate(flat for flat in self.store.flats if flat.tied):
             back, other = flat.tied == "copy", torch.empty_like(flat.sums)
             sent, taken = (pipeline.tag(len(pipeline.plan.stages) + number, 0, back=way) for way in (back, not back))
@@ -211,6 +212,16 @@ class TorchEngine:
             if not back:
                 world.send(flat.sums, rank, sent)
             flat.sums.add_(other)
+
+
+def _world_of(plan: Plan, programs: PlanPrograms, formats: Formats, run: Run | None) -> World:
+    """Make the groups of a plan, which keep a ledger where every step is compared with what it should begin."""
+    backend = channel_backend(formats.device)
+    if backend:
+        refuse_crossing(plan.schedule)
+    ledger = Ledger(is_kept=run is not None and run.training.watchdog.collectives == "every")
+    activity = run.activity if run else RankActivity()
+    return World.build(plan.mesh, programs.group_atoms(), backend, activity, ledger=ledger)
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -26,7 +26,7 @@ _READ = torch.ops.aten._local_scalar_dense.default
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 
 
-class _NoNumbers(TorchDispatchMode):
+class NoNumbers(TorchDispatchMode):
     """Numbers read from tensors without memory are 1; an operation on tensors of host and device is an error.
 
     torch's own FakeTensorMode does the same in eight times the seconds.
@@ -86,7 +86,7 @@ def fake_world(rank: int, num_ranks: int) -> Iterator[None]:
     torch.set_num_threads(1)  # positions are all that is computed; threads that wait for more would take the seconds
     dist.init_process_group(_BACKEND, rank=rank, world_size=num_ranks, store=FakeStore())
     try:
-        with _NoNumbers():
+        with NoNumbers():
             yield
     finally:
         dist.destroy_process_group()
@@ -100,11 +100,12 @@ def counted(plan: Plan, rank: int) -> Measured:
     """
     with fake_world(rank, plan.mesh.num_ranks):
         engine = TorchEngine(plan, no_weights(graph_of(plan)), Formats(device=NOWHERE))
-        engine.step([_batch(plan)] * plan.schedule.num_micro_batches, 0.0, lambda _: True)
+        engine.step([batch_without_numbers(plan)] * plan.schedule.num_micro_batches, 0.0, lambda _: True)
         return engine.measured()
 
 
-def _batch(plan: Plan) -> Batch:
+def batch_without_numbers(plan: Plan) -> Batch:
+    """Return a micro-batch of which only the shapes are known."""
     shape = (plan.micro_batch * plan.mesh.size("dp"), plan.workload.seq_len)
     numbers = {"tokens": np.int64, "labels": np.int64, "token_weight": np.float64, "document_starts": np.int64}
     return {name: no_memory(shape, dtype) for name, dtype in numbers.items()}

@@ -70,9 +70,9 @@ class RankPipeline:
         self.stages = {stage: {name: self.blocks[name] for name in programs.stages[stage]} for stage in here}
         # By kind of action the weights to whose gradients a block adds.
         self._adds = {
-            (kind, name): {
+            (kind, name): tuple(
                 f"{name}.{made.removesuffix('.sum')}" for made in run.parts.made(kind) if made != run.parts.handed_back
-            }
+            )
             for name, run in self.blocks.items()
             for kind in taken
         }

@@ -368,12 +368,13 @@ class Store:
         """Scatter sums that rest in pieces, and begin to reduce the buckets that the ``complete`` gradients fill."""
         self.take_back()
         self._leaving = [(flat, group.begin_reduce_scatter(sums)) for flat, group, sums in opened.pending]
+        filled = {self._flat_of[name]: None for name in complete if name in self._flat_of}
         for name in complete:
-            flat = self._flat_of.get(name)
-            if flat is not None:
-                self._incomplete[flat].discard(name)
-                if not self._incomplete[flat]:
-                    self._reducing[flat] = flat.begin_reducing()
+            if name in self._flat_of:
+                self._incomplete[self._flat_of[name]].discard(name)
+        for flat in self.flats:  # all ranks begin in this order
+            if flat in filled and not self._incomplete[flat]:
+                self._reducing[flat] = flat.begin_reducing()
 
     def reduced(self) -> list[torch.Tensor]:
         """Return this rank's piece of every flat's gradient, summed over the ranks that wait for it."""

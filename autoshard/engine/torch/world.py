@@ -14,6 +14,7 @@ import torch.distributed as dist
 from autoshard.engine.activity import RankActivity
 from autoshard.engine.base import HOST
 from autoshard.engine.torch.formats import NOWHERE
+from autoshard.engine.torch.ledger import BegunCollective, Ledger
 from autoshard.errors import InputError
 from autoshard.schedule.schedule import Schedule
 from autoshard.spec.mesh import Mesh, axis_of_atoms
@@ -43,6 +44,7 @@ class RankGroup:
     handle: dist.ProcessGroup
     sent_bytes: Counter[str]  # by axis, as the cost model counts them
     activity: RankActivity
+    ledger: Ledger = field(default_factory=Ledger)
 
     @property
     def number(self) -> int:
@@ -68,6 +70,7 @@ class RankGroup:
 
     def begin_all_reduce(self, total: torch.Tensor, *, largest: bool = False, apart: bool = True) -> Arrival:
         """Begin to sum in place; unless ``apart``, nothing is computed meanwhile. The same holds for those below."""
+        self._note("all_reduce_max" if largest else "all_reduce", total)
         with self._waiting("all_reduce"):
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
             work = dist.all_reduce(total, op=op, group=self.handle, async_op=apart)
@@ -76,6 +79,7 @@ class RankGroup:
 
     def begin_all_gather(self, piece: torch.Tensor, *, apart: bool = True) -> Arrival:
         """Begin to put pieces together."""
+        self._note("all_gather", piece)
         joined = piece.new_empty((len(self.ranks) * len(piece), *piece.shape[1:]))
         given = piece.contiguous()
         with self._waiting("all_gather"):
@@ -85,6 +89,7 @@ class RankGroup:
 
     def begin_reduce_scatter(self, whole: torch.Tensor, *, apart: bool = True) -> Arrival:
         """Begin to sum, for every member its piece."""
+        self._note("reduce_scatter", whole)
         given = _ordered(whole.contiguous(), self.ranks, self.torch_order)
         mine = given.new_empty((len(given) // len(self.ranks), *given.shape[1:]))
         with self._waiting("reduce_scatter"):
@@ -111,6 +116,7 @@ class RankGroup:
 
     def all_to_all(self, given: torch.Tensor, counts: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
         """Exchange parts of flat tensors, which stand in torch's order of the members."""
+        self._note("all_to_all", given, alike=False)
         received = given.new_empty(sum(counts))
         with self._waiting("all_to_all"):
             dist.all_to_all_single(received, given, list(counts), list(sent), group=self.handle)
@@ -125,6 +131,8 @@ class RankGroup:
 
         Return a function that waits until they are sent, and returns the received tensors.
         """
+        for tensor in tensors:
+            self._note("permute", tensor, alike=False)
         following, before = self.ranks[(self.number + 1) % len(self.ranks)], self.ranks[self.number - 1]
         messages = [dist.P2POp(dist.isend, tensor.contiguous(), following, self.handle) for tensor in tensors]
         messages += [dist.P2POp(dist.irecv, one, before, self.handle) for one in arriving]
@@ -144,6 +152,12 @@ class RankGroup:
         """Record while it lasts which collective this rank is in."""
         return self.activity.waiting(f"{kind} over {self.axis} of ranks {self.torch_order}")
 
+    def _note(self, kind: str, tensor: torch.Tensor, *, alike: bool = True) -> None:
+        """Note that a collective begins; unless tensors are ``alike``, members may have other shapes."""
+        if self.ledger.is_kept:
+            form = str(tensor.dtype).removeprefix("torch.") + (str(list(tensor.shape)) if alike else "")
+            self.ledger.entries.append(BegunCollective(kind=kind, ranks=self.torch_order, form=form))
+
     def _count(self, whole_bytes: int) -> None:
         self.sent_bytes[self.axis] += round(whole_bytes * (len(self.ranks) - 1) / len(self.ranks))
 
@@ -154,19 +168,31 @@ class SilentGroup(RankGroup):
 
     def begin_all_reduce(self, total: torch.Tensor, *, largest: bool = False, apart: bool = True) -> Arrival:
         """Return what it is given."""
+        self._note("all_reduce_max" if largest else "all_reduce", total)
         return lambda: total
 
     def begin_all_gather(self, piece: torch.Tensor, *, apart: bool = True) -> Arrival:
         """Return the shape of all pieces."""
+        self._note("all_gather", piece)
         return lambda: piece.new_zeros((len(self.ranks) * len(piece), *piece.shape[1:]))
 
     def begin_reduce_scatter(self, whole: torch.Tensor, *, apart: bool = True) -> Arrival:
         """Return the shape of a piece."""
+        self._note("reduce_scatter", whole)
         return lambda: whole.new_zeros((len(whole) // len(self.ranks), *whole.shape[1:]))
 
     def all_to_all(self, given: torch.Tensor, counts: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
         """Return the shape of what would arrive."""
+        self._note("all_to_all", given, alike=False)
         return given.new_empty(sum(counts))
+
+    def pass_on(
+        self, tensors: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor]
+    ) -> Callable[[], Sequence[torch.Tensor]]:
+        """Return the shapes of what would arrive."""
+        for tensor in tensors:
+            self._note("permute", tensor, alike=False)
+        return lambda: arriving
 
 
 def _ordered(joined: torch.Tensor, now: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
@@ -193,6 +219,7 @@ class World:
     activity: RankActivity
     channels: Mapping[tuple[bool, bool], dist.ProcessGroup]
     under_way: list[SentMessage] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=Ledger)
 
     @classmethod
     def build(
@@ -202,13 +229,14 @@ class World:
         backend: str | None,
         activity: RankActivity,
         known: Mapping[tuple[str, ...], RankGroup] | None = None,
+        ledger: Ledger | None = None,
     ) -> "World":
         """Make the groups of these atoms that are not ``known``, and channels if messages have their own ``backend``.
 
         Every rank of the running torch world calls this with the same arguments.
         """
         assert dist.get_world_size() == mesh.num_ranks, f"{dist.get_world_size()} processes for {mesh}"
-        rank, sent_bytes = dist.get_rank(), Counter[str]()
+        rank, sent_bytes, ledger = dist.get_rank(), Counter[str](), ledger or Ledger()
         handles: dict[tuple[int, ...], object] = {}  # torch gives a number to who is no member
         groups = dict(known or {})
         new = sorted(set(atoms) - {(), *groups})
@@ -220,14 +248,17 @@ class World:
             if rank in members and isinstance(handle, dist.ProcessGroup):
                 groups[names] = RankGroup(
                     ranks=ranks, rank=rank, axis=axis_of_atoms(names), handle=handle, sent_bytes=sent_bytes,
-                    activity=activity,
+                    activity=activity, ledger=ledger,
                 )  # fmt: skip
         channels: dict[tuple[bool, bool], dist.ProcessGroup] = {}
         for ranks, back, up in product(mesh.groups(("pp",)) if backend else (), (False, True), (False, True)):
             channel: object = dist.new_group(sorted(ranks), backend=backend) if len(ranks) > 1 else None
             if isinstance(channel, dist.ProcessGroup) and rank in ranks:
                 channels[back, up] = channel
-        return cls(mesh=mesh, rank=rank, groups=groups, sent_bytes=sent_bytes, activity=activity, channels=channels)
+        return cls(
+            mesh=mesh, rank=rank, groups=groups, sent_bytes=sent_bytes, activity=activity, channels=channels,
+            ledger=ledger,
+        )  # fmt: skip
 
     def group(self, atoms: Sequence[str], axis: str | None = None) -> RankGroup | None:
         """Return this rank's group along atoms; None where it would be alone. ``axis`` renames its traffic."""
@@ -236,13 +267,15 @@ class World:
         found = self.groups[tuple(atoms)]
         return found if axis is None else replace(found, axis=axis)
 
-    def silent(self) -> "World":
-        """Return the same world where nothing is sent."""
-        names = [one.name for one in fields(RankGroup)]
+    def silent(self, *, keeps: bool = False) -> "SilentWorld":
+        """Return the same world where nothing is sent; it ``keeps`` a ledger of what would be begun."""
+        names = [entry.name for entry in fields(RankGroup)]
+        unseen = {"sent_bytes": Counter[str](), "activity": RankActivity(), "ledger": Ledger(is_kept=keeps)}
         groups = {
-            atoms: SilentGroup(**{name: getattr(one, name) for name in names}) for atoms, one in self.groups.items()
+            atoms: SilentGroup(**({name: getattr(group, name) for name in names} | unseen))
+            for atoms, group in self.groups.items()
         }
-        return replace(self, groups=groups)
+        return SilentWorld(mesh=self.mesh, rank=self.rank, groups=groups, channels=self.channels, **unseen)
 
     def num_ranks(self, atoms: Sequence[str]) -> int:
         """Return how many ranks differ only along these atoms."""
@@ -264,6 +297,7 @@ class World:
 
     def send(self, tensor: torch.Tensor, to_rank: int, tag: int, taken_at: int = _AT_THE_END) -> None:
         """Start sending what an action of the receiver takes; the tensor may be overwritten meanwhile."""
+        self.ledger.message(self.rank, to_rank, tag, tensor.dtype)
         memory = tensor.clone(memory_format=torch.contiguous_format)
         work = dist.isend(memory, to_rank, tag=tag, group=self._channel(tag, self.rank, to_rank))
         assert work is not None, "a message to another rank is under way"
@@ -272,6 +306,7 @@ class World:
 
     def begin_receiving(self, into: torch.Tensor, from_rank: int, tag: int, made_at: int = -1) -> Arrival:
         """Begin to receive the result of a sender's action, which has taken all messages sent to it before."""
+        self.ledger.message(from_rank, self.rank, tag, into.dtype)
         work = dist.irecv(into, from_rank, tag=tag, group=self._channel(tag, from_rank, self.rank))
         assert work is not None, "a message of another rank is under way"
 
@@ -282,6 +317,13 @@ class World:
             return into
 
         return arrive
+
+    def total(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Sum numbers of the host over all ranks, in place."""
+        if dist.get_world_size() > 1:
+            with self.activity.waiting("the norm of all ranks"):
+                dist.all_reduce(numbers)
+        return numbers
 
     def _channel(self, tag: int, from_rank: int, to_rank: int) -> dist.ProcessGroup | None:
         """Return the channel of a message, which goes back if its tag is odd; None for the group that all share."""
@@ -296,6 +338,27 @@ class World:
             with self.activity.waiting(f"rank {sent.to_rank} to take a message"):
                 sent.work.wait()
             self.under_way.remove(sent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SilentWorld(World):
+    """A world in which nothing is sent, and received tensors have no numbers."""
+
+    def connect(self, links: Iterable[tuple[bool, int, int]], device: torch.device) -> None:
+        """Connect nothing."""
+
+    def send(self, tensor: torch.Tensor, to_rank: int, tag: int, taken_at: int = _AT_THE_END) -> None:
+        """Note the message."""
+        self.ledger.message(self.rank, to_rank, tag, tensor.dtype)
+
+    def begin_receiving(self, into: torch.Tensor, from_rank: int, tag: int, made_at: int = -1) -> Arrival:
+        """Note the message."""
+        self.ledger.message(from_rank, self.rank, tag, into.dtype)
+        return lambda: into
+
+    def total(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return what it is given."""
+        return numbers
 
 
 def channel_backend(device: torch.device) -> str | None:

@@ -1,0 +1,81 @@
+"""A rank that begins no step before all ranks have compared which collectives they are about to begin."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from autoshard.engine.base import Allows, Batch, Measured, Run, StepReport, whenever_finite
+from autoshard.engine.initial import no_weights
+from autoshard.engine.torch.engine import TorchEngine, build
+from autoshard.engine.torch.fake import NoNumbers, batch_without_numbers
+from autoshard.engine.torch.formats import NOWHERE
+from autoshard.engine.torch.ledger import BegunCollective, refuse_other_order
+from autoshard.plan.plan import Plan
+
+
+def build_agreeing(plan: Plan, run: Run) -> "TorchEngine | AgreeingEngine":
+    """Build this rank's share of a plan; compare with the other ranks what a step begins, as the run says how often."""
+    engine, when = build(plan, run), run.training.watchdog.collectives
+    if when == "off" or dist.get_world_size() == 1:
+        return engine
+    if when == "every":
+        return AgreeingEngine(plan, engine)
+    agree(of_few_micro_batches(plan), engine)
+    return engine
+
+
+def agree(plan: Plan, engine: TorchEngine) -> list[BegunCollective]:
+    """Refuse other collectives on other ranks; return those of this rank."""
+    wanted = begun_by(plan, engine)
+    refuse_other_order(wanted, ordered_messages=bool(engine.world.channels))
+    return wanted
+
+
+class AgreeingEngine:
+    """Compares before every step what ranks are about to begin, and after it what this rank has begun."""
+
+    def __init__(self, plan: Plan, engine: TorchEngine) -> None:
+        """Take an engine; one that checks itself keeps a ledger."""
+        self._plan, self.engine = plan, engine
+        self.pieces, self.restored = engine.pieces, engine.restored
+
+    def step(
+        self, micro_batches: Sequence[Batch], learning_rate: float, allows: Allows = whenever_finite
+    ) -> StepReport:
+        """Run one step."""
+        wanted, ledger = agree(self._plan, self.engine), self.engine.world.ledger
+        ledger.entries.clear()
+        report = self.engine.step(micro_batches, learning_rate, allows)
+        if report.updated:
+            assert ledger.entries == wanted, "a step begins what its rank has said"
+        return report
+
+    def measured(self) -> Measured:
+        """Return what was counted in the last step."""
+        return self.engine.measured()
+
+
+def of_few_micro_batches(plan: Plan) -> Plan:
+    """Return the plan with two rounds of micro-batches at most: it begins, goes on and ends as the whole one does.
+
+    A step of 512 micro-batches takes minutes even without numbers. Lists of actions of their own have no rounds.
+    """
+    schedule, every = plan.schedule, plan.schedule.num_micro_batches
+    few = min(every, 2 * schedule.num_ranks + every % schedule.num_ranks)
+    if schedule.actions is not None or few == every:
+        return plan
+    workload = replace(plan.workload, global_batch=plan.micro_batch * plan.mesh.size("dp") * few)
+    return replace(plan, schedule=replace(schedule, num_micro_batches=few), workload=workload)
+
+
+def begun_by(plan: Plan, engine: TorchEngine) -> list[BegunCollective]:
+    """Return which collectives a step of an engine begins, in order: it takes one with shapes only, and sends nothing.
+
+    Routing is taken to be even; the shapes of what depends on it are not compared.
+    """
+    silent, formats = engine.world.silent(keeps=True), replace(engine.formats, device=NOWHERE)
+    with NoNumbers():
+        twin = TorchEngine(plan, no_weights(engine.graph), formats, world=silent, packs=engine.packs)
+        twin.step([batch_without_numbers(plan)] * plan.schedule.num_micro_batches, 0.0, lambda _: True)
+    return silent.ledger.entries
