@@ -1,6 +1,5 @@
 """``autoshard launch``: write the job files of a plan for a cluster, and submit them with --submit."""
 
-import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +13,7 @@ from autoshard.cost.predict import check_plan
 from autoshard.errors import RunFailed, file_faults, require
 from autoshard.jobs.job import NODE, PLAN, SUBMIT, Files, Job, JobPlace, default_name
 from autoshard.jobs.kubernetes import kubernetes_files
+from autoshard.jobs.quoting import word
 from autoshard.jobs.shell import torchrun_files
 from autoshard.jobs.slurm import slurm_files
 from autoshard.plan.codec import fingerprint, load
@@ -58,7 +58,8 @@ def launch(
     if checked.rejections:
         return print_refused(checked.rejections, json=json)
     job_name = name or default_name(checked.plan)
-    run = run_folder or (f"{place.volume}/{job_name}" if place.volume else "run")
+    run = run_folder or (job_name if place.volume else "run")
+    run = run if "://" in run or not place.volume else str(Path(place.volume) / run)
     options = _from_anywhere(training, plan, place.volume)
     job = Job(name=job_name, plan=checked.plan, training=options, place=place, run=run, setup=setup or "")
     files = {"slurm": slurm_files, "k8s": kubernetes_files, "torchrun": torchrun_files}[place.scheduler](job)
@@ -68,7 +69,7 @@ def launch(
         require(
             (bool(program), "--submit", "torchrun is started by hand on every node. Leave --submit out"),
             (not program or which(program) is not None, "--submit",
-             f"there is no {program} here. {there} type bash {out}/submit.sh"),
+             f"there is no {program} here. {there} type bash {word(str(out / SUBMIT))}"),
         )  # fmt: skip
     _write(files, out, checked.plan)
     if submit:  # the job's own script prints job ids, the line to watch and the log
@@ -108,7 +109,7 @@ def _summary(job: Job, files: Files, out: Path) -> str:
     """Return the list of files and the next command."""
     prediction = job.plan.prediction
     assert prediction, "a checked plan has one"
-    steps, folder = job.training.steps, shlex.quote(str(out))
+    steps, folder = job.training.steps, word(str(out))
     whole = f"{format_seconds(steps * prediction.step_time_s)} for {steps} steps"
     took = f"{format_seconds(prediction.step_time_s)} a step, {whole}"
     first = f"wrote {out}: {', '.join(files.texts)}\npredicted: {took}"

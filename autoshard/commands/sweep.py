@@ -9,6 +9,7 @@ from typing import Literal
 from autoshard.commands.output import print_answer
 from autoshard.commands.progress import StatusLine
 from autoshard.errors import RunFailed, inside, require
+from autoshard.jobs.quoting import word, words
 from autoshard.report.page.sweep_page import sweep_page
 from autoshard.report.sweep import sweep_report
 from autoshard.runtime.folder import locked
@@ -99,8 +100,8 @@ def _write_array(content: Sweep, jobs: Sequence[SweepJob], source: Path, folder:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "array.sbatch"
     path.write_text(array_script(content, jobs, source, folder), encoding="utf-8")
-    again = f"autoshard sweep {source} --out {folder}"
-    print(f"wrote {path}: {len(jobs)} tasks\nnext: sbatch {path}")
+    again = words(["autoshard", "sweep", str(source), "--out", str(folder)])
+    print(f"wrote {path}: {len(jobs)} tasks\nnext: sbatch {word(str(path))}")
     print(f"afterwards, to print the table and run the points that are missing: {again}")
     return 0
 

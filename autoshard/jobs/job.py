@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from autoshard.errors import require
 from autoshard.extensions import EXTENSIONS
+from autoshard.jobs.quoting import folder_word, path_faults, remark, shell_faults
 from autoshard.plan.codec import dump, fingerprint
 from autoshard.plan.plan import Plan
 from autoshard.spec.cluster import LOCAL
@@ -78,6 +79,7 @@ class JobPlace:
         require(
             (self.kind in profiles, "profile", f"{self.profile!r} is none of {whose}: {', '.join(profiles)}"),
             (not replaces, "on_failure", "hyperpod replaces nodes that are lost. Leave it out"),
+            *((False, "mount", message) for message in path_faults(given.get("mount", "/"))),
             *((bool(re.fullmatch(form, given.get(name, ""))), name, f"must be {what}, not {given.get(name)!r}")
               for name, (form, what) in forms.items() if name in given),
         )  # fmt: skip
@@ -108,10 +110,10 @@ class Job:
         """Refuse names that a scheduler would not take, and shell of several lines."""
         named = re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", self.name) and len(self.name) <= _LONGEST_NAME
         rule = f"must have small letters, digits and dashes, begin with a letter, and at most {_LONGEST_NAME} of them"
+        require((bool(named), "--name", f"{rule}, not {self.name!r}"))  # alone: the folder of the run may hold it
         require(
-            (bool(named), "--name", f"{rule}, not {self.name!r}"),
-            ("\n" not in self.setup, "--setup", "must be one line. Put several commands into a script, and name that"),
-            (not re.search(r"[\"$`\\\s]", self.run), "--run-folder", f"must be a plain path, not {self.run!r}"),
+            *((False, "--setup", message) for message in shell_faults(self.setup)),
+            *((False, "--run-folder", message) for message in path_faults(self.run)),
         )
 
     @property
@@ -130,9 +132,9 @@ class Job:
         return fingerprint(self.plan)
 
     @property
-    def absolute_run(self) -> str:
-        """The folder of the run as a script in the folder of the job names it."""
-        return self.run if self.run.startswith("/") else f"$PWD/{self.run}"
+    def run_word(self) -> str:
+        """The folder of the run as a word of a script that runs in the folder of the job."""
+        return folder_word(self.run)
 
     @property
     def instance_type(self) -> str | None:
@@ -152,7 +154,8 @@ class Job:
         plan, cluster = self.plan, self.plan.cluster
         nodes = "this machine" if cluster.name == LOCAL else f"{cluster.num_nodes} x {cluster.name}"
         yield f"# {what} Made by autoshard launch."
-        yield f"# {plan.model.name} on {nodes}, {cluster.ranks_per_node} ranks on a node: {plan.candidate}"
+        line = f"{plan.model.name} on {nodes}, {cluster.ranks_per_node} ranks on a node: {plan.candidate}"
+        yield f"# {remark(line)}"  # a plan may have been edited
         yield f"# Plan {self.hash[:_DIGITS]}, of which plan.json in this folder has the rest."
 
     def common_texts(self) -> dict[str, str]:

@@ -1,10 +1,13 @@
 """A job under Kubernetes: a TrainJob of Kubeflow Trainer v2, or a PyTorchJob of the training operator before it."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from autoshard.errors import require
 from autoshard.extensions import EXTENSIONS
 from autoshard.jobs.job import FIRST, HERE, NODE, PLAN, STRICT, SUBMIT, TRAINING, Files, Job, yaml_text
+from autoshard.jobs.quoting import words
 from autoshard.jobs.shell import node_text
 
 FILES_AT = "/job"  # where the files of the job lie in a container
@@ -38,7 +41,9 @@ def kubernetes_files(job: Job) -> Files:
     if kind == "pytorchjob":
         texts["train.yaml"] = _documents(job, "The training job.", _pytorch_job(job, "train"))
     names = NODE, PLAN, TRAINING, *(path.name for path in EXTENSIONS.files)
-    sources = " ".join(f"--from-file={name}" for name in names)
+    rule = "a ConfigMap takes names of letters, digits, dots, - and _ only. Rename the file"
+    require(*((bool(re.fullmatch(r"[-.\w]+", name, re.ASCII)), f"--extend {name}", rule) for name in names))
+    sources = words(f"--from-file={name}" for name in names)
     label = "jobset.sigs.k8s.io/jobset-name" if kind == "trainjob" else "training.kubeflow.org/job-name"
     selector = f"--selector {label}={job.name} --max-log-requests {job.num_nodes}"
     lines = [

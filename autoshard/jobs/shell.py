@@ -62,7 +62,7 @@ def node_text(job: Job, meeting: str) -> str:
         ["# Which node this is, and where all of them meet.", f"node={node}", f"address={address}", f"port={port}"],
         [
             f"# Where the run writes{', and where compiled graphs lie' if job.compiles else ''}.",
-            f"run={job.absolute_run}",
+            f"run={job.run_word}",
             *([f"export {_CACHE}=${{{_CACHE}:-$run-cache}}"] if job.compiles else []),
         ],
         ["# What makes torchrun and autoshard known here.", *setup_lines(job)] if job.setup else [],

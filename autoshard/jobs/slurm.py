@@ -1,10 +1,10 @@
 """A job under Slurm: one template, of which plain Slurm, HyperPod and ParallelCluster are profiles."""
 
-import shlex
 from collections.abc import Iterator
 
 from autoshard.extensions import EXTENSIONS
 from autoshard.jobs.job import FIRST, HERE, NODE, STRICT, SUBMIT, Files, Job
+from autoshard.jobs.quoting import word, words
 from autoshard.jobs.shell import node_text, setup_lines
 
 _NOTICE_S = 300  # between the signal and the end of a job's time: a step, a checkpoint, and what torchrun waits
@@ -45,8 +45,8 @@ def _script(job: Job, stage: str) -> str:
         "requeue": "" if place.kind == "hyperpod" else None,
         "no-kill": None if place.on_failure == "replan" and trains else "",
     }
-    words = ("" if value is None else f"={value}" for value in options.values())
-    lines = [f"#SBATCH --{name}{word}" for name, word in zip(options, words, strict=True) if word != "="]
+    values = {name: "" if value is None else f"={value}" for name, value in options.items()}
+    lines = [f"#SBATCH --{name}{value}" for name, value in values.items() if value != "="]
     title = job.title("The training job." if trains else "The compile job.")
     return "\n".join([FIRST, *title, *lines, STRICT, 'cd "$SLURM_SUBMIT_DIR"', ""])
 
@@ -63,7 +63,7 @@ def _srun(job: Job, stage: str) -> str:
 
 def _again(job: Job) -> Iterator[str]:
     """Yield a run that is queued again as long as it gets to begin."""
-    attempts, replans = f"{job.run}/attempts.jsonl", job.place.on_failure == "replan"
+    attempts, replans = word(f"{job.run}/attempts.jsonl"), job.place.on_failure == "replan"
     yield "# A run that began and failed is queued again, and goes on from its newest checkpoint. One that did not"
     yield "# begin is not: autoshard refuses what is wrong, and a sixth start in a row without a newer checkpoint."
     yield f"begun() {{ if [[ -f {attempts} ]]; then wc -l < {attempts}; else echo 0; fi; }}"
@@ -81,9 +81,9 @@ def _replanned(job: Job) -> Iterator[str]:
     """Yield a function that submits a plan for the nodes that are left, if those are fewer than the plan's."""
     place = job.place
     given = {"profile": place.kind, "partition": place.partition, "time": place.time, "setup": job.setup or None}
-    words = ["--scheduler", "slurm", "--on-failure", "replan", "--submit"]
-    words += [word for name, value in given.items() if value is not None for word in (f"--{name}", value)]
-    extend = "".join(f" --extend {path.name}" for path in EXTENSIONS.files)
+    again = ["--scheduler", "slurm", "--on-failure", "replan", "--submit"]
+    again += [f"--{name}={value}" for name, value in given.items() if value is not None]
+    extend = "".join(f" {word(f'--extend={path.name}')}" for path in EXTENSIONS.files)
     yield "# Where fewer nodes are left than the plan needs, a plan for those is submitted instead, for the same run."
     yield "replanned() {"
     yield f"  sleep {_LOST_S}  # until nodes that are gone count as such"
@@ -92,9 +92,9 @@ def _replanned(job: Job) -> Iterator[str]:
     yield f"  if [[ $left -eq 0 || $left -ge {job.num_nodes} ]]; then return 1; fi"
     yield from (f"  {line}" for line in setup_lines(job))
     yield f'  autoshard plan --like plan.json{extend} --nodes "$left" --out "plan-$left.json" --force || return 1'
-    folders = f'--out "on-$left-nodes" --run-folder "{job.absolute_run}"'
+    folders = f'--out "on-$left-nodes" --run-folder {job.run_word}'
     yield f'  autoshard launch "plan-$left.json" --config training.yaml {folders} \\'
-    yield f"    {shlex.join(words)}"
+    yield f"    {words(again)}"
     yield "}"
 
 
@@ -111,10 +111,10 @@ def _submit(job: Job) -> Iterator[str]:
         yield 'echo "compile job: $compile"'
         yield 'echo "training job: $train, which starts when the compile job has ended well"'
         yield 'echo "watch: squeue --jobs ${compile%%;*},${train%%;*}"'
-        yield 'echo "log: tail -F $PWD/compile-${compile%%;*}.log $PWD/train-${train%%;*}.log"'
+        yield 'printf \'log: tail -F %q %q\\n\' "$PWD/compile-${compile%%;*}.log" "$PWD/train-${train%%;*}.log"'
     else:
         yield "train=$(sbatch --parsable train.sbatch)"
         yield 'echo "training job: $train"'
         yield 'echo "watch: squeue --jobs ${train%%;*}"'
-        yield 'echo "log: tail -F $PWD/train-${train%%;*}.log"'
-    yield f'echo "run: autoshard watch {job.absolute_run}"'
+        yield "printf 'log: tail -F %q\\n' \"$PWD/train-${train%%;*}.log\""
+    yield f"printf 'run: autoshard watch %q\\n' {job.run_word}"

@@ -6,18 +6,19 @@ Tasks of a job array leave their rows in files beside it, which the next sweep g
 import hashlib
 import json
 import os
-import shlex
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from autoshard.errors import InputError, require
 from autoshard.extensions import EXTENSIONS
+from autoshard.jobs.quoting import remark, word, words
 from autoshard.sweep.points import Sweep
 from autoshard.sweep.work import Row, SweepJob
 
 ROWS, PARQUET = "rows.jsonl", "rows.parquet"
-PROGRAM = f"{sys.executable} -m autoshard.cli"
+PROGRAM = f"{word(sys.executable)} -m autoshard.cli"
 _TASKS_AT_A_TIME = 16
 
 
@@ -96,24 +97,26 @@ def array_script(sweep: Sweep, jobs: Sequence[SweepJob], source: Path, folder: P
     many = {job.name for job in jobs if sweep.mode == "run" and not sweep.rehearse and job.points[0].recipe.nodes > 1}
     more = f"a task has one node, and {', '.join(sorted(many)[:3])} runs on more. Set rehearse, or use autoshard launch"
     require((not many, "--scheduler", more))
-    name, place = source.stem, shlex.quote(str(folder.resolve()))
+    name, place = re.sub(r"\W+", "-", source.stem), word(str(folder.resolve()))
+    gathers = remark(f"autoshard sweep {word(str(source))} --out {word(str(folder))}")
+    log = word(f"{folder.resolve()}/".replace("%", "%%") + "task-%a.log")  # sbatch reads quotes as a shell does
     digest = hashlib.sha256("".join(point.id for job in jobs for point in job.points).encode()).hexdigest()[:12]
     size = "#SBATCH --exclusive" if sweep.mode == "run" else "#SBATCH --cpus-per-task=1"
     return f"""\
 #!/bin/bash
 # The points of the sweep {name} as tasks of a job array. Written by autoshard sweep --scheduler slurm; points {digest}.
-# Then: autoshard sweep {source} --out {folder}     gathers the rows, does what is left, and prints the table.
+# Then: {gathers}     gathers the rows, does what is left, and prints the table.
 #SBATCH --job-name={name}
 #SBATCH --array=0-{len(jobs) - 1}%{_TASKS_AT_A_TIME}
 #SBATCH --nodes=1
 #SBATCH --ntasks=1
 {size}
-#SBATCH --output={folder.resolve()}/task-%a.log
+#SBATCH --output={log}
 set -euo pipefail
-cd {shlex.quote(str(Path.cwd()))}
+cd {word(str(Path.cwd()))}
 task=$SLURM_ARRAY_TASK_ID
 unset SLURM_PROCID SLURM_NTASKS  # a run starts its own ranks here; it is no task of this job's
-exec {PROGRAM} sweep {shlex.join([str(source), *EXTENSIONS.options()])} --out {place} --task "$task"
+exec {PROGRAM} sweep {words([str(source), *EXTENSIONS.options()])} --out {place} --task "$task"
 """
 
 

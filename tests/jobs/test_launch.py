@@ -79,6 +79,11 @@ def test_paths_lead_where_they_lead_from_here_or_from_the_volume(line: str, base
     assert (options["init_weights"], options["checkpoint"]["to"]) == (f"{place}/weights", f"{place}/saved")
 
 
+def test_the_folder_of_the_run_leads_from_the_volume_and_may_have_any_name(here: Path) -> None:
+    assert typed(f"{K8S} --run-folder it's(a)") == 0
+    assert """run='/fsx/it'"'"'s(a)'\n""" in (here / "job" / "node.sh").read_text(encoding="utf-8")
+
+
 def test_a_job_of_the_same_plan_is_written_anew_and_nothing_else(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,6 +111,13 @@ def test_a_job_of_the_same_plan_is_written_anew_and_nothing_else(
         ("--scheduler k8s --image a --claim b --profile plain", ["--profile: 'plain' is none of Kubernetes'"]),
         ("--scheduler slurm --time soon --partition a;b", ["--partition: must be a name", "--time: must be minutes"]),
         ("--scheduler slurm --name Mine", ["--name: must have small letters, digits and dashes"]),
+        ("--scheduler slurm --setup cat<<X", ["--setup: is no whole line of shell (line 1: warning: here-document"]),
+        (
+            "--scheduler slurm --run-folder s3://b/x",
+            ["--run-folder: must be a folder that nodes mount, not 's3://b/x'"],
+        ),
+        ("--scheduler k8s --image a --claim b --name a$b", ["--name: must have small letters, digits and dashes"]),
+        ("--scheduler k8s --image a --claim b --mount /a$b", ["--mount: must be a plain path, not '/a$b'"]),
         ("--scheduler slurm --run-folder $HOME/x", ["--run-folder: must be a plain path, not '$HOME/x'"]),
         ("--scheduler k8s --image a --claim A_b --mount x", ["--claim: must be the name", "--mount: must be a folder"]),
         ("--scheduler slurm --model llama3-8b", ["--model: is part of the question that plan.json has answered"]),

@@ -50,7 +50,7 @@ def test_with_fewer_nodes_a_plan_for_those_is_submitted_for_the_same_run(tmp_pat
     plan, launch = failed(tmp_path, "12\n2\n", 'echo "autoshard $@" >> "$TOLD"')
     assert plan == "autoshard plan --like plan.json --nodes 14 --out plan-14.json --force"
     same = f"--config training.yaml --out on-14-nodes --run-folder {tmp_path}/job/run --scheduler slurm"
-    again = "--on-failure replan --submit --profile plain --partition big --time 1-00 --setup source ./activate"
+    again = "--on-failure replan --submit --profile=plain --partition=big --time=1-00 --setup=source ./activate"
     assert launch == f"autoshard launch plan-14.json {same} {again}"
 
 
