@@ -11,9 +11,11 @@ from autoshard.commands.output import print_answer, print_refused
 from autoshard.commands.plan import plan_of
 from autoshard.cost.predict import check_plan
 from autoshard.errors import RunFailed, file_faults, require
-from autoshard.jobs.job import NODE, PLAN, SUBMIT, Files, Job, JobPlace, default_name
+from autoshard.jobs.job import NODE, PLAN, SUBMIT, Files, Job, default_name
 from autoshard.jobs.kubernetes import kubernetes_files
+from autoshard.jobs.place import JobPlace
 from autoshard.jobs.quoting import word
+from autoshard.jobs.remarks import remarks
 from autoshard.jobs.shell import torchrun_files
 from autoshard.jobs.slurm import slurm_files
 from autoshard.plan.codec import fingerprint, load
@@ -77,7 +79,8 @@ def launch(
         if done.returncode:
             raise RunFailed(f"bash {out / SUBMIT} ended with exit code {done.returncode}; no further job was submitted")
     if json:
-        print_answer({"folder": str(out), "files": list(files.texts), "name": job.name, "plan": job.hash})
+        print_answer({"folder": str(out), "files": list(files.texts), "name": job.name, "plan": job.hash,
+                      "stopping_s": job.stopping_s, "notes": list(remarks(job))})  # fmt: skip
     elif not submit:
         print(_summary(job, files, out))
     return 0
@@ -112,10 +115,10 @@ def _summary(job: Job, files: Files, out: Path) -> str:
     steps, folder = job.training.steps, word(str(out))
     whole = f"{format_seconds(steps * prediction.step_time_s)} for {steps} steps"
     took = f"{format_seconds(prediction.step_time_s)} a step, {whole}"
-    first = f"wrote {out}: {', '.join(files.texts)}\npredicted: {took}"
+    lines = [f"wrote {out}: {', '.join(files.texts)}", f"predicted: {took}", *(f"note: {one}" for one in remarks(job))]
     if files.submitter:
-        return f"{first}\nnext: bash {folder}/{SUBMIT}"
+        return "\n".join([*lines, f"next: bash {folder}/{SUBMIT}"])
     stages = ("compile", "train") if job.compiles else ("train",)
     where = "" if job.num_nodes == 1 else "NODE_RANK=0 MASTER_ADDR=NODE-0 "
     numbers = "" if job.num_nodes == 1 else f" on every node, NODE_RANK from 0 to {job.num_nodes - 1}"
-    return "\n".join([first, *(f"next: {where}bash {folder}/{NODE} {stage}{numbers}" for stage in stages)])
+    return "\n".join([*lines, *(f"next: {where}bash {folder}/{NODE} {stage}{numbers}" for stage in stages)])

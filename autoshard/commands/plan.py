@@ -13,8 +13,8 @@ from autoshard.commands.output import place_checks, print_answer
 from autoshard.commands.progress import StatusLine, Watcher, watching
 from autoshard.cost.calibration import calibration_of, load_calibration
 from autoshard.cost.predict import check_plan
+from autoshard.cost.storage import resuming, storage_of
 from autoshard.cost.trace import rank_times
-from autoshard.cost.update import STORAGE, resuming
 from autoshard.errors import Fault, InputError, NoPlan, inside, require
 from autoshard.extensions import EXTENSIONS
 from autoshard.plan.candidate import Candidate, parse_pins
@@ -368,10 +368,10 @@ def _cluster_left(old: Plan, ranks: int | None, nodes: int) -> Cluster:
 
 def _resuming_answer(old: Plan, new: Plan) -> tuple[dict[str, Any], str]:
     """Return what changes between two plans of one run and what resuming costs: as data, and for a person."""
-    both, read = diff(old, new), resuming(new)
+    both, read, storage = diff(old, new), resuming(new), storage_of(new.cluster).name
     steps = {"before_s": both.a.step_time_s, "after_s": both.b.step_time_s, "slower_by": both.slower_by}
     nodes = {"before": old.cluster.num_nodes, "after": new.cluster.num_nodes}
-    data = {"like": {"nodes": nodes, "step": steps, "resuming": encode(read), "storage": STORAGE}}
+    data = {"like": {"nodes": nodes, "step": steps, "resuming": encode(read), "storage": storage}}
     before, after = (
         f"{one.num_ranks} ranks" if one.name == LOCAL else f"{one.num_nodes} x {one.name}"
         for one in (old.cluster, new.cluster)
@@ -383,6 +383,6 @@ def _resuming_answer(old: Plan, new: Plan) -> tuple[dict[str, Any], str]:
         f"step {format_seconds(both.a.step_time_s)} -> {format_seconds(both.b.step_time_s)} "
         f"({both.slower_by:+.1%}), {speeds[0]} -> {speeds[1]}",
         f"resuming reads {format_bytes(read.state_bytes)} of state from a checkpoint: "
-        f"{format_seconds(read.read_s)} at best (assumed: {STORAGE})",
+        f"{format_seconds(read.read_s)} at best (assumed: {storage})",
     ]
     return data, "\n".join(lines)

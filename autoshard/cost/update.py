@@ -14,36 +14,10 @@ from autoshard.cost.setting import Question, Setting
 from autoshard.graph.kinds.optimizer import UPDATES
 from autoshard.layout.layout import Collective, CollectiveKind
 from autoshard.plan.lowering import StepGraph, split_pending
-from autoshard.plan.plan import Plan
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.workload import DTYPE_BYTES, Precision, Workload
 
 Weights = Mapping[tuple[str, ...], Number]  # the atoms that a gradient's sum is pending over -> weights on the rank
-
-# Assumed, since no plan says where its checkpoints lie. FSx for Lustre (PERSISTENT-1000) gives 1,000 MB/s of disk
-# throughput for each TiB of a file system: docs.aws.amazon.com/fsx/latest/LustreGuide/ssd-storage.html, 2026-11.
-_STORAGE_TIB = 12
-STORAGE = f"FSx for Lustre of {_STORAGE_TIB} TiB at 1000 MB/s per TiB"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resuming:
-    """What a run reads of a checkpoint when it goes on under a plan."""
-
-    state_bytes: int  # weights as they are updated, and moments
-    read_s: float  # from storage, no faster than nodes take it
-
-
-def resuming(plan: Plan) -> Resuming:
-    """Return what it costs to go on with a run under a plan."""
-    precision, cluster = plan.workload.precision, plan.cluster
-    moments_bytes = UPDATES[plan.workload.optimizer].num_moments * DTYPE_BYTES[precision.moments]
-    state = plan.model.num_parameters * (DTYPE_BYTES[precision.masters or precision.weights] + moments_bytes)
-    link = cluster.links[-1]
-    nodes_bytes_per_s = link.bandwidth_bytes_per_s * cluster.num_ranks / link.ranks_per_port
-    storage_bytes_per_s = _STORAGE_TIB * 1000e6
-    read_s = state / min(storage_bytes_per_s, nodes_bytes_per_s if link.domain == "cluster" else math.inf)
-    return Resuming(state_bytes=state, read_s=read_s)
 
 
 def num_shards(shards: tuple[str, ...], setting: Setting) -> Number:

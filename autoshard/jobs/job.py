@@ -1,13 +1,16 @@
 """A job: a plan, what the run does beside it, and where it runs; its files are text made of these."""
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from autoshard.cost.storage import stopping_s
 from autoshard.errors import require
 from autoshard.extensions import EXTENSIONS
+from autoshard.jobs.place import JobPlace
 from autoshard.jobs.quoting import folder_word, path_faults, remark, shell_faults
 from autoshard.plan.codec import dump, fingerprint
 from autoshard.plan.plan import Plan
@@ -18,81 +21,8 @@ from autoshard.spec.training import Training
 PLAN, TRAINING, NODE, SUBMIT = "plan.json", "training.yaml", "node.sh", "submit.sh"
 FIRST, STRICT, HERE = "#!/usr/bin/env bash", "set -euo pipefail", 'cd "$(dirname "${BASH_SOURCE[0]}")"'  # of scripts
 _LONGEST_NAME = 40  # Kubernetes adds to it, and a host's name has 63 characters
+_ENDING_S = 60  # for torchrun, srun or a pod to end when its ranks have
 _DIGITS = 12  # of the plan's hash, where it is shown
-_TIME = r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}"  # sbatch's manual: minutes, [hours:]minutes:seconds, days-hours[...]
-_PROFILES: Mapping[str, tuple[str, ...]] = {  # HyperPod starts jobs of Kubernetes again that are PyTorchJobs
-    "slurm": ("plain", "hyperpod", "parallelcluster"),
-    "k8s": ("trainjob", "pytorchjob", "hyperpod"),
-    "torchrun": ("",),
-}
-_TAKES: Mapping[str, tuple[str, ...]] = {
-    "slurm": ("profile", "partition", "time", "on_failure"),
-    "k8s": ("profile", "image", "claim", "mount"),
-    "torchrun": (),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobPlace:
-    """Where a job runs, as its scheduler wants to be told.
-
-    Args:
-        scheduler: What starts the nodes; torchrun: you do.
-        profile: What kind of cluster: slurm plain, hyperpod or parallelcluster; k8s trainjob (Kubeflow Trainer v2),
-            pytorchjob (the operator before it) or hyperpod. Default: the first of the scheduler's.
-        partition: Of slurm: the partition. Default: the cluster's own.
-        time: Of slurm: the longest time of a job, e.g. 2-00:00:00; a run that needs more is queued again.
-        on_failure: Of slurm: requeue, or replan: where fewer nodes are left than the plan needs, submit a plan for
-            those. Default: requeue.
-        image: Of k8s: the container image, with torchrun and autoshard in it.
-        claim: Of k8s: the persistent volume claim that all nodes share.
-        mount: Of k8s: where that volume is mounted. Default: /fsx.
-    """
-
-    scheduler: Literal["slurm", "k8s", "torchrun"]
-    profile: Literal["plain", "hyperpod", "parallelcluster", "trainjob", "pytorchjob"] | None = None
-    partition: str | None = None
-    time: str | None = None
-    on_failure: Literal["requeue", "replan"] | None = None
-    image: str | None = None
-    claim: str | None = None
-    mount: str | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse options that this scheduler has no use for, demand those that it needs, and check what is given."""
-        given = {one.name: value for one in fields(self) if (value := getattr(self, one.name)) is not None}
-        needs = ("image", "claim") if self.scheduler == "k8s" else ()
-        known = ("scheduler", *_TAKES[self.scheduler])
-        require(
-            *((name in given, name, f"missing, and {self.scheduler} needs it") for name in needs),
-            *((name in known, name, f"says nothing to {self.scheduler}. Leave it out") for name in given),
-        )
-        profiles, whose = _PROFILES[self.scheduler], "Slurm's" if self.scheduler == "slurm" else "Kubernetes'"
-        forms = {
-            "claim": (r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", "the name of a claim"),
-            "image": (r"\S+", "the name of an image"),
-            "mount": ("/.*", "a folder from / on"),
-            "partition": (r"[\w.,+-]+", "a name"),
-            "time": (_TIME, "minutes, hours:minutes:seconds or days-hours"),
-        }
-        replaces = self.on_failure == "replan" and self.profile == "hyperpod"
-        require(
-            (self.kind in profiles, "profile", f"{self.profile!r} is none of {whose}: {', '.join(profiles)}"),
-            (not replaces, "on_failure", "hyperpod replaces nodes that are lost. Leave it out"),
-            *((False, "mount", message) for message in path_faults(given.get("mount", "/"))),
-            *((bool(re.fullmatch(form, given.get(name, ""))), name, f"must be {what}, not {given.get(name)!r}")
-              for name, (form, what) in forms.items() if name in given),
-        )  # fmt: skip
-
-    @property
-    def kind(self) -> str:
-        """The profile: the one that is given, or the first of the scheduler's."""
-        return self.profile or _PROFILES[self.scheduler][0]
-
-    @property
-    def volume(self) -> str | None:
-        """Where the volume is mounted that all containers of a job share; None where there are no containers."""
-        return (self.mount or "/fsx") if self.scheduler == "k8s" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +60,17 @@ class Job:
     def hash(self) -> str:
         """The plan's hash, as its own prediction carries it."""
         return fingerprint(self.plan)
+
+    @property
+    def stopping_s(self) -> int:
+        """How long the ranks may take to end a step and save it, after SIGTERM."""
+        grace_s = self.training.checkpoint.grace_seconds
+        return stopping_s(self.plan) if grace_s is None else math.ceil(grace_s)
+
+    @property
+    def notice_s(self) -> int:
+        """How long before they are killed all that run the ranks must get SIGTERM."""
+        return self.stopping_s + _ENDING_S
 
     @property
     def run_word(self) -> str:

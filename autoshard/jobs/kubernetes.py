@@ -56,6 +56,7 @@ def kubernetes_files(job: Job) -> Files:
         f"kubectl apply -f {'job' if kind == 'trainjob' else 'train'}.yaml",
         f'echo "training job: {kind}/{job.name}"',
         f'echo "watch: kubectl get {kind} {job.name} --watch"',
+        f'echo "to save and stop: kubectl delete {kind} {job.name}"',
         f'echo "log: kubectl logs --follow --prefix {selector}"',
     ]
     return Files(texts={**texts, SUBMIT: "\n".join(lines) + "\n"}, submitter="kubectl")
@@ -140,7 +141,8 @@ def _pod(job: Job, stage: str, variables: Mapping[str, str]) -> dict[str, Any]:
     ]
     kind = f"ml.{job.instance_type}" if place.kind == "hyperpod" else job.instance_type
     selector = {"nodeSelector": {"node.kubernetes.io/instance-type": kind}} if job.instance_type else {}
-    return {**selector, "containers": [container], "volumes": volumes}
+    ends = {"terminationGracePeriodSeconds": job.notice_s} if stage == "train" else {}
+    return {**selector, **ends, "containers": [container], "volumes": volumes}
 
 
 def _compiled_first(job: Job) -> list[str]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from autoshard.jobs.job import FIRST, HERE, NODE, PLAN, STRICT, TRAINING, Files, Job
 from autoshard.plan.environment import COMPILER_FLAGS, environment
 
+_PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # not its option --shutdown-timeout, which torch before 2.12 refuses
 _CACHE = "NEURON_COMPILE_CACHE_URL"
 _WAIT_S = 120  # for a file of node 0 to be seen: file systems over a network may keep for a minute what they knew
 
@@ -67,6 +68,10 @@ def node_text(job: Job, meeting: str) -> str:
         ],
         ["# What makes torchrun and autoshard known here.", *setup_lines(job)] if job.setup else [],
         [explained, *variables] if variables else [],
+        [
+            "# How long torchrun waits after SIGTERM for ranks to end a step and save it, in seconds; by itself 30.",
+            f'export {_PATIENCE}="${{{_PATIENCE}:-{job.stopping_s}}}"',
+        ],
         _token(job, start) if job.num_nodes > 1 else [],
         _start(job),
     ]
@@ -106,9 +111,12 @@ def _start(job: Job) -> list[str]:
             '  ranks=1 words=(--compile-only --out "$run-compiled")',
             "fi",
         ]
+    # The Neuron stack supports torch 2.9, whose torchrun waits 30 s after SIGTERM whatever is set.
+    program = "python3 -m autoshard.runtime.agent" if job.compiles else "torchrun"
     where = '--node-rank "$node" --master-addr "$address" --master-port "$port"'
     return [
         *lines,
-        f'exec torchrun --nnodes {job.num_nodes} --nproc-per-node "$ranks" {where} \\',
+        f'exec {program} --nnodes {job.num_nodes} --nproc-per-node "$ranks" \\',
+        f"  {where} \\",
         f'  -m autoshard.cli run {PLAN} --config {TRAINING} "${{words[@]}}"',
     ]

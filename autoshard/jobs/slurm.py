@@ -1,24 +1,50 @@
 """A job under Slurm: one template, of which plain Slurm, HyperPod and ParallelCluster are profiles."""
 
+import math
 from collections.abc import Iterator
 
+from autoshard.cost.storage import resuming, stopping
+from autoshard.errors import require
 from autoshard.extensions import EXTENSIONS
 from autoshard.jobs.job import FIRST, HERE, NODE, STRICT, SUBMIT, Files, Job
 from autoshard.jobs.quoting import word, words
 from autoshard.jobs.shell import node_text, setup_lines
+from autoshard.units import format_seconds
 
-_NOTICE_S = 300  # between the signal and the end of a job's time: a step, a checkpoint, and what torchrun waits
+_LONGEST_NOTICE_S = 65535  # sbatch's manual, 22.05 and 25.05
+_EARLY_S = 120  # that manual: the signal may come 60 s early; and what lies between the job's start and the script's
+_REQUEUE = 'scontrol requeue "$SLURM_JOB_ID" && sleep 60  # and is ended'
 _LOST_S = 120  # until nodes that are gone count as such: slurmctld asks all within a third of SlurmdTimeout, 300 s
 
 
 def slurm_files(job: Job) -> Files:
     """Return the files of a job under Slurm."""
+    _refuse_short(job)
     texts = {**job.common_texts(), NODE: node_text(job, "slurm")}
     if job.compiles:
         texts["compile.sbatch"] = _script(job, "compile") + f"\n{_srun(job, 'compile')}\n"
-    again = _srun(job, "train") if job.place.kind == "hyperpod" else "\n".join(_again(job))
-    texts["train.sbatch"] = _script(job, "train") + f"\n{again}\n"
+    limit_s = job.place.limit_s
+    work = _again(job)
+    if job.place.kind == "hyperpod":
+        work = iter([_srun(job, "train")]) if limit_s is None else _after_its_time(job, limit_s)
+    texts["train.sbatch"] = "\n".join([_script(job, "train"), *work]) + "\n"
     return Files(texts={**texts, SUBMIT: "\n".join(_submit(job)) + "\n"}, submitter="sbatch")
+
+
+def _refuse_short(job: Job) -> None:
+    """Refuse a time in which a start gets through no step, or in which no notice can be given."""
+    stop, limit_s = stopping(job.plan), job.place.limit_s
+    parts = {"to read a checkpoint": resuming(job.plan).read_s, "for a step": stop.step_s, "to stop": job.notice_s}
+    needed_s = sum(parts.values())
+    needed = ", ".join(f"{format_seconds(time_s)} {what}" for what, time_s in parts.items())
+    slow = f"Slurm gives {_LONGEST_NOTICE_S} s of notice at most, and this run needs {job.notice_s} s to stop"
+    short = (
+        f"is {format_seconds(limit_s or 0)}, and a start needs {needed}. Type --time {math.ceil(needed_s / 60)} or more"
+    )
+    require(
+        (job.notice_s <= _LONGEST_NOTICE_S, "--checkpoint.grace-seconds", f"{slow}. Set it to what you can wait for"),
+        (limit_s is None or limit_s >= needed_s, f"--time {job.place.time}", short),
+    )
 
 
 def _script(job: Job, stage: str) -> str:
@@ -39,10 +65,10 @@ def _script(job: Job, stage: str) -> str:
         "wait-all-nodes": 1,
         "partition": place.partition or "",
         "time": place.time or "",
-        "signal": f"TERM@{_NOTICE_S}" if place.time and trains else "",
+        "signal": f"TERM@{job.notice_s}" if trains else "",  # also where the partition sets the time
         "output": f"{stage}-%j.log",
         "open-mode": "append",
-        "requeue": "" if place.kind == "hyperpod" else None,
+        "requeue": None if place.kind != "hyperpod" or (place.time and trains) else "",
         "no-kill": None if place.on_failure == "replan" and trains else "",
     }
     values = {name: "" if value is None else f"={value}" for name, value in options.items()}
@@ -65,8 +91,8 @@ def _again(job: Job) -> Iterator[str]:
     """Yield a run that is queued again as long as it gets to begin."""
     attempts, replans = word(f"{job.run}/attempts.jsonl"), job.place.on_failure == "replan"
     yield "# A run that began and failed is queued again, and goes on from its newest checkpoint. One that did not"
-    yield "# begin is not: autoshard refuses what is wrong, and a sixth start in a row without a newer checkpoint."
-    yield f"begun() {{ if [[ -f {attempts} ]]; then wc -l < {attempts}; else echo 0; fi; }}"
+    yield "# begin is not: autoshard refuses what is wrong, and a sixth start in a row that took no step."
+    yield f"begun() {{ grep -sc '\"from\"' -- {attempts} || true; }}"
     yield "before=$(begun)"
     if replans:
         yield from _replanned(job)
@@ -74,7 +100,16 @@ def _again(job: Job) -> Iterator[str]:
     yield "if [[ $(begun) -eq $before ]]; then exit 1; fi"
     if replans:
         yield "if replanned; then exit 1; fi"
-    yield 'scontrol requeue "$SLURM_JOB_ID" && sleep 60  # and is ended'
+    yield _REQUEUE
+
+
+def _after_its_time(job: Job, limit_s: int) -> Iterator[str]:
+    """Yield a run of HyperPod, which is queued again only when its time is up: nodes that fail are srun's business."""
+    yield "# srun starts a run again whose nodes were replaced. One that was stopped because its time was up goes on in"
+    yield "# a new job."
+    yield f"if {_srun(job, 'train')}; then exit 0; fi"
+    yield f"if [[ $SECONDS -lt {max(0, limit_s - job.notice_s - _EARLY_S)} ]]; then exit 1; fi"
+    yield _REQUEUE
 
 
 def _replanned(job: Job) -> Iterator[str]:
@@ -117,4 +152,6 @@ def _submit(job: Job) -> Iterator[str]:
         yield 'echo "training job: $train"'
         yield 'echo "watch: squeue --jobs ${train%%;*}"'
         yield "printf 'log: tail -F %q\\n' \"$PWD/train-${train%%;*}.log\""
+    yield "job=${train%%;*}  # scancel alone kills after Slurm's KillWait"
+    yield 'echo "to save and stop: scontrol update JobId=$job Requeue=0 && scancel --signal=TERM $job"'
     yield f"printf 'run: autoshard watch %q\\n' {job.run_word}"

@@ -15,15 +15,22 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+from autoshard.cost.storage import stopping, stopping_s
 from autoshard.engine.base import HOST
 from autoshard.errors import AutoshardError, Fault, InputError, RunFailed, require
 from autoshard.plan.environment import COMPILER_FLAGS
+from autoshard.plan.plan import Plan
 from autoshard.runtime.forked import Say, on_forks
 from autoshard.runtime.machine import XLA, joined_device
 from autoshard.runtime.watchdog import Watch, end_if_hung
+from autoshard.spec.training import Checkpointing
+from autoshard.units import format_seconds
 
 Body = Callable[[Say], Any]
 
+PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # what torchrun reads, as its --shutdown-timeout, from torch 2.12 on
+USUAL_PATIENCE_S = 30  # torchrun's own, and Slurm's KillWait
+_UNKNOWN_S = 600.0  # for a step of which nothing is known, and its save
 _SILENCE = timedelta(minutes=10)  # after which a rank that waits for another gives up
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000  # of Slurm jobs without a MASTER_PORT, by their number
 # cited: aws-neuron torch_neuronx/parallel_compile/neuron_parallel_compile.py sets it for what it starts.
@@ -108,6 +115,48 @@ def launch(given: GivenRank | None, num_ranks: int, body: Body, *, show: Say, pl
                 return body(say)
 
         return on_forks(num_ranks, child, hear, logs, grace_s=placing.grace_s, hung=watch.hung if watch else str)[0]
+
+
+def patience_s(plan: Plan, keeping: Checkpointing, *, here: bool) -> float:
+    """Return how long forked ranks get to heed a signal; ``here``: the plan's seconds are those of this machine."""
+    if keeping.grace_seconds is not None:
+        return keeping.grace_seconds
+    return stopping_s(plan) if here else max(stopping_s(plan), _UNKNOWN_S)
+
+
+def patience_notes(
+    given: GivenRank | None, plan: Plan, environment: Mapping[str, str] = os.environ, command: str | None = None
+) -> list[str]:
+    """Say that this rank would be killed before a step and a save are over; ``command``: how its parent was started."""
+    needed_s, busy_s = stopping_s(plan), stopping(plan).busy_s
+    if given is None or busy_s <= USUAL_PATIENCE_S:
+        return []
+    needs = f"a step and a save may take {format_seconds(busy_s)}, and whoever started this rank kills it"
+    if given.by == "Slurm":
+        remedy = f"sbatch --signal=TERM@{needed_s} gives notice"
+        return [
+            f"{needs} KillWait (by default 30 s) after SIGTERM, when its time is up: nothing is saved then. {remedy}"
+        ]
+    option = re.search(r"--shutdown.timeout[=\0](\d+)", _parent_command() if command is None else command)
+    waits_s = int(option[1]) if option else agent_patience_s(environment)
+    if waits_s >= needed_s:
+        return []
+    remedy = f"Start torchrun with {PATIENCE}={needed_s}, or torch before 2.12 by python3 -m autoshard.runtime.agent"
+    return [f"{needs} {waits_s} s after SIGTERM: nothing is saved then. {remedy}"]
+
+
+def agent_patience_s(environment: Mapping[str, str] = os.environ) -> int:
+    """Return how long torchrun waits after SIGTERM, as far as its environment says."""
+    known = environment.get(PATIENCE, "")
+    return int(known) if known.isdecimal() else USUAL_PATIENCE_S
+
+
+def _parent_command() -> str:
+    """Return the words of the process that started this one, as Linux tells them; nothing elsewhere."""
+    try:
+        return Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def put_environment(wanted: Mapping[str, str], environment: MutableMapping[str, str] = os.environ) -> None:

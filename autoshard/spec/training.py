@@ -133,7 +133,8 @@ class Checkpointing:
         every_minutes: Save when this many minutes have passed since the last checkpoint.
         keep_last: How many of the newest checkpoints are kept.
         keep_every: The first checkpoint at or after each multiple of this many steps is never deleted.
-        grace_seconds: How long after SIGTERM or Ctrl-C the ranks may take to end their step and save it.
+        grace_seconds: How long after SIGTERM or Ctrl-C the ranks may take to end their step and save it. Default: what
+            a step and two saves take by the plan, and 30 s.
     """
 
     to: str | None = None
@@ -141,7 +142,7 @@ class Checkpointing:
     every_minutes: float | None = 30.0
     keep_last: int = 2
     keep_every: int | None = None
-    grace_seconds: float = 25.0
+    grace_seconds: float | None = None
 
     def __post_init__(self) -> None:
         require(

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Literal, get_args
 
-from autoshard.jobs.job import PLAN, Files, Job, JobPlace, default_name
+from autoshard.jobs.job import PLAN, Files, Job, default_name
 from autoshard.jobs.kubernetes import kubernetes_files
+from autoshard.jobs.place import JobPlace
 from autoshard.jobs.shell import torchrun_files
 from autoshard.jobs.slurm import slurm_files
 from autoshard.plan.candidate import Candidate

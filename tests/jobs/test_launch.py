@@ -109,7 +109,7 @@ def test_a_job_of_the_same_plan_is_written_anew_and_nothing_else(
         ("--scheduler slurm --image a --claim b", ["--image: says nothing to slurm", "--claim: says nothing to slurm"]),
         ("--scheduler slurm --profile trainjob", ["--profile: 'trainjob' is none of Slurm's: plain, hyperpod"]),
         ("--scheduler k8s --image a --claim b --profile plain", ["--profile: 'plain' is none of Kubernetes'"]),
-        ("--scheduler slurm --time soon --partition a;b", ["--partition: must be a name", "--time: must be minutes"]),
+        ("--scheduler slurm --time soon --partition a;b", ["--time: must be minutes", "--partition: must be a name"]),
         ("--scheduler slurm --name Mine", ["--name: must have small letters, digits and dashes"]),
         ("--scheduler slurm --setup cat<<X", ["--setup: is no whole line of shell (line 1: warning: here-document"]),
         (
@@ -160,6 +160,7 @@ def test_submitting_says_jobs_the_line_to_watch_and_the_log(
         "training job: 2, which starts when the compile job has ended well",
         "watch: squeue --jobs 1,2",
         f"log: tail -F {here}/job/compile-1.log {here}/job/train-2.log",
+        "to save and stop: scontrol update JobId=2 Requeue=0 && scancel --signal=TERM 2",
         f"run: autoshard watch {here}/job/run",
     ]
     program("sbatch", "echo no such partition >&2; exit 1")

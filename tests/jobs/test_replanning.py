@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.jobs.job import JobPlace
+from autoshard.jobs.place import JobPlace
 from autoshard.plan.codec import load
 from autoshard.spec.training import Training
 from tests.jobs.cases import FIRST, files_of, job_of, plan_of
@@ -15,7 +15,7 @@ from tests.runtime.cases import ROOT
 
 # A run that begins and fails; everything that is called is told.
 PROGRAMS = {
-    "srun": "mkdir -p run; echo '{}' >> run/attempts.jsonl; exit 1",
+    "srun": "mkdir -p run; echo '\"from\"' >> run/attempts.jsonl; exit 1",
     "sinfo": 'echo "$@" > "$TOLD-sinfo"; cat "$TOLD-left"',
     "scontrol": 'echo "scontrol $@" >> "$TOLD"',
     "sbatch": 'echo "sbatch $@" >> "$TOLD"; echo 7',

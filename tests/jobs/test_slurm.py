@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from autoshard.plan.codec import dump
 from tests.jobs.local_slurm import Slurm, local_slurm, missing, until
+from tests.jobs.slow_step import DELAY_S
 from tests.plan.nxd.test_match import planned
 from tests.runtime.cases import ROOT
 
@@ -41,6 +43,7 @@ def launched(slurm: Slurm, folder: Path, *words: str, **more: str) -> list[str]:
     numbers = re.findall(r"job: (\d+)", done.stdout)
     assert f"watch: squeue --jobs {','.join(numbers)}" in done.stdout
     assert f"{folder}/job/train-{numbers[-1]}.log" in done.stdout
+    assert f"scontrol update JobId={numbers[-1]} Requeue=0 && scancel --signal=TERM {numbers[-1]}\n" in done.stdout
     return numbers
 
 
@@ -97,6 +100,18 @@ def test_a_cancelled_job_saves_and_is_not_queued_again(slurm: Slurm, tmp_path: P
     ended = slurm.wait(number, "CANCELLED", "COMPLETED", "FAILED")
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0")
     until(lambda: "saved step" in log(tmp_path, number).splitlines()[-1] or newest(tmp_path) % 10 != 0, "the last save")
+
+
+def test_a_step_that_takes_longer_than_kill_wait_is_saved_before_the_time_is_up(slurm: Slurm, tmp_path: Path) -> None:
+    number = tiny(slurm, tmp_path, "--steps", "9", "--extend", f"{ROOT}/tests/jobs/slow_step.py", "--time", "5")
+    metrics = tmp_path / "job" / "run" / "metrics.jsonl"
+    until(lambda: metrics.is_file() and metrics.read_text(encoding="utf-8").count("\n") == 1, "the first step")
+    begun_s = time.monotonic()
+    slurm.call("scontrol", "update", f"JobId={number}", "Requeue=0")
+    slurm.call("scancel", "--signal=TERM", number)
+    ended = slurm.wait(number, "CANCELLED", "COMPLETED", "FAILED")
+    assert time.monotonic() - begun_s > DELAY_S - 5 > 30
+    assert (newest(tmp_path), ended["JobState"], ended["Restarts"]) == (2, "FAILED", "0"), log(tmp_path, number)
 
 
 def test_a_run_that_cannot_begin_is_not_queued_again(slurm: Slurm, tmp_path: Path) -> None:

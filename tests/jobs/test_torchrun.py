@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +20,8 @@ from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.training import Checkpointing, Training
 from autoshard.spec.workload import Precision, Workload
 from tests.jobs.cases import files_of, job_of
-from tests.runtime.cases import ROOT, environment
+from tests.jobs.slow_step import DELAY_S
+from tests.runtime.cases import ROOT, environment, wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 STEPS = 4
@@ -71,3 +74,25 @@ def test_two_agents_of_two_ranks_train_to_the_end(tmp_path: Path) -> None:
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [one["step"] for one in steps] == list(range(1, STEPS + 1)) and steps[-1]["loss"] < steps[0]["loss"]
     assert (tmp_path / "run" / "checkpoints" / f"step-{STEPS:08}").is_dir()
+
+
+@pytest.mark.parametrize("agent", ["torchrun", "python3 -m autoshard.runtime.agent"])
+def test_a_step_that_takes_longer_than_torchrun_waits_by_itself_is_saved(agent: str, tmp_path: Path) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    typed = "--ranks 2 --fix tp=1,pp=1,dp=2 --scheduler torchrun --steps 9 --extend"
+    files = [str(ROOT / "recipes" / "tiny-llama-local.yaml"), *typed.split(), f"{ROOT}/tests/jobs/slow_step.py"]
+    words = [sys.executable, "-m", "autoshard.cli", "launch", *files]
+    variables = environment(PATH=path, PYTHONPATH=str(ROOT), GLOO_SOCKET_IFNAME="lo", MASTER_PORT=str(free_port()))
+    subprocess.run(words, cwd=tmp_path, env=variables, check=True, capture_output=True)
+    node = tmp_path / "job" / "node.sh"
+    node.write_text(node.read_text(encoding="utf-8").replace("exec torchrun", f"exec {agent}"), encoding="utf-8")
+    log, run = tmp_path / "log", tmp_path / "job" / "run"
+    with log.open("wb") as file:
+        started = subprocess.Popen(["bash", str(node), "train"], env=variables, stdout=file, stderr=subprocess.STDOUT)
+    metrics = run / "metrics.jsonl"
+    wait_until(lambda: metrics.is_file() and metrics.read_text(encoding="utf-8").count("\n") == 1, "the first step")
+    begun_s = time.monotonic()
+    started.send_signal(signal.SIGTERM)
+    assert started.wait(timeout=300) and time.monotonic() - begun_s > DELAY_S - 5 > 30
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"], log.read_text(encoding="utf-8")
+    assert "note: a step and a save" not in log.read_text(encoding="utf-8")

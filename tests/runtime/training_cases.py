@@ -24,7 +24,7 @@ from autoshard.engine.programs import graph_of
 from autoshard.engine.torch.engine import TorchEngine
 from autoshard.engine.torch.formats import Formats
 from autoshard.plan.plan import Plan
-from autoshard.runtime.launch import Placing, launch
+from autoshard.runtime.launch import Placing, launch, patience_s
 from autoshard.runtime.machine import builder
 from autoshard.runtime.train import train
 from autoshard.runtime.watchdog import Watch
@@ -109,7 +109,7 @@ def trained(
     asked: dict[str, Any] = {"learning_rate": 1e-2, **options}
     training = Training(steps=steps, checkpoint=Checkpointing(**keeping), **asked)
     run, made = Run(folder=folder, training=training, resume=resume), build or builder("torch")
-    grace_s = training.checkpoint.grace_seconds
+    grace_s = patience_s(plan, training.checkpoint, here=True)
     placing = Placing(folder=folder, watch=Watch(folder, plan, here=True) if watch else None, grace_s=grace_s)
     found.report = launch(
         None, plan.mesh.num_ranks, lambda say: train(plan, run, made, say), show=found.said.append, placing=placing

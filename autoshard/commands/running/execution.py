@@ -33,7 +33,7 @@ from autoshard.runtime.folder import (
     refuse_other_run,
     remove_asides,
 )
-from autoshard.runtime.launch import GivenRank, Placing, launch, only_extracts
+from autoshard.runtime.launch import GivenRank, Placing, launch, only_extracts, patience_notes, patience_s
 from autoshard.runtime.machine import builder
 from autoshard.runtime.metrics.trackers import refuse_without_packages
 from autoshard.runtime.restart import (
@@ -127,8 +127,8 @@ def _start(
     from autoshard.runtime.train import train
 
     plan, run = execution.plan, execution.run
-    watch = Watch(run.folder, plan, here=execution.platform == plan.cluster.name)
-    grace_s = run.training.checkpoint.grace_seconds
+    here = execution.platform == plan.cluster.name
+    watch, grace_s = Watch(run.folder, plan, here=here), patience_s(plan, run.training.checkpoint, here=here)
     placing = Placing(folder=run.folder, device=run.device, watch=watch, grace_s=grace_s)
     with display or nullcontext():
         show = display or (lambda _: None)
@@ -235,6 +235,7 @@ def _begin(execution: Execution, given: GivenRank | None) -> None:
     if plan.workload.optimizer == "sgd" and training.adamw != type(training.adamw)():
         notes.append("the options of adamw have no effect: the plan's optimizer is sgd")
     if not execution.tried:
+        notes += patience_notes(given, plan)
         notes += start_lines(plan, str(folder), socket.gethostname(), tensorboard=training.track.tensorboard)
     for note in notes:
         print(f"note: {note}")

@@ -1,0 +1,64 @@
+"""torchrun of older torch, whose ranks get the time that they need after SIGTERM."""
+
+import signal
+
+import pytest
+
+from autoshard.runtime.agent import patient
+from autoshard.runtime.launch import GivenRank, agent_patience_s, patience_notes, patience_s
+from autoshard.spec.training import Checkpointing
+from tests.jobs.test_stopping import slow
+from tests.runtime.cases import tiny_plan
+
+PLAN = slow(tiny_plan("tp=1,pp=1,dp=2"), 100.0)
+BY_TORCHRUN = GivenRank(by="torchrun", rank=0, num_ranks=2, meeting="env://")
+BY_SLURM = GivenRank(by="Slurm", rank=0, num_ranks=2, meeting="tcp://here:1")
+
+
+class Ranks:
+    def __init__(self) -> None:
+        self.waits: list[object] = []
+
+    def close(self, death_sig: object, wait_s: int = 30) -> None:
+        self.waits.append((death_sig, wait_s))
+
+
+class Agent:
+    def __init__(self) -> None:
+        self._pcontext = Ranks()
+
+    def shutdown(self, death_sig: signal.Signals = signal.SIGTERM) -> None:
+        self._pcontext.close(death_sig)
+
+
+def test_ranks_to_which_a_signal_is_passed_on_are_waited_for() -> None:
+    agent, shutdown = Agent(), patient(Agent.shutdown, 400)
+    shutdown(agent, signal.SIGTERM)
+    assert agent._pcontext.waits == [(signal.SIGTERM, 400), (signal.SIGTERM, 30)], "the second finds nobody"
+    agent._pcontext.waits.clear()
+    shutdown(agent)
+    assert agent._pcontext.waits == [(signal.SIGTERM, 30)], "ranks that wait for a dead one are not"
+
+
+@pytest.mark.parametrize(("given", "seconds"), [({}, 30), ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "400"}, 400)])
+def test_the_environment_says_how_long_torchrun_waits(given: dict[str, str], seconds: int) -> None:
+    assert agent_patience_s(given) == seconds
+
+
+def test_ranks_that_would_be_killed_before_they_have_saved_say_so() -> None:
+    (note,) = patience_notes(BY_TORCHRUN, PLAN, {}, "torchrun -m autoshard.cli")
+    assert "100.0" in note and "kills it 30 s after SIGTERM" in note and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=131" in note
+    (note,) = patience_notes(BY_TORCHRUN, PLAN, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"}, "torchrun")
+    assert "kills it 60 s after SIGTERM" in note
+    assert not patience_notes(BY_TORCHRUN, PLAN, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "131"}, "torchrun")
+    assert not patience_notes(BY_TORCHRUN, PLAN, {}, "torchrun\0--shutdown-timeout\x00140")
+    assert not patience_notes(BY_TORCHRUN, PLAN, {}, "torchrun\0--shutdown_timeout=140")
+    (note,) = patience_notes(BY_SLURM, PLAN, {})
+    assert "KillWait" in note and "--signal=TERM@131" in note
+    assert not patience_notes(None, PLAN, {}) and not patience_notes(BY_TORCHRUN, tiny_plan("tp=1,pp=1,dp=2"), {})
+
+
+def test_forked_ranks_get_what_the_plan_needs_or_the_user_says() -> None:
+    assert patience_s(PLAN, Checkpointing(), here=True) == 131
+    assert patience_s(PLAN, Checkpointing(), here=False) == 600
+    assert patience_s(PLAN, Checkpointing(grace_seconds=25), here=True) == 25
