@@ -13,7 +13,8 @@ from pathlib import Path
 from autoshard.engine.folder import POSITIONS
 
 _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "dead", "D": "in uninterruptible sleep"}
-_RECORD = struct.Struct("<qqd128s128s")  # process, step, time of the last change, and two texts
+_RECORD = struct.Struct("<qqd128s128s?")  # process, step, time of the last change, two texts, for storage or not
+_CANNOT_RUN = ("T", "t", "Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +26,13 @@ class RankStatus:
     since_s: float  # of this machine's clock that only goes forward
     action: str  # of the schedule, or another part of a step
     waits_for: str  # a collective or message; empty while it computes
+    of_storage: bool = False  # what it waits for comes from storage, and not from other ranks
 
     def __str__(self) -> str:
         """Say where the rank is and what it does there."""
         doing = f"waits for {self.waits_for}" if self.waits_for else "computes"
-        return f"in step {self.step}, {self.action or 'before its first action'}: {doing}"
+        where = f"in step {self.step}" if self.step else "in no step"
+        return f"{where}, {self.action or 'before its first action'}: {doing}"
 
 
 def activity_folder(run: Path) -> Path:
@@ -44,9 +47,12 @@ class RankActivity:
         self._memory: mmap.mmap | bytearray = bytearray(_RECORD.size)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(bytes(_RECORD.size))
-            with path.open("r+b") as file:
-                self._memory = mmap.mmap(file.fileno(), _RECORD.size)
+            number = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                os.pwrite(number, bytes(_RECORD.size), 0)  # never shorter: another record of this rank may be mapped
+                self._memory = mmap.mmap(number, _RECORD.size)
+            finally:
+                os.close(number)
         self._process, self._step, self._action = os.getpid(), 0, b""
 
     def begin(self, step: int) -> None:
@@ -59,9 +65,10 @@ class RankActivity:
         self._action = action.encode()
         self.wait("")
 
-    def wait(self, what: str) -> None:
-        """Begin to wait for other ranks; with no text, go on."""
-        _RECORD.pack_into(self._memory, 0, self._process, self._step, time.monotonic(), self._action, what.encode())
+    def wait(self, what: str, *, of_storage: bool = False) -> None:
+        """Begin to wait for other ranks, or for storage; with no text, go on."""
+        values = (self._process, self._step, time.monotonic(), self._action, what.encode(), of_storage)
+        _RECORD.pack_into(self._memory, 0, *values)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -74,10 +81,12 @@ class RankActivity:
 def read_status(path: Path) -> RankStatus | None:
     """Read a record; None before its rank has begun."""
     data = path.read_bytes() if path.is_file() else b""
-    process, step, since_s, *texts = _RECORD.unpack_from(data.ljust(_RECORD.size, b"\0"))
+    process, step, since_s, *texts, of_storage = _RECORD.unpack_from(data.ljust(_RECORD.size, b"\0"))
     action, waits_for = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
-    found = RankStatus(process=process, step=step, since_s=since_s, action=action, waits_for=waits_for)
-    return found if process else None
+    status = RankStatus(
+        process=process, step=step, since_s=since_s, action=action, waits_for=waits_for, of_storage=of_storage
+    )
+    return status if process else None
 
 
 def by_suspicion(found: Mapping[int, RankStatus], states: Mapping[int, str]) -> list[int]:
@@ -103,6 +112,17 @@ def is_alive(process: int) -> bool:
 
 def why_still(process: int) -> str:
     """Say why a process of this machine cannot run; nothing if it can, or where the system does not tell."""
-    path = Path(f"/proc/{process}/stat")
-    state = path.read_text(encoding="utf-8").rpartition(")")[2].split()[0] if path.is_file() else ""
-    return _STATES.get(state, "")
+    return _STATES.get(_state(process), "")
+
+
+def cannot_run(process: int) -> bool:
+    """Say whether a process of this machine is stopped or dead, so that it will not go on by itself."""
+    return _state(process) in _CANNOT_RUN
+
+
+def _state(process: int) -> str:
+    """Return the letter of a process's state, where the system tells it."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return ""

@@ -1,6 +1,6 @@
 """What lies where in the folder of a run: those who run write it, those who watch read it."""
 
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 PLAN, TRAINING, ATTEMPTS, METRICS = "plan.json", "training.json", "attempts.jsonl", "metrics.jsonl"
 REPORT = "report.json"  # what was predicted and measured, by part; written at the end
@@ -8,6 +8,11 @@ LOCK = ".lock"
 POSITIONS, CHECKPOINTS, INDEX = "positions", "checkpoints", "index.json"
 PARTIAL = ".partial"  # ends the name of a checkpoint that is being written
 HANG_REPORTS = "hang-rank-*.txt"
+
+
+def hang_report(folder: Path, rank: int) -> Path:
+    """Return where a rank reports that ranks hang."""
+    return folder / HANG_REPORTS.replace("*", str(rank))
 
 
 def folder_of(step: int) -> str:

@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from autoshard.engine.folder import ATTEMPTS, CHECKPOINTS, LOCK, PLAN, TRAINING
+from autoshard.engine.folder import ATTEMPTS, CHECKPOINTS, LOCK, PLAN, POSITIONS, TRAINING
 from autoshard.errors import InputError, RunFailed, file_faults
 from autoshard.files import append_line, is_aside
 from autoshard.plan.plan import Plan
@@ -41,10 +41,13 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def holds_files(folder: Path) -> bool:
-    """Say whether there is anything in a folder beside what a start that was killed leaves, or a file in its place."""
+    """Say whether there is anything in a folder beside what a start leaves that was killed, or a file in its place.
+
+    Ranks that torchrun starts keep their positions there before the first rank has looked at the folder.
+    """
     if not folder.is_dir():
         return folder.exists()
-    return any(path.name != LOCK and not is_aside(path) for path in folder.iterdir())
+    return any(path.name not in (LOCK, POSITIONS) and not is_aside(path) for path in folder.iterdir())
 
 
 def refuse_other_run(folder: Path, before: Plan | None, plan: Plan) -> None:

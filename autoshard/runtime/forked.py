@@ -1,5 +1,6 @@
 """The ranks of a run as processes of this machine: forked, watched, and ended together, whatever happens."""
 
+import errno
 import faulthandler
 import os
 import signal
@@ -15,7 +16,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from autoshard.errors import InputError, RunFailed, Stopped
 
@@ -25,6 +26,8 @@ Child = Callable[[int, Say], Any]  # takes its rank, and how it says something b
 _LOOK_S = 1.0  # how long to wait for messages before looking after the ranks
 _GRACE_S = 0.5  # after a failure, to hear of those who failed before it
 _LAST_LINES = 15  # of a traceback that are shown; the log has all
+
+Explain = Callable[[int, int | None], str]  # why a rank ended with an exit code, if it has left a report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +55,14 @@ class _Ranks:
 
     logs: Path
     grace_s: float
+    explain: Explain
+    parent: int = field(default_factory=os.getpid)
     workers: list[ForkProcess] = field(default_factory=list)
     ends: dict[Connection, int] = field(default_factory=dict)
     lifelines: list[int] = field(default_factory=list)  # the parent's ends
     answers: dict[int, Any] = field(default_factory=dict)
     failures: list[_RankFailure] = field(default_factory=list)
-    signals: list[tuple[float, BaseException]] = field(default_factory=list)  # when, and what ends the run then
+    signals: list[tuple[signal.Signals, float]] = field(default_factory=list)  # and when they came
 
     def start(self, num_ranks: int, child: Child) -> None:
         """Fork all; each ends when the parent's end of the lifeline closes, which even SIGKILL does."""
@@ -65,13 +70,15 @@ class _Ranks:
         self.lifelines.append(lifeline[1])
         for rank in range(num_ranks):
             mine, theirs = context.Pipe(duplex=False)
-            target = (rank, child, theirs, lifeline, log_of(self.logs, rank))
+            target = (rank, child, theirs, lifeline, self)
             worker = context.Process(target=_work, args=target, name=f"rank {rank}", daemon=True)
             self.workers.append(worker)
             self.ends[mine] = rank
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork with threads
                 worker.start()
+            for number, _ in self.signals:  # those that came before the process had a number
+                os.kill(cast(int, worker.pid), number)
             theirs.close()
         os.close(lifeline[0])
 
@@ -104,19 +111,30 @@ class _Ranks:
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
         hint = ". Perhaps memory ran out; the kernel's log (dmesg) says so" if code == -signal.SIGKILL else ""
-        log = log_of(self.logs, rank).read_text(encoding="utf-8", errors="replace").splitlines()
+        log, error = list[str](), None
+        with suppress(OSError):  # a rank that ended at once has none
+            log = log_of(self.logs, rank).read_text(encoding="utf-8", errors="replace").splitlines()
+        if report := self.explain(rank, code):
+            error = RunFailed(f"{report.strip()}\nall ranks were stopped; their logs: {self.logs}")
         text = "\n".join([f"it {how}{hint}", *log[-_LAST_LINES:]])
-        return _RankFailure(rank=rank, silent=True, at_s=time.monotonic(), text=text)
+        return _RankFailure(rank=rank, silent=True, at_s=time.monotonic(), text=text, error=error)
 
     def pass_on(self, number: int, _: object) -> None:
         """Give a signal to the ranks; without any grace, or at the second signal, stop at once."""
-        error = KeyboardInterrupt() if number == signal.SIGINT else Stopped("SIGTERM", number)
-        self.signals.append((time.monotonic(), error))
+        self.signals.append((signal.Signals(number), time.monotonic()))
+        if os.getpid() != self.parent:
+            return  # a fork that is not yet a rank; it looks after what has come when it is
         if not self.grace_s or len(self.signals) > 1:
-            raise error
+            raise self.ending
         for worker in self.workers:
             if worker.pid is not None and worker.is_alive():
                 os.kill(worker.pid, number)
+
+    @property
+    def ending(self) -> BaseException:
+        """What ends the run after a signal."""
+        number, _ = self.signals[0]
+        return KeyboardInterrupt() if number == signal.SIGINT else Stopped("SIGTERM", number)
 
     def refuse(self) -> None:
         """Raise the error that ends the run, if one does."""
@@ -124,12 +142,12 @@ class _Ranks:
         if self.failures and (not self.ends or time.monotonic() > self.failures[0].at_s + _GRACE_S):
             first = min(self.failures, key=lambda failure: (not failure.silent, failure.at_s))
             if self.signals and first.silent:  # ranks that do not heed a signal die of it
-                raise self.signals[0][1]
+                raise self.ending
             what = f"rank {first.rank} of {len(self.workers)} failed, the others were stopped"
             lines = first.text.strip().splitlines()[-_LAST_LINES:]
             raise first.error or RunFailed("\n".join([what, *lines, f"its log: {log_of(self.logs, first.rank)}"]))
-        if self.signals and time.monotonic() > self.signals[0][0] + self.grace_s:
-            raise self.signals[0][1]
+        if self.signals and time.monotonic() > self.signals[0][1] + self.grace_s:
+            raise self.ending
 
     def stop(self) -> None:
         """End all that are left, and wait until they are gone."""
@@ -144,24 +162,27 @@ class _Ranks:
             os.close(lifeline)
 
 
+def _nothing(rank: int, code: int | None) -> str:
+    """Explain no end of a rank."""
+    return ""
+
+
 def on_forks(
-    num_ranks: int, child: Child, show: Say, logs: Path, *, grace_s: float = 0.0, hung: Callable[[], str] = str
+    num_ranks: int, child: Child, show: Say, logs: Path, *, grace_s: float = 0.0, explain: Explain = _nothing
 ) -> list[Any]:
     """Run a function on so many forks of this process; return the answers by rank, and show what rank 0 says.
 
     The first rank that fails ends all: InputError where the user can mend it, otherwise RunFailed with its traceback.
-    SIGTERM and SIGINT go to the ranks, which may answer within their grace; then all are stopped. So they are as soon
-    as ``hung`` says who hangs. What ranks print goes to ``rank-N.log``.
+    SIGTERM and SIGINT go to the ranks, which may answer within their grace; then all are stopped. What ranks print goes
+    to ``rank-N.log``; a rank that ends itself may leave a report, which ``explain`` finds.
     """
-    ranks = _Ranks(logs, grace_s)
+    ranks = _Ranks(logs, grace_s, explain)
     with handling(ranks.pass_on, signal.SIGTERM, signal.SIGINT):
         try:
             ranks.start(num_ranks, child)
             while ranks.ends:
                 ranks.listen(show)
                 ranks.refuse()
-                if not ranks.failures and (text := hung()):
-                    raise RunFailed(f"{text}\nall ranks were stopped; their logs: {logs}")
         finally:
             ranks.stop()
     return [ranks.answers[rank] for rank in range(num_ranks)]
@@ -183,31 +204,47 @@ def handling(handler: Callable[[int, Any], object], *numbers: signal.Signals) ->
             signal.signal(number, other)
 
 
-def _work(rank: int, child: Child, end: Connection, lifeline: tuple[int, int], log: Path) -> None:
+def _work(rank: int, child: Child, end: Connection, lifeline: tuple[int, int], ranks: _Ranks) -> None:
     """Be one rank: its failure is sent before its connections close, so that the others fail after it."""
     reader, writer = lifeline
     os.close(writer)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
+    if any(number == signal.SIGTERM for number, _ in ranks.signals):  # which the parent's handler took in this process
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def end_with_parent() -> None:
         os.read(reader, 1)  # returns when no process holds the other end
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-    # What Python and what libraries print goes into a file, which is open as long as the process lives.
+    text = ""
+    try:
+        _print_into(log_of(ranks.logs, rank))
+        answer = child(rank, lambda value: end.send(_RankMessage(value=value)))
+        message: Any = _RankMessage(value=answer, last=True)
+    except BaseException as error:
+        text = traceback.format_exc()
+        message = _RankFailure(rank=rank, silent=False, at_s=time.monotonic(), text=text, error=_mendable(error))
+    with suppress(OSError):  # the parent may be gone
+        end.send(message)
+    with suppress(OSError):  # the disk may be full, which the message has said
+        sys.stderr.write(text)
+
+
+def _print_into(log: Path) -> None:
+    """Let what Python and what libraries print go into a file, which is open as long as the process lives."""
     number = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(number, 1)
     os.dup2(number, 2)
     sys.stdout, sys.stderr = (open(one, "w", buffering=1, closefd=False) for one in (1, 2))  # noqa: SIM115
     faulthandler.enable(file=sys.stderr)
-    try:
-        answer = child(rank, lambda value: end.send(_RankMessage(value=value)))
-        message: Any = _RankMessage(value=answer, last=True)
-    except BaseException as error:
-        traceback.print_exc()
-        own = error if isinstance(error, InputError | RunFailed) else None
-        text = traceback.format_exc()
-        message = _RankFailure(rank=rank, silent=False, at_s=time.monotonic(), text=text, error=own)
-    with suppress(OSError):  # the parent may be gone
-        end.send(message)
+
+
+def _mendable(error: BaseException) -> InputError | RunFailed | None:
+    """Return an error that needs no traceback: one of autoshard, or a disk that takes no more."""
+    if isinstance(error, InputError | RunFailed):
+        return error
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return RunFailed(f"{error.filename or 'a file of the run'}: {error.strerror}")
+    return None

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autoshard.cost.storage import stopping, stopping_s
+from autoshard.engine.activity import RankActivity, activity_folder
 from autoshard.engine.base import HOST
+from autoshard.engine.folder import hang_report
 from autoshard.errors import AutoshardError, Fault, InputError, RunFailed, require
 from autoshard.plan.environment import COMPILER_FLAGS
 from autoshard.plan.plan import Plan
 from autoshard.runtime.forked import Say, on_forks
 from autoshard.runtime.machine import XLA, joined_device
-from autoshard.runtime.watchdog import Watch, end_if_hung
+from autoshard.runtime.watchdog import HUNG, Watch, end_if_hung
 from autoshard.spec.training import Checkpointing
 from autoshard.units import format_seconds
 
@@ -82,20 +84,10 @@ def launch(given: GivenRank | None, num_ranks: int, body: Body, *, show: Say, pl
 
     What rank 0 says while it runs is shown. Import torch before: forks of a process that has it start at once.
     """
-    folder, device, watch = placing.folder, placing.device, placing.watch
-
-    def hear(said: object) -> None:
-        if watch is not None:
-            watch.learn(said)
-        if given is None or given.rank == 0:
-            show(said)
-
+    folder, device = placing.folder, placing.device
     if given is not None:
-        if watch is not None:
-            end_if_hung(watch, folder / f"hang-rank-{given.rank}.txt")
         try:
-            with _world(given, device):
-                answer = body(hear)
+            answer = _as_rank(given, body, show if given.rank == 0 else lambda _: None, placing)
         except AutoshardError:
             raise
         except Exception as error:
@@ -111,10 +103,31 @@ def launch(given: GivenRank | None, num_ranks: int, body: Body, *, show: Say, pl
         def child(rank: int, say: Say) -> Any:
             store = f"file://{meeting}/store"
             alone = GivenRank(by="torchrun", rank=rank, num_ranks=num_ranks, meeting=store, alone=True, local_rank=rank)
-            with _world(alone, device):
-                return body(say)
+            return _as_rank(alone, body, say, placing)
 
-        return on_forks(num_ranks, child, hear, logs, grace_s=placing.grace_s, hung=watch.hung if watch else str)[0]
+        def explain(rank: int, code: int | None) -> str:
+            report = hang_report(folder, rank)
+            return report.read_text(encoding="utf-8") if code == HUNG and report.is_file() else ""
+
+        return on_forks(num_ranks, child, show, logs, grace_s=placing.grace_s, explain=explain)[0]
+
+
+def _as_rank(given: GivenRank, body: Body, say: Say, placing: Placing) -> Any:
+    """Run a body as one rank of torch's world, which is watched from before it meets the others."""
+    watch = placing.watch
+
+    def tell(said: object) -> None:
+        if watch is not None:
+            watch.learn(said)
+        say(said)
+
+    if watch is not None:
+        activity = RankActivity(activity_folder(placing.folder) / str(given.rank))
+        activity.act("its start")
+        activity.wait("all ranks to meet")
+        end_if_hung(watch, hang_report(placing.folder, given.rank))
+    with _world(given, placing.device):
+        return body(tell)
 
 
 def patience_s(plan: Plan, keeping: Checkpointing, *, here: bool) -> float:

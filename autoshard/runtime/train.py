@@ -26,37 +26,44 @@ from autoshard.engine.base import (
     phase_of,
 )
 from autoshard.engine.folder import PLAN, TRAINING
-from autoshard.errors import NotFinite
+from autoshard.errors import NotFinite, RunFailed
 from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
 from autoshard.runtime.checkpoint.agreed import from_first_rank
 from autoshard.runtime.checkpoint.files import RunState
 from autoshard.runtime.checkpoint.saver import CheckpointLabel, Saver
 from autoshard.runtime.checkpoint.shelf import Shelf
-from autoshard.runtime.data.batches import PrefetchLoader, StepShape
+from autoshard.runtime.data.batches import PrefetchLoader, Prepared, StepShape
 from autoshard.runtime.data.opened import source_of
 from autoshard.runtime.forked import handling
 from autoshard.runtime.launch import only_extracts
 from autoshard.runtime.machine import CUDA, refuse_full_device
+from autoshard.runtime.rescue import StateRescue
 from autoshard.runtime.restart import training_text
 from autoshard.runtime.resume import begin, require_storage, storage_of, usable
+from autoshard.runtime.watchdog import Watch
 
 Say = Callable[[Started | TimedStep | SavedStep | str], None]
 
 _LONGEST = timedelta(hours=12)  # that ranks wait for each other; the watchdog ends steps that hang long before
 _REPORTED = 1000  # steps of a report: the last ones
 _RETRY_S = (10.0, 600.0)  # after a checkpoint that failed: at first, at most
+_LOOK_S = 1.0  # while a rank waits for data or a save
+_SLOW_S = 20.0  # for data, after which a rank says so
 
 
-def train(plan: Plan, run: Run, build: Builds, say: Say) -> RunReport:
+def train(plan: Plan, run: Run, build: Builds, say: Say, watch: Watch | None = None) -> RunReport:
     """Take the steps of a run on this rank, and say each when it is done; torch's world must be running.
 
-    SIGTERM and SIGINT do not end the process at once: the step ends first, and the state is saved.
+    SIGTERM and SIGINT do not end the process at once: the step ends first, and the state is saved. Where ``watch`` sees
+    ranks that hang, it saves the state before it ends them.
     """
     run = replace(run, activity=RankActivity(activity_folder(run.folder) / str(dist.get_rank())))
     signals: list[int] = []
     with handling(lambda number, _: signals.append(number), signal.SIGTERM, signal.SIGINT):
         loop = _Loop(plan, run, build, say, signals)
+        if watch is not None and run.training.checkpoint.saves:
+            watch.rescue = loop.rescue
         with loop.loader:
             return loop.run()
 
@@ -72,11 +79,14 @@ class _Loop:
         self._hosts: Any = dist.new_group(backend="gloo", timeout=_LONGEST)
         # The first rank has read the run's folder, which may lie on its machine alone.
         self._run = run = replace(run, training=from_first_rank(lambda: run.training, self._hosts))
+        self._rescue = StateRescue()
         self._saves, keeping = run.training.checkpoint.saves, run.training.checkpoint
         saving = dist.new_group(backend="gloo", timeout=_LONGEST) if self._saves else None
         if self._saves:
             require_storage(run, self._hosts)
+        run.activity.act("the engine is built")
         self._engine: Engine = build(plan, run)
+        run.activity.act("the state is loaded")
         self._state, notes = begin(plan, run, self._engine, self._hosts)
         if not self._state.trackers:
             self._state = replace(self._state, trackers=run.trackers)
@@ -97,10 +107,13 @@ class _Loop:
     def run(self) -> RunReport:
         """Take all steps that are left."""
         steps: deque[TimedStep] = deque(maxlen=_REPORTED)
-        stopped = 0
+        stopped, _, _ = self._agree()  # a signal may have come while the state was loaded
         while self._state.step < self._run.training.steps and not stopped:
             before = self._state
-            timed, report, (stopped, saving, due) = self._step()
+            given, stopped = self._data()
+            if given is None:
+                break
+            timed, report, (stopped, saving, due) = self._step(given)
             steps.append(timed)
             self._say(timed)
             if not report.updated:
@@ -111,21 +124,56 @@ class _Loop:
             if due and not self._saver.busy:
                 self._owes = False
                 self._saver.begin(self._state, self._engine.pieces())
+        self._run.activity.act("the end of the run")
         self._save_last()
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, self._engine.measured(), self._hosts)
         return RunReport(steps=tuple(steps), ranks=tuple(ranks), signal=stopped, unsaved=self._failure)
 
-    def _step(self) -> tuple[TimedStep, StepReport, tuple[int, int, int]]:
+    def _data(self) -> tuple[Prepared | None, int]:
+        """Return the data of the next step when all ranks have theirs; None at a signal, and which one it is.
+
+        Storage that is slow is no hang: it is said, and waited for. A rank that gives up ends the run, which is saved.
+        """
+        number, activity = self._state.step + 1, self._run.activity
+        activity.begin(number)
+        start_s, ready = time.monotonic(), self._is_data_ready(number)
+        activity.wait("all ranks to be ready")
+        signaled, late = self._signals[0] if self._signals else 0, not ready and not self._signals
+        known = torch.tensor([signaled, not ready, late and dist.get_rank() + 1], dtype=torch.int64)
+        dist.all_reduce(known, op=dist.ReduceOp.MAX, group=self._hosts)
+        signaled, missing, late = known.tolist()
+        if not missing:
+            given = self.loader.next()
+            return replace(given, waited_s=given.waited_s + time.monotonic() - start_s), 0
+        activity.begin(0)
+        if signaled:
+            return None, signaled
+        self._save_last()
+        saved = f"; the state of step {self._saved_step} is saved" if self._saves and not self._failure else ""
+        limit_s = self._run.training.watchdog.data_s
+        remedy = "Look at the storage of the data, or set a longer watchdog.data_s"
+        raise RunFailed(f"rank {late - 1} got no data for step {number} in {limit_s:.0f} s{saved}. {remedy}")
+
+    def _is_data_ready(self, number: int) -> bool:
+        """Wait for this rank's data of a step, and say that it takes long; until a signal comes or its time is over."""
+        watching, start_s, slow_s = self._run.training.watchdog, time.monotonic(), _SLOW_S
+        self._run.activity.wait("the data of this step", of_storage=True)
+        while not self.loader.is_ready(_LOOK_S):
+            waited_s = time.monotonic() - start_s
+            if self._signals or (waited_s > watching.data_s and not watching.off):
+                return False
+            if waited_s > slow_s:
+                limit = "" if watching.off else f"; the run ends after {watching.data_s:.0f} s (watchdog.data_s)"
+                self._say(f"step {number} has waited {waited_s:.0f} s for its data{limit}")
+                slow_s *= 4
+        return True
+
+    def _step(self, given: Prepared) -> tuple[TimedStep, StepReport, tuple[int, int, int]]:
         """Take one step; the clock runs from when all ranks are ready until the last is done."""
         training, state, device = self._run.training, self._state, self._run.device
         number, activity = state.step + 1, self._run.activity
         rate = training.rate(number)
-        activity.begin(number)
-        activity.wait("the data of this step")
-        given = self.loader.next()
-        activity.wait("all ranks to be ready")
-        dist.barrier(self._hosts)
         start_s = time.perf_counter()
         activity.act("the step of the engine")
         report = self._engine.step(given.batches, rate, self._allows)
@@ -138,6 +186,7 @@ class _Loop:
             state, step=number, num_updates=state.num_updates + report.updated, next_sample=given.next_sample,
             num_tokens=state.num_tokens + num_tokens,
         )  # fmt: skip
+        self._rescue.end_changing()
         of_device = device != HOST and hasattr(torch.accelerator, "max_memory_allocated")
         timed = TimedStep(
             number=number, loss=report.loss, norm=report.norm, time_s=time_s, num_tokens=num_tokens, learning_rate=rate,
@@ -153,10 +202,23 @@ class _Loop:
         """Let the state change if the gradient is finite, and when no save reads the state any more."""
         if not report.finite and not only_extracts():  # numbers are not real then, and every graph is wanted
             return False
-        self._run.activity.wait("the checkpoint to be copied")
+        self._run.activity.wait("the checkpoint to be copied", of_storage=True)
         self._saver.wait_copied()
         self._run.activity.wait("")
+        self._rescue.begin_changing()
         return True
+
+    def rescue(self) -> str:
+        """Save the state of the last step from another thread, and say what became of it: the run is ended after it."""
+
+        def save() -> str:
+            if self._saver.busy:
+                self._saver.ended()
+            self._saver.begin(self._state, self._engine.pieces(), prunes=False, alone=True)
+            return self._saver.ended()[1]
+
+        step = self._state.step
+        return f"step {step} is saved already" if step == self._saved_step else self._rescue.save(step, save)
 
     def _agree(self) -> tuple[int, int, int]:
         """Return on all ranks which signal one of them got, whether one still saves, and whether a save is due."""
@@ -179,6 +241,9 @@ class _Loop:
 
     def _conclude(self) -> None:
         """Take note of how a save ended; after a failure training goes on, and the next try comes soon."""
+        while not self._saver.done:  # the thread that saves has its own patience
+            self._run.activity.wait("the checkpoint to be saved", of_storage=True)
+            self._saver.wait(_LOOK_S)
         saved, self._failure = self._saver.ended()
         self._saved_at_s = time.monotonic()
         if self._failure:

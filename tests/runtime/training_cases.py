@@ -110,10 +110,12 @@ def trained(
     training = Training(steps=steps, checkpoint=Checkpointing(**keeping), **asked)
     run, made = Run(folder=folder, training=training, resume=resume), build or builder("torch")
     grace_s = patience_s(plan, training.checkpoint, here=True)
-    placing = Placing(folder=folder, watch=Watch(folder, plan, here=True) if watch else None, grace_s=grace_s)
+    watched = Watch(folder, plan, training.watchdog, here=True) if watch else None
+    placing = Placing(folder=folder, watch=watched, grace_s=grace_s)
     found.report = launch(
-        None, plan.mesh.num_ranks, lambda say: train(plan, run, made, say), show=found.said.append, placing=placing
-    )
+        None, plan.mesh.num_ranks, lambda say: train(plan, run, made, say, watched), show=found.said.append,
+        placing=placing,
+    )  # fmt: skip
     return found
 
 

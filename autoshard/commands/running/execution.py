@@ -128,12 +128,15 @@ def _start(
 
     plan, run = execution.plan, execution.run
     here = execution.platform == plan.cluster.name
-    watch, grace_s = Watch(run.folder, plan, here=here), patience_s(plan, run.training.checkpoint, here=here)
+    watch, grace_s = (
+        Watch(run.folder, plan, run.training.watchdog, here=here),
+        patience_s(plan, run.training.checkpoint, here=here),
+    )
     placing = Placing(folder=run.folder, device=run.device, watch=watch, grace_s=grace_s)
     with display or nullcontext():
         show = display or (lambda _: None)
         report = launch(
-            given, plan.mesh.num_ranks, lambda say: train(plan, run, build, say), show=show, placing=placing
+            given, plan.mesh.num_ranks, lambda say: train(plan, run, build, say, watch), show=show, placing=placing
         )
         if display and display.steps and report and report.steps:
             display.steps.conclude(plan, report, execution.platform)

@@ -7,6 +7,7 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -175,15 +176,28 @@ class Saver:
         """Whether this rank's thread has ended."""
         return self._thread is not None and not self._thread.is_alive()
 
-    def begin(self, state: RunState, pieces: Sequence[StatePiece], *, prunes: bool = True) -> None:
+    def begin(self, state: RunState, pieces: Sequence[StatePiece], *, prunes: bool = True, alone: bool = False) -> None:
         """Start to save; the pieces must not change before ``wait_copied`` has returned.
 
-        Afterwards older checkpoints are removed that need not be kept, unless this one is not to be relied on.
+        Afterwards older checkpoints are removed that need not be kept, unless this one is not to be relied on. A save
+        that is ``alone`` waits for nothing that was begun on a device: that may hang.
         """
         assert self._thread is None, "one checkpoint at a time"
         self._progress, self._blocked_s = SaveProgress(), 0.0
-        self._thread = threading.Thread(target=self._save, args=(state, tuple(pieces), prunes), daemon=True)
+        device = pieces[0].memory.device if alone and pieces else None
+
+        def save() -> None:
+            apart = torch.cuda.stream(torch.cuda.Stream(device)) if device and device.type == "cuda" else nullcontext()
+            with apart:
+                self._save(state, tuple(pieces), prunes)
+
+        self._thread = threading.Thread(target=save, daemon=True)
         self._thread.start()
+
+    def wait(self, patience_s: float) -> None:
+        """Wait for the end of the save for a while."""
+        if self._thread is not None:
+            self._thread.join(patience_s)
 
     def wait_copied(self) -> None:
         """Wait until the state may change; give the save up if its disk does not write any more."""

@@ -1,8 +1,8 @@
 """Samples of a run by their number, the micro-batches of a step, cut from consecutive samples, and steps made ahead."""
 
+import threading
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from autoshard.plan.plan import Plan
 _CHANCE = 0.1  # of the synthetic tokens follow no rule, so that the loss has a floor as in real text
 _UNCOUNTED = 0.1  # of their labels do not count, as the padding of real data
 _AHEAD = 2  # steps: one slow read is hidden behind a whole step
+_CLOSING_S = 0.5  # for a step that is being made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,15 +126,16 @@ class Prepared:
 class PrefetchLoader:
     """Prepares the next steps in a thread of its own while one runs. Leave it by ``close``, or as a context.
 
-    An error in the thread is raised by the ``next`` that asks for its step, and by every later one.
+    An error in the thread is raised by the ``next`` that asks for its step, and by every later one. A read that never
+    ends holds up neither ``close`` nor the end of the process.
     """
 
     def __init__(self, source: SampleSource, shape: StepShape, first_sample: int = 0, ahead: int = _AHEAD) -> None:
-        self._source, self._shape = source, shape
-        self._pool = ThreadPoolExecutor(1, "loader")
-        self._steps: deque[tuple[int, Future[tuple[Batch, ...]]]] = deque()
-        for number in range(ahead):
-            self._prepare(first_sample + number * shape.num_samples)
+        self._source, self._shape, self._first = source, shape, first_sample
+        self._steps: deque[tuple[Batch, ...] | Exception] = deque()
+        self._changed, self._ahead, self._closed = threading.Condition(), ahead, False
+        self._thread = threading.Thread(target=self._prepare, args=(first_sample,), name="loader", daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> "PrefetchLoader":
         return self
@@ -141,19 +143,45 @@ class PrefetchLoader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def is_ready(self, patience_s: float) -> bool:
+        """Wait for the next step for a while; return whether it is there."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._steps), patience_s)
+
     def next(self) -> Prepared:
         """Return the next step."""
         start_s = time.perf_counter()
-        first, made = self._steps[0]
-        found = made.result()
-        waited_s, size = time.perf_counter() - start_s, self._shape.num_samples
-        self._prepare(self._steps[-1][0] + size)
-        self._steps.popleft()
-        return Prepared(batches=found, first_sample=first, next_sample=first + size, waited_s=waited_s)
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._steps))
+            made = self._steps[0]
+            if isinstance(made, Exception):
+                raise made
+            self._steps.popleft()
+            self._changed.notify_all()
+        first, self._first = self._first, self._first + self._shape.num_samples
+        waited_s = time.perf_counter() - start_s
+        return Prepared(batches=made, first_sample=first, next_sample=self._first, waited_s=waited_s)
 
     def close(self) -> None:
-        """End the thread."""
-        self._pool.shutdown(cancel_futures=True)
+        """End the thread, or leave it alone with what it reads."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(_CLOSING_S)
 
     def _prepare(self, first_sample: int) -> None:
-        self._steps.append((first_sample, self._pool.submit(batches, self._source, first_sample, self._shape)))
+        """Make step after step, until one fails, and not too many ahead."""
+        made: tuple[Batch, ...] | Exception = ()
+        while not isinstance(made, Exception):
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or len(self._steps) < self._ahead)
+                if self._closed:
+                    return
+            try:
+                made = batches(self._source, first_sample, self._shape)
+            except Exception as error:  # the step that asks for it raises it
+                made = error
+            with self._changed:
+                self._steps.append(made)
+                self._changed.notify_all()
+            first_sample += self._shape.num_samples
