@@ -15,8 +15,9 @@ from typing import Any, Generic, Literal, NewType, TypeVar, Union, cast, get_arg
 
 from jsonargparse import ArgumentError, ArgumentParser
 
-from autoshard.errors import Fault, Faults, InputError, nearest
-from autoshard.spec.recipe import Pins
+from autoshard.errors import Fault, Faults, InputError, inside, nearest
+from autoshard.spec.files import named_file
+from autoshard.spec.recipe import RECIPES, Pins
 
 Counts = tuple[int, ...]  # one whole number, or several with commas between them
 Paths = tuple[Path, ...]  # one path or more, typed one after the other
@@ -108,9 +109,14 @@ def read_options(name: str, command: Callable[..., int], arguments: Sequence[str
         parser.print_help()
         return None
     given: Given = {}
-    recipes = [line[key] for key, one in options.items() if one.kind is PlanOrRecipe and is_recipe(line[key])]
-    for where, path in [*((one, one) for one in recipes), (f"--config {line['config']}", line["config"])]:
-        given |= {} if path is None else _entries(where, path, options, faults)
+    asked = [key for key, one in options.items() if one.kind is PlanOrRecipe and line[key] is not None]
+    line |= {key: str(named_file(Path(line[key]), RECIPES)) for key in asked}
+    sources = [(line[key], line[key]) for key in asked if is_recipe(line[key])]
+    if line["config"]:
+        with inside("--config"):
+            sources.append((f"--config {line['config']}", str(named_file(Path(line["config"]), RECIPES))))
+    for where, path in sources:
+        given |= _entries(where, path, options, faults)
     _load_extensions(line["extend"] or (), *given.pop("extend", ("", ())))
     for key, option in options.items():
         raw = line[key.replace(".", "/")]

@@ -16,8 +16,8 @@ _HEADINGS = {
     "ranks_per_node": "ranks a node",
 }
 _LESS_NEEDED = (  # in the order in which they are left out
-    "kernels", "price_date", "chips_per_node", "lnc", "rank_bf16_flops_per_s", "ranks_per_node", "engine", "chip",
-    "kv_heads", "experts", "heads",
+    "file", "kernels", "price_date", "chips_per_node", "lnc", "rank_bf16_flops_per_s", "ranks_per_node", "engine",
+    "chip", "kv_heads", "experts", "heads",
 )  # fmt: skip
 
 
@@ -85,22 +85,24 @@ def _models() -> list[Entry]:
 
 
 def _recipes() -> list[Entry]:
-    from autoshard.spec.recipe import DEFAULT_CLUSTER, about, load_recipe, recipe_files
+    from autoshard.spec.files import shipped_files
+    from autoshard.spec.recipe import DEFAULT_CLUSTER, RECIPES, about, load_recipe
 
     rows: list[Entry] = []
-    for path in recipe_files():
+    for name, path in shipped_files(RECIPES).items():
         one = load_recipe(path)
         question = {"model": one.question.model, "cluster": one.question.cluster or DEFAULT_CLUSTER}
-        rows.append({"name": _as_typed(path), **question, "nodes": one.nodes, "about": about(path)})
+        rows.append({"name": name, **question, "nodes": one.nodes, "about": about(path), "file": _as_typed(path)})
     return rows
 
 
 def _sweeps() -> list[Entry]:
-    from autoshard.spec.files import shipped
-    from autoshard.spec.recipe import about
+    from autoshard.spec.files import shipped_files
+    from autoshard.spec.recipe import SWEEPS, about
 
-    paths = sorted(shipped("recipes").glob("sweeps/*.yaml"))
-    return [{"name": _as_typed(path), "about": about(path)} for path in paths]
+    return [
+        {"name": name, "about": about(path), "file": _as_typed(path)} for name, path in shipped_files(SWEEPS).items()
+    ]
 
 
 def _as_typed(path: Path) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from autoshard.errors import InputError, file_faults
+from autoshard.errors import InputError, file_faults, nearest
 
 YAML_SUFFIXES = (".yaml", ".yml")
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
@@ -17,6 +17,30 @@ def shipped(name: str) -> Path:
     package = Path(__file__).resolve().parents[1]
     installed = package / "_data" / name
     return installed if installed.is_dir() else package.parent / name
+
+
+def shipped_files(folder: str) -> Mapping[str, Path]:
+    """Return the YAML files of a data folder that come with autoshard, by the names by which they may be called."""
+    return {path.stem: path for path in sorted(shipped(folder).glob("*.yaml"))}
+
+
+def named_file(typed: Path, folder: str) -> Path:
+    """Return a file of the user's, or the one of a data folder that comes with autoshard under this name.
+
+    >>> named_file(Path("tiny-text"), "recipes").name
+    'tiny-text.yaml'
+    """
+    if typed.is_file():
+        return typed
+    known, is_yaml = shipped_files(folder), typed.suffix.lower() in YAML_SUFFIXES
+    if str(typed) in known:
+        return known[str(typed)]
+    if not typed.exists() and is_yaml and typed.stem in known:
+        remedy = f"To use the one that comes with autoshard, type {typed.stem}"
+        raise InputError.of(str(typed), f"there is no such file. {remedy}")
+    if not typed.exists() and typed.name == str(typed) and not typed.suffix:
+        raise InputError.of(str(typed), f"there is no such file. {nearest(typed.name, list(known))}")
+    return typed
 
 
 def read_data(path: Path) -> object:

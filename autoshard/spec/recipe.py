@@ -9,11 +9,12 @@ from typing import Any, Literal, NewType
 from autoshard.errors import Fault, Faults, InputError, inside, nearest, require
 from autoshard.spec import record
 from autoshard.spec.cluster import headroom_check
-from autoshard.spec.files import read_data, shipped
+from autoshard.spec.files import read_data, shipped_files
 from autoshard.spec.training import Training
 from autoshard.spec.workload import Documents, Optimizer, PrecisionName
 
 DEFAULT_CLUSTER = "trn1.32xlarge"
+RECIPES, SWEEPS = "recipes", "recipes/sweeps"  # folders of data that come with autoshard
 EngineChoice = Literal["nxd", "torch", "any"]
 Pins = NewType("Pins", str)  # keys of a candidate
 
@@ -96,7 +97,7 @@ def recipe_files() -> tuple[Path, ...]:
     >>> "llama3-70b-trn1-16" in [path.stem for path in recipe_files()]
     True
     """
-    return tuple(sorted(shipped("recipes").glob("*.yaml")))
+    return tuple(shipped_files(RECIPES).values())
 
 
 def about(path: Path) -> str:

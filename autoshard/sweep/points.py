@@ -14,8 +14,8 @@ from autoshard.errors import Faults, require
 from autoshard.extensions import EXTENSIONS
 from autoshard.plan.codec import load
 from autoshard.spec import record
-from autoshard.spec.files import read_data, shipped
-from autoshard.spec.recipe import TRAINING_KEYS, Recipe, recipe_files, recipe_of
+from autoshard.spec.files import named_file, read_data
+from autoshard.spec.recipe import RECIPES, SWEEPS, TRAINING_KEYS, Recipe, recipe_of
 
 MOST_POINTS = 100_000
 _PLAN = "plan"  # a key that stands for a whole question: the path of a plan file
@@ -107,8 +107,7 @@ def sweep_path(name: Path) -> Path:
     >>> sweep_path(Path("tiny")).name
     'tiny.yaml'
     """
-    own = shipped("recipes") / "sweeps" / f"{name}.yaml"
-    return own if not name.exists() and own.is_file() else name
+    return named_file(name, SWEEPS)
 
 
 def load_sweep(path: Path) -> Sweep:
@@ -162,10 +161,15 @@ def points_of_question(sweep: Sweep, base: Entries, override: Entries, folder: P
 
 def base_of(sweep: Sweep, folder: Path) -> Entries:
     """Return what all points have: the entries of the recipe that is named, with the sweep's own over them."""
-    named = {path.stem: path for path in recipe_files()}
-    data = {} if sweep.recipe is None else read_data(named.get(sweep.recipe, folder / sweep.recipe))
+    data = {} if sweep.recipe is None else read_data(_recipe_path(sweep.recipe, folder))
     require((isinstance(data, dict), "recipe", f"{sweep.recipe} is no recipe"))
     return _merged(cast(dict[str, Any], data), sweep.base)
+
+
+def _recipe_path(name: str, folder: Path) -> Path:
+    """Return the file of a sweep's recipe: beside the sweep, or one that comes with autoshard."""
+    beside = folder / name
+    return beside if beside.is_file() else named_file(Path(name), RECIPES)
 
 
 def _merged(base: Entries, override: Entries) -> dict[str, Any]:

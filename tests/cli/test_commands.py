@@ -39,6 +39,7 @@ FINE = [
     (f"{LOCAL} --exhaustive --fix tp=2,mbs=8", "search   "),
     (f"{LOCAL} --objective memory --fix tp=2,mbs=8", "search   the smallest of "),
     (f"{LOCAL} --pareto --fix tp=2,mbs=8", "wrote the fastest"),
+    ("plan --config tiny-llama-local --fix tp=2,mbs=8", "wrote plan.json"),
 ]
 LONG = [
     (f"{TRN1} --nodes 1,2 --pareto --fix mbs=1,tp=8", "wrote the fastest"),
@@ -53,6 +54,13 @@ WRONG = [
     ("list", ["WHAT: missing; one of models, recipes, clusters"]),
     ("list model", ["WHAT: 'model' is not one of them. Did you mean models?"]),
     ("verify none.json", ["none.json: cannot be read"]),
+    ("plan --config tiny-txt", ["--config tiny-txt: there is no such file. Did you mean tiny-text"]),
+    ("launch tiny-txt --scheduler slurm", ["tiny-txt: there is no such file. Did you mean tiny-text"]),
+    (
+        "launch recipes/tiny-text.yaml --scheduler slurm",
+        ["no such file. To use the one that comes with autoshard, type tiny-text"],
+    ),
+    ("sweep tny", ["tny: there is no such file. Did you mean tiny"]),
     ("explain none.json --trace .", ["--trace .: is a folder"]),
     ("validate .", [".: holds no files of rows: their names end in .jsonl"]),
     (f"{LOCAL} --nodes 1,2", ["--nodes: takes several numbers with --pareto only"]),

@@ -19,10 +19,14 @@ PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
 MOST_WORDS = 900
 
 
+def shell_blocks(page: Path) -> list[str]:
+    """The shell blocks of a page as they stand there."""
+    return re.findall(r"^```(?:bash|console|sh)\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
 def shell_lines(page: Path) -> Iterator[str]:
     """The lines of the shell blocks of a page, continued lines joined, without prompts and comments."""
-    blocks = re.findall(r"^```(?:bash|console|sh)\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+    for line in "\n".join(shell_blocks(page)).replace("\\\n", " ").splitlines():
         yield re.sub(r"^\$ |\s+#.*$", "", line).strip()
 
 

@@ -63,8 +63,8 @@ def test_dollars_stand_beside_every_plan():
 
 NAMES = {
     "models": model_names(),
-    "recipes": tuple(str(path) for path in recipe_files()),
-    "sweeps": tuple(map(str, sorted(shipped("recipes").glob("sweeps/*.yaml")))),
+    "recipes": tuple(path.stem for path in recipe_files()),
+    "sweeps": tuple(path.stem for path in sorted(shipped("recipes").glob("sweeps/*.yaml"))),
     "clusters": cluster_names(),
     "engines": ("nxd", "torch"),
     "schedules": tuple(builders()),
@@ -104,5 +104,6 @@ def test_lists_show_numbers_prices_with_their_date_and_recipes_as_one_types_them
     assert (clusters["trn2.48xlarge"]["ranks_per_node"], clusters["trn2.48xlarge"]["lnc"]) == (64, 2)
     assert list(clusters["trn1.32xlarge"].values())[-2:] == [21.5, "2026-06-25"]
     assert listing_text([clusters["trn1.32xlarge"]]).rstrip().endswith("  2026-06-25")
-    recipe = recipes["recipes/llama3-70b-trn1-16.yaml"]
+    recipe = recipes["llama3-70b-trn1-16"]
     assert (recipe["model"], recipe["cluster"], recipe["nodes"]) == ("llama3-70b", "trn1.32xlarge", 16)
+    assert recipe["file"] == "recipes/llama3-70b-trn1-16.yaml"
