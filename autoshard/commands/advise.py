@@ -9,6 +9,7 @@ from autoshard.calibration.calibrate import TimedRows, timed_rows
 from autoshard.calibration.proposals import proposed_runs
 from autoshard.commands.output import print_answer, print_left_out
 from autoshard.commands.plan import SearchOptions, searched, token_total
+from autoshard.commands.writing.places import folder_checks
 from autoshard.errors import NoPlan, file_faults, require
 from autoshard.extensions import EXTENSIONS
 from autoshard.plan.codec import dump
@@ -49,7 +50,7 @@ def advise(
     require(
         (budget >= 1, "--budget", f"must be at least 1, not {budget}"),
         (run_nodes >= 1, "--run-nodes", f"must be at least 1, not {run_nodes}"),
-        (out is None or not out.is_file(), "--out", f"{out} is a file. Name a folder"),
+        *(folder_checks(out) if out else ()),
     )
     total = token_total(tokens) if tokens else None
     options = SearchOptions()

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from autoshard.calibration.calibrate import fit, samples_in
-from autoshard.commands.output import place_checks, print_answer, print_left_out, write_text
+from autoshard.commands.output import print_answer, print_left_out, write_text
+from autoshard.commands.writing.places import place_checks
 from autoshard.cost.calibration import calibration_text
 from autoshard.errors import require
 from autoshard.report.validation import calibration_report

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from autoshard.commands.output import print_answer
 from autoshard.commands.progress import byte_progress
+from autoshard.commands.writing.places import folder_checks
 from autoshard.errors import InputError, require
 from autoshard.plan.codec import load
 from autoshard.units import format_bytes, format_seconds
@@ -51,6 +52,7 @@ def convert(
     require(
         (num_workers >= 1, "--workers", f"must be at least 1, not {num_workers}"),
         (tokenizer is None or tokenizer.is_dir(), "--tokenizer", f"there is no folder {tokenizer}"),
+        *(() if target.exists() else folder_checks(target, "TARGET")),  # what stands there is judged by its content
     )
     try:
         from autoshard.runtime.convert.converting import Conversion, convert as converted

@@ -1,4 +1,4 @@
-"""Output that commands share: checks of file paths, writing of files, printing of answers and refusals."""
+"""Output that commands share: writing of files, printing of answers and refusals."""
 
 import json as json_text
 import sys
@@ -13,14 +13,6 @@ from autoshard.plan.rules.rule import Rejection
 from autoshard.report.structured import rejection_json
 from autoshard.report.tables import make_console
 from autoshard.report.terminal import rejections_report
-
-
-def place_checks(out: Path, option: str = "--out") -> list[tuple[bool, str, str]]:
-    """Check that a file can be written at the path of an option."""
-    return [
-        (not out.is_dir(), f"{option} {out}", "is a folder. Name a file in it"),
-        (out.parent.is_dir(), f"{option} {out}", f"there is no folder {out.parent}. Make it first"),
-    ]
 
 
 def write_text(text: str, out: Path, option: str = "--out") -> None:

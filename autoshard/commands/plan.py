@@ -1,7 +1,6 @@
 """``autoshard plan``: the best plan, exactly one candidate, or the question of a plan again for the nodes left."""
 
 import re
-import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,16 +8,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autoshard.command_line import Counts, is_recipe
-from autoshard.commands.output import place_checks, print_answer
+from autoshard.commands.output import print_answer
 from autoshard.commands.progress import StatusLine, Watcher, watching
+from autoshard.commands.writing.places import place_checks
+from autoshard.commands.writing.target import Target, Written
 from autoshard.cost.calibration import calibration_of, load_calibration
 from autoshard.cost.predict import check_plan
 from autoshard.cost.storage import resuming, storage_of
 from autoshard.cost.trace import rank_times
 from autoshard.errors import Fault, InputError, NoPlan, inside, require
-from autoshard.extensions import EXTENSIONS
 from autoshard.plan.candidate import Candidate, parse_pins
-from autoshard.plan.codec import load, save
+from autoshard.plan.codec import load
 from autoshard.plan.diff import diff
 from autoshard.plan.plan import Plan
 from autoshard.plan.verify import NOT_RUN, verify as reasons_against
@@ -118,7 +118,7 @@ def plan(
         top: How many plans to show, the best one included.
         tokens: How many tokens the whole training reads, e.g. 2T or 300B; the answer says how many days and dollars.
         out: The plan file to write.
-        force: Replace the plan file if it holds another plan.
+        force: Replace the plan file even if somebody has edited it, or if it holds something else.
         open: Also draw the plan as a page, as `autoshard report` does, beside the plan file, and open it.
         json: Print one JSON object instead of tables.
     """
@@ -135,7 +135,8 @@ def plan(
         (choose is None or choose in NAMES or choose in numbers, f"--choose {choose}", names),
         *place_checks(out),
     )
-    to = _Target(out=out, force=force, open=open, json=json, total_tokens=token_total(tokens) if tokens else None)
+    to = Target(out=out, force=force, open=open, json=json, total_tokens=token_total(tokens) if tokens else None)
+    to.refuse_to_replace(like, searches=at is None)
     old, request = (None, None) if like is None else _request_like(like, question, nodes, options)
     request, *others = [request] if request else options.requests(question, nodes, module)
     if pareto:
@@ -172,60 +173,15 @@ def token_total(text: str) -> float:
     return count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Target:
-    """Where a plan and the answer go."""
-
-    out: Path
-    force: bool
-    open: bool
-    json: bool
-    total_tokens: float | None
-
-    def __post_init__(self) -> None:
-        """Keep the page off the plan file, and away from devices."""
-        beside = self.out.suffix != ".html" and (self.out.is_file() or not self.out.exists())
-        where = "leaves no place beside it for the page of --open. Name a .json file"
-        require((beside or not self.open, f"--out {self.out}", where))
-
-    @property
-    def next_step(self) -> str:
-        """What to type next."""
-        return shlex.join(["autoshard", "verify", str(self.out), *EXTENSIONS.options()])
-
-    def write(self, made: Plan) -> InputError | None:
-        """Write the plan file; return what to type where another plan of this name is kept."""
-        try:
-            save(made, self.out, force=self.force, remedy="Type --force to replace it")
-        except InputError as error:
-            return error.under("--out")
-        return None
-
-    def end(self, made: Plan, kept: InputError | None, what: str = "") -> int:
-        """Say what is unusual about the question, and where the plan is; or what to type where another one is kept."""
-        warning = made.model.beyond_positions(made.workload.seq_len)
-        if warning and not self.json:
-            print_answer(prose(f"warning: {warning}"))
-        if kept:
-            raise kept  # after the answer, which took a while to find
-        if not self.json:
-            print(f"wrote {what}{self.out}")
-        if self.open:
-            from autoshard.commands.report import draw_plan  # its imports take as long as a small search
-
-            draw_plan(made, self.out.with_suffix(".html"))
-        return 0
-
-
-def _show_answers(result: PlanResult, old: Plan | None, to: _Target, better: Callable[[], None]) -> int:
+def _show_answers(result: PlanResult, old: Plan | None, to: Target, better: Callable[[], None]) -> int:
     """Write the answer that was chosen and show all; where a plan came before, what changes; and ``better`` sizes."""
     with inside("--choose"):
         answer = result.runnable(result.name)
-    kept = to.write(answer.plan)
+    written = to.write(answer.plan)
     change, sentences = _resuming_answer(old, answer.plan) if old else ({}, "")
     if to.json:
         print_answer({**found_json(answer, result.answers, result.certificate, result.no_vendor), **change})
-        return to.end(answer.plan, kept)
+        return to.end(answer.plan, written)
     named = [one for one in result.answers if not one.name.isdecimal()]
     print_answer(
         plan_report(
@@ -234,7 +190,7 @@ def _show_answers(result: PlanResult, old: Plan | None, to: _Target, better: Cal
             times=rank_times(answer.plan),
             answers=[*named, *runners_up_of(result.answers[0].plan, result.runners_up)],
             total_tokens=to.total_tokens,
-            next_step="" if kept else to.next_step,
+            next_step="" if written.refused else to.next_step,
         )
     )
     if result.no_vendor:
@@ -244,7 +200,7 @@ def _show_answers(result: PlanResult, old: Plan | None, to: _Target, better: Cal
     better()
     if old:
         print(sentences)
-    return to.end(answer.plan, kept)
+    return to.end(answer.plan, written)
 
 
 def _print_better_sizes(request: Request, found: SearchResult, options: SearchOptions) -> None:
@@ -254,16 +210,16 @@ def _print_better_sizes(request: Request, found: SearchResult, options: SearchOp
             print_answer(prose(f"odd number of nodes: {words}"))
 
 
-def _frontier(requests: Sequence[Request], options: SearchOptions, to: _Target) -> int:
+def _frontier(requests: Sequence[Request], options: SearchOptions, to: Target) -> int:
     """Show what cannot be bettered; where nothing fits on any number of nodes, say why on the last."""
     with watching(options.time_limit, format_seconds) as watch:
         found = frontier(requests, watch)
         if not found.plans:
             _refuse_unfinished(found.ended, watch)
             raise unanswered(requests[-1], search(requests[-1], watch=watch), helpful=True, watch=watch)
-    kept = to.write(found.plans[0])
+    written = to.write(found.plans[0])
     print_answer((frontier_json if to.json else frontier_report)(found.plans, found.gap, found.ended))
-    return to.end(found.plans[0], kept, "the fastest, ")
+    return to.end(found.plans[0], written, "the fastest, ")
 
 
 def plan_of(path: Path, question: QuestionOptions, nodes: int | None) -> Plan:
@@ -301,7 +257,7 @@ def _refuse_unfinished(ended: str, watch: Watcher) -> None:
         raise NoPlan(f"no plan: {ended}, before any was found that fits. Give the search more time")
 
 
-def _one_candidate(request: Request, text: str, to: _Target) -> int:
+def _one_candidate(request: Request, text: str, to: Target) -> int:
     """Evaluate one candidate: its rejections first, then an estimate where it has a shape."""
     made, shapeless = None, ""
     with inside("--at"):
@@ -316,16 +272,16 @@ def _one_candidate(request: Request, text: str, to: _Target) -> int:
                 raise
             shapeless = str(error)
     refused = reasons_against(made) if made else refused
-    kept = to.write(made) if made and not refused else None
+    written = to.write(made) if made and not refused else Written()
     if to.json:
         print_answer(made_json(made, refused))
     else:
         print_answer(rejections_report(refused))
-        next_step = "" if refused or kept else to.next_step
+        next_step = "" if refused or written.refused else to.next_step
         print_answer(
             plan_report(made, times=rank_times(made), next_step=next_step) if made else f"no estimate: {shapeless}"
         )
-    return 1 if refused or made is None else to.end(made, kept)
+    return 1 if refused or made is None else to.end(made, written)
 
 
 def _request_like(path: Path, question: QuestionOptions, nodes: Counts, options: SearchOptions) -> tuple[Plan, Request]:

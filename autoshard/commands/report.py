@@ -6,7 +6,8 @@ from pathlib import Path
 
 from autoshard.blocks.explain import explain
 from autoshard.command_line import Paths
-from autoshard.commands.output import place_checks, print_answer, print_refused, write_text
+from autoshard.commands.output import print_answer, print_refused, write_text
+from autoshard.commands.writing.places import place_checks
 from autoshard.cost.predict import CheckedPlan, check_plan
 from autoshard.cost.trace import rank_times, trace
 from autoshard.errors import Faults, inside, require
@@ -37,7 +38,8 @@ def report(
         open: Also open the page in the browser.
         json: Print the figures of the page as one JSON object instead.
     """
-    require((len(plans) <= _MOST, "PLANS", f"a page shows at most {_MOST} plans, not {len(plans)}"), *place_checks(out))
+    many = f"a page shows at most {_MOST} plans, not {len(plans)}"
+    require((len(plans) <= _MOST, "PLANS", many), *(() if json else place_checks(out)))
     if any(map(is_module_plan, plans)):
         alone = len(plans) == 1 and run is None
         require((alone, "PLANS", "the page of a module's plan shows that plan alone, and no run"))

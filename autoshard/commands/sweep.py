@@ -8,6 +8,7 @@ from typing import Literal
 
 from autoshard.commands.output import print_answer
 from autoshard.commands.progress import StatusLine
+from autoshard.commands.writing.places import folder_checks, place_checks
 from autoshard.errors import RunFailed, inside, require
 from autoshard.jobs.quoting import word, words
 from autoshard.report.page.sweep_page import sweep_page
@@ -15,10 +16,20 @@ from autoshard.report.sweep import sweep_report
 from autoshard.runtime.folder import locked
 from autoshard.sweep.on_wandb import agent_point, controller_text, log_sweep
 from autoshard.sweep.points import Sweep, load_sweep, points_of, sweep_path
-from autoshard.sweep.table import ROWS, RowFile, array_script, stored_rows, task_file, write_parquet, write_task
+from autoshard.sweep.table import (
+    PARQUET,
+    ROWS,
+    RowFile,
+    array_script,
+    stored_rows,
+    task_file,
+    write_parquet,
+    write_task,
+)
 from autoshard.sweep.work import Row, SweepJob, jobs_of, rows_of, work_through
 from autoshard.units import format_seconds
 
+PAGE, CONTROLLER = "report.html", "wandb-sweep.yaml"
 _MOST_NAMES = 4  # of running points
 
 
@@ -57,12 +68,14 @@ def sweep(
         return _print_rows([agent_point(content, source.parent, folder, wandb)])
     with inside(source):
         points = points_of(content, source.parent)
+    require(*folder_checks(folder))
     all_jobs = jobs_of(points, content.mode, folder, content.rehearse)
     if scheduler is not None:
         return _write_array(content, all_jobs, source, folder)
     if task is not None:
         return _task(all_jobs, task, folder)
     with locked(folder):
+        require(*(check for name in _written(wandb, parquet) for check in place_checks(folder / name)))
         rows = RowFile(folder)
         if retry:
             rows.forget_failed()
@@ -95,6 +108,11 @@ def _refuse(
     )
 
 
+def _written(wandb: str | None, parquet: bool) -> list[str]:
+    """Return the names of the files that a sweep writes beside plans and runs."""
+    return [ROWS, PAGE, *([CONTROLLER] if wandb else []), *([PARQUET] if parquet else [])]
+
+
 def _write_array(content: Sweep, jobs: Sequence[SweepJob], source: Path, folder: Path) -> int:
     """Write a sweep as a job array instead of running it."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -110,13 +128,13 @@ def _conclude(
     content: Sweep, source: Path, rows: list[Row], folder: Path, *, wandb: str | None, parquet: bool, json: bool
 ) -> int:
     """Print the table, and write it to the places that options name."""
-    page = folder / "report.html"
+    page = folder / PAGE
     page.write_text(sweep_page(source.stem, rows), encoding="utf-8")
     notes = [f"wrote {folder / ROWS}", f"wrote {page}: the sweep drawn"]
     if parquet:
         notes.append(f"wrote {write_parquet(rows, folder)}")
     if wandb is not None:
-        controller = folder / "wandb-sweep.yaml"
+        controller = folder / CONTROLLER
         controller.write_text(controller_text(content, source, folder, wandb), encoding="utf-8")
         notes += [*log_sweep(rows, wandb, folder, page), f"for W&B's own controller: wandb sweep {controller}"]
     if json:

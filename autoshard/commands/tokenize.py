@@ -5,6 +5,7 @@ from pathlib import Path
 
 from autoshard.commands.output import print_answer
 from autoshard.commands.progress import byte_progress
+from autoshard.commands.writing.places import folder_checks
 from autoshard.errors import InputError, require
 from autoshard.runtime.data.documents import CONVERT, hub_source, hub_tokenizer, is_hub_id, local_source
 from autoshard.runtime.data.opened import Manifest
@@ -51,7 +52,7 @@ def tokenize(
     num_workers = num_cores if workers is None else workers
     require(
         (num_workers >= 1, "--workers", f"must be at least 1, not {num_workers}"),
-        (not out.exists() or out.is_dir(), "--out", f"{out} is a file. Give a folder"),
+        *folder_checks(out),
         (chat or chat_template is None, "--chat-template", "is for conversations. Type --chat as well"),
         (chat_template is None or chat_template.is_file(), "--chat-template", f"there is no file {chat_template}"),
     )

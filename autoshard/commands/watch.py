@@ -9,7 +9,8 @@ from pathlib import Path
 
 from rich.live import Live
 
-from autoshard.commands.output import place_checks, print_answer, write_text
+from autoshard.commands.output import print_answer, write_text
+from autoshard.commands.writing.places import place_checks
 from autoshard.errors import InputError, require
 from autoshard.report.tables import make_console
 from autoshard.report.watch.content import read_run

@@ -7,12 +7,15 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
-from autoshard.errors import InputError, file_faults, inside
+from autoshard.errors import InputError, file_faults, inside, require
 from autoshard.extensions import require_extensions
 from autoshard.plan.plan import SCHEMA, SEARCH, Plan
 from autoshard.spec.files import parsed_json, read_data
 from autoshard.spec.record import decode, encode
 from autoshard.version import __version__
+
+# Beside these files a plan is that of a run, or of a job.
+_OWNERS = {"training.json": "the run in this folder", "training.yaml": "the job in this folder"}
 
 # From a schema number to the function that rewrites a file of that number into the next one's form.
 Migrations = Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]]
@@ -47,26 +50,74 @@ def dump(plan: Plan) -> str:
     return _text(encode(plan))
 
 
-def save(plan: Plan, path: Path, *, force: bool, remedy: str) -> None:
-    """Write a plan file; what a file of this name holds already is kept, unless it is the same or to be replaced."""
-    text = dump(plan)
-    try:
-        known = path.read_text(encoding="utf-8") if path.is_file() else ""
-    except (OSError, UnicodeDecodeError):
-        known = "not text"
-    if known not in ("", text) and not force and not _is_same(known, text):
-        raise InputError.of(str(path), f"holds something else, and is kept. {remedy}, or give another name")
+def save(plan: Plan, path: Path, *, force: bool, remedy: str) -> str:
+    """Write a plan file; return which other plan it held before. What somebody has edited is kept without ``force``."""
+    text, before = dump(plan), _text_at(path)
+    if before != text and not force:
+        refuse_to_replace(path, remedy)
     with file_faults(str(path)):
         path.write_text(text, encoding="utf-8")
+    return _other_plan(before, text)
 
 
-def _is_same(one: str, other: str) -> bool:
-    """Say whether two files hold the same plan, whatever their searches say of other plans."""
-    try:
-        plans = [json.loads(text) for text in (one, other)]
-    except ValueError:
+def refuse_to_replace(path: Path, remedy: str) -> None:
+    """Refuse to write a plan over a file, unless that holds nothing, or a plan as autoshard wrote it.
+
+    The plan in the folder of a run or of a job is one that somebody may still need.
+    """
+    text = _text_at(path)
+    if not text:
+        return
+    edited = "holds a plan that was edited, and is kept" if _is_plan(text) else "holds something else, and is kept"
+    owner = next((words for name, words in _OWNERS.items() if (path.parent / name).is_file()), "")
+    require(
+        (is_as_written(text), str(path), f"{edited}. {remedy}, or give another name"),
+        (not owner, str(path), f"is the plan of {owner}, and is kept. {remedy}, or give another name"),
+    )
+
+
+def is_as_written(text: str) -> bool:
+    """Say whether a text is a plan file as autoshard wrote it, of any schema: an edit shows in its form or its hash.
+
+    Only what is predicted, and what a search says of other plans, is not hashed; nobody's work is lost with it.
+    """
+    data = _json_of(text)
+    prediction = data.get("prediction")
+    if not isinstance(prediction, dict) or text != _text(data):
         return False
-    return all(isinstance(plan, dict) for plan in plans) and _without_search(plans[0]) == _without_search(plans[1])
+    return cast(dict[str, Any], prediction).get("of") == _hash_of({**data, "prediction": None})
+
+
+def _text_at(path: Path) -> str:
+    """Return the text of a file; nothing where there is none, or a device."""
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
+    except (OSError, UnicodeDecodeError):
+        return "not text"
+
+
+def _is_plan(text: str) -> bool:
+    return {"schema", "model", "cluster"} <= _json_of(text).keys()
+
+
+def _json_of(text: str) -> dict[str, Any]:
+    """Return the object that a text is in JSON; an empty one for any other text."""
+    try:
+        data = parsed_json(text, "plan")
+    except InputError:
+        return {}
+    return cast(dict[str, Any], data) if isinstance(data, dict) else {}
+
+
+def _other_plan(before: str, now: str) -> str:
+    """Name the plan that was replaced; nothing if it was the same, whatever the searches say of other plans."""
+    old, new = _json_of(before), _json_of(now)
+    if not _is_plan(before) or _without_search(old) == _without_search(new):
+        return ""
+    try:
+        return f"{old['model']['name']} on {old['cluster']['num_nodes']} x {old['cluster']['name']}"
+    except (KeyError, TypeError):
+        return "a model"
 
 
 def load(source: str | Path, migrations: Migrations = MIGRATIONS) -> Plan:

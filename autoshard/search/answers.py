@@ -59,7 +59,7 @@ class PlanResult:
         return answer
 
     def save(self, path: str | Path, choose: str | None = None, *, force: bool = False) -> Path:
-        """Write a plan file, of ``plan`` or of another answer; without ``force`` a file of another plan is kept."""
+        """Write a plan file, of ``plan`` or of another answer; without ``force`` what somebody has edited is kept."""
         out = Path(path)
         save(self.runnable(choose or self.name).plan, out, force=force, remedy="Say force=True to replace it")
         return out

@@ -102,7 +102,7 @@ def test_one_plan_leaves_nothing_to_choose(typed: Typed) -> None:
         (f"{TRN1} --budget 0", 2, "--budget: must be at least 1, not 0"),
         (f"{TRN1} --run-nodes 0", 2, "--run-nodes: must be at least 1, not 0"),
         (f"{TRN1} --tokens many", 2, "--tokens: 'many' is not a number of tokens"),
-        (f"{TRN1} --out here", 2, "--out: here is a file. Name a folder"),
+        (f"{TRN1} --out here", 2, "--out here: is a file. Name a folder"),
         (f"advise {DATA / 'trainium.jsonl'}", 2, "--model: missing"),
         (f"advise {DATA / 'trainium.jsonl'} {TINY}", 2, "holds no row of local with a step_time_s"),
         (f"advise none.jsonl {TINY}", 2, "none.jsonl: "),

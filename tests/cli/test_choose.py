@@ -1,13 +1,15 @@
-"""``plan --choose`` and the plan file: which answer is written, and that no other plan is lost."""
+"""``plan --choose`` and the plan file: which answer is written, and that nothing which a person wrote is lost."""
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from autoshard.cli import main
-from autoshard.plan.codec import load
+from autoshard.plan.codec import is_as_written, load
+from autoshard.plan.plan import SCHEMA
 
 QUESTION = ("plan", "--model", "tiny-llama", "--cluster", "local", "--fix", "pp=2,recompute=none")
 
@@ -59,18 +61,77 @@ def test_what_cannot_be_chosen_is_one_message(
     assert not Path("plan.json").exists()
 
 
-def test_another_plan_is_kept_the_answer_is_shown_and_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_nobody_edited_is_replaced_and_the_last_line_says_which(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main([*QUESTION]) == 0
     before = Path("plan.json").read_bytes()
-    assert main([*QUESTION]) == 0, "the same plan again"
     capsys.readouterr()
-    assert main([*QUESTION, "--choose", "3"]) == 2
-    said = capsys.readouterr()
-    assert "pp=2" in said.out and "wrote" not in said.out
-    assert "--out plan.json" in said.err and "--force" in said.err
-    assert Path("plan.json").read_bytes() == before
-    assert main([*QUESTION, "--choose", "3", "--force"]) == 0
+    assert main([*QUESTION]) == 0, "the same plan again"
+    assert capsys.readouterr().out.endswith("wrote plan.json\n")
+    assert main([*QUESTION, "--choose", "3"]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == "wrote plan.json, which held the plan of tiny-llama on 1 x local"
     assert Path("plan.json").read_bytes() != before
+
+
+EDITS = {
+    "a number": lambda text: text.replace('"headroom": 0.1', '"headroom": 0.2'),
+    "a layout": lambda text: text.replace("[batch/dp, ", "[batch, ", 1),
+    "a space": lambda text: text.replace("{", "{ ", 1),
+    "the end": lambda text: text.rstrip("\n"),
+    "the hash": lambda text: re.sub(r'"of": "[0-9a-f]', '"of": "x', text),
+    "half": lambda text: text[: len(text) // 2],
+    "another object": lambda text: "{}",
+    "a list": lambda text: "[1]",
+    "the order of keys": lambda text: json.dumps(dict(reversed(json.loads(text).items())), indent=2) + "\n",
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_somebody_has_edited_is_kept_and_that_is_said_before_the_search(
+    edit: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = (*QUESTION[:5], "--at", "tp=1,pp=2,dp=2")
+    assert main([*at]) == 0
+    text = Path("plan.json").read_text(encoding="utf-8")
+    edited = EDITS[edit](text)
+    assert edited != text
+    Path("plan.json").write_text(edited, encoding="utf-8")
+    with monkeypatch.context() as nothing:
+        nothing.setattr("autoshard.commands.plan.searched", lambda *_: pytest.fail("a search has begun"))
+        assert main([*QUESTION]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("autoshard: --out plan.json: holds ") and "Type --force" in error
+    assert main([*at]) == 2 and "--force" in capsys.readouterr().err
+    assert Path("plan.json").read_text(encoding="utf-8") == edited
+    assert main([*at, "--force"]) == 0 and Path("plan.json").read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize("name", ["training.json", "training.yaml"])
+def test_the_plan_of_a_run_or_a_job_is_kept(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    at = (*QUESTION[:5], "--at")
+    assert main([*at, "tp=1,pp=2,dp=2"]) == 0
+    Path(name).write_text("{}", encoding="utf-8")
+    assert main([*at, "tp=1,pp=2,dp=2"]) == 0, "the same plan again"
+    assert main([*at, "tp=2,pp=2,dp=1"]) == 2
+    assert "in this folder, and is kept. Type --force" in capsys.readouterr().err
+    assert candidate() == "tp=1,pp=2,dp=2"
+
+
+def test_the_plan_that_like_asks_about_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUESTION]) == 0
+    like = ["plan", "--like", "plan.json", "--ranks", "2"]
+    assert main(like) == 2
+    assert "--out plan.json: is the plan that --like asks about" in capsys.readouterr().err
+    assert main([*like, "--out", "left.json"]) == 0 and load(Path("plan.json")).cluster.num_ranks == 4
+
+
+def test_a_plan_file_of_an_older_schema_is_as_written_too() -> None:
+    folder = Path(__file__).parents[1] / "golden" / "plan"
+    files = [path for path in sorted(folder.rglob("*.json")) if "prediction" in json.loads(path.read_text("utf-8"))]
+    sealed = [path for path in files if is_as_written(path.read_text(encoding="utf-8"))]
+    assert {json.loads(path.read_text("utf-8"))["schema"] for path in sealed} >= {SCHEMA - 1, SCHEMA}
 
 
 def test_a_file_that_is_no_plan_is_kept_as_well(capsys: pytest.CaptureFixture[str]) -> None:

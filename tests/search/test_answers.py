@@ -56,15 +56,18 @@ def test_an_answer_that_is_not_there_is_refused_with_what_there_is(result: PlanR
         result.named("vendor")
 
 
-def test_saving_keeps_another_plan_and_any_answer_can_be_saved(result: PlanResult, tmp_path: Path):
+def test_saving_keeps_other_files_and_any_answer_can_be_saved(result: PlanResult, tmp_path: Path):
     out = tmp_path / "plan.json"
     assert result.save(out) == out and load(out) == result.plan
     result.save(out)
-    with pytest.raises(InputError, match="Say force=True"):
-        result.save(out, "3")
-    assert load(out) == result.plan
-    result.save(out, "3", force=True)
+    result.save(out, "3")
     assert load(out) == result.named("3").plan
+    out.write_text("notes", encoding="utf-8")
+    with pytest.raises(InputError, match="Say force=True"):
+        result.save(out)
+    assert out.read_text(encoding="utf-8") == "notes"
+    result.save(out, force=True)
+    assert load(out) == result.plan
 
 
 def test_a_result_shows_itself_and_says_where_the_plan_is(result: PlanResult):

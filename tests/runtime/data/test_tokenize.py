@@ -237,7 +237,7 @@ def chat_file(folder: Path) -> Path:
         (["{chat}", "--chat", "--tokenizer", "{tokenizer}"], "has no chat template. Give one in a file of Jinja"),
         (["{a}", "--eos", "x"], "takes neither --eos nor --bos"),
         (["{a}", "--workers", "0"], "--workers: must be at least 1"),
-        (["{a}", "--out", "{csv}"], "is a file. Give a folder"),
+        (["{a}", "--out", "{csv}"], "is a file. Name a folder"),
         (["{a}", "--chat-template", "{csv}"], "is for conversations. Type --chat as well"),
         (["{chat}", "--chat", "--chat-template", "{folder}/no"], "there is no file"),
     ],

@@ -1,0 +1,1 @@
+"""Where commands write: what is tried before their work, and what is kept."""

@@ -1,0 +1,56 @@
+"""Places that a command writes to after its work, tried before it."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryFile
+
+Check = tuple[bool, str, str]
+
+
+def place_checks(out: Path, option: str = "--out") -> list[Check]:
+    """Check that a file can be written at the path of an option."""
+    return _checked(_against_file, out, option)
+
+
+def folder_checks(out: Path, option: str = "--out") -> list[Check]:
+    """Check that a folder can be made at the path of an option, or that files can be written into the one there."""
+    return _checked(_against_folder, out, option)
+
+
+def _checked(against: Callable[[Path], str], out: Path, option: str) -> list[Check]:
+    try:
+        reason = against(out)
+    except (OSError, ValueError) as error:
+        words = error.strerror if isinstance(error, OSError) else ""
+        reason = f"cannot be written: {words or error}. Name another place"
+    return [(not reason, f"{option} {out}", reason)]
+
+
+def _against_file(out: Path) -> str:
+    """Try to write a file, without a trace; return what else speaks against it."""
+    if out.is_dir():
+        return "is a folder. Name a file in it"
+    if not out.parent.is_dir():
+        return f"there is no folder {out.parent}. Make it first"
+    if out.is_file():
+        os.close(os.open(out, os.O_WRONLY))
+    elif not out.exists():
+        _try_folder(out.resolve().parent)  # where a link leads
+    elif not os.access(out, os.W_OK):  # a device or a pipe, which must not be opened twice
+        return "cannot be written to. Name another place"
+    return ""
+
+
+def _against_folder(out: Path) -> str:
+    """Try to write into the nearest folder that there is, without a trace; return what else speaks against it."""
+    there = next(one for one in (out, *out.parents) if one.exists())
+    if not there.is_dir():
+        return "is a file. Name a folder" if there == out else f"{there} is a file. Name another folder"
+    _try_folder(there)
+    return ""
+
+
+def _try_folder(folder: Path) -> None:
+    with TemporaryFile(dir=folder):  # on Linux a file without a name
+        pass
