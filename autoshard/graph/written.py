@@ -17,6 +17,7 @@ from autoshard.graph.kinds.norm import Norm, Softmax
 from autoshard.graph.kinds.opaque import Opaque
 from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Unary
 from autoshard.graph.op import OpKind
+from autoshard.spec.files import parsed_json
 from autoshard.spec.record import decode, encode
 from autoshard.spec.workload import Dtype
 
@@ -52,15 +53,12 @@ class WrittenOp:
         name, kind, options, operands = cast(re.Match[str], match).groups()
         with inside(name):
             require((kind in _KINDS, "", f"there is no kind {kind}. {nearest(kind, list(_KINDS))}"))
-            try:
-                given = json.loads(options or "{}")
-            except ValueError as error:
-                raise InputError.of("", f"{options} is not JSON: {error}") from None
+            stated = parsed_json(options or "{}", "")
             texts = tuple(operands.split(", "))
             unread = [text for text in texts if not _OPERAND.fullmatch(text)]
             forms = "write name, weight[dim dim] or input[dim]:int64"
             require((not unread, "", f"cannot read {', '.join(unread)}; {forms}"))
-            return cls(name=name, kind=decode(_KINDS[kind], given), operands=texts)
+            return cls(name=name, kind=decode(_KINDS[kind], stated), operands=texts)
 
     def __str__(self) -> str:
         kind: Any = self.kind

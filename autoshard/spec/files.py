@@ -64,13 +64,33 @@ def json_lines(path: Path) -> Mapping[str, object]:
     for number, line in enumerate(_bytes(path).split(b"\n"), 1):
         if line.strip():
             try:
-                value = parsed_json(line.decode("utf-8"), "")
-            except UnicodeDecodeError:
-                value = InputError.of("", "is not text in UTF-8")
+                value = parsed_line(line, "")
             except InputError as error:
                 value = error
             found[f"{path} line {number}"] = value
     return found
+
+
+def parsed_line(line: bytes, where: str) -> object:
+    """Parse a line of JSON; what is wrong with it is an InputError."""
+    try:
+        return parsed_json(line.decode("utf-8"), where)
+    except UnicodeDecodeError:
+        raise InputError.of(where, "is not text in UTF-8") from None
+
+
+def json_line(line: str | bytes) -> object:
+    """Return what a line of a file that anybody may have changed holds in JSON; None if it cannot be read.
+
+    A kill or a full disk leaves half a line, and lines can be nested more deeply than Python reads.
+
+    >>> json_line('{"step": 3}'), json_line('{"st'), json_line("[" * 5000)
+    ({'step': 3}, None, None)
+    """
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _bytes(path: Path) -> bytes:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autoshard.engine.folder import METRICS
 from autoshard.errors import AutoshardError, InputError
 from autoshard.extensions import EXTENSIONS
-from autoshard.runtime.metrics.log import scalars
+from autoshard.runtime.metrics.log import records_in, scalars
 from autoshard.runtime.metrics.trackers import OnWandb
+from autoshard.spec.files import json_line
 from autoshard.sweep.points import Sweep, base_of, points_of_question
 from autoshard.sweep.table import PROGRAM
 from autoshard.sweep.work import Row, SweepJob, rows_of
@@ -77,10 +77,10 @@ class WandbGroup:
     def _state(self) -> tuple[str, list[str]]:
         """Return what tells this group from others, and which results it has."""
         path = self.folder / _STATE
+        state: Any = json_line(path.read_bytes()) if path.exists() else {}
         try:
-            state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
             return state.get("group", secrets.token_hex(4)), list(state.get("shown", ()))
-        except (ValueError, AttributeError, TypeError):
+        except (AttributeError, TypeError):
             raise InputError.of(str(path), "is damaged. Remove it, and all points are shown again") from None
 
     def _begun(self, key: str, name: str, kind: str, config: Mapping[str, Any], notes: list[str]) -> OnWandb:
@@ -180,10 +180,8 @@ def _run_of(row: Row) -> ShownRun:
     summary |= {name: row[key] for key, name in _MEASURED.items() if row.get(key) is not None}
     summary |= {"message": row["message"]} if row["message"] is not None else {}
     config = {name: value for name, value in row.items() if name not in _RESULTS and not name.startswith("time_s.")}
-    lines: list[str] = []
-    if row["status"] == "ran":
-        lines = (Path(row["run"]) / METRICS).read_text(encoding="utf-8").splitlines()
-    curve = [(step["step"], dict(scalars(step))) for step in map(json.loads, lines)]
+    steps = records_in(Path(row["run"])) if row["status"] == "ran" else ()
+    curve = [(number, dict(scalars(fields))) for number, fields in steps]
     return ShownRun(
         key=row["id"], name=row["point"], config=config, summary=summary, curve=curve, failed=row["status"] == "failed"
     )

@@ -10,10 +10,12 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
-from autoshard.errors import InputError, require
+from autoshard.errors import require
 from autoshard.extensions import EXTENSIONS
 from autoshard.jobs.quoting import remark, word, words
+from autoshard.spec.files import json_line, read_data
 from autoshard.sweep.points import Sweep
 from autoshard.sweep.work import Row, SweepJob
 
@@ -31,7 +33,8 @@ class RowFile:
         if self._path.exists():
             os.truncate(self._path, len(_whole(self._path)))  # a kill may have cut the last line
         for path in sorted(task_file(folder, "*").parent.glob("*.json")):
-            rows: list[Row] = json.loads(path.read_text(encoding="utf-8"))
+            parts = cast(list[object], data) if isinstance(data := read_data(path), list) else [data]
+            rows = [_row(part, str(path), "the file, and its points are") for part in parts]
             self.add([row for row in rows if row["id"] not in self.rows])
             path.unlink()
 
@@ -54,13 +57,16 @@ def stored_rows(folder: Path) -> dict[str, Row]:
     """Return the rows of a sweep's folder by their points."""
     path, rows = folder / ROWS, dict[str, Row]()
     for number, line in enumerate(_whole(path).splitlines() if path.exists() else (), 1):
-        try:
-            row: Row = json.loads(line)
-            rows[row["id"]] = row
-        except (ValueError, TypeError, KeyError):
-            message = "is no row of a sweep. Remove the line, and its point is done again"
-            raise InputError.of(f"{path} line {number}", message) from None
+        row = _row(json_line(line), f"{path} line {number}", "the line, and its point is")
+        rows[row["id"]] = row
     return rows
+
+
+def _row(value: object, where: str, what: str) -> Row:
+    """Return what was read as a row, or say what to remove."""
+    row = cast(Row, value) if isinstance(value, dict) else Row()
+    require((isinstance(row.get("id"), str), where, f"is no row of a sweep. Remove {what} done again"))
+    return row
 
 
 def task_file(folder: Path, name: str) -> Path:

@@ -59,7 +59,8 @@ def test_a_line_is_read_as_it_was_written(name: str):
         ("act of gate", "cannot read 'act of gate'; write NAME = KIND {options} of OPERAND, OPERAND"),
         ("act = Unray of gate", "act: there is no kind Unray. Did you mean Unary?"),
         ('act = Unary {"function": "silo"} of gate', "act.function: expected one of silu"),
-        ("act = Unary {function} of gate", "act: {function} is not JSON"),
+        ("act = Unary {function} of gate", "act: is not JSON"),
+        (f'act = Unary {{"function": {"[" * 5000}}} of gate', "act: is nested too deeply"),
         ("mlp_add = Add of x, down[", "mlp_add: cannot read down[; write name, weight[dim dim] or input[dim]:int64"),
     ],
 )

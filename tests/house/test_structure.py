@@ -1,6 +1,7 @@
 """The shape of the package: no folder too full, no class name twice, no cycle of imports, not even a lazy one."""
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -50,6 +51,23 @@ def test_every_class_has_a_name_of_its_own() -> None:
     twice = {name: paths for name, paths in places.items() if len(paths) > 1}
     mirrored = {name for name, paths in twice.items() if {path.parent for path in paths} == {KINDS, MIRRORS}}
     assert not {name: [path.stem for path in paths] for name, paths in twice.items() if name not in mirrored}
+
+
+# Besides the reader of files, these read JSON that comes with the package, or that this process or its child wrote.
+OF_OUR_OWN = {
+    "calibration.words", "cost.calibration", "search.vendor", "spec.kernels", "jobs.job", "sweep.points", "sweep.work",
+    "runtime.checkpoint.files", "runtime.convert.copying", "runtime.folder",
+}  # fmt: skip
+
+
+def test_json_that_anybody_may_have_written_is_read_in_one_place() -> None:
+    readers = {
+        name.removeprefix("autoshard.")
+        for name, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"json(_text)?\.loads?", ast.unparse(node))
+    }
+    assert readers - OF_OUR_OWN == {"spec.files"}, "parsed_json says what is wrong, json_line leaves it out"
 
 
 def test_imports_go_round_nowhere() -> None:

@@ -85,9 +85,10 @@ def test_a_cut_line_is_dropped_and_its_point_is_left(tmp_path: Path):
     assert [row["id"] for row in rows_in(tmp_path)] == ["a", "b", "c"]
     again.forget_failed()
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "rows.jsonl").write_text("[]\n")
-    with pytest.raises(InputError, match=r"rows.jsonl line 1: is no row of a sweep"):
-        RowFile(tmp_path / "other")
+    for line in ("[]", "{}", '{"id": []}', "[" * 5000):
+        (tmp_path / "other" / "rows.jsonl").write_text(f"{line}\n")
+        with pytest.raises(InputError, match=r"rows.jsonl line 1: is no row of a sweep"):
+            RowFile(tmp_path / "other")
     assert set(again.rows) == {"a", "c"} and [row["id"] for row in rows_in(tmp_path)] == ["a", "c"]
 
 
@@ -97,6 +98,14 @@ def test_parts_of_a_job_array_are_gathered_once(tmp_path: Path):
     write_task([{"id": "a", "status": "planned"}, {"id": "b", "status": "planned"}], tmp_path, "b")
     assert set(RowFile(tmp_path).rows) == {"a", "b"}
     assert [row["id"] for row in rows_in(tmp_path)] == ["a", "b"] and not list(tmp_path.glob("parts/*"))
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, "[3]", '[{"status": "planned"}]', "{", ""])
+def test_a_damaged_part_of_a_job_array_is_named(text: str, tmp_path: Path):
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "a.json").write_text(text)
+    with pytest.raises(InputError, match=r"parts/a.json"):
+        RowFile(tmp_path)
 
 
 def test_parquet_has_the_same_rows(tmp_path: Path):

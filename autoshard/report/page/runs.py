@@ -1,7 +1,7 @@
 """A run beside the prediction of its plan: step by step, and part by part."""
 
-import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from autoshard.report.page.elements import Content, Markup, Node, section, table
 from autoshard.report.terminal import prediction_of
 from autoshard.report.watch.content import read_run
 from autoshard.report.words import ranks_text
+from autoshard.spec.files import read_data
+from autoshard.spec.record import decode
 from autoshard.units import format_bytes, format_count, format_seconds
 
 _MOST_STEPS = 400  # that are drawn; of more, every second, third, ...
@@ -28,16 +30,52 @@ def run_data(folder: Path, plan: Plan) -> dict[str, Any]:
         (bool(run.steps), f"--run {folder}", "has taken no step yet"),
         (not other, f"--run {folder}", f"is a run of another plan, {folder / PLAN}. Report that one"),
     )
-    ended = folder / REPORT
-    found: Mapping[str, Any] = json.loads(ended.read_text(encoding="utf-8")) if ended.is_file() else {}
     steps = [
         with_nulls({"step": one.number, "loss": one.loss, "time_s": one.time_s, "tokens_per_s": one.tokens_per_s,
                     "phase": one.phase})
         for one in (logged.step for logged in run.steps)
     ]  # fmt: skip
     compared = any(logged.compared for logged in run.steps)
-    both = {"step_time_s": found.get("step_time_s"), "ranks": found.get("ranks", [])}
-    return {"folder": str(folder), "same_machine": compared, "steps": steps, **both}
+    with inside("--run"):
+        ended = _ended(folder / REPORT)
+    return {"folder": str(folder), "same_machine": compared, "steps": steps, **ended}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StepTimes:
+    predicted: float
+    low: float
+    high: float
+    measured: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BothBytes:
+    predicted: float | None
+    measured: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankBytes:
+    ranks: tuple[int, ...]
+    memory_bytes: Mapping[str, _BothBytes]
+    sent_bytes: Mapping[str, _BothBytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ended:
+    """The form of what a page shows of the comparison that a run writes at its end."""
+
+    step_time_s: _StepTimes | None = None
+    ranks: tuple[_RankBytes, ...] = ()
+
+
+def _ended(path: Path) -> dict[str, object]:
+    """Read the comparison of a run; one that has not ended has none. A file of another form is refused."""
+    data = decode(dict[str, object], read_data(path), path) if path.is_file() else {}
+    known = {"step_time_s": data.get("step_time_s"), "ranks": data.get("ranks", [])}
+    decode(_Ended, known, path)
+    return known
 
 
 def _question(plan: Plan) -> tuple[object, ...]:

@@ -1,6 +1,5 @@
 """What the folder of a run holds at a moment, read without changing anything in it, from any machine that sees it."""
 
-import json
 import math
 import os
 import re
@@ -9,10 +8,10 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from autoshard.engine.activity import RankStatus, is_alive, read_status, why_still
-from autoshard.engine.base import TimedStep
+from autoshard.engine.base import Phase, TimedStep
 from autoshard.engine.folder import (
     ATTEMPTS,
     CHECKPOINTS,
@@ -26,15 +25,19 @@ from autoshard.engine.folder import (
     TRAINING,
     step_of,
 )
-from autoshard.errors import InputError, nearest
+from autoshard.errors import InputError, inside, nearest
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
+from autoshard.spec.files import json_line, parsed_json
 from autoshard.spec.record import decode
 from autoshard.spec.training import Training
 
 _WHOLE_BYTES = 2**20  # steps up to here are read whole; of more, the end and a sample, in the same time for any run
 _END_BYTES, _SAMPLE_BYTES, _NUM_SAMPLES = 2**18, 2**13, 240  # a line is about 400 bytes, with neuron-monitor 4000
 _LOCKS = Path("/proc/locks")
+_MOST = 2**53  # of numbers in lines: up to here floats know whole numbers
+_PHASES: Mapping[str, Phase] = {phase: phase for phase in get_args(Phase)}
+_NOTED = {"from": int, "at": int | float, "failed": str, "ended": str}  # in a line of attempts.jsonl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +109,10 @@ def read_run(folder: Path) -> RunFolder:
         faults.append(str(error.faults[0]))
     try:
         text = _text(folder / TRAINING)
-        training = decode(Training, json.loads(text), folder / TRAINING) if text else None
-    except (InputError, ValueError) as error:
-        faults.append(f"{folder / TRAINING}: {error}")
+        with inside(folder / TRAINING):
+            training = decode(Training, parsed_json(text, "")) if text else None
+    except InputError as error:
+        faults.append(str(error.faults[0]))
     steps, steps_at = _steps(folder / METRICS)
     lock = _lock(folder / LOCK)
     started_at = lock.at if lock else 0.0
@@ -118,7 +122,7 @@ def read_run(folder: Path) -> RunFolder:
     checkpoint, saving = _checkpoints(place) if here else (None, None)
     return RunFolder(
         path=folder, plan=plan, training=training, faults=tuple(faults), steps=steps, steps_at=steps_at,
-        starts=tuple(_objects(_text(folder / ATTEMPTS).encode())), lock=lock,
+        starts=tuple(filter(_is_note, _objects(_text(folder / ATTEMPTS).encode()))), lock=lock,
         ranks=tuple(_ranks(folder / POSITIONS, started_at)), checkpoint=checkpoint, saving=saving,
         checkpoints_elsewhere="" if here or to in (None, "none") else to,
         hang_reports=tuple(_text(one) for one in sorted(folder.glob(HANG_REPORTS)) if one.stat().st_mtime > started_at),
@@ -149,12 +153,14 @@ def _text(path: Path) -> str:
 def _objects(data: bytes) -> Iterator[Mapping[str, Any]]:
     """Yield the whole lines that are objects; a kill leaves half a line, and a sample begins and ends with one."""
     for line in data.split(b"\n")[:-1]:
-        try:
-            one: object = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(one, dict):
+        if isinstance(one := json_line(line), dict):
             yield cast(Mapping[str, Any], one)
+
+
+def _is_note(line: Mapping[str, Any]) -> bool:
+    """Say whether an object is a note about a start of the run."""
+    typed = all(isinstance(line[name], kind) for name, kind in _NOTED.items() if name in line)
+    return typed and all(abs(line[name]) < _MOST for name in ("from", "at") if name in line)
 
 
 def _steps(path: Path) -> tuple[tuple[LoggedStep, ...], float | None]:
@@ -182,16 +188,30 @@ def _logged(record: Mapping[str, Any]) -> LoggedStep | None:
             **record,
             **{name: float(text) for name, text in record.get("nonfinite", {}).items()},
         }
+        rate, memory_bytes = numbers.get("learning_rate"), numbers.get("memory_bytes")
         step = TimedStep(
-            number=int(numbers["step"]), loss=float(numbers["loss"]), norm=float(numbers["norm"]),
-            time_s=max(1e-9, float(numbers["time_s"])), num_tokens=int(numbers["tokens"]),
-            learning_rate=numbers.get("learning_rate"), waited_s=float(numbers.get("waited_s") or 0.0),
-            updated=bool(numbers.get("updated", True)), memory_bytes=numbers.get("memory_bytes"),
-            phase=numbers.get("phase", "steady"),
+            number=_count(numbers["step"]), loss=float(numbers["loss"]), norm=float(numbers["norm"]),
+            time_s=max(1e-9, _bounded(numbers["time_s"])), num_tokens=_count(numbers["tokens"]),
+            learning_rate=None if rate is None else _bounded(rate), waited_s=_bounded(numbers.get("waited_s") or 0.0),
+            updated=bool(numbers.get("updated", True)), phase=_PHASES[numbers.get("phase", "steady")],
+            memory_bytes=None if memory_bytes is None else _count(memory_bytes),
         )  # fmt: skip
-        return LoggedStep(step=step, at=float(numbers["at"]), compared=numbers.get("mfu") is not None)
-    except (KeyError, TypeError, ValueError, AttributeError):
+        return LoggedStep(step=step, at=_bounded(numbers["at"]), compared=numbers.get("mfu") is not None)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
+
+
+def _bounded(value: Any) -> float:
+    """Return a number that can be computed with; anything else is a ValueError or a TypeError."""
+    if abs(value) < _MOST:
+        return float(value)
+    raise ValueError
+
+
+def _count(value: Any) -> int:
+    if type(value) is int and 0 <= value < _MOST:
+        return value
+    raise ValueError
 
 
 def _lock(path: Path) -> RunLock | None:

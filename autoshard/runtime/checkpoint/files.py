@@ -102,7 +102,7 @@ def load_index(data: bytes, where: str) -> CheckpointIndex:
         whole: Any = json.loads(data.decode())
         body, crc32 = whole["index"], whole["crc32"]
         text = json.dumps(body, separators=(",", ":"))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError.of(where, f"is damaged: {error}") from None
     if zlib.crc32(text.encode()) != crc32:
         raise InputError.of(where, "is damaged: its checksum has changed")

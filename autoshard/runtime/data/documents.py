@@ -6,16 +6,16 @@ Everything that can go wrong with a hub is one sentence with its remedy.
 import errno
 import glob
 import gzip
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, cast
 
 from autoshard.errors import InputError, require
+from autoshard.spec.files import json_line, parsed_line
 
 Form = Literal["text", "jsonl", "parquet", "arrow"]
 Where = Callable[[], str]  # finds out the line or row of a document, for a message
@@ -164,12 +164,11 @@ def _lines(part: FilePart, field: str) -> Iterator[tuple[Where, Any]]:
 
 
 def _field(line: bytes, field: str, where: Where) -> Any:
-    value = None
+    value: Any = json_line(line)
+    if value is None:  # say why; or it is null, which is no object
+        value = cast(Any, parsed_line(line, where()))
     try:
-        value = json.loads(line)
         return value[field]
-    except ValueError as error:
-        raise InputError.of(where(), f"is not JSON: {error}") from None
     except (KeyError, TypeError):
         hint = f"it has {', '.join(value)}. Name one with --field" if isinstance(value, dict) else "it is no object"
         raise InputError.of(where(), f"has no {field!r}: {hint}") from None

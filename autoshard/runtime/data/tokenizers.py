@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from autoshard.errors import InputError, require
 from autoshard.graph.op import Array
 from autoshard.runtime.data.mixture import BYTES_EOS
 from autoshard.runtime.data.opened import TokenizerRecord, sha256
+from autoshard.spec.files import parsed_json
 
 Message = Mapping[str, Any]
 
@@ -249,11 +250,8 @@ def _whole(texts: Sequence[str]) -> list[str]:
 def _config(folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        try:
-            found = json.loads(_text(folder / name) or "{}")
-        except ValueError as error:
-            raise InputError.of(str(folder / name), f"is not JSON: {error}") from None
-        config |= found if isinstance(found, dict) else {}
+        found = parsed_json(_text(folder / name) or "{}", str(folder / name))
+        config |= cast(dict[str, Any], found) if isinstance(found, dict) else {}
     return config
 
 

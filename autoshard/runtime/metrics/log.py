@@ -5,18 +5,18 @@ The fields of a line are described in docs/training.md; those of unknown value a
 
 import errno
 import json
-import math
 import os
 import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from autoshard.engine.base import SLOWER, WINDOW, TimedStep, with_nulls
 from autoshard.engine.folder import METRICS
 from autoshard.plan.plan import Prediction
+from autoshard.spec.files import json_line
 from autoshard.units import format_seconds
 
 _JSON = json.JSONEncoder(allow_nan=False)  # made once: a step must cost next to nothing
@@ -52,7 +52,7 @@ class MetricsLog:
         if self.path.exists():
             aside = self.path.with_name(f"{METRICS}.part")
             with self.path.open("rb") as old, aside.open("wb") as new:
-                new.writelines(line for line in old if _number(line) <= num_done)
+                new.writelines(line for line in old if (record := _record(line)) and record[0] <= num_done)
                 new.flush()
                 os.fsync(new.fileno())
             aside.replace(self.path)
@@ -71,13 +71,19 @@ class MetricsLog:
         os.close(self._file)
 
 
-def _number(line: bytes) -> float:
-    """Return the number of a line's step; infinity if it is no whole line of a step."""
-    try:
-        number = json.loads(line)["step"] if line.endswith(b"\n") else None
-    except (ValueError, TypeError, KeyError):  # no JSON, or not what a line is
-        number = None
-    return number if type(number) is int else math.inf
+def records_in(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the steps of a run with their fields, as far as their lines are whole."""
+    path = folder / METRICS
+    if path.is_file():
+        with path.open("rb") as lines:
+            yield from filter(None, map(_record, lines))
+
+
+def _record(line: bytes) -> tuple[int, dict[str, Any]] | None:
+    """Return the number of a line's step, and its fields; None if it is no whole line of a step."""
+    fields = json_line(line) if line.endswith(b"\n") else None
+    number = cast(dict[str, Any], fields).get("step") if isinstance(fields, dict) else None
+    return (number, cast(dict[str, Any], fields)) if type(number) is int else None
 
 
 def scalars(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

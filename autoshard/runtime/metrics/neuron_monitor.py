@@ -4,13 +4,14 @@ It prints a JSON object a line, every 5 s unless it is configured otherwise; fie
 Neuron 2.29 describes them (awsdocs-neuron.readthedocs-hosted.com, tools/neuron-sys-tools).
 """
 
-import json
 import shutil
 import subprocess
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from autoshard.spec.files import json_line
 
 TOOL = "neuron-monitor"
 _GRACE_S = 5.0
@@ -31,7 +32,7 @@ def _counted(line: str) -> dict[str, Any] | None:
         return value
 
     try:
-        report = json.loads(line)
+        report: Any = json_line(line)
         processes, system = report["neuron_runtime_data"] or (), part(report, "system_data")
         runtimes = [part(one, "report") for one in processes]
         cores = [part(one, "neuroncore_counters", "neuroncores_in_use") for one in runtimes]
@@ -52,7 +53,7 @@ def _counted(line: str) -> dict[str, Any] | None:
             "errors": +errors,  # those that happened
             "fault": next((one["error"] for one in faulty if one.get("error")), ""),
         }
-    except (ValueError, TypeError, AttributeError, KeyError):
+    except (ValueError, TypeError, AttributeError, KeyError, OverflowError):
         return None
 
 

@@ -202,6 +202,8 @@ def test_an_index_that_ends_too_early_or_is_of_another_format_is_refused() -> No
     for length in (0, 1, 40, len(dump_index(TINY_INDEX)) - 1):
         with pytest.raises(InputError, match="here: is damaged"):
             load_index(dump_index(TINY_INDEX)[:length], "here")
+    with pytest.raises(InputError, match="here: is damaged"):
+        load_index(b"[" * 5000, "here")
     text = json.dumps(json.loads(dump_index(TINY_INDEX))["index"] | {"format": 9}, separators=(",", ":"))
     with pytest.raises(InputError, match="is of format 9, and this version reads 1"):
         load_index(f'{{"crc32":{zlib.crc32(text.encode())},"index":{text}}}'.encode(), "here")

@@ -191,6 +191,13 @@ def test_what_is_wrong_with_text_is_said_with_its_place(tmp_path: Path, capsys) 
     out = tmp_path / "out"
     first = say(source, "--tokenizer", "bytes", "--out", out, "--workers", "2", capsys=capsys)
     assert "a.jsonl line 5: is not JSON" in first
+    for number, (line, words) in enumerate(
+        ((b"[" * 5000, "is nested too deeply"), (b'{"text": "\xff"}', "is not text"))
+    ):
+        (broken := tmp_path / f"b{number}.jsonl").write_bytes(line + b"\n")
+        assert f"line 1: {words}" in say(
+            broken, "--tokenizer", "bytes", "--out", tmp_path / f"o{number}", capsys=capsys
+        )
     lines[4] = lines[0]
     source.write_text("\n".join(lines))
     changed = say(source, "--tokenizer", "bytes", "--out", out, capsys=capsys)

@@ -128,6 +128,7 @@ def test_a_template_may_be_a_file_of_its_own_or_one_of_several(tmp_path: Path) -
     [
         ({"tokenizer.json": "{}"}, {}, r"tokenizer\.json: is not a tokenizer that the tokenizers library reads"),
         ({"tokenizer_config.json": "{"}, {}, r"tokenizer_config\.json: is not JSON"),
+        ({"tokenizer_config.json": "[" * 5000}, {}, r"tokenizer_config\.json: is nested too deeply"),
         ({"tokenizer_config.json": json.dumps({"eos_token": "<x>"})}, {}, "--eos: '<x>' is not a token"),
         ({}, {"bos": "<x>"}, "--bos: '<x>' is not a token"),
     ],

@@ -104,7 +104,7 @@ def test_steps_that_are_done_again_are_dropped(last: int, torn: bytes) -> None:
 
 def test_a_line_that_is_no_step_is_dropped(tmp_path: Path) -> None:
     path = written(tmp_path, range(1, 3))
-    path.write_text(path.read_text() + "[]\n" + path.read_text())
+    path.write_text(path.read_text() + "[]\n" + "[" * 5000 + "\n" + path.read_text())
     MetricsLog(tmp_path, 9).close()
     assert numbers_in(path) == [1, 2, 1, 2]
 

@@ -43,6 +43,13 @@ def test_what_is_no_report_is_left_out(text: str) -> None:
     assert neuron_record([text]) is None
 
 
+@pytest.mark.parametrize(
+    "text", ["[" * 5000, '{"neuron_runtime_data":' * 5000, LINES[1].replace("12519788544", "1e999")]
+)
+def test_a_report_that_cannot_be_computed_with_is_left_out(text: str) -> None:
+    assert neuron_record([text]) is None
+
+
 @given(st.data())
 def test_a_report_may_lack_anything(data: st.DataObject) -> None:
     report = json.loads(LINES[1])
