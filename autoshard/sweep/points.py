@@ -4,9 +4,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -90,7 +90,27 @@ class Sweep:
             (1 <= self.frontier <= 100, "frontier", f"must be 1 to 100, not {self.frontier}"),
             (self.rehearse is None or self.mode == "run", "rehearse", "is of mode run. Write mode: run"),
             (self.rehearse is None or self.rehearse >= 1, "rehearse", f"must be at least 1, not {self.rehearse}"),
-        )
+            *((False, where, f"sets the same as {other}, so that the values of one are lost. Keep one of them")
+              for where, other in self._clashes()),
+        )  # fmt: skip
+
+    def _clashes(self) -> Iterator[tuple[str, str]]:
+        """Yield the pairs of keys that set the same: they are equal, or one is the section of the other."""
+        keys = [("list", key) for key in dict.fromkeys(key for one in self.list for key in one)]
+        keys += [(axis, key) for axis, lists in (("zip", self.zip), ("grid", self.grid)) for key in lists]
+        texts = [*(one.get("fix") for one in self.list), *self.zip.get("fix", ()), *self.grid.get("fix", ())]
+        pinned = {f"fix.{pin.partition('=')[0].strip()}" for text in texts for pin in _COMMA.split(str(text))}
+        for (axis, key), (other, more) in combinations(keys, 2):
+            short, long = sorted((key, more), key=len)
+            in_section = long.startswith(f"{short}.") and (short != "fix" or long in pinned)
+            if (short == long or in_section) and not axis == other == "list":
+                yield f"{axis}.{key}", f"{other}.{more}"
+
+    @property
+    def varies_training(self) -> bool:
+        """Whether points differ in how they are trained, so that their losses say which is the best."""
+        sections = {key.partition(".")[0] for choices in self.axes.values() for choice in choices for key in choice}
+        return self.mode == "run" and not sections.isdisjoint(TRAINING_KEYS)
 
     @property
     def axes(self) -> "dict[str, Sequence[Entries]]":

@@ -88,6 +88,14 @@ FAULTY: list[tuple[dict[str, Any], str]] = [
     ({"recipe": "nowhere.yaml"}, "nowhere.yaml: cannot be read"),
     ({"base": TINY, "grid": {"nodes": list(range(1000)), "seq_len": list(range(1000))}}, "has at most 100000"),
     ({"base": TINY, "grid": {"schedule.shape": ["round"]}}, "schedule.shape: expected one of"),
+    ({"base": TINY, "zip": {"nodes": [1, 2]}, "grid": {"nodes": [4]}}, "zip.nodes: sets the same as grid.nodes"),
+    ({"base": TINY, "list": [{"ranks": 1}], "grid": {"ranks": [2]}}, "list.ranks: sets the same as grid.ranks"),
+    ({"base": TINY, "list": [{"seed": 1}], "zip": {"seed": [2]}}, "list.seed: sets the same as zip.seed"),
+    (
+        {"base": TINY, "zip": {"schedule.shape": ["cosine"]}, "grid": {"schedule": [{"shape": "linear"}]}},
+        "zip.schedule.shape: sets the same as grid.schedule",
+    ),
+    ({"base": TINY, "grid": {"fix": ["tp=1"], "fix.tp": [2]}}, "grid.fix: sets the same as grid.fix.tp"),
 ]
 
 
@@ -96,6 +104,26 @@ def test_what_is_wrong_is_said_before_anything_is_done(data: dict[str, Any], say
     with pytest.raises(InputError) as caught:
         points_of(load_sweep(written(data, tmp_path)), tmp_path)
     assert says in str(caught.value)
+
+
+def test_keys_of_several_axes_that_set_different_things_are_combined():
+    grid = {"fix": ("tp=1", "tp=2"), "fix.pp": (1, 2), "schedule.shape": ("linear",)}
+    found = points(tiny(mode="run", grid=grid, list=({"schedule.warm_up_steps": 1}, {"schedule.warm_up_steps": 2})))
+    assert len({(one.recipe.question.fix, one.recipe.training.schedule.warm_up_steps) for one in found}) == 8
+
+
+@pytest.mark.parametrize(
+    ("sweep", "varies"),
+    [
+        ({"mode": "run", "grid": {"learning_rate": [0.1, 0.2]}}, True),
+        ({"mode": "run", "zip": {"schedule.shape": ["linear"]}}, True),
+        ({"mode": "run", "list": [{"ranks": 1}, {"seed": 3}]}, True),
+        ({"mode": "run", "grid": {"ranks": [1, 2]}}, False),
+        ({"mode": "plan", "grid": {"learning_rate": [0.1, 0.2]}}, False),
+    ],
+)
+def test_a_sweep_of_training_is_one_whose_runs_are_trained_in_other_ways(sweep: dict[str, Any], varies: bool):
+    assert tiny(**{"grid": {}, **sweep}).varies_training == varies
 
 
 def test_all_faults_of_all_points_are_one_error():
