@@ -194,6 +194,7 @@ class SweepProgress:
             else:
                 seconds = format_seconds(row["measured_step_time_s"]) if row["status"] == "ran" else ""
                 measured = f", measured {seconds}" if seconds else ""
+                measured += f", loss {row['last_loss']:.4f}" if row.get("last_loss") is not None else ""
                 outcome = f"step {format_seconds(row['step_time_s'])}{measured}  {row['candidate']}"
             if not self._silent:
                 place = f"{self._done:{len(str(self._count))}}/{self._count}"

@@ -10,6 +10,7 @@ from rich.text import Text
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
 from autoshard.report.tables import FittingTable, prose
+from autoshard.spec.recipe import TRAINING_KEYS
 from autoshard.units import format_bytes, format_count, format_dollars, format_seconds
 
 Row = Mapping[str, Any]
@@ -17,6 +18,7 @@ Row = Mapping[str, Any]
 SIZES = ("at.nodes", "at.ranks")
 _MOST = 200  # rows that are shown
 _MESSAGE = 110
+_MOST_LINES = 8
 
 
 def sweep_report(rows: Sequence[Row]) -> Group:
@@ -24,6 +26,7 @@ def sweep_report(rows: Sequence[Row]) -> Group:
     good = [row for row in rows if row["status"] in ("planned", "ran")]
     bad = [row for row in rows if row["status"] not in ("planned", "ran")]
     parts: list[RenderableType] = ["", _table(good)] if good else []
+    parts += ["", *map(prose, least_losses(good)[:_MOST_LINES])] if least_losses(good) else []
     parts += [""] if bad else []
     for row in bad[:_MOST]:
         line = str(row["message"]).partition("\n")[0]
@@ -32,6 +35,42 @@ def sweep_report(rows: Sequence[Row]) -> Group:
     if max(len(good), len(bad)) > _MOST:
         parts.append(Text(f"only the first {_MOST} rows are printed; the file has all", "dim"))
     return Group(*parts)
+
+
+def varied_in(rows: Sequence[Row], *, training: bool = False) -> list[str]:
+    """Return the columns of what varies in a sweep, or only those that say how a plan is trained."""
+    varied = dict.fromkeys(name for row in rows for name in row if name.startswith("at."))
+    return [name for name in varied if not training or _section(name) in TRAINING_KEYS]
+
+
+def _section(name: str) -> str:
+    return name.removeprefix("at.").partition(".")[0]
+
+
+def best_trained(rows: Sequence[Row]) -> list[tuple[Row, list[Row]]]:
+    """Return the run with the least loss, and all it is compared with, of every question whose training varies.
+
+    Losses on other data, or of other questions, say nothing about each other.
+    """
+    training = {name for name in varied_in(rows, training=True) if _section(name) != "data"}
+    groups: dict[object, list[Row]] = {}
+    for row in rows:
+        if row.get("last_loss") is not None:
+            others = [(name, row.get(name)) for name in varied_in(rows) if name not in training]
+            groups.setdefault(str(others), []).append(row)
+    alike = [group for group in groups.values() if training and len(group) > 1]
+    return [(min(group, key=lambda row: row["last_loss"]), group) for group in alike]
+
+
+def least_losses(rows: Sequence[Row]) -> list[str]:
+    """Say which way of training has come to the least loss, a sentence for every question."""
+    lines: list[str] = []
+    for best, group in best_trained(rows):
+        lengths = {row["num_steps"] for row in group}
+        longer = f" (they took {min(lengths)} to {max(lengths)} steps)" if len(lengths) > 1 else ""
+        loss, steps = f"{best['last_loss']:.4f}", f"{best['num_steps']} steps"
+        lines.append(f"best: {best['point']}, with loss {loss} after {steps}, the least of {len(group)} runs{longer}")
+    return lines
 
 
 def efficiency(rows: Sequence[Row]) -> dict[str, float]:
@@ -61,7 +100,7 @@ def _table(rows: Sequence[Row]) -> FittingTable:
     scales = any(len({row.get(at) for row in rows}) > 1 for at in SIZES)
     priced = any(row["usd_per_billion_tokens"] is not None for row in rows)
     shares = efficiency(rows)
-    varied = list(dict.fromkeys(name for row in rows for name in row if name.startswith("at.")))
+    varied = varied_in(rows)
     columns: dict[str, Callable[[Row], str]] = {
         **{name.removeprefix("at."): lambda row, name=name: _text(row.get(name), str) for name in varied},
         "plan": short_layout,
@@ -75,6 +114,7 @@ def _table(rows: Sequence[Row]) -> FittingTable:
     if priced:
         columns[">$ / 1e9"] = lambda row: _text(row["usd_per_billion_tokens"], format_dollars)
     if ran:
+        columns[">loss"] = lambda row: _text(row.get("last_loss"), "{:.4f}".format)
         columns[">measured"] = lambda row: _text(row.get("measured_step_time_s"), format_seconds)
         columns[">/ predicted"] = lambda row: _text(row.get("measured_over_predicted"), "{:.2f}".format)
     cells = [[text(row) for text in columns.values()] for row in rows[:_MOST]]

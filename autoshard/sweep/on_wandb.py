@@ -11,6 +11,7 @@ from typing import Any
 
 from autoshard.errors import AutoshardError, InputError
 from autoshard.extensions import EXTENSIONS
+from autoshard.report.sweep import varied_in
 from autoshard.runtime.metrics.log import records_in, scalars
 from autoshard.runtime.metrics.trackers import OnWandb
 from autoshard.spec.files import json_line
@@ -19,7 +20,7 @@ from autoshard.sweep.table import PROGRAM
 from autoshard.sweep.work import Row, SweepJob, rows_of
 
 _ID_LENGTH = 16
-_STATE = "wandb.json"  # the group's token, and which points it has
+_STATE = "wandb.json"  # the group's token, and which points and which table it has
 _PREDICTED = ("step_time_s", "tokens_per_s", "mfu", "peak_bytes", "usd_per_step", "usd_per_billion_tokens", "compile_s")
 _MEASURED = {
     "measured_step_time_s": "step_time_s/measured",
@@ -63,9 +64,13 @@ class WandbGroup:
                 if known not in done:
                     _send(self._begun(token + one.key, one.name, self.kind, one.config, notes), one)
                     done.append(known)
-                    text = json.dumps({"group": token, "shown": done}) + "\n"
-                    (self.folder / _STATE).write_text(text, encoding="utf-8")
-            self._show_table(token, rows(), notes)
+                    self._keep(token, done)
+            every = rows()
+            table = f"table {hashlib.sha256(json.dumps(every, default=str).encode()).hexdigest()[:_ID_LENGTH]}"
+            if table in done:
+                return ["Weights & Biases: all was shown before"]
+            self._show_table(token, every, notes)
+            self._keep(token, [*(one for one in done if not one.startswith("table ")), table])
         except AutoshardError:  # of what makes the results
             raise
         except Exception as error:
@@ -82,6 +87,10 @@ class WandbGroup:
             return state.get("group", secrets.token_hex(4)), list(state.get("shown", ()))
         except (AttributeError, TypeError):
             raise InputError.of(str(path), "is damaged. Remove it, and all points are shown again") from None
+
+    def _keep(self, token: str, done: Sequence[str]) -> None:
+        text = json.dumps({"group": token, "shown": list(done)}) + "\n"
+        (self.folder / _STATE).write_text(text, encoding="utf-8")
 
     def _begun(self, key: str, name: str, kind: str, config: Mapping[str, Any], notes: list[str]) -> OnWandb:
         labels = {"project": self.project, "group": self.name, "job_type": kind, "name": name}
@@ -119,6 +128,8 @@ def log_sweep(rows: Sequence[Row], project: str, folder: Path, page: Path) -> li
         "dollars over ranks": ("ranks", "usd_per_billion_tokens"),
     }
     charts |= {"measured over predicted": ("ran_predicted_s", "measured_step_time_s")} if ran else {}
+    varied = varied_in(rows, training=True) if ran else []
+    charts |= {f"loss over {name.removeprefix('at.')}": (name, "last_loss") for name in varied}
     group = WandbGroup(
         project=project, name=folder.resolve().name, folder=folder, kind=rows[0]["mode"], charts=charts, page=page
     )  # fmt: skip
@@ -135,13 +146,14 @@ def controller_text(sweep: Sweep, source: Path, folder: Path, project: str) -> s
     }
     command = [*shlex.split(PROGRAM), "sweep", str(source.resolve()), "--out", str(folder.resolve()), "--wandb-agent"]
     command += EXTENSIONS.options()
+    timed = "measured" if sweep.mode == "run" else "predicted"
     content = {
         "name": source.stem,
         "project": project,
         "program": "autoshard",  # W&B asks for one; the command says what is called
         "command": command,
         "method": "grid",
-        "metric": {"name": f"step_time_s/{'measured' if sweep.mode == 'run' else 'predicted'}", "goal": "minimize"},
+        "metric": {"name": "loss" if sweep.varies_training else f"step_time_s/{timed}", "goal": "minimize"},
         "parameters": parameters,
     }
     return yaml.safe_dump(content, sort_keys=False)
@@ -168,10 +180,11 @@ def agent_point(sweep: Sweep, folder: Path, out: Path, project: str | None) -> R
 
 
 def _send(tracker: OnWandb, one: ShownRun) -> None:
-    """Send all of a result."""
-    for step, values in one.curve:
-        tracker.log(step, values)
-    tracker.log(tracker.next_step, one.summary)
+    """Send all of a result; the last point of its curve also has what a controller may look at."""
+    *before, (last, values) = one.curve or ((tracker.next_step, {}),)
+    for step, numbers in before:
+        tracker.log(step, numbers)
+    tracker.log(last, {**one.summary, **values})
     tracker.finish(one.summary, failed=one.failed)
 
 

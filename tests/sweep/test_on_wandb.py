@@ -80,19 +80,30 @@ def test_every_point_is_a_run_of_one_group_and_a_second_start_shows_only_what_is
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_a_run_has_its_curve_and_what_was_measured(tmp_path: Path):
-    sweep = {"mode": "run", "base": {**TINY, "steps": 3, "ranks": 1, "fix": "mbs=4"}, "grid": {"seed": [1, 2]}}
-    done = typed(tmp_path, str(written(sweep, tmp_path)), "--wandb", "tested", "--out", "out")
-    assert done.returncode == 0 and not done.stderr, done.stderr
+def test_a_run_has_its_curve_and_what_was_measured_and_nothing_is_sent_twice(tmp_path: Path):
+    axes = {"seed": [1, 2, 3], "init_weights": [None, None, "nowhere"]}
+    sweep = {"mode": "run", "base": {**TINY, "steps": 3, "ranks": 1, "fix": "mbs=4"}, "zip": axes}
+    words = str(written(sweep, tmp_path)), "--wandb", "tested", "--out", "out"
+    done = typed(tmp_path, *words)
+    assert done.returncode == 3 and "1 of 3 points failed" in done.stderr, done.stderr
     found, rows = runs_in(tmp_path), rows_in(tmp_path / "out")
-    losses = [item["loss"] for item in history(found["seed=1"]) if "loss" in item]
+    first, _, failed = (found[row["point"]] for row in rows)
     metrics = (tmp_path / "out" / "runs" / rows[0]["id"] / "metrics.jsonl").read_text().splitlines()
-    assert losses[:3] == [json.loads(line)["loss"] for line in metrics]
-    shown = summary(found["seed=1"])
-    assert shown["step_time_s/measured"] == rows[0]["measured_step_time_s"] > 0
+    steps = [(item["_step"], item["loss"]) for item in history(first)]
+    assert steps == [(number, json.loads(line)["loss"]) for number, line in enumerate(metrics, 1)], "no point more"
+    shown = summary(first)
+    assert history(first)[-1]["step_time_s/measured"] == shown["step_time_s/measured"] > 0
+    assert shown["step_time_s/measured"] == rows[0]["measured_step_time_s"] and shown["loss"] == rows[0]["last_loss"]
     assert shown["step_time_s/ratio"] == pytest.approx(shown["step_time_s/measured"] / rows[0]["ran_predicted_s"])
+    assert "nowhere" in summary(failed)["message"] and entry(failed, "exit")["exit_code"] == 1
     assert history(found["out"])[0]["measured over predicted_table.nrows"] == 2
+    assert history(found["out"])[0]["loss over seed_table.nrows"] == 2
     assert rows[0]["last_loss"] != rows[1]["last_loss"] and rows[0]["plan_hash"] == rows[1]["plan_hash"]
+    controller = yaml.safe_load((tmp_path / "out" / "wandb-sweep.yaml").read_text(encoding="utf-8"))
+    assert controller["metric"] == {"name": "loss", "goal": "minimize"}
+    again = typed(tmp_path, *words)
+    assert again.returncode == 3 and "Weights & Biases: all was shown before" in again.stdout
+    assert len(list(tmp_path.rglob("offline-run-*/run-*.wandb"))) == 4, "three points and the group"
 
 
 @pytest.mark.slow

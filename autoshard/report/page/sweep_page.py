@@ -6,7 +6,7 @@ from typing import Any
 from autoshard.report.page.charts import Axis, Dot, Line, heat_map, line_chart, scatter
 from autoshard.report.page.document import document
 from autoshard.report.page.elements import Content, Markup, Node, facts, section, table, tag
-from autoshard.report.sweep import SIZES, Row, efficiency, series_of, short_layout
+from autoshard.report.sweep import SIZES, Row, best_trained, efficiency, series_of, short_layout, varied_in
 from autoshard.units import GIB, format_bytes, format_count, format_dollars, format_seconds
 
 _GOOD = ("planned", "ran")
@@ -26,6 +26,7 @@ def sweep_page(name: str, rows: Sequence[Row]) -> str:
         ("sizes", "tp x pp", _sizes(good)),
         ("pareto", "Trade-offs", _pareto(good)),
         ("measured", "Measured", _measured(good)),
+        ("losses", "Losses", _losses(good)),
         ("points", "Points", _points(shown, efficiency(good)) if good else None),
         ("failed", "No plan", _failed([row for row in rows if row["status"] not in _GOOD])),
     ]
@@ -34,7 +35,7 @@ def sweep_page(name: str, rows: Sequence[Row]) -> str:
 
 
 def _headline(name: str, rows: Sequence[Row], shown: Sequence[Node]) -> list[Content]:
-    varied = list(dict.fromkeys(key.removeprefix("at.") for row in rows for key in row if key.startswith("at.")))
+    varied = [key.removeprefix("at.") for key in varied_in(rows)]
     words = f"{len(rows)} points; what varies: {', '.join(varied) or 'nothing'}"
     pairs: list[tuple[str, Content]] = []
     if shown:
@@ -46,6 +47,10 @@ def _headline(name: str, rows: Sequence[Row], shown: Sequence[Node]) -> list[Con
             pairs.append(("cheapest billion tokens", _best(cheapest, "usd_per_billion_tokens", format_dollars)))
         busiest = max(shown, key=lambda one: one["mfu"].value)
         pairs.append(("best MFU", _best(busiest, "mfu", lambda share: f"{share:.1%}")))
+        for best, group in best_trained([one.value for one in shown])[:_MOST_LINES]:
+            node = next(one for one in shown if one.value is best)
+            words = f"{best['point']}, after {best['num_steps']} steps, of {len(group)} runs"
+            pairs.append(("least loss", (node["last_loss"].figure("{:.4f}".format), tag("small", words))))
     return [tag("h1", f"Sweep {name}", tag("small", words)), facts(pairs)]
 
 
@@ -178,9 +183,29 @@ def _measured(rows: Sequence[Row]) -> Markup | None:
     return section("measured", "Predicted and measured", tag("div", chart, class_="charts"), about=about)
 
 
+def _losses(rows: Sequence[Row]) -> Markup | None:
+    """Return the last loss of the runs over each number of training that varies."""
+    charts: list[Markup] = []
+    for key in varied_in(rows, training=True):
+        ran = [row for row in rows if row.get("last_loss") is not None and type(row.get(key)) in (int, float)]
+        values = {row[key] for row in ran}
+        if len(values) > 1:
+            across = Axis(name=key.removeprefix("at."), text="{:g}".format, log=min(values) > 0)
+            dots = [
+                Dot(x=row[key], y=row["last_loss"], kind="plan", tip=f"{row['point']}: {row['last_loss']:.4f}")
+                for row in ran
+            ]
+            runs = [Line(name="runs", points=dots, kind="plan", joined=False)]
+            charts.append(line_chart(f"Loss over {across.name}", runs, across, Axis(name="loss", text="{:.3g}".format)))
+    if not charts:
+        return None
+    about = "The loss of the last step: with one seed, of the same tokens for all runs that took as many steps."
+    return section("losses", "Losses", tag("div", charts, class_="charts"), about=about)
+
+
 def _points(rows: Sequence[Node], shares: Mapping[str, float]) -> Markup:
     """Return the table of the points that have a plan."""
-    varied = list(dict.fromkeys(key for one in rows for key in one.value if key.startswith("at.")))
+    varied = varied_in([one.value for one in rows])
     ran = any(one["status"].value == "ran" for one in rows)
     several = any(one["choice"].value > 1 for one in rows)
     priced = any(one["usd_per_billion_tokens"].value is not None for one in rows)
@@ -195,12 +220,13 @@ def _points(rows: Sequence[Node], shares: Mapping[str, float]) -> Markup:
         line += [one["usd_per_billion_tokens"].figure(format_dollars)] if priced else []
         if ran:
             has = one["status"].value == "ran"
+            line += [one["last_loss"].figure("{:.4f}".format) if one.value.get("last_loss") is not None else "-"]
             line += [one["measured_step_time_s"].figure(format_seconds) if has else "-"]
             line += [one["measured_over_predicted"].figure(lambda ratio: f"{ratio:.2f}") if has else "-"]
         lines.append(line)
     columns = [*(key.removeprefix("at.") for key in varied), *(["answer"] if several else []), "layout", ">step"]
     columns += [">tokens/s", ">MFU", ">peak", ">per rank", *([">$ / 1e9 tokens"] if priced else [])]
-    columns += [">measured", ">/ predicted"] if ran else []
+    columns += [">loss", ">measured", ">/ predicted"] if ran else []
     more = f"The first {_MOST_ROWS} of {len(rows)}; the file has all." if len(rows) > _MOST_ROWS else None
     return section("points", "The points", table(columns, lines), about=more)
 

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from autoshard.report.page.sweep_page import sweep_page
-from autoshard.report.sweep import efficiency
+from autoshard.report.sweep import best_trained, efficiency, least_losses, sweep_report
 from tests.report.page.pages import Element, read
 from tests.report.page.test_plan_page import at
+from tests.report.printed import printed
 
 
 def row(nodes: int, tp: int, pp: int, **more: Any) -> dict[str, Any]:
@@ -44,6 +45,44 @@ def test_every_figure_of_a_sweep_is_that_of_its_row():
     assert "none fits <here>" in sections(text)["failed"].whole_text
     assert read(text).every("dl")[0].whole_text.count("predicted of") == 3  # also where points ran
     assert "1 of them ran on another machine" in sections(text)["measured"].whole_text
+
+
+def trained(rate: float, loss: float | None, **more: Any) -> dict[str, Any]:
+    ran = {"measured_step_time_s": 130.0, "ran_predicted_s": 120.0, "measured_over_predicted": 1.0}
+    name = f"learning_rate={rate} {more}"
+    return {key: value for key, value in row(4, 8, 2).items() if not key.startswith("at.")} | {
+        "id": name, "point": name, "at.learning_rate": rate, "last_loss": loss, "num_steps": 20, "status": "ran",
+        **ran, **more,
+    }  # fmt: skip
+
+
+def test_a_sweep_of_training_has_losses_and_the_best_point():
+    rows = [trained(0.1, 3.0), trained(0.01, 2.5), trained(0.001, 2.75), trained(0.2, None)]
+    page, words = sweep_page("mine", rows), printed(sweep_report(rows))
+    assert words.count("best:") == 1 and "loss 2.5000 after 20 steps, the least of 3 runs" in words
+    assert all(loss in words for loss in (" 3.0000 ", " 2.5000 ", " 2.7500 "))
+    dots = sections(page)["losses"].every("circle")
+    assert len(dots) == 3 and "learning_rate" in sections(page)["losses"].whole_text
+    assert "least loss" in read(page).every("dl")[0].whole_text
+
+
+@pytest.mark.parametrize(
+    ("rows", "bests"),
+    [
+        ([trained(0.1, 3.0, **{"at.model": one}) for one in ("a", "b")], []),
+        ([trained(0.1, 3.0, **{"at.data.sets": one}) for one in ("a", "b")], []),
+        ([trained(rate, rate, **{"at.model": one}) for one in ("a", "b") for rate in (0.1, 0.2)], [0.1, 0.1]),
+        ([trained(0.1, 3.0)], []),
+        ([trained(0.1, 3.0), trained(0.2, 2.0, num_steps=40)], [2.0]),
+    ],
+)
+def test_losses_of_other_questions_or_data_are_not_compared(rows: list[dict[str, Any]], bests: list[float]):
+    assert [best["last_loss"] for best, _ in best_trained(rows)] == bests
+    assert ("(they took 20 to 40 steps)" in " ".join(least_losses(rows))) == (bests == [2.0])
+
+
+def test_plans_and_runs_of_one_training_name_no_best_loss():
+    assert best_trained(ROWS) == [] and "best:" not in printed(sweep_report(ROWS))
 
 
 def test_scaling_curves_go_through_every_point_of_a_series():
