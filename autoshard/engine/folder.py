@@ -3,6 +3,7 @@
 from pathlib import Path, PurePath
 
 PLAN, TRAINING, ATTEMPTS, METRICS = "plan.json", "training.json", "attempts.jsonl", "metrics.jsonl"
+TRACKED = "tracked.json"  # the last step that each tracker has for certain
 REPORT = "report.json"  # what was predicted and measured, by part; written at the end
 LOCK = ".lock"
 POSITIONS, CHECKPOINTS, INDEX = "positions", "checkpoints", "index.json"

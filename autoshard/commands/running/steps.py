@@ -18,6 +18,7 @@ from autoshard.report.tables import make_console
 from autoshard.report.trace import trace_text
 from autoshard.runtime.metrics.log import MetricsLog, Pace, Paced, record_of
 from autoshard.runtime.metrics.neuron_monitor import NeuronMonitor, neuron_record
+from autoshard.runtime.metrics.shown import ShownSteps
 from autoshard.runtime.metrics.trackers import Trackers, refuse_without_packages, trackers_of
 from autoshard.spec.record import encode
 from autoshard.spec.training import Training
@@ -49,9 +50,10 @@ class StepDisplay:
             if track.wandb is not None:
                 files = {"plan": folder / "plan.json", "predicted_trace": folder / "predicted_trace.json"}
                 files["predicted_trace"].write_text(trace_text(plan, trace(plan)), encoding="utf-8")
-        trackers = trackers_of(track, folder, num_done=num_done, run_id=run_id, files=files)
+        shown = ShownSteps(folder, num_done)
+        trackers = trackers_of(track, folder, shown=shown, run_id=run_id, files=files)
         config = {"candidate": str(plan.candidate), "plan": encode(plan), "training": encode(training)}
-        self._trackers = Trackers(trackers, config)
+        self._trackers = Trackers(trackers, config, shown)
         self._pace = Pace(training.steps, plan.prediction if plan.cluster.name == platform else None)
         self._monitor = NeuronMonitor()
         self._num_steps, self._silent = training.steps, silent

@@ -9,6 +9,7 @@ import os
 import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -80,10 +81,15 @@ def records_in(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _record(line: bytes) -> tuple[int, dict[str, Any]] | None:
-    """Return the number of a line's step, and its fields; None if it is no whole line of a step."""
-    fields = json_line(line) if line.endswith(b"\n") else None
-    number = cast(dict[str, Any], fields).get("step") if isinstance(fields, dict) else None
-    return (number, cast(dict[str, Any], fields)) if type(number) is int else None
+    """Return the number of a line's step, and its fields as they were; None if it is no whole line of a step."""
+    data = json_line(line) if line.endswith(b"\n") else None
+    fields = cast(dict[str, Any], data) if isinstance(data, dict) else {}
+    number, strange = fields.get("step"), fields.pop("nonfinite", {})
+    if type(number) is not int:
+        return None
+    with suppress(AttributeError, TypeError, ValueError):  # the line is of somebody else; its numbers are not
+        fields |= {name: float(text) for name, text in strange.items()}
+    return number, fields
 
 
 def scalars(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from autoshard.errors import require
 from autoshard.runtime.metrics.log import scalars
+from autoshard.runtime.metrics.shown import ShownSteps
 from autoshard.spec.training import Tracking
 
 _FINISH_S = 60.0  # for uploads when a run ends
@@ -21,6 +22,11 @@ class Tracker(Protocol):
     """One place where a run is shown; one thread calls all of it, and an exception ends the tracker, not the run."""
 
     name: str
+
+    @property
+    def key(self) -> str:
+        """What tells it, and where it shows the run, from others."""
+        ...
 
     def start(self, config: Mapping[str, Any]) -> Sequence[str]:
         """Begin, or continue an earlier start; return notes for the user, a sentence each."""
@@ -36,10 +42,13 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """All trackers of a run. Their threads start at its first step, because ranks are forked before that."""
+    """All trackers of a run. Their threads start at its first step, because ranks are forked before that.
 
-    def __init__(self, trackers: Sequence[Tracker], config: Mapping[str, Any]) -> None:
-        self._trackers, self._config = trackers, config
+    What was shown of earlier starts, as ``shown`` knows, is completed first.
+    """
+
+    def __init__(self, trackers: Sequence[Tracker], config: Mapping[str, Any], shown: ShownSteps | None = None) -> None:
+        self._trackers, self._config, self._shown = trackers, config, shown
         self._notes: SimpleQueue[tuple[str, str]] = SimpleQueue()
         self._feeds: list[tuple[Tracker, threading.Thread, SimpleQueue[Callable[[], None] | None]]] = []
 
@@ -53,12 +62,12 @@ class Trackers:
                 self._feeds.append((tracker, thread, calls))
         for tracker, thread, calls in self._feeds:
             if thread.is_alive():  # else it has failed
-                calls.put(lambda tracker=tracker: tracker.log(step, dict(scalars(record))))
+                calls.put(partial(self._hand, tracker, step, record))
 
     def finish(self, summary: Mapping[str, Any], *, failed: bool, within_s: float) -> None:
         """Let all trackers end, and wait so long for each to write what it has."""
         for tracker, _, calls in self._feeds:
-            calls.put(partial(tracker.finish, summary, failed=failed))
+            calls.put(partial(self._end, tracker, summary, failed=failed))
             calls.put(None)
         for tracker, thread, _ in self._feeds:
             thread.join(within_s)
@@ -76,12 +85,24 @@ class Trackers:
         try:
             for text in tracker.start(self._config):
                 self._notes.put(("note", text))
+            for step, record in self._shown.missing(tracker.key) if self._shown else ():
+                self._hand(tracker, step, record)
             for call in iter(calls.get, None):
                 call()
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
             text = f"{tracker.name} failed, and gets nothing more of this run, which goes on: {cause}"
             self._notes.put(("warning", text))
+
+    def _hand(self, tracker: Tracker, step: int, record: dict[str, Any]) -> None:
+        tracker.log(step, dict(scalars(record)))
+        if self._shown:
+            self._shown.hand(tracker.key, step)
+
+    def _end(self, tracker: Tracker, summary: Mapping[str, Any], *, failed: bool) -> None:
+        tracker.finish(summary, failed=failed)
+        if self._shown:
+            self._shown.end(tracker.key)
 
 
 def refuse_without_packages(track: Tracking) -> None:
@@ -97,27 +118,27 @@ def refuse_without_packages(track: Tracking) -> None:
 
 
 def trackers_of(
-    track: Tracking, folder: Path, *, num_done: int, run_id: str | None, files: Mapping[str, Path]
+    track: Tracking, folder: Path, *, shown: ShownSteps, run_id: str | None, files: Mapping[str, Path]
 ) -> list[Tracker]:
-    """Return the trackers of a run in this folder, of which so many steps were done before; files go where they can."""
+    """Return the trackers of a run in this folder, of which some steps were shown before; files go where they can."""
     refuse_without_packages(track)
     found: list[Tracker] = []
     if track.wandb is not None:
         labels = {"project": track.wandb, "name": track.name or folder.resolve().name}
         found.append(OnWandb(labels=labels, run_id=run_id, folder=folder, files=files))
     if track.tensorboard:
-        found.append(OnTensorBoard(folder=folder, num_done=num_done))
+        found.append(OnTensorBoard(folder=folder, num_done=shown.until(OnTensorBoard.key)))
     return found
 
 
 class OnTensorBoard:
     """A run for TensorBoard: scalars of every step, and the configuration and the summary as text.
 
-    Every start writes a new event file into the folder of the run; readers drop the steps of earlier files that this
-    one has again.
+    Every start writes a new event file into the folder of the run; readers drop the steps of earlier files after
+    ``num_done``, which this one has again.
     """
 
-    name = "TensorBoard"
+    name, key = "TensorBoard", "tensorboard"
 
     def __init__(self, *, folder: Path, num_done: int) -> None:
         self._folder, self._last = folder / "tensorboard", num_done
@@ -127,7 +148,7 @@ class OnTensorBoard:
         """Open a file."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(self._folder), purge_step=self._last + 1 if self._last else None)
+        self._writer = SummaryWriter(str(self._folder), purge_step=self._last + 1)
         self._write_text("configuration", config)
         return [f"TensorBoard: tensorboard --logdir {self._folder}"]
 
@@ -198,6 +219,11 @@ class OnWandb:
             return [f"Weights & Biases: {self._run.url}"]
         kept = f"kept offline. To send it, type: wandb sync {Path(self._run.settings.sync_dir)}"
         return [f"Weights & Biases: {text}" for text in (fault, kept) if text]
+
+    @property
+    def key(self) -> str:
+        """W&B, and the run there."""
+        return f"wandb {self._run_id}"
 
     @property
     def config(self) -> Mapping[str, Any]:

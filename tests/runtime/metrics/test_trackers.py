@@ -1,6 +1,7 @@
 """Trackers: what their own readers find, and that none of them can end or delay a run."""
 
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -10,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from autoshard.engine.base import TimedStep
 from autoshard.errors import InputError
+from autoshard.runtime.metrics.log import MetricsLog, record_of
+from autoshard.runtime.metrics.shown import ShownSteps
 from autoshard.runtime.metrics.trackers import OnTensorBoard, Trackers, trackers_of
 from autoshard.spec.training import Tracking
 from tests.runtime.cases import PATIENCE_S, wait_until
@@ -23,7 +27,7 @@ class Kept:
     """A tracker that keeps what it hears, and fails or waits where it is told to."""
 
     def __init__(self, name: str = "kept", fails_in: str = "", waits_for: threading.Event | None = None) -> None:
-        self.name, self._fails_in, self._waits_for = name, fails_in, waits_for
+        self.name, self.key, self._fails_in, self._waits_for = name, name, fails_in, waits_for
         self.heard: list[Any] = []
         self.threads: set[int] = set()
 
@@ -82,7 +86,9 @@ def test_a_missing_package_is_found_before_anything_starts(monkeypatch: pytest.M
     for name in ("wandb", "tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(InputError) as caught:
-        trackers_of(Tracking(wandb="p", tensorboard=True), tmp_path, num_done=0, run_id="a", files={})
+        trackers_of(
+            Tracking(wandb="p", tensorboard=True), tmp_path, shown=ShownSteps(tmp_path, 0), run_id="a", files={}
+        )
     assert str(caught.value).splitlines() == [
         f"track.{name}: {name} is not installed here. Type: pip install 'autoshard[{name}]'"
         for name in ("wandb", "tensorboard")
@@ -115,6 +121,82 @@ def test_tensorboard_reads_every_step_of_a_run_that_was_continued_twice(tmp_path
     }
 
 
+def logged(folder: Path, numbers: range) -> None:
+    """Let the file of steps of a run have these."""
+    log = MetricsLog(folder, numbers.start - 1)
+    for number in numbers:
+        loss = float("nan") if number == 4 else 1 / number
+        step = TimedStep(number=number, loss=loss, norm=1.0, time_s=0.5, num_tokens=64)
+        log.append(record_of(step, at=float(number)))
+    log.close()
+
+
+def continued(folder: Path, num_done: int, numbers: range, *, ends: bool = True) -> list[int]:
+    """The steps that a tracker hears of in a start, which a kill may end."""
+    tracker = Kept()
+    trackers = Trackers([tracker], {}, ShownSteps(folder, num_done))
+    for number in numbers:
+        trackers.log(number, {"loss": 1 / number})
+    wait_until(lambda: len(tracker.heard) > len(numbers), "it has heard of all steps")
+    if ends:
+        trackers.finish({}, failed=False, within_s=PATIENCE_S)
+    return [one[0] for one in tracker.heard[1:] if type(one[0]) is int]
+
+
+def test_steps_that_a_tracker_may_lack_are_shown_after_the_next_start(tmp_path: Path) -> None:
+    logged(tmp_path, range(1, 26))
+    assert continued(tmp_path, 0, range(1, 26), ends=False) == [*range(1, 26)]
+    logged(tmp_path, range(21, 31))
+    assert continued(tmp_path, 20, range(21, 31)) == [*range(1, 31)], "what a kill may have taken"
+    logged(tmp_path, range(26, 36))
+    assert continued(tmp_path, 25, range(26, 36)) == [*range(26, 36)], "all others were shown"
+    (tmp_path / "tracked.json").write_text("[" * 5000)
+    assert continued(tmp_path, 35, range(36, 37)) == [*range(1, 37)]
+
+
+def test_a_loss_that_was_no_number_is_shown_as_it_was(tmp_path: Path) -> None:
+    logged(tmp_path, range(1, 6))
+    (loss,) = [fields["loss"] for number, fields in ShownSteps(tmp_path, 5).missing("a") if number == 4]
+    assert math.isnan(loss)
+
+
+def test_what_was_handed_a_while_ago_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("autoshard.runtime.metrics.shown.time.monotonic", lambda: now_s)
+    logged(tmp_path, range(1, 41))
+    shown = ShownSteps(tmp_path, 0)
+    for step in range(1, 41):
+        now_s += 1.0
+        shown.hand("a", step)
+    later = ShownSteps(tmp_path, 40)
+    assert later.until("a") == 20 and [step for step, _ in later.missing("a")] == [*range(21, 41)]
+    assert ShownSteps(tmp_path, 10).until("a") == 10 and not list(ShownSteps(tmp_path, 10).missing("a"))
+    assert later.until("b") == 0, "a tracker, or a run of one, that has shown nothing"
+    shown.end("a")
+    assert ShownSteps(tmp_path, 40).until("a") == 40
+
+
+def test_tensorboard_of_a_killed_run_has_every_step_once(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def steps() -> list[int]:
+        if not any(tmp_path.glob("tensorboard/*")):
+            return []
+        found = EventAccumulator(str(tmp_path / "tensorboard"))
+        found.Reload()
+        return [event.step for event in found.Scalars("loss")] if "loss" in found.Tags()["scalars"] else []
+
+    for num_done, numbers in ((0, range(1, 26)), (20, range(21, 31))):
+        logged(tmp_path, numbers)
+        shown = ShownSteps(tmp_path, num_done)
+        tracker = OnTensorBoard(folder=tmp_path, num_done=shown.until(OnTensorBoard.key))
+        trackers = Trackers([tracker], {}, shown)
+        for number in numbers:
+            trackers.log(number, {"loss": 1 / number})
+        wait_until(lambda last=numbers[-1]: steps()[-1:] == [last], "it has shown all")
+    assert steps() == [*range(1, 31)]
+
+
 def on_wandb(folder: Path, *words: str, code: int = 0, **more: str) -> tuple[str, list[list[dict[str, Any]]]]:
     """Start runs on W&B; return what was printed, and what W&B's reader finds in the file of each start."""
     command = [sys.executable, str(SCRIPT), str(folder / "run"), *words]
@@ -123,7 +205,8 @@ def on_wandb(folder: Path, *words: str, code: int = 0, **more: str) -> tuple[str
     assert done.returncode == code, done.stderr
     wait_until(lambda: not services_of(folder), "the service of W&B has ended, also of a killed run")
     files = sorted(folder.glob("run/wandb/offline-run-*/run-*.wandb"))
-    assert code or f"kept offline. To send it, type: wandb sync {files[0].parent}" in done.stdout
+    kept = (f"kept offline. To send it, type: wandb sync {file.parent}" for file in files)
+    assert code or any(words in done.stdout for words in kept)
     return done.stdout + done.stderr, [records(file, folder) for file in files]
 
 
@@ -164,6 +247,13 @@ def test_wandb_with_a_wrong_key_or_server_keeps_the_run_offline(settings: dict[s
     said, (found,) = on_wandb(tmp_path, "1-3", **settings)
     assert says in said and "short" not in said
     assert history(found)[3] == 1 / 3
+
+
+def test_wandb_of_a_run_that_was_killed_early_gets_its_steps_after_the_next_start(tmp_path: Path) -> None:
+    on_wandb(tmp_path, "1-25", "0", code=-9)
+    _, (first, later) = on_wandb(tmp_path, "21-30")
+    assert {one["run"]["run_id"] for part in (first, later) for one in part if "run" in one} == {"0a1b2c3d"}
+    assert history(later) == {step: "NaN" if step == 4 else 1 / step for step in range(1, 31)}
 
 
 @pytest.mark.slow
