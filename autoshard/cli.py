@@ -6,6 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from autoshard.commands import COMMANDS, command_of
 from autoshard.errors import AutoshardError, InputError, nearest
@@ -39,12 +40,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _complain("interrupted")
         return 130
-    except BrokenPipeError:  # whoever read our output has gone; what is still buffered has nowhere to go
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except OSError as error:
+        return _exit_code_of(error)
+
+
+def _exit_code_of(error: OSError) -> int:
+    """Name the file that cannot be read or written; if it is our output, and its reader has gone, all is well."""
+    has_gone = isinstance(error, BrokenPipeError)
+    if not has_gone:
         _complain(f"{error.filename or 'the output'}: {error.strerror or error}")
-        return 2
+    if error.filename is None:  # what is still buffered has nowhere to go, and Python would try it again at its end
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0 if has_gone else 2
 
 
 def _asks_for_ascii() -> bool:

@@ -78,9 +78,11 @@ def test_a_reader_that_leaves_early_is_no_error():
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device on this system")
-def test_a_full_disk_is_said():
+@pytest.mark.parametrize("buffered", [True, False])
+def test_a_full_disk_is_said(buffered: bool):
+    env = ENVIRONMENT if buffered else {**ENVIRONMENT, "PYTHONUNBUFFERED": "1"}
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(LIST, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(LIST, env=env, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, "autoshard: the output: No space left on device\n")
 
 
