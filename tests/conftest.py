@@ -1,6 +1,8 @@
-"""What every test may rely on: hypothesis profiles and golden files."""
+"""What every test may rely on: hypothesis profiles, golden files, and the same surroundings wherever it is started."""
 
 import os
+import signal
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,9 +25,47 @@ settings.register_profile("thorough", parent=settings.get_profile("usual"), max_
 settings.load_profile("usual")
 
 
+# What a terminal, a scheduler or a launcher leaves to its children, and a command of autoshard or Python obeys.
+OBEYED = (
+    "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "TERM", "COLORTERM",
+    "LANG", "LC_ALL", "LC_CTYPE", "LC_MESSAGES", "LC_NUMERIC", "LC_TIME", "LANGUAGE", "BROWSER",
+    "PYTHONUNBUFFERED", "PYTHONUTF8", "PYTHONIOENCODING", "PYTHONHASHSEED", "PYTHONSAFEPATH",
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+SCHEDULERS = ("SLURM_", "SBATCH_", "TORCHELASTIC_", "WANDB_")
+# A shell lets what it puts into the background ignore the first, nohup the second; children inherit that.
+SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+UMASK = 0o022
+
+
 def pytest_configure() -> None:
     """Let ``local`` be a machine of 16 GiB, whatever this one has: 4 GiB for each of its 4 ranks."""
     cluster_catalogue.machine_memory_bytes = lambda: 16 * 2**30
+    heed_signals()
+    forget_surroundings()
+
+
+def heed_signals() -> None:
+    """Undo that signals are ignored: tests send them to what they start."""
+    for number in SIGNALS:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            usual = signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, usual)
+
+
+def forget_surroundings() -> None:
+    """Let tests see neither the terminal and the settings of who started them, nor a job in which they run."""
+    for name in list(os.environ):
+        if name in OBEYED or name.startswith(SCHEDULERS):
+            del os.environ[name]
+    os.environ["TZ"] = "UTC"
+    time.tzset()
+    os.umask(UMASK)
+    for number in range(3):  # closed by who started them: the next file that is opened would be taken for it
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

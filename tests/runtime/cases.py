@@ -48,11 +48,6 @@ def environment(**more: str) -> dict[str, str]:
     return {name: value for name, value in inherited.items() if name not in OUTSIDE} | {"PYTHONPATH": str(ROOT)} | more
 
 
-def _heeds_interrupts() -> None:
-    """Heed an interrupt, as what is typed does, also where the tests run in a background that ignores it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @contextmanager
 def started(folder: Path, *arguments: str, **more: str) -> Iterator[subprocess.Popen[str]]:
     """Start ``autoshard`` in a folder, as the leader of a session, and leave nothing of it behind."""
@@ -64,7 +59,6 @@ def started(folder: Path, *arguments: str, **more: str) -> Iterator[subprocess.P
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=_heeds_interrupts,
     )
     try:
         yield process

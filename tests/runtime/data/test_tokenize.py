@@ -129,10 +129,9 @@ def test_any_number_of_workers_writes_the_same_bytes_and_a_line_belongs_to_one_p
 def started(source: Path, out: Path, pause_s: float = 0.0) -> Iterator["subprocess.Popen[str]"]:
     """Tokenize with two workers and many small pieces, in a process that can be killed; it rests after each piece."""
     code = (
-        "import signal, sys, time, autoshard.runtime.data.documents as documents; documents._LEAST_BYTES = 6000\n"
+        "import sys, time, autoshard.runtime.data.documents as documents; documents._LEAST_BYTES = 6000\n"
         "import autoshard.runtime.data.tokenizing as tokenizing; as_they_end = tokenizing.as_they_end\n"
         f"tokenizing.as_they_end = lambda all: (time.sleep({pause_s}) or one for one in as_they_end(all))\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "from autoshard.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     command = ["tokenize", str(source), "--tokenizer", "bytes", "--out", str(out), "--workers", "2"]
