@@ -127,14 +127,20 @@ def read_options(name: str, command: Callable[..., int], arguments: Sequence[str
     values = {key: _value(option, given.get(key), faults) for key, option in options.items()}
     if faults:
         raise InputError(faults)
+    return _arguments(command, options, values, given)
+
+
+def _arguments(
+    command: Callable[..., int], options: Mapping[str, Option], values: Mapping[str, Any], given: Given
+) -> dict[str, Any]:
+    """Return a command's arguments: values, dataclasses of them, and what of a dataclass is stated."""
     origins = {key: given[key][0] if key in given else option.label for key, option in options.items()}
-    stated = {key: value for key, value in values.items() if key in given}
 
     def argument(name: str, kind: Any) -> object:
         if get_origin(kind) is Stated:
             group = get_args(kind)[0]
-            keys = flat_fields(group())
-            return Stated(kind=group, values={key: stated[key] for key in keys if key in stated}, origins=origins)
+            stated = {key: values[key] for key in flat_fields(group()) if key in given}
+            return Stated(kind=group, values=stated, origins=origins)
         return _built(kind, "", values, origins) if _is_group(kind) else values[name]
 
     kinds = ((name, one.annotation) for name, one in inspect.signature(command).parameters.items())

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,33 +11,28 @@ from typing import Any, Literal
 from autoshard.command_line import Counts, is_recipe
 from autoshard.commands.output import print_answer
 from autoshard.commands.progress import StatusLine, Watcher, watching
+from autoshard.commands.resizing import request_like, resume_command, resuming_answer, size_of
 from autoshard.commands.writing.places import place_checks
 from autoshard.commands.writing.target import Target, Written
-from autoshard.cost.calibration import calibration_of, load_calibration
-from autoshard.cost.predict import check_plan
-from autoshard.cost.storage import resuming, storage_of
 from autoshard.cost.trace import rank_times
-from autoshard.errors import Fault, InputError, NoPlan, inside, require
+from autoshard.errors import InputError, NoPlan, inside, require
 from autoshard.plan.candidate import Candidate, parse_pins
 from autoshard.plan.codec import load
-from autoshard.plan.diff import diff
 from autoshard.plan.plan import Plan
 from autoshard.plan.verify import NOT_RUN, verify as reasons_against
 from autoshard.report.structured import found_json, frontier_json, made_json
 from autoshard.report.tables import prose
 from autoshard.report.terminal import frontier_report, plan_report, rejections_report, runners_up_of
 from autoshard.search.answers import NAMES, PlanResult, answers_of
-from autoshard.search.api import engines_of, layouts_of, pins_of, request_of
+from autoshard.search.api import request_of
 from autoshard.search.no_plan import better_sizes, unanswered
-from autoshard.search.planner import SearchResult, frontier, search
+from autoshard.search.planner import Known, SearchResult, at_most, frontier, search
 from autoshard.search.request import Request, rejections_of, resolved
 from autoshard.search.simple import WITHIN
 from autoshard.search.stage_filling import EVERYTHING, Effort
-from autoshard.spec.cluster import LOCAL, Cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.recipe import Pins, QuestionOptions
-from autoshard.spec.record import encode
-from autoshard.units import format_bytes, format_count, format_seconds
+from autoshard.units import format_bytes, format_seconds
 
 _MOST_PLANS = 100  # every plan that is shown is predicted in full, a few milliseconds each
 _LONGEST_S = 10**6
@@ -63,6 +59,11 @@ class SearchOptions:
         """Refuse a time limit that is too long or not positive."""
         limit = self.time_limit
         require((limit is None or 1 <= limit <= _LONGEST_S, "time_limit", f"must be 1 to {_LONGEST_S}, not {limit}"))
+
+    @property
+    def simple_within(self) -> float | None:
+        """What share of time a simple plan may cost; None where another thing than time is minimised."""
+        return None if self.objective == "memory" else WITHIN
 
     def requests(self, question: QuestionOptions, nodes: Counts, module: str | None = None) -> list[Request]:
         """Return one request per number of nodes, with model, cluster and calibration looked up."""
@@ -109,7 +110,7 @@ def plan(
         options: What is minimised, and how far the search goes.
         module: Instead of --model, a torch.nn.Module that makes logits of tokens: FILE.py:FUNCTION, which returns it.
         nodes: How many nodes the cluster has; several with --pareto, e.g. 4,8,16. Default: 1.
-        like: Ask what this plan file has answered again, for the --nodes that are left, and say what resuming costs.
+        like: Ask what this plan file has answered again, for at most --nodes, and say what resuming costs.
         pareto: Show what no plan betters in step time, memory and dollars at once, over all --nodes; write the fastest.
         at: Evaluate exactly this layout, even one that is refused, and say why.
         choose: Which plan to write: fastest, simple (the simplest that takes at most 1.02 times as long), vendor (the
@@ -137,15 +138,16 @@ def plan(
     )
     to = Target(out=out, force=force, open=open, json=json, total_tokens=token_total(tokens) if tokens else None)
     to.refuse_to_replace(like, searches=at is None)
-    old, request = (None, None) if like is None else _request_like(like, question, nodes, options)
-    request, *others = [request] if request else options.requests(question, nodes, module)
+    wanted = max(top, int(choose) if choose in numbers else 1), choose
+    if like is not None:
+        return _answer_again(like, request_like(like, question, nodes), options, to, wanted)
+    request, *others = options.requests(question, nodes, module)
     if pareto:
         return _frontier([request, *others], options, to)
     if at is not None:
         return _one_candidate(request, at, to)
-    found = searched(request, max(top, int(choose) if choose in numbers else 1), options)
-    better = partial(_print_better_sizes, request, found, options)
-    return _show_answers(answers_of(request, found, choose), old, to, better)
+    found = searched(request, wanted[0], options)
+    return _show_answers(answers_of(request, found, choose), to, partial(_print_better_sizes, request, found, options))
 
 
 def _read_off(module: str, question: QuestionOptions) -> ModelSpec:
@@ -173,14 +175,41 @@ def token_total(text: str) -> float:
     return count
 
 
-def _show_answers(result: PlanResult, old: Plan | None, to: Target, better: Callable[[], None]) -> int:
-    """Write the answer that was chosen and show all; where a plan came before, what changes; and ``better`` sizes."""
+def _answer_again(
+    path: Path, asked: tuple[Plan, Request], options: SearchOptions, to: Target, wanted: tuple[int, str | None]
+) -> int:
+    """Answer the question of a plan for at most so many nodes: show so many plans, and write the one that is chosen."""
+    (old, request), (num_plans, choose) = asked, wanted
+    with _searching(options) as watch:
+
+        def ask(request: Request, known: Known) -> SearchResult:
+            return search(request, num_plans, watch, simple_within=options.simple_within, known=known)
+
+        answer = at_most(options.applied(request), size_of(old), watch, ask)
+        _refuse_none(answer.request, answer.found, watch)
+    result = answers_of(answer.request, answer.found, choose)
+
+    def about(new: Plan) -> tuple[dict[str, Any], str]:
+        data, sentences = resuming_answer(old, new, answer.sizes)
+        again = resume_command(path, to.out)
+        return data, f"{sentences}\nto go on: {again}" if again else sentences
+
+    return _show_answers(result, to, about=about)
+
+
+def _show_answers(
+    result: PlanResult,
+    to: Target,
+    better: Callable[[], None] = lambda: None,
+    about: Callable[[Plan], tuple[dict[str, Any], str]] = lambda _: ({}, ""),
+) -> int:
+    """Write the answer that was chosen and show all, ``better`` sizes, and ``about`` it what else there is to say."""
     with inside("--choose"):
         answer = result.runnable(result.name)
     written = to.write(answer.plan)
-    change, sentences = _resuming_answer(old, answer.plan) if old else ({}, "")
+    data, sentences = about(answer.plan)
     if to.json:
-        print_answer({**found_json(answer, result.answers, result.certificate, result.no_vendor), **change})
+        print_answer({**found_json(answer, result.answers, result.certificate, result.no_vendor), **data})
         return to.end(answer.plan, written)
     named = [one for one in result.answers if not one.name.isdecimal()]
     print_answer(
@@ -198,7 +227,7 @@ def _show_answers(result: PlanResult, old: Plan | None, to: Target, better: Call
     others = "|".join(one.name for one in result.answers)
     print_answer(prose(f"this is {answer.name}; --choose {others} writes another"))
     better()
-    if old:
+    if sentences:
         print(sentences)
     return to.end(answer.plan, written)
 
@@ -240,13 +269,21 @@ def _refuse(names: Iterable[str], why: str) -> None:
 
 def searched(request: Request, num_plans: int, options: SearchOptions) -> SearchResult:
     """Search; where nothing fits, say by how much the best misses and what would help."""
-    show = format_bytes if options.objective == "memory" else format_seconds
-    with watching(options.time_limit, show) as watch:
-        found = search(request, num_plans, watch, simple_within=None if options.objective == "memory" else WITHIN)
-        if not found.plans:
-            _refuse_unfinished(found.certificate.ended, watch)
-            raise unanswered(request, found, helpful=True, watch=watch)
+    with _searching(options) as watch:
+        found = search(request, num_plans, watch, simple_within=options.simple_within)
+        _refuse_none(request, found, watch)
     return found
+
+
+def _searching(options: SearchOptions) -> AbstractContextManager[Watcher]:
+    return watching(options.time_limit, format_bytes if options.objective == "memory" else format_seconds)
+
+
+def _refuse_none(request: Request, found: SearchResult, watch: Watcher) -> None:
+    """Refuse an answer without a plan."""
+    if not found.plans:
+        _refuse_unfinished(found.certificate.ended, watch)
+        raise unanswered(request, found, helpful=True, watch=watch)
 
 
 def _refuse_unfinished(ended: str, watch: Watcher) -> None:
@@ -282,63 +319,3 @@ def _one_candidate(request: Request, text: str, to: Target) -> int:
             plan_report(made, times=rank_times(made), next_step=next_step) if made else f"no estimate: {shapeless}"
         )
     return 1 if refused or made is None else to.end(made, written)
-
-
-def _request_like(path: Path, question: QuestionOptions, nodes: Counts, options: SearchOptions) -> tuple[Plan, Request]:
-    """Return a plan, and its question for other nodes: the same model, work and global batch."""
-    again = question.given.keys() - {"ranks", "engine", "headroom", "calibration", "fix", "pins"}
-    _refuse(sorted(again), f"is part of the question of {path}, which --like repeats. Leave it out")
-    read = check_plan(load(path))
-    if read.plan.prediction is None:
-        raise InputError(Fault(where=f"--like {path}", message=str(one)) for one in read.rejections)
-    old, constants = read.plan, question.calibration
-    request = Request(
-        model=old.model,
-        cluster=_cluster_left(old, question.ranks, nodes[0] if nodes else 0),
-        workload=old.workload,
-        headroom=old.headroom if question.headroom is None else question.headroom,
-        engines=engines_of(old.cluster, question.engine or old.engine),
-        pins=pins_of(question.fix),
-        layouts=layouts_of(question.pins),
-        calibration=load_calibration(Path(constants)) if constants else calibration_of(old),
-    )
-    return old, options.applied(request)
-
-
-def _cluster_left(old: Plan, ranks: int | None, nodes: int) -> Cluster:
-    """Return what is left of the cluster of a plan, as it stands in its file."""
-    cluster = old.cluster
-    if cluster.name == LOCAL:
-        require(
-            ((ranks or 0) >= 1, "--ranks", "type how many ranks of this machine are left"),
-            (nodes <= 1, "--nodes", "this machine is one node. Type --ranks"),
-        )
-        return cluster.with_local_ranks(ranks or 1)
-    need = f"the plan is of {cluster.num_nodes} nodes. Type how many are left: --nodes {cluster.num_nodes - 1}"
-    require(
-        (nodes >= 1, "--nodes", need),
-        (ranks is None, "--ranks", f"{cluster.name} always has {cluster.ranks_per_node} a node"),
-    )
-    return replace(cluster, num_nodes=nodes)
-
-
-def _resuming_answer(old: Plan, new: Plan) -> tuple[dict[str, Any], str]:
-    """Return what changes between two plans of one run and what resuming costs: as data, and for a person."""
-    both, read, storage = diff(old, new), resuming(new), storage_of(new.cluster).name
-    steps = {"before_s": both.a.step_time_s, "after_s": both.b.step_time_s, "slower_by": both.slower_by}
-    nodes = {"before": old.cluster.num_nodes, "after": new.cluster.num_nodes}
-    data = {"like": {"nodes": nodes, "step": steps, "resuming": encode(read), "storage": storage}}
-    before, after = (
-        f"{one.num_ranks} ranks" if one.name == LOCAL else f"{one.num_nodes} x {one.name}"
-        for one in (old.cluster, new.cluster)
-    )
-    speeds = [format_count(side.tokens_per_s, "tokens/s") for side in (both.a, both.b)]
-    lines = [
-        "",
-        f"after {before}: {after}, the same {new.workload.global_batch} sequences a step",
-        f"step {format_seconds(both.a.step_time_s)} -> {format_seconds(both.b.step_time_s)} "
-        f"({both.slower_by:+.1%}), {speeds[0]} -> {speeds[1]}",
-        f"resuming reads {format_bytes(read.state_bytes)} of state from a checkpoint: "
-        f"{format_seconds(read.read_s)} at best (assumed: {storage})",
-    ]
-    return data, "\n".join(lines)

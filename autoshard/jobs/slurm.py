@@ -13,6 +13,16 @@ from autoshard.units import format_seconds
 
 _LONGEST_NOTICE_S = 65535  # sbatch's manual, 22.05 and 25.05
 _EARLY_S = 120  # that manual: the signal may come 60 s early; and what lies between the job's start and the script's
+# Of lines of name, state, processors and devices: how many nodes a job may have that names its present ones so. A state
+# ends in a sign where a node sleeps (~: it can be woken) or is lost (*).
+_COUNT = r"""
+      BEGIN { for (i = split(mine, names); i; i--) own[names[i]] }
+      $2 ~ /^(idle|mix|alloc|comp)[a-z]*[~#-]?$/ { state[$1] = $2; type[$1] = $3 " " $4 }
+      END {
+        for (name in type) if (name in own) types[type[name]]
+        for (name in type) n += name in own || (state[name] ~ /^idle/ && type[name] in types)
+        print n + 0
+      }"""
 _REQUEUE = 'scontrol requeue "$SLURM_JOB_ID" && sleep 60  # and is ended'
 _LOST_S = 120  # until nodes that are gone count as such: slurmctld asks all within a third of SlurmdTimeout, 300 s
 
@@ -119,11 +129,13 @@ def _replanned(job: Job) -> Iterator[str]:
     again = ["--scheduler", "slurm", "--on-failure", "replan", "--submit"]
     again += [f"--{name}={value}" for name, value in given.items() if value is not None]
     extend = "".join(f" {word(f'--extend={path.name}')}" for path in EXTENSIONS.files)
-    yield "# Where fewer nodes are left than the plan needs, a plan for those is submitted instead, for the same run."
+    yield "# Where fewer nodes are left than the plan needs, a plan for at most those is submitted instead, for the"
+    yield "# same run. Left are the nodes of this job that answer, and idle ones of their type (processors, devices)."
     yield "replanned() {"
     yield f"  sleep {_LOST_S}  # until nodes that are gone count as such"
-    yield '  local alive=(--responding "--states=idle,mixed,allocated,completing" --partition="$SLURM_JOB_PARTITION")'
-    yield "  local left; left=$(sinfo \"${alive[@]}\" --noheader --format=%D | awk '{ n += $1 } END { print n + 0 }')"
+    yield "  local left mine; mine=$(scontrol show hostnames \"$SLURM_JOB_NODELIST\" | tr '\\n' ' ')"
+    yield '  left=$(sinfo --responding --Node --noheader --partition="$SLURM_JOB_PARTITION" --format="%N %t %c %G" |'
+    yield f"    awk -v mine=\"$mine\" '{_COUNT}')"
     yield f"  if [[ $left -eq 0 || $left -ge {job.num_nodes} ]]; then return 1; fi"
     yield from (f"  {line}" for line in setup_lines(job))
     yield f'  autoshard plan --like plan.json{extend} --nodes "$left" --out "plan-$left.json" --force || return 1'

@@ -1,9 +1,11 @@
 """From a request to the best plan, with the points that were searched, and the refused ones with their reasons.
 
-A frontier repeats the search with less memory and other sizes of the cluster.
+A frontier repeats the search with less memory and other sizes of the cluster; ``at_most`` with fewer nodes, because
+some numbers divide badly: seven nodes may leave pipelines of 7 and 28 stages only, where six leave many layouts.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -23,7 +25,7 @@ from autoshard.search.priced_layouts import LayoutPricer
 from autoshard.search.request import Request
 from autoshard.search.split_bounds import SplitSearch
 from autoshard.search.stage_filling import Goal
-from autoshard.search.watch import SearchStopped, Watch, never_stop
+from autoshard.search.watch import Look, SearchStopped, Watch, never_stop
 from autoshard.spec.cluster import Cluster
 
 _MOST = 16  # plans of one cluster on a frontier
@@ -31,6 +33,11 @@ _REFILL_S = 0.1  # that it may take to look for splits with less headroom
 _NOT_SIMPLE = "no simpler one was looked for"
 Known = dict[tuple[Cluster, Engine], tuple[LegalSpace, LayoutPricer]]
 _TIE = 1e-9  # relative: times that differ by less count as equal
+# How many more tokens a second a node may do than on any number of nodes that is known. Chosen: fewer nodes save
+# communication and bubbles, which together take less of a step than this in all plans of docs/accuracy.md.
+_MORE = 1.15
+_MOST_SIZES = 8  # that are searched; each takes about a second
+_HOPELESS = "nothing faster is possible"  # ends the search of a number of nodes
 _STEP = 0.1  # of memory: of plans that differ by less only the faster is wanted
 
 
@@ -244,3 +251,98 @@ def coordinates(plan: Plan) -> tuple[float, float, float]:
     assert plan.prediction, "a found plan has its prediction"
     dollars, step_s = plan.dollars, plan.prediction.step_time_s
     return step_s, plan.prediction.peak_bytes, dollars.usd_per_step if dollars else plan.cluster.num_nodes * step_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """A number of nodes that was asked about: how long a step takes there, or how long it takes at least."""
+
+    num_nodes: int
+    step_s: float  # infinite where there is no plan
+    is_bound: bool = False
+
+    def per_node(self, num_nodes: int) -> float:
+        """Return how long a step would take on other nodes, each as fast as one of these."""
+        return self.step_s * self.num_nodes / num_nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtMost:
+    """The answer: the question that was answered, its plans, and every number of nodes that was tried."""
+
+    request: Request
+    found: SearchResult
+    sizes: tuple[Size, ...]
+
+    @property
+    def num_spare(self) -> int:
+        """How many nodes the plan leaves alone."""
+        return self.sizes[0].num_nodes - self.request.cluster.num_nodes
+
+
+def at_most(request: Request, before: Size, watch: Watch, ask: Callable[[Request, Known], SearchResult]) -> AtMost:
+    """Answer a question on its nodes or fewer, whichever takes least time.
+
+    ``before`` says what is known of a node's speed, e.g. by the plan of a run that has lost nodes. ``ask`` searches for
+    the answer as it is shown. Numbers are left out where each node would have to do much more than any is known to do.
+    """
+    known = Known()
+    sizes, best, answer = list[Size](), request, ask(request, known)
+    sizes.append(Size(num_nodes=request.cluster.num_nodes, step_s=_fastest_s(answer)))
+    if request.objective != "time" or answer.certificate.stopped or _lacks_memory(answer):
+        return AtMost(request=request, found=answer, sizes=tuple(sizes))
+    for num_nodes in _promising(before, sizes):
+        least_s = min(one.step_s for one in sizes if not one.is_bound)
+        other = replace(request, cluster=replace(request.cluster, num_nodes=num_nodes))
+        try:
+            found = search(other, 1, _until_hopeless(watch, least_s), nearest=False, known=known)
+        except InputError:  # what is pinned does not divide these nodes
+            continue
+        fastest_s, bound_s = _fastest_s(found), found.certificate.bound
+        hopeless = fastest_s >= least_s * (1 - _TIE)
+        sizes.append(Size(num_nodes=num_nodes, step_s=bound_s if hopeless else fastest_s, is_bound=hopeless))
+        if found.certificate.stopped not in ("", _HOPELESS):
+            break
+        if not hopeless:
+            best = other
+    if best is not request:
+        answer = ask(best, known)
+    return AtMost(request=best, found=answer, sizes=tuple(sizes))
+
+
+def _until_hopeless(watch: Watch, least_s: float) -> Watch:
+    """Stop a search as soon as its bound shows that it betters nothing."""
+
+    def look_at(look: Look) -> str:
+        return watch(look) or (_HOPELESS if look().bound >= least_s else "")
+
+    return look_at
+
+
+def _promising(before: Size, sizes: list[Size]) -> Iterator[int]:
+    """Yield ever smaller numbers of nodes, as long as one may be the best; ``sizes`` grows meanwhile.
+
+    A power of two comes first where none is known: nothing divides better, so it tells what a node can do.
+    """
+    num_left, first = sizes[0].num_nodes, 0
+    if before.num_nodes.bit_count() != 1 != num_left.bit_count():
+        first = 1 << (num_left.bit_length() - 1)
+        yield first
+    for num_nodes in range(num_left - 1, 0, -1):
+        if num_nodes == first:
+            continue
+        known = [one for one in (before, *sizes) if not one.is_bound]
+        best_s = min(one.step_s for one in sizes if not one.is_bound)
+        if len(sizes) > _MOST_SIZES or min(one.per_node(num_nodes) for one in known) / _MORE >= best_s:
+            return
+        yield num_nodes
+
+
+def _fastest_s(found: SearchResult) -> float:
+    best = found.plans[0].prediction if found.plans else None
+    return best.step_time_s if best else math.inf
+
+
+def _lacks_memory(found: SearchResult) -> bool:
+    """Say whether layouts are legal and none fits: fewer nodes have less memory."""
+    return not found.plans and found.certificate.num_legal > 0

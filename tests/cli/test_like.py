@@ -27,10 +27,31 @@ def test_fewer_nodes_answer_the_same_question(old: Path, typed: Typed):
     assert typed(f"{ASKED} --nodes 2")[0] == 0 and Path("plan.json").read_bytes() == left
     found = json.loads(typed(f"plan --like {old} --nodes 3 --json --fix tp=8,mbs=1")[1])
     like = found["like"]
-    assert like["nodes"] == {"before": 4, "after": 3}
+    assert like["nodes"] == {"before": 4, "left": 3, "after": 2} and like["tried"][0]["num_nodes"] == 3
     assert like["step"]["after_s"] == found["plan"]["prediction"]["step_time_s"] > like["step"]["before_s"]
     assert like["resuming"]["state_bytes"] == 4 * load(old).model.num_parameters  # FP32 masters, no moments
     assert like["resuming"]["read_s"] == pytest.approx(like["resuming"]["state_bytes"] / 12e9)
+
+
+def test_nodes_that_divide_badly_stay_spare(old: Path, typed: Typed):
+    code, out, _ = typed(
+        "plan --model llama3-8b --global-batch 256 --seq-len 4096 --nodes 8 --fix tp=8 --out eight.json"
+    )
+    assert code == 0
+    out = typed("plan --like eight.json --nodes 7 --fix tp=8")[1]
+    assert "after 8 x trn1.32xlarge: 6 x trn1.32xlarge" in out and load(Path("plan.json")).cluster.num_nodes == 6
+    (line,) = (line for line in out.splitlines() if "spare" in line)
+    assert line.startswith("6 of 7 nodes, 1 spare, because a step takes longer on others: 7 nodes ")
+    assert "odd number of nodes" not in out
+
+
+def test_how_to_go_on_with_a_run_is_said(old: Path, typed: Typed):
+    Path("my run").mkdir()
+    Path("my run", "plan.json").write_bytes(old.read_bytes())
+    assert "to go on" not in typed("plan --like 'my run/plan.json' --nodes 2 --fix tp=8,mbs=1 --out two.json")[1]
+    Path("my run", "training.json").write_text("{}", encoding="utf-8")
+    out = typed("plan --like 'my run/plan.json' --nodes 2 --fix tp=8,mbs=1 --out two.json --force")[1]
+    assert "\nto go on: autoshard run two.json --out 'my run'\n" in out
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ TEXTS = st.one_of(st.sampled_from(EVIL), st.text("ab.-'\"\\$`;&|<>()[]{}*?!#~%=:
 PROGRAMS = {
     "torchrun": "tell", "python3": "tell", "autoshard": "tell", "kubectl": "tell", "sbatch": "echo 5",
     "srun": 'mkdir -p "$RUN" && echo \'"from"\' >> "$RUN/attempts.jsonl"; exit 1',
-    "sinfo": "echo 14", "squeue": "echo 14",
+    "sinfo": "echo first alloc 2 none",
     "scontrol": "echo first", "sleep": "exit 0",
 }  # fmt: skip
 TELL = (

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from autoshard.plan.codec import dump
+from tests.jobs.cases import FIRST, files_of, job_of, plan_of
 from tests.jobs.local_slurm import Slurm, local_slurm, missing, until
 from tests.jobs.slow_step import DELAY_S
 from tests.plan.nxd.test_match import planned
@@ -140,6 +141,22 @@ def test_training_waits_for_the_compile_job_and_ends_with_it(compiles: bool, slu
     told = (tmp_path / "told").read_text(encoding="utf-8").splitlines()
     assert len(told) == (2 if compiles else 1) and "--nproc-per-node 1 " in told[0]
     assert not compiles or ("--nproc-per-node 32 " in told[1] and told[1].endswith("--out " + f"{tmp_path}/job/run"))
+
+
+def test_nodes_that_are_left_are_counted(slurm: Slurm, tmp_path: Path) -> None:
+    text = files_of(job_of(plan_of(FIRST), "slurm plain", replans=True)).texts["train.sbatch"]
+    function = text[text.index("replanned() {") : text.index("\n}\n") + 3]
+    told = 'sleep() { :; }; autoshard() { echo "$@"; return 1; };'
+    partition = slurm.call("sinfo", "--noheader", "--format=%R").strip()
+    env = {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_PARTITION": partition}
+    done = subprocess.run(
+        ["bash", "-c", f"{told}\n{function}\nreplanned"],
+        env=slurm.variables | env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "plan --like plan.json --nodes 1 --out plan-1.json --force\n", done.stderr
 
 
 def test_the_tasks_of_a_sweep_leave_their_rows_for_whoever_gathers_them(slurm: Slurm, tmp_path: Path) -> None:
