@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from autoshard.errors import require
@@ -12,14 +13,44 @@ from autoshard.jobs.shell import node_text
 
 FILES_AT = "/job"  # where the files of the job lie in a container
 _TRAINER = "trainer.kubeflow.org"
-_MOST_RESTARTS = 20  # of all pods, in a job's life; autoshard refuses a sixth start without a newer checkpoint
-# EFA devices of a node. cited: trn1 and trn1n: AWS Neuron docs 2.29, setup-trn1-multi-node-execution.rst; trn2:
-# derived, 16 chips with 200 Gb/s each (neuron-runtime/about/collectives.rst); p4, p5, p6: aws-samples,
-# awsome-distributed-training 7217859, 4.validation_and_observability/2.gpu-cluster-healthcheck/README.md.
-_EFA: Mapping[str, int] = {
-    "trn1.32xlarge": 8, "trn1n.32xlarge": 16, "trn2.48xlarge": 16, "trn2u.48xlarge": 16,
-    "p4d.24xlarge": 4, "p4de.24xlarge": 4, "p5.48xlarge": 32, "p5en.48xlarge": 16, "p6-b200.48xlarge": 8,
-}  # fmt: skip
+# In a job's life; autoshard refuses a sixth start that takes no step. The training operator counts each pod's own.
+_MOST_RESTARTS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Host:
+    """What a node has besides accelerators."""
+
+    num_efa: int
+    num_cpus: int
+    memory_gib: int
+
+    @property
+    def requests(self) -> dict[str, str]:
+        """What a pod asks for: most of the node, as what the system and its daemons need is not handed out.
+
+        A pod that asks for nothing is the first to be evicted where a node runs out of memory.
+        """
+        return {"cpu": str(self.num_cpus * 9 // 10), "memory": f"{self.memory_gib * 8 // 10}Gi"}
+
+
+# EFA devices. cited: trn1 and trn1n: AWS Neuron docs 2.29, setup-trn1-multi-node-execution.rst; trn2: derived, 16 chips
+# with 200 Gb/s each (neuron-runtime/about/collectives.rst); p4, p5, p6: aws-samples, awsome-distributed-training
+# 7217859, 4.validation_and_observability/2.gpu-cluster-healthcheck/README.md. Processors and memory. cited:
+# docs.aws.amazon.com/ec2/latest/instancetypes/ac.html, 2026-11.
+_TRN1, _TRN2 = {"num_cpus": 128, "memory_gib": 512}, {"num_cpus": 192, "memory_gib": 2048}
+_P4, _P5 = {"num_cpus": 96, "memory_gib": 1152}, {"num_cpus": 192, "memory_gib": 2048}
+_HOSTS: Mapping[str, _Host] = {
+    "trn1.32xlarge": _Host(num_efa=8, **_TRN1),
+    "trn1n.32xlarge": _Host(num_efa=16, **_TRN1),
+    "trn2.48xlarge": _Host(num_efa=16, **_TRN2),
+    "trn2u.48xlarge": _Host(num_efa=16, **_TRN2),
+    "p4d.24xlarge": _Host(num_efa=4, **_P4),
+    "p4de.24xlarge": _Host(num_efa=4, **_P4),
+    "p5.48xlarge": _Host(num_efa=32, **_P5),
+    "p5en.48xlarge": _Host(num_efa=16, **_P5),
+    "p6-b200.48xlarge": _Host(num_efa=8, **_P5),
+}
 # cited: awsome-distributed-training 7217859, 1.architectures/7.sagemaker-hyperpod-eks/task-governance, and for the
 # names of instance types 3.test_cases/pytorch/neuronx-distributed/llama3/kubernetes.
 _HYPERPOD = {
@@ -109,7 +140,7 @@ def _pytorch_job(job: Job, stage: str) -> dict[str, Any]:
         if count
     }
     notes = {"annotations": _HYPERPOD} if job.place.kind == "hyperpod" else {}
-    policy = {"backoffLimit": _MOST_RESTARTS, "cleanPodPolicy": "Running"}
+    policy = {"backoffLimit": _MOST_RESTARTS * job.num_nodes, "cleanPodPolicy": "Running"}
     return {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
@@ -123,15 +154,16 @@ def _pod(job: Job, stage: str, variables: Mapping[str, str]) -> dict[str, Any]:
     place = job.place
     resource = {"neuron": "aws.amazon.com/neuron", "gpu": "nvidia.com/gpu", "none": "cpu"}[job.accelerator]
     devices = {resource: str(job.plan.cluster.chips_per_node)}  # nodes with one of them all belong to the job
-    if job.num_nodes > 1 and job.plan.cluster.name in _EFA:
-        devices["vpc.amazonaws.com/efa"] = str(_EFA[job.plan.cluster.name])
+    host = _HOSTS.get(job.plan.cluster.name)
+    if job.num_nodes > 1 and host:
+        devices["vpc.amazonaws.com/efa"] = str(host.num_efa)
     mounts = {"files": FILES_AT, "shared": place.volume, "memory": "/dev/shm"}
     container = {
         "name": "node" if place.kind == "trainjob" else "pytorch",
         "image": place.image,
         "command": ["bash", f"{FILES_AT}/{NODE}", stage],
         **({"env": [{"name": name, "value": value} for name, value in variables.items()]} if variables else {}),
-        "resources": {"limits": devices},
+        "resources": {"limits": devices, **({"requests": host.requests} if host else {})},
         "volumeMounts": [{"name": name, "mountPath": path} for name, path in mounts.items()],
     }
     volumes = [

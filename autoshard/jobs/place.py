@@ -19,8 +19,9 @@ _PROFILES: Mapping[str, tuple[str, ...]] = {  # HyperPod starts jobs of Kubernet
     "k8s": ("trainjob", "pytorchjob", "hyperpod"),
     "torchrun": ("",),
 }
+TO_SBATCH = ("account", "qos", "reservation", "exclude")  # options that go to sbatch under their own names
 _TAKES: Mapping[str, tuple[str, ...]] = {
-    "slurm": ("profile", "partition", "time", "on_failure"),
+    "slurm": ("profile", "partition", "time", "on_failure", *TO_SBATCH, "container_image", "container_mounts"),
     "k8s": ("profile", "image", "claim", "mount"),
     "torchrun": (),
 }
@@ -38,6 +39,12 @@ class JobPlace:
         time: Of slurm: the longest time of a job, e.g. 2-00:00:00; a run that needs more is queued again.
         on_failure: Of slurm: requeue, or replan: where fewer nodes are left than the plan needs, submit a plan for
             those. Default: requeue.
+        account: Of slurm: who pays.
+        qos: Of slurm: the quality of service.
+        reservation: Of slurm: the reservation whose nodes are used.
+        exclude: Of slurm: nodes that are not used, e.g. trn-3,trn-[7-8].
+        container_image: Of slurm with pyxis: the container in which nodes work, with torchrun and autoshard in it.
+        container_mounts: Of slurm with pyxis: what is mounted there besides the folder of the job, e.g. /fsx:/fsx.
         image: Of k8s: the container image, with torchrun and autoshard in it.
         claim: Of k8s: the persistent volume claim that all nodes share.
         mount: Of k8s: where that volume is mounted. Default: /fsx.
@@ -48,6 +55,12 @@ class JobPlace:
     partition: str | None = None
     time: str | None = None
     on_failure: Literal["requeue", "replan"] | None = None
+    account: str | None = None
+    qos: str | None = None
+    reservation: str | None = None
+    exclude: str | None = None
+    container_image: str | None = None
+    container_mounts: str | None = None
     image: str | None = None
     claim: str | None = None
     mount: str | None = None
@@ -66,13 +79,18 @@ class JobPlace:
             "claim": (r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", "the name of a claim"),
             "image": (r"\S+", "the name of an image"),
             "mount": ("/.*", "a folder from / on"),
-            "partition": (r"[\w.,+-]+", "a name"),
+            **dict.fromkeys(("partition", "account", "qos", "reservation"), (r"[\w.,+-]+", "a name")),
+            "exclude": (r"[\w.,\[\]-]+", "names of nodes, like trn-3,trn-[7-8]"),
+            "container_image": (r"[\w.,:/@#+-]+", "an image, like registry#name:tag, or a .sqsh file"),
+            "container_mounts": (r"/[\w.,:/@+-]*", "folders, like /fsx:/fsx,/data"),
         }
+        alone = self.container_mounts is None or self.container_image is not None
         minutes = self.time is None or limit_s(self.time) or 0
         replaces = self.on_failure == "replan" and self.profile == "hyperpod"
         require(
             (self.kind in profiles, "profile", f"{self.profile!r} is none of {whose}: {', '.join(profiles)}"),
             (bool(minutes), "time", f"must be {_TIME}, not {self.time!r}. Leave it out for the partition's own"),
+            (alone, "container_mounts", "mounts into a container. Name that too: --container-image"),
             (not replaces, "on_failure", "hyperpod replaces nodes that are lost. Leave it out"),
             *((False, "mount", message) for message in path_faults(given.get("mount", "/"))),
             *((bool(re.fullmatch(form, given.get(name, ""))), name, f"must be {what}, not {given.get(name)!r}")

@@ -1,10 +1,20 @@
 """What every node of a job does, under any scheduler: ``node.sh``. Only how nodes find each other differs."""
 
+import hashlib
 from collections.abc import Mapping
 
 from autoshard.jobs.job import FIRST, HERE, NODE, PLAN, STRICT, TRAINING, Files, Job
+from autoshard.plan.codec import dump
 from autoshard.plan.environment import COMPILER_FLAGS, environment
 
+_OPEN_FILES = 65535  # cited: aws-neuron/neuronx-distributed-training 9169aa0, examples/train_setup.sh
+_PORT_CHECK = [
+    "# Where the system may give that port to another connection, a start fails now and then.",
+    "if read -r least most 2> /dev/null < /proc/sys/net/ipv4/ip_local_port_range &&",
+    '  ((least <= port && port <= most)) && ! grep -qsw "$port" /proc/sys/net/ipv4/ip_local_reserved_ports; then',
+    '  echo "port $port may be taken on $(hostname): sysctl -w net.ipv4.ip_local_reserved_ports=$port" >&2',
+    "fi",
+]
 _PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # not its option --shutdown-timeout, which torch before 2.12 refuses
 _CACHE = "NEURON_COMPILE_CACHE_URL"
 _WAIT_S = 120  # for a file of node 0 to be seen: file systems over a network may keep for a minute what they knew
@@ -18,6 +28,12 @@ _MEETINGS: Mapping[str, tuple[str, str, str, str]] = {  # node, address, port, s
     "slurm": (
         "$SLURM_NODEID",
         '$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)',
+        "$((20000 + SLURM_JOB_ID % 10000))",
+        "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}",
+    ),
+    "pyxis": (  # scontrol is not in the container
+        "$SLURM_NODEID",
+        "$(python3 -c \"from autoshard.runtime.launch import first_node; print(first_node('$SLURM_STEP_NODELIST'))\")",
         "$((20000 + SLURM_JOB_ID % 10000))",
         "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}",
     ),
@@ -42,6 +58,7 @@ def torchrun_files(job: Job) -> Files:
 def node_text(job: Job, meeting: str) -> str:
     """Write the script of a node, for nodes that meet as those of slurm, trainjob, pytorchjob or torchrun do."""
     node, address, port, start = _MEETINGS[meeting]
+    digest = hashlib.sha256(dump(job.plan).encode()).hexdigest()
     takes = "compile | train" if job.compiles else "train"
     variables = [
         # What the engine sets too, so that nothing depends on who sets it. The user's compiler flags come after the
@@ -58,9 +75,12 @@ def node_text(job: Job, meeting: str) -> str:
             f'fail() {{ echo "{NODE} on $(hostname): $1" >&2; exit 1; }}',
             "stage=${1:-}",
             f'case $stage in {takes}) ;; *) fail "type: bash {NODE} {takes}" ;; esac',
-            f'grep -q {job.hash} {PLAN} || fail "{PLAN} is not the plan of this job. Type autoshard launch again"',
+            f'echo "{digest}  {PLAN}" | sha256sum --check --status ||',
+            f'  fail "{PLAN} is not the plan of this job. Type autoshard launch again"',
+            f'ulimit -S -n {_OPEN_FILES} 2> /dev/null || ulimit -S -n "$(ulimit -H -n)"',
         ],
         ["# Which node this is, and where all of them meet.", f"node={node}", f"address={address}", f"port={port}"],
+        _PORT_CHECK if job.num_nodes > 1 else [],
         [
             f"# Where the run writes{', and where compiled graphs lie' if job.compiles else ''}.",
             f"run={job.run_word}",

@@ -7,6 +7,7 @@ from autoshard.cost.storage import resuming, stopping
 from autoshard.errors import require
 from autoshard.extensions import EXTENSIONS
 from autoshard.jobs.job import FIRST, HERE, NODE, STRICT, SUBMIT, Files, Job
+from autoshard.jobs.place import TO_SBATCH
 from autoshard.jobs.quoting import word, words
 from autoshard.jobs.shell import node_text, setup_lines
 from autoshard.units import format_seconds
@@ -30,7 +31,7 @@ _LOST_S = 120  # until nodes that are gone count as such: slurmctld asks all wit
 def slurm_files(job: Job) -> Files:
     """Return the files of a job under Slurm."""
     _refuse_short(job)
-    texts = {**job.common_texts(), NODE: node_text(job, "slurm")}
+    texts = {**job.common_texts(), NODE: node_text(job, "slurm" if job.place.container_image is None else "pyxis")}
     if job.compiles:
         texts["compile.sbatch"] = _script(job, "compile") + f"\n{_srun(job, 'compile')}\n"
     limit_s = job.place.limit_s
@@ -73,7 +74,7 @@ def _script(job: Job, stage: str) -> str:
         "gpus-per-node": job.plan.cluster.chips_per_node if job.accelerator == "gpu" else "",
         "constraint": (job.instance_type or "") if place.kind == "parallelcluster" else "",
         "wait-all-nodes": 1,
-        "partition": place.partition or "",
+        **{name: getattr(place, name) or "" for name in ("partition", *TO_SBATCH)},
         "time": place.time or "",
         "signal": f"TERM@{job.notice_s}" if trains else "",  # also where the partition sets the time
         "output": f"{stage}-%j.log",
@@ -94,7 +95,19 @@ def _srun(job: Job, stage: str) -> str:
     started is started again after faulty nodes were replaced.
     """
     resumes = "--auto-resume=1 " if job.place.kind == "hyperpod" else ""
-    return f"srun {resumes}--kill-on-bad-exit=1 --cpu-bind=none bash {NODE} {stage}"
+    return f"srun {resumes}--kill-on-bad-exit=1 --cpu-bind=none{_container(job)} bash {NODE} {stage}"
+
+
+def _container(job: Job) -> str:
+    """Return the options of pyxis: the image, and the folder of the job at its own place in it.
+
+    cited: NVIDIA/pyxis, README.md, "Command-line arguments".
+    """
+    image, mounts = job.place.container_image, job.place.container_mounts
+    if image is None:
+        return ""
+    more = word(f",{mounts}") if mounts else ""
+    return f' --container-image={word(image)} --container-mounts="$PWD:$PWD"{more} --container-workdir="$PWD"'
 
 
 def _again(job: Job) -> Iterator[str]:
@@ -125,9 +138,10 @@ def _after_its_time(job: Job, limit_s: int) -> Iterator[str]:
 def _replanned(job: Job) -> Iterator[str]:
     """Yield a function that submits a plan for the nodes that are left, if those are fewer than the plan's."""
     place = job.place
-    given = {"profile": place.kind, "partition": place.partition, "time": place.time, "setup": job.setup or None}
+    names = ("partition", "time", *TO_SBATCH, "container_image", "container_mounts")
+    given = {"profile": place.kind, **{name: getattr(place, name) for name in names}, "setup": job.setup or None}
     again = ["--scheduler", "slurm", "--on-failure", "replan", "--submit"]
-    again += [f"--{name}={value}" for name, value in given.items() if value is not None]
+    again += [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
     extend = "".join(f" {word(f'--extend={path.name}')}" for path in EXTENSIONS.files)
     yield "# Where fewer nodes are left than the plan needs, a plan for at most those is submitted instead, for the"
     yield "# same run. Left are the nodes of this job that answer, and idle ones of their type (processors, devices)."

@@ -20,6 +20,9 @@ _ALWAYS: Mapping[str, str] = {
     "XLA_DISABLE_FUNCTIONALIZATION": "0",
 }
 _BETWEEN_NODES: Mapping[str, str] = {"FI_EFA_FORK_SAFE": "1", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_PROVIDER": "efa"}
+# cited: awslabs/awsome-distributed-training 7217859, scripts of 3.test_cases/pytorch: with huge pages os.fork() of a
+# process that loads data finds no memory, and NCCL must not meet over bridges of containers.
+_OF_GPUS_ON_EFA: Mapping[str, str] = {"FI_EFA_USE_HUGE_PAGE": "0", "NCCL_SOCKET_IFNAME": "^docker,lo,veth"}
 # The formats of a plan are those of the tensors: nothing is to be computed in another than torch says. With
 # XLA_DOWNCAST_BF16 what torch calls FP32 would be BF16 on the device, statistics of norms and the loss among it.
 _AS_TORCH_SAYS: Mapping[str, str] = {"XLA_DOWNCAST_BF16": "0", "XLA_USE_BF16": "0"}
@@ -30,6 +33,8 @@ def environment(plan: Plan) -> Mapping[str, str]:
     cluster, found = plan.cluster, dict[str, str]()
     if cluster.num_nodes > 1 and (cluster.platform or cluster.links[-1].name.startswith("efa")):
         found |= _BETWEEN_NODES  # what EFA needs, also of GPUs
+        if not cluster.platform:
+            found |= _OF_GPUS_ON_EFA
     if cluster.lnc is not None:  # how the runtime joins cores to logical ones; older releases know the second name only
         found |= dict.fromkeys(("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE"), str(cluster.lnc))
     if plan.engine == "nxd":

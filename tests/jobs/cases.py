@@ -81,7 +81,7 @@ def files_of(job: Job) -> Files:
 def folder_text(files: Files, plan: Plan) -> dict[str, list[str]]:
     """The lines of a job's files, without the plan, whose own golden file is elsewhere, and without its hash."""
     name, texts = default_name(plan), {name: text for name, text in files.texts.items() if name != PLAN}
-    hidden = re.compile(rf"{name[-6:]}\w*")
+    hidden = re.compile(rf"{name[-6:]}\w*|\b[0-9a-f]{{64}}\b")
     return {file: hidden.sub("HASH", text).splitlines() for file, text in texts.items()}
 
 

@@ -2,9 +2,11 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,26 @@ def test_a_folder_that_is_not_shared_and_the_plan_of_another_job_are_named(place
     assert done.returncode and "plan.json is not the plan of this job. Type autoshard launch again" in done.stderr
 
 
+def test_a_plan_that_was_edited_is_refused_though_it_names_the_old_hash(place: Path) -> None:
+    text = (place / "plan.json").read_text(encoding="utf-8")
+    assert '"headroom": 0.1' in text
+    (place / "plan.json").write_text(text.replace('"headroom": 0.1', '"headroom": 0.2'), encoding="utf-8")
+    done = node(place, "train", START)
+    assert done.returncode and "plan.json is not the plan of this job. Type autoshard launch again" in done.stderr
+
+
+def test_a_node_may_open_many_files_and_says_which_port_may_be_taken(place: Path) -> None:
+    fake = place / "range"
+    text = (place / "node.sh").read_text(encoding="utf-8").replace("/proc/sys/net/ipv4/ip_local_port_range", str(fake))
+    (place / "node.sh").write_text(text.replace("exec python3", "ulimit -S -n; exec python3"), encoding="utf-8")
+    for least, says in ((32768, False), (1024, True)):
+        fake.write_text(f"{least}\t60999\n", encoding="utf-8")
+        done = node(place, "train", START)
+        assert not done.returncode and ("port 29500 may be taken" in done.stderr) == says
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        assert int(done.stdout.splitlines()[0]) == (65535 if hard < 0 else min(65535, hard))
+
+
 @pytest.mark.parametrize(
     ("stage", "given", "says"),
     [
@@ -124,6 +146,12 @@ def test_setup_runs_before_torchrun_and_may_read_what_is_not_set(tmp_path: Path)
             "show hostnames trn-[1-16]",
             "22345",
         ),
+        (
+            "pyxis",
+            {"SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "trn-[1-16]", "SLURM_JOB_ID": "12345"},
+            "first_node",
+            "22345",
+        ),
         ("k8s trainjob", {"JOB_COMPLETION_INDEX": "0", "MASTER_ADDR": "first"}, "first", "29500"),
         ("k8s pytorchjob", {"RANK": "0", "MASTER_ADDR": "first", "MASTER_PORT": "23456"}, "first", "23456"),
     ],
@@ -131,5 +159,11 @@ def test_setup_runs_before_torchrun_and_may_read_what_is_not_set(tmp_path: Path)
 def test_schedulers_say_which_node_this_is(
     under: str, given: dict[str, str], address: str, port: str, tmp_path: Path
 ) -> None:
-    words, _ = told(write(job_of(plan_of(FIRST), under), tmp_path), "train", given)
+    job = job_of(plan_of(FIRST), "slurm plain" if under == "pyxis" else under)
+    if under == "pyxis":  # the stand-in for Python tells how it was asked
+        job = replace(job, place=replace(job.place, container_image="image"))
+    words, _ = told(write(job, tmp_path), "train", given)
+    if under == "pyxis":
+        assert "from autoshard.runtime.launch import first_node; print(first_node('trn-[1-16]'))" in words[7]
+        address = words[7]
     assert words[4:10] == ["--node-rank", "0", "--master-addr", address, "--master-port", port]
