@@ -6,11 +6,12 @@ A chunk is one of the vp stages of a rank.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import chain
-from typing import Literal, cast
+from itertools import chain, product
+from typing import Literal, cast, get_args
 
 from autoshard.errors import InputError, in_range, require
 from autoshard.extensions import EXTENSIONS
@@ -65,6 +66,7 @@ class PipelineShape:
         return self.num_micro_batches * self.num_chunks
 
 
+_TRIED = 8  # micro-batches: an order of two ranks repeats itself from there on
 Order = Callable[[PipelineShape, int], list[Step]]  # (kind, chunk, micro-batch) of the rank at a position, in order
 
 
@@ -81,11 +83,32 @@ class Builder:
     turns: bool = False  # odd chunks run from the last rank to the first
     meaning: str
 
+    def __post_init__(self) -> None:
+        """Refuse an order that leaves work out, or does some twice: tried on a small pipeline."""
+        shape = PipelineShape(num_ranks=2, num_chunks=self.num_chunks or 1, num_micro_batches=_TRIED)
+        for position in range(shape.num_ranks):
+            faults = list(_work_faults(shape, Counter(self.order(shape, position))))
+            more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
+            where = f"rank {position} of {shape.num_ranks} with {_TRIED} micro-batches"
+            require((not faults, "order", f"{where}: {''.join(faults[:1])}{more}"))
+
     @property
     def splits(self) -> bool:
         """Whether backwards are two actions, I and W."""
         smallest = PipelineShape(num_ranks=1, num_chunks=self.num_chunks or 1, num_micro_batches=1)
         return any(kind == "I" for kind, _, _ in self.order(smallest, 0))
+
+
+def _work_faults(shape: PipelineShape, counts: Counter[Step]) -> Iterator[str]:
+    """Yield what an order does not do exactly once for each chunk and micro-batch, or does besides."""
+    for chunk, number in product(range(shape.num_chunks), range(shape.num_micro_batches)):
+        unit = f"(chunk {chunk}, micro-batch {number})"
+        forward, whole, *halves = (counts.pop((kind, chunk, number), 0) for kind in get_args(ActionKind))
+        if forward != 1:
+            yield f"{forward} forwards F of {unit}, not one"
+        if (whole, *halves) not in ((1, 0, 0), (0, 1, 1)):
+            yield f"the backward of {unit} must be one B, or one I and one W"
+    yield from (f"{step} is no work of this pipeline" for step in counts)
 
 
 def _alternating(warm_up: Callable[[PipelineShape, int], int], shape: PipelineShape, position: int) -> list[Step]:

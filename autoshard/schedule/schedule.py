@@ -162,6 +162,7 @@ def _counted(schedule: Schedule, rank: int) -> Counts:
     counts = np.cumsum(change, axis=0).reshape(len(kinds), -1)[:, : schedule.num_chunks * (1 + splits)]
     grows = forward | (kinds == KINDS.index("I"))
     found: list[list[int]] = counts[:-1][grows[:-1] & ~forward[1:]].tolist()
+    found = found or counts[-1:].tolist()  # lists without a backward, which verify_actions refuses, give nothing back
     table = np.array(sorted({tuple(row) for row in found}, reverse=True))
     exceeded = (table[:, None] <= table).all(axis=2).sum(axis=1) > 1  # each is as many as itself
     return tuple(map(tuple, table[~exceeded].tolist()))

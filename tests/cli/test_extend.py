@@ -73,6 +73,12 @@ def test_ranks_and_the_processes_of_a_sweep_load_the_file(typed: Typed):
     assert "extend: [my_module.py]" in Path("job/training.yaml").read_text()
 
 
+ORDER = """
+from autoshard.schedule.builders import Builder
+def order(shape, position):
+    return [{steps} for number in range(shape.num_micro_batches)]
+mine = Builder(order=order, meaning="wrong")
+"""
 TAKEN = "from autoshard.schedule.builders import BUILDERS\ngpipe = BUILDERS['1f1b']"
 
 
@@ -81,6 +87,16 @@ TAKEN = "from autoshard.schedule.builders import BUILDERS\ngpipe = BUILDERS['1f1
     [
         ("x = 1 / 0", "line 1: ZeroDivisionError: division by zero"),
         ("def broken(:", "line 1: SyntaxError"),
+        (
+            ORDER.format(steps='("F", 0, number)'),
+            "line 5: InputError: order: rank 0 of 2 with 8 micro-batches: the backward",
+        ),
+        (
+            ORDER.format(steps='("F", 0, 0)'),
+            "line 5: InputError: order: rank 0 of 2 with 8 micro-batches: 8 forwards F of",
+        ),
+        (ORDER.format(steps="number"), "line 5: InputError: order: rank 0 of 2 with 8 micro-batches: 0 forwards F of"),
+        (ORDER.format(steps="[1, 2]"), "line 5: TypeError: unhashable type: 'list'"),
         (TAKEN, "gpipe: this name is taken. Choose another"),
     ],
 )

@@ -125,3 +125,10 @@ def test_a_schedule_that_cannot_be_is_refused(changes, where, says):
     with pytest.raises(InputError, match=says) as caught:
         Schedule(**values)
     assert caught.value.faults[0].where == where
+
+
+def test_lists_without_a_backward_give_nothing_back_and_are_refused() -> None:
+    lists = ((Action.parse("F0.0"), Action.parse("F0.1")),)
+    schedule = Schedule(builder="1f1b", num_ranks=1, num_micro_batches=2, actions=lists)
+    assert schedule.in_flight_by_chunk(0) == ((2,),)
+    assert "need at least 4 actions" in str(verify_actions(schedule)[0])
