@@ -124,10 +124,10 @@ def test_a_run_that_cannot_begin_is_not_queued_again(slurm: Slurm, tmp_path: Pat
 
 @pytest.mark.parametrize("compiles", [True, False])
 def test_training_waits_for_the_compile_job_and_ends_with_it(compiles: bool, slurm: Slurm, tmp_path: Path) -> None:
-    """A stand-in for torchrun tells what it was told: there is no Trainium here."""
+    """A stand-in for Python, which would be torchrun, tells what it was told: there is no Trainium here."""
     plan = planned("llama3-8b", "trn1.32xlarge", "tp=8,pp=4,dp=1")
     (tmp_path / "plan.json").write_text(dump(plan), encoding="utf-8")
-    torchrun = tmp_path / "bin" / "torchrun"
+    torchrun = tmp_path / "bin" / "python3"
     torchrun.parent.mkdir()
     code = 0 if compiles else 1
     body = f'#!/bin/sh\necho "$(date +%s.%N) $@" >> {tmp_path}/told\ncase $* in *--compile-only*) exit {code} ;; esac\n'
@@ -139,7 +139,8 @@ def test_training_waits_for_the_compile_job_and_ends_with_it(compiles: bool, slu
     assert slurm.job(first)["JobState"] == ("COMPLETED" if compiles else "FAILED")
     assert ended["JobState"] == ("COMPLETED" if compiles else "CANCELLED")
     told = (tmp_path / "told").read_text(encoding="utf-8").splitlines()
-    assert len(told) == (2 if compiles else 1) and "--nproc-per-node 1 " in told[0]
+    assert len(told) == (2 if compiles else 1) and "-m autoshard.runtime.agent " in told[0]
+    assert "--nproc-per-node 1 " in told[0]
     assert not compiles or ("--nproc-per-node 32 " in told[1] and told[1].endswith("--out " + f"{tmp_path}/job/run"))
 
 
