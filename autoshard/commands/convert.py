@@ -13,7 +13,7 @@ from autoshard.plan.codec import load
 from autoshard.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from autoshard.runtime.convert.converting import Form
+    from autoshard.runtime.convert.converting import Done, Form
 
 _MOST_WORKERS = 16
 
@@ -37,7 +37,7 @@ def convert(
     Args:
         source: A Hugging Face folder, an autoshard checkpoint or a folder of them, an NxD folder, or a .pt file.
         target: The file or folder to write; it must not exist.
-        plan: A plan file that says how the target is sharded.
+        plan: A plan file that says how the target is sharded; where the target is hf or pt, how the NxD source was.
         to: The format of the target: hf, autoshard, nxd, or pt (one state dict). Default: pt for a name that ends so;
             with a plan nxd or autoshard, as its engine needs; otherwise hf.
         model: A model card's name or a config.json. Needed where the source has no config.json beside it.
@@ -69,12 +69,17 @@ def convert(
     start_s = time.monotonic()
     with byte_progress("converting", quiet=json) as report:
         done = converted(conversion, report)
-    time_s = time.monotonic() - start_s
+    _print_done(source, done, time.monotonic() - start_s, json)
+    return 0
+
+
+def _print_done(source: Path, done: "Done", time_s: float, json: bool) -> None:
     if json:
         counts = {"files": done.num_files, "bytes": done.num_bytes, "kept_bytes": done.kept_bytes, "time_s": time_s}
-        print_answer({"target": str(done.folder), "to": done.form, **counts})
-        return 0
+        print_answer({"target": str(done.folder), "to": done.form, **counts, "remark": done.remark})
+        return
     before = f", {format_bytes(done.kept_bytes)} of them before" if done.kept_bytes else ""
     files = f"{done.num_files} file{'s' if done.num_files > 1 else ''}"
     print(f"{done.folder} ({done.form}): {format_bytes(done.num_bytes)} in {files}{before}, {format_seconds(time_s)}")
-    return 0
+    if done.remark:
+        print(f"{source}: read with {done.remark}")

@@ -67,6 +67,52 @@ def test_the_vendors_converter_writes_the_same_and_reads_ours(card: str, tmp_pat
     text, options, qkv = CONVERTED[card]
     config = {**reduced(card), "vocab_size": 40}
     config |= {"num_key_value_heads": config.get("num_key_value_heads", config["num_attention_heads"])}
+    beside_the_vendor(config, text, options, qkv, tmp_path)
+
+
+# Query heads, KV heads and tp: trn2's order differs from trn1's, in most also in which rank is like the first.
+HEADS = [(8, 2, 8), (16, 2, 8), (16, 2, 16), (32, 2, 32), (32, 4, 32), (8, 4, 8)]
+
+
+def with_heads(queries: int, keys: int, tp: int) -> dict[str, Any]:
+    sizes = {"num_attention_heads": queries, "num_key_value_heads": keys, "head_dim": 4, "hidden_size": 4 * queries}
+    return {**reduced("llama3-8b"), **sizes, "intermediate_size": 2 * tp, "vocab_size": 2 * tp}
+
+
+@pytest.mark.parametrize("qkv", ["fused", "split"])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_the_vendors_converter_orders_heads_alike_on_trn1(
+    heads: tuple[int, int, int], qkv: Any, tmp_path: Path
+) -> None:
+    queries, keys, tp = heads
+    options = {"kv_size_multiplier": tp // keys, "qkv_linear": True, "fuse_qkv": qkv == "fused"}
+    beside_the_vendor(with_heads(queries, keys, tp), f"tp={tp},pp=1,dp=1", options, qkv, tmp_path)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_ranks_of_trn2_that_share_a_head_in_nxd_hold_the_same(heads: tuple[int, int, int], tmp_path: Path) -> None:
+    """Its converter repeats keys in trn1's order for trn2 too, so its groups of ranks say what its layer expects."""
+    queries, keys, tp = heads
+    state: Any = importlib.import_module("neuronx_distributed.parallel_layers.parallel_state")
+    first = written(tmp_path / "first", with_heads(queries, keys, tp))
+    converted(
+        first, tmp_path / "ours", form="nxd", plan=cut(f"tp={tp},pp=1,dp=1", load_model(first), "trn2"), qkv="split"
+    )
+    files = [torch.load(tmp_path / "ours" / FILE.format(rank, 0), weights_only=True) for rank in range(tp)]
+    whole, layer = read(first), "model.layers.1.self_attn"
+    whole_keys = whole[f"{layer}.k_proj.weight"].reshape(keys, 4, -1)
+    groups = state.arrange_kv_groups(1, tp, tp // keys, False, state.hardware.TRN2)
+    for head, group in enumerate(groups):
+        for rank in group:
+            assert torch.equal(files[rank][f"{layer}.qkv_proj.weight_k"], whole_keys[head])
+        joined = torch.cat([files[rank][f"{layer}.qkv_proj.weight_q"] for rank in group])
+        assert torch.equal(joined, whole[f"{layer}.q_proj.weight"].chunk(keys)[head]), "its queries"
+    converted(tmp_path / "ours", tmp_path / "last", model=str(first))
+    same(read(tmp_path / "last"), whole)
+
+
+def beside_the_vendor(config: dict[str, Any], text: str, options: dict[str, Any], qkv: Any, tmp_path: Path) -> None:
+    """What both write is the same, and what the vendor reads back of ours is the first; so do we."""
     written(tmp_path / "first", config, torch.bfloat16)
     usual: dict[str, Any] = dict.fromkeys(("qkv_linear", "fuse_qkv", "coalesce_qkv", "load_xser"), False)
     usual |= {"pad_attn_heads": False, "kv_size_multiplier": 1, "hw_backend": "trn1", "ep_size": 1, "n_layers": 4}
@@ -74,6 +120,8 @@ def test_the_vendors_converter_writes_the_same_and_reads_ours(card: str, tmp_pat
     plan = cut(text, load_model(tmp_path / "first"), usual["hw_backend"])
     tp, pp = plan.mesh.size("tp"), plan.mesh.size("pp")
     converted(tmp_path / "first", tmp_path / "ours", form="nxd", plan=plan, qkv=qkv)
+    converted(tmp_path / "ours", tmp_path / "last")
+    same(read(tmp_path / "last"), read(tmp_path / "first"))
     converter = importlib.import_module("neuronx_distributed.scripts.checkpoint_converter").CheckpointConverterBase()
     args = Namespace(
         **usual, tp_size=tp, pp_size=pp,

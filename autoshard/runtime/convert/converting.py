@@ -26,8 +26,9 @@ from autoshard.runtime.convert.hf import (
     state_outputs,
     write_json,
 )
-from autoshard.runtime.convert.nxd import finish_nxd, nxd_folder, nxd_outputs, nxd_source
+from autoshard.runtime.convert.nxd import SourcePlan, finish_nxd, nxd_folder, nxd_outputs, nxd_source
 from autoshard.runtime.convert.ours import checkpoint_of, finish_ours, ours_outputs, ours_source
+from autoshard.runtime.convert.squares import refuse_other_sums
 from autoshard.runtime.convert.stored import WeightSource
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_config, load_model, model_names, read_config
@@ -53,13 +54,18 @@ def form_of(path: Path) -> Form:
     raise InputError.of(str(path), f"holds no weights that are known: {known}")
 
 
-def open_weights(path: Path, form: Form, family: str | None, model: ModelSpec) -> WeightSource:
-    """Open weights of a form; the family is the architecture as transformers names it."""
+def open_weights(
+    path: Path, form: Form, family: str | None, model: ModelSpec, known: SourcePlan | None = None
+) -> WeightSource:
+    """Open weights of a form; the family is the architecture as transformers names it.
+
+    A plan may say in which order files of NxD lie.
+    """
     if form == "autoshard" and (found := checkpoint_of(path)):
         return ours_source(*found, model)
     assert family, "other forms have the names of a family"
     folder = nxd_folder(path) if form == "nxd" else None
-    return nxd_source(folder, family, model) if folder else hf_source(path, family, model)
+    return nxd_source(folder, family, model, known) if folder else hf_source(path, family, model)
 
 
 def read_weights(path: Path, plan: Plan, pieces: Sequence[StatePiece]) -> None:
@@ -124,6 +130,7 @@ class Done:
     num_files: int
     num_bytes: int
     kept_bytes: int  # that were there from before
+    remark: str = ""  # on how the source was read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +151,8 @@ def convert(conversion: Conversion, say: Callable[[CopyProgress], None]) -> Done
     """Convert; a killed conversion is taken up, and nothing has its name before it is complete."""
     form = form_of(conversion.source)
     known = _source_model(conversion, form)
-    source = open_weights(conversion.source, form, known.family, known.model)
+    plan = conversion.plan and SourcePlan(plan=conversion.plan, saved=conversion.form in ("hf", "pt"))
+    source = open_weights(conversion.source, form, known.family, known.model, plan)
     dtypes = {
         name: DTYPES[conversion.dtype] if conversion.dtype and "/" not in name else dtype
         for name, dtype in source.dtypes.items()
@@ -167,9 +175,12 @@ def convert(conversion: Conversion, say: Callable[[CopyProgress], None]) -> Done
     message = f"{format_bytes(need_bytes)} are to be written, and the disk has {format_bytes(free)} left"
     require((need_bytes <= free, str(conversion.target), message))
     copying = Copying(source, outputs, aside, say)
-    written = copying.run(conversion.workers)
+    pairs = list(zip(outputs, copying.run(conversion.workers), strict=True))
+    if source.squares:
+        rounded = any(dtype != source.dtypes[name] for name, dtype in dtypes.items())
+        refuse_other_sums(source.squares(conversion.workers), source.wanted, rounded, pairs, str(conversion.source))
     if conversion.form == "autoshard":
-        finish_ours(aside, known.model, conversion.plan, source, list(zip(outputs, written, strict=True)))
+        finish_ours(aside, known.model, conversion.plan, source, pairs)
     _finish(conversion, known, outputs, aside)
     (aside / JOURNAL).unlink()
     if conversion.form == "pt":
@@ -179,10 +190,11 @@ def convert(conversion: Conversion, say: Callable[[CopyProgress], None]) -> Done
         if final.exists():
             final.rmdir()  # an empty folder
         Storage.of(str(final.resolve().parent)).rename(aside.name, final.name)
-    num_bytes, kept = sum(one.num_bytes for one in written), copying.kept_bytes
+    num_bytes, kept = sum(written.num_bytes for _, written in pairs), copying.kept_bytes
     return Done(
-        folder=conversion.target, form=conversion.form, num_files=len(written), num_bytes=num_bytes, kept_bytes=kept
-    )
+        folder=conversion.target, form=conversion.form, num_files=len(pairs), num_bytes=num_bytes, kept_bytes=kept,
+        remark=source.remark,
+    )  # fmt: skip
 
 
 def _source_model(conversion: Conversion, form: Form) -> _SourceModel:

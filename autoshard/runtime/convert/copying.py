@@ -17,8 +17,8 @@ import torch
 
 from autoshard.engine.patches import Patch
 from autoshard.errors import InputError
-from autoshard.runtime.checkpoint.files import header_of, is_finite
-from autoshard.runtime.convert.stored import StateFile, WeightSource
+from autoshard.runtime.checkpoint.files import header_of
+from autoshard.runtime.convert.stored import StateFile, WeightSource, square
 from autoshard.runtime.futures import as_they_end
 
 JOURNAL = "converted.jsonl"
@@ -47,7 +47,7 @@ class TargetFile:
     file: str
     entries: tuple[Entry, ...]
     kind: Literal["safetensors", "state"] = "safetensors"
-    summed: bool = False  # whether an index needs its checksums, and whether its numbers are finite
+    summed: bool = False  # whether an index needs its checksums
     metadata: Mapping[str, str] | None = None
 
     @property
@@ -58,13 +58,13 @@ class TargetFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenFile:
-    """A file that was written: its bytes, and of every tensor where it begins and its checksum."""
+    """A file that was written: its bytes, and of every tensor where it begins, and what was asked of its numbers."""
 
     file: str
     num_bytes: int
     starts: tuple[int, ...]
     crc32s: tuple[int, ...]
-    finite: bool
+    squares: tuple[tuple[float, ...], ...] = ()  # the sum of squares of each of its boxes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,9 @@ class Copying:
         written, lines = dict[str, WrittenFile](), journal.read().split("\n")[:-1]
         for line in lines[1:] if lines and json.loads(lines[0]) == sign else []:
             one = json.loads(line)
-            one = WrittenFile(**{**one, "starts": tuple(one["starts"]), "crc32s": tuple(one["crc32s"])})
+            squares = tuple(map(tuple, one["squares"]))
+            sums = {"starts": tuple(one["starts"]), "crc32s": tuple(one["crc32s"]), "squares": squares}
+            one = WrittenFile(**{**one, **sums})
             path = self._folder / one.file
             if path.is_file() and path.stat().st_size == one.num_bytes:
                 written[one.file] = one
@@ -135,24 +137,24 @@ class Copying:
         path = self._folder / output.file
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f"{path.name}.part")
-        sums: list[tuple[int, bool]] = []
+        sums = _Sums(self._source.squares is not None, output.summed)
         table = [(one.name, one.dtype, one.shape) for one in output.entries]
         with aside.open("wb") as stream:
             if output.kind == "state":
                 starts = [0] * len(table)
                 with StateFile(stream, table) as state:
                     for number, entry in enumerate(output.entries):
-                        state.write(number, entry.num_bytes, self._raw(entry, stream, sums if output.summed else None))
+                        state.write(number, entry.num_bytes, self._raw(entry, stream, sums))
             else:
                 head, (*starts, _) = header_of(table, output.metadata)
                 stream.write(head)
                 for entry in output.entries:
-                    stream.writelines(self._raw(entry, stream, sums if output.summed else None))
+                    stream.writelines(self._raw(entry, stream, sums))
             stream.flush()
             os.fsync(stream.fileno())
         written = WrittenFile(
             file=output.file, num_bytes=aside.stat().st_size, starts=tuple(starts),
-            crc32s=tuple(crc32 for crc32, _ in sums), finite=all(finite for _, finite in sums),
+            crc32s=tuple(sums.crc32s), squares=tuple(map(tuple, sums.squares)),
         )  # fmt: skip
         aside.rename(path)
         with self._lock:
@@ -161,29 +163,29 @@ class Copying:
             os.fsync(journal.fileno())
         return written
 
-    def _raw(self, entry: Entry, stream: IO[bytes], sums: list[tuple[int, bool]] | None) -> Iterator[memoryview]:
-        """Yield the bytes of a tensor for a stream; then note their checksum and whether all numbers are finite."""
-        crc32, finite = 0, True
-        for numbers in self._chunks(entry):
+    def _raw(self, entry: Entry, stream: IO[bytes], sums: "_Sums") -> Iterator[memoryview]:
+        """Yield the bytes of a tensor for a stream, and note what is asked of its numbers."""
+        sums.begin(entry)
+        for numbers in self._chunks(entry, sums):
             raw, before = numbers.reshape(-1).view(torch.uint8).numpy().data, stream.tell()
-            if sums is not None:
-                crc32, finite = zlib.crc32(raw, crc32), finite and is_finite(numbers)
+            sums.add_bytes(raw)
             yield raw
             if hasattr(os, "posix_fadvise"):  # begin to write to the disk, and keep the cache for what is read
                 os.posix_fadvise(stream.fileno(), 0, before, os.POSIX_FADV_DONTNEED)
             self._advance(len(raw))
-        if sums is not None:
-            sums.append((crc32, finite))
 
-    def _chunks(self, entry: Entry) -> Iterator[torch.Tensor]:
+    def _chunks(self, entry: Entry, sums: "_Sums") -> Iterator[torch.Tensor]:
         """Yield the numbers of a tensor, some rows at a time; their memory is filled again for the next ones."""
         rows = max(1, _CHUNK_BYTES // (math.prod(entry.shape[1:]) * entry.dtype.itemsize))
         memory = torch.empty((min(rows, entry.shape[0]), *entry.shape[1:]), dtype=entry.dtype)
         for low in range(0, entry.shape[0], rows):
             high = min(low + rows, entry.shape[0])
             numbers = memory[: high - low].zero_()
-            for part in (part for whole in entry.patches for part in whole.rows(low, high)):
-                self._source.fill(part.view(numbers), part.tensor, part.box[0])
+            for number, whole in enumerate(entry.patches):
+                for part in whole.rows(low, high):
+                    view = part.view(numbers)
+                    self._source.fill(view, part.tensor, part.box[0])
+                    sums.add_numbers(number, view)
             yield numbers
 
     def _advance(self, num_bytes: int) -> None:
@@ -192,3 +194,28 @@ class Copying:
         with self._lock:
             self._done += num_bytes
             self._say(CopyProgress(done_bytes=self._done, all_bytes=self._all, kept_bytes=self.kept_bytes))
+
+
+class _Sums:
+    """What is noted of the tensors of a file while they are written."""
+
+    def __init__(self, squares: bool, crc32s: bool) -> None:
+        self._with_squares, self._with_crc32s = squares, crc32s
+        self.squares, self.crc32s = list[list[float]](), list[int]()
+
+    def begin(self, entry: Entry) -> None:
+        """Go on with the next tensor."""
+        if self._with_squares:
+            self.squares.append([0.0] * len(entry.patches))
+        if self._with_crc32s:
+            self.crc32s.append(0)
+
+    def add_numbers(self, patch: int, numbers: torch.Tensor) -> None:
+        """Add numbers of one of its boxes."""
+        if self._with_squares:
+            self.squares[-1][patch] += square(numbers)
+
+    def add_bytes(self, raw: memoryview) -> None:
+        """Add bytes to the checksum."""
+        if self._with_crc32s:
+            self.crc32s[-1] = zlib.crc32(raw, self.crc32s[-1])

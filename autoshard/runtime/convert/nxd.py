@@ -2,8 +2,9 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -12,15 +13,17 @@ import torch
 from autoshard.engine.hf_names import DERIVED, shapes_of
 from autoshard.engine.nxd.shards import NxdNames, Qkv, TpRank, qkv_of
 from autoshard.errors import Fault, InputError, require
+from autoshard.layout.shards import Box
 from autoshard.plan.plan import Plan
 from autoshard.runtime.convert.copying import Entry, TargetFile
-from autoshard.runtime.convert.stored import Stored, WeightSource, read_state, shape_faults
+from autoshard.runtime.convert.squares import Ranks, sums_of_squares
+from autoshard.runtime.convert.stored import WeightSource, read_state, same_bits, shape_faults
 from autoshard.spec.model import ModelSpec
 
 _FILE = re.compile(r"dp_rank_00(?:_ep_rank_00)?_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
 _MARKS = ("checkpoint", "done")  # files of a tag: the first says what it is, the last that it is whole
 _TABLE = "model.embed_tokens.weight", "gpt_neox.embed_in.weight"
-Ranks = Mapping[tuple[int, int], Mapping[str, Stored]]  # by tp and pp
+Tables = Sequence[NxdNames]  # of every tp rank
 
 
 def nxd_folder(path: Path) -> Path | None:
@@ -32,7 +35,15 @@ def nxd_folder(path: Path) -> Path | None:
     return None
 
 
-def nxd_source(folder: Path, family: str, model: ModelSpec) -> WeightSource:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourcePlan:
+    """A plan that may say in which order ranks hold heads, where numbers cannot because all heads are alike."""
+
+    plan: Plan
+    saved: bool  # whether the files were surely saved under it, so that it must agree with the numbers
+
+
+def nxd_source(folder: Path, family: str, model: ModelSpec, known: SourcePlan | None = None) -> WeightSource:
     """Open a checkpoint of NxD, or say all that is wrong; its files show how it was cut."""
     ranks = _ranks(folder)
     tp, pp = (1 + max(rank[axis] for rank in ranks) for axis in (0, 1))
@@ -41,7 +52,9 @@ def nxd_source(folder: Path, family: str, model: ModelSpec) -> WeightSource:
         tp * found[name].shape[0] for found in ranks.values() for name in _TABLE if name in found and found[name].shape
     ]
     vocab = next((one for one in rows if one >= model.vocab), -(-model.vocab // tp) * tp)  # with padding
-    tables = _fitting(ranks, NxdNames.of(family, model, qkv_of(names), vocab))
+    whole = NxdNames.of(family, model, qkv_of(names), vocab)
+    orders = _orders(ranks, whole)
+    tables = next(iter(orders.values()))
     faults: list[Fault] = []
     for at, number in product(range(tp), range(pp)):
         here = {name for other in range(tp) for name in ranks[other, number]} & tables[at].tensors.keys()
@@ -50,13 +63,18 @@ def nxd_source(folder: Path, family: str, model: ModelSpec) -> WeightSource:
     faults += [Fault(where=f"{folder}: {name}", message="missing") for name in tables[0].tensors.keys() - names]
     if faults:
         raise InputError(sorted(faults, key=lambda fault: fault.where))
+    order = _order(ranks, orders, known, folder)
+    tables = orders[order]
     stored = (
         replace(one, patches=tuple(tables[at].stacked(name)[1]))
         for (at, _), found in ranks.items()
         for name, one in found.items()
         if name in tables[at].tensors
     )
-    return WeightSource(stored, shapes_of(model), str(folder))
+    shapes = shapes_of(model)
+    squares = partial(sums_of_squares, ranks, whole, shapes)
+    remark = f"copies of keys in the order of {order}" if len(orders) > 1 else ""
+    return WeightSource(stored, shapes, str(folder), squares=squares, remark=remark)
 
 
 def nxd_outputs(
@@ -110,33 +128,89 @@ def _ranks(folder: Path) -> Ranks:
     return {rank: read_state(path) for rank, path in files.items()}
 
 
-def _fitting(ranks: Ranks, names: NxdNames) -> Sequence[NxdNames]:
-    """Return the names of every tp rank: how often keys are copied shows in shapes, in which order in the numbers."""
+def _orders(ranks: Ranks, names: NxdNames) -> Mapping[str, Tables]:
+    """Return the names of every tp rank, in trn1's order and in trn2's where they differ.
+
+    Shapes show how often keys are copied.
+    """
     tp, model = 1 + max(at for at, _ in ranks), names.model
-
-    def tables(*atoms: tuple[str, int]) -> list[NxdNames]:
-        return [names.at(TpRank(atoms=atoms, index=at)) for at in range(tp)]
-
-    usual: Sequence[NxdNames] = ()
-    for copies in (one for one in range(1, tp + 1) if tp % one == 0):
-        if model.num_kv_heads % (tp // copies) or model.num_heads // model.num_kv_heads % copies:
+    usual: Mapping[str, Tables] = {}
+    for copies in (number for number in range(1, tp + 1) if tp % number == 0):
+        groups = tp // copies
+        if model.num_kv_heads % groups or model.num_heads // model.num_kv_heads % copies:
             continue
-        found = tables(("rep", copies), ("kv", tp // copies))
-        usual = usual or found
-        keys = next(name for name, one in found[0].tensors.items() if any(".k." in row.ours for row in one.rows))
-        files = [number for at, number in ranks if at == 0 and keys in ranks[0, number]]
-        if not files or ranks[0, files[0]][keys].shape != found[0].stacked(keys)[0]:
-            continue
-        if copies in (1, tp):
-            return found
-        patch = next(one for one in found[0].stacked(keys)[1] if ".k." in one.tensor)
-        first, second, other = (patch.view(ranks[at, files[0]][keys].read()) for at in (0, 1, tp // copies))
-        if torch.equal(first, other):
-            return found
-        if torch.equal(first, second):
-            return tables(("kv", tp // copies), ("rep", copies))
-        where = f"{ranks[0, files[0]][keys].file}: {keys}"
-        raise InputError.of(where, f"keys are copied {copies} times, but no other rank's are like these: they differ")
+        outer, inner = ("rep", copies), ("kv", groups)
+        different = {"trn1": (outer, inner)} | ({"trn2": (inner, outer)} if copies > 1 and groups > 1 else {})
+        orders = {
+            platform: [names.at(TpRank(atoms=atoms, index=at)) for at in range(tp)]
+            for platform, atoms in different.items()
+        }
+        usual = usual or orders
+        first = orders["trn1"][0]
+        keys = next(_keys_and_values(first))
+        stage = next((stage for at, stage in ranks if at == 0 and keys in ranks[0, stage]), None)
+        if stage is not None and ranks[0, stage][keys].shape == first.stacked(keys)[0]:
+            return orders
     message = f"{tp} files of tp do not fit {model.num_heads} query heads and {model.num_kv_heads} of keys"
     require((bool(usual), "tp", message))
     return usual
+
+
+def _order(ranks: Ranks, orders: Mapping[str, Tables], known: SourcePlan | None, folder: Path) -> str:
+    """Tell the order of ranks: from numbers, or from a plan where numbers fit both orders."""
+    if len(orders) == 1:
+        return next(iter(orders))
+    seen = _order_of_numbers(ranks, orders)
+    planned = _order_of_plan(orders, known.plan) if known else None
+    if seen and known and known.saved and planned and planned != seen:
+        message = f"its copies of keys lie in the order of {seen}, and those of the plan in that of {planned}"
+        raise InputError.of(str(folder), f"{message}. Type --plan with the plan under which it was saved, or none")
+    if order := seen or planned:
+        return order
+    message = "all heads of keys and values are alike, so numbers do not show in which order ranks hold query heads"
+    raise InputError.of(str(folder), f"{message}. Type --plan with the plan under which it was saved, and --to")
+
+
+def _order_of_numbers(ranks: Ranks, orders: Mapping[str, Tables]) -> str | None:
+    """Return the order in which all copies of a head are equal; None where they are in both."""
+    names = _keys_and_values(orders["trn1"][0])
+    for name, stage in product(names, sorted({stage for _, stage in ranks})):
+        if name not in ranks[0, stage]:
+            continue
+        fitting = [order for order, tables in orders.items() if _copies_agree(ranks, tables, name, stage)]
+        if len(fitting) == 1:
+            return fitting[0]
+        if not fitting:
+            where = f"{ranks[0, stage][name].file}: {name}"
+            message = "its ranks hold copies of keys and values, which differ in trn1's order of ranks and in trn2's"
+            raise InputError.of(where, f"{message}. Take a checkpoint in which they are equal")
+    return None
+
+
+def _order_of_plan(orders: Mapping[str, Tables], plan: Plan) -> str | None:
+    """Return the order of a plan that cuts heads as the files do."""
+    first = orders["trn1"][0]
+    if plan.mesh.size("tp") != len(orders["trn1"]):
+        return None
+    cuts = [first.at(TpRank.of(plan.mesh, at)).cuts for at in range(len(orders["trn1"]))]
+    return next((order for order, tables in orders.items() if [table.cuts for table in tables] == cuts), None)
+
+
+def _keys_and_values(names: NxdNames) -> Iterator[str]:
+    """Yield the tensors that hold keys or values, those of keys first in a layer."""
+    for name, tensor in names.tensors.items():
+        if any(row.ours.rpartition(".")[0].endswith((".k", ".v")) for row in tensor.rows):
+            yield name
+
+
+def _copies_agree(ranks: Ranks, tables: Tables, name: str, stage: int) -> bool:
+    """Say whether an order of ranks makes all copies of the heads in a tensor equal."""
+    held: dict[tuple[str, Box], torch.Tensor] = {}
+    for at, table in enumerate(tables):
+        stored = ranks[at, stage][name].read()
+        for patch in table.stacked(name)[1]:
+            if ".q." not in patch.tensor:
+                numbers = patch.view(stored)
+                if not same_bits(held.setdefault((patch.tensor, patch.box), numbers), numbers):
+                    return False
+    return True

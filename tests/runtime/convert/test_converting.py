@@ -111,7 +111,7 @@ def test_keys_whose_copies_differ_are_refused(forms: dict[str, Path], tmp_path: 
     converted(forms["first"], tmp_path / "nxd", form="nxd", plan=plan, qkv="split")
     for number, file in enumerate(sorted((tmp_path / "nxd" / "model").iterdir())):
         changing(lambda state, n=number: [one.add_(n) for name, one in state.items() if "weight_k" in name])(file)
-    with pytest.raises(InputError, match=r"weight_k: keys are copied 4 times, but no other rank's are like these"):
+    with pytest.raises(InputError, match=r"weight_k: its ranks hold copies of keys and values, which differ in trn1's"):
         converted(tmp_path / "nxd", tmp_path / "last")
 
 
