@@ -11,7 +11,7 @@ import torch
 from autoshard.engine.folder import folder_of
 from autoshard.engine.nxd.shards import Qkv
 from autoshard.engine.placement import StatePiece
-from autoshard.errors import Fault, InputError, require
+from autoshard.errors import Fault, InputError, inside, require
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
 from autoshard.runtime.checkpoint.storage import Storage
@@ -30,6 +30,7 @@ from autoshard.runtime.convert.nxd import SourcePlan, finish_nxd, nxd_folder, nx
 from autoshard.runtime.convert.ours import checkpoint_of, finish_ours, ours_outputs, ours_source
 from autoshard.runtime.convert.squares import refuse_other_sums
 from autoshard.runtime.convert.stored import WeightSource
+from autoshard.spec.hf_writing import config_of
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_config, load_model, model_names, read_config
 from autoshard.units import format_bytes
@@ -217,9 +218,9 @@ def _source_model(conversion: Conversion, form: Form) -> _SourceModel:
     if model is None:
         raise InputError.of(str(conversion.source), nothing)
     card = model.name if model.name in model_names() and load_model(model.name) == model else None
-    cardless = f"its model, {model.name}, has no card. Type --model with the config.json of its plan"
-    require((bool(card) or not needs_config, str(conversion.source), cardless))
-    return _SourceModel(model=model, config=load_config(card) if card else None)
+    with inside(conversion.source):
+        config = load_config(card) if card else config_of(model) if needs_config else None
+    return _SourceModel(model=model, config=config)
 
 
 def _outputs(conversion: Conversion, known: _SourceModel, dtypes: Mapping[str, torch.dtype]) -> list[TargetFile]:

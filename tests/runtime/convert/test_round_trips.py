@@ -121,13 +121,19 @@ def test_weights_of_every_form_begin_a_run_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_a_run_of_a_model_without_a_card_says_that_its_configuration_is_needed(tmp_path: Path) -> None:
+def test_a_run_of_a_model_without_a_card_gets_the_configuration_of_its_plan(tmp_path: Path) -> None:
     plan = run_plan("tp=1,pp=1,dp=1")
-    mine = replace(plan, model=replace(plan.model, name="mine"))
-    trained(mine, tmp_path, 1)
-    (tmp_path / "plan.json").write_text(dump(mine))
-    with pytest.raises(InputError, match=r"its model, mine, has no card\. Type --model with the config\.json"):
-        converted(tmp_path, tmp_path / "out")
+    mine = replace(plan, model=replace(plan.model, name="mine", rotary_theta=500_000.0))
+    trained(mine, tmp_path / "run", 1)
+    (tmp_path / "run" / "plan.json").write_text(dump(mine))
+    converted(tmp_path / "run", tmp_path / "out")
+    assert not list(load_model(tmp_path / "out").differences(mine.model))
+    module = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    same(dict(module.state_dict()), read(tmp_path / "out"))
+    odd = replace(mine, model=replace(mine.model, qk_norm=True, window=4, num_experts=4, experts_per_token=2))
+    (tmp_path / "run" / "plan.json").write_text(dump(odd))
+    with pytest.raises(InputError, match=r"run: model: no architecture of transformers that is known .* Type --model"):
+        converted(tmp_path / "run", tmp_path / "other")
 
 
 # cited: aws-neuron/neuronx-distributed fbac349: names, what is cut along which axis, and fused QKV are those of

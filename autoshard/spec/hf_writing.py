@@ -1,0 +1,91 @@
+"""Write a ModelSpec as a Hugging Face ``config.json``: the first architecture that computes the same says which.
+
+What a ModelSpec does not have (token ids, dropouts, who made the model) is left out.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from autoshard.errors import InputError
+from autoshard.spec.hf_config import ACTIVATIONS, ALIASES, MODEL_TYPES, ModelType, spec_from_config
+from autoshard.spec.model import ModelSpec
+
+# Which of the ALIASES an architecture has; the others have the first name of every field.
+_SPELLED: Mapping[str, Mapping[str, str]] = {
+    "gpt2": {name: others[0] for name, others in ALIASES.items()} | {"rms_norm_eps": "layer_norm_epsilon"},
+    "gpt_neox": {
+        "rms_norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"
+    },
+}  # fmt: skip
+_ACTIVATION = {"gelu_tanh": "gelu_pytorch_tanh"} | {
+    ours: theirs for theirs, ours in ACTIVATIONS.items() if theirs == ours
+}
+
+
+def config_of(model: ModelSpec) -> Mapping[str, Any]:
+    """Return the config of a model as transformers reads it, or say that no architecture computes the same.
+
+    >>> from autoshard.spec.model_catalogue import load_model
+    >>> config_of(load_model("gpt2-xl"))["n_embd"]
+    1600
+    """
+    for name, kind in MODEL_TYPES.items() if model.traced is None else ():
+        config = _written(model, name, kind)
+        try:
+            read = spec_from_config(config, name=model.name, source=model.source)
+        except InputError:
+            continue
+        if read == model:
+            return config
+    known = f"no architecture of transformers that is known computes the same: {', '.join(MODEL_TYPES)}"
+    raise InputError.of("model", f"{known}. Type --model with the config.json of {model.name}")
+
+
+def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
+    fields: dict[str, Any] = {
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.ffn,
+        "num_attention_heads": model.num_heads,
+        "vocab_size": model.vocab,
+        "max_position_embeddings": model.max_positions,
+        "rms_norm_eps": model.norm_eps,
+        "hidden_act": _ACTIVATION[model.activation],
+        "tie_word_embeddings": model.tied_embeddings,
+    }
+    if kind.grouped_heads:
+        fields |= {"num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim}
+    stated = {
+        "attention_bias": model.qkv_bias,
+        "mlp_bias": model.mlp_bias,
+        "use_parallel_residual": model.parallel_residual,
+    }
+    fields |= {option: value for option, value in stated.items() if option in kind.defaults}
+    if kind.fixed.get("positions", "rotary") == "rotary":
+        fields |= _rotary(model)
+    if model.num_experts:
+        fields |= {"num_local_experts": model.num_experts, "num_experts_per_tok": model.experts_per_token}
+    if kind.window != "none":
+        fields["sliding_window"] = model.window
+    if kind.window == "some layers":
+        fields |= {
+            "use_sliding_window": model.window is not None,
+            "max_window_layers": 0 if model.window else model.num_layers,
+        }
+    spelled = {_SPELLED.get(name, {}).get(field, field): value for field, value in fields.items()}
+    return {"model_type": name, "architectures": [kind.architecture], **spelled}
+
+
+def _rotary(model: ModelSpec) -> Mapping[str, Any]:
+    fields: dict[str, Any] = {"rope_theta": model.rotary_theta}
+    if model.rotary_fraction != 1:
+        fields["partial_rotary_factor"] = model.rotary_fraction
+    if scaling := model.rotary_scaling:
+        fields["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind == "llama3":
+            fields["rope_scaling"] |= {
+                "low_freq_factor": scaling.low_frequency_factor,
+                "high_freq_factor": scaling.high_frequency_factor,
+                "original_max_position_embeddings": scaling.original_positions,
+            }
+    return fields

@@ -1,0 +1,59 @@
+"""A model that is written as a config.json is read as the same model, by autoshard and by transformers."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoshard.errors import InputError
+from autoshard.spec.hf_config import spec_from_config
+from autoshard.spec.hf_writing import config_of
+from autoshard.spec.model_catalogue import load_model, model_names
+from tests.small_configs import SMALL_FAMILIES, small_config
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}  # fmt: skip
+OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    *((family, {}) for family in SMALL_FAMILIES),
+    *((family, {"tie_word_embeddings": True}) for family in ("llama", "qwen2", "gpt_neox")),
+    *(("llama", {"rope_scaling": scaling}) for scaling in (LLAMA3_ROPE, {"rope_type": "linear", "factor": 2.0})),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu_new", "rope_theta": 5e5}),
+    ("qwen2", {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 0}),
+    ("qwen3", {"attention_bias": True}),
+    ("mixtral", {"sliding_window": 3}),
+    ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+    ("gpt2", {"tie_word_embeddings": False, "activation_function": "relu"}),
+)
+
+
+@pytest.mark.parametrize("card", model_names())
+def test_every_card_is_written_and_read_as_the_same_model(card: str) -> None:
+    model = load_model(card)
+    assert spec_from_config(config_of(model), name=model.name, source=model.source) == model
+
+
+@pytest.mark.parametrize(("family", "changes"), OPTIONS, ids=str)
+def test_transformers_computes_the_same_with_the_written_config(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    torch: Any = pytest.importorskip("torch")
+    config = transformers.AutoConfig.for_model(**small_config(family, **changes))
+    torch.manual_seed(3)
+    module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    module.save_pretrained(tmp_path)
+    tokens = torch.randint(0, 19, (2, 9), generator=torch.Generator().manual_seed(1))
+    (tmp_path / "config.json").write_text(json.dumps(config_of(load_model(tmp_path))))
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens).logits, module(tokens).logits, rtol=0, atol=0)
+
+
+def test_a_model_that_no_architecture_computes_is_refused() -> None:
+    odd = replace(load_model("tiny-llama"), qk_norm=True, window=4, num_experts=4, experts_per_token=2)
+    with pytest.raises(InputError, match=r"no architecture of transformers .* Type --model with the config\.json of"):
+        config_of(odd)
