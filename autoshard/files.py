@@ -37,9 +37,10 @@ def replacing(path: Path) -> Generator[Path]:
     """Yield a name aside for the new content of a file; when the block ends well, it takes the file's place."""
     aside = path.with_name(f".{path.name}.{os.getpid()}{_ASIDE}")
     try:
-        yield aside
-        with aside.open("rb") as file:
-            os.fsync(file.fileno())
+        with naming(path):
+            yield aside
+            with aside.open("rb") as file:
+                os.fsync(file.fileno())
         if path.exists():
             aside.chmod(path.stat().st_mode & 0o7777)
         aside.rename(path)
@@ -62,6 +63,17 @@ def append_line(path: Path, line: str) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(number)
+
+
+@contextmanager
+def naming(path: Path) -> Generator[None]:
+    """Let what the file system refuses in a block name a path, where Python names none: a write to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def bring_to_disk(folder: Path) -> None:

@@ -117,6 +117,10 @@ def load_index(data: bytes, where: str) -> CheckpointIndex:
         for name, tensor in body["tensors"].items()
     }
     plain = {name: body[name] for name in ("model", "candidate", "finite", "files")}
+    named = {*plain["files"], *(box.file for tensor in tensors.values() for box in tensor.boxes)}
+    strange = sorted(name for name in named if name not in plain["files"] or "/" in name or name in (".", ".."))
+    if strange:
+        raise InputError.of(where, f"is damaged: it names {strange[0]}, which is no file of this checkpoint")
     return CheckpointIndex(state=record.decode(RunState, body["state"], where), tensors=tensors, **plain)
 
 

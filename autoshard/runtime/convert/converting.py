@@ -12,9 +12,10 @@ from autoshard.engine.folder import folder_of
 from autoshard.engine.nxd.shards import Qkv
 from autoshard.engine.placement import StatePiece
 from autoshard.errors import Fault, InputError, inside, require
+from autoshard.files import naming
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
-from autoshard.runtime.checkpoint.storage import Storage
+from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.runtime.convert.copying import JOURNAL, Copying, CopyProgress, TargetFile
 from autoshard.runtime.convert.hf import (
     CONFIG,
@@ -150,6 +151,14 @@ class _SourceModel:
 
 def convert(conversion: Conversion, say: Callable[[CopyProgress], None]) -> Done:
     """Convert; a killed conversion is taken up, and nothing has its name before it is complete."""
+    try:
+        with naming(conversion.target):
+            return _convert(conversion, say)
+    except StorageError as error:
+        raise InputError.of("autoshard convert", str(error)) from None
+
+
+def _convert(conversion: Conversion, say: Callable[[CopyProgress], None]) -> Done:
     form = form_of(conversion.source)
     known = _source_model(conversion, form)
     plan = conversion.plan and SourcePlan(plan=conversion.plan, saved=conversion.form in ("hf", "pt"))
@@ -169,12 +178,7 @@ def convert(conversion: Conversion, say: Callable[[CopyProgress], None]) -> Done
         else _outputs(conversion, known, dtypes)
     )
     aside = final.with_name(f"{final.name}{_ASIDE}")
-    need_bytes, target = sum(one.num_bytes for one in outputs), conversion.target.resolve()
-    there = next(one for one in (target, *target.parents) if one.exists())
-    begun = sum(one.stat().st_size for one in aside.rglob("*") if one.is_file())
-    free = shutil.disk_usage(there).free + begun
-    message = f"{format_bytes(need_bytes)} are to be written, and the disk has {format_bytes(free)} left"
-    require((need_bytes <= free, str(conversion.target), message))
+    _require_room(conversion.target, aside, sum(output.num_bytes for output in outputs))
     copying = Copying(source, outputs, aside, say)
     pairs = list(zip(outputs, copying.run(conversion.workers), strict=True))
     if source.squares:
@@ -196,6 +200,16 @@ def convert(conversion: Conversion, say: Callable[[CopyProgress], None]) -> Done
         folder=conversion.target, form=conversion.form, num_files=len(pairs), num_bytes=num_bytes, kept_bytes=kept,
         remark=source.remark,
     )  # fmt: skip
+
+
+def _require_room(target: Path, aside: Path, need_bytes: int) -> None:
+    """Refuse a disk that is too small, beside what was written aside before."""
+    whole = target.resolve()
+    there = next(path for path in (whole, *whole.parents) if path.exists())
+    begun = sum(path.stat().st_size for path in aside.rglob("*") if path.is_file())
+    free = shutil.disk_usage(there).free + begun
+    message = f"{format_bytes(need_bytes)} are to be written, and the disk has {format_bytes(free)} left"
+    require((need_bytes <= free, str(target), message))
 
 
 def _source_model(conversion: Conversion, form: Form) -> _SourceModel:

@@ -17,6 +17,7 @@ import torch
 
 from autoshard.engine.patches import Patch
 from autoshard.errors import InputError
+from autoshard.files import naming
 from autoshard.runtime.checkpoint.files import header_of
 from autoshard.runtime.convert.stored import StateFile, WeightSource, square
 from autoshard.runtime.futures import as_they_end
@@ -139,7 +140,7 @@ class Copying:
         aside = path.with_name(f"{path.name}.part")
         sums = _Sums(self._source.squares is not None, output.summed)
         table = [(one.name, one.dtype, one.shape) for one in output.entries]
-        with aside.open("wb") as stream:
+        with naming(aside), aside.open("wb") as stream:
             if output.kind == "state":
                 starts = [0] * len(table)
                 with StateFile(stream, table) as state:
@@ -157,7 +158,7 @@ class Copying:
             crc32s=tuple(sums.crc32s), squares=tuple(map(tuple, sums.squares)),
         )  # fmt: skip
         aside.rename(path)
-        with self._lock:
+        with self._lock, naming(self._folder / JOURNAL):
             journal.write(json.dumps(asdict(written)) + "\n")
             journal.flush()
             os.fsync(journal.fileno())

@@ -1,7 +1,6 @@
 """Weights in Hugging Face form: a folder of safetensors with a config.json, or one state dict of torch."""
 
 import json
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 
 from autoshard.engine.hf_names import DERIVED, HEADS, HfNames, shapes_of
 from autoshard.errors import InputError, require
+from autoshard.files import naming
 from autoshard.runtime.convert.copying import Entry, TargetFile
 from autoshard.runtime.convert.stored import Stored, WeightSource, read_state, read_tensors, shape_faults
 from autoshard.spec.model import ModelSpec
@@ -19,8 +19,14 @@ from autoshard.spec.model_catalogue import read_config
 CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
 _ONE = "model.safetensors"
+_ADAPTER = "adapter_config.json"
+_OTHER = "transformers_weights"  # a field of the configuration that names another file
 _MOST_BYTES = 5 * 10**9  # of a file, as transformers cuts them
 _ADVICE = "Download it again"
+_UNTIED = (
+    "The config.json says that they are one, by tie_word_embeddings, and transformers unties them. Say false there to "
+    "keep both, or remove the head"
+)
 # The files of a tokenizer, and those that say how text is generated.
 _COMPANIONS = (
     "tokenizer*.json", "tokenizer.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -32,10 +38,15 @@ def hf_source(path: Path, family: str, model: ModelSpec) -> WeightSource:
     """Open a folder, or a file of ``torch.save``, or say all that is wrong."""
     found = read_state(path) if path.is_file() else _stored(path)
     names = HfNames.fitting(family, model, found.keys())
-    faults = list(shape_faults(found, names.shapes, (*DERIVED, *HEADS) if names.tied else DERIVED, str(path)))
+    shapes, patches = dict(names.shapes), dict(names.patches())
+    for owner in names.tied.values():  # files may repeat the table as the head, which must be the same
+        table = next(row.theirs for row in names.rows if row.ours == owner)
+        for head in found.keys() & set(HEADS):
+            shapes[head], patches[head] = shapes[table], patches[table]
+    faults = list(shape_faults(found, shapes, DERIVED, str(path)))
     if faults:
         raise InputError(sorted(faults, key=lambda fault: fault.where))
-    stored = (replace(found[name], patches=tuple(patches)) for name, patches in names.patches().items())
+    stored = (replace(found[name], patches=tuple(parts), remedy=_UNTIED) for name, parts in patches.items())
     return WeightSource(stored, shapes_of(model), str(path))
 
 
@@ -82,7 +93,8 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def copy_companions(source: Path, target: Path) -> None:
     """Copy the files of a tokenizer, and those that say how text is generated."""
     for path in sorted({path for pattern in _COMPANIONS for path in source.glob(pattern)}):
-        shutil.copy2(path, target / path.name)
+        with naming(target / path.name):
+            (target / path.name).write_bytes(path.read_bytes())
 
 
 def _entries(family: str, model: ModelSpec, dtypes: Mapping[str, torch.dtype]) -> Iterable[Entry]:
@@ -94,13 +106,9 @@ def _entries(family: str, model: ModelSpec, dtypes: Mapping[str, torch.dtype]) -
 
 def _stored(path: Path) -> Mapping[str, Stored]:
     """Return every tensor of a folder; where there is an index, those that it names."""
-    index = path / _INDEX
-    listed: dict[str, str] = {}
-    if index.exists():
-        named = read_config(index).get("weight_map")
-        if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
-            raise InputError.of(f"{index}: weight_map", "must say for each tensor the file that it is in")
-        listed = {str(name): str(file) for name, file in named.items()}
+    _refuse_other_files(path)
+    listed = _listed(path / _INDEX) if (path / _INDEX).exists() else {}
+    if listed:
         files = sorted({path / file for file in listed.values()})
     else:
         files = [path / _ONE] if (path / _ONE).exists() else sorted(path.glob("*.safetensors"))
@@ -108,9 +116,40 @@ def _stored(path: Path) -> Mapping[str, Stored]:
     require((bool(files), str(path), lacking))
     for file in files:
         require((file.exists(), str(file), f"there is no such file, though {_INDEX} names it. {_ADVICE}"))
-    found = {name: stored for file in files for name, stored in read_tensors(file, _ADVICE).items()}
+    both = f"lies beside {_INDEX}, which does not name it, and transformers reads it alone. Remove what is not meant"
+    require((not listed or path / _ONE in files or not (path / _ONE).exists(), str(path / _ONE), both))
+    found: dict[str, Stored] = {}
+    for file in files:
+        for name, stored in read_tensors(file, _ADVICE).items():
+            if first := found.get(name):
+                raise InputError.of(f"{file}: {name}", f"is in {first.file} too. Remove what is not meant")
+            found[name] = stored
     astray = [name for name, file in listed.items() if name not in found or found[name].file != str(path / file)]
     if astray:
         where = f"{path / listed[astray[0]]}: {astray[0]}"
         raise InputError.of(where, f"is not there, though {_INDEX} says so ({len(astray)} such tensors)")
     return found
+
+
+def _listed(index: Path) -> Mapping[str, str]:
+    """Read which file each tensor is in; no name leaves the folder; a file may be a link, as in the hub's caches."""
+    named = read_config(index).get("weight_map")
+    if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
+        raise InputError.of(f"{index}: weight_map", "must say for each tensor the file that it is in")
+    listed = {str(name): str(file) for name, file in named.items()}
+    outside = sorted({file for file in listed.values() if Path(file).is_absolute() or ".." in Path(file).parts})
+    message = f"names files outside of its folder: {', '.join(outside[:3])}. {_ADVICE} from where you trust it"
+    require((not outside, f"{index}: weight_map", message))
+    return listed
+
+
+def _refuse_other_files(path: Path) -> None:
+    """Refuse a folder of which transformers would load other weights, or more, than are read here."""
+    adapter = (
+        "transformers adds this adapter to the weights, and it is not read here. Save them as one: merge_and_unload()"
+    )
+    require((not (path / _ADAPTER).exists(), str(path / _ADAPTER), adapter))
+    if (path / CONFIG).exists() and (other := read_config(path / CONFIG).get(_OTHER)):
+        raise InputError.of(
+            f"{path / CONFIG}: {_OTHER}", f"names {other}, which is not read. Save the model without it"
+        )

@@ -21,6 +21,7 @@ from autoshard.runtime.convert.stored import WeightSource, read_state, same_bits
 from autoshard.spec.model import ModelSpec
 
 _FILE = re.compile(r"dp_rank_00(?:_ep_rank_00)?_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
+_EXPERTS = re.compile(r"dp_rank_\d+_ep_rank_0*[1-9]\d*_.*\.pt")
 _MARKS = ("checkpoint", "done")  # files of a tag: the first says what it is, the last that it is whole
 _TABLE = "model.embed_tokens.weight", "gpt_neox.embed_in.weight"
 Tables = Sequence[NxdNames]  # of every tp rank
@@ -117,6 +118,9 @@ def _name(tp: int, pp: int) -> str:
 
 def _ranks(folder: Path) -> Ranks:
     """Read what every file holds."""
+    cut = sorted(path for path in (folder / "model").iterdir() if _EXPERTS.fullmatch(path.name))
+    message = "its experts are cut over ep, which is not read here. Merge them with NxD's own converter"
+    require((not cut, str(next(iter(cut), "")), message))
     files = {
         (int(found[1]), int(found[2])): path
         for path in sorted((folder / "model").iterdir())

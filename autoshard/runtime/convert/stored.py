@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch._utils import _rebuild_tensor_v2  # pyright: ignore[reportPrivateUsage]
 
 from autoshard.engine.patches import Patch, whole
-from autoshard.errors import Fault, InputError
+from autoshard.errors import Fault, InputError, require
 from autoshard.layout.shards import Box
 from autoshard.runtime.checkpoint.files import DTYPES, TYPES, StoredBox, is_finite, overlap
 
@@ -58,6 +58,7 @@ class Stored:
     check: Once | None = None
     odd: str = ""  # its format, where that holds no fractions
     patches: tuple[Patch, ...] = ()
+    remedy: str = ""  # where a copy of its numbers differs
 
 
 class WeightSource:
@@ -127,8 +128,9 @@ class _Held:
                 if stored.check:
                     stored.check()
                 first = f"{self.stored.file}: {self.stored.name}"
-                message = f"holds the same numbers of {patch.tensor} as {first}, and they differ. {_ELSEWHERE}"
-                raise InputError.of(f"{stored.file}: {stored.name}", message)
+                message = f"holds the same numbers of {patch.tensor} as {first}, and they differ"
+                remedy = stored.remedy or _ELSEWHERE
+                raise InputError.of(f"{stored.file}: {stored.name}", f"{message}. {remedy}")
 
 
 def same_bits(numbers: torch.Tensor, others: torch.Tensor) -> bool:
@@ -213,15 +215,12 @@ class Reference:
 def read_state(file: Path) -> dict[str, Stored]:
     """Return the tensors of a state dict; of torch_xla's own serialisation, those in its folder."""
     with torch.serialization.safe_globals([(Reference, "torch_xla.utils.serialization.TensorReference")]):  # pyright: ignore
-        state = _loaded(file)
-    while isinstance(state, Mapping) and (inside := [state[name] for name in _INSIDE if _is_dict(state.get(name))]):
-        state = inside[0]
-    if not _is_dict(state):
-        raise InputError.of(str(file), "holds no state dict: names, each with a tensor")
+        state = _inner(_loaded(file), file)
     found: dict[str, Stored] = {}
     check = Once(lambda: _check(file))
     for name, value in state.items():
         if isinstance(value, Reference):
+            require((isinstance(value.tid, int), f"{file}: {name}", f"names a file that is no number: {value.tid}"))
             one = Path(f"{file}{_TENSORS}") / f"tensor_{value.tid}.pt"
             value, where, its = _loaded(one), one, Once(lambda one=one: _check(one))
         else:
@@ -233,6 +232,23 @@ def read_state(file: Path) -> dict[str, Stored]:
                 read=lambda value=value: value.detach(),
             )  # fmt: skip
     return found
+
+
+def _inner(state: Any, file: Path) -> Mapping[str, Any]:
+    """Return the state dict that a file holds, alone or as one entry beside others that are no weights."""
+    while isinstance(state, Mapping) and (inside := [name for name in _INSIDE if _is_dict(state.get(name))]):
+        beside = sorted(name for name, value in state.items() if name in inside[1:] or _is_weight(value))
+        message = f"holds weights beside {inside[0]}: {', '.join(map(str, beside[:3]))}. Save one state_dict() alone"
+        require((not beside, str(file), message))
+        state = state[inside[0]]
+    if not _is_dict(state):
+        raise InputError.of(str(file), "holds no state dict: names, each with a tensor")
+    return state
+
+
+def _is_weight(value: Any) -> bool:
+    """Whether a value is more than a number or the state of a generator."""
+    return isinstance(value, torch.Tensor) and value.dtype in DTYPES and value.dim() > 0
 
 
 def _is_dict(value: Any) -> bool:

@@ -3,21 +3,26 @@
 import fcntl
 import json
 import os
+import resource
 import shutil
 import signal
 import struct
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import safetensors.torch
 import torch
 
 from autoshard.cli import main
 from autoshard.errors import InputError
 from autoshard.plan.codec import dump
 from autoshard.runtime.convert.copying import JOURNAL, Copying
+from autoshard.runtime.convert.stored import Reference
 from autoshard.spec.model_catalogue import load_model
 from benchmarks.convert_stream import measured
 from tests.ranks.cases import plan_of
@@ -71,6 +76,23 @@ def old_format(file: Path) -> None:
     torch.save({"x": torch.ones(2)}, file, _use_new_zipfile_serialization=False)
 
 
+def for_experts(file: Path) -> None:
+    shutil.copy(file, file.with_name(file.name.replace("dp_rank_00", "dp_rank_00_ep_rank_01")))
+
+
+def named_outside(file: Path) -> None:
+    """As torch_xla's own serialisation names the file of a tensor, by a class that is known by its name alone."""
+    reference = Reference()
+    reference.tid = f"{os.pardir}/x"  # pyright: ignore[reportAttributeAccessIssue]
+    module, name = Reference.__module__, Reference.__qualname__
+    Reference.__module__, Reference.__qualname__ = "torch_xla.utils.serialization", "TensorReference"
+    modules = {path: type(sys)(path) for path in ("torch_xla", "torch_xla.utils", Reference.__module__)}
+    setattr(modules[Reference.__module__], Reference.__qualname__, Reference)
+    with patch.dict(sys.modules, modules):
+        torch.save({UP: reference}, file)
+    Reference.__module__, Reference.__qualname__ = module, name
+
+
 NXD, OURS = "model/dp_rank_00_tp_rank_01_pp_rank_00.pt", "step-00000000/rank-00001.safetensors"
 UP = "model.layers.1.mlp.gate_up_proj.weight"
 
@@ -87,6 +109,11 @@ UP = "model.layers.1.mlp.gate_up_proj.weight"
         (NXD, changing(lambda s: s.update({UP: s[UP].to(torch.int8)})), f"{NXD}: {UP}: holds int8, and only"),
         (NXD, lambda f: torch.save({"x": Command()}, f), f"{NXD}: holds more than tensors"),
         (NXD, lambda f: torch.save([1], f), f"{NXD}: holds no state dict"),
+        (NXD, changing(lambda s: s.update(model=s.copy())), f"{NXD}: holds weights beside model: model.embed_"),
+        (NXD, changing(lambda s: s.update(model=s.copy(), module=s.copy())), f"{NXD}: holds weights beside model: "),
+        (NXD, changing(lambda s: s[UP].view(-1)[7:8].fill_(float("nan"))), f"{UP}: holds numbers that are not finite"),
+        (NXD, for_experts, "_ep_rank_01_tp_rank_01_pp_rank_00.pt: its experts are cut over ep"),
+        (NXD, named_outside, f"names a file that is no number: {os.pardir}/x"),
         (NXD, old_format, f"{NXD}: is no whole file of torch.save"),
         (OURS, Path.unlink, "is damaged: rank-00001.safetensors is missing"),
         (OURS, shortened, "is damaged: rank-00001.safetensors has "),
@@ -146,6 +173,60 @@ def test_what_is_tied_padded_or_kept_elsewhere(tmp_path: Path) -> None:
     last = read(tmp_path / "last")
     assert "lm_head.weight" not in last and {one.dtype for one in last.values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "last" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("form", ["hf", "pt", "nxd"])
+def test_a_head_beside_a_tied_table_must_be_the_same(form: str, tmp_path: Path) -> None:
+    config = {**reduced("llama3-8b"), "tie_word_embeddings": True}
+    first = written(tmp_path / "first", config)
+    tensors = read(first)
+    head = tensors["model.embed_tokens.weight"].clone()
+    options = {"form": form, "plan": cut("tp=2,pp=2,dp=1", load_model(first)) if form == "nxd" else None}
+    safetensors.torch.save_file({**tensors, "lm_head.weight": head}, first / "model.safetensors")
+    converted(first, tmp_path / "last", **options)
+    head[0, 0] += 1
+    safetensors.torch.save_file({**tensors, "lm_head.weight": head}, first / "model.safetensors")
+    with pytest.raises(
+        InputError, match=r"lm_head\.weight: holds the same .* they differ\. .*tie_word_embeddings.*false"
+    ):
+        converted(first, tmp_path / "other", **options)
+
+
+@pytest.mark.parametrize("form", ["hf", "pt", "autoshard", "nxd"])
+def test_numbers_that_are_not_finite_are_refused_before_anything_has_its_name(form: str, tmp_path: Path) -> None:
+    first = written(tmp_path / "first", reduced("llama3-8b"))
+    tensors = read(first)
+    plan = cut("tp=2,pp=2,dp=1", load_model(first)) if form == "nxd" else None
+    name = "model.layers.3.self_attn.k_proj.weight"
+    tensors[name][3, 4] = float("inf")
+    safetensors.torch.save_file(tensors, first / "model.safetensors")
+    with pytest.raises(InputError, match=rf"model\.safetensors: {name}: holds numbers that are not finite"):
+        converted(first, tmp_path / "last", form=form, plan=plan)
+    tensors[name][3, 4] = 1e6
+    safetensors.torch.save_file(tensors, first / "model.safetensors")
+    with pytest.raises(InputError, match=rf"{name}: holds numbers that are too large for f16\. Take bf16 or fp32"):
+        converted(first, tmp_path / "last", form=form, plan=plan, dtype="fp16")
+    assert not (tmp_path / "last" / "step-00000000").exists() and not (tmp_path / "last" / "model").exists()
+
+
+@pytest.mark.parametrize(("most_bytes", "form"), [(10_000, "hf"), (10_000, "nxd"), (10_000, "autoshard"), (40, "hf")])
+def test_a_full_disk_is_named_with_the_file(
+    most_bytes: int, form: str, first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The limit on the size of a file stands for a disk: both fail in a write, of which Python names no file."""
+    plan = tmp_path / "plan.json"
+    plan.write_text(dump(plan_of("tp=2,pp=2,dp=1", load_model(first))))
+    _, hard = before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))
+    try:
+        code = main(["convert", str(first), str(tmp_path / "last"), "--to", form, "--plan", str(plan)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr().err
+    assert code == 2 and said.startswith(f"autoshard: {tmp_path / 'last'}"), said
+    assert "File too large" in said and "the output" not in said
+    if most_bytes > 1000:
+        assert ".part: " in said
 
 
 def test_what_was_written_before_a_kill_is_kept(first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """Hugging Face folders fill the weights of ranks: the first loss is that of transformers; what is wrong is named."""
 
 import json
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -167,7 +169,46 @@ FAULTS: Mapping[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         ("model.safetensors: sth: is not there, though model.safetensors.index.json says so (1 such",),
     ),
     "an index of something else": (lambda f: indexed(f, "{}"), ("weight_map: must say for each tensor the file",)),
+    "a shard outside": (
+        lambda f: indexed(f, json.dumps({"weight_map": {GATE: f"{os.pardir}/other.safetensors"}})),
+        (f"weight_map: names files outside of its folder: {os.pardir}/other.safetensors. Download",),
+    ),
+    "a shard at an absolute path": (
+        lambda f: indexed(f, json.dumps({"weight_map": {GATE: str(f / "model.safetensors")}})),
+        ("weight_map: names files outside of its folder: /",),
+    ),
+    "a tensor in two files": (
+        lambda f: (
+            safetensors.save_file({GATE: torch.zeros(24, 16)}, f / "model-2.safetensors"),
+            (f / "model.safetensors").rename(f / "model-1.safetensors"),
+        ),
+        (f"model-2.safetensors: {GATE}: is in ", "model-1.safetensors too"),
+    ),
+    "a whole file beside shards": (
+        lambda f: (
+            shutil.copy(f / "model.safetensors", f / "model-1.safetensors"),
+            indexed(f, json.dumps({"weight_map": {GATE: "model-1.safetensors"}})),
+        ),
+        ("model.safetensors: lies beside model.safetensors.index.json, which does not name it",),
+    ),
+    "an adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), ("adapter_config.json: transformers adds",)),
+    "another file by the configuration": (
+        lambda f: reconfigured(f, transformers_weights="other.safetensors"),
+        ("config.json: transformers_weights: names other.safetensors, which is not read",),
+    ),
 }
+
+
+NOT_FINITE = (float("nan"), float("inf"), float("-inf"))
+
+
+@pytest.mark.parametrize("number", NOT_FINITE, ids=str)
+def test_numbers_that_are_not_finite_begin_no_run(number: float, tmp_path: Path):
+    module_of("llama").save_pretrained(tmp_path)
+    rewritten(tmp_path, lambda t: t[GATE].view(-1).index_fill_(0, torch.tensor(7), number))
+    read_weights(tmp_path, plan_for(tmp_path), [box("layer.0.up.weight", (24, 16), torch.float32)])  # another one
+    with pytest.raises(InputError, match=rf"{GATE}: holds numbers that are not finite\. Copy it again"):
+        read_weights(tmp_path, plan_for(tmp_path), [box("layer.0.gate.weight", (24, 16), torch.float32)])
 
 
 @pytest.mark.parametrize(("spoil", "words"), FAULTS.values(), ids=FAULTS)
