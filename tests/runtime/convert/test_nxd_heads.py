@@ -16,11 +16,12 @@ from autoshard.cli import main
 from autoshard.engine.nxd.shards import Qkv
 from autoshard.errors import InputError
 from autoshard.plan.codec import dump
-from autoshard.runtime.convert import nxd, stored
+from autoshard.runtime.convert import converting, nxd, stored
 from autoshard.spec.model_catalogue import load_model
 from tests.neuron.cases import nxd_plan
 from tests.ranks.cases import plan_of
 from tests.runtime.convert.cases import converted, cut, read, reduced, same, written
+from tests.soak.conversions import hunt
 
 HEAD_DIM = 4
 GRID = (  # query heads, KV heads, tp
@@ -188,3 +189,16 @@ def test_sums_of_squares_hold_for_all_families_and_formats(card: str, dtype: str
     converted(tmp_path / "nxd", tmp_path / "last", dtype=dtype)
     converted(tmp_path / "nxd", tmp_path / "again", form="nxd", plan=cut("tp=8,pp=1,dp=1", load_model(first)))
     assert json.loads((tmp_path / "last" / "config.json").read_text())["model_type"] == config["model_type"]
+
+
+def test_the_hunt_for_conversions_holds_and_catches_a_seeded_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seeded: trn1's order for all, and nobody who compares; what comes back is another model."""
+    result = hunt(16, 3, tmp_path)
+    assert result.held > 8 and not result.failures, result
+    monkeypatch.setattr(nxd, "_order_of_numbers", lambda ranks, orders: "trn1")
+    monkeypatch.setattr(stored, "same_bits", lambda numbers, others: True)
+    monkeypatch.setattr(converting, "refuse_other_sums", lambda *_: None)
+    broken = hunt(16, 3, tmp_path).failures
+    assert broken and all("must come back bit for bit" in failure for failure in broken)
