@@ -20,6 +20,7 @@ BENCHMARKS: Mapping[str, str] = {
     "solve_block": "benchmarks.solve_block:run",
     "local_prediction": "benchmarks.local_prediction:run",
     "checkpoint_bandwidth": "benchmarks.checkpoint_bandwidth:run",
+    "load_weights": "benchmarks.load_weights:run",
     "runtime_vs_plain": "benchmarks.runtime_vs_plain:run",
     "kernel_counts": "benchmarks.kernel_counts:run",
     "metrics_cost": "benchmarks.metrics_cost:run",

@@ -20,7 +20,8 @@ from autoshard.engine.torch.engine import TorchEngine, build
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.runtime.checkpoint.files import RunState
-from autoshard.runtime.checkpoint.saver import CheckpointLabel, Saver, load
+from autoshard.runtime.checkpoint.loading import LoadRates, load
+from autoshard.runtime.checkpoint.saver import CheckpointLabel, Saver
 from autoshard.runtime.checkpoint.shelf import Shelf, folder_of
 from autoshard.runtime.checkpoint.storage import Storage
 from autoshard.runtime.data.batches import synthetic_step
@@ -96,7 +97,7 @@ class _Rank:
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         torch.set_num_threads(1)
-        self.folder, self.batches = folder, synthetic_step(plan)
+        self.plan, self.folder, self.batches = plan, folder, synthetic_step(plan)
         self.engine: TorchEngine = build(plan, Run(folder=folder, training=Training(steps=1)))
         self.shelf = Shelf(storage=Storage.of(str(folder / "checkpoints")))
         keeping = Checkpointing(keep_last=1)
@@ -163,7 +164,7 @@ class _Rank:
 
     def load(self) -> None:
         """Load what is there."""
-        load(self.shelf, next(self.shelf.usable()), self.engine.pieces(), None)
+        load(self.shelf, next(self.shelf.usable()), self.engine.pieces(), None, LoadRates.of(self.plan))
 
 
 def _state(number: int) -> RunState:

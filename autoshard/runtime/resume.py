@@ -13,7 +13,7 @@ from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
 from autoshard.runtime.checkpoint.agreed import from_all_ranks, from_first_rank
 from autoshard.runtime.checkpoint.files import CheckpointIndex, RunState
-from autoshard.runtime.checkpoint.saver import load
+from autoshard.runtime.checkpoint.loading import LoadRates, load
 from autoshard.runtime.checkpoint.shelf import Shelf, newest, refuse_other
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.runtime.convert.converting import is_foreign, read_weights
@@ -84,7 +84,7 @@ def _continued(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun | None
     while index := from_first_rank(lambda: usable(lambda: next(candidates, None)), group):
         _refuse_other(index, pieces, shelf.storage)
         try:
-            load(shelf, index, pieces, group)
+            note = load(shelf, index, pieces, group, LoadRates.of(plan))
         except StorageError as error:
             remarks.append(f"the checkpoint of step {index.state.step} is passed over: {error}")
             continue
@@ -94,6 +94,7 @@ def _continued(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun | None
             steps = ", ".join(map(str, reversed(later)))
             remarks.append(f"checkpoints of later steps ({steps}) are removed when the first new one is saved")
         other = "" if index.candidate == str(plan.candidate) else f", which was saved under {index.candidate}"
+        remarks += [note] if note else []
         return index.state, (*shelf.remarks, *remarks, f"continues after step {index.state.step}{other}")
     if from_first_rank(lambda: bool(usable(shelf.steps)), group):
         what = "none of its checkpoints can be used: " + "; ".join([*shelf.remarks, *remarks])
@@ -111,7 +112,10 @@ def _initialised(path: str, plan: Plan, engine: Engine, group: Any) -> str:
     """Fill the weights alone, from a checkpoint of autoshard or of NxD, or from a folder of Hugging Face."""
     pieces = [piece for piece in engine.pieces() if piece.part == "weight"]
     if is_foreign(Path(path)):
-        read_weights(Path(path), plan, pieces)
+        try:
+            from_all_ranks(lambda: read_weights(Path(path), plan, pieces), group)
+        except StorageError as error:
+            raise InputError.of("init_weights", str(error)) from None
         return f"weights from {path}"
     storage = Storage.of(path, "init_weights")
     index, remarks = from_first_rank(lambda: newest(storage), group)
@@ -119,5 +123,5 @@ def _initialised(path: str, plan: Plan, engine: Engine, group: Any) -> str:
         message = f"{path} holds neither a checkpoint of autoshard nor a config.json with safetensors or files of NxD"
         raise InputError.of("init_weights", "; ".join([message, *remarks]))
     _refuse_other(index, pieces, storage)
-    load(Shelf(storage=storage), index, pieces, group)
-    return f"weights from step {index.state.step} of {path}"
+    note = load(Shelf(storage=storage), index, pieces, group, LoadRates.of(plan))
+    return f"weights from step {index.state.step} of {path}{f': {note}' if note else ''}"

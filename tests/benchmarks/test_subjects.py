@@ -19,6 +19,7 @@ from autoshard.spec.training import Tracking
 from benchmarks import (
     checkpoint_bandwidth,
     estimate_batch,
+    load_weights,
     loading,
     local_prediction,
     metrics_cost,
@@ -82,6 +83,17 @@ def test_what_two_ranks_hold_is_saved_and_loaded() -> None:
     found = checkpoint_bandwidth.measured(checkpoint_bandwidth.plan_of(model, 16), 1)
     assert found.state_bytes == pytest.approx(12 * model.num_parameters, rel=0.01)
     assert all(second > 0 for one in found.rounds for second in (one.copy_s, one.save_s, one.load_s, one.beside_s))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_eight_ranks_load_the_same_bits_in_all_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_weights, "STORAGE_BYTES_PER_S", 1e9)
+    model = load_weights.shape()
+    first = load_weights.written(tmp_path / "hf", model)
+    ways = load_weights.measured(load_weights.plan_of("tp=8", model), first, tmp_path / "tp")
+    assert ways["each"].times == pytest.approx(8, rel=0.01)
+    assert {round(ways[way].times, 2) for way in ("hf", "own", "shared")} == {1.0}
 
 
 def test_sparse_files_are_a_whole_set_that_takes_no_room(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Saving and loading: a thread copies the state while the next step computes, and the next update waits for it."""
+"""Saving: a thread copies the state while the next step computes, and the next update waits for it."""
 
 import math
 import shutil
@@ -17,12 +17,11 @@ import torch
 import torch.distributed as dist
 
 from autoshard.engine.base import SavedStep
-from autoshard.engine.folder import INDEX, folder_of
+from autoshard.engine.folder import INDEX
 from autoshard.engine.placement import StatePiece
 from autoshard.runtime.checkpoint.agreed import from_all_ranks, from_first_rank
 from autoshard.runtime.checkpoint.files import (
     DTYPES,
-    TYPES,
     CheckpointIndex,
     RunState,
     StoredBox,
@@ -282,44 +281,3 @@ class Saver:
             if boxes:
                 spool.remove(own)
         from_first_rank(conclude, self._group)
-
-
-_Targets = list[tuple[torch.Tensor, tuple[slice, ...]]]  # memory, and the part of a box for it
-
-
-def load(shelf: Shelf, index: CheckpointIndex, pieces: Sequence[StatePiece], group: Any) -> None:
-    """Fill pieces from a checkpoint; every rank calls this, and it fails on all of them or on none."""
-    from_all_ranks(lambda: _fill_pieces(shelf.storage, index, pieces), group)
-
-
-def _fill_pieces(storage: Storage, index: CheckpointIndex, pieces: Sequence[StatePiece]) -> None:
-    """Read file by file, in the order of the file, each box once."""
-    files: dict[str, dict[tuple[str, StoredBox], _Targets]] = defaultdict(lambda: defaultdict(list))
-    tensors = index.tensors
-    for piece in pieces:
-        for box in tensors[piece.name].boxes if piece.reads else ():
-            if both := overlap((box.offsets, box.lengths), (piece.offsets, tuple(piece.memory.shape))):
-                files[box.file][piece.name, box].append((piece.memory[both[1]], both[0]))
-    for file, wanted in files.items():
-        path, boxes = f"{folder_of(index.state.step)}/{file}", sorted(wanted.items(), key=lambda item: item[0][1].start)
-
-        def read(path: str = path, boxes: Sequence[tuple[tuple[str, StoredBox], _Targets]] = boxes) -> None:
-            with storage.reading(path) as opened:
-                for (name, box), targets in boxes:
-                    _fill(opened, f"{storage.path(path)}", name, box, TYPES[tensors[name].dtype], targets)
-
-        persistent(read)
-
-
-def _fill(file: Any, path: str, name: str, box: StoredBox, dtype: torch.dtype, targets: _Targets) -> None:
-    """Read a box, all of it because its checksum is over all of it, and copy the parts that are wanted."""
-    numbers = torch.empty(box.lengths, dtype=dtype)
-    raw = numbers.reshape(-1).view(torch.uint8).numpy().data
-    file.seek(box.start)
-    found = file.readinto(raw)
-    if found != box.num_bytes or raw.nbytes != box.num_bytes:
-        raise StorageError(f"{path}: ends too early, at {box.start + found} bytes")
-    if zlib.crc32(raw) != box.crc32:
-        raise StorageError(f"{path}: the checksum of {name} is another than when it was saved")
-    for memory, part in targets:
-        memory.copy_(numbers[part])

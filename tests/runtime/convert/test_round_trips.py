@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings, strategies as st
 
@@ -118,6 +119,22 @@ def test_weights_of_every_form_begin_a_run_alike(tmp_path: Path) -> None:
     }
     assert len(set(losses.values())) == 1, losses
     assert losses["run"] < first.steps[0].loss - 0.05, "trained weights, on the first batch"
+
+
+@pytest.mark.ranks
+def test_weights_that_one_rank_alone_reads_and_refuses_end_the_start_of_all(tmp_path: Path) -> None:
+    plan = run_plan("tp=1,pp=2,dp=1", precision="fp32")
+    trained(plan, tmp_path / "first", 1)
+    model = tmp_path / "config.json"
+    model.write_text((Path(__file__).parents[3] / "models" / f"{MODEL}.json").read_text())
+    converted(tmp_path / "first" / "checkpoints", tmp_path / "hf", model=str(model))
+    tensors = read(tmp_path / "hf")
+    name = "model.layers.3.mlp.up_proj.weight"  # of the last stage
+    tensors[name][0, 0] = float("nan")
+    safetensors.torch.save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    said = rf"init_weights: rank 1: .*model\.safetensors: {name}: holds numbers that are not finite"
+    with pytest.raises(InputError, match=said):
+        trained(plan, tmp_path / "second", 1, init_weights=str(tmp_path / "hf"))
 
 
 @pytest.mark.ranks
