@@ -23,6 +23,7 @@ from autoshard.runtime.convert.stored import StateFile, WeightSource, square
 from autoshard.runtime.futures import as_they_end
 
 JOURNAL = "converted.jsonl"
+_FORMAT = 2  # of its lines; a journal of another format is begun anew
 _CHUNK_BYTES = 2**24  # of a tensor that are put together and written at a time
 
 
@@ -113,7 +114,8 @@ class Copying:
             raise InputError.of(str(self._folder), "another process converts into it. Wait for it") from None
         stats = {file: Path(file).stat() for file in sorted({one.file for one in self._source.stored})}
         read = [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats.items()]
-        sign = hashlib.sha256(repr((read, self._outputs)).encode()).hexdigest()  # differs for any other conversion
+        asked = repr((_FORMAT, read, self._outputs))
+        sign = hashlib.sha256(asked.encode()).hexdigest()  # differs for any other conversion
         journal.seek(0)
         written, lines = dict[str, WrittenFile](), journal.read().split("\n")[:-1]
         for line in lines[1:] if lines and json.loads(lines[0]) == sign else []:
