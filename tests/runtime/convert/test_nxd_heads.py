@@ -191,6 +191,7 @@ def test_sums_of_squares_hold_for_all_families_and_formats(card: str, dtype: str
     assert json.loads((tmp_path / "last" / "config.json").read_text())["model_type"] == config["model_type"]
 
 
+@pytest.mark.slow
 def test_the_hunt_for_conversions_holds_and_catches_a_seeded_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
