@@ -12,6 +12,7 @@ from autoshard.commands.plan import SearchOptions, searched, token_total
 from autoshard.commands.writing.places import folder_checks
 from autoshard.errors import NoPlan, file_faults, require
 from autoshard.extensions import EXTENSIONS
+from autoshard.files import replace_text
 from autoshard.plan.codec import dump
 from autoshard.report.advice import STEPS, advice_json, advice_report
 from autoshard.spec.cluster import LOCAL
@@ -80,13 +81,13 @@ def _write(found: Advice, timed: TimedRows, rows: Path, out: Path) -> None:
         points: list[dict[str, str]] = []
         for number, one in enumerate(found.proposals, 1):
             path = out / f"advised-{number}.json"
-            path.write_text(dump(one.plan), encoding="utf-8")
+            replace_text(path, dump(one.plan))
             points.append({"plan": path.name})
         sweep = {"mode": "run", "base": {"steps": STEPS}, "list": points}
-        (out / _SWEEP).write_text(json_text.dumps(sweep, indent=2) + "\n", encoding="utf-8")  # which is YAML
+        replace_text(out / _SWEEP, json_text.dumps(sweep, indent=2) + "\n")  # which is YAML
         if rows.resolve() != (out / _RUNS).resolve():
             lines = (json_text.dumps(encode(row)) for row, _ in timed.runs)
-            (out / _RUNS / _GIVEN).write_text("\n".join(lines) + "\n", encoding="utf-8")
+            replace_text(out / _RUNS / _GIVEN, "\n".join(lines) + "\n")
 
 
 def _next(found: Advice, question: QuestionOptions, nodes: int, out: Path) -> str:

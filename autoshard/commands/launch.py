@@ -11,6 +11,7 @@ from autoshard.commands.output import print_answer, print_refused
 from autoshard.commands.plan import plan_of
 from autoshard.cost.predict import check_plan
 from autoshard.errors import RunFailed, file_faults, require
+from autoshard.files import replace_text
 from autoshard.jobs.job import NODE, PLAN, SUBMIT, Files, Job, default_name
 from autoshard.jobs.kubernetes import kubernetes_files
 from autoshard.jobs.place import JobPlace
@@ -105,7 +106,7 @@ def _write(files: Files, out: Path, plan: Plan) -> None:
     with file_faults(f"--out {out}"):
         out.mkdir(parents=True, exist_ok=True)
         for name, text in files.texts.items():
-            (out / name).write_text(text, encoding="utf-8")
+            replace_text(out / name, text)
 
 
 def _summary(job: Job, files: Files, out: Path) -> str:

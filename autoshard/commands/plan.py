@@ -35,6 +35,7 @@ from autoshard.spec.recipe import Pins, QuestionOptions
 from autoshard.units import format_bytes, format_seconds
 
 _MOST_PLANS = 100  # every plan that is shown is predicted in full, a few milliseconds each
+_NUMBERS = tuple(map(str, range(1, _MOST_PLANS + 1)))  # of runners-up
 _LONGEST_S = 10**6
 _MOST_TOKENS = 1e18  # ten thousand times what any model has read
 
@@ -123,7 +124,6 @@ def plan(
         open: Also draw the plan as a page, as `autoshard report` does, beside the plan file, and open it.
         json: Print one JSON object instead of tables.
     """
-    numbers = list(map(str, range(1, _MOST_PLANS + 1)))
     names = f"type {', '.join(NAMES)}, or a number up to {_MOST_PLANS}"
     require(
         (at is None or question.fix is None, "--at", "already names every key; leave out --fix"),
@@ -133,12 +133,12 @@ def plan(
         (pareto or len(nodes) <= 1, "--nodes", "takes several numbers with --pareto only; name one"),
         (1 <= top <= _MOST_PLANS, "--top", f"must be 1 to {_MOST_PLANS}, not {top}"),
         (choose is None or not (pareto or at), "--choose", "is for the answers of one search; leave it out"),
-        (choose is None or choose in NAMES or choose in numbers, f"--choose {choose}", names),
+        (choose is None or choose in (*NAMES, *_NUMBERS), f"--choose {choose}", names),
         *place_checks(out),
     )
     to = Target(out=out, force=force, open=open, json=json, total_tokens=token_total(tokens) if tokens else None)
     to.refuse_to_replace(like, searches=at is None)
-    wanted = max(top, int(choose) if choose in numbers else 1), choose
+    wanted = max(top, int(choose) if choose in _NUMBERS else 1), choose
     if like is not None:
         return _answer_again(like, request_like(like, question, nodes), options, to, wanted)
     request, *others = options.requests(question, nodes, module)

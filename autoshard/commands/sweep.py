@@ -10,6 +10,7 @@ from autoshard.commands.output import print_answer
 from autoshard.commands.progress import StatusLine
 from autoshard.commands.writing.places import folder_checks, place_checks
 from autoshard.errors import RunFailed, inside, require
+from autoshard.files import replace_text
 from autoshard.jobs.quoting import word, words
 from autoshard.report.page.sweep_page import sweep_page
 from autoshard.report.sweep import sweep_report
@@ -117,7 +118,7 @@ def _write_array(content: Sweep, jobs: Sequence[SweepJob], source: Path, folder:
     """Write a sweep as a job array instead of running it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "array.sbatch"
-    path.write_text(array_script(content, jobs, source, folder), encoding="utf-8")
+    replace_text(path, array_script(content, jobs, source, folder))
     again = words(["autoshard", "sweep", str(source), "--out", str(folder)])
     print(f"wrote {path}: {len(jobs)} tasks\nnext: sbatch {word(str(path))}")
     print(f"afterwards, to print the table and run the points that are missing: {again}")
@@ -129,13 +130,13 @@ def _conclude(
 ) -> int:
     """Print the table, and write it to the places that options name."""
     page = folder / PAGE
-    page.write_text(sweep_page(source.stem, rows), encoding="utf-8")
+    replace_text(page, sweep_page(source.stem, rows))
     notes = [f"wrote {folder / ROWS}", f"wrote {page}: the sweep drawn"]
     if parquet:
         notes.append(f"wrote {write_parquet(rows, folder)}")
     if wandb is not None:
         controller = folder / CONTROLLER
-        controller.write_text(controller_text(content, source, folder, wandb), encoding="utf-8")
+        replace_text(controller, controller_text(content, source, folder, wandb))
         notes += [*log_sweep(rows, wandb, folder, page), f"for W&B's own controller: wandb sweep {controller}"]
     if json:
         print_answer({"folder": str(folder), "rows": rows, "notes": notes})

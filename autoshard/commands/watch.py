@@ -41,7 +41,7 @@ def watch(folder: Path, once: bool = False, every: float = 2.0, html: Path | Non
         if html:
             from autoshard.report.watch.page import progress_page  # who wants no page need not wait for it
 
-            _write_whole(progress_page(found, every), html)
+            write_text(progress_page(found, every), html, "--html")
         return found
 
     now = look()
@@ -69,12 +69,3 @@ def _follow(look: Callable[[], RunProgress], now: RunProgress, every: float, *, 
             if live is not None:
                 live.update(progress_report(now), refresh=True)
     return now
-
-
-def _write_whole(text: str, out: Path) -> None:
-    """Write a file that others read meanwhile: they see the one before or this one. A device or a link stays one."""
-    out = out.resolve()
-    aside = out.with_name(f"{out.name}.part") if out.is_file() or not out.exists() else out
-    write_text(text, aside, "--html")
-    if aside != out:
-        aside.replace(out)

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from autoshard.errors import InputError, file_faults, inside, require
 from autoshard.extensions import require_extensions
+from autoshard.files import replace_text
 from autoshard.plan.plan import SCHEMA, SEARCH, Plan
 from autoshard.spec.files import parsed_json, read_data
 from autoshard.spec.record import decode, encode
@@ -56,7 +57,7 @@ def save(plan: Plan, path: Path, *, force: bool, remedy: str) -> str:
     if before != text and not force:
         refuse_to_replace(path, remedy)
     with file_faults(str(path)):
-        path.write_text(text, encoding="utf-8")
+        replace_text(path, text)
     return _other_plan(before, text)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from autoshard.errors import InputError, file_faults, inside, require
+from autoshard.files import replace_text
 from autoshard.layout.table import Strategy
 from autoshard.spec.files import read_data
 from autoshard.spec.record import decode, encode
@@ -48,7 +49,7 @@ class ModulePlan:
     def save(self, path: Path) -> None:
         """Write the file; the same plan gives the same bytes."""
         with file_faults(str(path)):
-            path.write_text(json.dumps(encode(self), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            replace_text(path, json.dumps(encode(self), indent=2, allow_nan=False) + "\n")
 
     @property
     def table(self) -> Mapping[str, str]:

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from autoshard.engine.folder import ATTEMPTS, CHECKPOINTS, LOCK, PLAN, POSITIONS, TRAINING
 from autoshard.errors import InputError, RunFailed, file_faults
 from autoshard.files import append_line, is_aside
 from autoshard.plan.plan import Plan
+from autoshard.spec.files import json_line
 
 _MOST_WORDS = 600  # characters of a failure that are kept; the logs have all
 
@@ -93,10 +94,9 @@ def note_stepped(folder: Path, step: int) -> None:
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a file of JSON objects, without those that a kill has cut off."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        with suppress(ValueError):
-            record = json.loads(line)
-            if isinstance(record, dict):
-                yield record
+        record = json_line(line)
+        if isinstance(record, dict):
+            yield cast(dict[str, Any], record)
 
 
 def allow_attempts(folder: Path) -> None:

@@ -11,6 +11,7 @@ from autoshard.errors import InputError, require
 from autoshard.plan.diff import leaves
 from autoshard.plan.plan import Plan
 from autoshard.spec import record
+from autoshard.spec.files import json_line
 from autoshard.spec.training import Training
 
 
@@ -54,18 +55,14 @@ def start_before(folder: Path, to: object) -> StartBefore:
             texts[name], where = _copy(folder, None if to is None else str(to), name)
             notes.append(f"{path} was cut off by a kill; {where}")
     if (text := texts[TRAINING]) is not None:
-        training = record.decode(Training, json.loads(text), folder / TRAINING)
+        training = record.decode(Training, json_line(text), folder / TRAINING)
     if (text := texts[PLAN]) is not None:
         plan = load(folder / PLAN) if not notes else load(text)
     return StartBefore(training=training, plan=plan, notes=tuple(notes))
 
 
 def _whole(text: str) -> str | None:
-    try:
-        json.loads(text)
-    except ValueError:
-        return None
-    return text
+    return None if json_line(text) is None else text
 
 
 def _copy(folder: Path, to: str | None, name: str) -> tuple[str | None, str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from autoshard.errors import AutoshardError, InputError
 from autoshard.extensions import EXTENSIONS
+from autoshard.files import replace_text
 from autoshard.report.sweep import varied_in
 from autoshard.runtime.metrics.log import records_in, scalars
 from autoshard.runtime.metrics.trackers import OnWandb
@@ -90,7 +91,7 @@ class WandbGroup:
 
     def _keep(self, token: str, done: Sequence[str]) -> None:
         text = json.dumps({"group": token, "shown": list(done)}) + "\n"
-        (self.folder / _STATE).write_text(text, encoding="utf-8")
+        replace_text(self.folder / _STATE, text)
 
     def _begun(self, key: str, name: str, kind: str, config: Mapping[str, Any], notes: list[str]) -> OnWandb:
         labels = {"project": self.project, "group": self.name, "job_type": kind, "name": name}

@@ -14,6 +14,7 @@ from typing import cast
 
 from autoshard.errors import require
 from autoshard.extensions import EXTENSIONS
+from autoshard.files import replace_text
 from autoshard.jobs.quoting import remark, word, words
 from autoshard.spec.files import json_line, read_data
 from autoshard.sweep.points import Sweep
@@ -50,7 +51,7 @@ class RowFile:
     def forget_failed(self) -> None:
         """Take failed points out of the file, so that they are done again."""
         self.rows = {name: row for name, row in self.rows.items() if row["status"] != "failed"}
-        _replace(self._path, "".join(json.dumps(row) + "\n" for row in self.rows.values()))
+        replace_text(self._path, "".join(json.dumps(row) + "\n" for row in self.rows.values()))
 
 
 def stored_rows(folder: Path) -> dict[str, Row]:
@@ -77,7 +78,7 @@ def task_file(folder: Path, name: str) -> Path:
 def write_task(rows: Sequence[Row], folder: Path, name: str) -> None:
     """Write the rows of one task of a job array, whole or not at all."""
     task_file(folder, name).parent.mkdir(parents=True, exist_ok=True)
-    _replace(task_file(folder, name), json.dumps(rows, allow_nan=False))
+    replace_text(task_file(folder, name), json.dumps(rows, allow_nan=False))
 
 
 def write_parquet(rows: Sequence[Row], folder: Path) -> Path:
@@ -130,9 +131,3 @@ def _whole(path: Path) -> bytes:
     """Return the lines of a file that end."""
     content = path.read_bytes()
     return content[: content.rfind(b"\n") + 1]
-
-
-def _replace(path: Path, text: str) -> None:
-    aside = path.with_suffix(".part")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)

@@ -23,6 +23,7 @@ from typing import Any, Literal
 from autoshard.cost.predict import check_plan
 from autoshard.errors import AutoshardError, InputError, NoPlan
 from autoshard.extensions import EXTENSIONS, load_extension
+from autoshard.files import replace_text
 from autoshard.plan.codec import dump, fingerprint, load
 from autoshard.plan.plan import Plan
 from autoshard.search.api import request_of
@@ -115,7 +116,7 @@ def _written(plan: Plan, point: SweepPoint, folder: Path) -> Plan:
     """Write the plan of a point, and return it."""
     path = folder / "plans" / f"{point.id}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(dump(plan), encoding="utf-8")
+    replace_text(path, dump(plan))
     return plan
 
 
@@ -156,7 +157,7 @@ def _ran(job: SweepJob, point: SweepPoint, plan: Plan, started: Start | None) ->
     options = path.with_name(f"{point.id}.run.json")
     training = {key: point.entries[key] for key in TRAINING_KEYS if key in point.entries}
     training["checkpoint"] = {"to": "none", **training.get("checkpoint", {})}  # short runs go on from nothing
-    options.write_text(json.dumps(training, default=str), encoding="utf-8")
+    replace_text(options, json.dumps(training, default=str))
     words = ["run", str(path), "--config", str(options), "--out", str(folder), "--json", *EXTENSIONS.options()]
     words += [] if job.rehearse is None else ["--rehearse", str(job.rehearse)]
     starter: list[str] = []

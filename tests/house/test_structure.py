@@ -56,7 +56,7 @@ def test_every_class_has_a_name_of_its_own() -> None:
 # Besides the reader of files, these read JSON that comes with the package, or that this process or its child wrote.
 OF_OUR_OWN = {
     "calibration.words", "cost.calibration", "search.vendor", "spec.kernels", "jobs.job", "sweep.points", "sweep.work",
-    "runtime.checkpoint.files", "runtime.convert.copying", "runtime.folder",
+    "runtime.checkpoint.files", "runtime.convert.copying",
 }  # fmt: skip
 
 
@@ -68,6 +68,20 @@ def test_json_that_anybody_may_have_written_is_read_in_one_place() -> None:
         if isinstance(node, ast.Attribute) and re.fullmatch(r"json(_text)?\.loads?", ast.unparse(node))
     }
     assert readers - OF_OUR_OWN == {"spec.files"}, "parsed_json says what is wrong, json_line leaves it out"
+
+
+# A conversion writes into a folder that gets its name at the end.
+WRITE_IN_PLACE = {"files", "runtime.convert.hf", "runtime.convert.nxd"}
+
+
+def test_files_are_replaced_whole() -> None:
+    writers = {
+        name.removeprefix("autoshard.")
+        for name, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in ("write_text", "write_bytes")
+    }
+    assert writers == WRITE_IN_PLACE, "files.replace_text writes aside, and renames"
 
 
 def test_imports_go_round_nowhere() -> None:

@@ -12,6 +12,7 @@ from rich.text import Text
 from autoshard.cost.trace import trace
 from autoshard.engine.base import RunReport, TimedStep
 from autoshard.errors import file_faults
+from autoshard.files import replace_text
 from autoshard.plan.plan import Plan
 from autoshard.report.run import run_summary, step_line
 from autoshard.report.tables import make_console
@@ -49,7 +50,7 @@ class StepDisplay:
             self._log = MetricsLog(folder, num_done)
             if track.wandb is not None:
                 files = {"plan": folder / "plan.json", "predicted_trace": folder / "predicted_trace.json"}
-                files["predicted_trace"].write_text(trace_text(plan, trace(plan)), encoding="utf-8")
+                replace_text(files["predicted_trace"], trace_text(plan, trace(plan)))
         shown = ShownSteps(folder, num_done)
         trackers = trackers_of(track, folder, shown=shown, run_id=run_id, files=files)
         config = {"candidate": str(plan.candidate), "plan": encode(plan), "training": encode(training)}

@@ -27,6 +27,7 @@ from autoshard.engine.torch.pipeline import RankPipeline
 from autoshard.engine.torch.steps import RankContext
 from autoshard.engine.torch.update import Store, Tied, Weight, flats
 from autoshard.engine.torch.world import World, channel_backend, refuse_crossing
+from autoshard.files import replace_text
 from autoshard.graph.op import Array
 from autoshard.plan.lowering import split_pending
 from autoshard.plan.plan import Plan
@@ -147,7 +148,7 @@ class TorchEngine:
                 if isinstance(run, GeneratedRun):
                     file = folder / f"rank_{mesh_rank.rank}" / f"{run.file_name}.py"
                     file.parent.mkdir(parents=True, exist_ok=True)
-                    file.write_text(run.text, encoding="utf-8")
+                    replace_text(file, run.text)
 
     def pieces(self) -> tuple[StatePiece, ...]:
         """Return the boxes of the state that this rank holds; values loaded into them count after ``restored``."""

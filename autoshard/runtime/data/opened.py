@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from autoshard.errors import Fault, InputError, require
+from autoshard.files import replace_text
 from autoshard.plan.plan import Plan
 from autoshard.runtime.data.batches import SampleSource, SyntheticTokens
 from autoshard.runtime.data.indexed import (
@@ -88,12 +88,7 @@ def read_manifest(path: Path) -> Manifest:
 
 def write_record(value: object, path: Path) -> None:
     """Write JSON so that the file is there whole or not at all, also after a power cut."""
-    aside = path.with_name(path.name + ".partial")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(record.encode(value), indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    replace_text(path, json.dumps(record.encode(value), indent=1) + "\n")
 
 
 def sha256(path: Path) -> str:

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from autoshard.engine.base import SLOWER, WINDOW, TimedStep, with_nulls
 from autoshard.engine.folder import METRICS
+from autoshard.files import replacing
 from autoshard.plan.plan import Prediction
 from autoshard.spec.files import json_line
 from autoshard.units import format_seconds
@@ -51,12 +52,8 @@ class MetricsLog:
         """Open it; drop unreadable lines, and those of later steps than ``num_done``, which will be done again."""
         self.path = folder / METRICS
         if self.path.exists():
-            aside = self.path.with_name(f"{METRICS}.part")
-            with self.path.open("rb") as old, aside.open("wb") as new:
+            with replacing(self.path) as aside, self.path.open("rb") as old, aside.open("wb") as new:
                 new.writelines(line for line in old if (record := _record(line)) and record[0] <= num_done)
-                new.flush()
-                os.fsync(new.fileno())
-            aside.replace(self.path)
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, _MODE)
 
     def append(self, record: Mapping[str, Any]) -> None:

@@ -88,7 +88,7 @@ def test_a_run_that_goes_on_has_every_step_once(tmp_path: Path) -> None:
     found = show_all(tmp_path, range(21, 41), silent=True, num_done=20, time_s=0.5)
     assert [one["step"] for one in found] == list(range(1, 41))
     assert [one["time_s"] for one in found] == [0.25] * 20 + [0.5] * 20
-    (tmp_path / f"{METRICS}.part").mkdir()
+    (tmp_path / f".{METRICS}.{os.getpid()}.partial").mkdir()
     with pytest.raises(InputError, match="cannot be written: Is a directory"):
         display(tmp_path, 50)
 
