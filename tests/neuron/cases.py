@@ -21,9 +21,9 @@ from autoshard.spec.model import ModelSpec
 from autoshard.spec.training import AdamWConstants, Training
 from autoshard.spec.workload import Precision, Workload
 from tests.neuron import kernels, standins
+from tests.neuron.nxd_ranks import on_nxd_ranks
 from tests.ranks.cases import CLIP_NORM, MIXTRAL, Arrays, Task, gpt, llama, run_steps
 from tests.ranks.shares import Held, assemble
-from tests.ranks.spawn import on_ranks
 from tests.reference_step import StepResult
 from tests.tabled import tabled
 
@@ -242,14 +242,14 @@ class Errors:
 
 def ran(task: Task, platform: str = "trn1", without: str = "") -> list[RankFound]:
     """Run a task with the real NxD on as many processes as it has ranks."""
-    return on_ranks(task.plan.mesh.num_ranks, run_nxd, task, platform, without, timeout_s=PATIENCE_S)
+    return on_nxd_ranks(task.plan.mesh.num_ranks, run_nxd, task, platform, without, timeout_s=PATIENCE_S)
 
 
 def errors_of(case: Case, constants: AdamWConstants = USUAL) -> Errors:
     """Run a case twice over: with NxD, and with the torch engine in double, which is held against one process here."""
     task = replace(case.task(), training=Training(adamw=constants))
     found = ran(task, case.platform)
-    shares = on_ranks(task.plan.mesh.num_ranks, run_steps, task, timeout_s=PATIENCE_S)
+    shares = on_nxd_ranks(task.plan.mesh.num_ranks, run_steps, task, timeout_s=PATIENCE_S)
     one, first = task.reference(), shares[0]
     np.testing.assert_allclose([first[0].loss, first[0].norm], [one.loss, one.norm], rtol=1e-12)
     steps = [(rank, step) for rank in found for step in range(2)]

@@ -1,21 +1,15 @@
 """Tests with the real NxD: skipped where it cannot be imported, with the reason."""
 
-import importlib
-import warnings
-
 import pytest
 
 from tests.neuron import standins
+from tests.neuron.nxd_ranks import import_nxd
 
 
 @pytest.fixture(scope="session")
 def nxd() -> None:
-    """NxD, imported before ranks are forked, because that takes seconds."""
+    """NxD, which tests import as its ranks do."""
     missing = standins.absent()
     if missing:
         pytest.skip(missing)
-    standins.install()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in ("autoshard.engine.nxd.engine", "neuronx_distributed.trainer", "neuronx_distributed.pipeline"):
-            importlib.import_module(name)
+    import_nxd()

@@ -11,7 +11,7 @@ from torch import nn
 
 from autoshard.spec.model_catalogue import load_model
 from tests.neuron.cases import PATIENCE_S, as_started
-from tests.ranks.spawn import on_ranks
+from tests.neuron.nxd_ranks import on_nxd_ranks
 from tests.runtime.convert.cases import converted, cut, read, reduced, same, written
 
 pytestmark = [pytest.mark.nxd, pytest.mark.usefixtures("nxd")]
@@ -46,7 +46,7 @@ def test_what_nxd_loads_of_us_and_saves_comes_back(text: str, tmp_path: Path) ->
     written(tmp_path / "first", {**reduced("llama3-8b"), "vocab_size": 40})
     plan = cut(text, load_model(tmp_path / "first"))
     converted(tmp_path / "first", tmp_path / "ours", form="nxd", plan=plan)
-    on_ranks(4, run_vendor, tmp_path, plan.mesh.size("tp"), plan.mesh.size("pp"), timeout_s=PATIENCE_S)
+    on_nxd_ranks(4, run_vendor, tmp_path, plan.mesh.size("tp"), plan.mesh.size("pp"), timeout_s=PATIENCE_S)
     for tag in ("plain", "xser"):
         assert any((tmp_path / tag / "theirs" / "model").glob("*.tensors")) == (tag == "xser")
         converted(tmp_path / tag, tmp_path / f"from {tag}", model=str(tmp_path / "first"))

@@ -13,7 +13,7 @@ from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.mesh import Mesh
 from tests.neuron.cases import as_started
-from tests.ranks.spawn import on_ranks
+from tests.neuron.nxd_ranks import on_nxd_ranks
 
 pytestmark = [pytest.mark.nxd, pytest.mark.usefixtures("nxd")]
 Groups = Sequence[Sequence[int]]
@@ -67,7 +67,7 @@ def test_groups_are_those_of_nxd(name: str, lnc: int | None, tp: int, rep: int) 
                 continue  # NxD cannot lay these out: it asks for whole nodes of replicas
             sizes = {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "rep": rep}
             mesh = Mesh.laid_on(cluster, sizes)
-            (found,) = on_ranks(1, groups_of_nxd, cluster, sizes)
+            (found,) = on_nxd_ranks(1, groups_of_nxd, cluster, sizes)
             compared += 1
             for axis in MEASURES:
                 assert as_sets(found[axis]) == as_sets(mesh.groups(axis)), (sizes, axis)
@@ -85,7 +85,7 @@ def test_tp_4_on_trn1_cannot_copy_keys() -> None:
     # NxD's groups of copies ignore that this tp takes every eighth rank, and mix replicas of the batch.
     cluster = load_cluster("trn1.32xlarge", num_nodes=2)
     sizes = {"tp": 4, "pp": 1, "cp": 1, "dp": 16, "rep": 2}
-    (found,) = on_ranks(1, groups_of_nxd, cluster, sizes)
+    (found,) = on_nxd_ranks(1, groups_of_nxd, cluster, sizes)
     assert as_sets(found["rep"]) != as_sets(Mesh.laid_on(cluster, sizes).groups("rep"))
 
 

@@ -14,8 +14,8 @@ from autoshard.layout.layout import local_sizes
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, plan_programs, step_of, table_setting
 from tests.neuron.cases import PATIENCE_S, as_started, nxd_plan
+from tests.neuron.nxd_ranks import on_nxd_ranks
 from tests.ranks.cases import MIXTRAL, Task, llama
-from tests.ranks.spawn import on_ranks
 
 pytestmark = [pytest.mark.nxd, pytest.mark.usefixtures("nxd")]
 ENTRIES = ("mlp_in", "router_out", "expert_in", "share_out", "mlp_out")
@@ -85,5 +85,5 @@ def counting(note: Callable[[str, int], None]) -> Iterator[None]:
 @pytest.mark.parametrize("capacity", [0.5, 1.0, 2.0, None])
 def test_experts_send_what_the_table_lists(sp: str, capacity: float | None) -> None:
     plan = nxd_plan(f"tp=2,pp=1,dp=1,sp={sp}", llama(vocab=32, **MIXTRAL), expert_capacity=capacity)
-    for sent in on_ranks(2, run_sends, Task.of(plan, 1), timeout_s=PATIENCE_S):
+    for sent in on_nxd_ranks(2, run_sends, Task.of(plan, 1), timeout_s=PATIENCE_S):
         assert sent == listed(plan)

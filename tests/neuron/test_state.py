@@ -13,8 +13,8 @@ from autoshard.engine.placement import StatePiece
 from autoshard.graph.op import Array
 from autoshard.spec.workload import Precision
 from tests.neuron.cases import COPIED, DROPPING, PATIENCE_S, Case, as_started
+from tests.neuron.nxd_ranks import on_nxd_ranks
 from tests.ranks.cases import MIXTRAL, Arrays, Task, gpt
-from tests.ranks.spawn import on_ranks
 
 pytestmark = [pytest.mark.nxd, pytest.mark.usefixtures("nxd")]
 PLANS = {
@@ -151,7 +151,7 @@ def ran(
     case: Case, task: Task, state: Arrays | None = None, engine: str = "nxd", *, apart: bool = False
 ) -> list[Resumed]:
     given = (task, state, case.platform, engine, apart)
-    return on_ranks(task.plan.mesh.num_ranks, run_going_on, *given, timeout_s=PATIENCE_S)
+    return on_nxd_ranks(task.plan.mesh.num_ranks, run_going_on, *given, timeout_s=PATIENCE_S)
 
 
 def together(parts: Sequence[Sequence[StatePiece]]) -> Arrays:
@@ -216,7 +216,7 @@ STOPPED = {
 
 
 def declined(task: Task, *, tries: bool = True) -> list[Declined]:
-    return on_ranks(task.plan.mesh.num_ranks, run_declined, task, tries, timeout_s=PATIENCE_S)
+    return on_nxd_ranks(task.plan.mesh.num_ranks, run_declined, task, tries, timeout_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize("name", list(STOPPED))

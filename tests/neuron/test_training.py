@@ -12,8 +12,8 @@ from autoshard.runtime.machine import builder
 from autoshard.runtime.train import train
 from autoshard.spec.training import Checkpointing, Training
 from tests.neuron.cases import PATIENCE_S, as_started, nxd_plan
+from tests.neuron.nxd_ranks import on_nxd_ranks
 from tests.ranks.cases import llama
-from tests.ranks.spawn import on_ranks
 
 pytestmark = [pytest.mark.nxd, pytest.mark.usefixtures("nxd")]
 
@@ -30,7 +30,7 @@ def run_on(plan: Plan, engine: Any, folder: Path, steps: int) -> dict[int, float
 
 def trained(text: str, engine: str, folder: Path, steps: int) -> dict[int, float]:
     plan = nxd_plan(text, llama(vocab=32), seq_len=16)
-    return on_ranks(4, run_on, plan, engine, folder, steps, timeout_s=PATIENCE_S)[0]
+    return on_nxd_ranks(4, run_on, plan, engine, folder, steps, timeout_s=PATIENCE_S)[0]
 
 
 @pytest.mark.parametrize(

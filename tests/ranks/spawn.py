@@ -39,20 +39,26 @@ class RankFailed(Exception):
 
 
 def on_ranks(
-    num_ranks: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0, replaced: Sequence[Replaced] = ()
+    num_ranks: int,
+    body: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    replaced: Sequence[Replaced] = (),
+    prepare: Callable[[], object] | None = None,
 ) -> list[Any]:
     """Call ``body(*args)`` on every rank of a gloo world; raise what went wrong first, with its rank.
 
     Interpreters stay for the next case, since they take seconds to start; after a failure all are new. What is
-    ``replaced`` on the ranks meanwhile are attributes: of which object, its name, its value.
+    ``replaced`` on the ranks meanwhile are attributes: of which object, its name, its value. Libraries that a process
+    can begin only once are imported by ``prepare``; every case is then a fork of its interpreter.
     """
     named = [(place.__name__ if isinstance(place, ModuleType) else place, *other) for place, *other in replaced]
-    ranks, work = _pool().first(num_ranks), dill.dumps((body, args, named))
+    ranks, work, first = _pool().first(num_ranks), dill.dumps((body, args, named)), dill.dumps(prepare)
     what = f"{body.__name__} on {num_ranks} ranks"
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank, connection in enumerate(ranks):
-                connection.send((rank, num_ranks, f"file://{folder}/store", timeout_s, work))
+                connection.send((first, rank, num_ranks, f"file://{folder}/store", timeout_s, work))
             return _collected({connection: rank for rank, connection in enumerate(ranks)}, what, timeout_s)
         except BaseException:
             _pool().stop()
@@ -77,10 +83,9 @@ class _Pool:
         for rank in range(len(self._processes), count):
             here, there = socket.socketpair()
             with there:
-                environment = {
-                    **os.environ, "PYTHONHASHSEED": str(_SEEDS[rank % len(_SEEDS)]), "PYTHONPATH": str(ROOT),
-                    "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-                }  # fmt: skip
+                paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+                own = {"PYTHONHASHSEED": str(_SEEDS[rank % len(_SEEDS)]), "PYTHONPATH": paths}
+                environment = {**os.environ, **own, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
                 command = [sys.executable, "-m", "tests.ranks.spawn", str(there.fileno())]
                 self._processes.append(
                     subprocess.Popen(
@@ -139,9 +144,22 @@ def be_a_rank(number: int) -> None:
 
     torch.set_num_threads(1)
     end.send(_READY)
+    prepared = set[bytes]()
     with suppress(EOFError, OSError):
         while True:
-            _work(end, *end.recv())
+            first, *work = end.recv()
+            prepare = dill.loads(first)
+            if prepare is None:
+                _work(end, *work)
+                continue
+            if first not in prepared:
+                prepare()
+                prepared.add(first)
+            if not (child := os.fork()):
+                _work(end, *work)
+                os._exit(0)
+            if status := os.waitpid(child, 0)[1]:
+                end.send_bytes(pickle.dumps((time.monotonic(), f"the process ended with {status}", None)))
 
 
 def _work(end: Connection, rank: int, num_ranks: int, store: str, timeout_s: float, work: bytes) -> None:
