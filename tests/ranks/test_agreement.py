@@ -9,6 +9,7 @@ import torch.distributed as dist
 from hypothesis import given, strategies as some
 
 from autoshard.engine.base import EngineMode, Run
+from autoshard.engine.torch import agreeing
 from autoshard.engine.torch.agreeing import AgreeingEngine, build_agreeing
 from autoshard.engine.torch.engine import TorchEngine
 from autoshard.engine.torch.ledger import BegunCollective, difference, differing_meeting, sequences
@@ -38,9 +39,9 @@ CASES: list[tuple[str, ModelSpec]] = [
 def steps_that_agree(task: Task, mode: EngineMode) -> int:
     """Run all steps of an engine that compares what it has begun with what it has said; return how much that was."""
     engine = TorchEngine(task.plan, task.weights.__getitem__, EXACT, Run(folder=Path(), training=EVERY, mode=mode))
-    agreeing = AgreeingEngine(task.plan, engine)
+    checked = AgreeingEngine(task.plan, engine)
     for micro_batches in task.steps:
-        agreeing.step(micro_batches, task.learning_rate)
+        checked.step(micro_batches, task.learning_rate)
     return len(engine.world.ledger.entries)
 
 
@@ -82,6 +83,24 @@ def test_an_order_that_follows_from_hashes_is_one_message_on_all_ranks_before_an
     assert first.startswith("ranks would begin different collectives, so no step is begun. Number ")
     assert "reduce_scatter of float32[" in one and "reduce_scatter of float32[" in other and one != other
     assert "same plan" in remedy
+
+
+def needs_numbers(*_: Any) -> None:
+    raise ValueError("this kernel needs numbers")
+
+
+def built_with_a_warning(plan: Plan) -> str:
+    with pytest.warns(UserWarning) as caught:
+        assert isinstance(build_agreeing(plan, Run(folder=Path("nowhere"), training=Training())), TorchEngine)
+    return str(caught[0].message)
+
+
+@pytest.mark.ranks
+def test_a_kernel_that_needs_numbers_is_no_reason_to_refuse_a_run() -> None:
+    replaced = [(agreeing, "begun_by", needs_numbers), (TorchEngine, "write_functions", nothing)]
+    said = on_ranks(2, built_with_a_warning, plan_of("tp=1,pp=1,dp=2", llama()), replaced=replaced)
+    words = "the order of collectives is not compared: a step without numbers failed (ValueError: this kernel needs"
+    assert all(text.startswith(words) for text in said)
 
 
 def nothing(*_: Any) -> None:

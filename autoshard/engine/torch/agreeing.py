@@ -1,5 +1,6 @@
 """A rank that begins no step before all ranks have compared which collectives they are about to begin."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,15 +22,14 @@ def build_agreeing(plan: Plan, run: Run) -> "TorchEngine | AgreeingEngine":
         return engine
     if when == "every":
         return AgreeingEngine(plan, engine)
-    agree(of_few_micro_batches(plan), engine)
+    try:
+        begun = begun_by(of_few_micro_batches(plan), engine)
+    except Exception as error:  # a user's kernel may need numbers; ranks still compare that all of them failed alike
+        what = f"{type(error).__name__}: {error}"
+        warnings.warn(f"the order of collectives is not compared: a step without numbers failed ({what})", stacklevel=2)
+        begun = [BegunCollective(kind="a step without numbers", ranks=tuple(range(dist.get_world_size())), form=what)]
+    refuse_other_order(begun, ordered_messages=bool(engine.world.channels))
     return engine
-
-
-def agree(plan: Plan, engine: TorchEngine) -> list[BegunCollective]:
-    """Refuse other collectives on other ranks; return those of this rank."""
-    wanted = begun_by(plan, engine)
-    refuse_other_order(wanted, ordered_messages=bool(engine.world.channels))
-    return wanted
 
 
 class AgreeingEngine:
@@ -44,7 +44,8 @@ class AgreeingEngine:
         self, micro_batches: Sequence[Batch], learning_rate: float, allows: Allows = whenever_finite
     ) -> StepReport:
         """Run one step."""
-        wanted, ledger = agree(self._plan, self.engine), self.engine.world.ledger
+        wanted, ledger = begun_by(self._plan, self.engine), self.engine.world.ledger
+        refuse_other_order(wanted, ordered_messages=bool(self.engine.world.channels))
         ledger.entries.clear()
         report = self.engine.step(micro_batches, learning_rate, allows)
         if report.updated:
