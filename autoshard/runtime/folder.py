@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from autoshard.engine.folder import ATTEMPTS, CHECKPOINTS, LOCK, PLAN, POSITIONS, TRAINING
 from autoshard.errors import InputError, RunFailed, file_faults
-from autoshard.files import append_line, is_aside
+from autoshard.files import append_line, is_aside, naming
 from autoshard.plan.plan import Plan
 from autoshard.spec.files import json_line
 
@@ -35,9 +35,10 @@ def locked(folder: Path) -> Iterator[None]:
             file.seek(0)
             who = file.read().strip() or "another process"
             raise InputError.of(f"--out {folder}", f"{who} is running in it. Wait for it, or name another") from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        with naming(folder / LOCK):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
         yield
 
 

@@ -27,6 +27,7 @@ CASES: list[tuple[str, ModelSpec]] = [
     ("tp=2,pp=2,dp=2,mbs=2,zero=1", llama()),
     ("tp=1,pp=2,dp=2,zero=3", gpt()),
     ("tp=1,pp=1,dp=2,ep=2", llama(**MIXTRAL)),
+    ("tp=2,pp=1,dp=2,ep=2,sp=false", llama(**MIXTRAL)),  # as many rows go over tp as were routed
     ("tp=1,pp=2,cp=2,dp=1,cp_order=zigzag", llama()),
     ("tp=2,pp=2,dp=1,vp=2,schedule=interleaved", llama(num_layers=4)),
     ("tp=1,pp=2,dp=2,schedule=zb_h1,zero=0", gpt(num_layers=4)),

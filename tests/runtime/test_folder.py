@@ -113,3 +113,10 @@ def test_ranks_are_started_again_from_the_newest_checkpoint_even_if_another_step
     assert "SIGKILL" in out and "the ranks are started again; 0 restarts are left" in out
     begun = [int(line.split()[4]) for line in out.splitlines() if line.startswith("note: continues after step")]
     assert len(begun) == 2 and begun[0] == 2 and begun[1] >= 10, "not at step 2 again"
+
+
+def test_a_full_disk_is_named_when_a_folder_is_locked(tmp_path: Path) -> None:
+    (tmp_path / ".lock").symlink_to("/dev/full")
+    with pytest.raises(OSError) as caught, locked(tmp_path):
+        pass
+    assert caught.value.filename == str(tmp_path / ".lock")
