@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 from autoshard.engine.folder import ATTEMPTS, CHECKPOINTS, LOCK, PLAN, POSITIONS, TRAINING
 from autoshard.errors import InputError, RunFailed, file_faults
@@ -18,6 +18,7 @@ from autoshard.plan.plan import Plan
 from autoshard.spec.files import json_line
 
 _MOST_WORDS = 600  # characters of a failure that are kept; the logs have all
+_FREED_S = 10.0  # in which the ranks of a start that was killed end, and leave its folder to the next
 
 
 @contextmanager
@@ -29,17 +30,27 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a+", encoding="utf-8")
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        end_s = time.monotonic() + _FREED_S
+        while not (is_mine := _takes(file)) and time.monotonic() < end_s:
+            time.sleep(0.1)
+        if not is_mine:
             file.seek(0)
             who = file.read().strip() or "another process"
-            raise InputError.of(f"--out {folder}", f"{who} is running in it. Wait for it, or name another") from None
+            raise InputError.of(f"--out {folder}", f"{who} is running in it. Wait for it, or name another")
         with naming(folder / LOCK):
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
         yield
+
+
+def _takes(file: IO[str]) -> bool:
+    """Take the lock of a file if nobody has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def holds_files(folder: Path) -> bool:

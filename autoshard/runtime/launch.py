@@ -5,8 +5,11 @@ With ``cli.py`` the only code that reads the environment.
 
 import os
 import re
+import signal
 import socket
 import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
@@ -33,6 +36,8 @@ Body = Callable[[Say], Any]
 PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # what torchrun reads, as its --shutdown-timeout, from torch 2.12 on
 USUAL_PATIENCE_S = 30  # torchrun's own, and Slurm's KillWait
 _UNKNOWN_S = 600.0  # for a step of which nothing is known, and its save
+_STARTED_BY = os.getppid()
+_LOOK_S = 1.0  # after whoever started this process
 _SILENCE = timedelta(minutes=10)  # after which a rank that waits for another gives up
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000  # of Slurm jobs without a MASTER_PORT, by their number
 # cited: aws-neuron torch_neuronx/parallel_compile/neuron_parallel_compile.py sets it for what it starts.
@@ -128,6 +133,19 @@ def _as_rank(given: GivenRank, body: Body, say: Say, placing: Placing) -> Any:
         end_if_hung(watch, hang_report(placing.folder, given.rank))
     with _world(given, placing.device):
         return body(tell)
+
+
+def heed_end_of_agent(environment: Mapping[str, str] = os.environ) -> None:
+    """Take the end of torchrun for SIGTERM: SIGKILL of it leaves its ranks behind, which keep the folder of the run."""
+    if "TORCHELASTIC_RUN_ID" not in environment:  # a shell that starts ranks by hand may end before them
+        return
+
+    def look() -> None:
+        while os.getppid() == _STARTED_BY:
+            time.sleep(_LOOK_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=look, daemon=True, name="agent").start()
 
 
 def patience_s(plan: Plan, keeping: Checkpointing, *, here: bool) -> float:

@@ -1,6 +1,10 @@
 """torchrun of older torch, whose ranks get the time that they need after SIGTERM."""
 
+import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -8,7 +12,7 @@ from autoshard.runtime.agent import patient
 from autoshard.runtime.launch import GivenRank, agent_patience_s, patience_notes, patience_s
 from autoshard.spec.training import Checkpointing
 from tests.jobs.test_stopping import slow
-from tests.runtime.cases import tiny_plan
+from tests.runtime.cases import environment, tiny_plan
 
 PLAN = slow(tiny_plan("tp=1,pp=1,dp=2"), 100.0)
 BY_TORCHRUN = GivenRank(by="torchrun", rank=0, num_ranks=2, meeting="env://")
@@ -62,3 +66,30 @@ def test_forked_ranks_get_what_the_plan_needs_or_the_user_says() -> None:
     assert patience_s(PLAN, Checkpointing(), here=True) == 131
     assert patience_s(PLAN, Checkpointing(), here=False) == 600
     assert patience_s(PLAN, Checkpointing(grace_seconds=25), here=True) == 25
+
+
+ORPHAN = """
+import signal, sys, time
+from autoshard.runtime.launch import heed_end_of_agent
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("saved", flush=True)))
+heed_end_of_agent()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("variables", "says"), [({"TORCHELASTIC_RUN_ID": "1"}, "saved\n"), ({}, "")])
+def test_a_rank_heeds_the_end_of_its_agent_and_of_no_shell(variables: dict[str, str], says: str) -> None:
+    with subprocess.Popen(
+        ["sh", "-c", '"$@" & echo $!; wait', "sh", sys.executable, "-c", ORPHAN],
+        env=environment(**variables), stdout=subprocess.PIPE, text=True,
+    ) as agent:  # fmt: skip
+        assert agent.stdout
+        rank = int(agent.stdout.readline())
+        assert agent.stdout.readline() == "ready\n"
+        agent.kill()
+        if not says:
+            agent.wait()
+            time.sleep(1.5)
+            os.kill(rank, signal.SIGKILL)
+        assert agent.stdout.read() == says

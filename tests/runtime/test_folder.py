@@ -2,7 +2,8 @@
 
 import os
 import signal
-from contextlib import nullcontext
+import threading
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from autoshard.cli import main
 from autoshard.errors import InputError, RunFailed
 from autoshard.plan.codec import dump
+from autoshard.runtime import folder
 from autoshard.runtime.folder import allow_attempts, count_attempt, locked, note_stepped, refuse_other_run
 from autoshard.runtime.metrics.log import MetricsLog
 from autoshard.runtime.restart import start_before
@@ -19,16 +21,31 @@ from tests.runtime.cases import children_of, started, tiny_plan, wait_until, wri
 
 
 @pytest.mark.ranks
-def test_a_folder_is_one_process_at_a_time(tmp_path: Path) -> None:
+def test_a_folder_is_one_process_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(folder, "_FREED_S", 0.2)
+    monkeypatch.chdir(tmp_path)
     write_tiny(tmp_path, "tp=1,pp=1,dp=1")
-    words = ("run", "tiny.json", "--steps", "1", "--out", str(tmp_path / "run"))
+    words = ["run", "tiny.json", "--steps", "1", "--out", str(tmp_path / "run")]
     for code in (2, 0):
-        with locked(tmp_path / "run") if code else nullcontext(), started(tmp_path, *words) as process:
-            said = process.communicate(timeout=120)[1]
-        assert process.returncode == code, said
+        with locked(tmp_path / "run") if code else nullcontext():
+            assert main(words) == code
+        said = capsys.readouterr().err
         assert not code or (
             f"--out {tmp_path / 'run'}: process {os.getpid()} on " in said and "is running in it" in said
         )
+
+
+@pytest.mark.ranks
+def test_a_start_waits_until_what_a_kill_has_orphaned_is_gone(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "tp=1,pp=1,dp=1")
+    with ExitStack() as held:
+        held.enter_context(locked(tmp_path / "run"))
+        with started(tmp_path, "run", "tiny.json", "--steps", "1", "--out", "run") as process:
+            threading.Timer(4.0, held.close).start()
+            said = process.communicate(timeout=120)[1]
+    assert process.returncode == 0, said
 
 
 def test_another_model_and_other_files_are_refused(tmp_path: Path) -> None:

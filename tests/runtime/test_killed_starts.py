@@ -19,7 +19,7 @@ from autoshard.engine.base import Started
 from autoshard.plan.codec import dump
 from autoshard.runtime.folder import note_stepped
 from tests.runtime.cases import environment, read_metrics, tiny_plan
-from tests.soak import dying
+from tests.soak import dying, starts
 
 pytestmark = pytest.mark.ranks
 BEFORE, AFTER = ("run", "before.json", "--out", "run", "--steps", "3"), ("run", "after.json", "--out", "run")
@@ -130,3 +130,16 @@ def test_the_command_line_goes_on_after_a_kill_at_a_change_of_a_file(run: Path) 
         done = typed("autoshard.cli")
         assert done.returncode == 0, f"after a kill at change {number}: {done.stderr}"
         assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == list(range(1, steps + 1))
+
+
+@pytest.mark.slow
+def test_ranks_whose_torchrun_was_killed_save_their_step_and_leave_the_folder(tmp_path: Path) -> None:
+    run, steps = starts.tiny_run(tmp_path / "0", "tp2", "torchrun", "--steps", "80"), 80
+    with run.typed() as start:
+        starts.until(lambda: run.steps_since(start.at_s) >= 2, start)
+        pids = starts.processes_of(start.process.pid)
+        start.process.kill()
+        assert len(pids) == 3 and not starts.to_the_end(run) and not starts.live_on(pids)
+    records = records_of(run.out)
+    assert [record["ended"] for record in records if "ended" in record] == ["SIGTERM", ""], records
+    assert [step for step, *_ in run.curve()] == list(range(1, steps + 1))

@@ -33,7 +33,15 @@ from autoshard.runtime.folder import (
     refuse_other_run,
     remove_asides,
 )
-from autoshard.runtime.launch import GivenRank, Placing, launch, only_extracts, patience_notes, patience_s
+from autoshard.runtime.launch import (
+    GivenRank,
+    Placing,
+    heed_end_of_agent,
+    launch,
+    only_extracts,
+    patience_notes,
+    patience_s,
+)
 from autoshard.runtime.machine import builder
 from autoshard.runtime.metrics.trackers import refuse_without_packages
 from autoshard.runtime.restart import (
@@ -79,6 +87,8 @@ class Execution:
 
 def execute(execution: Execution, given: GivenRank | None) -> int:
     """Run to the end, with restarts where allowed; the process of every rank calls this."""
+    if given is not None:
+        heed_end_of_agent()
     leads = given is None or given.rank == 0
     build, training = builder(execution.engine), execution.run.training
     refuse_without_packages(training.track)
