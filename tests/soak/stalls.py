@@ -36,7 +36,9 @@ Curve = Sequence[tuple[int, float, float]]
 def hunt(cases: int, seed: int, folder: Path) -> HuntResult:
     """Stall runs in so many ways; without Slurm its cases run under torchrun."""
     draw, kinds = random.Random(seed), KINDS[:3] if missing() else KINDS
-    drawn = [case_of(draw, kinds[number % len(kinds)], folder / str(number)) for number in range(cases)]
+    drawn = with_step_times(
+        draw, [case_of(draw, kinds[number % len(kinds)], folder / str(number)) for number in range(cases)]
+    )
     plain = {name: starts.undisturbed(folder / name, name) for name in {case["layout"] for case in drawn}}
     of_job = undisturbed_job(folder / "job")
 
@@ -68,13 +70,22 @@ def hunt(cases: int, seed: int, folder: Path) -> HuntResult:
 
 def case_of(draw: random.Random, kind: str, folder: Path) -> Case:
     """Draw a case of a kind."""
-    step_s = draw.uniform(1.0, LONGEST_STEP_S)
     return {
         "kind": kind, "folder": folder, "layout": draw.choice(list(LAYOUTS)),
         "way": draw.choice(("forked", "torchrun")), "rank": draw.randrange(2), "step": draw.randint(2, 6),
         "moment": draw.choice(("step", "save", "load")), "after_s": draw.uniform(0.0, 0.2),
-        "step_s": step_s, "signal_s": draw.uniform(0.0, 0.8) * step_s,
     }  # fmt: skip
+
+
+def with_step_times(draw: random.Random, cases: Sequence[Case]) -> list[Case]:
+    """Spread the steps of those that get SIGTERM from 1 s to the longest, and draw when it comes."""
+    signalled = [case for case in cases if case["kind"].startswith("SIGTERM")]
+
+    def timed(case: Case) -> Case:
+        step_s = 1 + (LONGEST_STEP_S - 1) * (signalled.index(case) + draw.random()) / len(signalled)
+        return {**case, "step_s": step_s, "signal_s": draw.uniform(0.0, 0.8) * step_s}
+
+    return [timed(case) if case in signalled else case for case in cases]
 
 
 def named(case: Case) -> str:
