@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,7 +80,8 @@ class Slurm:
         def runs() -> bool:
             found = self.job(number)
             if found["JobState"] == "PENDING":  # also what Slurm has put off anew
-                self.call("scontrol", "update", f"JobId={number}", "StartTime=now")
+                with suppress(AssertionError):  # it may begin by itself between both calls
+                    self.call("scontrol", "update", f"JobId={number}", "StartTime=now")
             return found["JobState"] == "RUNNING"
 
         try:

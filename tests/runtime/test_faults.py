@@ -15,7 +15,7 @@ import pytest
 
 from autoshard.errors import RunFailed, Stopped
 from autoshard.runtime import train as loop, watchdog
-from autoshard.runtime.checkpoint import saver
+from autoshard.runtime.checkpoint import loading, saver
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.checkpoint.storage import Storage
 from tests.runtime.training_cases import Trained, after_steps, plan_of, trained
@@ -87,7 +87,7 @@ def test_ranks_killed_at_random_moments_leave_the_curve_as_it_is(curve: dict[int
             (Storage, "rename", 2),  # before a checkpoint gets its name
             (Shelf, "prune", 2),  # after it has it
             (Shelf, "_remove_index", 1),  # while an old one goes
-            (saver, "_fill", 5),  # while one is loaded
+            (loading._Loading, "_take", 5),  # while one is loaded
             (saver.Saver, "wait_copied", 5),
         ],
         2,
@@ -96,7 +96,7 @@ def test_ranks_killed_at_random_moments_leave_the_curve_as_it_is(curve: dict[int
 def test_a_kill_inside_a_save_or_load_leaves_a_checkpoint_that_is_whole(
     owner: Any, name: str, calls: int, curve: dict[int, float], tmp_path: Path
 ) -> None:
-    if name == "_fill":
+    if name == "_take":
         one_start(tmp_path, every_steps=3)
         (tmp_path / "checkpoints" / "step-00000012").rename(tmp_path / "gone")
     with pytest.MonkeyPatch.context() as patch:
