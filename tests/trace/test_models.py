@@ -102,7 +102,7 @@ def difference(plain: nn.Module, module: nn.Module, inputs: Mapping[str, Any]) -
 
 @pytest.mark.slow
 def test_two_steps_on_four_processes_are_those_of_one():
-    for found in on_ranks(4, differences, timeout_s=600):
+    for found in on_ranks(4, differences, timeout_s=800):
         wrong = {name: one for name, one in found.items() if one > (1e-11 if name in _DOUBLE else 1e-6)}
         assert not wrong and len(found) == len(MODELS), wrong
 
