@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "autoshard"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "autoshard"
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -90,3 +91,21 @@ def test_imports_go_round_nowhere() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         raise AssertionError(f"a cycle of imports: {' <- '.join(error.args[1])}") from None
+
+
+ON_RANKS = {"on_ranks", "on_nxd_ranks"}
+PATCHES = {"setattr", "setitem", "setenv", "delattr", "delitem", "delenv", "chdir"}
+
+
+def test_nothing_is_patched_here_for_ranks_that_are_processes_elsewhere() -> None:
+    """They never see it; what changes on them is `replaced`, or patched in the function that they call."""
+    unseen = list[str]()
+    for path in (ROOT / "tests").rglob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(function, ast.FunctionDef):
+                called = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+                names = {node.id for node in called if isinstance(node, ast.Name)}
+                methods = {node.attr for node in called if isinstance(node, ast.Attribute)}
+                if names & ON_RANKS and methods & PATCHES:
+                    unseen.append(f"{path.relative_to(ROOT)}: {function.name}")
+    assert not unseen

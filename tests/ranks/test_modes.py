@@ -81,22 +81,23 @@ def test_generated_functions_give_in_fp32_what_the_interpreter_gives(text):
         assert held == held_too
 
 
-def test_the_only_expert_of_a_rank_adds_to_its_sum_in_a_wider_format(monkeypatch: pytest.MonkeyPatch):
+def test_the_only_expert_of_a_rank_adds_to_its_sum_in_a_wider_format():
     """As GPUs do; a list of one matrix is written as a list."""
-    monkeypatch.setattr(steps, "adds_wide", lambda *_: True)
-    monkeypatch.setattr(products, "_add_wide", lambda total, left, right: total.addmm_(left.float(), right.float()))
+    replaced = (
+        (steps, "adds_wide", lambda *_: True),
+        (products, "_add_wide", lambda total, left, right: total.addmm_(left.float(), right.float())),
+    )
     model = llama(num_layers=1, num_experts=2, experts_per_token=1)
     task = Task.of(plan_of("tp=1,pp=1,dp=2,ep=2", model, expert_capacity=1.0))
-    for (one, _), (other, _) in on_ranks(2, both, task, AS_PLANNED, "generated"):
+    for (one, _), (other, _) in on_ranks(2, both, task, AS_PLANNED, "generated", replaced=replaced):
         same(one, other)
 
 
 @pytest.mark.parametrize("text", ["tp=2,pp=1,dp=1", "tp=1,pp=2,dp=1,schedule=zb_h1"])
-def test_a_loss_by_few_tokens_gives_what_all_of_them_give(text, monkeypatch: pytest.MonkeyPatch):
+def test_a_loss_by_few_tokens_gives_what_all_of_them_give(text):
     """Three of eight at a time, so that the last ones overlap."""
-    task = Task.of(plan_of(text, gpt()))
-    monkeypatch.setattr(rows, "_HOST_NUMBERS", 3 * 31)
-    few = on_ranks(task.plan.mesh.num_ranks, both, task, EXACT, "generated")
+    task, few_at_a_time = Task.of(plan_of(text, gpt())), (rows, "_HOST_NUMBERS", 3 * 31)
+    few = on_ranks(task.plan.mesh.num_ranks, both, task, EXACT, "generated", replaced=[few_at_a_time])
     for (one, _), (other, _) in few:
         same(one, other)
     compare(task.reference(), [one for (one, _), _ in few])
@@ -126,17 +127,15 @@ def test_every_pair_of_features_compiled_gives_what_the_interpreter_gives(row):
         ("tp=1,pp=2,dp=1,schedule=zb_h1", llama()),
     ],
 )
-def test_products_of_one_tensor_with_several_weights_give_at_once_what_each_gives(
-    text: str, model: ModelSpec, monkeypatch: pytest.MonkeyPatch
-):
+def test_products_of_one_tensor_with_several_weights_give_at_once_what_each_gives(text: str, model: ModelSpec):
     """As compiled functions join them; here nothing compiles them."""
-    joined_like_the_interpreter(Task.of(plan_of(text, model)), monkeypatch)
+    joined_like_the_interpreter(Task.of(plan_of(text, model)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=[f"{n:02}: {matrix.candidate_of(row)}" for n, row in enumerate(ROWS)])
-def test_every_pair_of_features_joined_gives_what_the_interpreter_gives(row, monkeypatch: pytest.MonkeyPatch):
-    joined_like_the_interpreter(Task.of(matrix.plan_for(row)), monkeypatch)
+def test_every_pair_of_features_joined_gives_what_the_interpreter_gives(row):
+    joined_like_the_interpreter(Task.of(matrix.plan_for(row)))
 
 
 def test_a_function_multiplies_once_where_weights_meet_one_tensor(monkeypatch: pytest.MonkeyPatch):
@@ -153,10 +152,11 @@ def test_a_function_multiplies_once_where_weights_meet_one_tensor(monkeypatch: p
         assert f"# {about}" in run.text
 
 
-def joined_like_the_interpreter(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+def joined_like_the_interpreter(task: Task) -> None:
     """In double nearly exactly; bytes held and sent are the same."""
-    monkeypatch.setattr("autoshard.engine.torch.compiled.compiler_of", lambda _: lambda piece, _: piece)
-    for (one, held), (other, held_too) in on_ranks(task.plan.mesh.num_ranks, both, task, EXACT, "compiled"):
+    uncompiled = ("autoshard.engine.torch.compiled", "compiler_of", lambda _: lambda piece, _: piece)
+    answers = on_ranks(task.plan.mesh.num_ranks, both, task, EXACT, "compiled", replaced=[uncompiled])
+    for (one, held), (other, held_too) in answers:
         assert held == held_too
         nearly(one, other, 1e-13)
 
@@ -231,6 +231,25 @@ def test_what_cannot_be_compiled_runs_as_it_is():
     for one, reason in ((piece, "piece runs without being compiled: .+"), (silent, "compiled: NotImplementedError")):
         with pytest.warns(UserWarning, match=reason):
             assert compiler_of(torch.device("cpu"))(one, [torch.empty(3, device="meta")]) is one
+
+
+@pytest.mark.skipif(bool(missing_compiler("cpu")), reason="no compiler here")
+def test_rows_that_nobody_counted_keep_the_order_of_their_dims():
+    """The gradient of a product may come transposed; compiled code asserts the strides that it was told."""
+    from autoshard.engine.torch.compiled import compiler_of
+
+    def piece(given: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [given[0].sin() * 2]
+
+    for shape, order in (((1, 8, 6), (0, 1, 2)), ((1, 6, 8), (0, 2, 1)), ((8, 1, 6), (1, 0, 2))):
+        example = torch.empty(shape, device="meta").permute(order)
+        torch._dynamo.mark_dynamic(example, 1)
+        compiled = compiler_of(torch.device("cpu"))(piece, [example])
+        for num_rows in (2, 5, 8, 9):
+            sizes = [num_rows if size == 8 else size for size in shape]
+            rows = torch.arange(float(np.prod(sizes))).reshape(sizes).permute(order)
+            torch.testing.assert_close(compiled([rows])[0], piece([rows])[0])
+            assert compiled is not piece
 
 
 def test_a_device_may_bring_its_own_compiler() -> None:

@@ -67,10 +67,13 @@ def _for_many_rows(found: Piece, piece: Piece, examples: Sequence[torch.Tensor])
 
 
 def like(example: torch.Tensor, device: torch.device, count: torch.SymInt | int | None = None) -> torch.Tensor:
-    """Return a tensor of the same shape on the device of the run, or with another number of rows."""
+    """Return a tensor of the same shape and order of dims on the device of the run, or with another number of rows."""
     where = device if example.is_meta else example.device
     if count is not None:
-        return torch.empty((1, count, *example.shape[2:]), dtype=example.dtype, device=where)
+        sizes = (1, count, *example.shape[2:])
+        order = sorted(range(example.dim()), key=lambda dim: -example.stride(dim))  # products may transpose rows
+        dense = torch.empty([sizes[dim] for dim in order], dtype=example.dtype, device=where)
+        return dense.permute([order.index(dim) for dim in range(example.dim())])
     return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=where)
 
 

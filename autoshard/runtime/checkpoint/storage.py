@@ -3,10 +3,11 @@
 import errno
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any, TypeVar
 
 import fsspec
@@ -18,6 +19,9 @@ from autoshard.errors import InputError
 Value = TypeVar("Value")
 
 TRIES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # waits between tries, so that a store may be away for a minute
+# For each part that is sent. The clients of stores limit how long they wait for the answer to a request, but not how
+# long they wait for leave to send its body ("Expect: 100-continue"): aiohttp 3.14, client_reqrep.py: write_bytes.
+ANSWER_S = 120.0
 _LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 # cited: docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html: at most 10,000 parts, so a file of 320 GiB.
 _SENT_BYTES = 2**25  # to a store at a time
@@ -94,13 +98,15 @@ class Storage:
         with _named(path):
             if self.is_local:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
-            options = {} if self.is_local else {"block_size": _SENT_BYTES}
-            file = self.system.open(path, "wb", **options)
-            try:
-                yield file
-                if self.is_local:
+                with self.system.open(path, "wb") as file:
+                    yield file
                     file.flush()
                     os.fsync(file.fileno())
+                return
+            file = self.system.open(path, "wb", block_size=_SENT_BYTES)
+            try:
+                yield _SentFile(file)
+                _answered(file.close)
             except BaseException:
                 if isinstance(file, AbstractBufferedFile):
                     # Or else Python closes it some day, which makes an object of what was sent. A store that is away
@@ -111,7 +117,6 @@ class Storage:
                 else:
                     file.close()
                 raise
-            file.close()
 
     @contextmanager
     def reading(self, name: str) -> Iterator[Any]:
@@ -166,6 +171,34 @@ class Storage:
             except FileNotFoundError:
                 return []
         return [(entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in found]
+
+
+@dataclass(frozen=True, slots=True)
+class _SentFile:
+    """A new file in a store."""
+
+    file: Any  # fsspec.spec.AbstractBufferedFile
+
+    def write(self, data: Any) -> int:
+        return _answered(lambda: self.file.write(data))
+
+
+def _answered(operation: Callable[[], Value]) -> Value:
+    """Return what an operation of a store returns; a store that leaves it unanswered fails."""
+    answer = Future[Value]()
+
+    def run() -> None:
+        try:
+            answer.set_result(operation())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    thread = Thread(target=run, daemon=True)  # nothing ends it while the store is silent
+    thread.start()
+    thread.join(ANSWER_S)
+    if not answer.done():
+        raise TimeoutError(errno.ETIMEDOUT, f"the store did not answer for {ANSWER_S:g} s")
+    return answer.result()
 
 
 def _synchronise(folder: str) -> None:

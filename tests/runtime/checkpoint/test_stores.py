@@ -12,6 +12,7 @@ from autoshard.engine.base import SavedStep
 from autoshard.errors import InputError
 from autoshard.runtime import train as loop
 from autoshard.runtime.checkpoint import storage
+from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from tests.runtime.cases import wait_until
 from tests.runtime.checkpoint.s3 import BUCKET, S3, running
 from tests.runtime.training_cases import Trained, after_steps, before_steps, plan_of, trained
@@ -86,10 +87,21 @@ def test_no_step_waits_for_a_store_that_is_away(
     """Nor is a checkpoint lost while tries go on."""
     monkeypatch.setattr(loop, "_RETRY_S", (0.3, 0.6))
     monkeypatch.setattr(storage, "TRIES_S", (0.1,) if lost else (0.1, 0.2, 0.4, 0.8, 1.6))
+    monkeypatch.setattr(storage, "ANSWER_S", 5.0)
     short = {"connect_timeout": 0.6, "read_timeout": 0.6, "retries": {"max_attempts": 0}}
     monkeypatch.setitem(conf, "s3", {"config_kwargs": short})
     monkeypatch.setattr(S3FileSystem, "retries", 1)
     disturbed(s3, tmp_path, steps=40, step_s=0.2, for_s=None if lost else 2.5)
+
+
+def test_a_store_that_gives_no_leave_to_send_fails_a_save(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client of S3 waits for that without any limit of its own."""
+    monkeypatch.setattr(storage, "ANSWER_S", 0.5)
+    place = Storage.of(f"s3://{BUCKET}/silent")
+    with pytest.raises(StorageError, match="silent/late: the store did not answer for"), s3.away():
+        place.write("late", b"numbers")
+    place.write("soon", b"numbers")
+    assert place.read("soon") == b"numbers"
 
 
 def test_a_store_that_cannot_be_used_is_found_before_the_first_step(
