@@ -26,6 +26,7 @@ from autoshard.trace.program import (
     agreed,
     free_name,
 )
+from autoshard.trace.randomness import is_in_parts
 from autoshard.trace.reach import moved, needed, reaching
 from autoshard.trace.rules import RULES
 from autoshard.trace.rules.local import local
@@ -152,7 +153,8 @@ class ProgramReader:
             self._placeholder(node)
         elif node.op == "call_function":
             _refuse_random(node)
-            if any(one in self.views and one.name not in self.inputs for one in node.all_input_nodes):
+            given = node.all_input_nodes
+            if any(is_in_parts(one) or (one in self.views and one.name not in self.inputs) for one in given):
                 self._operation(node)
 
     def _placeholder(self, node: Node) -> None:

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autoshard.errors import InputError, require
 from autoshard.trace.nodes import Node, argument
+from autoshard.trace.randomness import RandomInput, draws, take_random_inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,7 @@ class ExportedModule:
     examples: tuple[Any, ...]  # the arguments one by one; tensors on the meta device
     paths: Mapping[str, str]  # of parameters, by placeholder; tied ones have the path of the first
     own_gradients: tuple[str, ...]  # what of the backward pass is the user's own, and is not traced
+    random: tuple[RandomInput, ...]  # tensors that a call draws
 
     @classmethod
     def of(cls, module: torch.nn.Module, inputs: Sequence[Any] | Mapping[str, Any]) -> "ExportedModule":
@@ -94,8 +96,9 @@ class ExportedModule:
             with _own_gradients(module) as own_gradients, _without_own_hooks(module):
                 program = torch.export.export(module, args, kwargs, strict=False)
             _inline(program.graph_module)
-            if any(_changes_something(node) for node in program.graph_module.graph.nodes):
+            if any(_changes_something(node) or draws(node) for node in program.graph_module.graph.nodes):
                 program = program.run_decompositions({})  # which makes all changes in place results of their own
+            random = take_random_inputs(program.graph_module)
         except InputError:  # of a function that the user marks
             raise
         except GuardOnDataDependentSymNode as error:
@@ -113,6 +116,7 @@ class ExportedModule:
             signature=signature,
             call=ModuleCall.of(module, layout, flat),
             own_gradients=tuple(dict.fromkeys(own_gradients)),
+            random=random,
             examples=tuple(one.to("meta") if isinstance(one, torch.Tensor) else one for one in flat),
             paths={spec.arg.name: tied[str(spec.target)] for spec in specs if spec.kind.name == "PARAMETER"},
         )
@@ -181,9 +185,14 @@ class ExportedModule:
         return torch.fx.GraphModule(self.program.graph_module, graph)
 
     def values(
-        self, part: torch.fx.GraphModule, arguments: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]
+        self,
+        part: torch.fx.GraphModule,
+        arguments: Mapping[str, Any],
+        buffers: Mapping[str, torch.Tensor],
+        key: torch.Tensor | None = None,
+        parameters: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Run a part of the graph."""
+        """Run a part of the graph; ``key`` is that of the call, which random numbers follow from."""
         given: list[Any] = []
         for spec in self.program.graph_signature.input_specs:
             match spec.kind.name:
@@ -192,10 +201,14 @@ class ExportedModule:
                 case "BUFFER":
                     given.append(buffers[spec.target])
                 case "PARAMETER":
-                    given.append(None)
+                    given.append(parameters and parameters[spec.target])
                 case _:
                     given.append(self.program.constants[spec.target])
-        with torch.no_grad():
+        used = {node.name for node in part.graph.nodes if node.op == "placeholder" and node.users}
+        for one in self.random:
+            assert key is not None, "a call that draws has a key"
+            given.append(one.whole(key) if one.name in used else None)
+        with torch.set_grad_enabled(parameters is not None):
             return part(*given)
 
 

@@ -43,9 +43,16 @@ class ModuleRun:
             wanted = isinstance(one, torch.Tensor) and name in traced.block.takes
             arguments[name] = one.detach().clone().requires_grad_() if wanted else one
         args, kwargs = tree_unflatten(list(arguments.values()), exported.call.layout)
-        flat = iter(tree_flatten(module.forward(*args, **kwargs))[0])  # hooks of the module itself are not traced
-        changed = {name: one.clone() for name, one in module.named_buffers()}
-        every = [changed[place] if is_buffer else next(flat) for place, _, is_buffer in exported.returned()]
+        self.arguments, self.parameters = arguments, dict(module.named_parameters())
+        key = torch.tensor(0)  # of the only call
+        if exported.random:  # the module's own numbers come from torch's generator
+            every = exported.values(
+                exported.part([node for _, node, _ in exported.returned()]), arguments, buffers, key, self.parameters
+            )
+        else:
+            flat = iter(tree_flatten(module.forward(*args, **kwargs))[0])  # hooks of the module itself are not traced
+            changed = {name: one.clone() for name, one in module.named_buffers()}
+            every = [changed[place] if is_buffer else next(flat) for place, _, is_buffer in exported.returned()]
         self.results = {one.name: own for one, own in zip(captured.program.results, every, strict=True) if one.read}
         random = torch.Generator().manual_seed(0)
         self.seeds = {
@@ -53,7 +60,6 @@ class ModuleRun:
             for one in captured.program.results
             if one.is_seeded
         }
-        self.arguments, self.parameters = arguments, dict(module.named_parameters())
         wanted = {name: self.parameters[captured.parameters[name]] for name in self._trained()}
         wanted |= {name: arguments[name] for name in traced.block.takes}
         seeded = [self.results[name] for name in self.seeds]
@@ -66,7 +72,7 @@ class ModuleRun:
         for name, one in module.named_buffers():  # a proof leaves nothing behind
             one.copy_(buffers[name])
         nodes = [*captured.inputs.values()]
-        values = exported.values(exported.part(nodes), arguments, buffers)
+        values = exported.values(exported.part(nodes), arguments, buffers, key)
         self.inputs = dict(zip(captured.inputs, values, strict=True))
 
     def _trained(self) -> Iterator[str]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
@@ -12,6 +13,7 @@ from autoshard.engine.placement import dims_of
 from autoshard.errors import InputError, require
 from autoshard.layout.layout import Layout
 from autoshard.layout.program import Value
+from autoshard.trace.randomness import new_key
 from autoshard.trace.region import Positions
 from autoshard.trace.running.compiling import PassCompiler
 from autoshard.trace.running.placing import placeable, placements
@@ -30,7 +32,10 @@ class RankRunner:
         captured = sharding.captured
         self.exported, self.traced = captured.exported, sharding.traced
         apart = [one.otherwise for one in captured.program.results if one.read is None]
-        nodes = [*captured.inputs.values(), *(one for one in apart if isinstance(one, torch.fx.Node))]
+        random = {one.name: one for one in self.exported.random}
+        self.random = {name: random[node.name] for name, node in captured.inputs.items() if node.name in random}
+        inputs = [node for name, node in captured.inputs.items() if name not in self.random]
+        nodes = [*inputs, *(one for one in apart if isinstance(one, torch.fx.Node))]
         self.nodes = {one.name: one for one in nodes if one.name not in captured.exported.paths}
         self.part = self.exported.part([*self.nodes.values()])
         self.results = {one.name: one for one in captured.program.results}
@@ -51,16 +56,25 @@ class RankRunner:
     def __call__(self, module: torch.nn.Module, flat: Sequence[Any]) -> Any:
         """Run the module for arguments one by one."""
         arguments = dict(zip(self.exported.arguments, flat, strict=True))
-        buffers = dict(module.named_buffers())
-        nodes = dict(zip(self.nodes, self.exported.values(self.part, arguments, buffers), strict=True))
+        buffers, key = dict(module.named_buffers()), self._key()
+        nodes = dict(zip(self.nodes, self.exported.values(self.part, arguments, buffers, key), strict=True))
         tensors = [module.get_parameter(one.path) for one in self.program.weights.values()]
         tensors += [arguments[name] for name in self.traced.block.takes]
-        inputs = {name: nodes[name] for name in self.sharding.captured.inputs}
+        drawn = {} if key is None else dict.fromkeys(self.random, key)
+        inputs = {name: nodes[name] for name in self.sharding.captured.inputs if name not in drawn} | drawn
         if torch.is_grad_enabled():
             made: Sequence[Any] = _ShardedCall.apply(self, inputs, *tensors)  # pyright: ignore[reportUnknownMemberType]
         else:
             made = self.forward(inputs, tensors, None)
         return self._returned(module, dict(zip(self.traced.block.gives, made, strict=True)), nodes, buffers)
+
+    def _key(self) -> torch.Tensor | None:
+        """Return the key of a call that draws random numbers: that of rank 0, since generators may differ."""
+        if not self.exported.random:
+            return None
+        key = new_key(self.program.context.formats.device)
+        dist.broadcast(key, 0)
+        return key
 
     def _returned(
         self,
@@ -105,7 +119,7 @@ class RankRunner:
         values = self._parameters(tensors)
         for name, tensor in (*inputs.items(), *zip(block.takes, tensors[len(program.weights) :], strict=True)):
             for value in self.program.given[name]:
-                values[value.name] = self._part_of(value, tensor.detach())
+                values[value.name] = self._part_of(name, value, tensor.detach())
         trains = kept is not None
         if self.compiler and trains not in self.compiled:
             self.compiled.add(trains)
@@ -159,14 +173,18 @@ class RankRunner:
             found[weight.start] = _laid(parameter, weight.placements).to_local().detach().reshape(weight.shape)
         return found
 
-    def _part_of(self, value: Value, whole: torch.Tensor) -> torch.Tensor:
-        """Return a rank's part of an input as the program takes it."""
+    def _part_of(self, name: str, value: Value, given: torch.Tensor) -> torch.Tensor:
+        """Return a rank's part of an input as the program takes it; of random numbers the key is given."""
         dims = [dim for position in self.traced.dims[value.tensor] for dim in position]
-        laid = whole.reshape([self.traced.sizes[dim] for dim in dims])
-        laid = laid.permute([dims.index(dim) for dim in dims_of(value.layout)])
-        for axis, (start, stop) in enumerate(self.program.place.bounds(value.layout)):
-            laid = laid.narrow(axis, start, stop - start)
-        return laid
+        sizes, laid = [self.traced.sizes[dim] for dim in dims], dims_of(value.layout)
+        bounds, order = self.program.place.bounds(value.layout), [dims.index(dim) for dim in laid]
+        if name in self.random:
+            own = [bounds[laid.index(dim)] for dim in dims]
+            return self.random[name].part(given, sizes, own).permute(order)
+        found = given.reshape(sizes).permute(order)
+        for axis, (start, stop) in enumerate(bounds):
+            found = found.narrow(axis, start, stop - start)
+        return found
 
 
 class _ShardedCall(torch.autograd.Function):
