@@ -201,7 +201,7 @@ class ExportedModule:
                 case "BUFFER":
                     given.append(buffers[spec.target])
                 case "PARAMETER":
-                    given.append(parameters and parameters[spec.target])
+                    given.append(parameters and parameters[self.paths[spec.arg.name]])
                 case _:
                     given.append(self.program.constants[spec.target])
         used = {node.name for node in part.graph.nodes if node.op == "placeholder" and node.users}

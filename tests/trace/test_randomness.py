@@ -25,6 +25,7 @@ from autoshard.trace.randomness import new_key
 from autoshard.trace.shard import ModuleSharding, shard_module, sizes_of
 from autoshard.trace.sharded import run_on, shard
 from tests.ranks.spawn import on_ranks
+from tests.trace.models import model
 from tests.trace.test_sharded import cut_at_random, difference
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -144,6 +145,18 @@ class Normed(nn.Module):
         return self.b(self.drop(y))
 
 
+class Tied(nn.Module):
+    """One weight under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.drop = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Dropout(0.2)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.drop(torch.tanh(self.a(x))))
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: Drawing(nn.Dropout(0.3)),
     "channels": lambda: Drawing(channels),
@@ -157,6 +170,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "attention": lambda: Attending(causal=True),
     "attention with a mask": lambda: Attending(causal=False),
     "batch norm": Normed,
+    "tied": Tied,
     "encoder": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True),
     "layers": lambda: nn.Sequential(*(Drawing(nn.Dropout(0.1)) for _ in range(2))),
 }
@@ -181,6 +195,19 @@ def test_what_is_drawn_is_the_same_in_the_chosen_layouts_and_in_random_ones(name
     for one in (found, *(cut_at_random(found, random.Random(seed)) for seed in range(3))):
         errors = {each.name: each.error for each in one.prove(copy.deepcopy(module), [x])}
         assert max(errors.values()) < 1e-6, errors  # alpha dropout has constants in FP32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["GPT-2", "BERT with padding", "T5", "ViT"])
+def test_whole_models_drop_the_same_in_any_cuts(name: str):
+    module, inputs = model(name, 2)
+    dropouts = [one for one in module.modules() if isinstance(one, nn.Dropout)]
+    for one in dropouts:
+        one.p = one.p or 0.1
+    found = shard_module(module.train(), inputs, load_cluster("local", ranks=4), "a=2,b=2", precision="fp32")
+    assert len(found.captured.exported.random) > 4 and not found.kept_whole
+    for one in (found, cut_at_random(found, random.Random(1))):
+        assert max(each.error for each in one.prove(module, inputs)) < 1e-6
 
 
 class Numbered:
