@@ -19,7 +19,8 @@ _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _STEPS = (0x9E3779B9, 0xBB67AE85)  # of the key from round to round
 _MASK = 2**32 - 1
-_HOST_PLACES = 2**16  # at a time: what fits into a cache takes a quarter of the time
+_WORDS = 4  # of a counter
+_HOST_COUNTERS = 2**15  # at a time: what fits into a cache takes a quarter of the time
 _FRACTION_BITS = 24  # of a number in FP32 between 0 and 1
 
 
@@ -37,20 +38,40 @@ def philox(counter: Sequence[Word], key: Sequence[Word]) -> tuple[torch.Tensor, 
     return tuple(word for word in (first, second, third, fourth) if isinstance(word, torch.Tensor))
 
 
-def numbers(distribution: Distribution, places: torch.Tensor, stream: int, key: torch.Tensor) -> torch.Tensor:
-    """Return random numbers in FP32 at places of a tensor.
+def numbers(
+    distribution: Distribution,
+    sizes: Sequence[int],
+    bounds: Sequence[tuple[int, int]],
+    stream: int,
+    key: torch.Tensor,
+) -> torch.Tensor:
+    """Return the random numbers in FP32 of a part of a tensor of these sizes, on the device of the key.
 
-    ``key`` is one whole number below 2**63. Tensors of one key have streams of their own.
+    ``key`` is one whole number below 2**63. Tensors of one key have streams of their own. Four numbers that follow each
+    other in memory share a counter.
     """
-    if places.device.type == HOST and places.numel() > _HOST_PLACES:
-        parts = places.reshape(-1).split(_HOST_PLACES)
-        return torch.cat([numbers(distribution, part, stream, key) for part in parts]).reshape(places.shape)
-    counter = (places & _MASK, places >> 32, torch.full_like(places, stream), torch.zeros_like(places))
-    words = philox(counter, (key & _MASK, key >> 32))
+    shape, start, stop = [high - low for low, high in bounds], *(bounds[-1] if bounds else (1, 1))
+    if not any(one % _WORDS for one in (start, stop, sizes[-1] if sizes else 1)):
+        fours = [*sizes[:-1], sizes[-1] // _WORDS], [*bounds[:-1], (start // _WORDS, stop // _WORDS)]
+        return _drawn(distribution, places_in(*fours, key.device), stream, key).reshape(shape)
+    places = places_in(sizes, bounds, key.device)
+    found = _drawn(distribution, places // _WORDS, stream, key)
+    return found.gather(-1, (places % _WORDS).unsqueeze(-1)).squeeze(-1)
+
+
+def _drawn(distribution: Distribution, counters: torch.Tensor, stream: int, key: torch.Tensor) -> torch.Tensor:
+    """Return four random numbers for each counter, along a new last dim."""
+    if counters.device.type == HOST and counters.numel() > _HOST_COUNTERS:
+        parts = counters.reshape(-1).split(_HOST_COUNTERS)
+        whole = torch.cat([_drawn(distribution, part, stream, key) for part in parts])
+        return whole.reshape(*counters.shape, _WORDS)
+    counter = (counters & _MASK, counters >> 32, torch.full_like(counters, stream), torch.zeros_like(counters))
+    words = torch.stack(philox(counter, (key & _MASK, key >> 32)), -1)
     if distribution == "uniform":
-        return (words[0] >> 32 - _FRACTION_BITS).to(torch.float32) * 2.0**-_FRACTION_BITS
-    radius, turn = ((word.to(torch.float64) + 0.5) * 2.0**-32 for word in words[:2])
-    return (torch.sqrt(-2 * torch.log(radius)) * torch.cos(2 * math.pi * turn)).to(torch.float32)
+        return (words >> 32 - _FRACTION_BITS).to(torch.float32) * 2.0**-_FRACTION_BITS
+    pairs = (words.to(torch.float64) + 0.5) * 2.0**-32  # cited: Box and Muller, 1958
+    radius, turn = torch.sqrt(-2 * torch.log(pairs[..., ::2])), 2 * math.pi * pairs[..., 1::2]
+    return torch.cat([radius * torch.cos(turn), radius * torch.sin(turn)], -1).to(torch.float32)
 
 
 def places_in(sizes: Sequence[int], bounds: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
