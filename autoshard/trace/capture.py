@@ -29,6 +29,7 @@ from autoshard.trace.program import (
 from autoshard.trace.randomness import is_in_parts
 from autoshard.trace.reach import moved, needed, reaching
 from autoshard.trace.rules import RULES
+from autoshard.trace.rules.arguments import understands
 from autoshard.trace.rules.local import local
 from autoshard.trace.rules.recurrent import recurrent
 from autoshard.trace.rules.unknown import unknown
@@ -227,14 +228,19 @@ class ProgramReader:
 
     def _read(self, name: str, node: Node) -> None:
         """Read an operation by its rule, as a pointwise one, or as one that nobody knows."""
-        rule, found = RULES.get(name), node.meta["val"]
+        is_torch, found = node.target.namespace == "aten", node.meta["val"]
+        rule = RULES.get(name) if is_torch else None
         several = found if isinstance(found, tuple | list) else [found]
         shapes = [getattr(one, "shape", (one,)) for one in several if one is not None]
         if not all(isinstance(size, int) for shape in shapes for size in shape):
             raise InputError.of(line_of(node), f"{name} gives what only a run knows, or a tensor of such a shape")
         if any(isinstance(one, torch.Tensor) and one.is_complex() for one in several):
             raise InputError.of(line_of(node), f"{name} gives complex numbers, which are not supported")
-        if name in _SAME:
+        if any(isinstance(one, torch.Tensor) and one.layout != torch.strided for one in several):
+            raise InputError.of(line_of(node), f"{name} gives a sparse tensor, which is not supported")
+        if is_torch and not understands(node):
+            unknown(self, node)
+        elif is_torch and name in _SAME:
             self.rounded(node, self.view_of(node.args[0]), node.args[0].meta["val"].dtype)
         elif node.target.namespace.startswith(NAMESPACE):
             local(self, node)

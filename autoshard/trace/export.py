@@ -19,6 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from autoshard.errors import InputError, require
 from autoshard.trace.nodes import Node, argument
 from autoshard.trace.randomness import RandomInput, draws, take_random_inputs
+from autoshard.trace.state.recording import recorded
+from autoshard.trace.state.watching import WatchedState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +32,6 @@ class ModuleCall:
     with_gradient: frozenset[int]  # which arguments get one
     modes: tuple[bool, ...]  # of all submodules: whether they train
     trained: frozenset[str]  # paths of the parameters that get a gradient
-    numbers: tuple[Any, ...]  # that submodules have as attributes, such as a temperature
-    hooks: tuple[Any, ...]  # that submodules call
     autocast: torch.dtype | None
 
     @classmethod
@@ -48,13 +48,6 @@ class ModuleCall:
             ),
             modes=tuple(one.training for one in module.modules()),
             trained=frozenset(path for path, one in module.named_parameters() if one.requires_grad),
-            numbers=tuple(
-                (path, name, value)
-                for path, one in module.named_modules()
-                for name, value in vars(one).items()
-                if isinstance(value, float | bool) and name != "training"
-            ),
-            hooks=tuple((path, *_hooks(one)) for path, one in module.named_modules() if path and _hooks(one)),
             autocast=torch.get_autocast_dtype(device) if casts else None,
         )
 
@@ -70,6 +63,7 @@ class ExportedModule:
     program: Any  # an ExportedProgram
     signature: inspect.Signature
     call: ModuleCall
+    state: WatchedState  # that the forward pass has read
     examples: tuple[Any, ...]  # the arguments one by one; tensors on the meta device
     paths: Mapping[str, str]  # of parameters, by placeholder; tied ones have the path of the first
     own_gradients: tuple[str, ...]  # what of the backward pass is the user's own, and is not traced
@@ -93,7 +87,7 @@ class ExportedModule:
             apart.append(one.detach().clone().requires_grad_(one.requires_grad) if again else one)
         args, kwargs = tree.tree_unflatten(apart, layout)
         try:
-            with _own_gradients(module) as own_gradients, _without_own_hooks(module):
+            with _own_gradients(module) as own_gradients, _without_own_hooks(module), recorded(module) as record:
                 program = torch.export.export(module, args, kwargs, strict=False)
             _inline(program.graph_module)
             if any(_changes_something(node) or draws(node) for node in program.graph_module.graph.nodes):
@@ -115,6 +109,7 @@ class ExportedModule:
             program=program,
             signature=signature,
             call=ModuleCall.of(module, layout, flat),
+            state=record.watched(),
             own_gradients=tuple(dict.fromkeys(own_gradients)),
             random=random,
             examples=tuple(one.to("meta") if isinstance(one, torch.Tensor) else one for one in flat),
@@ -214,10 +209,6 @@ class ExportedModule:
 
 _MARK = "mark a function that calls it: @autoshard.local(...)"
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-def _hooks(module: torch.nn.Module) -> list[Any]:
-    return [one for name in _HOOKS for one in getattr(module, name).values()]
 
 
 @contextmanager

@@ -52,7 +52,14 @@ def shard(
     ``options`` are those of ``shard_module``; a ``plan`` that it has saved is executed as it is. With ``compile`` what
     a rank computes between two collectives is compiled at the first call.
     """
-    require((not isinstance(module, ShardedModule), "module", "is sharded already"))
+    require(
+        (not isinstance(module, ShardedModule), "module", "is sharded already"),
+        (
+            "forward" not in vars(module),
+            "module",
+            "has a forward of its own that hides that of its class; make it a class",
+        ),
+    )
     device_mesh = _device_mesh(module, mesh)
     names, count = device_mesh.mesh_dim_names, device_mesh.size()
     assert names, "a mesh without names is refused"
@@ -122,10 +129,18 @@ class ShardedCalls:
         whole = tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
         flat, layout = flattened(self.signature, *whole)
         call = ModuleCall.of(module, layout, flat)
-        runner = next((one for one in self.runners if one.exported.call.serves(call)), None)
-        return (runner or self._added(module, layout, flat))(module, flat)
+        changed = ""
+        for runner in [one for one in self.runners if one.exported.call.serves(call)]:
+            changed = runner.exported.state.difference(module)
+            if changed is None:
+                break
+        else:
+            runner = self._added(module, layout, flat, changed or "")
+        found = runner(module, flat)
+        runner.exported.state.note(module)
+        return found
 
-    def _added(self, module: torch.nn.Module, layout: TreeSpec, flat: Sequence[Any]) -> RankRunner:
+    def _added(self, module: torch.nn.Module, layout: TreeSpec, flat: Sequence[Any], changed: str) -> RankRunner:
         """Trace the module again; its parameters stay where they are."""
         with _without_numbers(module, self.kind, self.first.device_mesh.device_type):
             exported = ExportedModule.called(module, self.signature, layout, flat)
@@ -138,7 +153,7 @@ class ShardedCalls:
         )  # fmt: skip
         self.runners.append(RankRunner(program, self.first.device_mesh, self.first.compiler))
         if len(self.runners) == _MANY:
-            warnings.warn(_TOO_MANY, stacklevel=3)
+            warnings.warn(_TOO_MANY + (f"; {changed} changes: give it as an input" if changed else ""), stacklevel=3)
         return self.runners[-1]
 
 

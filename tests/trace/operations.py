@@ -178,6 +178,10 @@ def _indexing() -> Mapping[str, Sample]:
         "embedding": (lambda w, i: F.embedding(i, w), (n(10, 8), rows(4, 6, below=10))),
         "embedding of one row": (lambda w, i: F.embedding(i, w), (n(1, 8), rows(4, 6, below=1))),
         "embedding with padding": (lambda w, i: F.embedding(i, w, padding_idx=0), (n(10, 8), rows(4, 6, below=10))),
+        "embedding by frequency": (
+            lambda w, i: F.embedding(i, w, scale_grad_by_freq=True),
+            (n(10, 8), rows(4, 6, below=10)),
+        ),
         "one_hot": (lambda x: F.one_hot(x.argmax(-1), 8) * 1.0, (x,)),
         "index_select": (lambda x, i: x.index_select(1, i), (x, places)),
         "index": (lambda x, i: x[:, i], (x, places)),

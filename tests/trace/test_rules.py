@@ -155,6 +155,7 @@ LESS: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("attention with a mask", "scaled_dot_product_attention", "attention in groups"), _HEADS),
         "any": "a pending disjunction, which layouts do not have",
         "norm": "a pending norm, which layouts do not have",
+        "embedding by frequency": "DTensor counts rows in a part of the batch, and scales their gradients by that",
     },
 }
 # Torch ends the process where there are fewer heads of queries than of keys, and where weights do not fit a state.

@@ -15,8 +15,9 @@ def embedding(reader: "ProgramReader", node: Node) -> None:
     table, index = reader.readings(node)
     is_padded = argument(node, "padding_idx") not in (None, -1)  # then the gradient is not just that of the rows
     if is_padded or argument(node, "scale_grad_by_freq") or not table.positions[0]:
+        counted = index.positions if argument(node, "scale_grad_by_freq") else []  # how often a row is taken
         made = [*index.positions, table.positions[1]]
-        reader.local(node, ([table, index], made), [table.positions[0]])
+        reader.local(node, ([table, index], made), [table.positions[0], *counted])
         return
     reader.step(node, ([table, index], [*index.positions, table.positions[1]]), sort="rows")
 

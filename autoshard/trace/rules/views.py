@@ -113,8 +113,8 @@ def sliced(reader: "ProgramReader", node: Node) -> None:
     if len(shape) < len(reading.positions):  # one place
         reader.local(node, ([reading], [*rest[0], *rest[1]]), [whole])
         return
-    start, length, size = (node.args[2] or 0) if len(node.args) > 2 else 0, shape[axis], size_of(whole)
-    steps = node.args[4] if len(node.args) > 4 else 1
+    length, size = shape[axis], size_of(whole)
+    start, _, steps = slice(argument(node, "start"), argument(node, "end"), argument(node, "step")).indices(size)
     if reader.is_product(reading, axis) and length and not (size % length or start % length) and steps == 1:
         parts, part = fresh(size // length), fresh(length)  # as queries, keys and values lie in one product
         try:
@@ -184,7 +184,7 @@ def joined(reader: "ProgramReader", node: Node) -> None:
         return
     readings = reader.readings(node)
     shape = node.meta["val"].shape
-    axis = (node.args[1] if len(node.args) > 1 else 0) % len(shape)
+    axis = argument(node, "dim") % len(shape)
     is_new = node.target._opname == "stack"
     first, *others = readings
     for other in others:

@@ -1,0 +1,120 @@
+"""What functions read beside their arguments, found in their code: globals, closures, attributes of both."""
+
+import dis
+import functools
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "autoshard", "builtins"}
+_READS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF", "STORE_DEREF")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+_CALLED = ("__init__", "__post_init__", "__call__", "forward")  # what a call of a class or of an object runs
+
+
+def is_library(name: str | None) -> bool:
+    """Say whether a module is one whose state nobody changes: torch, numpy, and those of Python."""
+    return (name or "builtins").partition(".")[0] in _LIBRARIES
+
+
+def is_own(kind: type) -> bool:
+    """Say whether a class is a user's, or of a library of modules."""
+    return not is_library(kind.__module__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeReads:
+    """The names that a code reads, each with the attributes that follow it: CONFIG.model.scale."""
+
+    globals: tuple[tuple[str, ...], ...]
+    cells: tuple[tuple[str, ...], ...]
+    attributes: frozenset[str]  # of anything
+
+
+@functools.cache
+def reads_of(code: types.CodeType) -> CodeReads:
+    """Return what a code reads, with the functions inside it."""
+    found: dict[bool, list[list[str]]] = {True: [], False: []}
+    attributes, chain = set[str](), list[str]()
+    for one in dis.get_instructions(code):
+        if one.opname in _READS:
+            chain = [str(one.argval)]
+            found[one.opname.endswith("DEREF")].append(chain)
+        elif one.opname in _ATTRIBUTES:
+            attributes.add(str(one.argval))
+            chain.append(str(one.argval))
+        elif one.opname not in ("CACHE", "PUSH_NULL", "PRECALL", "COPY"):
+            chain = []
+    inside = [reads_of(one) for one in code.co_consts if isinstance(one, types.CodeType)]
+    return CodeReads(
+        globals=tuple(dict.fromkeys([*map(tuple, found[False]), *(name for one in inside for name in one.globals)])),
+        cells=tuple(dict.fromkeys([*map(tuple, found[True]), *(name for one in inside for name in one.cells)])),
+        attributes=frozenset(attributes.union(*(one.attributes for one in inside))),
+    )
+
+
+def functions_in(value: Any) -> Iterator[types.FunctionType]:
+    """Yield the functions that are called where a value is: of methods, properties, partials, classes, objects."""
+    if isinstance(value, types.FunctionType):
+        if not is_library(value.__module__):
+            yield value
+    elif isinstance(value, property):
+        yield from functions_in(value.fget)
+    elif isinstance(value, types.MethodType | staticmethod | classmethod):
+        yield from functions_in(value.__func__)
+    elif isinstance(value, functools.partial | functools.cached_property):
+        yield from functions_in(value.func)
+    elif isinstance(wrapped := _wrapped(value), types.FunctionType):
+        yield from functions_in(wrapped)
+    elif not isinstance(value, torch.Tensor | types.ModuleType):
+        kind = value if isinstance(value, type) else type(value)
+        for name in _CALLED if is_own(kind) else ():
+            yield from (one for one in [static(kind, name)] if isinstance(one, types.FunctionType))
+
+
+def _wrapped(value: Any) -> Any:
+    own = getattr(value, "__dict__", {})
+    return own.get("__wrapped__") if isinstance(own, dict) else None
+
+
+def methods_of(kind: type, begun: Sequence[str] = ("forward", "__call__")) -> dict[str, Any]:
+    """Return the attributes of a class that its forward may read: by names in codes of its methods, and all data."""
+    found, names = dict[str, Any](), [*begun]
+    for one in kind.__mro__:
+        if is_own(one):
+            names += [name for name, value in one.__dict__.items() if not name.startswith("__") and _is_data(value)]
+    while names:
+        name = names.pop()
+        value = static(kind, name)
+        if name in found or value is MISSING:
+            continue
+        found[name] = value
+        for function in functions_in(value):
+            names.extend(reads_of(function.__code__).attributes)
+    return found
+
+
+def _is_data(value: Any) -> bool:
+    return not callable(value) and not hasattr(type(value), "__get__")
+
+
+class Missing:
+    """The value of what is not there."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+MISSING = Missing()
+
+
+def static(kind: type, name: str) -> Any:
+    """Return an attribute of a class as it was written there."""
+    for one in kind.__mro__:
+        if name in one.__dict__:
+            return one.__dict__[name]
+    return MISSING
