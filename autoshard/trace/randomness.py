@@ -80,18 +80,18 @@ class _RandomWriter:
 
     def replace(self, node: Node, write: "_Write") -> None:
         """Replace one node, if it draws numbers."""
-        self._meta, self._name = {key: one for key, one in node.meta.items() if key != "val"}, node.name
+        self._meta, self._name = {key: value for key, value in node.meta.items() if key != "val"}, node.name
         with self.graph.inserting_before(node):
-            made = write(self, node)
-        if made is None:
+            result = write(self, node)
+        if result is None:
             return
         if isinstance(node.meta["val"], tuple | list):  # the mask beside the result is for torch's own backward pass
             for reader in [*node.users]:
                 require((reader.args[1] == 0, line_of(node), "returns the mask of a dropout, which is not supported"))
-                reader.replace_all_uses_with(made)
+                reader.replace_all_uses_with(result)
                 self.graph.erase_node(reader)
         else:
-            node.replace_all_uses_with(made)
+            node.replace_all_uses_with(result)
         self.graph.erase_node(node)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
@@ -99,11 +99,14 @@ class _RandomWriter:
 
         def values(given: Any) -> Any:
             if isinstance(given, list | tuple):
-                return [values(one) for one in given]
+                return [values(part) for part in given]
             return given.meta["val"] if isinstance(given, torch.fx.Node) else given
 
         node = self.graph.create_node("call_function", target, args, kwargs, self._name)
-        node.meta = {**self._meta, "val": target(*values(args), **{key: values(one) for key, one in kwargs.items()})}
+        node.meta = {
+            **self._meta,
+            "val": target(*values(args), **{key: values(given) for key, given in kwargs.items()}),
+        }
         return node
 
     def drawn(self, distribution: Distribution, like: torch.Tensor) -> Node:
@@ -133,12 +136,12 @@ class _RandomWriter:
 
     def uniform(self, like: torch.Tensor) -> Node:
         """Return numbers from 0 to below 1, with as many bits as the format of a tensor tells apart."""
-        found = self.drawn("uniform", like)
+        numbers = self.drawn("uniform", like)
         bits = round(1 - math.log2(torch.finfo(like.dtype).eps)) if like.dtype.itemsize < 4 else 0
         if bits:  # or else some round to 1
-            found = self.call(_aten.floor.default, self.call(_aten.mul.Tensor, found, 2.0**bits))
-            found = self.call(_aten.mul.Tensor, found, 2.0**-bits)
-        return self.formatted(found, like)
+            numbers = self.call(_aten.floor.default, self.call(_aten.mul.Tensor, numbers, 2.0**bits))
+            numbers = self.call(_aten.mul.Tensor, numbers, 2.0**-bits)
+        return self.formatted(numbers, like)
 
     def scaled(self, x: Node, scale: float, shift: float) -> Node:
         """Return numbers times a factor, and more by a number."""
@@ -185,26 +188,26 @@ def _normal(writer: _RandomWriter, node: Node) -> Node | None:
     mean: Any = argument(node, "mean")
     std: Any = argument(node, "std")
     if isinstance(mean, torch.fx.Node) or isinstance(std, torch.fx.Node):
-        found = writer.call(_aten.mul.Tensor, _randn(writer, node), std)
-        return writer.call(_aten.add.Tensor, found, mean)
+        numbers = writer.call(_aten.mul.Tensor, _randn(writer, node), std)
+        return writer.call(_aten.add.Tensor, numbers, mean)
     return writer.scaled(_randn(writer, node), std, mean)
 
 
 def _exponential(writer: _RandomWriter, node: Node) -> Node:
     like = node.meta["val"]
     rest = writer.call(_aten.neg.default, writer.drawn("uniform", like))
-    found = writer.call(_aten.neg.default, writer.call(_aten.log1p.default, rest))
-    found = writer.call(_aten.clamp_min.default, found, _LEAST)
-    return writer.formatted(writer.scaled(found, 1.0 / argument(node, "lambd"), 0.0), like)
+    numbers = writer.call(_aten.neg.default, writer.call(_aten.log1p.default, rest))
+    numbers = writer.call(_aten.clamp_min.default, numbers, _LEAST)
+    return writer.formatted(writer.scaled(numbers, 1.0 / argument(node, "lambd"), 0.0), like)
 
 
 def _randint(writer: _RandomWriter, node: Node) -> Node:
     low, high, like = argument(node, "low") or 0, argument(node, "high"), node.meta["val"]
     message = f"draws whole numbers from {low} to {high}; at most {_MOST_INTEGERS} of them are supported"
     require((high - low <= _MOST_INTEGERS, line_of(node), message))
-    found = writer.call(_aten.mul.Tensor, writer.drawn("uniform", like), float(high - low))
-    found = writer.call(_aten.floor.default, found)
-    return writer.formatted(writer.scaled(found, 1.0, low), like)
+    numbers = writer.call(_aten.mul.Tensor, writer.drawn("uniform", like), float(high - low))
+    numbers = writer.call(_aten.floor.default, numbers)
+    return writer.formatted(writer.scaled(numbers, 1.0, low), like)
 
 
 def _rrelu(writer: _RandomWriter, node: Node) -> Node:
@@ -224,7 +227,7 @@ def _attention(writer: _RandomWriter, node: Node) -> Node | None:
     if not dropped:
         return None
     if given["enable_gqa"]:
-        key, value = (_repeated(writer, one, query.meta["val"].shape[-3]) for one in (key, value))
+        key, value = (_repeated(writer, heads, query.meta["val"].shape[-3]) for heads in (key, value))
     scale = given["scale"] or 1.0 / math.sqrt(query.meta["val"].shape[-1])
     scores = writer.call(_aten.matmul.default, query, writer.call(_aten.transpose.int, key, -2, -1))
     scores = writer.call(_aten.mul.Tensor, scores, scale)

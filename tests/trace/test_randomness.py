@@ -25,6 +25,7 @@ from autoshard.trace.randomness import new_key
 from autoshard.trace.shard import ModuleSharding, shard_module, sizes_of
 from autoshard.trace.sharded import run_on, shard
 from tests.ranks.spawn import on_ranks
+from tests.slower import rest_is_slow
 from tests.trace.models import model
 from tests.trace.test_sharded import cut_at_random, difference
 
@@ -180,6 +181,9 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+_SHORT = ("dropout", "noise", "attention", "tied")
+
+
 def made(name: str) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     return MODULES[name]().double(), torch.randn(6, 4, 8, dtype=torch.float64)
@@ -192,7 +196,9 @@ def traced(name: str, mesh: str) -> ModuleSharding:
     return shard_module(module, [x], load_cluster("local", ranks=ranks), mesh, precision="fp32")
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    "name", rest_is_slow([*_SHORT, *(name for name in MODULES if name not in _SHORT)], len(_SHORT))
+)
 def test_what_is_drawn_is_the_same_in_the_chosen_layouts_and_in_random_ones(name: str):
     found, (module, x) = traced(name, "a=2,b=2"), made(name)
     assert not found.kept_whole
@@ -265,7 +271,7 @@ def held(mesh: str, seed: int, names: Sequence[str]) -> None:
 
 
 def test_two_steps_on_four_processes_are_those_of_one():
-    held("data=2,model=2", 1, tuple(MODULES)[::4])
+    held("data=2,model=2", 1, ("dropout", "attention"))  # the others: the slow test below
 
 
 @pytest.mark.slow
@@ -297,7 +303,7 @@ class Alone(nn.Module):
         return self.draw(x * self.scale)
 
 
-@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("name", rest_is_slow([*ALIKE], 4))
 def test_what_is_drawn_has_the_distribution_of_torchs_own(name: str):
     """By a test of Kolmogorov and Smirnov; of other calls are other numbers."""
     torch.manual_seed(3)

@@ -51,12 +51,14 @@ def numbers(
     other in memory share a counter.
     """
     shape, start, stop = [high - low for low, high in bounds], *(bounds[-1] if bounds else (1, 1))
-    if not any(one % _WORDS for one in (start, stop, sizes[-1] if sizes else 1)):
-        fours = [*sizes[:-1], sizes[-1] // _WORDS], [*bounds[:-1], (start // _WORDS, stop // _WORDS)]
-        return _drawn(distribution, places_in(*fours, key.device), stream, key).reshape(shape)
+    if not any(place % _WORDS for place in (start, stop, sizes[-1] if sizes else 1)):
+        counters = places_in(
+            [*sizes[:-1], sizes[-1] // _WORDS], [*bounds[:-1], (start // _WORDS, stop // _WORDS)], key.device
+        )
+        return _drawn(distribution, counters, stream, key).reshape(shape)
     places = places_in(sizes, bounds, key.device)
-    found = _drawn(distribution, places // _WORDS, stream, key)
-    return found.gather(-1, (places % _WORDS).unsqueeze(-1)).squeeze(-1)
+    fours = _drawn(distribution, places // _WORDS, stream, key)
+    return fours.gather(-1, (places % _WORDS).unsqueeze(-1)).squeeze(-1)
 
 
 def _drawn(distribution: Distribution, counters: torch.Tensor, stream: int, key: torch.Tensor) -> torch.Tensor:
@@ -76,9 +78,9 @@ def _drawn(distribution: Distribution, counters: torch.Tensor, stream: int, key:
 
 def places_in(sizes: Sequence[int], bounds: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
     """Return where the numbers of a part stand in a tensor of these sizes, row by row."""
-    found, stride = torch.zeros((), dtype=torch.int64, device=device), 1
+    places, stride = torch.zeros((), dtype=torch.int64, device=device), 1
     for size, (start, stop) in zip(reversed(sizes), reversed(bounds), strict=True):
         axis = torch.arange(start, stop, device=device) * stride
-        found = axis.reshape(-1, *[1] * found.dim()) + found
+        places = axis.reshape(-1, *[1] * places.dim()) + places
         stride *= size
-    return found
+    return places
