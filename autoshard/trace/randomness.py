@@ -136,12 +136,12 @@ class _RandomWriter:
 
     def uniform(self, like: torch.Tensor) -> Node:
         """Return numbers from 0 to below 1, with as many bits as the format of a tensor tells apart."""
-        numbers = self.drawn("uniform", like)
+        drawn = self.drawn("uniform", like)
         bits = round(1 - math.log2(torch.finfo(like.dtype).eps)) if like.dtype.itemsize < 4 else 0
         if bits:  # or else some round to 1
-            numbers = self.call(_aten.floor.default, self.call(_aten.mul.Tensor, numbers, 2.0**bits))
-            numbers = self.call(_aten.mul.Tensor, numbers, 2.0**-bits)
-        return self.formatted(numbers, like)
+            drawn = self.call(_aten.floor.default, self.call(_aten.mul.Tensor, drawn, 2.0**bits))
+            drawn = self.call(_aten.mul.Tensor, drawn, 2.0**-bits)
+        return self.formatted(drawn, like)
 
     def scaled(self, x: Node, scale: float, shift: float) -> Node:
         """Return numbers times a factor, and more by a number."""
@@ -188,26 +188,26 @@ def _normal(writer: _RandomWriter, node: Node) -> Node | None:
     mean: Any = argument(node, "mean")
     std: Any = argument(node, "std")
     if isinstance(mean, torch.fx.Node) or isinstance(std, torch.fx.Node):
-        numbers = writer.call(_aten.mul.Tensor, _randn(writer, node), std)
-        return writer.call(_aten.add.Tensor, numbers, mean)
+        drawn = writer.call(_aten.mul.Tensor, _randn(writer, node), std)
+        return writer.call(_aten.add.Tensor, drawn, mean)
     return writer.scaled(_randn(writer, node), std, mean)
 
 
 def _exponential(writer: _RandomWriter, node: Node) -> Node:
     like = node.meta["val"]
     rest = writer.call(_aten.neg.default, writer.drawn("uniform", like))
-    numbers = writer.call(_aten.neg.default, writer.call(_aten.log1p.default, rest))
-    numbers = writer.call(_aten.clamp_min.default, numbers, _LEAST)
-    return writer.formatted(writer.scaled(numbers, 1.0 / argument(node, "lambd"), 0.0), like)
+    drawn = writer.call(_aten.neg.default, writer.call(_aten.log1p.default, rest))
+    drawn = writer.call(_aten.clamp_min.default, drawn, _LEAST)
+    return writer.formatted(writer.scaled(drawn, 1.0 / argument(node, "lambd"), 0.0), like)
 
 
 def _randint(writer: _RandomWriter, node: Node) -> Node:
     low, high, like = argument(node, "low") or 0, argument(node, "high"), node.meta["val"]
     message = f"draws whole numbers from {low} to {high}; at most {_MOST_INTEGERS} of them are supported"
     require((high - low <= _MOST_INTEGERS, line_of(node), message))
-    numbers = writer.call(_aten.mul.Tensor, writer.drawn("uniform", like), float(high - low))
-    numbers = writer.call(_aten.floor.default, numbers)
-    return writer.formatted(writer.scaled(numbers, 1.0, low), like)
+    drawn = writer.call(_aten.mul.Tensor, writer.drawn("uniform", like), float(high - low))
+    drawn = writer.call(_aten.floor.default, drawn)
+    return writer.formatted(writer.scaled(drawn, 1.0, low), like)
 
 
 def _rrelu(writer: _RandomWriter, node: Node) -> Node:
