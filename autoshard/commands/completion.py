@@ -9,6 +9,7 @@ from autoshard.command_line import Option, PlanOrRecipe, options_of
 from autoshard.commands import COMMANDS, command_of
 from autoshard.spec.cluster_catalogue import ALIASES, cluster_names
 from autoshard.spec.model_catalogue import model_names
+from autoshard.spec.recipe import recipe_files
 
 _COMMON = ("--config", "--extend", "--help")
 _BASH = """_autoshard() {{
@@ -25,7 +26,8 @@ _autoshard() {{
   if (( CURRENT == 2 )); then choices="{commands}"
 {cases}
   fi
-  if [[ -n $choices ]]; then compadd -- ${{=choices}}; else _files; fi
+  if [[ -n $choices ]]; then compadd -- ${{=choices}}; fi
+  if [[ -z $choices || ${{words[CURRENT-1]}} == $command ]]; then _files; fi
 }}
 compdef _autoshard autoshard"""
 
@@ -47,6 +49,8 @@ def completion(shell: Literal["bash", "zsh", "fish"]) -> int:
 
 def _values(option: Option) -> tuple[str, ...]:
     """Return the words that an option can take, as far as they are known."""
+    if option.kind is PlanOrRecipe:
+        return tuple(path.stem for path in recipe_files())
     if option.name == "model":
         return tuple(model_names())
     return (*cluster_names(), *ALIASES) if option.name == "cluster" else tuple(map(str, option.words))
@@ -80,7 +84,7 @@ def _fish() -> Iterator[str]:
             values = f"-a {shlex.quote(' '.join(_values(option)))}" if _values(option) else ""
             files = "-F" if option.kind in (Path, PlanOrRecipe) else ""
             if option.label != option.flag:
-                yield f"{inside} {values or '-F'}"
+                yield " ".join(filter(None, (inside, "" if values and not files else "-F", values)))
             elif option.kind is bool:
                 yield f"{inside} -l {option.flag[2:]}"
             else:

@@ -305,6 +305,7 @@ def test_json_is_one_object_and_nothing_else(line: str, code: int, keys: set[str
         ("autoshard list mod", ["models"]),
         ("autoshard plan --model tiny-l", ["tiny-llama"]),
         ("autoshard run --data.s", ["--data.set"]),
+        ("autoshard run tiny-te", ["tiny-text"]),
     ],
 )
 def test_bash_completes_commands_options_and_names(line: str, expected: list[str], typed: Typed):

@@ -11,6 +11,7 @@ from autoshard.commands.writing.places import folder_checks, place_checks
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "data" / "trainium.jsonl"
 NOWHERE = Path("/proc/self")  # a folder where nobody makes a file, whoever he is
+OPEN_FILE = NOWHERE / "comm"  # which may be written, but not replaced
 PLAN = "plan --model tiny-llama --cluster local --fix tp=2,mbs=8"
 
 # The command without its place, the option that names it, and where its work begins.
@@ -57,6 +58,9 @@ def refused(typed: str, work: str, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         ("missing/x", "there is no folder missing. Make it first"),
         ("text.txt/x", "there is no folder text.txt. Make it first"),
         pytest.param(f"{NOWHERE}/x", "cannot be written: ", marks=pytest.mark.skipif(not NOWHERE.is_dir(), reason="")),
+        pytest.param(
+            f"{OPEN_FILE}", "cannot be written: ", marks=pytest.mark.skipif(not OPEN_FILE.exists(), reason="")
+        ),
     ],
 )
 @pytest.mark.parametrize("name", OF_FILES)

@@ -35,8 +35,8 @@ def _against_file(out: Path) -> str:
         return f"there is no folder {out.parent}. Make it first"
     if out.is_file():
         os.close(os.open(out, os.O_WRONLY))
-    elif not out.exists():
-        _try_folder(out.resolve().parent)  # where a link leads
+    if out.is_file() or not out.exists():
+        _try_folder(out.resolve().parent)  # where a link leads; a file is replaced by another with its name
     elif not os.access(out, os.W_OK):  # a device or a pipe, which must not be opened twice
         return "cannot be written to. Name another place"
     return ""
