@@ -5,6 +5,7 @@ torch_xla itself runs where ``AUTOSHARD_XLA_PYTHON`` names an environment with i
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -87,7 +88,7 @@ SEEDS: dict[str, Callable[[str], str]] = {
     "a group of other ranks": lambda text: text.replace("{{0,1},{2,3}}", "{{0,2},{1,3}}", 1),
     "two ranks of a group swapped": lambda text: text.replace("{{0,1},{2,3}}", "{{1,0},{2,3}}", 1),
     "a collective left out": lambda text: text.replace(" all-gather(", " add(", 1),
-    "a sum instead of a maximum": lambda text: text.replace("to_apply=%Max", "to_apply=%Add", 1),
+    "a sum instead of a maximum": lambda text: re.sub("( all-reduce.*to_apply=%)Max", r"\1Add", text, count=1),
     "a gather instead of a scatter": lambda text: text.replace("reduce-scatter", "all-gather"),
 }
 
