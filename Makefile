@@ -11,7 +11,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$p && break; done)
 
 # What no ordinary machine has.
-NO_ACCELERATOR := not gpu and not neuron and not nxd and not gspmd
+NO_ACCELERATOR := not gpu and not neuron and not nxd and not gspmd and not xla
 PYTEST := $(PY) -m pytest --numprocesses auto --dist worksteal
 PLANNER_TESTS := $(addprefix tests/,spec graph layout schedule plan cost blocks search calibration report jobs cli house)
 

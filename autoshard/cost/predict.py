@@ -205,7 +205,8 @@ def compiling(plan: Plan) -> Compiling | None:
 
     Stages with the same contents share their graphs. In a pipeline, forward and backward of a stage are graphs of
     their own (aws-neuron/neuronx-distributed pipeline/model.py marks a step after every task), as are what ranks send
-    each other; without one they are a single graph. Ranks that hold the same update their weights by the same graph.
+    each other; without one they are a single graph. Ranks that hold the same update their weights by the same graph;
+    the nxd engine reads loss and norm before it, so that what reduces gradients is a graph of its own.
     """
     kernels, schedule, stages = load_kernels(plan.kernels), plan.schedule, _stages(plan)
     if not kernels.seconds_per_graph:
@@ -216,7 +217,8 @@ def compiling(plan: Plan) -> Compiling | None:
     }
     in_pipeline = schedule.num_ranks > 1
     passes = 3 if schedule.splits_backward else 2
-    count = len(set(stages)) * (passes if in_pipeline else 1) + len(ranks) + (_SENDS if in_pipeline else 0)
+    ends = 2 if plan.engine == "nxd" else 1  # graphs of a rank after its passes
+    count = len(set(stages)) * (passes if in_pipeline else 1) + ends * len(ranks) + (_SENDS if in_pipeline else 0)
     return Compiling(
         num_graphs=count,
         compile_s=rounded(count * kernels.seconds_per_graph),

@@ -100,13 +100,13 @@ def test_products_in_a_format_of_their_own_are_faster_and_travel_with_the_plan()
 @pytest.mark.parametrize(
     ("text", "num_graphs"),
     [
-        ("tp=32,pp=1,dp=4", 2),  # one of work, and one that updates
-        # First, middle and last: forward, backward and update; to send and to receive, forward and backward.
-        ("tp=32,pp=4,dp=1", 3 * 3 + 4),
-        ("tp=8,pp=8,dp=2", 3 * 3 + 4),
-        ("tp=32,pp=4,dp=1,stages=7/9/8/8", 4 * 3 + 4),
-        ("tp=32,pp=2,vp=2,dp=2,schedule=interleaved", 3 * 2 + 2 + 4),  # three kinds of stages, two kinds of ranks
-        ("tp=32,pp=4,dp=1,schedule=zb_h1", 3 * 4 + 4),  # a split backward is two graphs
+        ("tp=32,pp=1,dp=4", 3),  # one of work, one that reduces gradients, and one that updates
+        # First, middle and last: forward, backward, reduction, update; to send and to receive, forward and backward.
+        ("tp=32,pp=4,dp=1", 3 * 4 + 4),
+        ("tp=8,pp=8,dp=2", 3 * 4 + 4),
+        ("tp=32,pp=4,dp=1,stages=7/9/8/8", 4 * 4 + 4),
+        ("tp=32,pp=2,vp=2,dp=2,schedule=interleaved", 3 * 2 + 2 * 2 + 4),  # three kinds of stages, two kinds of ranks
+        ("tp=32,pp=4,dp=1,schedule=zb_h1", 3 * 5 + 4),  # a split backward is two graphs
     ],
 )
 def test_stages_that_hold_the_same_share_their_graphs(text, num_graphs):

@@ -27,7 +27,8 @@ NOT_VERIFIED: Mapping[str, str] = {
     "kernels for experts that drop no token": "stand-ins on CPU: one block of tokens after another; all else is NxD's",
     "expert parallelism": "refused (`nxd-ep`)",
     "fp16": "NxD's embedding returns BF16; refused with tp above 1",
-    "buckets, graphs, stochastic rounding": "there is no XLA device; collectives are gloo's, tensor by tensor",
+    "buckets, graphs": "collectives are gloo's, tensor by tensor; with real torch_xla: the next section",
+    "stochastic rounding": "a CPU has none",
     "checkpoints of NxD's own": "not used",
 }
 

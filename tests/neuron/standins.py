@@ -137,15 +137,17 @@ class _StandIn(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the vendor's packages; ``xla`` is the folder of the real torch_xla."""
+    """Finds the vendor's packages; ``xla`` is the folder of the real torch_xla, None where that runs as it is."""
 
-    def __init__(self, xla: Path) -> None:
+    def __init__(self, xla: Path | None) -> None:
         self._xla = xla
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname in REAL_XLA:
+        if self._xla is None and fullname.partition(".")[0] == "torch_xla":
+            return None
+        if self._xla and fullname in REAL_XLA:
             file = self._xla.joinpath(*fullname.split(".")[1:]).with_suffix(".py")
             return importlib.util.spec_from_file_location(fullname, file, loader=_AnyDevice(fullname, str(file)))
         if fullname.partition(".")[0] not in VENDOR and fullname not in GONE:
@@ -201,6 +203,19 @@ def install() -> None:
         torch.classes.neuron = _AnyClass("neuron")  # pyright: ignore[reportAttributeAccessIssue]
         os.environ |= {"NXD_CPU_MODE": "1", "PJRT_DEVICE": "NEURON"}  # the latter only says how ranks are counted
         gloo_xla.take_lists()
+    _import_nxd()
+
+
+def install_beside_xla() -> None:
+    """Put those of the vendor's other packages in place, and import NxD; torch_xla is imported, and is the real one."""
+    os.environ.setdefault("NXD_LOG_LEVEL", "ERROR")
+    sys.meta_path.insert(0, _Finder(None))
+    torch.classes.neuron = _AnyClass("neuron")  # pyright: ignore[reportAttributeAccessIssue]
+    os.environ |= {"NXD_CPU_MODE": "0"}
+    _import_nxd()
+
+
+def _import_nxd() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("neuronx_distributed")

@@ -130,6 +130,27 @@ def run_declined(task: Task, tries: bool) -> Declined:
         return Declined(asked=tuple(asked), report=report, same=same, learning_rates=rates, after=_held(engine))
 
 
+def run_first_step(task: Task) -> tuple[bool, bool]:
+    """Say whether tables, moments and gradients of a step were there before the first, and whether they are cleared."""
+    with as_started(task.plan.mesh.size("tp")):
+        engine = engine_of("nxd", task, task.weights.__getitem__)
+        before = _lasting(engine)
+        engine.step(task.steps[0], task.learning_rate)
+        cleared = all(not _gradient(one.parameter).any() for one in engine.state.optimized)
+        return [id(one) for one in before] == [id(one) for one in _lasting(engine)], cleared
+
+
+def _lasting(engine: Any) -> list[torch.Tensor]:
+    moments = [tensor for state in engine.state.stepping.state.values() for tensor in state.values()]
+    tables = list(engine.built.rotary._made.values())
+    assert moments and tables
+    return [*tables, *moments, *(_gradient(one.parameter) for one in engine.state.optimized)]
+
+
+def _gradient(parameter: Any) -> torch.Tensor:
+    return parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
+
+
 def _held(engine: Any) -> tuple[bytes, ...]:
     steps = [_bytes(one["step"]) for one in engine.state.stepping.state.values() if "step" in one]
     pieces = [one.memory.tobytes() for one in saved(engine)]
@@ -202,6 +223,14 @@ def test_both_engines_hold_the_same_state_and_take_up_that_of_the_other(name: st
             largest[kind] = max(largest.get(kind, 0.0), float(np.abs(array).max()))
         for name in other:
             assert np.abs(one[name] - other[name]).max() < 0.02 * largest[name.partition("/")[0]], name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["tp x dp", "tp x pp"])
+def test_what_lasts_is_made_before_the_first_step(name: str, precision: str) -> None:
+    # Else the graph of the first step makes it, and that of the second, which finds it, is compiled as well.
+    task = task_of(PLANS[name], precision, 1)
+    assert on_nxd_ranks(task.plan.mesh.num_ranks, run_first_step, task, timeout_s=PATIENCE_S) == [(True, True)] * 4
 
 
 # -- steps that are not taken --------------------------------------------------------------------------

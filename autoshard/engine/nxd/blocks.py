@@ -178,7 +178,8 @@ def _reduce(kind: Reduce, call: Call) -> Compute:
 class RotaryTable:
     """Cosines and sines of the angles of this rank's positions, [2, position, pair]: made once, for all layers.
 
-    ``positions`` are those of this rank's part of every sequence.
+    ``positions`` are those of this rank's part of every sequence. A table that is not made before the first step
+    becomes part of that step's graph, and the next step, which finds it made, has another.
     """
 
     def __init__(self, kind: Rotary, head_dim: int, positions: range) -> None:
@@ -186,14 +187,18 @@ class RotaryTable:
         self._made: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def like(self, x: Tensor) -> Tensor:
-        """Return the table where a tensor lies and in its format, made of numbers in FP32 at least."""
-        key = x.device, x.dtype
+        """Return the table where a tensor lies and in its format."""
+        return self.made(x.device, x.dtype)
+
+    def made(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Return the table on a device and in a format, made of numbers in FP32 at least."""
+        key = device, dtype
         if key not in self._made:
-            wide = torch.promote_types(x.dtype, torch.float32)
-            frequencies = torch.tensor(self._kind.frequencies(self._head_dim).tolist(), dtype=wide, device=x.device)
-            angles = torch.arange(self._positions.start, self._positions.stop, dtype=wide, device=x.device)
+            wide = torch.promote_types(dtype, torch.float32)
+            frequencies = torch.tensor(self._kind.frequencies(self._head_dim).tolist(), dtype=wide, device=device)
+            angles = torch.arange(self._positions.start, self._positions.stop, dtype=wide, device=device)
             angles = angles[:, None] * frequencies
-            self._made[key] = torch.stack([angles.cos(), angles.sin()]).to(x.dtype)
+            self._made[key] = torch.stack([angles.cos(), angles.sin()]).to(dtype)
         return self._made[key]
 
 

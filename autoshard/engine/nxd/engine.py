@@ -49,6 +49,8 @@ class NxdEngine:
             config, getattr(torch.optim, self.lowering.update), self._groups(constants), **self.lowering.optimizer
         )
         self.state = State(self.built, self.optimizer, dict(self.parameters), plan.zero)
+        self.built.make_tables(self.parameters[0][1].device)
+        named("mark_step")()  # else the first step's graph would make tables, moments and gradients: a graph of its own
         # Devices take no Python objects.
         self._hosts: Any = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
@@ -59,7 +61,6 @@ class NxdEngine:
         self.state.forget()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        self.optimizer.zero_grad()
         parts = [self._own_batch(batch) for batch in micro_batches]
         if self.plan.mesh.size("pp") > 1:
             # NxD cuts the batch into micro-batches again; its loss is the mean over them and over replicas.
@@ -68,6 +69,8 @@ class NxdEngine:
         else:
             losses = self._one_by_one(parts)
         report = self._updated(losses, allows)
+        # In the graph of the update, so that gradients go into every micro-batch's graph alike: they share one.
+        self.optimizer.zero_grad()
         named("mark_step")()  # what is traced until here runs as one graph
         return report
 
@@ -246,6 +249,7 @@ class State:
                 keep: Any = {"memory_format": torch.preserve_format}
                 moments = {name: torch.zeros_like(one.updated, **keep) for name in _MOMENTS.values()}
                 self.stepping.state[one.updated] = {"step": torch.tensor(0.0), **moments}
+        self._make_gradients()
 
     def pieces(self) -> tuple[StatePiece, ...]:
         """Return the boxes of weights and moments that this rank holds."""
@@ -261,8 +265,8 @@ class State:
             for state in self.stepping.state.values():
                 if "step" in state:
                     state["step"].fill_(num_updates)
-            if self._zero:
-                self._publish()
+            if self._zero:  # it only gathers weights that have a gradient, and all have
+                self._given.allgather_weights_and_update_full_parameter()
         named("mark_step")()
 
     def forget(self) -> None:
@@ -302,13 +306,12 @@ class State:
                 number, count = number + count * place, count * size
         return number, count
 
-    def _publish(self) -> None:
-        """Let ZeRO-1 gather the weights from its shards; it only does that for weights that have a gradient."""
+    def _make_gradients(self) -> None:
+        """Give every parameter the gradient, of zeros, to which NxD adds those of micro-batches."""
         for one in self.optimized:
-            shape, device = one.parameter.shape, one.parameter.device
-            if self._given.use_grad_acc_hook and not hasattr(one.updated, "main_grad"):
+            if self._zero and self._given.use_grad_acc_hook:
+                shape, device = one.parameter.shape, one.parameter.device
                 zeros: Any = torch.zeros(shape, dtype=self._given.optimizer_dtype, device=device)
                 one.updated.main_grad = one.parameter.main_grad = zeros  # pyright: ignore[reportAttributeAccessIssue]
-            elif not self._given.use_grad_acc_hook and one.parameter.grad is None:
+            else:
                 one.parameter.grad = torch.zeros_like(one.parameter)
-        self._given.allgather_weights_and_update_full_parameter()

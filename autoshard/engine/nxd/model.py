@@ -163,12 +163,12 @@ class NxdModel:
         self._holds: dict[int, ParameterContents] = {}  # by identity
         parts = plan_blocks(plan)
         kind = next((op.kind for op in parts["layer"].ops if isinstance(op.kind, Rotary)), None)
-        rotary = blocks.RotaryTable(kind, plan.model.head_dim, self.positions) if kind else None
+        self.rotary = blocks.RotaryTable(kind, plan.model.head_dim, self.positions) if kind else None
         runs = [again.runs for again in lowering.recompute for _ in range(again.num_layers)]
         made = [_recomputing(self._block(parts["layer"], f"layer.{at}"), again) for at, again in enumerate(runs)]
         self.module = NxdDecoder(
             blocks.FirstStage(self._block(parts["embed"], "embed.0"), self.positions),
-            [blocks.MiddleStage(layer, rotary) for layer in made],
+            [blocks.MiddleStage(layer, self.rotary) for layer in made],
             blocks.LastStage(self._block(parts["head"], "head.0"), lowering.loss_scale),
         )
         self.tie()
@@ -193,6 +193,11 @@ class NxdModel:
             array = local_of(contents.holds, self.rank, self.sizes, arrays)
             with torch.no_grad():
                 parameter.copy_(torch.from_numpy(np.ascontiguousarray(array)))
+
+    def make_tables(self, device: torch.device) -> None:
+        """Make what layers look up, in the format of the hidden state."""
+        if self.rotary:
+            self.rotary.made(device, DTYPES[self._plan.workload.precision.weights])
 
     def mark(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Say of parameters what NxD's reductions and its norm ask; its own layers forget to, or lose it."""
