@@ -89,7 +89,7 @@ def write_page(found: Sequence[Comparison], page: Path = PAGE) -> None:
 
 def _compared(recipe: AwsRecipe) -> Comparison:
     request, candidate = recipe.request(), recipe.candidate()
-    theirs, found = plan_at(request, candidate), search(request)
+    theirs, found = plan_at(request, candidate, even_refused=True), search(request)
     assert found.plans, f"{recipe.name}: nothing fits"
     against = [rejection.rule_id for rejection in rejections_of(request, candidate, theirs.engine)]
     full = _predicted(theirs).peak_bytes > request.cluster.rank_memory_bytes

@@ -138,9 +138,12 @@ class Request:
         )
 
 
-def plan_at(request: Request, candidate: Candidate) -> Plan:
-    """Return the plan of exactly one candidate, legal or not, as long as it has a shape."""
-    return request.plan(*resolved(request, candidate))
+def plan_at(request: Request, candidate: Candidate, *, even_refused: bool = False) -> Plan:
+    """Return the plan of exactly one candidate. One that the Rules refuse raises InputError, unless it is wanted so."""
+    found, engine = resolved(request, candidate)
+    if not even_refused:
+        require(*((False, "candidate", str(one)) for one in rejections_of(request, found, engine)))
+    return request.plan(found, engine)
 
 
 def resolved(request: Request, candidate: Candidate) -> tuple[Candidate, Engine]:

@@ -11,6 +11,7 @@ import torch
 from autoshard.errors import InputError, nearest, require
 from autoshard.trace.dims import Collision, NotAligned, Position, fresh, leaves, note, size_of
 from autoshard.trace.export import ExportedModule
+from autoshard.trace.inlining import refused_casts
 from autoshard.trace.local import NAMESPACE
 from autoshard.trace.nodes import Node, argument, line_of, replaced, tensors_of
 from autoshard.trace.program import (
@@ -181,6 +182,8 @@ class ProgramReader:
     def _value(self, node: Node, origin: Any, hints: Sequence[str]) -> View:
         """Make a value of a node's shape, with dims of its own."""
         tensor = node.meta["val"]
+        if not all(isinstance(size, int) for size in tensor.shape):
+            raise InputError.of(line_of(node), f"{node.name} has a shape that only a run knows")
         message = f"names {len(hints)} dims, and the input has {tensor.dim()}"
         require((len(hints) <= tensor.dim(), f"hints.{node.name}", message))
         names = [*hints, *("" for _ in range(tensor.dim() - len(hints)))]
@@ -216,6 +219,8 @@ class ProgramReader:
         schema = getattr(target, "_schema", None)
         if name in _IGNORED:
             return
+        if name == "wrap_with_autocast":
+            raise refused_casts(self.exported.program.graph_module, node, self.exported.call.autocast)
         if schema is None or schema.is_mutable:
             raise InputError.of(line_of(node), f"{name} changes a tensor in place, or is no operation of torch")
         values, steps = len(self.values), len(self.steps)

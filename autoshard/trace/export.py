@@ -1,7 +1,9 @@
 """A module as torch exports it: how it is called, what it returns, and the part that depends on no parameter."""
 
 import copy
+import importlib
 import inspect
+import logging
 import os
 import traceback
 from collections import OrderedDict
@@ -17,6 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 from autoshard.errors import InputError, require
+from autoshard.trace.inlining import gradients_inside_autocast, inline
 from autoshard.trace.nodes import Node, argument
 from autoshard.trace.randomness import RandomInput, draws, take_random_inputs
 from autoshard.trace.state.recording import recorded
@@ -37,7 +40,7 @@ class ModuleCall:
     @classmethod
     def of(cls, module: torch.nn.Module, layout: tree.TreeSpec, flat: Sequence[Any]) -> "ModuleCall":
         """Return how a module is called just now."""
-        device = next((one.device.type for one in module.parameters()), "cpu")
+        device = _device(module)
         casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         tensors = {number: one for number, one in enumerate(flat) if isinstance(one, torch.Tensor)}
         return cls(
@@ -87,9 +90,11 @@ class ExportedModule:
             apart.append(one.detach().clone().requires_grad_(one.requires_grad) if again else one)
         args, kwargs = tree.tree_unflatten(apart, layout)
         try:
-            with _own_gradients(module) as own_gradients, _without_own_hooks(module), recorded(module) as record:
+            without = _without_own_hooks(module)
+            with _own_gradients(module) as own_gradients, without, recorded(module) as record, _quietly():
                 program = torch.export.export(module, args, kwargs, strict=False)
-            _inline(program.graph_module)
+            call = ModuleCall.of(module, layout, flat)
+            inline(program.graph_module, _device(module), call.autocast)
             if any(_changes_something(node) or draws(node) for node in program.graph_module.graph.nodes):
                 program = program.run_decompositions({})  # which makes all changes in place results of their own
             random = take_random_inputs(program.graph_module)
@@ -108,7 +113,7 @@ class ExportedModule:
         return cls(
             program=program,
             signature=signature,
-            call=ModuleCall.of(module, layout, flat),
+            call=call,
             state=record.watched(),
             own_gradients=tuple(dict.fromkeys(own_gradients)),
             random=random,
@@ -149,7 +154,10 @@ class ExportedModule:
         signature, (output,) = self.program.graph_signature, [node for node in self.nodes if node.op == "output"]
         count = len(signature.user_outputs)
         numbered = tree.tree_unflatten(list(range(count)), self.program.call_spec.out_spec)
-        places = {number: _place(path) for path, number in tree.tree_flatten_with_path(numbered)[0]}
+        try:
+            places = {number: _place(path) for path, number in tree.tree_flatten_with_path(numbered)[0]}
+        except ValueError:  # a class that torch takes apart, but of whose parts it knows no names
+            places = {number: str(number) for number in range(count)}
         user = 0
         for spec, node in zip(signature.output_specs, output.args[0], strict=True):
             if spec.kind.name == "USER_OUTPUT":
@@ -207,6 +215,25 @@ class ExportedModule:
             return part(*given)
 
 
+def _device(module: torch.nn.Module) -> str:
+    return next((one.device.type for one in module.parameters()), "cpu")
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Let torch print neither its graph, of one or two hundred lines, nor a warning before it raises."""
+    place: Any = importlib.import_module("torch.export._trace")
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = logger.level
+    try:
+        place.print = lambda *_, **__: None
+        logger.setLevel(logging.ERROR)
+        yield
+    finally:
+        del place.print
+        logger.setLevel(level)
+
+
 _MARK = "mark a function that calls it: @autoshard.local(...)"
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -249,36 +276,16 @@ def _own_gradients(module: torch.nn.Module) -> Iterator[list[str]]:
         found.append(f"{line}: the hook of a tensor would not be called; {_MARK}")
         return RemovableHandle(OrderedDict[int, Any]())
 
+    def switched() -> None:
+        line = _line(traceback.extract_stack()[:-2])
+        found.append(f"{line}: gradients are switched inside of autocast, which is not traced; switch them around it")
+
     base.apply, tensors.register_hook = classmethod(noted), hooked
     try:
-        yield found
+        with gradients_inside_autocast(switched):
+            yield found
     finally:
         base.apply, tensors.register_hook = apply, register
-
-
-def _inline(graph_module: torch.fx.GraphModule) -> None:
-    """Write what a module computes with gradients off, or on again, where it does so; without them it is constant."""
-    graph = graph_module.graph
-    for node in [one for one in graph.nodes if one.target is torch.ops.higher_order.wrap_with_set_grad_enabled]:
-        enabled, source, *given = node.args
-        inside: torch.fx.GraphModule = getattr(graph_module, source.target)
-        _inline(inside)
-        begun = inside.graph.find_nodes(op="placeholder")
-        copies = dict(zip(begun, given, strict=True))
-        with graph.inserting_before(node):
-            for one in inside.graph.nodes:
-                if one.op == "call_function":
-                    copies[one] = graph.node_copy(one, copies.__getitem__)
-            (output,) = inside.graph.find_nodes(op="output")
-            made = [copies[one] for one in output.args[0]]
-            for number, one in enumerate(made if not enabled else ()):
-                made[number] = graph.call_function(torch.ops.aten.detach.default, (one,))
-                made[number].meta = {**one.meta}
-        for reader in [*node.users]:
-            reader.replace_all_uses_with(made[reader.args[1]])
-            graph.erase_node(reader)
-        graph.erase_node(node)
-    graph_module.recompile()
 
 
 def _own_line(error: BaseException) -> str:

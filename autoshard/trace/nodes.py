@@ -1,5 +1,6 @@
 """Nodes of a graph that torch has exported: their tensors, their axes, and the user's line behind them."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,9 @@ def filled(arguments: Any, tensors: Sequence[torch.Tensor]) -> Any:
 def line_of(node: Node) -> str:
     """Return the line of the user's code behind a node."""
     trace = [line.strip() for line in (node.meta.get("stack_trace") or "").strip().splitlines()]
+    places = [number for number, line in enumerate(trace) if line.startswith('File "')]
+    own = [number for number in places if f"{os.sep}torch{os.sep}" not in trace[number]]
+    trace = trace[: own[-1] + 2] if own else trace  # the user's, where torch's modules go on
     if len(trace) > 2 and str(Path(__file__).with_name("local.py")) in trace[-2]:  # which calls a user's function
         trace = trace[:-2]
     return " ".join(trace[-2:]) or str(node.name)

@@ -250,7 +250,7 @@ def _device_mesh(module: torch.nn.Module, mesh: DeviceMesh | Mapping[str, int] |
         in_order = mesh.mesh.flatten().tolist() == list(range(dist.get_world_size()))
         require((in_order, "mesh", "must have all ranks in their order"))
         return mesh
-    sizes, ranks = sizes_of(mesh), dist.get_world_size() if dist.is_initialized() else None
+    sizes = sizes_of(mesh)
     device = next((one.device.type for one in module.parameters()), HOST)
     if device == "meta":
         device = accelerator.type if (accelerator := torch.accelerator.current_accelerator()) else HOST
@@ -258,6 +258,7 @@ def _device_mesh(module: torch.nn.Module, mesh: DeviceMesh | Mapping[str, int] |
         found = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     except (ValueError, RuntimeError) as error:
         count = math.prod(sizes.values())
+        ranks = dist.get_world_size() if dist.is_initialized() else None  # the mesh has made the group by now
         remedy = f"start as many: torchrun --nproc-per-node {count} SCRIPT"
         raise InputError.of("mesh", f"{count} ranks do not run here ({ranks or 'none'} do); {remedy}") from error
     return found

@@ -87,7 +87,7 @@ def plan_of(text: str, model: ModelSpec, pins: Mapping[str, str] = NOTHING, **ch
     """The plan of exactly this candidate on this machine; ``changes`` are those of the workload."""
     candidate = Candidate.parse(text)
     request = replace(request_of(candidate, model, **changes), layouts=pins_of(pins, "tests"))
-    return plan_at(request, candidate)
+    return plan_at(request, candidate, even_refused=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -169,7 +169,7 @@ def request_for(row: Row, precision: str = "bf16", optimizer: str = "adamw") -> 
 
 def plan_for(row: Row, precision: str = "bf16", optimizer: str = "adamw") -> Plan:
     """The plan of a row."""
-    return plan_at(request_for(row, precision, optimizer), candidate_of(row))
+    return plan_at(request_for(row, precision, optimizer), candidate_of(row), even_refused=True)
 
 
 # -- which rows there must be --------------------------------------------------------------------------

@@ -28,9 +28,8 @@ def plan_for(name: str) -> Plan:
     )
     cluster = load_cluster(name, ranks=2) if name == "local" else load_cluster(name)
     workload = Workload(seq_len=64, global_batch=16, precision=Precision.named("bf16"))
-    return plan_at(
-        Request(model=load_model("tiny-llama"), cluster=cluster, workload=workload, engines=("torch",)), candidate
-    )
+    request = Request(model=load_model("tiny-llama"), cluster=cluster, workload=workload, engines=("torch",))
+    return plan_at(request, candidate, even_refused=True)
 
 
 def having(monkeypatch: pytest.MonkeyPatch, kind: str | None, count: int) -> list[int]:

@@ -163,6 +163,15 @@ def test_the_vendors_layout_is_laid_on_the_ranks_there_are_with_the_nearest_run_
     assert run.predicted_s == time_s(alike)
 
 
+def test_a_layout_that_the_rules_refuse_has_a_plan_only_where_it_is_wanted_even_so():
+    request, candidate = ask("tiny-llama", ranks=8), Candidate.parse("tp=8,zero=3", 8)
+    refused = rejections_of(request, candidate, request.engines[0])
+    with pytest.raises(InputError) as caught:
+        plan_at(request, candidate)
+    assert [f"candidate: {one}" for one in refused] == str(caught.value).splitlines() and refused
+    assert plan_at(request, candidate, even_refused=True).candidate == candidate
+
+
 def test_why_there_is_no_vendors_layout_is_said():
     assert "is documented" in str(asked("qwen3-8b", 4))
     assert "does not divide the 96 ranks" in str(asked("llama3-70b", 3))

@@ -130,6 +130,6 @@ def test_the_plan_fits_and_twice_the_micro_batch_fits_but_for_three(recipe: AwsR
 
 
 def share_of_memory(recipe: AwsRecipe) -> float:
-    plan = plan_at(recipe.request(), recipe.candidate())
+    plan = plan_at(recipe.request(), recipe.candidate(), even_refused=True)
     assert plan.prediction
     return plan.prediction.peak_bytes / plan.cluster.rank_memory_bytes

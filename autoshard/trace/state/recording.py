@@ -39,8 +39,10 @@ class StateChange:
 
     @property
     def is_noted(self) -> bool:
-        """Whether a number of a module is written for others, which the forward pass itself does not read."""
-        return isinstance(self.owner, torch.nn.Module) and not self.is_read and _is_plain(self.new)
+        """Whether numbers of a module are written for others, which the forward pass itself does not read."""
+        parts = [*self.new, *self.new.values()] if isinstance(self.new, dict) else self.new  # pyright: ignore
+        is_plain = _is_plain(self.new) or (type(self.new) in (list, dict) and all(map(_is_plain, parts)))  # pyright: ignore
+        return isinstance(self.owner, torch.nn.Module) and not self.is_read and is_plain
 
     def __str__(self) -> str:
         if _has_tensor(self.new):
@@ -211,7 +213,7 @@ class ForwardRecord:
                 self.before.undo()
                 raise InputError.of("module", str(one))
         self.changes += changes
-        self.after = [(owner, {**vars(owner)}) for _, owner, _ in self.before.own]
+        self.after = [(one, {**vars(one)}) for one in self.before.modules.values()]
 
     def put_back(self) -> None:
         """Let everything hold what it held after forward, or before if there was no end; torch copies lists."""

@@ -1,5 +1,6 @@
 """Whether what a traced module has read is still what it was: asked at every call, so nearly all is by identity."""
 
+import copy
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -194,7 +195,7 @@ class WatchedState:
     def note(self, module: torch.nn.Module) -> None:
         """Write what forward writes for others."""
         for path, name, value in self.notes:
-            module.get_submodule(path).__dict__[name] = value
+            module.get_submodule(path).__dict__[name] = copy.copy(value)
 
 
 def _is_named(space: StatePlace) -> bool:

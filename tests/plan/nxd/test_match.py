@@ -35,7 +35,9 @@ def planned(
         seq_len=min(seq_len, card.max_positions), global_batch=1024, precision=Precision.named(precision),
         expert_capacity=expert_capacity,
     )  # fmt: skip
-    return plan_at(Request(model=card, cluster=place, workload=workload, engines=("nxd",)), candidate)
+    return plan_at(
+        Request(model=card, cluster=place, workload=workload, engines=("nxd",)), candidate, even_refused=True
+    )
 
 
 def forms_of(plan: Plan) -> dict[str, tuple[Form, ...]]:

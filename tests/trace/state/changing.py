@@ -43,7 +43,10 @@ class Slots:
 
 
 class Fields(dict[str, Any]):
-    __getattr__ = dict.__getitem__
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
 
 
 class Mapped:

@@ -1,13 +1,17 @@
 """State that changes after a module was traced: the sharded module then gives what the plain one does."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
 from autoshard.errors import InputError
+from autoshard.trace.export import ExportedModule
 from autoshard.trace.sharded import shard
+from autoshard.trace.state import recording, spaces, watching
 from tests.ranks.spawn import on_ranks
+from tests.slower import rest_is_slow
 from tests.trace.state.changing import CASES, Changing
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -57,7 +61,7 @@ def changed(names: list[str]) -> dict[str, Any]:
 _GROUPS = [[*CASES][start::4] for start in range(4)]
 
 
-@pytest.mark.parametrize("group", range(4))
+@pytest.mark.parametrize("group", rest_is_slow(range(4)))
 def test_what_forward_reads_may_change(group: int):
     for found in on_ranks(2, changed, _GROUPS[group]):
         wrong = {
@@ -65,3 +69,48 @@ def test_what_forward_reads_may_change(group: int):
             if isinstance(one, str) or max(one[:3]) > 1e-12 or one[3] < 1e-3 or one[4] > 2
         }  # fmt: skip
         assert not wrong
+
+
+def difference_of(name: str, *, is_copied: bool = False) -> str | None:
+    """Return what is seen of a case on one process, in which nothing is sharded."""
+    module = Changing(name).double()
+    try:
+        state = ExportedModule.of(module, [torch.ones(4, 8, dtype=torch.float64)]).state
+        assert state.difference(module) is None
+        assert not is_copied or state.difference(copy.deepcopy(module)) is None
+        CASES[name].change(module)
+        return state.difference(module)
+    finally:
+        CASES[name].undo()
+
+
+NOT_COPIED = ("array", "tensor", "tensor in place", "data of tensor", "tensor in list", "partial")
+BY_OTHERS = ("buffer", "mode")  # an input of the program, and a part of the call
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_change_has_a_place_and_a_copy_has_none(name: str):
+    assert (difference_of(name, is_copied=name not in NOT_COPIED) is None) == (name in BY_OTHERS)
+
+
+LEFT_OUT: dict[str, tuple[Any, str, Any]] = {
+    "hook": (watching, "hooks_of", lambda _: []),
+    "replaced buffer": (watching, "_buffers", lambda _: []),
+    "tensor in place": (watching, "_look", lambda _: 0),
+    "data of tensor": (watching, "_look", lambda one: one._version),
+    "global": (watching.WatchedState, "_unlike", lambda _: ()),
+    "int": (watching.WatchedState, "_moved", lambda *_: None),
+    "closure": (spaces.Visitor, "function", lambda *_: None),
+    "class attribute": (spaces.Visitor, "of_class", lambda *_: None),
+    "dataclass": (spaces.Visitor, "_fields", lambda *_: None),
+    "list": (spaces.Visitor, "_parts", lambda *_: None),
+    "defaults": (watching, "_COLUMNS", {"cell": ("cell_contents",), "function": ()}),
+    "new attribute": (recording, "_recorders", lambda *_: {}),
+    "nested dataclass": (spaces, "is_own", lambda _: False),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_guard_that_is_left_out_lets_a_change_pass(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(*LEFT_OUT[name])
+    assert difference_of(name) is None

@@ -1,6 +1,7 @@
 """What forward writes: refused by name where the next call would differ; otherwise written again, or left alone."""
 
 import copy
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -140,6 +141,36 @@ def test_the_line_that_leaves_a_tensor_is_named():
         ExportedModule.of(Leaves(4, 4), [torch.ones(2, 4)])
 
 
+def test_a_module_with_a_forward_of_its_own_is_refused():
+    module = nn.Linear(4, 4)
+    module.forward = lambda input: input * 2
+    with pytest.raises(InputError, match="has a forward of its own that hides that of its class"):
+        shard(module, [torch.ones(2, 4)], "data=2")
+
+
+class Warming(nn.Linear):
+    scale = 1.0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * self.scale
+
+
+def in_every_step() -> list[str]:
+    module: Any = shard(Warming(4, 4), [torch.ones(2, 4)], "data=2")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(10):
+            module.scale = step / 10
+            module(torch.ones(2, 4))
+    return [str(one.message) for one in told if "kinds of calls" in str(one.message)]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_what_changes_in_every_step_is_named():
+    for found in on_ranks(2, in_every_step):
+        assert len(found) == 1 and found[0].endswith("; scale changes: give it as an input")
+
+
 class Noting(nn.Module):
     """Writes numbers for others, finds some once, and has attributes that forward does not read."""
 
@@ -152,7 +183,7 @@ class Noting(nn.Module):
         if self.kind is None:
             self.kind = "found"
         self.rows = len(x)
-        self.cells = self.rows * 2
+        self.cells, self.shape = self.rows * 2, [*x.shape]
         return self.a(self.rnn(x[:, None])[0][:, 0]) * (2 if self.kind == "found" else 3)
 
 
@@ -163,7 +194,7 @@ def calls() -> list[Any]:
         module.unread += 1
         module.cfg.steps += 1
         module.losses.append(module(torch.ones(rows, 4)).sum().item())
-        found.append((module.kind, module.rows, module.cells, len(module.autoshard.runners)))
+        found.append((module.kind, module.rows, module.cells, module.shape, len(module.autoshard.runners)))
     other = copy.deepcopy(module)
     other(torch.ones(2, 4))
     found.append(len(other.autoshard.runners))
@@ -174,5 +205,5 @@ def calls() -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_what_forward_notes_is_written_at_every_call_and_nothing_is_traced_without_need():
-    wanted = [("found", 2, 1), ("found", 2, 4, 1), ("found", 6, 12, 2), ("found", 2, 4, 2), 2, 3, 1.5]
-    assert on_ranks(2, calls) == [wanted] * 2
+    wanted = [("found", 2, 1), ("found", 2, 4, [2, 4], 1), ("found", 6, 12, [6, 4], 2), ("found", 2, 4, [2, 4], 2)]
+    assert on_ranks(2, calls) == [[*wanted, 2, 3, 1.5]] * 2
