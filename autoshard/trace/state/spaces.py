@@ -2,6 +2,7 @@
 
 import argparse
 import enum
+import functools
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,9 @@ _DEEPEST = 8
 _SIMPLE = (
     int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, torch.layout,
     torch.memory_format, slice, range, enum.Enum, types.EllipsisType,
+)  # fmt: skip
+_OF_PARTS: tuple[tuple[Any, Kind], ...] = (
+    (dict, "dict"), (list | tuple | deque, "items"), (set | frozenset, "set"),
 )  # fmt: skip
 _OPEN = (types.SimpleNamespace, argparse.Namespace)  # of Python, and without methods: all fields are watched
 
@@ -61,7 +65,8 @@ def contents(kind: Kind, owner: Any, names: Sequence[Any]) -> tuple[Any, ...]:
     """Return what a space holds by these names; of lists and dicts all that they hold."""
     match kind:
         case "fields":
-            return tuple(field_of(owner, name) for name in names)
+            own = _own(owner)
+            return tuple(own[name] if name in own else field_of(owner, name) for name in names)
         case "class":
             return tuple(static(owner, name) for name in names)
         case "dict" if names:
@@ -85,9 +90,17 @@ def _is_full(cell: types.CellType) -> bool:
         return False
 
 
+def _own(owner: Any) -> dict[str, Any]:
+    """Return the attributes of an object, past what its class does to look them up."""
+    try:
+        return object.__getattribute__(owner, "__dict__")
+    except AttributeError:  # it has slots only
+        return {}
+
+
 def field_of(owner: Any, name: str) -> Any:
     """Return what an object holds itself by a name, also where its class looks it up in a way of its own."""
-    own = getattr(owner, "__dict__", None) or {}
+    own = _own(owner)
     if name in own:
         return own[name]
     found = static(type(owner), name)
@@ -98,6 +111,10 @@ def field_of(owner: Any, name: str) -> Any:
         return next((one[name] for one in spaces if name in one), MISSING)
     looks_up = type(owner).__getattribute__ is not object.__getattribute__ or hasattr(type(owner), "__getattr__")
     return getattr(owner, name, MISSING) if found is MISSING and looks_up else MISSING
+
+
+def _kind_of(value: Any) -> Kind | None:
+    return next((kind for kinds, kind in _OF_PARTS if isinstance(value, kinds)), None)
 
 
 class Visitor:
@@ -144,16 +161,15 @@ class Visitor:
         self.kept.append(value)
         if isinstance(value, torch.Tensor):
             self.tensors.append((label, value))
-        elif isinstance(value, dict):
-            self._parts(value, "dict", label, depth)
-        elif isinstance(value, list | tuple | deque):
-            self._parts(value, "items", label, depth)
-        elif isinstance(value, set | frozenset):
-            self._parts(value, "set", label, depth)
+        elif kind := _kind_of(value):
+            self._parts(value, kind, label, depth)
         elif type(value).__module__ == "numpy" and getattr(value, "size", MOST + 1) <= MOST:
             self.add(value, "array", label)
         elif isinstance(value, types.MethodType):
             self.value(value.__self__, f"{label}.", depth + 1)
+        elif isinstance(value, functools.partial):
+            for one in (*value.args, value.keywords):
+                self.value(one, label, depth + 1)
         elif is_open(value):
             self._fields(value, label, depth)
         for function in functions_in(value):

@@ -1,6 +1,7 @@
 """Whether what a traced module has read is still what it was: asked at every call, so nearly all is by identity."""
 
 import copy
+import functools
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -189,6 +190,11 @@ class WatchedState:
             return bool(kept == now) and repr(kept) == repr(now)  # -0.0 is not 0.0
         if isinstance(kept, types.MethodType):
             return kept.__func__ is now.__func__ and self._alike(kept.__self__, now.__self__)
+        if isinstance(kept, functools.partial):
+            pairs = zip((kept.func, *kept.args), (now.func, *now.args), strict=False)
+            given, others = kept.keywords, now.keywords
+            same = len(kept.args) == len(now.args) and given.keys() == others.keys()
+            return same and all(self._alike(*pair) for pair in (*pairs, *((given[key], others[key]) for key in given)))
         spaces = [one for one in self.inside.get(id(kept), ()) if one.kind not in ("function", "class", "cell")]
         return bool(spaces) and all(self._holds(one, contents(one.kind, now, one.names)) for one in spaces)
 

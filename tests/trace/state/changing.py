@@ -119,6 +119,7 @@ class Base(nn.Module):
         self.mode, self.array = Mode.PLAIN, np.ones(2)
         self.plain, self.several = torch.ones(8, dtype=torch.float64), [torch.ones(8, dtype=torch.float64)]
         self.scaling, self.function = Scaling(), functools.partial(torch.mul, other=1.0)
+        self.summed = functools.partial(lambda x, parts: x * sum(parts), parts=[1.0])
         self.closed, self.reclose = closed(1.0)
         self.register_buffer("buffer", torch.ones(8, dtype=torch.float64))
         self.factor: Callable[[Any], Any] = lambda one: 1.0
@@ -249,6 +250,7 @@ CASES: dict[str, Case] = {
     "new attribute": Case(lambda m, x: x * getattr(m, "later", 1.0), to("later", 2.0)),
     "callable object": Case(lambda m, x: m.scaling(x), to("scaling.scale", 2.0)),
     "partial": Case(lambda m, x: m.function(x), to("function", functools.partial(torch.mul, other=2.0))),
+    "list in partial": Case(lambda m, x: m.summed(x), lambda m: m.summed.keywords["parts"].append(5.0)),
     "lambda": Case(lambda m, x: x * m.factor(m), to("factor", lambda one: 2.0)),
     "mode": Case(lambda m, x: x * (1 if m.act.training else 2), lambda m: m.act.eval()),
     "read in a loop": Case(lambda m, x: x * [getattr(m, name) for name in ("count", "scale")][1], to("scale", 2.0)),

@@ -84,7 +84,7 @@ def difference_of(name: str, *, is_copied: bool = False) -> str | None:
         CASES[name].undo()
 
 
-NOT_COPIED = ("array", "tensor", "tensor in place", "data of tensor", "tensor in list", "partial")
+NOT_COPIED = ("array", "tensor", "tensor in place", "data of tensor", "tensor in list")
 BY_OTHERS = ("buffer", "mode")  # an input of the program, and a part of the call
 
 
