@@ -89,3 +89,10 @@ def bring_to_disk(folder: Path) -> None:
 def is_aside(path: Path) -> bool:
     """Say whether a killed process may have left this file beside one that it was replacing."""
     return path.name.startswith(".") and path.name.endswith(_ASIDE)
+
+
+def remove_asides(folder: Path) -> None:
+    """Remove what killed processes have left beside the files that they were replacing; nobody else may be at work."""
+    for path in folder.iterdir():
+        if is_aside(path):
+            path.unlink(missing_ok=True)

@@ -45,8 +45,7 @@ def launch(
     """Write the job files that run a plan on a cluster: one job to compile, where that is needed, and one to train.
 
     Args:
-        plan: A plan file, or a recipe, which is planned first: a .yaml file, or a name of autoshard list recipes. Every
-            key of a recipe is an option too.
+        plan: A plan file or a recipe (.yaml, or a name of autoshard list recipes), whose keys are options too.
         place: Where the job runs.
         nodes: How many nodes the cluster of a recipe has. Default: 1.
         out: The folder of the job.

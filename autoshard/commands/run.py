@@ -55,8 +55,7 @@ def run(
     All ranks are started here, unless torchrun or srun has started this process as one of them.
 
     Args:
-        plan: A plan file, or a recipe, which is planned first: a .yaml file, or a name of autoshard list recipes. Every
-            key of a recipe is an option too.
+        plan: A plan file or a recipe (.yaml, or a name of autoshard list recipes), whose keys are options too.
         training: Options of training. In a folder that holds a run, what is not stated stays as it was.
         question: The question of a recipe.
         nodes: How many nodes the cluster of a recipe has. Default: 1.

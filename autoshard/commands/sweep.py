@@ -10,7 +10,7 @@ from autoshard.commands.output import print_answer
 from autoshard.commands.progress import StatusLine
 from autoshard.commands.writing.places import folder_checks, place_checks
 from autoshard.errors import RunFailed, inside, require
-from autoshard.files import replace_text
+from autoshard.files import remove_asides, replace_text
 from autoshard.jobs.quoting import word, words
 from autoshard.report.page.sweep_page import sweep_page
 from autoshard.report.sweep import sweep_report
@@ -76,6 +76,7 @@ def sweep(
     if task is not None:
         return _task(all_jobs, task, folder)
     with locked(folder):
+        remove_asides(folder)
         require(*(check for name in _written(wandb, parquet) for check in place_checks(folder / name)))
         rows = RowFile(folder)
         if retry:

@@ -76,13 +76,6 @@ def refuse_other_run(folder: Path, before: Plan | None, plan: Plan) -> None:
         raise InputError.of(f"--out {folder}", f"holds a run of another model ({pairs}). Name another folder")
 
 
-def remove_asides(folder: Path) -> None:
-    """Remove what starts that were killed have left beside the files that they were replacing."""
-    for path in folder.iterdir():
-        if is_aside(path):
-            path.unlink(missing_ok=True)
-
-
 def count_attempt(folder: Path, step: int, most: int) -> None:
     """Note that a run starts from a step; refuse when as many starts before took no step at all."""
     path = folder / ATTEMPTS

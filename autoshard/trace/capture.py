@@ -11,7 +11,6 @@ import torch
 from autoshard.errors import InputError, nearest, require
 from autoshard.trace.dims import Collision, NotAligned, Position, fresh, leaves, note, size_of
 from autoshard.trace.export import ExportedModule
-from autoshard.trace.inlining import refused_casts
 from autoshard.trace.local import NAMESPACE
 from autoshard.trace.nodes import Node, argument, line_of, replaced, tensors_of
 from autoshard.trace.program import (
@@ -27,8 +26,9 @@ from autoshard.trace.program import (
     agreed,
     free_name,
 )
-from autoshard.trace.randomness import is_in_parts
 from autoshard.trace.reach import moved, needed, reaching
+from autoshard.trace.rewriting.inlining import refused_casts
+from autoshard.trace.rewriting.randomness import is_in_parts
 from autoshard.trace.rules import RULES
 from autoshard.trace.rules.arguments import understands
 from autoshard.trace.rules.local import local

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 from autoshard.errors import InputError, require
-from autoshard.trace.inlining import gradients_inside_autocast, inline
 from autoshard.trace.nodes import Node, argument
-from autoshard.trace.randomness import RandomInput, draws, take_random_inputs
+from autoshard.trace.rewriting.inlining import gradients_inside_autocast, inline
+from autoshard.trace.rewriting.randomness import RandomInput, draws, take_random_inputs
 from autoshard.trace.state.recording import recorded
 from autoshard.trace.state.watching import WatchedState
 

@@ -21,7 +21,7 @@ from autoshard.engine.torch.kernels.philox import Distribution, numbers, philox
 from autoshard.errors import InputError
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.trace.export import ExportedModule
-from autoshard.trace.randomness import new_key
+from autoshard.trace.rewriting.randomness import new_key
 from autoshard.trace.shard import ModuleSharding, shard_module, sizes_of
 from autoshard.trace.sharded import run_on, shard
 from tests.ranks.spawn import on_ranks
@@ -345,7 +345,7 @@ def off_by_one(kind: Any, sizes: Sequence[int], bounds: Sequence[tuple[int, int]
 
 
 def test_a_rank_that_counts_places_wrongly_is_caught():
-    replaced = [("autoshard.trace.randomness", "numbers", off_by_one)]
+    replaced = [("autoshard.trace.rewriting.randomness", "numbers", off_by_one)]
     assert max(max(one.values()) for one in on_ranks(4, trained, "a=2,b=2", 1, ["dropout"], replaced=replaced)) > 1e-2
 
 

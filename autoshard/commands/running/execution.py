@@ -17,7 +17,7 @@ from autoshard.commands.running.steps import StepDisplay
 from autoshard.engine.base import HOST, Builds, Run, RunReport, SavedStep, Started
 from autoshard.engine.folder import PLAN, REPORT, TRAINING
 from autoshard.errors import InputError, NotFinite, RunFailed, Stopped
-from autoshard.files import append_line, replace_text
+from autoshard.files import append_line, remove_asides, replace_text
 from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
 from autoshard.report.run import run_json, run_report, start_lines
@@ -31,7 +31,6 @@ from autoshard.runtime.folder import (
     note_stepped,
     noting_failure,
     refuse_other_run,
-    remove_asides,
 )
 from autoshard.runtime.launch import (
     GivenRank,

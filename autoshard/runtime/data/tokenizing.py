@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.errors import Fault, InputError, RunFailed, require
+from autoshard.files import remove_asides
 from autoshard.runtime.data.documents import FilePart, TextSource, Where, documents
 from autoshard.runtime.data.indexed import IndexedWriter, beside, dtype_of
 from autoshard.runtime.data.opened import (
@@ -99,6 +100,7 @@ def tokenize(work: Work, out: Path, num_workers: int, say: Callable[[TokenizingP
         for number, parts in enumerate(work.source.pieces())
     ]
     with _claimed(_Begun(work=work, tokenizer=tokenizer.record), out):
+        remove_asides(out)
         done = {piece.prefix: found for piece in pieces if (found := piece.kept()) is not None}
         kept = sum(one.source_bytes for one in done.values())
         total = sum(piece.size for piece in pieces)

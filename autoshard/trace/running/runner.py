@@ -13,8 +13,8 @@ from autoshard.engine.placement import dims_of
 from autoshard.errors import InputError, require
 from autoshard.layout.layout import Layout
 from autoshard.layout.program import Value
-from autoshard.trace.randomness import new_key
 from autoshard.trace.region import Positions
+from autoshard.trace.rewriting.randomness import new_key
 from autoshard.trace.running.compiling import PassCompiler
 from autoshard.trace.running.placing import placeable, placements
 from autoshard.trace.running.rank_program import RankProgram, local_shape
