@@ -100,7 +100,9 @@ def test_a_cancelled_job_saves_and_is_not_queued_again(slurm: Slurm, tmp_path: P
     slurm.call("scancel", number)
     ended = slurm.wait(number, "CANCELLED", "COMPLETED", "FAILED")
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0")
-    until(lambda: "saved step" in log(tmp_path, number).splitlines()[-1] or newest(tmp_path) % 10 != 0, "the last save")
+    run = tmp_path / "job" / "run"
+    until(lambda: '"ended": "SIGTERM"' in (run / "attempts.jsonl").read_text(), "the end of the run")
+    assert newest(tmp_path) == json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
 
 
 def test_a_step_that_takes_longer_than_kill_wait_is_saved_before_the_time_is_up(slurm: Slurm, tmp_path: Path) -> None:
