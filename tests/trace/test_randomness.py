@@ -392,7 +392,7 @@ def losses(mesh: str, seeds: Sequence[int], folder: str, compile: bool) -> list[
 
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_goes_on_with_the_numbers_that_it_would_have_drawn(compile: bool, tmp_path: Path):
-    """Also on other meshes than it began on: keys are those of rank 0's generator."""
+    """On one rank and on four: keys are those of rank 0's generator."""
     one, four = (
         on_ranks(ranks, losses, mesh, (7, 8), str(tmp_path), compile, timeout_s=600)[0]
         for ranks, mesh in ((1, "a=1"), (4, "a=2,b=2"))
