@@ -25,12 +25,12 @@ def difference(plain: Any, module: Any) -> float:
         one.zero_grad()
     for one in results:
         one.sum().backward()
-    pairs = zip(plain.parameters(), module.parameters(), strict=True)
-    gradients = [
-        float((one.grad - own.grad.full_tensor()).abs().max())
-        for one, own in pairs
-        if one.grad is not None and own.grad is not None
-    ]
+    gradients = [0.0]
+    for one, own in zip(plain.parameters(), module.parameters(), strict=True):
+        whole = None if own.grad is None else own.grad.full_tensor()
+        assert one.grad is not None or whole is None or not whole.any(), "a gradient that the plain module has not"
+        if one.grad is not None:
+            gradients.append(float((one.grad - (0.0 if whole is None else whole)).abs().max()))
     return max(float((results[0] - results[1]).abs().max()), *gradients)
 
 
