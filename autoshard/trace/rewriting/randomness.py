@@ -21,7 +21,7 @@ _KEYS = 2**63 - 1
 _MOST_INTEGERS = 2**24  # that a fraction of a number in FP32 tells apart
 _IN_PARTS = "autoshard_in_parts"
 _LEAST = 2.0**-25  # an exponential number is never 0: its logarithm is taken
-DECOMPOSED = ("feature_dropout", "alpha_dropout", "feature_alpha_dropout")  # by torch, into random bits
+_DECOMPOSED = ("feature_dropout", "alpha_dropout", "feature_alpha_dropout")  # by torch, into random bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ def is_in_parts(node: Node) -> bool:
 
 def draws(node: Node) -> bool:
     """Say whether torch itself decomposes an operation into random bits."""
-    return getattr(node.target, "_opname", "") in DECOMPOSED and bool(node.args[1] and node.args[2])
+    return getattr(node.target, "_opname", "") in _DECOMPOSED and bool(node.args[1] and node.args[2])
 
 
 def take_random_inputs(graph_module: torch.fx.GraphModule) -> tuple[RandomInput, ...]:
@@ -155,19 +155,16 @@ _CONTIGUOUS = torch.contiguous_format
 
 def _dropout(writer: _RandomWriter, node: Node) -> Node | None:
     x, dropped, trains = node.args
-    if not (dropped and trains):
-        return None
-    return writer.kept(x, dropped)
+    return writer.kept(x, dropped) if dropped and trains else None
 
 
 def _bernoulli(writer: _RandomWriter, node: Node) -> Node:
     probability: Any = argument(node, "p")
     like = node.meta["val"]
     drawn = writer.drawn("uniform", like)
-    less, than = (_aten.lt.Tensor, node.args[0]) if probability is None else (_aten.lt.Scalar, probability)
-    if isinstance(probability, torch.fx.Node):
-        less = _aten.lt.Tensor
-    return writer.formatted(writer.call(less, drawn, than), like)
+    bound = node.args[0] if probability is None else probability
+    less = _aten.lt.Tensor if isinstance(bound, torch.fx.Node) else _aten.lt.Scalar
+    return writer.formatted(writer.call(less, drawn, bound), like)
 
 
 def _rand(writer: _RandomWriter, node: Node) -> Node:
@@ -184,7 +181,7 @@ def _uniform(writer: _RandomWriter, node: Node) -> Node:
     return writer.scaled(writer.uniform(node.meta["val"]), high - low, low)
 
 
-def _normal(writer: _RandomWriter, node: Node) -> Node | None:
+def _normal(writer: _RandomWriter, node: Node) -> Node:
     mean: Any = argument(node, "mean")
     std: Any = argument(node, "std")
     if isinstance(mean, torch.fx.Node) or isinstance(std, torch.fx.Node):
