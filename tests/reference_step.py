@@ -6,9 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.graph.block import Block, OpGraph
+from autoshard.graph.kinds.dropout import DROPOUT_KEYS, dropout_keys
 from autoshard.graph.op import Array
 
 Arrays = Mapping[str, Array]
+COUNTED = {"columns": "hidden", "kv_numbers": "kv_heads", "group_numbers": "q_group"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,27 +36,30 @@ def random_weights(graph: OpGraph, generator: np.random.Generator, scale: float 
 
 
 def evaluate_step(
-    graph: OpGraph, weights: Arrays, micro_batches: Sequence[Arrays], *, learning_rate: float = 1e-2
+    graph: OpGraph, weights: Arrays, micro_batches: Sequence[Arrays], *, learning_rate: float = 1e-2, seed: int = 0
 ) -> StepResult:
     """Run forward and backward over all micro-batches, then reduce, clip and update (the first step of AdamW).
 
-    A micro-batch holds ``tokens``, ``labels``, ``positions``, ``key_positions``, ``token_weight``, and, where documents
-    are separate, ``document_starts``. Experts drop what does not fit their slots, so a dropless model needs sizes in
-    which ``slots`` is the number of tokens.
+    A micro-batch holds ``tokens``, ``labels``, ``positions``, ``key_positions``, ``token_weight``, where documents are
+    separate ``document_starts``, and, of models with dropout, ``samples``. Experts drop what does not fit their slots,
+    so a dropless model needs sizes in which ``slots`` is the number of tokens.
     """
     sums: dict[str, Array] = {}
     loss = 0.0
     for batch in micro_batches:
-        environments = _run_forward(graph, weights, batch)
+        environments = _run_forward(graph, weights, batch, seed)
         loss += float(environments[-1]["loss"])
         _run_backward(graph, environments, sums)
     return _run_update(graph, weights, sums, loss, learning_rate)
 
 
-def _run_forward(graph: OpGraph, weights: Arrays, batch: Arrays) -> list[dict[str, Array]]:
+def _run_forward(graph: OpGraph, weights: Arrays, batch: Arrays, seed: int) -> list[dict[str, Array]]:
     environments: list[dict[str, Array]] = []
     hidden: Array | None = None
     for name, block in graph.instances():
+        drawn = {} if "samples" not in batch else {DROPOUT_KEYS: dropout_keys(seed, batch["samples"], name)}
+        drawn |= {number: np.arange(graph.sizes[dim]) for number, dim in COUNTED.items()}
+        batch = {**batch, **drawn}
         environment = {
             tensor.name: batch[tensor.name].astype(np.int64 if tensor.dtype == "int64" else np.float64)
             for tensor in block.tensors.values()

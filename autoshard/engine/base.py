@@ -19,9 +19,9 @@ Resume = Literal["auto", "newest", "never"] | int
 # How the torch engine executes a plan's table: instruction by instruction, by functions made from it, or by these
 # functions compiled.
 EngineMode = Literal["literal", "generated", "compiled"]
-# One micro-batch, whole, in the order of the sequence: tokens, labels, token_weight, [sequences, positions] each, and
-# positions, key_positions. Where documents are separate also document_starts, [sequences, positions]: for every token
-# the position of the first token of its document.
+# One micro-batch, whole, in the order of the sequence: tokens, labels, token_weight, [sequences, positions] each;
+# positions, key_positions; samples, [sequences], their numbers among all that the run reads. Where documents are
+# separate also document_starts, [sequences, positions]: for every token the position of its document's first token.
 Batch = Mapping[str, Array]
 
 

@@ -42,6 +42,10 @@ class BlockBuilder:
         self.tensors[name] = Tensor(name=name, dims=dims, dtype=dtype or self.precision.activations, role=role)
         return name
 
+    def input(self, name: str, dims: Dims, dtype: Dtype) -> str:
+        """Return the name of a tensor that a batch or the plan brings; it is declared where it is first asked for."""
+        return name if name in self.tensors else self.add(name, dims, dtype, "input")
+
     def weight(self, name: str, *dims: str) -> str:
         """Declare a parameter and return its name."""
         return self.add(name, dims, self.precision.weights, "parameter")

@@ -9,6 +9,7 @@ from autoshard.extensions import EXTENSIONS
 from autoshard.graph.block import Block, OpGraph
 from autoshard.graph.builder import BlockBuilder, finish
 from autoshard.graph.kinds.attention import Attend, Rotary
+from autoshard.graph.kinds.dropout import DROPOUT_KEYS, Drop
 from autoshard.graph.kinds.experts import Combine, Dispatch, Slot, TopK
 from autoshard.graph.kinds.indexing import Lookup, Pick
 from autoshard.graph.kinds.linear import Einsum
@@ -24,6 +25,7 @@ from autoshard.spec.workload import Workload
 _RESIDUAL: Dims = ("batch", "seq", "hidden")
 _HEADS: Dims = ("kv_heads", "q_group", "head_dim")
 _KV: Dims = ("kv_heads", "head_dim")
+_STREAMS = {"embed_drop": 0, "attn_drop": 1, "mlp_drop": 2}  # of a block; that of its attention is 0
 _KEYS_ALONG = (("seq", "kv_seq"),)
 
 
@@ -80,12 +82,13 @@ def num_slots(model: ModelSpec, num_tokens: int, expert_capacity: float | None) 
 
 def _embed_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block:
     b = BlockBuilder(workload.precision, workload.optimizer)
-    tokens = b.add("tokens", ("batch", "seq"), "int64", "input")
+    tokens = b.input("tokens", ("batch", "seq"), "int64")
     x = b.emit("embed", Lookup(), b.weight("embed.weight", "vocab", "hidden"), tokens)
     if model.positions == "learned":
-        where = (b.add("positions", ("seq",), "int64", "input"), *_document_starts(b, workload))
+        where = (b.input("positions", ("seq",), "int64"), *_document_starts(b, workload))
         place = b.emit("place", Lookup(), b.weight("place.weight", "positions", "hidden"), *where)
         x = b.emit("embed_add", Add(), x, place)
+    x = _dropped(b, model, "embed_drop", x)
     return finish(b, "embed", kernels, gives=(x,), ties=_embed_ties(model))
 
 
@@ -96,7 +99,7 @@ def _embed_ties(model: ModelSpec) -> Mapping[str, str]:
 def _layer_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block:
     b = BlockBuilder(workload.precision, workload.optimizer)
     x = b.deliver_as(b.add("x", _RESIDUAL), "block_in")
-    attended = _attention(b, model, workload, x)
+    attended = _dropped(b, model, "attn_drop", _attention(b, model, workload, x))
     after = b.deliver_as(b.emit("attn_add", Add(), x, attended), "mlp_residual")
     source = x if model.parallel_residual else after
     drops = workload.expert_capacity is not None
@@ -104,7 +107,7 @@ def _layer_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Bloc
     normed = b.deliver_as(_norm(b, model, "mlp_norm", source, "hidden"), "mlp_in", settles=settled and not drops)
     write_mlp = EXTENSIONS.of(FunctionType).get("mlp", mlp)
     made = _experts(b, model, normed, settles=settled and drops) if model.num_experts else write_mlp(b, model, normed)
-    y = b.emit("mlp_add", Add(), after, made)
+    y = b.emit("mlp_add", Add(), after, _dropped(b, model, "mlp_drop", made))
     return finish(b, "layer", kernels, takes=(x,), gives=(y,), repeat=model.num_layers)
 
 
@@ -120,8 +123,8 @@ def _head_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block
 def _with_loss(b: BlockBuilder, model: ModelSpec, workload: Workload, kernels: Kernels, ends: tuple[str, str]) -> Block:
     """Finish the head, whose ``ends`` are the hidden state that it takes and its logits."""
     x, logits = ends
-    labels = b.add("labels", ("batch", "seq"), "int64", "input")
-    token_weight = b.add("token_weight", ("batch", "seq"), "fp32", "input")
+    labels = b.input("labels", ("batch", "seq"), "int64")
+    token_weight = b.input("token_weight", ("batch", "seq"), "fp32")
     if workload.precision.activations != "fp32":
         logits = b.emit("logits_fp32", Cast(dtype="fp32"), logits)
     top = b.emit("top", Reduce(function="max", over=("vocab",)), logits)
@@ -185,8 +188,8 @@ def _attention(b: BlockBuilder, model: ModelSpec, workload: Workload, x: str) ->
     query = _linear(b, "q", normed, _HEADS, ("hidden",), bias=model.qkv_bias)
     key = _linear(b, "k", normed, _KV, ("hidden",), bias=model.qkv_bias)
     value = _linear(b, "v", normed, _KV, ("hidden",), bias=model.qkv_bias)
-    positions = b.add("positions", ("seq",), "int64", "input")
-    key_positions = b.add("key_positions", ("kv_seq",), "int64", "input")
+    positions = b.input("positions", ("seq",), "int64")
+    key_positions = b.input("key_positions", ("kv_seq",), "int64")
     starts = _document_starts(b, workload)
     if model.qk_norm:
         query = _norm(b, model, "q_norm", query, "head_dim")
@@ -198,16 +201,37 @@ def _attention(b: BlockBuilder, model: ModelSpec, workload: Workload, x: str) ->
     b.deliver_as(query, "q_in")
     b.deliver_as(key, "k_in", _KEYS_ALONG)
     b.deliver_as(value, "v_in", _KEYS_ALONG)
-    mixed = b.emit("attend", Attend(window=model.window), query, key, value, positions, key_positions, *starts)
+    kind, where = Attend(window=model.window, dropped=model.attention_dropout), (positions, key_positions, *starts)
+    mixed = b.emit("attend", kind, query, key, value, *where, *_attention_draws(b, model))
     result = _linear(b, "o", b.deliver_as(mixed, "o_in"), ("hidden",), _HEADS, bias=model.out_bias)
     return b.deliver_as(result, "attn_out")
+
+
+def _dropped(b: BlockBuilder, model: ModelSpec, name: str, x: str) -> str:
+    """Drop numbers of a hidden state, if the model does."""
+    if not model.hidden_dropout:
+        return x
+    positions = b.input("positions", ("seq",), "int64")
+    columns, keys = b.input("columns", ("hidden",), "int64"), b.input(DROPOUT_KEYS, ("batch",), "int64")
+    return b.emit(name, Drop(dropped=model.hidden_dropout, stream=_STREAMS[name]), x, keys, positions, columns)
+
+
+def _attention_draws(b: BlockBuilder, model: ModelSpec) -> tuple[str, ...]:
+    """What the attention draws random numbers by, if it drops probabilities."""
+    if not model.attention_dropout:
+        return ()
+    heads = (("kv_numbers", "kv_heads"), ("group_numbers", "q_group"))
+    return (
+        b.input(DROPOUT_KEYS, ("batch",), "int64"),
+        *(b.input(name, (dim,), "int64") for name, dim in heads),
+    )
 
 
 def _document_starts(b: BlockBuilder, workload: Workload) -> tuple[str, ...]:
     """Where in its sequence the document of each token starts, if documents do not see each other."""
     if workload.documents == "joined":
         return ()
-    return (b.add("document_starts", ("batch", "seq"), "int64", "input"),)
+    return (b.input("document_starts", ("batch", "seq"), "int64"),)
 
 
 def mlp(b: BlockBuilder, model: ModelSpec, x: str) -> str:

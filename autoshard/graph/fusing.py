@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import cast
 
 from autoshard.errors import Fault, InputError, nearest
@@ -67,11 +66,8 @@ def fuse(flow: Flow, kernels: Kernels) -> tuple[FusedOps, ...]:
 
     An operation of a table's kernel that the model lacks is passed over.
     """
-    names = [op.name for op in flow.forward if not isinstance(op.kind, Deliver)]
-    owner = {
-        name: next((each for each in kernels.kernels if any(fnmatchcase(name, ops) for ops in each.ops)), None)
-        for name in names
-    }
+    computing = (op for op in flow.forward if not isinstance(op.kind, Deliver))
+    owner = {op.name: kernels.entry(op.name, drops=op.kind.drops()) for op in computing}
     groups: list[FusedOps] = []
     taken: set[str] = set()
     for name, entry in owner.items():

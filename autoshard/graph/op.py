@@ -106,6 +106,10 @@ class OpKind(ABC):
         """Return what computes the outputs on torch tensors; autoshard's own kinds leave that to the torch engine."""
         return None
 
+    def drops(self) -> bool:
+        """Say whether it drops numbers at random."""
+        return False
+
     def whole_dims(self) -> Dims:
         """Return the dims that must not be cut, because every result needs all of them."""
         return ()

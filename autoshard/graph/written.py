@@ -10,6 +10,7 @@ from autoshard.errors import InputError, inside, nearest, require
 from autoshard.graph.block import Block
 from autoshard.graph.builder import BlockBuilder, usual_delivery
 from autoshard.graph.kinds.attention import Attend, Rotary
+from autoshard.graph.kinds.dropout import Drop
 from autoshard.graph.kinds.experts import Combine, Dispatch, Slot, TopK
 from autoshard.graph.kinds.indexing import Lookup
 from autoshard.graph.kinds.linear import Deliver, Einsum
@@ -26,8 +27,8 @@ _OPERAND = re.compile(r"([\w.]+)(?:\[([\w ]*)\](?::(\w+))?)?")
 _KINDS: Mapping[str, type[OpKind]] = {
     kind.__name__: kind
     for kind in (
-        Add, Attend, Cast, Combine, Deliver, Dispatch, Einsum, Lookup, Multiply, Norm, Opaque, Rotary, Slot, Softmax,
-        TopK, Unary,
+        Add, Attend, Cast, Combine, Deliver, Dispatch, Drop, Einsum, Lookup, Multiply, Norm, Opaque, Rotary, Slot,
+        Softmax, TopK, Unary,
     )
 }  # fmt: skip
 

@@ -87,25 +87,25 @@ class Interpreter:
 
     def _ring_forward(self, instruction: Compute, arrays: list[list[Array]]) -> list[Shards]:
         """Let keys and values travel around the ring, hop by hop."""
-        query, key, value, positions, key_positions, *starts = arrays
+        query, key, value, positions, key_positions, *more = arrays
         joined: list[tuple[Array, Array] | None] = [None] * self.mesh.num_ranks
         for hop in (None, *instruction.ring):
             if hop is not None:
                 key, value, key_positions = (self._hop(part, hop) for part in (key, value, key_positions))
             for rank in range(self.mesh.num_ranks):
-                parts = (query, key, value, positions, key_positions, *starts)
+                parts = (query, key, value, positions, key_positions, *more)
                 mixed, lse = self._local(instruction, rank, [part[rank] for part in parts])
                 joined[rank] = joined_attention(joined[rank], (mixed, lse))
         return [tuple(part[index] for part in joined if part) for index in (0, 1)]
 
     def _ring_backward(self, instruction: Compute, arrays: list[list[Array]]) -> list[Shards]:
         """Let keys, values and their gradients travel around the ring, hop by hop."""
-        upstream, query, key, value, positions, key_positions, result, lse, *starts = arrays
+        upstream, query, key, value, positions, key_positions, result, lse, *more = arrays
         d_query = [np.zeros_like(array) for array in query]
         d_key, d_value = [np.zeros_like(array) for array in key], [np.zeros_like(array) for array in value]
         for hop in instruction.ring:
             for rank in range(self.mesh.num_ranks):
-                parts = (upstream, query, key, value, positions, key_positions, result, lse, *starts)
+                parts = (upstream, query, key, value, positions, key_positions, result, lse, *more)
                 made = self._local(instruction, rank, [part[rank] for part in parts])
                 d_query[rank] = d_query[rank] + made[0]
                 d_key[rank], d_value[rank] = d_key[rank] + made[1], d_value[rank] + made[2]

@@ -43,7 +43,17 @@ def _with_code(data: dict[str, Any]) -> dict[str, Any]:
     return {**data, "model": {**model, "traced": None}} if isinstance(model, dict) else data
 
 
-MIGRATIONS: Migrations = {1: _with_documents, 2: _with_reserves, 3: _with_code}
+def _with_dropouts(data: dict[str, Any]) -> dict[str, Any]:
+    """Schema 5 says what a model drops in training; before, nothing."""
+    model = data.get("model")
+    return (
+        {**data, "model": {**model, "hidden_dropout": 0.0, "attention_dropout": 0.0}}
+        if isinstance(model, dict)
+        else data
+    )
+
+
+MIGRATIONS: Migrations = {1: _with_documents, 2: _with_reserves, 3: _with_code, 4: _with_dropouts}
 
 
 def dump(plan: Plan) -> str:

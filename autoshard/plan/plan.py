@@ -121,7 +121,7 @@ class Prediction:
         return max((memory.total for memory in self.stage_memory), default=0)
 
 
-SCHEMA = 4
+SCHEMA = 5
 SEARCH = "search"  # the entry of provenance in which a plan keeps what its search has found beside it
 SHORTEST_S, LONGEST_STEP_S = 1e-12, 1e12  # of a step: beyond, its cluster or its model has a typing error
 _SECONDS_PER_HOUR, _BILLION = 3600, 1e9

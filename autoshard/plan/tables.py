@@ -132,9 +132,9 @@ def _table(step: StepGraph, kind: str, drop: Recompute, cutting: Cutting, atoms:
 KERNELS: Mapping[Engine, frozenset[str]] = {
     "torch": frozenset((
         "Accumulate", "AdamW", "Add", "Attend", "AttendGradient", "Cast", "Combine", "CombineGradient", "Dispatch",
-        "DispatchGradient", "Einsum", "Lookup", "Multiply", "Norm", "NormGradient", "NormWeightGradient", "Pick",
-        "Place", "Reduce", "Repeat", "Rotary", "ScatterAdd", "Sgd", "Slot", "Softmax", "SoftmaxGradient", "SquareSum",
-        "TopK", "TopKGradient", "Unary", "UnaryGradient",
+        "DispatchGradient", "Drop", "Einsum", "Lookup", "Multiply", "Norm", "NormGradient", "NormWeightGradient",
+        "Pick", "Place", "Reduce", "Repeat", "Rotary", "ScatterAdd", "Sgd", "Slot", "Softmax", "SoftmaxGradient",
+        "SquareSum", "TopK", "TopKGradient", "Unary", "UnaryGradient",
     )),
     "nxd": frozenset((  # as single operations of torch, or inside a layer of NxD
         "Add", "Attend", "Cast", "Combine", "Dispatch", "Einsum", "Lookup", "Multiply", "Norm", "Pick", "Reduce",

@@ -1,6 +1,6 @@
 """Write a ModelSpec as a Hugging Face ``config.json``: the first architecture that computes the same says which.
 
-What a ModelSpec does not have (token ids, dropouts, who made the model) is left out.
+What a ModelSpec does not have (token ids, who made the model) is left out.
 """
 
 from collections.abc import Mapping
@@ -61,6 +61,10 @@ def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
         "use_parallel_residual": model.parallel_residual,
     }
     fields |= {option: value for option, value in stated.items() if option in kind.defaults}
+    dropouts = {"hidden_dropout": model.hidden_dropout, "attention_dropout": model.attention_dropout}
+    fields |= {option: rate for option, rate in dropouts.items() if rate}
+    if name == "gpt2":  # whose class drops a tenth of all that its config does not name
+        fields |= {**dropouts, "embd_pdrop": model.hidden_dropout}
     if kind.fixed.get("positions", "rotary") == "rotary":
         fields |= _rotary(model)
     if model.num_experts:

@@ -16,7 +16,9 @@ from typing import Any, Literal
 from autoshard.errors import InputError, in_range, nearest, require
 from autoshard.spec import record
 
-_SAVES = re.compile(r"((copy:|over:)?(in\*|in\d+|out\d+)(@(bf16|fp16|fp32))?)|scores(@(fp8|fp32))?")
+_SAVES = re.compile(
+    r"(copy:|over:)?(in\*|in\d+|out\d+)(@(bf16|fp16|fp32))?|copy:(in\*|in\d+|out\d+)@fp8|scores(@(fp8|fp32))?"
+)
 _FOLDER = Path(__file__).parent / "kernel_tables"
 _HIDDEN = ("tp", "dp", "unit")
 _NAMES = ("name", "program", "engine", "kernels", "sources")  # fields that need no source beside them
@@ -64,9 +66,11 @@ class Kernel:
     that format, and needs memory of its own if the tensor has another. ``copy:in0`` always needs memory of its own.
     ``over:in0`` overwrites the input; backward passes it on as the gradient of the input.
     ``scratch`` names in the same way what the backward of the kernel allocates beside what it reads and writes.
+    An entry that ``drops`` is that of operations that drop numbers at random, and of no others.
     """
 
     ops: tuple[str, ...]
+    drops: bool = False
     apart: bool = False
     saves: tuple[str, ...] | None = None
     scratch: tuple[str, ...] = ()
@@ -172,6 +176,11 @@ class Kernels:
     def hides_sends(self, schedule: str) -> bool:
         """Return whether ranks compute while they send in this pipeline schedule."""
         return not any(fnmatchcase(schedule, pattern) for pattern in self.waits_for_sends)
+
+    def entry(self, op: str, *, drops: bool = False) -> Kernel | None:
+        """Return the first kernel that names an operation, if one does."""
+        named = (one for one in self.kernels if any(fnmatchcase(op, pattern) for pattern in one.ops))
+        return next((one for one in named if drops or not one.drops), None)
 
     def resolve(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Replace the framework's names of sets by their operations; other names are operations already."""

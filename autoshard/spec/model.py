@@ -101,6 +101,8 @@ class ModelSpec:
     window: int | None = None
     source: str
     traced: TracedDecoder | None = None
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         dims = ("hidden", "ffn", "num_heads", "num_kv_heads", "head_dim", "vocab", "max_positions")
@@ -110,6 +112,7 @@ class ModelSpec:
         odd = f"rotary positions rotate pairs: {turned} of the {self.head_dim} numbers of a head are not pairs"
         few = f"must be 0 (dense) or between 2 and {MAX_EXPERTS}, not {experts}"
         chosen = f"must lie between 1 and num_experts ({experts}); 0 for a dense model"
+        dropouts = {"hidden_dropout": self.hidden_dropout, "attention_dropout": self.attention_dropout}
         require(
             *in_range(self, "num_layers", low=1, high=MAX_LAYERS),
             *in_range(self, *dims, low=1, high=MAX_DIM),
@@ -118,6 +121,7 @@ class ModelSpec:
             *in_range(self, "rotary_theta", "window", low=1),
             (pairs, "head_dim", odd),
             *in_range(self, "norm_eps", positive=True),
+            *((0 <= rate < 1, name, f"must lie in [0, 1), not {rate}") for name, rate in dropouts.items()),
             (experts == 0 or 2 <= experts <= MAX_EXPERTS, "num_experts", few),
             (min(1, experts) <= self.experts_per_token <= experts, "experts_per_token", chosen),
         )

@@ -16,6 +16,7 @@ from hypothesis import given, strategies as st
 import autoshard.graph.kinds
 from autoshard.graph.builder import BlockBuilder, add_backward
 from autoshard.graph.kinds.attention import Attend, Rotary
+from autoshard.graph.kinds.dropout import PHILOX_FLOPS, Drop
 from autoshard.graph.kinds.experts import Combine, Dispatch, Slot, TopK
 from autoshard.graph.kinds.indexing import Lookup, Pick, random_document_starts
 from autoshard.graph.kinds.linear import Deliver, Einsum
@@ -27,6 +28,7 @@ from autoshard.graph.op import DIMS, Array, Call, Differentiable, Dims, Op, OpKi
 from autoshard.spec.workload import Dtype, Precision
 
 torch: Any = pytest.importorskip("torch")
+philox: Any = pytest.importorskip("autoshard.engine.torch.kernels.philox").philox
 F: Any = torch.nn.functional
 
 Sizes = Mapping[str, int]
@@ -89,6 +91,41 @@ def reference_attention(window: int | None) -> Reference:
         scores = (queries @ keys.transpose(-1, -2) / math.sqrt(sizes["head_dim"])).masked_fill(~seen, -math.inf)
         sums = torch.logsumexp(scores, dim=-1).unflatten(1, heads)
         return mixed.permute(0, 3, 1, 2, 4), sums.permute(0, 3, 1, 2)
+
+    return attend
+
+
+def reference_words(keys: Any, columns: Any, rows: Any, heads: Any, stream: int) -> Any:
+    """Draw one word for each place by the engine's own generator, as if no counter were shared."""
+    words = philox((columns // 4, rows, heads, stream), (keys & (2**32 - 1), keys >> 32))
+    return sum(torch.where(columns % 4 == place, word, 0) for place, word in enumerate(words))
+
+
+def reference_drop(dropped: float, stream: int) -> Reference:
+    """Zero what draws a word below the share that is dropped."""
+
+    def drop(x: Any, keys: Any, at: Any, columns: Any, _: Sizes) -> Any:
+        words = reference_words(keys[:, None, None], columns, at[:, None], 0, stream)
+        return x * (words >= round(dropped * 2**32)) / (1 - dropped)
+
+    return drop
+
+
+def reference_dropping(dropped: float) -> Reference:
+    """Attention in steps, with probabilities that are dropped."""
+
+    def attend(q: Any, k: Any, v: Any, at: Any, key_at: Any, *rest: Any) -> tuple[Any, Any]:
+        *starts, keys, heads, groups, sizes = rest
+        _, sums = reference_attention(None)(q, k, v, at, key_at, *starts, sizes)
+        scores = torch.einsum("bskgd,btkd->bkgst", q, k) / math.sqrt(sizes["head_dim"])
+        seen = (at[:, None] >= key_at)[None]
+        if starts:
+            seen = seen & (key_at >= starts[0][:, :, None])
+        probability = scores.masked_fill(~seen[:, None, None], -math.inf).softmax(-1)
+        numbered = (heads[:, None] * 2**16 + groups)[:, :, None, None]
+        words = reference_words(keys[:, None, None, None, None], key_at, at[:, None], numbered, 0)
+        kept = probability * (words >= round(dropped * 2**32)) / (1 - dropped)
+        return torch.einsum("bkgst,btkd->bskgd", kept, v), sums
 
     return attend
 
@@ -180,6 +217,20 @@ def starts(sizes: Sizes, rng: np.random.Generator) -> Array:
     return random_document_starts(rng, (sizes["batch"], sizes["kv_seq"]))[:, sizes["kv_seq"] - sizes["seq"] :]
 
 
+def numbers(sizes: Sizes, rng: np.random.Generator, dim: str) -> Array:
+    """Keys of sequences, or numbers of what lies along a dim, of which this may be a part."""
+    if dim == "batch":
+        return rng.integers(0, 2**63 - 1, sizes[dim])
+    return rng.integers(0, 5) + np.arange(sizes[dim])
+
+
+def draw_drop(sizes: Sizes, rng: np.random.Generator) -> list[Array]:
+    return [
+        normal(sizes, rng, "batch", "seq", "hidden"), numbers(sizes, rng, "batch"), positions(sizes)[0],
+        numbers(sizes, rng, "hidden"),
+    ]  # fmt: skip
+
+
 def draw_rotary(*dims: str, apart: bool = False) -> Draw:
     return lambda sizes, rng: [normal(sizes, rng, *dims), positions(sizes)[0], starts(sizes, rng)][: 2 + apart]
 
@@ -240,10 +291,16 @@ def rotary(x: str, fraction: float = 1.0, theta: float = 10000.0, *, apart: bool
     return Case(kind, (x, *where), reference_rotary(fraction, theta), draw_rotary(*dims(x), apart=apart))
 
 
-def attention(window: int | None = None, *, apart: bool = False) -> Case:
+def attention(window: int | None = None, *, apart: bool = False, dropped: float = 0.0) -> Case:
     inputs = (HEADS, KEYS, KEYS, "seq <", "kv_seq <", *(("batch seq <",) if apart else ()))
-    draw = draw_documents if apart else draw_attention
-    return Case(Attend(window=window), inputs, reference_attention(window), draw)
+    draw, reference = draw_documents if apart else draw_attention, reference_attention(window)
+    if not dropped:
+        return Case(Attend(window=window), inputs, reference, draw)
+    return Case(
+        Attend(window=window, dropped=dropped), (*inputs, "batch <", "kv_heads <", "q_group <"),
+        reference_dropping(dropped),
+        lambda sizes, rng: [*draw(sizes, rng), *(numbers(sizes, rng, dim) for dim in ("batch", "kv_heads", "q_group"))],
+    )  # fmt: skip
 
 
 def mixed(x: Any) -> Any:
@@ -296,6 +353,9 @@ CASES: Mapping[str, Case] = {
     "attend": attention(),
     "attend to a document": attention(apart=True),
     "attend to a document in a window": attention(window=2, apart=True),
+    "drop": Case(Drop(dropped=0.3, stream=2), (X, "batch <", "seq <", "hidden <"), reference_drop(0.3, 2), draw_drop),
+    "attention that drops": attention(dropped=0.4),
+    "attention to a document that drops": attention(apart=True, dropped=0.4),
     "top k": Case(TopK(), ("batch seq experts",), lambda x, sizes: tuple(x.topk(sizes["choices"]))),
     "slot": Case(Slot(), ("batch seq choices < experts",), reference_places),
     "dispatch": Case(Dispatch(), (X, ROUTED, ROUTED), reference_dispatch),
@@ -436,6 +496,10 @@ EXPECTED: Mapping[str, tuple[int, int]] = {  # matrix FLOPs, vector FLOPs
     "rotary of keys from where a document starts": (0, 3 * T * 7 * 2),
     # As many pairs as if documents saw each other: what is counted is no less than what is done.
     **dict.fromkeys((name for name in CASES if name.startswith("attend")), (2 * 2 * QK * 4, 5 * QK)),
+    "drop": (0, PHILOX_FLOPS * TH),
+    **dict.fromkeys(
+        ("attention that drops", "attention to a document that drops"), (2 * 2 * QK * 4, (5 + PHILOX_FLOPS + 1) * QK)
+    ),
     "own": (0, 3 * TH),
     "own product": (2 * 3 * H, 3 * H),
     "top k": (0, T * E),

@@ -228,7 +228,7 @@ PENDING_ELEMENTWISE: Mapping[str, set[Row]] = {
 KNOWN = (PENDING_FACTOR, PENDING_ELEMENTWISE)
 # DTensor has no operation like these.
 ONLY_OURS = {
-    "AdamW", "ClipScale", "Collect", "Combine", "CombineGradient", "Deliver", "Dispatch", "DispatchGradient",
+    "AdamW", "ClipScale", "Collect", "Combine", "CombineGradient", "Deliver", "Dispatch", "DispatchGradient", "Drop",
     "Opaque", "OpaqueGradient", "Rotary", "Sgd", "Slot", "SquareSum",
 }  # fmt: skip
 # Their DTensor counterparts scatter into an array of zeros that ours do not read; attention's has four numbers more.

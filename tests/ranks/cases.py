@@ -107,14 +107,19 @@ class Task:
         drawn = random_weights(graph, generator, scale=0.3)
         rounded = {id(array): torch.from_numpy(array).bfloat16().double().numpy() for array in drawn.values()}
         weights = {name: rounded[id(array)] for name, array in drawn.items()}  # tied ones stay the same array
-        steps = tuple(_micro_batches(plan, generator, masked=masked) for _ in range(num_steps))
+        steps = tuple(_micro_batches(plan, generator, number, masked=masked) for number in range(num_steps))
         return cls(plan=plan, weights=weights, steps=steps)
 
     def reference(self, weights: Arrays | None = None, step: int = 0) -> StepResult:
         """One process, nothing sharded; sequences in the plan's order, tokens in the plan's queues."""
         graph, order = reference_graph(self.plan), sequence_order(self.plan)
-        batches = [{name: array[..., order] for name, array in batch.items()} for batch in self.steps[step]]
-        return evaluate_step(graph, weights or self.weights, batches, learning_rate=self.learning_rate)
+        batches = [
+            {name: array if name == "samples" else array[..., order] for name, array in batch.items()}
+            for batch in self.steps[step]
+        ]
+        return evaluate_step(
+            graph, weights or self.weights, batches, learning_rate=self.learning_rate, seed=self.training.seed
+        )
 
 
 def reference_graph(plan: Plan) -> OpGraph:
@@ -127,15 +132,17 @@ def reference_graph(plan: Plan) -> OpGraph:
     return replace(graph, blocks=tuple(layer if one.kind == "layer" else one for one in graph.blocks))
 
 
-def _micro_batches(plan: Plan, generator: np.random.Generator, *, masked: bool) -> tuple[Arrays, ...]:
+def _micro_batches(plan: Plan, generator: np.random.Generator, step: int, *, masked: bool) -> tuple[Arrays, ...]:
     """Random tokens; weights add up to one over the whole step."""
     sizes = graph_of(plan).sizes
     shape = (sizes["batch"], sizes["seq"])
     counts = [(generator.random(shape) < 2 / 3) | (not masked) for _ in range(plan.schedule.num_micro_batches)]
     total = sum(int(count.sum()) for count in counts)
+    first = step * plan.workload.global_batch
     along, separate = np.arange(sizes["seq"]), plan.workload.documents == "separate"
     return tuple(
         {
+            "samples": first + number * sizes["batch"] + np.arange(sizes["batch"]),
             "tokens": generator.integers(0, sizes["vocab"], shape),
             "labels": generator.integers(0, sizes["vocab"], shape),
             "positions": along,
@@ -143,7 +150,7 @@ def _micro_batches(plan: Plan, generator: np.random.Generator, *, masked: bool) 
             "token_weight": count / total,
             **({"document_starts": random_document_starts(generator, shape)} if separate else {}),
         }
-        for count in counts
+        for number, count in enumerate(counts)
     )
 
 
@@ -264,19 +271,24 @@ def hold(task: Task) -> tuple[StepResult, list[StepShare]]:
 
     Return the first step of one process, and that of the ranks in the formats of the plan.
     """
-    plan, expected = task.plan, list[StepResult]()
-    answers = on_ranks(plan.mesh.num_ranks, run_twice, task)
+    answers = on_ranks(task.plan.mesh.num_ranks, run_twice, task)
+    expected = list(by_one_process(task))
+    for step, (result, weights) in enumerate(expected):
+        compare(result, [exact[step] for exact, _, _ in answers], weights=weights)
+    hold_promises(task.plan, [measured for _, _, measured in answers])
+    return expected[0][0], [planned for _, planned, _ in answers]
+
+
+def by_one_process(task: Task) -> Iterator[tuple[StepResult, Arrays]]:
+    """Yield what one process gives for every step, and the weights that PyTorch's AdamW makes of it."""
     tensors, optimizer = torch_adamw(task.weights, task.training.adamw)
     for step in range(len(task.steps)):
-        expected.append(task.reference({name: tensor.numpy() for name, tensor in tensors.items()}, step))
-        for name, gradient in expected[-1].gradients.items():
+        result = task.reference({name: tensor.numpy() for name, tensor in tensors.items()}, step)
+        for name, gradient in result.gradients.items():
             tensors[name].grad = torch.from_numpy(gradient.copy())
-        torch.nn.utils.clip_grad_norm_([tensors[name] for name in expected[-1].gradients], plan.workload.clip_norm)
+        torch.nn.utils.clip_grad_norm_([tensors[name] for name in result.gradients], task.plan.workload.clip_norm)
         optimizer.step()
-        weights = {name: tensor.numpy() for name, tensor in tensors.items()}
-        compare(expected[-1], [exact[step] for exact, _, _ in answers], weights=weights)
-    hold_promises(plan, [measured for _, _, measured in answers])
-    return expected[0], [planned for _, planned, _ in answers]
+        yield result, {name: tensor.numpy().copy() for name, tensor in tensors.items()}
 
 
 def hold_promises(plan: Plan, found: Sequence[Measured]) -> None:

@@ -41,6 +41,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "mask": ("yes", "no"),
     "model": ("llama", "gpt"),
     "documents": ("joined", "separate"),
+    "drop": ("no", "yes"),
 }
 FEATURES: Mapping[str, tuple[str, ...]] = {**STRUCTURE, **OPTIONS}
 IMPOSSIBLE: Mapping[str, Callable[[Row], bool]] = {
@@ -59,40 +60,40 @@ CHUNKS = {"interleaved": 2, "zb_v": 2}
 RECOMPUTE = {"none": "none", "full": "full", "attend": "selective[attend]", "some": "full:1"}
 
 TABLE = """
-tp sp  kv     cp     experts pipe        stages dp zero  micro recompute edge  tied vocab clip mask model documents
-4  yes copied zigzag dropped none        even   1  3     4     some      own   yes  31    no   no   gpt   separate
-2  yes own    1      spread  zb_v        uneven 2  1     1     attend    usual no   32    no   yes  llama separate
-1  no  own    a2a    local   zb_h1       uneven 2  0     4     full      own   yes  31    yes  no   llama separate
-2  no  copied ring   dense   1f1b        even   1  0     1     none      usual no   32    yes  yes  gpt   joined
-4  yes copied 1      local   gpipe       uneven 1  alone 1     full      usual yes  31    yes  yes  gpt   joined
-4  no  own    1      dense   interleaved even   1  alone 4     attend    own   no   32    no   no   llama joined
-1  no  own    1      dropped 1f1b        uneven 2  3     1     some      usual no   32    yes  yes  llama separate
-4  no  copied 1      spread  none        even   2  1     4     none      own   yes  31    yes  no   gpt   joined
-2  yes copied 1      dropped zb_h1       uneven 1  alone 4     none      usual yes  32    no   no   llama joined
-2  yes own    1      dense   gpipe       uneven 2  0     4     some      own   yes  31    no   yes  gpt   separate
-1  no  own    a2a    local   zb_v        even   1  3     1     none      own   no   31    no   no   gpt   separate
-1  no  own    a2a    dense   none        even   1  1     1     full      usual no   32    no   yes  llama joined
-1  no  own    a2a    dropped interleaved uneven 2  0     4     attend    usual yes  31    yes  yes  gpt   joined
-1  no  own    a2a    spread  gpipe       even   2  3     4     some      own   no   32    no   no   llama joined
-1  no  own    a2a    local   1f1b        uneven 2  1     4     some      own   yes  31    no   no   gpt   separate
-2  yes copied ring   local   interleaved uneven 1  3     4     attend    own   yes  31    no   no   llama joined
-1  no  own    ring   dropped zb_v        uneven 2  1     4     full      own   yes  31    yes  no   gpt   joined
-1  no  own    ring   spread  zb_h1       even   2  3     1     some      own   no   31    no   yes  gpt   separate
-2  yes copied ring   dropped gpipe       uneven 1  3     4     full      own   yes  31    no   no   gpt   joined
-4  yes copied ring   local   none        even   1  0     4     attend    own   yes  32    no   no   gpt   joined
-1  no  own    zigzag spread  1f1b        uneven 2  0     1     full      usual no   32    yes  yes  llama joined
-2  yes copied zigzag dense   zb_h1       uneven 1  1     4     attend    own   yes  31    no   no   gpt   joined
-2  yes copied zigzag local   zb_v        uneven 1  0     4     some      own   yes  31    no   no   gpt   joined
-2  yes copied zigzag dropped gpipe       uneven 1  1     4     none      own   yes  31    no   no   gpt   separate
-1  no  own    zigzag spread  interleaved uneven 2  1     4     some      own   yes  31    no   no   gpt   separate
-4  yes copied 1      dense   zb_v        uneven 1  alone 4     some      own   yes  31    no   no   gpt   joined
-2  yes copied zigzag dense   1f1b        uneven 1  3     4     attend    own   yes  31    no   no   gpt   separate
-4  yes copied 1      dropped 1f1b        uneven 1  alone 4     some      own   yes  31    no   no   gpt   separate
-1  no  own    1      dropped gpipe       uneven 1  alone 4     attend    usual yes  31    no   no   gpt   joined
-4  yes copied 1      dropped interleaved uneven 1  alone 4     full      own   yes  31    no   no   gpt   joined
-4  yes copied 1      dropped interleaved uneven 1  alone 4     none      own   yes  31    no   no   gpt   joined
-2  yes copied 1      dropped none        even   1  alone 4     some      own   yes  31    no   no   gpt   separate
-4  yes copied 1      dropped zb_h1       uneven 1  alone 4     some      own   yes  31    no   no   gpt   separate
+tp sp  kv     cp     experts pipe        stages dp zero  micro recompute edge  tied vocab clip mask model documents drop
+4  yes copied zigzag dropped none        even   1  3     4     some      own   yes  31    no   no   gpt   separate  no
+2  yes own    1      spread  zb_v        uneven 2  1     1     attend    usual no   32    no   yes  llama separate  no
+1  no  own    a2a    local   zb_h1       uneven 2  0     4     full      own   yes  31    yes  no   llama separate  no
+2  no  copied ring   dense   1f1b        even   1  0     1     none      usual no   32    yes  yes  gpt   joined    no
+4  yes copied 1      local   gpipe       uneven 1  alone 1     full      usual yes  31    yes  yes  gpt   joined    no
+4  no  own    1      dense   interleaved even   1  alone 4     attend    own   no   32    no   no   llama joined    yes
+1  no  own    1      dropped 1f1b        uneven 2  3     1     some      usual no   32    yes  yes  llama separate  no
+4  no  copied 1      spread  none        even   2  1     4     none      own   yes  31    yes  no   gpt   joined    no
+2  yes copied 1      dropped zb_h1       uneven 1  alone 4     none      usual yes  32    no   no   llama joined    no
+2  yes own    1      dense   gpipe       uneven 2  0     4     some      own   yes  31    no   yes  gpt   separate  no
+1  no  own    a2a    local   zb_v        even   1  3     1     none      own   no   31    no   no   gpt   separate  yes
+1  no  own    a2a    dense   none        even   1  1     1     full      usual no   32    no   yes  llama joined    no
+1  no  own    a2a    dropped interleaved uneven 2  0     4     attend    usual yes  31    yes  yes  gpt   joined    no
+1  no  own    a2a    spread  gpipe       even   2  3     4     some      own   no   32    no   no   llama joined    no
+1  no  own    a2a    local   1f1b        uneven 2  1     4     some      own   yes  31    no   no   gpt   separate  no
+2  yes copied ring   local   interleaved uneven 1  3     4     attend    own   yes  31    no   no   llama joined    no
+1  no  own    ring   dropped zb_v        uneven 2  1     4     full      own   yes  31    yes  no   gpt   joined    no
+1  no  own    ring   spread  zb_h1       even   2  3     1     some      own   no   31    no   yes  gpt   separate  yes
+2  yes copied ring   dropped gpipe       uneven 1  3     4     full      own   yes  31    no   no   gpt   joined    yes
+4  yes copied ring   local   none        even   1  0     4     attend    own   yes  32    no   no   gpt   joined    yes
+1  no  own    zigzag spread  1f1b        uneven 2  0     1     full      usual no   32    yes  yes  llama joined    yes
+2  yes copied zigzag dense   zb_h1       uneven 1  1     4     attend    own   yes  31    no   no   gpt   joined    yes
+2  yes copied zigzag local   zb_v        uneven 1  0     4     some      own   yes  31    no   no   gpt   joined    no
+2  yes copied zigzag dropped gpipe       uneven 1  1     4     none      own   yes  31    no   no   gpt   separate  no
+1  no  own    zigzag spread  interleaved uneven 2  1     4     some      own   yes  31    no   no   gpt   separate  no
+4  yes copied 1      dense   zb_v        uneven 1  alone 4     some      own   yes  31    no   no   gpt   joined    no
+2  yes copied zigzag dense   1f1b        uneven 1  3     4     attend    own   yes  31    no   no   gpt   separate  no
+4  yes copied 1      dropped 1f1b        uneven 1  alone 4     some      own   yes  31    no   no   gpt   separate  no
+1  no  own    1      dropped gpipe       uneven 1  alone 4     attend    usual yes  31    no   no   gpt   joined    no
+4  yes copied 1      dropped interleaved uneven 1  alone 4     full      own   yes  31    no   no   gpt   joined    no
+4  yes copied 1      dropped interleaved uneven 1  alone 4     none      own   yes  31    no   no   gpt   joined    no
+2  yes copied 1      dropped none        even   1  alone 4     some      own   yes  31    no   no   gpt   separate  no
+4  yes copied 1      dropped zb_h1       uneven 1  alone 4     some      own   yes  31    no   no   gpt   separate  yes
 """
 
 
@@ -146,6 +147,8 @@ def model_of(row: Row) -> ModelSpec:
     """The model of a row."""
     changes: dict[str, Any] = {"num_layers": sum(layers_of(row)), "vocab": int(row["vocab"])}
     changes["tied_embeddings"] = row["tied"] == "yes"
+    if row["drop"] == "yes":
+        changes |= {"hidden_dropout": 0.1, "attention_dropout": 0.2}
     if row["kv"] == "copied":
         changes["num_kv_heads"] = int(row["tp"]) // 2
     if row["experts"] != "dense":

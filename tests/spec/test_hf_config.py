@@ -78,6 +78,12 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 16}
         ("qwen3", {"attention_bias": True}, {"out_bias": True, "qk_norm": True}),
         ("gpt2", {"n_inner": 100, "tie_word_embeddings": False}, {"ffn": 100, "tied_embeddings": False}),
         ("gpt2", {"n_inner": None}, {"ffn": 256}),
+        ("gpt2", {}, {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
+        ("gpt2", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.2},
+         {"hidden_dropout": 0.1, "attention_dropout": 0.2}),
+        ("gpt_neox", {"hidden_dropout": 0.3, "attention_dropout": 0.4},
+         {"hidden_dropout": 0.3, "attention_dropout": 0.4}),
+        ("llama", {"attention_dropout": 0.1}, {"hidden_dropout": 0.0, "attention_dropout": 0.1}),
         ("mixtral", {"num_experts_per_tok": 3, "sliding_window": 16},
          {"num_experts": 4, "experts_per_token": 3, "window": 16}),
         ("mistral", {"num_key_value_heads": None}, {"num_kv_heads": 8, "window": 4096}),
@@ -99,7 +105,7 @@ def test_other_names_of_a_field_are_known_and_fields_without_effect_ignored():
     config = {"model_type": "gpt2", "vocab_size": 96, **renamed}
     assert spec_from_config(config, name="m", source="test") == read("gpt2") == read("gpt2", hidden_size=64)
     assert refused("gpt2", hidden_size=68) == ["n_embd"]
-    ignored = {"attn_pdrop": 0.1, "resid_pdrop": 0.3, "bos_token_id": [1], "torch_dtype": 7, "autoshard": None}
+    ignored = {"summary_first_dropout": 0.1, "bos_token_id": [1], "torch_dtype": 7, "autoshard": None}
     assert read("gpt2", **ignored) == read("gpt2")
 
 

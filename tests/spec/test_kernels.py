@@ -38,7 +38,9 @@ def test_a_table_loads_under_its_own_name_and_cites_a_source_for_everything(name
     assert table.name == name and table.kernels and table.selective
     assert record.decode(Kernels, record.encode(table)) == table
     assert all(len(source) > 20 for source in (*table.sources.values(), *(kernel.source for kernel in table.kernels)))
-    named = [op for kernel in own.get("kernels", ()) for op in kernel["ops"]]  # another file's come after
+    named = [  # another file's come after
+        (op, kernel.get("drops", False)) for kernel in own.get("kernels", ()) for op in kernel["ops"]
+    ]
     assert len(named) == len(set(named)), "no operation is named by two kernels"
     assert set(own) - {"name", "program", "engine", "like", "kernels", "sources"} <= set(own.get("sources", ()))
     mine, other = record.encode(table), record.encode(load_kernels(own.get("like", name)))
@@ -120,7 +122,18 @@ def test_a_wrong_table_is_refused_with_all_faults_and_their_places(changes: dict
 
 
 def test_only_the_forms_of_saves_are_read():
-    for text in ("in0", "in12", "in*", "out1", "copy:in*", "over:in0", "copy:out0@bf16", "in*@fp16", "scores@fp8"):
+    for text in (
+        "in0",
+        "in12",
+        "in*",
+        "out1",
+        "copy:in*",
+        "over:in0",
+        "copy:out0@bf16",
+        "copy:out0@fp8",
+        "in*@fp16",
+        "scores@fp8",
+    ):
         assert Kernel(ops=("act",), saves=(text,), source="this test").saves == (text,)
     for text in (
         "",

@@ -1,6 +1,7 @@
 """Where ``autoshard plan`` writes a plan and its page."""
 
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,9 +70,8 @@ class Target:
 
     def end(self, plan: Plan, written: Written, what: str = "") -> int:
         """Say what is unusual about the question, and where the plan is; or what to type where a file is kept."""
-        warning = plan.model.beyond_positions(plan.workload.seq_len)
-        if warning and not self.json:
-            print_answer(prose(f"warning: {warning}"))
+        for remark in () if self.json else _unusual(plan):
+            print_answer(prose(remark))
         if written.refused:
             raise written.refused  # after the answer, which took a while to find
         if not self.json:
@@ -82,3 +82,14 @@ class Target:
 
             draw_plan(plan, self.page)
         return 0
+
+
+def _unusual(plan: Plan) -> Iterator[str]:
+    """Yield what a user may not expect of a plan."""
+    if warning := plan.model.beyond_positions(plan.workload.seq_len):
+        yield f"warning: {warning}"
+    if plan.model.attention_dropout:
+        yield (
+            f"attention drops {plan.model.attention_dropout:g} of its probabilities, so its scores are computed for "
+            "128 queries at a time: the fused kernels of devices would drop other numbers in every layout"
+        )

@@ -136,11 +136,11 @@ class _KeyRing:
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Attend to the keys of all ranks, one after the other."""
-        query, key, value, positions, _, *starts = tensors
+        query, key, value, positions, _, *more = tensors
         found = None
         for number in range(self.hops + 1):
             following = self.hop((key, value), number + 1) if number < self.hops else None
-            part, weight = self.attend(query, key, value, positions, self.keys_at(number), *starts)
+            part, weight = self.attend(query, key, value, positions, self.keys_at(number), *more)
             found = joined(found, (part, weight))
             if following:
                 key, value = following()
@@ -149,12 +149,12 @@ class _KeyRing:
 
     def backward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Keys and values travel to all other ranks; their gradients follow a hop later, and come home at last."""
-        upstream, query, key, value, positions, _, result, lse, *starts = tensors
+        upstream, query, key, value, positions, _, result, lse, *more = tensors
         total, own, travelling = None, [], None
         for number in range(self.hops):
             following = self.hop((key, value), number + 1) if number + 1 < self.hops else None
             keys = self.keys_at(number)
-            d_query, *made = self.attend(upstream, query, key, value, positions, keys, result, lse, *starts)
+            d_query, *made = self.attend(upstream, query, key, value, positions, keys, result, lse, *more)
             total = d_query if total is None else total + d_query
             if travelling:
                 made = [one + two for one, two in zip(travelling(), made, strict=True)]

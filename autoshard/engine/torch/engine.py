@@ -79,7 +79,7 @@ class TorchEngine:
             packed=programs.packed,
         )
         self.graph = programs.graph
-        self._pipeline = RankPipeline(plan, programs, context, mode)
+        self._pipeline = RankPipeline(plan, programs, context, mode, training.seed)
         ties = tied_instances(programs.graph)
         self.weights = {one.instance: one for one in self._weights_here(ties, training)}
         blocks = {name: mesh_rank.block(whole(name), one.layout) for name, one in self.weights.items()}

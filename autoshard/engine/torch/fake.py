@@ -108,4 +108,7 @@ def batch_without_numbers(plan: Plan) -> Batch:
     """Return a micro-batch of which only the shapes are known."""
     shape = (plan.micro_batch * plan.mesh.size("dp"), plan.workload.seq_len)
     numbers = {"tokens": np.int64, "labels": np.int64, "token_weight": np.float64, "document_starts": np.int64}
-    return {name: no_memory(shape, dtype) for name, dtype in numbers.items()}
+    return {
+        "samples": np.arange(shape[0]),
+        **{name: no_memory(shape, dtype) for name, dtype in numbers.items()},
+    }

@@ -23,7 +23,7 @@ from autoshard.engine.torch.rows import rows_of
 from autoshard.engine.torch.steps import (
     ANY_COUNT,
     BY_BATCH,
-    POSITIONS,
+    NUMBERS,
     FewRows,
     InputSource,
     LocalStep,
@@ -32,7 +32,6 @@ from autoshard.engine.torch.steps import (
     fits,
 )
 from autoshard.engine.torch.writing import NAMES, PassText, Statement, Step, Variables, module, piece, statement
-from autoshard.layout.layout import Layout
 from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Value
 from autoshard.schedule.builders import ActionKind
 
@@ -131,16 +130,12 @@ class Generator:
         context, layout, name = self.context, entry.value.layout, entry.value.tensor
         if name in BY_BATCH:
             return torch.zeros(context.mesh_rank.shape(layout), dtype=torch.int64)
-        return self.positions(layout) if name in POSITIONS else self.empty(parts, entry.value)
+        return context.numbers(name, layout) if name in NUMBERS else self.empty(parts, entry.value)
 
     def empty(self, parts: BlockProgram, value: Value) -> torch.Tensor:
         """Return a contiguous tensor with the shape that the table says."""
         dtype = self.context.formats.of(parts.block.tensors[value.tensor].dtype)
         return torch.empty(self.context.mesh_rank.shape(value.layout), dtype=dtype, device=NOWHERE)
-
-    def positions(self, layout: Layout) -> torch.Tensor:
-        """Return those that this rank has."""
-        return self.context.positions[slice(*self.context.mesh_rank.bounds(layout)[0])]
 
 
 def _called(step: LocalStep) -> Kernel:
@@ -312,9 +307,9 @@ class _RecordedPass(_RecordedSteps):
             made = (recording.name(tensor) if tensor.is_meta or step.entry.value.tensor in BY_BATCH else tensor,)
         elif step.few:
             made = tuple(map(recording.name, step.few.empty(step.shapes, NOWHERE)))
-        elif isinstance(step.entry, Communicate) and step.entry.writes.tensor in POSITIONS:
+        elif isinstance(step.entry, Communicate) and step.entry.writes.tensor in NUMBERS:
             # Every rank knows them; they are sent, and kept, because the table says so.
-            made = (recording.name(generator.positions(step.entry.writes.layout)),)
+            made = (recording.name(generator.context.numbers(step.entry.writes.tensor, step.entry.writes.layout)),)
         elif isinstance(step.entry, Compute) and not step.counted:
             made = tuple(recording.name(generator.empty(self._run.parts, value)) for value in step.entry.writes)
         else:

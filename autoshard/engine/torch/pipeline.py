@@ -11,9 +11,10 @@ from autoshard.engine.torch.block import BlockRun, LiteralRun
 from autoshard.engine.torch.formats import memory_of, own
 from autoshard.engine.torch.generated import Generator
 from autoshard.engine.torch.joint import side_by_side
-from autoshard.engine.torch.steps import BY_BATCH, POSITIONS, InputSource, RankContext, Values
+from autoshard.engine.torch.steps import BY_BATCH, NUMBERS, InputSource, RankContext, Values
 from autoshard.engine.torch.update import OpenedWeights, Store
 from autoshard.engine.torch.world import Arrival
+from autoshard.graph.kinds.dropout import DROPOUT_KEYS, dropout_keys
 from autoshard.layout.layout import Layout
 from autoshard.layout.program import Given
 from autoshard.plan.plan import Plan
@@ -56,9 +57,9 @@ def _places(name: str, parts: BlockProgram) -> Iterator[tuple[str, tuple[str, st
 class RankPipeline:
     """One rank's stages, each with its blocks by name in order, and what it keeps between the actions of a step."""
 
-    def __init__(self, plan: Plan, programs: PlanPrograms, context: RankContext, mode: EngineMode) -> None:
-        """Take the stages that the schedule places on this rank."""
-        self.plan, self.context = plan, context
+    def __init__(self, plan: Plan, programs: PlanPrograms, context: RankContext, mode: EngineMode, seed: int) -> None:
+        """Take the stages that the schedule places on this rank; random numbers follow from a ``seed``."""
+        self.plan, self.context, self.seed = plan, context, seed
         self.last_stage = len(plan.stages) - 1
         place = context.mesh_rank.coordinate("pp")
         here = [stage for stage in range(len(plan.stages)) if plan.schedule.place_of(stage)[0] == place]
@@ -96,7 +97,7 @@ class RankPipeline:
         if context.world.channels:
             context.world.connect(self._links(), context.formats.device)
         self._batches: Sequence[Batch] = ()
-        self._inputs: dict[tuple[str, int, Layout], torch.Tensor] = {}
+        self._inputs: dict[tuple[str, str, int, Layout], torch.Tensor] = {}
         self._values: dict[tuple[str, int], Values] = {}  # of blocks that wait for their backward pass
         self._losses: dict[int, torch.Tensor] = {}  # read at the end: no device is waited for meanwhile
         self._kept: dict[int, torch.Tensor] = {}  # by tag: messages between two stages of this rank
@@ -219,20 +220,24 @@ class RankPipeline:
             if role == "sum":
                 return opened.sums[found]
             if role == "input":
-                return self._input(run, tensor, layout, number)
+                return self._input(name, run, tensor, layout, number)
             assert passed is not None, f"{tensor} is passed on by a neighbour"
             return passed
 
         return give
 
-    def _input(self, run: BlockRun, tensor: str, layout: Layout, number: int) -> torch.Tensor:
-        """Cut this rank's part out of what a micro-batch brings; positions are the plan's own."""
-        key = (tensor, number, layout)
+    def _input(self, name: str, run: BlockRun, tensor: str, layout: Layout, number: int) -> torch.Tensor:
+        """Cut this rank's part out of what a micro-batch brings; positions are the plan's own, keys the block's."""
+        key = (tensor, name if tensor == DROPOUT_KEYS else "", number, layout)
         if key not in self._inputs:
             context = self.context
+            if tensor in NUMBERS:
+                return context.numbers(tensor, layout)
             bounds = [slice(*one) for one in context.mesh_rank.bounds(layout)]
-            if tensor in POSITIONS:
-                return context.positions[bounds[0]]
+            if tensor == DROPOUT_KEYS:
+                keys = dropout_keys(self.seed, self._batches[number]["samples"][bounds[0]], name)
+                self._inputs[key] = context.formats.tensor(keys, "int64")
+                return self._inputs[key]
             mine = self._batches[number][tensor][bounds[0]][:, context.positions.numpy()[bounds[1]]]
             dtype = run.parts.block.tensors[tensor].dtype
             self._inputs[key] = own(mine) if tensor in BY_BATCH else context.formats.tensor(mine, dtype)

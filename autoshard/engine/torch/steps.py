@@ -28,6 +28,7 @@ from autoshard.graph.kinds.norm import NormGradient
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.graph.kinds.pointwise import Multiply, UnaryGradient
 from autoshard.graph.op import OpKind
+from autoshard.layout.layout import Layout
 from autoshard.layout.program import (
     Communicate,
     Compute,
@@ -51,6 +52,8 @@ BY_BATCH = ("document_starts",)
 _OWN_MEMORY = (Einsum, Multiply, NormGradient, Place, UnaryGradient)  # kinds whose results are no views
 ANY_COUNT = -1  # the size of a dim of which nothing is known before a batch: rows of experts routed to this rank
 POSITIONS = ("positions", "key_positions")  # which the plan orders
+COUNTS = ("columns", "kv_numbers", "group_numbers")  # that number what lies along a dim
+NUMBERS = (*POSITIONS, *COUNTS)  # which no batch brings; they lie on the host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +72,11 @@ class RankContext:
     def bounds(self, compute: Compute) -> Mapping[str, tuple[int, int]]:
         """Return which part of each cut dim this rank computes."""
         return {dim: self.mesh_rank.dim_bounds(dim, atoms) for dim, atoms in compute.cuts.items() if atoms}
+
+    def numbers(self, tensor: str, layout: Layout) -> torch.Tensor:
+        """Return this rank's part of positions, or of what numbers a dim."""
+        ((start, stop),) = self.mesh_rank.bounds(layout)
+        return self.positions[start:stop] if tensor in POSITIONS else torch.arange(start, stop)
 
     def sizes(self, compute: Compute) -> Mapping[str, int]:
         """Return the sizes of all dims as this rank computes."""

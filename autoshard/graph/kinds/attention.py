@@ -3,18 +3,22 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
+from autoshard.graph.kinds.dropout import DROPOUT_KEYS, PHILOX_FLOPS, keeps
 from autoshard.graph.kinds.indexing import document_positions
 from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, OpKind, Output, Tensor, aligned
 from autoshard.spec.model import RotaryScaling
 
+T = TypeVar("T")
 Windows: TypeAlias = tuple[tuple[int | None, int], ...]  # how many layers have which window
 _QUERY: Dims = ("batch", "seq", "kv_heads", "q_group", "head_dim")
 _KEY: Dims = ("batch", "kv_seq", "kv_heads", "head_dim")
 SCORES: Dims = ("batch", "kv_heads", "q_group", "seq", "kv_seq")
+MOST_GROUPED = 2**16  # queries that may share a key/value head where heads are numbered for dropout
+_DRAWS = len((DROPOUT_KEYS, "kv_numbers", "group_numbers"))
 _SOFTMAX_FLOPS = 5  # derived: scale, mask, subtract the maximum, exponentiate, accumulate
 # Derived: scale, mask, subtract the saved log, exponentiate; subtract the row's sum, multiply by the probability, scale
 # back. AWS's kernel does as much otherwise (aws-neuron/nki-samples 8370e11, src/nki_samples/reference/attention.py,
@@ -93,10 +97,18 @@ class Attend(Differentiable):
 
     If it stands for layers that look differently far, ``windows`` says how many layers have which window, and time is
     that of their mean; numbers are those of ``window``.
+
+    If probabilities are ``dropped``, three more inputs come last: the keys of the sequences, and the numbers of the
+    key/value heads and of the queries of their groups.
     """
 
     window: int | None = None
     windows: Windows = ()
+    dropped: float = 0.0
+
+    @property
+    def label(self) -> str:
+        return "attend_dropping" if self.dropped else "attend"
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         """Give the attended values and, in FP32, the log of the softmax's denominator."""
@@ -112,6 +124,9 @@ class Attend(Differentiable):
             seen = seen & (key_positions >= starts[:, None, None, :, None])
         return seen
 
+    def drops(self) -> bool:
+        return bool(self.dropped)
+
     def whole_dims(self) -> Dims:
         """Scores sum over the whole head."""
         return ("head_dim",)
@@ -123,13 +138,15 @@ class Attend(Differentiable):
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Score, mask, normalise, mix the values; a query that sees no key gives zero, with the log of nothing."""
         query, key, value, *where = arrays
+        where, drawn = where_and_draws(where, self.dropped)
         visible = self.visible(*where)
         scores = np.where(visible, _scores(query, key), -np.inf)
         sees_any: Array = np.any(visible, axis=-1, keepdims=True)
         top = np.where(sees_any, scores.max(axis=-1, keepdims=True, initial=-np.inf), 0)
         powers = np.exp(scores - top)
         total = np.where(sees_any, powers.sum(axis=-1, keepdims=True), 1)
-        result = np.einsum("bkgst,btkd->bskgd", powers / total, value, optimize=True)
+        probability = powers / total * kept_scores(self.dropped, where[:2], drawn)
+        result = np.einsum("bkgst,btkd->bskgd", probability, value, optimize=True)
         lse = np.where(sees_any, np.log(total) + top, -np.inf)
         return result, lse[..., 0].transpose(0, 3, 1, 2)
 
@@ -138,15 +155,14 @@ class Attend(Differentiable):
         return 2 * 2 * call.elements((*SCORES, "head_dim"))
 
     def vector_flops(self, call: Call) -> int:
-        return _SOFTMAX_FLOPS * call.elements(SCORES)
+        return (_SOFTMAX_FLOPS + _dropout_flops(self.dropped)) * call.elements(SCORES)
 
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
         """One operation gives all three, from the inputs, the result and the saved denominator."""
-        starts = ("in5",) if len(inputs) > len(("query", "key", "value", "positions", "key_positions")) else ()
-        reads = ("d0", "in0", "in1", "in2", "in3", "in4", "out0", "out1", *starts)
-        return (
-            GradientStep(kind=AttendGradient(window=self.window, windows=self.windows), reads=reads, gives=(0, 1, 2)),
-        )
+        more = (f"in{number}" for number in range(len(("query", "key", "value", "positions", "keys")), len(inputs)))
+        reads = ("d0", "in0", "in1", "in2", "in3", "in4", "out0", "out1", *more)
+        kind = AttendGradient(window=self.window, windows=self.windows, dropped=self.dropped)
+        return (GradientStep(kind=kind, reads=reads, gives=(0, 1, 2)),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +171,7 @@ class AttendGradient(OpKind):
 
     window: int | None = None
     windows: Windows = ()
+    dropped: float = 0.0
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         dtype = inputs[1].dtype
@@ -163,6 +180,9 @@ class AttendGradient(OpKind):
             Output(dims=_KEY, dtype=dtype, suffix="key"),
             Output(dims=_KEY, dtype=dtype, suffix="value"),
         )
+
+    def drops(self) -> bool:
+        return bool(self.dropped)
 
     def whole_dims(self) -> Dims:
         """Scores sum over the whole head."""
@@ -174,12 +194,14 @@ class AttendGradient(OpKind):
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Rebuild the probabilities from the denominator, then apply the chain rule."""
-        upstream, query, key, value, query_positions, key_positions, result, lse, *starts = arrays
+        upstream, query, key, value, query_positions, key_positions, result, lse, *more = arrays
+        starts, drawn = where_and_draws(more, self.dropped)
         visible = Attend(window=self.window).visible(query_positions, key_positions, *starts)
+        kept = kept_scores(self.dropped, (query_positions, key_positions), drawn)
         exponent = _scores(query, key) - lse.transpose(0, 2, 3, 1)[..., None]
         probability = np.exp(np.where(visible, exponent, -np.inf))
-        d_value = np.einsum("bkgst,bskgd->btkd", probability, upstream, optimize=True)
-        d_probability = np.einsum("bskgd,btkd->bkgst", upstream, value, optimize=True)
+        d_value = np.einsum("bkgst,bskgd->btkd", probability * kept, upstream, optimize=True)
+        d_probability = np.einsum("bskgd,btkd->bkgst", upstream, value, optimize=True) * kept
         mean = (upstream * result).sum(axis=-1).transpose(0, 2, 3, 1)[..., None]
         d_scores = probability * (d_probability - mean) / math.sqrt(query.shape[-1])
         d_query = np.einsum("bkgst,btkd->bskgd", d_scores, key, optimize=True)
@@ -192,8 +214,29 @@ class AttendGradient(OpKind):
 
     def vector_flops(self, call: Call) -> int:
         """The softmax again, from what was saved of it, and its slope."""
-        return _SOFTMAX_GRADIENT_FLOPS * call.elements(SCORES)
+        return (_SOFTMAX_GRADIENT_FLOPS + _dropout_flops(self.dropped)) * call.elements(SCORES)
 
 
 def _scores(query: Array, key: Array) -> Array:
     return np.einsum("bskgd,btkd->bkgst", query, key, optimize=True) / math.sqrt(query.shape[-1])
+
+
+def where_and_draws(more: Sequence[T], dropped: float) -> tuple[Sequence[T], Sequence[T]]:
+    """Tell apart where queries and keys stand and what dropout draws by, among the last inputs of an attention."""
+    count = len(more) - (_DRAWS if dropped else 0)
+    return more[:count], more[count:]
+
+
+def kept_scores(dropped: float, where: Sequence[Array], drawn: Sequence[Array]) -> Array | float:
+    """Return 0 for every probability that is dropped, along the dims of scores, and for others what enlarges them."""
+    if not dropped:
+        return 1.0
+    query_positions, key_positions = where
+    keys, heads, groups = drawn
+    numbers = heads[:, None] * MOST_GROUPED + groups
+    place = key_positions, query_positions[:, None], numbers[:, :, None, None]
+    return keeps(dropped, keys[:, None, None, None, None], place, stream=0) / (1 - dropped)
+
+
+def _dropout_flops(dropped: float) -> int:
+    return PHILOX_FLOPS + 1 if dropped else 0

@@ -165,6 +165,21 @@ def nxd_documents(c: Columns) -> Verdict:
     )
 
 
+@nxd_rule(
+    "kernels",
+    NXD + "parallel_layers/random.py: a rank draws by a seed of its own, so that another layout drops other numbers; "
+    "kernels/flash_attn.py and ring_attention_kernel.py are called without dropout",
+    only=lambda c: bool(c.model.hidden_dropout or c.model.attention_dropout),
+)
+def nxd_dropout(c: Columns) -> Verdict:
+    yield False
+    drops = {"hidden_dropout": c.model.hidden_dropout, "attention_dropout": c.model.attention_dropout}
+    stated = " and ".join(f"{name} {rate:g}" for name, rate in drops.items() if rate)
+    other = "" if on_trn1(c) else ", or use --engine torch"
+    why = f"{c.model.name} has {stated}, but NxD's ranks drop other numbers in every layout"
+    yield f"{why}. Write 0 in its config{other}"
+
+
 @nxd_rule("precision,tp", NXD + "parallel_layers/layers.py:364: ParallelEmbedding forces bfloat16 when tp is above 1")
 def nxd_fp16(c: Columns) -> Verdict:
     yield (c.tp == 1) | (c.workload.precision.weights != "fp16")

@@ -72,6 +72,7 @@ def batches(source: SampleSource, first_sample: int, shape: StepShape) -> tuple[
     for start in range(0, shape.num_samples, shape.micro_batch):
         rows = slice(start, start + shape.micro_batch)
         batch = {
+            "samples": first_sample + np.arange(start, start + shape.micro_batch),
             "tokens": samples.tokens[rows, :-1],
             "labels": samples.tokens[rows, 1:],
             "positions": along,

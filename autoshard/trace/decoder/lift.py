@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
 from autoshard.errors import InputError, require
 from autoshard.graph.block import OpGraph
@@ -58,12 +59,20 @@ def lift_decoder(captured: Captured, module: torch.nn.Module, *, name: str, sour
     notes += [f"the plan has {more}, and planned for each use"] if count > total else []
     card = _of_config(module, name, source)
     if card:
-        ours, its = _comparable(model), _comparable(card)
+        ours, its = _comparable(model), _comparable(replace(card, hidden_dropout=0.0, attention_dropout=0.0))
         if ours == its and not notes:
             return card
         for differing in [*sorted(its - ours), *sorted(ours - its)][:1]:
             notes.append(f"what its config says is not what its code does: {differing}")
+    notes += _drops(module)
     return replace(model, traced=replace(traced, num_parameters=count, unlifted=tuple(notes)))
+
+
+def _drops(module: torch.nn.Module) -> Iterator[str]:
+    """Say that a module drops numbers in training: what was read is what it computes without."""
+    rates = {path: one.p for path, one in module.named_modules() if isinstance(one, _DropoutNd) and one.p}
+    for path, rate in [*rates.items()][:1]:
+        yield f"dropout in training is not in the plan ({path}: {rate:g})"
 
 
 def _logits(captured: Captured) -> Traced:

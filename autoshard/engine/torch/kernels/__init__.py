@@ -1,6 +1,16 @@
 """The operations of the graph as torch computes them; importing this registers them all."""
 
-from autoshard.engine.torch.kernels import attention, elementwise, indexing, products
+from autoshard.engine.torch.kernels import attention, dropout, elementwise, indexing, products
 from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, Rotations, kernel_of
 
-__all__ = ["Kernel", "KernelContext", "Rotations", "attention", "elementwise", "indexing", "kernel_of", "products"]
+__all__ = [
+    "Kernel",
+    "KernelContext",
+    "Rotations",
+    "attention",
+    "dropout",
+    "elementwise",
+    "indexing",
+    "kernel_of",
+    "products",
+]

@@ -1,8 +1,9 @@
 """Causal attention in pieces of which queries see all keys, the keys up to the diagonal, or none.
 
 A piece is computed by the kernel that torch has for the device, which writes no scores; some devices have none, or none
-for FP32. No mask is ever as large as the scores of a sequence: only without a kernel, and at the edge of a window, are
-a few rows masked at a time. Documents that do not see each other need none: each is attended to on its own.
+for FP32. No mask is ever as large as the scores of a sequence: only without a kernel, where probabilities are dropped
+(a device's kernel would draw numbers of its own), and at the edge of a window, are a few rows masked at a time.
+Documents that do not see each other need none: each is attended to on its own.
 """
 
 import math
@@ -15,8 +16,9 @@ import torch
 
 from autoshard.engine.base import HOST
 from autoshard.engine.torch.formats import NOWHERE, wide
+from autoshard.engine.torch.kernels.dropout import keeps
 from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register
-from autoshard.graph.kinds.attention import Attend, AttendGradient
+from autoshard.graph.kinds.attention import MOST_GROUPED, Attend, AttendGradient, where_and_draws
 from autoshard.graph.op import Call
 
 Part = tuple[torch.Tensor, torch.Tensor]  # mixed values [batch, head, query, head_dim], log of the denominators
@@ -182,15 +184,20 @@ def _by_position(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """How an operation attends: with the device's own kernel, or a few rows of scores at a time; within a window."""
+    """How an operation attends: with the device's own kernel, or a few rows of scores at a time; within a window.
+
+    If probabilities are ``dropped``, it is told by which ``drawn`` numbers: keys of sequences, heads, and their groups.
+    """
 
     fused: FusedAttention | None
     window: int | None
+    dropped: float
 
     @classmethod
-    def of(cls, call: Call, context: KernelContext, window: int | None) -> "_Attention":
-        formats = context.formats
-        return cls(fused(formats.device, formats.of(call.inputs[0].dtype), call.sizes["head_dim"]), window)
+    def of(cls, call: Call, context: KernelContext, kind: Attend | AttendGradient) -> "_Attention":
+        formats, head_dim = context.formats, call.sizes["head_dim"]
+        kernel = None if kind.dropped else fused(formats.device, formats.of(call.inputs[0].dtype), head_dim)
+        return cls(kernel, kind.window, kind.dropped)
 
     def pairs(self, heads: Heads, where: Sequence[torch.Tensor], *starts: torch.Tensor) -> list[VisiblePair]:
         """Return the visible pairs; ``starts`` are those of the queries' documents, if these do not see each other."""
@@ -199,7 +206,7 @@ class _Attention:
         (begins,) = starts or (where[0].new_empty((len(heads[0]), 0)),)
         return list(visible_pairs(where[0], where[1], begins, self.window, in_rows=self.fused is None))
 
-    def forward(self, heads: Heads, seen: VisiblePair) -> Part:
+    def forward(self, heads: Heads, seen: VisiblePair, drawn: Sequence[torch.Tensor]) -> Part:
         """Return the attention of a pair's queries to its keys."""
         query, key, value = _of_pair(heads, seen)
         if self.fused and seen.sees != "masked":
@@ -207,10 +214,13 @@ class _Attention:
         scores = self._scores(query, key, seen)
         lse = scores.logsumexp(-1)
         probability = (scores - lse.nan_to_num(neginf=0.0).unsqueeze(-1)).exp()
+        probability = self._dropout(seen, drawn)(probability)
         mixed = probability @ wide(value).unsqueeze(2)
         return mixed.flatten(1, 2).to(value.dtype), lse.flatten(1, 2)
 
-    def backward(self, heads: Heads, seen: VisiblePair, given: Sequence[torch.Tensor]) -> Heads:
+    def backward(
+        self, heads: Heads, seen: VisiblePair, given: Sequence[torch.Tensor], drawn: Sequence[torch.Tensor]
+    ) -> Heads:
         """Return the gradients of a pair's queries, keys and values."""
         query, key, value = _of_pair(heads, seen)
         upstream, result, lse = (one[slice(*seen.rows), :, seen.queries.slice] for one in given)
@@ -219,12 +229,25 @@ class _Attention:
         groups = (key.shape[1], -1)
         probability = (self._scores(query, key, seen) - lse.unflatten(1, groups).unsqueeze(-1)).exp()
         up, out, rows = (wide(one).unflatten(1, groups) for one in (upstream, result, query))
-        d_value = (probability.transpose(-1, -2) @ up).sum(2)
-        slope = up @ wide(value).unsqueeze(2).transpose(-1, -2) - (up * out).sum(-1, keepdim=True)
+        drop = self._dropout(seen, drawn)
+        d_value = (drop(probability).transpose(-1, -2) @ up).sum(2)
+        slope = drop(up @ wide(value).unsqueeze(2).transpose(-1, -2)) - (up * out).sum(-1, keepdim=True)
         d_scores = probability * slope / math.sqrt(query.shape[-1])
         d_query = (d_scores @ wide(key).unsqueeze(2)).flatten(1, 2)
         d_key = (d_scores.transpose(-1, -2) @ rows).sum(2)
         return d_query.to(query.dtype), d_key.to(query.dtype), d_value.to(query.dtype)
+
+    def _dropout(self, seen: VisiblePair, drawn: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what drops some numbers of [batch, kv_head, group, query, key], and enlarges the others."""
+        if not self.dropped:
+            return lambda pairs: pairs
+        keys, heads, groups = drawn
+        numbers = (heads[:, None] * MOST_GROUPED + groups).to(keys.device)[:, :, None, None]
+        queries = seen.queries.positions
+        rows = torch.arange(queries.start, queries.stop, device=keys.device).unsqueeze(-1)
+        here = keys[slice(*seen.rows)][:, None, None, None, None]
+        kept = keeps(self.dropped, here, seen.keys.positions, (rows, numbers), stream=0)
+        return lambda pairs: torch.where(kept, pairs * (1 / (1 - self.dropped)), 0.0)
 
     def _scores(self, query: torch.Tensor, key: torch.Tensor, seen: VisiblePair) -> torch.Tensor:
         """Return scores by KV head and query of its group: [batch, kv_head, group, query, key]."""
@@ -245,16 +268,17 @@ def _of_pair(heads: Heads, seen: VisiblePair) -> Heads:
 
 
 def _attend(kind: Attend, call: Call, context: KernelContext) -> Kernel:
-    attention = _Attention.of(call, context, kind.window)
+    attention = _Attention.of(call, context, kind)
     formats = [context.formats.of(output.dtype) for output in call.outputs]
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        query, key, value, *where = tensors
+        query, key, value, *more = tensors
+        where, drawn = where_and_draws(more, kind.dropped)
         heads = _heads(query, key, value)
         parts: dict[tuple[tuple[int, int], PositionRun], Part] = {}
         for seen in attention.pairs(heads, where[:2], *where[2:]):
             place = seen.rows, seen.queries
-            parts[place] = joined(parts.get(place), attention.forward(heads, seen))
+            parts[place] = joined(parts.get(place), attention.forward(heads, seen, drawn))
         whole = (0, len(query)), query.shape[1]
         if [(rows, len(queries.positions)) for rows, queries in parts] == [whole]:
             mixed, lse = next(iter(parts.values()))
@@ -270,20 +294,21 @@ def _attend(kind: Attend, call: Call, context: KernelContext) -> Kernel:
 
 
 def _attend_gradient(kind: AttendGradient, call: Call, context: KernelContext) -> Kernel:
-    attention = _Attention.of(call, context, kind.window)
+    attention = _Attention.of(call, context, kind)
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        upstream, query, key, value, positions, key_positions, result, lse, *starts = tensors
+        upstream, query, key, value, positions, key_positions, result, lse, *more = tensors
+        starts, drawn = where_and_draws(more, kind.dropped)
         heads = _heads(query, key, value)
         given = (_by_head(upstream), _by_head(result), lse.flatten(2, 3).transpose(1, 2))
         pairs = attention.pairs(heads, (positions, key_positions), *starts)
         whole = (0, len(query)), query.shape[1], key.shape[1]
         if [(seen.rows, len(seen.queries.positions), len(seen.keys.positions)) for seen in pairs] == [whole]:
-            made = attention.backward(heads, pairs[0], given)
+            made = attention.backward(heads, pairs[0], given, drawn)
         else:
             made = torch.zeros_like(heads[0]), torch.zeros_like(heads[1]), torch.zeros_like(heads[2])
             for seen in pairs:
-                parts = attention.backward(heads, seen, given)
+                parts = attention.backward(heads, seen, given, drawn)
                 for total, one, part in zip(made, (seen.queries, seen.keys, seen.keys), parts, strict=True):
                     total[slice(*seen.rows), :, one.slice] += part
         return _by_position(made[0], query), made[1].transpose(1, 2), made[2].transpose(1, 2)

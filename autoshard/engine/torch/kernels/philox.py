@@ -18,7 +18,7 @@ Word = torch.Tensor | int  # of 32 bits
 _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _STEPS = (0x9E3779B9, 0xBB67AE85)  # of the key from round to round
-_MASK = 2**32 - 1
+MASK = 2**32 - 1
 _WORDS = 4  # of a counter
 _HOST_COUNTERS = 2**15  # at a time: what fits into a cache takes a quarter of the time
 _FRACTION_BITS = 24  # of a number in FP32 between 0 and 1
@@ -31,10 +31,10 @@ def philox(counter: Sequence[Word], key: Sequence[Word]) -> tuple[torch.Tensor, 
     """
     first, second, third, fourth = counter
     for number in range(_ROUNDS):
-        left, right = (word + number * step & _MASK for word, step in zip(key, _STEPS, strict=True))
+        left, right = (word + number * step & MASK for word, step in zip(key, _STEPS, strict=True))
         product, other = first * _MULTIPLIERS[0], third * _MULTIPLIERS[1]
-        first, second = (other >> 32 & _MASK) ^ second ^ left, other & _MASK
-        third, fourth = (product >> 32 & _MASK) ^ fourth ^ right, product & _MASK
+        first, second = (other >> 32 & MASK) ^ second ^ left, other & MASK
+        third, fourth = (product >> 32 & MASK) ^ fourth ^ right, product & MASK
     return tuple(word for word in (first, second, third, fourth) if isinstance(word, torch.Tensor))
 
 
@@ -67,8 +67,8 @@ def _drawn(distribution: Distribution, counters: torch.Tensor, stream: int, key:
         parts = counters.reshape(-1).split(_HOST_COUNTERS)
         whole = torch.cat([_drawn(distribution, part, stream, key) for part in parts])
         return whole.reshape(*counters.shape, _WORDS)
-    counter = (counters & _MASK, counters >> 32, torch.full_like(counters, stream), torch.zeros_like(counters))
-    words = torch.stack(philox(counter, (key & _MASK, key >> 32)), -1)
+    counter = (counters & MASK, counters >> 32, torch.full_like(counters, stream), torch.zeros_like(counters))
+    words = torch.stack(philox(counter, (key & MASK, key >> 32)), -1)
     if distribution == "uniform":
         return (words >> 32 - _FRACTION_BITS).to(torch.float32) * 2.0**-_FRACTION_BITS
     pairs = (words.to(torch.float64) + 0.5) * 2.0**-32  # cited: Box and Muller, 1958
