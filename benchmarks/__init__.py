@@ -5,6 +5,7 @@ from collections.abc import Mapping
 # Name -> the function that measures. Text, so that a benchmark imports its subject only when it is run.
 BENCHMARKS: Mapping[str, str] = {
     "accuracy": "benchmarks.accuracy:run",
+    "sweep_choices": "benchmarks.sweep_choices:run",
     "advice": "benchmarks.advice:run",
     "cold_start": "benchmarks.cold_start:run",
     "reference_layouts": "benchmarks.reference_layouts:run",

@@ -204,14 +204,37 @@ class Validation:
     num_unread: int = 0  # rows among these that are of whole runs
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedRun:
+    """The time of a row, of which set it is, and what was run."""
+
+    set: str
+    run: MeasuredRun
+    time: Compared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validated:
+    """A validation, and the times that it compared."""
+
+    validation: Validation
+    times: tuple[TimedRun, ...]
+
+
 def validate(path: Path, calibration: Calibration | None = None) -> Validation:
     """Predict every row of all data sets that a path means, but those that cannot be used.
 
     Without a calibration, each row is predicted with the constants of its own cluster.
     """
+    return validated(path, calibration).validation
+
+
+def validated(path: Path, calibration: Calibration | None = None) -> Validated:
+    """Do so, and return the times of all rows with what was run."""
     rows = measured_rows(path)
     known: dict[object, Prediction] = {}  # many rows measure one layout again
     predicted: dict[str, PredictedRow] = {}
+    runs: dict[str, MeasuredRun] = {}
     bases: dict[str, dict[str, None]] = {}
     faults: dict[str, InputError] = {}
     for where, row in rows.rows.items():
@@ -224,6 +247,7 @@ def validate(path: Path, calibration: Calibration | None = None) -> Validation:
             faults[where] = error
             continue
         bases.setdefault(rows.sets[where], {})[constants.basis] = None
+        runs[where] = run
         uncounted = load_kernels(run.candidate.kernels or run.cluster.kernels).uncounted
         by_stage = tuple(rounded(memory.without(uncounted) / GIB) for memory in found.stage_memory)
         predicted[where] = PredictedRow(
@@ -240,8 +264,15 @@ def validate(path: Path, calibration: Calibration | None = None) -> Validation:
     pairs = {name: [(row, predicted[where]) for where, row in rows.rows.items() if rows.sets[where] == name]
              for name in bases}  # fmt: skip
     sets = tuple(_set_accuracy(name, own, " | ".join(bases[name])) for name, own in pairs.items())
-    return Validation(sets=sets, rows=tuple(predicted.values()), left_out=rows.left_out_lines,
-                      num_unread=rows.num_unread)  # fmt: skip
+    found = Validation(sets=sets, rows=tuple(predicted.values()), left_out=rows.left_out_lines,
+                       num_unread=rows.num_unread)  # fmt: skip
+    timed = [(where, row, row.step_time_s) for where, row in rows.rows.items()]
+    times = [
+        TimedRun(set=rows.sets[where], run=runs[where], time=_time_of(row, predicted[where], time_s))
+        for where, row, time_s in timed
+        if time_s
+    ]
+    return Validated(validation=found, times=tuple(times))
 
 
 def predicted_run(run: MeasuredRun, calibration: Calibration) -> Prediction:
@@ -263,17 +294,14 @@ def outlined_run(run: MeasuredRun, calibration: Calibration) -> tuple[Plan, CutB
 
 
 def _set_accuracy(name: str, rows: list[tuple[MeasuredRow, PredictedRow]], basis: str) -> SetAccuracy:
-    def compared(row: MeasuredRow, predicted: float, measured: float, stage: str = "", **other: Any) -> Compared:
+    def compared(row: MeasuredRow, predicted: float, measured: float, stage: str = "") -> Compared:
         names: dict[str, Any] = {"id": row.id + stage, "group": (row.group or row.id) + stage, "layout": row.layout}
-        return Compared(**{**names, **other}, predicted=predicted, measured=measured)
+        return Compared(**names, predicted=predicted, measured=measured)
 
     times, sizes, stages = list[Compared](), list[Compared](), list[Compared]()
     for row, found in rows:
         if row.step_time_s:
-            work = (row.global_batch_seqs, row.seq_len)
-            interval: dict[str, Any] = {"low": found.low_s, "high": found.high_s}
-            interval |= {"layout": (*row.layout, *work), "work": math.prod(work)}
-            times.append(compared(row, found.predicted_step_time_s, row.step_time_s, **interval))
+            times.append(_time_of(row, found, row.step_time_s))
         if row.peak_memory_gib:
             sizes.append(compared(row, found.predicted_peak_memory_gib, row.peak_memory_gib))
         measured, by_stage = row.peak_memory_gib_by_stage or (), found.predicted_peak_memory_gib_by_stage
@@ -283,3 +311,12 @@ def _set_accuracy(name: str, rows: list[tuple[MeasuredRow, PredictedRow]], basis
     found = {"step_time": times, "peak_memory": sizes, "stage_memory": stages}
     errors = {quantity: accuracy(pairs) for quantity, pairs in found.items()}
     return SetAccuracy(name=name, num_rows=len(rows), basis=basis, **errors)
+
+
+def _time_of(row: MeasuredRow, found: PredictedRow, measured_s: float) -> Compared:
+    """Compare times; batch and length are part of the layout."""
+    work = (row.global_batch_seqs, row.seq_len)
+    return Compared(
+        id=row.id, group=row.group or row.id, layout=(*row.layout, *work), work=math.prod(work),
+        predicted=found.predicted_step_time_s, measured=measured_s, low=found.low_s, high=found.high_s,
+    )  # fmt: skip

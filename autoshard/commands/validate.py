@@ -2,14 +2,21 @@
 
 from pathlib import Path
 
-from autoshard.calibration.validate import validate as validated
+from autoshard.calibration.choices import choices, user_choosers
+from autoshard.calibration.validate import validated
 from autoshard.commands.output import print_answer, print_left_out
 from autoshard.cost.calibration import load_calibration
 from autoshard.report.validation import validation_report
 from autoshard.spec.record import encode
 
 
-def validate(rows: Path, calibration: Path | None = None, json: bool = False) -> int:
+def validate(
+    rows: Path,
+    calibration: Path | None = None,
+    predictor: str | None = None,
+    chooser: str | None = None,
+    json: bool = False,
+) -> int:
     """Predict measured runs from their layouts, and print the errors per data set.
 
     Rows that cannot be used are left out, each with a line that says why, and the exit code is then 1; rehearsals in a
@@ -18,9 +25,16 @@ def validate(rows: Path, calibration: Path | None = None, json: bool = False) ->
     Args:
         rows: A file with one measured run per line of JSON (see benchmarks/data), or a folder of such files or of runs.
         calibration: A calibration file, made by `autoshard calibrate`. Default: the one that comes with each cluster.
+        predictor: FILE.py:FUNCTION, or several with commas: other cost models, functions of a run (its model, cluster,
+            workload, candidate) that return seconds. What their choices cost stands beside what the planner's do.
+        chooser: FILE.py:FUNCTION, or several with commas: other ways to choose, functions of the runs of a group that
+            return the place of the one to run, or of several.
         json: Print one JSON object instead of tables.
     """
-    validation = validated(rows, calibration and load_calibration(calibration))
+    others = user_choosers(predictor, chooser)
+    found = validated(rows, calibration and load_calibration(calibration))
+    validation, chosen = found.validation, choices(found.times, *others)
     print_left_out(validation.left_out)
-    print_answer(encode(validation) if json else validation_report(validation))
+    answer = {**encode(validation), "choices": encode(chosen)} if json else validation_report(validation, chosen)
+    print_answer(answer)
     return 1 if validation.num_unread else 0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from autoshard.calibration.choices import LEAST_LAYOUTS, Choices
 from autoshard.calibration.validate import Accuracy, Validation
 from autoshard.cost.calibration import CONSTANTS, SECONDS, Calibration
 from autoshard.report.tables import Cell, FittingTable, prose
@@ -25,14 +26,22 @@ _LEGEND = (
 )
 
 
-def validation_report(validation: Validation) -> Group:
-    """Return tables of the errors in time and memory, then the assumptions."""
+_CHOICES_LEGEND = (
+    f"Regret: how much longer the chosen layout took than the fastest of its group, mean and worst over groups of "
+    f"{LEAST_LAYOUTS} layouts or more; to second: than the second fastest. Error: of those who predict seconds."
+)
+
+
+def validation_report(validation: Validation, chosen: Sequence[Choices] = ()) -> Group:
+    """Return what choices cost, tables of the errors in time and memory, then the assumptions."""
     sets = validation.sets
     sizes = [(entry.name, entry.peak_memory) for entry in sets if entry.peak_memory]
     stages = [(entry.name, entry.stage_memory) for entry in sets if entry.stage_memory]
-    parts: list[RenderableType] = [_accuracies("Step time", [(entry.name, entry.step_time) for entry in sets]), ""]
+    parts: list[RenderableType] = [choices_table(chosen), ""] if chosen else []
+    parts += [_accuracies("Step time", [(entry.name, entry.step_time) for entry in sets]), ""]
     for title, found in (("Peak memory", sizes), ("Peak memory by stage", stages)):
         parts += [_accuracies(title, found), ""] if found else []
+    parts += [prose(_CHOICES_LEGEND, "dim")] if chosen else []
     parts += [prose(_LEGEND, "dim"), ""]
     parts += [
         Text(f"largest error of {what} in {entry.name}: {errors.worst_id}")
@@ -51,6 +60,20 @@ def validation_report(validation: Validation) -> Group:
         parts += ["", Text(unused, "yellow")]
     bases = dict.fromkeys(entry.basis for entry in sets)
     return Group(*parts, "", *(prose(f"predictions {basis}", "yellow") for basis in bases))
+
+
+def choices_table(chosen: Sequence[Choices]) -> FittingTable:
+    """Return what each way to choose costs, in groups of enough layouts."""
+    columns = ("set", "who chooses", ">groups", ">regret", ">worst", ">to second", ">Spearman", ">error")
+    rows = [
+        (
+            one.set, one.who, str(one.num_groups), *(f"{cost:.1%}" for cost in (one.regret, one.worst_regret)),
+            f"{one.regret_to_second:.1%}", "-" if one.spearman is None else f"{one.spearman:.2f}",
+            "-" if one.mape is None else f"{one.mape:.1%}",
+        )
+        for one in chosen
+    ]  # fmt: skip
+    return FittingTable("What a choice costs", columns, rows, drop=(">to second", ">Spearman", ">error"))
 
 
 def _accuracies(title: str, found: Sequence[tuple[str, Accuracy | None]]) -> FittingTable:
