@@ -56,7 +56,7 @@ def kernels(machine: Machine) -> Iterator[Result]:
         key, value = (core.make(1, tokens, heads, width, learns=True) for _ in range(2))
         flops = 4.0 * tokens * tokens * heads * width * _CAUSAL
         shape = f"{heads} heads of {width}, {tokens} tokens"
-        forward_s = core.seconds(core.attend, (query, key, value))
+        forward_s = core.seconds(torch.no_grad()(core.attend), (query, key, value))  # nothing is kept for backward
         yield _rate(f"attention_{name}_forward", machine, flops, forward_s, "bf16", shape)
         both_s = core.seconds(_both(core), (query, key, value))
         yield _rate(f"attention_{name}_both", machine, 3.5 * flops, both_s, "bf16", shape)
