@@ -17,7 +17,7 @@ from autoshard.calibration.rows import ARCH, MeasuredRow, MeasuredRows, measured
 from autoshard.errors import InputError, inside, require
 from autoshard.plan.candidate import Candidate
 from autoshard.spec import record
-from autoshard.spec.cluster_catalogue import ALIASES, cluster_names
+from autoshard.spec.cluster_catalogue import ALIASES, NodeType, cluster_names
 from autoshard.spec.kernels import kernels_names
 from autoshard.spec.model_catalogue import model_names
 
@@ -53,17 +53,19 @@ class Contribution:
         return "".join(json.dumps(_stated(row)) + "\n" for row in self.rows)
 
 
-def contribution(path: Path, machine: Mapping[str, str | int], installed: str = "") -> Contribution:
+def contribution(
+    path: Path, machine: Mapping[str, str | int], installed: str = "", here: NodeType | None = None
+) -> Contribution:
     """Return the rows of a run, or of a folder of runs, for others; InputError if none can be used.
 
-    ``machine`` says what the machine here is, in words that the caller vouches for; ``installed`` which packages are
-    installed, which comes along if they are those that ran.
+    ``machine`` says what the machine here is, in words that the caller vouches for, and ``here`` as a cluster;
+    ``installed`` which packages are installed, which comes along if they are those that ran.
     """
     read = measured_rows(path)
     found, faults = dict[str, MeasuredRow](), dict[str, InputError]()
     for where, row in read.rows.items():
         try:
-            found[where] = _for_others(row, machine, versions_in(installed))
+            found[where] = _for_others(row, machine, versions_in(installed), here)
         except InputError as error:
             faults[where] = error
     return Contribution(read=read.without(faults, path), rows=tuple(found.values()))
@@ -83,10 +85,13 @@ def versions_in(text: str | None) -> Mapping[str, str]:
     return found
 
 
-def _for_others(row: MeasuredRow, machine: Mapping[str, str | int], installed: Mapping[str, str]) -> MeasuredRow:
+def _for_others(
+    row: MeasuredRow, machine: Mapping[str, str | int], installed: Mapping[str, str], here: NodeType | None
+) -> MeasuredRow:
     """Return a row of known words and numbers only."""
-    platform, layout = _known(row)
-    run = run_of(replace(row, platform=platform))  # what cannot be read again helps nobody
+    platform, layout = _known(row, here)
+    file = None if platform in cluster_names() else record.encode(here)  # as it is read here, not as the owner has it
+    run = run_of(replace(row, platform=platform), here)  # what cannot be read again helps nobody
     arch = {name: value for name, value in row.arch.items() if name in ARCH} if row.arch else None
     model = f"decoder-{run.model.num_layers}x{run.model.hidden}" if arch else row.model
     versions, date = versions_in(row.framework_version), _DATE.match(row.first_seen or "")
@@ -98,6 +103,7 @@ def _for_others(row: MeasuredRow, machine: Mapping[str, str | int], installed: M
         kind=row.kind,
         group=f"{model}-{platform}-{layout.num_ranks}-{row.seq_len}-{row.global_batch_seqs}",
         platform=platform,
+        cluster=file,
         model=model,
         arch=arch,
         **{name: getattr(row, name) for name in _NUMBERS},
@@ -113,14 +119,16 @@ def _for_others(row: MeasuredRow, machine: Mapping[str, str | int], installed: M
     return replace(bare, id=f"contributed {digest[:_DIGITS]}")
 
 
-def _known(row: MeasuredRow) -> tuple[str, Candidate]:
+def _known(row: MeasuredRow, here: NodeType | None) -> tuple[str, Candidate]:
     """Return the platform and the layout of a row, or say which of its words are nobody's but the owner's."""
     platform = ALIASES.get(row.platform, row.platform)
-    own = "is a cluster of your own, and others have no file of it. Plan for a name of `autoshard list clusters`"
+    own = (
+        "is a cluster of your own, and no name of `autoshard list clusters`, nor what `list clusters --here` says here"
+    )
     require(
         (not row.unfit, "", row.unfit),
         (row.step_time_s is not None, "step_time_s", "is missing"),
-        (platform in cluster_names(), "platform", own),
+        (platform in cluster_names() or (here is not None and platform == here.name), "platform", own),
         (row.candidate is not None, "candidate", "is missing: only runs of autoshard are contributed"),
         (bool(row.arch) or row.model in model_names(), "model", "is no card, and arch is missing"),
     )

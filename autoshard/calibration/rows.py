@@ -59,6 +59,7 @@ class MeasuredRow:
     kind: Kind | None = None  # a whole run, where a row does not say
     group: str | None = None  # rows that could be chosen between: same model, chips, sequence and batch
     platform: str
+    cluster: Mapping[str, object] | None = field(default=None, hash=False)  # its file, in a row that came alone
     model: str | None = None
     arch: Mapping[str, object] | None = field(default=None, hash=False)
     seq_len: int
@@ -134,6 +135,13 @@ class MeasuredRow:
     def unmeasured(self) -> "MeasuredRow":
         """The same row without what was measured: all that a prediction may look at."""
         return replace(self, step_time_s=None, peak_memory_gib=None, peak_memory_gib_by_stage=None)
+
+    @property
+    def own_cluster(self) -> NodeType | None:
+        """The cluster file that the row carries."""
+        with suppress(InputError):
+            return None if self.cluster is None else record.decode(NodeType, self.cluster)
+        return None
 
     @property
     def unfit(self) -> str:
@@ -223,8 +231,9 @@ def measured_rows(path: Path) -> MeasuredRows:
         require((bool(files or unended), str(path), f"holds no files of rows: their names end in {SUFFIX}"))
     for file in files:
         name = file.stem if path in (file, file.parent) else path.resolve().name
-        cluster = _cluster_beside(file)
+        beside = _cluster_beside(file)
         for where, row in _rows_in(file).items():
+            cluster = beside if isinstance(row, InputError) else row.own_cluster or beside
             if isinstance(row, InputError):
                 left_out[where] = row
             elif (name, row.id) in known:

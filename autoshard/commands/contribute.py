@@ -26,7 +26,8 @@ def contribute(folder: Path, out: Path = Path("contribution.jsonl"), json: bool 
     """Write the measured rows of a run, or of a folder of runs, into one file for others, with nothing private in it.
 
     A row says what was run (model, layout, cluster), how long a step took, and on which software and machine.
-    Rehearsals, runs that did not end, and runs on clusters of your own are left out, each with a line that says why.
+    Rehearsals, runs that did not end, and runs on cluster files of your own are left out, each with a line that says
+    why.
 
     Args:
         folder: The folder of a run that has ended, which autoshard run got as --out, or a folder of such runs. A file
@@ -35,9 +36,13 @@ def contribute(folder: Path, out: Path = Path("contribution.jsonl"), json: bool 
         json: Print one JSON object instead of text.
     """
     require(*place_checks(out))
-    from autoshard.runtime.here import installed_packages, machine_words  # may import torch, which takes seconds
+    from autoshard.runtime.here import (
+        installed_packages,
+        machine_words,
+        node_type_here,
+    )  # may import torch, which takes seconds
 
-    found = contribution(folder, machine_words(), installed_packages())
+    found = contribution(folder, machine_words(), installed_packages(), node_type_here())
     print_left_out(found.read.left_out_lines)
     write_text(found.text, out)
     print_answer({"file": str(out), "rows": list(map(encode, found.rows))} if json else _report(found, out))

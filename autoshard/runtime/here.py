@@ -11,10 +11,14 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
+import yaml
+
 from autoshard.errors import InputError, require
-from autoshard.spec.cluster_catalogue import cluster_names, load_node_type
+from autoshard.files import replace_text
+from autoshard.spec.cluster_catalogue import NodeType, cluster_names, load_node_type
 from autoshard.spec.files import json_line
 from autoshard.spec.record import encode
 
@@ -71,6 +75,18 @@ def cluster_here() -> Mapping[str, Any]:
     mixed = f"this machine has GPUs of several kinds ({', '.join(kinds)}), and the ranks of a plan are all alike. Show "
     require((len(kinds) == 1, "--here", f"{mixed}those of one kind only (CUDA_VISIBLE_DEVICES)"))
     return _of_gpus(gpus)
+
+
+def node_type_here() -> NodeType | None:
+    """Return what a cluster file of this machine holds; None where there is no accelerator that is known."""
+    try:
+        data = cluster_here()
+    except InputError:
+        return None
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "here.yaml")
+        replace_text(file, yaml.safe_dump(dict(data)))
+        return load_node_type(str(file))
 
 
 def said(program: str, *arguments: str) -> str:

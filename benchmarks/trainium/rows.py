@@ -6,7 +6,7 @@ from dataclasses import replace
 from autoshard.calibration.contribution import contribution
 from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
-from autoshard.runtime.here import installed_packages, machine_words
+from autoshard.runtime.here import installed_packages, machine_words, node_type_here
 from autoshard.spec.cluster import EngineName
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
@@ -72,7 +72,7 @@ def run(machine: Machine) -> Iterable[Result]:
 
 def _contributed(machine: Machine) -> Iterator[Result]:
     """Write all rows that this folder has, those of stages included, into one file for others."""
-    found = contribution(machine.setting.folder / RUNS, machine_words(), installed_packages())
+    found = contribution(machine.setting.folder / RUNS, machine_words(), installed_packages(), node_type_here())
     file = machine.setting.folder / CONTRIBUTION
     file.write_text(found.text, encoding="utf-8")
     extras: dict[str, Extra] = {"file": CONTRIBUTION, "left_out": len(found.read.left_out)}

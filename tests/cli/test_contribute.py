@@ -14,6 +14,7 @@ from autoshard.calibration.rows import Occasion, row_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
+from autoshard.runtime.here import Gpu
 from autoshard.search.request import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
@@ -88,6 +89,47 @@ def test_what_comes_out_is_read_as_the_same_run(typed: Typed) -> None:
     assert typed("calibrate contribution.jsonl --cluster local --out c.json")[0] in (0, 2)  # of made-up times
     assert "holds no measured row" not in typed("calibrate contribution.jsonl --cluster local --out c.json")[2]
     assert typed("contribute contribution.jsonl --out again.jsonl")[0] == 0
+
+
+def on_own_file(name: str) -> Plan:
+    """A plan on a machine that the catalogue does not have, whose file says more than others need to know."""
+    file = {
+        "name": name, "chip": "h100-80", "chips_per_node": 4, "variants": [{"ranks_per_chip": 1}], "engine": "torch",
+        "kernels": "torch_engine_gpu", "links": [{
+            "name": "pcie of acme", "kind": "switch", "domain": "node", "bandwidth_bytes_per_s": 3e10,
+            "chips_per_port": 1, "latency_s": 1e-5, "sources": {"default": WORDS},
+        }], "sources": {"default": WORDS},
+    }  # fmt: skip
+    Path("own.json").write_text(json.dumps(file), encoding="utf-8")
+    workload = Workload(seq_len=256, global_batch=32, precision=Precision.named("bf16"))
+    cluster = load_cluster("own.json")
+    request = Request(model=load_model("tiny-llama"), cluster=cluster, workload=workload, engines=("torch",))
+    return plan_at(request, Candidate.parse("tp=2,pp=1,dp=2,mbs=8"))
+
+
+def test_runs_on_the_file_of_this_machine_come_with_it_and_nothing_of_the_owners(
+    typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = on_own_file("nvidia-l40s")
+    run_folder(Path("runs/a"), plan, platform="nvidia-l40s")
+    row = encode(
+        row_of(plan, Occasion(name="a", step_time_s=0.5, date="2026-11-24", versions="", platform="nvidia-l40s"))
+    )
+    Path("runs/a/measured.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    Path("runs/a/cluster.json").write_text(Path("own.json").read_text("utf-8"), encoding="utf-8")
+    assert typed("validate runs/a")[::2] == (0, ""), "rows beside their cluster file can be read"
+    assert "is a cluster of your own" in typed("contribute runs/a")[2]
+    l40s = Gpu(
+        name="NVIDIA L40S", memory_bytes=47_000_000_000, capability=(8, 9), multiprocessors=142, clock_hz=2.52e9,
+        memory_bytes_per_s=864e9,
+    )  # fmt: skip
+    monkeypatch.setattr("autoshard.runtime.here._gpus", lambda: [l40s] * 4)
+    code, out, err = typed("contribute runs/a")
+    text = Path("contribution.jsonl").read_text(encoding="utf-8")
+    assert (code, err) == (0, "") and not secrets_in(text + out)
+    assert json.loads(text)["cluster"]["chip"]["memory_bytes"] == 47_000_000_000
+    (one,) = json.loads(typed("validate contribution.jsonl --json")[1])["rows"]
+    assert one["predicted_step_time_s"] > 0
 
 
 @pytest.mark.parametrize(
