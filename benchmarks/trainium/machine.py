@@ -1,6 +1,5 @@
 """The Trainium of a measurement: that of this machine, or the one that a dry run plays; and which engines it has."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -11,17 +10,16 @@ from autoshard.cost.calibration import Calibration, built_in
 from autoshard.errors import InputError, require
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
-from autoshard.runtime.here import cluster_here, neuron_devices
+from autoshard.runtime.here import neuron_devices, node_type_here
 from autoshard.search.request import Request, plan_at
 from autoshard.spec.cluster import Cluster, EngineName
-from autoshard.spec.cluster_catalogue import NodeType, cluster_names, load_cluster, load_node_type
+from autoshard.spec.cluster_catalogue import NodeType, cluster_names, load_node_type
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
 from benchmarks.guarded import Setting
 from benchmarks.result import Extra, Result
 
 PLAYED = "trn1.32xlarge"  # what a dry run plays
-_FILE = "cluster.json"  # the file of this machine, beside its findings
 NXD, NATIVE = "neuronx_distributed", "torch_neuron"  # packages that the engines run through
 _NONE = "there is no Trainium here that neuron-ls shows. Rent one (docs/trainium.md), or type --dry-run"
 
@@ -30,7 +28,6 @@ _NONE = "there is no Trainium here that neuron-ls shows. Rent one (docs/trainium
 class Machine:
     """One node with Trainium. A dry run computes nothing on it."""
 
-    name: str  # or path: what --cluster takes
     node_type: NodeType
     engines: tuple[EngineName, ...]  # that can run here: each has an environment of its own
     setting: Setting
@@ -52,7 +49,8 @@ class Machine:
 
     def node(self, lnc: int | None = None) -> Cluster:
         """Return the node as plans see it."""
-        return load_cluster(self.name, lnc=lnc)
+        variants = self.node_type.variants
+        return self.node_type.cluster(next((one for one in variants if one.lnc == lnc), variants[0]), 1)
 
     def calibration(self) -> Calibration:
         """Return the constants that come with autoshard for this machine."""
@@ -73,23 +71,20 @@ def machine_of(setting: Setting) -> Machine:
         node_type = load_node_type(name)
         known = [one for one in cluster_names() if one.startswith("trn")]
         require((_is_trainium(node_type), "--machine", f"{name} is no Trainium. Use one of {', '.join(known)}"))
-        return Machine(name=name, node_type=node_type, engines=_engines(node_type), setting=setting)
+        return Machine(node_type=node_type, engines=_engines(node_type), setting=setting)
     if not neuron_devices():
         raise InputError.of("", _NONE)
-    data = cluster_here()
-    name = str(data["base"])
-    if data.keys() > {"base", "source"}:  # not as the catalogue has it: a smaller instance, or another LNC
-        setting.folder.mkdir(parents=True, exist_ok=True)
-        file = setting.folder / _FILE
-        file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        name = str(file)
-    node_type = load_node_type(name)
+    node_type = node_type_here()
+    require(
+        (node_type is not None, "", "neuron-ls shows an instance that autoshard does not know. See docs/trainium.md")
+    )
+    assert node_type, "checked above"
     found: list[EngineName] = [engine for engine in _engines(node_type) if _is_there(engine)]
     nothing = (
         f"neither neuronx-distributed nor TorchNeuron is installed in this environment, {Path('docs/trainium.md')}"
     )
     require((bool(found), "", f"{nothing} says how to take the one of this machine's image"))
-    return Machine(name=name, node_type=node_type, engines=tuple(found), setting=setting)
+    return Machine(node_type=node_type, engines=tuple(found), setting=setting)
 
 
 def _is_trainium(node_type: NodeType) -> bool:

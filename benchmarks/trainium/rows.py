@@ -30,6 +30,10 @@ LAYOUTS: Mapping[int, Mapping[str, str]] = {
         "tp4": "tp=4,pp=1,dp=16,mbs=1,recompute=full", "tp16": "tp=16,pp=1,dp=4,mbs=1,recompute=full",
         "tp16_kept": "tp=16,pp=1,dp=4,mbs=1", "tp16_pp4": "tp=16,pp=4,dp=1,mbs=1,recompute=full",
     },
+    4: {
+        "tp4": "tp=4,pp=1,dp=1,mbs=1,recompute=full", "dp4": "tp=1,pp=1,dp=4,mbs=1,recompute=full",
+        "tp4_mbs2": "tp=4,pp=1,dp=1,mbs=2,recompute=full",
+    },
     2: {
         "dp2": "tp=1,pp=1,dp=2,mbs=1,recompute=full", "pp2": "tp=1,pp=2,dp=1,mbs=1,recompute=full",
         "dp2_mbs2": "tp=1,pp=1,dp=2,mbs=2,recompute=full",

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from autoshard.calibration.rows import OF_A_CLUSTER
 from autoshard.cli import main
 from autoshard.errors import RunFailed
 from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
+from autoshard.spec.cluster_catalogue import cluster_names
 from autoshard.spec.files import json_line
+from autoshard.spec.record import encode
 from benchmarks.trainium.machine import Machine
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +65,9 @@ def run_plan(
     start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(plan.mesh.num_ranks))
     options = ("run", str(file), "--steps", str(steps), "--out", str(folder), "--resume", "never", *QUIET)
     started([sys.executable, *start, "-m", program, *options], more)
+    if plan.cluster.name not in cluster_names():  # so that its row can be read
+        text = json.dumps(encode(machine.node_type), indent=2) + "\n"
+        (folder / OF_A_CLUSTER).write_text(text, encoding="utf-8")
     return read(folder)
 
 

@@ -17,6 +17,7 @@ from autoshard.cli import main as cli_main
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
+from autoshard.runtime.here import node_type_here
 from autoshard.spec.record import encode
 from benchmarks import SUITES, on_trainium
 from benchmarks.__main__ import main
@@ -34,7 +35,7 @@ def played(tmp_path: Path, name: str = "trn1.32xlarge", *, dry: bool = True) -> 
     setting = Setting(folder=tmp_path, dry=True, machine=name)
     found = machine_of(setting)
     real = Setting(folder=tmp_path, dry=False, machine=None)
-    return found if dry else Machine(name=name, node_type=found.node_type, engines=found.engines, setting=real)
+    return found if dry else Machine(node_type=found.node_type, engines=found.engines, setting=real)
 
 
 # -- the command ------------------------------------------------------------------------------------------
@@ -129,6 +130,7 @@ def test_a_machine_is_what_neuron_ls_says_and_has_the_engines_that_are_installed
     monkeypatch.setattr(machine_module, "_is_there", lambda engine: engine == "torch")
     found = machine_of(Setting(folder=tmp_path, dry=False, machine=None))
     assert (found.node_type.name, found.engines, found.node().num_ranks) == ("trn2.3xlarge", ("torch",), 4)
+    assert not any(tmp_path.iterdir()), "to look at a machine writes nothing"
     assert "layouts" not in {part.name for part in on_trainium.parts(found.setting)}
 
 
@@ -198,6 +200,22 @@ def test_rows_of_stages_and_of_rows_come_out_as_one_file_for_others(
     assert cli_main(["validate", str(tmp_path / rows.CONTRIBUTION), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert len(told["rows"]) == found["rows"]["value"] and not told["left_out"]
+
+
+def test_rows_of_a_machine_outside_the_catalogue_lie_beside_its_file(
+    tmp_path: Path, torchrun: Torchrun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = [{"instance_type": "trn2.3xlarge", "logical_neuroncore_config": 2}]
+    monkeypatch.setattr("autoshard.runtime.here.neuron_devices", lambda: devices)
+    node_type = node_type_here()
+    assert node_type
+    setting = Setting(folder=tmp_path, dry=False, machine=None)
+    machine = Machine(node_type=node_type, engines=("nxd",), setting=setting)
+    (*found, last) = rows.run(machine)
+    assert len(found) == last.value == 3
+    assert cli_main(["validate", str(tmp_path / "runs"), "--json"]) == 0
+    assert cli_main(["validate", str(tmp_path / rows.CONTRIBUTION), "--json"]) == 0, "its rows carry the file"
+    assert len(json.loads(capsys.readouterr().out.rpartition("\n{\n")[0])["rows"]) == 3
 
 
 def test_layouts_are_held_against_one_process_of_the_same_question(tmp_path: Path, torchrun: Torchrun) -> None:
