@@ -70,6 +70,7 @@ def shrink(plan: Plan, max_ranks: int = MAX_RANKS) -> tuple[Plan, tuple[str, ...
         num_nodes=1,
         chips_per_node=ranks,
         ranks_per_chip=1,
+        nodes_per_ultraserver=1,
         links=tuple(replace(link, ranks_per_port=math.gcd(link.ranks_per_port, ranks)) for link in inside),
         placements=(),
     )
