@@ -33,3 +33,6 @@ BENCHMARKS: Mapping[str, str] = {
     "bytes_vs_gspmd": "benchmarks.bytes_vs_gspmd:run",
     "sweep_overhead": "benchmarks.sweep_overhead:run",
 }
+
+# Suites of parts, of the accelerators of a machine: name -> benchmarks.guarded.Suite. ``all`` leaves them out.
+SUITES: Mapping[str, str] = {"on_trainium": "benchmarks.on_trainium:SUITE"}

@@ -239,7 +239,7 @@ def validated(path: Path, calibration: Calibration | None = None) -> Validated:
     faults: dict[str, InputError] = {}
     for where, row in rows.rows.items():
         try:
-            run = run_of(row)
+            run = run_of(row, rows.clusters.get(where))
             constants = (calibration or built_in(run.cluster.name)).running(run.framework, run.release)
             key = run, run.framework, run.release
             found = known[key] = known.get(key) or predicted_run(run, constants)

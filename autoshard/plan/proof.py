@@ -63,12 +63,14 @@ def shrink(plan: Plan, max_ranks: int = MAX_RANKS) -> tuple[Plan, tuple[str, ...
         global_batch=small.dp * small.mbs * max(2, 2 * small.pp),
     )
     ranks, inside = small.num_ranks, [link for link in plan.cluster.links if link.domain in ("chip", "node")]
+    inside[-1] = replace(inside[-1], domain="node")  # of a node of one chip its only link; here a rank is a chip
     cluster = replace(  # the platform, on one node of just so many ranks; fewer share a port
         plan.cluster,
         name=f"{plan.cluster.name} (shrunk)",
         num_nodes=1,
         chips_per_node=ranks,
         ranks_per_chip=1,
+        nodes_per_ultraserver=1,
         links=tuple(replace(link, ranks_per_port=math.gcd(link.ranks_per_port, ranks)) for link in inside),
         placements=(),
     )

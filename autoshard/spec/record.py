@@ -10,7 +10,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -31,8 +31,8 @@ def encode(value: object) -> Any:
     """Turn a value made of frozen dataclasses into plain JSON data."""
     if dataclasses.is_dataclass(value) and not hasattr(value, "parse"):
         return {name: _encode_field(field.type, getattr(value, name)) for name, field in _fields(type(value)).items()}
-    if isinstance(value, tuple):
-        return [encode(item) for item in typing.cast(tuple[object, ...], value)]
+    if isinstance(value, tuple | list):  # the latter in what was read as plain data
+        return [encode(item) for item in typing.cast(Sequence[object], value)]
     if isinstance(value, Mapping):
         pairs = typing.cast(Mapping[str, object], value)
         return {key: encode(pairs[key]) for key in sorted(pairs)}

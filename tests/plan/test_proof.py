@@ -28,6 +28,8 @@ CASES = {
     "experts, trn1": ("mixtral-8x7b", "trn1.32xlarge", 4, "tp=8,pp=1,dp=16"),
     "chunks": ("qwen3-8b", "a100-80", 1, "tp=2,pp=2,dp=2,vp=3,schedule=interleaved"),
     "boundary": ("llama2-7b", "a100-80", 1, "tp=2,pp=2,dp=2,sp=false,boundary=[batch/dp, seq, hidden/tp]"),
+    "ultraserver": ("llama3-8b", "trn2u.48xlarge", 1, "tp=16,pp=1,dp=4"),
+    "one chip": ("llama3-8b", "trn1.2xlarge", 1, "tp=2,pp=1,dp=1"),
     "mixed": ("llama2-7b", "a100-80", 1, "tp=2,pp=2,dp=2,recompute=full:3/selective[attention]"),
 }
 

@@ -187,3 +187,8 @@ def test_what_does_not_depend_on_a_faulty_field_is_named_with_it_and_nothing_els
         with pytest.raises(InputError) as caught:
             decode(Ride, data)
         assert {fault.where for fault in caught.value.faults} == expected
+
+
+def test_plain_data_inside_a_record_stays_what_it_is():
+    data = {"links": [{"name": "a", "ports": [1, 2]}], "chip": None}
+    assert encode(data) == data  # a list was written as its text, which nobody could read again
