@@ -32,3 +32,6 @@ BENCHMARKS: Mapping[str, str] = {
     "bytes_vs_gspmd": "benchmarks.bytes_vs_gspmd:run",
     "sweep_overhead": "benchmarks.sweep_overhead:run",
 }
+
+# Suites of parts, of the accelerators of a machine: name -> benchmarks.guarded.Suite. ``all`` leaves them out.
+SUITES: Mapping[str, str] = {}

@@ -19,7 +19,8 @@ from rich.table import Column, Table
 from autoshard import __version__
 from autoshard.commands.output import write_text
 from autoshard.errors import AutoshardError, InputError, nearest
-from benchmarks import BENCHMARKS
+from benchmarks import BENCHMARKS, SUITES
+from benchmarks.guarded import measure
 from benchmarks.history import (
     HISTORY,
     Occasion,
@@ -39,12 +40,15 @@ _FIELDS = ("name", "value", "unit", "bar", "holds")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for; a bar that does not hold is a finding, not a failure."""
-    options = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if suite := next((word for word in given if word in SUITES), None):
+        return measure(SUITES[suite], given)
+    options = _parser().parse_args(given)
     try:
         if options.name == "history":
             return _show_history(as_json=options.json, html=options.html)
-        given = {name: getattr(options, name) for name in _USES if getattr(options, name)}
-        runs = _selected(options.name, given)
+        used = {name: getattr(options, name) for name in _USES if getattr(options, name)}
+        runs = _selected(options.name, used)
         results, notes = list[Result](), list[str]()
         printed = _printed(_measured(runs), results, as_json=options.json)
         if options.record:
@@ -67,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure autoshard here.")
-    parser.add_argument("name", nargs="?", default="all", help=f"all, history, or one of {', '.join(BENCHMARKS)}")
+    names = f"all, history, or one of {', '.join((*BENCHMARKS, *SUITES))}"
+    parser.add_argument("name", nargs="?", default="all", help=names)
     parser.add_argument("--json", action="store_true", help="print one JSON object per benchmark and line")
     parser.add_argument("--wandb", action="store_true", help="log every result to Weights & Biases as well")
     parser.add_argument("--record", action="store_true", help="append every result to benchmarks/history.jsonl")
@@ -95,7 +100,7 @@ def _show_history(*, as_json: bool, html: Path | None) -> int:
 def _selected(name: str, options: Mapping[str, Any]) -> dict[str, Callable[[], Result]]:
     """Return what runs each benchmark that was asked for."""
     if name not in ("all", *BENCHMARKS):
-        raise InputError.of("name", f"there is no benchmark {name!r}. {nearest(name, ['all', *BENCHMARKS])}")
+        raise InputError.of("name", f"there is no benchmark {name!r}. {nearest(name, ['all', *BENCHMARKS, *SUITES])}")
     runs = {one: pkgutil.resolve_name(BENCHMARKS[one]) for one in (BENCHMARKS if name == "all" else [name])}
     for option, value in options.items():
         takes = [one for one, run in runs.items() if option in inspect.signature(run).parameters]
