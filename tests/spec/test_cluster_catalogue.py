@@ -81,6 +81,13 @@ def test_trainium_is_as_documented():
         assert cluster.chip.matrix_tile == 128
 
 
+def test_a_trainium_alone_is_half_of_32_gib_a_core_and_has_no_network():
+    alone, of_many = load_cluster("trn1.2xlarge"), load_cluster("trn1.32xlarge")
+    assert (alone.num_ranks, alone.rank_memory_bytes, alone.chip) == (2, 16 * GIB, of_many.chip)
+    assert alone.price_usd_per_node_hour == 1.34 and "EFA" in alone.sources["chips_per_node"]
+    assert "trn1.2xlarge has no network that connects 2 nodes" in faults_of("trn1.2xlarge", 2)["nodes"]
+
+
 def test_trainium_lays_some_tensor_parallel_groups_out_of_order():
     trn1, trn2 = load_cluster("trn1.32xlarge"), load_cluster("trn2.48xlarge")
     assert str(trn1.default_placement(4)).startswith("0-24:8/1-25:8/2-26:8")
@@ -108,7 +115,7 @@ def test_names_and_sizes_are_those_of_the_user_or_refused_with_what_there_is():
     assert "Use at most 1" in faults_of("local", 2)["nodes"]
     assert set(faults_of("local", -1, lnc=1, ranks=65)) == {"nodes", "lnc", "ranks"}
     assert "1 to 64, not 0" in faults_of("local", ranks=0)["ranks"]
-    assert "trn1.32xlarge" in faults_of("trn1.48xlarge")["cluster"]
+    assert "trn1.32xlarge" in faults_of("trn1.33xlarge")["cluster"]
     assert "Did you mean p5.48xlarge" in faults_of("ml.p5.48xlrge")["cluster"]
 
 
