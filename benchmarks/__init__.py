@@ -34,4 +34,4 @@ BENCHMARKS: Mapping[str, str] = {
 }
 
 # Suites of parts, of the accelerators of a machine: name -> benchmarks.guarded.Suite. ``all`` leaves them out.
-SUITES: Mapping[str, str] = {}
+SUITES: Mapping[str, str] = {"on_gpu": "benchmarks.on_gpu:SUITE"}

@@ -20,6 +20,7 @@ from benchmarks.result import Result
 
 _ROOT = Path(__file__).parents[1]
 _MOST_WORDS = 600  # of a reason; the log of a part has all
+_LOOK_S = 0.2  # at what a part has found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,7 @@ class Suite:
     name: str
     parts: Callable[[Setting], Sequence[Part]]  # an InputError of it is the answer to all: a machine that is not here
     opening: Callable[[Setting, Sequence[Part]], str]  # what is said before anything starts
+    closing: Callable[[Setting, Sequence[Mapping[str, Any]]], Result] | None = None  # the last line, of all others
 
 
 def measure(where: str, arguments: Sequence[str]) -> int:
@@ -70,12 +72,18 @@ def _measured(where: str, arguments: Sequence[str]) -> int:
     parts = chosen(suite.parts(setting), options.parts)
     _say(suite.opening(setting, parts))
     folder.mkdir(parents=True, exist_ok=True)
-    failed = list[str]()
+    failed, found = dict[str, None](), list[Mapping[str, Any]]()
     for part in parts:
         _say(f"{part.name}: {part.measures} ...")
         for row in rows_of(where, part, setting):
-            failed += [part.name] if "failed" in row else []
+            found.append(row)
+            failed |= {part.name: None} if "failed" in row else {}
             print(json.dumps(row) if options.json else _line(row), flush=True)
+            if options.json:
+                _say(f"  {_line(row)}")
+    if suite.closing is not None:
+        last = suite.closing(setting, found).row()
+        print(json.dumps(last) if options.json else _line(last), flush=True)
     _say(f"{len(parts) - len(failed)} of {len(parts)} parts ended well; all that was found is in {folder}")
     return 1 if failed else 0
 
@@ -95,27 +103,31 @@ def chosen(parts: Sequence[Part], names: str | None) -> Sequence[Part]:
 
 
 def rows_of(where: str, part: Part, setting: Setting) -> Iterator[Mapping[str, Any]]:
-    """Run a part in a process of its own; yield what it found, and at the end why it failed if it did."""
+    """Run a part in a process of its own; yield what it finds as it comes, and at the end why it failed if it did."""
     found, log = (setting.folder / f"{part.name}.{end}" for end in ("jsonl", "log"))
-    found.unlink(missing_ok=True)
+    found.write_text("", encoding="utf-8")
     given = json.dumps([where, part.name, str(setting.folder), setting.dry, setting.machine])
-    start_s = time.monotonic()
-    with log.open("w", encoding="utf-8") as words:
+    start_s, has_failed = time.monotonic(), False
+    with log.open("w", encoding="utf-8") as words, found.open(encoding="utf-8") as lines:
         command = [sys.executable, "-m", "benchmarks.guarded", given]
         quiet: dict[str, Any] = {"stdout": words, "stderr": words, "stdin": subprocess.DEVNULL}
         child = subprocess.Popen(command, cwd=_ROOT, start_new_session=True, **quiet)
         try:
-            code = child.wait(part.limit_minutes * 60)
-        except subprocess.TimeoutExpired:
-            code = None
+            code, line = None, ""
+            while code is None and time.monotonic() < start_s + part.limit_minutes * 60:
+                with suppress(subprocess.TimeoutExpired):
+                    code = child.wait(_LOOK_S)
+                for more in lines:  # the last one may be half a line
+                    line += more
+                    if line.endswith("\n"):
+                        row, line = cast(Mapping[str, Any], json.loads(line)), ""
+                        has_failed |= "failed" in row
+                        yield row
         finally:  # what it started as well, and also where this process is interrupted
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-    lines = found.read_text("utf-8").splitlines() if found.is_file() else []
-    rows = [cast(Mapping[str, Any], json.loads(line)) for line in lines]
-    yield from rows
-    if code == 0 or any("failed" in row for row in rows):
+    if code == 0 or (code == 1 and has_failed):
         return
     ended = f"it took more than {part.limit_minutes:g} minutes" if code is None else f"it ended with exit code {code}"
     after = f"after {time.monotonic() - start_s:.0f} s"

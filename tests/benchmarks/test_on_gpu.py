@@ -1,0 +1,141 @@
+"""``python -m benchmarks on_gpu`` without a GPU: every part ends, and one that fails leaves the others."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import benchmarks
+from benchmarks import on_gpu
+from benchmarks.__main__ import main
+from benchmarks.gpu import constants, right
+from benchmarks.gpu.device import Item, device_of, measured, result, world_of_one
+from benchmarks.guarded import Part, Setting, Suite, measure
+from benchmarks.result import Result
+from tests.slower import rest_is_slow
+
+PARTS = ("right", "constants", "links")
+DRY = Setting(folder=Path(), dry=True, machine=None)
+
+
+def dry(parts: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
+    assert main(["on_gpu", "--dry-run", "--json", "--parts", parts, "--out", str(folder)]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize("part", rest_is_slow(sorted(PARTS), 1))
+@pytest.mark.ranks
+def test_a_dry_run_of_each_part_ends_and_says_what_it_would_measure(
+    part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    *found, last = dry(part, tmp_path, capsys)
+    assert found and all(row.get("would_measure") for row in found)
+    assert list(last)[:5] == ["name", "value", "unit", "bar", "holds"] and last["name"] == "on_gpu"
+    assert last["holds"] and last["device"] == "none: a dry run"
+    timed = [row for row in found if not str(row["name"]).startswith("right")]
+    assert all(row["value"] == 0.0 and "(dry run)" in str(row["unit"]) for row in timed)
+
+
+def test_every_part_is_tried_here() -> None:
+    assert tuple(part.name for part in on_gpu.parts(DRY)) == PARTS
+
+
+def burning(_: Setting) -> Iterator[Result]:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB\nand more")
+
+
+def with_a_fault(setting: Setting) -> list[Part]:
+    fault = Part(name="fault", measures="nothing", minutes=1, limit_minutes=1, run=burning)
+    return [fault, *(part for part in on_gpu.parts(setting) if part.name == "constants")]
+
+
+FAULTY = Suite(name="on_gpu", parts=with_a_fault, opening=on_gpu.opening, closing=on_gpu.closing)
+
+
+def test_a_part_that_fails_leaves_the_others_and_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        measure("tests.benchmarks.test_on_gpu:FAULTY", ["on_gpu", "--dry-run", "--json", "--out", str(tmp_path)]) == 1
+    )
+    first, *others, last = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert first["name"] == "fault" and first["failed"].startswith("OutOfMemoryError: CUDA out of memory")
+    assert len(others) > 20 and not any("failed" in row for row in others)
+    assert last["failed"] == "fault" and not last["holds"]
+
+
+def test_a_measurement_that_fails_leaves_the_others_of_its_part() -> None:
+    def fails() -> Iterator[Result]:
+        yield result("half", 1.0, "s")
+        raise RuntimeError("CUDA error: an illegal memory access\nCompile with ...")
+
+    items = [
+        Item(name="whole", what="", measure=fails),
+        Item(name="next", what="", measure=lambda: [result("next", 2.0, "s")]),
+    ]
+    found = list(measured(items, device_of(DRY), 10))
+    assert [one.name for one in found] == ["half", "whole", "next"]
+    assert found[1].extras["failed"] == "RuntimeError: CUDA error: an illegal memory access"
+
+
+def test_a_measurement_without_time_is_left_out_by_name() -> None:
+    real = replace(device_of(DRY), dry=False)
+    (found,) = measured([Item(name="late", what="", measure=lambda: [result("late", 1.0, "s")])], real, -1)
+    assert found.extras["failed"] == "left out: the -1 s of its part were over"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--dry-run", "--parts", "rigth"], "--parts: there is no part 'rigth' here. Did you mean right?"),
+        (["--dry-run", "--machine", "trn1"], "--machine: 'trn1' is no machine with GPUs"),
+        ([], "sees no GPU here. --dry-run goes through every part without one"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if not words and torch.cuda.device_count():
+        pytest.skip("there is a GPU here")
+    assert main(["on_gpu", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+def test_all_benchmarks_skip_it_and_say_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmarks.SUITES["on_gpu"] == "benchmarks.on_gpu:SUITE"
+    monkeypatch.setattr("benchmarks.__main__.BENCHMARKS", {})
+    monkeypatch.setattr("benchmarks.__main__.SUITES", {"on_gpu": "benchmarks.on_gpu:SUITE"})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(["all"]) == 0
+    assert "on_gpu was skipped: on_gpu: torch" in capsys.readouterr().err
+
+
+def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first half of a weight's gradient is missing, of one weight of all."""
+    case, gradients = right.CASES["grouped_queries"], right.gradients
+
+    def wrong(plan, drawn, batches, formats, mode):
+        found = dict(gradients(plan, drawn, batches, formats, mode))
+        if mode == "generated":
+            name = next(one for one in found if "up" in one)
+            found[name] = torch.cat([found[name][:48] * 0, found[name][48:]])
+        return found
+
+    device = device_of(DRY)
+    with world_of_one(device):
+        (good,) = right.compared(case, "bf16", device, "good")
+        monkeypatch.setattr(right, "gradients", wrong)
+        (bad,) = right.compared(case, "bf16", device, "bad")
+    assert good.holds and good.extras["same_bits"] and good.value < (good.bar or 0)
+    assert not bad.holds and not bad.extras["same_bits"] and "generated" in str(bad.extras["worst"])
+
+
+def test_attention_without_a_kernel_says_so_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing():
+        raise RuntimeError("no kernel of this name\nat all")
+
+    kernels = (constants.AttentionChoice(name="none", chosen=missing), constants.ATTENTION[0])
+    monkeypatch.setattr(constants, "ATTENTION", kernels)
+    monkeypatch.setattr(constants, "nullcontext", kernels[0].chosen)
+    (found,) = constants.attention_rates(1024, device_of(DRY))
+    assert found.extras["none_missing"] == "no kernel of this name" and found.extras["fastest"] == "none"
