@@ -16,6 +16,7 @@ BAR = 1.0  # of the speed of plain PyTorch, compiled
 SPEED = "fast_llama"  # the finding that the bar is about
 _PARTS: Sequence[tuple[str, str, float]] = (  # name, what it measures, minutes
     ("right", "gradients of 12 tiny models in three modes and two precisions, beside FP64 on the host", 3),
+    ("fast", "layers of Llama-3 8B's and Mixtral's sizes, beside plain PyTorch under torch.compile, in turns", 4),
     ("constants", "products by shape, attention by length, memory, starts of kernels, copies to and from the host", 2),
 )
 _LINKS = ("links", "collectives by kind and size, and messages, between all GPUs of this machine", 2)

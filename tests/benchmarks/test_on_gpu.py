@@ -11,13 +11,14 @@ import torch
 import benchmarks
 from benchmarks import on_gpu
 from benchmarks.__main__ import main
-from benchmarks.gpu import constants, right
+from benchmarks.gpu import constants, fast, right, subjects
 from benchmarks.gpu.device import Item, device_of, measured, result, world_of_one
+from benchmarks.gpu.plain import ExpertLayer
 from benchmarks.guarded import Part, Setting, Suite, measure
 from benchmarks.result import Result
 from tests.slower import rest_is_slow
 
-PARTS = ("right", "constants", "links")
+PARTS = ("right", "fast", "constants", "links")
 DRY = Setting(folder=Path(), dry=True, machine=None)
 
 
@@ -139,3 +140,51 @@ def test_attention_without_a_kernel_says_so_and_the_others_are_measured(monkeypa
     monkeypatch.setattr(constants, "nullcontext", kernels[0].chosen)
     (found,) = constants.attention_rates(1024, device_of(DRY))
     assert found.extras["none_missing"] == "no kernel of this name" and found.extras["fastest"] == "none"
+
+
+def test_a_subject_that_finds_no_memory_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, ours = device_of(DRY), fast.ours
+
+    def full(plan, mode, device):
+        if mode == "generated":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.91 GiB.\nGPU 0 has ...")
+        return ours(plan, mode, device)
+
+    monkeypatch.setattr(fast, "ours", full)
+    with world_of_one(device):
+        found = {
+            one.name: one for one in fast.compared("fast", "llama3-8b", ("plain", "compiled", "generated"), device)
+        }
+    assert set(found) == {"fast", "fast_plain", "fast_compiled", "fast_generated"}
+    assert str(found["fast_generated"].extras["failed"]).endswith("Tried to allocate 3.91 GiB.")
+    assert found["fast"].value > 0 and found["fast_compiled"].extras["kernels_per_layer"]
+
+
+def test_a_parked_subject_has_no_memory_and_steps_when_it_is_there_again() -> None:
+    device = device_of(DRY)
+    with world_of_one(device):
+        plan = subjects.fitting("mixtral-8x7b", device, 1)
+        for one in (subjects.ours(plan, "generated", device), subjects.plain(plan, device)):
+            for _ in range(2):
+                assert not any(tensor.untyped_storage().nbytes() for tensor in (*one.numbers(), *one.zeros()))
+                with one.there(device):
+                    one.step()
+                    assert all(bool(tensor.isfinite().all()) for tensor in one.numbers())
+
+
+def test_plain_experts_give_what_each_token_gets_from_its_own() -> None:
+    device = device_of(DRY)
+    model = subjects.model_of("mixtral-8x7b", subjects.Sizes(layers=1), device)
+    torch.manual_seed(0)
+    layer, x = ExpertLayer(model).bfloat16(), torch.randn(2, 8, model.hidden).bfloat16()
+    with torch.no_grad():
+        found = layer.mlp(x)
+        weights, experts = layer.router(x).float().softmax(-1).topk(model.experts_per_token)
+        weights /= weights.sum(-1, keepdim=True)
+        expected = torch.zeros_like(x, dtype=torch.float32)
+        for place in torch.cartesian_prod(torch.arange(2), torch.arange(8)).tolist():
+            for weight, expert in zip(weights[*place], experts[*place].tolist(), strict=True):
+                one = x[*place].float()
+                gate, up = (one @ matrix[expert].float() for matrix in (layer.gates, layer.ups))
+                expected[*place] += weight * (torch.nn.functional.silu(gate) * up @ layer.downs[expert].float())
+    torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.02 * float(expected.abs().max()))
