@@ -17,6 +17,7 @@ COMMANDS = {  # each is a function of its name, in a module of its name, whose d
     "convert": "convert weights between forms and layouts",
     "validate": "predict measured runs, and say how far that is off",
     "calibrate": "fit the constants of the cost model to measured runs",
+    "contribute": "write the measured rows of runs into a file for others, with nothing private in it",
     "advise": "say which short runs would change the choice of a plan most; write their plans",
     "list": "list the names that options take: models, clusters, engines, schedules, ...",
     "completion": "print the script with which bash, zsh or fish completes commands and options",

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from autoshard.command_line import Counts, is_recipe
 from autoshard.commands.output import print_answer
 from autoshard.commands.progress import StatusLine, Watcher, watching
-from autoshard.commands.resizing import request_like, resume_command, resuming_answer, size_of
 from autoshard.commands.writing.places import place_checks
+from autoshard.commands.writing.resizing import request_like, resume_command, resuming_answer, size_of
 from autoshard.commands.writing.target import Target, Written
 from autoshard.cost.trace import rank_times
 from autoshard.errors import InputError, NoPlan, inside, require

@@ -1,10 +1,13 @@
 """The accelerators of this machine as a cluster file, from what PyTorch, nvidia-smi and neuron-ls say of them."""
 
+import os
+import platform
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
@@ -254,3 +257,41 @@ def _link(bond_bytes_per_s: float, bonds: str) -> Mapping[str, Any]:
         "latency_s": 3.4e-6,
         "sources": {"default": f"read here: {bonds if bond_bytes_per_s else pcie}", "latency_s": latency},
     }
+
+
+# -- in words -------------------------------------------------------------------------------------------
+
+
+def machine_words() -> Mapping[str, str | int]:
+    """Return what the machine here is, for others: chips, their driver, processor; no name of it, and no address."""
+    words: dict[str, str | int] = {"processor": _processor(), "cores": os.cpu_count() or 1}
+    if devices := neuron_devices():
+        kind = str(devices[0].get("instance_type") or product())
+        known = {"instance": kind} if re.fullmatch(r"[a-z0-9]{2,8}\.[a-z0-9]{2,12}", kind) else {}
+        return words | known | {"devices": len(devices)}
+    if gpus := _gpus():
+        driver = said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split()
+        named = {"gpu": gpus[0].name, "gpus": len(gpus), "gpu_memory_bytes": gpus[0].memory_bytes}
+        return words | named | ({"driver": driver[0]} if driver else {})
+    return words
+
+
+def installed_packages() -> str:
+    """Return the packages that are installed here, with their versions: ``torch 2.13.0, triton 3.4.0``."""
+    found = {"python": platform.python_version()}
+    for name in (
+        "torch", "torch-xla", "torch-neuronx", "neuronx-distributed", "neuronx-cc", "nki", "triton",
+        "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
+    ):  # fmt: skip
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return ", ".join(f"{name} {version}" for name, version in found.items())
+
+
+def _processor() -> str:
+    """Return the name of the processor, as its maker gives it."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()

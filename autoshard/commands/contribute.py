@@ -1,0 +1,63 @@
+"""``autoshard contribute``: measured rows for others, with nothing private in them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+from autoshard.calibration.contribution import Contribution, contribution
+from autoshard.calibration.rows import MeasuredRow
+from autoshard.commands.output import print_answer, print_left_out, write_text
+from autoshard.commands.writing.places import place_checks
+from autoshard.errors import require
+from autoshard.spec.record import encode
+from autoshard.units import format_seconds
+
+_NOT_IN_IT = (
+    "not in it: paths, names of hosts, people, data, models of your own and trackers, command lines, losses, weights. "
+    "Rows are made anew from numbers and from autoshard's own words; whatever else the files of a run say is left out."
+)
+_SEND = (
+    "to send it: read it ({0} is text, one row a line), and attach it to an issue of the project. Nothing is sent by "
+    "this command. `autoshard validate {0}` shows what others learn from it"
+)
+
+
+def contribute(folder: Path, out: Path = Path("contribution.jsonl"), json: bool = False) -> int:
+    """Write the measured rows of a run, or of a folder of runs, into one file for others, with nothing private in it.
+
+    A row says what was run (model, layout, cluster), how long a step took, and on which software and machine.
+    Rehearsals, runs that did not end, and runs on clusters of your own are left out, each with a line that says why.
+
+    Args:
+        folder: The folder of a run that has ended, which autoshard run got as --out, or a folder of such runs. A file
+            of rows works as well.
+        out: The file to write.
+        json: Print one JSON object instead of text.
+    """
+    require(*place_checks(out))
+    from autoshard.runtime.here import installed_packages, machine_words  # may import torch, which takes seconds
+
+    found = contribution(folder, machine_words(), installed_packages())
+    print_left_out(found.read.left_out_lines)
+    write_text(found.text, out)
+    print_answer({"file": str(out), "rows": list(map(encode, found.rows))} if json else _report(found, out))
+    return 1 if found.read.num_unread else 0
+
+
+def _report(found: Contribution, out: Path) -> str:
+    told = {what: _pairs((found.rows[0].source or {})[what]) for what in ("versions", "machine")}
+    lines = [f"{len(found.rows)} measured row{'s' if len(found.rows) > 1 else ''}:", *map(_line, found.rows)]
+    return "\n".join([
+        *lines, f"software: {told['versions']}", f"machine, as this one is: {told['machine']}", _NOT_IN_IT,
+        f"wrote {out}", _SEND.format(out),
+    ])  # fmt: skip
+
+
+def _pairs(told: object) -> str:
+    return ", ".join(f"{name} {value}" for name, value in cast(Mapping[str, object], told).items())
+
+
+def _line(row: MeasuredRow) -> str:
+    size = f"{row.seq_len} tokens x {row.global_batch_seqs}"
+    assert row.step_time_s is not None, "a contributed row is timed"
+    return f"  {row.model} on {row.platform}, {size}, {row.candidate}: {format_seconds(row.step_time_s)} a step"
