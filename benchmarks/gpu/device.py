@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from autoshard.spec.cluster_catalogue import NodeType, cluster_names, load_clust
 from benchmarks.guarded import Setting
 from benchmarks.result import Extra, Result
 
+T = TypeVar("T")
 PLAYED = "h100-80"  # what a dry run plays
 CLUSTER = "cluster.json"  # the file of this machine, beside its findings
 
@@ -42,6 +43,7 @@ class Device:
     node_type: NodeType
     count: int  # how many there are on this machine
     dry: bool
+    folder: Path  # where findings are kept
 
     @property
     def torch(self) -> torch.device:
@@ -82,21 +84,25 @@ def device_of(setting: Setting) -> Device:
         known = [name for name in cluster_names() if not load_cluster(name).platform and name != LOCAL]
         machine = setting.machine or PLAYED
         require((machine in known, "--machine", f"{machine!r} is no machine with GPUs. {nearest(machine, known)}"))
-        return Device(type=HOST, name=machine, node_type=load_node_type(machine), count=2, dry=True)
+        return Device(
+            type=HOST, name=machine, node_type=load_node_type(machine), count=2, dry=True, folder=setting.folder
+        )
     count = torch.cuda.device_count()
     sees_none = f"torch {torch.__version__} sees no GPU here. --dry-run goes through every part without one"
     require((count > 0, "on_gpu", sees_none))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / CLUSTER
-        file.write_text(json.dumps(cluster_file()), encoding="utf-8")
+        file.write_text(json.dumps(asked_in_a_fork(cluster_here)), encoding="utf-8")
         node_type = load_node_type(str(file))
-    return Device(type=CUDA, name=node_type.chip.name, node_type=node_type, count=count, dry=False)
+    return Device(
+        type=CUDA, name=node_type.chip.name, node_type=node_type, count=count, dry=False, folder=setting.folder
+    )
 
 
-def cluster_file() -> Mapping[str, Any]:
-    """Return the cluster file of this machine; a fork asks its GPUs, because forks of who asks could not use them."""
+def asked_in_a_fork(about: Callable[[], T]) -> T:
+    """Return what a function says of the GPUs; a fork asks, because forks of who asks could not use them."""
     with ProcessPoolExecutor(1, get_context("fork")) as fork:
-        return fork.submit(cluster_here).result()
+        return fork.submit(about).result()
 
 
 @contextmanager
