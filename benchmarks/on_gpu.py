@@ -17,7 +17,9 @@ SPEED = "fast_llama"  # the finding that the bar is about
 _PARTS: Sequence[tuple[str, str, float]] = (  # name, what it measures, minutes
     ("right", "gradients of 12 tiny models in three modes and two precisions, beside FP64 on the host", 3),
     ("fast", "layers of Llama-3 8B's and Mixtral's sizes, beside plain PyTorch under torch.compile, in turns", 4),
+    ("why", "a profile by kernel beside the prediction of every operation; the ten largest differences", 2),
     ("constants", "products by shape, attention by length, memory, starts of kernels, copies to and from the host", 2),
+    ("rows", "runs of several layouts as measured rows, and the cluster file of this machine", 4),
 )
 _LINKS = ("links", "collectives by kind and size, and messages, between all GPUs of this machine", 2)
 

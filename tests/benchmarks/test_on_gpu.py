@@ -3,22 +3,29 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 
 import benchmarks
+from autoshard.calibration.calibrate import timed_rows
+from autoshard.calibration.rows import measured_rows
+from autoshard.cost.predict import predict
+from autoshard.engine.base import RunReport, TimedStep
+from autoshard.search.request import Request, plan_at
 from benchmarks import on_gpu
 from benchmarks.__main__ import main
-from benchmarks.gpu import constants, fast, right, subjects
+from benchmarks.gpu import constants, fast, right, rows, subjects, why
 from benchmarks.gpu.device import Item, device_of, measured, result, world_of_one
 from benchmarks.gpu.plain import ExpertLayer
 from benchmarks.guarded import Part, Setting, Suite, measure
 from benchmarks.result import Result
 from tests.slower import rest_is_slow
 
-PARTS = ("right", "fast", "constants", "links")
+PARTS = ("right", "fast", "why", "constants", "rows", "links")
 DRY = Setting(folder=Path(), dry=True, machine=None)
 
 
@@ -188,3 +195,62 @@ def test_plain_experts_give_what_each_token_gets_from_its_own() -> None:
                 gate, up = (one @ matrix[expert].float() for matrix in (layer.gates, layer.ups))
                 expected[*place] += weight * (torch.nn.functional.silu(gate) * up @ layer.downs[expert].float())
     torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.02 * float(expected.abs().max()))
+
+
+def test_differences_cover_all_that_is_predicted_and_products_are_marked_alone() -> None:
+    device = device_of(DRY)
+    with world_of_one(device):
+        plan = subjects.fitting("llama3-8b", device, most_layers=2)
+        literal, compiled = (why.profile_of(plan, mode, device) for mode in ("literal", "compiled"))
+        found = {one.name: one for one in why.differences(plan, literal, compiled)}
+    assert plan.prediction
+    parts = plan.prediction.time_parts
+    assert sum(one.predicted_s for one in found.values()) == pytest.approx(parts["compute"] + parts["update"], rel=1e-3)
+    products = [name for name in found if ": " in name and "all but" not in name]
+    assert len(products) == 14 and {"layer, F: attend", "layer, I: up", "layer, W: down"} < set(products)
+    assert all(found[name].measured_s > 0 for name in products), "each is found in the profile"
+    assert all(found[f"{kind}, {one}"].measured_s > 0 for kind in ("embed", "head") for one in "FB")
+
+
+def test_rows_of_a_gpu_are_read_as_the_runs_that_they_are(tmp_path: Path) -> None:
+    real = replace(device_of(DRY), dry=False, folder=tmp_path)
+    plans = [one.plan(real) for one in (*rows.ALONE, *rows.together(4))]
+    steps = tuple(
+        TimedStep(number=n, loss=1.0, norm=1.0, time_s=n / 10, num_tokens=8, memory_bytes=n * 2**30)
+        for n in range(1, 9)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "run_plan", lambda plan, device: RunReport(steps=steps, ranks=()))
+        for number, plan in enumerate(plans):
+            (found,) = rows.row_measured(f"row_{number}", plan, real, {"gpu": "NVIDIA H100"})
+            assert found.value == pytest.approx(0.55) and found.extras["peak_gib"] == 8.0
+    read = timed_rows(tmp_path / "measured.jsonl", "h100-80")
+    assert not read.rows.left_out and len(read.runs) == len(plans)
+    for plan, (row, run) in zip(plans, read.runs, strict=True):
+        assert row.kernels == "torch_engine_gpu" and "torch" in (row.framework_version or "")
+        assert (run.candidate.dp, run.candidate.mbs, run.workload.seq_len) == (
+            plan.candidate.dp,
+            plan.micro_batch,
+            plan.workload.seq_len,
+        )
+        assert run.model.num_layers == plan.model.num_layers and run.cluster.chips_per_node == plan.mesh.num_ranks
+        predicted = predict(
+            plan_at(
+                Request(model=run.model, cluster=run.cluster, workload=run.workload, engines=("torch",)),
+                run.candidate,
+                even_refused=True,
+            )
+        )
+        assert plan.prediction and predicted.step_time_s == pytest.approx(plan.prediction.step_time_s, rel=1e-3)
+    schema = json.loads((files("autoshard") / "calibration" / "row.schema.json").read_text("utf-8"))
+    for line in (tmp_path / "measured.jsonl").read_text("utf-8").splitlines():
+        jsonschema.validate(json.loads(line), schema)
+
+
+@pytest.mark.ranks
+def test_rows_of_a_dry_run_are_of_a_rehearsal_on_the_host(tmp_path: Path) -> None:
+    dry_device = replace(device_of(DRY), folder=tmp_path)
+    plan = rows.ALONE[4].plan(dry_device)
+    list(rows.row_measured("row", plan, dry_device, {}))
+    (row,) = measured_rows(tmp_path / "measured.jsonl").rows.values()
+    assert (row.kind, row.platform, row.kernels) == ("rehearsal", "local", None)
