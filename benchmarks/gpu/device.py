@@ -5,6 +5,7 @@
 
 import contextlib
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -107,7 +108,8 @@ def asked_in_a_fork(about: Callable[[], T]) -> T:
 
 @contextmanager
 def world_of_one(device: Device) -> Iterator[None]:
-    """Be the only rank of torch's world."""
+    """Be the only rank of torch's world, which needs no network."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group(joined_device(device.type, 0), store=store, rank=0, world_size=1)
     try:

@@ -20,7 +20,7 @@ from benchmarks.result import Extra, Result
 
 BAR = 1.0  # of the speed of plain PyTorch
 ROUNDS, STEPS = 4, 3
-_SECONDS = 260.0
+_SECONDS = 200.0
 _GIB = 2**30
 
 

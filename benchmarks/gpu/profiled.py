@@ -98,7 +98,7 @@ def _kernels(on_host: Sequence[Any], device: Device) -> Iterator[Kernel]:
     """Yield what each event of the host has started."""
     for event in on_host:
         if device.type == CUDA:
-            for kernel in event.kernels:
+            for kernel in (one for one in event.kernels if not one.name.startswith(RANGE)):  # a range is no kernel
                 yield Kernel(name=kernel.name, time_s=kernel.duration / 1e6, range=_range_of(event))
         elif not event.cpu_children and not event.name.startswith(RANGE):
             yield Kernel(name=event.name, time_s=event.self_cpu_time_total / 1e6, range=_range_of(event))

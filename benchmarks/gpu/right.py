@@ -38,7 +38,7 @@ PRECISIONS = ("bf16", "fp32")
 BARS: Mapping[str, float] = {"bf16": 0.1, "fp32": 1e-4}
 BAR_ROUTED = 0.3  # in BF16 with experts: a token whose two best are alike may go to another one
 _FLOOR = 0.01
-_SECONDS = 170.0
+_SECONDS = 140.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
