@@ -32,7 +32,9 @@ def parts(setting: Setting) -> Sequence[Part]:
 
 
 def _part(name: str, measures: str, minutes: float) -> Part:
-    return Part(name=name, measures=measures, minutes=minutes, limit_minutes=minutes + _GRACE_MINUTES, run=partial(_run, name))
+    return Part(
+        name=name, measures=measures, minutes=minutes, limit_minutes=minutes + _GRACE_MINUTES, run=partial(_run, name)
+    )
 
 
 def _run(name: str, setting: Setting) -> Iterable[Result]:

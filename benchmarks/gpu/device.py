@@ -101,7 +101,9 @@ def device_of(setting: Setting) -> Device:
 
 
 def asked_in_a_fork(about: Callable[[], T]) -> T:
-    """Return what a function says of the GPUs; a fork asks, because forks of who asks could not use them."""
+    """Return what a function says of the GPUs; a fork asks, because later forks of who asks could not use them."""
+    if torch.cuda.is_initialized():
+        return about()
     with ProcessPoolExecutor(1, get_context("fork")) as fork:
         return fork.submit(about).result()
 

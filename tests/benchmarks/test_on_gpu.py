@@ -12,6 +12,7 @@ import torch
 
 import benchmarks
 from autoshard.calibration.calibrate import timed_rows
+from autoshard.calibration.contribution import contribution
 from autoshard.calibration.rows import measured_rows
 from autoshard.cost.predict import predict
 from autoshard.engine.base import RunReport, TimedStep
@@ -242,6 +243,8 @@ def test_rows_of_a_gpu_are_read_as_the_runs_that_they_are(tmp_path: Path) -> Non
             )
         )
         assert plan.prediction and predicted.step_time_s == pytest.approx(plan.prediction.step_time_s, rel=1e-3)
+    given = contribution(tmp_path, {"gpu": "NVIDIA H100 80GB HBM3"}).rows
+    assert len(given) == len(plans) and all(row.kernels == "torch_engine_gpu" for row in given)
     schema = json.loads((files("autoshard") / "calibration" / "row.schema.json").read_text("utf-8"))
     for line in (tmp_path / "measured.jsonl").read_text("utf-8").splitlines():
         jsonschema.validate(json.loads(line), schema)
