@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 from autoshard.runtime.launch import Placing, launch
 from benchmarks.gpu.device import Device, Item, failed, first_line, measured, result, seconds_of
-from benchmarks.result import Result
+from benchmarks.gpu.profiled import profiled, warm
+from benchmarks.gpu.subjects import fitting, ours
+from benchmarks.result import Extra, Result
 
 SIZES_MIB = (1, 16, 64, 256, 1024)
 _SECONDS = 100.0
@@ -48,7 +50,7 @@ def run(device: Device) -> Iterator[Result]:
 
 def items_of(device: Device, count: int) -> Sequence[Item]:
     """Return all measurements, the same on every rank."""
-    return [
+    found = [
         Item(
             name=f"{kind}_{size}_mib",
             what=f"{kind} of {size} MiB in bf16 "
@@ -58,6 +60,30 @@ def items_of(device: Device, count: int) -> Sequence[Item]:
         for kind in SENT
         for size in SIZES_MIB
     ]
+    found += [
+        Item(
+            name=f"hidden_{name}",
+            what=f"how much of what {layout} sends in a step is hidden behind what it computes",
+            measure=partial(hidden_share, f"hidden_{name}", layout, device),
+        )
+        for name, layout in layouts_of(count).items()
+    ]
+    return found
+
+
+def layouts_of(count: int) -> Mapping[str, str]:
+    """Return layouts of all GPUs: buckets of gradients, pieces of weights and gradients, tensors, and layers divided.
+
+    Heads and layers are divided by powers of two, and pipelines have two stages.
+    """
+    power = 1 << (min(count, 8).bit_length() - 1)
+    if power != count:
+        return {"buckets": f"tp=1,pp=1,dp={count},zero=1", "zero_3": f"tp=1,pp=1,dp={count},zero=3"}
+    pipeline = f"tp=1,pp=2,dp={count // 2}"
+    return {
+        "buckets": f"tp=1,pp=1,dp={count},zero=1", "zero_3": f"tp=1,pp=1,dp={count},zero=3",
+        "tensors": f"tp={count},pp=1,dp=1", "pipeline": pipeline,
+    }  # fmt: skip
 
 
 def sending_rate(kind: str, size_mib: int, device: Device) -> Iterator[Result]:
@@ -86,3 +112,14 @@ def _pass_on(sent: torch.Tensor, received: torch.Tensor) -> None:
     ]
     for work in dist.batch_isend_irecv(messages):
         work.wait()
+
+
+def hidden_share(name: str, layout: str, device: Device) -> Iterator[Result]:
+    """Return which share of the time in which the first rank sends is hidden, in a step of some layers of 8B."""
+    plan = fitting("llama3-8b", device, 4, layout, sequences=2 * dist.get_world_size())
+    subject = ours(plan, "generated" if device.dry else "compiled", device)
+    with subject.there(device):
+        warm(subject.step, device, 2)
+        seen = profiled(subject.step, device)
+    extras: dict[str, Extra] = {"step_s": seen.span_s, "sending_s": seen.sending_s, "hidden_s": seen.hidden_s}
+    yield result(name, seen.hidden_s / seen.sending_s if seen.sending_s else 0.0, "of its sending time", extras)

@@ -18,6 +18,7 @@ from autoshard.runtime.machine import CUDA
 from benchmarks.gpu.device import Device
 
 RANGE = "autoshard:"  # what marked ranges are called before their own name
+_SENDS = ("nccl", "gloo:")  # parts of the names of what libraries send and receive by
 _WAITS = ("Synchronize", "cudaMemcpy", "aten::item", "aten::_local_scalar_dense")
 
 
@@ -38,6 +39,8 @@ class Profiled:
     span_s: float  # from the start of its first kernel to the end of its last
     busy_s: float  # in which at least one kernel ran
     host_s: float  # of the host's work, without what it waited for the device
+    sending_s: float  # in which at least one kernel sent or received
+    hidden_s: float  # of it, in which another kernel computed
 
     @property
     def gaps(self) -> float:
@@ -72,23 +75,30 @@ def profiled(step: Callable[[], object], device: Device) -> Profiled:
     on_device = [one for one in events if one.device_type.name != "CPU" and not one.is_user_annotation]
     if device.type != CUDA:
         on_device = [one for one in on_host if not one.cpu_children and not one.name.startswith(RANGE)]
-    spans = sorted((one.time_range.start / 1e6, one.time_range.end / 1e6) for one in on_device)
+    spans = sorted(
+        (one.time_range.start / 1e6, one.time_range.end / 1e6, any(part in one.name for part in _SENDS))
+        for one in on_device
+    )
+    sending, computing = ([span for span in spans if span[2] == one] for one in (True, False))
+    sending_s, computing_s, busy_s = map(covered_s, (sending, computing, spans))
     return Profiled(
         kernels=tuple(_kernels(on_host, device)),
-        span_s=max((end for _, end in spans), default=0.0) - (spans[0][0] if spans else 0.0),
-        busy_s=covered_s(spans),
+        span_s=max((end for _, end, _ in spans), default=0.0) - (spans[0][0] if spans else 0.0),
+        busy_s=busy_s,
         host_s=_host_s(on_host),
+        sending_s=sending_s,
+        hidden_s=sending_s + computing_s - busy_s,
     )
 
 
-def covered_s(spans: Sequence[tuple[float, float]]) -> float:
-    """Return the length of what sorted spans cover together.
+def covered_s(spans: Sequence[tuple[float, ...]]) -> float:
+    """Return the length of what spans cover together, which are sorted by their start.
 
     >>> covered_s([(0.0, 2.0), (1.0, 3.0), (1.5, 2.5), (5.0, 6.0)])
     4.0
     """
     total, last = 0.0, float("-inf")
-    for start, end in spans:
+    for start, end, *_ in spans:
         total += max(0.0, end - max(start, last))
         last = max(last, end)
     return total

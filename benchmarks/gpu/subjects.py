@@ -78,12 +78,15 @@ def plan_of(model: ModelSpec, device: Device, seq_len: int, layout: str = "tp=1,
     return plan_at(request, candidate, even_refused=True)
 
 
-def fitting(card: str, device: Device, most_layers: int = 8) -> Plan:
-    """Return the plan of the largest choice that is predicted to fit."""
+def fitting(
+    card: str, device: Device, most_layers: int = 8, layout: str = "tp=1,pp=1,dp=1", sequences: int = 2
+) -> Plan:
+    """Return the plan of the largest choice that is predicted to fit; a pipeline needs a layer for each stage."""
+    stages = Candidate.parse(layout).pp
     for sizes in CHOICES[card]:
-        if sizes.layers > most_layers:
+        if not stages <= sizes.layers <= most_layers:
             continue
-        plan = plan_of(model_of(card, sizes, device), device, sizes.seq_len)
+        plan = plan_of(model_of(card, sizes, device), device, sizes.seq_len, layout, sequences)
         assert plan.prediction, "a plan that was made has its prediction"
         if plan.prediction.peak_bytes <= ROOM * device.node_type.chip.memory_bytes:
             return plan
