@@ -100,7 +100,7 @@ def timed_rows(path: Path, cluster: str) -> TimedRows:
         try:
             untimed = "is not there to be fitted to"
             require((not row.unfit, "", row.unfit), (bool(row.step_time_s), "step_time_s", untimed))
-            run = run_of(row)
+            run = run_of(row, node_type if row.platform == node_type.name else rows.clusters.get(where))
             found, same = run.cluster.name, run.cluster.chip.name == node_type.chip.name
             require((same, "platform", f"was run on {found}, not on {node_type.name} or its chips"))
             timer(run)

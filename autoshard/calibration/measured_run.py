@@ -11,7 +11,7 @@ from autoshard.errors import Fault, InputError, inside, require
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster import Cluster
-from autoshard.spec.cluster_catalogue import load_cluster, load_node_type
+from autoshard.spec.cluster_catalogue import NodeType, cluster_names, load_cluster, load_node_type
 from autoshard.spec.model import MAX_DIM, ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import EXPERT_IMBALANCE, Workload
@@ -35,9 +35,13 @@ class MeasuredRun:
     assumed: Mapping[str, str] = field(hash=False, compare=False)
 
 
-def run_of(row: MeasuredRow) -> MeasuredRun:
-    """Return what was run; an InputError names all columns that are wrong, contradict each other, or are not known."""
-    reader = _Reader(row)
+def run_of(row: MeasuredRow, own: NodeType | None = None) -> MeasuredRun:
+    """Return what was run; an InputError names all columns that are wrong, contradict each other, or are not known.
+
+    Its platform is a cluster of the catalogue, or an ``own`` one that has its name.
+    """
+    is_own = own is not None and own.name == row.platform and own.name not in cluster_names()
+    reader = _Reader(row, own if is_own else None)
     model = reader.tried(reader.model)
     workload = reader.tried(reader.workload)
     cluster = None if any(fault.where == "platform" for fault in reader.faults) else reader.tried(reader.cluster)
@@ -67,8 +71,9 @@ def run_of(row: MeasuredRow) -> MeasuredRun:
 class _Reader:
     """Reads one row; collects its faults, all to be reported at once, and what had to be assumed, by column."""
 
-    def __init__(self, row: MeasuredRow) -> None:
-        self.row, self.assumed, self.faults = translated(row.unmeasured)
+    def __init__(self, row: MeasuredRow, own: NodeType | None) -> None:
+        self.row, self.assumed, self.faults = translated(row.unmeasured, knows_platform=own is not None)
+        self.own = own
 
     def tried(self, read: Callable[[], T]) -> T | None:
         """Return what can be read, or note why it cannot."""
@@ -94,19 +99,34 @@ class _Reader:
         """Read the nodes of a run; those that were used in part have only the chips that were."""
         row = self.row
         name = row.platform
+        if self.own is not None:
+            return self._own_cluster(self.own)
         whole = load_cluster(name, lnc=row.lnc, ranks=load_node_type(name).max_chips_per_node)
-        nodes = row.nodes or math.ceil((row.chips or 0) / whole.chips_per_node)
-        chips = row.chips or nodes * whole.chips_per_node
-        fits = chips % nodes == 0 and chips // nodes <= whole.chips_per_node
-        at_most = f"{chips} chips on {nodes} nodes; a node of {whole.name} has {whole.chips_per_node}"
-        require((fits, "chips", at_most))
-        per_node = chips // nodes
+        nodes, per_node = self._nodes(whole.name, whole.chips_per_node)
         if load_node_type(name).max_chips_per_node:
             return load_cluster(name, nodes, lnc=row.lnc, ranks=per_node * whole.ranks_per_chip)
         cluster = load_cluster(name, nodes, lnc=row.lnc)
         if per_node == cluster.chips_per_node:
             return cluster
         return replace(cluster, chips_per_node=per_node, placements=())
+
+    def _own_cluster(self, own: NodeType) -> Cluster:
+        """Read the nodes of a run on a cluster of the user's file."""
+        nodes, per_node = self._nodes(own.name, own.max_chips_per_node or own.chips_per_node)
+        lncs = [variant.lnc for variant in own.variants]
+        require((self.row.lnc in (None, *lncs), "lnc", f"{own.name} has no lnc {self.row.lnc}"))
+        variant = next(one for one in own.variants if self.row.lnc in (None, one.lnc))
+        cluster = own.cluster(variant, nodes)
+        return cluster if per_node == own.chips_per_node else replace(cluster, chips_per_node=per_node, placements=())
+
+    def _nodes(self, name: str, most: int) -> tuple[int, int]:
+        """Return how many nodes were used, and how many chips of each."""
+        row = self.row
+        nodes = row.nodes or math.ceil((row.chips or 0) / most)
+        chips = row.chips or nodes * most
+        fits = chips % nodes == 0 and chips // nodes <= most
+        require((fits, "chips", f"{chips} chips on {nodes} nodes; a node of {name} has {most}"))
+        return nodes, chips // nodes
 
     def candidate(self, cluster: Cluster) -> Candidate | None:
         """Read the layout: that of the columns, or one that is stated as a whole; columns may say the same as that."""

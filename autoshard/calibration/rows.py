@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -11,6 +12,7 @@ from autoshard.errors import Fault, InputError, nearest, require
 from autoshard.plan.plan import Plan
 from autoshard.spec import record
 from autoshard.spec.cluster import LOCAL
+from autoshard.spec.cluster_catalogue import NodeType, load_node_type
 from autoshard.spec.files import json_lines, read_data
 from autoshard.spec.kernels import kernels_names, load_kernels
 from autoshard.spec.model_catalogue import load_model, model_names
@@ -19,6 +21,7 @@ from autoshard.spec.workload import Documents, Optimizer, Precision
 Kind = Literal["run", "rehearsal", "short"]  # short: ended, or was stopped, before its times had settled
 SUFFIX = ".jsonl"
 OF_A_RUN = "measured.jsonl"  # in the folder of a run, beside other files
+OF_A_CLUSTER = "cluster.json"  # beside rows: the file of the machine that they were run on
 ARCH = {
     "layers": "num_layers", "hidden": "hidden", "ffn": "ffn", "heads": "num_heads", "kv_heads": "num_kv_heads",
     "head_dim": "head_dim", "vocab": "vocab", "gated_mlp": "gated_mlp", "tied_embed": "tied_embeddings",
@@ -165,6 +168,7 @@ class MeasuredRows:
     sets: Mapping[str, str]  # place of a row -> name of its data set
     left_out: Mapping[str, InputError]
     incomplete: frozenset[str] = frozenset()  # places in left_out of rehearsals, and of runs that did not end
+    clusters: Mapping[str, NodeType] = field(default_factory=dict[str, NodeType])  # that lie beside rows, by place
 
     @property
     def num_unread(self) -> int:
@@ -206,6 +210,7 @@ def measured_rows(path: Path) -> MeasuredRows:
     sets: dict[str, str] = {}
     left_out: dict[str, InputError] = {}
     known: dict[tuple[str, str], str] = {}
+    clusters: dict[str, NodeType] = {}
     runs = sorted(one for one in path.iterdir() if one.is_dir() and _is_run(one)) if path.is_dir() else []
     unended = {str(run): InputError.of("", _UNENDED) for run in runs if not (run / OF_A_RUN).is_file()}
     _refuse_others(path)
@@ -218,6 +223,7 @@ def measured_rows(path: Path) -> MeasuredRows:
         require((bool(files or unended), str(path), f"holds no files of rows: their names end in {SUFFIX}"))
     for file in files:
         name = file.stem if path in (file, file.parent) else path.resolve().name
+        cluster = _cluster_beside(file)
         for where, row in _rows_in(file).items():
             if isinstance(row, InputError):
                 left_out[where] = row
@@ -225,13 +231,24 @@ def measured_rows(path: Path) -> MeasuredRows:
                 left_out[where] = InputError.of("id", f"{row.id} stands in {known[name, row.id]} already")
             else:
                 rows[where], sets[where], known[name, row.id] = row, name, where
+                clusters |= {where: cluster} if cluster else {}
     unended = unended if not files or any(file.parent.parent == path for file in files) else {}
     unfit = {where: InputError.of("", row.unfit) for where, row in rows.items() if row.unfit}
     keeps_unfit = files in ([path], [path / OF_A_RUN]) and len(unfit) == len(rows)
     unfit = {} if keeps_unfit else unfit
     incomplete = frozenset([*unended, *unfit])
-    found = MeasuredRows(rows=rows, sets=sets, left_out={**left_out, **unended}, incomplete=incomplete)
+    found = MeasuredRows(
+        rows=rows, sets=sets, left_out={**left_out, **unended}, incomplete=incomplete, clusters=clusters
+    )
     return found.without(unfit, path)
+
+
+def _cluster_beside(file: Path) -> NodeType | None:
+    """Return the node type whose file lies beside rows, if there is one that can be read."""
+    beside = file.with_name(OF_A_CLUSTER)
+    with suppress(InputError):
+        return load_node_type(str(beside)) if beside.is_file() else None
+    return None
 
 
 def _refuse_others(path: Path) -> None:

@@ -216,7 +216,7 @@ def validate(path: Path, calibration: Calibration | None = None) -> Validation:
     faults: dict[str, InputError] = {}
     for where, row in rows.rows.items():
         try:
-            run = run_of(row)
+            run = run_of(row, rows.clusters.get(where))
             constants = (calibration or built_in(run.cluster.name)).running(run.framework, run.release)
             key = run, run.framework, run.release
             found = known[key] = known.get(key) or predicted_run(run, constants)

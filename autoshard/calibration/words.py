@@ -48,8 +48,10 @@ def words(column: str) -> tuple[Word, ...]:
     return tuple(record.decode(Word, word) for word in columns[column])
 
 
-def translated(row: MeasuredRow) -> tuple[MeasuredRow, dict[str, str], Faults]:
+def translated(row: MeasuredRow, *, knows_platform: bool = False) -> tuple[MeasuredRow, dict[str, str], Faults]:
     """Return a row in the words of the format; by column, what had to be assumed for it; and what could not be read.
+
+    Its platform stays as it is where the reader has a file of that cluster.
 
     >>> asked = {"id": "a", "platform": "H100 SXM", "seq_len": 8, "global_batch_seqs": 8, "nodes": 1}
     >>> found, _, _ = translated(MeasuredRow.read({**asked, "precision": "FP8 (tensorwise)"}))
@@ -58,7 +60,7 @@ def translated(row: MeasuredRow) -> tuple[MeasuredRow, dict[str, str], Faults]:
     """
     changes, assumed, faults = dict[str, object](), dict[str, str](), Faults()
     columns = ("platform", "precision") if row.candidate else ("platform", "precision", "recompute", *_UNKNOWN)
-    for column in columns:  # a candidate says the others
+    for column in columns[knows_platform:]:  # a candidate says the others
         changes[column] = row.platform if column == "platform" else None
         with faults.of(column):
             changes[column], says = _read(column, getattr(row, column), row)
