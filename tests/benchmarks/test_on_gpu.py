@@ -257,3 +257,37 @@ def test_rows_of_a_dry_run_are_of_a_rehearsal_on_the_host(tmp_path: Path) -> Non
     list(rows.row_measured("row", plan, dry_device, {}))
     (row,) = measured_rows(tmp_path / "measured.jsonl").rows.values()
     assert (row.kind, row.platform, row.kernels) == ("rehearsal", "local", None)
+
+
+def a_toaster():
+    """The cluster file of a machine whose chip no catalogue has."""
+    chip = {"name": "toaster", "memory_bytes": 24 * 2**30, "matrix_flops_per_s": {"bf16": 50e12}}
+    node = {"base": "h100-80", "source": "for this test", "name": "toaster-24", "chips_per_node": 2}
+    return {**node, "links": ["nvlink-4"], "chip": chip, "price_usd_per_node_hour": None}
+
+
+def test_gpus_are_those_of_the_cluster_file_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("benchmarks.gpu.device.cluster_here", a_toaster)
+    found = device_of(Setting(folder=tmp_path, dry=False, machine=None))
+    assert (found.type, found.name, found.count, found.peak()) == ("cuda", "toaster", 2, 50e12)
+    assert found.node(2).num_ranks == 2 and found.node().rank_memory_bytes <= 24 * 2**30
+    small = subjects.fitting("llama3-8b", found)
+    assert small.cluster.name == "toaster-24" and small.model.vocab == 32_000 and small.prediction
+    assert small.prediction.peak_bytes < 24 * 2**30
+    said = on_gpu.opening(
+        Setting(folder=tmp_path, dry=False, machine=None),
+        on_gpu.parts(Setting(folder=tmp_path, dry=False, machine=None)),
+    )
+    assert said.startswith("6 parts on 2 x toaster") and said.endswith("about 12 minutes")
+
+
+def test_the_last_line_names_what_failed_and_what_missed_its_bar() -> None:
+    rows = [
+        {"name": "right_dense_bf16", "value": 0.2, "bar": 0.1, "holds": False},
+        {"name": "fast_llama", "value": 1.04, "bar": 1.0, "holds": True},
+        {"name": "why_llama", "failed": "no memory"},
+    ]
+    found = on_gpu.closing(DRY, rows)
+    assert (found.value, found.holds) == (1.04, False)
+    assert (found.extras["failed"], found.extras["missed"]) == ("why_llama", "right_dense_bf16")
