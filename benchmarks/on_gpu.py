@@ -16,11 +16,11 @@ BAR = 1.0  # of the speed of plain PyTorch, compiled
 _GRACE_MINUTES = 3.0  # after which a part is ended
 SPEED = "fast_llama"  # the finding that the bar is about
 _PARTS: Sequence[tuple[str, str, float]] = (  # name, what it measures, minutes
-    ("right", "gradients of 12 tiny models in three modes and two precisions, beside FP64 on the host", 2.5),
+    ("right", "gradients of 12 tiny models in three modes and two precisions, beside FP64 on the host", 3.5),
     ("fast", "layers of Llama-3 8B's and Mixtral's sizes, beside plain PyTorch under torch.compile, in turns", 3),
     ("why", "a profile by kernel beside the prediction of every operation; the ten largest differences", 1),
     ("constants", "products by shape, attention by length, memory, starts of kernels, copies to and from the host", 1),
-    ("rows", "runs of several layouts as measured rows, and the cluster file of this machine", 2.5),
+    ("rows", "runs of several layouts as measured rows, and the cluster file of this machine", 2),
 )
 _LINKS = ("links", "collectives by kind and size, and messages, between all GPUs of this machine", 2)
 

@@ -279,7 +279,7 @@ def test_gpus_are_those_of_the_cluster_file_of_this_machine(monkeypatch: pytest.
         Setting(folder=tmp_path, dry=False, machine=None),
         on_gpu.parts(Setting(folder=tmp_path, dry=False, machine=None)),
     )
-    assert said.startswith("6 parts on 2 x toaster") and said.endswith("about 12 minutes")
+    assert said.startswith("6 parts on 2 x toaster") and said.endswith("about 12.5 minutes")
 
 
 def test_the_last_line_names_what_failed_and_what_missed_its_bar() -> None:
