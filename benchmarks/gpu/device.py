@@ -114,9 +114,13 @@ def world_of_one(device: Device) -> Iterator[None]:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group(joined_device(device.type, 0), store=store, rank=0, world_size=1)
+    num_threads = torch.get_num_threads()
+    if device.dry:
+        torch.set_num_threads(1)  # sizes are tiny, and threads of a busy host wait for each other
     try:
         yield
     finally:
+        torch.set_num_threads(num_threads)
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
 
