@@ -149,19 +149,20 @@ def ours(plan: Plan, mode: EngineMode, device: Device) -> Subject:
 
 
 def engine_of(plan: Plan, mode: EngineMode, device: Device) -> TorchEngine:
-    """Return the torch engine with weights that repeat a million numbers: drawing all of them would take minutes."""
+    """Return the torch engine with weights that repeat few numbers, until others take their place: it starts sooner."""
     run = Run(folder=Path(), training=Training(steps=1), mode=mode)
     return TorchEngine(plan, repeated_weights(graph_of(plan)), Formats(device=device.torch), run)
 
 
 def repeated_weights(graph: OpGraph) -> Callable[[str], Array]:
-    """Return a function from names to whole weights."""
-    drawn = np.random.default_rng(0).standard_normal(_DRAWN, dtype=np.float32) * np.float32(_SCALE)
+    """Return a function from names to whole weights whose rows are all the same, and take no memory of the host."""
+    row = np.random.default_rng(0).standard_normal(_DRAWN, dtype=np.float32) * np.float32(_SCALE)
 
     def whole(name: str) -> Array:
         kind, _, parameter = name.split(".", 2)
         tensor = next(one for one in graph.block(kind).parameters if one.name == parameter)
-        return np.resize(drawn, [graph.sizes[dim] for dim in tensor.dims])
+        shape = [graph.sizes[dim] for dim in tensor.dims]
+        return np.broadcast_to(row[: shape[-1]], shape)
 
     return whole
 
