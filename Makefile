@@ -16,7 +16,7 @@ PYTEST := $(PY) -m pytest --numprocesses auto --dist worksteal
 PLANNER_TESTS := $(addprefix tests/,spec graph layout schedule plan cost blocks search calibration report jobs cli house)
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test test-all thorough soak coverage lint check bench clean
+.PHONY: help plan test test-all thorough gpu soak coverage lint check bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ test-all: $(VENV)/.dev  ## what `make test` leaves out, the slow tests: 25 minut
 
 thorough: $(VENV)/.dev  ## every property with 200 examples instead of 25, every pair of features compiled: hours
 	$(PYTEST) -m "$(NO_ACCELERATOR) and (hypothesis or thorough)" --hypothesis-profile thorough -o faulthandler_timeout=7200
+
+gpu: $(VENV)/.dev  ## on a machine with GPUs: their tests, then what they measure (docs/gpus.md): half an hour
+	$(PY) -m pytest -m gpu tests/gpu; tests=$$?; $(PY) -m benchmarks on_gpu && exit $$tests
 
 soak: $(VENV)/.dev  ## hunts for what breaks where users start it (docs/soak.md): hours
 	$(PY) -m tests.soak all --record

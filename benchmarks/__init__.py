@@ -35,4 +35,7 @@ BENCHMARKS: Mapping[str, str] = {
 }
 
 # Suites of parts, of the accelerators of a machine: name -> benchmarks.guarded.Suite. ``all`` leaves them out.
-SUITES: Mapping[str, str] = {"on_trainium": "benchmarks.on_trainium:SUITE"}
+SUITES: Mapping[str, str] = {
+    "on_gpu": "benchmarks.on_gpu:SUITE",
+    "on_trainium": "benchmarks.on_trainium:SUITE",
+}

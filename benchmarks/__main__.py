@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -20,7 +20,7 @@ from autoshard import __version__
 from autoshard.commands.output import write_text
 from autoshard.errors import AutoshardError, InputError, nearest
 from benchmarks import BENCHMARKS, SUITES
-from benchmarks.guarded import measure
+from benchmarks.guarded import Setting, Suite, measure
 from benchmarks.history import (
     HISTORY,
     Occasion,
@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             notes = _logged(printed, results)
         for _ in printed:
             pass
+        notes += _left_out() if options.name == "all" else []
     except AutoshardError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -108,6 +109,19 @@ def _selected(name: str, options: Mapping[str, Any]) -> dict[str, Callable[[], R
             raise InputError.of(f"--{option}", f"{name} has no use for {_USES[option]}; leave it out")
         runs |= {one: partial(runs[one], **{option: value}) for one in takes}
     return runs
+
+
+def _left_out() -> list[str]:
+    """Say of each suite why it was not measured: there is nothing to measure it on, or it is a command of its own."""
+    notes = list[str]()
+    for name, where in SUITES.items():
+        suite = cast(Suite, pkgutil.resolve_name(where))
+        try:
+            suite.parts(Setting(folder=Path(), dry=False, machine=None))
+            notes.append(f"{name} was left out, since it takes minutes: type python -m benchmarks {name}")
+        except AutoshardError as error:
+            notes.append(f"{name} was skipped: {error}")
+    return notes
 
 
 def _measured(runs: Mapping[str, Callable[[], Result]]) -> Iterator[Result]:

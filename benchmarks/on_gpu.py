@@ -1,107 +1,79 @@
-"""Layers as large as those of a billion-parameter Llama on one GPU: the torch engine beside a plain compiled loop."""
+"""``python -m benchmarks on_gpu``: ten minutes on a GPU that prove, time and profile the torch engine; or a dry run."""
 
-# pyright: basic
-# torch's own signatures are only partly typed.
-
-import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
 from typing import Any
 
-import numpy as np
 import torch
 
-from autoshard.engine.base import Batch, Run
-from autoshard.engine.programs import graph_of
-from autoshard.engine.torch.engine import build
-from autoshard.plan.candidate import Candidate
-from autoshard.plan.plan import Plan
-from autoshard.runtime.data.batches import synthetic_step
-from autoshard.runtime.launch import Placing, launch
-from autoshard.search.request import Request, plan_at
-from autoshard.spec.cluster_catalogue import cluster_names, load_cluster
-from autoshard.spec.model import ModelSpec
-from autoshard.spec.model_catalogue import load_model
-from autoshard.spec.training import Training
-from autoshard.spec.workload import Precision, Workload
-from benchmarks import plain_llama
-from benchmarks.result import Extra
+from autoshard import __version__
+from benchmarks.gpu.device import Device, device_of
+from benchmarks.guarded import Part, Setting, Suite
+from benchmarks.result import Result
 
-PAIRS, WARM_UP = 15, 3
-SIZES: Mapping[str, Any] = {"hidden": 2048, "ffn": 8192, "num_heads": 32, "num_kv_heads": 8, "head_dim": 64}
+BAR = 1.0  # of the speed of plain PyTorch, compiled
+_GRACE_MINUTES = 3.0  # after which a part is ended
+SPEED = "fast_llama"  # the finding that the bar is about
+_PARTS: Sequence[tuple[str, str, float]] = (  # name, what it measures, minutes
+    ("right", "gradients of 12 tiny models in three modes and two precisions, beside FP64 on the host", 3.5),
+    ("fast", "layers of Llama-3 8B's and Mixtral's sizes, beside plain PyTorch under torch.compile, in turns", 3),
+    ("why", "a profile by kernel beside the prediction of every operation; the ten largest differences", 1),
+    ("constants", "products by shape, attention by length, memory, starts of kernels, copies to and from the host", 1),
+    ("rows", "runs of several layouts as measured rows, and the cluster file of this machine", 2),
+)
+_LINKS = ("links", "collectives by kind and size, and messages, between all GPUs of this machine", 2)
 
 
-def layers_of(sizes: Mapping[str, Any] = SIZES, seq_len: int = 4096) -> Plan:
-    """Return the plan of four such layers in BF16 on one rank."""
-    model = replace(load_model("tiny-llama"), **sizes, num_layers=4, vocab=2048)
-    workload = Workload(seq_len=seq_len, global_batch=8, precision=Precision.named("bf16"))
-    request = Request(model=model, cluster=load_cluster("local", ranks=1), workload=workload, engines=("torch",))
-    return plan_at(request, Candidate.parse("tp=1,pp=1,dp=1,mbs=2"))
+def parts(setting: Setting) -> Sequence[Part]:
+    """Return the parts for this machine; links are measured where there are two GPUs."""
+    device = device_of(setting)
+    return [_part(*one) for one in (*_PARTS, *([_LINKS] if device.count > 1 else []))]
 
 
-def speeds(plan: Plan, device: str = "cuda", backend: str = "inductor", pairs: int = PAIRS) -> Mapping[str, Extra]:
-    """Run both turn by turn on one device; return what each reaches, and its share of the peak where that is known."""
-
-    def body(_: Callable[[Any], None]) -> Sequence[tuple[float, float]]:
-        with tempfile.TemporaryDirectory() as folder:
-            mode = "compiled" if backend == "inductor" else "generated"
-            engine = build(plan, Run(folder=Path(folder), training=Training(steps=1), device=device, mode=mode))
-        batches = synthetic_step(plan)
-        plain = compiled(plan.model, plan.workload.seq_len, device, backend)
-        taken = [
-            (_taken_s(lambda given: engine.step(given, 3e-4), batches), _taken_s(plain, batches))
-            for _ in range(WARM_UP + pairs)
-        ]
-        return taken[WARM_UP:]
-
-    with tempfile.TemporaryDirectory() as folder:
-        found = launch(None, 1, body, show=lambda _: None, placing=Placing(folder=Path(folder), device=device))
-    tokens = plan.workload.seq_len * plan.workload.global_batch
-    rates = graph_of(plan).model_flops_per_token() * tokens / np.median(np.array(found), axis=0)
-    peak = peak_flops_per_s(torch.cuda.get_device_name() if device == "cuda" else "")
-    extras: dict[str, Extra] = {"gpu_speed": round(float(rates[0] / rates[1]), 3)}
-    for name, rate in zip(("ours", "plain"), map(float, rates), strict=True):
-        extras |= {f"gpu_{name}_tflops": rate / 1e12, f"gpu_{name}_mfu": rate / peak if peak else None}
-    return extras
+def _part(name: str, measures: str, minutes: float) -> Part:
+    return Part(
+        name=name, measures=measures, minutes=minutes, limit_minutes=minutes + _GRACE_MINUTES, run=partial(_run, name)
+    )
 
 
-def compiled(model: ModelSpec, seq_len: int, device: str, backend: str) -> plain_llama.Step:
-    """A plain loop in mixed precision under ``torch.compile``."""
-    module = plain_llama.PlainLlama(model, seq_len).to(device)
-    cos, sin = module.turns
-    module.turns = (cos.to(device), sin.to(device))
-    optimizer = torch.optim.AdamW(module.parameters(), 1e-3, (0.9, 0.95), 1e-8, 0.1, fused=True)
-    whole = torch.compile(module, backend=backend)
-
-    def step(batches: Sequence[Batch]) -> None:
-        for batch in batches:
-            tokens, labels = (torch.from_numpy(batch[name]).to(device) for name in ("tokens", "labels"))
-            with torch.autocast(device, torch.bfloat16):
-                loss = plain_llama.loss(whole(tokens), labels) / len(batches)
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), plain_llama.CLIP_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+def _run(name: str, setting: Setting) -> Iterable[Result]:
+    """Import a part only where it is measured: another one must not fail with it."""
+    run: Callable[[Device], Iterable[Result]] = import_module(f"benchmarks.gpu.{name}").run
+    return run(device_of(setting))
 
 
-def peak_flops_per_s(device_name: str) -> float | None:
-    """Return the peak of a device by the name that its driver gives, if the catalogue has its chip.
+def opening(setting: Setting, chosen: Sequence[Part]) -> str:
+    """Say what is going to be measured, and on what."""
+    device = device_of(setting)
+    minutes = sum(part.minutes for part in chosen)
+    where = f"{device.count} x {device.name}, autoshard {__version__}, torch {torch.__version__}"
+    if setting.dry:
+        return f"a dry run: what would be measured on {where}, with tiny sizes on the host; no value is one of a GPU"
+    return f"{len(chosen)} parts on {where}: about {minutes:g} minutes"
 
-    >>> peak_flops_per_s("NVIDIA H200"), peak_flops_per_s("a toaster")
-    (989500000000000.0, None)
-    """
-    words = device_name.lower().replace("-", " ").split()
-    chips = (load_cluster(name).chip for name in cluster_names())
-    return next((chip.matrix_flops_per_s["bf16"] for chip in chips if chip.name.split("-")[0] in words), None)
+
+def closing(setting: Setting, found: Sequence[Mapping[str, Any]]) -> Result:
+    """Return the speed beside plain PyTorch, and which findings failed or missed their bars."""
+    speed = next((row for row in found if row["name"] == SPEED and "failed" not in row), None)
+    failed = [row["name"] for row in found if "failed" in row]
+    missed = [row["name"] for row in found if row.get("bar") is not None and not row["holds"]]
+    device = device_of(setting)
+    return Result(
+        name="on_gpu",
+        value=float(speed["value"]) if speed else 0.0,
+        unit="of the speed of plain PyTorch, compiled" + (" (dry run)" if setting.dry else ""),
+        bar=None if setting.dry else BAR,
+        holds=not failed and not missed and (setting.dry or speed is not None),
+        extras={
+            "device": "none: a dry run" if setting.dry else f"{device.count} x {device.name}",
+            "versions": f"autoshard {__version__}, torch {torch.__version__}",
+            "findings": len(found),
+            "failed": ", ".join(failed) or None,
+            "missed": ", ".join(missed) or None,
+            "folder": str(setting.folder),
+        },
+    )
 
 
-def _taken_s(step: Callable[[Sequence[Batch]], object], batches: Sequence[Batch]) -> float:
-    start_s = time.perf_counter()
-    step(batches)
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    return time.perf_counter() - start_s
+SUITE = Suite(name="on_gpu", parts=parts, opening=opening, closing=closing)

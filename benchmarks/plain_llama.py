@@ -52,8 +52,11 @@ class Layer(nn.Module):
             _turned(query, turns), _turned(key, turns), value, is_causal=True, enable_gqa=True
         )
         x = x + self.o(mixed.transpose(1, 2).reshape(batch, seq, -1))
-        normed = self.mlp_norm(x)
-        return x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
+        return x + self.mlp(self.mlp_norm(x))
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the gated MLP makes."""
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
 
 
 def _turned(x: torch.Tensor, turns: _Turns) -> torch.Tensor:
@@ -65,11 +68,11 @@ def _turned(x: torch.Tensor, turns: _Turns) -> torch.Tensor:
 class PlainLlama(nn.Module):
     """The whole model, or the layers of one stage of it."""
 
-    def __init__(self, model: ModelSpec, seq_len: int, layers: range | None = None) -> None:
+    def __init__(self, model: ModelSpec, seq_len: int, layers: range | None = None, layer: type[Layer] = Layer) -> None:
         super().__init__()
         layers = range(model.num_layers) if layers is None else layers
         self.embed = nn.Embedding(model.vocab, model.hidden) if layers.start == 0 else None
-        self.layers = nn.ModuleList(Layer(model) for _ in layers)
+        self.layers = nn.ModuleList(layer(model) for _ in layers)
         ends = layers.stop == model.num_layers
         self.norm = nn.RMSNorm(model.hidden, model.norm_eps) if ends else None
         self.head = nn.Linear(model.hidden, model.vocab, bias=False) if ends else None

@@ -29,7 +29,6 @@ from autoshard.spec.training import Training
 from autoshard.spec.workload import Precision, Workload
 from benchmarks import plain_llama
 from benchmarks.measure import yardstick_s
-from benchmarks.on_gpu import layers_of, speeds
 from benchmarks.result import Extra, Result
 
 PAIRS, WARM_UP = 11, 2  # the first steps set things up
@@ -147,11 +146,8 @@ def _taken_s(step: Callable[[], object]) -> tuple[float, float]:
 
 
 def run() -> Result:
-    """Compare every case; on a GPU, if one is there, large layers too."""
-    found = judge({name: compared(case) for name, case in CASES.items()})
-    there = torch.cuda.device_count() > 0
-    on_gpu = speeds(layers_of()) if there else {"gpu_speed": None, "gpu_note": "skipped: no GPU here"}
-    return replace(found, extras={**found.extras, **on_gpu})
+    """Compare every case on the host; ``on_gpu`` compares large layers on a GPU."""
+    return judge({name: compared(case) for name, case in CASES.items()})
 
 
 def judge(found: Mapping[str, Mapping[str, Compared]]) -> Result:

@@ -60,6 +60,11 @@ class RankActivity:
         self._step = step
         self.act("")
 
+    @property
+    def action(self) -> str:
+        """What the rank does; "" before its first action."""
+        return self._action.decode()
+
     def act(self, action: str) -> None:
         """Begin an action."""
         self._action = action.encode()

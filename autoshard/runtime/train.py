@@ -5,6 +5,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -38,6 +39,7 @@ from autoshard.runtime.data.opened import source_of
 from autoshard.runtime.forked import handling
 from autoshard.runtime.launch import only_extracts
 from autoshard.runtime.machine import CUDA, refuse_full_device
+from autoshard.runtime.out_of_memory import explained_when_full
 from autoshard.runtime.rescue import StateRescue
 from autoshard.runtime.restart import training_text
 from autoshard.runtime.resume import begin, require_storage, storage_of, usable
@@ -85,9 +87,10 @@ class _Loop:
         if self._saves:
             require_storage(run, self._hosts)
         run.activity.act("the engine is built")
-        self._engine: Engine = build(plan, run)
-        run.activity.act("the state is loaded")
-        self._state, notes = begin(plan, run, self._engine, self._hosts)
+        with self._explaining("before its first step"):
+            self._engine: Engine = build(plan, run)
+            run.activity.act("the state is loaded")
+            self._state, notes = begin(plan, run, self._engine, self._hosts)
         if not self._state.trackers:
             self._state = replace(self._state, trackers=run.trackers)
         say(Started(step=self._state.step, notes=notes, trackers=self._state.trackers))
@@ -176,7 +179,8 @@ class _Loop:
         rate = training.rate(number)
         start_s = time.perf_counter()
         activity.act("the step of the engine")
-        report = self._engine.step(given.batches, rate, self._allows)
+        with self._explaining(f"in step {number}"):
+            report = self._engine.step(given.batches, rate, self._allows)
         activity.wait("all ranks to end the step")
         agreed = self._agree()
         time_s = time.perf_counter() - start_s
@@ -197,6 +201,10 @@ class _Loop:
         )  # fmt: skip
         self._num_taken += 1
         return timed, report, agreed
+
+    def _explaining(self, doing: str) -> AbstractContextManager[None]:
+        """Return a context in which a device that is full ends the run with what to do about it."""
+        return explained_when_full(self._plan, dist.get_rank(), self._run.device, self._run.activity, doing)
 
     def _allows(self, report: StepReport) -> bool:
         """Let the state change if the gradient is finite, and when no save reads the state any more."""

@@ -29,7 +29,6 @@ from benchmarks import (
     runtime_vs_plain,
     tokenize_speed,
 )
-from benchmarks.on_gpu import layers_of, speeds
 from benchmarks.plain_llama import PlainLlama
 
 CARDS = [("tiny-llama", "local"), ("llama2-70b", "h100-80")]  # the second is too large for a node
@@ -172,16 +171,6 @@ def test_a_head_never_holds_fp32_logits_of_a_whole_micro_batch(text: str, monkey
     monkeypatch.setattr(rows, "_DEVICE_NUMBERS", logits)
     whole = kernel_counts.of_head(plan)
     assert whole.largest_fp32 == logits and whole.peak_bytes > 16 * logits
-
-
-@pytest.mark.slow
-@pytest.mark.ranks
-def test_both_layers_run_where_there_is_no_gpu() -> None:
-    small = {"hidden": 32, "ffn": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-    found = speeds(layers_of(small, seq_len=16), device="cpu", backend="eager", pairs=2)
-    ours, plain = found["gpu_ours_tflops"], found["gpu_plain_tflops"]
-    assert isinstance(ours, float) and isinstance(plain, float) and ours > 0 and plain > 0
-    assert found["gpu_speed"] == pytest.approx(ours / plain, abs=1e-3) and found["gpu_ours_mfu"] is None
 
 
 @pytest.mark.slow

@@ -65,4 +65,4 @@ def _parts(flat: Flat, piece: torch.Tensor) -> Mapping[str, Held]:
 
 
 def _array(tensor: torch.Tensor) -> Array:
-    return tensor.detach().clone().double().numpy()
+    return tensor.detach().clone().double().cpu().numpy()

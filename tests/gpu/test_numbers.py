@@ -1,0 +1,79 @@
+"""The numbers of a GPU: gradients in three modes beside FP64, formats, rounding by chance, and copies of the host."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from autoshard.engine.torch.formats import Formats, own
+from autoshard.engine.torch.kernels.attention import fused
+from autoshard.engine.torch.kernels.products import add_product, adds_wide, groups_products
+from autoshard.engine.torch.rounding import RoundingBits
+from benchmarks.gpu import right
+from benchmarks.gpu.device import Device, device_of, world_of_one
+from benchmarks.guarded import Setting
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[Device]:
+    """The GPUs of this machine, and this process as the only rank."""
+    found = device_of(Setting(folder=Path(), dry=False, machine=None))
+    with world_of_one(found):
+        yield found
+
+
+@pytest.mark.parametrize("precision", right.PRECISIONS)
+@pytest.mark.parametrize("name", right.CASES)
+def test_gradients_of_three_modes_are_those_of_double_precision(name: str, precision: str, device: Device) -> None:
+    (found,) = right.compared(right.CASES[name], precision, device, name)
+    assert found.holds, found.as_json()
+    assert set(right.MODES) <= set(found.extras)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64", "int64"])
+def test_numbers_of_the_host_arrive_in_their_format(dtype: str) -> None:
+    formats = Formats(device=torch.device("cuda"))
+    array = np.arange(1000).reshape(10, 100)[:, ::2]
+    tensor = formats.tensor(array, dtype)  # type: ignore[arg-type]
+    assert tensor.is_cuda and tensor.dtype == formats.of(dtype)  # type: ignore[arg-type]
+    np.testing.assert_allclose(tensor.double().cpu().numpy(), array, rtol=2**-8)
+    assert torch.equal(own(array, device=torch.device("cuda")).cpu(), torch.from_numpy(array.copy()))
+
+
+def test_a_pinned_copy_is_whole_when_it_is_waited_for() -> None:
+    """A copy from pinned memory goes on while the host does; another stream must wait for it."""
+    here = torch.arange(2**24, dtype=torch.int32).pin_memory()
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        there = here.to("cuda", non_blocking=True)
+    torch.cuda.current_stream().wait_stream(aside)
+    back = torch.empty_like(here, pin_memory=True)
+    back.copy_(there, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(back, here)
+
+
+def test_products_add_to_sums_in_fp32_in_one_kernel() -> None:
+    cuda = torch.device("cuda")
+    assert adds_wide(cuda, torch.bfloat16, torch.float32), "Hopper and Ampere have it; the engine falls back without"
+    left, right_ = (torch.randn(64, 64, device=cuda).bfloat16() for _ in range(2))
+    total = torch.full((64, 64), 1e-3, device=cuda)
+    add_product(total, left, right_)
+    torch.testing.assert_close(total.double(), left.double() @ right_.double() + 1e-3, rtol=1e-4, atol=1e-4)
+
+
+def test_the_kernels_that_plans_count_on_are_there() -> None:
+    cuda = torch.device("cuda")
+    assert fused(cuda, torch.bfloat16, 128) is not None and groups_products(cuda)
+    assert fused(cuda, torch.float32, 128) is None
+
+
+def test_bits_that_round_are_those_of_the_host() -> None:
+    bits = RoundingBits(seed=3, update=2, weight="layer.0.up.weight", whole=(48, 32))
+    bounds = ((0, 48), (0, 32))
+    here, there = (bits.bits(bounds, 0, 48 * 32, torch.device(where)) for where in ("cpu", "cuda"))
+    assert torch.equal(here, there.cpu())
