@@ -232,7 +232,8 @@ class RankPipeline:
         if key not in self._inputs:
             context = self.context
             if tensor in NUMBERS:
-                return context.numbers(tensor, layout)
+                self._inputs[key] = context.numbers(tensor, layout)
+                return self._inputs[key]
             bounds = [slice(*one) for one in context.mesh_rank.bounds(layout)]
             if tensor == DROPOUT_KEYS:
                 keys = dropout_keys(self.seed, self._batches[number]["samples"][bounds[0]], name)

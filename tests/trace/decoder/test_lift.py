@@ -71,7 +71,7 @@ def test_each_card_is_found_again_in_the_code_of_transformers(name: str):
     module: Any = on_meta(lambda: transformers.AutoModelForCausalLM.from_config(known))
     module.config.use_cache = False
     found = lifted(module)
-    drops = {"hidden_dropout": 0.1, "attention_dropout": 0.1} if name.startswith("gpt2") else {}  # as its class says
+    drops = dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.1 if config["model_type"] == "gpt2" else 0.0)
     assert found == replace(load_model(name), num_layers=LAYERS, name="mine", source="its code", **drops)
 
 
