@@ -227,22 +227,22 @@ class RankPipeline:
         return give
 
     def _input(self, name: str, run: BlockRun, tensor: str, layout: Layout, number: int) -> torch.Tensor:
-        """Cut this rank's part out of what a micro-batch brings; positions are the plan's own, keys the block's."""
+        """Return this rank's part of an input of a block, which is cut once in a step."""
         key = (tensor, name if tensor == DROPOUT_KEYS else "", number, layout)
         if key not in self._inputs:
-            context = self.context
-            if tensor in NUMBERS:
-                self._inputs[key] = context.numbers(tensor, layout)
-                return self._inputs[key]
-            bounds = [slice(*one) for one in context.mesh_rank.bounds(layout)]
-            if tensor == DROPOUT_KEYS:
-                keys = dropout_keys(self.seed, self._batches[number]["samples"][bounds[0]], name)
-                self._inputs[key] = context.formats.tensor(keys, "int64")
-                return self._inputs[key]
-            mine = self._batches[number][tensor][bounds[0]][:, context.positions.numpy()[bounds[1]]]
-            dtype = run.parts.block.tensors[tensor].dtype
-            self._inputs[key] = own(mine) if tensor in BY_BATCH else context.formats.tensor(mine, dtype)
+            self._inputs[key] = self._cut_input(name, run, tensor, layout, number)
         return self._inputs[key]
+
+    def _cut_input(self, name: str, run: BlockRun, tensor: str, layout: Layout, number: int) -> torch.Tensor:
+        """Cut this rank's part out of what a micro-batch brings; positions are the plan's, dropout keys the block's."""
+        context, batch = self.context, self._batches[number]
+        if tensor in NUMBERS:
+            return context.numbers(tensor, layout)
+        bounds = [slice(*ends) for ends in context.mesh_rank.bounds(layout)]
+        if tensor == DROPOUT_KEYS:
+            return context.formats.tensor(dropout_keys(self.seed, batch["samples"][bounds[0]], name), "int64")
+        part = batch[tensor][bounds[0]][:, context.positions.numpy()[bounds[1]]]
+        return own(part) if tensor in BY_BATCH else context.formats.tensor(part, run.parts.block.tensors[tensor].dtype)
 
     def _send(self, tensor: torch.Tensor, stage: int, to_stage: int, number: int, *, back: bool) -> None:
         rank, tag = self.rank_of(to_stage), self.tag(stage, number, back=back)
