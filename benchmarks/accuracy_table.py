@@ -17,7 +17,8 @@ from autoshard.calibration.measured_run import MeasuredRun, run_of
 from autoshard.calibration.rows import MeasuredRow, measured_rows
 from autoshard.calibration.splits import SETTLED, is_old
 from autoshard.calibration.validate import Accuracy, Compared, SetAccuracy, Validation, accuracy, noise_floor
-from autoshard.cost.calibration import Calibration, Fit, built_in
+from autoshard.cost.built_in import built_in
+from autoshard.cost.calibration import Calibration, Fit
 from autoshard.spec.cluster_catalogue import cluster_names
 from benchmarks.pages import ROOT, head, line, table_in, with_table
 
@@ -88,7 +89,7 @@ def left_out(rows: Path, found: Validation) -> dict[str, Accuracy]:
         if not row.step_time_s or row.id not in predicted:
             continue
         run, fitted = run_of(row), predicted[row.id]
-        fit = built_in(run.cluster.name).fit
+        fit = run.constants.fit
         time_s = fit.rows[row.id] * row.step_time_s if fit and row.id in fit.rows else fitted.predicted_step_time_s
         scale = time_s / fitted.predicted_step_time_s
         work = (row.global_batch_seqs, row.seq_len)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.blocks.cutting import Terms, solved_cutting
-from autoshard.cost.calibration import built_in
+from autoshard.cost.built_in import built_in
 from autoshard.cost.predict import plan_cost
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import CutBlocks

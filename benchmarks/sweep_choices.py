@@ -1,15 +1,16 @@
 """What the planner's choice costs on sweeps that others ran, beside rules of thumb and a roofline.
 
-The sweeps are in no fit: their programs and clusters are new to the constants.
+The planner's predictions of a row are those of the fit that left out its group, or its model.
 """
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
 from autoshard.calibration.choices import PLANNER, Choices, choices
-from autoshard.calibration.validate import validated
+from autoshard.calibration.validate import TimedRun, validated
 from benchmarks.choosers import at_random, most_data_parallelism, node_wide, roofline
 from benchmarks.pages import ROOT, head, line, with_table
 from benchmarks.result import Extra, Result
@@ -29,11 +30,20 @@ def run(write: bool = False) -> Result:
     """Choose in each group of the sweeps; write the table of the page if asked to."""
     rules = {one.__name__: one for one in (node_wide, most_data_parallelism, at_random)}
     start_s = time.process_time()
-    found = choices(validated(SWEEPS).times, {roofline.__name__: roofline}, rules)
+    times = list(map(left_out, validated(SWEEPS).times))
+    found = choices(times, {roofline.__name__: roofline}, rules)
     cpu_s = time.process_time() - start_s
     if write:
         PAGE.write_text(page_text(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
     return judge(found, cpu_s)
+
+
+def left_out(row: TimedRun) -> TimedRun:
+    """Return a row with what was predicted of it when its group, or its model, was left out of the fit."""
+    rests_on = row.run.constants.fit
+    assert rests_on and row.time.id in rests_on.rows, "every row of a sweep is in a fit"
+    seconds = rests_on.rows[row.time.id] * row.time.measured  # of which the file keeps three digits and a half
+    return replace(row, time=replace(row.time, predicted=float(f"{seconds:.3g}")))
 
 
 def judge(found: Sequence[Choices], cpu_s: float) -> Result:

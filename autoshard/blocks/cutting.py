@@ -25,6 +25,7 @@ from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.strategy import CpKind, StrategyRule, strategy_rules
 from autoshard.schedule.waves import Ints
+from autoshard.spec.kernels import load_kernels
 from autoshard.spec.workload import DTYPE_BYTES
 
 _FEW = 6  # meshes that look for the cheapest ways between layouts of tensors with very many
@@ -156,8 +157,10 @@ def operator_problem(
     def ring(over: frozenset[str]) -> Ring:
         return meshes.ring(tuple(sorted(over, key=ATOMS.index)))
 
+    eager = load_kernels(question.kernels).eager
+
     def seconds(collective: Collective, message_bytes: Number) -> Number:
-        return ring(frozenset(collective.atoms)).time_s(collective, message_bytes)
+        return ring(frozenset(collective.atoms)).busy_s(collective, message_bytes, eager=eager)
 
     return OperatorProblem(
         block=question.step.block(kind, Recompute()),

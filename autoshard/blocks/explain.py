@@ -9,7 +9,7 @@ from autoshard.blocks.choices import atom_dims, op_cuts, real_cuts
 from autoshard.blocks.cutting import Meshes, Terms, operator_problem
 from autoshard.blocks.operators import CutTotals
 from autoshard.blocks.problem import OperatorProblem
-from autoshard.cost.calibration import calibration_of
+from autoshard.cost.built_in import calibration_of
 from autoshard.cost.compute import kernel_time
 from autoshard.cost.predict import question_of
 from autoshard.cost.setting import PASSES, BlockWork, Question, Setting, block_cost, setting_of, work_of
@@ -24,6 +24,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.strategy import DATA_RULES, AtomCut, StrategyRule, strategy_rules
 from autoshard.plan.tables import table_name
+from autoshard.spec.kernels import load_kernels
 
 
 def explain(plan: Plan) -> Explanation:
@@ -136,7 +137,7 @@ def _sent(plan: Plan, work: BlockWork, setting: Setting) -> Mapping[str, list[Se
                 sent_bytes=float(ring.sent_bytes(collective, message_bytes)),
                 link=plan.cluster.link_of(group).name,
                 num_ranks=len(group),
-                time_s=float(ring.time_s(collective, message_bytes)),
+                time_s=float(ring.busy_s(collective, message_bytes, eager=load_kernels(plan.kernels).eager)),
             )
             found[message.entry].append(one)
     return found

@@ -8,7 +8,7 @@ from pathlib import Path
 from autoshard.blocks.cutting import Meshes, Terms, operator_problem
 from autoshard.blocks.operators import OperatorSolution, solve
 from autoshard.blocks.problem import OperatorProblem, weights_of
-from autoshard.cost.calibration import built_in
+from autoshard.cost.built_in import built_in
 from autoshard.cost.setting import Question
 from autoshard.errors import nearest, require
 from autoshard.graph.kinds.optimizer import UPDATES

@@ -7,8 +7,10 @@ from typing import Any, TypeVar, cast
 
 from autoshard.calibration.rows import ARCH, MeasuredRow, precision_of
 from autoshard.calibration.words import translated
+from autoshard.cost.built_in import built_in
+from autoshard.cost.calibration import Calibration
 from autoshard.errors import Fault, InputError, inside, require
-from autoshard.plan.candidate import Candidate
+from autoshard.plan.candidate import Candidate, balanced_stages
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import NodeType, cluster_names, load_cluster, load_node_type
@@ -19,6 +21,7 @@ from autoshard.spec.workload import EXPERT_IMBALANCE, Workload
 T = TypeVar("T")
 _AXES = ("tp", "pp", "vp", "cp", "ep")
 _FFN_STEP = 256  # gated models round 8/3 of the hidden size up to a multiple of this: meta-llama/llama model.py
+_GBPS = 1e9 / 8  # bytes per second
 _ZERO = {"none": 0, "ZeRO-1": 1, "ZeRO-3": 3}
 
 
@@ -34,6 +37,16 @@ class MeasuredRun:
     release: tuple[int, ...] = field(default=(), compare=False)  # of the platform's software; () where it is not known
     assumed: Mapping[str, str] = field(hash=False, compare=False)
 
+    @property
+    def kernels(self) -> str:
+        """The kernels of the program."""
+        return self.candidate.kernels or self.cluster.kernels
+
+    @property
+    def constants(self) -> Calibration:
+        """The constants that come with autoshard for such a run."""
+        return built_in(self.cluster.name, self.kernels, self.framework)
+
 
 def run_of(row: MeasuredRow, own: NodeType | None = None) -> MeasuredRun:
     """Return what was run; an InputError names all columns that are wrong, contradict each other, or are not known.
@@ -45,7 +58,7 @@ def run_of(row: MeasuredRow, own: NodeType | None = None) -> MeasuredRun:
     model = reader.tried(reader.model)
     workload = reader.tried(reader.workload)
     cluster = None if any(fault.where == "platform" for fault in reader.faults) else reader.tried(reader.cluster)
-    candidate = reader.tried(lambda: reader.candidate(cluster)) if cluster else None
+    candidate = reader.tried(lambda: reader.candidate(cluster, model)) if cluster and model else None
     reader.faults.refuse()
     assert model and cluster and workload and candidate, "what has no fault has a value"
     # A run that did what the schedules here cannot gets the nearest shape that they can, because it ran.
@@ -96,7 +109,11 @@ class _Reader:
         )
 
     def cluster(self) -> Cluster:
-        """Read the nodes of a run; those that were used in part have only the chips that were."""
+        """Read the nodes of a run, and their network; those that were used in part have only the chips that were."""
+        found, gbps = self._nodes_of_platform(), self.row.network_gbps
+        return found if gbps is None else found.with_network(gbps * _GBPS)
+
+    def _nodes_of_platform(self) -> Cluster:
         row = self.row
         name = row.platform
         if self.own is not None:
@@ -128,11 +145,11 @@ class _Reader:
         require((fits, "chips", f"{chips} chips on {nodes} nodes; a node of {name} has {most}"))
         return nodes, chips // nodes
 
-    def candidate(self, cluster: Cluster) -> Candidate | None:
+    def candidate(self, cluster: Cluster, model: ModelSpec) -> Candidate | None:
         """Read the layout: that of the columns, or one that is stated as a whole; columns may say the same as that."""
         row, has = self.row, f"{cluster.num_nodes} x {cluster.name} has {cluster.num_ranks}"
         if row.candidate is None:
-            return self._from_columns(cluster, has)
+            return self._from_columns(cluster, model, has)
         with inside("candidate"):
             stated = Candidate.parse(row.candidate, cluster.num_ranks)
         columns = {name: (getattr(row, name), getattr(stated, name)) for name in (*_AXES, "dp")}
@@ -144,7 +161,7 @@ class _Reader:
         )  # fmt: skip
         return stated
 
-    def _from_columns(self, cluster: Cluster, has: str) -> Candidate:
+    def _from_columns(self, cluster: Cluster, model: ModelSpec, has: str) -> Candidate:
         row = self.row
         counts = {name: getattr(row, name) for name in (*_AXES, "micro_batch")}
         self.assumed |= {name: "1" for name, count in counts.items() if count is None}
@@ -167,8 +184,14 @@ class _Reader:
             self.assumed.pop("pipeline_schedule", None)
         self.assumed |= {"sp": "true"} if sizes["tp"] > 1 and row.sp is None else {}
         self.assumed |= {"cp_kind": "ring"} if sizes["cp"] > 1 else {}
+        weights = model.hidden * (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        weights += model.hidden * model.ffn * (3 if model.gated_mlp else 2) * max(1, model.experts_per_token)
+        balanced = "stages" in self.assumed and sizes["pp"] > 1 and sizes["vp"] == 1
         return Candidate(
             **sizes,
+            stages=balanced_stages(model.num_layers, sizes["pp"], model.vocab * model.hidden / weights)
+            if balanced
+            else None,
             dp=dp,
             mbs=counts["micro_batch"] or 1,
             sp=row.sp if sizes["tp"] > 1 else None,

@@ -68,6 +68,7 @@ class MeasuredRow:
     nodes: int | None = None
     chips: int | None = None
     lnc: int | None = None
+    network_gbps: float | None = None  # of a node, all of its ports together; that of its platform, if not stated
     tp: int | None = None
     pp: int | None = None
     vp: int | None = None
@@ -100,7 +101,7 @@ class MeasuredRow:
     def __post_init__(self) -> None:
         """Refuse numbers that no run can have."""
         counts = [(name, getattr(self, name)) for name in _COUNTS]
-        measured = [(name, getattr(self, name)) for name in ("step_time_s", "peak_memory_gib")]
+        measured = [(name, getattr(self, name)) for name in ("step_time_s", "peak_memory_gib", "network_gbps")]
         require(
             (bool(self.id.strip()), "id", "must not be empty"),
             (self.release is None or bool(_RELEASE.fullmatch(self.release)), "release",

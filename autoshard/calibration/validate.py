@@ -12,7 +12,7 @@ import numpy as np
 
 from autoshard.calibration.measured_run import MeasuredRun, run_of
 from autoshard.calibration.rows import MeasuredRow, measured_rows
-from autoshard.cost.calibration import Calibration, built_in
+from autoshard.cost.calibration import Calibration
 from autoshard.cost.sharded import CutBlocks
 from autoshard.errors import Fault, InputError
 from autoshard.plan.build import cut_atoms
@@ -240,7 +240,7 @@ def validated(path: Path, calibration: Calibration | None = None) -> Validated:
     for where, row in rows.rows.items():
         try:
             run = run_of(row, rows.clusters.get(where))
-            constants = (calibration or built_in(run.cluster.name)).running(run.framework, run.release)
+            constants = (calibration or run.constants).running(run.framework, run.release)
             key = run, run.framework, run.release
             found = known[key] = known.get(key) or predicted_run(run, constants)
         except InputError as error:

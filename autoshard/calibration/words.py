@@ -70,6 +70,8 @@ def translated(row: MeasuredRow, *, knows_platform: bool = False) -> tuple[Measu
     never = _word("no_sp", _key(row.framework), row) if row.sp is None and row.candidate is None else None
     changes["sp"] = False if never else row.sp  # some frameworks never cut the sequence over tp
     assumed |= {"sp": never.assumed} if never else {}
+    balanced = _word("balanced", _key(row.framework), row) if row.candidate is None else None
+    assumed |= {"stages": balanced.assumed} if balanced else {}
     changes["release"] = row.release or _release(row.framework_version)
     before = {name: getattr(row, name) for name in changes}
     published = {name: text for name, text in before.items() if text is not None and text != changes[name]}

@@ -5,7 +5,8 @@ from pathlib import Path
 from autoshard.blocks.explain import explain as explained
 from autoshard.commands.output import print_answer, print_refused, write_text
 from autoshard.commands.writing.places import place_checks
-from autoshard.cost.calibration import calibration_of, load_calibration
+from autoshard.cost.built_in import calibration_of
+from autoshard.cost.calibration import load_calibration
 from autoshard.cost.predict import check_plan
 from autoshard.cost.trace import rank_times, trace as timeline
 from autoshard.errors import inside, require

@@ -10,14 +10,17 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from autoshard.cost.outside import UNMEASURED_OFF, UNSEEN_OFF, Seen, features_of
+from autoshard.cost.departures import (
+    departures,
+)
+from autoshard.cost.outside import UNSEEN_OFF, Seen, features_of
 from autoshard.errors import InputError, in_range, require
 from autoshard.plan.plan import Plan
 from autoshard.spec import record
 from autoshard.spec.cluster import LOCAL, LONGEST_S
-from autoshard.spec.files import parsed_json, read_data
+from autoshard.spec.files import read_data
 from autoshard.spec.kernels import load_kernels
 
 EFFICIENCIES = (
@@ -29,9 +32,10 @@ SECONDS = ("launch_s", "collective_s", "step_s")
 CONSTANTS = (*EFFICIENCIES, *SECONDS)
 OUTSIDE = 0.25  # the least interval where software is outside a fit: releases of one layout differ by up to a quarter
 _SOFTWARE = ("kernels", "products")  # features that stand for a framework and for what FP8 changes in it
-_NUMBERS = (*CONSTANTS, "interval")
-WIDEST = 0.95  # an interval, of the predicted time
-_OPTIONAL = ("shared_ports", "task_s")  # of plans and files that do not state it, nothing was known
+NUMBERS = (*CONSTANTS, "interval")
+WIDEST = 2.0  # an interval: a third of the predicted time to three times that
+_MORE_SECONDS = ("task_s", "layer_s", "joined_s", "shard_s")
+OPTIONAL = ("shared_ports", "straggling", *_MORE_SECONDS)  # of plans and files that do not state it, nothing was known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +121,7 @@ class Fit:
         hash=False
     )  # id -> predicted over measured, where its model or layout is left out
     num_layouts: int
-    left_out_by: Literal["model", "layout"]
+    left_out_by: Literal["model", "group", "layout"]
     in_sample_mape: float
     left_out_mape: float  # each model, or layout, predicted with constants fitted to the others
     tried: Mapping[str, float] = field(hash=False)  # which constants have values of their own -> left-out error
@@ -141,8 +145,12 @@ class Calibration:
     collective_s: float  # of hosts, for each send or collective, whatever its size
     step_s: float  # of every step, whatever it does
     task_s: float = 0.0  # of each stage and micro-batch: forward and backward are graphs of their own
+    layer_s: float = 0.0  # of hosts, for each layer that goes forward or backward, beside its launches
+    joined_s: float = 0.0  # of hosts, for each rank of a collective, in a pipeline over several nodes
+    shard_s: float = 0.0  # of every step, for each rank over which ZeRO divides the weights
+    straggling: float = 0.0  # how much longer kernels take for each doubling of the nodes: the slowest rank decides
     shared_ports: float = 1.0  # of far_link_efficiency, where several groups of a node send at once
-    interval: float  # relative half-width of what is promised
+    interval: float  # what is promised lies within a factor of 1 + this, either way
     basis: str
     reach: Reach | None = None  # None where nothing was measured
     seen: Mapping[str, Seen] = field(default_factory=dict[str, Seen], hash=False)  # of features, by the rows
@@ -161,16 +169,21 @@ class Calibration:
                 (_LEAST <= getattr(self, name) <= most, name, f"must lie in [{_LEAST}, {most:g}]")
                 for name in EFFICIENCIES
             ),
-            *in_range(self, *SECONDS, "task_s", high=LONGEST_S),
+            *in_range(self, *SECONDS, *_MORE_SECONDS, high=LONGEST_S),
+            (0 <= self.straggling < 1, "straggling", "must lie in [0, 1)"),
             (_LEAST <= self.shared_ports <= 1, "shared_ports", f"must lie in [{_LEAST}, 1]"),
             (0 <= self.interval < 1, "interval", "must lie in [0, 1)"),
-            *((bool(self.sources.get(name)), f"sources.{name}", "say where this number is from") for name in _NUMBERS),
+            *((bool(self.sources.get(name)), f"sources.{name}", "say where this number is from") for name in NUMBERS),
         )
 
     @property
     def most_efficient(self) -> float:
         """What an efficiency is at most; a machine may be faster than declared."""
         return 100.0 if self.reach and self.reach.cluster == LOCAL else 1.0
+
+    def in_step(self, num_nodes: int) -> float:
+        """Return which share of a chip's rates ranks reach that wait for the slowest of them."""
+        return 1 / (1 + self.straggling * math.log2(num_nodes))
 
     def running(self, framework: str | None, release: tuple[int, ...]) -> "Calibration":
         """Return the constants under some software, with an interval that is wide where no row has such software."""
@@ -180,7 +193,7 @@ class Calibration:
         changes: dict[str, Any] = {}
         if slowness != 1:
             changes |= {name: getattr(self, name) / slowness for name in EFFICIENCIES}
-            changes |= {name: getattr(self, name) * slowness for name in (*SECONDS, "task_s")}
+            changes |= {name: getattr(self, name) * slowness for name in (*SECONDS, *_MORE_SECONDS)}
         if beyond:
             changes["interval"] = interval = max(self.interval, OUTSIDE)
             words = f"none of these rows has {' and '.join(beyond)}, so the interval is {interval:.0%}"
@@ -208,22 +221,6 @@ def uncalibrated() -> Calibration:
     return record.decode(Calibration, json.loads(text), where="uncalibrated")
 
 
-@cache
-def built_in(cluster: str) -> Calibration:
-    """Return the constants that come with autoshard for a cluster: its own, those of the nearest machine, or nominal.
-
-    >>> built_in("local").name, built_in("trn2.48xlarge").name
-    ('uncalibrated', 'trn1.32xlarge')
-    """
-    folder = resources.files("autoshard.cost") / "calibrations"
-    nearest = json.loads((resources.files("autoshard.cost") / "nearest.json").read_text("utf-8"))
-    name = f"{nearest[cluster]['to'] if cluster in nearest else cluster}.json"
-    for entry in folder.iterdir():
-        if entry.name == name:
-            return record.decode(Calibration, json.loads(entry.read_text("utf-8")), where=name)
-    return uncalibrated()
-
-
 def load_calibration(path: Path) -> Calibration:
     """Read a calibration file; every fault names the file."""
     data = read_data(path)
@@ -239,7 +236,7 @@ def calibration_text(calibration: Calibration) -> str:
 
 
 def trust(calibration: Calibration, plan: Plan) -> tuple[float, Mapping[str, str]]:
-    """Return the relative half-width of a plan's interval, and how far outside the rows it lies, by feature.
+    """Return the factor, less 1, of a plan's interval, and how far outside the rows it lies, by feature.
 
     The interval widens, in squares, by the excess of every feature that is outside. Other software than that of all
     rows makes it 25 % or more, and so does FP8, of which there are many kinds.
@@ -277,14 +274,14 @@ def excesses_of(calibration: Calibration, plan: Plan) -> Mapping[str, tuple[str,
     if load_kernels(plan.kernels).unmeasured and "kernels" in outside:
         words = outside["kernels"].removeprefix(plan.kernels)
         outside["kernels"] = f"{plan.kernels}, which nobody has measured on a device{words}"
-        known["kernels"] = max(known.get("kernels", 0.0), UNMEASURED_OFF)
+        known["kernels"] = max(known.get("kernels", 0.0), departures().unknown)
     offs = {one: known.get(one, UNSEEN_OFF.get(one, 2 * base)) for one in outside}
     return {one: (words, max(0.0, offs[one] ** 2 - base**2)) for one, words in outside.items()}
 
 
 def calibration_entries(calibration: Calibration) -> Mapping[str, str]:
     """Return the entries of a plan's provenance from which ``calibration_of`` reads the same constants."""
-    numbers = ",".join(f"{name}={getattr(calibration, name)!r}" for name in (*_NUMBERS, *_OPTIONAL))
+    numbers = ",".join(f"{name}={getattr(calibration, name)!r}" for name in (*NUMBERS, *OPTIONAL))
     entries = {
         "calibration": calibration.name,
         "calibration.basis": calibration.basis,
@@ -296,40 +293,3 @@ def calibration_entries(calibration: Calibration) -> Mapping[str, str]:
         seen = {"seen": record.encode(calibration.seen), "best_mfu": calibration.best_mfu}
         entries["calibration.rows"] = json.dumps(seen)
     return entries
-
-
-def _seen_of(entries: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return what a plan's provenance says of the rows of its calibration."""
-    text = entries.get("calibration.rows")
-    if text is None:
-        return {}
-    found = parsed_json(text, "provenance.calibration.rows")
-    if not isinstance(found, dict) or not found.keys() <= {"seen", "best_mfu"}:
-        raise InputError.of("provenance.calibration.rows", "must be an object of seen and best_mfu")
-    return cast(dict[str, Any], found)
-
-
-def calibration_of(plan: Plan) -> Calibration:
-    """Return the constants that a plan carries; where it carries none, those of its cluster."""
-    entries = plan.provenance
-    if "calibration.constants" not in entries:
-        return built_in(plan.cluster.name)
-    pairs = [part.partition("=") for part in entries["calibration.constants"].split(",")]
-    if sorted(name for name, _, _ in pairs if name not in _OPTIONAL) != sorted(_NUMBERS):
-        names = ", ".join(_NUMBERS)
-        raise InputError.of("provenance.calibration.constants", f"must be NAME=NUMBER,... for each of {names}")
-    numbers: dict[str, float | str] = {}
-    for name, _, text in pairs:
-        try:
-            numbers[name] = float(text)
-        except ValueError:
-            numbers[name] = text  # which no record takes
-    fields = {
-        "name": entries.get("calibration", ""),
-        "basis": entries.get("calibration.basis", ""),
-        "reach": entries.get("calibration.reach"),
-        **_seen_of(entries),
-        "sources": dict.fromkeys(_NUMBERS, "the plan's provenance"),
-        **numbers,
-    }
-    return record.decode(Calibration, fields, "provenance.calibration")

@@ -54,16 +54,24 @@ class Ring:
     is_flat: bool = True  # whether the ring itself is a way to gather and to sum
 
     def time_s(self, collective: Collective, message_bytes: Number) -> Number:
-        """Return the time of a Collective; ``message_bytes`` is a rank's buffer where it is largest.
+        """Return the time of a Collective with its start; ``message_bytes`` is a rank's buffer where it is largest."""
+        return self.starts_s(collective) + self.wire_s(collective, message_bytes)
 
-        Hosts start a send for each hop of a permutation, nothing for a slice, otherwise one collective.
-        """
+    def busy_s(self, collective: Collective, message_bytes: Number, *, eager: bool) -> Number:
+        """Return for how long a Collective keeps a rank busy; where hosts start kernels, they start it meanwhile."""
+        return self.wire_s(collective, message_bytes) + (0.0 if eager else self.starts_s(collective))
+
+    def starts_s(self, collective: Collective) -> Number:
+        """Return what hosts take to start it: a send for each hop of a permutation, nothing for a slice, else once."""
+        return {"permute": self.size - 1, "slice": 0}.get(collective.kind, 1) * self.start_s
+
+    def wire_s(self, collective: Collective, message_bytes: Number) -> Number:
+        """Return the time of a Collective on its links."""
         kind, rounds = collective.kind, _ROUNDS.get(collective.kind, 1)
-        starts_s = {"permute": self.size - 1, "slice": 0}.get(kind, 1) * self.start_s
         if kind == "permute" and self.hop:
-            return starts_s + (self.size - 1) * self.hop.time_s(message_bytes)
+            return (self.size - 1) * self.hop.time_s(message_bytes)
         if kind == "all_to_all" and self.exchange:
-            return starts_s + self.exchange.time_s(message_bytes)
+            return self.exchange.time_s(message_bytes)
         best_s: Number = self.sent_bytes(collective, message_bytes) / self.bandwidth_bytes_per_s
         best_s = best_s + rounds * self.latency_s
         for number, route in enumerate(self.routes if kind in _ROUTED else ()):
@@ -75,7 +83,7 @@ class Ring:
             else:
                 fits = message_bytes <= route.up_to_bytes
                 best_s = route_s * fits + best_s * (1 - fits)
-        return starts_s + best_s
+        return best_s
 
     def sent_bytes(self, collective: Collective, message_bytes: Number) -> Number:
         """Return the bytes that one rank sends.
@@ -131,12 +139,21 @@ def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration:
         size=len(group),
         bandwidth_bytes_per_s=min(speeds.values()),
         latency_s=num_inside * near_s + far_s,  # a node's members are visited before the next node
-        start_s=calibration.collective_s if len(group) > 1 else 0.0,
+        start_s=_start_s(cluster, mesh, atoms, len(group), calibration),
         hop=_neighbour_route(cluster, mesh, cut, calibration) if to_neighbours(atoms) else None,
         exchange=Route(seconds_per_byte=max(per_byte, default=0.0), latency_s=max(latencies, default=0.0)),
         routes=_hierarchical_routes(cluster, group, speeds, near_s, far_s),
         is_flat=not cluster.algorithms or any(one.kind == "ring" for one in cluster.algorithms),
     )
+
+
+def _start_s(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], size: int, calibration: Calibration) -> float:
+    """Return what hosts take to start a message along some atoms of a mesh.
+
+    In a pipeline over several nodes a collective takes more for each rank that has to join it.
+    """
+    joins = cluster.num_nodes > 1 and mesh.size("pp") > 1 and not to_neighbours(atoms)
+    return calibration.collective_s + calibration.joined_s * size * joins if size > 1 else 0.0
 
 
 def to_neighbours(atoms: tuple[str, ...]) -> bool:

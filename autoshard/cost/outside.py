@@ -27,10 +27,6 @@ _INSIDE = 0.8  # of errors that an interval holds
 # 128 experts, on H100 and B200 in FP8 took 1.3 to 2.8 times as long as dense rows predict (NVIDIA-NeMo/Megatron-Bridge
 # 067f987 docs/performance-summary-archive.md, 6 rows of 2025-11 and 2026-02; predicted 2026-11).
 UNSEEN_OFF: Mapping[str, float] = {"experts": 1.6}
-# What 80 % of the rows of one program are off by, predicted with constants that were fitted to another one on the same
-# kind of chip: 6 rows of Megatron Core on h100-80 with those of torchtitan on h100-96 0.59, 16 rows of torchtitan with
-# those of Megatron Core 0.14 (benchmarks/data, 2026-11). For a program that has not run on a device the larger counts.
-UNMEASURED_OFF = 0.59
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,13 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 
-from autoshard.cost.calibration import (
-    Calibration,
-    calibration_entries,
-    calibration_of,
-    trust,
-    uncalibrated,
-)
+from autoshard.cost.built_in import calibration_of
+from autoshard.cost.calibration import Calibration, calibration_entries, trust, uncalibrated
 from autoshard.cost.collective import Number, mesh_ring
 from autoshard.cost.compute import seen_share
 from autoshard.cost.setting import (
@@ -47,6 +42,7 @@ _LINKS = (
     "far_link_efficiency",
     "shared_ports",
     "collective_s",
+    "joined_s",
     "reach",
 )  # what sends take depends on these
 _NOTHING = 1e-12  # of a step: what is left of two sums of the same times, a waiting that is none
@@ -72,9 +68,11 @@ def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks |
     peak = question.cluster.rank_matrix_flops_per_s(workload.precision.activations) * question.cluster.num_ranks
     masked = _masked_flops_per_token(graph) * workload.tokens_per_step
     mfu_causal = rounded((flops - masked) / (step_time_s * peak))
+    # What no row of these chips has reached is not promised as the fastest that may be, whatever a fit is off.
+    fastest_s = (flops - masked) / (peak * best) if (best := question.calibration.best_mfu) else 0.0
     return Prediction(
         step_time_s=step_time_s,
-        low_s=rounded(step_time_s * (1 - interval)),
+        low_s=rounded(min(step_time_s, max(step_time_s / (1 + interval), fastest_s))),
         high_s=rounded(step_time_s * (1 + interval)),
         time_parts=seconds,
         stage_memory=tuple(

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.collective import Number, Ring, mesh_ring
-from autoshard.cost.compute import KernelWork, Rates, kernel_time, kernel_work, waiting_time
+from autoshard.cost.compute import KernelWork, MatrixUnits, Rates, kernel_time, kernel_work, waiting_time
+from autoshard.cost.departures import matrix_units
 from autoshard.cost.kernel_run import KernelRun, bytes_in, rank_sizes, saved_bytes, working_bytes
 from autoshard.cost.sharded import Blocks, LoweredBlock, atom_groups
 from autoshard.cost.terms import CostTerm
@@ -24,7 +25,7 @@ from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.lowering import ATOMS, StepGraph
 from autoshard.plan.recompute import Recompute
-from autoshard.spec.cluster import Cluster
+from autoshard.spec.cluster import Chip, Cluster
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.mesh import axis_of_atoms
 from autoshard.spec.model import ModelSpec
@@ -70,16 +71,26 @@ class Question:
         cluster, precision, calibration = self.cluster, self.workload.precision, self.calibration
         peak = cluster.rank_matrix_flops_per_s(precision.activations)
         products = cluster.rank_matrix_flops_per_s(precision.products or precision.activations)
+        together = calibration.in_step(cluster.num_nodes)
+        memory = cluster.rank_memory_bandwidth_bytes_per_s * calibration.memory_efficiency
         return Rates(
-            matrix_flops_per_s=peak * calibration.matrix_efficiency,
-            vector_flops_per_s=cluster.rank_vector_flops_per_s * calibration.vector_efficiency,
-            memory_bytes_per_s=cluster.rank_memory_bandwidth_bytes_per_s * calibration.memory_efficiency,
+            matrix_flops_per_s=together * peak * calibration.matrix_efficiency,
+            vector_flops_per_s=together * cluster.rank_vector_flops_per_s * calibration.vector_efficiency,
+            memory_bytes_per_s=together * memory,
             products_ratio=products / peak,
             attention_ratio=calibration.attention_efficiency / calibration.matrix_efficiency,
-            matrix_tile=cluster.chip.matrix_tile,
+            units=_units(cluster.chip),
             launch_s=calibration.launch_s,
+            layer_s=calibration.layer_s,
             host_computes=load_kernels(self.kernels).host_computes,
         )
+
+
+def _units(chip: Chip) -> MatrixUnits:
+    if chip.matrix_tile > 1:  # of a systolic array
+        return MatrixUnits(tile=chip.matrix_tile)
+    tile, count = matrix_units(chip.name)
+    return MatrixUnits(tile=tile, count=count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,11 +159,11 @@ class BlockCost:
 def work_of(question: Question, setting: Setting, kind: str, drop: Recompute) -> BlockWork:
     """Count what one block of a layout does."""
     whole = setting.blocks.block(kind, Recompute())
-    return block_work(setting.blocks.block(kind, drop), whole, setting, question.cluster.chip.matrix_tile)
+    return block_work(setting.blocks.block(kind, drop), whole, setting, question.rates.units)
 
 
-def block_work(sharded: LoweredBlock, whole: LoweredBlock, setting: Setting, tile: int) -> BlockWork:
-    """Count what a block does, sends and holds; ``whole`` is it without recompute, ``tile`` the matrix unit's."""
+def block_work(sharded: LoweredBlock, whole: LoweredBlock, setting: Setting, units: MatrixUnits) -> BlockWork:
+    """Count what a block does, sends and holds; ``whole`` is it without recompute."""
     block, sharding, atoms = sharded.block, sharded.sharding, setting.atoms
     sizes_of = rank_sizes(setting.sizes, atoms)
     op_sizes = {name: sizes_of(cuts) for name, cuts in sharding.op_cuts.items()}
@@ -182,7 +193,7 @@ def block_work(sharded: LoweredBlock, whole: LoweredBlock, setting: Setting, til
         weights=weights[False],
         tied_weights=weights[True],
     )
-    kernels = [(run, kernel_work(block, run, op_sizes, tile, setting.sizes["seq"], stretches)) for run in sharded.runs]
+    kernels = [(run, kernel_work(block, run, op_sizes, units, setting.sizes["seq"], stretches)) for run in sharded.runs]
     for run, values in sharded.sums:
         moved = sum(sizes_of(one.layout.cuts).num_bytes(block.tensors[one.tensor]) for one in values)
         kernels.append((run, KernelWork(moved_bytes=moved, launches=run.launches)))
@@ -197,16 +208,21 @@ def block_work(sharded: LoweredBlock, whole: LoweredBlock, setting: Setting, til
 def block_cost(work: BlockWork, rings: Mapping[tuple[str, ...], Ring], rates: Rates) -> BlockCost:
     """Price a block: every kernel by its roofline, every message by its ring."""
     seconds: dict[str, dict[str, Number]] = {name: defaultdict(float) for name in PASSES}
-    launches: dict[str, int] = defaultdict(int)
+    started: dict[str, Number] = defaultdict(float)
+    eager = any(kernel.launches for _, kernel in work.kernels)
     for run, kernel in work.kernels:
         parts = seconds[run.pass_]
         parts["compute"] = parts["compute"] + kernel_time(kernel, rates)
-        launches[run.pass_] += kernel.launches
+        started[run.pass_] = started[run.pass_] + kernel.launches * rates.launch_s
+    ways = {(run.pass_, run.ops[0].again) for run, _ in work.kernels}  # what is computed again is one more
+    for pass_ in ("F", "I"):
+        started[pass_] = started[pass_] + rates.layer_s * sum(name == pass_ for name, _ in ways)
     sent: dict[str, Number] = defaultdict(float)
     hidden: dict[str, Number] = defaultdict(float)
     for message, message_bytes in work.messages:
         ring, axis = rings[message.collective.atoms], axis_of_atoms(message.collective.atoms)
-        parts, time_s = seconds[message.pass_], ring.time_s(message.collective, message_bytes)
+        parts, time_s = seconds[message.pass_], ring.busy_s(message.collective, message_bytes, eager=eager)
+        started[message.pass_] = started[message.pass_] + ring.starts_s(message.collective)
         parts[axis] = parts[axis] + time_s
         sent[axis] = sent[axis] + ring.sent_bytes(message.collective, message_bytes)
         if work.hides_tp and axis == "tp" and message.collective.kind in _IN_PIECES:
@@ -215,9 +231,8 @@ def block_cost(work: BlockWork, rings: Mapping[tuple[str, ...], Ring], rates: Ra
         parts = seconds[pass_]
         hidden[pass_] = np.minimum(most_s, parts["compute"])
         parts["tp"] = parts["tp"] - hidden[pass_]
-    for pass_, count in launches.items():
-        if count:
-            seconds[pass_]["waiting"] = waiting_time(sum(seconds[pass_].values()), count, rates)
+    for pass_, started_s in started.items() if eager else ():
+        seconds[pass_]["waiting"] = waiting_time(sum(seconds[pass_].values()), started_s, rates)
     return BlockCost(seconds=seconds, sent_bytes=sent, memory=work.memory, hidden_s=sum(hidden.values()))
 
 

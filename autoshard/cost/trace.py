@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 
-from autoshard.cost.calibration import calibration_of
+from autoshard.cost.built_in import calibration_of
 from autoshard.cost.predict import priced, question_of
 from autoshard.cost.setting import Question, Setting
 from autoshard.cost.stages import counts_of

@@ -105,6 +105,8 @@ def update_cost(
         covering_s = (num_micro_batches if setting.zero == 3 else 1) * pass_s
         seconds["dp"] = np.maximum((1 - share) * seconds["dp"], seconds["dp"] - covering_s)
     for shards, count in _grouped(weights, 0).items():
+        others = num_shards(shards, setting) - 1
+        seconds["dp"] = seconds["dp"] + question.calibration.shard_s * others * (count > 0)
         own = count / num_shards(shards, setting)
         compute_s, memory_s = own * flops / rates.vector_flops_per_s, own * traffic_bytes / rates.memory_bytes_per_s
         seconds["update"] = seconds["update"] + np.maximum(compute_s, memory_s)

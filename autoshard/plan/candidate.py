@@ -103,6 +103,18 @@ class Candidate:
         return self.recompute[0] if len(self.recompute) == 1 else self.recompute[stage]
 
 
+def balanced_stages(num_layers: int, num_stages: int, head: float) -> tuple[int, ...]:
+    """Split layers in a row, none without any, so that a head that takes as long as ``head`` layers is balanced.
+
+    >>> balanced_stages(16, 4, 4.0), balanced_stages(8, 2, 0.0)
+    ((5, 5, 5, 1), (4, 4))
+    """
+    share = (num_layers + head) / num_stages
+    ends = [min(round(share * (stage + 1)), num_layers - (num_stages - 1 - stage)) for stage in range(num_stages)]
+    ends = [max(end, stage + 1) for stage, end in enumerate([*ends[:-1], num_layers])]
+    return tuple(end - start for start, end in zip([0, *ends[:-1]], ends, strict=True))
+
+
 def even_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Return the layers of each stage: as even as can be, what is left over goes to the middle.
 

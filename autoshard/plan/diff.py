@@ -91,9 +91,9 @@ class Figures:
         return self.peak_bytes <= self.capacity_bytes
 
     @property
-    def half_width(self) -> float:
-        """Half of the prediction's interval, as a share of the step time."""
-        return (self.high_s - self.low_s) / 2 / self.step_time_s
+    def width(self) -> float:
+        """How much more than the step time the interval holds, as a share of it."""
+        return self.high_s / self.step_time_s - 1
 
     def holds(self, other: "Figures") -> bool:
         """Whether the interval holds another plan's time for as many tokens."""

@@ -52,7 +52,7 @@ def sentences(diff: Diff) -> list[str]:
             verdict = f"is {_percent(diff.slower_by)} {'slower' if ratio > 1 else 'faster'}"
         lines = [f"b {verdict} ({b_s} against {a_s} a step){_because(diff.time)}"]
     if diff.is_within_intervals and diff.slower_by:
-        widths = f"{diff.a.half_width:.0%} either way for a, {diff.b.half_width:.0%} for b"
+        widths = f"a factor of {1 + diff.a.width:.2f} for a, {1 + diff.b.width:.2f} for b"
         lines.append(f"each lies within the other's interval ({widths}), so a prediction cannot say which is faster")
     if diff.a.basis != diff.b.basis:
         cause = "which may cause a part of the difference"

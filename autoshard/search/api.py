@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from autoshard.cost.calibration import Calibration, built_in, load_calibration
+from autoshard.cost.built_in import built_in
+from autoshard.cost.calibration import Calibration, load_calibration
 from autoshard.cost.terms import CostTerm
 from autoshard.errors import Fault, Faults, InputError
 from autoshard.layout.pin import Pin, pins_of as layout_pins

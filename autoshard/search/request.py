@@ -1,10 +1,11 @@
 """What a user asks: which model, where, for which work; and the plan of any candidate of that."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from autoshard.blocks.cutting import Terms, solved_cutting
-from autoshard.cost.calibration import Calibration, built_in, calibration_entries
+from autoshard.cost.built_in import built_in
+from autoshard.cost.calibration import Calibration, calibration_entries
 from autoshard.cost.predict import predicted
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import CutBlocks
@@ -83,8 +84,12 @@ class Request:
 
     @property
     def constants(self) -> Calibration:
-        """The calibration that is used: one's own, or that of the cluster."""
-        return self.calibration or built_in(self.cluster.name)
+        """The calibration that is used: one's own, or that of the cluster and its kernels."""
+        return self.constants_with(cast(str, self.pins.get("kernels", self.cluster.kernels)))
+
+    def constants_with(self, kernels: str) -> Calibration:
+        """Return the calibration for some kernels, where it is not one's own."""
+        return self.calibration or built_in(self.cluster.name, kernels)
 
     def plan(
         self, candidate: Candidate, engine: Engine, cutting: Cutting | None = None, *, tables: bool = True
@@ -99,12 +104,13 @@ class Request:
         used = cutting or self.cutting(candidate, engine)
         facts = (self.model, self.cluster, self.workload, engine)
         own = term_entries(self.terms, candidate, *facts)
-        origin = {"autoshard": __version__, **calibration_entries(self.constants), **own, **EXTENSIONS.entries()}
+        constants = self.question(candidate).calibration
+        origin = {"autoshard": __version__, **calibration_entries(constants), **own, **EXTENSIONS.entries()}
         origin["model"] = self.model.source
         atoms = cut_atoms(candidate, self.model)
         blocks = CutBlocks(step=self.question(candidate).step, cutting=used, atoms=atoms)
         bare = replace(build_plan(candidate, *facts, provenance=origin), headroom=self.headroom)
-        made = predicted(bare, self.constants, blocks)
+        made = predicted(bare, constants, blocks)
         if not tables:
             return made
         made = with_tables(made, used)
@@ -128,12 +134,13 @@ class Request:
 
     def question(self, candidate: Candidate) -> Question:
         """Return what the cost model is asked about candidates with these kernels."""
+        kernels = candidate.kernels or self.cluster.kernels
         return Question(
             model=self.model,
             cluster=self.cluster,
             workload=self.workload,
-            kernels=candidate.kernels or self.cluster.kernels,
-            calibration=self.constants,
+            kernels=kernels,
+            calibration=self.constants_with(kernels),
             terms=self.terms,
         )
 

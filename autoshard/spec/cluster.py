@@ -255,6 +255,15 @@ class Cluster:
             *(self._layout_checks() if min(getattr(self, name) for name in counts) >= 1 else ()),
         )
 
+    def with_network(self, bytes_per_s: float) -> "Cluster":
+        """Return the same nodes on a network of which each of them gets so much, all of its ports together."""
+        per_rank = bytes_per_s / (self.chips_per_node * self.ranks_per_chip)
+        links = (
+            replace(link, bandwidth_bytes_per_s=per_rank * link.ranks_per_port) if link.domain == "cluster" else link
+            for link in self.links
+        )
+        return replace(self, links=tuple(links))
+
     @property
     def platform(self) -> str:
         """The Neuron platform; "" elsewhere."""

@@ -14,7 +14,8 @@ from autoshard.blocks.choices import op_cuts
 from autoshard.blocks.operators import OperatorSolution, solve
 from autoshard.blocks.problem import OperatorProblem
 from autoshard.blocks.shard_block import BlockSharding
-from autoshard.cost.calibration import Calibration, built_in
+from autoshard.cost.built_in import built_in
+from autoshard.cost.calibration import Calibration
 from autoshard.cost.collective import Number, Ring, mesh_ring
 from autoshard.cost.compute import Rates
 from autoshard.errors import inside, nearest, require
@@ -25,6 +26,7 @@ from autoshard.layout.table import TableSetting, program_of, strategies, written
 from autoshard.plan.module_plan import ModulePlan
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.kernels import load_kernels
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.workload import DTYPE_BYTES, Precision
 from autoshard.trace.blocks import TracedBlock, traced_block
@@ -279,13 +281,14 @@ def places_of(captured: Captured, traced: TracedBlock) -> Places:
 
 def _problem(traced: TracedBlock, cluster: Cluster, mesh: Mesh, precision: Precision) -> OperatorProblem:
     calibration, names = built_in(cluster.name), [name for name, _ in mesh.axes]
+    eager = load_kernels(cluster.kernels).eager
 
     @cache
     def ring(over: frozenset[str]) -> Ring:
         return mesh_ring(cluster, mesh, tuple(sorted(over, key=names.index)), calibration)
 
     def seconds(collective: Collective, message_bytes: Number) -> Number:
-        return ring(frozenset(collective.atoms)).time_s(collective, message_bytes)
+        return ring(frozenset(collective.atoms)).busy_s(collective, message_bytes, eager=eager)
 
     masters = DTYPE_BYTES[precision.masters] if precision.masters else 0
     states = DTYPE_BYTES[precision.weights] + DTYPE_BYTES[precision.gradients] + masters
@@ -315,8 +318,10 @@ def _boundary(captured: Captured, traced: TracedBlock, mesh: Mesh, batch: str) -
 
 
 def _rates(cluster: Cluster, calibration: Calibration, precision: Precision) -> Rates:
+    together, peak = calibration.in_step(cluster.num_nodes), cluster.rank_matrix_flops_per_s(precision.activations)
+    memory = cluster.rank_memory_bandwidth_bytes_per_s * calibration.memory_efficiency
     return Rates(
-        matrix_flops_per_s=cluster.rank_matrix_flops_per_s(precision.activations) * calibration.matrix_efficiency,
-        vector_flops_per_s=cluster.rank_vector_flops_per_s * calibration.vector_efficiency,
-        memory_bytes_per_s=cluster.rank_memory_bandwidth_bytes_per_s * calibration.memory_efficiency,
+        matrix_flops_per_s=together * peak * calibration.matrix_efficiency,
+        vector_flops_per_s=together * cluster.rank_vector_flops_per_s * calibration.vector_efficiency,
+        memory_bytes_per_s=together * memory,
     )

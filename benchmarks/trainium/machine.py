@@ -6,7 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from autoshard.cost.calibration import Calibration, built_in
+from autoshard.cost.built_in import built_in
+from autoshard.cost.calibration import Calibration
 from autoshard.errors import InputError, require
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan

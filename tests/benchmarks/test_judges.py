@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autoshard.blocks.operators import OperatorSolution
-from autoshard.cost.calibration import built_in
+from autoshard.cost.built_in import built_in
 from autoshard.sweep.points import Sweep, points_of
 from benchmarks import (
     bytes_vs_gspmd,

@@ -10,7 +10,7 @@ from autoshard.blocks.choices import real_cuts
 from autoshard.blocks.cutting import Meshes, Terms, operator_problem
 from autoshard.blocks.explain import explain, second_best
 from autoshard.blocks.operators import solve
-from autoshard.cost.calibration import calibration_of
+from autoshard.cost.built_in import calibration_of
 from autoshard.cost.predict import question_of
 from autoshard.cost.setting import price_block, setting_of
 from autoshard.cost.sharded import ListedBlocks

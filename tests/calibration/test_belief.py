@@ -16,7 +16,8 @@ from autoshard.calibration.rows import MeasuredRow
 from autoshard.calibration.splits import splits_for
 from autoshard.calibration.unknowns import timer, unknowns_of, with_unknowns
 from autoshard.calibration.validate import outlined_run
-from autoshard.cost.calibration import built_in, trust, uncalibrated
+from autoshard.cost.built_in import built_in
+from autoshard.cost.calibration import WIDEST, trust, uncalibrated
 from tests.calibration.measured_cases import ARCH, SMALL
 
 NORMAL = NormalDist()
@@ -138,9 +139,9 @@ class TestBeliefOfRuns:
         assert after.covariance[1, 1] > (1 - alike(runs())[0, 1] ** 2) * error**2 * 0.99
 
     def test_fitted_constants_have_the_error_of_their_fit(self) -> None:
-        fitted = built_in("a100-80")
+        fitted = built_in("h100-96", "torch_compiled", "torchtitan")
         assert fitted.fit and model_error(fitted) == pytest.approx(
-            fitted.fit.left_out_mape / math.sqrt(2 / math.pi), rel=0.01
+            fitted.fit.left_out_mape / math.sqrt(2 / math.pi), rel=0.1
         )
         for count, least, most in ((1, 0.1, 0.2), (10, 0.3, 0.4), (1000, 0.49, 0.5)):
             few = replace(fitted.fit, rows={str(number): 1.5 for number in range(count)}, left_out_mape=0.5)
@@ -153,7 +154,7 @@ class TestBeliefOfRuns:
         assert alike(four)[0].tolist() == [1.0, 1.0, 0.5, 0.5 ** (1 + 1 + 1 + 1)]  # tp, pp, recompute, schedule
 
     def test_runs_that_lie_outside_the_rows_in_the_same_way_are_off_together(self) -> None:
-        fitted = built_in("h100-80")
+        fitted = built_in("h100-80", "mcore")
         zb = {"pipeline_schedule": "ZB-H1", "pp": 2, "dp": 1}
         ring = {"tp": 2, "pp": 1, "cp": 4, "dp": 1}
         inside, one, two, wide = runs(LAYOUTS[2], {"tp": 4, **zb}, {"tp": 4, **zb, "micro_batch": 2}, ring)
@@ -163,7 +164,7 @@ class TestBeliefOfRuns:
             plan, _ = outlined_run(run, fitted)
             interval, _ = trust(fitted, plan)
             square = found[number, number] * 1.2816**2
-            assert interval == pytest.approx(min(0.95, math.sqrt(fitted.interval**2 + square)), rel=1e-3)
+            assert interval == pytest.approx(min(WIDEST, math.sqrt(fitted.interval**2 + square)), rel=1e-3)
         assert np.linalg.eigvalsh(found).min() > -1e-9
         before, after = belief_of([one, two], replace(fitted, fit=None)), belief_of([one, two], fitted)
         assert after.covariance.min() > before.covariance.min(), "a fit knows what its rows have"

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from autoshard.calibration.validate import Accuracy, Compared, Validation, accuracy, spearman, validate
 from autoshard.cli import main
-from autoshard.cost.calibration import built_in
+from autoshard.cost.built_in import built_in
 from autoshard.errors import InputError
 from autoshard.spec.record import encode
 from tests.calibration.measured_cases import ARCH, SMALL, written
@@ -109,7 +109,7 @@ def test_the_json_has_what_is_promised(tmp_path: Path):
     assert row["low_s"] < row["predicted_step_time_s"] < row["high_s"]
     assert fault["where"].endswith("line 2") and "arch: its architecture is not known" in fault["message"]
     assert (entry["num_rows"], entry["step_time"]["count"]) == (1, 1)
-    assert entry["basis"] == built_in("h100-80").basis
+    assert entry["basis"] == built_in("h100-80", "mcore").basis
     assert json.loads(json.dumps(found, allow_nan=False)) == found
 
 

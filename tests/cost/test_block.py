@@ -65,7 +65,12 @@ class TestMessages:
         slow = replace(question, calibration=replace(question.calibration, collective_s=1e-3))
         once, later = (priced(one, text) for one in (question, slow))
         assert once.sent_bytes["cp"] == 3 * (2 + 4) * 8192 // 4 * (KV_HEADS // TP) * HEAD * 2
-        assert later.part_s("cp") - once.part_s("cp") == pytest.approx(3 * (2 + 4) * 1e-3)
+        assert later.part_s("cp") == once.part_s("cp"), "a host runs ahead of its device"
+        waits = replace(question.rates, host_computes=True)
+        alone = "tp=1,cp=4,cp_order=zigzag"
+        once, later = (priced(one, alone, rates=waits) for one in (question, slow))
+        starts_s = 3 * (2 + 4) * (1e-3 - question.calibration.collective_s)
+        assert later.part_s("waiting") - once.part_s("waiting") == pytest.approx(starts_s)
 
     def test_experts_get_the_tokens_that_chose_them(self):
         copies = 4096 * 2 * 4096 * 2  # tokens, choices, hidden, bf16

@@ -11,25 +11,25 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+from autoshard.cost.built_in import built_in, calibration_of
 from autoshard.cost.calibration import (
     CONSTANTS,
     EFFICIENCIES,
     SECONDS,
     Calibration,
     Reach,
-    built_in,
     calibration_entries,
-    calibration_of,
     calibration_text,
     load_calibration,
     uncalibrated,
 )
-from autoshard.cost.outside import UNMEASURED_OFF, Seen
+from autoshard.cost.departures import chip_family, departures, hardware
+from autoshard.cost.outside import Seen
 from autoshard.cost.predict import predict
 from autoshard.errors import InputError
 from autoshard.plan.codec import dump, load
 from autoshard.spec import record
-from autoshard.spec.cluster_catalogue import cluster_names
+from autoshard.spec.cluster_catalogue import cluster_names, load_node_type
 from autoshard.spec.workload import Precision
 from tests.cost.cases import ask, plan_of
 
@@ -106,13 +106,37 @@ class TestBuiltIn:
         assert not (compiled and starts), "a compiled graph is started once, whatever it does"
         assert found.fit.left_out_mape <= min(found.fit.tried.values()) + 1e-3, "what was left out decided how many"
 
-    def test_a_cluster_has_its_own_constants_or_those_of_the_nearest_machine_or_nominal_ones(self):
+    def test_a_cluster_has_its_own_constants_or_those_of_the_nearest_machine_or_of_its_chip_or_nominal_ones(self):
         own, nearest = {path.stem for path in FILES}, json.loads((FOLDER / "nearest.json").read_text("utf-8"))
         assert own <= {*cluster_names()} and not own & nearest.keys()
         for name in cluster_names():
-            expected = name if name in own else nearest.get(name, {"to": "uncalibrated"})["to"]
-            assert built_in(name).name == expected and expected in {"uncalibrated", *own}
+            found = built_in(name)
+            if load_node_type(name).chip.name.startswith("trainium"):
+                assert found.name == (name if name in own else nearest[name]["to"])
+            else:
+                assert found.name == ("uncalibrated" if name == "local" else f"{name} under any program"), name
         assert built_in("my-own") is uncalibrated()
+
+    def test_constants_of_hardware_are_the_same_for_every_program_and_machine_with_the_chip(self):
+        for name, other in (("h200", "p5en.48xlarge"), ("h100-80", "p5.48xlarge"), ("a100-80", "a100-40")):
+            one, two = (built_in(cluster) for cluster in (name, other))
+            assert [getattr(one, key) for key in CONSTANTS] == [getattr(two, key) for key in CONSTANTS]
+        for program in departures().programs:
+            found = built_in(program.cluster, program.kernels[0], program.framework)
+            assert found.name == f"{program.cluster} under {program.framework}" and found.interval == program.interval
+            chip = hardware().chips[chip_family(load_node_type(program.cluster).chip.name)]
+            for name, share in chip.shares.items():
+                assert getattr(found, name) == pytest.approx(min(0.97, share * program.constants[name]))
+            assert found.launch_s == hardware().hosts["launch_s"]
+
+    def test_a_program_departs_as_on_its_own_cluster_then_as_elsewhere_then_as_all_do(self):
+        own = built_in("h100-80", "torch_flash", "llm-foundry (Composer, FSDP1)")
+        assert own.name == "h100-80 under llm-foundry" and own.reach and own.fit
+        moved = built_in("b200", "torch_flash", "llm-foundry")
+        assert moved.interval == departures().elsewhere and moved.reach is None and "adds on a100-40" in moved.basis
+        new = built_in("b200", "torch_engine_gpu", "a new program")
+        assert new.interval == max(0.25, departures().unknown) and "programs add on average" in new.basis
+        assert built_in("h100-80", "te", "Megatron-LM + TransformerEngine 2.11").name.endswith("+ TransformerEngine")
 
 
 def plan(text="tp=8,pp=4,dp=4", calibration=None, **changes):
@@ -216,7 +240,7 @@ class TestProvenance:
             ({"precision": Precision.named("fp16")}, here, 0.9, {"products"}),
             ({"kernels": "mcore"}, here, 0.25, {"kernels"}),
             ({"kernels": "mcore"}, replace(here, interval=0.2), 0.4, {"kernels"}),
-            ({"kernels": "torch_engine_gpu"}, here, UNMEASURED_OFF, {"kernels"}),
+            ({"kernels": "torch_engine_gpu"}, here, max(0.25, departures().unknown), {"kernels"}),
         ]
         for change, constants, interval, where in changes:
             change = {"kernels": "te", **change}
@@ -227,7 +251,7 @@ class TestProvenance:
         for path in FILES:
             assert built_in(path.stem).seen["experts"] == Seen(values=("0",))
         ours = replace(OWN, interval=0.1, seen={"experts": Seen(values=("0", "8"), off=0.2)})
-        for constants, interval in ((built_in("h100-80"), 0.95), (ours, 0.1)):
+        for constants, interval in ((built_in("h100-80"), 1.6), (ours, 0.1)):
             question = {"model_name": "mixtral-8x7b", "cluster_name": "h100-80", "nodes": 4}
             found = predict(plan("tp=8,pp=4,dp=1", constants, **question))
             assert found.high_s / found.step_time_s - 1 == pytest.approx(interval)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from autoshard.cost.compute import KernelWork, Rates, kernel_time, waiting_time
+from autoshard.cost.compute import KernelWork, MatrixUnits, Rates, kernel_time, waiting_time
 from autoshard.cost.setting import PASSES
 from autoshard.spec.workload import Precision
 from tests.cost.cases import ask, flops, moved_bytes, priced, rates, seconds_of
@@ -39,13 +39,13 @@ def test_a_kernel_takes_as_long_as_the_slowest_unit(kernel, speed):
 @given(st.floats(0, 10), st.floats(0, 1), st.integers(1, 1000), rates_of_all)
 def test_launches_run_ahead_of_a_device_and_never_shorten_what_it_does(busy_s, more_s, launches, speed):
     started_s = launches * speed.launch_s
-    found, later = (one + waiting_time(one, launches, speed) for one in (busy_s, busy_s + more_s))
+    found, later = (one + waiting_time(one, started_s, speed) for one in (busy_s, busy_s + more_s))
     assert found <= later + 1e-12, "who has more to do is done no sooner"
     if speed.host_computes:
         assert found == pytest.approx(busy_s + started_s)
     else:
         assert max(busy_s, started_s) * (1 - 1e-12) <= found <= busy_s + started_s + 1e-12
-        assert waiting_time(0.0, launches, speed) == pytest.approx(started_s)
+        assert waiting_time(0.0, started_s, speed) == pytest.approx(started_s)
 
 
 class TestRates:
@@ -61,7 +61,7 @@ class TestRates:
         assert found.attention_ratio * found.matrix_flops_per_s == pytest.approx(0.3 * 667e12 / 4)
         assert found.vector_flops_per_s == pytest.approx(0.5 * 2.21e12 / 4)
         assert found.memory_bytes_per_s == pytest.approx(0.6 * 2.9e12 / 4)
-        assert (found.matrix_tile, found.launch_s, found.host_computes) == (128, 1e-6, False)
+        assert (found.units.tile, found.launch_s, found.host_computes) == (128, 1e-6, False)
 
 
 class TestRoofline:
@@ -112,7 +112,7 @@ class TestTiles:
                 return len(range(0, inner, 128)) * len(range(0, held, 128)) * streamed
 
             expected = count * 2 * 128 * 128 * min(cycles(rows, columns), cycles(columns, rows))
-            assert flops(question, text, pass_, op, matrix_tile=128) == pytest.approx(expected), pass_
+            assert flops(question, text, pass_, op, units=MatrixUnits(tile=128)) == pytest.approx(expected), pass_
 
 
 class TestMasks:

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from autoshard.blocks.explain import explain
-from autoshard.cost.calibration import calibration_of
+from autoshard.cost.built_in import calibration_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.diff import diff
 from autoshard.plan.explanation import Alternatives, Flip, WhyNot
@@ -87,7 +87,7 @@ def test_equal_plans_and_equal_seconds_are_said_to_be_equal():
 def test_a_difference_inside_the_intervals_is_not_known_to_be_real():
     said = sentences(diff(predicted(parts={"compute": 10.0}), predicted(parts={"compute": 10.5})))
     assert said[1:] == [
-        "each lies within the other's interval (10% either way for a, 10% for b), "
+        "each lies within the other's interval (a factor of 1.10 for a, 1.10 for b), "
         "so a prediction cannot say which is faster"
     ]
     assert len(sentences(diff(predicted(parts={"compute": 10.0}), predicted(parts={"compute": 12.0})))) == 1

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from autoshard.cost.calibration import built_in
+from autoshard.cost.built_in import built_in
 from autoshard.cost.trace import trace
 from autoshard.plan.candidate import Candidate
 from autoshard.report.trace import MOST_BYTES, trace_text

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from autoshard.calibration.validate import validate
-from autoshard.cost.calibration import CONSTANTS, built_in, uncalibrated
+from autoshard.cost.built_in import built_in
+from autoshard.cost.calibration import CONSTANTS, uncalibrated
 from autoshard.report.validation import calibration_report, validation_report
 from tests.calibration.measured_cases import DATA, SMALL, TRAINIUM, published
 from tests.report.printed import printed

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from hypothesis import note, strategies as st
 
-from autoshard.cost.calibration import built_in
+from autoshard.cost.built_in import built_in
 from autoshard.cost.predict import plan_cost, priced
 from autoshard.cost.setting import BlockCost, Question, Setting, price_block, setting_of
 from autoshard.cost.sharded import CutBlocks

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.cost.calibration import calibration_of
+from autoshard.cost.built_in import calibration_of
 from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.explanation import WhyNot

@@ -9,7 +9,7 @@ import torch
 from autoshard.blocks.cutting import Meshes, Terms, operator_problem
 from autoshard.blocks.operators import solve
 from autoshard.blocks.problem import OperatorProblem, roofline_s
-from autoshard.cost.calibration import built_in
+from autoshard.cost.built_in import built_in
 from autoshard.cost.setting import Question
 from autoshard.layout.layout import Cuts
 from autoshard.plan.candidate import Candidate

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.command_line import Counts
-from autoshard.cost.calibration import calibration_of, load_calibration
+from autoshard.cost.built_in import calibration_of
+from autoshard.cost.calibration import load_calibration
 from autoshard.cost.predict import check_plan
 from autoshard.cost.storage import resuming, storage_of
 from autoshard.engine.folder import PLAN, TRAINING

@@ -1,0 +1,142 @@
+"""Which constants come with autoshard for a cluster and a program, and which ones a plan carries."""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any, cast
+
+from autoshard.cost.calibration import NUMBERS, OPTIONAL, OUTSIDE, SECONDS, Calibration, Fit, Reach, uncalibrated
+from autoshard.cost.departures import (
+    Basis,
+    Departure,
+    applicable,
+    chip_family,
+    departures,
+    hardware,
+    mean_constants,
+    shares_of,
+)
+from autoshard.cost.outside import Seen
+from autoshard.errors import InputError
+from autoshard.plan.plan import Plan
+from autoshard.spec import record
+from autoshard.spec.cluster_catalogue import cluster_names, load_node_type
+from autoshard.spec.files import parsed_json
+
+
+@cache
+def built_in(cluster: str, kernels: str = "", framework: str | None = None) -> Calibration:
+    """Return the constants that come with autoshard for a cluster and a program on it; nominal ones of other machines.
+
+    Where a host starts kernels they are the chip's and what the program adds, which its framework or its kernels name;
+    elsewhere those of a fit to the cluster, or to the nearest machine.
+
+    >>> built_in("local").name, built_in("trn2.48xlarge").name, built_in("h100-80", "mcore").name
+    ('uncalibrated', 'trn1.32xlarge', 'h100-80 under Megatron-Core')
+    """
+    folder = resources.files("autoshard.cost") / "calibrations"
+    nearest: Any = parsed_json((resources.files("autoshard.cost") / "nearest.json").read_text("utf-8"), "nearest.json")
+    name = f"{nearest[cluster]['to'] if cluster in nearest else cluster}.json"
+    for entry in folder.iterdir():
+        if entry.name == name:
+            return record.decode(Calibration, parsed_json(entry.read_text("utf-8"), name), where=name)
+    chips = {one: load_node_type(one).chip.name for one in cluster_names()}
+    if chip_family(chips.get(cluster, "")) not in hardware().chips:
+        return uncalibrated()
+    return _of_program(cluster, chips, kernels or load_node_type(cluster).kernels, framework)
+
+
+def _of_program(cluster: str, chips: Mapping[str, str], kernels: str, framework: str | None) -> Calibration:
+    """Return the constants of a chip, and of a program on it as far as its rows say."""
+    chip = chips[cluster]
+    some, basis = applicable(cluster, chip, chips, kernels, framework)
+    constants, own, alone = mean_constants(some), basis == "rows", len(some) == 1
+    who = ", ".join(dict.fromkeys(one.framework for one in some)) if basis != "other programs" else "any program"
+    intervals = {"rows": max(one.interval for one in some), "other machines": departures().elsewhere}
+    interval = intervals.get(basis, max(OUTSIDE, departures().unknown))
+    same_chip = [one for one in departures().programs if chips[one.cluster] == chip]
+    known = hardware().chips[chip_family(chip)]
+    words = f"{_words(some, basis, who, chip)}; nominal 80% interval of a factor of {1 + interval:.2f} either way"
+    reach = Reach(
+        cluster=",".join(dict.fromkeys((cluster, *(one.cluster for one in some)))),
+        axes=tuple(dict.fromkeys(axis for one in some for axis in one.rows.axes)),
+        kernels=tuple(dict.fromkeys((kernels, *(name for one in some for name in one.kernels)))),
+    )
+    numbers: dict[str, Any] = {**hardware().hosts, **constants, **shares_of(chip, constants)}
+    return Calibration(
+        name=f"{cluster} under {who}",
+        **numbers,
+        interval=interval,
+        basis=words,
+        reach=reach if own else None,
+        seen=some[0].rows.seen if own and alone else {"experts": Seen(values=("0",))},
+        best_mfu=max((one.rows.best_mfu for one in same_chip), default=None),
+        fit=_fit_of(some[0]) if own and alone else None,
+        sources={
+            **known.sources,
+            **{name: hardware().sources.get(name, hardware().sources["hosts"]) for name in SECONDS},
+            "interval": words,
+        },
+    )
+
+
+def _words(some: Sequence[Departure], basis: Basis, who: str, chip: str) -> str:
+    """Say what constants of a program rest on."""
+    where = ", ".join(dict.fromkeys(one.cluster for one in some))
+    count, newest = sum(len(one.rows.ratios) for one in some), max(one.rows.newest for one in some)
+    error = sum(one.rows.left_out_mape for one in some) / len(some)
+    if basis == "rows":
+        words = f"the rates of {chip}, and what {who} adds, by {count} rows of {where}, newest {newest}"
+        return f"{words}: mean error {error:.1%} where a {some[0].rows.left_out_by} is left out"
+    if basis == "other machines":
+        return f"the rates of {chip}, and what {who} adds on {where}, by {count} rows there"
+    return f"the rates of {chip}, and what {len(some)} programs add on average; no row is of this program"
+
+
+def _fit_of(program: Departure) -> Fit:
+    return Fit(
+        date=program.rows.newest,
+        rows=program.rows.ratios,
+        num_layouts=program.rows.num_layouts,
+        left_out_by=program.rows.left_out_by,
+        in_sample_mape=program.rows.in_sample_mape,
+        left_out_mape=program.rows.left_out_mape,
+        tried={},
+    )
+
+
+def _seen_of(entries: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return what a plan's provenance says of the rows of its calibration."""
+    text = entries.get("calibration.rows")
+    if text is None:
+        return {}
+    found = parsed_json(text, "provenance.calibration.rows")
+    if not isinstance(found, dict) or not found.keys() <= {"seen", "best_mfu"}:
+        raise InputError.of("provenance.calibration.rows", "must be an object of seen and best_mfu")
+    return cast(dict[str, Any], found)
+
+
+def calibration_of(plan: Plan) -> Calibration:
+    """Return the constants that a plan carries; where it carries none, those of its cluster."""
+    entries = plan.provenance
+    if "calibration.constants" not in entries:
+        return built_in(plan.cluster.name, plan.kernels)
+    pairs = [part.partition("=") for part in entries["calibration.constants"].split(",")]
+    if sorted(name for name, _, _ in pairs if name not in OPTIONAL) != sorted(NUMBERS):
+        names = ", ".join(NUMBERS)
+        raise InputError.of("provenance.calibration.constants", f"must be NAME=NUMBER,... for each of {names}")
+    numbers: dict[str, float | str] = {}
+    for name, _, text in pairs:
+        try:
+            numbers[name] = float(text)
+        except ValueError:
+            numbers[name] = text  # which no record takes
+    fields = {
+        "name": entries.get("calibration", ""),
+        "basis": entries.get("calibration.basis", ""),
+        "reach": entries.get("calibration.reach"),
+        **_seen_of(entries),
+        "sources": dict.fromkeys(NUMBERS, "the plan's provenance"),
+        **numbers,
+    }
+    return record.decode(Calibration, fields, "provenance.calibration")

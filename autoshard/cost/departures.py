@@ -1,0 +1,158 @@
+"""What programs take beyond their hardware, on eager accelerators: as data, and which of it applies to a question.
+
+Constants of a chip are from micro-benchmarks, and the same for every program (``hardware.json``). How a program departs
+from them is fitted to its rows on one cluster (``departures.json``): a factor for each share, and the seconds of its
+hosts. A program without rows on a cluster departs as it does elsewhere, and one without any rows as the mean of all
+programs does, each of which counts once however many rows it has.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+from autoshard.cost.outside import Seen
+from autoshard.spec import record
+from autoshard.spec.files import parsed_json
+
+SHARES = (
+    "matrix_efficiency", "attention_efficiency", "vector_efficiency", "memory_efficiency", "near_link_efficiency",
+    "far_link_efficiency",
+)  # fmt: skip
+_MOST = 0.97  # of a rate, whatever the program
+Basis = Literal["rows", "other machines", "other programs"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChipShares:
+    """Which share of each rate of its data sheet a chip reaches, and where that was measured."""
+
+    matrix_units: int  # that each work on one tile of a product at a time
+    shares: Mapping[str, float] = field(hash=False)
+    sources: Mapping[str, str] = field(hash=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Shares of chips, by the first part of their names, and what hosts take where no program says otherwise."""
+
+    chips: Mapping[str, ChipShares] = field(hash=False)
+    matrix_tile: int
+    hosts: Mapping[str, float] = field(hash=False)
+    sources: Mapping[str, str] = field(hash=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """What a departure was fitted to, and how far its predictions are off."""
+
+    newest: str
+    ratios: Mapping[str, float] = field(hash=False)  # row -> predicted over measured, where its group is left out
+    num_layouts: int
+    left_out_by: Literal["model", "group", "layout"]
+    in_sample_mape: float
+    left_out_mape: float
+    best_mfu: float  # without masked pairs
+    axes: tuple[str, ...]
+    seen: Mapping[str, Seen] = field(hash=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """How a program departs from its hardware on one cluster."""
+
+    framework: str
+    cluster: str
+    kernels: tuple[str, ...]
+    constants: Mapping[str, float] = field(hash=False)  # factors of shares, seconds of hosts
+    interval: float
+    rows: Rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departures:
+    """All departures, and how far predictions of other programs and machines are off."""
+
+    programs: tuple[Departure, ...]
+    elsewhere: float  # interval of a program on a machine on which it has no rows
+    unknown: float  # of a program without any rows
+
+
+@cache
+def hardware() -> Hardware:
+    """Return the constants of chips and hosts."""
+    return record.decode(Hardware, _read("hardware.json"), where="hardware.json")
+
+
+@cache
+def departures() -> Departures:
+    """Return what was fitted."""
+    return record.decode(Departures, _read("departures.json"), where="departures.json")
+
+
+def _read(name: str) -> Any:
+    return parsed_json((resources.files("autoshard.cost") / name).read_text("utf-8"), name)
+
+
+def chip_family(chip: str) -> str:
+    """Return the first part of a chip's name; an H200 computes as an H100 does."""
+    family = chip.partition("-")[0]
+    return {"h200": "h100"}.get(family, family)
+
+
+def matrix_units(chip: str) -> tuple[int, int]:
+    """Return into tiles of how many rows and columns a chip cuts products, and how many units have one each.
+
+    >>> matrix_units("h200"), matrix_units("cpu")
+    ((128, 132), (1, 1))
+    """
+    known = hardware().chips.get(chip_family(chip))
+    return (hardware().matrix_tile, known.matrix_units) if known else (1, 1)
+
+
+def shares_of(chip: str, constants: Mapping[str, float]) -> Mapping[str, float]:
+    """Return which shares a program reaches on a chip that departs by these factors."""
+    shares = hardware().chips[chip_family(chip)].shares
+    return {name: min(_MOST, share * constants.get(name, 1.0)) for name, share in shares.items()}
+
+
+def applicable(
+    cluster: str, chip: str, chips: Mapping[str, str], kernels: str, framework: str | None
+) -> tuple[Sequence[Departure], Basis]:
+    """Return the departures that say most about a program; ``chips`` are those of all clusters.
+
+    The same framework comes before the same kernels, the same cluster before the same chip.
+    """
+    every = departures().programs
+    named = _named(every, framework)
+    alike = [one for one in every if kernels in one.kernels]
+    for known in (named, alike) if named else (alike,):
+        for near in (
+            [one for one in known if one.cluster == cluster],
+            [one for one in known if chips.get(one.cluster) == chip],
+        ):
+            if near:
+                return near, "rows"
+        if known and known is named:
+            return known, "other machines"
+    return (alike, "other machines") if alike else (every, "other programs")
+
+
+def _named(every: Sequence[Departure], framework: str | None) -> list[Departure]:
+    """Return the departures of the framework with the longest name that another one begins with."""
+    text = (framework or "").casefold()
+    names = {one.framework.casefold() for one in every}
+    longest = max((name for name in names if text.startswith(name)), key=len, default=None)
+    return [one for one in every if one.framework.casefold() == longest]
+
+
+def mean_constants(some: Sequence[Departure]) -> Mapping[str, float]:
+    """Return the mean of departures, each counted once: of factors as of logarithms, of seconds as they are."""
+    found: dict[str, float] = {}
+    for name in some[0].constants:
+        values = [one.constants[name] for one in some]
+        is_share = name in SHARES
+        found[name] = math.exp(sum(map(math.log, values)) / len(values)) if is_share else sum(values) / len(values)
+    return found

@@ -1,0 +1,115 @@
+"""Fit how programs depart from their hardware, with models, clusters and programs left out.
+
+With ``--write`` it writes ``autoshard/cost/departures.json`` and the table of left-out errors in docs/accuracy.md.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from statistics import fmean
+
+import numpy as np
+
+from autoshard.calibration.measured_run import run_of
+from autoshard.calibration.pooled import ProgramRows, departure_of, holding, program_rows
+from autoshard.calibration.rows import MeasuredRow, measured_rows
+from autoshard.calibration.unknowns import Array, Sample
+from autoshard.cost.calibration import uncalibrated
+from autoshard.cost.departures import Departure, Departures, hardware, mean_constants, shares_of
+from autoshard.spec import record
+from benchmarks.pages import ROOT, head, line, with_table
+from benchmarks.result import Extra, Result
+
+DATA = ROOT / "benchmarks" / "data"
+FILE = ROOT / "autoshard" / "cost" / "departures.json"
+PAGE = ROOT / "docs" / "accuracy.md"
+BAR = 0.10
+_COLUMNS = ("program", "cluster", "rows", "left out", "error", "inside", "without its cluster", "without its program")
+
+
+def departing_rows() -> list[ProgramRows]:
+    """Return the timed rows of this repository that hosts of accelerators started, by program and cluster."""
+    samples: list[tuple[Sample, MeasuredRow]] = []
+    for folder in (DATA, DATA / "sweeps"):
+        for row in measured_rows(folder).rows.values():
+            if row.step_time_s and not row.unfit:
+                run = run_of(row)
+                if run.cluster.engine == "torch":
+                    samples.append((Sample(id=row.id, run=run, step_time_s=row.step_time_s, apart=""), row))
+    return program_rows(samples)
+
+
+def fit_all(programs: Sequence[ProgramRows]) -> Departures:
+    """Fit every program on every cluster, and judge each by the others."""
+    found = list(map(departure_of, programs))
+    elsewhere, unknown = list[Array](), list[Array]()
+    for rows, departure in zip(programs, found, strict=True):
+        moved, new = judged_by_others(rows, departure, found)
+        elsewhere += [] if moved is None else [moved]
+        unknown.append(new)
+    widest = holding(_each_once(unknown))
+    known = [replace(one, interval=one.interval or widest) for one in found]
+    known.sort(key=lambda one: (one.framework.casefold(), one.cluster))
+    return Departures(programs=tuple(known), elsewhere=holding(_each_once(elsewhere)), unknown=widest)
+
+
+def _each_once(errors: Sequence[Array]) -> Array:
+    """Return nine quantiles of each program's errors, so that every program counts once."""
+    shares = np.linspace(0.1, 0.9, 9)
+    return np.concatenate([np.quantile(one, shares) for one in errors])
+
+
+def judged_by_others(rows: ProgramRows, departure: Departure, every: Sequence[Departure]) -> tuple[Array | None, Array]:
+    """Return the errors of rows, as logarithms, predicted from their program elsewhere, and from other programs."""
+    same = [one for one in every if one.framework == departure.framework and one.cluster != departure.cluster]
+    others = [one for one in every if one.framework != departure.framework]
+    return _errors(rows, same) if same else None, _errors(rows, others)
+
+
+def _errors(rows: ProgramRows, others: Sequence[Departure]) -> Array:
+    constants, chip = mean_constants(others), rows.samples[0].run.cluster.chip.name
+    hosts = {name: constants.get(name, usual) for name, usual in hardware().hosts.items()}
+    return rows.residuals_under(replace(uncalibrated(), **shares_of(chip, constants), **hosts))
+
+
+def left_out_table(programs: Sequence[ProgramRows], found: Departures) -> str:
+    """Return the left-out errors of every program on every cluster."""
+    return "\n".join([*head(_COLUMNS, _COLUMNS[:2]), *_lines(programs, found)])
+
+
+def _lines(programs: Sequence[ProgramRows], found: Departures) -> Iterator[str]:
+    by_name = {(one.framework, one.cluster): one for one in found.programs}
+    for rows in sorted(programs, key=lambda one: (one.framework.casefold(), one.cluster)):
+        departure = by_name[rows.framework, rows.cluster]
+        ratios = np.array([*departure.rows.ratios.values()])
+        inside = float((np.abs(np.log(ratios)) <= np.log1p(departure.interval)).mean())
+        moved, new = judged_by_others(rows, departure, found.programs)
+        errors = ["-" if one is None else f"{np.abs(np.expm1(one)).mean():.1%}" for one in (moved, new)]
+        yield line(
+            [rows.framework, rows.cluster, str(len(ratios)), departure.rows.left_out_by,
+             f"{departure.rows.left_out_mape:.1%}", f"{inside:.0%}", *errors]
+        )  # fmt: skip
+
+
+def departures_text(found: Departures) -> str:
+    """Return the file of departures."""
+    return json.dumps(record.encode(found), indent=1, allow_nan=False) + "\n"
+
+
+def run(write: bool = False) -> Result:
+    """Fit all programs; write the file of departures and the table of the page if asked to."""
+    programs, start_s = departing_rows(), time.process_time()
+    found = fit_all(programs)
+    if write:
+        FILE.write_text(departures_text(found), "utf-8")
+        table = left_out_table(programs, found)
+        PAGE.write_text(with_table(PAGE.read_text("utf-8"), "departures", table, "departures"), "utf-8")
+    errors = {f"{one.framework}, {one.cluster}": one.rows.left_out_mape for one in found.programs}
+    value = fmean(errors.values())
+    extras: dict[str, Extra] = {name: round(error, 4) for name, error in errors.items()}
+    extras |= {"elsewhere": found.elsewhere, "unknown": found.unknown, "cpu_s": round(time.process_time() - start_s, 1)}
+    return Result(
+        name="departures", value=round(value, 4), unit="mean left-out error of a program", bar=BAR,
+        holds=value <= BAR, extras=extras,
+    )  # fmt: skip
