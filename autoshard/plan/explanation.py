@@ -120,6 +120,7 @@ class NearestRun:
     high_s: float
     predicted_s: float
     source: str
+    unsettled: str = ""  # why their times say less than those of whole runs; "" where they do not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +138,7 @@ class Answer:
     against: tuple[str, ...] = ()  # why it may not run: a vendor's layout that Rules refuse, or that does not fit
     source: str = ""  # of a vendor's layout
     nearest_run: NearestRun | None = None
+    unsettled_run: NearestRun | None = None  # of this very layout, whose times had not settled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ def found_json(
 
 
 def _answer_json(answer: Answer, certificate: Certificate) -> dict[str, Any]:
-    run = answer.nearest_run
+    run, unsettled = answer.nearest_run, answer.unsettled_run
     return {
         "name": answer.name,
         **_brief_json(answer.plan),
@@ -48,6 +48,7 @@ def _answer_json(answer: Answer, certificate: Certificate) -> dict[str, Any]:
         "against": list(answer.against),
         "source": answer.source,
         "nearest_run": run and encode(run),
+        "unsettled_run": unsettled and encode(unsettled),
     }
 
 

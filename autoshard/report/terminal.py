@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from autoshard.plan.explanation import Answer, Certificate, RankTime
+from autoshard.plan.explanation import Answer, Certificate, NearestRun, RankTime
 from autoshard.plan.plan import Compiling, Dollars, Plan, Prediction
 from autoshard.plan.rules.rule import Rejection
 from autoshard.report.tables import Bar, Cell, FittingTable, Labelled, prose, unbroken
@@ -319,13 +319,8 @@ def answers_parts(plan: Plan, answers: Sequence[Answer]) -> list[RenderableType]
         parts += [Labelled("", Text(reason, "red"), indent=named) for reason in answer.against]
         if answer.source:
             parts.append(Labelled("", Text(answer.source, "dim"), indent=named))
-        if run := answer.nearest_run:
-            measured = f"{format_seconds(run.low_s)} to {format_seconds(run.high_s)}"
-            words = (
-                f"measured nearby: {run.run}: {counted(run.num_runs, 'run')}, {measured}; "
-                f"this model says {format_seconds(run.predicted_s)} ({run.source})"
-            )
-            parts.append(Labelled("", Text(words, "dim"), indent=named))
+        for run in filter(None, (answer.nearest_run, answer.unsettled_run)):
+            parts.append(Labelled("", Text(_run_words(run), "dim"), indent=named))
     best = prediction_of(plan)
     near = [one.name for one in answers if one.plan.candidate != plan.candidate and not one.against
             and best.low_s <= prediction_of(one.plan).step_time_s <= best.high_s]  # fmt: skip
@@ -334,6 +329,15 @@ def answers_parts(plan: Plan, answers: Sequence[Answer]) -> list[RenderableType]
         words = f"{len(near)} of these ({', '.join(near)}) {lie} within the interval of this prediction"
         parts.append(prose(f"{words}, so measure before you rent for long", "yellow"))
     return parts
+
+
+def _run_words(run: NearestRun) -> str:
+    """Say what published runs took, how far that can be trusted, and what the cost model says of them."""
+    measured = f"{counted(run.num_runs, 'run')}, {format_seconds(run.low_s)} to {format_seconds(run.high_s)}"
+    doubt = f" ({run.unsettled})" if run.unsettled else ""
+    label = "seen, not settled" if run.unsettled else "measured nearby"
+    said = f"this model says {format_seconds(run.predicted_s)}"
+    return f"{label}: {run.run}: {measured}{doubt}; {said} ({run.source})"
 
 
 def certificate_parts(certificate: Certificate) -> list[RenderableType]:

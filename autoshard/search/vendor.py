@@ -33,6 +33,16 @@ _SHAPE = tuple(  # of a model, as far as layouts go
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Unsettled:
+    """Runs of a documented layout that say little, since their times had not settled: seconds of a step, the doubt."""
+
+    step_s: tuple[float, ...]
+    doubt: str  # what is measured, and what is not said
+    source: str
+    rows: tuple[str, ...] = field(repr=False)  # ids of the rows with these seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VendorLayout:
     """One documented layout, and what it was documented for."""
 
@@ -46,6 +56,7 @@ class VendorLayout:
     source: str
     measured_s: tuple[float, ...] = ()
     rows: tuple[str, ...] = field(default=(), repr=False)  # ids of the measured rows with these seconds
+    unsettled: Unsettled | None = None
 
     def suits(self, model: ModelSpec, cluster: Cluster) -> bool:
         """Say whether the layout is for a model of this shape, on these chips."""
@@ -107,6 +118,7 @@ def vendor_answer(request: Request, fastest: Plan) -> Answer | str:
             against=against,
             source=layout.source,
             nearest_run=_nearest_run(request, [one for one in suited if one.measured_s], layout, cutting),
+            unsettled_run=_unsettled_run(request, layout, cutting),
         )
     nothing = f"no layout of {request.model.name} on {request.cluster.chip.name} is documented that autoshard knows"
     return next(iter(reasons), nothing)
@@ -157,21 +169,40 @@ def _nearest_run(
         return one.seq_len != request.workload.seq_len, other_mesh, one.distance(request)
 
     run = min(runs, key=distance)
+    # The same layout on other nodes is cut alike.
+    predicted_s = _documented_s(request, run, cutting if run.layout == layout.layout else None)
+    return None if predicted_s is None else _published(request, run, run.measured_s, predicted_s, run.source)
+
+
+def _unsettled_run(request: Request, layout: VendorLayout, cutting: Cutting) -> NearestRun | None:
+    """Return the runs of a layout whose times had not settled, if there are any."""
+    seen, predicted_s = layout.unsettled, _documented_s(request, layout, cutting) if layout.unsettled else None
+    if not seen or not predicted_s:
+        return None
+    return replace(_published(request, layout, seen.step_s, predicted_s, seen.source), unsettled=seen.doubt)
+
+
+def _published(
+    request: Request, run: VendorLayout, seconds: Sequence[float], predicted_s: float, source: str
+) -> NearestRun:
+    return NearestRun(
+        run=f"{run.words(request.cluster.name)}: {run.layout}",
+        num_runs=len(seconds),
+        low_s=min(seconds),
+        high_s=max(seconds),
+        predicted_s=predicted_s,
+        source=source,
+    )
+
+
+def _documented_s(request: Request, run: VendorLayout, cutting: Cutting | None) -> float | None:
+    """Return the predicted seconds of what a layout was documented for; None where a Rule of the user's forbids it."""
     workload = replace(request.workload, seq_len=run.seq_len, global_batch=run.global_batch)
     question = replace(
         request, cluster=replace(request.cluster, num_nodes=run.nodes or 1), workload=workload, pins={}, layouts=()
     )
     try:
         question, candidate, engine = _resolved(question, run)
-        # The same layout on other nodes is cut alike.
-        made = question.plan(candidate, engine, cutting if run.layout == layout.layout else None, tables=False)
-    except InputError:  # a Rule of the user's own may have no answer
+        return step_s(question.plan(candidate, engine, cutting, tables=False))
+    except InputError:
         return None
-    return NearestRun(
-        run=f"{run.words(request.cluster.name)}: {run.layout}",
-        num_runs=len(run.measured_s),
-        low_s=min(run.measured_s),
-        high_s=max(run.measured_s),
-        predicted_s=step_s(made),
-        source=run.source,
-    )

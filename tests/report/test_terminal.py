@@ -262,6 +262,10 @@ def test_what_lies_within_the_interval_is_counted_and_named():
     text = " ".join(printed(*answers_parts(plan, [vendor])).split())
     assert "too little memory its page measured nearby: on 32 nodes: 3 runs, 128.00 s to 136.00 s" in text
     assert "this model says 151.00 s" in text and "of these" not in text, "what may not run is not measured"
+    assert vendor.nearest_run and "seen, not settled" not in text
+    early = replace(vendor, unsettled_run=replace(vendor.nearest_run, high_s=137.0, unsettled="four steps"))
+    text = " ".join(printed(*answers_parts(plan, [early])).split())
+    assert "seen, not settled: on 32 nodes: 3 runs, 128.00 s to 137.00 s (four steps); this model says 151" in text
 
 
 def test_a_terminal_is_used_as_wide_as_it_is(monkeypatch: pytest.MonkeyPatch):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autoshard.calibration.measured_run import run_of
-from autoshard.calibration.rows import MeasuredRow
+from autoshard.calibration.rows import MeasuredRow, measured_rows
 from autoshard.errors import InputError, NoPlan
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import dump, load
@@ -144,6 +144,34 @@ def test_measured_seconds_are_those_of_rows_with_this_layout():
             assert run.candidate == Candidate.parse(one.layout, run.cluster.num_ranks)
             assert (run.workload.seq_len, run.workload.global_batch) == (one.seq_len, one.global_batch)
             assert (run.cluster.num_nodes, run.cluster.chip.name) == (one.nodes, *one.chips)
+
+
+def test_unsettled_seconds_are_those_of_short_rows_with_this_layout_which_no_fit_has():
+    kept = {row.id for row in measured_rows(ROWS).rows.values()}
+    rows = {row.id: row for row in measured_rows(ROWS / "short.jsonl").rows.values()}
+    unsettled = [(one, one.unsettled) for one in vendor_layouts() if one.unsettled]
+    assert {name for _, seen in unsettled for name in seen.rows} == rows.keys() and not rows.keys() & kept
+    for one, seen in unsettled:
+        assert [rows[name].step_time_s for name in seen.rows] == list(seen.step_s)
+        for row in (rows[name] for name in seen.rows):
+            run, source = run_of(row), row.source or {}
+            assert row.kind == "short" and row.inferred and "does not say" in str(row.inferred["platform"])
+            assert replace(run.candidate, lnc=None) == Candidate.parse(
+                one.layout.replace(",lnc=2", ""), run.cluster.num_ranks
+            )
+            assert (run.workload.seq_len, run.workload.global_batch) == (one.seq_len, one.global_batch)
+            assert (run.cluster.num_nodes, run.cluster.chip.name) == (one.nodes, *one.chips)
+            assert f"{source['repo']}/blob/{source['commit']}/{source['path']}" in seen.source
+
+
+def test_a_log_that_had_not_settled_stands_beside_the_vendors_layout():
+    found = asked("llama3-70b", 16)
+    assert isinstance(found, Answer) and found.unsettled_run and found.nearest_run
+    run = found.unsettled_run
+    assert (run.num_runs, run.low_s, run.high_s, run.predicted_s) == (2, 320.22, 321.41, time_s(found.plan))
+    assert "does not say which ran" in run.unsettled and not found.nearest_run.unsettled
+    other = asked("llama3-70b", 8)
+    assert isinstance(other, Answer) and other.unsettled_run == run, "it is compared at the nodes that it was logged on"
 
 
 def asked(model: str, nodes: int, pins: str = "") -> Answer | str:
