@@ -1,7 +1,7 @@
 """The plans with which a question is answered: the fastest, a simple one, the vendor's, and the next best layouts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from autoshard.plan.plan import Plan
 from autoshard.search.planner import SearchResult
 from autoshard.search.request import Request
 from autoshard.search.simple import WITHIN
-from autoshard.search.vendor import step_s, vendor_answer
+from autoshard.search.vendor.answer import step_s, vendor_answer
 from autoshard.spec.cluster import LOCAL
 from autoshard.units import format_at_most, format_bytes, format_count, format_seconds
 
@@ -25,13 +25,15 @@ NAMES = ("fastest", "smallest", SIMPLE, VENDOR)
 class PlanResult:
     """The answers to a question, the best plan first, and what was proven about them.
 
-    ``plan`` is that of the answer of this ``name``; ``no_vendor`` says why there is no vendor's.
+    ``plan`` is that of the answer of this ``name``; ``no_vendor`` says why there is no vendor's, ``defaults`` where
+    length and batch are from if the question left them open.
     """
 
     answers: tuple[Answer, ...]
     certificate: Certificate
     no_vendor: str = ""
     name: str = SIMPLE  # of the answer that is ``plan``
+    defaults: str = field(default="", compare=False)
 
     @property
     def plan(self) -> Plan:
@@ -71,6 +73,7 @@ class PlanResult:
         place = f"{cluster.num_ranks} ranks" if cluster.name == LOCAL else f"{cluster.num_nodes} x {cluster.name}"
         lines = [
             f"{plan.model.name} on {place}, {workload.seq_len} tokens, {workload.global_batch} sequences a step",
+            *([self.defaults] if self.defaults else []),
             *(
                 "  ".join(cells)
                 for cells in zip(*map(_padded, zip(*map(_cells, self.answers), strict=True)), strict=True)
@@ -124,6 +127,7 @@ def answers_of(request: Request, found: SearchResult, name: str | None = None) -
         certificate=found.certificate,
         no_vendor="" if isinstance(vendors, Answer) else vendors,
         name=name or (SIMPLE if is_time else first.name),
+        defaults=request.defaults,
     )
 
 

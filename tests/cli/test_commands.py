@@ -274,10 +274,10 @@ def test_verify_finds_what_was_edited(
         (
             f"{LOCAL} --fix tp=2 --json --force",
             0,
-            {"plan", "written", "dollars", "answers", "no_vendor", "runners_up", "certificate"},
+            {"plan", "written", "dollars", "answers", "no_vendor", "defaults", "runners_up", "certificate"},
         ),
-        (f"{LOCAL} --at tp=2 --json --force", 0, {"rejections", "plan", "dollars"}),
-        (f"{TRN1} --at tp=8,mbs=1024 --json", 1, {"rejections", "plan", "dollars"}),
+        (f"{LOCAL} --at tp=2 --json --force", 0, {"rejections", "plan", "dollars", "defaults"}),
+        (f"{TRN1} --at tp=8,mbs=1024 --json", 1, {"rejections", "plan", "dollars", "defaults"}),
         ("list kernels --config what.yaml", 0, {"kernels"}),
         ("verify plan.json --json", 0, {"rejections", "notices", "proof"}),
         ("explain edited.json --json", 1, {"rejections"}),

@@ -16,7 +16,8 @@ from autoshard.search.answers import PlanResult, answers_of
 from autoshard.search.planner import search
 from autoshard.search.request import Request, plan_at, rejections_of
 from autoshard.search.simple import WITHIN
-from autoshard.search.vendor import VendorLayout, vendor_answer, vendor_layouts
+from autoshard.search.vendor.answer import vendor_answer
+from autoshard.search.vendor.documented import VendorLayout, vendor_layouts
 from autoshard.search.watch import Look
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
@@ -204,6 +205,18 @@ def test_why_there_is_no_vendors_layout_is_said():
     assert "is documented" in str(asked("qwen3-8b", 4))
     assert "does not divide the 96 ranks" in str(asked("llama3-70b", 3))
     assert "which tp=8 leaves out" in str(asked("llama3-70b", 16, "tp=8"))
+
+
+def test_a_vendors_layout_answers_no_length_that_is_more_than_twice_another():
+    request = ask("llama3-70b", "trn1.32xlarge", 16)
+    fastest = plan_at(request, Candidate.parse("tp=8,pp=8,dp=8"))
+    for seq_len, far in ((32768, "more than 2 times as many"), (4095, "less than 1/2 of these")):
+        work = replace(request.workload, seq_len=seq_len)
+        words = f"documents one for llama3-70b on 16 x trn1.32xlarge with 8192 tokens a sequence; {seq_len} are {far}"
+        assert words in str(vendor_answer(replace(request, workload=work), fastest))
+    for seq_len in (4096, 16384):
+        work = replace(request.workload, seq_len=seq_len)
+        assert isinstance(vendor_answer(replace(request, workload=work), fastest), Answer)
 
 
 def test_a_vendors_layout_that_does_not_fit_is_shown_and_not_written():
