@@ -20,9 +20,10 @@ from autoshard.plan.candidate import Candidate, parse_pins
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
 from autoshard.plan.verify import NOT_RUN, verify as reasons_against
+from autoshard.report.answers import runners_up_of
 from autoshard.report.structured import found_json, frontier_json, made_json
 from autoshard.report.tables import prose
-from autoshard.report.terminal import frontier_report, plan_report, rejections_report, runners_up_of
+from autoshard.report.terminal import frontier_report, plan_report, rejections_report
 from autoshard.search.answers import NAMES, PlanResult, answers_of
 from autoshard.search.api import request_of
 from autoshard.search.no_plan import better_sizes, unanswered

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from autoshard.plan.candidate import value_text
+from autoshard.plan.explanation import Ratio
 from autoshard.plan.plan import SEARCH, Dollars, Plan, Prediction
 from autoshard.spec.record import encode
 
@@ -114,6 +115,7 @@ class Diff:
     sent: tuple[Term, ...]  # bytes that the busiest rank sends in a step, per axis
     lines: tuple[LineChange, ...]  # of the tables of Strategies
     blocks: tuple[PlanChange, ...]  # whose tables only one of the plans has: how many lines
+    ratio: Ratio | None = None  # of b's step to a's, where their question is the same
 
     @property
     def is_nothing(self) -> bool:

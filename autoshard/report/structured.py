@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from autoshard.plan.diff import Breakdown, Diff, Term, diff
+from autoshard.cost.doubt import compared, ratio_of
+from autoshard.plan.diff import Breakdown, Diff, Term
 from autoshard.plan.explanation import Alternatives, Answer, Certificate, Explanation, RankTime, WhyNot
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.rule import Rejection
@@ -26,12 +27,15 @@ def found_json(
 ) -> dict[str, Any]:
     """Return the plan that is written whole, all answers by candidate and prediction, and what was looked at."""
     rows = [_answer_json(one, certificate) for one in answers]
+    vendor = next((one for one in answers if one.name == "vendor"), None)
+    differs = vendor is not None and vendor.plan.candidate != written.plan.candidate
     return {
         "plan": plan_json(written.plan),
         "written": written.name,
         "dollars": encode(written.plan.dollars),
         "answers": rows,
         "no_vendor": no_vendor,
+        "against_vendor": encode(ratio_of(written.plan, vendor.plan)) if vendor and differs else None,
         "runners_up": [row for row in rows if row["name"].isdecimal()],
         "certificate": encode(certificate),
     }
@@ -43,6 +47,7 @@ def _answer_json(answer: Answer, certificate: Certificate) -> dict[str, Any]:
         "name": answer.name,
         **_brief_json(answer.plan),
         "slower": answer.slower,
+        "ratio": answer.ratio and encode(answer.ratio),
         "gap": certificate.about(answer.plan).gap,
         "why": answer.why,
         "against": list(answer.against),
@@ -111,6 +116,6 @@ def why_not_json(plan: Plan, found: WhyNot) -> dict[str, Any]:
     return {
         **encode(found),
         "other": found.other and _brief_json(found.other),
-        "difference": found.other and comparison_json(diff(plan, found.other), ()),
+        "difference": found.other and comparison_json(compared(plan, found.other), ()),
         "flips": [{**encode(flip), "factor": flip.factor} for flip in found.flips],
     }

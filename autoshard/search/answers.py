@@ -5,9 +5,10 @@ from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 
+from autoshard.cost.doubt import ratio_of
 from autoshard.errors import InputError, NoPlan
 from autoshard.plan.codec import save
-from autoshard.plan.explanation import Answer, Certificate
+from autoshard.plan.explanation import Answer, Certificate, Ratio
 from autoshard.plan.found import SearchRecord
 from autoshard.plan.plan import Plan
 from autoshard.search.planner import SearchResult
@@ -121,6 +122,7 @@ def answers_of(request: Request, found: SearchResult, name: str | None = None) -
         Answer(name=str(number), plan=one, why="the best plan of another layout", slower=step_s(one) / step_s(best) - 1)
         for number, one in enumerate(others, 2)
     ]
+    answers = [answers[0], *(replace(one, ratio=_ratio_to(best, one.plan)) for one in answers[1:])]
     record = SearchRecord.of_search(found.certificate, tuple(answers), found.layouts)
     return PlanResult(
         answers=tuple(replace(one, plan=record.kept_in(one.plan)) for one in answers),
@@ -129,6 +131,11 @@ def answers_of(request: Request, found: SearchResult, name: str | None = None) -
         name=name or (SIMPLE if is_time else first.name),
         defaults=request.defaults,
     )
+
+
+def _ratio_to(best: Plan, plan: Plan) -> Ratio | None:
+    """Return how long a plan takes as a multiple of what the best takes; None of the best itself."""
+    return None if plan.candidate == best.candidate else ratio_of(plan, best)
 
 
 def _simple(fastest: Answer, found: SearchResult) -> Answer:
@@ -146,11 +153,19 @@ def _cells(answer: Answer) -> tuple[str, ...]:
     return (
         answer.name,
         format_seconds(prediction.step_time_s),
-        f"{answer.slower:+.1%}",
+        _slower(answer),
         format_count(prediction.tokens_per_s, "tokens/s"),
         f"{format_bytes(prediction.peak_bytes)} of {format_bytes(prediction.capacity_bytes)}",
         str(plan.candidate) + (f" (may not run: {'; '.join(answer.against)})" if answer.against else ""),
     )
+
+
+def _slower(answer: Answer) -> str:
+    """Say how much slower than the fastest an answer is, what holds 80% of that, and how sure it is."""
+    if answer.ratio is None:
+        return f"{answer.slower:+.1%}"
+    low, high = (f"{end - 1:+.0%}" for end in (answer.ratio.low, answer.ratio.high))
+    return f"{answer.slower:+.1%} ({low} to {high}; slower with {1 - answer.ratio.faster:.0%})"
 
 
 def _padded(column: Sequence[str]) -> list[str]:
