@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost.calibration import WIDEST, Calibration, calibration_of, excesses_of
+from autoshard.cost.evidence import evidence_of
 from autoshard.cost.outside import features_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.diff import Diff, diff
@@ -126,9 +127,12 @@ def ratio_of(a: Plan, b: Plan) -> Ratio:
 
 
 def compared(a: Plan, b: Plan) -> Diff:
-    """Compare two predicted plans, with the interval of their ratio where they answer the same question."""
+    """Compare two predicted plans; where they answer one question, with the ratio of their steps and its evidence."""
     found = diff(a, b)
-    return found if found.question or found.is_nothing else replace(found, ratio=ratio_of(b, a))
+    if found.question or found.is_nothing:
+        return found
+    evidence = {part.name: evidence_of(part.name, (a, b)) for part in found.time.parts}
+    return replace(found, ratio=ratio_of(b, a), evidence=evidence)
 
 
 def _shares(plan: Plan) -> list[float]:

@@ -1,7 +1,7 @@
 """The difference of two plans: what they state and choose otherwise, and what is predicted of them, term by term."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from autoshard.plan.candidate import value_text
@@ -116,6 +116,7 @@ class Diff:
     lines: tuple[LineChange, ...]  # of the tables of Strategies
     blocks: tuple[PlanChange, ...]  # whose tables only one of the plans has: how many lines
     ratio: Ratio | None = None  # of b's step to a's, where their question is the same
+    evidence: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)  # what each part of time rests on
 
     @property
     def is_nothing(self) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from autoshard.cost.doubt import ratio_of
+from autoshard.cost.doubt import compared, ratio_of
 from autoshard.plan.explanation import Answer, NearestRun
 from autoshard.plan.plan import Plan
 from autoshard.report.tables import Cell, FittingTable, Labelled, prose, unbroken
@@ -19,6 +19,8 @@ from autoshard.report.words import (
     slower_words,
 )
 from autoshard.units import format_seconds
+
+_LEAST_SHARE = 0.005  # of the vendor's step: smaller differences of a part are not listed
 
 
 def runners_up_of(plan: Plan, others: Sequence[Plan]) -> list[Answer]:
@@ -61,7 +63,7 @@ def answers_parts(plan: Plan, answers: Sequence[Answer]) -> list[RenderableType]
             parts.append(Labelled("", Text(answer.source, "dim"), indent=named))
         for run in filter(None, (answer.nearest_run, answer.unsettled_run)):
             parts.append(Labelled("", Text(_run_words(run), "dim"), indent=named))
-    parts += map(prose, against_vendor(plan, answers))
+    parts += _against_vendor(plan, answers)
     best = prediction_of(plan)
     near = [one.name for one in answers if one.plan.candidate != plan.candidate and not one.against
             and best.low_s <= prediction_of(one.plan).step_time_s <= best.high_s]  # fmt: skip
@@ -72,10 +74,22 @@ def answers_parts(plan: Plan, answers: Sequence[Answer]) -> list[RenderableType]
     return parts
 
 
-def against_vendor(plan: Plan, answers: Sequence[Answer]) -> list[str]:
-    """Say how a plan compares with the layout that the vendor documents, if there is one and it is another."""
+def _against_vendor(plan: Plan, answers: Sequence[Answer]) -> list[RenderableType]:
+    """Return how a plan compares with the layout that the vendor documents, part by part, if it is another."""
     others = [one.plan for one in answers if one.name == "vendor" and one.plan.candidate != plan.candidate]
-    return [f"against the vendor's layout: {ratio_words(ratio_of(plan, other))}" for other in others]
+    if not others:
+        return []
+    found = compared(others[0], plan)
+    rows: list[list[Cell]] = []
+    for part in found.time.parts:
+        if abs(part.difference) >= _LEAST_SHARE * found.time.total.a:
+            more = f"{'+' if part.difference > 0 else ''}{format_seconds(part.difference)}"
+            seconds = [format_seconds(part.a), format_seconds(part.b), more]
+            rows.append([TIME_WORDS.get(part.name, part.name), *seconds, found.evidence.get(part.name, "")])
+    ratio = f": {ratio_words(found.ratio)}" if found.ratio else ""
+    columns = ("part", ">vendor", ">this", ">difference", "rests on")
+    title = f"against the vendor's layout{ratio}"
+    return [FittingTable(title, columns, rows, drop=("rests on",)) if rows else prose(title), ""]
 
 
 def _run_words(run: NearestRun) -> str:

@@ -147,6 +147,8 @@ def comparison_report(diff: Diff, names: tuple[str, str], remarks: Sequence[str]
     if any(term.difference for term in diff.time.parts):
         title = "Time of a step" if diff.same_tokens else "Time per million tokens"
         tables.append(_breakdown(title, diff.time, format_seconds))
+        rests = [(TIME_WORDS.get(part.name, part.name), diff.evidence.get(part.name, "")) for part in diff.time.parts]
+        tables += [FittingTable("What each part rests on", ("part", "evidence"), rests)] if diff.evidence else []
     if any(term.difference for term in diff.memory.parts):
         tables.append(_breakdown(f"Memory of the fullest rank ({which})", diff.memory, format_bytes))
     if any(term.difference for term in diff.sent):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from autoshard.cost.doubt import compared, ratio_of
+from autoshard.cost.doubt import compared
 from autoshard.plan.diff import Breakdown, Diff, Term
 from autoshard.plan.explanation import Alternatives, Answer, Certificate, Explanation, RankTime, WhyNot
 from autoshard.plan.plan import Plan
@@ -35,10 +35,17 @@ def found_json(
         "dollars": encode(written.plan.dollars),
         "answers": rows,
         "no_vendor": no_vendor,
-        "against_vendor": encode(ratio_of(written.plan, vendor.plan)) if vendor and differs else None,
+        "against_vendor": _against_json(vendor.plan, written.plan) if vendor and differs else None,
         "runners_up": [row for row in rows if row["name"].isdecimal()],
         "certificate": encode(certificate),
     }
+
+
+def _against_json(vendor: Plan, plan: Plan) -> dict[str, Any]:
+    """Return the ratio of a plan's step to that of the vendor's layout, and what the parts of both rest on."""
+    found = compared(vendor, plan)
+    parts = [{"name": one.name, "vendor": one.a, "this": one.b} for one in found.time.parts]
+    return {**encode(found.ratio), "parts": parts, "evidence": dict(found.evidence)}
 
 
 def _answer_json(answer: Answer, certificate: Certificate) -> dict[str, Any]:
