@@ -32,7 +32,7 @@ def answers_section(own: Node) -> Markup:
         ">step",
         ">slower",
         ">80% of that",
-        ">surely",
+        ">sure",
         ">fullest rank",
         "where its time goes",
         "why",
