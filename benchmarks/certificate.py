@@ -18,9 +18,9 @@ from autoshard.plan.candidate import Candidate, CpKind, CpOrder, Zero
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.builders import builders
 from autoshard.schedule.schedule import Schedule
-from autoshard.search.api import default_workload
 from autoshard.search.planner import search
 from autoshard.search.request import Request, rejections_of
+from autoshard.search.vendor.defaults import default_workload
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model_catalogue import load_model
@@ -116,7 +116,7 @@ def task(number: int) -> Request:
         tied_embeddings=draw.random() < 0.2 and not on_neuron,  # NxD has no pipelines of tied embeddings
     )
     seq_len, batch = draw.choice((2048, 4096, 4096, 32768)), cluster.num_ranks * draw.choice((1, 2, 4, 8)) // 4
-    workload = replace(default_workload(model, cluster), seq_len=seq_len, global_batch=batch)
+    workload = replace(default_workload(model, cluster)[0], seq_len=seq_len, global_batch=batch)
     interleaved = {"schedule": "interleaved", "vp": draw.choice((2, 3))}
     pipelines: list[dict[str, Any]] = [{}, interleaved] if on_neuron else [{}, _ZB_V, interleaved]
     pipeline = {"pp": draw.choice((2, 4)), **draw.choice(pipelines)}

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from autoshard.cost.doubt import ratio_of
 from autoshard.plan.plan import Plan, Prediction
+from autoshard.report.words import chance_words, signed_words
 from autoshard.search.planner import search
 from autoshard.search.request import plan_at, rejections_of
 from benchmarks.aws_recipes import AwsRecipe, load_aws_recipes
@@ -113,10 +115,19 @@ def _cells(entry: Comparison) -> list[str]:
         *_time_and_memory(entry.theirs),
         f"`{_layout(entry.ours)}`",
         *_time_and_memory(entry.ours),
-        f"{entry.gain:+.1%}",
+        _gain(entry),
         _brought_by(entry),
         ", ".join(entry.against) or "-",
     ]
+
+
+def _gain(entry: Comparison) -> str:
+    """Return the gain, what holds 80% of it, and how sure it is that our layout is the faster one."""
+    if entry.ours.candidate == entry.theirs.candidate:
+        return f"{entry.gain:+.1%}"
+    ratio = ratio_of(entry.ours, entry.theirs)
+    low, high = (signed_words(1 - end) for end in (ratio.high, ratio.low))
+    return f"{entry.gain:+.1%} ({low} to {high}), {chance_words(ratio.faster)}"
 
 
 def _layout(plan: Plan) -> str:

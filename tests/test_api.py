@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, strategies as st
 
 import autoshard
 from autoshard.cost.calibration import CONSTANTS, uncalibrated
@@ -12,9 +13,10 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.rules.columns import Columns
 from autoshard.plan.rules.rule import Verdict, rule
 from autoshard.plan.verify import verify
-from autoshard.search.api import Search, default_workload, engines_of, request_of
+from autoshard.search.api import Search, engines_of, request_of
 from autoshard.search.planner import SearchResult, search
 from autoshard.search.request import Request
+from autoshard.search.vendor.defaults import TOKENS, default_sizes, default_workload
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.recipe import QuestionOptions
@@ -36,7 +38,7 @@ def test_the_package_of_the_same_name_still_works():
 
 def test_parts_may_be_values_paths_or_names():
     model, cluster = load_model("tiny-llama"), load_cluster("local")
-    workload = default_workload(model, cluster)
+    workload, _ = default_workload(model, cluster)
     few = "tp=2,mbs=8"
     result = autoshard.plan("tiny-llama", "local", fix=few)
     assert autoshard.plan(model, cluster, workload, nodes=1, fix={"tp": 2, "mbs": 8}) == result
@@ -107,17 +109,44 @@ def test_all_that_a_recipe_names_wrongly_is_reported_at_once():
 
 
 @pytest.mark.parametrize(
-    ("model", "cluster", "seq_len", "batch"),
+    ("model", "cluster", "seq_len", "batch", "says"),
     [
-        ("tiny-llama", "local", 256, 32),
-        ("llama3.1-8b", "trn1.32xlarge", 8192, 1024),
-        ("gpt3-175b", "h100-80", 2048, 1024),
+        ("tiny-llama", "local", 256, 32, "batch: for this machine"),
+        ("llama3.1-8b", "trn1.32xlarge", 8192, 1024, "as AWS NxD Training 2.26 documents"),
+        ("gpt3-175b", "h100-80", 2048, 1536, "as NVIDIA Megatron-LM documents for gpt3-175b"),
+        ("qwen3-8b", "h100-80", 8192, 512, "batch: the largest power of two with at most 4,194,304 tokens"),
     ],
 )
-def test_defaults_are_those_that_are_documented(model: str, cluster: str, seq_len: int, batch: int):
-    workload = default_workload(load_model(model), load_cluster(cluster))
-    assert (workload.seq_len, workload.global_batch) == (seq_len, batch)
+def test_defaults_are_those_that_are_documented(model: str, cluster: str, seq_len: int, batch: int, says: str):
+    workload, why = default_workload(load_model(model), load_cluster(cluster))
+    assert (workload.seq_len, workload.global_batch) == (seq_len, batch) and says in why
     assert workload.precision == Precision.named("bf16")
+
+
+@given(seq_len=st.integers(1, 2**31 - 1))
+def test_without_a_vendor_a_step_has_the_most_tokens_that_a_power_of_two_of_sequences_holds(seq_len: int):
+    sizes = default_sizes(load_model("qwen3-8b"), load_cluster("h100-80"), seq_len=seq_len)
+    assert sizes.global_batch.bit_count() == 1 and sizes.seq_len == seq_len
+    assert sizes.global_batch == 1 or sizes.global_batch * seq_len <= TOKENS
+    assert 2 * sizes.global_batch * seq_len > TOKENS
+
+
+def test_a_vendors_sizes_hold_at_its_length_on_as_many_nodes_or_twice_as_many():
+    card = load_model("llama3-8b")  # on h100-80 documented for 1 node, 128 sequences of 8192 tokens
+    nodes = {count: default_sizes(card, load_cluster("h100-80", count)) for count in (1, 2, 3)}
+    assert [one.global_batch for one in nodes.values()] == [128, 128, 512]
+    assert default_sizes(card, load_cluster("h100-80"), seq_len=8192).why.startswith("batch: as NVIDIA")
+    assert default_sizes(card, load_cluster("h100-80"), seq_len=4096).global_batch == TOKENS // 4096
+    stated = default_sizes(card, load_cluster("h100-80"), seq_len=4096, global_batch=7)
+    assert (stated.global_batch, stated.why) == (7, "")
+    longer = replace(card, max_positions=4096)
+    assert default_sizes(longer, load_cluster("h100-80")).seq_len == 4096, "no vendor's length is past the model's"
+
+
+def test_what_python_leaves_open_is_as_on_the_command_line():
+    result = autoshard.plan("tiny-llama", "local", fix="tp=2,mbs=8", seq_len=64)
+    workload = result.plan.workload
+    assert (workload.seq_len, workload.global_batch) == (64, 32) and "batch: for this machine" in result.summary()
 
 
 def test_the_engine_is_the_clusters_unless_another_is_named():

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from autoshard.calibration.belief import EIGHTY_PERCENT, Belief, belief_of
+from autoshard.calibration.belief import Belief, belief_of
 from autoshard.calibration.measured_run import MeasuredRun
 from autoshard.calibration.unknowns import Sample
 from autoshard.cost.calibration import Calibration
+from autoshard.cost.doubt import EIGHTY_PERCENT
 from autoshard.plan.plan import Plan, rounded
 
 _NOTHING = 0.01  # of today's regret: a run that lowers it by less tells nothing

@@ -15,25 +15,15 @@ import numpy as np
 from autoshard.calibration.measured_run import MeasuredRun
 from autoshard.calibration.splits import Split, physical, splits_for
 from autoshard.calibration.unknowns import UNITS, Array, Sample, predictor, unknowns_of
-from autoshard.cost.calibration import WIDEST, Calibration, excesses_of
-from autoshard.cost.outside import features_of
+from autoshard.cost.calibration import Calibration
+from autoshard.cost.doubt import TO_DEVIATION, alike, beyond, model_error
 from autoshard.plan.build import build_plan
 from autoshard.spec.cluster import LOCAL
 
-_TO_DEVIATION = math.sqrt(math.pi / 2)  # from a mean error to the standard deviation of a normal distribution
-EIGHTY_PERCENT = 1.2816  # standard deviations either way hold 80% of a normal distribution
-# Mean error on rows that were left out of a fit: 0.057 to 0.060 on the three clusters with rows of many models
-# (docs/accuracy.md).
-UNFITTED_ERROR = 0.06
-_OTHERS = 10  # rows that this counts as, beside those of a fit
 # Of the logarithm of a row, as a standard deviation. Rows of several releases of a platform's software are 0.058 apart
 # on average where they repeat a layout (trn1, docs/accuracy.md), those of one program 0.000 (a100-80); a run of one's
 # own on one machine lies between.
-_NOISE, _NOISE_OF_RELEASES = 0.02, 0.058 * _TO_DEVIATION
-# Of the residuals of left-out rows, four fits, 2737 pairs: correlation 0.54 where the layouts are equal, 0.20 where one
-# axis or the micro-batch differs by a factor of 2, 0.07 at two such steps, then none.
-_SHARED = 0.5
-_AXES = ("tp", "pp", "cp", "ep", "vp", "mbs")
+_NOISE, _NOISE_OF_RELEASES = 0.02, 0.058 * TO_DEVIATION
 _WIDTHS = 4.0  # standard deviations between the least and the most that a machine can be
 _DECLARED = math.log(4.0) / 2  # of a rate that no data sheet states: a factor of 4 either way is two deviations
 _STEP = 1e-2  # of a finite difference, as in a fit
@@ -102,15 +92,6 @@ def belief_of(runs: Sequence[MeasuredRun], constants: Calibration) -> Belief:
     return Belief(mean=mean, covariance=covariance, noise=noise)
 
 
-def model_error(constants: Calibration) -> float:
-    """Return the standard deviation of what no constants explain, of a mean error over the rows of the fit and others.
-
-    With few rows the left-out error is mostly of constants that these do not decide.
-    """
-    count, own = (len(constants.fit.rows), constants.fit.left_out_mape) if constants.fit else (0, 0.0)
-    return _TO_DEVIATION * math.sqrt((_OTHERS * UNFITTED_ERROR**2 + count * own**2) / (_OTHERS + count))
-
-
 def finest(splits: Sequence[Split]) -> Split:
     """Return the constants that every split keeps together, and every one that any has, group by group.
 
@@ -124,40 +105,10 @@ def finest(splits: Sequence[Split]) -> Split:
     return tuple(map(tuple, groups.values()))
 
 
-def alike(runs: Sequence[MeasuredRun]) -> Array:
-    """Return which part of the model's error two runs share: half of it for each step between them.
-
-    A step is a factor of 2 in an axis or in the micro-batch, or another width of the model, kind of recompute,
-    schedule, ZeRO stage, table of kernels or format of products. More replicas and more layers are none: they repeat
-    the same work.
-    """
-    sizes = np.log2([[getattr(run.candidate, axis) for axis in _AXES] for run in runs])
-    steps = np.abs(sizes[:, None] - sizes[None]).sum(axis=2)
-    words = list(map(_words, runs))
-    steps += [[sum(a != b for a, b in zip(one, two, strict=True)) for two in words] for one in words]
-    return _SHARED**steps
-
-
 def beyond_rows(runs: Sequence[MeasuredRun], constants: Calibration) -> Array:
-    """Return what intervals are wider by where runs lie outside the rows of a fit, as a covariance.
-
-    Runs that lie outside in the same way, with the same kernels that no row has, are off together.
-    """
-    deviations: dict[tuple[str, str], Array] = {}
-    for number, run in enumerate(runs):
-        plan = build_plan(run.candidate, run.model, run.cluster, run.workload, run.cluster.engine)
-        excesses = excesses_of(constants, plan)
-        total, most = sum(square for _, square in excesses.values()), max(0.0, WIDEST**2 - constants.interval**2)
-        for feature, (words, square) in excesses.items():
-            one = deviations.setdefault((feature, words), np.zeros(len(runs)))
-            one[number] = math.sqrt(square * min(1.0, most / total) if square else 0.0) / EIGHTY_PERCENT
-    return sum((np.outer(one, one) for one in deviations.values()), np.zeros((len(runs), len(runs))))
-
-
-def _words(run: MeasuredRun) -> tuple[object, ...]:
-    features = features_of(run.candidate, run.model, run.cluster, run.workload)
-    width = (run.model.hidden, run.model.ffn, run.model.num_experts)
-    return width, run.candidate.zero, *(features[name] for name in ("recompute", "schedule", "kernels", "products"))
+    """Return what intervals are wider by where runs lie outside the rows of a fit, as a covariance."""
+    plans = [build_plan(run.candidate, run.model, run.cluster, run.workload, run.cluster.engine) for run in runs]
+    return beyond(plans, constants)
 
 
 def _deviations(split: Split, here: Array, *, declared: bool) -> Array:

@@ -12,12 +12,11 @@ from statistics import fmean, median
 from typing import Any, TypeAlias
 
 from autoshard.calibration.measured_run import MeasuredRun
-from autoshard.calibration.validate import TimedRun, regret, spearman
+from autoshard.calibration.validate import LEAST_LAYOUTS, TimedRun, regret, spearman
 from autoshard.errors import InputError, require
 from autoshard.extensions import user_function
 from autoshard.plan.plan import rounded
 
-LEAST_LAYOUTS = 3  # of a group that says something about a choice
 PLANNER = "autoshard"
 
 Predictor: TypeAlias = Callable[[MeasuredRun], float]  # seconds of a step

@@ -21,6 +21,8 @@ from autoshard.search.request import Request
 from autoshard.spec.kernels import load_kernels
 from autoshard.units import GIB
 
+LEAST_LAYOUTS = 3  # of a group that says something about an order or a choice
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
@@ -70,9 +72,11 @@ class Accuracy:
     bias: float
     coverage: float | None  # share of measurements inside the stated interval; None where none is stated
     spearman: float | None  # mean over the groups that have one
-    regret: float | None  # mean over groups of two or more layouts
+    regret: float | None  # mean over the groups
     worst_regret: float | None
-    groups: tuple[GroupOrder, ...] = field(repr=False)
+    num_groups: int  # of any number of layouts
+    most_layouts: int  # of one of them
+    groups: tuple[GroupOrder, ...] = field(repr=False)  # of three layouts or more
 
 
 def accuracy(rows: Sequence[Compared]) -> Accuracy | None:
@@ -81,8 +85,12 @@ def accuracy(rows: Sequence[Compared]) -> Accuracy | None:
     >>> one = Compared(id="a", group="g", layout="tp=1", predicted=1.5, measured=1.0, low=0.5, high=2.0)
     >>> two = Compared(id="b", group="g", layout="tp=2", predicted=1.0, measured=2.0, low=0.5, high=1.5)
     >>> found = accuracy([one, two])
-    >>> found.mape, found.bias, found.coverage, found.worst_id, found.spearman, found.regret
-    (0.5, 0.0, 0.5, 'a', -1.0, 1.0)
+    >>> found.mape, found.bias, found.coverage, found.worst_id, found.regret, found.most_layouts
+    (0.5, 0.0, 0.5, 'a', None, 2)
+    >>> three = Compared(id="c", group="g", layout="tp=4", predicted=2.0, measured=3.0)
+    >>> found = accuracy([one, two, three])
+    >>> found.spearman, found.regret
+    (0.5, 1.0)
     """
     if not rows:
         return None
@@ -95,7 +103,7 @@ def accuracy(rows: Sequence[Compared]) -> Accuracy | None:
     for group, layouts in members.items():  # a layout that was measured several times counts once, at its median
         predicted = [rounded(median(row.predicted / row.work for row in same)) for same in layouts.values()]
         measured = [median(row.measured / row.work for row in same) for same in layouts.values()]
-        if len(layouts) > 1:
+        if len(layouts) >= LEAST_LAYOUTS:
             rank, cost = spearman(predicted, measured), regret(predicted, measured)
             groups.append(GroupOrder(group=group, num_layouts=len(layouts), spearman=rank, regret=cost))
     again = [[row.measured for row in same] for layouts in members.values() for same in layouts.values()]
@@ -116,6 +124,8 @@ def accuracy(rows: Sequence[Compared]) -> Accuracy | None:
         spearman=rounded(fmean(ranks)) if ranks else None,
         regret=rounded(fmean(regrets)) if regrets else None,
         worst_regret=max(regrets, default=None),
+        num_groups=len(members),
+        most_layouts=max(map(len, members.values())),
         groups=tuple(groups),
     )
 

@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 from autoshard.commands.output import print_answer
+from autoshard.cost.doubt import compared
 from autoshard.cost.predict import CheckedPlan, check_plan
 from autoshard.errors import CheckFailed, Faults, InputError, inside
 from autoshard.plan.codec import load
-from autoshard.plan.diff import diff
 from autoshard.report.comparison import comparison_report
 from autoshard.report.structured import comparison_json, rejection_json
 from autoshard.report.terminal import rejections_report
@@ -35,7 +35,7 @@ def compare(a: Path, b: Path, fail_if_slower: str | None = None, json: bool = Fa
                 print(f"{path} cannot run, so it is not compared:")
                 print_answer(rejections_report(against))
         return 1
-    difference = diff(*(one.plan for one in read))
+    difference = compared(*(one.plan for one in read))
     remarks = [f"{path}: {one.remark}" for path, one in zip((a, b), read, strict=True) if one.remark]
     names = str(a), str(b)
     print_answer(comparison_json(difference, remarks) if json else comparison_report(difference, names, remarks))

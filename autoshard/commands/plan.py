@@ -20,9 +20,10 @@ from autoshard.plan.candidate import Candidate, parse_pins
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
 from autoshard.plan.verify import NOT_RUN, verify as reasons_against
+from autoshard.report.answers import runners_up_of
 from autoshard.report.structured import found_json, frontier_json, made_json
 from autoshard.report.tables import prose
-from autoshard.report.terminal import frontier_report, plan_report, rejections_report, runners_up_of
+from autoshard.report.terminal import frontier_report, plan_report, rejections_report
 from autoshard.search.answers import NAMES, PlanResult, answers_of
 from autoshard.search.api import request_of
 from autoshard.search.no_plan import better_sizes, unanswered
@@ -74,6 +75,9 @@ class SearchOptions:
             (question.model is None or module is None, "--module", "is the model; leave out --model"),
         )
         model = _read_off(module, question) if module else None
+        if len(nodes) > 1:  # one workload on all of them, so that their plans can be compared
+            work = request_of(question, max(nodes), model).workload
+            question = replace(question, seq_len=work.seq_len, global_batch=work.global_batch)
         return [self.applied(request_of(question, number, model)) for number in nodes or (1,)]
 
     def applied(self, request: Request) -> Request:
@@ -209,7 +213,8 @@ def _show_answers(
     written = to.write(answer.plan)
     data, sentences = about(answer.plan)
     if to.json:
-        print_answer({**found_json(answer, result.answers, result.certificate, result.no_vendor), **data})
+        found = found_json(answer, result.answers, result.certificate, result.no_vendor)
+        print_answer({**found, "defaults": result.defaults, **data})
         return to.end(answer.plan, written)
     named = [one for one in result.answers if not one.name.isdecimal()]
     print_answer(
@@ -222,6 +227,8 @@ def _show_answers(
             next_step="" if written.refused else to.next_step,
         )
     )
+    if result.defaults:
+        print_answer(prose(result.defaults))
     if result.no_vendor:
         print_answer(prose(f"no vendor's layout: {result.no_vendor}"))
     others = "|".join(one.name for one in result.answers)
@@ -311,11 +318,13 @@ def _one_candidate(request: Request, text: str, to: Target) -> int:
     refused = reasons_against(made) if made else refused
     written = to.write(made) if made and not refused else Written()
     if to.json:
-        print_answer(made_json(made, refused))
+        print_answer({**made_json(made, refused), "defaults": request.defaults})
     else:
         print_answer(rejections_report(refused))
         next_step = "" if refused or written.refused else to.next_step
         print_answer(
             plan_report(made, times=rank_times(made), next_step=next_step) if made else f"no estimate: {shapeless}"
         )
+        if request.defaults:
+            print_answer(prose(request.defaults))
     return 1 if refused or made is None else to.end(made, written)

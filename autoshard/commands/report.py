@@ -8,11 +8,11 @@ from autoshard.blocks.explain import explain
 from autoshard.command_line import Paths
 from autoshard.commands.output import print_answer, print_refused, write_text
 from autoshard.commands.writing.places import place_checks
+from autoshard.cost.doubt import compared
 from autoshard.cost.predict import CheckedPlan, check_plan
 from autoshard.cost.trace import rank_times, trace
 from autoshard.errors import Faults, inside, require
 from autoshard.plan.codec import load
-from autoshard.plan.diff import diff
 from autoshard.plan.found import search_record
 from autoshard.plan.module_plan import is_module_plan, load_module_plan
 from autoshard.plan.plan import Plan
@@ -56,7 +56,7 @@ def report(
             return print_refused(misfits, json=json)
     alone = len({path.stem for path in plans}) == len(plans)
     shown = [_shown(path, path.stem if alone else str(path), one) for path, one in zip(plans, read, strict=True)]
-    two = diff(shown[0].plan, shown[1].plan) if len(shown) > 1 else None
+    two = compared(shown[0].plan, shown[1].plan) if len(shown) > 1 else None
     data = page_json(shown, two, run_data(run, shown[0].plan) if run else None)
     if json:
         print_answer(data)

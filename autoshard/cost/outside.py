@@ -35,6 +35,7 @@ class Seen:
 
     values: tuple[str, ...]
     off: float | None = None  # holds 80 % of the errors of rows whose value was left out of a fit; None: no such fit
+    counts: tuple[int, ...] = ()  # how many rows have each value; () of a number, and where it is not known
 
     def __post_init__(self) -> None:
         """Refuse a feature of which nothing was seen."""
@@ -100,7 +101,9 @@ def seen_in(runs: Sequence[Features], left_out: LeftOut) -> dict[str, Seen]:
             if len(rest) >= _LEAST_ROWS:
                 errors += left_out(out, rest).tolist()
         if values:
-            found[feature] = Seen(values=tuple(dict.fromkeys(values)), off=_holding(errors))
+            names = tuple(dict.fromkeys(values))
+            counts = () if feature in _RANGES else tuple(sum(name in run[feature] for run in runs) for name in names)
+            found[feature] = Seen(values=names, off=_holding(errors), counts=counts)
     return found
 
 

@@ -1,10 +1,11 @@
 """The difference of two plans: what they state and choose otherwise, and what is predicted of them, term by term."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from autoshard.plan.candidate import value_text
+from autoshard.plan.explanation import Ratio
 from autoshard.plan.plan import SEARCH, Dollars, Plan, Prediction
 from autoshard.spec.record import encode
 
@@ -114,6 +115,8 @@ class Diff:
     sent: tuple[Term, ...]  # bytes that the busiest rank sends in a step, per axis
     lines: tuple[LineChange, ...]  # of the tables of Strategies
     blocks: tuple[PlanChange, ...]  # whose tables only one of the plans has: how many lines
+    ratio: Ratio | None = None  # of b's step to a's, where their question is the same
+    evidence: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)  # what each part of time rests on
 
     @property
     def is_nothing(self) -> bool:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from autoshard.plan.plan import Plan
+from autoshard.plan.plan import Plan, rounded
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.units import format_at_most, format_bytes
 
@@ -111,6 +111,30 @@ class Certificate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """How long a step of one plan takes as a multiple of another's; what both are off by together cancels."""
+
+    value: float
+    low: float  # to ``high`` holds 80% of it
+    high: float
+    faster: float  # the chance that the one takes less
+
+    @property
+    def inverse(self) -> "Ratio":
+        """The same with the plans exchanged.
+
+        >>> Ratio(value=0.5, low=0.4, high=0.8, faster=0.9).inverse
+        Ratio(value=2.0, low=1.25, high=2.5, faster=0.1)
+        """
+        return Ratio(
+            value=rounded(1 / self.value),
+            low=rounded(1 / self.high),
+            high=rounded(1 / self.low),
+            faster=rounded(1 - self.faster),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NearestRun:
     """Published runs of one layout, those nearest to a question, and what the cost model says of the same layout."""
 
@@ -120,6 +144,7 @@ class NearestRun:
     high_s: float
     predicted_s: float
     source: str
+    unsettled: str = ""  # why their times say less than those of whole runs; "" where they do not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +159,11 @@ class Answer:
     plan: Plan
     why: str  # what is promised of it, or where it comes from
     slower: float  # than the fastest, as a share of its time; negative where the fastest must leave it out
+    ratio: Ratio | None = None  # of its step to that of the fastest; None of the fastest itself
     against: tuple[str, ...] = ()  # why it may not run: a vendor's layout that Rules refuse, or that does not fit
     source: str = ""  # of a vendor's layout
     nearest_run: NearestRun | None = None
+    unsettled_run: NearestRun | None = None  # of this very layout, whose times had not settled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autoshard.errors import require
-from autoshard.plan.explanation import Answer, Certificate, Refusal
+from autoshard.plan.explanation import Answer, Certificate, Ratio, Refusal
 from autoshard.plan.plan import SEARCH, Plan, rounded
 from autoshard.spec.files import parsed_json
 from autoshard.spec.record import decode, encode
@@ -30,6 +30,7 @@ class FoundPlan:
     gap: float  # by which share of it something better may exist, in what is minimised
     against: tuple[str, ...]
     source: str
+    ratio: Ratio | None = None  # of its step to that of the fastest
 
     @classmethod
     def of(cls, answer: Answer, certificate: Certificate) -> "FoundPlan":
@@ -49,6 +50,7 @@ class FoundPlan:
             gap=rounded(certificate.about(answer.plan).gap),
             against=answer.against,
             source=answer.source,
+            ratio=answer.ratio,
         )
 
 

@@ -6,11 +6,12 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from autoshard.plan.diff import Breakdown, Diff, Figures, PlanChange, Term, diff
+from autoshard.cost.doubt import compared
+from autoshard.plan.diff import Breakdown, Diff, Figures, PlanChange, Term
 from autoshard.plan.explanation import Flip, WhyNot
 from autoshard.plan.plan import Plan
 from autoshard.report.tables import Cell, FittingTable, prose, unbroken
-from autoshard.report.words import TIME_WORDS
+from autoshard.report.words import TIME_WORDS, ratio_words
 from autoshard.units import GIB, format_bytes, format_count, format_dollars, format_seconds
 
 _MOST_CHANGES, _MOST_LINES, _MOST_REASONS = 16, 6, 2
@@ -51,7 +52,9 @@ def sentences(diff: Diff) -> list[str]:
         else:
             verdict = f"is {_percent(diff.slower_by)} {'slower' if ratio > 1 else 'faster'}"
         lines = [f"b {verdict} ({b_s} against {a_s} a step){_because(diff.time)}"]
-    if diff.is_within_intervals and diff.slower_by:
+    if diff.ratio and diff.slower_by:
+        lines.append(f"80% interval of b against a, without what both are off by together: {ratio_words(diff.ratio)}")
+    elif diff.is_within_intervals and diff.slower_by:
         widths = f"a factor of {1 + diff.a.width:.2f} for a, {1 + diff.b.width:.2f} for b"
         lines.append(f"each lies within the other's interval ({widths}), so a prediction cannot say which is faster")
     if diff.a.basis != diff.b.basis:
@@ -144,6 +147,8 @@ def comparison_report(diff: Diff, names: tuple[str, str], remarks: Sequence[str]
     if any(term.difference for term in diff.time.parts):
         title = "Time of a step" if diff.same_tokens else "Time per million tokens"
         tables.append(_breakdown(title, diff.time, format_seconds))
+        rests = [(TIME_WORDS.get(part.name, part.name), diff.evidence.get(part.name, "")) for part in diff.time.parts]
+        tables += [FittingTable("What each part rests on", ("part", "evidence"), rests)] if diff.evidence else []
     if any(term.difference for term in diff.memory.parts):
         tables.append(_breakdown(f"Memory of the fullest rank ({which})", diff.memory, format_bytes))
     if any(term.difference for term in diff.sent):
@@ -165,7 +170,7 @@ def why_not_report(plan: Plan, found: WhyNot) -> Group:
     if found.other.candidate == plan.candidate:
         return Group(unbroken(f"{found.pins}: the plan has these values already", "bold"))
     names = ("the plan", f"the {'best' if found.fits else 'smallest'} with {found.pins}")
-    parts += [*([""] if parts else []), comparison_report(diff(plan, found.other), names, ()), ""]
+    parts += [*([""] if parts else []), comparison_report(compared(plan, found.other), names, ()), ""]
     if found.flips:
         title = "The smallest change of one thing after which b is faster, or fits where a does not"
         numbers = ((flip, (_quantity(flip, value) for value in (flip.now, flip.then))) for flip in found.flips)

@@ -7,17 +7,16 @@ from rich.text import Text
 
 from autoshard.plan.explanation import Alternatives, ExplainedBlock, Explanation, RankTime
 from autoshard.plan.plan import Plan
+from autoshard.report.answers import answers_parts, runners_up_of
 from autoshard.report.tables import Cell, FittingTable, prose, unbroken
 from autoshard.report.terminal import (
     NOTHING,
-    answers_parts,
     certificate_parts,
     headroom_words,
     memory_table,
     outside_lines,
     prediction_of,
     price_words,
-    runners_up_of,
     stage_table,
     time_table,
 )

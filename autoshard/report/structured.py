@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from autoshard.plan.diff import Breakdown, Diff, Term, diff
+from autoshard.cost.doubt import compared
+from autoshard.plan.diff import Breakdown, Diff, Term
 from autoshard.plan.explanation import Alternatives, Answer, Certificate, Explanation, RankTime, WhyNot
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.rule import Rejection
@@ -26,28 +27,40 @@ def found_json(
 ) -> dict[str, Any]:
     """Return the plan that is written whole, all answers by candidate and prediction, and what was looked at."""
     rows = [_answer_json(one, certificate) for one in answers]
+    vendor = next((one for one in answers if one.name == "vendor"), None)
+    differs = vendor is not None and vendor.plan.candidate != written.plan.candidate
     return {
         "plan": plan_json(written.plan),
         "written": written.name,
         "dollars": encode(written.plan.dollars),
         "answers": rows,
         "no_vendor": no_vendor,
+        "against_vendor": _against_json(vendor.plan, written.plan) if vendor and differs else None,
         "runners_up": [row for row in rows if row["name"].isdecimal()],
         "certificate": encode(certificate),
     }
 
 
+def _against_json(vendor: Plan, plan: Plan) -> dict[str, Any]:
+    """Return the ratio of a plan's step to that of the vendor's layout, and what the parts of both rest on."""
+    found = compared(vendor, plan)
+    parts = [{"name": one.name, "vendor": one.a, "this": one.b} for one in found.time.parts]
+    return {**encode(found.ratio), "parts": parts, "evidence": dict(found.evidence)}
+
+
 def _answer_json(answer: Answer, certificate: Certificate) -> dict[str, Any]:
-    run = answer.nearest_run
+    run, unsettled = answer.nearest_run, answer.unsettled_run
     return {
         "name": answer.name,
         **_brief_json(answer.plan),
         "slower": answer.slower,
+        "ratio": answer.ratio and encode(answer.ratio),
         "gap": certificate.about(answer.plan).gap,
         "why": answer.why,
         "against": list(answer.against),
         "source": answer.source,
         "nearest_run": run and encode(run),
+        "unsettled_run": unsettled and encode(unsettled),
     }
 
 
@@ -110,6 +123,6 @@ def why_not_json(plan: Plan, found: WhyNot) -> dict[str, Any]:
     return {
         **encode(found),
         "other": found.other and _brief_json(found.other),
-        "difference": found.other and comparison_json(diff(plan, found.other), ()),
+        "difference": found.other and comparison_json(compared(plan, found.other), ()),
         "flips": [{**encode(flip), "factor": flip.factor} for flip in found.flips],
     }

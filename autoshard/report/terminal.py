@@ -9,6 +9,7 @@ from rich.text import Text
 from autoshard.plan.explanation import Answer, Certificate, RankTime
 from autoshard.plan.plan import Compiling, Dollars, Plan, Prediction
 from autoshard.plan.rules.rule import Rejection
+from autoshard.report.answers import answers_parts
 from autoshard.report.tables import Bar, Cell, FittingTable, Labelled, prose, unbroken
 from autoshard.report.words import (
     TIME_WORDS,
@@ -18,10 +19,10 @@ from autoshard.report.words import (
     layers_of,
     layout_words,
     nodes_of,
+    prediction_of,
     program_lines,
     program_of,
     ranks_text,
-    recompute_words,
 )
 from autoshard.spec.cluster import LOCAL
 from autoshard.units import GIB, format_at_most, format_bytes, format_count, format_dollars, format_seconds
@@ -65,12 +66,6 @@ def plan_report(
     if prediction.compiling:
         parts.append(prose(compiled_words(prediction.compiling), "yellow"))
     return Group(*parts)
-
-
-def prediction_of(plan: Plan) -> Prediction:
-    """Return the prediction of a plan that has one."""
-    assert plan.prediction, "only predicted plans are shown"
-    return plan.prediction
 
 
 def _headline(
@@ -281,59 +276,6 @@ def _row_groups(num_ranks: int) -> list[range]:
     size = 1 if num_ranks <= MOST_ROWS else -(-(num_ranks - 2) // (MOST_ROWS - 2))
     middle = [range(first, min(first + size, num_ranks - 1)) for first in range(1, num_ranks - 1, size)]
     return [range(1), *middle, *([range(num_ranks - 1, num_ranks)] if num_ranks > 1 else [])]
-
-
-def runners_up_of(plan: Plan, others: Sequence[Plan]) -> list[Answer]:
-    """Return the next best plans with the part of the time by which each loses most."""
-    best, found = prediction_of(plan), list[Answer]()
-    for number, other in enumerate(others, 2):
-        its = prediction_of(other)
-        sign = 1 if its.step_time_s >= best.step_time_s else -1
-        more = {
-            part: sign * (its.time_parts.get(part, 0.0) - best.time_parts.get(part, 0.0))
-            for part in sorted(best.time_parts.keys() | its.time_parts.keys())
-        }
-        part = max(more, key=more.__getitem__)  # by which it loses most, or gains
-        why = f"{'more' if sign > 0 else 'less'} {TIME_WORDS.get(part, part)}"
-        found.append(Answer(name=str(number), plan=other, why=why, slower=its.step_time_s / best.step_time_s - 1))
-    return found
-
-
-def answers_parts(plan: Plan, answers: Sequence[Answer]) -> list[RenderableType]:
-    """Return the answers to a question side by side, a line with the candidate of each, and what to measure."""
-    rows: list[list[Cell]] = []
-    for answer in answers:
-        its = prediction_of(answer.plan)
-        share = its.peak_bytes / its.capacity_bytes
-        words = f"{axes_words(answer.plan)}; {answer.plan.schedule.builder}; {recompute_words(answer.plan)}"
-        slower = f"{answer.slower:+.1%}" if answer.slower else ""
-        figures = format_seconds(its.step_time_s), slower, format_count(its.tokens_per_s), f"{share:.0%}"
-        rows.append([answer.name, *figures, words, answer.why])
-    columns = ("name", ">step", ">slower", ">tokens/s", ">memory", "plan", "why")
-    title = "Answers" if any(not answer.name.isdigit() for answer in answers) else "Runners-up"
-    parts: list[RenderableType] = [FittingTable(title, columns, rows, whole=("name",), drop=(">tokens/s", "why")), ""]
-    named = max(8, *(len(answer.name) for answer in answers)) + 1
-    for answer in answers:
-        if answer.plan.candidate != plan.candidate:
-            parts.append(unbroken(Text.assemble(answer.name.ljust(named), (str(answer.plan.candidate), "green"))))
-        parts += [Labelled("", Text(reason, "red"), indent=named) for reason in answer.against]
-        if answer.source:
-            parts.append(Labelled("", Text(answer.source, "dim"), indent=named))
-        if run := answer.nearest_run:
-            measured = f"{format_seconds(run.low_s)} to {format_seconds(run.high_s)}"
-            words = (
-                f"measured nearby: {run.run}: {counted(run.num_runs, 'run')}, {measured}; "
-                f"this model says {format_seconds(run.predicted_s)} ({run.source})"
-            )
-            parts.append(Labelled("", Text(words, "dim"), indent=named))
-    best = prediction_of(plan)
-    near = [one.name for one in answers if one.plan.candidate != plan.candidate and not one.against
-            and best.low_s <= prediction_of(one.plan).step_time_s <= best.high_s]  # fmt: skip
-    if near:
-        lie = "lies" if len(near) == 1 else "lie"
-        words = f"{len(near)} of these ({', '.join(near)}) {lie} within the interval of this prediction"
-        parts.append(prose(f"{words}, so measure before you rent for long", "yellow"))
-    return parts
 
 
 def certificate_parts(certificate: Certificate) -> list[RenderableType]:

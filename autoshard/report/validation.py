@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Literal
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from autoshard.calibration.choices import LEAST_LAYOUTS, Choices
-from autoshard.calibration.validate import Accuracy, Validation
+from autoshard.calibration.choices import Choices
+from autoshard.calibration.validate import LEAST_LAYOUTS, Accuracy, Validation
 from autoshard.cost.calibration import CONSTANTS, SECONDS, Calibration
 from autoshard.report.tables import Cell, FittingTable, prose
 from autoshard.units import format_seconds
@@ -20,9 +21,10 @@ _LESS_NEEDED = (">noise", ">groups", ">layouts", ">regret", ">Spearman", ">p90",
 _LEGEND = (
     "Errors are predicted / measured - 1: MAPE (mean absolute), median and p90 without sign, worst and bias (mean) "
     "with sign. Noise: the error if each repeated layout were predicted by the median of its own runs. Inside: share "
-    "of runs within the stated interval. Groups: runs that differ only in layout, two layouts or more, compared by "
-    "time per token. Spearman: rank correlation within groups. Regret: time of the layout predicted best over the "
-    "time of the best one, less 1."
+    f"of runs within the stated interval. Groups: runs that differ only in layout, {LEAST_LAYOUTS} layouts or more, "
+    "compared by time per token. Spearman: rank correlation within groups. Regret: time of the layout predicted best "
+    "over the time of the best one, less 1; - (2): no group has more than 2 layouts. 1 of 10: of ten groups one is as "
+    "large."
 )
 
 
@@ -89,9 +91,27 @@ def _accuracies(title: str, found: Sequence[tuple[str, Accuracy | None]]) -> Fit
         shares = map(share, (errors.noise_floor, errors.mape, errors.median, errors.p90))
         signed = f"{errors.worst:+.1%}", f"{errors.bias:+.1%}"
         spearman = "-" if errors.spearman is None else f"{errors.spearman:.2f}"
-        last = share(errors.coverage), spearman, share(errors.regret), str(len(errors.groups))
+        last = share(errors.coverage), spearman, regret_words(errors, "regret"), groups_words(errors)
         rows.append((name, *counts, *shares, *signed, *last))
     return FittingTable(title, _COLUMNS, rows, drop=_LESS_NEEDED)
+
+
+def groups_words(errors: Accuracy) -> str:
+    """Say how many groups are large enough, of all.
+
+    >>> from autoshard.calibration.validate import Compared, accuracy
+    >>> rows = [Compared(id=one, group="g", layout=one, predicted=1.0, measured=1.0) for one in "ab"]
+    >>> errors = accuracy(rows)
+    >>> groups_words(errors), regret_words(errors, "regret")
+    ('0 of 1', '- (2)')
+    """
+    return f"{len(errors.groups)} of {errors.num_groups}"
+
+
+def regret_words(errors: Accuracy, name: Literal["regret", "worst_regret"]) -> str:
+    """Return a regret; where no group is large enough, how many layouts the largest one has."""
+    value = getattr(errors, name)
+    return f"- ({errors.most_layouts})" if value is None else f"{value:.1%}"
 
 
 def calibration_report(calibration: Calibration) -> str:

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from autoshard.plan.plan import Plan
+from autoshard.plan.explanation import Answer, Ratio
+from autoshard.plan.plan import Plan, Prediction
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.kernels import load_kernels
 
@@ -21,6 +22,14 @@ TIME_WORDS = {
 _AXES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data"}
 _MOST_CHUNKS = 3  # whose layers a row names
 _MOST_KINDS = 2  # of recompute that a row names
+_LARGE_SHARE = 0.095  # from which on tenths of a percent are not printed
+_SURE = 0.99
+
+
+def prediction_of(plan: Plan) -> Prediction:
+    """Return the prediction of a plan that has one."""
+    assert plan.prediction, "only predicted plans are shown"
+    return plan.prediction
 
 
 def counted(count: int, noun: str, plural: str = "s") -> str:
@@ -30,6 +39,54 @@ def counted(count: int, noun: str, plural: str = "s") -> str:
     ('1 rank', '2 micro-batches')
     """
     return f"{count} {noun}{'' if count == 1 else plural}"
+
+
+def ratio_words(ratio: Ratio) -> str:
+    """Say how much less or more time one plan takes than another, what holds 80% of that, and the chance it is faster.
+
+    >>> ratio_words(Ratio(value=0.76, low=0.65, high=0.9, faster=0.98))
+    '24% less time (10% to 35%), faster with 98%'
+    >>> ratio_words(Ratio(value=1.02, low=0.95, high=1.1, faster=0.36))
+    '2.0% more time (5.0% less to 10% more), faster with 36%'
+    """
+    side = "less" if ratio.value < 1 else "more"
+    ends = sorted((ratio.low, ratio.high), reverse=ratio.value < 1)
+    texts = [share_words(end - 1) for end in ends]
+    if not (ratio.low < 1 < ratio.high):
+        within = " to ".join(texts)
+    else:
+        within = f"{share_words(ratio.low - 1)} less to {share_words(ratio.high - 1)} more"
+    return f"{share_words(ratio.value - 1)} {side} time ({within}), faster with {chance_words(ratio.faster)}"
+
+
+def share_words(share: float) -> str:
+    """Print a share without its sign, small ones to a tenth of a percent."""
+    return f"{abs(share):.0%}" if abs(share) >= _LARGE_SHARE else f"{abs(share):.1%}"
+
+
+def signed_words(share: float) -> str:
+    """Print a share with its sign."""
+    return f"{'-' if share < 0 else '+'}{share_words(share)}"
+
+
+def chance_words(chance: float) -> str:
+    """Print a chance; none is certain.
+
+    >>> chance_words(0.999), chance_words(0.5), chance_words(0.001)
+    ('more than 99%', '50%', 'less than 1%')
+    """
+    return "more than 99%" if chance > _SURE else "less than 1%" if chance < 1 - _SURE else f"{chance:.0%}"
+
+
+def slower_words(answer: Answer) -> str:
+    """Say how much slower than the fastest an answer is, and what holds 80% of that.
+
+    The fastest itself is not slower.
+    """
+    if answer.ratio is None:
+        return f"{answer.slower:+.1%}" if answer.slower else ""
+    low, high = (signed_words(end - 1) for end in (answer.ratio.low, answer.ratio.high))
+    return f"{answer.slower:+.1%} ({low} to {high})"
 
 
 def axes_words(plan: Plan) -> str:

@@ -1,19 +1,20 @@
 """The plans with which a question is answered: the fastest, a simple one, the vendor's, and the next best layouts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 
+from autoshard.cost.doubt import ratio_of
 from autoshard.errors import InputError, NoPlan
 from autoshard.plan.codec import save
-from autoshard.plan.explanation import Answer, Certificate
+from autoshard.plan.explanation import Answer, Certificate, Ratio
 from autoshard.plan.found import SearchRecord
 from autoshard.plan.plan import Plan
 from autoshard.search.planner import SearchResult
 from autoshard.search.request import Request
 from autoshard.search.simple import WITHIN
-from autoshard.search.vendor import step_s, vendor_answer
+from autoshard.search.vendor.answer import step_s, vendor_answer
 from autoshard.spec.cluster import LOCAL
 from autoshard.units import format_at_most, format_bytes, format_count, format_seconds
 
@@ -25,13 +26,15 @@ NAMES = ("fastest", "smallest", SIMPLE, VENDOR)
 class PlanResult:
     """The answers to a question, the best plan first, and what was proven about them.
 
-    ``plan`` is that of the answer of this ``name``; ``no_vendor`` says why there is no vendor's.
+    ``plan`` is that of the answer of this ``name``; ``no_vendor`` says why there is no vendor's, ``defaults`` where
+    length and batch are from if the question left them open.
     """
 
     answers: tuple[Answer, ...]
     certificate: Certificate
     no_vendor: str = ""
     name: str = SIMPLE  # of the answer that is ``plan``
+    defaults: str = field(default="", compare=False)
 
     @property
     def plan(self) -> Plan:
@@ -71,6 +74,7 @@ class PlanResult:
         place = f"{cluster.num_ranks} ranks" if cluster.name == LOCAL else f"{cluster.num_nodes} x {cluster.name}"
         lines = [
             f"{plan.model.name} on {place}, {workload.seq_len} tokens, {workload.global_batch} sequences a step",
+            *([self.defaults] if self.defaults else []),
             *(
                 "  ".join(cells)
                 for cells in zip(*map(_padded, zip(*map(_cells, self.answers), strict=True)), strict=True)
@@ -118,13 +122,20 @@ def answers_of(request: Request, found: SearchResult, name: str | None = None) -
         Answer(name=str(number), plan=one, why="the best plan of another layout", slower=step_s(one) / step_s(best) - 1)
         for number, one in enumerate(others, 2)
     ]
+    answers = [answers[0], *(replace(one, ratio=_ratio_to(best, one.plan)) for one in answers[1:])]
     record = SearchRecord.of_search(found.certificate, tuple(answers), found.layouts)
     return PlanResult(
         answers=tuple(replace(one, plan=record.kept_in(one.plan)) for one in answers),
         certificate=found.certificate,
         no_vendor="" if isinstance(vendors, Answer) else vendors,
         name=name or (SIMPLE if is_time else first.name),
+        defaults=request.defaults,
     )
+
+
+def _ratio_to(best: Plan, plan: Plan) -> Ratio | None:
+    """Return how long a plan takes as a multiple of what the best takes; None of the best itself."""
+    return None if plan.candidate == best.candidate else ratio_of(plan, best)
 
 
 def _simple(fastest: Answer, found: SearchResult) -> Answer:
@@ -142,11 +153,19 @@ def _cells(answer: Answer) -> tuple[str, ...]:
     return (
         answer.name,
         format_seconds(prediction.step_time_s),
-        f"{answer.slower:+.1%}",
+        _slower(answer),
         format_count(prediction.tokens_per_s, "tokens/s"),
         f"{format_bytes(prediction.peak_bytes)} of {format_bytes(prediction.capacity_bytes)}",
         str(plan.candidate) + (f" (may not run: {'; '.join(answer.against)})" if answer.against else ""),
     )
+
+
+def _slower(answer: Answer) -> str:
+    """Say how much slower than the fastest an answer is, what holds 80% of that, and how sure it is."""
+    if answer.ratio is None:
+        return f"{answer.slower:+.1%}"
+    low, high = (f"{end - 1:+.0%}" for end in (answer.ratio.low, answer.ratio.high))
+    return f"{answer.slower:+.1%} ({low} to {high}; slower with {1 - answer.ratio.faster:.0%})"
 
 
 def _padded(column: Sequence[str]) -> list[str]:

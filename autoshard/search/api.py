@@ -21,17 +21,14 @@ from autoshard.search.planner import SearchResult, search as search_all
 from autoshard.search.request import Request
 from autoshard.search.simple import WITHIN
 from autoshard.search.space import Pins
-from autoshard.spec.cluster import HEADROOM, LOCAL, Cluster
+from autoshard.search.vendor.defaults import default_workload
+from autoshard.spec.cluster import HEADROOM, Cluster
 from autoshard.spec.cluster_catalogue import load_cluster, other_lnc
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.recipe import DEFAULT_CLUSTER, QuestionOptions
-from autoshard.spec.workload import Precision, Workload
-
-LONGEST_DEFAULT = 8192
-BATCH = 1024
-LOCAL_BATCH = 32
+from autoshard.spec.workload import Workload
 
 Value = TypeVar("Value")
 
@@ -73,7 +70,7 @@ def plan(  # noqa: PLR0913
     Args:
         model: A model, the name of a card (see ``autoshard list models``), or the path of a Hugging Face config.json.
         cluster: A cluster, a name (see ``autoshard list clusters``), or the path of a cluster file.
-        workload: Sequence, batch, number formats, optimizer. Without: what the model and the cluster suggest, in bf16.
+        workload: Sequence, batch, number formats, optimizer. Without: as on the command line, in bf16.
         nodes: How many nodes a cluster that is named has; 1 if not told otherwise.
         seq_len: Tokens in a sequence, if not those of the workload.
         global_batch: Sequences in an optimizer step, if not those of the workload.
@@ -91,13 +88,11 @@ def plan(  # noqa: PLR0913
     (2, ['fastest', 'simple', '2', '3'])
     """
     the_model = model if isinstance(model, ModelSpec) else load_model(model)
-    if isinstance(cluster, Cluster):
-        the_cluster = cluster if nodes is None else replace(cluster, num_nodes=nodes)
-    else:
-        the_cluster = load_cluster(str(cluster), nodes or 1)
+    the_cluster = _cluster(cluster, nodes)
     how = search or Search()
     prices = cost if isinstance(cost, Cost) else Cost(calibration=cost)
-    work = workload or default_workload(the_model, the_cluster)
+    asked = QuestionOptions(seq_len=seq_len, global_batch=global_batch)
+    work, defaults = (workload, "") if workload else default_workload(the_model, the_cluster, asked)
     request = Request(
         model=the_model,
         cluster=the_cluster,
@@ -109,11 +104,19 @@ def plan(  # noqa: PLR0913
         calibration=constants_of(the_cluster, prices.calibration, prices.release),
         terms=prices.terms,
         extra_rules=how.rules,
+        defaults=defaults,
     )
     found = how.method(request) if how.method else search_all(request, top, simple_within=WITHIN)
     if not found.plans:
         raise unanswered(request, found)
     return answers_of(request, found)
+
+
+def _cluster(cluster: Cluster | str | Path, nodes: int | None) -> Cluster:
+    """Return a cluster, or the one of a name or a path, of as many nodes as wanted."""
+    if isinstance(cluster, Cluster):
+        return cluster if nodes is None else replace(cluster, num_nodes=nodes)
+    return load_cluster(str(cluster), nodes or 1)
 
 
 def request_of(question: QuestionOptions, nodes: int = 1, model: ModelSpec | None = None) -> Request:
@@ -145,10 +148,12 @@ def request_of(question: QuestionOptions, nodes: int = 1, model: ModelSpec | Non
     if faults or model is None or cluster is None or pins is None or layouts is None:
         raise InputError(faults)
     try:
+        workload, defaults = default_workload(model, cluster, question)
         return Request(
             model=model,
             cluster=cluster,
-            workload=default_workload(model, cluster, question),
+            workload=workload,
+            defaults=defaults,
             engines=engines_of(cluster, question.engine or _usual_engine(model)),
             headroom=HEADROOM if question.headroom is None else question.headroom,
             pins=pins,
@@ -192,22 +197,6 @@ def pins_of(text: str | None) -> Pins:
     if "kernels" in pins:
         load_kernels(str(pins["kernels"]))  # refuses a name that no table has
     return pins
-
-
-def default_workload(model: ModelSpec, cluster: Cluster, question: QuestionOptions | None = None) -> Workload:
-    """Return the workload of a question that leaves some of it open, or all.
-
-    The sequence is the card's context, at most 8192 tokens; 1024 sequences a step, 32 on this machine.
-    """
-    asked = question or QuestionOptions()
-    stated = {name: asked.given[name] for name in ("optimizer", "documents", "expert_imbalance") if name in asked.given}
-    longest, batch = min(model.max_positions, LONGEST_DEFAULT), LOCAL_BATCH if cluster.name == LOCAL else BATCH
-    return Workload(
-        seq_len=longest if asked.seq_len is None else asked.seq_len,
-        global_batch=batch if asked.global_batch is None else asked.global_batch,
-        precision=Precision.named(asked.precision or "bf16"),
-        **stated,
-    )
 
 
 def _usual_engine(model: ModelSpec) -> str | None:

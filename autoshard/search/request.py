@@ -54,6 +54,7 @@ class Request:
     headroom: float = HEADROOM  # share of a rank's memory that plans leave free
     memory_bytes: float | None = None  # that a rank may fill, whatever it has and the headroom is
     other_lnc: tuple[Cluster, ...] = ()  # the same nodes under other logical cores, searched as well
+    defaults: str = field(default="", compare=False)  # where length and batch are from, if the user left them open
 
     def __post_init__(self) -> None:
         """Refuse a cluster whose divisors nobody could enumerate, and terms that nobody could tell apart."""

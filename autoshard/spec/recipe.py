@@ -29,8 +29,10 @@ class QuestionOptions:
             Default: trn1.32xlarge.
         lnc: Logical NeuronCore configuration of trn2 and trn3: 1 or 2. Default: search both.
         ranks: Processes on this machine, 1 to 64; only for the cluster `local`. Default: 4.
-        seq_len: Tokens in a sequence. Default: the card's context, at most 8192.
-        global_batch: Sequences in an optimizer step. Default: 1024, on `local` 32.
+        seq_len: Tokens in a sequence. Default: what a vendor documents for this model on this cluster; without that
+            the card's context, at most 8192.
+        global_batch: Sequences in an optimizer step. Default: what a vendor documents for this model, cluster and
+            length; without that the largest power of two with at most 4 M tokens, on `local` 32.
         precision: Number format of weights and activations; bf16 and fp16 keep FP32 masters,
             bf16-sr keeps none and rounds its weights stochastically. Default: bf16.
         optimizer: adamw, or sgd without momentum and weight decay. Default: adamw.

@@ -10,15 +10,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from autoshard.calibration.belief import Belief, alike, belief_of, beyond_rows, finest, model_error
+from autoshard.calibration.advice import run_of_plan
+from autoshard.calibration.belief import Belief, belief_of, beyond_rows, finest
 from autoshard.calibration.measured_run import MeasuredRun, run_of
-from autoshard.calibration.rows import MeasuredRow
+from autoshard.calibration.rows import MeasuredRow, measured_rows
 from autoshard.calibration.splits import splits_for
 from autoshard.calibration.unknowns import timer, unknowns_of, with_unknowns
 from autoshard.calibration.validate import outlined_run
 from autoshard.cost.built_in import built_in
 from autoshard.cost.calibration import WIDEST, trust, uncalibrated
-from tests.calibration.measured_cases import ARCH, SMALL
+from autoshard.cost.doubt import EIGHTY_PERCENT, alike, model_error, ratio_of
+from autoshard.plan.candidate import Candidate
+from autoshard.search.request import plan_at
+from tests.calibration.measured_cases import ARCH, SMALL, TRAINIUM
+from tests.search.brute_force import ask
 
 NORMAL = NormalDist()
 DRAWN = 0.03  # of a standard deviation: a mean over some thousand draws
@@ -175,6 +180,22 @@ class TestBeliefOfRuns:
                     max_size=6))  # fmt: skip
     def test_what_is_shared_is_a_correlation(self, changes: list[dict[str, Any]]) -> None:
         assert np.linalg.eigvalsh(alike(runs(*changes))).min() > -1e-9
+
+
+@pytest.mark.parametrize(
+    "text", ["tp=8,pp=8,dp=8,recompute=full*5/selective[LlamaMLP,LlamaRMSNorm]*3", "tp=8,pp=16,dp=4,recompute=full"]
+)
+def test_the_interval_of_a_ratio_is_nearly_that_of_the_belief_given_the_rows(text: str) -> None:
+    constants, request = built_in("trn1.32xlarge"), ask("llama3-70b", "trn1.32xlarge", 16)
+    theirs = "tp=32,pp=8,recompute=selective[CoreAttention,LlamaMLP]"
+    plans = [plan_at(request, Candidate.parse(one, 512)) for one in (text, theirs)]
+    rows = list(measured_rows(TRAINIUM).rows.values())
+    known = [run_of(row) for row in rows]
+    found = belief_of([*known, *map(run_of_plan, plans)], constants)
+    found = found.given(range(len(rows)), [row.step_time_s or 0.0 for row in rows]).covariance[len(rows) :, len(rows) :]
+    ratio = ratio_of(*plans)
+    deviation = math.log(ratio.high / ratio.value) / EIGHTY_PERCENT
+    assert deviation == pytest.approx(math.sqrt(found[0, 0] + found[1, 1] - 2 * found[0, 1]), rel=0.15)
 
 
 def test_all_constants_that_some_split_tells_apart_are_apart() -> None:

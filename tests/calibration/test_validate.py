@@ -65,17 +65,29 @@ class TestAccuracy:
         assert spearman(first, second) == spearman(second, first) == pytest.approx(value)
 
     def test_groups_are_averaged_and_the_worst_is_kept(self):
-        pairs = {"a": ((1.0, 2.0), (2.0, 1.0)), "b": ((1.0, 1.0), (2.0, 2.0)), "alone": ((5.0, 5.0),)}
+        pairs = {
+            "a": ((1.0, 2.0), (2.0, 1.5), (3.0, 1.0)),
+            "b": ((1.0, 1.0), (2.0, 2.0), (3.0, 3.0)),
+            "two": ((1.0, 9.0), (2.0, 1.0)),
+            "alone": ((5.0, 5.0),),
+        }
         found = summed(*(compared(*pair, group=group) for group, own in pairs.items() for pair in own))
         assert (found.spearman, found.regret, found.worst_regret, len(found.groups)) == (0.0, 0.5, 1.0, 2)
+        assert (found.num_groups, found.most_layouts) == (4, 3)
+
+    def test_a_group_of_two_layouts_has_neither_an_order_nor_a_regret(self):
+        found = summed(compared(1.0, 2.0), compared(2.0, 1.0))
+        assert (found.spearman, found.regret, found.worst_regret, found.groups) == (None, None, None, ())
+        assert (found.num_groups, found.most_layouts) == (1, 2)
 
     def test_layouts_of_a_group_are_compared_per_work_each_once(self):
-        halved = (compared(4.0, 8.0, layout="tp=1", work=4.0), compared(1.5, 1.8, layout="tp=2", work=1.0))
+        slow = compared(9.0, 1.7, layout="tp=4")
+        halved = (compared(4.0, 8.0, layout="tp=1", work=4.0), compared(1.5, 1.8, layout="tp=2", work=1.0), slow)
         (found,) = summed(*halved).groups
-        assert (found.num_layouts, found.spearman, found.regret) == (2, -1.0, pytest.approx(2.0 / 1.8 - 1))
+        assert (found.num_layouts, found.spearman, found.regret) == (3, -1.0, pytest.approx(2.0 / 1.7 - 1))
         often = [compared(1.0, value, layout="tp=1") for value in (2.0, 3.0, 10.0)]
-        (found,) = summed(*often, compared(2.0, 2.5, layout="tp=2")).groups
-        assert not summed(*often).groups and (found.num_layouts, found.regret) == (2, pytest.approx(3.0 / 2.5 - 1))
+        (found,) = summed(*often, compared(2.0, 2.5, layout="tp=2"), compared(3.0, 4.0, layout="tp=4")).groups
+        assert not summed(*often).groups and (found.num_layouts, found.regret) == (3, pytest.approx(3.0 / 2.5 - 1))
 
     @given(st.lists(st.lists(st.floats(1, 100), min_size=2, max_size=5), min_size=1, max_size=5))
     def test_the_noise_floor_is_the_error_of_the_median(self, layouts: list[list[float]]):

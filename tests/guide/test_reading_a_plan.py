@@ -11,9 +11,10 @@ from autoshard.cost.trace import rank_times
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.explanation import Alternatives, Certificate, Explanation, RankTime, Refusal, WhyNot
 from autoshard.plan.plan import Plan
+from autoshard.report.answers import runners_up_of
 from autoshard.report.explanation import explanation_report
 from autoshard.report.structured import comparison_json, explanation_json, found_json, why_not_json
-from autoshard.report.terminal import plan_report, runners_up_of
+from autoshard.report.terminal import plan_report
 from autoshard.report.words import TIME_WORDS
 from autoshard.schedule.builders import builders
 from autoshard.search.answers import answers_of

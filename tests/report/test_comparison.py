@@ -8,6 +8,7 @@ import pytest
 
 from autoshard.blocks.explain import explain
 from autoshard.cost.built_in import calibration_of
+from autoshard.cost.doubt import compared as compared_plans
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.diff import diff
 from autoshard.plan.explanation import Alternatives, Flip, WhyNot
@@ -32,7 +33,7 @@ def compared(found, remarks=()):
 def test_the_whole_comparison_and_explanation(golden):
     request = ask("llama3-70b", "trn1.32xlarge", 16)
     a, b = (plan_at(request, Candidate.parse(text)) for text in ("tp=32,pp=8,dp=2", "tp=8,pp=8,dp=8,recompute=full"))
-    golden("report/compare-llama3-70b-trn1-16.txt", compared(diff(a, b), ["new.json: was edited"]))
+    golden("report/compare-llama3-70b-trn1-16.txt", compared(compared_plans(a, b), ["new.json: was edited"]))
     report = explanation_report(a, explain(a), alternatives(a, calibration_of(a)))
     golden("report/explain-llama3-70b-trn1-16.txt", printed(report))
 

@@ -9,27 +9,29 @@ import pytest
 from rich.console import Console
 
 from autoshard.cost.calibration import uncalibrated
+from autoshard.cost.doubt import ratio_of
 from autoshard.cost.predict import predicted
 from autoshard.cost.trace import rank_times, trace
 from autoshard.plan.explanation import Answer, Certificate, NearestRun, Refusal
 from autoshard.plan.plan import Plan
 from autoshard.plan.proof import BlockProof, Proof
 from autoshard.plan.rules.rule import Rejection
+from autoshard.report.answers import answers_parts, runners_up_of
+from autoshard.report.structured import found_json
 from autoshard.report.tables import Bar, FittingTable, make_console
 from autoshard.report.terminal import (
-    answers_parts,
     certificate_parts,
     frontier_report,
     memory_table,
     plan_report,
     proof_report,
     rejections_report,
-    runners_up_of,
     stage_table,
     time_table,
 )
-from autoshard.report.words import TIME_WORDS
+from autoshard.report.words import TIME_WORDS, ratio_words
 from autoshard.search.planner import SearchResult, search
+from autoshard.spec.record import encode
 from tests.plan.cases import ask, plan_of, with_prediction
 from tests.report.printed import printed
 from tests.search.brute_force import ask as request
@@ -262,6 +264,28 @@ def test_what_lies_within_the_interval_is_counted_and_named():
     text = " ".join(printed(*answers_parts(plan, [vendor])).split())
     assert "too little memory its page measured nearby: on 32 nodes: 3 runs, 128.00 s to 136.00 s" in text
     assert "this model says 151.00 s" in text and "of these" not in text, "what may not run is not measured"
+    assert vendor.nearest_run and "seen, not settled" not in text
+    early = replace(vendor, unsettled_run=replace(vendor.nearest_run, high_s=137.0, unsettled="four steps"))
+    text = " ".join(printed(*answers_parts(plan, [early])).split())
+    assert "seen, not settled: on 32 nodes: 3 runs, 128.00 s to 137.00 s (four steps); this model says 151" in text
+
+
+def test_no_gain_over_a_vendor_stands_without_its_interval_and_its_chance():
+    plan, other = made("uneven"), plan_of(ask(), "tp=32,pp=4,stages=8/23/23/26")
+    assert plan.prediction
+    time_s = 1.1 * plan.prediction.step_time_s
+    theirs = with_prediction(other, step_time_s=time_s, low_s=time_s, high_s=time_s, time_parts={"compute": time_s})
+    vendor = Answer(name="vendor", plan=theirs, why="documented", slower=0.1, ratio=ratio_of(theirs, plan))
+    text = " ".join(printed(*answers_parts(plan, [vendor])).split())
+    assert f"against the vendor's layout: {ratio_words(ratio_of(plan, theirs))}" in text and vendor.ratio
+    assert re.search(r"\+10\.0% \([-+][\d.]+% to [-+][\d.]+%\) +\d+%", text)
+    data = found_json(Answer(name="simple", plan=plan, why="", slower=0.0), [vendor], certificate(bound=2.0))
+    assert data["against_vendor"].items() >= encode(ratio_of(plan, theirs)).items()
+    assert data["against_vendor"]["evidence"].keys() == {one["name"] for one in data["against_vendor"]["parts"]}
+    assert data["answers"][0]["ratio"]["low"] > 0 and "rests on" in text and "data sheet of the chip" in text
+    same = replace(vendor, plan=plan, ratio=None, slower=0.0)
+    assert "against the vendor's" not in printed(*answers_parts(plan, [same]))
+    assert found_json(same, [same], certificate(bound=2.0))["against_vendor"] is None
 
 
 def test_a_terminal_is_used_as_wide_as_it_is(monkeypatch: pytest.MonkeyPatch):

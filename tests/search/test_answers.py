@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autoshard.calibration.measured_run import run_of
-from autoshard.calibration.rows import MeasuredRow
+from autoshard.calibration.rows import MeasuredRow, measured_rows
 from autoshard.errors import InputError, NoPlan
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import dump, load
@@ -16,7 +16,8 @@ from autoshard.search.answers import PlanResult, answers_of
 from autoshard.search.planner import search
 from autoshard.search.request import Request, plan_at, rejections_of
 from autoshard.search.simple import WITHIN
-from autoshard.search.vendor import VendorLayout, vendor_answer, vendor_layouts
+from autoshard.search.vendor.answer import vendor_answer
+from autoshard.search.vendor.documented import VendorLayout, vendor_layouts
 from autoshard.search.watch import Look
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
@@ -146,6 +147,34 @@ def test_measured_seconds_are_those_of_rows_with_this_layout():
             assert (run.cluster.num_nodes, run.cluster.chip.name) == (one.nodes, *one.chips)
 
 
+def test_unsettled_seconds_are_those_of_short_rows_with_this_layout_which_no_fit_has():
+    kept = {row.id for row in measured_rows(ROWS).rows.values()}
+    rows = {row.id: row for row in measured_rows(ROWS / "short.jsonl").rows.values()}
+    unsettled = [(one, one.unsettled) for one in vendor_layouts() if one.unsettled]
+    assert {name for _, seen in unsettled for name in seen.rows} == rows.keys() and not rows.keys() & kept
+    for one, seen in unsettled:
+        assert [rows[name].step_time_s for name in seen.rows] == list(seen.step_s)
+        for row in (rows[name] for name in seen.rows):
+            run, source = run_of(row), row.source or {}
+            assert row.kind == "short" and row.inferred and "does not say" in str(row.inferred["platform"])
+            assert replace(run.candidate, lnc=None) == Candidate.parse(
+                one.layout.replace(",lnc=2", ""), run.cluster.num_ranks
+            )
+            assert (run.workload.seq_len, run.workload.global_batch) == (one.seq_len, one.global_batch)
+            assert (run.cluster.num_nodes, run.cluster.chip.name) == (one.nodes, *one.chips)
+            assert f"{source['repo']}/blob/{source['commit']}/{source['path']}" in seen.source
+
+
+def test_a_log_that_had_not_settled_stands_beside_the_vendors_layout():
+    found = asked("llama3-70b", 16)
+    assert isinstance(found, Answer) and found.unsettled_run and found.nearest_run
+    run = found.unsettled_run
+    assert (run.num_runs, run.low_s, run.high_s, run.predicted_s) == (2, 320.22, 321.41, time_s(found.plan))
+    assert "does not say which ran" in run.unsettled and not found.nearest_run.unsettled
+    other = asked("llama3-70b", 8)
+    assert isinstance(other, Answer) and other.unsettled_run == run, "it is compared at the nodes that it was logged on"
+
+
 def asked(model: str, nodes: int, pins: str = "") -> Answer | str:
     fastest = plan_at(ask("llama3-70b", "trn1.32xlarge", 16), Candidate.parse("tp=8,pp=8,dp=8"))
     return vendor_answer(ask(model, "trn1.32xlarge", nodes, pins=pins), fastest)
@@ -176,6 +205,18 @@ def test_why_there_is_no_vendors_layout_is_said():
     assert "is documented" in str(asked("qwen3-8b", 4))
     assert "does not divide the 96 ranks" in str(asked("llama3-70b", 3))
     assert "which tp=8 leaves out" in str(asked("llama3-70b", 16, "tp=8"))
+
+
+def test_a_vendors_layout_answers_no_length_that_is_more_than_twice_another():
+    request = ask("llama3-70b", "trn1.32xlarge", 16)
+    fastest = plan_at(request, Candidate.parse("tp=8,pp=8,dp=8"))
+    for seq_len, far in ((32768, "more than 2 times as many"), (4095, "less than 1/2 of these")):
+        work = replace(request.workload, seq_len=seq_len)
+        words = f"documents one for llama3-70b on 16 x trn1.32xlarge with 8192 tokens a sequence; {seq_len} are {far}"
+        assert words in str(vendor_answer(replace(request, workload=work), fastest))
+    for seq_len in (4096, 16384):
+        work = replace(request.workload, seq_len=seq_len)
+        assert isinstance(vendor_answer(replace(request, workload=work), fastest), Answer)
 
 
 def test_a_vendors_layout_that_does_not_fit_is_shown_and_not_written():

@@ -79,7 +79,7 @@ HELP = [
     (ask("tiny-llama", ranks=7, global_batch=32, pins="pp=1"), ["--global-batch 35"]),
     (ask("llama3-8b", "trn1.32xlarge", seq_len=2**20), ["--seq-len 131072"]),
     # one sequence at a time is refused here, by NxD's kernel for experts
-    (ask("mixtral-8x22b", "trn1.32xlarge", 64), ["--headroom 0.05", "--nodes 96", "--seq-len 4096"]),
+    (ask("mixtral-8x22b", "trn1.32xlarge", 64, global_batch=1024), ["--headroom 0.05", "--nodes 96", "--seq-len 4096"]),
 ]
 
 

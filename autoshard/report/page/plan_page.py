@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from autoshard.report.page.charts import Axis, Dot, Part, legend, scatter, stacked_bar
+from autoshard.report.page.answers import answer_of, answers_section, time_parts
+from autoshard.report.page.charts import Axis, Dot, legend, scatter, stacked_bar
 from autoshard.report.page.document import document
 from autoshard.report.page.elements import Content, Markup, Node, details, facts, linked, section, table, tag
 from autoshard.report.page.mesh_drawing import mesh_section
@@ -37,7 +38,7 @@ def plan_page(shown: Sequence[ShownPlan], data: Node) -> str:
         ("mesh", "Mesh", mesh_section("mesh", first.plan, own)),
         ("blocks", "Operations", _blocks(own)),
         ("pareto", "Trade-offs", _pareto(shown, data)),
-        ("others", "Runners-up", _others(own)),
+        ("others", "Runners-up", answers_section(own)),
         ("refused", "Refused", _refused(own)),
         ("basis", "Basis", _basis(shown)),
     ]
@@ -67,7 +68,7 @@ def _headline(shown: ShownPlan, own: Node) -> list[Content]:
         billion = own["dollars"]["usd_per_billion_tokens"].figure(format_dollars)
         date = own["dollars"]["price_date"].value or "an unknown date"
         pairs.append(("a billion tokens", (billion, tag("small", f"price of {date}"))))
-    if (answer := _answer_of(own)) is not None:
+    if (answer := answer_of(own)) is not None:
         pairs.append(("distance from the best", answer["gap"].figure(_distance)))
     missing = own["peak_bytes"].value - own["prediction"]["capacity_bytes"].value
     warnings = [f"does not fit: {format_bytes(missing)} too much on the fullest rank"] if missing > 0 else []
@@ -80,12 +81,6 @@ def _headline(shown: ShownPlan, own: Node) -> list[Content]:
         tag("p", tag("code", str(plan.candidate))),
         tag("ul", (tag("li", line) for line in warnings), class_="warnings") if warnings else None,
     ]
-
-
-def _answer_of(own: Node) -> Node | None:
-    """Return what the search says of the plan; None where there is no search, or the plan was edited since."""
-    answers = own["search"]["answers"] if own["search"] and not own["remark"] else ()
-    return next((one for one in answers if one["candidate"].value == own["candidate"].value), None)
 
 
 def _causal(prediction: Node) -> Content:
@@ -151,24 +146,13 @@ def _time(own: Node) -> Markup:
     """Return where the seconds of a step go, as a bar and as a table."""
     parts, step_s = own["prediction"]["time_parts"], own["prediction"]["step_time_s"].value
     ordered = sorted(parts.entries(), key=lambda entry: -entry[1].value)
-    bar = stacked_bar(_parts(parts, step_s), step_s)
+    bar = stacked_bar(time_parts(parts, step_s), step_s)
     rows = [
         (tag("span", tag("i", class_=f"key t-{name}"), TIME_WORDS.get(name, name)), time_s.figure(format_seconds),
          f"{time_s.value / step_s:.1%}")
         for name, time_s in ordered
     ]  # fmt: skip
     return section("time", "Where the time goes", bar, table(("part", ">time", ">share"), rows))
-
-
-def _parts(parts: Node, step_s: float) -> list[Part]:
-    return [
-        Part(
-            size=time_s.value,
-            kind=f"t-{name}",
-            tip=f"{TIME_WORDS.get(name, name)}: {format_seconds(time_s.value)}, {time_s.value / step_s:.1%}",
-        )
-        for name, time_s in sorted(parts.entries(), key=lambda entry: [*TIME_WORDS, entry[0]].index(entry[0]))
-    ]
 
 
 def _timelines(shown: Sequence[ShownPlan]) -> Markup:
@@ -308,51 +292,6 @@ def _pareto(shown: Sequence[ShownPlan], data: Node) -> Markup:
 def _point(time_s: float, size: float, words: str, kind: str, label: str) -> Dot:
     tip = f"{label + ': ' if label else ''}{format_seconds(time_s)}; {words}"
     return Dot(x=time_s, y=size, tip=tip, kind=kind, label=label)
-
-
-def _others(own: Node) -> Markup:
-    """Return the other answers to the question, with what each loses by."""
-    record = own["search"]
-    if not record:
-        words = "This plan file holds no search: it was made by --at, by hand, or by an older autoshard. Plan again."
-        return section("others", "Runners-up", tag("p", words))
-    answers = record["answers"]
-    longest = max(one["step_time_s"].value for one in answers)
-    best = answers[0]
-    rows = [
-        (
-            one["name"].value,
-            one["step_time_s"].figure(format_seconds),
-            one["slower"].figure(lambda share: f"{share:+.1%}"),
-            one["peak_bytes"].figure(format_bytes),
-            stacked_bar(_parts(one["time_parts"], one["step_time_s"].value), longest),
-            _loses(one, best),
-            tag("code", one["candidate"].value),
-        )
-        for one in answers
-    ]
-    columns = ("name", ">step", ">slower", ">fullest rank", "where its time goes", "why", "layout")
-    sources = (
-        tag("p", linked(f"{one['name'].value}: {one['source'].value}")) for one in answers if one["source"].value
-    )
-    edited = _answer_of(own) is None
-    warning = tag("p", "The plan was edited since: it is none of these.", class_="warnings") if edited else None
-    return section(
-        "others", "Answers and runners-up", warning, table(columns, rows), sources, about=record["statement"].value
-    )
-
-
-def _loses(one: Node, best: Node) -> str:
-    """Say by which part of the time an answer loses most, or what is promised of it."""
-    against = "; ".join(one["against"].value)
-    if against:
-        return f"may not run: {against}"
-    if not one["name"].value.isdecimal():
-        return one["why"].value
-    parts, others = one["time_parts"].value, best["time_parts"].value
-    more = {part: parts.get(part, 0.0) - others.get(part, 0.0) for part in {**others, **parts}}
-    part = max(more, key=lambda name: more[name])
-    return f"{format_seconds(more[part])} more {TIME_WORDS.get(part, part)}"
 
 
 def _refused(own: Node) -> Markup:

@@ -1,15 +1,7 @@
-"""Layouts that vendors document for a model on a cluster, as answers beside those of the search.
+"""The layout that a vendor documents for a model on a cluster, as an answer beside those of the search."""
 
-``vendor_layouts.json`` holds the layouts of vendors' recipes, scripts and tables, each with its source. A layout has no
-dp, which takes the rest of the ranks; where the same source measured it, it has the seconds of a step.
-"""
-
-import json
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cache
-from importlib import resources
+from dataclasses import replace
 from typing import cast
 
 from autoshard.errors import InputError
@@ -19,67 +11,11 @@ from autoshard.plan.explanation import Answer, NearestRun
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.columns import Engine
 from autoshard.search.request import Request, rejections_of, resolved
-from autoshard.spec import record
-from autoshard.spec.cluster import Cluster
+from autoshard.search.vendor.documented import VendorLayout, vendor_layouts
 from autoshard.spec.kernels import load_kernels
-from autoshard.spec.model import ModelSpec
-from autoshard.spec.model_catalogue import load_model
 from autoshard.units import format_bytes
 
-_NOT_SHAPE = ("name", "source", "max_positions", "norm_eps", "rotary_theta", "rotary_scaling")
-_SHAPE = tuple(  # of a model, as far as layouts go
-    one.name for one in fields(ModelSpec) if one.name not in _NOT_SHAPE
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VendorLayout:
-    """One documented layout, and what it was documented for."""
-
-    vendor: str
-    model: str  # a card of the catalogue
-    chips: tuple[str, ...]
-    nodes: int | None  # None where the source leaves it open
-    seq_len: int
-    global_batch: int
-    layout: str  # a candidate in text, without dp
-    source: str
-    measured_s: tuple[float, ...] = ()
-    rows: tuple[str, ...] = field(default=(), repr=False)  # ids of the measured rows with these seconds
-
-    def suits(self, model: ModelSpec, cluster: Cluster) -> bool:
-        """Say whether the layout is for a model of this shape, on these chips."""
-        own = load_model(self.model)
-        return cluster.chip.name in self.chips and all(getattr(own, name) == getattr(model, name) for name in _SHAPE)
-
-    def distance(self, request: Request) -> tuple[float, ...]:
-        """Return the distance of a question from the documented one; simpler layouts come before others."""
-        workload, nodes = request.workload, request.cluster.num_nodes
-        sizes = parse_pins(self.layout)
-        return (
-            self.seq_len != workload.seq_len,
-            math.inf if self.nodes is None else abs(math.log2(self.nodes / nodes)),
-            self.model != request.model.name,
-            abs(math.log2(self.global_batch / workload.global_batch)),
-            sum(sizes.get(axis, 1) != 1 for axis in ("tp", "pp", "cp", "ep")),
-        )
-
-    def words(self, cluster: str) -> str:
-        """Return in words the question that the layout was documented for."""
-        nodes = "" if self.nodes is None else f" on {self.nodes} x {cluster}"
-        return f"{self.model}{nodes}, {self.seq_len} tokens, {self.global_batch} sequences a step"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Documented:
-    layouts: tuple[VendorLayout, ...]
-
-
-@cache
-def vendor_layouts() -> tuple[VendorLayout, ...]:
-    """Return all layouts of vendors that autoshard knows."""
-    text = (resources.files("autoshard.search") / "vendor_layouts.json").read_text("utf-8")
-    return record.decode(_Documented, json.loads(text), where="vendor_layouts.json").layouts
+_LONGER = 2.0  # than documented, or shorter: at another length than that a layout is no answer
 
 
 def vendor_answer(request: Request, fastest: Plan) -> Answer | str:
@@ -89,6 +25,12 @@ def vendor_answer(request: Request, fastest: Plan) -> Answer | str:
     reasons: list[str] = []
     for layout in suited:
         words = f"{layout.vendor} documents {layout.layout} for {layout.words(request.cluster.name)}"
+        longer = request.workload.seq_len / layout.seq_len
+        if not 1 / _LONGER <= longer <= _LONGER:
+            far = f"more than {_LONGER:g} times as many" if longer > 1 else f"less than 1/{_LONGER:g} of these"
+            tokens = f"{layout.seq_len} tokens a sequence; {request.workload.seq_len} are {far}"
+            reasons.append(f"{layout.vendor} documents one for {layout.place(request.cluster.name)} with {tokens}")
+            continue
         try:
             made, cutting, against = _made(request, layout)
         except InputError as error:  # no shape on so many ranks, or a tensor is pinned
@@ -107,6 +49,7 @@ def vendor_answer(request: Request, fastest: Plan) -> Answer | str:
             against=against,
             source=layout.source,
             nearest_run=_nearest_run(request, [one for one in suited if one.measured_s], layout, cutting),
+            unsettled_run=_unsettled_run(request, layout, cutting),
         )
     nothing = f"no layout of {request.model.name} on {request.cluster.chip.name} is documented that autoshard knows"
     return next(iter(reasons), nothing)
@@ -157,21 +100,40 @@ def _nearest_run(
         return one.seq_len != request.workload.seq_len, other_mesh, one.distance(request)
 
     run = min(runs, key=distance)
+    # The same layout on other nodes is cut alike.
+    predicted_s = _documented_s(request, run, cutting if run.layout == layout.layout else None)
+    return None if predicted_s is None else _published(request, run, run.measured_s, predicted_s, run.source)
+
+
+def _unsettled_run(request: Request, layout: VendorLayout, cutting: Cutting) -> NearestRun | None:
+    """Return the runs of a layout whose times had not settled, if there are any."""
+    seen, predicted_s = layout.unsettled, _documented_s(request, layout, cutting) if layout.unsettled else None
+    if not seen or not predicted_s:
+        return None
+    return replace(_published(request, layout, seen.step_s, predicted_s, seen.source), unsettled=seen.doubt)
+
+
+def _published(
+    request: Request, run: VendorLayout, seconds: Sequence[float], predicted_s: float, source: str
+) -> NearestRun:
+    return NearestRun(
+        run=f"{run.words(request.cluster.name)}: {run.layout}",
+        num_runs=len(seconds),
+        low_s=min(seconds),
+        high_s=max(seconds),
+        predicted_s=predicted_s,
+        source=source,
+    )
+
+
+def _documented_s(request: Request, run: VendorLayout, cutting: Cutting | None) -> float | None:
+    """Return the predicted seconds of what a layout was documented for; None where a Rule of the user's forbids it."""
     workload = replace(request.workload, seq_len=run.seq_len, global_batch=run.global_batch)
     question = replace(
         request, cluster=replace(request.cluster, num_nodes=run.nodes or 1), workload=workload, pins={}, layouts=()
     )
     try:
         question, candidate, engine = _resolved(question, run)
-        # The same layout on other nodes is cut alike.
-        made = question.plan(candidate, engine, cutting if run.layout == layout.layout else None, tables=False)
-    except InputError:  # a Rule of the user's own may have no answer
+        return step_s(question.plan(candidate, engine, cutting, tables=False))
+    except InputError:
         return None
-    return NearestRun(
-        run=f"{run.words(request.cluster.name)}: {run.layout}",
-        num_runs=len(run.measured_s),
-        low_s=min(run.measured_s),
-        high_s=max(run.measured_s),
-        predicted_s=step_s(made),
-        source=run.source,
-    )

@@ -1,0 +1,86 @@
+"""The layouts that vendors document: ``vendor_layouts.json`` holds those of recipes, scripts and tables, with sources.
+
+A layout has no dp, which takes the rest of the ranks; where the same source measured it, it has the seconds of a step.
+"""
+
+import json
+import math
+from dataclasses import dataclass, field, fields
+from functools import cache
+from importlib import resources
+
+from autoshard.plan.candidate import parse_pins
+from autoshard.search.request import Request
+from autoshard.spec import record
+from autoshard.spec.cluster import Cluster
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.model_catalogue import load_model
+
+_NOT_SHAPE = ("name", "source", "max_positions", "norm_eps", "rotary_theta", "rotary_scaling")
+_SHAPE = tuple(  # of a model, as far as layouts go
+    one.name for one in fields(ModelSpec) if one.name not in _NOT_SHAPE
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unsettled:
+    """Runs of a documented layout that say little, since their times had not settled: seconds of a step, the doubt."""
+
+    step_s: tuple[float, ...]
+    doubt: str  # what is measured, and what is not said
+    source: str
+    rows: tuple[str, ...] = field(repr=False)  # ids of the rows with these seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VendorLayout:
+    """One documented layout, and what it was documented for."""
+
+    vendor: str
+    model: str  # a card of the catalogue
+    chips: tuple[str, ...]
+    nodes: int | None  # None where the source leaves it open
+    seq_len: int
+    global_batch: int
+    layout: str  # a candidate in text, without dp
+    source: str
+    measured_s: tuple[float, ...] = ()
+    rows: tuple[str, ...] = field(default=(), repr=False)  # ids of the measured rows with these seconds
+    unsettled: Unsettled | None = None
+
+    def suits(self, model: ModelSpec, cluster: Cluster) -> bool:
+        """Say whether the layout is for a model of this shape, on these chips."""
+        own = load_model(self.model)
+        return cluster.chip.name in self.chips and all(getattr(own, name) == getattr(model, name) for name in _SHAPE)
+
+    def distance(self, request: Request) -> tuple[float, ...]:
+        """Return the distance of a question from the documented one; simpler layouts come before others."""
+        workload, nodes = request.workload, request.cluster.num_nodes
+        sizes = parse_pins(self.layout)
+        return (
+            self.seq_len != workload.seq_len,
+            math.inf if self.nodes is None else abs(math.log2(self.nodes / nodes)),
+            self.model != request.model.name,
+            abs(math.log2(self.global_batch / workload.global_batch)),
+            sum(sizes.get(axis, 1) != 1 for axis in ("tp", "pp", "cp", "ep")),
+        )
+
+    def place(self, cluster: str) -> str:
+        """Return in words the model and the machine that the layout was documented for."""
+        return self.model if self.nodes is None else f"{self.model} on {self.nodes} x {cluster}"
+
+    def words(self, cluster: str) -> str:
+        """Return in words the question that the layout was documented for."""
+        return f"{self.place(cluster)}, {self.seq_len} tokens, {self.global_batch} sequences a step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Documented:
+    layouts: tuple[VendorLayout, ...]
+
+
+@cache
+def vendor_layouts() -> tuple[VendorLayout, ...]:
+    """Return all layouts of vendors that autoshard knows."""
+    text = (resources.files("autoshard.search.vendor") / "vendor_layouts.json").read_text("utf-8")
+    return record.decode(_Documented, json.loads(text), where="vendor_layouts.json").layouts
