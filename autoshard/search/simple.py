@@ -20,13 +20,12 @@ from itertools import combinations
 import numpy as np
 
 from autoshard.cost.stages import counts_of
-from autoshard.plan.candidate import Candidate, even_stages
+from autoshard.plan.candidate import even_stages
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.points import Points, Solution
 from autoshard.search.stage_filling import SURE, Goal, fill_stages
 from autoshard.search.stage_options import ALL_RANGES, NEVER, RankOptions, StageFilling
 
-WITHIN = 0.02  # of the fastest: half of what the best calibration is off on rows that it was not fitted to
 _AXES = ("tp", "pp", "cp", "ep", "dp")
 _EVEN, _UNEVEN = range(4), (4, 5)  # places in the order of stages and recompute; uneven: one kind, two kinds
 _AT_ONCE = 64  # plans that are timed together
@@ -50,7 +49,7 @@ def simplest(
     """
     ordered: dict[tuple[int, ...], list[tuple[Points, Ints]]] = defaultdict(list)
     for points in groups:
-        keys = [_simplicity(points.variant.space.candidate(row, 0)) for row in points.variant_rows.tolist()]
+        keys = _simplicity(points)
         for key in dict.fromkeys(keys):
             ordered[key].append((points, np.flatnonzero([key == other for other in keys])))
     priced: dict[int, EvenStages] = {}  # by the identity of their points, which live as long
@@ -74,11 +73,16 @@ def simplest(
     return None
 
 
-def _simplicity(point: Candidate) -> tuple[int, ...]:
-    """Return the place of an outer point in the order of simplicity, recompute left out."""
-    axes = sum(getattr(point, axis) > 1 for axis in _AXES)
-    other = (point.sp is not None, point.zero != 1, point.cp_kind != "ring", point.cp_order != "contiguous")
-    return int(point.schedule != "1f1b"), point.vp, axes, sum(other)
+def _simplicity(points: Points) -> list[tuple[int, ...]]:
+    """Return the place of each point in the order of simplicity, recompute left out."""
+    space, rows = points.variant.space, points.variant_rows
+    base, sizes = space.base, {key: column[rows] for key, column in space.rows.items()}
+    axes = np.sum([sizes[axis] > 1 for axis in _AXES], axis=0)
+    is_sp_other = (space.sp != (sizes["tp"] > 1)) & (space.sp is not None)
+    shared = int(base.zero != 1) + int(base.cp_kind != "ring") + int(base.cp_order != "contiguous")
+    is_other = np.full(len(rows), base.schedule != "1f1b")
+    found: list[list[int]] = np.stack([is_other, sizes["vp"], axes, shared + is_sp_other], axis=1).tolist()
+    return [tuple(one) for one in found]
 
 
 def _uneven(points: Points, goal: Goal, limit: float, num_kinds: int) -> Solution | None:
@@ -88,6 +92,8 @@ def _uneven(points: Points, goal: Goal, limit: float, num_kinds: int) -> Solutio
     if choices.stages or choices.recompute or schedule.num_ranks == 1:
         return None
     sets = [list(own) for own in combinations(range(len(choices.kinds)), num_kinds)]
+    if not sets:  # of one kind there are no two
+        return None
     among = np.zeros((len(choices.kinds), len(sets)), dtype=bool)
     for number, own in enumerate(sets):
         among[own, number] = True

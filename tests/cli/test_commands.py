@@ -274,7 +274,7 @@ def test_verify_finds_what_was_edited(
         (
             f"{LOCAL} --fix tp=2 --json --force",
             0,
-            {"plan", "written", "dollars", "answers", "no_vendor", "runners_up", "certificate"},
+            {"plan", "written", "dollars", "answers", "no_vendor", "remarks", "runners_up", "certificate"},
         ),
         (f"{LOCAL} --at tp=2 --json --force", 0, {"rejections", "plan", "dollars"}),
         (f"{TRN1} --at tp=8,mbs=1024 --json", 1, {"rejections", "plan", "dollars"}),

@@ -12,6 +12,7 @@ from autoshard.plan.candidate import Candidate, even_stages
 from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
+from autoshard.search.choice.doubt import DOUBT
 from autoshard.search.planner import search
 from autoshard.search.request import Request, plan_at
 from autoshard.search.watch import Look
@@ -161,3 +162,10 @@ def test_a_search_that_is_stopped_says_that_no_simpler_plan_was_looked_for():
 def test_a_share_of_nothing_leaves_the_fastest_or_what_is_as_fast():
     found = search(ask("tiny-llama", ranks=4, global_batch=8), simple_within=0.0)
     assert found.simple and time_s(found.simple) == time_s(found.plans[0])
+
+
+def test_of_one_kind_of_recompute_there_are_no_two():
+    """Uneven stages with two kinds of recompute were asked for where only one may be used: numpy ended the search."""
+    request = ask("tiny-llama", ranks=2, pins="pp=2,recompute=none", global_batch=32)
+    found = search(request, simple_within=DOUBT)
+    assert found.simple and found.simple.schedule.builder not in ("1f1b", "gpipe"), "1F1B was looked for in vain"
