@@ -7,12 +7,12 @@ import numpy as np
 
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
-from autoshard.search.choice.doubt import DOUBT, Within, doubt_of, percent, usual_schedules
+from autoshard.search.choice.doubt import DOUBT, LEAST_DOUBT, Within, doubt_of, percent, usual_schedules
 from autoshard.search.choice.looking import best_of_kind, fastest_among, kinds_to_add
 from autoshard.search.choice.searched import EngineResult, order_of
 from autoshard.search.points import Solution
 from autoshard.search.pool import Pool
-from autoshard.search.simple import Simple, simplest
+from autoshard.search.simple import Simple, simplest, simplest_near
 
 _TIE = 1e-9  # relative: times that differ by less count as equal
 _ROUNDS = 3  # in which the fastest plan may turn out to be another, with another interval
@@ -65,15 +65,15 @@ def choose_known(results: Sequence[EngineResult], ended: str) -> Choice:
     return Choice(plan=plan, why=why, within=within)
 
 
-def _of_all(results: Sequence[EngineResult], within: float) -> Choice:
+def _of_all(results: Sequence[EngineResult], within: float, near: float = np.inf) -> Choice:
     """Return the simplest plan, whatever its schedule."""
     why = f"the simplest within {percent(within)} of the fastest"
-    return Choice(plan=_simplest(results, within, usual=False), why=why, within=within)
+    return Choice(plan=_simplest(results, within, usual=False, near=near), why=why, within=within)
 
 
 def _of_usual(results: Sequence[EngineResult], within: float) -> Choice:
     """Return the simplest plan under usual schedules, or else the fastest of these, or else the simplest of all."""
-    plan = _simplest(results, within, usual=True)
+    plan = _simplest(results, within, usual=True, near=LEAST_DOUBT)
     if plan:
         return Choice(plan=plan, why=f"the simplest within {percent(within)} of the fastest", within=within)
     fastest = fastest_of(results)
@@ -81,7 +81,7 @@ def _of_usual(results: Sequence[EngineResult], within: float) -> Choice:
         return Choice(within=within)
     plan = _fastest_usual(results, within)
     if plan is None:
-        return _of_all(results, within)
+        return _of_all(results, within, LEAST_DOUBT)
     why = f"the fastest under {plan.schedule.builder}: nothing simple is within {percent(within)} of the fastest"
     return Choice(plan=plan, why=why, within=within)
 
@@ -109,23 +109,25 @@ def _schedules(result: EngineResult, *, usual: bool) -> frozenset[str] | None:
     return usual_schedules(result.request.constants) if usual else None
 
 
-def _simplest(results: Sequence[EngineResult], within: float, *, usual: bool) -> Plan | None:
+def _simplest(results: Sequence[EngineResult], within: float, *, usual: bool, near: float = np.inf) -> Plan | None:
     """Return the simplest plan of all engines that takes at most this share more than the fastest."""
     limit = _limit(results, within)
     found = [
         (one, simple)
         for one in results
-        if one.pool and (simple := simplest_below(one.pool, limit, _schedules(one, usual=usual)))
+        if one.pool and (simple := simplest_below(one.pool, limit, _schedules(one, usual=usual), near))
     ]
-    left = [pair for pair in found if pair[1].solution.value <= _limit(results, within)]
-    best = min(left, key=lambda pair: (pair[1].simplicity, order_of((pair[0], pair[1].solution))), default=None)
-    return best and best[0].plan(best[0].exactly_evened(best[1].solution))
+    left = {simple: one for one, simple in found if simple.solution.value <= _limit(results, within)}
+    if not left:
+        return None
+    best = simplest_near(list(left), near)
+    return left[best].plan(left[best].exactly_evened(best.solution))
 
 
-def simplest_below(pool: Pool, limit: float, schedules: frozenset[str] | None) -> Simple | None:
+def simplest_below(pool: Pool, limit: float, schedules: frozenset[str] | None, near: float) -> Simple | None:
     """Return the simplest solution below a limit, of some schedules or of all, with its own cutting."""
     while True:
-        found = simplest(pool.below(limit, schedules), pool.goal, limit, pool.between)
+        found = simplest(pool.below(limit, schedules), pool.goal, limit, pool.between, near)
         if not found or pool.settled(found.solution):
             return found
 

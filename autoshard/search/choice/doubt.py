@@ -15,7 +15,7 @@ from autoshard.search.stage_options import ALL_RANGES
 DOUBT: Final = "doubt"
 Within = float | Literal["doubt"]  # of the fastest: by which share a simple plan may be slower
 # Half of what the best calibration is off on rows that it was not fitted to.
-_LEAST = 0.02
+LEAST_DOUBT = 0.02
 # Chosen: where an interval is half of the time and more, a choice among plans is worth no more than this.
 _MOST = 0.10
 # Of a half-width: two plans of one question are off by much the same, so an interval is wider than the doubt about
@@ -29,7 +29,7 @@ def doubt_of(prediction: Prediction) -> float:
     It is rounded to tenths of a percent, as it is printed.
     """
     half_width = (prediction.high_s - prediction.low_s) / (2 * prediction.step_time_s)
-    return round(min(_MOST, max(_LEAST, _SHARE * half_width)), 3)
+    return round(min(_MOST, max(LEAST_DOUBT, _SHARE * half_width)), 3)
 
 
 def percent(share: float) -> str:
