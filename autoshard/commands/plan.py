@@ -26,10 +26,10 @@ from autoshard.report.tables import prose
 from autoshard.report.terminal import frontier_report, plan_report, rejections_report
 from autoshard.search.answers import NAMES, PlanResult, answers_of
 from autoshard.search.api import request_of
+from autoshard.search.choice.doubt import DOUBT, Within
 from autoshard.search.no_plan import better_sizes, unanswered
 from autoshard.search.planner import Known, SearchResult, at_most, frontier, search
 from autoshard.search.request import Request, rejections_of, resolved
-from autoshard.search.simple import WITHIN
 from autoshard.search.stage_filling import EVERYTHING, Effort
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.recipe import Pins, QuestionOptions
@@ -63,9 +63,9 @@ class SearchOptions:
         require((limit is None or 1 <= limit <= _LONGEST_S, "time_limit", f"must be 1 to {_LONGEST_S}, not {limit}"))
 
     @property
-    def simple_within(self) -> float | None:
+    def simple_within(self) -> Within | None:
         """What share of time a simple plan may cost; None where another thing than time is minimised."""
-        return None if self.objective == "memory" else WITHIN
+        return None if self.objective == "memory" else DOUBT
 
     def requests(self, question: QuestionOptions, nodes: Counts, module: str | None = None) -> list[Request]:
         """Return one request per number of nodes, with model, cluster and calibration looked up."""
@@ -118,7 +118,7 @@ def plan(
         like: Ask what this plan file has answered again, for at most --nodes, and say what resuming costs.
         pareto: Show what no plan betters in step time, memory and dollars at once, over all --nodes; write the fastest.
         at: Evaluate exactly this layout, even one that is refused, and say why.
-        choose: Which plan to write: fastest, simple (the simplest that takes at most 1.02 times as long), vendor (the
+        choose: Which plan to write: fastest, simple (the simplest within the doubt about the fastest), vendor (the
             layout that the vendor documents), smallest (where memory is minimised), or the number of a runner-up.
             Default: simple.
         top: How many plans to show, the best one included.
@@ -213,7 +213,7 @@ def _show_answers(
     written = to.write(answer.plan)
     data, sentences = about(answer.plan)
     if to.json:
-        found = found_json(answer, result.answers, result.certificate, result.no_vendor)
+        found = found_json(answer, result.answers, result.certificate, result.no_vendor, result.remarks)
         print_answer({**found, "defaults": result.defaults, **data})
         return to.end(answer.plan, written)
     named = [one for one in result.answers if not one.name.isdecimal()]
@@ -231,6 +231,8 @@ def _show_answers(
         print_answer(prose(result.defaults))
     if result.no_vendor:
         print_answer(prose(f"no vendor's layout: {result.no_vendor}"))
+    for remark in result.remarks:
+        print_answer(prose(remark, "yellow"))
     others = "|".join(one.name for one in result.answers)
     print_answer(prose(f"this is {answer.name}; --choose {others} writes another"))
     better()

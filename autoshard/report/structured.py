@@ -23,7 +23,11 @@ def _brief_json(plan: Plan) -> dict[str, Any]:
 
 
 def found_json(
-    written: Answer, answers: Sequence[Answer], certificate: Certificate, no_vendor: str = ""
+    written: Answer,
+    answers: Sequence[Answer],
+    certificate: Certificate,
+    no_vendor: str = "",
+    remarks: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the plan that is written whole, all answers by candidate and prediction, and what was looked at."""
     rows = [_answer_json(one, certificate) for one in answers]
@@ -36,6 +40,7 @@ def found_json(
         "answers": rows,
         "no_vendor": no_vendor,
         "against_vendor": _against_json(vendor.plan, written.plan) if vendor and differs else None,
+        "remarks": list(remarks),
         "runners_up": [row for row in rows if row["name"].isdecimal()],
         "certificate": encode(certificate),
     }

@@ -11,15 +11,15 @@ from autoshard.plan.codec import save
 from autoshard.plan.explanation import Answer, Certificate, Ratio
 from autoshard.plan.found import SearchRecord
 from autoshard.plan.plan import Plan
+from autoshard.search.choice.doubt import percent, usual_schedules
 from autoshard.search.planner import SearchResult
 from autoshard.search.request import Request
-from autoshard.search.simple import WITHIN
 from autoshard.search.vendor.answer import step_s, vendor_answer
 from autoshard.spec.cluster import LOCAL
 from autoshard.units import format_at_most, format_bytes, format_count, format_seconds
 
-SIMPLE, VENDOR = "simple", "vendor"
-NAMES = ("fastest", "smallest", SIMPLE, VENDOR)
+SIMPLE, VENDOR, OTHER = "simple", "vendor", "other"
+NAMES = ("fastest", "smallest", SIMPLE, VENDOR, OTHER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -35,6 +35,7 @@ class PlanResult:
     no_vendor: str = ""
     name: str = SIMPLE  # of the answer that is ``plan``
     defaults: str = field(default="", compare=False)
+    remarks: tuple[str, ...] = ()  # on what the choice rests
 
     @property
     def plan(self) -> Plan:
@@ -80,7 +81,8 @@ class PlanResult:
                 for cells in zip(*map(_padded, zip(*map(_cells, self.answers), strict=True)), strict=True)
             ),
         ]
-        return "\n".join([*(line.rstrip() for line in lines), f"{self.name}: {self.named(self.name).why}"])
+        why = f"{self.name}: {self.named(self.name).why}"
+        return "\n".join([*(line.rstrip() for line in lines), why, *self.remarks])
 
     def __repr__(self) -> str:
         return (
@@ -118,6 +120,9 @@ def answers_of(request: Request, found: SearchResult, name: str | None = None) -
     vendors = vendor_answer(request, best) if is_time else "memory is minimised"
     answers = [first, _simple(first, found)] if is_time else [first]
     answers += [vendors] if isinstance(vendors, Answer) else []
+    if found.other:
+        plan, why = found.other
+        answers += [Answer(name=OTHER, plan=plan, why=why, slower=step_s(plan) / step_s(best) - 1)]
     answers += [
         Answer(name=str(number), plan=one, why="the best plan of another layout", slower=step_s(one) / step_s(best) - 1)
         for number, one in enumerate(others, 2)
@@ -130,6 +135,7 @@ def answers_of(request: Request, found: SearchResult, name: str | None = None) -
         no_vendor="" if isinstance(vendors, Answer) else vendors,
         name=name or (SIMPLE if is_time else first.name),
         defaults=request.defaults,
+        remarks=tuple(filter(None, (_unmeasured(request, found), found.hinge))),
     )
 
 
@@ -138,13 +144,29 @@ def _ratio_to(best: Plan, plan: Plan) -> Ratio | None:
     return None if plan.candidate == best.candidate else ratio_of(plan, best)
 
 
+def _unmeasured(request: Request, found: SearchResult) -> str:
+    """Say what a schedule that nobody has measured would gain, or that it is chosen because it gains more than that."""
+    fastest, chosen = found.plans[0], found.preferred
+    usual, builder = usual_schedules(request.constants), fastest.schedule.builder
+    if builder in usual or not found.simple_within or {"schedule", "vp"} & request.pins.keys():
+        return ""
+    if chosen.schedule.builder not in usual:
+        gain = f"all others are more than {percent(found.simple_within)} slower"
+        return f"nobody has measured {chosen.schedule.builder} on {request.cluster.name}; it is chosen because {gain}"
+    gain = 1 - step_s(fastest) / step_s(chosen)
+    return f"{builder} would be {gain:.1%} faster, which nobody has measured on {request.cluster.name}"
+
+
 def _simple(fastest: Answer, found: SearchResult) -> Answer:
     """Return the simple plan as an answer; the fastest in its place where there is none."""
     if found.simple is None:
-        why = found.simple_ended or f"nothing with one or two kinds of recompute is within {WITHIN:.0%} of the fastest"
+        why = (
+            found.simple_ended
+            or f"nothing with one or two kinds of recompute is within {percent(found.simple_within)} of the fastest"
+        )
         return Answer(name=SIMPLE, plan=fastest.plan, why=f"the fastest: {why}", slower=0.0)
     slower = step_s(found.simple) / step_s(fastest.plan) - 1
-    return Answer(name=SIMPLE, plan=found.simple, why=f"the simplest within {WITHIN:.0%} of the fastest", slower=slower)
+    return Answer(name=SIMPLE, plan=found.simple, why=found.simple_why, slower=slower)
 
 
 def _cells(answer: Answer) -> tuple[str, ...]:

@@ -16,10 +16,10 @@ from autoshard.plan.lowering import ATOMS
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.rule import Rule
 from autoshard.search.answers import PlanResult, answers_of
+from autoshard.search.choice.doubt import DOUBT
 from autoshard.search.no_plan import unanswered
 from autoshard.search.planner import SearchResult, search as search_all
 from autoshard.search.request import Request
-from autoshard.search.simple import WITHIN
 from autoshard.search.space import Pins
 from autoshard.search.vendor.defaults import default_workload
 from autoshard.spec.cluster import HEADROOM, Cluster
@@ -106,7 +106,7 @@ def plan(  # noqa: PLR0913
         extra_rules=how.rules,
         defaults=defaults,
     )
-    found = how.method(request) if how.method else search_all(request, top, simple_within=WITHIN)
+    found = how.method(request) if how.method else search_all(request, top, simple_within=DOUBT)
     if not found.plans:
         raise unanswered(request, found)
     return answers_of(request, found)

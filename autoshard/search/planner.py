@@ -18,6 +18,10 @@ from autoshard.plan.explanation import Certificate
 from autoshard.plan.found import SolvedLayout
 from autoshard.plan.plan import Plan, rounded
 from autoshard.plan.rules.columns import Engine
+from autoshard.search.choice.choosing import Choice, choose, choose_known, of_another_kind
+from autoshard.search.choice.doubt import DOUBT, Within
+from autoshard.search.choice.hinge import experts_hinge
+from autoshard.search.choice.searched import EngineResult, order_of
 from autoshard.search.legal_space import LegalSpace, legal_space
 from autoshard.search.points import Solution
 from autoshard.search.pool import Pool
@@ -49,7 +53,11 @@ class SearchResult:
     nearest_miss: Plan | None
     certificate: Certificate
     simple: Plan | None = None  # the simplest plan that is nearly as fast, if there is one
+    simple_why: str = "the simplest"
+    simple_within: float = 0.0  # by which share of the fastest it may be slower
     simple_ended: str = _NOT_SIMPLE  # why the search for it stopped; "" if it did not
+    other: tuple[Plan, str] | None = None  # a plan of another kind than all of these, and of which
+    hinge: str = ""  # on which number that is assumed the choice depends
     layouts: tuple[SolvedLayout, ...] = ()  # the best plan of every layout that was solved
 
     @property
@@ -58,47 +66,54 @@ class SearchResult:
         return self.simple or self.plans[0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _EngineResult:
-    """The result of one engine on one cluster: the searched points; if nothing fits, the solution of least memory."""
-
-    request: Request
-    engine: Engine
-    legal: Certificate
-    pool: Pool | None  # None where nothing is legal
-    nearest_miss: Solution | None
-
-    @property
-    def solutions(self) -> list[Solution]:
-        """The best solution of every layout, best first."""
-        return self.pool.solutions if self.pool else []
-
-    @property
-    def certificate(self) -> Certificate:
-        """What was searched and proven."""
-        return self.pool.certificate(self.legal) if self.pool else self.legal
-
-    def plan(self, solution: Solution) -> Plan:
-        """Return the plan of a solution."""
-        return self.request.plan(solution.candidate, self.engine, solution.point.priced.cutting)
-
-
 def search(
     request: Request,
     num_plans: int = 1,
     watch: Watch = never_stop,
     *,
     nearest: bool = True,
-    simple_within: float | None = None,
+    simple_within: Within | None = None,
     known: Known | None = None,
 ) -> SearchResult:
     """Price every legal candidate of every engine and return the fastest that fit, and a simple one if that is wanted.
 
-    The simple one takes at most this share more than the fastest. An engine that cannot run what is pinned leaves the
-    answer to the others. ``nearest`` asks for the nearest miss; ``known`` keeps prices, which do not depend on memory.
+    The simple one takes at most this share more than the fastest, or as much as the doubt about it allows (DOUBT). An
+    engine that cannot run what is pinned leaves the answer to the others. ``nearest`` asks for the nearest miss;
+    ``known`` keeps prices, which do not depend on memory.
     """
-    results, known = list[_EngineResult](), {} if known is None else known
-    faults: list[InputError] = []
+    results = _search_engines(request, num_plans, watch, {} if known is None else known, nearest=nearest)
+    choice, simple_ended = _chosen(results, simple_within)
+    found = sorted(((one, solution) for one in results for solution in one.solutions), key=order_of)
+    found[:num_plans] = sorted(((one, one.evened(solution)) for one, solution in found[:num_plans]), key=order_of)
+    plans = tuple(one.plan(solution) for one, solution in found[:num_plans])
+    other, hinge = None, ""
+    if simple_within == DOUBT and not simple_ended and plans:
+        with suppress(SearchStopped):
+            other = of_another_kind(results, [one.candidate for one in (*plans, choice.plan) if one])
+            hinge = experts_hinge(results)
+    misses = [one.plan(one.nearest_miss) for one in results if one.nearest_miss]
+    certificate = reduce(Certificate.plus, (one.certificate for one in results), Certificate())
+    if found and not certificate.stopped:
+        certificate = replace(certificate, by_headroom=_with_less_headroom(*found[0]))
+    return SearchResult(
+        plans=plans,
+        nearest_miss=None if found else min(misses, key=lambda plan: coordinates(plan)[1], default=None),
+        certificate=certificate.about(plans[0]) if plans else certificate,
+        simple=choice.plan,
+        simple_why=choice.why,
+        simple_within=choice.within,
+        simple_ended=simple_ended,
+        other=other,
+        hinge=hinge,
+        layouts=tuple(_solved(solution) for _, solution in found),
+    )
+
+
+def _search_engines(
+    request: Request, num_plans: int, watch: Watch, known: Known, *, nearest: bool
+) -> list[EngineResult]:
+    """Search the space of every engine that can run what is pinned."""
+    results, faults = list[EngineResult](), list[InputError]()
     for cluster, engine in product((request.cluster, *request.other_lnc), request.engines):
         # Of the engines after a stop it is only known what they cannot be better than.
         stopped = results[-1].certificate.stopped if results else ""
@@ -111,27 +126,20 @@ def search(
             faults.append(fault)
     if not results:
         raise faults[0]
-    simple, simple_ended = None, next((one.legal.stopped for one in results if one.legal.stopped), "")
-    if simple_within is None:
-        simple_ended = _NOT_SIMPLE
-    elif not simple_ended:
+    return results
+
+
+def _chosen(results: Sequence[EngineResult], within: Within | None) -> tuple[Choice, str]:
+    """Return the simple plan, and why the search for it stopped; of a search that was stopped, what is known."""
+    if within is None:
+        return Choice(), _NOT_SIMPLE
+    ended = next((one.legal.stopped for one in results if one.legal.stopped), "")
+    if not ended:
         try:
-            simple = _simplest(results, 1 + simple_within)
+            return choose(results, within), ""
         except SearchStopped as stop:
-            simple_ended = str(stop)
-    found = sorted(((one, solution) for one in results for solution in one.solutions), key=_order)
-    misses = [one.plan(one.nearest_miss) for one in results if one.nearest_miss]
-    certificate = reduce(Certificate.plus, (one.certificate for one in results), Certificate())
-    if found and not certificate.stopped:
-        certificate = replace(certificate, by_headroom=_with_less_headroom(*found[0]))
-    return SearchResult(
-        plans=tuple(one.plan(solution) for one, solution in found[:num_plans]),
-        nearest_miss=None if found else min(misses, key=lambda plan: coordinates(plan)[1], default=None),
-        certificate=certificate,
-        simple=simple,
-        simple_ended=simple_ended,
-        layouts=tuple(_solved(solution) for _, solution in found),
-    )
+            ended = str(stop)
+    return (choose_known(results, ended) if within == DOUBT else Choice()), ended
 
 
 def _solved(solution: Solution) -> SolvedLayout:
@@ -140,24 +148,7 @@ def _solved(solution: Solution) -> SolvedLayout:
     return SolvedLayout(candidate=str(solution.candidate), step_time_s=step_s, peak_bytes=peak_bytes)
 
 
-def _order(pair: tuple[_EngineResult, Solution]) -> tuple[float, ...]:
-    return pair[1].order[:3]
-
-
-def _simplest(results: Sequence[_EngineResult], share: float) -> Plan | None:
-    """Return the simplest plan of all engines that takes at most this share of the time of the fastest."""
-
-    def fastest() -> float:
-        return min((solution.value for one in results for solution in one.solutions), default=np.inf)
-
-    limit = fastest() * share * (1 + _TIE)
-    found = [(one, simple) for one in results if one.pool and (simple := one.pool.simplest(limit))]
-    left = [pair for pair in found if pair[1].solution.value <= fastest() * share * (1 + _TIE)]
-    best = min(left, key=lambda pair: (pair[1].simplicity, _order((pair[0], pair[1].solution))), default=None)
-    return best and best[0].plan(best[1].solution)
-
-
-def _with_less_headroom(result: _EngineResult, solution: Solution) -> dict[float, float]:
+def _with_less_headroom(result: EngineResult, solution: Solution) -> dict[float, float]:
     """Return the time of a solution's outer point with half of the headroom and with none."""
     request, pool, found = result.request, result.pool, dict[float, float]()
     if request.memory_bytes is not None or request.objective == "memory" or pool is None:
@@ -173,7 +164,7 @@ def _with_less_headroom(result: _EngineResult, solution: Solution) -> dict[float
 
 def _search_engine(
     request: Request, engine: Engine, wanted: tuple[int, Sequence[float]], watch: Watch, known: Known, *, nearest: bool
-) -> _EngineResult:
+) -> EngineResult:
     """Find so many of the best layouts of one engine, those of others included, whose values are given."""
     certificate, pool, miss = Certificate(objective=request.objective), None, None
     try:
@@ -192,7 +183,7 @@ def _search_engine(
                 miss = pool.smallest() if nearest and not (pool.solutions or others) else None
     except SearchStopped as stop:
         certificate = replace(certificate, bound=0.0, ended=str(stop))
-    return _EngineResult(request=request, engine=engine, legal=certificate, pool=pool, nearest_miss=miss)
+    return EngineResult(request=request, engine=engine, legal=certificate, pool=pool, nearest_miss=miss)
 
 
 def _keeping_pins(request: Request, legal: LegalSpace) -> LegalSpace:

@@ -21,7 +21,6 @@ from autoshard.schedule.waves import Ints
 from autoshard.search.legal_space import LegalSpace, RunVariant
 from autoshard.search.points import SHARPEST, PlainPoints, Points, Solution, UnsolvedPoints, likely
 from autoshard.search.priced_layouts import LayoutPricer, Row
-from autoshard.search.simple import Simple, simplest
 from autoshard.search.split_bounds import SplitSearch
 from autoshard.search.stage_filling import Goal
 from autoshard.search.stage_options import ALL_RANGES, StageFilling
@@ -49,17 +48,17 @@ class Pool:
         others: Sequence[float] = (),
     ) -> None:
         """``others`` are the values of the best layouts of other spaces, with which these compete."""
-        self._pricer, self._legal, self._goal, self._pins, self._watch = pricer, legal, goal, pins, watch
-        pricer.between = lambda: go_on(self._watch, self._progress)
+        self.pricer, self.legal, self.goal, self._pins, self._watch = pricer, legal, goal, pins, watch
+        pricer.between = self.between
         self._variants: dict[Terms, list[RunVariant]] = defaultdict(list)
         self._first: dict[RunVariant, int] = {}  # the number of a variant's first point
         for variant in legal.variants:
             self._first[variant] = sum(len(one.layouts) for one in self._first)
             self._variants[variant.terms].append(variant)
         self._bounded, self._solved, self._fits = np.zeros((3, legal.num_legal), dtype=bool)  # points
-        self._points: list[Points] = []  # all that are priced and may fit
+        self.points: list[Points] = []  # all that are priced and may fit
         self._raised = np.zeros(legal.num_legal)  # bounds of points that were solved
-        self._left, self._count = UnsolvedPoints(), 0
+        self.left, self._count = UnsolvedPoints(), 0
         self._num_idle = 0  # groups of points that were solved since the best solution was found
         self._others, self.splits = others, SplitSearch(seconds_left=goal.effort.split_s)
         self._best: dict[Row, Solution] = {}
@@ -73,7 +72,7 @@ class Pool:
         self._unpriced = [
             (terms, layouts)
             for terms in self._variants
-            for layouts in self._pricer.kinds(self._layouts(terms), pinned=bool(pins))
+            for layouts in self.pricer.kinds(self._layouts(terms), pinned=bool(pins))
         ]
 
     def settle(self, count: int) -> None:
@@ -99,55 +98,54 @@ class Pool:
                 self._refine(left.row, left.point.priced.cutting)
                 continue
             self._tighten()
-            if self._gives_up or self._left.least >= self._limit(wanted):
+            if self._gives_up or self.left.least >= self._limit(wanted):
                 break
 
     def _look_first(self, wanted: int) -> None:
         """Time even stages of likely points: a limit for all others, and an answer if the search is stopped."""
-        legal = self._legal.variants
+        legal = self.legal.variants
         quick = [one for one in legal if one.space.base.schedule in _QUICK and one.space.base.zero == 1] or legal
-        for plain in sorted(self._left.plain, key=lambda one: one.least):
+        for plain in sorted(self.left.plain, key=lambda one: one.least):
             if plain.least >= self._limit(wanted):
                 break
-            before = len(self._points)
+            before = len(self.points)
             self._add_recompute(plain, [one for one in plain.variants if one in quick])
-            for group in likely(self._points[before:]):
+            for group in likely(self.points[before:]):
                 if group.bound.min() < self._limit(wanted):
-                    go_on(self._watch, self._progress)
+                    self.between()
                     some = group.only(np.argsort(group.bound, kind="stable")[: 2 * _AT_ONCE])
-                    self._keep_all(some, some.evenly_solved(self._goal))
+                    self._keep_all(some, some.evenly_solved(self.goal))
 
     def _tighten(self) -> None:
         """Bound solved points with a loose bound again, the lowest first: a better limit is known now."""
         splits, limit = self.splits, self._limit(1)
-        splits.seconds_left = max(0.0, splits.seconds_left) + self._goal.effort.split_s / 2
+        splits.seconds_left = max(0.0, splits.seconds_left) + self.goal.effort.split_s / 2
         self._loose.sort(key=lambda one: one[1].bound[0])
         for number, (key, point) in enumerate(self._loose):
-            if point.bound[0] >= limit * (1 - self._goal.effort.gap):
+            if point.bound[0] >= limit * (1 - self.goal.effort.gap):
                 break
-            go_on(self._watch, self._progress)
-            self._loose[number] = key, point.sharpened(self._goal, limit, splits)
+            self.between()
+            self._loose[number] = key, point.sharpened(self.goal, limit, splits)
 
-    def simplest(self, limit: float) -> Simple | None:
-        """Return the simplest solution below a limit, with its own cutting, once all is settled."""
-        while True:
-            found = simplest(self._below(limit), self._goal, limit, lambda: go_on(self._watch, self._progress))
-            if not found:
-                return None
-            row = found.solution.row
-            if row not in self._own:
-                self._refine(row, found.solution.point.priced.cutting)
-            if self._own[row] == found.solution.point.priced.cutting:
-                return found
+    def settled(self, solution: Solution) -> bool:
+        """Say whether the layout of a solution has its own cutting; if not, give it that and settle all again."""
+        row, used = solution.row, solution.point.priced.cutting
+        if row not in self._own:
+            self._refine(row, used)
+        if self._own[row] != used:
             self.settle(self._count)  # the fastest may be this layout with its own cutting
+        return self._own[row] == used
 
-    def _below(self, limit: float) -> Iterator[Points]:
-        """Yield the points whose bound is below a limit, those that share a schedule together."""
-        for plain in [one for one in self._left.plain if one.least < limit]:
-            self._add_recompute(plain, plain.variants)
-        for points in self._points:
+    def below(self, limit: float, schedules: frozenset[str] | None = None) -> Iterator[Points]:
+        """Yield the points of some schedules, or of all, whose bound is below a limit; a group shares its schedule."""
+        wanted = [one for one in self._first if schedules is None or one.space.base.schedule in schedules]
+        for plain in [one for one in self.left.plain if one.least < limit]:
+            variants = [one for one in plain.variants if one in wanted]
+            if variants:
+                self._add_recompute(plain, variants)
+        for points in [one for one in self.points if one.variant in wanted]:
             raised = self._raised[self._numbers(points)]
-            near = self._in_use(points.only(np.maximum(points.bound, raised) < limit))
+            near = self.in_use(points.only(np.maximum(points.bound, raised) < limit))
             if len(near.rows):
                 yield from near.by_schedule()
 
@@ -156,13 +154,13 @@ class Pool:
 
         These are the points under 1F1B with the smallest micro-batches, if there are any.
         """
-        legal = self._legal
+        legal = self.legal
         plain = [one for one in legal.variants if one.space.base.schedule == "1f1b"] or legal.variants
         least = min(int(one.space.rows["mbs"].min()) for one in plain)
         some = (one.only(np.flatnonzero(one.space.rows["mbs"] == least)) for one in plain)
         few = replace(legal, variants=tuple(one for one in some if len(one.layouts)))
         goal = Goal(objective="memory", capacity=np.inf)
-        pool = Pool(self._pricer, few, goal, self._pins, lambda _: self._watch(SearchProgress))
+        pool = Pool(self.pricer, few, goal, self._pins, lambda _: self._watch(SearchProgress))
         pool._unpriced = []
         for terms, cutting, layouts in self._cuttings:
             some = np.intersect1d(layouts, pool._layouts(terms)) if terms in pool._variants else layouts[:0]
@@ -188,7 +186,7 @@ class Pool:
         if self._unpriced:
             return 0.0
         loose = (float(point.bound[0]) for _, point in self._loose)
-        return min([self._left.least, *self._least.values(), *loose])
+        return min([self.left.least, *self._least.values(), *loose])
 
     def certificate(self, legal: Certificate) -> Certificate:
         """Add to a certificate how many points were solved, left out by their bounds, and too large."""
@@ -199,13 +197,13 @@ class Pool:
             for one in self._variants[terms]
         )
         bounded = self._bounded.copy()
-        for plain in self._left.plain:
+        for plain in self.left.plain:
             for variant in plain.variants:
                 first = self._first[variant]
                 bounded[first : first + len(variant.layouts)] |= plain.may_fit(variant)
         num_too_large, num_solved = int((~bounded).sum()) - num_left, int(self._solved.sum())
         is_open = np.zeros_like(self._solved)
-        for variant, variant_rows in self._left.below(value):
+        for variant, variant_rows in self.left.below(value):
             is_open[self._first[variant] + variant_rows] = True
         num_open = int((is_open & ~self._solved).sum())
         return replace(
@@ -224,62 +222,62 @@ class Pool:
     def _open_next(self, limit: float) -> bool:
         """Open the points below a limit of the variant with the least bound; return whether there was one."""
         while True:
-            least, points = min(self._left.waiting, key=lambda one: one[0], default=(np.inf, None))
-            plain = min(self._left.plain, key=lambda one: one.least, default=None)
+            least, points = min(self.left.waiting, key=lambda one: one[0], default=(np.inf, None))
+            plain = min(self.left.plain, key=lambda one: one.least, default=None)
             if plain is None or plain.least >= limit or plain.least > least:
                 break
             self._add_recompute(plain, plain.variants)
         if points is None or least >= limit:
             return False
-        self._left.waiting.remove((least, points))
-        points = self._in_use(points)
+        self.left.waiting.remove((least, points))
+        points = self.in_use(points)
         for group in points.only(points.bound < limit).by_schedule():
-            self._left.open(group)
-        self._left.wait(points.only(points.bound >= limit))
+            self.left.open(group)
+        self.left.wait(points.only(points.bound >= limit))
         return True
 
     def _add_recompute(self, plain: PlainPoints, variants: Sequence[RunVariant]) -> None:
         """Price some layouts under every recompute, and let their points of some variants wait."""
-        priced = self._pricer.with_recompute(plain.priced)
-        self._left.plain.remove(plain)
+        priced = self.pricer.with_recompute(plain.priced)
+        self.left.plain.remove(plain)
         left = [one for one in plain.variants if one not in variants]
-        self._left.plain += [replace(plain, variants=left)] if left else []
+        self.left.plain += [replace(plain, variants=left)] if left else []
         for variant in variants:
-            points = Points.of(priced, variant, self._goal, self._limit(max(self._count, _ALWAYS)))
+            points = Points.of(priced, variant, self.goal, self._limit(max(self._count, _ALWAYS)))
             self._bounded[self._numbers(points)] = True
-            self._points.append(points)
-            self._left.wait(points)
+            self.points.append(points)
+            self.left.wait(points)
 
     def _explore(self, count: int, most: float = np.inf) -> None:
         """Solve the points that may be among the ``count`` best layouts, at most ``most`` groups of them."""
-        while self._left.opened and most > 0:
+        while self.left.opened and most > 0:
             limit = self._limit(count)
-            if self._left.least_opened >= limit or self._gives_up:
+            if self.left.least_opened >= limit or self._gives_up:
                 return
-            points = self._in_use(self._left.pop())
+            points = self.in_use(self.left.pop())
             # Only the best point of each layout is wanted.
-            best = {} if self._goal.effort.exhaustive else self._best
+            best = {} if self.goal.effort.exhaustive else self._best
             rows: list[Row] = [(points.variant.terms, layout) for layout in points.layouts.tolist()]
             limits = np.array([min(limit, best[row].value * (1 + _TIE)) if row in best else limit for row in rows])
             order = np.argsort(points.bound, kind="stable")
             near = points.bound[order] < limits[order]
-            self._left.passed.append(points.only(order[~near]))
+            self.left.passed.append(points.only(order[~near]))
             order = order[near]
             by_split = points.sharpness == SHARPEST and points.variant.space.base.schedule not in ALL_RANGES
             at_once = 1 if by_split else _AT_ONCE  # each split that is found excludes others
-            self._left.open(points.only(order[at_once:]))
+            self.left.open(points.only(order[at_once:]))
             first = points.only(order[:at_once])
             try:
                 below = float(limits[order[:at_once]].max(initial=-np.inf))
                 if first.sharpness < SHARPEST and len(first.rows):
-                    self._left.open(first.sharpened(self._goal, below, self.splits))
+                    self.left.open(first.sharpened(self.goal, below, self.splits))
                 elif len(first.rows):
                     self._solve(first, below)
                     most -= 1
             except SearchStopped:
-                self._left.open(first)  # so that their bound counts
+                self.left.open(first)  # so that their bound counts
                 raise
-            go_on(self._watch, self._progress)
+            self.between()
 
     @property
     def _gives_up(self) -> bool:
@@ -287,15 +285,19 @@ class Pool:
 
         That is the case where the gap is as small as wanted, or where solved points keep it open.
         """
-        if self._num_idle < self._goal.effort.most_idle:
+        if self._num_idle < self.goal.effort.most_idle:
             return False
         loose = [float(point.bound[0]) for _, point in self._loose]
-        return min([self._limit(1) * (1 - self._goal.effort.gap), *loose]) <= self._left.least
+        return min([self._limit(1) * (1 - self.goal.effort.gap), *loose]) <= self.left.least
+
+    def between(self) -> None:
+        """Let the watching caller stop the search."""
+        go_on(self._watch, self._progress)
 
     def _progress(self) -> SearchProgress:
         best = min((one.value for one in self._best.values()), default=np.inf)
-        groups = (*(one for *_, one in self._left.opened), *(one for _, one in self._left.waiting))
-        left, total = sum(len(points.rows) for points in groups), self._legal.num_legal
+        groups = (*(one for *_, one in self.left.opened), *(one for _, one in self.left.waiting))
+        left, total = sum(len(points.rows) for points in groups), self.legal.num_legal
         done = max(0, total - left)
         return SearchProgress(num_done=done, num_points=total, best=best, bound=min(best, self.bound))
 
@@ -305,11 +307,11 @@ class Pool:
         for (_, layout), one in self._best.items():
             known[layout] = min(one.value, known.get(layout, np.inf))
         values = sorted((*self._others, *known.values()))
-        return np.inf if self._goal.effort.exhaustive or len(values) < count else values[count - 1] * (1 + _TIE)
+        return np.inf if self.goal.effort.exhaustive or len(values) < count else values[count - 1] * (1 + _TIE)
 
     def _solve(self, points: Points, limit: float) -> None:
-        found = points.solved(self._goal, limit, self.splits)
-        values, best = self._goal.value(found), min((one.value for one in self._best.values()), default=np.inf)
+        found = points.solved(self.goal, limit, self.splits)
+        values, best = self.goal.value(found), min((one.value for one in self._best.values()), default=np.inf)
         self._num_idle = 0 if values.min() < best * (1 - _TIE) else self._num_idle + 1
         fits = np.isfinite(values)
         numbers = self._numbers(points)
@@ -320,18 +322,18 @@ class Pool:
         self._raised[numbers] = np.maximum(self._raised[numbers], least)
         for number, (layout, bound) in enumerate(zip(points.layouts.tolist(), found.bound.tolist(), strict=True)):
             row, one, value = (points.variant.terms, layout), np.array([number]), float(values[number])
-            if bound < min(limit, value) * (1 - self._goal.effort.gap):
+            if bound < min(limit, value) * (1 - self.goal.effort.gap):
                 self._loose.append((row, replace(points.only(one), bound=np.array([bound]))))
             else:
                 self._least[row] = min(bound, self._least.get(row, np.inf))
         self._keep_all(points, found)
         # The other points are not better than this limit, but the limit may rise.
         left = ~fits & np.isfinite(found.bound)
-        self._left.passed.append(replace(points, bound=np.maximum(found.bound, limit)).only(left))
+        self.left.passed.append(replace(points, bound=np.maximum(found.bound, limit)).only(left))
 
     def _keep_all(self, points: Points, found: StageFilling) -> None:
         """Keep the best solution of each layout."""
-        values = self._goal.value(found)
+        values = self.goal.value(found)
         for number in np.flatnonzero(np.isfinite(values)).tolist():
             one, layout, value = np.array([number]), int(points.layouts[number]), float(values[number])
             new = Solution(layout=layout, point=points.only(one), filling=found.only(one), value=value)
@@ -341,8 +343,8 @@ class Pool:
     def _price_kind(self, terms: Terms, layouts: Ints) -> None:
         """Find the cuttings of all layouts of one kind of mesh, and price these."""
         try:
-            asked = replace(terms, pins=self._pins), self._goal.effort.gap
-            for cutting, some in self._pricer.cuttings(layouts, *asked):
+            asked = replace(terms, pins=self._pins), self.goal.effort.gap
+            for cutting, some in self.pricer.cuttings(layouts, *asked):
                 self._cuttings.append((terms, cutting, some))
                 self._price(cutting, terms, some)
         except InputError as fault:
@@ -352,12 +354,12 @@ class Pool:
 
     def _refine(self, row: Row, used: Cutting) -> None:
         """Find a layout's own cutting; if it differs from the one used, price the layout again."""
-        go_on(self._watch, self._progress)
+        self.between()
         terms, layout = row
         own = solved_cutting(
-            self._pricer.question, self._legal.space.candidate(layout, 0), replace(terms, pins=self._pins)
+            self.pricer.question, self.legal.space.candidate(layout, 0), replace(terms, pins=self._pins)
         )
-        atoms = {atom for atom, column in self._pricer.atoms.items() if column[layout] > 1}
+        atoms = {atom for atom, column in self.pricer.atoms.items() if column[layout] > 1}
         self._own[row] = used
         if own.only(atoms) == used.only(atoms):
             return
@@ -367,12 +369,12 @@ class Pool:
         self._loose = [one for one in self._loose if one[0] != row]
         for variant in self._variants[terms]:
             self._raised[self._first[variant] + np.flatnonzero(variant.layouts == layout)] = 0.0
-        self._left.plain = [self._in_use(plain) for plain in self._left.plain]
+        self.left.plain = [self.in_use(plain) for plain in self.left.plain]
         self._cuttings.append((terms, own, np.array([layout])))
         self._price(own, terms, np.array([layout]))
-        self._left.open_again()
+        self.left.open_again()
 
-    def _in_use(self, points: Priced) -> Priced:
+    def in_use(self, points: Priced) -> Priced:
         """Leave out layouts that have a cutting of their own now."""
         mine = {layout: own for (terms, layout), own in self._own.items() if terms == points.terms}
         gone = [layout for layout, own in mine.items() if own != points.priced.cutting]
@@ -381,12 +383,12 @@ class Pool:
     def _price(self, cutting: Cutting, terms: Terms, some: Ints) -> None:
         """Price the blocks of some layouts as a cutting has them, without recompute."""
         variants = self._variants[terms]
-        base = replace(self._legal.space.base, cp_kind=terms.cp_kind)
-        space = replace(self._legal.space, base=base, sp=variants[0].space.sp)
+        base = replace(self.legal.space.base, cp_kind=terms.cp_kind)
+        space = replace(self.legal.space, base=base, sp=variants[0].space.sp)
         orders: list[CpOrder] = sorted({one.space.base.cp_order for one in variants})
         mine: dict[CpOrder, Ints] = {order: np.intersect1d(some, self._layouts(terms, order)) for order in orders}
-        for priced in self._pricer.priced(space, cutting, mine, apart=bool(self._pins)):
-            self._left.plain.append(PlainPoints.of(priced, variants, self._goal))
+        for priced in self.pricer.priced(space, cutting, mine, apart=bool(self._pins)):
+            self.left.plain.append(PlainPoints.of(priced, variants, self.goal))
 
     def _numbers(self, points: Points) -> Ints:
         """Return the numbers of points in the whole space."""

@@ -187,10 +187,12 @@ class LayoutPricer:
                 head=head,
             )
 
-    def with_recompute(self, priced: PricedLayouts) -> PricedLayouts:
-        """Price the layers of such layouts under every kind of recompute that may be used."""
+    def with_recompute(self, priced: PricedLayouts, some: Rows | None = None) -> PricedLayouts:
+        """Price the layers of such layouts, or of some of them, under every kind of recompute that may be used."""
         if priced in self._with_recompute:
-            return self._with_recompute[priced]
+            known = self._with_recompute[priced]
+            return known if some is None else known.only(some)
+        priced = priced if some is None else priced.only(some)
         kinds, setting = kinds_of(priced.space.recomputes), priced.priced_in
         costs: list[BlockCost] = []
         for drop in kinds:

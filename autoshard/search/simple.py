@@ -9,26 +9,28 @@ Layers of simple plans recompute in one or two kinds. Two such plans are compare
 5. axes: fewer of tp, pp, cp, ep and dp above 1
 6. other keys: fewer of sp, zero, cp_kind and cp_order that are not at their default
 
-and where all of these are equal, by their time. What the user pinned is kept, and does not count as complexity.
+and where all of these are equal, by their time. If wanted, axes and other keys are compared only among those plans that
+are nearly as fast as the fastest which agrees with them in the first four. What the user pinned is kept, and does not
+count as complexity.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, groupby
 
 import numpy as np
 
 from autoshard.cost.stages import counts_of
-from autoshard.plan.candidate import Candidate, even_stages
+from autoshard.plan.candidate import even_stages
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.points import Points, Solution
 from autoshard.search.stage_filling import SURE, Goal, fill_stages
 from autoshard.search.stage_options import ALL_RANGES, NEVER, RankOptions, StageFilling
 
-WITHIN = 0.02  # of the fastest: half of what the best calibration is off on rows that it was not fitted to
 _AXES = ("tp", "pp", "cp", "ep", "dp")
 _EVEN, _UNEVEN = range(4), (4, 5)  # places in the order of stages and recompute; uneven: one kind, two kinds
+_COARSE = 3  # places of simplicity before axes and other keys: stages and recompute, schedule, chunks
 _AT_ONCE = 64  # plans that are timed together
 _TIE = 1e-9  # relative: times that differ by less count as equal
 
@@ -42,43 +44,84 @@ class Simple:
 
 
 def simplest(
-    groups: Iterable[Points], goal: Goal, limit: float, between: Callable[[], None] = lambda: None
+    groups: Iterable[Points],
+    goal: Goal,
+    limit: float,
+    between: Callable[[], None] = lambda: None,
+    near: float = np.inf,
 ) -> Simple | None:
     """Return the simplest plan of some points that is faster than a limit; None if there is none.
 
-    The points of a group share a schedule. ``between`` is called between groups, and may stop the search.
+    The points of a group share a schedule. ``between`` is called between groups, and may stop the search. Of plans that
+    are as simple but for axes and other keys, only those within ``near`` of the fastest count: a share of its time.
     """
     ordered: dict[tuple[int, ...], list[tuple[Points, Ints]]] = defaultdict(list)
     for points in groups:
-        keys = [_simplicity(points.variant.space.candidate(row, 0)) for row in points.variant_rows.tolist()]
+        keys = _simplicity(points)
         for key in dict.fromkeys(keys):
             ordered[key].append((points, np.flatnonzero([key == other for other in keys])))
     priced: dict[int, EvenStages] = {}  # by the identity of their points, which live as long
     for recompute in (*_EVEN, *_UNEVEN):
-        for key in sorted(ordered):
-            best: Solution | None = None
-            for points, numbers in ordered[key]:
-                between()
-                below = best.value * (1 + _TIE) if best else limit
-                if recompute in _UNEVEN:
-                    if points.variant.space.base.schedule not in ALL_RANGES:
-                        continue  # uneven stages in the order of another schedule than 1F1B or GPipe are not simple
-                    found = _uneven(points.only(numbers), goal, below, recompute - len(_EVEN) + 1)
-                else:
-                    if id(points) not in priced:
-                        priced[id(points)] = EvenStages.of(points, goal)
-                    found = priced[id(points)].fastest(recompute, numbers, below)
-                best = min((one for one in (best, found) if one), key=lambda one: one.order, default=None)
-            if best:
-                return Simple(simplicity=(recompute, *key), solution=best)
+        for _, alike in groupby(sorted(ordered), key=lambda key: key[:2]):  # schedule and chunks
+            found, below = list[Simple](), limit
+            for key in alike:
+                best = _fastest_of_key(ordered[key], goal, (recompute, below), priced, between)
+                if best:
+                    found.append(Simple(simplicity=(recompute, *key), solution=best))
+                    if not np.isfinite(near):
+                        break
+                    below = min(below, best.value * (1 + near))
+            if found:
+                return simplest_near(found, near)
     return None
 
 
-def _simplicity(point: Candidate) -> tuple[int, ...]:
-    """Return the place of an outer point in the order of simplicity, recompute left out."""
-    axes = sum(getattr(point, axis) > 1 for axis in _AXES)
-    other = (point.sp is not None, point.zero != 1, point.cp_kind != "ring", point.cp_order != "contiguous")
-    return int(point.schedule != "1f1b"), point.vp, axes, sum(other)
+def simplest_near(found: Sequence[Simple], near: float) -> Simple:
+    """Return the simplest of some plans; axes and other keys count only within a share of the fastest as simple."""
+    least = min(one.simplicity[:_COARSE] for one in found)
+    alike = [one for one in found if one.simplicity[:_COARSE] == least]
+    limit = min(one.solution.value for one in alike) * (1 + near) * (1 + _TIE)
+    fast = (one for one in alike if one.solution.value <= limit)
+    return min(fast, key=lambda one: (one.simplicity, one.solution.order[:3]))
+
+
+def _fastest_of_key(
+    groups: Sequence[tuple[Points, Ints]],
+    goal: Goal,
+    sought: tuple[int, float],
+    priced: dict[int, "EvenStages"],
+    between: Callable[[], None],
+) -> Solution | None:
+    """Return the fastest plan of some points with recompute from one place in the order, below a limit."""
+    (recompute, limit), best = sought, None
+    for points, every in groups:
+        between()
+        below = best.value * (1 + _TIE) if best else limit
+        numbers = every[points.bound[every] < below]
+        if not len(numbers):
+            continue
+        if recompute in _UNEVEN:
+            if points.variant.space.base.schedule not in ALL_RANGES:
+                continue  # uneven stages in the order of another schedule than 1F1B or GPipe are not simple
+            found = _uneven(points.only(numbers), goal, below, recompute - len(_EVEN) + 1)
+        else:
+            if id(points) not in priced:
+                priced[id(points)] = EvenStages.of(points, goal)
+            found = priced[id(points)].fastest(recompute, numbers, below)
+        best = min((one for one in (best, found) if one), key=lambda one: one.order, default=None)
+    return best
+
+
+def _simplicity(points: Points) -> list[tuple[int, ...]]:
+    """Return the place of each point in the order of simplicity, recompute left out."""
+    space, rows = points.variant.space, points.variant_rows
+    base, sizes = space.base, {key: column[rows] for key, column in space.rows.items()}
+    axes = np.sum([sizes[axis] > 1 for axis in _AXES], axis=0)
+    is_sp_other = (space.sp != (sizes["tp"] > 1)) & (space.sp is not None)
+    shared = int(base.zero != 1) + int(base.cp_kind != "ring") + int(base.cp_order != "contiguous")
+    is_other = np.full(len(rows), base.schedule != "1f1b")
+    found: list[list[int]] = np.stack([is_other, sizes["vp"], axes, shared + is_sp_other], axis=1).tolist()
+    return [tuple(one) for one in found]
 
 
 def _uneven(points: Points, goal: Goal, limit: float, num_kinds: int) -> Solution | None:
@@ -88,6 +131,8 @@ def _uneven(points: Points, goal: Goal, limit: float, num_kinds: int) -> Solutio
     if choices.stages or choices.recompute or schedule.num_ranks == 1:
         return None
     sets = [list(own) for own in combinations(range(len(choices.kinds)), num_kinds)]
+    if not sets:  # of one kind there are no two
+        return None
     among = np.zeros((len(choices.kinds), len(sets)), dtype=bool)
     for number, own in enumerate(sets):
         among[own, number] = True

@@ -42,12 +42,12 @@ def test_the_answer_that_is_named_is_written(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--choose", "best"), "--choose best: type fastest, smallest, simple, vendor, or a number up to 100"),
+        (("--choose", "best"), "--choose best: type fastest, smallest, simple, vendor, other, or a number up to 100"),
         (("--choose", "101"), "--choose 101: type"),
         (("--choose", "0"), "--choose 0: type"),
         (("--choose", "²"), "type fastest"),
-        (("--choose", "vendor"), "There are fastest, simple, 2, 3"),
-        (("--choose", "smallest"), "There are fastest, simple, 2, 3"),
+        (("--choose", "vendor"), "There are fastest, simple, other, 2, 3"),
+        (("--choose", "smallest"), "There are fastest, simple, other, 2, 3"),
         (("--choose", "simple", "--objective", "memory"), "There are smallest, 2, 3"),
         (("--choose", "simple", "--pareto"), "--choose: is for the answers of one search"),
     ],

@@ -282,6 +282,7 @@ def test_verify_finds_what_was_edited(
                 "no_vendor",
                 "against_vendor",
                 "defaults",
+                "remarks",
                 "runners_up",
                 "certificate",
             },

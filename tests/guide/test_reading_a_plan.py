@@ -18,8 +18,8 @@ from autoshard.report.terminal import plan_report
 from autoshard.report.words import TIME_WORDS
 from autoshard.schedule.builders import builders
 from autoshard.search.answers import answers_of
+from autoshard.search.choice.doubt import DOUBT
 from autoshard.search.planner import SearchResult, search
-from autoshard.search.simple import WITHIN
 from tests.report.printed import printed
 from tests.runtime.cases import ROOT
 from tests.search.brute_force import ask as request
@@ -35,7 +35,7 @@ QUESTIONS = {
 
 @cache
 def found(name: str) -> SearchResult:
-    return search(QUESTIONS[name](), num_plans=3, simple_within=WITHIN)
+    return search(QUESTIONS[name](), num_plans=3, simple_within=DOUBT)
 
 
 @cache

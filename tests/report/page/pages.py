@@ -16,8 +16,8 @@ from autoshard.report.page.elements import Node
 from autoshard.report.page.plan_page import plan_page
 from autoshard.report.page.shown import ShownPlan, page_json
 from autoshard.search.answers import answers_of
+from autoshard.search.choice.doubt import DOUBT
 from autoshard.search.planner import search
-from autoshard.search.simple import WITHIN
 from tests.search.brute_force import ask
 
 # Some keys are pinned, so that a search is short.
@@ -34,7 +34,7 @@ _VOID = ("meta", "input", "br")
 def plan_named(name: str, answer: str = "simple") -> Plan:
     """Return an answer to one of the questions, as a plan file holds it."""
     request = QUESTIONS[name]
-    return answers_of(request, search(request, 3, simple_within=WITHIN)).named(answer).plan
+    return answers_of(request, search(request, 3, simple_within=DOUBT)).named(answer).plan
 
 
 def shown(name: str, plan: Plan) -> ShownPlan:

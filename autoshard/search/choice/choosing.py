@@ -1,0 +1,179 @@
+"""The plan that is written where nobody says which: the simplest of those that are as good as the fastest."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.plan import Plan
+from autoshard.search.choice.doubt import DOUBT, LEAST_DOUBT, Within, doubt_of, percent, usual_schedules
+from autoshard.search.choice.looking import best_of_kind, fastest_among, kinds_to_add
+from autoshard.search.choice.searched import EngineResult, order_of
+from autoshard.search.points import Solution
+from autoshard.search.pool import Pool
+from autoshard.search.simple import Simple, simplest, simplest_near
+
+_TIE = 1e-9  # relative: times that differ by less count as equal
+_ROUNDS = 3  # in which the fastest plan may turn out to be another, with another interval
+_AT_ONCE = 8  # points of a group that are solved together, those with the best bounds
+_MOST_GROUPS = 64  # that are solved where no simple plan has a usual schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The plan that is written if nobody names one, why, and by which share of the fastest it may be slower."""
+
+    plan: Plan | None = None  # None: the fastest
+    why: str = ""
+    within: float = 0.0
+
+
+def fastest_of(results: Sequence[EngineResult]) -> tuple[EngineResult, Solution] | None:
+    """Return the fastest solution of all engines; None where nothing fits."""
+    found = ((one, solution) for one in results for solution in one.solutions[:1])
+    return min(found, key=order_of, default=None)
+
+
+def choose(results: Sequence[EngineResult], within: Within) -> Choice:
+    """Return the simplest plan of all engines that takes at most a given share more than the fastest.
+
+    Where the doubt says how much, schedules that nobody has measured come last: they are chosen if they gain more than
+    the doubt over all others.
+    """
+    if within != DOUBT:
+        return _of_all(results, within)
+    choice = Choice()
+    for _ in range(_ROUNDS):
+        fastest = fastest_of(results)
+        choice = _of_usual(results, _doubt(results))
+        if fastest_of(results) == fastest:
+            break
+    return choice
+
+
+def choose_known(results: Sequence[EngineResult], ended: str) -> Choice:
+    """Return what a search that was stopped knows under usual schedules, if the fastest has another one."""
+    within = _doubt(results)
+    known = [(one, solution) for one in results for solution in one.solutions if _is_usual(one, solution)]
+    best = min(known, key=order_of, default=None)
+    fastest = fastest_of(results)
+    if best is None or fastest is None or _is_usual(*fastest) or best[1].value > _limit(results, within):
+        return Choice(within=within)
+    plan = best[0].plan(best[0].exactly_evened(best[1]))
+    why = f"the fastest that is known under {plan.schedule.builder}: {ended}"
+    return Choice(plan=plan, why=why, within=within)
+
+
+def _of_all(results: Sequence[EngineResult], within: float, near: float = np.inf) -> Choice:
+    """Return the simplest plan, whatever its schedule."""
+    why = f"the simplest within {percent(within)} of the fastest"
+    return Choice(plan=_simplest(results, within, usual=False, near=near), why=why, within=within)
+
+
+def _of_usual(results: Sequence[EngineResult], within: float) -> Choice:
+    """Return the simplest plan under usual schedules, or else the fastest of these, or else the simplest of all."""
+    plan = _simplest(results, within, usual=True, near=LEAST_DOUBT)
+    if plan:
+        return Choice(plan=plan, why=f"the simplest within {percent(within)} of the fastest", within=within)
+    fastest = fastest_of(results)
+    if fastest is None or _is_usual(*fastest):
+        return Choice(within=within)
+    plan = _fastest_usual(results, within)
+    if plan is None:
+        return _of_all(results, within, LEAST_DOUBT)
+    why = f"the fastest under {plan.schedule.builder}: nothing simple is within {percent(within)} of the fastest"
+    return Choice(plan=plan, why=why, within=within)
+
+
+def _is_usual(result: EngineResult, solution: Solution) -> bool:
+    return solution.point.variant.space.base.schedule in usual_schedules(result.request.constants)
+
+
+def _doubt(results: Sequence[EngineResult]) -> float:
+    fastest = fastest_of(results)
+    if fastest is None:
+        return 0.0
+    result, solution = fastest
+    plan = result.request.plan(solution.candidate, result.engine, solution.point.priced.cutting, tables=False)
+    assert plan.prediction, "a found plan has its prediction"
+    return doubt_of(plan.prediction)
+
+
+def _limit(results: Sequence[EngineResult], within: float) -> float:
+    fastest = fastest_of(results)
+    return (fastest[1].value if fastest else np.inf) * (1 + within) * (1 + _TIE)
+
+
+def _schedules(result: EngineResult, *, usual: bool) -> frozenset[str] | None:
+    return usual_schedules(result.request.constants) if usual else None
+
+
+def _simplest(results: Sequence[EngineResult], within: float, *, usual: bool, near: float = np.inf) -> Plan | None:
+    """Return the simplest plan of all engines that takes at most this share more than the fastest."""
+    limit = _limit(results, within)
+    found = [
+        (one, simple)
+        for one in results
+        if one.pool and (simple := simplest_below(one.pool, limit, _schedules(one, usual=usual), near))
+    ]
+    left = {simple: one for one, simple in found if simple.solution.value <= _limit(results, within)}
+    if not left:
+        return None
+    best = simplest_near(list(left), near)
+    return left[best].plan(left[best].exactly_evened(best.solution))
+
+
+def simplest_below(pool: Pool, limit: float, schedules: frozenset[str] | None, near: float) -> Simple | None:
+    """Return the simplest solution below a limit, of some schedules or of all, with its own cutting."""
+    while True:
+        found = simplest(pool.below(limit, schedules), pool.goal, limit, pool.between, near)
+        if not found or pool.settled(found.solution):
+            return found
+
+
+def of_another_kind(results: Sequence[EngineResult], shown: Sequence[Candidate]) -> tuple[Plan, str] | None:
+    """Return the fastest plan of the kinds that none of the shown plans is of, and what kind that is."""
+    found = [
+        (one, solution, kind)
+        for kind in kinds_to_add(shown)
+        for one in results
+        if one.pool and (solution := best_of_kind(one.pool, kind))
+    ]
+    best = min(found, key=lambda own: order_of(own[:2]), default=None)
+    if best is None:
+        return None
+    result, found_one, kind = best
+    solution = result.exactly_evened(found_one)
+    plan = result.request.plan(solution.candidate, result.engine)
+    fits = plan.prediction and plan.prediction.peak_bytes <= plan.prediction.capacity_bytes
+    return (plan, f"the fastest found {kind.words}") if fits else None
+
+
+def _fastest_usual(results: Sequence[EngineResult], within: float) -> Plan | None:
+    """Return the fastest plan under usual schedules that takes at most this share more than the fastest."""
+    limit = _limit(results, within)
+    found: list[tuple[EngineResult, Solution]] = []
+    for one in results:
+        while one.pool:
+            solution = fastest_below(one.pool, limit, _schedules(one, usual=True))
+            if solution is None or one.pool.settled(solution):
+                found += [(one, solution)] if solution else []
+                break
+    left = [pair for pair in found if pair[1].value <= _limit(results, within)]
+    best = min(left, key=order_of, default=None)
+    return best and best[0].plan(best[0].exactly_evened(best[1]))
+
+
+def fastest_below(pool: Pool, limit: float, schedules: frozenset[str] | None) -> Solution | None:
+    """Return the fastest solution below a limit among the points of some schedules that look best."""
+    best: Solution | None = None
+    groups = sorted(pool.below(limit, schedules), key=lambda one: float(one.bound.min()))
+    for group in groups[:_MOST_GROUPS]:
+        pool.between()
+        below = best.value if best else limit
+        order = np.argsort(group.bound, kind="stable")[:_AT_ONCE]
+        order = order[group.bound[order] < below]
+        found = fastest_among(pool, group.only(order), below) if len(order) else []
+        best = min((one for one in (best, *found) if one), key=lambda one: one.order, default=None)
+    return best

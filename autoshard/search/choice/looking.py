@@ -1,0 +1,149 @@
+"""Short looks at points of one kind that a search had no reason to solve: they cost little, and prove nothing."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from autoshard.plan.candidate import Candidate
+from autoshard.schedule.waves import Floats, Ints
+from autoshard.search.legal_space import RunVariant
+from autoshard.search.points import PlainPoints, Points, Solution
+from autoshard.search.pool import Pool
+from autoshard.search.space import KEYS
+from autoshard.search.stage_options import ALL_RANGES
+
+_FEW = 4  # points of a kind that are looked at, those with the best bounds
+_MOST = 64  # if none of them fits in memory
+Sizes = Mapping[str, Any]  # by key: numbers, or columns of numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanKind:
+    """A kind of plan that people ask for by its name."""
+
+    name: str
+    words: str  # after "the fastest"
+    holds: Callable[[Candidate, Sizes], Any]  # given what is shared, and the sizes
+
+    def has(self, candidate: Candidate) -> bool:
+        """Say whether a candidate is of this kind."""
+        return bool(self.holds(candidate, {key: getattr(candidate, key) for key in KEYS}))
+
+    def rows(self, variant: RunVariant) -> Ints:
+        """Return the rows of a variant that are of this kind."""
+        return np.flatnonzero(np.broadcast_to(self.holds(variant.space.base, variant.space.rows), len(variant.layouts)))
+
+
+FSDP = PlanKind(
+    name="FSDP",
+    words="with FSDP alone (ZeRO-3, no tp, no pipeline)",
+    holds=lambda shared, sizes: (shared.zero == 3) & (sizes["tp"] == 1) & (sizes["pp"] == 1),
+)
+NO_PIPELINE = PlanKind(name="no pipeline", words="without a pipeline", holds=lambda _, sizes: sizes["pp"] == 1)
+PLAIN_PIPELINE = PlanKind(
+    name="1f1b",
+    words="under 1f1b, without chunks",
+    holds=lambda shared, sizes: (shared.schedule == "1f1b") & (sizes["pp"] > 1),
+)
+
+
+def with_experts(*, apart: bool) -> PlanKind:
+    """Return the plans of usual schedules that share experts out over ranks, or those that do not."""
+    return PlanKind(
+        name="ep" if apart else "no ep",
+        words=f"{'with' if apart else 'without'} expert parallelism",
+        holds=lambda shared, sizes: ((sizes["ep"] > 1) == apart) & (shared.schedule in ALL_RANGES),
+    )
+
+
+def kinds_to_add(shown: Sequence[Candidate]) -> list[PlanKind]:
+    """Return the kinds that are worth a look beside plans that are shown: those that none of these is of.
+
+    Beside pipelines that is a plan without one; where these are divided further than 1F1B, also 1F1B. Where there is a
+    plan without a pipeline, it is FSDP.
+    """
+    if any(NO_PIPELINE.has(one) for one in shown):
+        return [] if any(FSDP.has(one) for one in shown) else [FSDP]
+    return [NO_PIPELINE, *([] if any(PLAIN_PIPELINE.has(one) for one in shown) else [PLAIN_PIPELINE])]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _GroupBounds:
+    """Points of a kind in one group: their bounds, and how they are priced once some of them are looked at."""
+
+    bounds: Floats
+    priced: Callable[[Ints], Points]
+
+
+def _seen(pool: Pool, kind: PlanKind, *, priced: bool = False) -> Iterator[_GroupBounds]:
+    """Yield what is known of the points of a kind, or of those that are priced under every recompute."""
+    rows = {variant: kind.rows(variant) for variant in pool.legal.variants}
+    for points in pool.points:
+        own = pool.in_use(points.only(np.isin(points.variant_rows, rows[points.variant])))
+        yield _GroupBounds(bounds=own.bound, priced=own.only)
+    for plain in [] if priced else pool.left.plain:
+        for variant in plain.variants:
+            place = np.full(pool.legal.space.num_layouts, -1)
+            place[plain.priced.numbers] = np.arange(len(plain.bounds))
+            places = place[variant.layouts[rows[variant]]]
+            mine, places = rows[variant][places >= 0], places[places >= 0]
+            yield _GroupBounds(bounds=plain.bounds[places], priced=partial(_priced, pool, plain, variant, mine, places))
+
+
+def _priced(pool: Pool, plain: PlainPoints, variant: RunVariant, rows: Ints, places: Ints, some: Ints) -> Points:
+    """Return some rows of a variant, priced under every recompute: only their layouts, if not all are known."""
+    priced = pool.pricer.with_recompute(plain.priced, np.unique(places[some]))
+    points = Points.of(priced, variant, pool.goal)
+    return points.only(np.isin(points.variant_rows, rows[some]))
+
+
+def best_of_kind(pool: Pool, kind: PlanKind) -> Solution | None:
+    """Return the best known solution of a kind, those of few points whose bounds are best included."""
+    found = [one for one in pool.solutions if kind.has(one.candidate)][:1]
+    seen = [one for one in _seen(pool, kind) if len(one.bounds)]
+    before, few, count = -np.inf, _FEW, sum(int(np.isfinite(one.bounds).sum()) for one in seen)
+    while not found or few == _FEW:
+        limit = _limit(seen, few)
+        found += _solved(pool, seen, (before, limit))
+        if few >= min(count, _MOST):
+            break
+        before, few = limit, 4 * few
+    return min(found, key=lambda one: one.order, default=None)
+
+
+def rivals_of_kind(pool: Pool, kind: PlanKind, most: int) -> list[Solution]:
+    """Return what is known of a kind, and the solutions of so many points that are priced, those of best bounds."""
+    known = [one for one in pool.solutions if kind.has(one.candidate)]
+    seen = [one for one in _seen(pool, kind, priced=True) if len(one.bounds)]
+    return [*known[:most], *_solved(pool, seen, (-np.inf, _limit(seen, most)))]
+
+
+def _limit(seen: Sequence[_GroupBounds], count: int) -> float:
+    """Return the bound of the point at this place of all."""
+    bounds = np.concatenate([np.zeros(0), *(one.bounds for one in seen)])
+    return float(np.sort(bounds[np.isfinite(bounds)])[:count].max(initial=-np.inf))
+
+
+def _solved(pool: Pool, seen: Sequence[_GroupBounds], between: tuple[float, float]) -> list[Solution]:
+    """Return the best solution of each group of points whose bounds lie above one value and not above another."""
+    found: list[Solution] = []
+    for one in seen:
+        near = np.flatnonzero((one.bounds > between[0]) & (one.bounds <= between[1]))
+        if len(near):
+            pool.between()
+            for group in one.priced(near).by_schedule():
+                found += fastest_among(pool, group, np.inf)
+    return found
+
+
+def fastest_among(pool: Pool, group: Points, below: float) -> list[Solution]:
+    """Return the best solution of some points that share a schedule, if there is one below a limit."""
+    found = group.solved(pool.goal, below, pool.splits)
+    values = pool.goal.value(found)
+    number = np.array([int(values.argmin())])
+    layout, value = int(group.layouts[number[0]]), float(values[number[0]])
+    one = Solution(layout=layout, point=group.only(number), filling=found.only(number), value=value)
+    return [one] if value < below else []
