@@ -25,6 +25,7 @@ DATA = ROOT / "benchmarks" / "data"
 FILE = ROOT / "autoshard" / "cost" / "departures.json"
 PAGE = ROOT / "docs" / "accuracy.md"
 BAR = 0.10
+_ENOUGH = 5  # rows, of which an interval says something
 _COLUMNS = ("program", "cluster", "rows", "left out", "error", "inside", "without its cluster", "without its program")
 
 
@@ -49,7 +50,9 @@ def fit_all(programs: Sequence[ProgramRows]) -> Departures:
         elsewhere += [] if moved is None else [moved]
         unknown.append(new)
     widest = holding(_each_once(unknown))
-    known = [replace(one, interval=one.interval or widest) for one in found]
+    known = [
+        one if len(one.rows.ratios) >= _ENOUGH else replace(one, interval=max(one.interval, widest)) for one in found
+    ]
     known.sort(key=lambda one: (one.framework.casefold(), one.cluster))
     return Departures(programs=tuple(known), elsewhere=holding(_each_once(elsewhere)), unknown=widest)
 

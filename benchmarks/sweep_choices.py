@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from autoshard.calibration.choices import PLANNER, Choices, choices
+from autoshard.calibration.measured_run import MeasuredRun
 from autoshard.calibration.validate import TimedRun, validated
 from benchmarks.choosers import at_random, most_data_parallelism, node_wide, roofline
 from benchmarks.pages import ROOT, head, line, with_table
@@ -30,7 +31,7 @@ def run(write: bool = False) -> Result:
     """Choose in each group of the sweeps; write the table of the page if asked to."""
     rules = {one.__name__: one for one in (node_wide, most_data_parallelism, at_random)}
     start_s = time.process_time()
-    times = list(map(left_out, validated(SWEEPS).times))
+    times = left_out(validated(SWEEPS).times)
     found = choices(times, {roofline.__name__: roofline}, rules)
     cpu_s = time.process_time() - start_s
     if write:
@@ -38,12 +39,17 @@ def run(write: bool = False) -> Result:
     return judge(found, cpu_s)
 
 
-def left_out(row: TimedRun) -> TimedRun:
-    """Return a row with what was predicted of it when its group, or its model, was left out of the fit."""
-    rests_on = row.run.constants.fit
-    assert rests_on and row.time.id in rests_on.rows, "every row of a sweep is in a fit"
-    seconds = rests_on.rows[row.time.id] * row.time.measured  # of which the file keeps three digits and a half
-    return replace(row, time=replace(row.time, predicted=float(f"{seconds:.3g}")))
+def left_out(rows: Sequence[TimedRun]) -> list[TimedRun]:
+    """Return rows with what was predicted of them when their group, or their model, was left out of the fit."""
+    known: dict[tuple[str, MeasuredRun], float] = {}  # rows of one layout have one prediction
+    found: list[TimedRun] = []
+    for row in rows:
+        rests_on = row.run.constants.fit
+        assert rests_on and row.time.id in rests_on.rows, "every row of a sweep is in a fit"
+        seconds = rests_on.rows[row.time.id] * row.time.measured
+        predicted = known.setdefault((row.time.group, row.run), seconds)
+        found.append(replace(row, time=replace(row.time, predicted=predicted)))
+    return found
 
 
 def judge(found: Sequence[Choices], cpu_s: float) -> Result:

@@ -25,6 +25,7 @@ _UNKNOWN = {"sharding": "ZeRO-1", "pipeline_schedule": "1f1b"}  # what stands in
 _FLASH_FROM = 8192
 _RECOMPUTE = ("none", "full", "full:4", "selective[attend,act]")  # forms of it
 _SYMBOLS = re.compile(r"[^a-z0-9]+")
+_LINKS = re.compile(r"\b([0-9]{1,2}) (?:x|[\w-]+) ([0-9]{2,4}) Gb/s")  # 4 x 100 Gb/s, 4 Omni-Path 100 Gb/s
 _SDK = re.compile(
     r"neuron ([0-9]+(?:\.[0-9]+)+)(?:[-/]([0-9]+(?:\.[0-9]+)+))?", re.IGNORECASE
 )  # or from one to another
@@ -72,6 +73,8 @@ def translated(row: MeasuredRow, *, knows_platform: bool = False) -> tuple[Measu
     assumed |= {"sp": never.assumed} if never else {}
     balanced = _word("balanced", _key(row.framework), row) if row.candidate is None else None
     assumed |= {"stages": balanced.assumed} if balanced else {}
+    changes["network_gbps"], says = _network(row)
+    assumed |= {"network_gbps": says} if says else {}
     changes["release"] = row.release or _release(row.framework_version)
     before = {name: getattr(row, name) for name in changes}
     published = {name: text for name, text in before.items() if text is not None and text != changes[name]}
@@ -135,6 +138,20 @@ def _word(column: str, key: str, row: MeasuredRow) -> Word | None:
     framework = _key(row.framework)
     applicable = (word for word in words(column) if _contains(framework, word.of))
     return next((word for word in applicable if any(_contains(key, say) for say in word.says)), None)
+
+
+def _network(row: MeasuredRow) -> tuple[float | None, str]:
+    """Return the network of a node that a row states, or that the note on its platform counts in links, and the note.
+
+    >>> asked = {"id": "a", "platform": "a100-80", "seq_len": 8, "global_batch_seqs": 8, "nodes": 2}
+    >>> _network(MeasuredRow.read({**asked, "inferred": {"platform": "4 x 100 Gb/s RoCE a node, stated"}}))[0]
+    400.0
+    """
+    match = _LINKS.search(str((row.inferred or {}).get("platform", "")))
+    if row.network_gbps is not None or match is None:
+        return row.network_gbps, ""
+    gbps = float(match[1]) * float(match[2])
+    return gbps, f"{gbps:g}, of the note on its platform: {match[0]}"
 
 
 def _release(version: str | None) -> str | None:

@@ -146,6 +146,29 @@ def test_runs_of_one_publisher_are_placed_on_its_machine():
     assert made(platform="h200").assumed["platform"] and "platform" not in made(platform="h100-80").assumed
 
 
+def test_a_row_states_its_own_network_or_a_note_counts_its_links():
+    def port(**change: Any) -> float:
+        return made(nodes=2, chips=16, dp=4, **change).cluster.links[-1].bandwidth_bytes_per_s
+
+    assert port() == 50e9, "400 Gb/s for each GPU of a DGX"
+    assert port(network_gbps=400) == pytest.approx(400e9 / 8 / 8)
+    noted = {"inferred": {"platform": "Jean Zay: 8x A100 80GB SXM, 4 Omni-Path 100 Gb/s links a node"}}
+    assert port(**noted) == pytest.approx(400e9 / 8 / 8) and port(network_gbps=800, **noted) == pytest.approx(
+        800e9 / 64
+    )
+    assert "4 Omni-Path 100 Gb/s" in made(**noted).assumed["network_gbps"]
+    with pytest.raises(InputError, match="network_gbps: must be positive"):
+        made(network_gbps=-1)
+
+
+def test_a_program_that_balances_its_stages_gives_the_head_the_room_of_its_layers():
+    found = made(framework="nanotron", arch={**ARCH, "layers": 16, "vocab": 8000}, tp=1, pp=4)
+    # A layer has 2 x 512 x (512 + 256) + 3 x 512 x 1024 weights in products, the head 8000 x 512: 1.73 layers.
+    assert found.candidate.stages == (4, 5, 4, 3) and "equal products" in found.assumed["stages"]
+    assert made(framework="nanotron", tp=2, pp=1, dp=4).candidate.stages is None
+    assert made(framework="Megatron-LM", pp=4, tp=1).candidate.stages is None
+
+
 @pytest.mark.parametrize(
     ("change", "num_ranks"),
     [

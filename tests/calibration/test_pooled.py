@@ -64,7 +64,7 @@ def test_what_made_the_rows_predicts_them_again(rows: ProgramRows, matrix: float
 
 def test_hosts_are_told_from_devices_where_layers_are_small(tmp_path: Path):
     small = rows_like(tmp_path, *({**layout, "arch": ARCH, "seq_len": 512} for layout in LAYOUTS))
-    true = unknowns(layer_s=5.0, collective_s=3.0)
+    true = unknowns(layer_s=2.5, collective_s=1.0)
     found = departed(fitted(made_by(small, true), every(small)))
     assert found["layer_s"] == pytest.approx(departed(true)["layer_s"], rel=0.25)
     assert found["matrix_efficiency"] == pytest.approx(1.0, abs=0.05), "these rows say nothing about products"

@@ -174,3 +174,20 @@ class TestRoutes:
         ring, gathered = ring_of(text, DP, cluster("trn1.32xlarge", 4)), collective("all_gather", DP)
         flat_s, (route,) = replace(ring, routes=()).time_s(gathered, size), ring.routes
         assert ring.time_s(gathered, size) == pytest.approx(min(flat_s, route.time_s(size)))
+
+
+def test_a_collective_in_a_pipeline_over_nodes_starts_later_for_each_rank_that_has_to_join_it():
+    starts = replace(REACHED, collective_s=1e-4, joined_s=1e-5)
+    two, one = cluster("h100-80", 2), cluster("h100-80", 1)
+    assert ring_of("tp=8,pp=2,dp=1", TP, two, starts).start_s == pytest.approx(1e-4 + 8e-5)
+    assert ring_of("tp=2,pp=2,dp=4", TP, two, starts).start_s == pytest.approx(1e-4 + 2e-5)
+    for text, atoms, place in (("tp=8,pp=1,dp=2", TP, two), ("tp=4,pp=2,dp=1", TP, one), ("tp=8,pp=2,dp=1", PP, two)):
+        assert ring_of(text, atoms, place, starts).start_s == 1e-4, "no pipeline, no network, or a send to a neighbour"
+    assert ring_of("tp=1,pp=2,dp=8", TP, two, starts).start_s == 0.0, "nobody to join"
+
+
+def test_hosts_that_start_kernels_start_a_collective_while_the_device_works():
+    ring = Ring(size=4, bandwidth_bytes_per_s=1e9, latency_s=1e-5, start_s=1e-3)
+    busy = ring.busy_s(collective("all_gather"), 1e6, eager=True)
+    assert busy == ring.wire_s(collective("all_gather"), 1e6)
+    assert ring.busy_s(collective("all_gather"), 1e6, eager=False) == pytest.approx(busy + 1e-3)

@@ -115,6 +115,27 @@ class TestTiles:
             assert flops(question, text, pass_, op, units=MatrixUnits(tile=128)) == pytest.approx(expected), pass_
 
 
+class TestWaves:
+    """Many units have a tile of the result each, and the last ones are idle while others finish."""
+
+    def test_a_product_of_few_tiles_leaves_units_idle_and_a_large_one_half_a_wave(self):
+        full = flops(ask(kernels="te"), "tp=1,dp=128", "F", "down")
+        rows, columns = 8192 // 128, HIDDEN // 128
+        for units in (1000, 4 * rows * columns):
+            waves = rows * columns / units
+            found = flops(ask(kernels="te"), "tp=1,dp=128", "F", "down", units=MatrixUnits(tile=128, count=units))
+            assert found == pytest.approx(full * max(1.0, waves + 0.5) / waves)
+
+    @given(st.integers(1, 64), st.integers(2, 200))
+    def test_more_units_are_never_slower_and_never_as_much_faster_as_there_are_more(self, pieces, count):
+        question = ask(kernels="te", seq_len=128 * pieces)
+        few, many = (
+            flops(question, "tp=8,dp=16", "F", "o", units=MatrixUnits(tile=128, count=units)) / units
+            for units in (count, 2 * count)
+        )
+        assert few / 2 <= many * (1 + 1e-9) and many <= few * (1 + 1e-9)
+
+
 class TestMasks:
     @pytest.mark.parametrize("window", [None, 4096])
     @pytest.mark.parametrize("cp", [1, 4])

@@ -36,6 +36,20 @@ TEXTS = (
 
 
 class TestPrediction:
+    def test_an_interval_is_a_factor_and_ends_at_the_best_that_any_row_of_the_chip_reached(self):
+        question = ask()
+        for interval in (0.1, 0.9):
+            wide = replace(question.calibration, interval=interval)
+            found = predict(plan_of(question, TEXT), replace(wide, best_mfu=0.99))
+            assert found.high_s == pytest.approx(found.step_time_s * (1 + interval))
+            fastest_s = found.step_time_s * (found.mfu_causal or 0.0) / 0.99
+            assert found.low_s == pytest.approx(max(found.step_time_s / (1 + interval), fastest_s))
+            best = 1.05 * (found.mfu_causal or 0.0)
+            clipped = predict(plan_of(question, TEXT), replace(wide, best_mfu=best))
+            assert clipped.low_s == pytest.approx(found.step_time_s / 1.05) and clipped.high_s == found.high_s
+            above = predict(plan_of(question, TEXT), replace(wide, best_mfu=best / 2))
+            assert above.low_s == above.step_time_s, "what is predicted is not changed"
+
     @pytest.mark.parametrize("text", TEXTS)
     def test_it_names_its_plan_adds_up_and_is_the_same_every_time(self, text):
         question = ask()

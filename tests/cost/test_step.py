@@ -290,6 +290,31 @@ class TestStates:
         assert apart == state_bytes({EVERYONE: some + others}, here(), BF16)
 
 
+def test_a_program_may_take_longer_for_each_rank_over_which_zero_divides():
+    question = ask()
+    slow = replace(question, calibration=replace(question.calibration, shard_s=1e-3))
+    for zero, others in ((0, 0), (1, 15), (3, 15)):
+        once, later = (
+            update_cost({EVERYONE: 10**6}, here(zero=zero, question=one), one, 0.0, 8, 5).seconds["dp"]
+            for one in (question, slow)
+        )
+        assert later - once == pytest.approx(others * 1e-3)
+
+
+def test_ranks_of_more_nodes_wait_for_the_slowest_and_hosts_take_their_time_for_each_layer_each_way():
+    question = ask(kernels="te", cluster_name="h100-80", nodes=4)
+    late = replace(question, calibration=replace(question.calibration, straggling=0.05))
+    one, two = (priced(each, "tp=8,pp=1,dp=4").part_s("compute") for each in (question, late))
+    assert two == pytest.approx(one * (1 + 0.05 * 2)), "two doublings"
+    host = replace(question.rates, host_computes=True)
+    for drop, ways in (("none", 2), ("full", 3)):
+        plain, slow = (
+            priced(question, "tp=8,pp=1,dp=4", drop=drop, rates=replace(host, layer_s=layer_s)).part_s("waiting")
+            for layer_s in (0.0, 1e-2)
+        )
+        assert slow - plain == pytest.approx(ways * 1e-2), "forward, backward, and forward again"
+
+
 class TestTraffic:
     count, micro_batches, blocks = 10**6, 8, 5
 

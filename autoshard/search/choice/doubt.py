@@ -18,18 +18,18 @@ Within = float | Literal["doubt"]  # of the fastest: by which share a simple pla
 LEAST_DOUBT = 0.02
 # Chosen: where an interval is half of the time and more, a choice among plans is worth no more than this.
 _MOST = 0.10
-# Of a half-width: two plans of one question are off by much the same, so an interval is wider than the doubt about
+# Of an interval: two plans of one question are off by much the same, so an interval is wider than the doubt about
 # which of them is faster. Chosen so that the width of calibrated platforms, about 10 %, gives the least.
 _SHARE = 0.2
 
 
 def doubt_of(prediction: Prediction) -> float:
-    """Return by which share plans may be slower before that counts: a fifth of the half-width, from 2 % to 10 %.
+    """Return by which share plans may be slower before that counts: a fifth of the interval, from 2 % to 10 %.
 
     It is rounded to tenths of a percent, as it is printed.
     """
-    half_width = (prediction.high_s - prediction.low_s) / (2 * prediction.step_time_s)
-    return round(min(_MOST, max(LEAST_DOUBT, _SHARE * half_width)), 3)
+    width = prediction.high_s / prediction.step_time_s - 1
+    return round(min(_MOST, max(LEAST_DOUBT, _SHARE * width)), 3)
 
 
 def percent(share: float) -> str:
