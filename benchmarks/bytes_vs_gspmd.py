@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from autoshard.spec.cluster_catalogue import load_cluster
 from benchmarks.result import Result
 
 BAR = 1.0  # of GSPMD's bytes, in every layout
@@ -18,7 +19,7 @@ def run() -> Result:
 
     ours, theirs = sent_by_autoshard("llama3-8b"), recorded("gspmd")
     mesh, key = CASES[MEGATRON].mesh, f"llama3-8b, {MEGATRON}"
-    chosen = sent_in_solution(CASES[MEGATRON], TracedLayer.of(LLAMA_3_8B, "meta"), NODE)
+    chosen = sent_in_solution(CASES[MEGATRON], TracedLayer.of(LLAMA_3_8B, "meta"), load_cluster(NODE, 1))
     pairs = {
         name: (ours[f"llama3-8b, {name}"], theirs[f"llama3-8b, {name}"], case.mesh) for name, case in CASES.items()
     }

@@ -14,7 +14,7 @@ from autoshard.layout.layout import Cuts, Layout, local_sizes
 from autoshard.layout.legal import cut_operations, faults
 from autoshard.layout.lower import lower
 from autoshard.layout.redistribute import Price, bytes_price
-from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.cluster import Cluster
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.workload import Precision
 from autoshard.trace.blocks import TracedBlock, traced_block
@@ -122,13 +122,13 @@ def sent_in(case: Case, layer: TracedLayer) -> Counter[Sent]:
     return sent_by_cuts(layer.block, layer.cuts(case), mesh, layer.boundary(case), price_of(case))
 
 
-def sent_in_solution(case: Case, layer: TracedLayer, cluster: str) -> Counter[Sent]:
+def sent_in_solution(case: Case, layer: TracedLayer, cluster: Cluster) -> Counter[Sent]:
     """Return what ranks of one node send under the cuts that the solver finds fastest, between the same ends.
 
     Weights rest as they are used, because those of a case do.
     """
     mesh, boundary = Mesh.virtual(**case.mesh), layer.boundary(case)
-    found = shard_module(layer.module, list(layer.inputs.values()), load_cluster(cluster, 1), case.mesh)
+    found = shard_module(layer.module, list(layer.inputs.values()), cluster, case.mesh)
     problem = replace(found.problem, boundary=boundary, cuts_rest=False, state_bytes_per_weight=0.0)
     solution = solve(problem)
     assert solution.gap == 0.0
