@@ -12,6 +12,7 @@ What is left out together are the rows of a model, where a program ran several, 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
@@ -69,8 +70,8 @@ class ProgramRows:
         return models if self.left_out_by == "model" else self.groups
 
     @property
-    def left_out_by(self) -> str:
-        """Whether models, groups or layouts are left out: what there are three of, groups of several rows first."""
+    def left_out_by(self) -> Literal["model", "group"]:
+        """Whether groups are left out, where there are three or more of three rows on average, or models."""
         models, groups = {sample.run.model.name for sample in self.samples}, {*self.groups}
         if 3 * len(groups) <= len(self.samples) and len(groups) > 2:
             return "group"
@@ -181,7 +182,7 @@ def departure_of(rows: ProgramRows) -> Departure:
             newest=rows.newest,
             ratios={one.id: float(f"{ratio:.4g}") for one, ratio in zip(rows.samples, ratios.tolist(), strict=True)},
             num_layouts=len({*runs}),
-            left_out_by=rows.left_out_by,  # type: ignore[arg-type]
+            left_out_by=rows.left_out_by,
             in_sample_mape=rounded(float(np.abs(np.expm1(rows.residuals(whole, every))).mean())),
             left_out_mape=rounded(float(np.abs(ratios - 1).mean())),
             best_mfu=max(_mfu(sample, constants) for sample in rows.samples),
