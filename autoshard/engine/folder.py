@@ -2,13 +2,25 @@
 
 from pathlib import Path, PurePath
 
+from autoshard.files import is_aside
+
 PLAN, TRAINING, ATTEMPTS, METRICS = "plan.json", "training.json", "attempts.jsonl", "metrics.jsonl"
 TRACKED = "tracked.json"  # the last step that each tracker has for certain
 REPORT = "report.json"  # what was predicted and measured, by part; written at the end
 LOCK = ".lock"
+LOGS = "logs"  # of the ranks
 POSITIONS, CHECKPOINTS, INDEX = "positions", "checkpoints", "index.json"
 PARTIAL = ".partial"  # ends the name of a checkpoint that is being written
 HANG_REPORTS = "hang-rank-*.txt"
+
+
+def precedes_plan(path: Path) -> bool:
+    """Say whether a start may leave this file or folder in the run's folder before its plan lies there.
+
+    Ranks that torchrun starts keep their positions there before the first rank has looked at the folder; a file that
+    is being written lies beside its place.
+    """
+    return path.name in (LOCK, POSITIONS, LOGS) or is_aside(path)
 
 
 def hang_report(folder: Path, rank: int) -> Path:

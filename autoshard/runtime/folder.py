@@ -11,9 +11,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any, cast
 
-from autoshard.engine.folder import ATTEMPTS, CHECKPOINTS, LOCK, PLAN, POSITIONS, TRAINING
+from autoshard.engine.folder import ATTEMPTS, CHECKPOINTS, LOCK, LOGS, PLAN, TRAINING, precedes_plan
 from autoshard.errors import InputError, RunFailed, file_faults
-from autoshard.files import append_line, is_aside, naming
+from autoshard.files import append_line, naming
 from autoshard.plan.plan import Plan
 from autoshard.spec.files import json_line
 
@@ -54,13 +54,10 @@ def _takes(file: IO[str]) -> bool:
 
 
 def holds_files(folder: Path) -> bool:
-    """Say whether there is anything in a folder beside what a start leaves that was killed, or a file in its place.
-
-    Ranks that torchrun starts keep their positions there before the first rank has looked at the folder.
-    """
+    """Say whether there is anything in a folder beside what a start leaves that was killed, or a file in its place."""
     if not folder.is_dir():
         return folder.exists()
-    return any(path.name not in (LOCK, POSITIONS) and not is_aside(path) for path in folder.iterdir())
+    return not all(map(precedes_plan, folder.iterdir()))
 
 
 def refuse_other_run(folder: Path, before: Plan | None, plan: Plan) -> None:
@@ -86,7 +83,7 @@ def count_attempt(folder: Path, step: int, most: int) -> None:
             break
         fruitless += "from" in record
     if fruitless >= most:
-        message = f"{fruitless} starts after step {step} came to no step. See {folder / 'logs'}"
+        message = f"{fruitless} starts after step {step} came to no step. See {folder / LOGS}"
         raise RunFailed(f"{message}; then type --resume {step} to allow as many again")
     _append(path, {"from": step})
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from autoshard.cost.storage import stopping, stopping_s
 from autoshard.engine.activity import RankActivity, activity_folder
 from autoshard.engine.base import HOST
-from autoshard.engine.folder import hang_report
+from autoshard.engine.folder import LOGS, hang_report
 from autoshard.errors import AutoshardError, Fault, InputError, RunFailed, require
 from autoshard.plan.environment import COMPILER_FLAGS
 from autoshard.plan.plan import Plan
@@ -101,7 +101,7 @@ def launch(given: GivenRank | None, num_ranks: int, body: Body, *, show: Say, pl
             raise RunFailed(f"rank {given.rank} of {given.num_ranks} failed: {cause}") from error
         return answer if given.rank == 0 else None
     assert device != XLA, "its devices are not for forks"
-    logs = folder / "logs"
+    logs = folder / LOGS
     logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="autoshard-") as meeting:
 

@@ -23,6 +23,7 @@ from autoshard.engine.folder import (
     PLAN,
     POSITIONS,
     TRAINING,
+    precedes_plan,
     step_of,
 )
 from autoshard.errors import InputError, inside, nearest
@@ -136,8 +137,8 @@ def _refuse_no_run(folder: Path) -> None:
     if not folder.is_dir():
         there = [one.name for one in folder.parent.iterdir() if one.is_dir()] if folder.parent.is_dir() else []
         raise InputError.of(str(folder), f"there is no such folder. {nearest(folder.name, there)}")
-    names = {one.name for one in folder.iterdir()} - {LOCK, "logs"}
-    if names and not names & {PLAN, TRAINING, METRICS, ATTEMPTS}:
+    paths = list(folder.iterdir())
+    if not all(map(precedes_plan, paths)) and not {path.name for path in paths} & {PLAN, TRAINING, METRICS, ATTEMPTS}:
         runs = sorted(str(one.parent) for one in folder.glob(f"*/{METRICS}"))
         remedy = f"It holds the runs {', '.join(runs[:5])}" if runs else "Name the --out of autoshard run"
         raise InputError.of(str(folder), f"holds no run: none of its files is {PLAN} or {METRICS}. {remedy}")

@@ -16,6 +16,7 @@ from autoshard.errors import InputError
 from autoshard.report.watch.content import read_run
 from autoshard.report.watch.drifts import drifts_of
 from autoshard.report.watch.structured import progress_json
+from autoshard.runtime.folder import holds_files
 from autoshard.spec.training import Checkpointing
 from tests.report.watch.made_runs import FAR, FROM, NOW, STEP_S, at_work, made_run, plan_of_two, seen, steps_of, touch
 
@@ -41,6 +42,13 @@ def test_a_folder_that_is_no_run_is_refused_with_what_to_type(tmp_path: Path) ->
         with pytest.raises(InputError) as error:
             read_run(tmp_path / path)
         assert words in str(error.value)
+
+
+@pytest.mark.parametrize("name", [".lock", "positions", "logs", ".training.json.12345.partial"])
+def test_a_folder_has_not_begun_while_it_holds_only_what_precedes_the_plan(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    assert seen(tmp_path).state == "not begun"
+    assert not holds_files(tmp_path)
 
 
 def test_an_empty_folder_and_one_that_is_being_prepared_have_not_begun(tmp_path: Path) -> None:
