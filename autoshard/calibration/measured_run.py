@@ -187,15 +187,17 @@ class _Reader:
         weights = model.hidden * (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         weights += model.hidden * model.ffn * (3 if model.gated_mlp else 2) * max(1, model.experts_per_token)
         balanced = "stages" in self.assumed and sizes["pp"] > 1 and sizes["vp"] == 1
+        few = f"{sizes['pp']} stages for {model.num_layers} layers; a stage without layers has no price"
+        require((not balanced or sizes["pp"] <= model.num_layers, "pp", few))
+        head = model.vocab * model.hidden / weights
         return Candidate(
             **sizes,
-            stages=balanced_stages(model.num_layers, sizes["pp"], model.vocab * model.hidden / weights)
-            if balanced
-            else None,
+            stages=balanced_stages(model.num_layers, sizes["pp"], head) if balanced else None,
             dp=dp,
             mbs=counts["micro_batch"] or 1,
             sp=row.sp if sizes["tp"] > 1 else None,
             zero=cast(Any, zero),
+            zero_group=row.zero_group if zero and row.zero_group != dp * sizes["cp"] else None,
             schedule=schedule,
             recompute=(recompute,),
             kernels=None if kernels == cluster.kernels else kernels,

@@ -18,7 +18,8 @@ from autoshard.spec.kernels import kernels_names, load_kernels
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import Documents, Optimizer, Precision
 
-Kind = Literal["run", "rehearsal", "short"]  # short: ended, or was stopped, before its times had settled
+# short: ended, or was stopped, before its times had settled; crashed: took no step, perhaps because memory ran out
+Kind = Literal["run", "rehearsal", "short", "crashed"]
 SUFFIX = ".jsonl"
 OF_A_RUN = "measured.jsonl"  # in the folder of a run, beside other files
 OF_A_CLUSTER = "cluster.json"  # beside rows: the file of the machine that they were run on
@@ -28,7 +29,8 @@ ARCH = {
     "experts": "num_experts", "experts_per_token": "experts_per_token",
 }  # fmt: skip
 
-_COUNTS = ("seq_len", "global_batch_seqs", "micro_batch", "nodes", "chips", "lnc", "tp", "pp", "vp", "cp", "ep", "dp")
+_COUNTS = ("seq_len", "global_batch_seqs", "micro_batch", "nodes", "chips", "lnc", "tp", "pp", "vp", "cp", "ep", "dp",
+           "zero_group")  # fmt: skip
 _RELEASE = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})*")
 _MOST_FAULTS = 3  # of a row that is left out
 _UNFIT: Mapping[Kind | None, str] = {
@@ -78,6 +80,7 @@ class MeasuredRow:
     sp: bool | None = None
     recompute: str | None = None
     sharding: str | None = None
+    zero_group: int | None = None  # ranks over which ZeRO divides states; all of dp and cp, where a row does not say
     precision: str | None = None
     optimizer: Optimizer | None = None  # AdamW, where a row does not say
     documents: Documents | None = None  # joined, where a row does not say
@@ -109,6 +112,8 @@ class MeasuredRow:
             (self.kernels is None or self.kernels in kernels_names(), "kernels",
              f"there is no table {self.kernels!r}. {nearest(self.kernels or '', kernels_names())}"),
             (self.nodes is not None or self.chips is not None, "nodes", "missing; say nodes, chips or both"),
+            (self.kind != "crashed" or not (self.step_time_s or self.peak_memory_gib), "kind",
+             "a run that crashed has no step_time_s and no peak_memory_gib"),
             *((one is None or one >= 1, name, f"must be at least 1, or null, not {one}") for name, one in counts),
             *((one is None or one > 0, name, f"must be positive, or null, not {one}") for name, one in measured),
         )  # fmt: skip
@@ -152,8 +157,16 @@ class MeasuredRow:
     @property
     def layout(self) -> tuple[object, ...]:
         """What a planner decides about the run: rows of one group that agree here measured the same choice twice."""
-        axes = (self.tp, self.pp, self.vp, self.cp, self.ep, self.dp, self.sp)
-        texts = (self.recompute, self.sharding, self.precision, self.pipeline_schedule, self.candidate, self.framework)
+        axes = (self.tp, self.pp, self.vp, self.cp, self.ep, self.dp, self.sp, self.zero_group)
+        texts = (
+            self.recompute,
+            self.sharding,
+            self.zero_group,
+            self.precision,
+            self.pipeline_schedule,
+            self.candidate,
+            self.framework,
+        )
         return (*axes, self.micro_batch, *texts, self.kernels, self.flash_attention)
 
 

@@ -190,6 +190,17 @@ class PredictedRow:
     assumed: Mapping[str, str] = field(hash=False)
     parts: Mapping[str, float] = field(hash=False)  # seconds; they add up to the step
     predicted_peak_memory_gib_by_stage: tuple[float, ...]  # by pipeline rank
+    fits: bool  # with all that the runtime holds as well
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittingLayouts:
+    """How many layouts of a data set are predicted to fit in memory, of those that ran and of those that crashed."""
+
+    num_ran: int
+    ran_and_fit: int
+    num_crashed: int
+    crashed_and_fit: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +213,7 @@ class SetAccuracy:
     step_time: Accuracy | None
     peak_memory: Accuracy | None  # of the fullest pipeline rank
     stage_memory: Accuracy | None  # of every pipeline rank, where each was measured
+    fitting: FittingLayouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +281,7 @@ def validated(path: Path, calibration: Calibration | None = None) -> Validated:
             assumed=run.assumed,
             parts=found.time_parts,
             predicted_peak_memory_gib_by_stage=by_stage,
+            fits=max(memory.total for memory in found.stage_memory) <= run.cluster.rank_memory_bytes,
         )
     rows = rows.without(faults, path)
     pairs = {name: [(row, predicted[where]) for where, row in rows.rows.items() if rows.sets[where] == name]
@@ -320,7 +333,12 @@ def _set_accuracy(name: str, rows: list[tuple[MeasuredRow, PredictedRow]], basis
             stages += [compared(row, one, size, f", stage {number}") for number, (one, size) in pairs]
     found = {"step_time": times, "peak_memory": sizes, "stage_memory": stages}
     errors = {quantity: accuracy(pairs) for quantity, pairs in found.items()}
-    return SetAccuracy(name=name, num_rows=len(rows), basis=basis, **errors)
+    crashed = [found.fits for row, found in rows if row.kind == "crashed"]
+    ran = [found.fits for row, found in rows if row.kind != "crashed"]
+    fitting = FittingLayouts(
+        num_ran=len(ran), ran_and_fit=sum(ran), num_crashed=len(crashed), crashed_and_fit=sum(crashed)
+    )
+    return SetAccuracy(name=name, num_rows=len(rows), basis=basis, fitting=fitting, **errors)
 
 
 def _time_of(row: MeasuredRow, found: PredictedRow, measured_s: float) -> Compared:

@@ -16,6 +16,7 @@ from autoshard.cost.setting import (
     boundary_bytes,
     price_block,
     setting_of,
+    with_copies,
     work_of,
 )
 from autoshard.cost.sharded import Blocks, ListedBlocks
@@ -177,11 +178,11 @@ def step_timer(plan: Plan, blocks: Blocks) -> Callable[[Calibration], float]:
     """Count once what a plan does, and return a function that times its step under any constants."""
     nominal = question_of(plan, uncalibrated())
     setting, whole, _ = priced(plan, nominal, blocks)
-    work = cache(partial(work_of, nominal, setting))
+    work, mesh = cache(partial(work_of, nominal, setting)), with_copies(plan.mesh, setting.copies)
 
     @lru_cache(maxsize=2)  # a fit moves one constant at a time
     def linked(links: Calibration) -> tuple[Setting, PlanPipeline]:
-        rings = {atoms: mesh_ring(plan.cluster, plan.mesh, atoms, links) for atoms in (*setting.rings, ("pp",))}
+        rings = {atoms: mesh_ring(plan.cluster, mesh, atoms, links) for atoms in (*setting.rings, ("pp",))}
         sends = replace(whole.sends, time_s=rings["pp",].send_s(whole.boundary_bytes))
         return replace(setting, rings=rings), replace(whole, sends=sends)
 

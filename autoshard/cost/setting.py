@@ -6,7 +6,7 @@ All numbers may be columns, with an entry for each of many candidates.
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -27,7 +27,7 @@ from autoshard.plan.lowering import ATOMS, StepGraph
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster import Chip, Cluster
 from autoshard.spec.kernels import load_kernels
-from autoshard.spec.mesh import axis_of_atoms
+from autoshard.spec.mesh import Mesh, axis_of_atoms
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import DTYPE_BYTES, Workload
 
@@ -102,19 +102,36 @@ class Setting:
     atoms: Mapping[str, Number]
     rings: Mapping[tuple[str, ...], Ring]  # of every group of ranks that some message or weight's gradient needs
     zero: Literal[0, 1, 3]
+    copies: int = 1  # of the states that ZeRO divides; rings over edp are then those of one copy
     cp_order: str | NDArray[np.str_]
+
+
+COPIES = ("copies",)  # the ranks that hold the same piece of the states
+
+
+def with_copies(mesh: Mesh, copies: int) -> Mesh:
+    """Split edp into copies of the states, outermost, and the ranks over which a copy is divided; one is the mesh."""
+    if copies == 1:
+        return mesh
+    axes: list[tuple[str, int]] = []
+    for name, size in mesh.axes:
+        axes += [(*COPIES, copies), (name, size // copies)] if name == "edp" else [(name, size)]
+    return replace(mesh, axes=tuple(axes))
 
 
 def setting_of(question: Question, candidate: Candidate, blocks: Blocks) -> Setting:
     """Return the numbers of a single candidate whose blocks are these."""
     mesh = mesh_of(candidate, question.model, question.cluster)
-    groups = atom_groups(blocks.every())
+    groups, dp_ranks = atom_groups(blocks.every()), candidate.dp * candidate.cp
+    copies = dp_ranks // (candidate.zero_group or dp_ranks)
+    rings_mesh, groups = with_copies(mesh, copies), groups | ({COPIES} if copies > 1 else frozenset())
     return Setting(
         blocks=blocks,
         sizes=question.sizes(candidate.mbs * candidate.dp, candidate.ep),
         atoms={atom: mesh.size(atom) for atom in ATOMS},
-        rings={atoms: mesh_ring(question.cluster, mesh, atoms, question.calibration) for atoms in groups},
+        rings={atoms: mesh_ring(question.cluster, rings_mesh, atoms, question.calibration) for atoms in groups},
         zero=candidate.zero,
+        copies=copies,
         cp_order=candidate.cp_order,
     )
 
@@ -150,6 +167,9 @@ class BlockCost:
     sent_bytes: Mapping[str, Number]
     memory: BlockMemory
     hidden_s: Number = 0.0  # of what is sent, behind kernels: not in the seconds of tp
+    started_s: Number = 0.0  # what hosts take to start all of it; 0 where a graph runs as a whole
+    starts: Number = 0.0  # how many kernels and messages that is
+    scattered_bytes: Number = 0.0  # of sums over tp that are scattered: whole tensors, each free once it is sent
 
     def part_s(self, part: str) -> Number:
         """Return the seconds of one part over all passes."""
@@ -219,12 +239,15 @@ def block_cost(work: BlockWork, rings: Mapping[tuple[str, ...], Ring], rates: Ra
         started[pass_] = started[pass_] + rates.layer_s * sum(name == pass_ for name, _ in ways)
     sent: dict[str, Number] = defaultdict(float)
     hidden: dict[str, Number] = defaultdict(float)
+    scattered: Number = 0.0
     for message, message_bytes in work.messages:
         ring, axis = rings[message.collective.atoms], axis_of_atoms(message.collective.atoms)
         parts, time_s = seconds[message.pass_], ring.busy_s(message.collective, message_bytes, eager=eager)
         started[message.pass_] = started[message.pass_] + ring.starts_s(message.collective)
         parts[axis] = parts[axis] + time_s
         sent[axis] = sent[axis] + ring.sent_bytes(message.collective, message_bytes)
+        if message.collective.kind == "reduce_scatter":
+            scattered = scattered + message_bytes
         if work.hides_tp and axis == "tp" and message.collective.kind in _IN_PIECES:
             hidden[message.pass_] = hidden[message.pass_] + work.hides_tp * (1 - 1 / ring.size) * time_s
     for pass_, most_s in hidden.items():
@@ -233,7 +256,15 @@ def block_cost(work: BlockWork, rings: Mapping[tuple[str, ...], Ring], rates: Ra
         parts["tp"] = parts["tp"] - hidden[pass_]
     for pass_, started_s in started.items() if eager else ():
         seconds[pass_]["waiting"] = waiting_time(sum(seconds[pass_].values()), started_s, rates)
-    return BlockCost(seconds=seconds, sent_bytes=sent, memory=work.memory, hidden_s=sum(hidden.values()))
+    return BlockCost(
+        seconds=seconds,
+        sent_bytes=sent,
+        memory=work.memory,
+        hidden_s=sum(hidden.values()),
+        started_s=sum(started.values()) if eager else 0.0,
+        starts=sum(kernel.launches for _, kernel in work.kernels) + len(work.messages),
+        scattered_bytes=scattered,
+    )
 
 
 def price_block(question: Question, setting: Setting, kind: str, drop: Recompute) -> BlockCost:

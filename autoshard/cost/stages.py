@@ -5,15 +5,16 @@ what they compute again. Arrays have the axes rank, option, chunk, candidate, in
 do not need; the candidate's is always the last one. A single plan is one option per rank and one candidate.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost.collective import Number, Ring, Route
+from autoshard.cost.schedule_counts import boundary_states, counts_of, most_kept
 from autoshard.cost.setting import BlockCost, Question, Setting
 from autoshard.cost.update import Weights, state_bytes
 from autoshard.schedule.schedule import Schedule
@@ -81,80 +82,6 @@ class Sends(PerCandidate):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ScheduleCounts:
-    """Where the stages of a schedule lie, and what its ranks send."""
-
-    ranks: Ints  # by stage
-    chunks: Ints  # by stage
-    stages: Ints  # by rank and chunk
-    ends: Ints  # by rank: whether it has the embedding, and the head, added up
-    sends: Floats  # by rank: messages of one micro-batch
-
-
-@lru_cache(maxsize=1024)
-def counts_of(schedule: Schedule) -> ScheduleCounts:
-    """Look at every schedule once."""
-    ranks, chunks = np.array([schedule.place_of(stage) for stage in range(schedule.num_stages)]).T
-    stages = np.zeros((schedule.num_ranks, schedule.num_chunks), dtype=np.int64)
-    stages[ranks, chunks] = np.arange(schedule.num_stages)
-    sent = np.flatnonzero(np.diff(ranks))  # the stages whose message goes to another rank, forward and back
-    return ScheduleCounts(
-        ranks=ranks,
-        chunks=chunks,
-        stages=stages,
-        ends=(stages == 0).sum(axis=1) + (stages == schedule.num_stages - 1).sum(axis=1),
-        sends=np.bincount(ranks[[*sent, *(sent + 1)]], minlength=schedule.num_ranks).astype(np.float64),
-    )
-
-
-@lru_cache(maxsize=1024)
-def in_flight_of(schedule: Schedule) -> Floats:
-    """Return ``Schedule.in_flight_by_chunk`` of every rank, [rank, time, chunk], because counting takes long.
-
-    Ranks that have fewer times keep nothing at the others.
-    """
-    each = [schedule.in_flight_by_chunk(rank) for rank in range(schedule.num_ranks)]
-    found = np.zeros((len(each), max(map(len, each)), len(each[0][0])))
-    for rank, own in enumerate(each):
-        found[rank, : len(own)] = own
-    return found
-
-
-@lru_cache(maxsize=1024)
-def _fullest_times(schedule: Schedule) -> Floats:
-    """Return what a rank keeps at those of these times that may be its fullest: not midway between two others."""
-    each: list[Floats] = []
-    for own in in_flight_of(schedule):
-        midway = np.zeros(len(own), dtype=bool)
-        for step in (1, 2):
-            midway[step:-step] |= np.all(own[: -2 * step] + own[2 * step :] == 2 * own[step:-step], axis=1)
-        each.append(own[~midway])
-    found = np.zeros((len(each), max(map(len, each)), each[0].shape[1]))
-    for rank, own in enumerate(each):
-        found[rank, : len(own)] = own
-    return found
-
-
-def _messages(schedule: Schedule, *, keeps_outputs: bool) -> Floats:
-    """Count the hidden states and gradients of them that each rank holds between its stages and those of other ranks.
-
-    One is received ahead from either side where a stage of another rank lies there, whatever the number of chunks:
-    Megatron-LM and neuronx-distributed receive for the next action only (NVIDIA/Megatron-LM
-    core/pipeline_parallel/schedules.py; aws-neuron/neuronx-distributed pipeline/scheduler.py, "Recv is always for the
-    next step microbatch/model_chunk"). What was received for an action under way is counted as kept or at work.
-    """
-    ranks, stages = counts_of(schedule).ranks, counts_of(schedule).stages
-    sent = np.append(ranks[1:] != ranks[:-1], False)
-    after, before = sent[stages], np.roll(sent, 1)[stages]  # [rank, chunk]
-    found = np.zeros(len(stages))
-    if keeps_outputs:
-        found += (in_flight_of(schedule)[:, :, : stages.shape[1]] * after[:, None]).sum(axis=2).max(axis=1)
-    for beside in (before, after):
-        found += np.any(beside, axis=1)
-    return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockTotals(PerCandidate):
     """What a block takes and holds, its parts added up: [recompute kind, candidate]."""
 
@@ -165,6 +92,9 @@ class BlockTotals(PerCandidate):
     moment_bytes: Floats  # beside all that is kept, while it is at work: with what is computed again
     waiting_bytes: Floats  # instead of what is saved, from I to W
     placeholder_bytes: Floats
+    started_s: Floats  # of hosts
+    starts: Floats  # of kernels and messages
+    scattered_bytes: Floats
     weights: Weights  # whatever is computed again
     tied_weights: Weights  # likewise those that are another block's as well
 
@@ -184,6 +114,7 @@ class BlockTotals(PerCandidate):
             "moment_bytes": [cost.memory.working_bytes + cost.memory.remade_bytes for cost in costs],
             "waiting_bytes": [cost.memory.waiting_bytes for cost in costs],
             "placeholder_bytes": [cost.memory.placeholder_bytes for cost in costs],
+            **{name: [getattr(cost, name) for cost in costs] for name in ("started_s", "starts", "scattered_bytes")},
         }
         rows: dict[str, Any] = {
             name: np.array([np.broadcast_to(one, count) for one in own], dtype=np.float64)
@@ -325,8 +256,13 @@ def price_stages(blocks: PipelineBlocks, options: StageOptions) -> StagePrices:
         **state_bytes(weights, blocks.setting, blocks.question.workload),
     }
     kernels = load_kernels(blocks.question.kernels)
+    share = kernels.reserved.share if kernels.reserved else 0.0
+    if kernels.queued_starts:
+        free = blocks.question.cluster.rank_memory_bytes - kernels.runtime_bytes - (1 + share) * sum(memory.values())
+        queued = _queued_bytes(blocks, total, kernels.queued_starts)
+        memory["queued"] = np.minimum(queued, np.maximum(0.0, free / (1 + share)))
     if kernels.reserved:
-        memory["reserved"] = kernels.reserved.share * sum(memory.values())
+        memory["reserved"] = share * sum(memory.values())
     memory["runtime"] = kernels.runtime_bytes
     return StagePrices(
         forward_s=total("forward_s") + started_s,
@@ -340,13 +276,19 @@ def price_stages(blocks: PipelineBlocks, options: StageOptions) -> StagePrices:
     )
 
 
-def most_kept(schedule: Schedule, saved: Floats, waiting: Floats) -> Floats:
-    """Return the most that each rank keeps of micro-batches in flight, and between the halves of their backward.
+def _queued_bytes(blocks: PipelineBlocks, total: Callable[[str], Floats], most: int) -> Floats:
+    """Return what ranks have sent, as hosts see it, and devices still need: no more than their memory has room for.
 
-    Both arguments, of one micro-batch, have the axes rank, option, chunk, candidate.
+    Hosts run ahead where the device is the slower one, in so many of all micro-batches, and while it waits for others:
+    in pipelines of more than two stages.
     """
-    sizes = np.concatenate([saved, waiting], axis=2) if schedule.splits_backward else saved
-    return np.matmul(_fullest_times(schedule)[:, None], sizes).max(axis=2)
+    pass_s, started_s, starts, scattered = (
+        total(name).sum(axis=2) for name in ("pass_s", "started_s", "starts", "scattered_bytes")
+    )
+    behind = 1.0 - (started_s / pass_s) ** 2  # pass_s is the root of both squares
+    behind = np.maximum(behind, 1.0 - 2.0 / blocks.schedule.num_ranks)
+    ahead = np.minimum(most, starts * (blocks.schedule.num_micro_batches - 0.5))
+    return behind * ahead / starts * scattered
 
 
 def _other_memory(blocks: PipelineBlocks, slots: Sequence[Slot], plain_kind: int) -> Mapping[str, Number]:
@@ -366,7 +308,7 @@ def _other_memory(blocks: PipelineBlocks, slots: Sequence[Slot], plain_kind: int
     for count, block, row in reversed(slots):
         working = np.maximum(working, np.where(count > 0, block.moment_bytes[row] - freed, 0.0))
         freed = freed if schedule.splits_backward else freed + count * block.saved_bytes[row]
-    messages = _messages(schedule, keeps_outputs=kernels.keeps_outputs)
+    messages = boundary_states(schedule, keeps_outputs=kernels.keeps_outputs)
     placeholders = layer.placeholder_bytes[plain_kind] + has_embed * embed.placeholder_bytes[0]
     largest = np.maximum(layer.num_weights, np.maximum(has_embed * embed.num_weights, has_head * head.num_weights))
     per_weight, per_gradient = DTYPE_BYTES[precision.weights], DTYPE_BYTES[precision.gradients]
@@ -375,11 +317,15 @@ def _other_memory(blocks: PipelineBlocks, slots: Sequence[Slot], plain_kind: int
     if kernels.keeps_units and schedule.num_ranks > 1:
         gathered = sum(count.sum(axis=2) * block.num_weights for count, block, _ in slots) * (per_weight + per_gradient)
     replicas = setting.atoms["edp"] * setting.atoms["ep"] * setting.atoms["cp"]
+    copied: Any = 0
+    if kernels.copies_weights and setting.zero != 3:
+        weights = sum(count.sum(axis=2) * block.num_weights for count, block, _ in slots)
+        copied = weights * per_weight * (replicas > 1)
     return {
         "working": working.max(axis=2),
         "placeholders": placeholders + has_head * head.placeholder_bytes[0],
         "pipeline": messages[:, None, None] * blocks.boundary_bytes,
         "gathered": gathered if setting.zero == 3 else 0,
-        "buckets": blocks.bucket_bytes * (replicas > 1) if kernels.copies_buckets and setting.zero else 0,
+        "buckets": copied + (blocks.bucket_bytes * (replicas > 1) if kernels.copies_buckets and setting.zero else 0),
         "workspace": kernels.workspace_bytes,
     }

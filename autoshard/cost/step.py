@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.cost.collective import Number
+from autoshard.cost.schedule_counts import counts_of, most_kept
 from autoshard.cost.setting import BlockCost, Question, Setting
 from autoshard.cost.stages import (
     BlockTotals,
@@ -15,8 +16,6 @@ from autoshard.cost.stages import (
     Sends,
     StageOptions,
     StagePrices,
-    counts_of,
-    most_kept,
     price_stages,
 )
 from autoshard.cost.update import UpdateCost, num_shards, summed_weights, update_cost

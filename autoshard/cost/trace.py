@@ -8,8 +8,8 @@ import numpy as np
 
 from autoshard.cost.built_in import calibration_of
 from autoshard.cost.predict import priced, question_of
+from autoshard.cost.schedule_counts import counts_of
 from autoshard.cost.setting import Question, Setting
-from autoshard.cost.stages import counts_of
 from autoshard.cost.step import PARTS, PlanPipeline, PlanStep, Price, StageLayers, plan_memory, work_by_stage
 from autoshard.cost.terms import term_seconds
 from autoshard.cost.update import gathering_share
@@ -139,7 +139,7 @@ def _updates(step: PlanStep) -> list[tuple[str, str, tuple[float, ...]]]:
 
     dp = seconds("dp")
     weights = {pending: own[dp.index(max(dp)), 0] for pending, own in step.prices.weights.items()}
-    gathers = gathering_share(weights, setting, question.workload.precision) if setting.zero == 1 else 0.0
+    gathers = gathering_share(weights, setting, question) if setting.zero == 1 else 0.0
     reduces = "dp: gather weights, reduce gradients" if setting.zero == 3 else "dp: reduce gradients"
     return [
         ("dp", reduces, seconds("dp", 1 - gathers)),

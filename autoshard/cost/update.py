@@ -10,19 +10,21 @@ from typing import Literal
 import numpy as np
 
 from autoshard.cost.collective import Number
-from autoshard.cost.setting import Question, Setting
+from autoshard.cost.setting import COPIES, Question, Setting
 from autoshard.graph.kinds.optimizer import UPDATES
 from autoshard.layout.layout import Collective, CollectiveKind
 from autoshard.plan.lowering import StepGraph, split_pending
 from autoshard.spec.kernels import load_kernels
-from autoshard.spec.workload import DTYPE_BYTES, Precision, Workload
+from autoshard.spec.workload import DTYPE_BYTES, Workload
 
 Weights = Mapping[tuple[str, ...], Number]  # the atoms that a gradient's sum is pending over -> weights on the rank
 
 
 def num_shards(shards: tuple[str, ...], setting: Setting) -> Number:
     """Return over how many ranks the optimizer's work is divided, given the atoms that may share it."""
-    return math.prod(setting.atoms[atom] for atom in shards) if setting.zero else 1
+    if not setting.zero:
+        return 1
+    return math.prod(setting.atoms[atom] for atom in shards) // (setting.copies if "edp" in shards else 1)
 
 
 def state_bytes(weights: Weights, setting: Setting, workload: Workload) -> Mapping[str, Number]:
@@ -95,15 +97,22 @@ def update_cost(
     seconds: dict[str, Number] = {"dp": 0.0, "tp": 0.0, "update": 0.0}
     sent: dict[str, Number] = defaultdict(float)
     rates, (flops, traffic_bytes) = question.rates, per_weight(question.step)
-    messages = _messages(weights, setting, question.workload.precision, num_micro_batches, num_blocks)
+    kernels = load_kernels(question.kernels)
+    messages = _messages(weights, setting, question, num_micro_batches, num_blocks)
+    sums_s: Number = 0.0
     for part, collective, size, times in messages:
         ring = setting.rings[collective.atoms]
-        seconds[part] = seconds[part] + times * ring.time_s(collective, size)
+        taken_s = times * ring.time_s(collective, size)
+        seconds[part] = seconds[part] + taken_s
         sent[part] = sent[part] + times * ring.sent_bytes(collective, size)
-    share = load_kernels(question.kernels).hides.get("unit" if setting.zero == 3 else "dp", 0.0)
-    if share:
-        covering_s = (num_micro_batches if setting.zero == 3 else 1) * pass_s
-        seconds["dp"] = np.maximum((1 - share) * seconds["dp"], seconds["dp"] - covering_s)
+        sums_s = sums_s + taken_s * (part == "dp" and collective.kind != "all_gather")
+    if setting.zero == 3:
+        hidden_s, covering_s = kernels.hides.get("unit", 0.0) * seconds["dp"], num_micro_batches * pass_s
+    else:
+        shares = kernels.hides.get("sums", 0.0), kernels.hides.get("dp", 0.0)
+        hidden_s, covering_s = np.maximum(shares[0] * sums_s, shares[1] * seconds["dp"]), 1 * pass_s
+    if not (setting.zero == 1 and kernels.sums_whole):
+        seconds["dp"] = seconds["dp"] - np.minimum(hidden_s, covering_s)
     for shards, count in _grouped(weights, 0).items():
         others = num_shards(shards, setting) - 1
         seconds["dp"] = seconds["dp"] + question.calibration.shard_s * others * (count > 0)
@@ -113,29 +122,33 @@ def update_cost(
     return UpdateCost(seconds=seconds, sent_bytes=sent)
 
 
-def gathering_share(weights: Weights, setting: Setting, precision: Precision) -> float:
+def gathering_share(weights: Weights, setting: Setting, question: Question) -> float:
     """Return how much of dp's seconds of a single candidate gathers weights: what waits for the update."""
     seconds: dict[CollectiveKind, float] = defaultdict(float)
-    for part, collective, size, _ in _messages(weights, setting, precision, 1, 1):
+    for part, collective, size, _ in _messages(weights, setting, question, 1, 1):
         if part == "dp":
             seconds[collective.kind] += float(setting.rings[collective.atoms].time_s(collective, size))
     return seconds["all_gather"] / (sum(seconds.values()) or 1.0)
 
 
 def _messages(
-    weights: Weights, setting: Setting, precision: Precision, num_micro_batches: Number, num_blocks: Number
+    weights: Weights, setting: Setting, question: Question, num_micro_batches: Number, num_blocks: Number
 ) -> Iterator[tuple[str, Collective, Number, Number]]:
     """Yield what a rank sends in the step phase: part, collective, bytes, how often."""
+    precision, summed = question.workload.precision, load_kernels(question.kernels).sums_whole
     per_gradient, per_weight = DTYPE_BYTES[precision.gradients], DTYPE_BYTES[precision.weights]
     for atoms, count in _grouped(weights, 0).items():
         gradients, whole, times = count * per_gradient, count * per_weight, num_micro_batches * num_blocks
         entries: Mapping[int, Sequence[tuple[CollectiveKind, Number, Number]]] = {
             0: [("all_reduce", gradients, 1)],
-            1: [("reduce_scatter", gradients, 1), ("all_gather", whole, 1)],
+            1: [("all_reduce" if summed else "reduce_scatter", gradients, 1), ("all_gather", whole, 1)],
             3: [("reduce_scatter", gradients / num_blocks, times), ("all_gather", whole / num_blocks, 2 * times)],
         }
         for kind, size, repeats in entries[setting.zero] if atoms else ():
             yield "dp", Collective(kind=kind, dim=None, atoms=atoms), size, repeats
+            if setting.copies > 1 and kind != "all_gather":
+                piece = size / num_shards(atoms, setting) if kind == "reduce_scatter" else size
+                yield "dp", Collective(kind="all_reduce", dim=None, atoms=COPIES), piece, repeats
     for atoms, count in _grouped(summed_weights(weights, setting), 1).items():
         if atoms:
             yield "tp", Collective(kind="all_reduce", dim=None, atoms=atoms), count * per_gradient, 1

@@ -65,6 +65,7 @@ def build_plan(
         micro_batch=candidate.mbs,
         sp=candidate.sequence_parallel,
         zero=candidate.zero,
+        zero_group=candidate.zero_group,
         cp_kind=candidate.cp_kind,
         cp_order=candidate.cp_order,
         stages=tuple(stages),

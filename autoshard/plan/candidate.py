@@ -15,6 +15,7 @@ from autoshard.spec.cluster import Placement
 
 _SIZES = ("tp", "pp", "cp", "ep", "dp", "vp", "mbs")
 _BATCH, _TOKENS = ("edp", "ep"), (("cp",), ("kv", "rep"), ("cp", "kv", "rep"), ())  # as a boundary may cut them
+_EXACT = 1e-9  # layers: shares are sums of floats
 CpKind = Literal["ring", "all_to_all"]
 CpOrder = Literal["contiguous", "zigzag"]
 Zero = Literal[0, 1, 3]  # which states dp ranks share: none; optimizer and masters; gradients and weights as well
@@ -39,6 +40,7 @@ class Candidate:
     mbs: int = 1
     sp: bool | None = None  # None: true when tp > 1
     zero: Zero = 1
+    zero_group: int | None = None  # ranks over which ZeRO divides states, the others hold copies; None: all of dp * cp
     schedule: str = "1f1b"
     recompute: tuple[Recompute, ...] = (Recompute(),)  # one for all stages, or one per stage
     stages: tuple[int, ...] | None = None  # layers per stage; None: even
@@ -104,15 +106,20 @@ class Candidate:
 
 
 def balanced_stages(num_layers: int, num_stages: int, head: float) -> tuple[int, ...]:
-    """Split layers in a row, none without any, so that a head that takes as long as ``head`` layers is balanced.
+    """Split layers in a row as nanotron does, where a head takes as long as ``head`` layers; none without any.
 
-    >>> balanced_stages(16, 4, 4.0), balanced_stages(8, 2, 0.0)
-    ((5, 5, 5, 1), (4, 4))
+    A stage ends with the layer that takes it beyond its share. So the first stages have more, and late ones may have
+    the head alone, or nothing: these get a layer of the stage before.
+
+    >>> balanced_stages(16, 4, 4.0), balanced_stages(8, 2, 1.0), balanced_stages(16, 8, 4.0)
+    ((6, 5, 4, 1), (5, 3), (3, 3, 2, 3, 2, 1, 1, 1))
     """
     share = (num_layers + head) / num_stages
-    ends = [min(round(share * (stage + 1)), num_layers - (num_stages - 1 - stage)) for stage in range(num_stages)]
-    ends = [max(end, stage + 1) for stage, end in enumerate([*ends[:-1], num_layers])]
-    return tuple(end - start for start, end in zip([0, *ends[:-1]], ends, strict=True))
+    ends: list[int] = []
+    for stage in range(1, num_stages):
+        beyond = math.floor(share * stage + _EXACT) + 1
+        ends.append(min(max(beyond, stage), num_layers - num_stages + stage))
+    return tuple(end - start for start, end in zip([0, *ends], [*ends, num_layers], strict=True))
 
 
 def even_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -226,6 +233,7 @@ READERS: Mapping[str, Callable[[str], object]] = {
     **dict.fromkeys(_SIZES, _count),
     "sp": _choice(True, False),
     "zero": _choice(*get_args(Zero)),
+    "zero_group": _count,
     "schedule": lambda raw: _choice(*builders())(raw),
     "recompute": parse_stages,
     "stages": lambda raw: tuple(_count(item) for item in expand(raw)),

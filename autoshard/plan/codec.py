@@ -53,7 +53,14 @@ def _with_dropouts(data: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-MIGRATIONS: Migrations = {1: _with_documents, 2: _with_reserves, 3: _with_code, 4: _with_dropouts}
+def _with_zero_group(data: dict[str, Any]) -> dict[str, Any]:
+    """Schema 6 says over how many ranks ZeRO divides states; before, over all that hold the same weights."""
+    return {"zero_group": None, **data}
+
+
+MIGRATIONS: Migrations = {
+    1: _with_documents, 2: _with_reserves, 3: _with_code, 4: _with_dropouts, 5: _with_zero_group,
+}  # fmt: skip
 
 
 def dump(plan: Plan) -> str:

@@ -121,7 +121,7 @@ class Prediction:
         return max((memory.total for memory in self.stage_memory), default=0)
 
 
-SCHEMA = 5
+SCHEMA = 6
 SEARCH = "search"  # the entry of provenance in which a plan keeps what its search has found beside it
 SHORTEST_S, LONGEST_STEP_S = 1e-12, 1e12  # of a step: beyond, its cluster or its model has a typing error
 _SECONDS_PER_HOUR, _BILLION = 3600, 1e9
@@ -172,6 +172,7 @@ class Plan:
     micro_batch: int  # sequences
     sp: bool
     zero: Zero
+    zero_group: int | None
     cp_kind: CpKind
     cp_order: CpOrder
     stages: tuple[Stage, ...]
@@ -205,6 +206,7 @@ class Plan:
             mbs=self.micro_batch,
             sp=self.sp,
             zero=self.zero,
+            zero_group=self.zero_group,
             schedule=self.schedule.builder,
             recompute=tuple(stage.recompute for stage in self.stages),
             stages=None if layers == even_stages(self.model.num_layers, len(layers)) else layers,

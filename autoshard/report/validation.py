@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from autoshard.calibration.choices import Choices
-from autoshard.calibration.validate import LEAST_LAYOUTS, Accuracy, Validation
+from autoshard.calibration.validate import LEAST_LAYOUTS, Accuracy, SetAccuracy, Validation
 from autoshard.cost.calibration import CONSTANTS, SECONDS, Calibration
 from autoshard.report.tables import Cell, FittingTable, prose
 from autoshard.units import format_seconds
@@ -43,6 +43,7 @@ def validation_report(validation: Validation, chosen: Sequence[Choices] = ()) ->
     parts += [_accuracies("Step time", [(entry.name, entry.step_time) for entry in sets]), ""]
     for title, found in (("Peak memory", sizes), ("Peak memory by stage", stages)):
         parts += [_accuracies(title, found), ""] if found else []
+    parts += [_fitting(sets), ""]
     parts += [prose(_CHOICES_LEGEND, "dim")] if chosen else []
     parts += [prose(_LEGEND, "dim"), ""]
     parts += [
@@ -76,6 +77,17 @@ def choices_table(chosen: Sequence[Choices]) -> FittingTable:
         for one in chosen
     ]  # fmt: skip
     return FittingTable("What a choice costs", columns, rows, drop=(">to second", ">Spearman", ">error"))
+
+
+def _fitting(sets: Sequence[SetAccuracy]) -> FittingTable:
+    """Return how many layouts are predicted to fit, of those that ran and of those that crashed, for any reason."""
+    columns = ("set", ">ran", ">fit", ">crashed", ">do not fit")
+    found = [(one.name, one.fitting) for one in sets]
+    rows = [
+        (name, str(one.num_ran), str(one.ran_and_fit), str(one.num_crashed), str(one.num_crashed - one.crashed_and_fit))
+        for name, one in found
+    ]
+    return FittingTable("Predicted to fit", columns, rows)
 
 
 def _accuracies(title: str, found: Sequence[tuple[str, Accuracy | None]]) -> FittingTable:

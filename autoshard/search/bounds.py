@@ -13,7 +13,8 @@ from functools import cache, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost.stages import BlockTotals, PipelineBlocks, counts_of, in_flight_of
+from autoshard.cost.schedule_counts import counts_of, in_flight_of
+from autoshard.cost.stages import BlockTotals, PipelineBlocks
 from autoshard.cost.update import state_bytes, update_cost
 from autoshard.plan.candidate import Candidate, Zero
 from autoshard.schedule.builders import builders

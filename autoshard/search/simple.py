@@ -21,7 +21,7 @@ from itertools import combinations, groupby
 
 import numpy as np
 
-from autoshard.cost.stages import counts_of
+from autoshard.cost.schedule_counts import counts_of
 from autoshard.plan.candidate import even_stages
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.points import Points, Solution

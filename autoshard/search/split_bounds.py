@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.blocks.game import game
-from autoshard.cost.stages import PASSES, PipelineBlocks, Sends, counts_of, in_flight_of, price_stages
+from autoshard.cost.schedule_counts import counts_of, in_flight_of
+from autoshard.cost.stages import PASSES, PipelineBlocks, Sends, price_stages
 from autoshard.cost.step import pipeline_delays
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import long_paths

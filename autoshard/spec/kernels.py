@@ -20,7 +20,7 @@ _SAVES = re.compile(
     r"(copy:|over:)?(in\*|in\d+|out\d+)(@(bf16|fp16|fp32))?|copy:(in\*|in\d+|out\d+)@fp8|scores(@(fp8|fp32))?"
 )
 _FOLDER = Path(__file__).parent / "kernel_tables"
-_HIDDEN = ("tp", "dp", "unit")
+_HIDDEN = ("tp", "dp", "sums", "unit")
 _NAMES = ("name", "program", "engine", "kernels", "sources")  # fields that need no source beside them
 
 
@@ -112,8 +112,11 @@ class Kernels:
 
     Memory: ``placeholders`` lists the products whose kernels add their weight gradients to the sums themselves;
     products that share a weight tensor form one entry. For each shape of these tensors, one buffer in the format of
-    the weights stays allocated. ``copies_buckets``: data parallelism sends from buffers of its own. ``uncounted``
-    names the parts of memory that are not in the peak which the framework reports.
+    the weights stays allocated. ``copies_buckets``: data parallelism sends from buffers of its own.
+    ``copies_weights``: it has buffers as large as a rank's weights, for all gradients or for all weights that are
+    gathered. ``queued_starts``: so many kernels the host starts ahead of the device, and what is scattered over tp is
+    not free before the device has sent it. ``uncounted`` names the parts of memory that are not in the peak which the
+    framework reports.
 
     Experts: ``settles_experts``: the gradient of the experts' inputs is summed over the ranks that share an expert as
     soon as it is computed, in slots, or in tokens where none is dropped. ``pads_experts``: an expert that drops no
@@ -123,7 +126,8 @@ class Kernels:
     is also the device, so it starts no kernel while it computes. ``seconds_per_graph`` is the time to compile one
     distinct graph ahead of the run. ``hides`` is the share of some traffic that can overlap with compute: of tp with
     the kernels of the same pass, of dp (ZeRO 0 and 1) with the passes of a micro-batch, of unit (ZeRO-3) with the
-    passes of a step. ``adds_gradients``: what several readers of a tensor send back is added by a kernel of its own,
+    passes of a step. ``sums_whole``: ZeRO-1 sums whole gradients on every rank, after the last backward, where nothing
+    hides it. ``adds_gradients``: what several readers of a tensor send back is added by a kernel of its own,
     but for products, which add to it. ``adds_weights``: so they do to sums of weights' gradients.
 
     ZeRO-3: ``keeps_units``: in a pipeline the weights of a stage are gathered once a step, and whole gradients are
@@ -147,6 +151,9 @@ class Kernels:
     workspace_bytes: int = 0  # for matrix products
     reserved: Reserved | None = None  # by a caching allocator, beside what is in use
     copies_buckets: bool = False
+    copies_weights: bool = False
+    sums_whole: bool = False
+    queued_starts: int = 0
     keeps_outputs: bool = False
     uncounted: tuple[str, ...] = ()
     seconds_per_graph: float = 0.0

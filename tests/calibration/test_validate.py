@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from autoshard.calibration.validate import Accuracy, Compared, Validation, accuracy, spearman, validate
+from autoshard.calibration.validate import Accuracy, Compared, FittingLayouts, Validation, accuracy, spearman, validate
 from autoshard.cli import main
 from autoshard.cost.built_in import built_in
 from autoshard.errors import InputError
@@ -115,7 +115,7 @@ def test_the_json_has_what_is_promised(tmp_path: Path):
     ((row,), (fault,), (entry,)) = found["rows"], found["left_out"], found["sets"]
     assert list(row) == [
         "id", "predicted_step_time_s", "low_s", "high_s", "predicted_peak_memory_gib", "assumed", "parts",
-        "predicted_peak_memory_gib_by_stage",
+        "predicted_peak_memory_gib_by_stage", "fits",
     ]  # fmt: skip
     assert sum(row["parts"].values()) == pytest.approx(row["predicted_step_time_s"])
     assert row["low_s"] < row["predicted_step_time_s"] < row["high_s"]
@@ -132,6 +132,16 @@ def test_errors_are_those_of_the_rows(tmp_path: Path):
     assert found.step_time and found.peak_memory
     assert (found.step_time.mape, found.step_time.bias, found.step_time.coverage) == (0.5, -0.5, 0.0)
     assert (found.peak_memory.mape, found.peak_memory.coverage) == (1.0, None)
+
+
+def test_layouts_that_crashed_are_counted_by_whether_they_would_fit(tmp_path: Path):
+    crashed = {**SMALL, "kind": "crashed", "step_time_s": None, "peak_memory_gib": None}
+    endless = {**crashed, "id": "endless", "seq_len": 2**17, "micro_batch": 256, "global_batch_seqs": 512}
+    (found,) = validate(written(tmp_path, SMALL, {**crashed, "id": "small enough"}, endless)).sets
+    counts = FittingLayouts(num_ran=1, ran_and_fit=1, num_crashed=2, crashed_and_fit=1)
+    assert found.fitting == counts and found.step_time and found.step_time.count == 1
+    with pytest.raises(InputError, match="a run that crashed has no step_time_s"):
+        validate(written(tmp_path, {**SMALL, "kind": "crashed"}))
 
 
 def test_unusual_rows_are_predicted_and_what_decides_the_layout_changes_that(tmp_path: Path):

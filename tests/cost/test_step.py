@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.cost.predict import plan_cost
-from autoshard.cost.stages import counts_of, most_kept
+from autoshard.cost.schedule_counts import counts_of, most_kept
 from autoshard.cost.step import step_cost
 from autoshard.cost.update import num_shards, per_weight, state_bytes, update_cost
 from autoshard.schedule.schedule import Schedule

@@ -101,12 +101,12 @@ def test_all_faults_are_reported_at_once():
         ("{}", "schema", "missing"),
         ('{"schema": "1"}', "schema", "whole number"),
         ('{"schema": true}', "schema", "whole number"),
-        ('{"schema": 0}', "schema", "0 cannot be read; this version reads schemas 1 to 5"),
-        ('{"schema": 6}', "schema", "Install an autoshard that knows schema 6"),
+        ('{"schema": 0}', "schema", "0 cannot be read; this version reads schemas 1 to 6"),
+        ('{"schema": 7}', "schema", "Install an autoshard that knows schema 7"),
         (
-            '{"schema": 6, "provenance": {"autoshard": "9.1"}}',
+            '{"schema": 7, "provenance": {"autoshard": "9.1"}}',
             "schema",
-            "It was written by autoshard 9.1. Install an autoshard that knows schema 6",
+            "It was written by autoshard 9.1. Install an autoshard that knows schema 7",
         ),
         ('{"schema": 2, "stages": [{"rank": 0, "rank": 1}]}', "plan", "the key 'rank' appears twice"),
     ],
@@ -123,10 +123,18 @@ def test_older_files_go_through_every_migration():
     }
     old = json.loads(dump(plan()))
     assert load(json.dumps({**old, "kernel_table": old.pop("kernels"), "schema": -1}), migrations) == plan()
-    assert "reads schemas -1 to 5" in faults_of(json.dumps({"schema": -2}), migrations=migrations)["schema"]
+    assert "reads schemas -1 to 6" in faults_of(json.dumps({"schema": -2}), migrations=migrations)["schema"]
 
 
 NOTHING_DROPPED = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+
+def test_a_plan_of_schema_5_divides_states_over_all_ranks():
+    old = (GOLDEN / "plan" / "schema-5.json").read_text()
+    read, was = load(old), json.loads(old)
+    assert read.zero_group is None and read.prediction and read.prediction.of == fingerprint(read)
+    was["prediction"] |= {"of": read.prediction.of}
+    assert json.loads(dump(read)) == {**was, "schema": 6, "zero_group": None}
 
 
 def test_a_plan_of_schema_4_drops_nothing():
@@ -135,7 +143,7 @@ def test_a_plan_of_schema_4_drops_nothing():
     assert read.prediction and read.prediction.of == fingerprint(read)
     was["model"] |= NOTHING_DROPPED
     was["prediction"] |= {"of": read.prediction.of}
-    assert json.loads(dump(read)) == {**was, "schema": 5}
+    assert json.loads(dump(read)) == {**was, "schema": 6, "zero_group": None}
 
 
 def test_a_plan_of_schema_3_is_that_of_a_card():
@@ -144,7 +152,7 @@ def test_a_plan_of_schema_3_is_that_of_a_card():
     assert read.model.traced is None and read.prediction and read.prediction.of == fingerprint(read)
     was["model"] |= {"traced": None, **NOTHING_DROPPED}
     was["prediction"] |= {"of": read.prediction.of}
-    assert json.loads(dump(read)) == {**was, "schema": 5}
+    assert json.loads(dump(read)) == {**was, "schema": 6, "zero_group": None}
 
 
 @pytest.mark.parametrize("schema", [1, 2])
@@ -160,7 +168,7 @@ def test_a_plan_of_an_old_schema_is_read_as_it_was_meant_and_stays_edited_if_it_
     added = {"peak_interval_bytes": None, "mfu_causal": None, "outside": {}}
     was["prediction"] |= {**added, "of": read.prediction.of}
     was["model"] |= {"traced": None, **NOTHING_DROPPED}
-    assert now == {**was, "schema": 5, "headroom": 0.0}
+    assert now == {**was, "schema": 6, "headroom": 0.0, "zero_group": None}
     read = load(old.replace('"global_batch": 1024', '"global_batch": 2048'))
     assert read.prediction and read.prediction.of != fingerprint(read)
 

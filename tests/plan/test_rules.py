@@ -62,6 +62,8 @@ BREAKS = {
     "cp-heads-tp": (GPU, "tp=2,cp=2,cp_kind=all_to_all", "cannot be cut over tp=2 too", "tp=1,cp=2,cp_kind=all_to_all"),
     "sp-effect": ({}, "tp=1,sp=true", "tp is 1", "tp=8,sp=true"),
     "cp-kind-effect": (GPU, "tp=1,cp_kind=all_to_all", "cp is 1", "tp=1,cp=2,cp_kind=all_to_all"),
+    "zero-group": (GPU, "tp=1,cp=2,zero_group=3", "a multiple of 2 that divides", "tp=1,cp=2,zero_group=4"),
+    "zero-group-engine": (GPU, "tp=1,zero_group=8", "no engine of autoshard runs it yet", "tp=1"),
     "cp-order-effect": (GPU, "tp=1,cp_order=zigzag", "cp is 1", "tp=1,cp=2,cp_order=zigzag"),
     "ep-effect": (GPU, "tp=1,ep=2", "llama3-70b is dense", "tp=1"),
     "vp-schedule": ({}, "tp=32,pp=8,vp=2", "Use schedule=inter", "tp=32,pp=8,vp=2,schedule=interleaved"),

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from autoshard.cost.built_in import built_in
 from autoshard.cost.calibration import Calibration, Reach
 from autoshard.cost.outside import Seen
-from autoshard.cost.stages import counts_of
+from autoshard.cost.schedule_counts import counts_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.schedule.schedule import Schedule

@@ -66,6 +66,9 @@ def totals(
         moment_bytes=random.choice([0.0, 1.0, 3.0], shape) * GIB / 64,
         waiting_bytes=random.choice([0.0, 1.0], shape) * GIB / 128,
         placeholder_bytes=np.zeros(shape),
+        started_s=np.zeros(shape),
+        starts=np.zeros(shape),
+        scattered_bytes=np.zeros(shape),
         weights={pending: np.full(count, float(random.integers(10**5, 10**6))) for pending in weights},
         tied_weights={},
     )

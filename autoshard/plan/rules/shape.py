@@ -263,6 +263,21 @@ def zero_effect(c: Columns) -> Verdict:
     yield f"zero={c.zero}: there is nothing to spread over with dp=1 and cp=1. Leave zero out"
 
 
+@rule("zero_group", source=_DERIVED + "a group holds all states once, and experts lie inside it")
+def zero_group(c: Columns) -> Verdict:
+    group, whole = c.shared.zero_group, c.dp * c.cp
+    fits = (group or whole) % (c.ep * c.cp) == 0
+    yield (group is None) | (fits & (whole % (group or whole) == 0) & (c.zero > 0))
+    why = f"ZeRO divides states over a part of the {whole} ranks of dp and cp that holds whole ep and cp"
+    yield f"zero_group={group}: {why}. Use zero=1 or 3, and a multiple of {c.ep * c.cp} that divides {whole}"
+
+
+@rule("zero_group", source="autoshard: engine/torch and engine/nxd divide states over all ranks that share weights")
+def zero_group_engine(c: Columns) -> Verdict:
+    yield c.shared.zero_group is None
+    yield f"zero_group={c.shared.zero_group}: is priced, and no engine of autoshard runs it yet. Leave it out"
+
+
 @rule("boundary", source="derived: what is handed from block to block is a hidden state with nothing left to do about")
 def boundary(c: Columns) -> Verdict:
     fault = boundary_fault(c.shared.boundary)

@@ -12,7 +12,7 @@ from itertools import islice, product
 
 import numpy as np
 
-from autoshard.cost.stages import counts_of
+from autoshard.cost.schedule_counts import counts_of
 from autoshard.schedule.waves import Ints
 from autoshard.search.points import Solution
 from autoshard.search.stage_filling import Goal
