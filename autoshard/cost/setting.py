@@ -106,7 +106,7 @@ class Setting:
     cp_order: str | NDArray[np.str_]
 
 
-COPIES = ("copies",)  # the ranks that hold the same piece of the states
+COPIES: tuple[str, ...] = ("copies",)  # the ranks that hold the same piece of the states
 
 
 def with_copies(mesh: Mesh, copies: int) -> Mesh:
@@ -115,7 +115,7 @@ def with_copies(mesh: Mesh, copies: int) -> Mesh:
         return mesh
     axes: list[tuple[str, int]] = []
     for name, size in mesh.axes:
-        axes += [(*COPIES, copies), (name, size // copies)] if name == "edp" else [(name, size)]
+        axes += [(COPIES[0], copies), (name, size // copies)] if name == "edp" else [(name, size)]
     return replace(mesh, axes=tuple(axes))
 
 
@@ -124,7 +124,9 @@ def setting_of(question: Question, candidate: Candidate, blocks: Blocks) -> Sett
     mesh = mesh_of(candidate, question.model, question.cluster)
     groups, dp_ranks = atom_groups(blocks.every()), candidate.dp * candidate.cp
     copies = dp_ranks // (candidate.zero_group or dp_ranks)
-    rings_mesh, groups = with_copies(mesh, copies), groups | ({COPIES} if copies > 1 else frozenset())
+    rings_mesh = with_copies(mesh, copies)
+    if copies > 1:
+        groups |= {COPIES}
     return Setting(
         blocks=blocks,
         sizes=question.sizes(candidate.mbs * candidate.dp, candidate.ep),

@@ -85,7 +85,7 @@ def test_a_group_of_all_ranks_is_none() -> None:
 
 
 def test_sums_that_hide_behind_the_last_backward_leave_the_gather_of_weights() -> None:
-    text, asked = "tp=1,dp=16,zero=1,mbs=1", dict(seq_len=8192, global_batch=64)
+    text, asked = "tp=1,dp=16,zero=1,mbs=1", {"seq_len": 8192, "global_batch": 64}
     others, here = (
         predicted_of(ask("llama3-8b", "a100-80", 2, kernels=name, **asked), text)
         for name in ("torch_flash", "internevo")
