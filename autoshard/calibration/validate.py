@@ -12,7 +12,7 @@ import numpy as np
 
 from autoshard.calibration.cuttings import request_of, run_cuttings
 from autoshard.calibration.measured_run import MeasuredRun, run_of
-from autoshard.calibration.rows import MeasuredRow, measured_rows
+from autoshard.calibration.rows import MeasuredRow, MeasuredRows, measured_rows
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.sharded import CutBlocks
 from autoshard.errors import Fault, InputError
@@ -226,10 +226,11 @@ class TimedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validated:
-    """A validation, and the times that it compared."""
+    """A validation, the times that it compared, and the rows that it read."""
 
     validation: Validation
     times: tuple[TimedRun, ...]
+    rows: MeasuredRows
 
 
 def validate(path: Path, calibration: Calibration | None = None) -> Validation:
@@ -289,7 +290,7 @@ def validated(path: Path, calibration: Calibration | None = None) -> Validated:
         for where, row, time_s in timed
         if time_s
     ]
-    return Validated(validation=found, times=tuple(times))
+    return Validated(validation=found, times=tuple(times), rows=rows)
 
 
 def predicted_run(run: MeasuredRun, calibration: Calibration, cutting: Cutting | None = None) -> Prediction:
