@@ -4,6 +4,7 @@ from pathlib import Path
 
 from autoshard.calibration.choices import LEFT_OUT, choices, user_choosers
 from autoshard.calibration.frozen import FrozenRows, left_out, splits_beside
+from autoshard.calibration.suspects import suspects
 from autoshard.calibration.validate import validated
 from autoshard.commands.output import print_answer, print_left_out
 from autoshard.cost.calibration import load_calibration
@@ -20,8 +21,9 @@ def validate(
 ) -> int:
     """Predict measured runs from their layouts, and print the errors per data set.
 
-    Rows that cannot be used are left out, each with a line that says why, and the exit code is then 1; rehearsals in a
-    folder, and runs that did not end, are left out too. The format of rows is in docs/accuracy.md.
+    Rows that look wrong (units, batches, outliers beside their neighbours) are named with the reason, and count all the
+    same. Rows that cannot be used are left out, each with a line that says why, and the exit code is then 1; rehearsals
+    in a folder, and runs that did not end, are left out too. The format of rows is in docs/accuracy.md.
 
     Args:
         rows: A file with one measured run per line of JSON (see benchmarks/data), or a folder of such files or of runs.
@@ -40,6 +42,7 @@ def validate(
     more = {LEFT_OUT: left_out(found.times, frozen.same)} if frozen and not calibration else {}
     chosen = choices(found.times, *others, more, splits and splits.by_row)
     print_left_out(validation.left_out)
-    data = {**encode(validation), "choices": encode(chosen), "splits": encode(frozen)}
-    print_answer(data if json else validation_report(validation, chosen, frozen))
+    named = suspects(found)
+    data = {**encode(validation), "choices": encode(chosen), "splits": encode(frozen), "suspects": encode(named)}
+    print_answer(data if json else validation_report(validation, chosen, frozen, named))
     return 1 if validation.num_unread else 0

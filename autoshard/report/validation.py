@@ -1,7 +1,8 @@
 """Predictions against measurements, and a fitted calibration, for a terminal."""
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from rich.console import Group, RenderableType
@@ -9,6 +10,7 @@ from rich.text import Text
 
 from autoshard.calibration.choices import Choices
 from autoshard.calibration.frozen import FrozenRows
+from autoshard.calibration.suspects import Suspect
 from autoshard.calibration.validate import LEAST_LAYOUTS, Accuracy, Validation
 from autoshard.cost.calibration import CONSTANTS, SECONDS, Calibration
 from autoshard.report.tables import Cell, FittingTable, prose
@@ -18,6 +20,7 @@ _COLUMNS = (
     "set", ">rows", ">layouts", ">noise", ">MAPE", ">median", ">p90", ">worst", ">bias", ">inside", ">Spearman",
     ">regret", ">groups",
 )  # fmt: skip
+_MOST_NAMED = 3  # suspects of a group
 _LESS_NEEDED = (">noise", ">groups", ">layouts", ">regret", ">Spearman", ">p90", ">median")
 _LEGEND = (
     "Errors are predicted / measured - 1: MAPE (mean absolute), median and p90 without sign, worst and bias (mean) "
@@ -38,9 +41,12 @@ _CHOICES_LEGEND = (
 
 
 def validation_report(
-    validation: Validation, chosen: Sequence[Choices] = (), frozen: FrozenRows | None = None
+    validation: Validation,
+    chosen: Sequence[Choices] = (),
+    frozen: FrozenRows | None = None,
+    named: Sequence[Suspect] = (),
 ) -> Group:
-    """Return what choices cost, tables of the errors in time and memory, then the assumptions."""
+    """Return what choices cost, tables of the errors in time and memory, suspects, then the assumptions."""
     sets = validation.sets
     sizes = [(entry.name, entry.peak_memory) for entry in sets if entry.peak_memory]
     stages = [(entry.name, entry.stage_memory) for entry in sets if entry.stage_memory]
@@ -57,6 +63,7 @@ def validation_report(
         for what, errors in (("time", entry.step_time), ("memory", entry.stage_memory or entry.peak_memory))
         if errors
     ]
+    parts += ["", *map(prose, suspect_lines(named))] if named else []
     counts = Counter((column, says) for row in validation.rows for column, says in row.assumed.items())
     if counts:
         title = f"Assumed where rows do not say, of {len(validation.rows)} predicted rows"
@@ -80,6 +87,18 @@ def frozen_words(frozen: FrozenRows) -> str:
     changed = f"the rows of {', '.join(frozen.changed)} differ, so that their figures compare with no others"
     parts = [same] * bool(frozen.same) + [changed] * bool(frozen.changed)
     return f"splits {frozen.version} of {frozen.date}: {'; '.join(parts)}"
+
+
+def suspect_lines(named: Sequence[Suspect]) -> Iterator[str]:
+    """Say which rows look wrong, and why: a line for each group, the first of its rows with their reasons."""
+    yield f"{len(named)} rows look wrong; look at their sources before you fit anything to them (--json has all):"
+    groups: dict[tuple[str, str], list[Suspect]] = {}
+    for one in sorted(named, key=lambda one: -abs(math.log(one.factor))):
+        groups.setdefault((one.set, one.group), []).append(one)
+    for (name, group), rows in groups.items():
+        more = f"; and {len(rows) - _MOST_NAMED} more" if len(rows) > _MOST_NAMED else ""
+        says = "; ".join(f"{one.id} {one.says}" for one in rows[:_MOST_NAMED])
+        yield f"{name}, {group}, {len(rows)} rows: {says}{more}" if len(rows) > 1 else f"{name}: {says}"
 
 
 def choices_table(chosen: Sequence[Choices]) -> FittingTable:
