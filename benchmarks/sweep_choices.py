@@ -14,6 +14,7 @@ from autoshard.report.validation import choices_cells
 from benchmarks.baselines import calculon, llm_analysis
 from benchmarks.baselines.rules import at_random, most_data_parallelism, node_wide
 from benchmarks.pages import ROOT, head, line, with_table
+from benchmarks.regret_chart import CHART, chart
 from benchmarks.result import Extra, Result
 
 SWEEPS = Path(__file__).parent / "data" / "sweeps"
@@ -30,12 +31,13 @@ WORDS = {
 
 
 def run(write: bool = False) -> Result:
-    """Choose in each group of the sweeps; write the table of the page if asked to."""
+    """Choose in each group of the sweeps; write the table and the chart of the page if asked to."""
     start_s = time.process_time()
     found = sweep_choices()
     cpu_s = time.process_time() - start_s
     if write:
         PAGE.write_text(page_text(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
+        CHART.write_text(chart(found, WORDS), encoding="utf-8")
     return judge(found, cpu_s)
 
 
