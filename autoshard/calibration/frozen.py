@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from autoshard.calibration.measured_run import MeasuredRun
 from autoshard.calibration.rows import MeasuredRow, MeasuredRows
 from autoshard.calibration.validate import TimedRun
 from autoshard.errors import inside
@@ -103,12 +102,13 @@ def left_out(rows: Sequence[TimedRun], sets: Collection[str]) -> list[TimedRun]:
     Only data sets of which every row is in a fit, and whose rows are those that were fitted: ``sets``.
     """
     missing = {row.set for row in rows if (fit := row.run.constants.fit) is None or row.time.id not in fit.rows}
-    known: dict[tuple[str, MeasuredRun], float] = {}  # rows of one layout have one prediction
+    known: dict[object, float] = {}  # rows of one layout have one prediction
     found: list[TimedRun] = []
     for row in rows:
         fit = row.run.constants.fit
         if row.set in sets and row.set not in missing and fit:
-            predicted = known.setdefault((row.time.group, row.run), fit.rows[row.time.id] * row.time.measured)
+            same = row.time.group, row.run, row.run.framework, row.run.release
+            predicted = known.setdefault(same, fit.rows[row.time.id] * row.time.measured)
             ratio = predicted / row.time.predicted
             interval = {"low": (row.time.low or 0.0) * ratio, "high": (row.time.high or 0.0) * ratio}
             found.append(replace(row, time=replace(row.time, predicted=predicted, **interval)))

@@ -12,7 +12,7 @@ from autoshard.calibration.frozen import FILE, FrozenRows, left_out, splits_besi
 from autoshard.calibration.rows import measured_rows
 from autoshard.calibration.validate import validated
 from autoshard.cli import main
-from tests.calibration.measured_cases import DATA
+from tests.calibration.measured_cases import DATA, TRAINIUM
 
 SWEEP = DATA / "sweeps" / "internevo_a100.jsonl"
 
@@ -54,16 +54,20 @@ def test_rows_without_a_file_of_splits_have_none(tmp_path: Path):
     assert splits_beside(Path(shutil.copy(SWEEP, tmp_path))) is None
 
 
-def test_left_out_rows_have_the_predictions_of_their_fit_and_intervals_around_them():
-    times = validated(SWEEP).times
-    found = left_out(times, {SWEEP.stem})
+@pytest.mark.parametrize("path", [SWEEP, TRAINIUM])  # the second: one layout under several releases
+def test_left_out_rows_have_the_predictions_of_their_fit_and_intervals_around_them(path: Path):
+    times = validated(path).times
+    found = left_out(times, {path.stem})
     assert len(found) == len(times)
     for row, before in zip(found, times, strict=True):
         fit, now, low = before.run.constants.fit, row.time, before.time.low or 0.0
         assert fit
-        same = [one.time for one in times if (one.run, one.time.group) == (before.run, before.time.group)]
-        assert now.predicted == pytest.approx(fit.rows[same[0].id] * same[0].measured)
+        assert now.predicted / now.measured == pytest.approx(fit.rows[now.id], rel=1e-3), (
+            "figures of the fit are rounded"
+        )
         assert (now.low or 0.0) / now.predicted == pytest.approx(low / before.time.predicted)
+    same = {(one.run, one.run.framework, one.run.release, one.time.group) for one in found}
+    assert len({one.time.predicted for one in found}) <= len(same)
     assert left_out(times, set()) == []
 
 
