@@ -16,20 +16,19 @@ from autoshard.calibration.measured_run import MeasuredRun
 from autoshard.calibration.rows import MeasuredRow, MeasuredRows
 from autoshard.calibration.validate import PredictedRow, TimedRun, Validated
 from autoshard.errors import InputError
+from autoshard.spec.cluster import LOCAL
 from autoshard.units import GIB
 
 Kind = Literal["unit of time", "unit of memory", "batch", "outlier"]
 _TIMES = {1000: "milliseconds and seconds", 60: "minutes and seconds", 3600: "hours and seconds"}
 _SIZES = {1024: "MiB and GiB", 1024**3: "bytes and GiB"}
-_NEAR, _NEAR_SIZE = math.log(1.35), math.log(8)  # of a factor between units of time, of memory: far from any other
+_NEAR, _NEAR_SIZE = math.log(1.35), math.log(3)  # of a factor between units of time, of memory: far from any other
 _TWICE = math.log(1.15)  # of a factor of 2
 _LEAST_NEIGHBOURS = 2
 # A row is an outlier beyond six deviations of its family, with Gaussian errors none in 500 million, and beyond a factor
 # that predictions are seldom off by. By a factor of 2 it is named where nothing else is off by as much.
 _LEAST_FACTOR, _DEVIATIONS, _SCALE = math.log(2.5), 6.0, 1.4826
-_LEAST_ALONE = math.log(
-    5
-)  # enough whatever the family; of a row without neighbours, as a program may be off by factors
+_LEAST_ALONE = math.log(5)  # enough in any family, and without neighbours: a new program may be off by factors
 _MOST_MFU = 0.8  # products alone reach at most 0.75 of an A100's peak, 0.49 of a B200's: MooreThreads/SimuMax
 _RATES = ("mfu_percent", "tflops_per_chip", "tokens_per_s")  # in ``published``
 _DISAGREE = math.log(1.3)
@@ -189,6 +188,8 @@ def _impossible(judged: Sequence[_Judged]) -> Named:
     for place, one in enumerate(judged):
         run, time_s = one.timed.run, one.timed.time.measured
         precision, cluster = run.workload.precision, run.cluster
+        if cluster.name == LOCAL:  # its rates are no data sheet's
+            continue
         peak = cluster.rank_matrix_flops_per_s(precision.products or precision.activations) * cluster.num_ranks
         mfu = _flops_per_token(run, pairs=0.5) * one.timed.time.work / (time_s * peak)
         if mfu > _MOST_MFU:
@@ -211,10 +212,12 @@ def _disagreeing(judged: Sequence[_Judged]) -> Named:
     named: Named = {}
     for key in _RATES:
         ratios = {place: ratio for place, one in enumerate(judged) if (ratio := _rate_ratio(one, key)) is not None}
+        alike: dict[str, list[float]] = defaultdict(list)
+        for place, (ratio, _) in ratios.items():
+            alike[judged[place].timed.set].append(ratio)
+        usual = {name: median(some) if len(some) > _LEAST_NEIGHBOURS else 0.0 for name, some in alike.items()}
         for place, (ratio, rounding) in ratios.items():
-            alike = [other for there, (other, _) in ratios.items()
-                     if judged[there].timed.set == judged[place].timed.set]  # fmt: skip
-            distance = ratio - median(alike) if len(alike) > _LEAST_NEIGHBOURS else ratio
+            distance = ratio - usual[judged[place].timed.set]
             if abs(distance) > _DISAGREE + rounding:
                 says = f"published {key} is {math.exp(distance):.2g} times what its step time and batch say"
                 named[place] = _suspect(judged[place], _kind(distance), distance, says)
