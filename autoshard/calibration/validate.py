@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.calibration.cuttings import request_of, run_cuttings
 from autoshard.calibration.measured_run import MeasuredRun, run_of
-from autoshard.calibration.rows import MeasuredRow, measured_rows
+from autoshard.calibration.rows import MeasuredRow, MeasuredRows, measured_rows
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.sharded import CutBlocks
 from autoshard.errors import Fault, InputError
+from autoshard.layout.layout import Cutting
 from autoshard.plan.build import cut_atoms
 from autoshard.plan.plan import Plan, Prediction, rounded
-from autoshard.search.request import Request
 from autoshard.spec.kernels import load_kernels
 from autoshard.units import GIB
 
@@ -237,10 +238,11 @@ class TimedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validated:
-    """A validation, and the times that it compared."""
+    """A validation, the times that it compared, and the rows that it read."""
 
     validation: Validation
     times: tuple[TimedRun, ...]
+    rows: MeasuredRows
 
 
 def validate(path: Path, calibration: Calibration | None = None) -> Validation:
@@ -254,6 +256,7 @@ def validate(path: Path, calibration: Calibration | None = None) -> Validation:
 def validated(path: Path, calibration: Calibration | None = None) -> Validated:
     """Do so, and return the times of all rows with what was run."""
     rows = measured_rows(path)
+    asked: dict[str, tuple[MeasuredRun, Calibration]] = {}
     known: dict[object, Prediction] = {}  # many rows measure one layout again
     predicted: dict[str, PredictedRow] = {}
     runs: dict[str, MeasuredRun] = {}
@@ -262,9 +265,14 @@ def validated(path: Path, calibration: Calibration | None = None) -> Validated:
     for where, row in rows.rows.items():
         try:
             run = run_of(row, rows.clusters.get(where))
-            constants = (calibration or run.constants).running(run.framework, run.release)
-            key = run, run.framework, run.release
-            found = known[key] = known.get(key) or predicted_run(run, constants)
+            asked[where] = run, (calibration or run.constants).running(run.framework, run.release)
+        except InputError as error:
+            faults[where] = error
+    cuttings = run_cuttings(asked.values())
+    for where, (run, constants) in asked.items():
+        try:
+            key = run, constants
+            found = known[key] = known.get(key) or predicted_run(run, constants, cuttings.get(key))
         except InputError as error:
             faults[where] = error
             continue
@@ -273,7 +281,7 @@ def validated(path: Path, calibration: Calibration | None = None) -> Validated:
         uncounted = load_kernels(run.candidate.kernels or run.cluster.kernels).uncounted
         by_stage = tuple(rounded(memory.without(uncounted) / GIB) for memory in found.stage_memory)
         predicted[where] = PredictedRow(
-            id=row.id,
+            id=rows.rows[where].id,
             predicted_step_time_s=found.step_time_s,
             low_s=found.low_s,
             high_s=found.high_s,
@@ -295,23 +303,20 @@ def validated(path: Path, calibration: Calibration | None = None) -> Validated:
         for where, row, time_s in timed
         if time_s
     ]
-    return Validated(validation=found, times=tuple(times))
+    return Validated(validation=found, times=tuple(times), rows=rows)
 
 
-def predicted_run(run: MeasuredRun, calibration: Calibration) -> Prediction:
+def predicted_run(run: MeasuredRun, calibration: Calibration, cutting: Cutting | None = None) -> Prediction:
     """Predict one run with the best cut of every operation that its layout allows, legal or not."""
-    prediction = outlined_run(run, calibration)[0].prediction
+    prediction = outlined_run(run, calibration, cutting)[0].prediction
     assert prediction, "an outlined plan has its prediction"
     return prediction
 
 
-def outlined_run(run: MeasuredRun, calibration: Calibration) -> tuple[Plan, CutBlocks]:
-    """Return the plan of a run, and its blocks in their best cut."""
-    engine = run.cluster.engine
-    request = Request(
-        model=run.model, cluster=run.cluster, workload=run.workload, engines=(engine,), calibration=calibration
-    )
-    atoms, cutting = cut_atoms(run.candidate, run.model), request.cutting(run.candidate, engine)
+def outlined_run(run: MeasuredRun, calibration: Calibration, cutting: Cutting | None = None) -> tuple[Plan, CutBlocks]:
+    """Return the plan of a run, and its blocks in their best cut, which is found if it is not stated."""
+    engine, request = run.cluster.engine, request_of(run, calibration)
+    atoms, cutting = cut_atoms(run.candidate, run.model), cutting or request.cutting(run.candidate, engine)
     blocks = CutBlocks(step=request.question(run.candidate).step, cutting=cutting, atoms=atoms)
     return request.plan(run.candidate, engine, cutting, tables=False), blocks
 

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from autoshard.calibration.choices import choices, user_choosers
+from autoshard.calibration.choices import LEFT_OUT, choices, user_choosers
+from autoshard.calibration.frozen import FrozenRows, left_out, splits_beside
+from autoshard.calibration.suspects import suspects
 from autoshard.calibration.validate import validated
 from autoshard.commands.output import print_answer, print_left_out
 from autoshard.cost.calibration import load_calibration
@@ -19,22 +21,28 @@ def validate(
 ) -> int:
     """Predict measured runs from their layouts, and print the errors per data set.
 
-    Rows that cannot be used are left out, each with a line that says why, and the exit code is then 1; rehearsals in a
-    folder, and runs that did not end, are left out too. The format of rows is in docs/accuracy.md.
+    Rows that look wrong (units, batches, outliers beside their neighbours) are named with the reason, and count all the
+    same. Rows that cannot be used are left out, each with a line that says why, and the exit code is then 1; rehearsals
+    in a folder, and runs that did not end, are left out too. The format of rows is in docs/accuracy.md.
 
     Args:
         rows: A file with one measured run per line of JSON (see benchmarks/data), or a folder of such files or of runs.
         calibration: A calibration file, made by `autoshard calibrate`. Default: the one that comes with each cluster.
         predictor: FILE.py:FUNCTION, or several with commas: other cost models, functions of a run (its model, cluster,
-            workload, candidate) that return seconds. What their choices cost stands beside what the planner's do.
+            workload, candidate) that return seconds. What their choices cost stands beside what the planner's do. A
+            parameter `split` gets the name of the rows in splits.json that a fit must leave out for this run.
         chooser: FILE.py:FUNCTION, or several with commas: other ways to choose, functions of the runs of a group that
             return the place of the one to run, or of several.
         json: Print one JSON object instead of tables.
     """
     others = user_choosers(predictor, chooser)
     found = validated(rows, calibration and load_calibration(calibration))
-    validation, chosen = found.validation, choices(found.times, *others)
+    splits, validation = splits_beside(rows), found.validation
+    frozen = splits and FrozenRows.of(splits, found.rows)
+    more = {LEFT_OUT: left_out(found.times, frozen.same)} if frozen and not calibration else {}
+    chosen = choices(found.times, *others, more, splits and splits.by_row)
     print_left_out(validation.left_out)
-    answer = {**encode(validation), "choices": encode(chosen)} if json else validation_report(validation, chosen)
-    print_answer(answer)
+    named = suspects(found)
+    data = {**encode(validation), "choices": encode(chosen), "splits": encode(frozen), "suspects": encode(named)}
+    print_answer(data if json else validation_report(validation, chosen, frozen, named))
     return 1 if validation.num_unread else 0

@@ -1,13 +1,16 @@
 """Predictions against measurements, and a fitted calibration, for a terminal."""
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from autoshard.calibration.choices import Choices
+from autoshard.calibration.frozen import FrozenRows
+from autoshard.calibration.suspects import Suspect
 from autoshard.calibration.validate import LEAST_LAYOUTS, Accuracy, SetAccuracy, Validation
 from autoshard.cost.calibration import CONSTANTS, SECONDS, Calibration
 from autoshard.report.tables import Cell, FittingTable, prose
@@ -17,6 +20,7 @@ _COLUMNS = (
     "set", ">rows", ">layouts", ">noise", ">MAPE", ">median", ">p90", ">worst", ">bias", ">inside", ">Spearman",
     ">regret", ">groups",
 )  # fmt: skip
+_MOST_NAMED = 3  # suspects of a group
 _LESS_NEEDED = (">noise", ">groups", ">layouts", ">regret", ">Spearman", ">p90", ">median")
 _LEGEND = (
     "Errors are predicted / measured - 1: MAPE (mean absolute), median and p90 without sign, worst and bias (mean) "
@@ -30,12 +34,19 @@ _LEGEND = (
 
 _CHOICES_LEGEND = (
     f"Regret: how much longer the chosen layout took than the fastest of its group, mean and worst over groups of "
-    f"{LEAST_LAYOUTS} layouts or more; to second: than the second fastest. Error: of those who predict seconds."
+    f"{LEAST_LAYOUTS} layouts or more (- (2): no group has more than 2); to second: than the second fastest. Error: of "
+    "those who predict seconds. Inside: share of runs within the stated interval, whose mean factor either way is the "
+    "width. All: each set counts once. Left out: predicted by the fit that left the split of the row out."
 )
 
 
-def validation_report(validation: Validation, chosen: Sequence[Choices] = ()) -> Group:
-    """Return what choices cost, tables of the errors in time and memory, then the assumptions."""
+def validation_report(
+    validation: Validation,
+    chosen: Sequence[Choices] = (),
+    frozen: FrozenRows | None = None,
+    named: Sequence[Suspect] = (),
+) -> Group:
+    """Return what choices cost, tables of the errors in time and memory, suspects, then the assumptions."""
     sets = validation.sets
     sizes = [(entry.name, entry.peak_memory) for entry in sets if entry.peak_memory]
     stages = [(entry.name, entry.stage_memory) for entry in sets if entry.stage_memory]
@@ -45,6 +56,7 @@ def validation_report(validation: Validation, chosen: Sequence[Choices] = ()) ->
         parts += [_accuracies(title, found), ""] if found else []
     parts += [_fitting(sets), ""]
     parts += [prose(_CHOICES_LEGEND, "dim")] if chosen else []
+    parts += [prose(frozen_words(frozen))] if frozen else []
     parts += [prose(_LEGEND, "dim"), ""]
     parts += [
         Text(f"largest error of {what} in {entry.name}: {errors.worst_id}")
@@ -52,6 +64,7 @@ def validation_report(validation: Validation, chosen: Sequence[Choices] = ()) ->
         for what, errors in (("time", entry.step_time), ("memory", entry.stage_memory or entry.peak_memory))
         if errors
     ]
+    parts += ["", *map(prose, suspect_lines(named))] if named else []
     counts = Counter((column, says) for row in validation.rows for column, says in row.assumed.items())
     if counts:
         title = f"Assumed where rows do not say, of {len(validation.rows)} predicted rows"
@@ -65,18 +78,46 @@ def validation_report(validation: Validation, chosen: Sequence[Choices] = ()) ->
     return Group(*parts, "", *(prose(f"predictions {basis}", "yellow") for basis in bases))
 
 
+def frozen_words(frozen: FrozenRows) -> str:
+    """Say which figures compare with those of others.
+
+    >>> frozen_words(FrozenRows(version="1", date="2026-11-24", same=("a",), changed=("b", "c")))
+    'splits 1 of 2026-11-24: a as frozen; the rows of b, c differ, so that their figures compare with no others'
+    """
+    same = f"{', '.join(frozen.same)} as frozen"
+    changed = f"the rows of {', '.join(frozen.changed)} differ, so that their figures compare with no others"
+    parts = [same] * bool(frozen.same) + [changed] * bool(frozen.changed)
+    return f"splits {frozen.version} of {frozen.date}: {'; '.join(parts)}"
+
+
+def suspect_lines(named: Sequence[Suspect]) -> Iterator[str]:
+    """Say which rows look wrong, and why: a line for each group, the first of its rows with their reasons."""
+    yield f"{len(named)} rows look wrong; look at their sources before you fit anything to them (--json has all):"
+    groups: dict[tuple[str, str], list[Suspect]] = {}
+    for one in sorted(named, key=lambda one: -abs(math.log(one.factor))):
+        groups.setdefault((one.set, one.group), []).append(one)
+    for (name, group), rows in groups.items():
+        more = f"; and {len(rows) - _MOST_NAMED} more" if len(rows) > _MOST_NAMED else ""
+        says = "; ".join(f"{one.id} {one.says}" for one in rows[:_MOST_NAMED])
+        yield f"{name}, {group}, {len(rows)} rows: {says}{more}" if len(rows) > 1 else f"{name}: {says}"
+
+
 def choices_table(chosen: Sequence[Choices]) -> FittingTable:
     """Return what each way to choose costs, in groups of enough layouts."""
-    columns = ("set", "who chooses", ">groups", ">regret", ">worst", ">to second", ">Spearman", ">error")
-    rows = [
-        (
-            one.set, one.who, str(one.num_groups), *(f"{cost:.1%}" for cost in (one.regret, one.worst_regret)),
-            f"{one.regret_to_second:.1%}", "-" if one.spearman is None else f"{one.spearman:.2f}",
-            "-" if one.mape is None else f"{one.mape:.1%}",
-        )
-        for one in chosen
-    ]  # fmt: skip
-    return FittingTable("What a choice costs", columns, rows, drop=(">to second", ">Spearman", ">error"))
+    columns = (
+        "set", "who chooses", ">groups", ">regret", ">worst", ">to second", ">Spearman", ">error", ">inside", ">width",
+    )  # fmt: skip
+    rows = [(one.set, one.who, *choices_cells(one)) for one in chosen]
+    return FittingTable("What a choice costs", columns, rows, drop=(">width", ">inside", ">to second", ">Spearman"))
+
+
+def choices_cells(one: Choices) -> tuple[str, ...]:
+    """Return the figures of a way to choose; where no group is large enough, how many layouts the largest has."""
+    few = f"- ({one.most_layouts})"
+    costs = [few if cost is None else f"{cost:.1%}" for cost in (one.regret, one.worst_regret, one.regret_to_second)]
+    rank = few if one.regret is None else "-" if one.spearman is None else f"{one.spearman:.2f}"
+    shares = ["-" if share is None else f"{share:.0%}" for share in (one.mape, one.coverage)]
+    return (str(one.num_groups), *costs, rank, *shares, "-" if one.width is None else f"x{1 + one.width:.2f}")
 
 
 def _fitting(sets: Sequence[SetAccuracy]) -> FittingTable:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from autoshard.calibration.choices import PLANNER, Choices, choices
+from autoshard.calibration.choices import BUT, EVERY, PLANNER, Choices, choices
 from autoshard.calibration.validate import Compared, TimedRun, validated
 from autoshard.cli import main
 from autoshard.errors import InputError
-from benchmarks.choosers import at_random, most_data_parallelism, node_wide, roofline
+from benchmarks.baselines.rules import at_random
 from tests.calibration.measured_cases import SMALL, written
 
 SECONDS = (12.0, 10.0, 30.0, 11.0)  # of layouts that a user could choose from
@@ -48,7 +48,10 @@ def test_the_regret_is_that_of_the_smallest_prediction_against_the_fastest_and_t
 
 
 def test_groups_of_two_layouts_say_nothing_and_a_layout_measured_twice_counts_once(run: Any):
-    assert choices(timed(run, (1.0, 2.0), (2.0, 1.0)), {}, {}) == ()
+    (few,) = choices(timed(run, (1.0, 2.0), (2.0, 1.0)), {}, {"first": lambda _: 0})
+    assert (few.who, few.num_groups, few.most_layouts) == (PLANNER, 0, 2)
+    assert (few.regret, few.worst_regret, few.spearman) == (None, None, None)
+    assert few.mape == pytest.approx(0.75), "errors need no group"
     again = timed(run, (1.0, 2.0, 4.0), (3.0, 2.0, 5.0))
     again.append(
         TimedRun(set="s", run=run, time=Compared(id="x", group="g", layout=1, predicted=2.0, measured=8.0, work=10.0))
@@ -100,13 +103,37 @@ def test_the_command_scores_files_of_users(tmp_path: Path, capsys: pytest.Captur
     assert "has no function nothing" in capsys.readouterr().err
 
 
-def test_rules_of_thumb_choose_as_they_say(run: Any):
-    node, heads = run.cluster.ranks_per_node, run.model.num_kv_heads
-    layouts = [
-        {"tp": 1, "pp": 1, "dp": 32},
-        {"tp": min(node, heads), "pp": 2, "dp": 2},
-        {"tp": min(node, heads), "pp": 1, "dp": 4},
+def test_intervals_are_counted_by_their_share_and_by_their_mean_factor(run: Any):
+    rows = timed(run, (10.0, 20.0, 30.0), (10.0, 10.0, 30.0))
+    bounds = [(8.0, 12.5), (8.0, 12.5), (None, None)]
+    rows = [
+        replace(row, time=replace(row.time, low=low, high=high)) for row, (low, high) in zip(rows, bounds, strict=True)
     ]
-    runs = [replace(run, candidate=replace(run.candidate, **one)) for one in layouts]
-    assert (node_wide(runs), most_data_parallelism(runs), at_random(runs)) == ([2], [0], [0, 1, 2])
-    assert roofline(runs[2]) > 0 and roofline(replace(run, candidate=replace(run.candidate, tp=1))) > 0
+    (found,) = choices(rows, {}, {})
+    assert (found.coverage, found.width) == (0.5, pytest.approx(0.25))
+    assert of(choices(rows, {"mine": lambda _: 1.0}, {}), "mine").width is None
+
+
+def test_sets_are_summed_up_each_once_and_again_without_the_largest(run: Any):
+    rows = timed(run, SECONDS, GUESSES)
+    rows += [replace(row, set="t") for row in timed(run, (1.0, 2.0, 4.0), (9.0, 5.0, 9.0))]
+    rows += [replace(row, set="u") for row in timed(run, (1.0, 2.0), (5.0, 9.0))]
+    found = {one.set: one for one in choices(rows, {}, {"first": lambda _: 0}) if one.who == PLANNER}
+    assert list(found) == ["s", "t", "u", EVERY, f"{BUT}s"]
+    assert found[EVERY].regret == pytest.approx((0.2 + 1.0) / 2), "the third has no group that counts"
+    assert found[EVERY].worst_regret == pytest.approx(1.0) and found[EVERY].num_groups == 2
+    assert found[f"{BUT}s"].regret == pytest.approx(1.0)
+    errors = [found[name].mape or 0.0 for name in "stu"]
+    assert found[EVERY].mape == pytest.approx(sum(errors) / 3)
+
+
+def test_a_predictor_that_asks_for_it_gets_the_split_of_each_row(run: Any):
+    rows, asked = timed(run, (1.0, 2.0, 4.0), GUESSES[:3]), list[str]()
+
+    def fitted(_: Any, split: str) -> float:
+        asked.append(split)
+        return 1.0
+
+    splits = {("s", "g0"): "one model", ("s", "g2"): "another", ("other", "g1"): "no row of this set"}
+    choices(rows, {"mine": fitted}, {}, None, splits)
+    assert asked == ["one model", "", "another"]

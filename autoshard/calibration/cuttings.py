@@ -1,0 +1,71 @@
+"""How the blocks of measured runs are cut: the layouts of one question at once, as columns of one problem.
+
+A sweep asks the same about hundreds of layouts, and solving each on its own takes most of the time of a validation.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+
+import numpy as np
+
+from autoshard.blocks.cutting import Meshes, Terms, shared_cuttings
+from autoshard.calibration.measured_run import MeasuredRun
+from autoshard.cost.calibration import Calibration
+from autoshard.cost.collective import Ring, mesh_ring
+from autoshard.cost.setting import Question
+from autoshard.errors import InputError
+from autoshard.layout.layout import Cutting
+from autoshard.plan.build import mesh_of
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.lowering import ATOMS
+from autoshard.search.priced_layouts import ring_column
+from autoshard.search.request import Request
+
+Asked = tuple[MeasuredRun, Calibration]
+_MOST_COLUMNS = 64  # of one problem: its tables have an entry for each, so that more of them take more memory
+
+
+def request_of(run: MeasuredRun, calibration: Calibration) -> Request:
+    """Return the question whose answer a run was."""
+    return Request(
+        model=run.model,
+        cluster=run.cluster,
+        workload=run.workload,
+        engines=(run.cluster.engine,),
+        calibration=calibration,
+    )
+
+
+def run_cuttings(asked: Iterable[Asked]) -> Mapping[Asked, Cutting]:
+    """Return the cheapest cutting of every run under its constants, but of runs that have none."""
+    alike: dict[tuple[Question, Terms, object], list[Asked]] = defaultdict(list)
+    for run, calibration in dict.fromkeys(asked):
+        question = request_of(run, calibration).question(run.candidate)
+        # Slots of experts may be cut otherwise where ep, or cp, cuts something.
+        kind = (run.candidate.ep > 1, run.candidate.cp > 1) if run.model.num_experts else ()
+        alike[question, Terms.of(run.candidate, run.cluster.engine), kind].append((run, calibration))
+    found: dict[Asked, Cutting] = {}
+    for (question, terms, _), every in alike.items():
+        for start in range(0, len(every), _MOST_COLUMNS):
+            some = every[start : start + _MOST_COLUMNS]
+            with suppress(InputError):  # whoever predicts the runs one by one says of which, and why
+                meshes = _columns(question, [run.candidate for run, _ in some])
+                for cutting, columns in shared_cuttings(question, meshes, (terms, 0.0), lambda: None):
+                    found |= {some[column]: cutting for column in columns.tolist()}
+    return found
+
+
+def _columns(question: Question, candidates: list[Candidate]) -> Meshes:
+    meshes = [mesh_of(one, question.model, question.cluster) for one in candidates]
+    at_once = np.array([one.mbs * one.dp for one in candidates])
+
+    def ring(atoms: tuple[str, ...]) -> Ring:
+        return ring_column([mesh_ring(question.cluster, mesh, atoms, question.calibration) for mesh in meshes])
+
+    return Meshes(
+        atoms={atom: np.array([mesh.size(atom) for mesh in meshes]) for atom in ATOMS},
+        num_sequences=at_once,
+        num_micro_batches=np.maximum(1, question.workload.global_batch // at_once),
+        ring=ring,
+    )

@@ -1,0 +1,1 @@
+"""What people use to choose a layout without autoshard, as files for ``autoshard validate``."""
