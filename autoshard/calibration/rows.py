@@ -176,10 +176,9 @@ def precision_of(text: str) -> Precision:
     >>> precision_of("bf16,products=fp8").products, precision_of("fp16,gradients=fp16").masters
     ('fp8', 'fp32')
     """
-    name, *changes = text.split(",")
-    formats = {part: dtype for part, _, dtype in (change.partition("=") for change in changes)}
-    require((name != "fp16" or "gradients" in formats, "", "write fp16,gradients=fp16 or fp16,gradients=fp32"))
-    return record.decode(Precision, {**record.encode(Precision.named(name)), **formats})
+    is_open = text.startswith("fp16") and "gradients=" not in text
+    require((not is_open, "", "write fp16,gradients=fp16 or fp16,gradients=fp32"))
+    return Precision.named(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

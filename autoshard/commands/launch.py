@@ -57,7 +57,7 @@ def launch(
         training: Steps, data, checkpoints and other options of training.
         question: The question of a recipe.
     """
-    checked = check_plan(plan_of(plan, question, nodes))
+    checked = check_plan(plan_of(plan, question, nodes), to_run=True)
     if checked.rejections:
         return print_refused(checked.rejections, json=json)
     job_name = name or default_name(checked.plan)

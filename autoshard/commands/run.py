@@ -78,7 +78,7 @@ def run(
     trained = _trained(training.over(before.training or Training()), plan, tried=tried)
     options = Run(folder=folder, training=trained, resume="never" if tried else resume)
     leads = (given := given_rank()) is None or given.rank == 0
-    checked = check_plan(plan_of(plan, question, nodes))
+    checked = check_plan(plan_of(plan, question, nodes), to_run=True)
     current, notes = checked.plan, [*before.notes, *filter(None, [checked.remark]), *_card_notes(checked.plan)]
     if checked.rejections:
         return print_refused(checked.rejections, json=json) if leads else 1

@@ -31,7 +31,7 @@ def verify(plan: Path, module: str | None = None, json: bool = False) -> int:
     """
     if is_module_plan(plan):
         return _verify_module(plan, module, json=json)
-    checked = check_plan(load(plan))
+    checked = check_plan(load(plan), to_run=True)
     current = checked.plan
     rejections = (*checked.rejections, *(_code_rejections(current, module) if module else ()))
     remarks = [*([checked.remark] if checked.remark else []), *notices(current)]

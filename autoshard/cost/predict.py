@@ -30,7 +30,7 @@ from autoshard.plan.codec import fingerprint
 from autoshard.plan.plan import Compiling, Plan, Prediction, StageMemory, rounded
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.rule import Rejection
-from autoshard.plan.verify import verify
+from autoshard.plan.verify import unrun, verify
 from autoshard.spec.kernels import Kernels, load_kernels
 
 # cited: aws-neuron-sdk issue 987: "[XTP002] Number of instructions (8658944) is over the threshold (5000000)".
@@ -254,8 +254,10 @@ class CheckedPlan:
     remark: str = ""
 
 
-def check_plan(read: Plan, calibration: Calibration | None = None) -> CheckedPlan:
+def check_plan(read: Plan, calibration: Calibration | None = None, *, to_run: bool = False) -> CheckedPlan:
     """Check a plan with the constants that it carries, or with others, which it carries from then on.
+
+    Some plans may be priced, but not be run yet.
 
     It gets a new prediction where the plan or its numbers were edited.
     """
@@ -267,7 +269,7 @@ def check_plan(read: Plan, calibration: Calibration | None = None) -> CheckedPla
         own = term_entries(known, read.candidate, read.model, read.cluster, read.workload, read.engine)
         read = replace(read, provenance={**read.provenance, **own})
     bare, stored = replace(read, prediction=None), read.prediction
-    reasons = verify(bare)
+    reasons = (*verify(bare), *(unrun(bare) if to_run else ()))
     if reasons:
         return CheckedPlan(plan=bare, rejections=reasons)
     current, remarks = predicted(bare), list[str]()

@@ -16,6 +16,7 @@ from autoshard.plan.rules.rule import Rejection, Rule
 from autoshard.plan.rules.strategy import AtomCut, engine_rules
 from autoshard.plan.tables import plan_blocks, plan_programs, step_of, table_setting, units_of
 from autoshard.schedule.verify import verify_actions
+from autoshard.spec.workload import PRECISIONS
 from autoshard.units import format_bytes
 
 _STRUCTURE = "autoshard: the parts of a plan must agree with each other"
@@ -61,6 +62,27 @@ def notices(plan: Plan) -> tuple[str, ...]:
     if plan.prediction and "mfu" in plan.prediction.outside:
         found.append(f"prediction.mfu: {plan.prediction.outside['mfu']}: the prediction is likely too fast")
     return tuple(found)
+
+
+def unrun_precision(plan: Plan) -> str:
+    """Say why the engine of a plan does not compute in its precision yet, which is priced all the same; "" if it does.
+
+    The update of torch computes in one format, that of the weights or of their masters. NxD's ZeRO-1 keeps FP32 shards,
+    and gradients in FP32 or in the format of the weights (engine/nxd/lowering.py).
+    """
+    have, weights = plan.workload.precision, plan.workload.precision.masters or plan.workload.precision.weights
+    gradients = {weights} if plan.engine == "torch" else {weights, have.weights}
+    fits = have.products is None and have.moments == weights and have.gradients in gradients
+    if fits or have.name in PRECISIONS:
+        return ""
+    return f"precision={have.name}: is priced, and the {plan.engine} engine does not run it yet"
+
+
+def unrun(plan: Plan) -> tuple[Rejection, ...]:
+    """Say what no engine does yet of a plan that may be priced."""
+    why, source = unrun_precision(plan), "autoshard: engine/torch/update.py, engine/nxd/lowering.py"
+    remedy = f"Use --precision {', '.join(PRECISIONS)}"
+    return (_reject("precision-engine", f"{why}. {remedy}", source),) if why else ()
 
 
 def _reject(rule_id: str, message: str, source: str = _STRUCTURE) -> Rejection:

@@ -99,12 +99,14 @@ def _question(plan: Plan) -> list[Labelled]:
     size = f" ({format_count(plan.model.num_parameters)} parameters)"
     masters = f" with {precision.masters} masters" if precision.masters else ""
     masters = " with stochastic rounding" if precision.rounds_stochastically else masters
-    products = f" and {precision.products} products" if precision.products else ""
+    parts = [("products", precision.products, None), ("gradients", precision.gradients, "fp32")]
+    parts += [("moments", precision.moments, "fp32")]
+    formats = "".join(f" and {dtype} {part}" for part, dtype, usual in parts if dtype != usual)
     apart = " of separate documents" if workload.documents == "separate" else ""
     even = f", busiest expert {workload.expert_imbalance:.0%} above the mean" if plan.model.num_experts else ""
     work = (
         f"{counted(workload.global_batch, 'sequence')} of {counted(workload.seq_len, 'token')}{apart} a step, "
-        f"{precision.weights}{masters}{products}, {workload.optimizer}, ZeRO-{plan.zero}{even}"
+        f"{precision.weights}{masters}{formats}, {workload.optimizer}, ZeRO-{plan.zero}{even}"
     )
     title = Text.assemble((plan.model.name, "bold"), f"{size} on {place}: {counted(cluster.num_ranks, 'rank')}")
     return [prose(title), prose(work, "dim")]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from autoshard.plan.explanation import Answer, Ratio
 from autoshard.plan.plan import Plan, Prediction
 from autoshard.plan.recompute import Recompute
+from autoshard.plan.verify import unrun_precision
 from autoshard.spec.kernels import load_kernels
 
 TIME_WORDS = {
@@ -177,6 +178,7 @@ def program_of(plan: Plan) -> str:
 def program_lines(plan: Plan) -> list[str]:
     """Say what the plan does not promise of the user's code, and that the predicted time is another program's."""
     unlifted = [f"not as in the code: {note}" for note in plan.model.traced.unlifted] if plan.model.traced else []
+    unlifted += [why] if (why := unrun_precision(plan)) else []
     if load_kernels(plan.kernels).engine:
         return unlifted
     own = "`autoshard run` uses autoshard's torch engine, whose seconds are those of a plan without kernels="

@@ -11,7 +11,7 @@ from autoshard.spec import record
 from autoshard.spec.cluster import headroom_check
 from autoshard.spec.files import read_data, shipped_files
 from autoshard.spec.training import Training
-from autoshard.spec.workload import Documents, Optimizer, PrecisionName
+from autoshard.spec.workload import Documents, Optimizer, Precision
 
 DEFAULT_CLUSTER = "trn1.32xlarge"
 RECIPES, SWEEPS = "recipes", "recipes/sweeps"  # folders of data that come with autoshard
@@ -34,7 +34,8 @@ class QuestionOptions:
         global_batch: Sequences in an optimizer step. Default: what a vendor documents for this model, cluster and
             length; without that the largest power of two with at most 4 M tokens, on `local` 32.
         precision: Number format of weights and activations; bf16 and fp16 keep FP32 masters,
-            bf16-sr keeps none and rounds its weights stochastically. Default: bf16.
+            bf16-sr keeps none and rounds its weights stochastically. Parts may have formats of their own:
+            bf16,gradients=bf16,moments=bf16. Default: bf16.
         optimizer: adamw, or sgd without momentum and weight decay. Default: adamw.
         documents: How documents packed into one sequence are treated: attention crosses their borders (joined), or
             attention and positions begin anew with each document (separate). Default: joined.
@@ -55,7 +56,7 @@ class QuestionOptions:
     ranks: int | None = None
     seq_len: int | None = None
     global_batch: int | None = None
-    precision: PrecisionName | None = None
+    precision: str | None = None
     optimizer: Optimizer | None = None
     documents: Documents | None = None
     expert_imbalance: float | None = None
@@ -72,6 +73,8 @@ class QuestionOptions:
             (self.cluster is None or bool(self.cluster.strip()), "cluster", "must name a cluster or a cluster file"),
             headroom_check(self.headroom or 0.0),
         )
+        if self.precision is not None:
+            Precision.named(self.precision)
 
     @property
     def given(self) -> dict[str, Any]:

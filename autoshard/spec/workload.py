@@ -1,10 +1,11 @@
 """The workload of a step: batch, sequence, precision, optimizer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from autoshard.errors import InputError, in_range, nearest, require
+from autoshard.errors import InputError, in_range, inside, nearest, require
+from autoshard.spec import record
 
 Dtype = Literal["bf16", "fp16", "fp32", "fp64", "fp8", "int64"]
 DTYPE_BYTES: dict[Dtype, int] = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "int64": 8}
@@ -35,21 +36,30 @@ class Precision:
     products: Dtype | None = None
 
     @classmethod
-    def named(cls, name: str) -> "Precision":
-        """Return the precision of this name.
+    def named(cls, text: str) -> "Precision":
+        """Return the precision of this name, and with these parts in other formats.
 
-        >>> Precision.named("bf16").masters
-        'fp32'
+        >>> Precision.named("bf16").masters, Precision.named("bf16,gradients=bf16").gradients
+        ('fp32', 'bf16')
         """
+        name, *changes = (part.strip() for part in text.split(","))
         known = dict[str, Precision](PRECISIONS.items())
         if name not in known:
             raise InputError.of("precision", f"{name!r} is not a precision. {nearest(name, list(known))}")
-        return known[name]
+        pairs = (change.partition("=") for change in changes)
+        formats = {part: None if dtype == "none" else dtype for part, _, dtype in pairs}
+        with inside("precision"):
+            return record.decode(cls, {**record.encode(known[name]), **formats})
 
     @property
-    def name(self) -> str | None:
-        """Its name in recipes and options; None if it has none."""
-        return next((name for name, one in PRECISIONS.items() if one == self), None)
+    def name(self) -> str:
+        """Its name in recipes and options, with what differs from it: that of the fewest differences.
+
+        >>> Precision.named("bf16,moments=bf16,gradients=bf16").name
+        'bf16,gradients=bf16,moments=bf16'
+        """
+        texts = (",".join([name, *_differences(self, one)]) for name, one in PRECISIONS.items())
+        return min(texts, key=lambda text: text.count(","))
 
     @property
     def rounds_stochastically(self) -> bool:
@@ -59,6 +69,12 @@ class Precision:
         (True, False)
         """
         return self.masters is None and self.weights == "bf16"
+
+
+def _differences(one: Precision, other: Precision) -> list[str]:
+    """Return the parts of a precision that have another format than in another."""
+    pairs = [(part.name, getattr(one, part.name), getattr(other, part.name)) for part in fields(Precision)]
+    return [f"{name}={'none' if mine is None else mine}" for name, mine, theirs in pairs if mine != theirs]
 
 
 _BF16 = Precision(weights="bf16", activations="bf16", gradients="fp32", masters="fp32", moments="fp32")

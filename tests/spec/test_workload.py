@@ -34,7 +34,8 @@ def test_a_recipe_is_read_from_yaml_and_from_json(tmp_path: Path):
         ("model: x\nadamw: {eps: 1.0e-5, eps: 1}\n", ["the key 'eps' appears twice"]),
         ("model: x\noptimizer: lion\n", ["optimizer: expected one of adamw, sgd, found 'lion'"]),
         ("model: x\ndocuments: apart\n", ["documents: expected one of joined, separate, found 'apart'"]),
-        ("model: x\nprecision: fp8\n", ["precision: expected one of bf16, bf16-sr, fp16, fp32, found 'fp8'"]),
+        ("model: x\nprecision: fp8\n", ["precision: 'fp8' is not a precision. Known: bf16, bf16-sr, fp16, fp32"]),
+        ("model: x\nprecision: bf16,gradient=bf16\n", ["precision.gradient: unknown key. Did you mean gradients?"]),
         ("- model: x\n", ["expected an object, found a list"]),
         ("model: [x\n", ["is not YAML"]),
     ],
@@ -63,6 +64,12 @@ ANY_PRECISION = st.builds(
     Precision, weights=DTYPES, activations=DTYPES, gradients=DTYPES, masters=st.none() | DTYPES, moments=DTYPES,
     products=st.none() | DTYPES,
 )  # fmt: skip
+
+
+@given(ANY_PRECISION)
+def test_every_precision_is_that_of_its_name(precision: Precision):
+    assert Precision.named(precision.name) == precision
+    assert precision.name in PRECISIONS or "=" in precision.name
 
 
 @given(ANY_PRECISION)

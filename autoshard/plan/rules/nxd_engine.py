@@ -69,7 +69,7 @@ def nxd_states(c: Columns) -> Verdict:
     yield have.masters is not None or {have.gradients, have.moments} == {have.weights}
     states = f"no masters, but {have.gradients} gradients and {have.moments} moments"
     rest = f"without ZeRO-1 NxD keeps both in {have.weights}. Use bf16"
-    yield f"precision={have.name or have.weights}: has {states}; {rest}"
+    yield f"precision={have.name}: has {states}; {rest}"
 
 
 @nxd_rule(
