@@ -6,6 +6,7 @@ from collections.abc import Mapping
 BENCHMARKS: Mapping[str, str] = {
     "accuracy": "benchmarks.accuracy:run",
     "sweep_choices": "benchmarks.sweep_choices:run",
+    "validate_speed": "benchmarks.validate_speed:run",
     "departures": "benchmarks.departures:run",
     "advice": "benchmarks.advice:run",
     "cold_start": "benchmarks.cold_start:run",

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from rich.console import Group, RenderableType
@@ -107,8 +107,21 @@ def choices_table(chosen: Sequence[Choices]) -> FittingTable:
     columns = (
         "set", "who chooses", ">groups", ">regret", ">worst", ">to second", ">Spearman", ">error", ">inside", ">width",
     )  # fmt: skip
-    rows = [(one.set, one.who, *choices_cells(one)) for one in chosen]
+    names = _short_names([one.who for one in chosen])
+    rows = [(one.set, names[one.who], *choices_cells(one)) for one in chosen]
     return FittingTable("What a choice costs", columns, rows, drop=(">width", ">inside", ">to second", ">Spearman"))
+
+
+def _short_names(names: Sequence[str]) -> Mapping[str, str]:
+    """Return functions of files without the folders of these, where that tells them apart.
+
+    >>> _short_names(["a/b.py:seconds", "a/c.py:seconds"])
+    {'a/b.py:seconds': 'b.py:seconds', 'a/c.py:seconds': 'c.py:seconds'}
+    >>> _short_names(["a/b.py:seconds", "c/b.py:seconds"])["a/b.py:seconds"]
+    'a/b.py:seconds'
+    """
+    short = {name: name.rpartition("/")[2] for name in names}
+    return short if len({*short.values()}) == len(short) else {name: name for name in names}
 
 
 def choices_cells(one: Choices) -> tuple[str, ...]:

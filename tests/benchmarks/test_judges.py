@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from autoshard.blocks.operators import OperatorSolution
+from autoshard.calibration.choices import EVERY, PLANNER, Choices
 from autoshard.cost.built_in import built_in
 from autoshard.sweep.points import Sweep, points_of
 from benchmarks import (
@@ -27,7 +28,9 @@ from benchmarks import (
     shard_module,
     simulate_pipeline,
     solve_block,
+    sweep_choices,
     sweep_overhead,
+    validate_speed,
 )
 from benchmarks.measure import Usage
 from benchmarks.planning import Planned, Round
@@ -188,6 +191,25 @@ def test_the_slowest_answer_of_a_thousand_ranks_and_remedies_that_fail_are_judge
 )
 def test_memory_and_other_engines_have_bars_too(own: Planned, other: Planned, holds: bool) -> None:
     assert plan_speed.judge_70b([one_round(own=own, any=other)]).holds is holds
+
+
+@pytest.mark.parametrize(("own", "other", "holds"), [(0.03, 0.04, True), (0.05, 0.04, False), (0.12, 0.5, False)])
+def test_the_regret_of_the_planner_is_held_against_the_bar_and_against_whoever_else_chooses_best(
+    own: float, other: float, holds: bool
+) -> None:
+    counts: dict[str, Any] = {"num_groups": 3, "most_layouts": 4}
+    found = [Choices(set=EVERY, who=who, regret=regret, **counts) for who, regret in ((PLANNER, own), ("b", other))]
+    found += [Choices(set="sweep", who="b", regret=0.0, **counts), Choices(set=EVERY, who="c", mape=0.1, **counts)]
+    result = sweep_choices.judge(found, 1.0)
+    assert (result.value, result.holds) == (own, holds)
+
+
+def test_validating_many_rows_has_a_bar_of_cpu_seconds() -> None:
+    usage = used(own=validate_speed.BAR_S)["own"]
+    assert validate_speed.judge(usage, 2044, 0.1).holds
+    assert not validate_speed.judge(replace(usage, cpu_s=validate_speed.BAR_S + 0.1), 2044, 0.1).holds
+    rows = validate_speed.rows_at((1024, 2048))
+    assert len({*rows}) == len(rows) == 2 * len(validate_speed.ROWS.read_text("utf-8").splitlines())
 
 
 def test_the_exponent_is_judged_and_sizes_without_a_plan_count() -> None:

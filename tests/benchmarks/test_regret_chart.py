@@ -3,10 +3,12 @@
 import re
 import xml.etree.ElementTree as ET
 
+import pytest
+
 from autoshard.calibration.choices import PLANNER, Choices
 from benchmarks.pages import ROOT, table_in
 from benchmarks.regret_chart import CHART, chart
-from benchmarks.sweep_choices import PAGE, WORDS
+from benchmarks.sweep_choices import PAGE, WORDS, page_text, sweep_choices
 
 SVG = "{http://www.w3.org/2000/svg}"
 SIZES = {"title": 15, "head": 12, "note": 12}
@@ -35,6 +37,14 @@ def test_the_chart_shows_the_table_of_the_page():
         assert len(figures) == len(cells) > 3
         for cell, figure in zip(cells, figures, strict=True):
             assert abs(float(cell.strip("%")) - figure) <= (0.01 if figure < 100 else 0.5), (who, cell)
+
+
+@pytest.mark.slow
+def test_table_and_chart_are_what_the_command_writes():
+    found, page = sweep_choices(), PAGE.read_text("utf-8")
+    stale = "write them anew: python -m benchmarks sweep_choices --write, and take the figures into README.md"
+    assert page_text(page, found) == page, stale
+    assert chart(found, WORDS) == CHART.read_text("utf-8"), stale
 
 
 def test_no_text_of_the_chart_runs_into_another():
