@@ -84,7 +84,7 @@ WRONG = [
     (f"{TRN1} --cluster h100-80 --release 2.16", ["--release: the rows of h100-80 under any program name no releases"]),
     (f"{TRN1} --expert-imbalance -1", ["--expert-imbalance: must be at least 0"]),
     (f"{LOCAL} --seq-len= --top 0", ["--seq-len: must not be empty"]),
-    (f"{LOCAL} --precision fp8", ["--precision: 'fp8' is not one of them. Known: bf16, bf16-sr, fp16, fp32"]),
+    (f"{LOCAL} --precision fp8", ["--precision: 'fp8' is not a precision. Known: bf16, bf16-sr, fp16, fp32"]),
     (f"{LOCAL} --out no/such/plan.json", ["--out no/such/plan.json: there is no folder no/such. Make it first"]),
     (f"{LOCAL} --fix tp=2,tp=4,zz=1", ["--fix tp=4: tp is given twice", "--fix zz=1: unknown key"]),
     (f"{LOCAL} --fix tp=3", ["--fix tp=3: 8 query heads of tiny-llama do not divide by 3. Use tp 1, 2 or 4"]),
