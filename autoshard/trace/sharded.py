@@ -253,7 +253,8 @@ def _device_mesh(module: torch.nn.Module, mesh: DeviceMesh | Mapping[str, int] |
     sizes = sizes_of(mesh)
     device = next((one.device.type for one in module.parameters()), HOST)
     if device == "meta":
-        device = accelerator.type if (accelerator := torch.accelerator.current_accelerator()) else HOST
+        there = torch.accelerator.current_accelerator(check_available=True)
+        device = there.type if there else HOST
     try:
         found = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     except (ValueError, RuntimeError) as error:

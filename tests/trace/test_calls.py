@@ -17,7 +17,7 @@ from autoshard.errors import InputError
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.trace.shard import shard_module
 from autoshard.trace.sharded import ShardedModule, run_on, shard
-from tests.ranks.spawn import on_ranks
+from tests.ranks.spawn import Replaced, on_ranks
 from tests.slower import rest_is_slow
 from tests.trace.models import model
 from tests.trace.test_sharded import cut_at_random
@@ -172,6 +172,16 @@ def without_numbers(kind: str) -> float:
 @pytest.mark.parametrize("kind", rest_is_slow(["net", "Llama"]))
 def test_a_module_may_get_its_numbers_after_it_was_sharded(kind: str):
     assert max(on_ranks(4, without_numbers, kind)) < 2e-5
+
+
+def no_driver(check_available: bool = False) -> torch.device | None:
+    """What PyTorch built for CUDA says of a machine without a GPU."""
+    return None if check_available else torch.device("cuda")
+
+
+def test_a_module_without_numbers_lies_on_processors_where_no_accelerator_is_there():
+    known: list[Replaced] = [(torch.accelerator, "current_accelerator", no_driver)]
+    assert max(on_ranks(4, without_numbers, "net", replaced=known)) < 2e-5
 
 
 def many() -> list[str]:
