@@ -25,7 +25,8 @@ _SHARES = (1.0, 0.5, 2.0, 0.0)  # of the best price: each leaves out other value
 class LimitedMinimum:
     """The cheapest choices that were found within a limit; no choices cost less than ``bound``.
 
-    If nothing fits, these are the lightest choices and ``fits`` is false.
+    If nothing fits, these are the lightest choices and ``fits`` is false; likewise where sums are not minimised exactly
+    and nothing allowed was found: then ``bound`` is finite.
     """
 
     cost: float
@@ -168,7 +169,7 @@ def minimise_within(
     best, bound = first.best, first.bound
     if first.edge is not None and bound < _worst(best):
         best, bound = _branched(whole, first, limit, most_splits)
-    fits = best.weight <= limit
+    fits = best.weight <= limit and bool(np.isfinite(best.cost))
     bound = best.cost if fits and bound >= _worst(best) else bound
     return LimitedMinimum(cost=best.cost, weight=best.weight, choices=best.choices, bound=float(bound), fits=fits)
 
@@ -208,10 +209,10 @@ def _bounded(part: _Subproblem, limit: float) -> _Bound:
     if heavy.weight <= limit or not np.isfinite(heavy.cost):
         return _Bound(best=heavy, bound=heavy.cost if heavy.is_exact else heavy.least)
     light = best = part.point(None)
-    if light.weight > limit:
+    if light.weight > limit or not np.isfinite(light.cost):  # what is not minimised exactly may be forbidden
         return _Bound(best=light, bound=np.inf if light.is_exact else heavy.least)
     bound = heavy.least
-    while True:
+    while light.cost > heavy.cost:
         price = (light.cost - heavy.cost) / (heavy.weight - light.weight)
         line = heavy.cost + price * heavy.weight
         point = part.point(price)
@@ -223,6 +224,7 @@ def _bounded(part: _Subproblem, limit: float) -> _Bound:
             edge = (heavy, light) if point.is_exact else None
             return _Bound(best=best, bound=bound, price=price, edge=edge)
         heavy, light = (point, light) if point.weight > limit else (heavy, point)
+    return _Bound(best=best, bound=bound)  # one that is lighter costs no more: neither was minimised exactly
 
 
 def _narrowed(part: _Subproblem, limit: float, price: float, worst: float) -> _Subproblem | None:
