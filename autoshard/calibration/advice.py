@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from autoshard.calibration.belief import Belief, belief_of
+from autoshard.calibration.fitting import Sample
 from autoshard.calibration.measured_run import MeasuredRun
-from autoshard.calibration.unknowns import Sample
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.doubt import EIGHTY_PERCENT
 from autoshard.plan.plan import Plan, rounded

@@ -10,12 +10,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from autoshard.cost.departures import (
-    departures,
-)
-from autoshard.cost.outside import UNSEEN_OFF, Seen, features_of
+from autoshard.cost.departures import departures
+from autoshard.cost.outside import UNSEEN_OFF, Fit, Seen, features_of
 from autoshard.errors import InputError, in_range, require
 from autoshard.plan.plan import Plan
 from autoshard.spec import record
@@ -110,21 +108,6 @@ class Software:
 
 def _numbers(release: str) -> tuple[int, ...]:
     return tuple(map(int, release.split(".")))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """What constants were fitted to, and how far their predictions are off."""
-
-    date: str  # of the newest row, or the caller's
-    rows: Mapping[str, float] = field(
-        hash=False
-    )  # id -> predicted over measured, where its model or layout is left out
-    num_layouts: int
-    left_out_by: Literal["model", "group", "layout"]
-    in_sample_mape: float
-    left_out_mape: float  # each model, or layout, predicted with constants fitted to the others
-    tried: Mapping[str, float] = field(hash=False)  # which constants have values of their own -> left-out error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,14 +115,10 @@ def regret_words(errors: Accuracy, name: Literal["regret", "worst_regret"]) -> s
 
 
 def calibration_report(calibration: Calibration) -> str:
-    """Return the constants, the rows behind them, and the error of each set of constants that was tried."""
+    """Return the constants, and the rows behind them."""
     values = {name: getattr(calibration, name) for name in CONSTANTS}
     constants = {name: format_seconds(value) if name in SECONDS else f"{value:.3f}" for name, value in values.items()}
-    lines = [f"{calibration.name}: {calibration.basis}", *_aligned(constants)]
-    if fit := calibration.fit:
-        lines.append(f"Constants that were fitted, and the error on rows whose {fit.left_out_by} was left out:")
-        lines += _aligned({split: f"{error:.1%}" for split, error in fit.tried.items()})
-    return "\n".join(lines)
+    return "\n".join([f"{calibration.name}: {calibration.basis}", *_aligned(constants)])
 
 
 def _aligned(entries: dict[str, str]) -> list[str]:
