@@ -25,6 +25,8 @@ from autoshard.spec import record
 from autoshard.spec.cluster_catalogue import cluster_names, load_node_type
 from autoshard.spec.files import parsed_json
 
+_GONE = ("shared_ports",)  # constants that plans of before may state
+
 
 @cache
 def built_in(cluster: str, kernels: str = "", framework: str | None = None) -> Calibration:
@@ -141,6 +143,7 @@ def calibration_of(plan: Plan) -> Calibration:
     if "calibration.constants" not in entries:
         return built_in(plan.cluster.name, plan.kernels)
     pairs = [part.partition("=") for part in entries["calibration.constants"].split(",")]
+    pairs = [pair for pair in pairs if pair[0] not in _GONE]
     if sorted(name for name, _, _ in pairs if name not in OPTIONAL) != sorted(NUMBERS):
         names = ", ".join(NUMBERS)
         raise InputError.of("provenance.calibration.constants", f"must be NAME=NUMBER,... for each of {names}")

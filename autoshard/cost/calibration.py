@@ -33,7 +33,7 @@ _SOFTWARE = ("kernels", "products")  # features that stand for a framework and f
 NUMBERS = (*CONSTANTS, "interval")
 WIDEST = 2.0  # an interval: a third of the predicted time to three times that
 _MORE_SECONDS = ("task_s", "layer_s", "joined_s", "shard_s")
-OPTIONAL = ("shared_ports", "straggling", *_MORE_SECONDS)  # of plans and files that do not state it, nothing was known
+OPTIONAL = ("straggling", *_MORE_SECONDS)  # of plans and files that do not state it, nothing was known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,6 @@ class Calibration:
     joined_s: float = 0.0  # of hosts, for each rank of a collective, in a pipeline over several nodes
     shard_s: float = 0.0  # of every step, for each rank over which ZeRO divides the weights
     straggling: float = 0.0  # how much longer kernels take for each doubling of the nodes: the slowest rank decides
-    shared_ports: float = 1.0  # of far_link_efficiency, where several groups of a node send at once
     interval: float  # what is promised lies within a factor of 1 + this, either way
     basis: str
     reach: Reach | None = None  # None where nothing was measured
@@ -154,7 +153,6 @@ class Calibration:
             ),
             *in_range(self, *SECONDS, *_MORE_SECONDS, high=LONGEST_S),
             (0 <= self.straggling < 1, "straggling", "must lie in [0, 1)"),
-            (_LEAST <= self.shared_ports <= 1, "shared_ports", f"must lie in [{_LEAST}, 1]"),
             (0 <= self.interval < 1, "interval", "must lie in [0, 1)"),
             *((bool(self.sources.get(name)), f"sources.{name}", "say where this number is from") for name in NUMBERS),
         )

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from autoshard.calibration.choices import Choices
 from autoshard.calibration.validate import LEAST_LAYOUTS, Accuracy, Validation
-from autoshard.cost.calibration import CONSTANTS, SECONDS, Calibration
+from autoshard.cost.calibration import CONSTANTS, OPTIONAL, Calibration
 from autoshard.report.tables import Cell, FittingTable, prose
 from autoshard.units import format_seconds
 
@@ -116,8 +116,12 @@ def regret_words(errors: Accuracy, name: Literal["regret", "worst_regret"]) -> s
 
 def calibration_report(calibration: Calibration) -> str:
     """Return the constants, and the rows behind them."""
-    values = {name: getattr(calibration, name) for name in CONSTANTS}
-    constants = {name: format_seconds(value) if name in SECONDS else f"{value:.3f}" for name, value in values.items()}
+    values = {name: getattr(calibration, name) for name in (*CONSTANTS, *OPTIONAL)}
+    constants = {
+        name: format_seconds(value) if name.endswith("_s") else f"{value:.3f}"
+        for name, value in values.items()
+        if value or name in CONSTANTS
+    }
     return "\n".join([f"{calibration.name}: {calibration.basis}", *_aligned(constants)])
 
 

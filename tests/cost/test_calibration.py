@@ -183,11 +183,12 @@ class TestSoftware:
         assert found.software
         assert ratio == pytest.approx(found.software.slowness("neuronx-nemo-megatron", (2, 14)), rel=1e-3)
 
-    def test_a_plan_of_before_ports_were_shared_reads_as_it_was(self):
+    def test_a_plan_of_before_is_read_without_what_it_does_not_state_and_what_is_gone(self):
         entries = dict(calibration_entries(OWN))
         before = entries["calibration.constants"].split(",")
-        entries["calibration.constants"] = ",".join(one for one in before if "shared" not in one and "task" not in one)
-        assert calibration_of(replace(plan(), provenance=entries)).shared_ports == 1
+        without = [one for one in before if "task" not in one]
+        entries["calibration.constants"] = ",".join([*without, "shared_ports=0.5"])
+        assert calibration_of(replace(plan(), provenance=entries)).task_s == 0
 
 
 class TestProvenance:
