@@ -36,7 +36,7 @@ class ProgramRows:
     def rows(self) -> FitRows:
         """The rows of a fit that starts from the hardware."""
         runs = [sample.run for sample in self.samples]
-        prior = prior_around(replace(uncalibrated(), **self.hardware), runs, "eager")
+        prior = prior_around(replace(uncalibrated(), **self.hardware), runs, self.chip)
         return FitRows(samples=self.samples, prior=prior.without(*self.without))
 
     def departed(self, constants: Calibration) -> Mapping[str, float]:

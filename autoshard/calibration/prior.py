@@ -137,10 +137,9 @@ def kind_of(run: MeasuredRun) -> Kind:
 
 def prior_of(runs: Sequence[MeasuredRun], ids: Sequence[str] = ()) -> Prior:
     """Return what is known of the constants of some runs of one cluster, without the rows that have these names."""
-    kind = kind_of(runs[0])
     programs, cluster = [*dict.fromkeys((run.kernels, run.framework) for run in runs)], runs[0].cluster
     known = known_before(cluster.name, cluster.chip.name, programs, {*ids})
-    return prior_around(replace(known, reach=reach_of(runs)), runs, kind)
+    return prior_around(replace(known, reach=reach_of(runs)), runs, cluster.chip.name)
 
 
 def reach_of(runs: Sequence[MeasuredRun]) -> Reach:
@@ -154,18 +153,17 @@ def reach_of(runs: Sequence[MeasuredRun]) -> Reach:
 
 def believed_prior(constants: Calibration, runs: Sequence[MeasuredRun]) -> Prior:
     """Return how uncertain some constants are, whatever a fit to rows would do best to tell apart."""
-    kind = kind_of(runs[0])
-    return prior_around(replace(constants, reach=reach_of(runs)), runs, kind).believed(widths(kind).believed)
+    prior = prior_around(replace(constants, reach=reach_of(runs)), runs, runs[0].cluster.chip.name)
+    return prior.believed(widths(kind_of(runs[0])).believed)
 
 
-def prior_around(constants: Calibration, runs: Sequence[MeasuredRun], kind: Kind) -> Prior:
-    """Return how uncertain some constants are."""
-    known = widths(kind)
+def prior_around(constants: Calibration, runs: Sequence[MeasuredRun], chip: str) -> Prior:
+    """Return how uncertain some constants of a chip are: its rates in common only where nobody has measured these."""
+    known = widths(kind_of(runs[0]))
     usual = {**hardware().hosts, **known.usual}
     at_least = {name: usual[name] for name in known.hosts if not getattr(constants, name)}
     software = _software(constants.software, runs, known.settled)
-    is_common = known.common and (kind != "eager" or not is_measured(runs[0].cluster.chip.name))
-    found = [Unknown(names=EFFICIENCIES, deviation=known.common)] if is_common else []
+    found = [] if is_measured(chip) else [Unknown(names=EFFICIENCIES, deviation=known.common)]
     found += [Unknown(names=tuple(names.split(",")), deviation=one) for names, one in known.shares.items()]
     found += [Unknown(names=(name,), deviation=one, usual=usual[name]) for name, one in known.hosts.items()]
     if known.per_release and any(run.release for run in runs):
