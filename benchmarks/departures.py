@@ -11,13 +11,15 @@ from statistics import fmean
 
 import numpy as np
 
-from autoshard.calibration.fitting import Sample, holding
+from autoshard.calibration.fitting import Sample
 from autoshard.calibration.measured_run import run_of
 from autoshard.calibration.pooled import ProgramRows, departure_of, program_rows
 from autoshard.calibration.prior import Array
 from autoshard.calibration.rows import measured_rows
 from autoshard.cost.calibration import uncalibrated
 from autoshard.cost.departures import Departure, Departures, mean_constants, numbers_of
+from autoshard.cost.outside import holding
+from autoshard.plan.plan import rounded
 from autoshard.spec import record
 from benchmarks.pages import ROOT, head, line, with_table
 from benchmarks.result import Extra, Result
@@ -51,16 +53,16 @@ def fit_all(programs: Sequence[ProgramRows]) -> Departures:
         moved, new = judged_by_others(rows, departure, found)
         elsewhere += [] if moved is None else [moved]
         unknown.append(new)
-    widest = holding(_each_once(unknown))
+    widest = _interval(unknown)
     known = [one if len(one.fit.rows) >= _ENOUGH else replace(one, interval=max(one.interval, widest)) for one in found]
     known.sort(key=lambda one: (one.framework.casefold(), one.cluster))
-    return Departures(programs=tuple(known), elsewhere=holding(_each_once(elsewhere)), unknown=widest)
+    return Departures(programs=tuple(known), elsewhere=_interval(elsewhere), unknown=widest)
 
 
-def _each_once(errors: Sequence[Array]) -> Array:
-    """Return nine quantiles of each program's errors, so that every program counts once."""
-    shares = np.linspace(0.1, 0.9, 9)
-    return np.concatenate([np.quantile(one, shares) for one in errors])
+def _interval(errors: Sequence[Array]) -> float:
+    """Return the factor, less 1, that holds four of five of nine quantiles of each program, which all count once."""
+    quantiles = np.concatenate([np.quantile(one, np.linspace(0.1, 0.9, 9)) for one in errors])
+    return rounded(float(np.expm1(holding(np.abs(quantiles).tolist()))))
 
 
 def judged_by_others(rows: ProgramRows, departure: Departure, every: Sequence[Departure]) -> tuple[Array | None, Array]:

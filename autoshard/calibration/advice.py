@@ -57,11 +57,6 @@ class Advice:
     num_runs: int  # that could have been proposed
     proposals: tuple[Proposal, ...]
 
-    @property
-    def regret_s(self) -> float:
-        """Today's expected regret in seconds of a step."""
-        return self.regret * self.choice.step_s
-
     def usd_per_billion_tokens(self, regret: float) -> float | None:
         """Return what a regret costs; None where no price is known."""
         dollars, prediction = self.choice.plan.dollars, self.choice.plan.prediction

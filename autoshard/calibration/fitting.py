@@ -17,7 +17,7 @@ from autoshard.calibration.measured_run import MeasuredRun
 from autoshard.calibration.prior import Array, Prior
 from autoshard.calibration.validate import outlined_run, predicted_run
 from autoshard.cost.calibration import Calibration, uncalibrated
-from autoshard.cost.outside import Fit, Seen, features_of, seen_in
+from autoshard.cost.outside import Fit, Seen, features_of, holding, seen_in
 from autoshard.cost.predict import step_timer
 from autoshard.plan.plan import rounded
 
@@ -25,7 +25,6 @@ _HUBER, _SCALE, _LEAST_SCALE = 1.345, 1.4826, 0.05
 _STEP, _STEPS = 0.02, 16
 _LONGEST, _SHORTEST = 1.0, 1e-3  # steps of a fit, in units of what moves most
 _ENOUGH = 3e-4  # of the loss: a fit that gains less has ended
-INSIDE = 0.8  # of errors that an interval holds
 _NARROW = 0.15  # an interval that says enough, however small the median error
 
 
@@ -244,11 +243,5 @@ def interval_of(logarithms: Array) -> float:
 
     A few rows that are far off would widen it for all.
     """
-    return min(holding(logarithms), rounded(max(_NARROW, 3 * float(np.expm1(np.median(np.abs(logarithms)))))))
-
-
-def holding(logarithms: Array) -> float:
-    """Return the factor, less 1, within which four of five ratios lie: of n in order the ceil(0.8 (n + 1))th."""
-    sizes = np.sort(np.abs(logarithms))
-    place = min(len(sizes), int(np.ceil(INSIDE * (len(sizes) + 1))))
-    return rounded(float(np.expm1(sizes[place - 1])))
+    sizes = np.abs(logarithms)
+    return rounded(float(min(np.expm1(holding(sizes.tolist())), max(_NARROW, 3 * np.expm1(np.median(sizes))))))

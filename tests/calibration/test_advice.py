@@ -119,7 +119,7 @@ class TestAdvice:
     def test_with_one_plan_nothing_is_regretted(self) -> None:
         _, plans = local()
         found = advice(plans[:1], [taking(plans[0], 1.0)])
-        assert (found.regret, found.regret_s, found.proposals) == (0.0, 0.0, ())
+        assert (found.regret, found.proposals) == (0.0, ())
 
     def test_dollars_are_those_of_the_share_of_the_step(self) -> None:
         request, plans = on_nodes()
