@@ -15,7 +15,6 @@ from pathlib import Path
 
 from autoshard.calibration.measured_run import MeasuredRun, run_of
 from autoshard.calibration.rows import MeasuredRow, measured_rows
-from autoshard.calibration.splits import SETTLED, is_old
 from autoshard.calibration.validate import Accuracy, Compared, SetAccuracy, Validation, accuracy, noise_floor
 from autoshard.cost.built_in import built_in
 from autoshard.cost.calibration import Calibration, Fit
@@ -113,8 +112,9 @@ def left_out(rows: Path, found: Validation) -> dict[str, Accuracy]:
 def _part(run: MeasuredRun) -> str:
     """Say what ran a row: the chip, and the software that decides most."""
     chip, products = run.cluster.chip.name, run.workload.precision.products
-    if run.cluster.engine == "nxd":
-        return f"{chip}, SDK before {SETTLED}" if is_old(run) else f"{chip}, SDK {SETTLED} and later"
+    if software := run.constants.software:
+        is_old = software.slowness(None, run.release) > 1
+        return f"{chip}, SDK before {software.settled}" if is_old else f"{chip}, SDK {software.settled} and later"
     return f"{chip}, {products.upper()}" if products else chip
 
 

@@ -5,8 +5,7 @@ fitted to the chosen rows alone, and all others are predicted with them. Advice 
 `autoshard advise` is narrowed most, over all rows together, and begins anew around the constants of the rows so far; a
 grid takes rows spread evenly over nodes, tp and pp. A choice reaches the accuracy of all rows from that size on from
 which the rows that were not chosen are off by no more, on average, than rows are that were left out of the fit to all
-of them. Which constants are told apart is taken from that fit, for all choices alike, because to try every split on
-every choice would take hours.
+of them.
 """
 
 import time
@@ -16,11 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.calibration.belief import belief_of
-from autoshard.calibration.calibrate import best_of, fit, fit_constants, samples_in
-from autoshard.calibration.splits import Split, splits_for
-from autoshard.calibration.unknowns import Sample, predictor, unknowns_of
+from autoshard.calibration.calibrate import fit, samples_in
+from autoshard.calibration.fitting import FitRows, Sample, fitted
+from autoshard.calibration.prior import Prior, prior_of
 from autoshard.cost.built_in import built_in
-from autoshard.cost.calibration import Calibration, uncalibrated
+from autoshard.cost.calibration import Calibration
 from benchmarks.accuracy import DATA
 from benchmarks.measure import yardstick_s
 from benchmarks.result import Extra, Result
@@ -37,10 +36,10 @@ Errors = Mapping[int, float]  # chosen rows -> mean error of those that were not
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The rows of a cluster, which constants a fit to them tells apart, and the error of all of them when left out."""
+    """The rows of a cluster, what is known without them, and the error of all of them when left out."""
 
     samples: tuple[Sample, ...]
-    split: Split
+    prior: Prior
     target: float
 
     @classmethod
@@ -49,8 +48,8 @@ class Rows:
         rows = samples_in(DATA, cluster)
         rests_on = built_in(cluster).fit or fit(rows, cluster).fit
         assert rests_on, "a fit says what it rests on"
-        split = splits_for([sample.run for sample in rows.samples])[best_of(rests_on.tried)]
-        return cls(samples=rows.samples, split=split, target=rests_on.left_out_mape)
+        prior = prior_of([sample.run for sample in rows.samples], [sample.id for sample in rows.samples])
+        return cls(samples=rows.samples, prior=prior, target=rests_on.left_out_mape)
 
     @property
     def sizes(self) -> list[int]:
@@ -59,13 +58,14 @@ class Rows:
 
     def fitted(self, chosen: Sequence[int]) -> Calibration:
         """Return the constants of the chosen rows."""
-        return fit_constants(self.split, [self.samples[number] for number in chosen])
+        rows = FitRows(samples=tuple(self.samples[number] for number in chosen), prior=self.prior)
+        return self.prior.constants(fitted(rows))
 
     def error(self, chosen: Sequence[int], constants: Calibration) -> float:
         """Return the mean error of the rows that were not chosen."""
-        rest = [sample for number, sample in enumerate(self.samples) if number not in chosen]
-        ratios = predictor(rest, constants, self.split)(unknowns_of(constants, self.split))
-        return float(np.abs(ratios - 1).mean())
+        rest = [number for number in range(len(self.samples)) if number not in chosen]
+        residuals = FitRows(samples=self.samples, prior=self.prior).residuals_under(constants, rest)
+        return float(np.abs(np.expm1(residuals)).mean())
 
     def errors(self, choose: Callable[[int], Sequence[int]]) -> Errors:
         """Return the errors of a choice of so many rows, size by size."""
@@ -75,7 +75,7 @@ class Rows:
     def advised(self) -> list[int]:
         """Return the rows that advice chooses, one by one."""
         runs, chosen = [sample.run for sample in self.samples], list[int]()
-        start = around = belief_of(runs, uncalibrated())
+        start = around = belief_of(runs, self.prior.centre)
         for size in self.sizes:
             while len(chosen) < size:
                 told = around.telling()

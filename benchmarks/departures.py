@@ -11,12 +11,15 @@ from statistics import fmean
 
 import numpy as np
 
+from autoshard.calibration.fitting import Sample
 from autoshard.calibration.measured_run import run_of
-from autoshard.calibration.pooled import ProgramRows, departure_of, holding, program_rows
-from autoshard.calibration.rows import MeasuredRow, measured_rows
-from autoshard.calibration.unknowns import Array, Sample
+from autoshard.calibration.pooled import ProgramRows, departure_of, program_rows
+from autoshard.calibration.prior import Array
+from autoshard.calibration.rows import measured_rows
 from autoshard.cost.calibration import uncalibrated
-from autoshard.cost.departures import Departure, Departures, hardware, mean_constants, shares_of
+from autoshard.cost.departures import Departure, Departures, mean_constants, numbers_of
+from autoshard.cost.outside import holding
+from autoshard.plan.plan import rounded
 from autoshard.spec import record
 from benchmarks.pages import ROOT, head, line, with_table
 from benchmarks.result import Extra, Result
@@ -31,14 +34,15 @@ _COLUMNS = ("program", "cluster", "rows", "left out", "error", "inside", "withou
 
 def departing_rows() -> list[ProgramRows]:
     """Return the timed rows of this repository that hosts of accelerators started, by program and cluster."""
-    samples: list[tuple[Sample, MeasuredRow]] = []
+    samples, dates = list[Sample](), dict[str, str]()
     for folder in (DATA, DATA / "sweeps"):
         for row in measured_rows(folder).rows.values():
             if row.step_time_s and not row.unfit:
                 run = run_of(row)
                 if run.cluster.engine == "torch":
-                    samples.append((Sample(id=row.id, run=run, step_time_s=row.step_time_s, apart=""), row))
-    return program_rows(samples)
+                    group, dates[row.id] = row.group or row.id, row.first_seen or ""
+                    samples.append(Sample(id=row.id, run=run, step_time_s=row.step_time_s, group=group))
+    return program_rows(samples, dates)
 
 
 def fit_all(programs: Sequence[ProgramRows]) -> Departures:
@@ -49,18 +53,16 @@ def fit_all(programs: Sequence[ProgramRows]) -> Departures:
         moved, new = judged_by_others(rows, departure, found)
         elsewhere += [] if moved is None else [moved]
         unknown.append(new)
-    widest = holding(_each_once(unknown))
-    known = [
-        one if len(one.rows.ratios) >= _ENOUGH else replace(one, interval=max(one.interval, widest)) for one in found
-    ]
+    widest = _interval(unknown)
+    known = [one if len(one.fit.rows) >= _ENOUGH else replace(one, interval=max(one.interval, widest)) for one in found]
     known.sort(key=lambda one: (one.framework.casefold(), one.cluster))
-    return Departures(programs=tuple(known), elsewhere=holding(_each_once(elsewhere)), unknown=widest)
+    return Departures(programs=tuple(known), elsewhere=_interval(elsewhere), unknown=widest)
 
 
-def _each_once(errors: Sequence[Array]) -> Array:
-    """Return nine quantiles of each program's errors, so that every program counts once."""
-    shares = np.linspace(0.1, 0.9, 9)
-    return np.concatenate([np.quantile(one, shares) for one in errors])
+def _interval(errors: Sequence[Array]) -> float:
+    """Return the factor, less 1, that holds four of five of nine quantiles of each program, which all count once."""
+    quantiles = np.concatenate([np.quantile(one, np.linspace(0.1, 0.9, 9)) for one in errors])
+    return rounded(float(np.expm1(holding(np.abs(quantiles).tolist()))))
 
 
 def judged_by_others(rows: ProgramRows, departure: Departure, every: Sequence[Departure]) -> tuple[Array | None, Array]:
@@ -70,10 +72,9 @@ def judged_by_others(rows: ProgramRows, departure: Departure, every: Sequence[De
     return _errors(rows, same) if same else None, _errors(rows, others)
 
 
-def _errors(rows: ProgramRows, others: Sequence[Departure]) -> Array:
-    constants, chip = mean_constants(others), rows.samples[0].run.cluster.chip.name
-    hosts = {name: constants.get(name, usual) for name, usual in hardware().hosts.items()}
-    return rows.residuals_under(replace(uncalibrated(), **shares_of(chip, constants), **hosts))
+def _errors(program: ProgramRows, others: Sequence[Departure]) -> Array:
+    numbers = numbers_of(program.chip, mean_constants(others))
+    return program.rows.residuals_under(replace(uncalibrated(), **numbers))
 
 
 def left_out_table(programs: Sequence[ProgramRows], found: Departures) -> str:
@@ -85,13 +86,13 @@ def _lines(programs: Sequence[ProgramRows], found: Departures) -> Iterator[str]:
     by_name = {(one.framework, one.cluster): one for one in found.programs}
     for rows in sorted(programs, key=lambda one: (one.framework.casefold(), one.cluster)):
         departure = by_name[rows.framework, rows.cluster]
-        ratios = np.array([*departure.rows.ratios.values()])
+        ratios = np.array([*departure.fit.rows.values()])
         inside = float((np.abs(np.log(ratios)) <= np.log1p(departure.interval)).mean())
         moved, new = judged_by_others(rows, departure, found.programs)
         errors = ["-" if one is None else f"{np.abs(np.expm1(one)).mean():.1%}" for one in (moved, new)]
         yield line(
-            [rows.framework, rows.cluster, str(len(ratios)), departure.rows.left_out_by,
-             f"{departure.rows.left_out_mape:.1%}", f"{inside:.0%}", *errors]
+            [rows.framework, rows.cluster, str(len(ratios)), departure.fit.left_out_by,
+             f"{departure.fit.left_out_mape:.1%}", f"{inside:.0%}", *errors]
         )  # fmt: skip
 
 
@@ -108,7 +109,7 @@ def run(write: bool = False) -> Result:
         FILE.write_text(departures_text(found), "utf-8")
         table = left_out_table(programs, found)
         PAGE.write_text(with_table(PAGE.read_text("utf-8"), "departures", table, "departures"), "utf-8")
-    errors = {f"{one.framework}, {one.cluster}": one.rows.left_out_mape for one in found.programs}
+    errors = {f"{one.framework}, {one.cluster}": one.fit.left_out_mape for one in found.programs}
     value = fmean(errors.values())
     extras: dict[str, Extra] = {name: round(error, 4) for name, error in errors.items()}
     extras |= {"elsewhere": found.elsewhere, "unknown": found.unknown, "cpu_s": round(time.process_time() - start_s, 1)}

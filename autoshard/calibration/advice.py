@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from autoshard.calibration.belief import Belief, belief_of
+from autoshard.calibration.fitting import Sample
 from autoshard.calibration.measured_run import MeasuredRun
-from autoshard.calibration.unknowns import Sample
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.doubt import EIGHTY_PERCENT
 from autoshard.plan.plan import Plan, rounded
@@ -56,11 +56,6 @@ class Advice:
     num_rows: int
     num_runs: int  # that could have been proposed
     proposals: tuple[Proposal, ...]
-
-    @property
-    def regret_s(self) -> float:
-        """Today's expected regret in seconds of a step."""
-        return self.regret * self.choice.step_s
 
     def usd_per_billion_tokens(self, regret: float) -> float | None:
         """Return what a regret costs; None where no price is known."""

@@ -1,31 +1,27 @@
 """What is believed about step times of runs that nobody has measured, and how much measured rows narrow it down.
 
 The logarithms of all step times are Gaussian together (Laplace's approximation around some constants). Two things move
-them. The constants are uncertain, each within what a machine can be; how far a step follows is a finite difference
+them. The constants are as uncertain as before a fit (``prior.py``), and how far a step follows is a finite difference
 through the cost model. And the cost model is wrong by an error of its own, which no number of rows takes away: it stays
 with a layout, and layouts that are alike share part of it. What lies outside the rows of a fit is off by more.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autoshard.calibration.fitting import log_seconds
 from autoshard.calibration.measured_run import MeasuredRun
-from autoshard.calibration.splits import Split, physical, splits_for
-from autoshard.calibration.unknowns import UNITS, Array, Sample, predictor, unknowns_of
+from autoshard.calibration.prior import Array, believed_prior
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.doubt import TO_DEVIATION, alike, beyond, model_error
 from autoshard.plan.build import build_plan
-from autoshard.spec.cluster import LOCAL
 
 # Of the logarithm of a row, as a standard deviation. Rows of several releases of a platform's software are 0.058 apart
 # on average where they repeat a layout (trn1, docs/accuracy.md), those of one program 0.000 (a100-80); a run of one's
 # own on one machine lies between.
 _NOISE, _NOISE_OF_RELEASES = 0.02, 0.058 * TO_DEVIATION
-_WIDTHS = 4.0  # standard deviations between the least and the most that a machine can be
-_DECLARED = math.log(4.0) / 2  # of a rate that no data sheet states: a factor of 4 either way is two deviations
 _STEP = 1e-2  # of a finite difference, as in a fit
 _DRAWS = 4096  # a mean over them is off by 2% of a deviation
 
@@ -78,46 +74,19 @@ class Belief:
 
 def belief_of(runs: Sequence[MeasuredRun], constants: Calibration) -> Belief:
     """Return what is believed of runs where nothing was measured, around what some constants predict."""
-    split = finest([*splits_for(runs).values()])
-    nothing = [Sample(id="", run=run, step_time_s=1.0, apart="") for run in runs]
-    predict, here = predictor(nothing, constants, split), unknowns_of(constants, split)
-    mean = np.log(predict(here))
-    steps = _STEP * np.maximum(here, 1.0)
-    slopes = np.stack([np.log(predict(one)) - mean for one in here + np.diag(steps)], axis=1) / steps
-    moved = slopes * _deviations(split, here, declared=runs[0].cluster.name == LOCAL)
+    prior = believed_prior(constants, runs)
+    nothing = log_seconds(runs, prior.centre)
+    steps = np.eye(len(prior.unknowns)) * _STEP
+    slopes = np.stack([log_seconds(runs, prior.constants(step)) - nothing for step in steps], axis=1) / _STEP
+    moved = slopes * prior.deviations
     covariance = moved @ moved.T + model_error(constants) ** 2 * alike(runs)
     if constants.fit:
         covariance += beyond_rows(runs, constants)
     noise = np.array([_NOISE_OF_RELEASES if run.release else _NOISE for run in runs])
-    return Belief(mean=mean, covariance=covariance, noise=noise)
-
-
-def finest(splits: Sequence[Split]) -> Split:
-    """Return the constants that every split keeps together, and every one that any has, group by group.
-
-    >>> finest([(("a", "b", "c"),), (("a", "b"), ("c",), ("d",))])
-    (('a', 'b'), ('c',), ('d',))
-    """
-    names = dict.fromkeys(name for split in splits for group in split for name in group)
-    groups: dict[object, list[str]] = {}
-    for name in names:
-        groups.setdefault(tuple(next((one for one in split if name in one), ()) for split in splits), []).append(name)
-    return tuple(map(tuple, groups.values()))
+    return Belief(mean=log_seconds(runs, constants), covariance=covariance, noise=noise)
 
 
 def beyond_rows(runs: Sequence[MeasuredRun], constants: Calibration) -> Array:
     """Return what intervals are wider by where runs lie outside the rows of a fit, as a covariance."""
     plans = [build_plan(run.candidate, run.model, run.cluster, run.workload, run.cluster.engine) for run in runs]
     return beyond(plans, constants)
-
-
-def _deviations(split: Split, here: Array, *, declared: bool) -> Array:
-    """Return how uncertain each unknown is before any row: a quarter of what is possible, or one unit of a time."""
-    found: list[float] = []
-    for group, value in zip(split, here.tolist(), strict=True):
-        least, most = physical(group)
-        if group[0] in UNITS:
-            found.append((most - least) / _WIDTHS if math.isfinite(most) else 1.0)
-        else:
-            found.append(value * (_DECLARED if declared else math.log(most / least) / _WIDTHS))
-    return np.array(found)

@@ -1,11 +1,12 @@
 """Which constants come with autoshard for a cluster and a program, and which ones a plan carries."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from typing import Any, cast
 
-from autoshard.cost.calibration import NUMBERS, OPTIONAL, OUTSIDE, SECONDS, Calibration, Fit, Reach, uncalibrated
+from autoshard.cost.calibration import NUMBERS, OPTIONAL, OUTSIDE, SECONDS, Calibration, Reach, uncalibrated
 from autoshard.cost.departures import (
     Basis,
     Departure,
@@ -13,8 +14,9 @@ from autoshard.cost.departures import (
     chip_family,
     departures,
     hardware,
+    is_measured,
     mean_constants,
-    shares_of,
+    numbers_of,
 )
 from autoshard.cost.outside import Seen
 from autoshard.errors import InputError
@@ -22,6 +24,8 @@ from autoshard.plan.plan import Plan
 from autoshard.spec import record
 from autoshard.spec.cluster_catalogue import cluster_names, load_node_type
 from autoshard.spec.files import parsed_json
+
+_GONE = ("shared_ports",)  # constants that plans of before may state
 
 
 @cache
@@ -34,75 +38,92 @@ def built_in(cluster: str, kernels: str = "", framework: str | None = None) -> C
     >>> built_in("local").name, built_in("trn2.48xlarge").name, built_in("h100-80", "mcore").name
     ('uncalibrated', 'trn1.32xlarge', 'h100-80 under Megatron-Core')
     """
+    if shipped := _shipped(cluster):
+        return shipped
+    if not is_measured(_chips().get(cluster, "")):
+        return uncalibrated()
+    return _of_program(cluster, kernels or load_node_type(cluster).kernels, framework)
+
+
+def known_before(cluster: str, chip: str, programs: Sequence[tuple[str, str | None]], rows: Set[str]) -> Calibration:
+    """Return the constants that would come for programs, by kernels and framework, had nobody measured some rows."""
+    shipped = _shipped(cluster)
+    if shipped and not (shipped.fit and rows & shipped.fit.rows.keys()):
+        return shipped
+    if not is_measured(chip):
+        return uncalibrated()
+    others = [one for one in departures().programs if not rows & one.fit.rows.keys()]
+    chips = {**_chips(), cluster: chip}
+    some = [one for kernels, name in programs for one in applicable(others, cluster, chips, kernels, name)[0]]
+    some = [*dict.fromkeys(some)]
+    who = ", ".join(dict.fromkeys(one.framework for one in some)) if len(some) < len(others) else "all programs"
+    name = f"the rates of {chip}, and what {who or 'hosts'} add"
+    numbers: Mapping[str, Any] = numbers_of(chip, mean_constants(some))
+    return replace(uncalibrated(), name=name, sources=_sources(chip), **numbers)
+
+
+def _sources(chip: str) -> Mapping[str, str]:
+    """Return where the rates of a chip are from, and what hosts take."""
+    known = hardware()
+    hosts = {name: known.sources.get(name, known.sources["hosts"]) for name in SECONDS}
+    return {**uncalibrated().sources, **known.chips[chip_family(chip)].sources, **hosts}
+
+
+@cache
+def _shipped(cluster: str) -> Calibration | None:
+    """Return the constants of a file, of the cluster itself or of the nearest one."""
     folder = resources.files("autoshard.cost") / "calibrations"
     nearest: Any = parsed_json((resources.files("autoshard.cost") / "nearest.json").read_text("utf-8"), "nearest.json")
     name = f"{nearest[cluster]['to'] if cluster in nearest else cluster}.json"
-    for entry in folder.iterdir():
-        if entry.name == name:
-            return record.decode(Calibration, parsed_json(entry.read_text("utf-8"), name), where=name)
-    chips = {one: load_node_type(one).chip.name for one in cluster_names()}
-    if chip_family(chips.get(cluster, "")) not in hardware().chips:
-        return uncalibrated()
-    return _of_program(cluster, chips, kernels or load_node_type(cluster).kernels, framework)
+    texts = (entry.read_text("utf-8") for entry in folder.iterdir() if entry.name == name)
+    return next((record.decode(Calibration, parsed_json(text, name), where=name) for text in texts), None)
 
 
-def _of_program(cluster: str, chips: Mapping[str, str], kernels: str, framework: str | None) -> Calibration:
+@cache
+def _chips() -> Mapping[str, str]:
+    return {one: load_node_type(one).chip.name for one in cluster_names()}
+
+
+def _of_program(cluster: str, kernels: str, framework: str | None) -> Calibration:
     """Return the constants of a chip, and of a program on it as far as its rows say."""
-    chip = chips[cluster]
-    some, basis = applicable(cluster, chip, chips, kernels, framework)
+    chips, chip = _chips(), _chips()[cluster]
+    some, basis = applicable(departures().programs, cluster, chips, kernels, framework)
     constants, own, alone = mean_constants(some), basis == "rows", len(some) == 1
     who = ", ".join(dict.fromkeys(one.framework for one in some)) if basis != "other programs" else "any program"
     intervals = {"rows": max(one.interval for one in some), "other machines": departures().elsewhere}
     interval = intervals.get(basis, max(OUTSIDE, departures().unknown))
     same_chip = [one for one in departures().programs if chips[one.cluster] == chip]
-    known = hardware().chips[chip_family(chip)]
     words = f"{_words(some, basis, who, chip)}; nominal 80% interval of a factor of {1 + interval:.2f} either way"
     reach = Reach(
         cluster=",".join(dict.fromkeys((cluster, *(one.cluster for one in some)))),
-        axes=tuple(dict.fromkeys(axis for one in some for axis in one.rows.axes)),
+        axes=tuple(dict.fromkeys(axis for one in some for axis in one.axes)),
         kernels=tuple(dict.fromkeys((kernels, *(name for one in some for name in one.kernels)))),
     )
-    numbers: dict[str, Any] = {**hardware().hosts, **constants, **shares_of(chip, constants)}
+    numbers: dict[str, Any] = {**numbers_of(chip, constants)}
     return Calibration(
         name=f"{cluster} under {who}",
         **numbers,
         interval=interval,
         basis=words,
         reach=reach if own else None,
-        seen=some[0].rows.seen if own and alone else {"experts": Seen(values=("0",))},
-        best_mfu=max((one.rows.best_mfu for one in same_chip), default=None),
-        fit=_fit_of(some[0]) if own and alone else None,
-        sources={
-            **known.sources,
-            **{name: hardware().sources.get(name, hardware().sources["hosts"]) for name in SECONDS},
-            "interval": words,
-        },
+        seen=some[0].seen if own and alone else {"experts": Seen(values=("0",))},
+        best_mfu=max((one.best_mfu for one in same_chip), default=None),
+        fit=some[0].fit if own and alone else None,
+        sources={**_sources(chip), "interval": words},
     )
 
 
 def _words(some: Sequence[Departure], basis: Basis, who: str, chip: str) -> str:
     """Say what constants of a program rest on."""
     where = ", ".join(dict.fromkeys(one.cluster for one in some))
-    count, newest = sum(len(one.rows.ratios) for one in some), max(one.rows.newest for one in some)
-    error = sum(one.rows.left_out_mape for one in some) / len(some)
+    count, newest = sum(len(one.fit.rows) for one in some), max(one.fit.date for one in some)
+    error = sum(one.fit.left_out_mape for one in some) / len(some)
     if basis == "rows":
         words = f"the rates of {chip}, and what {who} adds, by {count} rows of {where}, newest {newest}"
-        return f"{words}: mean error {error:.1%} where a {some[0].rows.left_out_by} is left out"
+        return f"{words}: mean error {error:.1%} where a {some[0].fit.left_out_by} is left out"
     if basis == "other machines":
         return f"the rates of {chip}, and what {who} adds on {where}, by {count} rows there"
     return f"the rates of {chip}, and what {len(some)} programs add on average; no row is of this program"
-
-
-def _fit_of(program: Departure) -> Fit:
-    return Fit(
-        date=program.rows.newest,
-        rows=program.rows.ratios,
-        num_layouts=program.rows.num_layouts,
-        left_out_by=program.rows.left_out_by,
-        in_sample_mape=program.rows.in_sample_mape,
-        left_out_mape=program.rows.left_out_mape,
-        tried={},
-    )
 
 
 def _seen_of(entries: Mapping[str, str]) -> Mapping[str, Any]:
@@ -122,6 +143,7 @@ def calibration_of(plan: Plan) -> Calibration:
     if "calibration.constants" not in entries:
         return built_in(plan.cluster.name, plan.kernels)
     pairs = [part.partition("=") for part in entries["calibration.constants"].split(",")]
+    pairs = [pair for pair in pairs if pair[0] not in _GONE]
     if sorted(name for name, _, _ in pairs if name not in OPTIONAL) != sorted(NUMBERS):
         names = ", ".join(NUMBERS)
         raise InputError.of("provenance.calibration.constants", f"must be NAME=NUMBER,... for each of {names}")

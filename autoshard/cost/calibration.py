@@ -10,12 +10,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from autoshard.cost.departures import (
-    departures,
-)
-from autoshard.cost.outside import UNSEEN_OFF, Seen, features_of
+from autoshard.cost.departures import departures
+from autoshard.cost.outside import UNSEEN_OFF, Fit, Seen, features_of
 from autoshard.errors import InputError, in_range, require
 from autoshard.plan.plan import Plan
 from autoshard.spec import record
@@ -35,7 +33,7 @@ _SOFTWARE = ("kernels", "products")  # features that stand for a framework and f
 NUMBERS = (*CONSTANTS, "interval")
 WIDEST = 2.0  # an interval: a third of the predicted time to three times that
 _MORE_SECONDS = ("task_s", "layer_s", "joined_s", "shard_s")
-OPTIONAL = ("shared_ports", "straggling", *_MORE_SECONDS)  # of plans and files that do not state it, nothing was known
+OPTIONAL = ("straggling", *_MORE_SECONDS)  # of plans and files that do not state it, nothing was known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,21 +111,6 @@ def _numbers(release: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """What constants were fitted to, and how far their predictions are off."""
-
-    date: str  # of the newest row, or the caller's
-    rows: Mapping[str, float] = field(
-        hash=False
-    )  # id -> predicted over measured, where its model or layout is left out
-    num_layouts: int
-    left_out_by: Literal["model", "group", "layout"]
-    in_sample_mape: float
-    left_out_mape: float  # each model, or layout, predicted with constants fitted to the others
-    tried: Mapping[str, float] = field(hash=False)  # which constants have values of their own -> left-out error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """Which part of each peak rate is reached, what takes time besides, and what the numbers rest on.
 
@@ -149,7 +132,6 @@ class Calibration:
     joined_s: float = 0.0  # of hosts, for each rank of a collective, in a pipeline over several nodes
     shard_s: float = 0.0  # of every step, for each rank over which ZeRO divides the weights
     straggling: float = 0.0  # how much longer kernels take for each doubling of the nodes: the slowest rank decides
-    shared_ports: float = 1.0  # of far_link_efficiency, where several groups of a node send at once
     interval: float  # what is promised lies within a factor of 1 + this, either way
     basis: str
     reach: Reach | None = None  # None where nothing was measured
@@ -171,7 +153,6 @@ class Calibration:
             ),
             *in_range(self, *SECONDS, *_MORE_SECONDS, high=LONGEST_S),
             (0 <= self.straggling < 1, "straggling", "must lie in [0, 1)"),
-            (_LEAST <= self.shared_ports <= 1, "shared_ports", f"must lie in [{_LEAST}, 1]"),
             (0 <= self.interval < 1, "interval", "must lie in [0, 1)"),
             *((bool(self.sources.get(name)), f"sources.{name}", "say where this number is from") for name in NUMBERS),
         )

@@ -113,12 +113,7 @@ def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration:
     num_chips = len({rank // cluster.ranks_per_chip for rank in group}) if on_torus else 0
     wires = 0.5 if num_chips % cluster.chips_per_node else 1.0
     inner, num_nodes = cluster.inside(group), len({rank // cluster.ranks_per_node for rank in group})
-    # Rings of several groups that leave a node at once get less of its ports than one ring that has them all.
-    shared = calibration.shared_ports if len(inner) < cluster.ranks_per_node else 1.0
-    reached = {
-        link.domain: efficiency(link, calibration) * (shared if link.domain == "cluster" else 1.0)
-        for link in cluster.links
-    }
+    reached = {link.domain: efficiency(link, calibration) for link in cluster.links}
     speeds: dict[Domain, float] = {
         link.domain: speed * reached[link.domain] * (wires if link.kind == "torus" else 1.0)
         for link, speed in zip(cluster.links, axis_levels_bytes_per_s(cluster, mesh, cut), strict=True)

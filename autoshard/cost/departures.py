@@ -13,7 +13,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
-from autoshard.cost.outside import Seen
+from autoshard.cost.outside import Fit, Seen
 from autoshard.spec import record
 from autoshard.spec.files import parsed_json
 
@@ -21,7 +21,7 @@ SHARES = (
     "matrix_efficiency", "attention_efficiency", "vector_efficiency", "memory_efficiency", "near_link_efficiency",
     "far_link_efficiency",
 )  # fmt: skip
-_MOST = 0.97  # of a rate, whatever the program
+MOST = 0.97  # of a rate, whatever the program
 Basis = Literal["rows", "other machines", "other programs"]
 
 
@@ -45,21 +45,6 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """What a departure was fitted to, and how far its predictions are off."""
-
-    newest: str
-    ratios: Mapping[str, float] = field(hash=False)  # row -> predicted over measured, where its group is left out
-    num_layouts: int
-    left_out_by: Literal["model", "group", "layout"]
-    in_sample_mape: float
-    left_out_mape: float
-    best_mfu: float  # without masked pairs
-    axes: tuple[str, ...]
-    seen: Mapping[str, Seen] = field(hash=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Departure:
     """How a program departs from its hardware on one cluster."""
 
@@ -68,7 +53,10 @@ class Departure:
     kernels: tuple[str, ...]
     constants: Mapping[str, float] = field(hash=False)  # factors of shares, seconds of hosts
     interval: float
-    rows: Rows
+    best_mfu: float  # without masked pairs
+    axes: tuple[str, ...]
+    seen: Mapping[str, Seen] = field(hash=False)
+    fit: Fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,26 +100,31 @@ def matrix_units(chip: str) -> tuple[int, int]:
     return (hardware().matrix_tile, known.matrix_units) if known else (1, 1)
 
 
-def shares_of(chip: str, constants: Mapping[str, float]) -> Mapping[str, float]:
-    """Return which shares a program reaches on a chip that departs by these factors."""
+def is_measured(chip: str) -> bool:
+    """Say whether shares of a chip are known."""
+    return chip_family(chip) in hardware().chips
+
+
+def numbers_of(chip: str, constants: Mapping[str, float]) -> Mapping[str, float]:
+    """Return the shares of a chip, and the seconds of hosts, of a program that departs by these constants."""
     shares = hardware().chips[chip_family(chip)].shares
-    return {name: min(_MOST, share * constants.get(name, 1.0)) for name, share in shares.items()}
+    hosts = {name: constants.get(name, usual) for name, usual in hardware().hosts.items()}
+    return {**hosts, **{name: min(MOST, share * constants.get(name, 1.0)) for name, share in shares.items()}}
 
 
 def applicable(
-    cluster: str, chip: str, chips: Mapping[str, str], kernels: str, framework: str | None
+    every: Sequence[Departure], cluster: str, chips: Mapping[str, str], kernels: str, framework: str | None
 ) -> tuple[Sequence[Departure], Basis]:
-    """Return the departures that say most about a program; ``chips`` are those of all clusters.
+    """Return those of some departures that say most about a program; ``chips`` are those of all clusters.
 
     The same framework comes before the same kernels, the same cluster before the same chip.
     """
-    every = departures().programs
     named = _named(every, framework)
     alike = [one for one in every if kernels in one.kernels]
     for known in (named, alike) if named else (alike,):
         for near in (
             [one for one in known if one.cluster == cluster],
-            [one for one in known if chips.get(one.cluster) == chip],
+            [one for one in known if chips.get(one.cluster) == chips.get(cluster)],
         ):
             if near:
                 return near, "rows"
@@ -151,7 +144,7 @@ def _named(every: Sequence[Departure], framework: str | None) -> list[Departure]
 def mean_constants(some: Sequence[Departure]) -> Mapping[str, float]:
     """Return the mean of departures, each counted once: of factors as of logarithms, of seconds as they are."""
     found: dict[str, float] = {}
-    for name in some[0].constants:
+    for name in some[0].constants if some else ():
         values = [one.constants[name] for one in some]
         is_share = name in SHARES
         found[name] = math.exp(sum(map(math.log, values)) / len(values)) if is_share else sum(values) / len(values)

@@ -8,6 +8,7 @@ from autoshard.cost.outside import features_of
 from autoshard.plan.plan import Plan
 from autoshard.units import format_seconds
 
+_NEAR = 0.05  # by which a fit to compiled programs tells single shares apart
 _LINKS = ("tp", "cp", "ep", "pp", "dp")
 # The feature by whose value rows are counted that have a part of the step as a plan has it.
 _FEATURE: Mapping[str, str] = {"compute": "recompute", "tp": "tp", "pp": "schedule", "bubble": "schedule"}
@@ -20,10 +21,10 @@ def evidence_of(part: str, plans: Sequence[Plan]) -> str:
     """
     constants = calibration_of(plans[0])
     counted = _rows_words(part, plans, constants)
-    return _basis(part, constants) + (f"; {counted}" if counted else "")
+    return _basis(part, constants, plans[0].engine) + (f"; {counted}" if counted else "")
 
 
-def _basis(part: str, constants: Calibration) -> str:
+def _basis(part: str, constants: Calibration, engine: str) -> str:
     """Say whether a part is a data sheet's, follows from a constant that rows fit, or from the other parts."""
     fitted = "fitted" if constants.seen else "not fitted"
     if part == "bubble":
@@ -39,8 +40,8 @@ def _basis(part: str, constants: Calibration) -> str:
     elif part not in ("compute", "update"):
         return "a term of your own"
     share = getattr(constants, name)
-    same = share == constants.matrix_efficiency and name != "matrix_efficiency" and constants.seen
-    shared = ", one share with compute: rows do not tell them apart" if same else ""
+    is_near = constants.seen and engine == "nxd" and abs(share / constants.matrix_efficiency - 1) < _NEAR
+    shared = ", near that of compute: rows hardly tell them apart" if is_near and name != "matrix_efficiency" else ""
     return f"data sheet {rates} x {share:.0%}, {fitted}{shared}"
 
 

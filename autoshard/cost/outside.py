@@ -5,8 +5,10 @@ model's errors are all in its favour. So each plan says how far outside the rows
 errors that steps outside have had: those of rows whose value of a feature no row of the fit had.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +20,7 @@ from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
 
 Features = Mapping[str, tuple[str, ...]]  # feature -> what a run has of it
-LeftOut = Callable[[list[int], list[int]], NDArray[np.float64]]  # runs, and those fitted to -> relative errors of runs
+LeftOut = Callable[[list[int]], NDArray[np.float64]]  # runs -> their relative errors under a fit to the others
 
 _RANGES = ("sequence", "nodes")  # all between the least and the most is inside
 _LEAST_ROWS = 3  # that constants are fitted to
@@ -60,6 +62,18 @@ class Seen:
         return f"{', '.join(foreign)}, and rows have {', '.join(self.values)}" if foreign else ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What constants were fitted to, and how far their predictions are off."""
+
+    date: str  # of the newest row, or the caller's
+    rows: Mapping[str, float] = field(hash=False)  # id -> predicted over measured, where it is left out with its like
+    num_layouts: int
+    left_out_by: Literal["model", "group", "layout"]
+    in_sample_mape: float
+    left_out_mape: float  # each row predicted with constants fitted to the others
+
+
 def features_of(candidate: Candidate, model: ModelSpec, cluster: Cluster, workload: Workload) -> Features:
     """Return what predictions may be off by: tp, recompute, schedule, kernels, format of products, experts, and so on.
 
@@ -97,13 +111,12 @@ def seen_in(runs: Sequence[Features], left_out: LeftOut) -> dict[str, Seen]:
         errors: list[float] = []
         for value in dict.fromkeys(values):
             out = [number for number, run in enumerate(runs) if value in run[feature]]
-            rest = [number for number in range(len(runs)) if number not in out]
-            if len(rest) >= _LEAST_ROWS:
-                errors += left_out(out, rest).tolist()
+            if len(runs) - len(out) >= _LEAST_ROWS:
+                errors += left_out(out).tolist()
         if values:
             names = tuple(dict.fromkeys(values))
             counts = () if feature in _RANGES else tuple(sum(name in run[feature] for run in runs) for name in names)
-            found[feature] = Seen(values=names, off=_holding(errors), counts=counts)
+            found[feature] = Seen(values=names, off=float(f"{holding(errors):.3g}") if errors else None, counts=counts)
     return found
 
 
@@ -111,10 +124,10 @@ def _order(value: str) -> tuple[int, str]:
     return (int(value), "") if value.isdigit() else (0, value)
 
 
-def _holding(errors: Sequence[float]) -> float | None:
-    """Return what holds so many of some errors."""
-    if not errors:
-        return None
-    ordered = sorted(errors)
-    place = min(len(ordered), int(np.ceil(_INSIDE * (len(ordered) + 1))))
-    return float(f"{ordered[place - 1]:.3g}")
+def holding(sizes: Sequence[float]) -> float:
+    """Return what four of five sizes are within: of n in order the ceil(0.8 (n + 1))th.
+
+    >>> holding([0.3, 0.1, 0.2, 0.5, 0.4])
+    0.5
+    """
+    return sorted(sizes)[min(len(sizes), math.ceil(_INSIDE * (len(sizes) + 1))) - 1]

@@ -38,14 +38,7 @@ MOST_INSTRUCTIONS = 5_000_000
 # cited: Neuron documentation, nki.isa.nc_matmul: one instruction multiplies at most [128, 128] with [128, 512].
 _FLOPS_OF_INSTRUCTION = 2 * 128 * 128 * 512
 _SENDS = 4  # a hidden state and its gradient, to be sent and to be received; the same on all stages
-_LINKS = (
-    "near_link_efficiency",
-    "far_link_efficiency",
-    "shared_ports",
-    "collective_s",
-    "joined_s",
-    "reach",
-)  # what sends take depends on these
+_LINKS = ("near_link_efficiency", "far_link_efficiency", "collective_s", "joined_s", "reach")  # sends depend on these
 _NOTHING = 1e-12  # of a step: what is left of two sums of the same times, a waiting that is none
 
 

@@ -12,7 +12,7 @@ from autoshard.calibration.choices import Choices
 from autoshard.calibration.frozen import FrozenRows
 from autoshard.calibration.suspects import Suspect
 from autoshard.calibration.validate import LEAST_LAYOUTS, Accuracy, SetAccuracy, Validation
-from autoshard.cost.calibration import CONSTANTS, SECONDS, Calibration
+from autoshard.cost.calibration import CONSTANTS, OPTIONAL, Calibration
 from autoshard.report.tables import Cell, FittingTable, prose
 from autoshard.units import format_seconds
 
@@ -181,14 +181,14 @@ def regret_words(errors: Accuracy, name: Literal["regret", "worst_regret"]) -> s
 
 
 def calibration_report(calibration: Calibration) -> str:
-    """Return the constants, the rows behind them, and the error of each set of constants that was tried."""
-    values = {name: getattr(calibration, name) for name in CONSTANTS}
-    constants = {name: format_seconds(value) if name in SECONDS else f"{value:.3f}" for name, value in values.items()}
-    lines = [f"{calibration.name}: {calibration.basis}", *_aligned(constants)]
-    if fit := calibration.fit:
-        lines.append(f"Constants that were fitted, and the error on rows whose {fit.left_out_by} was left out:")
-        lines += _aligned({split: f"{error:.1%}" for split, error in fit.tried.items()})
-    return "\n".join(lines)
+    """Return the constants, and the rows behind them."""
+    values = {name: getattr(calibration, name) for name in (*CONSTANTS, *OPTIONAL)}
+    constants = {
+        name: format_seconds(value) if name.endswith("_s") else f"{value:.3f}"
+        for name, value in values.items()
+        if value or name in CONSTANTS
+    }
+    return "\n".join([f"{calibration.name}: {calibration.basis}", *_aligned(constants)])
 
 
 def _aligned(entries: dict[str, str]) -> list[str]:

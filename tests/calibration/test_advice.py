@@ -10,9 +10,9 @@ import pytest
 
 from autoshard.calibration.advice import Advice, advised, run_of_plan
 from autoshard.calibration.belief import Belief
+from autoshard.calibration.fitting import Sample
 from autoshard.calibration.measured_run import MeasuredRun
 from autoshard.calibration.proposals import proposed_runs, smaller
-from autoshard.calibration.unknowns import Sample
 from autoshard.cost.calibration import Calibration
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
@@ -43,7 +43,7 @@ def taking(plan: Plan, factor: float) -> Sample:
     """A plan that took so many times what was predicted."""
     assert plan.prediction
     seconds = plan.prediction.step_time_s * factor
-    return Sample(id=str(plan.candidate), run=run_of_plan(plan), step_time_s=seconds, apart="")
+    return Sample(id=str(plan.candidate), run=run_of_plan(plan), step_time_s=seconds)
 
 
 def advice(plans: Sequence[Plan], rows: Sequence[Sample], budget: int = 3) -> Advice:
@@ -119,7 +119,7 @@ class TestAdvice:
     def test_with_one_plan_nothing_is_regretted(self) -> None:
         _, plans = local()
         found = advice(plans[:1], [taking(plans[0], 1.0)])
-        assert (found.regret, found.regret_s, found.proposals) == (0.0, 0.0, ())
+        assert (found.regret, found.proposals) == (0.0, ())
 
     def test_dollars_are_those_of_the_share_of_the_step(self) -> None:
         request, plans = on_nodes()

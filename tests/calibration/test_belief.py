@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from autoshard.calibration.advice import run_of_plan
-from autoshard.calibration.belief import Belief, belief_of, beyond_rows, finest
+from autoshard.calibration.belief import Belief, belief_of, beyond_rows
+from autoshard.calibration.fitting import log_seconds
 from autoshard.calibration.measured_run import MeasuredRun, run_of
+from autoshard.calibration.prior import believed_prior, prior_of
 from autoshard.calibration.rows import MeasuredRow, measured_rows
-from autoshard.calibration.splits import splits_for
-from autoshard.calibration.unknowns import timer, unknowns_of, with_unknowns
 from autoshard.calibration.validate import outlined_run
 from autoshard.cost.built_in import built_in
-from autoshard.cost.calibration import WIDEST, trust, uncalibrated
+from autoshard.cost.calibration import EFFICIENCIES, WIDEST, trust, uncalibrated
 from autoshard.cost.doubt import EIGHTY_PERCENT, alike, model_error, ratio_of
 from autoshard.plan.candidate import Candidate
 from autoshard.search.request import plan_at
@@ -29,11 +29,6 @@ NORMAL = NormalDist()
 DRAWN = 0.03  # of a standard deviation: a mean over some thousand draws
 TWO = [(0.1, 0.2, 0.1, 0.0), (0.0, 0.3, 0.3, 0.6), (0.3, 0.1, 0.2, -0.5)]
 LARGE = {**SMALL, "arch": {**ARCH, "hidden": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8}, "seq_len": 4096}
-WIDTHS = {  # a quarter of what is possible: logarithms of efficiencies, times in units of 10 us and 100 us
-    "matrix_efficiency": math.log(95 / 30) / 4, "attention_efficiency": math.log(95 / 20) / 4,
-    "vector_efficiency": math.log(95 / 40) / 4, "near_link_efficiency": math.log(95 / 30) / 4,
-    "far_link_efficiency": math.log(95 / 30) / 4, "shared_ports": math.log(4) / 4, "launch_s": 5 / 4, "collective_s": 1,
-}  # fmt: skip
 LAYOUTS = [{"tp": 2, "pp": 2, "dp": 2}, {"tp": 4, "pp": 1, "dp": 2}, {"tp": 8, "pp": 1, "dp": 1}]
 
 
@@ -121,20 +116,27 @@ class TestBeliefOfRuns:
     """Around a calibration: constants move steps as the cost model says, and its own error stays with a layout."""
 
     def test_steps_follow_the_constants(self) -> None:
-        three, constants = runs(), uncalibrated()
-        split = finest([*splits_for(three).values()])
-        found, here = belief_of(three, constants), unknowns_of(constants, split)
-        before = np.log([timer(run)(constants) for run in three])
+        three, constants = runs(), built_in("h100-80", "te")
+        found, prior = belief_of(three, constants), believed_prior(constants, three)
+        before = log_seconds(three, constants)
         expected = model_error(constants) ** 2 * alike(three)
-        for number, (name, *_) in enumerate(split):
-            moved = here.copy()
-            moved[number] += 0.005
-            after = np.log([timer(run)(with_unknowns(constants, split, moved)) for run in three])
-            scale = WIDTHS[name] * (1 if name in ("launch_s", "collective_s") else here[number])
-            slopes = (after - before) / 0.005 * scale
+        if constants.fit:
+            expected += beyond_rows(three, constants)
+        for number, unknown in enumerate(prior.unknowns):
+            moved = np.zeros(len(prior.unknowns))
+            moved[number] = 0.005
+            slopes = (log_seconds(three, prior.constants(moved)) - before) / 0.005 * unknown.deviation
             expected += np.outer(slopes, slopes)
         assert found.mean == pytest.approx(before)
         assert found.covariance == pytest.approx(expected, rel=0.02)
+
+    def test_single_shares_of_compiled_graphs_are_believed_to_differ_more_than_a_fit_tells_apart(self) -> None:
+        known = [run_of(row) for row in measured_rows(TRAINIUM).rows.values()]
+        believed = believed_prior(built_in("trn1.32xlarge"), known)
+        narrow = prior_of(known)
+        wider = [one.deviation / two.deviation for one, two in zip(believed.unknowns, narrow.unknowns, strict=True)]
+        names = [unknown.names[0] for unknown, one in zip(believed.unknowns, wider, strict=True) if one > 1]
+        assert names == [*EFFICIENCIES] and min(wider) == 1
 
     def test_the_models_error_does_not_go_away_with_rows_of_another_layout(self) -> None:
         found = belief_of(runs(), uncalibrated())
@@ -196,9 +198,3 @@ def test_the_interval_of_a_ratio_is_nearly_that_of_the_belief_given_the_rows(tex
     ratio = ratio_of(*plans)
     deviation = math.log(ratio.high / ratio.value) / EIGHTY_PERCENT
     assert deviation == pytest.approx(math.sqrt(found[0, 0] + found[1, 1] - 2 * found[0, 1]), rel=0.15)
-
-
-def test_all_constants_that_some_split_tells_apart_are_apart() -> None:
-    split = finest([*splits_for(runs()).values()])
-    assert sorted(map(len, split)) == [1] * (len(split) - 1) + [2], "vector units and memory are never told apart"
-    assert ("vector_efficiency", "memory_efficiency") in split

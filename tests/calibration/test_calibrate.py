@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from autoshard.calibration import calibrate as module
-from autoshard.calibration.calibrate import Sample, fit, fit_constants, least_squares, samples_in
-from autoshard.calibration.splits import Split, splits_for
-from autoshard.calibration.validate import outlined_run, validate
+from autoshard.calibration.calibrate import fit, samples_in
+from autoshard.calibration.fitting import FitRows, Sample, fitted, log_seconds
+from autoshard.calibration.prior import prior_of
+from autoshard.calibration.validate import validate
 from autoshard.cli import main
 from autoshard.cost.built_in import built_in
 from autoshard.cost.calibration import (
+    CONSTANTS,
     EFFICIENCIES,
     Calibration,
     Reach,
@@ -25,7 +26,7 @@ from autoshard.cost.calibration import (
     load_calibration,
     uncalibrated,
 )
-from autoshard.cost.predict import step_timer
+from autoshard.cost.departures import departures
 from autoshard.errors import InputError
 from autoshard.spec import record
 from tests.calibration.measured_cases import ARCH, DATA, SMALL, written
@@ -39,8 +40,6 @@ LARGE = {"arch": {**ARCH, "hidden": 4096, "ffn": 14336, "heads": 32, "kv_heads":
          "framework": "Megatron-LM + TransformerEngine", "first_seen": "2026-01-02"}  # fmt: skip
 OWN = [{**SMALL, **LARGE, **layout, "id": str(number)} for number, layout in enumerate(LAYOUTS)]
 LINKS = EFFICIENCIES[4:]
-ARITHMETIC_MEMORY_LINK: Split = (EFFICIENCIES[:3], ("memory_efficiency",), LINKS)
-share = st.floats(0.45, 0.9)  # what is outside of this no platform reaches
 
 
 def rows_of(shipped: Calibration, folder: Path) -> Path:
@@ -61,45 +60,14 @@ def own_rows(folder: Path, **constants: float) -> Path:
 
 def made_by(samples: Sequence[Sample], calibration: Calibration) -> list[Sample]:
     """Rows as they would be if these constants were true, with blocks cut as a fit takes them to be."""
-    timers = [step_timer(*outlined_run(sample.run, uncalibrated())) for sample in samples]
-    return [replace(one, step_time_s=timer(calibration)) for one, timer in zip(samples, timers, strict=True)]
+    seconds = np.exp(log_seconds([sample.run for sample in samples], calibration)).tolist()
+    return [replace(one, step_time_s=time_s) for one, time_s in zip(samples, seconds, strict=True)]
 
 
-WORK = np.array([[5.0, 1.0, 2.0], [1.0, 4.0, 1.0], [2.0, 2.0, 7.0], [6.0, 3.0, 0.5], [1.0, 1.0, 9.0], [3.0, 8.0, 2.0]])
-PULL = 2e-2  # one unit away from the start counts as much as a row that is 2% off
-START, LIMITS = np.full(3, 1.4), (np.ones(3), np.full(3, 9.0))
-slownesses = st.lists(st.floats(1, 3), min_size=3, max_size=3).map(np.array)
-
-
-class TestLeastSquares:
-    """Known slownesses are found again, an outlier is not, and bounds hold."""
-
-    def seconds(self, x):
-        """A step with a kernel that is bound by the slower of two units."""
-        return WORK @ x + np.maximum(x[0], 1.5 * x[1])
-
-    def found(self, measured):
-        return least_squares(lambda x: self.seconds(x) / measured, START, LIMITS, START)
-
-    @given(slownesses)
-    def test_known_slownesses_are_found_again_but_for_what_the_pull_moves(self, true):
-        # That is about PULL^2 |true - start| / s^2, with s the least singular value of the slopes of log(seconds).
-        assert self.found(self.seconds(true)) == pytest.approx(true, rel=1e-2)
-        assert self.found(0.5 * self.seconds(np.ones(3))) == pytest.approx(np.ones(3)), "no faster than its data sheet"
-
-    @given(slownesses, st.integers(0, 2 * len(WORK) - 1), st.sampled_from([0.1, 3.0, 10.0]))
-    def test_one_gross_outlier_moves_the_others_little(self, true, place, factor):
-        measured = np.tile(self.seconds(true), 2)
-        measured[place] *= factor
-        found = least_squares(lambda x: np.tile(self.seconds(x), 2) / measured, START, LIMITS, START)
-        assert np.abs(self.seconds(found) / self.seconds(true) - 1).max() < 0.1
-
-    def test_what_the_rows_do_not_decide_stays_where_it_was(self):
-        measured = 3.0 * WORK[:, 0]
-        found = least_squares(lambda x: WORK[:, 0] * x[0] / measured, START, LIMITS, START)
-        # The rows' log(x / 3) weighs 1/9 for each of them; the pull towards 1.4 weighs PULL^2.
-        moved = PULL**2 * (3.0 - 1.4) / (len(WORK) / 9)
-        assert found == pytest.approx([3.0 - moved, 1.4, 1.4], rel=1e-5)
+def constants_of(samples: Sequence[Sample]) -> Calibration:
+    """The constants of a fit to all rows, of which nobody knows anything before."""
+    rows = FitRows(samples=tuple(samples), prior=prior_of([one.run for one in samples], [one.id for one in samples]))
+    return rows.prior.constants(fitted(rows))
 
 
 @pytest.fixture(scope="module")
@@ -108,26 +76,25 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Sample]:
     return samples_in(rows_of(built_in(TRN1), tmp_path_factory.mktemp("rows")), TRN1).samples[::2]
 
 
-@settings(max_examples=2, deadline=None)
-@given(arithmetic=share, memory=share, link=share)
-def test_constants_that_made_the_rows_are_found_again(
-    arithmetic: float, memory: float, link: float, published: Sequence[Sample]
-):
-    values = (arithmetic, arithmetic, arithmetic, memory, link, link)
-    samples = made_by(published, replace(uncalibrated(), **dict(zip(EFFICIENCIES, values, strict=True))))
-    found = fit_constants(ARITHMETIC_MEMORY_LINK, samples)
+@settings(max_examples=3, deadline=None)
+@given(slower=st.floats(0.45, 0.9), task_s=st.floats(0.0, 0.04))
+def test_one_slowness_of_all_rates_and_tasks_are_found_again(slower: float, task_s: float, published: Sequence[Sample]):
+    samples = made_by(published, replace(uncalibrated(), **dict.fromkeys(EFFICIENCIES, slower), task_s=task_s))
+    found = constants_of(samples)
     for sample, again in zip(samples, made_by(samples, found), strict=True):
-        assert again.step_time_s == pytest.approx(sample.step_time_s, rel=0.02)
-    # Where arithmetic takes nearly all of the time, these layouts cannot tell slow memory from slow links.
-    assert found.matrix_efficiency == pytest.approx(arithmetic, rel=0.06)
+        assert again.step_time_s == pytest.approx(sample.step_time_s, rel=0.03)
+    for name in EFFICIENCIES:
+        assert getattr(found, name) == pytest.approx(slower, rel=0.1), name
 
 
-def test_what_starting_takes_is_found_from_nothing(tmp_path: Path):
-    path = written(tmp_path, *({**row, "arch": ARCH} for row in OWN[:3]))  # so small that starts are all
-    true = replace(uncalibrated(), launch_s=4e-5, collective_s=1e-3)
-    samples = made_by(samples_in(path, "h100-80").samples, true)
-    found = fit_constants((EFFICIENCIES, ("launch_s",), ("collective_s",)), samples)
-    assert found.launch_s == pytest.approx(4e-5, rel=0.2) and found.collective_s == pytest.approx(1e-3, rel=0.1)
+def test_a_single_rate_of_compiled_graphs_follows_the_others_where_rows_do_not_say_otherwise(
+    published: Sequence[Sample],
+):
+    new = [one for one in published if one.run.release >= (2, 18)]
+    few = made_by(new[:3], replace(uncalibrated(), **dict.fromkeys(EFFICIENCIES, 0.5)))
+    found = constants_of(few)
+    rates = [getattr(found, name) for name in EFFICIENCIES]
+    assert max(rates) / min(rates) < 1.05 and np.mean(rates) == pytest.approx(0.5, rel=0.1)
 
 
 def test_on_processors_products_attention_copies_and_starts_are_told_apart(tmp_path: Path):
@@ -145,14 +112,11 @@ def test_on_processors_products_attention_copies_and_starts_are_told_apart(tmp_p
     samples = samples_in(written(tmp_path, *rows), "local").samples
     reach = Reach(cluster="local", axes=("tp",), kernels=("torch_engine",))
     samples = made_by(samples, replace(uncalibrated(), reach=reach, **true))
-    splits = splits_for([one.run for one in samples])
-    off: dict[str, float] = {}
-    for name, split in splits.items():
-        again = made_by(samples, fit_constants(split, samples))
-        ratios = [one.step_time_s / sample.step_time_s for sample, one in zip(samples, again, strict=True)]
-        off[name] = float(np.abs(np.array(ratios) - 1).mean())
-    each = "matrix, attention, memory, launch, collective"
-    assert off.pop(each) < 0.03 < min(off.values()), off
+    found = constants_of(samples)
+    again = made_by(samples, found)
+    off = [abs(one.step_time_s / sample.step_time_s - 1) for sample, one in zip(samples, again, strict=True)]
+    assert np.mean(off) < 0.03, off
+    assert found.matrix_efficiency > 3 * found.attention_efficiency > 3 * found.memory_efficiency
 
 
 @pytest.mark.slow
@@ -165,54 +129,59 @@ def test_the_shipped_constants_are_those_of_their_rows(cluster: str, tmp_path: P
     ours, theirs = (record.encode(one) for one in (fit(found, cluster), shipped))
     for part in (ours, theirs):
         part |= part.pop("fit")
-        part |= part.pop("tried")
-    for feature, seen in theirs["seen"].items():  # files of before rows were counted
-        seen["counts"] = seen["counts"] or ours["seen"][feature]["counts"]
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         close = isinstance(value, float) or name == "rows"
         assert ours[name] == (pytest.approx(value, rel=1e-3) if close else value), name
 
 
-def test_rows_without_noise_tell_the_constants_apart_and_what_is_left_out_is_not_seen(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    seen: list[tuple[str, ...]] = []
-    real = fit_constants
-
-    def spied(split: Split, samples: Sequence[Sample]) -> Calibration:
-        seen.append(tuple(sample.id for sample in samples))
-        return real(split, samples)
-
-    monkeypatch.setattr(module, "fit_constants", spied)
-    path = own_rows(tmp_path, **dict.fromkeys(EFFICIENCIES[:4], 0.5), **dict.fromkeys(LINKS, 0.5))
+def test_a_file_of_constants_is_read_as_it_was_fitted_and_has_every_row(tmp_path: Path):
+    path = own_rows(tmp_path, **dict.fromkeys(EFFICIENCIES, 0.5))
     rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     found = fit(samples_in(written(tmp_path, *rows, {**rows[0], "id": "idle", "step_time_s": None}), "h100-80"), "mine")
     every = tuple(str(number) for number in range(len(OWN)))
     assert found.fit and ((*found.fit.rows,), found.fit.left_out_by, found.fit.date) == (every, "layout", "2026-01-02")
-    assert found.fit.left_out_mape < 0.02 and found.near_link_efficiency == pytest.approx(0.5, rel=0.1)
-    folds = {every, *(tuple(one for one in every if one != out) for out in every)}
-    layouts = len(found.fit.tried) * len(OWN) + 1
-    assert set(seen[:layouts]) == folds, "what follows leaves out values of features"
     (tmp_path / "mine.json").write_text(calibration_text(found), "utf-8")
     assert load_calibration(tmp_path / "mine.json") == found
 
 
+def test_rows_of_a_gpu_move_what_is_known_of_the_program_on_it_a_little(tmp_path: Path):
+    known = built_in("h100-80", "te", "Megatron-LM + TransformerEngine")
+    samples = samples_in(written(tmp_path, *OWN), "h100-80").samples
+    those = [one.run for one in samples]
+    start = prior_of(those).centre
+    assert [getattr(start, name) for name in CONSTANTS] == [getattr(known, name) for name in CONSTANTS]
+    same = constants_of(made_by(samples, start))
+    for name in EFFICIENCIES:
+        assert getattr(same, name) == pytest.approx(getattr(start, name), rel=1e-3)
+    slower = [replace(one, step_time_s=1.3 * one.step_time_s) for one in made_by(samples, start)]
+    four, one = (
+        float(np.mean(log_seconds(those, constants_of(some)) - log_seconds(those, start)))
+        for some in (slower, slower[:1])
+    )
+    assert 0.02 < one < four < np.log(1.3), "a row alone moves less"
+    assert constants_of(slower).matrix_efficiency > 0.95 * start.matrix_efficiency, "micro-benchmarks say more of it"
+
+
+def test_rows_that_the_repository_has_are_not_known_before_them():
+    (b200,) = (one for one in departures().programs if one.cluster == "b200")
+    samples = samples_in(DATA, "b200").samples
+    start = prior_of([one.run for one in samples], [one.id for one in samples]).centre
+    known = prior_of([one.run for one in samples]).centre
+    assert known.memory_efficiency != start.memory_efficiency
+    assert {one.id for one in samples} == {*b200.fit.rows}
+
+
 def test_what_older_releases_and_other_frameworks_take_longer_is_found_beside_the_constants(
-    published: Sequence[Sample], tmp_path: Path
+    published: Sequence[Sample],
 ):
     true = replace(uncalibrated(), **dict.fromkeys(EFFICIENCIES, 0.6), task_s=0.03)
     software = Software(frameworks={"neuronx-nemo-megatron": 1.3}, settled="2.18", slower_per_release=0.05)
-    rows = [
-        replace(one, step_time_s=one.step_time_s * software.slowness(one.run.framework, one.run.release))
-        for one in made_by(published, true)
-    ]
-    split = (EFFICIENCIES, ("slower_per_release",), ("framework neuronx-nemo-megatron",), ("task_s",))
-    found = fit_constants(split, rows)
-    assert found.software and found.matrix_efficiency == pytest.approx(0.6, rel=0.03)
-    assert found.software.slower_per_release == pytest.approx(0.05, abs=0.005)
-    assert found.software.frameworks["neuronx-nemo-megatron"] == pytest.approx(1.3, rel=0.03)
-    assert found.task_s == pytest.approx(0.03, abs=0.006)
+    found = constants_of(made_by(published, replace(true, software=software)))
+    assert found.software and found.matrix_efficiency == pytest.approx(0.6, rel=0.05)
+    assert found.software.slower_per_release == pytest.approx(0.05, abs=0.01)
+    assert found.software.frameworks["neuronx-nemo-megatron"] == pytest.approx(1.3, rel=0.05)
+    assert found.task_s == pytest.approx(0.03, abs=0.008)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from autoshard.calibration import pooled
+from autoshard.calibration import fitting
+from autoshard.calibration.fitting import FitRows, FittedUnknowns, Sample, fitted, fitted_without, interval_of
 from autoshard.calibration.measured_run import run_of
-from autoshard.calibration.pooled import ProgramRows, departed, departure_of, fitted, interval_of, program_rows
-from autoshard.calibration.rows import MeasuredRow, measured_rows
-from autoshard.calibration.unknowns import Array, Sample
-from autoshard.cost.departures import departures, hardware, shares_of
+from autoshard.calibration.pooled import ProgramRows, departure_of, program_rows
+from autoshard.calibration.prior import Array
+from autoshard.calibration.rows import measured_rows
+from autoshard.cost.departures import SHARES, departures, hardware, numbers_of
 from autoshard.errors import InputError
 from benchmarks.departures import departing_rows, fit_all
 from tests.calibration.measured_cases import ARCH, SMALL, written
@@ -29,24 +30,27 @@ LAYOUTS = [
 def rows_like(folder: Path, *changes: Mapping[str, object]) -> ProgramRows:
     rows = [{**SMALL, **LARGE, **change, "id": str(number)} for number, change in enumerate(changes)]
     found = measured_rows(written(folder, *rows)).rows.values()
-    samples = [(Sample(id=row.id, run=run_of(row), step_time_s=1.0, apart=""), row) for row in found]
-    (program,) = program_rows(samples)
+    (program,) = program_rows([Sample(id=row.id, run=run_of(row), step_time_s=1.0) for row in found], {})
     return program
 
 
-def every(rows: ProgramRows) -> range:
-    return range(len(rows.samples))
+def every(program: ProgramRows) -> range:
+    return range(len(program.samples))
 
 
-def made_by(rows: ProgramRows, unknowns: Array) -> ProgramRows:
+def made_by(program: ProgramRows, values: Array) -> ProgramRows:
     """The same rows, as they would be if these unknowns were true."""
-    seconds = np.exp(rows.residuals(unknowns, every(rows))) * rows.measured
-    samples = [replace(one, step_time_s=time_s) for one, time_s in zip(rows.samples, seconds.tolist(), strict=True)]
-    return replace(rows, samples=tuple(samples))
+    seconds = np.exp(program.rows.residuals(values, every(program)) + program.rows.measured)
+    samples = [replace(one, step_time_s=time_s) for one, time_s in zip(program.samples, seconds.tolist(), strict=True)]
+    return replace(program, samples=tuple(samples))
 
 
-def unknowns(**values: float) -> Array:
-    return np.array([values.get(name, 0.0) for name in pooled.NAMES])
+def unknowns(program: ProgramRows, **values: float) -> Array:
+    return np.array([values.get(one.names[0], 0.0) for one in program.rows.prior.unknowns])
+
+
+def departed(program: ProgramRows, values: Array) -> Mapping[str, float]:
+    return program.departed(program.rows.prior.constants(values))
 
 
 @pytest.fixture(scope="module")
@@ -58,47 +62,78 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> ProgramRows:
 @settings(max_examples=4, deadline=None)
 @given(st.floats(-0.1, 0.1), st.floats(-0.3, 0.3), st.floats(0, 2))
 def test_what_made_the_rows_predicts_them_again(rows: ProgramRows, matrix: float, near: float, layer: float):
-    made = made_by(rows, unknowns(matrix_efficiency=matrix, near_link_efficiency=near, layer_s=layer))
-    assert np.abs(made.residuals(fitted(made, every(made)), every(made))).max() < 0.03
+    made = made_by(rows, unknowns(rows, matrix_efficiency=matrix, near_link_efficiency=near, layer_s=layer))
+    assert np.abs(made.rows.residuals(fitted(made.rows), every(made))).max() < 0.03
 
 
 def test_hosts_are_told_from_devices_where_layers_are_small(tmp_path: Path):
     small = rows_like(tmp_path, *({**layout, "arch": ARCH, "seq_len": 512} for layout in LAYOUTS))
-    true = unknowns(layer_s=2.5, collective_s=1.0)
-    found = departed(fitted(made_by(small, true), every(small)))
-    assert found["layer_s"] == pytest.approx(departed(true)["layer_s"], rel=0.25)
+    true = unknowns(small, layer_s=2.5, collective_s=1.0)
+    found = departed(small, fitted(made_by(small, true).rows))
+    assert found["layer_s"] == pytest.approx(departed(small, true)["layer_s"], rel=0.25)
     assert found["matrix_efficiency"] == pytest.approx(1.0, abs=0.05), "these rows say nothing about products"
 
 
 def test_a_row_that_is_far_off_moves_the_others_little(rows: ProgramRows):
-    samples = list(made_by(rows, unknowns()).samples)
+    samples = list(made_by(rows, unknowns(rows)).samples)
     samples[3] = replace(samples[3], step_time_s=10 * samples[3].step_time_s)
-    made = replace(rows, samples=tuple(samples))
+    made = replace(rows, samples=tuple(samples)).rows
     others = [number for number in every(rows) if number != 3]
-    assert np.abs(made.residuals(fitted(made, every(made)), others)).max() < 0.05
+    assert np.abs(made.residuals(fitted(made), others)).max() < 0.05
 
 
-def test_without_rows_that_say_otherwise_a_program_is_its_hardware():
-    found = departed(unknowns())
-    assert {found[name] for name in pooled.NAMES if name.endswith("efficiency")} == {1.0}
-    assert all(found[name] == usual for name, usual in hardware().hosts.items() if name in pooled.NAMES)
-    fastest = departed(np.full(len(pooled.NAMES), -9.0))
-    assert max(shares_of("h100-80", fastest).values()) <= 0.97 and min(fastest.values()) >= 0
+def test_a_fit_without_some_rows_does_not_see_them_and_is_that_of_the_others(rows: ProgramRows):
+    made = made_by(rows, unknowns(rows, memory_efficiency=0.3, layer_s=1.0))
+    out, rest = [0, 1, 2], every(made)[3:]
+    loud = [replace(one, step_time_s=one.step_time_s * (1.2 if place in out else 1.0))
+            for place, one in enumerate(made.samples)]  # fmt: skip
+    whole = replace(made, samples=tuple(loud)).rows
+    again = fitted_without(whole, FittedUnknowns.of(whole), out)
+    alone = fitted(replace(made, samples=tuple(loud[3:])).rows)
+    assert whole.residuals(again, rest) == pytest.approx(whole.residuals(alone, rest), abs=0.01)
 
 
-def test_what_is_left_out_is_not_seen(rows: ProgramRows, monkeypatch: pytest.MonkeyPatch):
-    seen: list[set[int]] = []
+def test_without_rows_that_say_otherwise_a_program_is_its_hardware(rows: ProgramRows):
+    found = departed(rows, unknowns(rows))
+    assert {found[name] for name in found if name in SHARES} == {1.0}
+    assert all(found[name] == usual for name, usual in hardware().hosts.items() if name in found)
+    fastest = departed(rows, np.full(len(rows.rows.prior.unknowns), -9.0))
+    assert max(numbers_of("h100-80", fastest)[name] for name in SHARES) <= 0.97 and min(fastest.values()) >= 0
 
-    def spied(rows: ProgramRows, some: Sequence[int], start: Array | None = None) -> Array:
-        seen.append({*some})
-        return unknowns()
 
-    monkeypatch.setattr(pooled, "fitted", spied)
-    groups = tuple(str(number % 3) for number in every(rows))
-    found = departure_of(replace(rows, groups=groups))
-    assert found.rows.left_out_by == "group" and len(found.rows.ratios) == len(rows.samples)
-    assert seen[0] == {*every(rows)}
-    assert seen[1:4] == [{number for number, one in enumerate(groups) if one != group} for group in "012"]
+def test_constants_that_are_taken_to_be_nothing_stay_so(rows: ProgramRows):
+    bare = replace(rows, without=("layer_s", "straggling"))
+    assert len(bare.rows.prior.unknowns) == len(rows.rows.prior.unknowns) - 2
+    found = bare.rows.prior.constants(fitted(bare.rows))
+    assert found.layer_s == found.straggling == 0 < found.step_s
+
+
+def test_what_is_left_out_together_is_a_group_of_a_sweep_else_a_model_else_a_layout(rows: ProgramRows):
+    def groups(*names: str) -> ProgramRows:
+        pairs = zip(rows.samples, names * len(rows.samples), strict=False)
+        return replace(rows, samples=tuple(replace(sample, group=name) for sample, name in pairs))
+
+    assert groups("a").rows.left_out_by == groups("a", "b").rows.left_out_by == "layout"
+    sweep = groups("a", "b", "c").rows
+    assert sweep.left_out_by == "group" and sweep.apart[:4] == ("a", "b", "c", "a")
+    other = [replace(one, run=replace(one.run, model=replace(one.run.model, name=f"model {number % 2}")), group=one.id)
+             for number, one in enumerate(rows.samples)]  # fmt: skip
+    assert replace(rows, samples=tuple(other)).rows.left_out_by == "model"
+
+
+def test_a_row_is_left_out_of_the_fit_that_predicts_it(rows: ProgramRows, monkeypatch: pytest.MonkeyPatch):
+    seen: list[tuple[int, ...]] = []
+
+    def spied(rows: FitRows, whole: FittedUnknowns, out: Sequence[int]) -> Array:
+        seen.append(tuple(out))
+        return np.zeros_like(whole.values)
+
+    monkeypatch.setattr(fitting, "fitted_without", spied)
+    names = tuple(str(number % 3) for number in every(rows))
+    samples = tuple(replace(one, group=name) for one, name in zip(rows.samples, names, strict=True))
+    found = departure_of(replace(rows, samples=samples))
+    assert found.fit.left_out_by == "group" and len(found.fit.rows) == len(rows.samples)
+    assert seen[:3] == [tuple(number for number, one in enumerate(names) if one == group) for group in "012"]
 
 
 @given(st.lists(st.floats(-1, 1), min_size=1, max_size=40))
@@ -112,11 +147,11 @@ def test_an_interval_holds_four_of_five_unless_that_is_too_wide_to_say_anything(
 def test_rows_without_a_framework_are_no_program(rows: ProgramRows):
     sample = replace(rows.samples[0], run=replace(rows.samples[0].run, framework=None))
     with pytest.raises(InputError, match="no framework, so nothing says which program ran"):
-        program_rows([(sample, MeasuredRow.read({**SMALL, "id": sample.id}))])
+        program_rows([sample], {})
 
 
 def test_the_file_names_every_program_of_the_rows_here():
-    known = {(one.framework, one.cluster): {*one.rows.ratios} for one in departures().programs}
+    known = {(one.framework, one.cluster): {*one.fit.rows} for one in departures().programs}
     assert known == {(one.framework, one.cluster): {row.id for row in one.samples} for one in departing_rows()}
 
 
@@ -129,4 +164,4 @@ def test_the_shipped_departures_are_those_of_their_rows():
     for again in found.programs:
         theirs = shipped[again.framework, again.cluster]
         assert again.constants == pytest.approx(theirs.constants, rel=0.02, abs=1e-6), again.framework
-        assert again.rows.left_out_mape == pytest.approx(theirs.rows.left_out_mape, abs=0.003)
+        assert again.fit.left_out_mape == pytest.approx(theirs.fit.left_out_mape, abs=0.003)

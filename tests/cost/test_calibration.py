@@ -90,21 +90,20 @@ class TestConstants:
 
 class TestBuiltIn:
     @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-    def test_it_says_what_it_rests_on_and_tells_few_constants_apart(self, path: Path):
+    def test_it_says_what_it_rests_on_and_keeps_rates_together(self, path: Path):
         found, nominal = load_calibration(path), uncalibrated()
         assert found == built_in(path.stem) and found.name == path.stem and found is not nominal
         assert found.fit and found.reach and path.stem in found.reach.cluster.split(",")
         assert len(set(found.fit.rows)) == len(found.fit.rows) >= found.fit.num_layouts >= 2
         year, month, day = (*map(int, found.fit.date.split("-")), 1, 1)[:3]  # publishers may leave out the day
         assert date(year, month, day).isoformat().startswith(found.fit.date) and year > 2020
-        for words in (f"{len(found.fit.rows)} rows", path.stem, found.fit.date, f"{found.interval:.0%}"):
+        for words in (f"{len(found.fit.rows)} rows", path.stem, found.fit.date, f"{1 + found.interval:.2f}"):
             assert words in found.basis, "the sentence of every plan"
-        rates = {getattr(found, name) for name in EFFICIENCIES}
+        rates = [getattr(found, name) for name in EFFICIENCIES]
+        assert max(rates) / min(rates) < 1.1, "rows of few layouts do not tell rates apart"
         starts = {name for name in SECONDS if getattr(found, name) != getattr(nominal, name)}
-        compiled = path.stem.startswith("trn")
-        assert len(rates) + len(starts) <= (4 if compiled else 10)
-        assert not (compiled and starts), "a compiled graph is started once, whatever it does"
-        assert found.fit.left_out_mape <= min(found.fit.tried.values()) + 1e-3, "what was left out decided how many"
+        assert not starts, "a compiled graph is started once, whatever it does"
+        assert found.fit.left_out_mape <= 0.06
 
     def test_a_cluster_has_its_own_constants_or_those_of_the_nearest_machine_or_of_its_chip_or_nominal_ones(self):
         own, nearest = {path.stem for path in FILES}, json.loads((FOLDER / "nearest.json").read_text("utf-8"))
@@ -184,11 +183,12 @@ class TestSoftware:
         assert found.software
         assert ratio == pytest.approx(found.software.slowness("neuronx-nemo-megatron", (2, 14)), rel=1e-3)
 
-    def test_a_plan_of_before_ports_were_shared_reads_as_it_was(self):
+    def test_a_plan_of_before_is_read_without_what_it_does_not_state_and_what_is_gone(self):
         entries = dict(calibration_entries(OWN))
         before = entries["calibration.constants"].split(",")
-        entries["calibration.constants"] = ",".join(one for one in before if "shared" not in one and "task" not in one)
-        assert calibration_of(replace(plan(), provenance=entries)).shared_ports == 1
+        without = [one for one in before if "task" not in one]
+        entries["calibration.constants"] = ",".join([*without, "shared_ports=0.5"])
+        assert calibration_of(replace(plan(), provenance=entries)).task_s == 0
 
 
 class TestProvenance:
