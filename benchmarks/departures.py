@@ -15,7 +15,8 @@ from autoshard.calibration.fitting import Sample
 from autoshard.calibration.measured_run import run_of
 from autoshard.calibration.pooled import ProgramRows, departure_of, program_rows
 from autoshard.calibration.prior import Array
-from autoshard.calibration.rows import measured_rows
+from autoshard.calibration.suspects import suspects
+from autoshard.calibration.validate import validated
 from autoshard.cost.calibration import uncalibrated
 from autoshard.cost.departures import Departure, Departures, mean_constants, numbers_of
 from autoshard.cost.outside import holding
@@ -34,15 +35,17 @@ _COLUMNS = ("program", "cluster", "rows", "left out", "error", "inside", "withou
 
 def departing_rows() -> list[ProgramRows]:
     """Return the timed rows of this repository that hosts of accelerators started, by program and cluster."""
-    samples, dates = list[Sample](), dict[str, str]()
+    samples, dates, suspected = list[Sample](), dict[str, str](), set[str]()
     for folder in (DATA, DATA / "sweeps"):
-        for row in measured_rows(folder).rows.values():
+        found = validated(folder)
+        suspected |= {one.id for one in suspects(found)}
+        for row in found.rows.rows.values():
             if row.step_time_s and not row.unfit:
                 run = run_of(row)
                 if run.cluster.engine == "torch":
                     group, dates[row.id] = row.group or row.id, row.first_seen or ""
                     samples.append(Sample(id=row.id, run=run, step_time_s=row.step_time_s, group=group))
-    return program_rows(samples, dates)
+    return program_rows(samples, dates, suspected)
 
 
 def fit_all(programs: Sequence[ProgramRows]) -> Departures:

@@ -36,7 +36,7 @@ def timed(rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
 
 def _names() -> Iterator[tuple[str, str]]:
     for program in departing_rows():
-        for sample, apart in zip(program.samples, program.apart, strict=True):
+        for sample, apart in zip(program.samples, program.rows.apart, strict=True):
             yield sample.id, f"{program.framework}, {program.cluster}: {apart}"
     for row in timed([*measured_rows(DATA).rows.values()]):
         run = run_of(row)

@@ -54,15 +54,24 @@ def log_seconds(runs: Sequence[MeasuredRun], constants: Calibration) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class FitRows:
-    """Rows of a cluster, and what was known of its constants before any of them."""
+    """Rows of a cluster, and what was known of its constants before any of them.
+
+    No fit is to rows that are ``suspected`` of being wrong; errors are those of all rows.
+    """
 
     samples: tuple[Sample, ...]
     prior: Prior
+    suspected: frozenset[str] = frozenset()  # ids
 
     @cached_property
     def runs(self) -> tuple[MeasuredRun, ...]:
         """What was run, row by row."""
         return tuple(sample.run for sample in self.samples)
+
+    @cached_property
+    def believed(self) -> tuple[int, ...]:
+        """The rows that a fit is to."""
+        return tuple(number for number, one in enumerate(self.samples) if one.id not in self.suspected)
 
     @cached_property
     def measured(self) -> Array:
@@ -119,14 +128,14 @@ def fitted(rows: FitRows) -> Array:
 
     The deviation of rows is that of a fit which trusts them: before any, rows that are far off would not be believed.
     """
-    here, every = np.zeros(len(rows.prior.unknowns)), range(len(rows.samples))
-    here = _descended(rows, every, here, rows.slopes(here, every), _LEAST_SCALE)
-    return _descended(rows, every, here, rows.slopes(here, every), _deviation(rows.residuals(here, every)))
+    here, some = np.zeros(len(rows.prior.unknowns)), rows.believed
+    here = _descended(rows, some, here, rows.slopes(here, some), _LEAST_SCALE)
+    return _descended(rows, some, here, rows.slopes(here, some), _deviation(rows.residuals(here, some)))
 
 
 def fitted_without(rows: FitRows, whole: FittedUnknowns, out: Sequence[int]) -> Array:
     """Return the unknowns of a fit to all rows but some, which starts from the fit to all."""
-    rest = [number for number in range(len(rows.samples)) if number not in {*out}]
+    rest = [number for number in rows.believed if number not in {*out}]
     if not rest:
         return np.zeros_like(whole.values)
     scale = _deviation(rows.residuals(whole.values, rest))

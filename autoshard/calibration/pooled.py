@@ -3,7 +3,7 @@
 What a chip reaches in micro-benchmarks is where the fit starts and what it is pulled to (``cost/hardware.json``).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -26,6 +26,7 @@ class ProgramRows:
     newest: str
     chip: str  # whose shares the fit starts from
     without: tuple[str, ...] = ()  # constants that are taken to be nothing
+    suspected: frozenset[str] = frozenset()  # ids of rows that look wrong
 
     @cached_property
     def hardware(self) -> Mapping[str, float]:
@@ -37,7 +38,7 @@ class ProgramRows:
         """The rows of a fit that starts from the hardware."""
         runs = [sample.run for sample in self.samples]
         prior = prior_around(replace(uncalibrated(), **self.hardware), runs, self.chip)
-        return FitRows(samples=self.samples, prior=prior.without(*self.without))
+        return FitRows(samples=self.samples, prior=prior.without(*self.without), suspected=self.suspected)
 
     def departed(self, constants: Calibration) -> Mapping[str, float]:
         """Return factors of shares and seconds of hosts, as files state them."""
@@ -64,8 +65,10 @@ def departure_of(program: ProgramRows) -> Departure:
     )
 
 
-def program_rows(samples: Sequence[Sample], dates: Mapping[str, str]) -> list[ProgramRows]:
-    """Tell programs and clusters apart; ``dates`` are those of rows, by their names."""
+def program_rows(
+    samples: Sequence[Sample], dates: Mapping[str, str], suspected: Iterable[str] = ()
+) -> list[ProgramRows]:
+    """Tell programs and clusters apart; ``dates`` are those of rows, by their names; some rows look wrong."""
     found: dict[tuple[str, str], list[Sample]] = {}
     for sample in samples:
         framework = (sample.run.framework or "").partition(" (")[0]
@@ -79,6 +82,7 @@ def program_rows(samples: Sequence[Sample], dates: Mapping[str, str]) -> list[Pr
             samples=tuple(rows),
             chip=rows[0].run.cluster.chip.name,
             newest=max(dates.get(one.id, "") for one in rows),
+            suspected=frozenset(suspected) & {one.id for one in rows},
         )
         for (framework, cluster), rows in found.items()
     ]
