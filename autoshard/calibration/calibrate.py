@@ -7,6 +7,8 @@ from autoshard.calibration.fitting import FitRows, Sample, judged, timer
 from autoshard.calibration.measured_run import MeasuredRun, run_of
 from autoshard.calibration.prior import prior_of
 from autoshard.calibration.rows import MeasuredRow, MeasuredRows, measured_rows
+from autoshard.calibration.suspects import suspects
+from autoshard.calibration.validate import validated
 from autoshard.cost.calibration import Calibration
 from autoshard.errors import Fault, InputError, require
 from autoshard.spec.cluster_catalogue import load_node_type
@@ -16,11 +18,15 @@ _LEAST_ROWS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitSamples:
-    """The runs of a cluster that a fit can use, from when the newest is, and why other rows are left out."""
+    """The runs of a cluster that a fit can use, from when the newest is, and why other rows are left out.
+
+    No fit is to those that are ``suspected`` of being wrong; errors are those of all.
+    """
 
     samples: tuple[Sample, ...]
     newest: str
     left_out: tuple[Fault, ...]
+    suspected: frozenset[str] = frozenset()  # ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +79,12 @@ def samples_in(path: Path, cluster: str, date: str | None = None) -> FitSamples:
         raise InputError([*error.faults, *left_out]) from None
     newest = date or max(row.first_seen or "" for row, _ in timed.runs)
     require((bool(newest), "--date", f"missing; no row of {path} has first_seen, so say from when they are"))
-    return FitSamples(samples=timed.samples, newest=newest, left_out=left_out)
+    ids = {row.id for row, _ in timed.runs}
+    named = {one.id: one.says for one in suspects(validated(path)) if one.id in ids}
+    if count - len(named) < _LEAST_ROWS:
+        named = {}
+    wrong = (Fault(where=where, message=f"looks wrong, and is not fitted to: {says}") for where, says in named.items())
+    return FitSamples(samples=timed.samples, newest=newest, left_out=(*left_out, *wrong), suspected=frozenset(named))
 
 
 def fit(found: FitSamples, name: str) -> Calibration:
@@ -83,7 +94,7 @@ def fit(found: FitSamples, name: str) -> Calibration:
     """
     samples, runs = found.samples, [sample.run for sample in found.samples]
     prior = prior_of(runs, [sample.id for sample in samples])
-    result = judged(FitRows(samples=samples, prior=prior), found.newest)
+    result = judged(FitRows(samples=samples, prior=prior, suspected=found.suspected), found.newest)
     rests_on, constants, interval = result.fit, result.constants, result.interval
     off = rests_on.left_out_mape
     far_off = f"rows are {off:.0%} off when they are left out: the cost model does not describe them"

@@ -29,7 +29,7 @@ from autoshard.cost.calibration import (
 from autoshard.cost.departures import departures
 from autoshard.errors import InputError
 from autoshard.spec import record
-from tests.calibration.measured_cases import ARCH, DATA, SMALL, written
+from tests.calibration.measured_cases import ARCH, DATA, SMALL, TRAINIUM, written
 
 TRN1 = "trn1.32xlarge"
 LAYOUTS = [
@@ -215,3 +215,17 @@ def test_a_missing_calibration_file_is_named_with_the_other_faults(capsys: pytes
     said = capsys.readouterr().err
     assert "--calibration none.json: cannot be read" in said and "--model" in said
     assert main(["validate", str(DATA), "--calibration", "none.json"]) == 2
+
+
+def test_a_row_in_a_wrong_unit_is_told_and_not_fitted_to(tmp_path: Path):
+    rows = [json.loads(line) for line in TRAINIUM.read_text("utf-8").splitlines()]
+    rows[3]["step_time_s"] *= 1000
+    found = samples_in(written(tmp_path, *rows), "trn1.32xlarge")
+    assert found.suspected == {rows[3]["id"]}
+    (told,) = (str(fault) for fault in found.left_out if "looks wrong" in str(fault))
+    assert rows[3]["id"] in told and "milliseconds" in told
+    clean = samples_in(TRAINIUM, "trn1.32xlarge")
+    assert not clean.suspected
+    prior = prior_of([sample.run for sample in clean.samples])
+    fits = [FitRows(samples=one.samples, prior=prior, suspected=one.suspected) for one in (found, clean)]
+    assert fits[0].believed == tuple(number for number in fits[1].believed if number != 3)
