@@ -7,6 +7,7 @@ BENCHMARKS: Mapping[str, str] = {
     "accuracy": "benchmarks.accuracy:run",
     "sweep_choices": "benchmarks.sweep_choices:run",
     "departures": "benchmarks.departures:run",
+    "departure_terms": "benchmarks.departure_terms:run",
     "advice": "benchmarks.advice:run",
     "cold_start": "benchmarks.cold_start:run",
     "reference_layouts": "benchmarks.reference_layouts:run",
