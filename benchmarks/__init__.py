@@ -8,6 +8,7 @@ BENCHMARKS: Mapping[str, str] = {
     "sweep_choices": "benchmarks.sweep_choices:run",
     "validate_speed": "benchmarks.validate_speed:run",
     "departures": "benchmarks.departures:run",
+    "departure_terms": "benchmarks.departure_terms:run",
     "advice": "benchmarks.advice:run",
     "cold_start": "benchmarks.cold_start:run",
     "reference_layouts": "benchmarks.reference_layouts:run",

@@ -1,0 +1,43 @@
+"""What a term buys: fits without it have nothing of it, and the table says errors with and without."""
+
+from dataclasses import replace
+
+import pytest
+
+from autoshard.calibration.pooled import ProgramRows
+from benchmarks.departure_terms import TERMS, LeftOut, left_out_of, lines, means, thinned
+from benchmarks.departures import departing_rows
+
+
+@pytest.fixture(scope="module")
+def b200() -> ProgramRows:
+    (found,) = (one for one in departing_rows() if one.cluster == "b200")
+    return found
+
+
+def test_every_term_can_be_taken_away_and_without_it_is_nothing(b200: ProgramRows) -> None:
+    whole = b200.rows.prior
+    for name, change in TERMS.items():
+        changed = change(b200)
+        assert len(changed.rows.prior.unknowns) == len(whole.unknowns) - sum(
+            one.names == (without,) for one in whole.unknowns for without in changed.without
+        )
+        assert all(getattr(changed.rows.prior.centre, one) == 0 for one in changed.without), name
+    before, plain = (one.rows.residuals_under(whole.centre, [0])[0] for one in (b200, TERMS["tiles and waves"](b200)))
+    assert plain < before, "tiles and waves only add to a step"
+
+
+def test_what_is_left_out_has_an_error_and_a_regret_in_every_group(b200: ProgramRows) -> None:
+    found = left_out_of(b200)
+    assert 0 < found.mape < 0.1 and len(found.regrets) == len({one.group for one in b200.samples}) == 3
+
+
+def test_means_are_of_programs_and_of_groups_and_the_largest_program_is_left_out_once(b200: ProgramRows) -> None:
+    small = LeftOut(framework="small", mape=0.1, regrets=(0.0, 0.3))
+    large = LeftOut(framework="nanotron", mape=0.3, regrets=(0.6,))
+    assert means([small, large]) == pytest.approx((0.2, 0.3))
+    *_, cells = lines({"a term": [small, large]})
+    assert cells == "| a term | 20.00% | 30.00% | 10.00% | 15.00% |"
+    many = replace(b200, samples=b200.samples * 20)
+    few = replace(b200, samples=b200.samples[:3])
+    assert [len(one.samples) for one in thinned([many, few, b200])] == [40, 12]
