@@ -60,7 +60,6 @@ TERMS: Mapping[str, Callable[[ProgramRows], ProgramRows]] = {
     _ALL: lambda program: program,
     "ranks that join a collective": without_constants("joined_s"),
     "ranks over which ZeRO divides": without_constants("shard_s"),
-    "straggling": without_constants("straggling"),
     "start of a collective": without_constants("collective_s"),
     "tiles and waves": without_tiles,
     "seconds of hosts for a layer": without_constants("layer_s"),

@@ -25,7 +25,7 @@ from autoshard.spec import record
 from autoshard.spec.cluster_catalogue import cluster_names, load_node_type
 from autoshard.spec.files import parsed_json
 
-_GONE = ("shared_ports",)  # constants that plans of before may state
+_GONE = ("shared_ports", "straggling")  # constants that plans of before may state
 
 
 @cache

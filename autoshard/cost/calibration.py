@@ -33,7 +33,7 @@ _SOFTWARE = ("kernels", "products")  # features that stand for a framework and f
 NUMBERS = (*CONSTANTS, "interval")
 WIDEST = 2.0  # an interval: a third of the predicted time to three times that
 _MORE_SECONDS = ("task_s", "layer_s", "joined_s", "shard_s")
-OPTIONAL = ("straggling", *_MORE_SECONDS)  # of plans and files that do not state it, nothing was known
+OPTIONAL = _MORE_SECONDS  # of plans and files that do not state it, nothing was known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,6 @@ class Calibration:
     layer_s: float = 0.0  # of hosts, for each layer that goes forward or backward, beside its launches
     joined_s: float = 0.0  # of hosts, for each rank of a collective, in a pipeline over several nodes
     shard_s: float = 0.0  # of every step, for each rank over which ZeRO divides the weights
-    straggling: float = 0.0  # how much longer kernels take for each doubling of the nodes: the slowest rank decides
     interval: float  # what is promised lies within a factor of 1 + this, either way
     basis: str
     reach: Reach | None = None  # None where nothing was measured
@@ -152,7 +151,6 @@ class Calibration:
                 for name in EFFICIENCIES
             ),
             *in_range(self, *SECONDS, *_MORE_SECONDS, high=LONGEST_S),
-            (0 <= self.straggling < 1, "straggling", "must lie in [0, 1)"),
             (0 <= self.interval < 1, "interval", "must lie in [0, 1)"),
             *((bool(self.sources.get(name)), f"sources.{name}", "say where this number is from") for name in NUMBERS),
         )
@@ -161,10 +159,6 @@ class Calibration:
     def most_efficient(self) -> float:
         """What an efficiency is at most; a machine may be faster than declared."""
         return 100.0 if self.reach and self.reach.cluster == LOCAL else 1.0
-
-    def in_step(self, num_nodes: int) -> float:
-        """Return which share of a chip's rates ranks reach that wait for the slowest of them."""
-        return 1 / (1 + self.straggling * math.log2(num_nodes))
 
     def running(self, framework: str | None, release: tuple[int, ...]) -> "Calibration":
         """Return the constants under some software, with an interval that is wide where no row has such software."""

@@ -71,12 +71,11 @@ class Question:
         cluster, precision, calibration = self.cluster, self.workload.precision, self.calibration
         peak = cluster.rank_matrix_flops_per_s(precision.activations)
         products = cluster.rank_matrix_flops_per_s(precision.products or precision.activations)
-        together = calibration.in_step(cluster.num_nodes)
         memory = cluster.rank_memory_bandwidth_bytes_per_s * calibration.memory_efficiency
         return Rates(
-            matrix_flops_per_s=together * peak * calibration.matrix_efficiency,
-            vector_flops_per_s=together * cluster.rank_vector_flops_per_s * calibration.vector_efficiency,
-            memory_bytes_per_s=together * memory,
+            matrix_flops_per_s=peak * calibration.matrix_efficiency,
+            vector_flops_per_s=cluster.rank_vector_flops_per_s * calibration.vector_efficiency,
+            memory_bytes_per_s=memory,
             products_ratio=products / peak,
             attention_ratio=calibration.attention_efficiency / calibration.matrix_efficiency,
             units=_units(cluster.chip),

@@ -318,10 +318,10 @@ def _boundary(captured: Captured, traced: TracedBlock, mesh: Mesh, batch: str) -
 
 
 def _rates(cluster: Cluster, calibration: Calibration, precision: Precision) -> Rates:
-    together, peak = calibration.in_step(cluster.num_nodes), cluster.rank_matrix_flops_per_s(precision.activations)
+    peak = cluster.rank_matrix_flops_per_s(precision.activations)
     memory = cluster.rank_memory_bandwidth_bytes_per_s * calibration.memory_efficiency
     return Rates(
-        matrix_flops_per_s=together * peak * calibration.matrix_efficiency,
-        vector_flops_per_s=together * cluster.rank_vector_flops_per_s * calibration.vector_efficiency,
-        memory_bytes_per_s=together * memory,
+        matrix_flops_per_s=peak * calibration.matrix_efficiency,
+        vector_flops_per_s=cluster.rank_vector_flops_per_s * calibration.vector_efficiency,
+        memory_bytes_per_s=memory,
     )

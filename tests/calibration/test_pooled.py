@@ -102,10 +102,10 @@ def test_without_rows_that_say_otherwise_a_program_is_its_hardware(rows: Program
 
 
 def test_constants_that_are_taken_to_be_nothing_stay_so(rows: ProgramRows):
-    bare = replace(rows, without=("layer_s", "straggling"))
+    bare = replace(rows, without=("layer_s", "shard_s"))
     assert len(bare.rows.prior.unknowns) == len(rows.rows.prior.unknowns) - 2
     found = bare.rows.prior.constants(fitted(bare.rows))
-    assert found.layer_s == found.straggling == 0 < found.step_s
+    assert found.layer_s == found.shard_s == 0 < found.step_s
 
 
 def test_what_is_left_out_together_is_a_group_of_a_sweep_else_a_model_else_a_layout(rows: ProgramRows):
