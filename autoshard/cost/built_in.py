@@ -25,25 +25,37 @@ from autoshard.spec.files import parsed_json
 
 
 @cache
-def built_in(cluster: str, kernels: str = "", framework: str | None = None) -> Calibration:
+def built_in(cluster: str, kernels: str = "", framework: str | None = None, chip: str = "") -> Calibration:
     """Return the constants that come with autoshard for a cluster and a program on it; nominal ones of other machines.
 
     Where a host starts kernels they are the chip's and what the program adds, which its framework or its kernels name;
-    elsewhere those of a fit to the cluster, or to the nearest machine.
+    elsewhere those of a fit to the cluster, or to the nearest machine. A cluster that is not in the catalogue is the
+    first machine there with its ``chip``, so that a name alone makes no step faster.
 
     >>> built_in("local").name, built_in("trn2.48xlarge").name, built_in("h100-80", "mcore").name
     ('uncalibrated', 'trn1.32xlarge', 'h100-80 under Megatron-Core')
     """
     folder = resources.files("autoshard.cost") / "calibrations"
     nearest: Any = parsed_json((resources.files("autoshard.cost") / "nearest.json").read_text("utf-8"), "nearest.json")
-    name = f"{nearest[cluster]['to'] if cluster in nearest else cluster}.json"
+    like = cluster if cluster in cluster_names() else _with_chip(chip) or cluster
+    name = f"{nearest[like]['to'] if like in nearest else like}.json"
     for entry in folder.iterdir():
         if entry.name == name:
             return record.decode(Calibration, parsed_json(entry.read_text("utf-8"), name), where=name)
-    chips = {one: load_node_type(one).chip.name for one in cluster_names()}
-    if chip_family(chips.get(cluster, "")) not in hardware().chips:
+    chips = _chips()
+    if chip_family(chips.get(like, "")) not in hardware().chips:
         return uncalibrated()
-    return _of_program(cluster, chips, kernels or load_node_type(cluster).kernels, framework)
+    return _of_program(cluster, {**chips, cluster: chips[like]}, kernels or load_node_type(like).kernels, framework)
+
+
+def _chips() -> Mapping[str, str]:
+    """Return the name of the chip of every cluster of the catalogue."""
+    return {one: load_node_type(one).chip.name for one in cluster_names()}
+
+
+def _with_chip(chip: str) -> str | None:
+    """Return the first cluster of the catalogue with a chip of this name."""
+    return next((one for one, other in _chips().items() if other == chip), None)
 
 
 def _of_program(cluster: str, chips: Mapping[str, str], kernels: str, framework: str | None) -> Calibration:
@@ -120,7 +132,7 @@ def calibration_of(plan: Plan) -> Calibration:
     """Return the constants that a plan carries; where it carries none, those of its cluster."""
     entries = plan.provenance
     if "calibration.constants" not in entries:
-        return built_in(plan.cluster.name, plan.kernels)
+        return built_in(plan.cluster.name, plan.kernels, chip=plan.cluster.chip.name)
     pairs = [part.partition("=") for part in entries["calibration.constants"].split(",")]
     if sorted(name for name, _, _ in pairs if name not in OPTIONAL) != sorted(NUMBERS):
         names = ", ".join(NUMBERS)
