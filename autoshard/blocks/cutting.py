@@ -25,7 +25,6 @@ from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.strategy import CpKind, StrategyRule, strategy_rules
 from autoshard.schedule.waves import Ints
-from autoshard.spec.kernels import load_kernels
 from autoshard.spec.workload import DTYPE_BYTES
 
 _FEW = 6  # meshes that look for the cheapest ways between layouts of tensors with very many
@@ -157,10 +156,9 @@ def operator_problem(
     def ring(over: frozenset[str]) -> Ring:
         return meshes.ring(tuple(sorted(over, key=ATOMS.index)))
 
-    eager = load_kernels(question.kernels).eager
-
     def seconds(collective: Collective, message_bytes: Number) -> Number:
-        return ring(frozenset(collective.atoms)).busy_s(collective, message_bytes, eager=eager)
+        # Hosts start messages meanwhile, but cuts with many small ones would let a device wait for all of them.
+        return ring(frozenset(collective.atoms)).time_s(collective, message_bytes)
 
     return OperatorProblem(
         block=question.step.block(kind, Recompute()),

@@ -106,7 +106,7 @@ def shard_block(  # noqa: PLR0913
         cluster=the_cluster,
         workload=work,
         kernels=candidate.kernels or the_cluster.kernels,
-        calibration=built_in(the_cluster.name),
+        calibration=built_in(the_cluster.name, chip=the_cluster.chip.name),
     )
     precision, num_moments = work.precision, UPDATES[work.optimizer].num_moments
     masters = DTYPE_BYTES[precision.masters] if precision.masters else 0

@@ -45,7 +45,7 @@ class MeasuredRun:
     @property
     def constants(self) -> Calibration:
         """The constants that come with autoshard for such a run."""
-        return built_in(self.cluster.name, self.kernels, self.framework)
+        return built_in(self.cluster.name, self.kernels, self.framework, self.cluster.chip.name)
 
 
 def run_of(row: MeasuredRow, own: NodeType | None = None) -> MeasuredRun:

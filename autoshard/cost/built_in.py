@@ -29,20 +29,23 @@ _GONE = ("shared_ports", "straggling")  # constants that plans of before may sta
 
 
 @cache
-def built_in(cluster: str, kernels: str = "", framework: str | None = None) -> Calibration:
+def built_in(cluster: str, kernels: str = "", framework: str | None = None, chip: str = "") -> Calibration:
     """Return the constants that come with autoshard for a cluster and a program on it; nominal ones of other machines.
 
     Where a host starts kernels they are the chip's and what the program adds, which its framework or its kernels name;
-    elsewhere those of a fit to the cluster, or to the nearest machine.
+    elsewhere those of a fit to the cluster, or to the nearest machine. A cluster that is not in the catalogue is the
+    first machine there with its ``chip``, so that a name alone makes no step faster.
 
     >>> built_in("local").name, built_in("trn2.48xlarge").name, built_in("h100-80", "mcore").name
     ('uncalibrated', 'trn1.32xlarge', 'h100-80 under Megatron-Core')
     """
-    if shipped := _shipped(cluster):
+    like = cluster if cluster in cluster_names() else _with_chip(chip) or cluster
+    if shipped := _shipped(like):
         return shipped
-    if not is_measured(_chips().get(cluster, "")):
+    if not is_measured(_chips().get(like, "")):
         return uncalibrated()
-    return _of_program(cluster, kernels or load_node_type(cluster).kernels, framework)
+    chips = {**_chips(), cluster: _chips()[like]}
+    return _of_program(cluster, chips, kernels or load_node_type(like).kernels, framework)
 
 
 def known_before(cluster: str, chip: str, programs: Sequence[tuple[str, str | None]], rows: Set[str]) -> Calibration:
@@ -84,9 +87,14 @@ def _chips() -> Mapping[str, str]:
     return {one: load_node_type(one).chip.name for one in cluster_names()}
 
 
-def _of_program(cluster: str, kernels: str, framework: str | None) -> Calibration:
+def _with_chip(chip: str) -> str | None:
+    """Return the first cluster of the catalogue with a chip of this name."""
+    return next((one for one, other in _chips().items() if other == chip), None)
+
+
+def _of_program(cluster: str, chips: Mapping[str, str], kernels: str, framework: str | None) -> Calibration:
     """Return the constants of a chip, and of a program on it as far as its rows say."""
-    chips, chip = _chips(), _chips()[cluster]
+    chip = chips[cluster]
     some, basis = applicable(departures().programs, cluster, chips, kernels, framework)
     constants, own, alone = mean_constants(some), basis == "rows", len(some) == 1
     who = ", ".join(dict.fromkeys(one.framework for one in some)) if basis != "other programs" else "any program"
@@ -141,7 +149,7 @@ def calibration_of(plan: Plan) -> Calibration:
     """Return the constants that a plan carries; where it carries none, those of its cluster."""
     entries = plan.provenance
     if "calibration.constants" not in entries:
-        return built_in(plan.cluster.name, plan.kernels)
+        return built_in(plan.cluster.name, plan.kernels, chip=plan.cluster.chip.name)
     pairs = [part.partition("=") for part in entries["calibration.constants"].split(",")]
     pairs = [pair for pair in pairs if pair[0] not in _GONE]
     if sorted(name for name, _, _ in pairs if name not in OPTIONAL) != sorted(NUMBERS):

@@ -110,9 +110,10 @@ def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration:
     # neuron-runtime/explore/intranode-collective-comm.rst); a ring over fewer chips is one cycle, half of its wires:
     # derived.
     on_torus = len(group) > 1 and cluster.link_of(group).kind == "torus"
-    num_chips = len({rank // cluster.ranks_per_chip for rank in group}) if on_torus else 0
-    wires = 0.5 if num_chips % cluster.chips_per_node else 1.0
     inner, num_nodes = cluster.inside(group), len({rank // cluster.ranks_per_node for rank in group})
+    # As many chips of several nodes as one node has are no whole node.
+    num_chips = len({rank // cluster.ranks_per_chip for rank in inner}) if on_torus else 0
+    wires = 0.5 if num_chips % cluster.chips_per_node else 1.0
     reached = {link.domain: efficiency(link, calibration) for link in cluster.links}
     speeds: dict[Domain, float] = {
         link.domain: speed * reached[link.domain] * (wires if link.kind == "torus" else 1.0)

@@ -167,7 +167,11 @@ def request_of(question: QuestionOptions, nodes: int = 1, model: ModelSpec | Non
 
 def constants_of(cluster: Cluster, own: Calibration | None, release: str | None) -> Calibration | None:
     """Return constants of one's own, or under a release of the software; None leaves them to the cluster."""
-    return (own or built_in(cluster.name)).under_release(release) if release is not None else own
+    return (
+        (own or built_in(cluster.name, cluster.kernels, chip=cluster.chip.name)).under_release(release)
+        if release is not None
+        else own
+    )
 
 
 def _option_faults(error: InputError, option: str) -> Iterator[Fault]:

@@ -90,7 +90,7 @@ class Request:
 
     def constants_with(self, kernels: str) -> Calibration:
         """Return the calibration for some kernels, where it is not one's own."""
-        return self.calibration or built_in(self.cluster.name, kernels)
+        return self.calibration or built_in(self.cluster.name, kernels, chip=self.cluster.chip.name)
 
     def plan(
         self, candidate: Candidate, engine: Engine, cutting: Cutting | None = None, *, tables: bool = True

@@ -8,11 +8,13 @@ import pytest
 from autoshard.blocks.choices import atom_dims
 from autoshard.blocks.cutting import Meshes, Terms, operator_problem, solved_cutting
 from autoshard.blocks.problem import ring_of_s
+from autoshard.cost.built_in import built_in
+from autoshard.cost.predict import predict
 from autoshard.cost.setting import price_block, setting_of
 from autoshard.cost.sharded import CutBlocks
 from autoshard.layout.layout import Cutting
 from autoshard.layout.legal import cut_operations, faults
-from autoshard.plan.build import cut_atoms
+from autoshard.plan.build import build_plan, cut_atoms
 from autoshard.plan.candidate import boundary_cuts
 from autoshard.plan.lowering import ATOMS, KINDS
 from autoshard.plan.recompute import Recompute
@@ -72,8 +74,27 @@ def test_a_ring_costs_the_solver_what_it_costs_a_block():
     cuts = cutting.only(set(problem.real_atoms)).block("layer")["attend"]
     ring_s = sum(ring_of_s(problem, op, cuts) for op in parts)
     blocks = CutBlocks(step=question.step, cutting=cutting, atoms=cut_atoms(candidate, question.model))
-    cost = price_block(question, setting_of(question, candidate, blocks), "layer", Recompute())
-    assert ring_s == pytest.approx(cost.part_s("cp"), rel=1e-9)
+    setting = setting_of(question, candidate, blocks)
+    cost, ring = price_block(question, setting, "layer", Recompute()), setting.rings["cp",]
+    sends = [
+        one for one in setting.blocks.block("layer", Recompute()).sharding.messages if one.collective.kind == "permute"
+    ]
+    starts_s = sum(float(ring.starts_s(one.collective)) for one in sends)  # by hosts, so in no message of the block
+    assert ring_s == pytest.approx(cost.part_s("cp") + starts_s, rel=1e-9) and starts_s > 0
+
+
+def test_a_cut_counts_what_hosts_take_to_start_its_messages():
+    """A rank of few tokens waits for its hosts: cuts with more and smaller messages are no gain there."""
+    question, step_s = ask("llama3-70b", "h100-80", 2, seq_len=4096, global_batch=64), list[float]()
+    question = replace(question, calibration=built_in("h100-80"))
+    candidate = candidate_of(question, "tp=8,pp=2,dp=1")
+    blind = replace(question.calibration, collective_s=0.0, joined_s=0.0)
+    for asked in (question, replace(question, calibration=blind)):
+        cutting = solved_cutting(asked, candidate, Terms.of(candidate, "torch"))
+        blocks = CutBlocks(step=question.step, cutting=cutting, atoms=cut_atoms(candidate, question.model))
+        plan = build_plan(candidate, question.model, question.cluster, question.workload, "torch")
+        step_s.append(predict(plan, question.calibration, blocks).step_time_s)
+    assert step_s[0] < 0.95 * step_s[1]
 
 
 def test_a_cutting_of_some_atoms_is_that_of_a_mesh_with_these():

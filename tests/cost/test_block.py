@@ -165,7 +165,9 @@ class TestHiddenTraffic:
     def test_tensor_parallel_traffic_hides_behind_the_compute_of_its_own_pass_as_the_table_says(self, kernels):
         question, text = ask(kernels=kernels), "tp=8"
         share = load_kernels(kernels).hides.get("tp", 0.0) * 7 / 8  # of 8 pieces the first stays in sight
-        assert share == pytest.approx({"mcore": 7 / 8, "torch_async_tp": 0.36, "nanotron": 0.35}.get(kernels, 0.0), rel=0.01)
+        assert share == pytest.approx(
+            {"mcore": 7 / 8, "torch_async_tp": 0.36, "nanotron": 0.35}.get(kernels, 0.0), rel=0.01
+        )
         here, layer = setting(question, text), lowered(question, text)
         bare = replace(layer, hides_tp=0.0)
         for speed in (question.rates, rates(), replace(question.rates, matrix_flops_per_s=1e15), rates(launch_s=1e-3)):
