@@ -12,6 +12,7 @@ BENCHMARKS: Mapping[str, str] = {
     "advice": "benchmarks.advice:run",
     "cold_start": "benchmarks.cold_start:run",
     "reference_layouts": "benchmarks.reference_layouts:run",
+    "setups": "benchmarks.setups:run",
     "simulate_pipeline": "benchmarks.simulate_pipeline:run",
     "estimate_batch": "benchmarks.estimate_batch:run",
     "convert_stream": "benchmarks.convert_stream:run",

@@ -21,6 +21,8 @@ _SHAPE = tuple(  # of a model, as far as layouts go
     one.name for one in fields(ModelSpec) if one.name not in _NOT_SHAPE
 )
 
+_OPEN = 1.0  # a layout for any number of nodes is as far from a question as that for half or twice as many
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unsettled:
@@ -59,7 +61,7 @@ class VendorLayout:
         sizes = parse_pins(self.layout)
         return (
             self.seq_len != workload.seq_len,
-            math.inf if self.nodes is None else abs(math.log2(self.nodes / nodes)),
+            _OPEN if self.nodes is None else abs(math.log2(self.nodes / nodes)),
             self.model != request.model.name,
             abs(math.log2(self.global_batch / workload.global_batch)),
             sum(sizes.get(axis, 1) != 1 for axis in ("tp", "pp", "cp", "ep")),
