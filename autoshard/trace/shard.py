@@ -26,6 +26,7 @@ from autoshard.layout.table import TableSetting, program_of, strategies, written
 from autoshard.plan.module_plan import ModulePlan
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.kernels import load_kernels
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.workload import DTYPE_BYTES, Precision
 from autoshard.trace.blocks import TracedBlock, traced_block
@@ -280,13 +281,14 @@ def places_of(captured: Captured, traced: TracedBlock) -> Places:
 
 def _problem(traced: TracedBlock, cluster: Cluster, mesh: Mesh, precision: Precision) -> OperatorProblem:
     calibration, names = built_in(cluster.name, chip=cluster.chip.name), [name for name, _ in mesh.axes]
+    eager = load_kernels(cluster.kernels).eager
 
     @cache
     def ring(over: frozenset[str]) -> Ring:
         return mesh_ring(cluster, mesh, tuple(sorted(over, key=names.index)), calibration)
 
     def seconds(collective: Collective, message_bytes: Number) -> Number:
-        return ring(frozenset(collective.atoms)).time_s(collective, message_bytes)
+        return ring(frozenset(collective.atoms)).busy_s(collective, message_bytes, eager=eager)
 
     masters = DTYPE_BYTES[precision.masters] if precision.masters else 0
     states = DTYPE_BYTES[precision.weights] + DTYPE_BYTES[precision.gradients] + masters
