@@ -132,7 +132,7 @@ def test_what_cannot_be_meant_is_refused(
     words: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = write_tiny(tmp_path).read_text()
-    Path("future.json").write_text(text.replace('"schema": 5', '"schema": 99'), encoding="utf-8")
+    Path("future.json").write_text(text.replace('"schema": 6', '"schema": 99'), encoding="utf-8")
     Path("cut.json").write_text(text[:500], encoding="utf-8")
     (said,) = refused(capsys, *words)
     assert said.startswith(says)
