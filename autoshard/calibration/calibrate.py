@@ -80,7 +80,7 @@ def samples_in(path: Path, cluster: str, date: str | None = None) -> FitSamples:
     newest = date or max(row.first_seen or "" for row, _ in timed.runs)
     require((bool(newest), "--date", f"missing; no row of {path} has first_seen, so say from when they are"))
     ids = {row.id for row, _ in timed.runs}
-    named = {one.id: one.says for one in suspects(validated(path)) if one.id in ids}
+    named = {one.id: one.says for one in suspects(validated(path, own=load_node_type(cluster))) if one.id in ids}
     if count - len(named) < _LEAST_ROWS:
         named = {}
     wrong = (Fault(where=where, message=f"looks wrong, and is not fitted to: {says}") for where, says in named.items())

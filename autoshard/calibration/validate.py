@@ -19,6 +19,7 @@ from autoshard.errors import Fault, InputError
 from autoshard.layout.layout import Cutting
 from autoshard.plan.build import cut_atoms
 from autoshard.plan.plan import Plan, Prediction, rounded
+from autoshard.spec.cluster_catalogue import NodeType
 from autoshard.spec.kernels import load_kernels
 from autoshard.units import GIB
 
@@ -253,8 +254,8 @@ def validate(path: Path, calibration: Calibration | None = None) -> Validation:
     return validated(path, calibration).validation
 
 
-def validated(path: Path, calibration: Calibration | None = None) -> Validated:
-    """Do so, and return the times of all rows with what was run."""
+def validated(path: Path, calibration: Calibration | None = None, own: NodeType | None = None) -> Validated:
+    """Do so, and return the times of all rows with what was run, some of them on a cluster of one's ``own``."""
     rows = measured_rows(path)
     asked: dict[str, tuple[MeasuredRun, Calibration]] = {}
     known: dict[object, Prediction] = {}  # many rows measure one layout again
@@ -264,7 +265,7 @@ def validated(path: Path, calibration: Calibration | None = None) -> Validated:
     faults: dict[str, InputError] = {}
     for where, row in rows.rows.items():
         try:
-            run = run_of(row, rows.clusters.get(where))
+            run = run_of(row, own if own and row.platform == own.name else rows.clusters.get(where))
             asked[where] = run, (calibration or run.constants).running(run.framework, run.release)
         except InputError as error:
             faults[where] = error

