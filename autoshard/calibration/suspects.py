@@ -47,7 +47,7 @@ class Suspect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Judged:
+class _JudgedRow:
     """A row as it is judged: the logarithm of measured over predicted, its family, and the keys of its layout."""
 
     timed: TimedRun
@@ -72,11 +72,11 @@ def without_suspects(rows: MeasuredRows, named: Sequence[Suspect]) -> MeasuredRo
     return rows.without({where: InputError.of("", says[key]) for where, key in places.items() if key in says})
 
 
-def _judged(found: Validated) -> list[_Judged]:
+def _judged(found: Validated) -> list[_JudgedRow]:
     predicted = dict(zip(found.rows.rows, found.validation.rows, strict=True))
     rows = [(row, predicted[where]) for where, row in found.rows.rows.items() if row.step_time_s]
     return [
-        _Judged(
+        _JudgedRow(
             timed=timed,
             row=row,
             predicted=prediction,
@@ -99,12 +99,12 @@ def _keys(run: MeasuredRun) -> Mapping[str, Hashable]:
 Named = dict[int, Suspect]
 
 
-def _suspect(one: _Judged, kind: Kind, distance: float, says: str) -> Suspect:
+def _suspect(one: _JudgedRow, kind: Kind, distance: float, says: str) -> Suspect:
     time, factor = one.timed.time, float(f"{math.exp(distance):.3g}")
     return Suspect(set=one.timed.set, id=time.id, group=time.group, kind=kind, factor=factor, says=says)
 
 
-def _outliers(judged: Sequence[_Judged]) -> Named:
+def _outliers(judged: Sequence[_JudgedRow]) -> Named:
     """Name the farthest row of each family from its neighbours, again and again, until none is far."""
     named: Named = {}
     families: dict[Hashable, list[int]] = defaultdict(list)
@@ -136,7 +136,7 @@ def _is_far(distance: float, count: int, *, lonely: bool) -> bool:
     return lonely if _kind(distance) == "batch" else abs(distance) > _LEAST_FACTOR
 
 
-def _neighbours(judged: Sequence[_Judged], members: Sequence[int]) -> Mapping[int, list[int]]:
+def _neighbours(judged: Sequence[_JudgedRow], members: Sequence[int]) -> Mapping[int, list[int]]:
     """Return for each row those that differ in one key at most."""
     found: dict[int, dict[int, None]] = {place: {} for place in members}
     for key in judged[members[0]].keys:
@@ -150,7 +150,7 @@ def _neighbours(judged: Sequence[_Judged], members: Sequence[int]) -> Mapping[in
     return {place: list(others) for place, others in found.items()}
 
 
-def _distance(judged: Sequence[_Judged], place: int, neighbours: Sequence[int]) -> tuple[float, int]:
+def _distance(judged: Sequence[_JudgedRow], place: int, neighbours: Sequence[int]) -> tuple[float, int]:
     """Return how far the error of a row is from those of its neighbours, and how many these are; few say nothing."""
     if len(neighbours) < _LEAST_NEIGHBOURS:
         return judged[place].error, 0
@@ -182,7 +182,7 @@ def _words(distance: float, count: int) -> str:
     return text
 
 
-def _impossible(judged: Sequence[_Judged]) -> Named:
+def _impossible(judged: Sequence[_JudgedRow]) -> Named:
     """Name rows with more FLOPs per second than any program reaches."""
     named: Named = {}
     for place, one in enumerate(judged):
@@ -207,7 +207,7 @@ def _flops_per_token(run: MeasuredRun, pairs: float = 1.0) -> float:
     return 6 * weights + pairs * scores
 
 
-def _disagreeing(judged: Sequence[_Judged]) -> Named:
+def _disagreeing(judged: Sequence[_JudgedRow]) -> Named:
     """Name rows whose published rate and step time disagree, beside what they do in other rows of the set."""
     named: Named = {}
     for key in _RATES:
@@ -224,7 +224,7 @@ def _disagreeing(judged: Sequence[_Judged]) -> Named:
     return named
 
 
-def _rate_ratio(one: _Judged, key: str) -> tuple[float, float] | None:
+def _rate_ratio(one: _JudgedRow, key: str) -> tuple[float, float] | None:
     """Return the logarithm of a published rate over that of the row's step time, and how far rounding may move it."""
     stated = (one.row.published or {}).get(key)
     if not isinstance(stated, int | float) or stated <= 0:
@@ -239,7 +239,7 @@ def _rate_ratio(one: _Judged, key: str) -> tuple[float, float] | None:
     return math.log(stated / rates.get(key, tokens_per_s)), math.log1p(0.5 * 10**-decimals / stated)
 
 
-def _memories(judged: Sequence[_Judged]) -> Named:
+def _memories(judged: Sequence[_JudgedRow]) -> Named:
     """Name rows whose memory is in another unit, or more than a chip has."""
     named: Named = {}
     for place, one in enumerate(judged):

@@ -73,8 +73,6 @@ class QuestionOptions:
             (self.cluster is None or bool(self.cluster.strip()), "cluster", "must name a cluster or a cluster file"),
             headroom_check(self.headroom or 0.0),
         )
-        if self.precision is not None:
-            Precision.named(self.precision)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -132,6 +130,9 @@ def recipe_of(data: object) -> Recipe:
     except InputError as error:
         prefix = re.compile(r"(question|training)\.")
         faults += (Fault(where=prefix.sub("", one.where, count=1), message=one.message) for one in error.faults)
+    if recipe and recipe.question.precision is not None:
+        with faults.of():
+            Precision.named(recipe.question.precision)
     faults.refuse()
     assert recipe, "what has no fault has a value"
     return recipe

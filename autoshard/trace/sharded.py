@@ -253,8 +253,9 @@ def _device_mesh(module: torch.nn.Module, mesh: DeviceMesh | Mapping[str, int] |
     sizes = sizes_of(mesh)
     device = next((one.device.type for one in module.parameters()), HOST)
     if device == "meta":
-        there = torch.accelerator.current_accelerator(check_available=True)
-        device = there.type if there else HOST
+        there = torch.accelerator.current_accelerator()
+        has_module = there is not None and hasattr(torch, there.type)  # a backend may have a name and nothing else
+        device = there.type if there and has_module and torch.accelerator.is_available() else HOST
     try:
         found = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     except (ValueError, RuntimeError) as error:

@@ -68,7 +68,7 @@ COUNTS = {
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"hides": {"pp": 1.0}, **OTHER_SOURCES}, ["hides: 'pp' is not one of tp, dp, unit"]),
+        ({"hides": {"pp": 1.0}, **OTHER_SOURCES}, ["hides: 'pp' is not one of tp, dp, sums, unit"]),
         (
             {"hides": {"tp": 1.1, "dp": -0.1}, **OTHER_SOURCES},
             ["hides.tp: must lie in [0, 1]", "hides.dp: must lie in [0, 1]"],

