@@ -139,7 +139,7 @@ def _shortest_from(graph: LayoutGraph, steps: Matrix, starts: NDArray[np.intp]) 
     found = np.full((len(starts), len(used), *steps.shape[1:]), np.inf)
     for touched in np.unique(own[:, None] | used):
         rows = np.flatnonzero((own & ~touched) == 0)
-        ways, _ = _ways_within(graph, steps, _inside(graph, touched), starts[rows])
+        ways = _ways_within(graph, steps, _inside(graph, touched), starts[rows])
         row, goal = np.nonzero((own[rows, None] | used) == touched)
         found[rows[row], goal] = ways[row, goal]
     return found
@@ -150,26 +150,19 @@ def _inside(graph: LayoutGraph, touched: int) -> NDArray[np.intp]:
     return np.flatnonzero(((graph.touched[graph.before] | graph.touched[graph.after]) & ~touched) == 0)
 
 
-def _ways_within(
-    graph: LayoutGraph, steps: Matrix, inside: NDArray[np.intp], starts: NDArray[np.intp]
-) -> tuple[Matrix, NDArray[np.intp]]:
-    """Return the shortest paths from some layouts over some collectives (Bellman and Ford), and when they were found.
-
-    What comes before the last collective of a path was found earlier than the path.
-    """
+def _ways_within(graph: LayoutGraph, steps: Matrix, inside: NDArray[np.intp], starts: NDArray[np.intp]) -> Matrix:
+    """Return the lengths of the shortest paths from some layouts over some collectives (Bellman and Ford)."""
     ways = np.full((len(starts), len(graph.touched), *steps.shape[1:]), np.inf)
     ways[np.arange(len(starts)), starts] = 0.0
-    when = np.zeros(ways.shape, np.intp)
     first = np.flatnonzero(np.diff(graph.after[inside], prepend=-1))
     goals, come_from, by = graph.after[inside][first], graph.before[inside], steps[inside]
-    for number in itertools.count(1):
-        reached = np.minimum.reduceat(ways[:, come_from] + by, first, axis=1) if len(goals) else ways[:, goals]
+    while len(goals):
+        reached = np.minimum.reduceat(ways[:, come_from] + by, first, axis=1)
         better = reached < ways[:, goals]
         if not better.any():
             break
         ways[:, goals] = np.where(better, reached, ways[:, goals])
-        when[:, goals] = np.where(better, number, when[:, goals])
-    return ways, when
+    return ways
 
 
 def _few_shortest(
@@ -182,24 +175,42 @@ def _few_shortest(
         by_touched[int(graph.touched[start] | graph.touched[goal])].append((start, goal))
     for touched, some in by_touched.items():
         starts, inside = list(dict.fromkeys(start for start, _ in some)), _inside(graph, touched)
-        ways, when = _ways_within(graph, steps, inside, np.array(starts, np.intp))
-        first = np.searchsorted(graph.after[inside], np.arange(len(graph.touched) + 1)).tolist()
+        ways = dict(zip(starts, _ways_within(graph, steps, inside, np.array(starts, np.intp)), strict=True))
+        trees: dict[tuple[int, int], NDArray[np.intp]] = {}
         for start, goal in some:
-            way_s, found_at = ways[starts.index(start)], when[starts.index(start)]
-            left = np.isfinite(way_s[goal])
-            while left.any():
-                column, here, way = int(left.argmax()), goal, list[int]()
+            missing = np.isfinite(ways[start][goal])
+            while missing.any():
+                column, here, way = int(missing.argmax()), goal, list[int]()
+                if (start, column) not in trees:
+                    trees[start, column] = _tree(graph, inside, ways[start][:, column], steps[inside, column], start)
                 while here != start:
-                    last = inside[first[here] : first[here + 1]]
-                    before = graph.before[last]
-                    leads = way_s[before, column] + steps[last, column] == way_s[here, column]
-                    leads &= found_at[before, column] < found_at[here, column]
-                    way.append(int(last[leads.argmax()]))
+                    way.append(int(trees[start, column][here]))
                     here = int(graph.before[way[-1]])
                 found[start, goal].add(tuple(way))
-                left &= steps[way].sum(axis=0) > way_s[goal] * (1 + _TIE)
-                left[column] = False
+                missing &= steps[way].sum(axis=0) > ways[start][goal] * (1 + _TIE)
+                missing[column] = False
     return found
+
+
+def _tree(
+    graph: LayoutGraph, inside: NDArray[np.intp], ways: NDArray[np.float64], steps: NDArray[np.float64], start: int
+) -> NDArray[np.intp]:
+    """Return the last collective of a shortest path to each layout, of those the path with the fewest collectives.
+
+    Collectives that cost nothing, or so little that a sum does not change, can form circles: so layouts are taken in
+    the order of their distance from the first, in collectives.
+    """
+    before, after = graph.before[inside], graph.after[inside]
+    shortest = np.isfinite(ways[after]) & (ways[before] + steps == ways[after])
+    last = np.full(len(ways), -1, np.intp)
+    reached = np.zeros(len(ways), np.bool_)
+    reached[start] = True
+    while True:
+        (leads,) = np.nonzero(shortest & reached[before] & ~reached[after])
+        if not len(leads):
+            return last
+        last[after[leads[::-1]]] = inside[leads[::-1]]  # of several, the first
+        reached[after[leads]] = True
 
 
 def _common(layouts: Sequence[Layout], dims: Dims, atoms: Sequence[str]) -> tuple[_DimCuts, tuple[str, ...]]:

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings, strategies as st
 
 from autoshard.layout.change_prices import ChangePrices, LayoutGraph, Matrix, Pending, Prices, all_layouts
 from autoshard.layout.layout import Layout
-from autoshard.layout.redistribute import bytes_price, redistribute, single_changes
+from autoshard.layout.redistribute import Change, bytes_price, redistribute, single_changes
 from autoshard.layout.shards import Executor
 from autoshard.spec.mesh import Mesh
 
@@ -145,3 +145,29 @@ def test_the_price_is_that_of_the_cheapest_redistribution(pending: Pending, firs
             assert abs(price - sum(PRICE(change) for change in changes)) < 1e-6
         else:
             assert price == float("inf")
+
+
+@given(seed=st.integers(0, 2**32), pending=st.sampled_from(["sums", "maxima"]))
+def test_ways_end_where_prices_are_lost_in_rounding(seed: int, pending: Pending):
+    """A price that leaves a sum as it was can join layouts in a circle of ways that are all the shortest."""
+    some, amounts = random.Random(seed), (0.0, 1e-17, 1e-16, 0.1, 0.3, 1 / 3)
+    price_of = {str(number): some.choice(amounts) * some.uniform(0.5, 1) for number in range(8)}
+
+    def price(change: Change) -> float:
+        return price_of[str(random.Random(f"{seed} {change.collective} {change.before}").randrange(8))]
+
+    def in_graph(graph: LayoutGraph) -> Matrix:
+        return np.array([price(graph.change(step)) for step in range(len(graph.before))])
+
+    whole = Prices(of_change=price, of_graph=in_graph)
+    columns = Prices(
+        of_change=lambda change: price(change) * DEARER,
+        of_graph=lambda graph: in_graph(graph)[:, None] * DEARER,
+        few=lambda graph: in_graph(graph)[:, None] * DEARER,
+        shape=(3,),
+    )
+    every = EVERY[pending]
+    (at_once, by_column) = (
+        ChangePrices(DIMS, tuple(TWO), own, pending).between(every, every) for own in (whole, columns)
+    )
+    assert np.allclose(by_column, at_once[:, :, None] * DEARER, rtol=1e-9)
