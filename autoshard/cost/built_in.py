@@ -83,6 +83,18 @@ def _shipped(cluster: str) -> Calibration | None:
 
 
 @cache
+def measured_schedules() -> frozenset[str]:
+    """Return the schedules of pipelines that rows of any platform have.
+
+    >>> sorted(measured_schedules())
+    ['1f1b', 'interleaved']
+    """
+    shipped = filter(None, map(_shipped, cluster_names()))
+    fitted = [one.seen for one in (*departures().programs, *shipped)]
+    return frozenset(name for seen in fitted if "schedule" in seen for name in seen["schedule"].values)
+
+
+@cache
 def _chips() -> Mapping[str, str]:
     return {one: load_node_type(one).chip.name for one in cluster_names()}
 

@@ -11,7 +11,7 @@ from autoshard.plan.codec import save
 from autoshard.plan.explanation import Answer, Certificate, Ratio
 from autoshard.plan.found import SearchRecord
 from autoshard.plan.plan import Plan
-from autoshard.search.choice.doubt import percent, usual_schedules
+from autoshard.search.choice.doubt import known_schedules, percent
 from autoshard.search.planner import SearchResult
 from autoshard.search.request import Request
 from autoshard.search.vendor.answer import step_s, vendor_answer
@@ -135,7 +135,7 @@ def answers_of(request: Request, found: SearchResult, name: str | None = None) -
         no_vendor="" if isinstance(vendors, Answer) else vendors,
         name=name or (SIMPLE if is_time else first.name),
         defaults=request.defaults,
-        remarks=tuple(filter(None, (_unmeasured(request, found), found.hinge))),
+        remarks=(*_unmeasured(request, found), *filter(None, [found.hinge])),
     )
 
 
@@ -144,17 +144,23 @@ def _ratio_to(best: Plan, plan: Plan) -> Ratio | None:
     return None if plan.candidate == best.candidate else ratio_of(plan, best)
 
 
-def _unmeasured(request: Request, found: SearchResult) -> str:
-    """Say what a schedule that nobody has measured would gain, or that it is chosen because it gains more than that."""
+def _unmeasured(request: Request, found: SearchResult) -> list[str]:
+    """Say why a schedule is chosen that nobody has measured here, and what a less known one would gain."""
     fastest, chosen = found.plans[0], found.preferred
-    usual, builder = usual_schedules(request.constants), fastest.schedule.builder
-    if builder in usual or not found.simple_within or {"schedule", "vp"} & request.pins.keys():
-        return ""
-    if chosen.schedule.builder not in usual:
-        gain = f"all others are more than {percent(found.simple_within)} slower"
-        return f"nobody has measured {chosen.schedule.builder} on {request.cluster.name}; it is chosen because {gain}"
-    gain = 1 - step_s(fastest) / step_s(chosen)
-    return f"{builder} would be {gain:.1%} faster, which nobody has measured on {request.cluster.name}"
+    tiers, where = known_schedules(request.constants), request.cluster.name
+    if not found.simple_within or {"schedule", "vp"} & request.pins.keys():
+        return []
+    unknown_to = [sum(plan.schedule.builder not in tier for tier in tiers) for plan in (fastest, chosen)]
+    places = ("", f" on {where}", " on any platform")  # where nobody has measured a schedule that so many tiers lack
+    said = list[str]()
+    if unknown_to[1]:
+        who = f"nobody has measured {chosen.schedule.builder}{places[unknown_to[1]]}"
+        why = f"all that are better known are more than {percent(found.simple_within)} slower"
+        said.append(f"{who}; it is chosen because {why}")
+    if unknown_to[0] > unknown_to[1]:
+        gain = f"{fastest.schedule.builder} would be {1 - step_s(fastest) / step_s(chosen):.1%} faster"
+        said.append(f"{gain}, which nobody has measured{places[unknown_to[0]]}")
+    return said
 
 
 def _simple(fastest: Answer, found: SearchResult) -> Answer:

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from autoshard.cost.built_in import built_in
+from autoshard.cost.built_in import built_in, measured_schedules
 from autoshard.cost.calibration import Calibration, Reach
 from autoshard.cost.outside import Seen
 from autoshard.cost.schedule_counts import counts_of
@@ -86,7 +86,7 @@ def test_a_schedule_that_nobody_has_measured_is_not_chosen_for_a_gain_inside_the
     assert 1 < time_s(chosen) / time_s(fastest) <= 1 + answer.simple_within == 1.1
     result = answers_of(question(32), answer)
     gain = 1 - time_s(fastest) / time_s(chosen)
-    words = f"{fastest.schedule.builder} would be {gain:.1%} faster, which nobody has measured on local"
+    words = f"{fastest.schedule.builder} would be {gain:.1%} faster, which nobody has measured on any platform"
     assert words in result.remarks and words in result.summary()
     assert result.named("simple").why == "the simplest within 10% of the fastest"
 
@@ -98,7 +98,20 @@ def test_it_is_chosen_for_a_gain_beyond_the_doubt_and_the_answer_says_so():
     one = search(question(4, pins="tp=1,pp=2,mbs=1,schedule=1f1b"))
     assert time_s(one.plans[0]) > 1.1 * time_s(answer.plans[0])
     (remark,) = answers_of(question(4), answer).remarks
-    assert f"nobody has measured {builder} on local" in remark and "more than 10% slower" in remark
+    assert f"nobody has measured {builder} on any platform" in remark and "more than 10% slower" in remark
+
+
+def test_where_1f1b_is_too_slow_a_schedule_that_was_measured_elsewhere_comes_before_one_that_nobody_measured():
+    asked = question(12)
+    answer = search(asked, 3, simple_within=DOUBT)
+    fastest, chosen = answer.plans[0], answer.preferred
+    plain = search(question(12, pins="tp=1,pp=2,mbs=1,schedule=1f1b"))
+    assert time_s(plain.plans[0]) > 1.1 * time_s(fastest), "1f1b is beyond the doubt"
+    assert fastest.schedule.builder not in measured_schedules() and chosen.schedule.builder == "interleaved"
+    assert time_s(chosen) <= 1.1 * time_s(fastest)
+    of_chosen, of_fastest = answers_of(asked, answer).remarks
+    assert "nobody has measured interleaved on local" in of_chosen and "more than 10% slower" in of_chosen
+    assert f"{fastest.schedule.builder} would be" in of_fastest and "nobody has measured on any platform" in of_fastest
 
 
 @pytest.mark.parametrize("pins", ["tp=1,pp=2,mbs=1,schedule=zb_v", "tp=1,pp=2,mbs=1,vp=2"])

@@ -7,7 +7,7 @@ import numpy as np
 
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
-from autoshard.search.choice.doubt import DOUBT, LEAST_DOUBT, Within, doubt_of, percent, usual_schedules
+from autoshard.search.choice.doubt import DOUBT, LEAST_DOUBT, Within, doubt_of, known_schedules, percent
 from autoshard.search.choice.looking import best_of_kind, fastest_among, kinds_to_add
 from autoshard.search.choice.searched import EngineResult, order_of
 from autoshard.search.points import Solution
@@ -17,6 +17,7 @@ from autoshard.search.simple import Simple, simplest, simplest_near
 _TIE = 1e-9  # relative: times that differ by less count as equal
 _ROUNDS = 3  # in which the fastest plan may turn out to be another, with another interval
 _AT_ONCE = 8  # points of a group that are solved together, those with the best bounds
+_USUAL, _NUM_TIERS = 0, 2  # of known_schedules
 _MOST_GROUPS = 64  # that are solved where no simple plan has a usual schedule
 
 
@@ -46,7 +47,7 @@ def choose(results: Sequence[EngineResult], within: Within) -> Choice:
     choice = Choice()
     for _ in range(_ROUNDS):
         fastest = fastest_of(results)
-        choice = _of_usual(results, _doubt(results))
+        choice = _of_known(results, _doubt(results))
         if fastest_of(results) == fastest:
             break
     return choice
@@ -55,39 +56,44 @@ def choose(results: Sequence[EngineResult], within: Within) -> Choice:
 def choose_known(results: Sequence[EngineResult], ended: str) -> Choice:
     """Return what a search that was stopped knows under usual schedules, if the fastest has another one."""
     within = _doubt(results)
-    known = [(one, solution) for one in results for solution in one.solutions if _is_usual(one, solution)]
+    known = [(one, solution) for one in results for solution in one.solutions if _is_known(one, solution, _USUAL)]
     best = min(known, key=order_of, default=None)
     fastest = fastest_of(results)
-    if best is None or fastest is None or _is_usual(*fastest) or best[1].value > _limit(results, within):
+    if best is None or fastest is None or _is_known(*fastest, _USUAL) or best[1].value > _limit(results, within):
         return Choice(within=within)
     plan = best[0].plan(best[0].exactly_evened(best[1]))
     why = f"the fastest that is known under {plan.schedule.builder}: {ended}"
     return Choice(plan=plan, why=why, within=within)
 
 
+def _of_known(results: Sequence[EngineResult], within: float) -> Choice:
+    """Return the simplest plan under usual schedules, or else the fastest of these.
+
+    Where all of them are too slow, the schedules that are measured elsewhere are taken in the same way, and then all.
+    """
+    words, fastest = percent(within), fastest_of(results)
+    for tier in range(_NUM_TIERS):
+        plan = _simplest(results, within, tier, LEAST_DOUBT)
+        if plan:
+            return Choice(plan=plan, why=f"the simplest within {words} of the fastest", within=within)
+        if fastest is None or _is_known(*fastest, tier):
+            return Choice(within=within)
+        plan = _fastest_known(results, within, tier)
+        if plan:
+            why = f"the fastest under {plan.schedule.builder}: nothing simple is within {words} of the fastest"
+            return Choice(plan=plan, why=why, within=within)
+    return _of_all(results, within, LEAST_DOUBT)
+
+
 def _of_all(results: Sequence[EngineResult], within: float, near: float = np.inf) -> Choice:
     """Return the simplest plan, whatever its schedule."""
     why = f"the simplest within {percent(within)} of the fastest"
-    return Choice(plan=_simplest(results, within, usual=False, near=near), why=why, within=within)
+    return Choice(plan=_simplest(results, within, None, near), why=why, within=within)
 
 
-def _of_usual(results: Sequence[EngineResult], within: float) -> Choice:
-    """Return the simplest plan under usual schedules, or else the fastest of these, or else the simplest of all."""
-    plan = _simplest(results, within, usual=True, near=LEAST_DOUBT)
-    if plan:
-        return Choice(plan=plan, why=f"the simplest within {percent(within)} of the fastest", within=within)
-    fastest = fastest_of(results)
-    if fastest is None or _is_usual(*fastest):
-        return Choice(within=within)
-    plan = _fastest_usual(results, within)
-    if plan is None:
-        return _of_all(results, within, LEAST_DOUBT)
-    why = f"the fastest under {plan.schedule.builder}: nothing simple is within {percent(within)} of the fastest"
-    return Choice(plan=plan, why=why, within=within)
-
-
-def _is_usual(result: EngineResult, solution: Solution) -> bool:
-    return solution.point.variant.space.base.schedule in usual_schedules(result.request.constants)
+def _is_known(result: EngineResult, solution: Solution, tier: int) -> bool:
+    schedules = _schedules(result, tier)
+    return schedules is None or solution.point.variant.space.base.schedule in schedules
 
 
 def _doubt(results: Sequence[EngineResult]) -> float:
@@ -105,17 +111,18 @@ def _limit(results: Sequence[EngineResult], within: float) -> float:
     return (fastest[1].value if fastest else np.inf) * (1 + within) * (1 + _TIE)
 
 
-def _schedules(result: EngineResult, *, usual: bool) -> frozenset[str] | None:
-    return usual_schedules(result.request.constants) if usual else None
+def _schedules(result: EngineResult, tier: int | None) -> frozenset[str] | None:
+    """Return the schedules of a tier of ``known_schedules``; None for all that there are."""
+    return None if tier is None else known_schedules(result.request.constants)[tier]
 
 
-def _simplest(results: Sequence[EngineResult], within: float, *, usual: bool, near: float = np.inf) -> Plan | None:
+def _simplest(results: Sequence[EngineResult], within: float, tier: int | None, near: float) -> Plan | None:
     """Return the simplest plan of all engines that takes at most this share more than the fastest."""
     limit = _limit(results, within)
     found = [
         (one, simple)
         for one in results
-        if one.pool and (simple := simplest_below(one.pool, limit, _schedules(one, usual=usual), near))
+        if one.pool and (simple := simplest_below(one.pool, limit, _schedules(one, tier), near))
     ]
     left = {simple: one for one, simple in found if simple.solution.value <= _limit(results, within)}
     if not left:
@@ -150,13 +157,13 @@ def of_another_kind(results: Sequence[EngineResult], shown: Sequence[Candidate])
     return (plan, f"the fastest found {kind.words}") if fits else None
 
 
-def _fastest_usual(results: Sequence[EngineResult], within: float) -> Plan | None:
-    """Return the fastest plan under usual schedules that takes at most this share more than the fastest."""
+def _fastest_known(results: Sequence[EngineResult], within: float, tier: int) -> Plan | None:
+    """Return the fastest plan under the schedules of a tier that takes at most this share more than the fastest."""
     limit = _limit(results, within)
     found: list[tuple[EngineResult, Solution]] = []
     for one in results:
         while one.pool:
-            solution = fastest_below(one.pool, limit, _schedules(one, usual=True))
+            solution = fastest_below(one.pool, limit, _schedules(one, tier))
             if solution is None or one.pool.settled(solution):
                 found += [(one, solution)] if solution else []
                 break

@@ -7,6 +7,7 @@ chosen only where it gains more than this share.
 
 from typing import Final, Literal
 
+from autoshard.cost.built_in import measured_schedules
 from autoshard.cost.calibration import Calibration
 from autoshard.plan.plan import Prediction
 from autoshard.schedule.builders import builders
@@ -49,5 +50,16 @@ def usual_schedules(constants: Calibration) -> frozenset[str]:
     """
     seen = constants.seen["schedule"].values if "schedule" in constants.seen else ()
     has_chunks = constants.reach is not None and "vp" in constants.reach.axes
-    measured = {name for name, one in builders().items() if name in seen and (one.num_chunks == 1 or has_chunks)}
+    measured = {
+        name for name, builder in builders().items() if name in seen and (builder.num_chunks == 1 or has_chunks)
+    }
     return frozenset(measured | {*ALL_RANGES})
+
+
+def known_schedules(constants: Calibration) -> tuple[frozenset[str], ...]:
+    """Return the schedules that a choice is made from, the best known first.
+
+    The usual ones come first, then those that rows of any platform have as well.
+    """
+    usual = usual_schedules(constants)
+    return usual, usual | measured_schedules()
