@@ -158,9 +158,10 @@ class Adversary:
         outer = replace(candidate, stages=None, recompute=(Recompute(),))
         if outer not in self._cuttings:
             self._cuttings[outer] = self.request.cutting(outer, engine)
-        prediction = self.request.plan(candidate, engine, self._cuttings[outer], tables=False).prediction
-        assert prediction
-        return prediction.step_time_s if prediction.peak_bytes <= self.request.goal.capacity else float("inf")
+        plan = self.request.plan(candidate, engine, self._cuttings[outer], tables=False)
+        assert plan.prediction
+        fits = plan.prediction.peak_bytes <= self.request.capacity_bytes(plan.kernels)
+        return plan.prediction.step_time_s if fits else float("inf")
 
     def best(self, count: int) -> list[Candidate]:
         """Return the fastest candidates so far, each of another layout."""

@@ -46,7 +46,7 @@ def _fitting(request: Request, plan: Plan, num_nodes: int) -> Iterator[Plan]:
         except InputError:  # it has no shape: layers or heads that do not divide
             continue
         assert made.prediction, "a plan of a request is predicted"
-        if made.prediction.peak_bytes <= asked.capacity_bytes:
+        if made.prediction.peak_bytes <= asked.capacity_bytes(made.kernels):
             yield made
 
 

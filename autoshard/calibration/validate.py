@@ -23,6 +23,7 @@ from autoshard.spec.cluster_catalogue import NodeType
 from autoshard.spec.kernels import load_kernels
 from autoshard.units import GIB
 
+_GIVEN_BACK = ("reserved", "queued")  # parts of memory that an allocator frees when a device is full
 LEAST_LAYOUTS = 3  # of a group that says something about an order or a choice
 
 
@@ -192,7 +193,7 @@ class PredictedRow:
     assumed: Mapping[str, str] = field(hash=False)
     parts: Mapping[str, float] = field(hash=False)  # seconds; they add up to the step
     predicted_peak_memory_gib_by_stage: tuple[float, ...]  # by pipeline rank
-    fits: bool  # with all that the runtime holds as well
+    fits: bool  # with what the runtime holds, without what an allocator could give back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +291,7 @@ def validated(path: Path, calibration: Calibration | None = None, own: NodeType 
             assumed=run.assumed,
             parts=found.time_parts,
             predicted_peak_memory_gib_by_stage=by_stage,
-            fits=max(memory.total for memory in found.stage_memory) <= run.cluster.rank_memory_bytes,
+            fits=max(memory.without(_GIVEN_BACK) for memory in found.stage_memory) <= run.cluster.rank_memory_bytes,
         )
     rows = rows.without(faults, path)
     pairs = {name: [(row, predicted[where]) for where, row in rows.rows.items() if rows.sets[where] == name]

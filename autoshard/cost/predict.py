@@ -74,7 +74,7 @@ def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks |
             for weights, parts in zip(cost.weights, cost.memory, strict=True)
         ),
         peak_interval_bytes=_peak_interval(cost, load_kernels(plan.kernels)),
-        capacity_bytes=plan.cluster.usable_bytes(plan.headroom),
+        capacity_bytes=load_kernels(plan.kernels).capacity_bytes(plan.cluster.rank_memory_bytes, plan.headroom),
         tokens_per_s=rounded(workload.tokens_per_step / step_time_s),
         mfu=rounded(flops / (step_time_s * peak)),
         mfu_causal=mfu_causal,

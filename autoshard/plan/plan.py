@@ -87,7 +87,7 @@ class Prediction:
     time_parts: Mapping[str, float] = field(hash=False)  # seconds; they add up to step_time_s
     stage_memory: tuple[StageMemory, ...]  # one per pipeline rank
     peak_interval_bytes: tuple[int, int] | None = None  # of the fullest rank, where an allocator's share is estimated
-    capacity_bytes: int  # memory of a rank that the plan may fill: what is usable, less headroom
+    capacity_bytes: int  # memory of a rank that the plan may fill (Kernels.capacity_bytes)
     tokens_per_s: float
     mfu: float  # share of the peak that the model's own FLOPs use, with all (query, key) pairs of attention
     mfu_causal: float | None = None  # with those pairs alone that the mask leaves

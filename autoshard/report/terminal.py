@@ -25,6 +25,7 @@ from autoshard.report.words import (
     ranks_text,
 )
 from autoshard.spec.cluster import LOCAL
+from autoshard.spec.kernels import load_kernels
 from autoshard.units import GIB, format_at_most, format_bytes, format_count, format_dollars, format_seconds
 
 if TYPE_CHECKING:  # plans are printed without what proves them
@@ -133,6 +134,7 @@ def _memory_words(plan: Plan) -> Text:
 def headroom_words(plan: Plan, certificate: Certificate | None = None) -> str:
     """Say what stays free, and what the outer layout of the plan takes if its stages are filled again with less."""
     words = f"leaves {_percent(plan.headroom)} of {format_bytes(plan.cluster.rank_memory_bytes)} free"
+    words += " of tensors" if load_kernels(plan.kernels).reserved else ""
     step_s = prediction_of(plan).step_time_s
     times_s = certificate.by_headroom if certificate else dict[float, float]()
     gains = {headroom: 1 - time_s / step_s for headroom, time_s in times_s.items()}

@@ -28,7 +28,6 @@ from autoshard.search.pool import Pool
 from autoshard.search.priced_layouts import LayoutPricer
 from autoshard.search.request import Request
 from autoshard.search.split_bounds import SplitSearch
-from autoshard.search.stage_filling import Goal
 from autoshard.search.watch import Look, SearchStopped, Watch, never_stop
 from autoshard.spec.cluster import Cluster
 
@@ -154,7 +153,7 @@ def _with_less_headroom(result: EngineResult, solution: Solution) -> dict[float,
     if request.memory_bytes is not None or request.objective == "memory" or pool is None:
         return found
     for headroom in (request.headroom / 2, 0.0) if request.headroom else ():
-        goal = Goal(capacity=request.cluster.usable_bytes(headroom), effort=request.effort)
+        goal = replace(request, headroom=headroom).goal(pool.pricer.question.kernels)
         splits = SplitSearch(flows=pool.splits.flows, seconds_left=_REFILL_S)
         point = replace(solution.point, bound=0.0 * solution.point.bound)  # which was that of less memory
         filled_s = float(point.solved(goal, solution.value, splits).time_s[0])
@@ -177,7 +176,7 @@ def _search_engine(
         )
         if legal.variants:
             num_plans, others = wanted
-            pool = Pool(pricer, legal, request.goal, request.layouts, watch, others)
+            pool = Pool(pricer, legal, request.goal(pricer.question.kernels), request.layouts, watch, others)
             pool.settle(num_plans)
             with suppress(SearchStopped):  # that nothing fits is known
                 miss = pool.smallest() if nearest and not (pool.solutions or others) else None

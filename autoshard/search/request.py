@@ -24,6 +24,7 @@ from autoshard.plan.tables import with_tables
 from autoshard.search.space import Pins, default_kernels
 from autoshard.search.stage_filling import Effort, Goal
 from autoshard.spec.cluster import HEADROOM, Cluster, headroom_check
+from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
 from autoshard.version import __version__
@@ -72,16 +73,16 @@ class Request:
         clusters = {cluster.lnc: cluster for cluster in (self.cluster, *self.other_lnc)}
         return replace(self, cluster=clusters.get(lnc, self.cluster), other_lnc=())
 
-    @property
-    def goal(self) -> Goal:
-        """What is minimised. On one cluster dollars are time."""
+    def goal(self, kernels: str) -> Goal:
+        """Return what is minimised. On one cluster dollars are time."""
         objective = "memory" if self.objective == "memory" else "time"
-        return Goal(objective=objective, capacity=self.capacity_bytes, effort=self.effort)
+        return Goal(objective=objective, capacity=self.capacity_bytes(kernels), effort=self.effort)
 
-    @property
-    def capacity_bytes(self) -> float:
-        """What a plan may fill of a rank's memory."""
-        return self.cluster.usable_bytes(self.headroom) if self.memory_bytes is None else self.memory_bytes
+    def capacity_bytes(self, kernels: str) -> float:
+        """Return what a plan with some kernels may fill of a rank's memory."""
+        if self.memory_bytes is not None:
+            return self.memory_bytes
+        return load_kernels(kernels).capacity_bytes(self.cluster.rank_memory_bytes, self.headroom)
 
     @property
     def constants(self) -> Calibration:

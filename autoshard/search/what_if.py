@@ -114,7 +114,7 @@ def circumstances(request: Request, own: Candidate, other: Candidate) -> Iterato
         now, rest = divmod(getattr(workload, key), unit)
         if not rest:
             yield Circumstance(name=name, unit=unit, now=now, changed=partial(with_work, key, unit))
-    capacity = request.capacity_bytes
+    capacity = request.capacity_bytes(request.question(own).kernels)
     yield Circumstance(
         name="memory of a rank",
         unit=capacity / _FINE,

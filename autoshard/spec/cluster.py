@@ -284,10 +284,6 @@ class Cluster:
         """Memory of one rank: its equal share of the chip."""
         return self.chip.memory_bytes // self.ranks_per_chip
 
-    def usable_bytes(self, headroom: float) -> int:
-        """Return what a plan may fill of a rank's memory if it leaves this share free."""
-        return int(self.rank_memory_bytes * (1 - headroom))
-
     def with_local_ranks(self, count: int) -> "Cluster":
         """Return this machine with so many ranks, which share the memory that there is."""
         chips = count // self.ranks_per_chip

@@ -193,6 +193,17 @@ class Kernels:
         """Replace the framework's names of sets by their operations; other names are operations already."""
         return tuple(dict.fromkeys(op for name in names for op in self.selective.get(name, (name,))))
 
+    def capacity_bytes(self, usable_bytes: int, headroom: float) -> int:
+        """Return how much of a rank's usable memory a plan may fill if it leaves this share of it free.
+
+        What an allocator reserves beside tensors may fill the headroom: its free blocks go back to the device when an
+        allocation fails (PyTorch's c10/cuda/CUDACachingAllocator.cpp).
+        """
+        free = int(usable_bytes * (1 - headroom))
+        if not self.reserved:
+            return free
+        return min(usable_bytes, int((free - self.runtime_bytes) * (1 + self.reserved.share)) + self.runtime_bytes)
+
 
 @cache
 def kernels_names() -> tuple[str, ...]:

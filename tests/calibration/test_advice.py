@@ -143,7 +143,8 @@ class TestProposedRuns:
         runs = proposed_runs(request, plans, 2)
         assert {run.cluster.num_nodes for run in runs} == {1, 2}
         for run in runs:
-            assert run.prediction and not verify(run) and run.prediction.peak_bytes <= request.capacity_bytes
+            assert run.prediction and not verify(run)
+            assert run.prediction.peak_bytes <= request.capacity_bytes(run.kernels)
             assert run.candidate.num_ranks == run.cluster.num_ranks
             count = run.workload.global_batch / (run.candidate.dp * run.candidate.mbs)
             assert count == int(count) <= 8 * run.candidate.pp

@@ -18,6 +18,8 @@ from autoshard.errors import InputError
 from autoshard.spec.record import encode
 from tests.calibration.measured_cases import ARCH, SMALL, written
 
+SWEEPS = Path(__file__).parents[2] / "benchmarks" / "data" / "sweeps"
+
 AT_WORK = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
@@ -142,6 +144,15 @@ def test_layouts_that_crashed_are_counted_by_whether_they_would_fit(tmp_path: Pa
     assert found.fitting == counts and found.step_time and found.step_time.count == 1
     with pytest.raises(InputError, match="a run that crashed has no step_time_s"):
         validate(written(tmp_path, {**SMALL, "kind": "crashed"}))
+
+
+def test_a_layout_fits_where_only_what_an_allocator_could_give_back_is_too_much(tmp_path: Path):
+    """InternLM-7B ran with what is more than an A100 has, by the usual share of reserved memory."""
+    name = "internevo_a100.jsonl"
+    rows = [json.loads(line) for line in (SWEEPS / name).read_text("utf-8").splitlines()]
+    (row,) = (row for row in rows if row["id"] == "internevo-7b-a100-n8-t1-all")
+    (found,) = validate(written(tmp_path, row)).rows
+    assert found.fits and found.predicted_peak_memory_gib > 80, "an A100 has 79.2 GiB"
 
 
 def test_unusual_rows_are_predicted_and_what_decides_the_layout_changes_that(tmp_path: Path):

@@ -31,7 +31,8 @@ def measured(plan: Path, rows: Path, name: str, factor: float | None = None) -> 
 
 
 @pytest.mark.slow
-def test_rows_of_what_was_advised_lower_the_regret(typed: Typed) -> None:
+def test_rows_of_what_was_advised_lead_to_the_layout_that_is_faster_in_truth(typed: Typed) -> None:
+    """What is expected may become worse: these rows contradict the cost model, which explains no layout by itself."""
     assert typed(f"plan {TINY}")[0] == 0
     measured(Path("plan.json"), Path("rows"), "first")
     code, before, err = typed(f"advise rows {TINY} --budget 4 --out adv --json")
@@ -54,7 +55,9 @@ def test_rows_of_what_was_advised_lower_the_regret(typed: Typed) -> None:
     once, after = (json.loads(typed(f"{again.removeprefix('autoshard ')} --out adv --json")[1]) for _ in range(2))
     assert once == after, "the folder that is read is written again"
     assert after["num_rows"] == 1 + len(first["runs"])
-    assert after["regret"]["share"] < first["regret"]["share"]
+    true_s = {one["candidate"]: one["predicted_s"] * TRUE[one["candidate"].split(",")[0]] for one in first["options"]}
+    fastest_s = min(true_s.values())
+    assert true_s[after["choice"]] == fastest_s < 0.9 * true_s[first["choice"]]
 
 
 @pytest.mark.slow
@@ -86,7 +89,7 @@ def test_dollars_are_said_for_the_whole_training(typed: Typed) -> None:
 
 @pytest.mark.slow
 def test_runs_on_several_nodes_are_jobs(typed: Typed) -> None:
-    question = "--model llama3-70b --nodes 16 --fix tp=8,mbs=1"
+    question = "--model llama3-70b --nodes 16 --fix tp=32,cp=2,mbs=1"  # no node has 64 ranks
     said = typed(f"advise {DATA / 'trainium.jsonl'} {question} --run-nodes 4 --budget 1 --out adv")[1]
     assert "autoshard launch adv/advised-1.json --out adv/advised-1 --run-folder adv/runs/advised-1 --steps 10" in said
 

@@ -37,7 +37,7 @@ EVEN = ask(
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_no_candidate_is_faster_than_the_plan_and_the_certificate_accounts_for_every_point(name: str):
     request, truth = QUESTIONS[name], Truth(QUESTIONS[name])
-    capacity = request.capacity_bytes
+    capacity = request.capacity_bytes(str(request.pins.get("kernels", request.cluster.kernels)))
     best, smallest = truth.fastest(capacity), truth.smallest()
     found = search(replace(request, effort=EXACT), num_plans=3)
     certificate, fits = found.certificate, [point for point in truth.legal if point.fastest(capacity)]

@@ -76,7 +76,7 @@ def test_numbers_of_a_question_are_counted_in_units_that_both_can_take(plan: Pla
     batch, length, memory, bandwidth = known.values()
     assert batch.now * batch.unit == 32 and batch.changed(2).workload.global_batch == 2 * batch.unit
     assert length.now * length.unit == 256 and length.changed(1).workload.seq_len == length.unit
-    assert memory.changed(4).memory_bytes == plan.cluster.usable_bytes(0.1) / 2
+    assert memory.changed(4).memory_bytes == request.capacity_bytes(plan.kernels) / 2
     links = [link.bandwidth_bytes_per_s for link in bandwidth.changed(16).cluster.links]
     assert links == [2 * link.bandwidth_bytes_per_s for link in plan.cluster.links]
 

@@ -5,6 +5,7 @@ from importlib import resources
 from typing import Any
 
 import pytest
+from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
 from autoshard.spec import record
@@ -155,3 +156,18 @@ def test_only_the_forms_of_saves_are_read():
 def test_sets_of_operations_resolve_in_order_without_repetition():
     table = record.decode(Kernels, {**TABLE, "selective": {"a": ["x", "y"], "b": ["y", "z"]}})
     assert table.resolve(("b", "a", "w")) == ("y", "z", "x", "w")
+
+
+@given(name=st.sampled_from(kernels_names()), usable=st.integers(2**32, 2**38), headroom=st.floats(0, 0.9))
+def test_a_rank_is_filled_by_tensors_to_its_headroom_and_by_what_is_reserved_beside_them_to_the_end(
+    name: str, usable: int, headroom: float
+):
+    """Both conditions are met by no more than the capacity, and by nothing larger."""
+    table = load_kernels(name)
+    share = table.reserved.share if table.reserved else 0.0
+    of_headroom = usable * (1 - headroom) - table.runtime_bytes
+    of_device = (usable - table.runtime_bytes) / (1 + share)
+    tensors = min(of_headroom, of_device) if table.reserved else of_headroom
+    capacity = tensors * (1 + share) + table.runtime_bytes
+    assert table.capacity_bytes(usable, headroom) == pytest.approx(capacity, abs=4)
+    assert table.capacity_bytes(usable, 0.0) == usable

@@ -9,6 +9,7 @@ from autoshard.search.choice.evenness import EXACT, evened
 from autoshard.search.points import Solution
 from autoshard.search.pool import Pool
 from autoshard.search.request import Request
+from autoshard.search.stage_filling import Goal
 
 # Times of splits that differ by less than so much of the gap that a search may leave count as equal. The usual gap is
 # 0.5 %, and this is 0.01 %, which no output shows.
@@ -37,11 +38,16 @@ class EngineResult:
 
     def evened(self, solution: Solution) -> Solution:
         """Return a solution with the most even of splits whose times differ by less than a search can tell."""
-        return evened(solution, self.request.goal, max(EXACT, _OF_GAP * self.request.effort.gap))
+        return evened(solution, self._goal, max(EXACT, _OF_GAP * self.request.effort.gap))
 
     def exactly_evened(self, solution: Solution) -> Solution:
         """Return a solution with the most even of splits that take as long, to the last digits."""
-        return evened(solution, self.request.goal)
+        return evened(solution, self._goal)
+
+    @property
+    def _goal(self) -> Goal:
+        assert self.pool, "a solution is of a pool"
+        return self.pool.goal
 
     def plan(self, solution: Solution) -> Plan:
         """Return the plan of a solution."""

@@ -82,7 +82,7 @@ def _made(request: Request, layout: VendorLayout) -> tuple[Plan, Cutting, tuple[
     cutting = request.cutting(candidate, engine)
     made = request.plan(candidate, engine, cutting)
     assert made.prediction, "a plan of a request has its prediction"
-    over = made.prediction.peak_bytes - cast(float, request.goal.capacity)
+    over = made.prediction.peak_bytes - request.capacity_bytes(made.kernels)
     return made, cutting, (*against, *([f"{format_bytes(round(over))} more than fit on a rank"] if over > 0 else []))
 
 
