@@ -259,7 +259,7 @@ def price_stages(blocks: PipelineBlocks, options: StageOptions) -> StagePrices:
     share = kernels.reserved.share if kernels.reserved else 0.0
     if kernels.queued_starts:
         free = blocks.question.cluster.rank_memory_bytes - kernels.runtime_bytes - (1 + share) * sum(memory.values())
-        queued = _queued_bytes(blocks, total, kernels.queued_starts)
+        queued = _queued_bytes(blocks, total, kernels)
         memory["queued"] = np.minimum(queued, np.maximum(0.0, free / (1 + share)))
     if kernels.reserved:
         memory["reserved"] = share * sum(memory.values())
@@ -276,7 +276,7 @@ def price_stages(blocks: PipelineBlocks, options: StageOptions) -> StagePrices:
     )
 
 
-def _queued_bytes(blocks: PipelineBlocks, total: Callable[[str], Floats], most: int) -> Floats:
+def _queued_bytes(blocks: PipelineBlocks, total: Callable[[str], Floats], kernels: Kernels) -> Floats:
     """Return what ranks have sent, as hosts see it, and devices still need: no more than their memory has room for.
 
     Hosts run ahead where the device is the slower one, in so many of all micro-batches, and while it waits for others:
@@ -287,6 +287,8 @@ def _queued_bytes(blocks: PipelineBlocks, total: Callable[[str], Floats], most: 
     )
     behind = 1.0 - (started_s / pass_s) ** 2  # pass_s is the root of both squares
     behind = np.maximum(behind, 1.0 - 2.0 / blocks.schedule.num_ranks)
+    over_nodes = blocks.setting.atoms["kv"] * blocks.setting.atoms["rep"] > blocks.question.cluster.ranks_per_node
+    most = np.where(over_nodes, kernels.queued_over_nodes, kernels.queued_starts)
     ahead = np.minimum(most, starts * (blocks.schedule.num_micro_batches - 0.5))
     return behind * ahead / starts * scattered
 

@@ -115,8 +115,8 @@ class Kernels:
     the weights stays allocated. ``copies_buckets``: data parallelism sends from buffers of its own.
     ``copies_weights``: it has buffers as large as a rank's weights, for all gradients or for all weights that are
     gathered. ``queued_starts``: so many kernels the host starts ahead of the device, and what is scattered over tp is
-    not free before the device has sent it. ``uncounted`` names the parts of memory that are not in the peak which the
-    framework reports.
+    not free before the device has sent it; ``queued_over_nodes``: so many where tp leaves the node. ``uncounted``
+    names the parts of memory that are not in the peak which the framework reports.
 
     Experts: ``settles_experts``: the gradient of the experts' inputs is summed over the ranks that share an expert as
     soon as it is computed, in slots, or in tokens where none is dropped. ``pads_experts``: an expert that drops no
@@ -154,6 +154,7 @@ class Kernels:
     copies_weights: bool = False
     sums_whole: bool = False
     queued_starts: int = 0
+    queued_over_nodes: int = 0
     keeps_outputs: bool = False
     uncounted: tuple[str, ...] = ()
     seconds_per_graph: float = 0.0

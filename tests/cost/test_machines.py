@@ -169,3 +169,16 @@ class TestNetwork:
         few, many = (on("llama3-8b", machine, text, nodes, 128 * nodes) for nodes in (2, 4))
         few_s, many_s = (one.step_time_s - one.time_parts["update"] for one in (few, many))
         assert few_s * (1 - SAME) <= many_s < 2 * few_s
+
+
+@pytest.mark.parametrize("mbs", [1, 4, 16])
+def test_fewer_starts_queue_where_tp_leaves_the_node_and_what_queues_has_room(mbs: int):
+    """Hosts of nanotron start 700 kernels ahead of a device in a node, and 140 over nodes."""
+    place = replace(place_of("h100-80"), num_nodes=4)
+    queued = dict[int, int]()
+    for tp in (8, 16):
+        found = prediction(model("llama3-8b"), place, f"tp={tp},pp=1,dp={32 // tp},mbs={mbs},kernels=nanotron", 512)
+        (memory,) = found.stage_memory
+        queued[tp] = memory.parts["queued"]
+        assert 0 < queued[tp] and memory.total <= place.rank_memory_bytes
+    assert mbs == 16 or queued[16] < 0.4 * queued[8], "a fifth; over nodes devices are further behind"
