@@ -180,5 +180,5 @@ def test_fewer_starts_queue_where_tp_leaves_the_node_and_what_queues_has_room(mb
         found = prediction(model("llama3-8b"), place, f"tp={tp},pp=1,dp={32 // tp},mbs={mbs},kernels=nanotron", 512)
         (memory,) = found.stage_memory
         queued[tp] = memory.parts["queued"]
-        assert 0 < queued[tp] and memory.total <= place.rank_memory_bytes
+        assert queued[tp] > 0 and memory.total <= place.rank_memory_bytes
     assert mbs == 16 or queued[16] < 0.4 * queued[8], "a fifth; over nodes devices are further behind"
