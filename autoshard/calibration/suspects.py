@@ -13,9 +13,8 @@ from statistics import median
 from typing import Literal
 
 from autoshard.calibration.measured_run import MeasuredRun
-from autoshard.calibration.rows import MeasuredRow, MeasuredRows
+from autoshard.calibration.rows import MeasuredRow
 from autoshard.calibration.validate import PredictedRow, TimedRun, Validated
-from autoshard.errors import InputError
 from autoshard.spec.cluster import LOCAL
 from autoshard.units import GIB
 
@@ -63,13 +62,6 @@ def suspects(found: Validated) -> tuple[Suspect, ...]:
     judged = _judged(found)
     named = {**_impossible(judged), **_outliers(judged), **_disagreeing(judged), **_memories(judged)}
     return tuple(named[place] for place in sorted(named))
-
-
-def without_suspects(rows: MeasuredRows, named: Sequence[Suspect]) -> MeasuredRows:
-    """Leave suspects out of rows, as a fit does, each with its reason."""
-    says = {(one.set, one.id): one.says for one in named}
-    places = {where: (rows.sets[where], row.id) for where, row in rows.rows.items()}
-    return rows.without({where: InputError.of("", says[key]) for where, key in places.items() if key in says})
 
 
 def _judged(found: Validated) -> list[_JudgedRow]:
