@@ -86,7 +86,7 @@ class _Pool:
                 paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
                 own = {"PYTHONHASHSEED": str(_SEEDS[rank % len(_SEEDS)]), "PYTHONPATH": paths}
                 environment = {**os.environ, **own, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-                command = [sys.executable, "-m", "tests.ranks.spawn", str(there.fileno())]
+                command = [sys.executable, "-X", "faulthandler", "-m", "tests.ranks.spawn", str(there.fileno())]
                 self._processes.append(
                     subprocess.Popen(
                         command, env=environment, cwd=ROOT, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL
