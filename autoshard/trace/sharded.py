@@ -258,6 +258,8 @@ def _device_mesh(module: torch.nn.Module, mesh: DeviceMesh | Mapping[str, int] |
         device = there.type if there and has_module and torch.accelerator.is_available() else HOST
     try:
         found = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    except (dist.DistNetworkError, dist.DistStoreError):  # enough may run, and have not met
+        raise
     except (ValueError, RuntimeError) as error:
         count = math.prod(sizes.values())
         ranks = dist.get_world_size() if dist.is_initialized() else None  # the mesh has made the group by now

@@ -6,6 +6,7 @@ nothing of the process that tests.
 
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -60,6 +61,9 @@ def on_ranks(
             for rank, connection in enumerate(ranks):
                 connection.send((first, rank, num_ranks, f"file://{folder}/store", timeout_s, work))
             return _collected({connection: rank for rank, connection in enumerate(ranks)}, what, timeout_s)
+        except RankFailed:
+            _pool().stop(signal.SIGABRT)  # each that still works says where it stands
+            raise
         except BaseException:
             _pool().stop()
             raise
@@ -98,10 +102,10 @@ class _Pool:
         self._ready = max(self._ready, count)
         return self._connections[:count]
 
-    def stop(self) -> None:
+    def stop(self, by: signal.Signals = signal.SIGKILL) -> None:
         """End all."""
         for process in self._processes:
-            process.kill()
+            process.send_signal(by)
         for process in self._processes:
             process.wait()
         for connection in self._connections:

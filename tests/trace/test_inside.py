@@ -172,20 +172,39 @@ def test_a_length_that_only_a_run_knows_is_refused_with_its_line(function: Any):
     assert "test_inside.py" in str(caught.value)
 
 
-def too_few() -> str:
-    """Shard over more ranks than there are, as a script of torchrun does: the mesh makes the group."""
+def sharded_alone(port: int) -> None:
+    """Shard over more ranks than there are, as a script of torchrun does: the mesh makes the group.
+
+    In a process of its own: torch counts groups that could not begin, and waits for ranks that have not.
+    """
     dist.destroy_process_group()
-    with socket.socket() as free, pytest.MonkeyPatch.context() as patch:
-        free.bind(("127.0.0.1", 0))
-        names = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    names = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with pytest.MonkeyPatch.context() as patch:
         for name, value in names.items():
             patch.setenv(name, value)
-        free.close()
-        with pytest.raises(InputError) as caught:
-            shard(Inside(decides), inputs(torch.float32), "data=2,model=2")
+        shard(Inside(decides), inputs(torch.float32), "data=2,model=2")
+
+
+def too_few() -> str:
+    with pytest.raises(InputError) as caught:
+        sharded_alone(0)  # any port that is free
+    return str(caught.value)
+
+
+def at_a_port_in_use() -> str:
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", 0))
+        used.listen()
+        with pytest.raises(dist.DistNetworkError) as caught:
+            sharded_alone(used.getsockname()[1])
     return str(caught.value)
 
 
 def test_too_few_ranks_are_counted_also_where_the_mesh_makes_their_group():
-    (found,) = on_ranks(1, too_few)
+    (found,) = on_ranks(1, too_few, prepare=dist.is_available)
     assert found == "mesh: 4 ranks do not run here (1 do); start as many: torchrun --nproc-per-node 4 SCRIPT"
+
+
+def test_a_group_that_cannot_begin_says_what_torch_says_and_nothing_of_ranks():
+    (said,) = on_ranks(1, at_a_port_in_use, prepare=dist.is_available)
+    assert "EADDRINUSE" in said
