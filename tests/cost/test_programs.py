@@ -13,13 +13,13 @@ from tests.cost.cases import ask, plan_of, predicted_of
 
 
 @given(layers=st.integers(1, 96), stages=st.integers(1, 16), head=st.floats(0.0, 12.0))
-def test_stages_end_where_blocks_in_a_row_cross_their_thresholds(layers: int, stages: int, head: float) -> None:
-    """The same rule block by block: a block stays where it crosses a threshold, and the next one goes on."""
+def test_stages_end_where_blocks_in_a_row_meet_their_thresholds(layers: int, stages: int, head: float) -> None:
+    """The same rule block by block: a block stays where it meets or crosses a threshold, and the next one goes on."""
     stages = min(stages, layers)
     total, rank, ranks = layers + head, 0, list[int]()
     for block in range(1, layers + 1):
         ranks.append(rank)
-        rank += block > total * (rank + 1) / stages + 1e-9 and rank < stages - 1
+        rank += block >= total * (rank + 1) / stages - 1e-9 and rank < stages - 1
     crossed = [ranks.count(stage) for stage in range(stages)]
     split = balanced_stages(layers, stages, head)
     assert sum(split) == layers and min(split) >= 1

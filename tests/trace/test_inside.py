@@ -1,6 +1,9 @@
 """What a module does inside: autocast on or off, results of classes of its own, numbers that only a run knows."""
 
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +18,7 @@ from autoshard.errors import InputError
 from autoshard.trace.capture import capture
 from autoshard.trace.shard import shard_module
 from autoshard.trace.sharded import shard
-from tests.ranks.spawn import on_ranks
+from tests.ranks.spawn import ROOT, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -173,11 +176,7 @@ def test_a_length_that_only_a_run_knows_is_refused_with_its_line(function: Any):
 
 
 def sharded_alone(port: int) -> None:
-    """Shard over more ranks than there are, as a script of torchrun does: the mesh makes the group.
-
-    In a process of its own: torch counts groups that could not begin, and waits for ranks that have not.
-    """
-    dist.destroy_process_group()
+    """Shard over more ranks than there are, as a script of torchrun does: the mesh makes the group."""
     names = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in names.items():
@@ -200,11 +199,21 @@ def at_a_port_in_use() -> str:
     return str(caught.value)
 
 
+def said_by(body: Callable[[], str]) -> str:
+    """Call a function in an interpreter of its own: torch counts groups that could not begin, and waits for them."""
+    call = f"from {__name__} import {body.__name__}; print({body.__name__}())"
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    done = subprocess.run(
+        [sys.executable, "-c", call], cwd=ROOT, env=outside, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
 def test_too_few_ranks_are_counted_also_where_the_mesh_makes_their_group():
-    (found,) = on_ranks(1, too_few, prepare=dist.is_available)
-    assert found == "mesh: 4 ranks do not run here (1 do); start as many: torchrun --nproc-per-node 4 SCRIPT"
+    said = said_by(too_few)
+    assert said == "mesh: 4 ranks do not run here (1 do); start as many: torchrun --nproc-per-node 4 SCRIPT"
 
 
 def test_a_group_that_cannot_begin_says_what_torch_says_and_nothing_of_ranks():
-    (said,) = on_ranks(1, at_a_port_in_use, prepare=dist.is_available)
-    assert "EADDRINUSE" in said
+    assert "EADDRINUSE" in said_by(at_a_port_in_use)
