@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from autoshard.blocks.shard_block import shard_block as shard_block
+    from autoshard.modules.decoder.reading import read_decoder as read_decoder
+    from autoshard.modules.local import local as local
+    from autoshard.modules.shard import shard_module as shard_module
+    from autoshard.modules.sharded import shard as shard
     from autoshard.search.api import plan as plan
-    from autoshard.trace.decoder.reading import read_decoder as read_decoder
-    from autoshard.trace.local import local as local
-    from autoshard.trace.shard import shard_module as shard_module
-    from autoshard.trace.sharded import shard as shard
 
 
 class _CallablePackage(types.ModuleType):
@@ -56,19 +56,19 @@ def _verb() -> "Callable[..., Any]":
 def __getattr__(name: str) -> Any:
     """Import what shards blocks, and modules (with torch), when it is first asked for."""
     if name == "local":
-        from autoshard.trace.local import local
+        from autoshard.modules.local import local
 
         return local
     if name == "read_decoder":
-        from autoshard.trace.decoder.reading import read_decoder
+        from autoshard.modules.decoder.reading import read_decoder
 
         return read_decoder
     if name == "shard_module":
-        from autoshard.trace.shard import shard_module
+        from autoshard.modules.shard import shard_module
 
         return shard_module
     if name == "shard":
-        from autoshard.trace.sharded import shard
+        from autoshard.modules.sharded import shard
 
         return shard
     if name != "shard_block":

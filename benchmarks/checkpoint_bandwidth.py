@@ -15,10 +15,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autoshard.engine.base import Allows, Run, SavedStep, StepReport
 from autoshard.engine.torch.engine import TorchEngine, build
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
+from autoshard.run.protocol import Allows, Run, StepReport
+from autoshard.run.reports import SavedStep
 from autoshard.runtime.checkpoint.files import RunState
 from autoshard.runtime.checkpoint.loading import LoadRates, load
 from autoshard.runtime.checkpoint.saver import CheckpointLabel, Saver

@@ -26,9 +26,6 @@ from torch.utils._pytree import tree_map
 import autoshard.engine.torch.generated as generated
 import autoshard.engine.torch.joint as joint
 import autoshard.engine.torch.steps as steps
-from autoshard.engine.activity import RankActivity
-from autoshard.engine.base import HOST
-from autoshard.engine.placement import MeshRank, sequence_order
 from autoshard.engine.programs import BlockProgram, programs_of
 from autoshard.engine.torch.compiled import Piece, like, traced
 from autoshard.engine.torch.fake import fake_world
@@ -40,6 +37,9 @@ from autoshard.engine.torch.world import World
 from autoshard.layout.program import Given
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
+from autoshard.run.activity import RankActivity
+from autoshard.run.placement import MeshRank, sequence_order
+from autoshard.run.protocol import HOST
 from autoshard.search.request import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model

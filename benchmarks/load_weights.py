@@ -25,11 +25,11 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from autoshard.engine.base import Run
 from autoshard.engine.hf_names import HfNames
 from autoshard.engine.torch.engine import build
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
+from autoshard.run.protocol import Run
 from autoshard.runtime.checkpoint.loading import LoadRates, load
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.checkpoint.storage import Storage

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from autoshard.engine.base import Run
 from autoshard.engine.torch.engine import build
+from autoshard.run.protocol import Run
 from autoshard.runtime.data.batches import PrefetchLoader, StepShape, batches
 from autoshard.runtime.data.indexed import IndexedWriter
 from autoshard.runtime.data.opened import open_source

@@ -18,10 +18,11 @@ from autoshard.calibration.calibrate import fit, samples_in
 from autoshard.calibration.rows import Occasion, row_of
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.predict import predict
-from autoshard.engine.base import WARM_UP, Run, RunReport
 from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
+from autoshard.run.protocol import Run
+from autoshard.run.reports import WARM_UP, RunReport
 from autoshard.runtime.launch import Placing, launch
 from autoshard.runtime.machine import builder
 from autoshard.runtime.train import train

@@ -12,10 +12,10 @@ from unittest.mock import patch
 import numpy as np
 
 from autoshard.commands.running.steps import StepDisplay
-from autoshard.engine.base import TimedStep
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
+from autoshard.run.reports import TimedStep
 from autoshard.search.request import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model

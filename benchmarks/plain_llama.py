@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from autoshard.engine.base import Batch
+from autoshard.run.protocol import Batch
 from autoshard.spec.model import ModelSpec
 
 Step = Callable[[Sequence[Batch]], None]

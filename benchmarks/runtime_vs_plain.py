@@ -15,10 +15,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autoshard.engine.base import EngineMode, Run
 from autoshard.engine.torch.engine import build
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
+from autoshard.run.protocol import EngineMode, Run
 from autoshard.runtime.data.batches import synthetic_step
 from autoshard.runtime.launch import Placing, launch
 from autoshard.search.request import Request, plan_at

@@ -83,8 +83,8 @@ def judge(found: Mapping[str, SolvedCase], peaks_bytes: tuple[int, int], loop_s:
 
 
 def _solved(case: LayerCase, module: Any, inputs: Sequence[Any]) -> SolvedCase:
+    from autoshard.modules.shard import ModuleSharding, shard_module
     from autoshard.spec.cluster_catalogue import load_cluster
-    from autoshard.trace.shard import ModuleSharding, shard_module
 
     cluster = load_cluster("h100-80", case.nodes)
     share, more = case.memory_share, dict[str, Any](batch="dp")

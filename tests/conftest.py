@@ -100,6 +100,6 @@ def section_of_any_module(request: pytest.FixtureRequest) -> Callable[[str, Sequ
         now = "\n".join([f"{before}<!-- {mark} -->", *lines, f"<!-- /{mark} -->{after}"])
         if request.config.getoption("--update-golden"):
             page.write_text(now, encoding="utf-8")
-        assert page.read_text(encoding="utf-8") == now, "type pytest --update-golden tests/trace"
+        assert page.read_text(encoding="utf-8") == now, "type pytest --update-golden tests/modules"
 
     return compare

@@ -3,7 +3,7 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autoshard.blocks.choices import atom_dims, op_cuts, real_cuts
 from autoshard.blocks.cutting import Meshes, Terms, operator_problem
@@ -18,13 +18,88 @@ from autoshard.layout.layout import Cuts, show_atoms, whole_axes
 from autoshard.layout.legal import cut_operations
 from autoshard.layout.program import Compute
 from autoshard.layout.table import Strategy
-from autoshard.plan.explanation import ExplainedBlock, ExplainedOp, Explanation, OtherCut, SentCollective
 from autoshard.plan.lowering import ATOMS
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.strategy import DATA_RULES, AtomCut, StrategyRule, strategy_rules
 from autoshard.plan.tables import table_name
 from autoshard.spec.kernels import load_kernels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentCollective:
+    """One Collective: in which pass, what a rank sends, over which link, in a group of how many, for how long."""
+
+    pass_: str
+    collective: str
+    sent_bytes: float
+    link: str
+    num_ranks: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherCut:
+    """Another cut of an operation, and how much longer the block takes with it, all other operations solved again.
+
+    Negative where the plan's cuts are not those that the solver prefers, or where a Rule refuses the other cut:
+    ``refused`` holds its id.
+    """
+
+    cut: str
+    more_s: float
+    refused: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedOp:
+    """One line of a table: layouts of what it gives, its kernels by pass, what it sends, its second-best cut.
+
+    A fused kernel's time stands with its first operation, waiting for its start included. ``other`` is None for
+    delivers, and where there is no other.
+    """
+
+    name: str
+    gives: str
+    seconds: Mapping[str, float]
+    sent: tuple[SentCollective, ...]
+    other: OtherCut | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedBlock:
+    """One block: the name of its table, how many times the model has it, and its steps, once for a micro-batch."""
+
+    name: str
+    count: int
+    steps: tuple[ExplainedOp, ...]
+    waiting_s: float  # until hosts have started its kernels
+    hidden_s: float  # of what it sends: while it computes
+
+    @property
+    def compute_s(self) -> float:
+        """The time of all kernels, at work."""
+        return sum(sum(step.seconds.values()) for step in self.steps)
+
+    @property
+    def sending_s(self) -> float:
+        """The time of all Collectives."""
+        return sum(one.time_s for step in self.steps for one in step.sent)
+
+    @property
+    def time_s(self) -> float:
+        """The time of the block."""
+        return self.compute_s + self.waiting_s + self.sending_s - self.hidden_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """All blocks of a plan."""
+
+    candidate: str
+    blocks: tuple[ExplainedBlock, ...]
+    rules: Mapping[str, str]  # those that refuse another cut: id -> what it says
+    basis: str  # what the seconds rest on
 
 
 def explain(plan: Plan) -> Explanation:

@@ -54,7 +54,7 @@ def run_of(row: MeasuredRow, own: NodeType | None = None) -> MeasuredRun:
     Its platform is a cluster of the catalogue, or an ``own`` one that has its name.
     """
     is_own = own is not None and own.name == row.platform and own.name not in cluster_names()
-    reader = _Reader(row, own if is_own else None)
+    reader = _RowReader(row, own if is_own else None)
     model = reader.tried(reader.model)
     workload = reader.tried(reader.workload)
     cluster = None if any(fault.where == "platform" for fault in reader.faults) else reader.tried(reader.cluster)
@@ -81,7 +81,7 @@ def run_of(row: MeasuredRow, own: NodeType | None = None) -> MeasuredRun:
     )
 
 
-class _Reader:
+class _RowReader:
     """Reads one row; collects its faults, all to be reported at once, and what had to be assumed, by column."""
 
     def __init__(self, row: MeasuredRow, own: NodeType | None) -> None:

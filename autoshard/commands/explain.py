@@ -8,7 +8,7 @@ from autoshard.commands.writing.places import place_checks
 from autoshard.cost.built_in import calibration_of
 from autoshard.cost.calibration import load_calibration
 from autoshard.cost.predict import check_plan
-from autoshard.cost.trace import rank_times, trace as timeline
+from autoshard.cost.timeline import rank_times, timeline_of
 from autoshard.errors import inside, require
 from autoshard.plan.codec import load
 from autoshard.plan.module_plan import is_module_plan, load_module_plan
@@ -55,7 +55,7 @@ def explain(
         return print_refused(misfits, json=json)
     if trace:
         with inside("--trace"):
-            text = trace_text(read.plan, timeline(read.plan))
+            text = trace_text(read.plan, timeline_of(read.plan))
         write_text(text, trace, "--trace")
     known = constants or calibration_of(read.plan)
     if why_not is None:

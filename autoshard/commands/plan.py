@@ -14,7 +14,7 @@ from autoshard.commands.progress import StatusLine, Watcher, watching
 from autoshard.commands.writing.places import place_checks
 from autoshard.commands.writing.resizing import request_like, resume_command, resuming_answer, size_of
 from autoshard.commands.writing.target import Target, Written
-from autoshard.cost.trace import rank_times
+from autoshard.cost.timeline import rank_times
 from autoshard.errors import InputError, NoPlan, inside, require
 from autoshard.plan.candidate import Candidate, parse_pins
 from autoshard.plan.codec import load
@@ -158,7 +158,7 @@ def _read_off(module: str, question: QuestionOptions) -> ModelSpec:
     """Read a decoder off its code; torch starts only for this."""
     line = StatusLine()
     line.show(f"reading the code of {module}", at_once=True)
-    from autoshard.trace.decoder.reading import decoder_of
+    from autoshard.modules.decoder.reading import decoder_of
 
     try:
         return decoder_of(module, question.seq_len)

@@ -10,7 +10,7 @@ from autoshard.commands.output import print_answer, print_refused, write_text
 from autoshard.commands.writing.places import place_checks
 from autoshard.cost.doubt import compared
 from autoshard.cost.predict import CheckedPlan, check_plan
-from autoshard.cost.trace import rank_times, trace
+from autoshard.cost.timeline import rank_times, timeline_of
 from autoshard.errors import Faults, inside, require
 from autoshard.plan.codec import load
 from autoshard.plan.found import search_record
@@ -91,11 +91,11 @@ def _shown(path: Path, name: str, read: CheckedPlan) -> ShownPlan:
     """Return everything that a page draws of a plan."""
     plan = read.plan
     with inside(path):
-        drawn, record = trace(plan), search_record(plan)
+        drawn, record = timeline_of(plan), search_record(plan)
     return ShownPlan(
         name=name,
         plan=plan,
-        trace=drawn,
+        timeline=drawn,
         times=rank_times(plan),
         explanation=explain(plan),
         record=record,

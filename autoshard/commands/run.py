@@ -11,12 +11,12 @@ from autoshard.commands.plan import plan_of
 from autoshard.commands.running.compiling import compile_ahead
 from autoshard.commands.running.execution import Execution, execute
 from autoshard.cost.predict import check_plan, predicted
-from autoshard.engine.base import HOST, EngineMode, Run
 from autoshard.errors import require
 from autoshard.plan.environment import environment
 from autoshard.plan.plan import Plan
 from autoshard.plan.proof import shrink
 from autoshard.report.run import dry_json, dry_notes, dry_report
+from autoshard.run.protocol import HOST, EngineMode, Run
 from autoshard.runtime.dry import dry_rank, telling_ranks
 from autoshard.runtime.launch import GivenRank, given_rank, put_environment
 from autoshard.runtime.machine import (

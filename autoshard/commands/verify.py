@@ -52,7 +52,7 @@ def verify(plan: Path, module: str | None = None, json: bool = False) -> int:
 
 def _code_rejections(plan: Plan, module: str) -> Iterator[Rejection]:
     """Say where a decoder's code is no longer what a plan was made for."""
-    from autoshard.trace.decoder.reading import decoder_of
+    from autoshard.modules.decoder.reading import decoder_of
 
     source = "derived: a plan holds for the code that it was made for"
     for difference in plan.model.differences(decoder_of(module, plan.workload.seq_len)):
@@ -62,7 +62,7 @@ def _code_rejections(plan: Plan, module: str) -> Iterator[Rejection]:
 
 def _verify_module(path: Path, module: str | None, *, json: bool) -> int:
     """Trace a module, execute the lines of its plan on virtual ranks in FP64, and compare with torch's own numbers."""
-    from autoshard.trace.verifying import BAR, proven_plan
+    from autoshard.modules.verifying import BAR, proven_plan
 
     require((module is not None, "--module", "is missing: FILE.py:FUNCTION that returns the module and its inputs"))
     with inside(path):

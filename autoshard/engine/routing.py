@@ -13,11 +13,11 @@ from typing import Literal, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.engine.placement import Bounds, MeshRank, dims_of
 from autoshard.graph.kinds.experts import Dispatch
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.layout.layout import Layout
 from autoshard.layout.program import Communicate, Compute, Program, Value, values_written
+from autoshard.run.placement import Bounds, MeshRank, dims_of
 
 Numbers = NDArray[np.int64]
 _EXPERTS, _SLOTS = 0, 1  # the first dims of what holds rows, before one that both factors of a product may have

@@ -8,7 +8,6 @@ values of this width that are written to memory are those that products make and
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
-from autoshard.engine.placement import dims_of
 from autoshard.graph.kinds.indexing import Pick, Place
 from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Reduce, Repeat, Unary, UnaryGradient
 from autoshard.layout.program import (
@@ -22,6 +21,7 @@ from autoshard.layout.program import (
     values_written,
     written_by,
 )
+from autoshard.run.placement import dims_of
 
 _TOKENS = ("batch", "seq")
 _WIDE = (*_TOKENS, "vocab")

@@ -1,11 +1,10 @@
-"""What is said about plans: what a search has proven, blocks operation by operation, other plans, a step in time."""
+"""What a search says about plans: its certificate, the answers to a question, and why another plan is not the best."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from autoshard.plan.plan import Plan, rounded
-from autoshard.schedule.waves import Floats, Ints
 from autoshard.units import format_at_most, format_bytes
 
 
@@ -167,82 +166,6 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SentCollective:
-    """One Collective: in which pass, what a rank sends, over which link, in a group of how many, for how long."""
-
-    pass_: str
-    collective: str
-    sent_bytes: float
-    link: str
-    num_ranks: int
-    time_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OtherCut:
-    """Another cut of an operation, and how much longer the block takes with it, all other operations solved again.
-
-    Negative where the plan's cuts are not those that the solver prefers, or where a Rule refuses the other cut:
-    ``refused`` holds its id.
-    """
-
-    cut: str
-    more_s: float
-    refused: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExplainedOp:
-    """One line of a table: layouts of what it gives, its kernels by pass, what it sends, its second-best cut.
-
-    A fused kernel's time stands with its first operation, waiting for its start included. ``other`` is None for
-    delivers, and where there is no other.
-    """
-
-    name: str
-    gives: str
-    seconds: Mapping[str, float]
-    sent: tuple[SentCollective, ...]
-    other: OtherCut | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExplainedBlock:
-    """One block: the name of its table, how many times the model has it, and its steps, once for a micro-batch."""
-
-    name: str
-    count: int
-    steps: tuple[ExplainedOp, ...]
-    waiting_s: float  # until hosts have started its kernels
-    hidden_s: float  # of what it sends: while it computes
-
-    @property
-    def compute_s(self) -> float:
-        """The time of all kernels, at work."""
-        return sum(sum(step.seconds.values()) for step in self.steps)
-
-    @property
-    def sending_s(self) -> float:
-        """The time of all Collectives."""
-        return sum(one.time_s for step in self.steps for one in step.sent)
-
-    @property
-    def time_s(self) -> float:
-        """The time of the block."""
-        return self.compute_s + self.waiting_s + self.sending_s - self.hidden_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """All blocks of a plan."""
-
-    candidate: str
-    blocks: tuple[ExplainedBlock, ...]
-    rules: Mapping[str, str]  # those that refuse another cut: id -> what it says
-    basis: str  # what the seconds rest on
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Alternatives:
     """The answer to a plan's question: other layouts, fastest first, its own without a limit of memory, the proof."""
 
@@ -275,89 +198,3 @@ class WhyNot:
     against: tuple[str, ...]  # why these pins are refused
     flips: tuple[Flip, ...]
     unmoved: tuple[str, ...]  # numbers that change nothing between a 16th and 16 times their value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankTime:
-    """What a pipeline rank does while the micro-batches of a step run, in seconds."""
-
-    work_s: float  # computing, and communication inside its stages
-    sending_s: float  # to other stages, while it computes nothing
-    idle_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """What an action of one kind takes at one stage, and which other ranks it takes its input from and sends to."""
-
-    parts: Mapping[str, float] = field(hash=False)  # seconds
-    takes_from: int | None
-    sends_to: int | None
-
-    @property
-    def time_s(self) -> float:
-        """Seconds of all parts together."""
-        return sum(self.parts.values())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RankTrace:
-    """One pipeline rank. The arrays have an entry for each of its actions, in order."""
-
-    kinds: str  # letters: F, B, I, W
-    stages: Ints
-    micro_batches: Ints
-    start_s: Floats
-    end_s: Floats
-    held_from_s: Floats  # when it changes what the rank holds
-    held_bytes: Ints  # what the rank holds from then on
-    idle_bytes: int  # what it holds while no micro-batch is in flight
-    predicted_bytes: int  # its predicted peak
-    busy_s: float  # in actions
-    sending_s: float  # sending and receiving, while it computes nothing
-
-    @property
-    def most_bytes(self) -> int:
-        """What it holds at most.
-
-        That is the predicted peak, but where backwards are split: the prediction adds the most that is kept and the
-        most that waits from I to W, which some schedules do not reach at the same time.
-        """
-        return int(self.held_bytes.max(initial=self.idle_bytes))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
-    """One part of the step after the pipeline; the next begins when the slowest rank has ended this one."""
-
-    part: str  # of the prediction's seconds
-    name: str
-    start_s: float
-    seconds: tuple[float, ...]  # by pipeline rank
-
-    @property
-    def end_s(self) -> float:
-        """When its slowest rank ends."""
-        return self.start_s + max(self.seconds)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Trace:
-    """One step: the pipelined part, then the phases after it."""
-
-    passes: Mapping[tuple[str, int], Pass]  # by kind and stage
-    ranks: tuple[RankTrace, ...]
-    phases: tuple[Phase, ...]
-    send_s: float  # of each message between ranks
-    receive_s: float  # for how long it then holds the receiver
-    hides_sends: bool  # otherwise the sender does nothing else meanwhile
-
-    @property
-    def makespan_s(self) -> float:
-        """When the last action of the pipeline ends."""
-        return max(float(rank.end_s[-1]) for rank in self.ranks)
-
-    @property
-    def end_s(self) -> float:
-        """When the step ends."""
-        return self.phases[-1].end_s if self.phases else self.makespan_s

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from autoshard.plan.explanation import Alternatives, ExplainedBlock, Explanation, RankTime
+from autoshard.blocks.explain import ExplainedBlock, Explanation
+from autoshard.cost.timeline import RankTime
+from autoshard.plan.explanation import Alternatives
 from autoshard.plan.plan import Plan
 from autoshard.report.answers import answers_parts, runners_up_of
 from autoshard.report.tables import Cell, FittingTable, prose, unbroken

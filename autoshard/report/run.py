@@ -7,11 +7,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from autoshard.cost.predict import sent_by_stage
-from autoshard.engine.base import DryRank, Measured, RunReport, TimedStep, with_nulls
 from autoshard.plan.plan import Plan
 from autoshard.report.tables import Cell, FittingTable, prose
 from autoshard.report.terminal import compiled_words, prediction_of
 from autoshard.report.words import ranks_text
+from autoshard.run.reports import DryRank, Measured, RunReport, TimedStep, with_nulls
 from autoshard.spec.kernels import load_kernels
 from autoshard.units import format_bytes, format_count, format_seconds
 

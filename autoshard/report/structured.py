@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+from autoshard.blocks.explain import Explanation
 from autoshard.cost.doubt import compared
+from autoshard.cost.timeline import RankTime
 from autoshard.plan.diff import Breakdown, Diff, Term
-from autoshard.plan.explanation import Alternatives, Answer, Certificate, Explanation, RankTime, WhyNot
+from autoshard.plan.explanation import Alternatives, Answer, Certificate, WhyNot
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.rule import Rejection
 from autoshard.report.comparison import misfits, sentences

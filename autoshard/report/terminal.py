@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from autoshard.plan.explanation import Answer, Certificate, RankTime
+from autoshard.cost.timeline import RankTime
+from autoshard.plan.explanation import Answer, Certificate
 from autoshard.plan.plan import Compiling, Dollars, Plan, Prediction
 from autoshard.plan.rules.rule import Rejection
 from autoshard.report.answers import answers_parts

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from autoshard.plan.explanation import Trace
+from autoshard.cost.timeline import StepTimeline
 from autoshard.plan.plan import Plan, rounded
 from autoshard.report.words import nodes_of
 from autoshard.spec.record import encode
@@ -29,7 +29,7 @@ Event = dict[str, Any]
 Begins = dict[tuple[bool, int, int], float]
 
 
-def trace_text(plan: Plan, trace: Trace, most_bytes: int = MOST_BYTES) -> str:
+def trace_text(plan: Plan, trace: StepTimeline, most_bytes: int = MOST_BYTES) -> str:
     """Write a trace as JSON, one event a line.
 
     If the text is too large, the arrows between ranks are left out. If it still is, only the first and last actions of
@@ -48,7 +48,7 @@ def trace_text(plan: Plan, trace: Trace, most_bytes: int = MOST_BYTES) -> str:
     return text
 
 
-def _text(plan: Plan, trace: Trace, keep: int, begins: Begins) -> str:
+def _text(plan: Plan, trace: StepTimeline, keep: int, begins: Begins) -> str:
     """Write the trace with ``keep`` actions at each end of a rank; without ``begins`` there are no arrows."""
     ranks = [_RankDrawing(trace, number, keep) for number in range(len(trace.ranks))]
     numbers, events, ends = count(), list[Event](), list[Event]()
@@ -64,7 +64,7 @@ def _text(plan: Plan, trace: Trace, keep: int, begins: Begins) -> str:
     return f'{head[:-1]},"traceEvents":[\n{lines}\n]}}\n'
 
 
-def _begins(trace: Trace) -> Begins:
+def _begins(trace: StepTimeline) -> Begins:
     """Return the start of each action that receives a message, by direction (forward or not), stage and micro-batch."""
     return {
         (kind == "F", stage, micro_batch): begin_s
@@ -91,7 +91,7 @@ def _names(plan: Plan, number: int, sends: Collection[int]) -> Iterator[Event]:
         yield {**process, "tid": lane, "name": "thread_sort_index", "args": {"sort_index": lane}}
 
 
-def _about(plan: Plan, trace: Trace, ranks: Sequence["_RankDrawing"]) -> Event:
+def _about(plan: Plan, trace: StepTimeline, ranks: Sequence["_RankDrawing"]) -> Event:
     """Return the metadata of the trace: plan, prediction, how to read it, and sums per rank."""
     prediction, sends = plan.prediction, "hold the sender, then the receiver" if trace.receive_s else "hold the sender"
     assert prediction, "only predicted plans are traced"
@@ -143,7 +143,7 @@ def _seconds(parts: Mapping[str, float]) -> dict[str, float]:
 class _RankDrawing:
     """Draws one pipeline rank: ``keep`` actions at each end."""
 
-    def __init__(self, trace: Trace, number: int, keep: int) -> None:
+    def __init__(self, trace: StepTimeline, number: int, keep: int) -> None:
         self.trace, self.number, self.rank = trace, number, trace.ranks[number]
         total = len(self.rank.kinds)
         self.left_out = range(keep, total - keep) if total - 2 * keep > 1 else range(0)  # one by itself is drawn

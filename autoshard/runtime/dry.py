@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from autoshard.engine.base import DryRank, Measured
 from autoshard.plan.plan import Plan
+from autoshard.run.reports import DryRank, Measured
 
 
 def dry_rank(plan: Plan, rank: int, counts: Callable[[Plan, int], Measured]) -> DryRank:

@@ -11,10 +11,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any, cast
 
-from autoshard.engine.folder import ATTEMPTS, CHECKPOINTS, LOCK, LOGS, PLAN, TRAINING, precedes_plan
 from autoshard.errors import InputError, RunFailed, file_faults
 from autoshard.files import append_line, naming
 from autoshard.plan.plan import Plan
+from autoshard.run.folder import ATTEMPTS, CHECKPOINTS, LOCK, LOGS, PLAN, TRAINING, precedes_plan
 from autoshard.spec.files import json_line
 
 _MOST_WORDS = 600  # characters of a failure that are kept; the logs have all

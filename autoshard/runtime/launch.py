@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autoshard.cost.storage import stopping, stopping_s
-from autoshard.engine.activity import RankActivity, activity_folder
-from autoshard.engine.base import HOST
-from autoshard.engine.folder import LOGS, hang_report
 from autoshard.errors import AutoshardError, Fault, InputError, RunFailed, require
 from autoshard.plan.environment import COMPILER_FLAGS
 from autoshard.plan.plan import Plan
+from autoshard.run.activity import RankActivity, activity_folder
+from autoshard.run.folder import LOGS, hang_report
+from autoshard.run.protocol import HOST
 from autoshard.runtime.forked import Say, on_forks
 from autoshard.runtime.machine import XLA, joined_device
 from autoshard.runtime.watchdog import HUNG, Watch, end_if_hung

@@ -7,10 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
-from autoshard.engine.base import HOST, Builds, Measured
 from autoshard.errors import InputError, require
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.columns import Engine
+from autoshard.run.protocol import HOST, Builds
+from autoshard.run.reports import Measured
 from autoshard.spec.cluster import LOCAL
 from autoshard.units import format_bytes
 

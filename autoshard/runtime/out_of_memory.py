@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 import torch
 
-from autoshard.engine.activity import RankActivity
-from autoshard.engine.base import HOST
 from autoshard.errors import RunFailed
 from autoshard.plan.plan import Plan
+from autoshard.run.activity import RankActivity
+from autoshard.run.protocol import HOST
 from autoshard.units import format_bytes
 
 _ASKED = re.compile(r"Tried to allocate ([0-9.]+ [KMGT]?i?B)")

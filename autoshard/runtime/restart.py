@@ -5,11 +5,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autoshard.engine.base import Resume
-from autoshard.engine.folder import CHECKPOINTS, PLAN, TRAINING
 from autoshard.errors import InputError, require
 from autoshard.plan.diff import leaves
 from autoshard.plan.plan import Plan
+from autoshard.run.folder import CHECKPOINTS, PLAN, TRAINING
+from autoshard.run.protocol import Resume
 from autoshard.spec import record
 from autoshard.spec.files import json_line
 from autoshard.spec.training import Training
@@ -67,7 +67,7 @@ def _whole(text: str) -> str | None:
 
 def _copy(folder: Path, to: str | None, name: str) -> tuple[str | None, str]:
     """Return a file of the run as its newest checkpoint holds it, and a sentence about that."""
-    from autoshard.engine.folder import folder_of
+    from autoshard.run.folder import folder_of
     from autoshard.runtime.checkpoint.shelf import newest
     from autoshard.runtime.checkpoint.storage import Storage, StorageError
 

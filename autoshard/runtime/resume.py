@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from autoshard.engine.base import Engine, Run
-from autoshard.engine.folder import folder_of
-from autoshard.engine.placement import StatePiece
 from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
+from autoshard.run.folder import folder_of
+from autoshard.run.placement import StatePiece
+from autoshard.run.protocol import Engine, Run
 from autoshard.runtime.checkpoint.agreed import from_all_ranks, from_first_rank
 from autoshard.runtime.checkpoint.files import CheckpointIndex, RunState
 from autoshard.runtime.checkpoint.loading import LoadRates, load

@@ -13,23 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoshard.engine.activity import RankActivity, activity_folder
-from autoshard.engine.base import (
-    HOST,
-    Builds,
-    Engine,
-    Run,
-    RunReport,
-    SavedStep,
-    Started,
-    StepReport,
-    TimedStep,
-    phase_of,
-)
-from autoshard.engine.folder import PLAN, TRAINING
 from autoshard.errors import NotFinite, RunFailed
 from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
+from autoshard.run.activity import RankActivity, activity_folder
+from autoshard.run.folder import PLAN, TRAINING
+from autoshard.run.protocol import HOST, Builds, Engine, Run, StepReport
+from autoshard.run.reports import RunReport, SavedStep, Started, TimedStep, phase_of
 from autoshard.runtime.checkpoint.agreed import from_first_rank
 from autoshard.runtime.checkpoint.files import RunState
 from autoshard.runtime.checkpoint.saver import CheckpointLabel, Saver

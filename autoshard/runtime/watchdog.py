@@ -10,7 +10,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from autoshard.engine.activity import (
+from autoshard.files import replace_text
+from autoshard.plan.plan import Plan
+from autoshard.run.activity import (
     RankStatus,
     activity_folder,
     by_suspicion,
@@ -19,9 +21,7 @@ from autoshard.engine.activity import (
     read_status,
     why_still,
 )
-from autoshard.engine.base import WARM_UP, TimedStep
-from autoshard.files import replace_text
-from autoshard.plan.plan import Plan
+from autoshard.run.reports import WARM_UP, TimedStep
 from autoshard.spec.training import Watching
 
 HUNG = 75  # exit code of a rank that ends because of a hang

@@ -21,8 +21,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from autoshard.engine.base import HOST
 from autoshard.errors import nearest, require
+from autoshard.run.protocol import HOST
 from autoshard.runtime.here import cluster_here
 from autoshard.runtime.machine import CUDA, joined_device
 from autoshard.spec.cluster import LOCAL, Cluster

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autoshard.engine.base import Batch
+from autoshard.run.protocol import Batch
 from autoshard.spec.model import ModelSpec
 from benchmarks import plain_llama
 

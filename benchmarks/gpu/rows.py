@@ -10,9 +10,10 @@ from pathlib import Path
 
 from autoshard import __version__
 from autoshard.calibration.rows import OF_A_RUN, MeasuredRow, Occasion, row_of
-from autoshard.engine.base import Run, RunReport
 from autoshard.files import append_line
 from autoshard.plan.plan import Plan
+from autoshard.run.protocol import Run
+from autoshard.run.reports import RunReport
 from autoshard.runtime.here import cluster_here, installed_packages, machine_words
 from autoshard.runtime.launch import Placing, launch
 from autoshard.runtime.machine import builder

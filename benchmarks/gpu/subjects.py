@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from autoshard.engine.base import Batch, EngineMode, Run
 from autoshard.engine.programs import graph_of
 from autoshard.engine.torch.engine import TorchEngine
 from autoshard.engine.torch.formats import Formats
@@ -21,6 +20,7 @@ from autoshard.graph.block import OpGraph
 from autoshard.graph.op import Array
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
+from autoshard.run.protocol import Batch, EngineMode, Run
 from autoshard.runtime.data.batches import synthetic_step
 from autoshard.search.request import Request, plan_at
 from autoshard.spec.model import ModelSpec

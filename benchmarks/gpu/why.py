@@ -13,7 +13,7 @@ from unittest import mock
 
 from torch.profiler import record_function
 
-from autoshard.blocks.explain import explain
+from autoshard.blocks.explain import Explanation, explain
 from autoshard.engine.programs import BlockProgram, graph_of
 from autoshard.engine.torch import block as block_module
 from autoshard.engine.torch.steps import LocalStep, RankContext
@@ -21,7 +21,6 @@ from autoshard.graph.block import Block
 from autoshard.graph.kinds.attention import Attend
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.layout.program import Compute
-from autoshard.plan.explanation import Explanation
 from autoshard.plan.plan import Plan
 from benchmarks.gpu.device import Device, Item, measured, result, world_of_one
 from benchmarks.gpu.profiled import RANGE, Profiled, is_product, marking_blocks, profiled, warm

@@ -15,7 +15,7 @@ from autoshard.calibration.calibrate import timed_rows
 from autoshard.calibration.contribution import contribution
 from autoshard.calibration.rows import measured_rows
 from autoshard.cost.predict import predict
-from autoshard.engine.base import RunReport, TimedStep
+from autoshard.run.reports import RunReport, TimedStep
 from autoshard.search.request import Request, plan_at
 from benchmarks import on_gpu
 from benchmarks.__main__ import main

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from autoshard.cost.predict import predict
-from autoshard.engine.base import WARM_UP
 from autoshard.engine.programs import graph_of
 from autoshard.engine.torch import rows
 from autoshard.errors import RunFailed
+from autoshard.run.reports import WARM_UP
 from autoshard.runtime.data.indexed import OpenFiles, faults_inside, read_index
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.training import Tracking

@@ -11,7 +11,7 @@ import autoshard
 from autoshard.cost.calibration import uncalibrated
 from autoshard.cost.predict import check_plan, compiling, predict, predicted
 from autoshard.cost.terms import CostTerm, term_entries, term_seconds
-from autoshard.cost.trace import trace
+from autoshard.cost.timeline import timeline_of
 from autoshard.errors import InputError
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
@@ -193,6 +193,6 @@ def test_stated_terms_are_parts_of_the_prediction_survive_the_file_and_end_the_t
     assert plan.prediction.time_parts == {**bare.prediction.time_parts, "cost.stall": 0.25}
     assert plan.prediction.step_time_s == pytest.approx(bare.prediction.step_time_s + 0.25, rel=1e-8)
     assert load(dump(plan)) == plan and predict(load(dump(plan))) == plan.prediction
-    found = trace(plan)
+    found = timeline_of(plan)
     assert (found.phases[-1].part, set(found.phases[-1].seconds)) == ("cost.stall", {0.25})
-    assert found.end_s - trace(plan_with()).end_s == pytest.approx(0.25)
+    assert found.end_s - timeline_of(plan_with()).end_s == pytest.approx(0.25)

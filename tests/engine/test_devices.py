@@ -9,11 +9,11 @@ import torch
 
 import autoshard.engine.torch.fake as fake
 import autoshard.engine.torch.kernels.attention as attention_kernels
-from autoshard.engine.base import Batch
 from autoshard.engine.torch.fake import counted, fake_world
 from autoshard.engine.torch.formats import NOWHERE
 from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.plan.plan import Plan
+from autoshard.run.protocol import Batch
 from autoshard.spec.workload import Precision
 from tests.ranks.cases import MIXTRAL, gpt, llama, plan_of
 from tests.slower import rest_is_slow

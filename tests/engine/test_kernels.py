@@ -12,7 +12,6 @@ from hypothesis import given, strategies as st
 import autoshard.engine.torch.kernels.attention as attention_kernels
 import autoshard.engine.torch.kernels.products as products
 from autoshard.engine.nxd.blocks import COMPUTE
-from autoshard.engine.placement import zigzag
 from autoshard.engine.torch.formats import Formats
 from autoshard.engine.torch.kernels import KernelContext, Rotations, kernel_of
 from autoshard.engine.torch.kernels.attention import joined
@@ -26,6 +25,7 @@ from autoshard.graph.kinds.linear import Collect, Deliver, Einsum
 from autoshard.graph.op import Array, Call, Dims, Op, OpKind, Output, Tensor
 from autoshard.layout.interpret import joined_attention
 from autoshard.plan.tables import KERNELS, check_kernels, has_kernel
+from autoshard.run.placement import zigzag
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Documents, Precision, Workload

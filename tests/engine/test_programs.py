@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.engine.initial import DrawnWeight, InitialWeights
-from autoshard.engine.placement import MeshRank, dims_of, placed_boxes
 from autoshard.engine.programs import graph_of, programs_of, read_by, written_by
 from autoshard.engine.rows import works_by_rows
 from autoshard.errors import InputError
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.layout.layout import Layout
 from autoshard.layout.program import Communicate, Compute, Given
+from autoshard.run.placement import MeshRank, dims_of, placed_boxes
 from autoshard.spec.mesh import Mesh
 from tests.engine.small_models import graph_of as small_graph, small_models
 from tests.ranks.cases import llama, plan_of

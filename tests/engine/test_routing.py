@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from autoshard.engine.placement import MeshRank
 from autoshard.engine.programs import programs_of
 from autoshard.engine.routing import Exchange, Routing, moves_rows, row_order
 from autoshard.layout.program import Communicate
+from autoshard.run.placement import MeshRank
 from tests.ranks.cases import MIXTRAL, llama, plan_of
 from tests.ranks.test_experts import LAYOUTS
 

@@ -6,10 +6,10 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from autoshard.engine.activity import RankActivity
-from autoshard.engine.base import Run
 from autoshard.engine.torch.engine import build
 from autoshard.errors import RunFailed
+from autoshard.run.activity import RankActivity
+from autoshard.run.protocol import Run
 from autoshard.runtime.data.batches import synthetic_step
 from autoshard.runtime.out_of_memory import explained_when_full
 from autoshard.spec.training import Training

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from autoshard.engine.base import Run
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
+from autoshard.run.protocol import Run
 from autoshard.runtime.checkpoint.files import load_index
 from autoshard.runtime.launch import GivenRank, Placing, launch
 from autoshard.runtime.machine import builder

@@ -14,13 +14,13 @@ from autoshard.layout.layout import Cuts, Layout, local_sizes
 from autoshard.layout.legal import cut_operations, faults
 from autoshard.layout.lower import lower
 from autoshard.layout.redistribute import Price, bytes_price
+from autoshard.modules.blocks import TracedBlock, traced_block
+from autoshard.modules.capture import Captured, capture
+from autoshard.modules.proof import ModuleRun
+from autoshard.modules.shard import shard_module
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.workload import Precision
-from autoshard.trace.blocks import TracedBlock, traced_block
-from autoshard.trace.capture import Captured, capture
-from autoshard.trace.proof import ModuleRun
-from autoshard.trace.shard import shard_module
 from tests.gspmd.cases import INPUTS, PARAMETERS, Case, Cut
 from tests.gspmd.layer import Layer
 from tests.gspmd.sent import Sent

@@ -6,10 +6,10 @@ from functools import cache
 
 import pytest
 
-from autoshard.blocks.explain import explain
-from autoshard.cost.trace import rank_times
+from autoshard.blocks.explain import Explanation, explain
+from autoshard.cost.timeline import RankTime, rank_times
 from autoshard.plan.candidate import Candidate
-from autoshard.plan.explanation import Alternatives, Certificate, Explanation, RankTime, Refusal, WhyNot
+from autoshard.plan.explanation import Alternatives, Certificate, Refusal, WhyNot
 from autoshard.plan.plan import Plan
 from autoshard.report.answers import runners_up_of
 from autoshard.report.explanation import explanation_report

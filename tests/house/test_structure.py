@@ -1,4 +1,4 @@
-"""The shape of the package: no folder too full, no class name twice, no cycle of imports, not even a lazy one."""
+"""The shape of the package: no folder too full, no class name twice, no cycle of imports, lazy ones and types too."""
 
 import ast
 import re
@@ -15,22 +15,10 @@ MODULES = {
 }
 MOST_FILES = 20
 
-# A kind of operation and the module that mirrors it share a name.
-KINDS, MIRRORS = PACKAGE / "graph" / "kinds", PACKAGE / "engine" / "decoder"
-
 
 def imported(path: Path) -> Iterator[str]:
-    """The modules of the package that a module imports, at its top or later, but for types alone."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for_types = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if node in for_types:
-            continue
+    """The modules of the package that a module imports, at its top or later, for types as well."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (name if name in MODULES else node.module for name in names)
@@ -50,8 +38,7 @@ def test_every_class_has_a_name_of_its_own() -> None:
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(path)
     twice = {name: paths for name, paths in places.items() if len(paths) > 1}
-    mirrored = {name for name, paths in twice.items() if {path.parent for path in paths} == {KINDS, MIRRORS}}
-    assert not {name: [path.stem for path in paths] for name, paths in twice.items() if name not in mirrored}
+    assert not {name: [path.stem for path in paths] for name, paths in twice.items()}
 
 
 # Besides the reader of files, these read JSON that comes with the package, or that this process or its child wrote.

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from autoshard.engine.base import StepReport
-from autoshard.engine.placement import StatePiece
 from autoshard.graph.op import Array
+from autoshard.run.placement import StatePiece
+from autoshard.run.protocol import StepReport
 from autoshard.spec.workload import Precision
 from tests.neuron.cases import COPIED, DROPPING, PATIENCE_S, Case, as_started
 from tests.neuron.nxd_ranks import on_nxd_ranks

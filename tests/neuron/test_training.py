@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autoshard.engine.base import Run, TimedStep
 from autoshard.plan.plan import Plan
+from autoshard.run.protocol import Run
+from autoshard.run.reports import TimedStep
 from autoshard.runtime.machine import builder
 from autoshard.runtime.train import train
 from autoshard.spec.training import Checkpointing, Training

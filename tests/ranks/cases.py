@@ -13,8 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autoshard.engine.base import EngineMode, Measured, Run
-from autoshard.engine.placement import sequence_order
 from autoshard.engine.programs import graph_of, programs_of
 from autoshard.engine.routing import moves_rows
 from autoshard.engine.torch.engine import TorchEngine
@@ -27,6 +25,9 @@ from autoshard.layout.pin import pins_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_programs, table_setting
+from autoshard.run.placement import sequence_order
+from autoshard.run.protocol import EngineMode, Run
+from autoshard.run.reports import Measured
 from autoshard.search.request import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.mesh import Mesh, axis_of_atoms

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from autoshard.engine.placement import Bounds
 from autoshard.engine.torch.engine import TorchEngine
 from autoshard.engine.torch.update import Flat
 from autoshard.graph.op import Array
+from autoshard.run.placement import Bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

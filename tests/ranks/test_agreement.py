@@ -8,7 +8,6 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, strategies as some
 
-from autoshard.engine.base import EngineMode, Run
 from autoshard.engine.torch import agreeing
 from autoshard.engine.torch.agreeing import AgreeingEngine, build_agreeing
 from autoshard.engine.torch.engine import TorchEngine
@@ -16,6 +15,7 @@ from autoshard.engine.torch.ledger import BegunCollective, difference, differing
 from autoshard.engine.torch.update import OpenedWeights, Store
 from autoshard.errors import RunFailed
 from autoshard.plan.plan import Plan
+from autoshard.run.protocol import EngineMode, Run
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.training import Training, Watching
 from tests.ranks.cases import EXACT, MIXTRAL, Task, gpt, llama, plan_of

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from autoshard.engine.base import EngineMode, Measured
 from autoshard.engine.programs import programs_of
 from autoshard.engine.routing import Routing, moves_rows
 from autoshard.engine.torch.generated import GeneratedRun
+from autoshard.run.protocol import EngineMode
+from autoshard.run.reports import Measured
 from autoshard.runtime.machine import missing_compiler
 from tests.ranks.cases import (
     AS_PLANNED,

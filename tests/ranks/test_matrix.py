@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from autoshard.engine.placement import MeshRank, sequence_order
 from autoshard.engine.programs import programs_of
 from autoshard.engine.torch import steps
 from autoshard.engine.torch.collectives import Change, communication
@@ -23,6 +22,7 @@ from autoshard.layout.layout import Collective
 from autoshard.layout.program import Communicate, Compute, Given
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_programs
+from autoshard.run.placement import MeshRank, sequence_order
 from tests.ranks import matrix
 from tests.ranks.cases import AS_PLANNED, CLIP_NORM, StepShare, Task, compare, hold, near, run_steps, whole
 from tests.ranks.matrix import IMPOSSIBLE, Row

@@ -17,13 +17,14 @@ import autoshard.engine.torch.kernels.products as products
 import autoshard.engine.torch.rows as rows
 import autoshard.engine.torch.steps as steps
 from autoshard.commands.running.execution import Execution
-from autoshard.engine.base import EngineMode, Measured, Run
 from autoshard.engine.torch.engine import TorchEngine, build
 from autoshard.engine.torch.fake import fake_world
 from autoshard.engine.torch.formats import Formats
 from autoshard.engine.torch.generated import GeneratedRun
 from autoshard.engine.torch.recording import Operation
 from autoshard.plan.plan import Buckets
+from autoshard.run.protocol import EngineMode, Run
+from autoshard.run.reports import Measured
 from autoshard.runtime.machine import missing_compiler
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.training import Training

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.engine.base import Run
 from autoshard.engine.torch.agreeing import AgreeingEngine
 from autoshard.engine.torch.engine import TorchEngine
+from autoshard.run.protocol import Run
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.training import Training, Watching
 from tests.ranks.cases import EXACT, MIXTRAL, StepShare, Task, compare, gpt, llama, plan_of

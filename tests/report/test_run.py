@@ -5,9 +5,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from autoshard.engine.base import Measured, RunReport, TimedStep
 from autoshard.plan.plan import Compiling
 from autoshard.report.run import alike_ranks, run_json, run_report, run_summary, start_lines, step_line
+from autoshard.run.reports import Measured, RunReport, TimedStep
 from tests.report.printed import printed
 from tests.runtime.cases import tiny_plan
 

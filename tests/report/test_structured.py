@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from autoshard.blocks.explain import Explanation
 from autoshard.cost.predict import predicted
 from autoshard.plan.codec import load
-from autoshard.plan.explanation import Alternatives, Answer, Certificate, Explanation
+from autoshard.plan.explanation import Alternatives, Answer, Certificate
 from autoshard.plan.plan import Prediction
 from autoshard.plan.rules.check import all_rules
 from autoshard.plan.rules.rule import Rejection

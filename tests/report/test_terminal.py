@@ -11,7 +11,7 @@ from rich.console import Console
 from autoshard.cost.calibration import uncalibrated
 from autoshard.cost.doubt import ratio_of
 from autoshard.cost.predict import predicted
-from autoshard.cost.trace import rank_times, trace
+from autoshard.cost.timeline import rank_times, timeline_of
 from autoshard.plan.explanation import Answer, Certificate, NearestRun, Refusal
 from autoshard.plan.plan import Plan
 from autoshard.plan.proof import BlockProof, Proof
@@ -109,7 +109,7 @@ def test_layers_of_chunks_and_of_uneven_stages_are_listed():
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_work_and_the_idle_time_of_a_rank_are_those_of_the_simulated_step(name: str):
-    plan, step = made(name), trace(made(name))
+    plan, step = made(name), timeline_of(made(name))
     for own, rank in zip(rank_times(plan), step.ranks, strict=True):
         assert (own.work_s, own.sending_s) == pytest.approx((rank.busy_s, rank.sending_s), rel=1e-6, abs=1e-9)
         assert sum((own.work_s, own.sending_s, own.idle_s)) == pytest.approx(step.makespan_s, rel=1e-6)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from autoshard.cost.built_in import built_in
-from autoshard.cost.trace import trace
+from autoshard.cost.timeline import timeline_of
 from autoshard.plan.candidate import Candidate
 from autoshard.report.trace import MOST_BYTES, trace_text
 from autoshard.search.request import plan_at
@@ -32,7 +32,7 @@ CASES = {
 def case(name):
     request, text = CASES[name]
     plan = plan_at(request, Candidate.parse(text, request.cluster.num_ranks))
-    return plan, trace(plan)
+    return plan, timeline_of(plan)
 
 
 @functools.cache
@@ -213,7 +213,7 @@ def test_a_step_of_131072_actions_takes_at_most_20_megabytes():
     request = ask("llama3.1-405b", "h100-80", 64, global_batch=512)
     request = replace(request, model=replace(request.model, num_layers=128), calibration=built_in("h100-80"))
     plan = plan_at(request, Candidate.parse("tp=8,pp=64,vp=2,schedule=interleaved", 512))
-    text = trace_text(plan, trace(plan))
+    text = trace_text(plan, timeline_of(plan))
     assert 0.85 * MOST_BYTES < len(text.encode()) <= MOST_BYTES
     events = json.loads(text)["traceEvents"]
     last = max(event["ts"] + event.get("dur", 0.0) for event in events)

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from autoshard.cli import main
 from autoshard.cost.predict import sent_by_stage
-from autoshard.engine.base import Measured, Run
 from autoshard.engine.initial import InitialWeights, no_weights
 from autoshard.engine.programs import graph_of
 from autoshard.engine.torch.engine import TorchEngine
@@ -18,6 +17,8 @@ from autoshard.engine.torch.fake import counted, fake_world
 from autoshard.engine.torch.formats import NOWHERE, Formats
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
+from autoshard.run.protocol import Run
+from autoshard.run.reports import Measured
 from autoshard.runtime.data.batches import synthetic_step
 from autoshard.runtime.dry import dry_rank, enough, telling_ranks
 from autoshard.spec.training import Training

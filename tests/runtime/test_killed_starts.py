@@ -15,8 +15,8 @@ import pytest
 
 from autoshard.cli import main
 from autoshard.commands.running import execution
-from autoshard.engine.base import Started
 from autoshard.plan.codec import dump
+from autoshard.run.reports import Started
 from autoshard.runtime.folder import note_stepped
 from tests.runtime.cases import environment, read_metrics, tiny_plan
 from tests.soak import dying, starts

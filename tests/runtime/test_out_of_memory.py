@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.engine.activity import RankActivity
-from autoshard.engine.base import Engine, Run
 from autoshard.errors import RunFailed
 from autoshard.plan.plan import Plan
+from autoshard.run.activity import RankActivity
+from autoshard.run.protocol import Engine, Run
 from autoshard.runtime.machine import builder
 from autoshard.runtime.out_of_memory import explained_when_full
 from tests.runtime.training_cases import plan_of, trained

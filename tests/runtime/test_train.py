@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from autoshard.engine.base import Engine, Measured, Run, RunReport, TimedStep
 from autoshard.plan.plan import Plan
+from autoshard.run.protocol import Engine, Run
+from autoshard.run.reports import Measured, RunReport, TimedStep
 from autoshard.runtime.machine import builder
 from tests.runtime.training_cases import plan_of, trained
 from tests.slower import rest_is_slow

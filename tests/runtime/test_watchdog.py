@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from autoshard.engine.activity import RankActivity, activity_folder, read_status
 from autoshard.errors import RunFailed, Stopped
+from autoshard.run.activity import RankActivity, activity_folder, read_status
 from autoshard.runtime import forked, train as loop, watchdog
 from autoshard.runtime.checkpoint.shelf import newest
 from autoshard.runtime.checkpoint.storage import Storage

@@ -9,21 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.engine.base import (
-    Builds,
-    Engine,
-    Measured,
-    Run,
-    RunReport,
-    SavedStep,
-    Started,
-    TimedStep,
-    whenever_finite,
-)
 from autoshard.engine.programs import graph_of
 from autoshard.engine.torch.engine import TorchEngine
 from autoshard.engine.torch.formats import Formats
 from autoshard.plan.plan import Plan
+from autoshard.run.protocol import Builds, Engine, Run, whenever_finite
+from autoshard.run.reports import Measured, RunReport, SavedStep, Started, TimedStep
 from autoshard.runtime.launch import Placing, launch, patience_s
 from autoshard.runtime.machine import builder
 from autoshard.runtime.train import train

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from autoshard.engine.activity import activity_folder, read_status
-from autoshard.engine.folder import CHECKPOINTS, LOCK
+from autoshard.run.activity import activity_folder, read_status
+from autoshard.run.folder import CHECKPOINTS, LOCK
 from tests.soak import dying, starts
 from tests.soak.hunt import HuntResult
 from tests.soak.starts import CLI, LAYOUTS, TinyRun, Typed, Way, killed, processes_of, tiny_run, until

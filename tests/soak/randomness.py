@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from autoshard.trace.shard import sizes_of
-from autoshard.trace.sharded import run_on
+from autoshard.modules.shard import sizes_of
+from autoshard.modules.sharded import run_on
+from tests.modules.test_randomness import MODULES, made, on_one_rank, traced
+from tests.modules.test_sharded import cut_at_random
 from tests.ranks.torchrun import on_torchrun
 from tests.soak.hunt import HuntResult
-from tests.trace.test_randomness import MODULES, made, on_one_rank, traced
-from tests.trace.test_sharded import cut_at_random
 
 Step = dict[str, torch.Tensor]  # the loss, and the gradients by path
 

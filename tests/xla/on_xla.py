@@ -25,8 +25,8 @@ import torch_xla.debug.metrics as metrics
 import torch_xla.distributed.xla_backend
 import torch_xla.runtime
 
-from autoshard.engine.base import StepReport
 from autoshard.plan.codec import load
+from autoshard.run.protocol import StepReport
 from tests.neuron import standins
 
 LEARNING_RATE = 1e-2

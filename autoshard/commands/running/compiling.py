@@ -7,10 +7,10 @@ from pathlib import Path
 from autoshard.commands.output import print_answer
 from autoshard.commands.running.execution import free_name
 from autoshard.cost.predict import MOST_INSTRUCTIONS, most_instructions
-from autoshard.engine.base import Run
 from autoshard.errors import InputError, RunFailed, file_faults, require
 from autoshard.extensions import EXTENSIONS
 from autoshard.plan.plan import Plan
+from autoshard.run.protocol import Run
 from autoshard.runtime.compiling import Compiled, compiled_of, streamed
 from autoshard.runtime.launch import GivenRank, node_words, put_environment
 from autoshard.runtime.machine import COMPILER, refuse_without_compiler

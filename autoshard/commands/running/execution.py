@@ -14,13 +14,14 @@ from typing import Any, Literal
 from autoshard.calibration.rows import Occasion, row_of
 from autoshard.commands.output import print_answer, write_text
 from autoshard.commands.running.steps import StepDisplay
-from autoshard.engine.base import HOST, Builds, Run, RunReport, SavedStep, Started
-from autoshard.engine.folder import PLAN, REPORT, TRAINING
 from autoshard.errors import InputError, NotFinite, RunFailed, Stopped
 from autoshard.files import append_line, remove_asides, replace_text
 from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
 from autoshard.report.run import run_json, run_report, start_lines
+from autoshard.run.folder import PLAN, REPORT, TRAINING
+from autoshard.run.protocol import HOST, Builds, Run
+from autoshard.run.reports import RunReport, SavedStep, Started
 from autoshard.runtime.data.opened import source_of
 from autoshard.runtime.folder import (
     allow_attempts,

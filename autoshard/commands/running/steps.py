@@ -9,14 +9,14 @@ from typing import Any
 from rich.live import Live
 from rich.text import Text
 
-from autoshard.cost.trace import trace
-from autoshard.engine.base import RunReport, TimedStep
+from autoshard.cost.timeline import timeline_of
 from autoshard.errors import file_faults
 from autoshard.files import replace_text
 from autoshard.plan.plan import Plan
 from autoshard.report.run import run_summary, step_line
 from autoshard.report.tables import make_console
 from autoshard.report.trace import trace_text
+from autoshard.run.reports import RunReport, TimedStep
 from autoshard.runtime.metrics.log import MetricsLog, Pace, Paced, record_of
 from autoshard.runtime.metrics.neuron_monitor import NeuronMonitor, neuron_record
 from autoshard.runtime.metrics.shown import ShownSteps
@@ -50,7 +50,7 @@ class StepDisplay:
             self._log = MetricsLog(folder, num_done)
             if track.wandb is not None:
                 files = {"plan": folder / "plan.json", "predicted_trace": folder / "predicted_trace.json"}
-                replace_text(files["predicted_trace"], trace_text(plan, trace(plan)))
+                replace_text(files["predicted_trace"], trace_text(plan, timeline_of(plan)))
         shown = ShownSteps(folder, num_done)
         trackers = trackers_of(track, folder, shown=shown, run_id=run_id, files=files)
         config = {"candidate": str(plan.candidate), "plan": encode(plan), "training": encode(training)}

@@ -12,12 +12,12 @@ from autoshard.cost.built_in import calibration_of
 from autoshard.cost.calibration import load_calibration
 from autoshard.cost.predict import check_plan
 from autoshard.cost.storage import resuming, storage_of
-from autoshard.engine.folder import PLAN, TRAINING
 from autoshard.errors import Fault, InputError, require
 from autoshard.extensions import EXTENSIONS
 from autoshard.plan.codec import load
 from autoshard.plan.diff import diff
 from autoshard.plan.plan import Plan
+from autoshard.run.folder import PLAN, TRAINING
 from autoshard.search.api import engines_of, layouts_of, pins_of
 from autoshard.search.planner import Size
 from autoshard.search.request import Request

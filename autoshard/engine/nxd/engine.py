@@ -9,20 +9,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autoshard.engine.base import Allows, Batch, Measured, Run, StepReport, whenever_finite
 from autoshard.engine.initial import InitialWeights
 from autoshard.engine.nxd.blocks import MiddleStage
 from autoshard.engine.nxd.library import groups, named, trainer
 from autoshard.engine.nxd.lowering import INPUTS, NxdLowering, lowering_of
 from autoshard.engine.nxd.model import NxdModel, ParameterContents, Recomputed
 from autoshard.engine.nxd.shards import local_patches
-from autoshard.engine.placement import StatePart, StatePiece, saves_alone
 from autoshard.engine.programs import graph_of
 from autoshard.graph.kinds.optimizer import AdamW
 from autoshard.graph.op import Array
 from autoshard.plan.candidate import Zero
 from autoshard.plan.nxd.match import TP, FormPiece
 from autoshard.plan.plan import Plan
+from autoshard.run.placement import StatePart, StatePiece, saves_alone
+from autoshard.run.protocol import Allows, Batch, Run, StepReport, whenever_finite
+from autoshard.run.reports import Measured
 from autoshard.spec.training import AdamWConstants
 
 Whole = Callable[[str], Array]  # a whole weight by its name, as in ``OpGraph.instances``

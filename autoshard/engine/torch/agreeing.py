@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from autoshard.engine.base import Allows, Batch, Measured, Run, StepReport, whenever_finite
 from autoshard.engine.initial import no_weights
 from autoshard.engine.torch.engine import TorchEngine, build
 from autoshard.engine.torch.fake import NoNumbers, batch_without_numbers
 from autoshard.engine.torch.formats import NOWHERE
 from autoshard.engine.torch.ledger import BegunCollective, refuse_other_order
 from autoshard.plan.plan import Plan
+from autoshard.run.protocol import Allows, Batch, Run, StepReport, whenever_finite
+from autoshard.run.reports import Measured
 
 
 def build_agreeing(plan: Plan, run: Run) -> "TorchEngine | AgreeingEngine":

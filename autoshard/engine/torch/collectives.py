@@ -9,7 +9,6 @@ from itertools import pairwise
 
 import torch
 
-from autoshard.engine.placement import MeshRank, dims_of
 from autoshard.engine.torch.kernels import Kernel
 from autoshard.engine.torch.kernels.attention import joined
 from autoshard.engine.torch.world import RankGroup, World
@@ -17,6 +16,7 @@ from autoshard.errors import InputError
 from autoshard.graph.kinds.attention import Attend
 from autoshard.layout.layout import Layout
 from autoshard.layout.program import Communicate, Compute
+from autoshard.run.placement import MeshRank, dims_of
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 

@@ -17,8 +17,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from autoshard.engine.base import HOST
 from autoshard.engine.torch.recording import is_uneven
+from autoshard.run.protocol import HOST
 
 Piece = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 _MOST_NUMBERS = 2**31 - 1  # of a tensor: compilers index with 32 bits where they may

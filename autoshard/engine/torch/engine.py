@@ -12,10 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autoshard.engine.activity import RankActivity
-from autoshard.engine.base import HOST, Allows, Batch, Measured, Run, StepReport, whenever_finite
 from autoshard.engine.initial import InitialWeights
-from autoshard.engine.placement import MeshRank, StatePiece, sequence_order
 from autoshard.engine.programs import PlanPrograms, graph_of, programs_of, tied_instances
 from autoshard.engine.torch.formats import Formats, memory_of
 from autoshard.engine.torch.generated import GeneratedRun
@@ -31,6 +28,10 @@ from autoshard.files import replace_text
 from autoshard.graph.op import Array
 from autoshard.plan.lowering import split_pending
 from autoshard.plan.plan import Plan
+from autoshard.run.activity import RankActivity
+from autoshard.run.placement import MeshRank, StatePiece, sequence_order
+from autoshard.run.protocol import HOST, Allows, Batch, Run, StepReport, whenever_finite
+from autoshard.run.reports import Measured
 from autoshard.spec.training import Training
 
 Whole = Callable[[str], Array]  # a whole weight by its name, as in ``OpGraph.instances``

@@ -14,12 +14,13 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.engine.base import HOST, Batch, Measured
 from autoshard.engine.initial import no_memory, no_weights
 from autoshard.engine.programs import graph_of
 from autoshard.engine.torch.engine import TorchEngine
 from autoshard.engine.torch.formats import NOWHERE, Formats
 from autoshard.plan.plan import Plan
+from autoshard.run.protocol import HOST, Batch
+from autoshard.run.reports import Measured
 
 _BACKEND = "nowhere"
 _READ = torch.ops.aten._local_scalar_dense.default

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autoshard.engine.base import HOST
 from autoshard.graph.op import Array
+from autoshard.run.protocol import HOST
 from autoshard.spec.workload import Dtype
 
 NOWHERE = torch.device("meta")  # where tensors have shapes and no memory

@@ -13,7 +13,6 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from autoshard.engine.placement import MeshRank, dims_of
 from autoshard.engine.programs import BlockProgram
 from autoshard.engine.torch.formats import Formats
 from autoshard.engine.torch.kernels import Kernel
@@ -22,6 +21,7 @@ from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.graph.op import Tensor
 from autoshard.layout.program import Compute, Given, Instruction, Sum, Value, pass_of, read_by, written_by
+from autoshard.run.placement import MeshRank, dims_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
-from autoshard.engine.base import Batch, EngineMode
 from autoshard.engine.programs import BlockProgram, PlanPrograms
 from autoshard.engine.routing import is_counted
 from autoshard.engine.torch.block import BlockRun, LiteralRun
@@ -18,6 +17,7 @@ from autoshard.graph.kinds.dropout import DROPOUT_KEYS, dropout_keys
 from autoshard.layout.layout import Layout
 from autoshard.layout.program import Given
 from autoshard.plan.plan import Plan
+from autoshard.run.protocol import Batch, EngineMode
 from autoshard.schedule.builders import Action
 
 

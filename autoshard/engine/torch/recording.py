@@ -12,7 +12,7 @@ import torch
 import torch._dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.engine.base import HOST
+from autoshard.run.protocol import HOST
 
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autoshard.engine.placement import Bounds, placed_boxes
+from autoshard.run.placement import Bounds, placed_boxes
 
 CHUNK = 2**22  # elements whose exact values are alive at a time
 _BITS = 0xFFFF  # that BF16 cuts off an FP32 number

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from autoshard.engine.base import HOST
 from autoshard.engine.routing import Exchange, Numbers, Routing, row_order
 from autoshard.engine.torch.kernels import Kernel
 from autoshard.engine.torch.world import RankGroup, World
 from autoshard.layout.program import Communicate
+from autoshard.run.protocol import HOST
 
 
 def counting(world: World, routing: Routing) -> Kernel:

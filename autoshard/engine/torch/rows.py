@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from autoshard.engine.base import HOST
+from autoshard.run.protocol import HOST
 
 # Numbers of one tensor that are alive at a time. On a host what its caches hold: measured on 2 cores of an AMD EPYC
 # with torch 2.13, 2026-11-22. On a device enough to keep all of it busy: estimated, nobody has measured it.

@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import torch
 
-from autoshard.engine.placement import MeshRank, dims_of
 from autoshard.engine.programs import BlockProgram
 from autoshard.engine.routing import CountRows, Routing, dispatches, holds_rows, moves_rows, multiplies
 from autoshard.engine.rows import is_wide, parted, read_whole, token_cuts
@@ -43,6 +42,7 @@ from autoshard.layout.program import (
     values_written,
     written_by,
 )
+from autoshard.run.placement import MeshRank, dims_of
 
 Values = dict[str, torch.Tensor]  # what a rank holds while a program runs, by the values' names
 # Returns a weight, input or gradient from outside the block, by its tensor's name; several as one row of numbers.

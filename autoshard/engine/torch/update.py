@@ -14,7 +14,6 @@ from typing import Literal
 
 import torch
 
-from autoshard.engine.placement import Bounds, MeshRank, StatePart, StatePiece, placed_boxes, saves_alone
 from autoshard.engine.torch.formats import Formats, own, wide
 from autoshard.engine.torch.kernels import Kernel, KernelContext, kernel_of
 from autoshard.engine.torch.rounding import RoundingBits, chunks, round_into
@@ -23,6 +22,7 @@ from autoshard.graph.block import Block
 from autoshard.graph.op import Array, Update
 from autoshard.layout.layout import Layout
 from autoshard.plan.candidate import Zero
+from autoshard.run.placement import Bounds, MeshRank, StatePart, StatePiece, placed_boxes, saves_alone
 from autoshard.spec.training import Training
 
 Tensors = Mapping[str, torch.Tensor]

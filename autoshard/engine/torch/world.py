@@ -11,11 +11,11 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
-from autoshard.engine.activity import RankActivity
-from autoshard.engine.base import HOST
 from autoshard.engine.torch.formats import NOWHERE
 from autoshard.engine.torch.ledger import BegunCollective, Ledger
 from autoshard.errors import InputError
+from autoshard.run.activity import RankActivity
+from autoshard.run.protocol import HOST
 from autoshard.schedule.schedule import Schedule
 from autoshard.spec.mesh import Mesh, axis_of_atoms
 

@@ -157,11 +157,11 @@ def _time(own: Node) -> Markup:
 
 def _timelines(shown: Sequence[ShownPlan]) -> Markup:
     """Return the steps of all plans on one axis."""
-    end_s = max(one.trace.end_s for one in shown)
+    end_s = max(one.timeline.end_s for one in shown)
     named = (one.name if len(shown) > 1 else "" for one in shown)
-    drawn = [timeline(one.plan, one.trace, end_s, name) for one, name in zip(shown, named, strict=True)]
+    drawn = [timeline(one.plan, one.timeline, end_s, name) for one, name in zip(shown, named, strict=True)]
     about = "Ranks that differ only in tp, dp, cp or ep do the same at the same time, and share a row."
-    colours = timeline_legend([one.trace for one in shown])
+    colours = timeline_legend([one.timeline for one in shown])
     return section("timeline", "The pipeline's timeline", drawn, colours, about=about)
 
 
@@ -181,11 +181,11 @@ def _memory(shown: ShownPlan, own: Node) -> Markup:
     columns = ("rank", "layers", "nodes", ">work", ">sends", ">idle", ">GiB", ">used", *(f">{name}" for name in names))
     keys = {_KEYS.get(name, name): f"m-{name}" for name in names if name != "logits"}
     keys |= {"what a plan may fill": "capacity", "what a rank can use": "usable"}
-    end_s = shown.trace.end_s
+    end_s = shown.timeline.end_s
     return section(
         "memory",
         "Memory and work of the pipeline ranks",
-        memory_charts(plan, shown.trace, end_s),
+        memory_charts(plan, shown.timeline, end_s),
         legend(keys),
         table(columns, rows, "Pipeline ranks: seconds of a step, and GiB by part", class_="many"),
         about=f"Headroom: {headroom_words(plan)}.",

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autoshard.engine.base import with_nulls
-from autoshard.engine.folder import PLAN, REPORT
 from autoshard.errors import inside, require
 from autoshard.plan.plan import Plan
 from autoshard.report.page.charts import Axis, Dot, Line, line_chart
@@ -14,6 +12,8 @@ from autoshard.report.page.elements import Content, Markup, Node, section, table
 from autoshard.report.terminal import prediction_of
 from autoshard.report.watch.content import read_run
 from autoshard.report.words import ranks_text
+from autoshard.run.folder import PLAN, REPORT
+from autoshard.run.reports import with_nulls
 from autoshard.spec.files import read_data
 from autoshard.spec.record import decode
 from autoshard.units import format_bytes, format_count, format_seconds

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autoshard.blocks.explain import Explanation
+from autoshard.cost.timeline import RankTime, StepTimeline
 from autoshard.plan.diff import Diff
-from autoshard.plan.explanation import Explanation, RankTime, Trace
 from autoshard.plan.found import SearchRecord
 from autoshard.plan.plan import Plan
 from autoshard.report.structured import comparison_json
@@ -21,7 +22,7 @@ class ShownPlan:
 
     name: str  # of its file
     plan: Plan
-    trace: Trace
+    timeline: StepTimeline
     times: Sequence[RankTime]
     explanation: Explanation
     record: SearchRecord | None  # of the search that found it

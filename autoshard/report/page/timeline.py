@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from autoshard.plan.explanation import RankTrace, Trace
+from autoshard.cost.timeline import RankTimeline, StepTimeline
 from autoshard.plan.plan import Plan
 from autoshard.report.page.charts import legend
 from autoshard.report.page.elements import Content, Markup, tag
@@ -29,30 +29,30 @@ _MEMORY_POINTS = 300
 _IN_FLIGHT = ("activations", "logits")
 
 
-def timeline(plan: Plan, trace: Trace, end_s: float, name: str = "") -> Markup:
+def timeline(plan: Plan, step: StepTimeline, end_s: float, name: str = "") -> Markup:
     """Return the drawing of a step on an axis that ends at ``end_s``; where it is too large, with its ends alone."""
-    rows = shown_ranks(len(trace.ranks), MOST_ROWS)
+    rows = shown_ranks(len(step.ranks), MOST_ROWS)
     keep = MOST_ACTIONS // (2 * len(rows))
-    actions = [rank.end_s - rank.start_s for rank in trace.ranks]
+    actions = [rank.end_s - rank.start_s for rank in step.ranks]
     shortest = min(float(own[own > 0].min(initial=end_s)) for own in actions)
     units = int(np.clip(_UNITS_PER_ACTION * end_s / shortest, _LEAST_UNITS, _MOST_UNITS))
     per_s = units / end_s
     drawn = [
-        tag("g", _row(trace, number, keep, per_s), transform=f"translate(0 {place * _ROW})", data_rank=number)
+        tag("g", _row(step, number, keep, per_s), transform=f"translate(0 {place * _ROW})", data_rank=number)
         for place, number in enumerate(rows)
     ]
-    about = f"timeline of a step of {plan.model.name}: {len(trace.ranks)} pipeline ranks, {format_seconds(trace.end_s)}"
+    about = f"timeline of a step of {plan.model.name}: {len(step.ranks)} pipeline ranks, {format_seconds(step.end_s)}"
     picture = tag(
         "svg", drawn, viewBox=f"0 0 {units} {len(rows) * _ROW}", preserveAspectRatio="none", role="img",
         aria_label=about, style=f"height:{len(rows) * _ROW}px",
     )  # fmt: skip
     labels = tag(
         "div",
-        (tag("span", f"rank {number}", data_tip=_rank_tip(plan, trace, number)) for number in rows),
+        (tag("span", f"rank {number}", data_tip=_rank_tip(plan, step, number)) for number in rows),
         class_="rows",
     )
     seconds = ";".join(
-        f"{kind}{stage}={one.time_s:.6g}" for (kind, stage), one in trace.passes.items() if _runs(trace, kind)
+        f"{kind}{stage}={one.time_s:.6g}" for (kind, stage), one in step.passes.items() if _runs(step, kind)
     )
     buttons = (
         tag("button", text, type="button", data_zoom=what, aria_label=label, data_tip=label)
@@ -61,7 +61,7 @@ def timeline(plan: Plan, trace: Trace, end_s: float, name: str = "") -> Markup:
     )  # fmt: skip
     stage = tag("div", picture, tag("div", class_="ticks", aria_hidden="true"), class_="stage", tabindex=0,
                 role="group", aria_label="timeline; arrow keys move it, plus and minus zoom, 0 shows all")  # fmt: skip
-    notes = _notes(trace, rows, keep)
+    notes = _notes(step, rows, keep)
     return tag(
         "figure",
         tag("figcaption", name or "One training step as it is predicted", tag("span", buttons, class_="zoom")),
@@ -71,9 +71,9 @@ def timeline(plan: Plan, trace: Trace, end_s: float, name: str = "") -> Markup:
     )  # fmt: skip
 
 
-def timeline_legend(traces: Sequence[Trace]) -> Markup:
+def timeline_legend(steps: Sequence[StepTimeline]) -> Markup:
     """Return what the colours of timelines mean."""
-    kinds = {word: kind for kind, word in KINDS.items() if any(_runs(trace, kind) for trace in traces)}
+    kinds = {word: kind for kind, word in KINDS.items() if any(_runs(step, kind) for step in steps)}
     return legend(kinds | {"sends": "send", "after the pipeline": "phase", "waiting": "wait"})
 
 
@@ -86,15 +86,15 @@ def shown_ranks(count: int, most: int) -> list[int]:
     return list(range(count)) if count <= most else [round(place * (count - 1) / (most - 1)) for place in range(most)]
 
 
-def _runs(trace: Trace, kind: str) -> bool:
-    return any(kind in rank.kinds for rank in trace.ranks)
+def _runs(step: StepTimeline, kind: str) -> bool:
+    return any(kind in rank.kinds for rank in step.ranks)
 
 
-def _notes(trace: Trace, rows: Sequence[int], keep: int) -> list[str]:
+def _notes(step: StepTimeline, rows: Sequence[int], keep: int) -> list[str]:
     notes = list[str]()
-    if len(rows) < len(trace.ranks):
-        notes.append(f"Drawn are {len(rows)} of {len(trace.ranks)} pipeline ranks: {ranks_text(rows)}.")
-    if any(len(rank.kinds) > 2 * keep for rank in trace.ranks):
+    if len(rows) < len(step.ranks):
+        notes.append(f"Drawn are {len(rows)} of {len(step.ranks)} pipeline ranks: {ranks_text(rows)}.")
+    if any(len(rank.kinds) > 2 * keep for rank in step.ranks):
         notes.append(
             f"Drawn are the first and the last {keep} actions of each rank; those between repeat the same pattern. "
             "autoshard explain --trace writes all of them for ui.perfetto.dev."
@@ -102,9 +102,9 @@ def _notes(trace: Trace, rows: Sequence[int], keep: int) -> list[str]:
     return notes
 
 
-def _rank_tip(plan: Plan, trace: Trace, number: int) -> str:
-    rank = trace.ranks[number]
-    idle_s = trace.makespan_s - rank.busy_s - rank.sending_s
+def _rank_tip(plan: Plan, step: StepTimeline, number: int) -> str:
+    rank = step.ranks[number]
+    idle_s = step.makespan_s - rank.busy_s - rank.sending_s
     alike = len(plan.mesh.ranks_of({"pp": number}))
     return (
         f"pipeline rank {number}: {alike} ranks on nodes {nodes_of(plan, range(number, number + 1))}; "
@@ -112,8 +112,8 @@ def _rank_tip(plan: Plan, trace: Trace, number: int) -> str:
     )
 
 
-def _row(trace: Trace, number: int, keep: int, per_s: float) -> list[Content]:
-    rank = trace.ranks[number]
+def _row(step: StepTimeline, number: int, keep: int, per_s: float) -> list[Content]:
+    rank = step.ranks[number]
     total = len(rank.kinds)
     positions = np.arange(total)
     drawn = positions[(positions < keep) | (positions >= total - keep)]
@@ -123,7 +123,7 @@ def _row(trace: Trace, number: int, keep: int, per_s: float) -> list[Content]:
         groups[rank.kinds[place], int(rank.stages[place])].append(place)
     middle = _ROW // 2
     found: list[Content] = [
-        tag("rect", x=0, y=middle - _BAR // 2, width=round(trace.makespan_s * per_s), height=_BAR, class_="wait")
+        tag("rect", x=0, y=middle - _BAR // 2, width=round(step.makespan_s * per_s), height=_BAR, class_="wait")
     ]
     if len(drawn) < total:
         left_out = rank.start_s[keep] * per_s, rank.end_s[total - keep - 1] * per_s
@@ -135,15 +135,15 @@ def _row(trace: Trace, number: int, keep: int, per_s: float) -> list[Content]:
         batches = str(first) if even else " ".join(map(str, numbers))
         path = _pieces([(int(starts[place]), int(ends[place])) for place in places], middle)
         found.append(tag("path", d=path, class_=kind, data_stage=stage, data_batches=batches))
-    if trace.send_s:
-        sent_s = np.rint((rank.end_s + trace.send_s) * per_s).astype(int)
+    if step.send_s:
+        sent_s = np.rint((rank.end_s + step.send_s) * per_s).astype(int)
         sends = [
             (int(ends[place]), int(sent_s[place]))
             for place in drawn.tolist()
-            if trace.passes[rank.kinds[place], int(rank.stages[place])].sends_to is not None
+            if step.passes[rank.kinds[place], int(rank.stages[place])].sends_to is not None
         ]
         found.append(tag("path", d=_pieces(sends, _ROW - 3, gap=0.0), class_="send"))
-    for phase in trace.phases:
+    for phase in step.phases:
         start, end = round(phase.start_s * per_s), round((phase.start_s + phase.seconds[number]) * per_s)
         tip = f"{phase.name}: {format_seconds(phase.seconds[number])}"
         found.append(tag("path", d=f"M{start} {middle}h{end - start}", class_="phase", data_tip=tip))
@@ -160,20 +160,20 @@ def _pieces(spans: Sequence[tuple[int, int]], height: int, gap: float = _GAP) ->
     return "".join(texts)
 
 
-def memory_charts(plan: Plan, trace: Trace, end_s: float) -> Markup:
+def memory_charts(plan: Plan, step: StepTimeline, end_s: float) -> Markup:
     """Return the memory of pipeline ranks over the step: what is always there at the bottom, activations on top."""
     prediction = plan.prediction
     assert prediction, "only predicted plans are drawn"
     capacity, usable = prediction.capacity_bytes, plan.cluster.rank_memory_bytes
-    top = max(usable, *(rank.most_bytes for rank in trace.ranks))
+    top = max(usable, *(rank.most_bytes for rank in step.ranks))
     found: list[Markup] = []
-    numbers = shown_ranks(len(trace.ranks), MOST_MEMORIES)
-    fullest = max(range(len(trace.ranks)), key=lambda number: trace.ranks[number].most_bytes)
+    numbers = shown_ranks(len(step.ranks), MOST_MEMORIES)
+    fullest = max(range(len(step.ranks)), key=lambda number: step.ranks[number].most_bytes)
     if fullest not in numbers:
         nearest = min(numbers, key=lambda number: abs(number - fullest))
         numbers[numbers.index(nearest)] = fullest
     for number in numbers:
-        rank, parts = trace.ranks[number], prediction.stage_memory[number].parts
+        rank, parts = step.ranks[number], prediction.stage_memory[number].parts
         title = f"rank {number}: at most {format_bytes(rank.most_bytes)}"
         marks = [
             tag("line", x1=0, x2=1000, y1=_down(size, top), y2=_down(size, top), class_=kind, data_tip=tip)
@@ -188,8 +188,8 @@ def memory_charts(plan: Plan, trace: Trace, end_s: float) -> Markup:
             preserveAspectRatio="none", aria_label=f"memory of {title}",
         )  # fmt: skip
         found.append(tag("figure", tag("figcaption", title), picture, class_="memory"))
-    left = len(trace.ranks) - len(numbers)
-    note = f"Drawn are {len(numbers)} of {len(trace.ranks)} pipeline ranks, with the fullest: {ranks_text(numbers)}."
+    left = len(step.ranks) - len(numbers)
+    note = f"Drawn are {len(numbers)} of {len(step.ranks)} pipeline ranks, with the fullest: {ranks_text(numbers)}."
     return tag("div", tag("div", found, class_="memories"), tag("p", note, class_="about") if left else None)
 
 
@@ -197,7 +197,7 @@ def _down(size: float, top: float) -> float:
     return round(_MEMORY_HEIGHT * (1 - size / top), 1)
 
 
-def _bands(rank: RankTrace, parts: Mapping[str, int], top: float) -> list[Markup]:
+def _bands(rank: RankTimeline, parts: Mapping[str, int], top: float) -> list[Markup]:
     """Return what a rank holds all the time, part on part."""
     found, below = list[Markup](), 0
     for name, size in parts.items():
@@ -210,7 +210,7 @@ def _bands(rank: RankTrace, parts: Mapping[str, int], top: float) -> list[Markup
     return found
 
 
-def _area(rank: RankTrace, end_s: float, top: float) -> str:
+def _area(rank: RankTimeline, end_s: float, top: float) -> str:
     """Return the outline of what a rank holds, the most of each small piece of time."""
     columns = np.minimum((rank.held_from_s / end_s * _MEMORY_POINTS).astype(int), _MEMORY_POINTS - 1)
     most = np.full(_MEMORY_POINTS, -1, dtype=np.int64)

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from autoshard.engine.activity import RankStatus, is_alive, read_status, why_still
-from autoshard.engine.base import Phase, TimedStep
-from autoshard.engine.folder import (
+from autoshard.errors import InputError, inside, nearest
+from autoshard.plan.codec import load
+from autoshard.plan.plan import Plan
+from autoshard.run.activity import RankStatus, is_alive, read_status, why_still
+from autoshard.run.folder import (
     ATTEMPTS,
     CHECKPOINTS,
     HANG_REPORTS,
@@ -26,9 +28,7 @@ from autoshard.engine.folder import (
     precedes_plan,
     step_of,
 )
-from autoshard.errors import InputError, inside, nearest
-from autoshard.plan.codec import load
-from autoshard.plan.plan import Plan
+from autoshard.run.reports import Phase, TimedStep
 from autoshard.spec.files import json_line, parsed_json
 from autoshard.spec.record import decode
 from autoshard.spec.training import Training

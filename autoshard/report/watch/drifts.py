@@ -4,9 +4,9 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 
-from autoshard.engine.base import SLOWER, WINDOW
 from autoshard.plan.plan import Plan
 from autoshard.report.watch.content import LoggedStep, is_finite
+from autoshard.run.reports import SLOWER, WINDOW
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.training import Training
 from autoshard.units import format_bytes, format_seconds

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from autoshard.engine.activity import by_suspicion
-from autoshard.engine.base import WINDOW, TimedStep
 from autoshard.plan.plan import Plan
 from autoshard.report.watch.content import LoggedStep, RunFolder, SeenRank
 from autoshard.report.watch.drifts import drifts_of, newest_steady
 from autoshard.report.words import ranks_text
+from autoshard.run.activity import by_suspicion
+from autoshard.run.reports import WINDOW, TimedStep
 from autoshard.spec.cluster import LOCAL
 from autoshard.units import format_seconds
 

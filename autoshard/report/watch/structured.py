@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from autoshard.engine.base import with_nulls
 from autoshard.report.watch.progress import RunProgress
+from autoshard.run.reports import with_nulls
 from autoshard.spec.record import encode
 
 

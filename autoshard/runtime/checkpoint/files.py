@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from autoshard.engine.placement import StatePiece
 from autoshard.errors import InputError
 from autoshard.layout.shards import Box
+from autoshard.run.placement import StatePiece
 from autoshard.spec import record
 
 FORMAT = 1

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from autoshard.cost.storage import storage_of
-from autoshard.engine.folder import folder_of
-from autoshard.engine.placement import StatePiece
 from autoshard.plan.plan import Plan
+from autoshard.run.folder import folder_of
+from autoshard.run.placement import StatePiece
 from autoshard.runtime.checkpoint.agreed import from_all_ranks
 from autoshard.runtime.checkpoint.files import TYPES, CheckpointIndex, StoredBox, overlap
 from autoshard.runtime.checkpoint.shelf import Shelf

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoshard.engine.base import SavedStep
-from autoshard.engine.folder import INDEX
-from autoshard.engine.placement import StatePiece
+from autoshard.run.folder import INDEX
+from autoshard.run.placement import StatePiece
+from autoshard.run.reports import SavedStep
 from autoshard.runtime.checkpoint.agreed import from_all_ranks, from_first_rank
 from autoshard.runtime.checkpoint.files import (
     DTYPES,

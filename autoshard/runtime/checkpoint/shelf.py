@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 
-from autoshard.engine.folder import INDEX, PARTIAL, folder_of, step_of
 from autoshard.errors import InputError
+from autoshard.run.folder import INDEX, PARTIAL, folder_of, step_of
 from autoshard.runtime.checkpoint.files import CheckpointIndex, load_index
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.spec.training import Checkpointing

@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 import torch
 
-from autoshard.engine.folder import folder_of
 from autoshard.engine.nxd.shards import Qkv
-from autoshard.engine.placement import StatePiece
 from autoshard.errors import Fault, InputError, inside, require
 from autoshard.files import naming
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
+from autoshard.run.folder import folder_of
+from autoshard.run.placement import StatePiece
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.runtime.convert.copying import JOURNAL, Copying, CopyProgress, TargetFile
 from autoshard.runtime.convert.hf import (

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from autoshard.engine.folder import CHECKPOINTS, INDEX, folder_of, step_of
 from autoshard.engine.hf_names import shapes_of
 from autoshard.engine.patches import whole
-from autoshard.engine.placement import MeshRank, StatePart, StatePiece
 from autoshard.engine.programs import programs_of
 from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
+from autoshard.run.folder import CHECKPOINTS, INDEX, folder_of, step_of
+from autoshard.run.placement import MeshRank, StatePart, StatePiece
 from autoshard.runtime.checkpoint.files import (
     DTYPES,
     CheckpointIndex,

@@ -8,10 +8,10 @@ from typing import Protocol
 
 import numpy as np
 
-from autoshard.engine.base import Batch
 from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.op import Array
 from autoshard.plan.plan import Plan
+from autoshard.run.protocol import Batch
 
 _CHANCE = 0.1  # of the synthetic tokens follow no rule, so that the loss has a floor as in real text
 _UNCOUNTED = 0.1  # of their labels do not count, as the padding of real data

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from autoshard.engine.base import SLOWER, WINDOW, TimedStep, with_nulls
-from autoshard.engine.folder import METRICS
 from autoshard.files import replacing
 from autoshard.plan.plan import Prediction
+from autoshard.run.folder import METRICS
+from autoshard.run.reports import SLOWER, WINDOW, TimedStep, with_nulls
 from autoshard.spec.files import json_line
 from autoshard.units import format_seconds
 

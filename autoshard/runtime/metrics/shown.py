@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from autoshard.engine.folder import METRICS, TRACKED
 from autoshard.files import replace_text
+from autoshard.run.folder import METRICS, TRACKED
 from autoshard.runtime.metrics.log import records_in
 from autoshard.spec.files import json_line
 

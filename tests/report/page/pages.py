@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.blocks.explain import explain
-from autoshard.cost.trace import rank_times, trace
+from autoshard.cost.timeline import rank_times, timeline_of
 from autoshard.plan.diff import diff
 from autoshard.plan.found import search_record
 from autoshard.plan.plan import Plan
@@ -39,9 +39,9 @@ def plan_named(name: str, answer: str = "simple") -> Plan:
 
 def shown(name: str, plan: Plan) -> ShownPlan:
     """Return what a page draws of a plan."""
-    drawn, times, why = trace(plan), rank_times(plan), explain(plan)
+    drawn, times, why = timeline_of(plan), rank_times(plan), explain(plan)
     return ShownPlan(
-        name=name, plan=plan, trace=drawn, times=times, explanation=why, record=search_record(plan)
+        name=name, plan=plan, timeline=drawn, times=times, explanation=why, record=search_record(plan)
     )  # fmt: skip
 
 

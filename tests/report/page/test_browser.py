@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.cost.trace import trace
+from autoshard.cost.timeline import timeline_of
 from autoshard.report.page.charts import Axis, Dot, Line, line_chart, scatter
 from autoshard.report.page.document import document
 from autoshard.report.page.elements import tag
@@ -60,7 +60,7 @@ def test_a_page_opens_without_a_word_on_the_console_and_fits_its_window(
 
 def test_pointing_at_an_action_names_it_with_its_time(dense: Tab):
     plan = plan_named("dense")
-    rank = trace(plan).ranks[0]
+    rank = timeline_of(plan).ranks[0]
     tips = [dense.point(".stage g[data-rank='0'] path[data-stage]", place / 20) for place in range(20)]
     assert sum(map(bool, tips)) > 10  # others lie between two actions
     for tip in filter(None, tips):

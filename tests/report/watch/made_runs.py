@@ -9,12 +9,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from autoshard.engine.activity import RankActivity
-from autoshard.engine.base import TimedStep
 from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
 from autoshard.report.watch.content import read_run
 from autoshard.report.watch.progress import RunProgress, progress_of
+from autoshard.run.activity import RankActivity
+from autoshard.run.reports import TimedStep
 from autoshard.runtime.metrics.log import MetricsLog, record_of
 from autoshard.spec.record import encode
 from autoshard.spec.training import Checkpointing, Training

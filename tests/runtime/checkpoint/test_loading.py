@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autoshard.engine.base import Run
 from autoshard.engine.torch.engine import build
 from autoshard.plan.plan import Plan
+from autoshard.run.protocol import Run
 from autoshard.runtime.checkpoint import loading
 from autoshard.runtime.checkpoint.loading import LoadRates, Needs, load
 from autoshard.runtime.checkpoint.shelf import Shelf

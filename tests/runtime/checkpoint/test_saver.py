@@ -15,13 +15,13 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
 from torch.profiler import ProfilerActivity, profile
 
-from autoshard.engine.base import Engine, Run
-from autoshard.engine.folder import INDEX
-from autoshard.engine.placement import StatePiece
 from autoshard.errors import InputError
 from autoshard.layout.shards import Box
 from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
+from autoshard.run.folder import INDEX
+from autoshard.run.placement import StatePiece
+from autoshard.run.protocol import Engine, Run
 from autoshard.runtime import resume
 from autoshard.runtime.checkpoint import files, saver
 from autoshard.runtime.checkpoint.files import StoredBox, StoredTensor

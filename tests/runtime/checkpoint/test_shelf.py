@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from autoshard.engine.folder import INDEX
 from autoshard.errors import InputError
+from autoshard.run.folder import INDEX
 from autoshard.runtime.checkpoint import storage
 from autoshard.runtime.checkpoint.files import (
     CheckpointIndex,

@@ -8,8 +8,8 @@ import pytest
 from fsspec.config import conf
 from s3fs import S3FileSystem
 
-from autoshard.engine.base import SavedStep
 from autoshard.errors import InputError
+from autoshard.run.reports import SavedStep
 from autoshard.runtime import train as loop
 from autoshard.runtime.checkpoint import storage
 from autoshard.runtime.checkpoint.storage import Storage, StorageError

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from autoshard.engine.base import Run
-from autoshard.engine.placement import StatePiece
 from autoshard.engine.torch.engine import build
 from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
+from autoshard.run.placement import StatePiece
+from autoshard.run.protocol import Run
 from autoshard.runtime.convert.converting import read_weights
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.training import Training

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from autoshard.commands.running.steps import StepDisplay
-from autoshard.engine.base import Measured, RunReport, TimedStep
 from autoshard.plan.codec import dump
+from autoshard.run.reports import Measured, RunReport, TimedStep
 from autoshard.spec.training import Tracking, Training
 from tests.runtime.cases import tiny_plan, wait_until
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from hypothesis import given, strategies as st
 
-from autoshard.engine.base import TimedStep, with_nulls
-from autoshard.engine.folder import METRICS
+from autoshard.run.folder import METRICS
+from autoshard.run.reports import TimedStep, with_nulls
 from autoshard.runtime.metrics.log import MetricsLog, record_of, scalars
 from tests.runtime.cases import ROOT, environment, read_metrics
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from autoshard.engine.base import Phase, TimedStep
 from autoshard.engine.programs import graph_of
 from autoshard.plan.plan import Prediction
+from autoshard.run.reports import Phase, TimedStep
 from autoshard.runtime.metrics.log import WINDOW, Pace
 from tests.runtime.cases import tiny_plan
 

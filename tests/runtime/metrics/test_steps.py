@@ -12,9 +12,9 @@ from rich.console import Console
 
 from autoshard.commands.running import steps as module
 from autoshard.commands.running.steps import StepDisplay
-from autoshard.engine.base import TimedStep
-from autoshard.engine.folder import METRICS
 from autoshard.errors import InputError
+from autoshard.run.folder import METRICS
+from autoshard.run.reports import TimedStep
 from autoshard.runtime.launch import Placing, launch
 from autoshard.spec.training import Tracking, Training
 from tests.runtime.cases import read_metrics, tiny_plan

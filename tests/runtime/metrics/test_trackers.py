@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from autoshard.engine.base import TimedStep
 from autoshard.errors import InputError
+from autoshard.run.reports import TimedStep
 from autoshard.runtime.metrics.log import MetricsLog, record_of
 from autoshard.runtime.metrics.shown import ShownSteps
 from autoshard.runtime.metrics.trackers import OnTensorBoard, Trackers, trackers_of

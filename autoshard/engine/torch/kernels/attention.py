@@ -14,12 +14,12 @@ from itertools import pairwise, product
 
 import torch
 
-from autoshard.engine.base import HOST
 from autoshard.engine.torch.formats import NOWHERE, wide
 from autoshard.engine.torch.kernels.dropout import keeps
 from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register
 from autoshard.graph.kinds.attention import MOST_GROUPED, Attend, AttendGradient, where_and_draws
 from autoshard.graph.op import Call
+from autoshard.run.protocol import HOST
 
 Part = tuple[torch.Tensor, torch.Tensor]  # mixed values [batch, head, query, head_dim], log of the denominators
 Heads = tuple[

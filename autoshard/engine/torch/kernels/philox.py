@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from autoshard.engine.base import HOST
+from autoshard.run.protocol import HOST
 
 Distribution = Literal["uniform", "normal"]
 Word = torch.Tensor | int  # of 32 bits

@@ -1,0 +1,220 @@
+"""A captured program as a block of the graph: named dims, regions of torch functions, products, rows."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from autoshard.graph.block import Block
+from autoshard.graph.builder import BlockBuilder, finish
+from autoshard.graph.kinds.indexing import Lookup
+from autoshard.graph.kinds.linear import Einsum
+from autoshard.graph.kinds.pointwise import Add
+from autoshard.graph.op import Dims
+from autoshard.modules.dims import Dim, Position, leaves, match_sizes
+from autoshard.modules.grouping import outside_reads, regions
+from autoshard.modules.program import Read, Traced, TracedProgram, TracedStep, free_name
+from autoshard.modules.region import Alias, Local, Positions, Region
+from autoshard.modules.repeats import merge_dims, tied_operations
+from autoshard.spec.kernels import load_kernels
+from autoshard.spec.workload import Dtype, Precision
+
+_KERNELS = "torch_engine"  # of which no entry is used: what a traced operation keeps follows from its gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedBlock:
+    """A module as a block, the sizes of its dims in the example inputs, and the shapes of what goes in and out."""
+
+    block: Block
+    sizes: Mapping[str, int]
+    dims: Mapping[str, Positions]  # by tensor, as torch sees it: of parameters and inputs
+    results: Mapping[str, tuple[str, Positions]]  # by place in what the module returns, or path of a buffer: a tensor
+    modules: Mapping[str, tuple[str, Positions]]  # the results of submodules, by path
+    paths: Mapping[str, str]  # of the submodules that do the operations
+    tied: Mapping[str, str]  # operations that are cut like others: those of equal submodules
+
+
+def traced_block(program: TracedProgram, precision: Precision) -> TracedBlock:
+    """Write a program down as one block."""
+    return _Writer(program, precision).block()
+
+
+class _Writer:
+    def __init__(self, program: TracedProgram, precision: Precision) -> None:
+        self.program, self.b = program, BlockBuilder(precision)
+        self.groups = regions(program)
+        merge_dims(self.groups)
+        self.names = _named(program)
+        self.paths: dict[str, str] = {}  # of the submodules that do the operations
+        self.written: dict[Traced, str] = {}
+        self.returned: dict[Traced, str] = {}
+        self.aliases: dict[tuple[str, tuple[tuple[str, str], ...]], str] = {}
+
+    def block(self) -> TracedBlock:
+        """Return the block."""
+        program = self.program
+        uses = Counter(value for steps in self.groups for value, _ in outside_reads(steps))
+        given = [value for value in program.values if value.origin != "made"]
+        returned = Counter(one.read.value for one in program.results if one.read)
+        for value in given:
+            self._given(value, uses[value] + (returned[value] > 0))
+        self.paths |= {op.name: "" for op in self.b.ops}
+        for steps in self.groups:
+            self._emit(steps)
+            self.paths |= {op.name: steps[-1].path for op in self.b.ops if op.name not in self.paths}
+        gives: dict[str, bool] = {}  # whether a gradient begins there
+        results: dict[str, tuple[str, Positions]] = {}
+        for one in program.results:
+            if one.read:
+                name = self._result(one.read.value, is_read=one.is_seeded and uses[one.read.value] > 0)
+                gives[name] = gives.get(name, False) or one.is_seeded
+                results[one.name] = name, self._positions(one.read.positions)
+        block = finish(
+            self.b, "module", replace(load_kernels(_KERNELS), kernels=()), gives=tuple(gives),
+            takes=tuple(value.name for value in given if value.origin == "carried" and value in program.trained),
+            constant=[name for name, is_seeded in gives.items() if not is_seeded],
+        )  # fmt: skip
+        laid_out = {value.name: self._positions(value.positions) for value in given}
+        sizes = {name: one.size for one, name in self.names.items()}
+        modules = {
+            path: (self.written[read.value], self._positions(read.positions))
+            for path, read in program.modules.items()
+            if read.value in self.written and self.written[read.value] in block.tensors
+        }
+        return TracedBlock(
+            block=block, sizes=sizes, dims=laid_out, results=results, modules=modules,
+            paths=self.paths, tied=tied_operations(block, self.paths),
+        )  # fmt: skip
+
+    def _given(self, value: Traced, uses: int) -> None:
+        dims, b, trained = self._dims(value.dims), self.b, value in self.program.trained
+        if value.origin == "parameter":
+            name = b.add(value.name, dims, b.precision.weights, "parameter" if trained else "input")
+            self.written[value] = b.emit(f"{name}_used", Alias(), name) if uses > 1 else name
+        elif trained:
+            self.written[value] = b.add(value.name, dims)
+        else:
+            self.written[value] = b.add(value.name, dims, self._dtype(value), "input")
+
+    def _result(self, value: Traced, *, is_read: bool) -> str:
+        """Return the tensor of a result, which an operation makes; another one if operations read the value too."""
+        tensor = self.written[value]
+        if is_read or (value.origin != "made" and tensor == value.name):
+            if value not in self.returned:
+                self.returned[value] = self.b.emit(f"{tensor}_returned", Alias(), tensor)
+            return self.returned[value]
+        return tensor
+
+    def _emit(self, steps: Sequence[TracedStep]) -> None:
+        """Emit one step, or several as a region."""
+        last = steps[-1]
+        name = last.name
+        outside = list(outside_reads(steps).values())
+        inputs = [self._read(read) for read in outside]
+        dims = self._dims(last.makes.dims)
+        if last.sort == "product":
+            self.b.emit(name, Einsum(dims=dims), *inputs)
+        elif last.sort == "rows":
+            self.b.emit(name, Lookup(), *inputs)
+        elif added := self._added(steps, outside, inputs):
+            self.b.emit(name, Add(), *added)
+        else:
+            self.b.emit(name, self._region(name, steps, outside), *inputs)
+        self.written[last.makes] = name
+
+    def _added(self, steps: Sequence[TracedStep], reads: Sequence[Read], inputs: Sequence[str]) -> list[str]:
+        """Return the tensors that a plain addition adds, the one that has all dims first; none if it is no such."""
+        step, dims = steps[-1], self._dims(steps[-1].makes.dims)
+        plain = step.function in (torch.add, torch.ops.aten.add.Tensor) and not step.keywords
+        if len(steps) > 1 or len(inputs) != 2 or not plain or len(step.reads) != 2:
+            return []
+        both = sorted(zip(reads, inputs, strict=True), key=lambda pair: self._dims(pair[0].dims) != dims)
+        return [name for _, name in both] if self._dims(both[0][0].dims) == dims else []
+
+    def _region(self, name: str, steps: Sequence[TracedStep], outside: Sequence[Read]) -> Region:
+        number = {(read.value, tuple(read.renamed.items())): place for place, read in enumerate(outside)}
+        number |= {(step.makes, ()): len(outside) + place for place, step in enumerate(steps)}
+        found = tuple(
+            Local(
+                name=step.name,
+                function=step.function,
+                arguments=step.arguments,
+                keywords=step.keywords,
+                reads=tuple(
+                    (
+                        number[read.value, tuple(read.renamed.items())],
+                        self._dims(read.dims),
+                        self._positions(read.positions),
+                    )
+                    for read in step.reads
+                ),
+                gives=self._positions(step.makes.positions),
+                products=tuple(self._dims(leaves(dims)) for dims in step.products),
+            )
+            for step in steps
+        )
+        whole = {one for step in steps for one in step.whole_leaves()}
+        whole |= {one for step in steps[:-1] for one in leaves(step.summed)}  # no sum waits inside
+        shown = {*steps[-1].makes.dims, *(one for read in outside for one in read.dims)}
+        return Region(
+            name=name, locals=found, dims=self._dims(steps[-1].makes.dims),
+            dtype=self._dtype(steps[-1].makes), format=steps[-1].makes.format,
+            whole=self._dims(sorted(whole & shown, key=lambda one: self.names[one])),
+            empty=self._dims(sorted((one for one in shown if not one.size), key=lambda one: self.names[one])),
+        )  # fmt: skip
+
+    def _read(self, read: Read) -> str:
+        """Return the tensor that a step reads; one that it reads under other names of dims is an alias of it."""
+        tensor = self.written[read.value]
+        pairs = zip(read.value.dims, read.dims, strict=True)
+        renamed = tuple((self.names[old], self.names[new]) for old, new in pairs if old is not new)
+        if not renamed:
+            return tensor
+        if (tensor, renamed) not in self.aliases:
+            alias = self.b.emit(free_name(f"{tensor}_as_{renamed[0][1]}", self.b.tensors), Alias(), tensor)
+            self.aliases[tensor, renamed] = self.b.deliver_as(alias, f"{alias}_out", renamed)
+        return self.aliases[tensor, renamed]
+
+    def _dtype(self, value: Traced) -> Dtype:
+        return "int64" if value.is_index else "fp32" if value.is_wide else self.b.precision.activations
+
+    def _dims(self, dims: Sequence[Dim]) -> Dims:
+        return tuple(self.names[one] for one in dims)
+
+    def _positions(self, positions: Sequence[Position]) -> Positions:
+        return tuple(self._dims(leaves(position)) for position in positions)
+
+
+def _named(program: TracedProgram) -> Mapping[Dim, str]:
+    """Name all dims, after the inputs and the modules that have them."""
+    reads = [read for step in program.steps for read in step.reads]
+    renames = [pair for read in reads for pair in read.renamed.items()]
+    before = -1
+    while before != (before := sum(len(leaves(pair)) for pair in renames)):  # a split of one may split another
+        for old, new in renames:
+            match_sizes(old, new)
+    found: dict[Dim, str] = {}
+    every = [*(value.dims for value in program.values), *(read.dims for read in reads)]
+    every += [leaves(step.whole) for step in program.steps] + [
+        leaves(dims) for step in program.steps for dims in step.products
+    ]
+    hidden = _hidden(program)
+    for one in (dim for dims in every for dim in dims):
+        if one not in found:
+            hint = "hidden" if one is hidden else re.sub(r"\W", "_", one.hint).removesuffix("_proj") or "dim"
+            taken = sum(re.fullmatch(rf"{hint}(_\d+)?", name) is not None for name in found.values())
+            found[one] = f"{hint}_{taken + 1}" if taken else hint
+    return found
+
+
+def _hidden(program: TracedProgram) -> Dim | None:
+    """Return the dim that clearly most parameters share, as a hidden size is, unless the user has named it."""
+    parameters = [value for value in program.values if value.origin == "parameter"]
+    shared = Counter(dim for value in parameters for dim in value.dims).most_common(2)
+    if not shared or shared[0][0].is_given or 2 * shared[0][1] <= len(parameters):
+        return None
+    others = shared[1][1] if len(shared) > 1 else 0  # in small modules both dims of a product are as frequent
+    return shared[0][0] if 2 * shared[0][1] >= 3 * others else None

@@ -1,0 +1,400 @@
+"""The program of a torch module, read operation by operation: what each does to dims, and which it needs whole."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoshard.errors import InputError, nearest, require
+from autoshard.modules.dims import Collision, NotAligned, Position, fresh, leaves, note, size_of
+from autoshard.modules.export import ExportedModule
+from autoshard.modules.local import NAMESPACE
+from autoshard.modules.nodes import Node, argument, line_of, replaced, tensors_of
+from autoshard.modules.program import (
+    Read,
+    Reading,
+    Result,
+    Sort,
+    TensorPlace,
+    Traced,
+    TracedProgram,
+    TracedStep,
+    View,
+    agreed,
+    free_name,
+)
+from autoshard.modules.reach import moved, needed, reaching
+from autoshard.modules.rewriting.inlining import refused_casts
+from autoshard.modules.rewriting.randomness import is_in_parts
+from autoshard.modules.rules import RULES
+from autoshard.modules.rules.arguments import understands
+from autoshard.modules.rules.local import local
+from autoshard.modules.rules.recurrent import recurrent
+from autoshard.modules.rules.unknown import unknown
+
+_SAME = (
+    "alias", "clone", "contiguous", "dropout", "feature_dropout", "lift_fresh_copy", "to", "_to_copy", "type_as",
+)  # fmt: skip
+_IGNORED = ("_assert_tensor_metadata", "sym_size", "_assert_scalar", "sym_constrain_range_for_size")
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A module's program, its graph as torch exported it, and which nodes give the inputs of the program."""
+
+    program: TracedProgram
+    exported: ExportedModule
+    inputs: Mapping[str, Node]  # of values that are neither parameters nor get a gradient
+    parameters: Mapping[str, str]  # name of the value -> name in the module
+
+
+def capture(
+    module: torch.nn.Module,
+    inputs: Sequence[Any] | Mapping[str, Any],
+    hints: Mapping[str, Sequence[str]] | None = None,
+    results: Sequence[str] | None = None,
+) -> Captured:
+    """Read the forward pass of a module; inputs that require a gradient get one.
+
+    ``hints`` names dims of inputs, by the name of the argument: {"x": ("batch", "seq", "hidden")}. ``results`` says
+    which of several results are wanted, by their places in what the module returns.
+    """
+    return read(ExportedModule.of(module, inputs), hints, results)
+
+
+def read(
+    exported: ExportedModule,
+    hints: Mapping[str, Sequence[str]] | None = None,
+    results: Sequence[str] | None = None,
+) -> Captured:
+    """Read a module's forward pass as torch has exported it."""
+    reader = ProgramReader(exported, hints or {})
+    for node in exported.nodes:
+        reader.add(node)
+    return reader.captured(results)
+
+
+class ProgramReader:
+    """Reads nodes in order."""
+
+    def __init__(self, exported: ExportedModule, hints: Mapping[str, Sequence[str]]) -> None:
+        self.exported, self.hints = exported, hints
+        self.values: list[Traced] = []
+        self.steps: list[TracedStep] = []
+        self.views: dict[Node, View | tuple[View, ...]] = {}
+        self.inputs: dict[str, Node] = {}
+        self.kept_whole: list[str] = []
+        self.numbers: Iterator[int] = itertools.count()
+        floats = [one.dtype for _, one in exported.program.named_parameters() if one.is_floating_point()]
+        self.usual = exported.call.autocast or (floats[0] if floats else torch.float64)  # format of numbers
+        self.parameters = exported.paths
+
+    def captured(self, wanted: Sequence[str] | None) -> Captured:
+        """Return what was read, as far as the ``wanted`` results need it."""
+        results = tuple(self._results(wanted))
+        steps = needed(self.steps, [one.read.value for one in results if one.read])
+        read = {one.value for step in steps for one in step.reads} | {one.read.value for one in results if one.read}
+        values = tuple(one for one in self.values if one in read)
+        trained = [one for one in values if self._is_trained(one)]
+        program = TracedProgram(
+            values=values, steps=steps, results=results, kept_whole=tuple(self.kept_whole),
+            trained=reaching(steps, results, trained), modules=self._modules(),
+        )  # fmt: skip
+        parameters = {one.name: self.parameters[one.name] for one in values if one.origin == "parameter"}
+        inputs = {one.name: self.inputs[one.name] for one in values if one.origin == "input"}
+        return Captured(program=program, exported=self.exported, inputs=inputs, parameters=parameters)
+
+    def _is_trained(self, value: Traced) -> bool:
+        return value.origin == "carried" or self.parameters.get(value.name) in self.exported.call.trained
+
+    def _modules(self) -> Mapping[str, Read]:
+        """Return the last value that each submodule makes."""
+        found: dict[str, Read] = {}
+        for node, view in self.views.items():
+            if isinstance(view, View) and view.value.origin == "made":
+                for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+                    found[path] = Read(value=view.value, positions=view.positions)
+        found.pop("", None)
+        return found
+
+    def _results(self, wanted: Sequence[str] | None) -> Iterator[Result]:
+        """Yield the results.
+
+        Gradients begin at those that are ``wanted``, or else at single numbers, which are losses, or else at all.
+        """
+        returned = list(self.exported.returned())
+        places = [place for place, _, is_buffer in returned if not is_buffer]
+        unknown = [name for name in wanted or () if name not in places]
+        require(*((False, f"results.{name}", f"is no result. {nearest(name, places)}") for name in unknown))
+        views = {place: self.views.get(node) for place, node, _ in returned if isinstance(node, torch.fx.Node)}
+        made = {place: view for place, view in views.items() if isinstance(view, View)}
+        trained = {one for one in self.values if self._is_trained(one)}
+        with_gradient = moved(self.steps, trained)
+        floats = {
+            place: view for place, view in made.items() if view.value in with_gradient and place in (wanted or places)
+        }
+        losses = [place for place, view in floats.items() if not view.value.dims]
+        begun = floats if wanted else losses or floats
+        for place, node, is_buffer in returned:
+            view = made.get(place)
+            if not is_buffer and wanted is not None and place not in wanted:
+                yield Result(name=place)
+            else:
+                yield Result(
+                    name=place, read=view and Read(value=view.value, positions=view.positions), otherwise=node,
+                    is_buffer=is_buffer, is_seeded=not is_buffer and place in begun,
+                    is_trained=view is not None and view.value in with_gradient,
+                )  # fmt: skip
+
+    def add(self, node: Node) -> None:
+        """Read one node; what depends on no parameter and on no input with a gradient is an input of the program."""
+        if node.op == "placeholder":
+            self._placeholder(node)
+        elif node.op == "call_function":
+            _refuse_random(node)
+            given = node.all_input_nodes
+            if any(is_in_parts(one) or (one in self.views and one.name not in self.inputs) for one in given):
+                self._operation(node)
+
+    def _placeholder(self, node: Node) -> None:
+        if node.name in self.parameters:
+            other = next(
+                (one for one in self.views if self.parameters.get(one.name) == self.parameters[node.name]), None
+            )
+            if other is not None:
+                self.views[node] = self.views[other]
+                return
+            path = [part for part in self.parameters[node.name].split(".") if not part.isdecimal()]
+            hint = path[-2] if len(path) > 1 and path[-1] in ("weight", "bias") else path[-1]
+            self._value(node, "parameter", [hint][: node.meta["val"].dim()])
+        elif getattr(self.exported.arguments.get(node.name), "requires_grad", False):
+            self._value(node, "carried", self.hints.get(node.name, ()))
+
+    def _hinted(self, node: Node) -> Sequence[str]:
+        """Return the names of dims of an input, which a model may have viewed as the same shape."""
+        viewed = node.all_input_nodes[0] if getattr(node.target, "_opname", "") in ("view", *_SAME) else node
+        is_same = viewed.meta["val"].shape == node.meta["val"].shape
+        return self.hints.get((viewed if is_same else node).name, ())
+
+    def _value(self, node: Node, origin: Any, hints: Sequence[str]) -> View:
+        """Make a value of a node's shape, with dims of its own."""
+        tensor = node.meta["val"]
+        if not all(isinstance(size, int) for size in tensor.shape):
+            raise InputError.of(line_of(node), f"{node.name} has a shape that only a run knows")
+        message = f"names {len(hints)} dims, and the input has {tensor.dim()}"
+        require((len(hints) <= tensor.dim(), f"hints.{node.name}", message))
+        names = [*hints, *("" for _ in range(tensor.dim() - len(hints)))]
+        is_given = origin != "parameter"
+        pairs = zip(tensor.shape, names, strict=True)
+        positions = tuple(fresh(size, hint, is_given=is_given and bool(hint)) for size, hint in pairs)
+        value = Traced(
+            number=next(self.numbers), name=node.name, positions=positions, origin=origin, format=tensor.dtype,
+            is_index=not tensor.is_floating_point(), is_wide=self._is_wide(tensor),
+        )  # fmt: skip
+        note(value.number, positions)
+        self.values.append(value)
+        view = self.views[node] = View(value, positions)
+        return view
+
+    def view_of(self, node: Node) -> View:
+        """Return how a node lays out a value; a node that the program does not make is an input of it."""
+        if node not in self.views:
+            self.inputs[node.name] = node
+            return self._value(node, "input", self._hinted(node))
+        found = self.views[node]
+        assert isinstance(found, View), f"{node.name} is several tensors"
+        return found
+
+    def _operation(self, node: Node) -> None:
+        target: Any = node.target
+        name = getattr(target, "_opname", getattr(target, "__name__", str(target)))
+        if name == "getitem":
+            found = self.views[node.args[0]]
+            assert isinstance(found, tuple), f"{node.args[0]} is one tensor"
+            self.views[node] = found[node.args[1]]
+            return
+        schema = getattr(target, "_schema", None)
+        if name in _IGNORED:
+            return
+        if name == "wrap_with_autocast":
+            raise refused_casts(self.exported.program.graph_module, node, self.exported.call.autocast)
+        if schema is None or schema.is_mutable:
+            raise InputError.of(line_of(node), f"{name} changes a tensor in place, or is no operation of torch")
+        values, steps = len(self.values), len(self.steps)
+        try:
+            self._read(name, node)
+        except (Collision, NotAligned):  # its dims cannot be told apart
+            given = [one for one in self.values[values:] if one.origin != "made"]
+            self.values[values:], self.steps[steps:] = given, []  # what the rule had added so far
+            self.whole(node)
+
+    def _read(self, name: str, node: Node) -> None:
+        """Read an operation by its rule, as a pointwise one, or as one that nobody knows."""
+        is_torch, found = node.target.namespace == "aten", node.meta["val"]
+        rule = RULES.get(name) if is_torch else None
+        several = found if isinstance(found, tuple | list) else [found]
+        shapes = [getattr(one, "shape", (one,)) for one in several if one is not None]
+        if not all(isinstance(size, int) for shape in shapes for size in shape):
+            raise InputError.of(line_of(node), f"{name} gives what only a run knows, or a tensor of such a shape")
+        if any(isinstance(one, torch.Tensor) and one.is_complex() for one in several):
+            raise InputError.of(line_of(node), f"{name} gives complex numbers, which are not supported")
+        if any(isinstance(one, torch.Tensor) and one.layout != torch.strided for one in several):
+            raise InputError.of(line_of(node), f"{name} gives a sparse tensor, which is not supported")
+        if is_torch and not understands(node):
+            unknown(self, node)
+        elif is_torch and name in _SAME:
+            self.rounded(node, self.view_of(node.args[0]), node.args[0].meta["val"].dtype)
+        elif node.target.namespace.startswith(NAMESPACE):
+            local(self, node)
+        elif rule:
+            rule(self, node)
+        elif torch.Tag.pointwise in node.target.tags or name in ("detach", "fill"):
+            self.local(node, self.broadcast(node))
+        else:
+            unknown(self, node)
+
+    def rounded(self, node: Node, view: View, dtype: torch.dtype) -> None:
+        """Read numbers of a format in that of a node, in which they are rounded where it is another."""
+        if node.meta["val"].dtype == dtype:
+            self.views[node] = view
+            return
+        self.formatted(node, Reading(view, list(view.positions)), dtype)
+
+    def formatted(self, node: Node, reading: Reading, dtype: torch.dtype, name: str = "") -> Reading:
+        """Return the numbers of a reading, which has this format, in the format of a node."""
+        if node.meta["val"].dtype == dtype:
+            return reading
+        given = TensorPlace(0), node.meta["val"].dtype
+        found = self.step(
+            node, ([reading], reading.positions), sort="cheap", function=torch.Tensor.to, arguments=given, name=name
+        )
+        return Reading(found, list(reading.positions))
+
+    def _is_wide(self, tensor: torch.Tensor) -> bool:
+        """Say whether a module of 16 bits computes this in more."""
+        return tensor.is_floating_point() and tensor.dtype.itemsize > self.usual.itemsize == 2
+
+    def readings(self, node: Node) -> list[Reading]:
+        """Return the tensors that a node reads, in the order of its arguments."""
+        views = [self.view_of(one) for one in tensors_of((node.args, node.kwargs))]
+        return [Reading(view, list(view.positions)) for view in views]
+
+    def is_product(self, reading: Reading, axis: int) -> bool:
+        """Say whether an axis is all that a weight's product, or that with its bias, has made."""
+        made = next((step for step in self.steps if step.makes is reading.view.value), None)
+        own = leaves(reading.view.value.positions[-1])
+        if made is None or leaves(reading.positions[axis]) != own:
+            return False
+        return made.sort == "product" or made.function is torch.add
+
+    def broadcast(self, node: Node) -> tuple[list[Reading], list[Position]]:
+        """Read all tensors of a node along the positions of its result, as pointwise operations do."""
+        readings = self.readings(node)
+        rank = node.meta["val"].dim()
+        return readings, agreed(readings, rank, range(rank))
+
+    def local(
+        self,
+        node: Node,
+        found: tuple[Sequence["Reading"], Sequence[Position]],
+        whole: Sequence[Position] = (),
+        **more: Any,
+    ) -> None:
+        """Add an operation that a rank does on its parts."""
+        self.step(node, found, whole=whole, **more)
+
+    def whole(self, node: Node) -> None:
+        """Add an operation of which nothing is known: it needs and makes everything whole."""
+        readings = self.readings(node)
+        value, found = node.meta["val"], list[View]()
+        needed = [position for reading in readings for position in reading.positions]
+        self.kept_whole.append(f"{node.name} ({node.target}): {line_of(node)}")
+        for number, one in enumerate([value] if isinstance(value, torch.Tensor) else value):
+            made = [fresh(size) for size in one.shape]
+            several = None if isinstance(value, torch.Tensor) else number
+            found.append(self.step(node, (self.readings(node), made), whole=[*needed, *made], number=several))
+        self.views[node] = found[0] if isinstance(value, torch.Tensor) else tuple(found)
+
+    def shape_of(self, reading: Reading) -> tuple[int, ...]:
+        """Return how long the positions are."""
+        return tuple(size_of(one) for one in reading.positions)
+
+    def _module_of(self, readings: Sequence[Reading]) -> str:
+        """Return the name of the module whose parameter is read, as a name of its product; "" where none is."""
+        paths = (self.parameters[one.view.value.name] for one in readings if one.view.value.name in self.parameters)
+        path = next(paths, "")
+        own = path.rpartition(".")[0] or path
+        taken = {one.name for one in (*self.values, *self.exported.nodes)}
+        return free_name(own.replace(".", "_"), taken) if path else ""
+
+    def step(  # noqa: PLR0913
+        self,
+        node: Node,
+        found: tuple[Sequence[Reading], Sequence[Position]],
+        *,
+        whole: Sequence[Position] = (),
+        summed: Sequence[Position] = (),
+        sort: Sort = "local",
+        function: Callable[..., Any] | None = None,
+        arguments: tuple[Any, ...] | None = None,
+        name: str = "",
+        number: int | None = None,
+        products: Sequence[Sequence[Position]] = (),
+        format: torch.dtype | None = None,
+    ) -> View:
+        """Add an operation, and the value that it makes along these positions; one by number of several."""
+        readings, made = found
+        positions = tuple(made)
+        own = self._module_of(readings) if sort in ("product", "rows") else ""
+        name = own or name or node.name
+        several = node.meta["val"]
+        given = several if isinstance(several, torch.Tensor) else several[number or 0]
+        if number is not None:
+            name = f"{node.name}_{number}"
+            function = function or functools.partial(_one_of, function=node.target, number=number)
+        value = Traced(
+            number=next(self.numbers), name=name or node.name, positions=positions, origin="made",
+            format=format or given.dtype, is_index=not given.is_floating_point(), is_wide=self._is_wide(given),
+        )  # fmt: skip
+        for one in readings:
+            note(-1 - one.view.value.number if one.renamed else one.view.value.number, one.positions)
+        note(value.number, positions)
+        slots = {one: TensorPlace(number) for number, one in enumerate(tensors_of((node.args, node.kwargs)))}
+        with_slots: Any = replaced((node.args, node.kwargs), slots)
+        self.values.append(value)
+        self.steps.append(
+            TracedStep(
+                name=value.name,
+                path=list((node.meta.get("nn_module_stack") or {"": ("", "")}).values())[-1][0],
+                sort=sort,
+                function=function or node.target,
+                arguments=with_slots[0] if arguments is None else arguments,
+                keywords=with_slots[1] if arguments is None else {},
+                reads=tuple(
+                    Read(value=one.view.value, positions=tuple(one.positions), renamed=one.renamed) for one in readings
+                ),
+                makes=value,
+                whole=frozenset(leaves(one for position in whole for one in position)),
+                summed=frozenset(leaves(one for position in summed for one in position)),
+                products=tuple(leaves(one for position in own for one in position) for own in products),
+            )
+        )
+        view = self.views[node] = View(value, positions)
+        return view
+
+
+def _refuse_random(node: Node) -> None:
+    name = getattr(node.target, "_opname", "")
+    drops = name in ("dropout", "feature_dropout") and node.args[1] and node.args[2]
+    drops = drops or (RULES.get(name) is recurrent and argument(node, "dropout") and argument(node, "train"))
+    is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    if drops or (is_random and name not in (*_SAME, *RULES)):
+        raise InputError.of(line_of(node), f"{name} draws random numbers; call .eval(), or leave it out")
+
+
+def _one_of(*arguments: Any, function: Callable[..., Any], number: int, **keywords: Any) -> torch.Tensor:
+    """Return one of several results."""
+    return function(*arguments, **keywords)[number]

@@ -1,0 +1,104 @@
+"""One layer of a decoder as lines of the planner's graph, with the numbers that the planner's Rules ask for."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard.graph.kinds.attention import Attend
+from autoshard.modules.decoder.naming import Roles, layer_names
+from autoshard.modules.decoder.pieces import Piece
+from autoshard.modules.decoder.segments import Segment
+from autoshard.modules.decoder.writing import LineWriter
+from autoshard.modules.dims import Dim, size_of
+
+_OF_ATTENTION = (
+    "add", "bmm", "div", "einsum", "masked_fill", "matmul", "mul", "scaled_dot_product_attention", "softmax",
+    "_softmax", "where",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenPart:
+    """The lines of a part of a decoder, what they say of the model, dims that no card has, and what they do not say."""
+
+    lines: tuple[str, ...]
+    traits: Mapping[str, Any]  # fields of ModelSpec
+    sizes: Mapping[str, int]
+    notes: tuple[str, ...]
+    counts: Mapping[str, int]  # of the numbers of weights, in the code
+
+
+def written_layer(pieces: Sequence[Piece], segment: Segment, known: Mapping[Dim, str], attend: Attend) -> WrittenPart:
+    """Write a layer down; ``known`` names batch, sequence, hidden size and vocabulary."""
+    roles, dims = Roles.of(pieces, segment.name), dict(known)
+    heads = roles.heads([dim for dim, name in known.items() if name in ("batch", "seq")])
+    dims |= {dim: "head_dim" if name == "values" else name for name, some in heads.items() for dim in some}
+    for chain in roles.chains.values():  # a head that is only partly turned is put together again
+        own = tuple(dim for dim in chain[0].dims if dims.get(dim, "head_dim") == "head_dim") if chain else ()
+        dims |= dict.fromkeys(own if size_of(own) == size_of(heads["head_dim"]) else (), "head_dim")
+    experts = next((piece.experts for piece in pieces if piece.experts), None)
+    widths = _widths(pieces, dims)
+    ffn = experts.width if experts else widths[0].size if widths else segment.gives.dims[-1].size
+    names = layer_names(pieces, roles, segment)
+    writer = LineWriter(segment=segment, names=names, dims=dims, roles=roles, attend=attend)
+    for number, dim in enumerate(widths, start=2 if experts else 1):
+        dims[dim] = "ffn" if number == 1 else f"ffn_{number}"
+        writer.sizes |= {dims[dim]: dim.size} if number > 1 else {}
+    by_name = {name: piece for piece, name in names.items()}
+    norm = next((piece.norm for piece in pieces if piece.norm), None)
+    act = by_name["act"].function if "act" in by_name else None
+    num_kv = size_of(heads["kv_heads"])
+    return WrittenPart(
+        lines=writer.write(pieces),
+        traits={
+            "num_heads": num_kv * size_of(heads["q_group"]),
+            "num_kv_heads": num_kv,
+            "head_dim": size_of(heads["head_dim"]),
+            "ffn": ffn,
+            "norm": norm.function if norm else "layer",
+            "norm_eps": norm.eps if norm else 1e-6,
+            "activation": act or (experts and experts.activation) or "silu",
+            "gated_mlp": "product" in by_name or bool(experts and experts.is_gated),
+            "rotary_fraction": by_name["q_rotary"].fraction if "q_rotary" in by_name else 1.0,
+            "num_experts": experts.num_experts if experts else 0,
+            "experts_per_token": experts.choices if experts else 0,
+        },
+        sizes=writer.sizes,
+        counts=writer.counts,
+        notes=(*_notes(roles.attend, pieces), *opaque_notes("layer", names)),
+    )
+
+
+def opaque_notes(part: str, names: Mapping[Piece, str]) -> Iterator[str]:
+    """Say which operations of a part the planner knows by their work alone."""
+    for piece, name in names.items():
+        if piece.sort == "opaque":
+            yield f"{part}: {name} ({', '.join(dict.fromkeys(piece.functions))}) is planned by its work alone"
+
+
+def _notes(attend: Piece, pieces: Sequence[Piece]) -> Iterator[str]:
+    """Say what attention and experts do that the planner's own do not."""
+    assert attend.attention, "attention is known"
+    more = sorted({*attend.functions} - {*_OF_ATTENTION})
+    if more:
+        yield f"layer: {', '.join(more)} of the scores of attention is not in the plan"
+    if attend.attention.others:
+        names = ", ".join(one.name for one in attend.attention.others)
+        yield f"layer: attention also reads {names}, which is not in the plan"
+    for piece in pieces:
+        if piece.experts and not piece.experts.is_normalised:
+            yield "layer: the weights of the chosen experts are planned as if they were normalised"
+        if piece.experts and not piece.experts.activation:
+            yield "layer: what experts compute between their products is planned by its work alone"
+
+
+def _widths(pieces: Sequence[Piece], dims: Mapping[Dim, str]) -> list[Dim]:
+    """Return the dims of products that have no name yet, those of the largest weights first."""
+    counts = Counter[Dim]()
+    for piece in pieces:
+        for weight in piece.weights if piece.sort == "product" else ():
+            for dim in weight.dims:
+                counts[dim] += 0 if dim in dims else math.prod(one.size for one in weight.dims)
+    return [dim for dim, count in counts.most_common() if count]

@@ -1,0 +1,268 @@
+"""A decoder's code as a model that the planner searches, with what of the code the plan does not say."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
+
+from autoshard.errors import InputError, require
+from autoshard.graph.block import OpGraph
+from autoshard.graph.decoder import decoder_graph
+from autoshard.graph.kinds.attention import Attend, Rotary
+from autoshard.graph.written import written
+from autoshard.modules.capture import Captured
+from autoshard.modules.decoder.clusters import Clusters
+from autoshard.modules.decoder.layers import WrittenPart, opaque_notes, written_layer
+from autoshard.modules.decoder.masks import NOT_CAUSAL, Sight, sight_of
+from autoshard.modules.decoder.naming import Roles, own_name
+from autoshard.modules.decoder.pieces import Piece, SegmentFlow, parameters_of, products_of
+from autoshard.modules.decoder.recognise import recognised
+from autoshard.modules.decoder.segments import Segment, Stack, stack_of
+from autoshard.modules.decoder.writing import LineWriter
+from autoshard.modules.dims import Dim, leaves, size_of
+from autoshard.modules.program import Traced
+from autoshard.spec.hf_config import MODEL_TYPES, spec_from_config
+from autoshard.spec.kernels import load_kernels
+from autoshard.spec.model import ModelSpec, TracedDecoder
+from autoshard.spec.workload import Precision, Workload
+
+_ANY = Workload(seq_len=64, global_batch=1, precision=Precision.named("bf16"))
+_LOGITS_DIMS = 3  # batch, sequence, vocabulary
+_TABLE = "torch_engine"  # of kernels; what operations compute is the same with each
+
+
+def lift_decoder(captured: Captured, module: torch.nn.Module, *, name: str, source: str) -> ModelSpec:
+    """Return a decoder whose code was captured as a model.
+
+    A decoder of Hugging Face whose code does what its config says is the model of that config, which autoshard trains
+    as well. Any other carries its own operations.
+    """
+    stack = stack_of(captured.program, _logits(captured))
+    dims, embed, head = _ends(stack)
+    layer = _layer(captured, stack, dims)
+    positions: Any = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    length = next(dim.size for dim, name in dims.items() if name == "seq")
+    traits = {"max_positions": int(positions or length), **embed.traits, **layer.traits, **head.traits}
+    traced = TracedDecoder(
+        embed=embed.lines, layer=layer.lines, head=head.lines, sizes={**embed.sizes, **layer.sizes, **head.sizes},
+        num_parameters=1,
+    )  # fmt: skip
+    model = ModelSpec(name=name, source=source, **traits, traced=traced)
+    count, total = _graph(model).num_parameters(), sum(one.numel() for one in module.parameters())
+    notes = [*embed.notes, *layer.notes, *head.notes, *_left_out(model, stack, (embed, layer, head))]
+    notes += [f"{total - count:,} of {total:,} parameters are not in the plan"] if count < total else []
+    more = f"{count - total:,} parameters more than the {total:,} of the code: some are used more than once"
+    notes += [f"the plan has {more}, and planned for each use"] if count > total else []
+    card = _of_config(module, name, source)
+    if card:
+        ours, its = _comparable(model), _comparable(replace(card, hidden_dropout=0.0, attention_dropout=0.0))
+        if ours == its and not notes:
+            return card
+        for differing in [*sorted(its - ours), *sorted(ours - its)][:1]:
+            notes.append(f"what its config says is not what its code does: {differing}")
+    notes += _drops(module)
+    return replace(model, traced=replace(traced, num_parameters=count, unlifted=tuple(notes)))
+
+
+def _drops(module: torch.nn.Module) -> Iterator[str]:
+    """Say that a module drops numbers in training: what was read is what it computes without."""
+    rates = {path: one.p for path, one in module.named_modules() if isinstance(one, _DropoutNd) and one.p}
+    for path, rate in [*rates.items()][:1]:
+        yield f"dropout in training is not in the plan ({path}: {rate:g})"
+
+
+def _logits(captured: Captured) -> Traced:
+    """Return the logits among the results of a decoder: what is called so, or the first that each token has."""
+    made = {one.name: one.read.value for one in captured.program.results if one.read and not one.read.value.is_index}
+    of_tokens = (one for one in made.values() if len(one.dims) >= _LOGITS_DIMS)
+    found = made.get("logits") or next(of_tokens, None)
+    message = (
+        "returns no logits of each token, [batch, sequence, vocabulary]; let it return them, before or after a loss"
+    )
+    require((found is not None, "module", message))
+    return cast(Traced, found)
+
+
+def _left_out(model: ModelSpec, stack: Stack, parts: Sequence[WrittenPart]) -> Iterator[str]:
+    """Say how many products of the code are not in the lines; refuse weights that have another size in the code."""
+    (batch,), (seq,) = stack.carried[:2]
+    work = replace(_ANY, seq_len=seq.size, global_batch=batch.size)
+    graph = decoder_graph(model, work, load_kernels(_TABLE), micro_batch=batch.size)
+    for block, part in zip(graph.blocks, parts, strict=True):
+        for tensor in block.parameters:
+            size = math.prod(graph.sizes[dim] for dim in tensor.dims)
+            count = part.counts.get(tensor.name, size)
+            what = f"{tensor.name}[{' '.join(tensor.dims)}] would have {size:,} numbers, and has {count:,} in the code"
+            require((size == count, block.kind, f"{what}: its dims cannot be told apart"))
+    if model.num_experts:  # of which the code may compute more than are chosen
+        return
+    ours = sum(block.repeat * block.matrix_flops("F", graph.sizes) for block in graph.blocks)
+    steps = (step for one in (stack.embed, *stack.layers, stack.head) for step in one.steps)
+    theirs = sum(2 * size_of(dims) for step in steps for dims in products_of(step))
+    if ours != theirs:
+        yield f"the plan counts {ours:,} FLOPs of products in a forward pass, and the code has {theirs:,}"
+
+
+def _of_config(module: torch.nn.Module, name: str, source: str) -> ModelSpec | None:
+    """Return the model of a Hugging Face module's config, if autoshard knows its type and all of its options."""
+    config: Any = getattr(module, "config", None)
+    data: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
+    if data.get("model_type") not in MODEL_TYPES:
+        return None
+    try:
+        return spec_from_config(data, name=name, source=source)
+    except InputError:  # it has an option that cards lack, so its code says more
+        return None
+
+
+def _graph(model: ModelSpec) -> OpGraph:
+    return decoder_graph(model, _ANY, load_kernels(_TABLE), micro_batch=1)
+
+
+def _comparable(model: ModelSpec) -> set[str]:
+    """Return the operations of a model, without the numbers of rotary tables, which are not read off code."""
+    found: set[str] = set()
+    for block in _graph(model).blocks:
+        for op in written(block):
+            kind = replace(op.kind, theta=1.0, scaling=None) if isinstance(op.kind, Rotary) else op.kind
+            found.add(f"{block.kind}: {replace(op, kind=kind)}")
+    sizes = {"layers": model.num_layers, **_graph(model).sizes}
+    return found | {f"{dim} = {size}" for dim, size in sizes.items()}
+
+
+def _pieces(segment: Segment) -> tuple[Piece, ...]:
+    flow = SegmentFlow(segment)
+    return _branches_in_order(Clusters(flow, recognised(flow)).pieces(), segment)
+
+
+def _branches_in_order(pieces: tuple[Piece, ...], segment: Segment) -> tuple[Piece, ...]:
+    """Let a layer that adds two branches to its input at once add one after the other, as cards write it."""
+    adds = {piece.makes: piece for piece in pieces if piece.sort == "add"}
+    for last in adds.values():
+        inner = next((adds[value] for value in last.reads if value in adds), None)
+        readers = [piece for piece in pieces if inner and inner.makes in piece.reads]
+        if inner and segment.takes in last.reads and segment.takes not in inner.reads and len(readers) == 1:
+            places = {piece.makes: place for place, piece in enumerate(pieces)}
+            first, second = sorted(inner.reads, key=lambda one: places[one])
+            changed = {
+                inner: replace(inner, reads=(cast(Traced, segment.takes), first)),
+                last: replace(last, reads=(inner.makes, second)),
+            }
+            return tuple(changed.get(piece, piece) for piece in pieces)
+    return pieces
+
+
+def _ends(stack: Stack) -> tuple[Mapping[Dim, str], WrittenPart, WrittenPart]:
+    """Return the embedding and the head, with the names of the dims that layers share with them."""
+    embed, head = _pieces(stack.embed), _pieces(stack.head)
+    carried = zip((leaves(one)[0] for one in stack.carried), ("batch", "seq", "hidden"), strict=True)
+    dims: dict[Dim, str] = dict(carried)
+    batch = next(dim for dim, name in dims.items() if name == "batch")
+    rows = [piece for piece in embed if piece.sort == "rows"]
+    words = next((piece for piece in rows if batch in piece.dims), None)
+    products = [piece for piece in head if piece.sort == "product"]
+    attends = next((name for name, one in (("embed", embed), ("head", head)) if _has(one, "attend")), None)
+    require(
+        (attends is None, "module", f"attends in its {attends} too; all layers must be in one list"),
+        (words is not None, "module", "looks no tokens up in a table of weights (nn.Embedding)"),
+        (bool(products), "module", "makes the first of what it returns with no product; logits must come first"),
+    )
+    assert words, "it was just asked for"
+    traits: dict[str, Any] = {"num_layers": len(stack.layers)}
+    traits |= {"hidden": stack.carried[2][0].size, "positions": "rotary"}
+    traits["tied_embeddings"] = products[-1].weights[0].value is words.weights[0].value
+    given = [dim for dim in head[-1].dims if dims.get(dim) not in ("batch", "seq")]
+    shape = " ".join(dims.get(dim, str(dim.size)) for dim in head[-1].dims)
+    message = f"returns [{shape}], not the logits of each token, [batch seq vocabulary]"
+    is_made = given == [dim for dim in products[-1].weights[0].dims if dim in products[-1].dims]
+    require((len(head[-1].dims) == _LOGITS_DIMS and is_made, "module", message))
+    for dim in (*given, words.weights[0].dims[0]):
+        if dim.size == given[0].size:
+            dims.setdefault(dim, "vocab")
+    traits["vocab"] = given[0].size
+    names = {words: "embed"}
+    for piece in rows:
+        if piece is not words and batch not in piece.dims:
+            dims.setdefault(piece.weights[0].dims[0], "positions")
+            traits |= {"positions": "learned", "max_positions": piece.weights[0].dims[0].size}
+            names[piece] = "place"
+    return dims, _end(stack.embed, embed, names, dims, traits), _end(stack.head, head, {}, dims, {})
+
+
+def _end(
+    segment: Segment,
+    pieces: Sequence[Piece],
+    known: Mapping[Piece, str],
+    dims: dict[Dim, str],
+    traits: Mapping[str, Any],
+) -> WrittenPart:
+    """Write the embedding or the head down."""
+    of_head = {"norm": "final_norm", "product": "unembed", "shift": "unembed_shift", "add": "embed_add"}
+    of_embed = {sort: f"embed_{sort}" for sort in (*of_head, "unary", "multiply")}
+    usual = of_head if segment.takes else of_embed
+    names, counts = dict[Piece, str](), Counter[str]()
+    for piece in pieces:
+        base = known.get(piece) or usual.get(piece.sort) or own_name(piece)
+        counts[base] += 1
+        names[piece] = base if counts[base] == 1 else f"{base}_{counts[base]}"
+    writer = LineWriter(segment=segment, names=names, dims=dims)
+    notes = tuple(opaque_notes("head" if segment.takes else "embedding", names))
+    return WrittenPart(lines=writer.write(pieces), traits=traits, sizes=writer.sizes, notes=notes, counts=writer.counts)
+
+
+def _has(pieces: Sequence[Piece], sort: str) -> bool:
+    return any(piece.sort == sort for piece in pieces)
+
+
+def _layer(captured: Captured, stack: Stack, dims: Mapping[Dim, str]) -> WrittenPart:
+    """Return what all layers are, or say which layer is another."""
+    _refuse_shared(captured, stack)
+    layers, sights = [_pieces(one) for one in stack.layers], dict[tuple[Traced, ...], Sight]()
+    length = stack.carried[1][0].size
+    seen: list[int | None] = []
+    for pieces, segment in zip(layers, stack.layers, strict=True):
+        attend = Roles.of(pieces, segment.name).attend
+        masks = tuple(mask for mask in attend.inputs if len(mask.dims) > 1 and mask.dims[-1].size == length)
+        if masks not in sights:  # layers share them
+            assert attend.attention, "attention is known"
+            seen_by_others = attend.attention.is_causal or bool(attend.attention.others)
+            require((bool(masks) or seen_by_others, segment.name, NOT_CAUSAL))
+            sights[masks] = sight_of(captured, masks, segment.name) if masks else Sight(window=None)
+        seen.append(sights[masks].window)
+    counts, notes = Counter(seen), list[str]()
+    if any(one.is_biased for one in sights.values()):
+        notes.append("layer: what is added to the scores of attention by position is not in the plan")
+    attend = Attend(window=seen[0]) if len(counts) == 1 else Attend(windows=tuple(counts.items()))
+    if len(counts) > 1:
+        said = " and ".join(
+            f"{count} of {len(seen)} layers see only {one} tokens" for one, count in counts.items() if one
+        )
+        notes.append(f"{said}; each layer is planned with the mean time of all")
+    first, *others = (
+        written_layer(pieces, segment, dims, attend) for pieces, segment in zip(layers, stack.layers, strict=True)
+    )
+    for one, segment in zip(others, stack.layers[1:], strict=True):
+        differing = sorted(_said(one) ^ _said(first))
+        what = f"differs from the first layer: {differing[0]}" if differing else ""
+        require((not differing, segment.name, f"{what}. Only equal layers can be planned"))
+    return replace(first, traits={**first.traits, "window": attend.window}, notes=(*first.notes, *notes))
+
+
+def _said(part: WrittenPart) -> set[str]:
+    """Return all that lines and sizes say of a layer."""
+    sizes = {**part.traits, **part.sizes}
+    return {*part.lines, *(f"{name} = {value}" for name, value in sizes.items())}
+
+
+def _refuse_shared(captured: Captured, stack: Stack) -> None:
+    """Refuse layers that share a weight, of which each stage of a pipeline would have its own."""
+    owners: dict[Traced, str] = {}
+    for segment in stack.layers:
+        for read in parameters_of(segment.steps):
+            first, path = owners.setdefault(read.value, segment.name), captured.parameters[read.value.name]
+            message = f"uses {path}, as {first} does; each layer must have weights of its own"
+            require((first == segment.name, segment.name, message))

@@ -1,0 +1,149 @@
+"""The names that the planner's tables and Rules know: of dims by what attends and what is multiplied, of operations."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autoshard.errors import require
+from autoshard.graph.op import Dims
+from autoshard.modules.decoder.pieces import Piece
+from autoshard.modules.decoder.segments import Segment
+from autoshard.modules.dims import Dim, Position, leaves, size_of
+from autoshard.modules.program import Traced
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Roles:
+    """The pieces of a layer that have a part of their own: attention, and what leads to and from it."""
+
+    attend: Piece
+    chains: Mapping[str, tuple[Piece, ...]]  # of q, k and v, from the product on
+    out: Piece | None  # the first product of what was attended
+    of_keys: frozenset[Piece]  # the products that keys and values are made of: without a group of queries
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], name: str) -> "Roles":
+        """Find attention, and what leads to and from it."""
+        attends = [piece for piece in pieces if piece.sort == "attend"]
+        known = "softmax(q k) v in two products of two tensors each, or scaled_dot_product_attention"
+        message = f"has {len(attends)} places of attention that are recognised ({known}); a layer of a decoder has one"
+        require((len(attends) == 1, name, message))
+        by_value = {piece.makes: piece for piece in pieces}
+        chains = {letter: _chain(by_value, value) for letter, value in zip("qkv", attends[0].reads, strict=True)}
+        of_keys, left = set[Piece](), list(attends[0].reads[1:])
+        while left:
+            if piece := by_value.get(left.pop()):
+                found = piece.sort == "product"
+                of_keys |= {piece} if found else set()
+                left += () if found else piece.reads
+        known, out = {attends[0].makes}, None
+        for piece in pieces:
+            if known & {*piece.reads} and out is None:
+                if piece.sort == "product":
+                    out = piece
+                elif {*piece.dims} <= {*attends[0].dims}:
+                    known.add(piece.makes)  # a gate, or a norm, of what was attended
+        return cls(attend=attends[0], chains=chains, out=out, of_keys=frozenset(of_keys))
+
+    def heads(self, tokens: Sequence[Dim]) -> Mapping[str, Position]:
+        """Return which dims are KV heads, the queries of each, and a head of keys and of values."""
+        query, key = self.attend.reads[:2]
+        assert self.attend.attention, "attention is known"
+        head, value_head = leaves(self.attend.attention.head), leaves(self.attend.attention.value_head)
+        message = f"has heads of {size_of(head)} for keys and of {size_of(value_head)} for values; they must be equal"
+        require((size_of(head) == size_of(value_head), "attention", message))
+        heads = [dim for dim in query.dims if dim not in (*head, *tokens)]
+        return {
+            "kv_heads": tuple(dim for dim in heads if dim in key.dims),
+            "q_group": tuple(dim for dim in heads if dim not in key.dims),
+            "head_dim": head,
+            "values": value_head,
+        }
+
+
+def _chain(by_value: Mapping[Traced, Piece], value: Traced) -> tuple[Piece, ...]:
+    """Return the pieces from the product that makes a value on; none if something else makes it."""
+    found: list[Piece] = []
+    while (piece := by_value.get(value)) and piece.sort in _CHAINED and len(piece.reads) == 1:
+        found.insert(0, piece)
+        if piece.sort == "product":
+            return tuple(found)
+        value = piece.reads[0]
+    return ()
+
+
+_CHAINED = {"product": "", "shift": "_shift", "norm": "_norm", "rotary": "_rotary", "opaque": "_own", "unary": "_act"}
+
+
+def layer_names(pieces: Sequence[Piece], roles: Roles, segment: Segment) -> Mapping[Piece, str]:
+    """Name the operations of a layer as a card would."""
+    names: dict[Piece, str] = {roles.attend: "attend"}
+    for letter, chain in roles.chains.items():
+        names |= {piece: f"{letter}{_CHAINED[piece.sort]}" for piece in chain if piece not in names}
+    readers: dict[Traced, list[Piece]] = {}
+    for piece in pieces:
+        for value in piece.reads:
+            readers.setdefault(value, []).append(piece)
+    adds = [piece for piece in pieces if piece.sort == "add" and {*piece.dims} == {*segment.gives.dims}]
+    before = pieces.index(roles.out) if roles.out else len(pieces)
+    after = [piece for piece in adds if pieces.index(piece) > before]
+    if roles.out:
+        names[roles.out] = "o"
+        names |= {piece: "o_shift" for piece in readers.get(roles.out.makes, ()) if piece.sort == "shift"}
+    if after:
+        names[after[0]] = "attn_add"
+        names |= {after[-1]: "mlp_add"} if len(after) > 1 else {}
+    prefix = "shared_" if any(piece.sort == "experts" for piece in pieces) else ""
+    for piece in pieces:
+        if piece not in names:
+            names[piece] = _role(piece, names, readers, segment, prefix)
+    return _distinct(names)
+
+
+def _role(
+    piece: Piece, names: Mapping[Piece, str], readers: Mapping[Traced, Sequence[Piece]], segment: Segment, prefix: str
+) -> str:
+    """Name an operation by what reads it."""
+    hidden, by = {*segment.gives.dims}, readers.get(piece.makes, ())
+    if piece.sort == "norm" and {*piece.dims} == hidden:
+        if any(names.get(reader) in ("q", "k", "v") for reader in by):
+            return "attn_norm"
+        if any(reader.sort in ("product", "experts") for reader in by):
+            return "mlp_norm"
+        added = next((names[reader] for reader in by if names.get(reader, "").endswith("_add")), "")
+        return f"{added.removesuffix('add')}post_norm"
+    if piece.sort == "product":
+        if {*piece.dims} == hidden:
+            return f"{prefix}down"
+        shifted = [again for reader in by if reader.sort == "shift" for again in readers.get(reader.makes, ())]
+        activated = [reader for reader in (*by, *shifted) if reader.sort in ("unary", "opaque")]
+        gates = any(again.sort == "multiply" for reader in activated for again in readers.get(reader.makes, ()))
+        return f"{prefix}{'gate' if gates else 'up'}"
+    if piece.sort == "shift":
+        of = next((name for one, name in names.items() if one.makes is piece.reads[0]), "own")
+        return f"{of}_shift"
+    usual = {"unary": f"{prefix}act", "multiply": f"{prefix}product"}
+    return own_name(piece) if piece.sort == "opaque" else usual.get(piece.sort, piece.sort)
+
+
+def own_name(piece: Piece) -> str:
+    """Name an operation that no card has by its functions; no entry of a table of kernels matches it."""
+    functions = list(dict.fromkeys(re.sub(r"\W", "", name) for name in piece.functions))
+    return "_".join([*functions[:3], "own"])
+
+
+def _distinct(names: Mapping[Piece, str]) -> Mapping[Piece, str]:
+    """Number the names that several operations have, after the first."""
+    found: dict[Piece, str] = {}
+    counts = Counter[str]()
+    for piece, name in names.items():
+        counts[name] += 1
+        found[piece] = name if counts[name] == 1 else f"{name}_{counts[name]}"
+    return found
+
+
+def in_order(dims: Sequence[str]) -> Dims:
+    """Put dims into the order of cards: tokens, heads, the others."""
+    first = ("batch", "seq", "kv_heads", "q_group", "head_dim")
+    return tuple(sorted(dims, key=lambda dim: first.index(dim) if dim in first else len(first)))

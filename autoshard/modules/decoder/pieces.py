@@ -1,0 +1,173 @@
+"""Steps of a traced program that are one operation of the planner's graph, and how steps depend on each other."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Literal
+
+import torch
+
+from autoshard.modules.decoder.segments import Segment
+from autoshard.modules.dims import Dim, Position, leaves
+from autoshard.modules.program import Read, Traced, TracedStep
+from autoshard.modules.region import expand
+from autoshard.spec.model import Activation
+
+Sort = Literal["rows", "product", "shift", "norm", "rotary", "attend", "experts", "add", "multiply", "unary", "opaque"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class WeightPart:
+    """A parameter, or the part of it that one operation uses, along these dims."""
+
+    value: Traced
+    dims: Position
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormDetail:
+    """What a norm is, and over which dim."""
+
+    function: Literal["rms", "layer"]
+    over: Dim
+    eps: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionDetail:
+    """Which dims are a head of queries and keys, and of values; what attention reads beside them and its masks."""
+
+    head: Position
+    value_head: Position
+    others: tuple[Traced, ...]
+    is_causal: bool = False  # without a mask that says so
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsDetail:
+    """How many experts there are, to how many a token goes, how wide they are, and what they compute."""
+
+    num_experts: int
+    choices: int
+    width: int
+    is_gated: bool
+    activation: Activation | None
+    is_normalised: bool  # whether the weights of the chosen experts sum to 1
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Piece:
+    """One operation to be: the steps that it stands for, what it reads in order, and what it makes."""
+
+    sort: Sort
+    steps: tuple[TracedStep, ...]
+    reads: tuple[Traced, ...]
+    makes: Traced
+    weights: tuple[WeightPart, ...] = ()
+    inputs: tuple[Traced, ...] = ()  # of the batch
+    dims: Position  # of the result
+    norm: NormDetail | None = None
+    attention: AttentionDetail | None = None
+    experts: ExpertsDetail | None = None
+    fraction: float = 1.0  # of a head, that positions turn
+    function: Activation | None = None
+    whole: frozenset[Dim] = frozenset()  # of an opaque operation
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The names of its functions, in order."""
+        return tuple(name_of(step) for step in self.steps if not is_same(step))
+
+
+class SegmentFlow:
+    """Who makes and who reads each value of a segment."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.maker = {step.makes: step for step in segment.steps}
+
+    @cached_property
+    def readers(self) -> Mapping[Traced, Sequence[TracedStep]]:
+        """The steps that read a value, whatever it is copied to before."""
+        found: dict[Traced, list[TracedStep]] = {}
+        for step in self.segment.steps:
+            for read in step.reads:
+                if not is_same(step):
+                    found.setdefault(self.root(read.value), []).append(step)
+        return found
+
+    def root(self, value: Traced) -> Traced:
+        """Return the value of which this one is a copy, repeated or rounded."""
+        while (step := self.maker.get(value)) and is_same(step):
+            value = step.reads[0].value
+        return value
+
+    def made(self, step: TracedStep) -> tuple[Traced, ...]:
+        """Return what a step reads that operations make, in order."""
+        roots = (self.root(read.value) for read in step.reads)
+        return tuple(one for one in roots if one.origin == "made")
+
+    def exits(self, steps: Iterable[TracedStep]) -> tuple[Traced, ...]:
+        """Return what some steps make that others read, or that the segment gives."""
+        inside, given = {*steps}, self.root(self.segment.gives)
+        found = [
+            self.root(step.makes)
+            for step in self.segment.steps
+            if step in inside
+            and (given is step.makes or any(reader not in inside for reader in self.readers.get(step.makes, ())))
+        ]
+        return tuple(dict.fromkeys(found))
+
+    def entries(self, steps: Iterable[TracedStep]) -> tuple[Traced, ...]:
+        """Return what some steps read that they do not make, each once, in order."""
+        inside = {step.makes for step in steps}
+        reads = (self.root(read.value) for step in steps for read in step.reads)
+        return tuple(dict.fromkeys(one for one in reads if one not in inside))
+
+    def closure(self, value: Traced, ends: Iterable[Traced]) -> tuple[TracedStep, ...]:
+        """Return the steps that make a value out of some ends, of weights and of the batch."""
+        stops, found, left = {*ends}, set[TracedStep](), [value]
+        while left:
+            one = left.pop()
+            step = self.maker.get(one)
+            if one not in stops and step and step not in found:
+                found.add(step)
+                left += [read.value for read in step.reads]
+        return tuple(step for step in self.segment.steps if step in found)
+
+
+def name_of(step: TracedStep) -> str:
+    """Return the name of a step's function as torch has it."""
+    function = step.function
+    if isinstance(function, partial):
+        function = function.keywords.get("function", function.func)
+    name = str(getattr(function, "_opname", getattr(function, "__name__", function)))
+    return "mean" if name == "part_of_total" else name
+
+
+def is_same(step: TracedStep) -> bool:
+    """Say whether a step only repeats or rounds numbers."""
+    return step.function in (expand, torch.Tensor.to)
+
+
+def parameters_of(steps: Sequence[TracedStep]) -> Iterator[Read]:
+    """Yield how steps read parameters, each parameter once, in order."""
+    found: dict[Traced, Read] = {}
+    for step in steps:
+        for read in step.reads:
+            if read.value.origin == "parameter":
+                found.setdefault(read.value, read)
+    yield from found.values()
+
+
+def products_of(step: TracedStep) -> Iterator[Position]:
+    """Yield the dims of the products of matrices that a step computes."""
+    yield from step.products
+    if step.sort == "product":
+        dims = (*(dim for read in step.reads for dim in shape(read.positions)), *step.makes.dims)
+        yield tuple(dict.fromkeys(dims))
+
+
+def shape(positions: Iterable[Position]) -> Position:
+    """Return the dims of positions, outermost first."""
+    return leaves(one for position in positions for one in position)

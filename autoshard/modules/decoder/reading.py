@@ -1,0 +1,101 @@
+"""A decoder that a user's function makes, read without its weights."""
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+
+from autoshard.errors import InputError, inside, require
+from autoshard.extensions import user_function
+from autoshard.modules.capture import capture
+from autoshard.modules.decoder.lift import lift_decoder
+from autoshard.modules.decoder.masks import NoValues
+from autoshard.spec.model import ModelSpec
+
+OPTION = "--module"
+_LONGEST = 8192  # tokens that are looked at, unless a sequence is asked for
+_MOST = 16384  # masks are evaluated: a byte for each pair
+_SEQUENCES = 2  # so that a batch is a dim
+
+
+def decoder_of(where: str, seq_len: int | None = None) -> ModelSpec:
+    """Read the decoder that a function makes: a module, or a module with example inputs by name.
+
+    It is made on torch's meta device, where tensors have no numbers, if its code can be run there.
+    """
+    function = user_function(where, OPTION)
+
+    def read(devices: Sequence[AbstractContextManager[Any]]) -> ModelSpec:
+        module, inputs = _module_of(where, _made(where, function, devices))
+        with inside(f"{OPTION} {where}"):
+            return read_decoder(module, seq_len, inputs, name=where.rpartition(":")[2], source=f"the code of {where}")
+
+    try:
+        return read([torch.device("meta"), nullcontext()])
+    except NoValues:  # masks that are made of buffers
+        return read([nullcontext()])
+
+
+def read_decoder(
+    module: torch.nn.Module, seq_len: int | None = None, inputs: Mapping[str, Any] | None = None, *, name: str = "",
+    source: str = "",
+) -> ModelSpec:  # fmt: skip
+    """Read a decoder off its code, so that it can be planned as a card is: a module that makes logits of tokens.
+
+    ``inputs`` are example inputs by name, if tokens alone, [sequences, ``seq_len``], do not do. The module stays as it
+    is; on torch's meta device it needs no memory. ``traced`` of the result says what is not as in the code; it is None
+    where a Hugging Face config says it all.
+    """
+    device = next((one.device for one in module.parameters()), torch.device("cpu"))
+    given = inputs or _tokens(module, seq_len, device)
+    configs: list[Any] = [getattr(one, "config", None) for one in module.modules()]  # of Hugging Face
+    caching = [one for one in configs if getattr(one, "use_cache", None)]
+    modes = [(one, one.training) for one in module.modules()]
+    try:
+        for one in caching:
+            one.use_cache = False  # what training does not return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of torch to transformers
+            captured = capture(module.eval(), given)
+    finally:
+        for one, training in modes:
+            one.training = training
+        for one in caching:
+            one.use_cache = True
+    kind = type(module).__name__
+    return lift_decoder(captured, module, name=name or kind, source=source or f"the code of {kind}")
+
+
+def _module_of(where: str, made: Any) -> tuple[torch.nn.Module, Mapping[str, Any]]:
+    """Return what a function has made: a decoder, and its inputs if there are any."""
+    module, given = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
+    is_module = isinstance(module, torch.nn.Module) and isinstance(given, Mapping)
+    require((is_module, OPTION, f"{where} must return a torch.nn.Module, or a module and its inputs by name"))
+    return cast(torch.nn.Module, module), cast(Mapping[str, Any], given)
+
+
+def _made(where: str, function: Any, devices: Sequence[AbstractContextManager[Any]]) -> Any:
+    failure = None
+    for device in devices:
+        try:
+            with device:
+                return function()
+        except (RuntimeError, NotImplementedError) as error:  # code that looks at numbers, which the meta device lacks
+            failure = error
+        except Exception as error:
+            raise InputError.of(f"{OPTION} {where}", f"raised {type(error).__name__}: {error}") from error
+    assert failure
+    raise InputError.of(f"{OPTION} {where}", f"raised {type(failure).__name__}: {failure}") from failure
+
+
+def _tokens(module: torch.nn.Module, seq_len: int | None, device: torch.device) -> Mapping[str, Any]:
+    """Return tokens under the name of the first argument of a module."""
+    names = [one.name for one in inspect.signature(module.forward).parameters.values()]
+    require((bool(names), OPTION, "has a forward without arguments; a decoder takes tokens"))
+    config: Any = getattr(module, "config", None)
+    usual = min(getattr(config, "max_position_embeddings", None) or _LONGEST, _LONGEST)
+    length = min(seq_len or usual, _MOST)
+    return {names[0]: torch.zeros(_SEQUENCES, length, dtype=torch.int64, device=device)}

@@ -1,0 +1,298 @@
+"""Which steps of a segment are the planner's own operations: products, norms, attention with positions, experts."""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from autoshard.errors import InputError
+from autoshard.modules.decoder.functions import NORMS, as_norm, averaged, known_function, only_turns
+from autoshard.modules.decoder.pieces import (
+    AttentionDetail,
+    ExpertsDetail,
+    Piece,
+    SegmentFlow,
+    WeightPart,
+    is_same,
+    name_of,
+    parameters_of,
+    shape,
+)
+from autoshard.modules.dims import Position, leaves
+from autoshard.modules.program import Read, Traced, TracedStep
+from autoshard.spec.model import Activation
+
+_PARTS = ("select", "narrow", "slice")
+_CAUSAL = 5  # the place of is_causal among the arguments of torch's attention
+_EXPERT_AXES = 3  # of a tensor that holds the weights of all experts
+
+
+def recognised(flow: SegmentFlow) -> tuple[Piece, ...]:
+    """Return what is recognised, in no order; no step is in two of them."""
+    found: list[Piece] = [*_experts(flow)]
+    taken = {step for piece in found for step in piece.steps}
+    for piece in (*_rows(flow), *_norms(flow, taken)):
+        found.append(piece)
+        taken |= {*piece.steps}
+    found += (piece for piece in _products(flow) if not taken & {*piece.steps})
+    ends = {piece.makes for piece in found}
+    attention = list(_attention(flow, ends))
+    return (*found, *attention)
+
+
+def _rows(flow: SegmentFlow) -> Iterator[Piece]:
+    """Rows of a table at positions of the batch."""
+    for step in flow.segment.steps:
+        if name_of(step) == "embedding":
+            table, index = (flow.root(read.value) for read in step.reads)
+            if table.origin == "parameter" and index.origin == "input":
+                dims = shape(step.reads[0].positions)
+                yield Piece(
+                    sort="rows", steps=(step,), reads=(), inputs=(index,), makes=step.makes, dims=step.makes.dims,
+                    weights=(WeightPart(value=table, dims=dims),),
+                )  # fmt: skip
+
+
+def _norms(flow: SegmentFlow, taken: set[TracedStep]) -> Iterator[Piece]:
+    """Norms over one dim with a weight of that dim: a function of torch, or all that a submodule does."""
+    groups: dict[str, list[TracedStep]] = defaultdict(list)
+    for step in flow.segment.steps:
+        if name_of(step) in NORMS:
+            groups[step.name].append(step)
+        elif step not in taken:
+            groups[step.path].append(step)
+    for steps in groups.values():
+        entries, exits, weights = flow.entries(steps), flow.exits(steps), list(parameters_of(steps))
+        made = [one for one in entries if one.origin == "made"]
+        if len(made) != 1 or len(exits) != 1 or any(one.origin == "input" for one in entries):
+            continue
+        if (over := averaged(steps)) and weights and all({*read.dims} == over for read in weights):
+            piece = Piece(
+                sort="opaque", steps=tuple(steps), reads=(made[0],), makes=exits[0], whole=frozenset(over),
+                weights=tuple(WeightPart(value=read.value, dims=read.dims) for read in weights), dims=made[0].dims,
+            )  # fmt: skip
+            yield as_norm(piece, flow)
+
+
+def _products(flow: SegmentFlow) -> Iterator[Piece]:
+    """Products with a weight, and the sums with their biases; one that is only read in parts is several."""
+    for step in flow.segment.steps:
+        reads = {flow.root(read.value): read for read in step.reads}
+        weights = [one for one in reads if one.origin == "parameter"]
+        if step.sort != "product" or len(weights) != 1 or len(reads) != 2:
+            continue
+        (x,) = (one for one in reads if one.origin != "parameter")
+        if x.origin != "made":  # rows of a table, taken by a product with ones and zeros
+            continue
+        weight = WeightPart(value=weights[0], dims=shape(reads[weights[0]].positions))
+        product = Piece(
+            sort="product", steps=(step,), reads=(x,), makes=step.makes, weights=(weight,), dims=step.makes.dims
+        )
+        shift = _shift(flow, product)
+        whole = [product] if shift is None else [product, shift]
+        parts = list(_parts(flow, whole))
+        yield from parts or whole
+
+
+def _shift(flow: SegmentFlow, product: Piece) -> Piece | None:
+    """Return the sum of a product with its bias, if that is all that reads it."""
+    readers = flow.readers.get(product.makes, ())
+    if len(readers) != 1 or name_of(readers[0]) not in ("add", "add_") or len(readers[0].reads) != 2:
+        return None
+    bias = [read for read in readers[0].reads if flow.root(read.value).origin == "parameter"]
+    if len(bias) != 1 or not {*bias[0].dims} < {*product.dims}:
+        return None
+    weight = WeightPart(value=flow.root(bias[0].value), dims=bias[0].dims)
+    return Piece(
+        sort="shift", steps=(readers[0],), reads=(product.makes,), makes=readers[0].makes, weights=(weight,),
+        dims=product.dims,
+    )  # fmt: skip
+
+
+def _parts(flow: SegmentFlow, whole: Sequence[Piece]) -> Iterator[Piece]:
+    """Yield the products that a fused one is read as: each has its part of the weight, and of the bias."""
+    product, made = whole[0], whole[-1].makes
+    readers = flow.readers.get(made, ())
+    kept = [dim for dim in product.dims if dim not in product.weights[0].dims]
+    fused = [name_of(step) in _PARTS and {*kept} <= {*step.makes.dims} for step in readers]
+    if len(readers) < 2 or not all(fused) or flow.root(flow.segment.gives) is made:
+        return
+    if _are_joined(flow, [step.makes for step in readers]):
+        return
+    contracted = [dim for dim in product.weights[0].dims if dim not in product.dims]
+    for step in readers:
+        own = tuple(dim for dim in step.makes.dims if dim not in kept)
+        part = WeightPart(value=product.weights[0].value, dims=(*own, *contracted))
+        if len(whole) == 1:
+            steps = (*product.steps, step)
+            yield replace(product, steps=steps, makes=step.makes, dims=step.makes.dims, weights=(part,))
+            continue
+        before = Traced(
+            number=-1, name=f"{step.makes.name}_product", positions=step.makes.positions, origin="made",
+            format=step.makes.format,
+        )  # fmt: skip
+        yield replace(product, steps=product.steps, makes=before, dims=step.makes.dims, weights=(part,))
+        bias = WeightPart(value=whole[1].weights[0].value, dims=own)
+        steps = (*whole[1].steps, step)
+        yield replace(whole[1], steps=steps, reads=(before,), makes=step.makes, dims=step.makes.dims, weights=(bias,))
+
+
+def _are_joined(flow: SegmentFlow, parts: Sequence[Traced]) -> bool:
+    """Say whether parts of a tensor are put together again, as those of a head of which one part is turned."""
+    ends = [*parts, *(step.makes for step in flow.segment.steps if step.sort == "product")]
+    joints = [step for step in flow.segment.steps if name_of(step) in ("cat", "stack")]
+    return any(
+        len({read.value for step in flow.closure(joint.makes, ends) for read in step.reads} & {*parts}) > 1
+        for joint in joints
+    )
+
+
+def _attention(flow: SegmentFlow, ends: set[Traced]) -> Iterator[Piece]:
+    """Attention, as one function of torch or as two products around a softmax; and the positions of its inputs."""
+    for one in (*_fused_attention(flow), *_written_attention(flow)):
+        reads = tuple(flow.root(read.value) for read in one.reads)
+        for root in reads:
+            if turned := _rotary(flow, root, ends):
+                yield turned
+        others = tuple(value for value in flow.entries(one.steps) if value not in reads)
+        masks = tuple(value for value in others if value.origin == "input")
+        yield Piece(
+            sort="attend", steps=one.steps, reads=reads, inputs=masks, makes=one.steps[-1].makes,
+            dims=one.steps[-1].makes.dims,
+            attention=AttentionDetail(
+                head=one.head, value_head=one.value_head, is_causal=one.is_causal,
+                others=tuple(value for value in others if value not in masks),
+            ),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _AttentionSteps:
+    """Steps from the scores to the mixed values, how they read queries, keys and values, and which dims are a head."""
+
+    steps: tuple[TracedStep, ...]
+    reads: tuple[Read, Read, Read]
+    head: Position
+    value_head: Position
+    is_causal: bool = False
+
+
+def _fused_attention(flow: SegmentFlow) -> Iterator[_AttentionSteps]:
+    for step in flow.segment.steps:
+        if name_of(step) == "scaled_dot_product_attention" and len(step.reads) > 2:  # of three tensors
+            query, key, value = step.reads[:3]
+            head, value_head = leaves(query.positions[-1]), leaves(value.positions[-1])
+            is_causal = True in (step.keywords.get("is_causal"), *step.arguments[_CAUSAL : _CAUSAL + 1])
+            yield _AttentionSteps(
+                steps=(step,), reads=(query, key, value), head=head, value_head=value_head, is_causal=is_causal
+            )
+
+
+def _written_attention(flow: SegmentFlow) -> Iterator[_AttentionSteps]:
+    """Two products of things that are made, with a softmax between them."""
+    products = [step for step in flow.segment.steps if step.sort == "product" and not [*parameters_of([step])]]
+    for scores, mixed in itertools.permutations(products, 2):
+        for number, read in enumerate(mixed.reads):
+            between = flow.closure(read.value, [scores.makes])
+            softmax = any(name_of(step) in ("softmax", "_softmax") for step in between)
+            if softmax and any(one.value is scores.makes for step in between for one in step.reads):
+                query, key = scores.reads
+                made = {*scores.makes.dims}
+                yield _AttentionSteps(
+                    steps=(scores, *between, mixed), reads=(query, key, mixed.reads[1 - number]),
+                    head=tuple(dim for dim in shape(query.positions) if dim not in made),
+                    value_head=tuple(dim for dim in mixed.makes.dims if dim not in made),
+                )  # fmt: skip
+
+
+def _rotary(flow: SegmentFlow, value: Traced, ends: set[Traced]) -> Piece | None:
+    """Return what turns queries or keys by tables of the batch's positions; None where nothing does."""
+    steps = [step for step in flow.closure(value, ends) if not is_same(step)]
+    entries = flow.entries(steps)
+    tables = tuple(one for one in entries if one.origin == "input" and not one.is_index)
+    made = [one for one in entries if one.origin == "made"]
+    if not steps or len(made) != 1 or not tables or any(one.origin == "parameter" for one in entries):
+        return None
+    head = value.dims[-1:]
+    turned: dict[Traced, dict[Traced, int]] = defaultdict(dict)  # by table: what it multiplies, and how long that is
+    for step in steps:
+        roots = [flow.root(read.value) for read in step.reads]
+        for table in {*roots} & {*tables}:
+            turned[table] |= {one: one.dims[-1].size for one in roots if one is not table}
+    share = max((sum(each.values()) for each in turned.values()), default=0) / head[0].size
+    piece = Piece(
+        sort="rotary", steps=tuple(steps), reads=(made[0],), makes=value, dims=value.dims, fraction=min(1.0, share)
+    )
+    return piece if only_turns(piece, tables, flow) else None
+
+
+def _experts(flow: SegmentFlow) -> Iterator[Piece]:
+    """Experts whose weights lie in tensors [experts, out, in] of one submodule, and the routing of tokens to them."""
+    steps = flow.segment.steps
+    choices = {step.reads[0].value.dims[-1].size: step for step in steps if name_of(step) == "topk"}
+    stacked = [
+        (step.path, read.value)
+        for step in steps
+        for read in step.reads
+        if read.value.origin == "parameter" and len(read.value.positions) == _EXPERT_AXES
+        and _sizes(read.value)[0] in choices
+    ]  # fmt: skip
+    if not stacked:
+        return
+    path, weights = min(own for own, _ in stacked), list(dict.fromkeys(value for _, value in stacked))
+    inside = [step for step in steps if step.path == path or step.path.startswith(f"{path}.")]
+    exits = flow.exits(inside)
+    topk = choices[_sizes(weights[0])[0]]
+    if len(exits) != 1:
+        raise InputError.of(path, "has weights of several experts, but gives several tensors")
+    router = next((step for step in reversed(flow.closure(topk.makes, [])) if step.sort == "product"), None)
+    if router is None:
+        raise InputError.of(path, "has weights of several experts, but no product makes the logits of their router")
+    made = {step.makes for step in inside}
+    routing = [
+        step
+        for value in flow.entries(inside)
+        if value.origin == "made" and value not in made
+        for step in flow.closure(value, [router.makes])
+        if router.makes in _sources(flow, step.makes)
+    ]
+    own = tuple(step for step in steps if step in {*inside, *routing, router})
+    x = next(flow.root(read.value) for read in router.reads if flow.root(read.value).origin == "made")
+    table = next(read for read in router.reads if flow.root(read.value).origin == "parameter")
+    weight = WeightPart(value=table.value, dims=shape(table.positions))
+    (hidden,) = (dim.size for dim in weight.dims if dim in x.dims)
+    width, is_gated = _width([_sizes(value) for value in weights], hidden)
+    detail = ExpertsDetail(
+        num_experts=topk.reads[0].value.dims[-1].size, choices=topk.makes.dims[-1].size, width=width, is_gated=is_gated,
+        activation=next((one for step in inside if (one := _activation(flow, step))), None),
+        is_normalised=any(name_of(step) == "div" for step in routing),
+    )  # fmt: skip
+    yield Piece(
+        sort="experts", steps=own, reads=(x,), makes=exits[0], dims=exits[0].dims, experts=detail,
+        weights=(weight, *(WeightPart(value=value, dims=value.dims) for value in weights)),
+    )  # fmt: skip
+
+
+def _width(shapes: Sequence[tuple[int, ...]], hidden: int) -> tuple[int, bool]:
+    """Return how wide experts are, and whether they have a gate, which may lie in one tensor with what it gates."""
+    widths = [one[1] if one[2] == hidden else one[2] for one in shapes]
+    is_fused = len(widths) == 2 and max(widths) == 2 * min(widths)
+    return min(widths), is_fused or len(widths) > 2
+
+
+def _activation(flow: SegmentFlow, step: TracedStep) -> Activation | None:
+    """Return which activation a step is."""
+    made = flow.made(step)
+    alone = len(made) == len(step.reads) == 1 and not is_same(step)
+    is_plain = alone and not step.whole and {*made[0].dims} == {*step.makes.dims} and not step.makes.is_index
+    return known_function((step,), made[0], flow) if is_plain and not made[0].is_index else None
+
+
+def _sizes(value: Traced) -> tuple[int, ...]:
+    return tuple(math.prod(dim.size for dim in leaves(position)) for position in value.positions)
+
+
+def _sources(flow: SegmentFlow, value: Traced) -> set[Traced]:
+    """Return all that a value is made of."""
+    return {read.value for step in flow.closure(value, ()) for read in step.reads} | {value}

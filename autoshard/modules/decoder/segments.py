@@ -1,0 +1,95 @@
+"""The parts of a traced decoder: what comes before its list of layers, each layer, and what comes after."""
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoshard.errors import InputError, require
+from autoshard.modules.dims import Position, leaves, size_of
+from autoshard.modules.program import Traced, TracedProgram, TracedStep
+
+_NUMBERED = re.compile(r"(?:(.*?)\.)??(\d+)(?:\..*)?")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Segment:
+    """Steps in order, with the hidden state that they take (the embedding takes none) and what they give."""
+
+    name: str
+    steps: tuple[TracedStep, ...]
+    takes: Traced | None
+    gives: Traced
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Stack:
+    """A decoder in parts; ``carried`` are batch, sequence and hidden size, as dims of what goes from part to part."""
+
+    embed: Segment
+    layers: tuple[Segment, ...]
+    head: Segment
+    carried: tuple[Position, Position, Position]
+
+
+def stack_of(program: TracedProgram, logits: Traced) -> Stack:
+    """Split a program into embedding, layers and head, or say why it is no stack of layers."""
+    path, starts, end = _layers(program.steps)
+    bounds = [0, *starts, end, len(program.steps)]
+    parts = [program.steps[first:last] for first, last in itertools.pairwise(bounds)]
+    embed, *layers, head = parts
+    names = [f"{path}.{number}".removeprefix(".") for number in range(len(layers))]
+    require((bool(head), names[-1], "is followed by nothing; the list must hold layers only, and the head come after"))
+    taken = [_taken(one, name) for name, one in zip(names, layers, strict=True)]
+    given = [*taken[1:], _taken(head, "the head")]
+    for name, before, value in zip([*names, "the head"], [embed, *layers], [*taken, given[-1]], strict=True):
+        made = any(step.makes is value for step in before)
+        require((made, name, f"reads {value.name}, which is not made right before it; only one tensor goes on"))
+    shape = [leaves(position) for position in taken[0].positions]
+    sizes = ", ".join(str(size_of(one)) for one in shape)
+    message = f"takes a tensor of [{sizes}]; the hidden state of a decoder is [batch, sequence, hidden]"
+    require((len(shape) == 3, names[0], message), (all(shape), names[0], f"{message}, and none may have size 1 here"))
+    message = f"{message}, and no function of it may split or merge these"
+    require((all(len(one) == 1 for one in shape), names[0], message))
+    return Stack(
+        embed=Segment(name="embed", steps=tuple(embed), takes=None, gives=taken[0]),
+        layers=tuple(
+            Segment(name=name, steps=tuple(steps), takes=value, gives=made)
+            for name, steps, value, made in zip(names, layers, taken, given, strict=True)
+        ),
+        head=Segment(name="head", steps=tuple(head), takes=given[-1], gives=logits),
+        carried=(shape[0], shape[1], shape[2]),
+    )
+
+
+def _layers(steps: Sequence[TracedStep]) -> tuple[str, list[int], int]:
+    """Return the path of the list that most steps belong to, where each of its members starts, and where all end."""
+    found: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for place, step in enumerate(steps):
+        match = _NUMBERED.fullmatch(step.path)
+        if match:
+            found[match[1] or ""][int(match[2])].append(place)
+    if not found:
+        raise InputError.of(
+            "module", "has no list of layers (nn.ModuleList or nn.Sequential), so it is no stack of layers"
+        )
+    path, members = max(found.items(), key=lambda pair: sum(map(len, pair[1].values())))
+    starts = [min(places) for places in members.values()]
+    ends = [max(places) for places in members.values()]
+    apart = all(end < start for end, start in zip(ends, starts[1:], strict=False))
+    in_order = list(members) == list(range(len(members))) and apart
+    require((in_order, path or "module", "does not run its layers in order, each once"))
+    return path, starts, max(place for places in members.values() for place in places) + 1
+
+
+def _taken(steps: Sequence[TracedStep], name: str) -> Traced:
+    """Return the one tensor of earlier parts that some steps read; what depends on no weight is no such."""
+    made = {step.makes for step in steps}
+    reads = [read.value for step in steps for read in step.reads]
+    found = list(dict.fromkeys(one for one in reads if one.origin == "made" and one not in made))
+    names = ", ".join(one.name for one in found)
+    message = "reads nothing that comes before; the list must hold layers only, and the embedding come before"
+    require((bool(found), name, message))
+    require((len(found) == 1, name, f"reads {len(found)} tensors of earlier parts ({names}); one can go on"))
+    return found[0]

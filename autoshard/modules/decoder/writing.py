@@ -1,0 +1,213 @@
+"""The pieces of a decoder's segments as lines of the planner's graph."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autoshard.errors import require
+from autoshard.graph.kinds.attention import Attend, Rotary
+from autoshard.graph.kinds.experts import Combine, Dispatch, Slot, TopK
+from autoshard.graph.kinds.indexing import Lookup
+from autoshard.graph.kinds.linear import Deliver, Einsum
+from autoshard.graph.kinds.norm import Norm, Softmax
+from autoshard.graph.kinds.opaque import Opaque
+from autoshard.graph.kinds.pointwise import Add, Multiply, Unary
+from autoshard.graph.op import Dims, OpKind
+from autoshard.graph.written import WrittenOp
+from autoshard.modules.decoder.naming import Roles, in_order
+from autoshard.modules.decoder.pieces import Piece, WeightPart
+from autoshard.modules.decoder.segments import Segment
+from autoshard.modules.dims import Dim, size_of
+from autoshard.modules.program import Traced
+
+_POSITIONS, _KEY_POSITIONS = "positions[seq]:int64", "key_positions[kv_seq]:int64"
+_QUERY: Dims = ("batch", "seq", "kv_heads", "q_group", "head_dim")
+_KEYS_ALONG = (("seq", "kv_seq"),)
+_DELIVERED: Mapping[str, str] = {
+    "attn_norm": "attn_in", "attend": "o_in", "attn_add": "mlp_residual", "mlp_norm": "mlp_in",
+    "dispatch": "expert_in", "final_norm": "unembed_in", "combine": "mlp_out",
+}  # fmt: skip
+_THETA = 10000.0  # of rotary tables, whose numbers are not read off the code: neither costs nor proofs depend on it
+
+
+@dataclass(eq=False, kw_only=True)
+class LineWriter:
+    """Writes a segment's pieces down, one by one."""
+
+    segment: Segment
+    names: Mapping[Piece, str]
+    dims: dict[Dim, str]  # what dims are called
+    roles: Roles | None = None
+    attend: Attend = field(default_factory=Attend)
+    ops: list[WrittenOp] = field(default_factory=list[WrittenOp])
+    laid: dict[Traced, tuple[str, Dims]] = field(default_factory=dict[Traced, tuple[str, Dims]])  # operation, its dims
+    sizes: dict[str, int] = field(default_factory=dict[str, int])  # of dims that no card has
+    counts: dict[str, int] = field(default_factory=dict[str, int])  # of the numbers of weights, in the code
+
+    def write(self, pieces: Sequence[Piece]) -> tuple[str, ...]:
+        """Return the lines of all pieces, in order."""
+        if self.segment.takes:
+            self.laid[self.segment.takes] = "x", ("batch", "seq", "hidden")
+        for piece in pieces:
+            getattr(self, f"_{piece.sort}")(piece, self.names[piece])
+        return tuple(str(one) for one in (*self.ops, *self._delivers()))
+
+    def _emit(self, piece: Piece, kind: OpKind, dims: Dims, *operands: str) -> None:
+        name = self.names[piece]
+        self.ops.append(WrittenOp(name=name, kind=kind, operands=operands))
+        self.laid[piece.makes] = name, dims
+
+    def _named(self, dims: Sequence[Dim]) -> Dims:
+        return tuple(dict.fromkeys(self._name(dim) for dim in dims))  # a head may be several dims of the code
+
+    def _name(self, dim: Dim) -> str:
+        if dim not in self.dims:
+            hint = re.sub(r"\W", "_", dim.hint).removesuffix("_proj") or "dim"
+            count = sum(name == hint or name.startswith(f"{hint}_") for name in self.sizes)
+            self.dims[dim] = f"{hint}_{count + 1}" if count or hint in self.dims.values() else hint
+            self.sizes[self.dims[dim]] = dim.size
+        return self.dims[dim]
+
+    def _weight(self, name: str, weight: WeightPart, dims: Dims | None = None) -> str:
+        self.counts[name] = size_of(weight.dims)
+        return f"{name}[{' '.join(dims or self._named(weight.dims))}]"
+
+    def _rows(self, piece: Piece, name: str) -> None:
+        (weight,) = piece.weights
+        tokens = "tokens[batch seq]:int64" if name == "embed" else f"{name}.index[batch seq]:int64"
+        index = _POSITIONS if name == "place" else tokens
+        dims = (("seq",) if name == "place" else ("batch", "seq")) + self._named(weight.dims[1:])
+        self._emit(piece, Lookup(), dims, self._weight(f"{name}.weight", weight), index)
+
+    def _product(self, piece: Piece, name: str) -> None:
+        x, known = self.laid[piece.reads[0]]
+        of_weight = self._named(piece.weights[0].dims)
+        made = self._named(piece.dims)
+        out, contracted = [one for one in of_weight if one in made], [one for one in of_weight if one not in made]
+        if self.roles and piece in self.roles.of_keys:
+            out = out if "kv_heads" in out or "head_dim" not in out else ["kv_heads", *out]
+        elif self.roles:
+            out, contracted = _with_groups(out), _with_groups(contracted)
+        missing = [dim for dim in contracted if dim not in known]
+        require((not missing, self.segment.name, f"{name} sums over {', '.join(missing)}, which {x} does not have"))
+        dims = tuple(dict.fromkeys((*(dim for dim in known if dim not in contracted), *in_order(out))))
+        weight = self._weight(f"{name}.weight", piece.weights[0], (*in_order(out), *in_order(contracted)))
+        self._emit(piece, Einsum(dims=dims), dims, x, weight)
+
+    def _shift(self, piece: Piece, name: str) -> None:
+        x, known = self.laid[piece.reads[0]]
+        own = {*self._named(piece.weights[0].dims)}
+        own |= {"q_group", "kv_heads"} & {*known} if "head_dim" in own else set()
+        self._emit(piece, Add(), known, x, f"{name}.bias[{' '.join(dim for dim in known if dim in own)}]")
+
+    def _norm(self, piece: Piece, name: str) -> None:
+        x, known = self.laid[piece.reads[0]]
+        assert piece.norm, "a norm is one"
+        over = self._name(piece.norm.over)
+        kind = Norm(function=piece.norm.function, over=over, eps=piece.norm.eps)
+        suffixes = ("weight", "bias")[: len(piece.weights)]
+        self._emit(piece, kind, known, x, *(f"{name}.{one}[{over}]" for one in suffixes))
+
+    def _rotary(self, piece: Piece, name: str) -> None:
+        x, known = self.laid[piece.reads[0]]
+        self._emit(piece, Rotary(fraction=piece.fraction, theta=_THETA), known, x, _POSITIONS)
+
+    def _attend(self, piece: Piece, name: str) -> None:
+        reads = [self.laid[value][0] for value in piece.reads]
+        self._emit(piece, self.attend, _QUERY, *reads, _POSITIONS, _KEY_POSITIONS)
+
+    def _add(self, piece: Piece, name: str) -> None:
+        (one, dims), (other, its) = (self.laid[value] for value in piece.reads)
+        first = [value for value in piece.reads if value is self.segment.takes or self.laid[value][0] == "attn_add"]
+        if first and first[0] is piece.reads[1]:
+            one, other = other, one
+        self._emit(piece, Add(), dims if len(dims) >= len(its) else its, one, other)
+
+    def _multiply(self, piece: Piece, name: str) -> None:
+        (one, dims), (other, _) = sorted(
+            (self.laid[value] for value in piece.reads), key=lambda pair: "act" not in pair[0]
+        )
+        self._emit(piece, Multiply(), dims, one, other)
+
+    def _unary(self, piece: Piece, name: str) -> None:
+        x, dims = self.laid[piece.reads[0]]
+        assert piece.function, "a function that is known"
+        self._emit(piece, Unary(function=piece.function), dims, x)
+
+    def _opaque(self, piece: Piece, name: str) -> None:
+        read = [self.laid[value] for value in piece.reads]
+        made = self._named(piece.dims)
+        heads = {"kv_heads", "q_group"}  # of which one may be of size 1, and not be in the code
+        same = next((dims for _, dims in read if {*dims} - heads == {*made} - heads), None)
+        dims = same or in_order(made)
+        weights = [self._weight(f"{name}.weight{number or ''}", one) for number, one in enumerate(piece.weights)]
+        given = [
+            f"{name}.input{number or ''}[{' '.join(self._named(one.dims))}]:{'int64' if one.is_index else 'fp32'}"
+            for number, one in enumerate(one for one in piece.inputs if one.dims)
+        ]
+        seen = {dim for _, own in read for dim in own} | {*dims}
+        seen |= {dim for one in (*piece.weights, *piece.inputs) for dim in self._named(one.dims)}
+        whole = {self.dims[dim] for dim in piece.whole if dim in self.dims} & seen
+        lost = seen - {*dims}
+        products = tuple(self._named(one) for step in piece.steps for one in step.products)
+        kind = Opaque(
+            does=".".join(piece.functions), dims=dims, whole=tuple(sorted(whole | lost)),
+            num_functions=max(1, len(piece.functions)), products=products,
+        )  # fmt: skip
+        self._emit(piece, kind, dims, *(one for one, _ in read), *weights, *given)
+
+    def _experts(self, piece: Piece, name: str) -> None:
+        x, _ = self.laid[piece.reads[0]]
+        assert piece.experts, "experts are known"
+        gated, inside = piece.experts.is_gated, ("experts", "slots", "ffn")
+        activation = piece.experts.activation
+        act = Unary(function=activation) if activation else Opaque(does="activation", dims=inside)
+        into = "weight[experts ffn hidden]"
+        lines: list[tuple[str, OpKind, tuple[str, ...]]] = [
+            ("router", Einsum(dims=("batch", "seq", "experts")), (x, "router.weight[experts hidden]")),
+            ("choose", TopK(), ("router",)),
+            ("share", Softmax(over="choices"), ("choose",)),
+            ("queue", Slot(), ("choose.expert",)),
+            ("dispatch", Dispatch(), (x, "choose.expert", "queue")),
+            *([("gate", Einsum(dims=inside), ("dispatch", f"gate.{into}"))] if gated else []),
+            ("up", Einsum(dims=inside), ("dispatch", f"up.{into}")),
+            ("act", act, ("gate" if gated else "up",)),
+            *([("product", Multiply(), ("act", "up"))] if gated else []),
+            ("down", Einsum(dims=("experts", "slots", "hidden")),
+             ("product" if gated else "act", "down.weight[experts hidden ffn]")),
+            ("combine", Combine(), ("down", "share", "choose.expert", "queue")),
+        ]  # fmt: skip
+        self.ops += [WrittenOp(name=one, kind=kind, operands=operands) for one, kind, operands in lines]
+        self.laid[piece.makes] = "combine", ("batch", "seq", "hidden")
+
+    def _delivers(self) -> Iterator[WrittenOp]:
+        """Yield the names under which tensors reach their readers in the tables of cards."""
+        made, found = {one.name: one for one in self.ops}, dict[str, WrittenOp]()
+
+        def name(tensor: str, delivered: str, rename: tuple[tuple[str, str], ...] = ()) -> None:
+            if tensor not in found and delivered not in {one.name for one in found.values()}:
+                found[tensor] = WrittenOp(name=delivered, kind=Deliver(rename=rename), operands=(tensor,))
+
+        if self.segment.takes:
+            name("x", "block_in" if self.roles else "head_in")
+        if self.roles:
+            query, key, value = (self.laid[one][0] for one in self.roles.attend.reads)
+            name(query, "q_in")
+            name(key, "k_in", _KEYS_ALONG)
+            name(value, "v_in", _KEYS_ALONG)
+        for tensor, delivered in _DELIVERED.items():
+            if tensor in made:
+                name(tensor, delivered)
+        for reader, delivered in (("down", "down_in"), ("attn_add", "attn_out"), ("mlp_add", "mlp_out")):
+            branch = [one for one in made[reader].operands if one not in ("x", "attn_add")] if reader in made else []
+            if branch:
+                name(branch[0], delivered)
+        if "dispatch" in made:
+            name("down", "expert_out")
+        yield from found.values()
+
+
+def _with_groups(dims: Sequence[str]) -> list[str]:
+    """Give queries both dims of their heads, of which one may have size 1."""
+    heads = {"kv_heads", "q_group"} & {*dims} or ("head_dim" in dims)
+    return [*(("kv_heads", "q_group") if heads else ()), *(dim for dim in dims if dim not in ("kv_heads", "q_group"))]

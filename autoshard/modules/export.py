@@ -1,0 +1,348 @@
+"""A module as torch exports it: how it is called, what it returns, and the part that depends on no parameter."""
+
+import copy
+import importlib
+import inspect
+import logging
+import os
+import traceback
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import _pytree as tree  # as torch.export lays arguments and results out
+from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.hooks import RemovableHandle
+
+from autoshard.errors import InputError, require
+from autoshard.modules.nodes import Node, argument
+from autoshard.modules.rewriting.inlining import gradients_inside_autocast, inline
+from autoshard.modules.rewriting.randomness import RandomInput, draws, take_random_inputs
+from autoshard.modules.state.recording import recorded
+from autoshard.modules.state.watching import WatchedState
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleCall:
+    """How a module is called, as far as what it computes depends on that."""
+
+    layout: tree.TreeSpec  # of the arguments
+    looks: tuple[Any, ...]  # shape and format of tensors, and the other arguments themselves
+    with_gradient: frozenset[int]  # which arguments get one
+    modes: tuple[bool, ...]  # of all submodules: whether they train
+    trained: frozenset[str]  # paths of the parameters that get a gradient
+    autocast: torch.dtype | None
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, layout: tree.TreeSpec, flat: Sequence[Any]) -> "ModuleCall":
+        """Return how a module is called just now."""
+        device = _device(module)
+        casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        tensors = {number: one for number, one in enumerate(flat) if isinstance(one, torch.Tensor)}
+        return cls(
+            layout=layout,
+            looks=tuple((one.shape, one.dtype) if isinstance(one, torch.Tensor) else (type(one), one) for one in flat),
+            with_gradient=frozenset(
+                number for number, one in tensors.items() if one.requires_grad and torch.is_grad_enabled()
+            ),
+            modes=tuple(one.training for one in module.modules()),
+            trained=frozenset(path for path, one in module.named_parameters() if one.requires_grad),
+            autocast=torch.get_autocast_dtype(device) if casts else None,
+        )
+
+    def serves(self, other: "ModuleCall") -> bool:
+        """Say whether what was traced for this call computes another one; gradients may be left out."""
+        return self == replace(other, with_gradient=self.with_gradient) and self.with_gradient >= other.with_gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedModule:
+    """The graph of a module's forward pass for arguments of some shapes, with what a call must look like."""
+
+    program: Any  # an ExportedProgram
+    signature: inspect.Signature
+    call: ModuleCall
+    state: WatchedState  # that the forward pass has read
+    examples: tuple[Any, ...]  # the arguments one by one; tensors on the meta device
+    paths: Mapping[str, str]  # of parameters, by placeholder; tied ones have the path of the first
+    own_gradients: tuple[str, ...]  # what of the backward pass is the user's own, and is not traced
+    random: tuple[RandomInput, ...]  # tensors that a call draws
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, inputs: Sequence[Any] | Mapping[str, Any]) -> "ExportedModule":
+        """Export a module for example inputs: positional ones, or a mapping of names."""
+        signature = inspect.signature(module.forward)
+        flat, layout = flattened(signature, *((), inputs) if isinstance(inputs, Mapping) else (tuple(inputs), {}))
+        return cls.called(module, signature, layout, flat)
+
+    @classmethod
+    def called(
+        cls, module: torch.nn.Module, signature: inspect.Signature, layout: tree.TreeSpec, flat: Sequence[Any]
+    ) -> "ExportedModule":
+        """Export a module for arguments one by one."""
+        apart: list[Any] = []  # torch takes two arguments that are one object for one
+        for one in flat:
+            again = isinstance(one, torch.Tensor) and any(one is other for other in apart)
+            apart.append(one.detach().clone().requires_grad_(one.requires_grad) if again else one)
+        args, kwargs = tree.tree_unflatten(apart, layout)
+        try:
+            without = _without_own_hooks(module)
+            with _own_gradients(module) as own_gradients, without, recorded(module) as record, _quietly():
+                program = torch.export.export(module, args, kwargs, strict=False)
+            call = ModuleCall.of(module, layout, flat)
+            inline(program.graph_module, _device(module), call.autocast)
+            if any(_changes_something(node) or draws(node) for node in program.graph_module.graph.nodes):
+                program = program.run_decompositions({})  # which makes all changes in place results of their own
+            random = take_random_inputs(program.graph_module)
+        except InputError:  # of a function that the user marks
+            raise
+        except GuardOnDataDependentSymNode as error:
+            raise InputError.of(_own_line(error), "decides by numbers that only a run knows") from None
+        except Exception as error:  # the module itself raises anything, and torch does
+            text = str(error).strip().partition("\n")[0]
+            raise InputError.of(_own_line(error), f"cannot be traced: {type(error).__name__}: {text}") from error
+        for path, one in [*program.named_parameters()]:  # or else it would hold all numbers of them
+            program.state_dict[path] = torch.nn.Parameter(one.to("meta"), requires_grad=one.requires_grad)
+        first: dict[int, str] = {}  # tied weights are one parameter
+        tied = {path: first.setdefault(id(one), path) for path, one in module.named_parameters(remove_duplicate=False)}
+        specs = program.graph_signature.input_specs
+        return cls(
+            program=program,
+            signature=signature,
+            call=call,
+            state=record.watched(),
+            own_gradients=tuple(dict.fromkeys(own_gradients)),
+            random=random,
+            examples=tuple(one.to("meta") if isinstance(one, torch.Tensor) else one for one in flat),
+            paths={spec.arg.name: tied[str(spec.target)] for spec in specs if spec.kind.name == "PARAMETER"},
+        )
+
+    @property
+    def nodes(self) -> Iterator[Node]:
+        """The graph in order."""
+        return iter(self.program.graph_module.graph.nodes)
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """The example arguments by placeholder."""
+        specs = self.program.graph_signature.input_specs
+        names = [spec.arg.name for spec in specs if spec.kind.name == "USER_INPUT"]
+        return dict(zip(names, self.examples, strict=True))
+
+    def flat(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, exact: bool = False) -> Mapping[str, Any]:
+        """Return the arguments of a call by placeholder; refuse others than those of the example in number or shape.
+
+        Numbers may be in double instead if they are ``exact``.
+        """
+        found, layout = flattened(self.signature, args, kwargs)
+        require((layout == self.call.layout, "inputs", "have another structure than the example inputs; shard again"))
+        own = dict(zip(self.arguments, found, strict=True))
+        pairs = [(name, example, own[name]) for name, example in self.arguments.items()]
+        if exact:
+            other = [one for _, _, one in pairs if _is_floating(one) and one.dtype != torch.float64]
+            require((not other, "inputs", "a proof computes in double: give module.double(), and such inputs"))
+        pairs = [(name, one.double() if exact and _is_floating(one) else one, own) for name, one, own in pairs]
+        require(*((_is_like(example, one), name, _unlike(example, one)) for name, example, one in pairs))
+        return own
+
+    def returned(self) -> Iterator[tuple[str, Any, bool]]:
+        """Yield what it returns and the buffers that it changes: place or path, node or number, whether a buffer."""
+        signature, (output,) = self.program.graph_signature, [node for node in self.nodes if node.op == "output"]
+        count = len(signature.user_outputs)
+        numbered = tree.tree_unflatten(list(range(count)), self.program.call_spec.out_spec)
+        try:
+            places = {number: _place(path) for path, number in tree.tree_flatten_with_path(numbered)[0]}
+        except ValueError:  # a class that torch takes apart, but of whose parts it knows no names
+            places = {number: str(number) for number in range(count)}
+        user = 0
+        for spec, node in zip(signature.output_specs, output.args[0], strict=True):
+            if spec.kind.name == "USER_OUTPUT":
+                yield places[user], node, False
+                user += 1
+            elif spec.kind.name == "BUFFER_MUTATION":
+                yield spec.target, node, True
+            else:
+                raise InputError.of("module", f"changes its input {spec.target} in place; let it change a clone")
+
+    def result(self, flat: Sequence[Any]) -> Any:
+        """Return what the module returns, made of its parts."""
+        return tree.tree_unflatten(list(flat), self.program.call_spec.out_spec)
+
+    def part(self, wanted: Sequence[Node]) -> torch.fx.GraphModule:
+        """Return the part of the graph that makes some nodes, which depend on no parameter."""
+        graph = copy.deepcopy(self.program.graph_module.graph)
+        copies = dict(zip(self.nodes, graph.nodes, strict=True))
+        found = [copies[node] for node in wanted]
+        needed = {*found}
+        for node in reversed(graph.nodes):
+            if node.op == "output":
+                node.args = (tuple(found),)
+            elif node in needed:
+                needed |= {*node.all_input_nodes}
+            elif node.op != "placeholder":
+                graph.erase_node(node)
+        return torch.fx.GraphModule(self.program.graph_module, graph)
+
+    def values(
+        self,
+        part: torch.fx.GraphModule,
+        arguments: Mapping[str, Any],
+        buffers: Mapping[str, torch.Tensor],
+        key: torch.Tensor | None = None,
+        parameters: Mapping[str, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Run a part of the graph; ``key`` is that of the call, which random numbers follow from."""
+        given: list[Any] = []
+        for spec in self.program.graph_signature.input_specs:
+            match spec.kind.name:
+                case "USER_INPUT":
+                    given.append(arguments[spec.arg.name])
+                case "BUFFER":
+                    given.append(buffers[spec.target])
+                case "PARAMETER":
+                    given.append(parameters and parameters[self.paths[spec.arg.name]])
+                case _:
+                    given.append(self.program.constants[spec.target])
+        used = {node.name for node in part.graph.nodes if node.op == "placeholder" and node.users}
+        for one in self.random:
+            assert key is not None, "a call that draws has a key"
+            given.append(one.whole(key) if one.name in used else None)
+        with torch.set_grad_enabled(parameters is not None):
+            return part(*given)
+
+
+def _device(module: torch.nn.Module) -> str:
+    return next((one.device.type for one in module.parameters()), "cpu")
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Let torch print neither its graph, of one or two hundred lines, nor a warning before it raises."""
+    place: Any = importlib.import_module("torch.export._trace")
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = logger.level
+    try:
+        place.print = lambda *_, **__: None
+        logger.setLevel(logging.ERROR)
+        yield
+    finally:
+        del place.print
+        logger.setLevel(level)
+
+
+_MARK = "mark a function that calls it: @autoshard.local(...)"
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+@contextmanager
+def _without_own_hooks(module: torch.nn.Module) -> Iterator[None]:
+    """Leave out the hooks of the module itself, which calls them around its sharded program as well."""
+    kept = {name: getattr(module, name) for name in _HOOKS}
+    try:
+        for name, hooks in kept.items():
+            setattr(module, name, type(hooks)())
+        yield
+    finally:
+        for name, hooks in kept.items():
+            setattr(module, name, hooks)
+
+
+@contextmanager
+def _own_gradients(module: torch.nn.Module) -> Iterator[list[str]]:
+    """Collect what has a backward pass of its own: lines that call such functions, hooks of tensors and submodules."""
+    base: Any = torch.autograd.Function
+    tensors: Any = torch.Tensor
+    apply, register = base.__dict__["apply"], tensors.register_hook
+    found = [
+        f"{path}: has a hook of its backward pass, which would not be called; remove it"
+        for path, one in module.named_modules()
+        if path and (one._backward_hooks or one._backward_pre_hooks)  # pyright: ignore[reportPrivateUsage]
+    ]
+
+    def noted(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        own = kind.__module__.partition(".")[0] != "torch"
+        if own or kind is CheckpointFunction:
+            remedy = _MARK if own else "give checkpoint use_reentrant=False"
+            line = _line(traceback.extract_stack()[:-1])
+            found.append(f"{line}: {kind.__name__} has a backward pass of its own, which is not traced; {remedy}")
+        return apply.__func__(kind, *args, **kwargs)
+
+    def hooked(*_: Any) -> RemovableHandle:
+        line = _line(traceback.extract_stack()[:-1])
+        found.append(f"{line}: the hook of a tensor would not be called; {_MARK}")
+        return RemovableHandle(OrderedDict[int, Any]())
+
+    def switched() -> None:
+        line = _line(traceback.extract_stack()[:-2])
+        found.append(f"{line}: gradients are switched inside of autocast, which is not traced; switch them around it")
+
+    base.apply, tensors.register_hook = classmethod(noted), hooked
+    try:
+        with gradients_inside_autocast(switched):
+            yield found
+    finally:
+        base.apply, tensors.register_hook = apply, register
+
+
+def _own_line(error: BaseException) -> str:
+    """Return the last line of an error's way that is not torch's, or the line of the graph's node that it names."""
+    _, _, named = str(error).partition("Original traceback:\n")
+    if named:
+        return " ".join(one.strip() for one in named.splitlines()[:2])
+    return _line(traceback.extract_tb(error.__traceback__))
+
+
+def _line(frames: Sequence[traceback.FrameSummary]) -> str:
+    own = [one for one in frames if f"{os.sep}torch{os.sep}" not in one.filename and one.line]
+    if not own or own[-1].filename == __file__:
+        return "module"
+    return f'File "{own[-1].filename}", line {own[-1].lineno}, in {own[-1].name} {own[-1].line}'
+
+
+def flattened(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], tree.TreeSpec]:
+    """Return the arguments of a call one by one, and how they are laid out."""
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError.of("inputs", f"do not fit the module's forward{signature}: {error}") from None
+    return tree.tree_flatten((bound.args, bound.kwargs))
+
+
+def _changes_something(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None:
+        return False
+    tracked = schema.name == "aten::batch_norm" and argument(node, "running_mean") is not None
+    return bool(schema.is_mutable) or (tracked and bool(argument(node, "training")))
+
+
+def _place(path: tuple[Any, ...]) -> str:
+    """Return the place of a part of a result: keys and numbers with dots between them."""
+    names = (getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path)
+    return ".".join(map(str, names)) or "result"
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _is_like(example: Any, one: Any) -> bool:
+    if isinstance(example, torch.Tensor):
+        return isinstance(one, torch.Tensor) and (one.shape, one.dtype) == (example.shape, example.dtype)
+    return type(one) is type(example) and one == example
+
+
+def _unlike(example: Any, one: Any) -> str:
+    """Say how an argument differs from the example."""
+
+    def said(value: Any) -> str:
+        is_tensor = isinstance(value, torch.Tensor)
+        return f"{tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}" if is_tensor else repr(value)
+
+    return f"is {said(one)}, and the module was traced for {said(example)}; shard it again for these inputs"

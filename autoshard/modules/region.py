@@ -1,0 +1,212 @@
+"""Torch functions as one operation of the graph: what a rank does on its parts, and the gradient by torch itself."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, OpKind, Output, Tensor
+from autoshard.modules.local import NAMESPACE
+from autoshard.modules.nodes import filled
+from autoshard.modules.program import shown
+from autoshard.spec.workload import Dtype
+
+Positions = tuple[Dims, ...]  # of a tensor as torch sees it: each a product of dims
+
+
+def expand(array: torch.Tensor, *, shape: Sequence[int]) -> torch.Tensor:
+    """Repeat a tensor to a shape; regions give the shape of a rank's part."""
+    return array.expand(tuple(shape))
+
+
+def constant(value: float, dtype: torch.dtype, *, shape: Sequence[int]) -> torch.Tensor:
+    """Return one number everywhere."""
+    return torch.full(tuple(shape), value, dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Local:
+    """One torch function: how it reads what came before (by number: inputs first, then results), and what it gives."""
+
+    name: str
+    function: Any
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    reads: tuple[tuple[int, Dims, Positions], ...]  # number, dims in memory, positions
+    gives: Positions
+    products: tuple[Dims, ...] = ()  # of matrices: a multiplication and an addition for each combination of these dims
+
+    def run(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> torch.Tensor:
+        """Call the function; the result is laid out along its dims."""
+        read = [_along(tensors[number], dims, positions, sizes) for number, dims, positions in self.reads]
+        keywords = {key: filled(one, read) for key, one in self.keywords.items()}
+        if self.function in (expand, constant):
+            keywords["shape"] = _lengths(self.gives, sizes)
+        found = self.function(*(filled(one, read) for one in self.arguments), **keywords)
+        return found.reshape([sizes[dim] for position in self.gives for dim in position])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Region(Differentiable):
+    """Torch functions that depend on each other; the last one's result is that of the region.
+
+    A dim that is not ``whole`` may be cut: no function joins numbers along it. An input that lacks a cut dim is used by
+    all parts, so that parts of its gradient wait to be summed.
+    """
+
+    name: str
+    locals: tuple[Local, ...]
+    dims: Dims  # of the result
+    dtype: Dtype
+    format: torch.dtype  # of the result, as the module has it
+    whole: Dims
+    empty: Dims = ()  # those that have no numbers on any rank
+
+    @property
+    def label(self) -> str:
+        return self.name
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it calls a function that the user marks, into which nothing of torch sees."""
+        return any(NAMESPACE in shown(one.function) for one in self.locals)
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        return (Output(dims=self.dims, dtype=self.dtype),)
+
+    def whole_dims(self) -> Dims:
+        return self.whole
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        return (self.run([torch.from_numpy(np.asarray(array, order="C")) for array in arrays], call.sizes).numpy(),)
+
+    def run(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> torch.Tensor:
+        """Run all functions on parts of these sizes; a rank without a part has nothing to run, or to add to a sum."""
+        reads = [read for one in self.locals for read in one.reads]
+        given = [dim for number, dims, _ in reads if number < len(tensors) for dim in dims]
+        if not all(
+            sizes[dim] for dim in (*given, *self.dims) if dim not in self.empty
+        ):  # which not all functions of torch take
+            device = tensors[0].device if tensors else None
+            return torch.zeros([sizes[dim] for dim in self.dims], dtype=self.format, device=device)
+        found = list(tensors)
+        for one in self.locals:
+            found.append(one.run(found, sizes))
+        return found[-1]
+
+    def torch_kernel(self, call: Call) -> Callable[..., tuple[torch.Tensor, ...]]:
+        return lambda *tensors: (self.run(tensors, call.sizes),)
+
+    def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
+        """Let torch differentiate the functions on each rank's parts."""
+        kind = RegionGradient(region=self, needed=tuple(needed))
+        reads = ("d0", *(f"in{number}" for number in range(len(inputs))))
+        return (GradientStep(kind=kind, reads=reads, gives=tuple(needed)),)
+
+    def matrix_flops(self, call: Call) -> int:
+        return sum(2 * call.elements(dims) for one in self.locals for dims in one.products)
+
+    def vector_flops(self, call: Call) -> int:
+        """Count an operation for each element of every result."""
+        return sum(call.elements([dim for position in one.gives for dim in position]) for one in self.locals)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RegionGradient(OpKind):
+    """The gradients of a region's inputs, from that of its result."""
+
+    region: Region
+    needed: tuple[int, ...]
+
+    @property
+    def label(self) -> str:
+        return f"{self.region.name}_gradient"
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        given = inputs[1:]
+        return tuple(
+            Output(dims=given[number].dims, dtype=given[number].dtype, suffix=f"in{number}" if place else "")
+            for place, number in enumerate(self.needed)
+        )
+
+    def whole_dims(self) -> Dims:
+        return self.region.whole
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        upstream, *given = [torch.from_numpy(np.asarray(array, order="C")) for array in arrays]
+        tape = Tape.of(self, given, call.sizes)
+        return tuple(gradient.numpy() for gradient in tape.gradients(self.laid_out(upstream, call.inputs[0].dims)))
+
+    def torch_kernel(self, call: Call) -> Callable[..., tuple[torch.Tensor, ...]]:
+        dims = call.inputs[0].dims
+        return lambda upstream, *given: Tape.of(self, given, call.sizes).gradients(self.laid_out(upstream, dims))
+
+    def laid_out(self, upstream: torch.Tensor, dims: Dims) -> torch.Tensor:
+        """Lay the result's gradient, which lies along ``dims``, out as the result: a sum hands on its own order."""
+        return upstream.permute([dims.index(dim) for dim in self.region.dims])
+
+    def matrix_flops(self, call: Call) -> int:
+        """Count each product of the forward pass twice."""
+        return 2 * self.region.matrix_flops(call)
+
+    def vector_flops(self, call: Call) -> int:
+        """Count two operations for each element of every result."""
+        return 2 * sum(call.elements([dim for part in one.gives for dim in part]) for one in self.region.locals)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tape:
+    """A region that has run: its result, and what torch keeps of it for the gradients of some inputs."""
+
+    result: torch.Tensor
+    wanted: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, kind: RegionGradient, given: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> "Tape":
+        """Run a region on parts of these sizes."""
+        own = [one.detach().requires_grad_() if number in kind.needed else one for number, one in enumerate(given)]
+        with torch.enable_grad():
+            result = kind.region.run(own, sizes)
+        return cls(result=result, wanted=tuple(own[number] for number in kind.needed))
+
+    def gradients(self, upstream: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the gradients of the wanted inputs; zero for those that do not reach the result."""
+        if not self.result.requires_grad:  # a detached result
+            return tuple(torch.zeros_like(one).detach() for one in self.wanted)
+        found = torch.autograd.grad(self.result, self.wanted, upstream.to(self.result.dtype), allow_unused=True)
+        pairs = zip(found, self.wanted, strict=True)
+        return tuple(torch.zeros_like(one).detach() if own is None else own for own, one in pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alias(Differentiable):
+    """A tensor under another name, for a reader that calls its dims otherwise. Nothing is moved."""
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        return arrays
+
+    def torch_kernel(self, call: Call) -> Callable[..., tuple[torch.Tensor, ...]]:
+        return lambda *tensors: tensors
+
+    def vector_flops(self, call: Call) -> int:
+        return 0
+
+    def traffic_bytes(self, call: Call) -> int:
+        return 0
+
+    def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
+        """Hand the gradient on."""
+        return (GradientStep(kind=Alias(), reads=("d0",), gives=(0,)),)
+
+
+def _lengths(positions: Positions, sizes: Mapping[str, int]) -> list[int]:
+    return [math.prod(sizes[dim] for dim in position) for position in positions]
+
+
+def _along(tensor: torch.Tensor, dims: Dims, positions: Positions, sizes: Mapping[str, int]) -> torch.Tensor:
+    """Lay a tensor that lies along ``dims`` out by positions."""
+    order = [dims.index(dim) for position in positions for dim in position]
+    return tensor.permute(order).reshape(_lengths(positions, sizes))

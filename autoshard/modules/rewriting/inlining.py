@@ -1,0 +1,104 @@
+"""Parts of a graph that torch keeps apart, because gradients or autocast are other there, written where they stand."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.fx
+
+from autoshard.errors import InputError
+from autoshard.modules.nodes import Node, line_of
+
+_GRADIENTS = torch.ops.higher_order.wrap_with_set_grad_enabled
+_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+
+
+@contextmanager
+def gradients_inside_autocast(told: Callable[[], object]) -> Iterator[None]:
+    """Tell where gradients are switched inside of autocast: torch leaves that out of its graph."""
+    cast: Any = torch.autocast
+    switch: Any = torch.set_grad_enabled
+    enter, leave, begin = cast.__enter__, cast.__exit__, switch.__init__
+    inside: list[torch.autocast] = []
+
+    def entered(self: torch.autocast) -> Any:
+        inside.append(self)
+        return enter(self)
+
+    def left(self: torch.autocast, *error: Any) -> Any:
+        inside.pop()
+        return leave(self, *error)
+
+    def switched(self: torch.set_grad_enabled, mode: bool) -> None:
+        if inside and mode != torch.is_grad_enabled():
+            told()
+        begin(self, mode)
+
+    cast.__enter__, cast.__exit__, switch.__init__ = entered, left, switched
+    try:
+        yield
+    finally:
+        cast.__enter__, cast.__exit__, switch.__init__ = enter, leave, begin
+
+
+def inline(graph_module: torch.fx.GraphModule, device: str, autocast: torch.dtype | None) -> None:
+    """Write what a module computes with gradients or autocast on or off where it does so.
+
+    Without gradients it is constant. Ranks compute under the autocast that is around the module: a part with
+    another stays apart, and is refused where it depends on parameters.
+    """
+    for node in [*graph_module.graph.nodes]:
+        if node.op != "call_function" or node.target not in (_GRADIENTS, _AUTOCAST):
+            continue
+        if node.target is _GRADIENTS:
+            enabled, source, *given = node.args
+        else:
+            kind, dtype, casts, _, source, *given = node.args
+            enabled = True
+            if kind == device and (dtype if casts else None) != autocast:
+                continue
+        inside: torch.fx.GraphModule = getattr(graph_module, source.target)
+        inline(inside, device, autocast)
+        _write_in(graph_module, node, inside, given, keeps_gradients=enabled)
+    graph_module.recompile()
+
+
+def _write_in(
+    outside: torch.fx.GraphModule, node: Node, inside: torch.fx.GraphModule, given: Sequence[Any], *,
+    keeps_gradients: bool,
+) -> None:  # fmt: skip
+    """Write the nodes of one graph into another, in the place of a node."""
+    graph, begun = outside.graph, inside.graph.find_nodes(op="placeholder")
+    copies = dict(zip(begun, given, strict=True))
+    with graph.inserting_before(node):
+        for one in inside.graph.nodes:
+            if one.op == "get_attr":
+                name = f"{node.name}_{one.target}"
+                setattr(outside, name, getattr(inside, one.target))
+                copies[one] = graph.get_attr(name)
+            elif one.op == "call_function":
+                copies[one] = graph.node_copy(one, copies.__getitem__)
+        (output,) = inside.graph.find_nodes(op="output")
+        made = [copies[one] for one in output.args[0]]
+        for number, one in enumerate(made if not keeps_gradients else ()):
+            made[number] = graph.call_function(torch.ops.aten.detach.default, (one,))
+            made[number].meta = {**one.meta}
+    for reader in [*node.users]:
+        reader.replace_all_uses_with(made[reader.args[1]])
+        graph.erase_node(reader)
+    graph.erase_node(node)
+
+
+def refused_casts(graph_module: torch.fx.GraphModule, node: Node, around: torch.dtype | None) -> InputError:
+    """Say which part of a module has another autocast than there is around it."""
+    _, dtype, casts, _, source, *_ = node.args
+    inside: torch.fx.GraphModule = getattr(graph_module, source.target)
+    line = next((line_of(one) for one in inside.graph.nodes if one.op == "call_function"), line_of(node))
+    own, outside = (_named(one) for one in (dtype if casts else None, around))
+    message = f"runs with {own} inside of a module that is called with {outside}; call the module as it is inside"
+    return InputError.of(line, message)
+
+
+def _named(dtype: torch.dtype | None) -> str:
+    return f"autocast to {str(dtype).removeprefix('torch.')}" if dtype else "autocast off"

@@ -1,0 +1,26 @@
+"""Rules of recurrent nets, whose steps need the whole state before."""
+
+from autoshard.modules.dims import fresh, leaves
+from autoshard.modules.nodes import Node, argument
+from autoshard.modules.program import View
+from autoshard.modules.rules.reader import Reader
+
+
+def recurrent(reader: Reader, node: Node) -> None:
+    """Read a net over time, of which the batch alone may be cut."""
+    if node.target._overloadname == "data":  # sequences of several lengths, one after the other
+        reader.whole(node)
+        return
+    states = node.args[1] if isinstance(node.args[1], list | tuple) else [node.args[1]]
+    axis, found = 0 if argument(node, "batch_first") else 1, list[View]()
+    for number, value in enumerate(node.meta["val"]):
+        x, *others = reader.readings(node)
+        batch = x.positions[axis]
+        for state in others[: len(states)]:
+            state.agree(1, batch)
+        made = [fresh(size) for size in value.shape]
+        made[axis if number == 0 else 1] = batch
+        every = [one for reading in (x, *others) for one in reading.positions] + made
+        whole = [one for one in every if leaves(one) != leaves(batch)]
+        found.append(reader.step(node, ([x, *others], made), whole=whole, number=number))
+    reader.views[node] = tuple(found)

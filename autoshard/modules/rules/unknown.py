@@ -1,0 +1,82 @@
+"""Operations without a rule of their own: what may be cut of them is found by running them on parts."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.modules.dims import fresh
+from autoshard.modules.nodes import Node, filled, replaced, tensors_of
+from autoshard.modules.probing import PartCut, found_cuts
+from autoshard.modules.program import TensorPlace, View
+from autoshard.modules.rules.reader import Reader
+
+
+def unknown(reader: Reader, node: Node) -> None:
+    """Cut what probing finds, and keep the rest whole; what is not torch's own is kept whole.
+
+    Torch's operations take the same way for all numbers. A user's own may do so only for the numbers of a probe.
+    """
+    cuts = probed(node) if node.target.namespace == "aten" else ()
+    if not cuts:
+        reader.whole(node)
+        return
+    value = node.meta["val"]
+    is_one, found = isinstance(value, torch.Tensor), list[View]()
+    for number, one in enumerate([value] if is_one else value):
+        readings = reader.readings(node)
+        made, summed = [fresh(size) for size in one.shape], []
+        taken, given = (
+            {cut.results[number] for cut in cuts},
+            [{cut.inputs[i] for cut in cuts} for i in range(len(readings))],
+        )
+        for cut in cuts:
+            reads = [(reading, axis) for reading, axis in zip(readings, cut.inputs, strict=True) if axis is not None]
+            first, at = reads[0]
+            for reading, axis in reads[1:]:
+                reading.agree(axis, first.positions[at])
+            if (place := cut.results[number]) is None:
+                summed.append(first.positions[at])
+            else:
+                made[place] = first.positions[at]
+        whole = [position for axis, position in enumerate(made) if axis not in taken]
+        for reading, axes in zip(readings, given, strict=True):
+            whole += [position for axis, position in enumerate(reading.positions) if axis not in axes]
+        found.append(
+            reader.step(
+                node,
+                (readings, made),
+                whole=whole,
+                summed=summed,
+                sort="sum" if summed else "local",
+                number=None if is_one else number,
+            )
+        )
+    reader.views[node] = found[0] if is_one else tuple(found)
+
+
+def probed(node: Node) -> tuple[PartCut, ...]:
+    """Return the cuts of a node that probing finds."""
+    given = tensors_of((node.args, node.kwargs))
+    slots = {one: TensorPlace(number) for number, one in enumerate(given)}
+    arguments: Any = replaced((node.args, node.kwargs), slots)
+
+    def run(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        keywords = {key: filled(one, tensors) for key, one in arguments[1].items()}
+        found = node.target(*(filled(one, tensors) for one in arguments[0]), **keywords)
+        return (found,) if isinstance(found, torch.Tensor) else tuple(found)
+
+    value = node.meta["val"]
+    results = [value] if isinstance(value, torch.Tensor) else value
+    return found_cuts(run, [one.meta["val"] for one in given], results, tuple(_integers(arguments)))
+
+
+def _integers(arguments: Any) -> Iterator[int]:
+    if isinstance(arguments, int) and not isinstance(arguments, bool):
+        yield arguments
+    elif isinstance(arguments, tuple | list):
+        for one in arguments:
+            yield from _integers(one)
+    elif isinstance(arguments, dict):
+        for one in arguments.values():
+            yield from _integers(one)

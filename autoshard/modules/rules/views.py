@@ -1,0 +1,194 @@
+"""Rules of views, slices and joins: which dims lie where afterwards."""
+
+from typing import Any, cast
+
+import torch
+
+from autoshard.modules.dims import Collision, NotAligned, fresh, size_of, unify
+from autoshard.modules.nodes import Node, argument, axes_of
+from autoshard.modules.program import Reading, TensorPlace, View
+from autoshard.modules.region import constant, expand
+from autoshard.modules.rules.reader import Reader
+from autoshard.modules.rules.unknown import unknown
+
+
+def reshape(reader: Reader, node: Node) -> None:
+    """Group the dims otherwise; where the new positions are not made of the same dims, everything is kept whole."""
+    view = reader.view_of(node.args[0])
+    made = tuple(fresh(size) for size in node.meta["val"].shape)
+    try:
+        unify(tuple(one for position in view.positions for one in position), tuple(one for p in made for one in p))
+    except (NotAligned, Collision):
+        reader.whole(node)
+        return
+    reader.views[node] = View(view.value, made)
+
+
+def moved(reader: Reader, node: Node) -> None:
+    """Put positions into another order: a transpose, or a permutation."""
+    view = reader.view_of(node.args[0])
+    order = list(range(len(view.positions)))
+    name = node.target._opname
+    if name == "permute":
+        order = [axis % len(order) for axis in node.args[1]]
+    else:
+        a, b = (-2, -1) if name == "mT" else (0, -1) if name in ("t", "numpy_T") else (node.args[1], node.args[2])
+        a, b = a % len(order), b % len(order)
+        order[a], order[b] = order[b], order[a]
+    reader.views[node] = View(view.value, tuple(view.positions[axis] for axis in order))
+
+
+def squeezed(reader: Reader, node: Node) -> None:
+    """Add or drop positions of size 1: those that are left keep their order."""
+    view = reader.view_of(node.args[0])
+    real = iter([one for one in view.positions if one])
+    made = tuple(() if size == 1 else next(real) for size in node.meta["val"].shape)
+    reader.views[node] = View(view.value, made)
+
+
+def expanded(reader: Reader, node: Node) -> None:
+    """Repeat along new positions, and along those of size 1; several tensors are repeated to one shape."""
+    if node.target._opname != "broadcast_tensors":
+        reader.views[node] = _expanded(reader, node, node.args[0])
+        return
+    reader.views[node] = tuple(_expanded(reader, node, one, number) for number, one in enumerate(node.args[0]))
+
+
+def _expanded(reader: Reader, node: Node, source: Node, number: int | None = None) -> View:
+    view = reader.view_of(source)
+    shape = (node.meta["val"] if number is None else node.meta["val"][number]).shape
+    old = [*[()] * (len(shape) - len(view.positions)), *view.positions]
+    made = [fresh(size) if size > 1 and not one else one for one, size in zip(old, shape, strict=True)]
+    if made == list(view.positions):
+        return view
+    reading = Reading(view, list(view.positions))
+    return reader.step(node, ([reading], made), function=expand, arguments=(TensorPlace(0),), number=number)
+
+
+def repeated(reader: Reader, node: Node) -> None:
+    """Repeat every place of an axis, or all of it, some times over: a new dim inside of the axis, or around it."""
+    view, shape = reader.view_of(node.args[0]), node.meta["val"].shape
+    counts: Any = argument(node, "repeats")
+    axis: int | None = argument(node, "dim")
+    inside = node.target._opname == "repeat_interleave"
+    if inside and (not isinstance(counts, int) or axis is None):  # some places more often than others
+        unknown(reader, node)
+        return
+    times = cast(list[int], counts)
+    if axis is not None:
+        times = [counts if place == axis % len(shape) else 1 for place in range(len(shape))]
+    old = [*[()] * (len(shape) - len(view.positions)), *view.positions]
+    pairs = [(own, fresh(count)) if inside else (fresh(count), own) for own, count in zip(old, times, strict=True)]
+    reading = Reading(view, [one for own in old for one in ((own, ()) if inside else ((), own))])
+    made = [one for pair in pairs for one in pair]
+    found = reader.step(node, ([reading], made), function=expand, arguments=(TensorPlace(0),))
+    reader.views[node] = View(found.value, tuple((*first, *second) for first, second in pairs))
+
+
+def copied(reader: Reader, node: Node) -> None:
+    """Write numbers over all of a tensor, of which nothing is left but its shape and its format."""
+    source = node.args[1]
+    reader.rounded(node, _expanded(reader, node, source), source.meta["val"].dtype)
+
+
+def filled(reader: Reader, node: Node) -> None:
+    """Make a tensor of one number, whatever the tensor holds that it is like."""
+    value, name = node.meta["val"], node.target._opname
+    number = argument(node, "fill_value") if "full" in name else int("ones" in name)
+    made = [fresh(size) for size in value.shape]
+    reader.step(node, ([], made), sort="cheap", function=constant, arguments=(number, value.dtype))
+
+
+def sliced(reader: Reader, node: Node) -> None:
+    """Take a part of one axis, or one place of it, which needs it whole."""
+    (reading,) = reader.readings(node)
+    (axis,) = axes_of(node)
+    shape, whole = node.meta["val"].shape, reading.positions[axis]
+    if tuple(shape) == tuple(node.args[0].meta["val"].shape):
+        reader.views[node] = reading.view
+        return
+    rest = reading.positions[:axis], reading.positions[axis + 1 :]
+    if len(shape) < len(reading.positions):  # one place
+        reader.local(node, ([reading], [*rest[0], *rest[1]]), [whole])
+        return
+    length, size = shape[axis], size_of(whole)
+    start, _, steps = slice(argument(node, "start"), argument(node, "end"), argument(node, "step")).indices(size)
+    if reader.is_product(reading, axis) and length and not (size % length or start % length) and steps == 1:
+        parts, part = fresh(size // length), fresh(length)  # as queries, keys and values lie in one product
+        try:
+            unify(whole, (*parts, *part))
+        except (NotAligned, Collision):
+            pass
+        else:
+            reading.positions = [*rest[0], parts, part, *rest[1]]
+            chosen = (TensorPlace(0), axis, start // length)
+            reader.local(
+                node, ([reading], [*rest[0], part, *rest[1]]), [parts], function=torch.select, arguments=chosen
+            )
+            return
+    made = fresh(length)
+    reader.local(node, ([reading], [*rest[0], made, *rest[1]]), [whole, made])
+
+
+def parted(reader: Reader, node: Node) -> None:
+    """Split an axis into parts: where they are equal its dims become (part, rest), and each result takes one part."""
+    results, rank = node.meta["val"], node.args[0].meta["val"].dim()
+    axis = argument(node, "dim") % rank
+    lengths = [] if node.target._opname == "unbind" else [one.shape[axis] for one in results]
+    view, start, found = reader.view_of(node.args[0]), 0, list[View]()
+    before, own, after = view.positions[:axis], view.positions[axis], view.positions[axis + 1 :]
+    parts, rest = fresh(len(results)), fresh(max(lengths, default=1))
+    try:
+        if len(set(lengths)) > 1:
+            raise NotAligned
+        unify(own, (*parts, *rest))
+    except (NotAligned, Collision):
+        for number, length in enumerate(lengths):
+            made = fresh(length)
+            reading, chosen = Reading(view, list(view.positions)), (TensorPlace(0), axis, start, length)
+            found.append(
+                reader.step(
+                    node,
+                    ([reading], [*before, made, *after]),
+                    whole=[own, made],
+                    number=number,
+                    function=torch.narrow,
+                    arguments=chosen,
+                )
+            )
+            start += length
+    else:
+        as_read = [*before, parts, *([rest] if lengths else []), *after]
+        for number, _ in enumerate(results):
+            made = [*before, *([rest] if lengths else []), *after]
+            found.append(
+                reader.step(
+                    node,
+                    ([Reading(view, list(as_read))], made),
+                    whole=[parts],
+                    number=number,
+                    function=torch.select,
+                    arguments=(TensorPlace(0), axis, number),
+                )
+            )
+    reader.views[node] = tuple(found)
+
+
+def joined(reader: Reader, node: Node) -> None:
+    """Put tensors one after the other along an axis, which needs it whole; or along a new one."""
+    full = [one for one in node.args[0] if one.meta["val"].shape != (0,)]  # torch takes such a tensor for nothing
+    if len(full) == 1 < len(node.args[0]):
+        reader.views[node] = reader.view_of(full[0])
+        return
+    readings = reader.readings(node)
+    shape = node.meta["val"].shape
+    axis = argument(node, "dim") % len(shape)
+    is_new = node.target._opname == "stack"
+    first, *others = readings
+    for other in others:
+        for place in range(len(other.positions)):
+            if (is_new or place != axis) and other.positions[place]:
+                other.agree(place, first.positions[place])
+    whole = [] if is_new else [one.positions[axis] for one in readings]
+    made = [*first.positions[:axis], fresh(shape[axis]), *first.positions[axis + (not is_new) :]]
+    reader.local(node, (readings, made), [*whole, made[axis]])

@@ -1,0 +1,100 @@
+"""Where parameters rest: a layout that DTensor's placements can say, and the layout in which a program takes them."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch.distributed.tensor.placement_types import (  # pyright: ignore[reportMissingTypeStubs]
+    Placement,
+    Replicate,
+    Shard,
+    _StridedShard,  # pyright: ignore[reportPrivateUsage]
+)
+
+from autoshard.layout.layout import Layout
+from autoshard.modules.region import Positions
+
+
+def resting(
+    places: Mapping[str, Positions],
+    sizes: Mapping[str, int],
+    atoms: Mapping[str, int],
+    weight: str,
+    given: Layout,
+    rest: Sequence[str],
+) -> Layout:
+    """Return the layout in which a parameter rests that is used in a ``given`` one, and rests in pieces over some axes.
+
+    Its placements can be said by DTensor.
+    """
+    return placeable(_in_pieces(given, rest, sizes, atoms), places[weight], sizes, atoms)
+
+
+def _in_pieces(given: Layout, rest: Sequence[str], sizes: Mapping[str, int], atoms: Mapping[str, int]) -> Layout:
+    """Return a layout in which ranks that use the same part of a parameter hold equal pieces of it, if one divides.
+
+    Dims that nothing cuts yet come first: then a piece is a plain slice.
+    """
+    count = math.prod(atoms[atom] for atom in rest)
+    local = {dim: sizes[dim] / math.prod(atoms[atom] for atom in cut) for dim, cut in given.dims}
+    fitting = [(bool(cut), place) for place, (dim, cut) in enumerate(given.dims) if local[dim] % count == 0]
+    if not rest or not fitting:
+        return given
+    chosen = min(fitting)[1]
+    dims = ((dim, (*cut, *rest) if place == chosen else cut) for place, (dim, cut) in enumerate(given.dims))
+    return Layout(dims=tuple(dims))
+
+
+def placeable(layout: Layout, positions: Positions, sizes: Mapping[str, int], atoms: Mapping[str, int]) -> Layout:
+    """Return a layout without the cuts that placements cannot say.
+
+    Those are uneven ones inside a product of dims, inner dims of a product, and several cuts of one position, unless
+    they cut it one inside the other in the mesh's order, or in the other order as FSDP cuts what tensor parallelism has
+    cut. Others are strided: torch 2.13 does not save them in checkpoints, and puts two of them together wrongly. Of
+    these only the largest cut of the outermost dim is kept.
+    """
+    kept: dict[str, tuple[str, ...]] = {}
+    for position in positions:
+        cuts = {dim: layout.cuts.get(dim, ()) for dim in position}
+        even = all(sizes[dim] % math.prod(atoms[atom] for atom in cut) == 0 for dim, cut in cuts.items())
+        if not even and not (len(position) == 1 and _in_order(cuts[position[0]], atoms)):
+            cuts = dict.fromkeys(position, ())
+        several = [atom for cut in cuts.values() for atom in cut]
+        own = [_placed(atom, layout, positions, sizes, atoms) for atom in atoms if atom in several]
+        blocks = [getattr(found, "split_factor", 1) for one in own for found in one]
+        inside = math.prod(atoms[atom] for atom in several[:-1])  # as FSDP cuts what tensor parallelism has cut
+        nested = [inside] + [1] * (len(several) - 1) if len([cut for cut in cuts.values() if cut]) == 1 else []
+        if blocks not in ([1] * len(several), nested):
+            first = position[0]  # a plain slice
+            largest = max(cuts[first], key=lambda atom: atoms[atom], default=None)
+            cuts = {dim: (largest,) if dim == first and largest else () for dim in position}
+        kept |= cuts
+    return Layout(dims=tuple((dim, kept[dim]) for dim, _ in layout.dims))
+
+
+def _in_order(cut: Sequence[str], atoms: Mapping[str, int]) -> bool:
+    return list(cut) == [one for one in atoms if one in cut]
+
+
+def placements(
+    layout: Layout, positions: Positions, sizes: Mapping[str, int], atoms: Mapping[str, int]
+) -> tuple[Placement, ...]:
+    """Return DTensor's placement along each axis of the mesh; torch applies them in this order.
+
+    An axis that cuts an inner dim of a product, or one that a later axis cuts further out, takes a piece of each block.
+    """
+    return tuple(next(_placed(atom, layout, positions, sizes, atoms), Replicate()) for atom in atoms)
+
+
+def _placed(
+    atom: str, layout: Layout, positions: Positions, sizes: Mapping[str, int], atoms: Mapping[str, int]
+) -> Iterator[Placement]:
+    before = list(atoms)[: list(atoms).index(atom)]
+    for axis, position in enumerate(positions):
+        blocks = 1  # of which the axis takes a piece each
+        for dim in position:
+            cut = layout.cuts.get(dim, ())
+            if atom in cut:
+                outer = [one for one in cut[: cut.index(atom)] if one not in before]
+                blocks *= math.prod(atoms[one] for one in outer)
+                yield Shard(axis) if blocks == 1 else _StridedShard(axis, split_factor=blocks)
+            blocks *= sizes[dim] // math.prod(atoms[one] for one in cut if one in before)

@@ -1,0 +1,289 @@
+"""A module of torch that runs on all ranks of a mesh: forward and backward of its sharded program in one function."""
+
+import hashlib
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import TreeSpec, tree_map_only
+
+from autoshard.errors import InputError, require
+from autoshard.layout.layout import Layout
+from autoshard.modules.export import ExportedModule, ModuleCall, flattened
+from autoshard.modules.fingerprint import fingerprint
+from autoshard.modules.region import Positions
+from autoshard.modules.running.compiling import PassCompiler
+from autoshard.modules.running.rank_program import RankProgram, local_shape
+from autoshard.modules.running.runner import RankRunner
+from autoshard.modules.shard import Inputs, ModuleSharding, shard_module, sharding_of, sizes_of
+from autoshard.plan.module_plan import ModulePlan, load_module_plan
+from autoshard.run.protocol import HOST
+from autoshard.spec.cluster import Cluster
+from autoshard.spec.cluster_catalogue import load_cluster
+
+_MANY = 8
+_TOO_MANY = f"the module was traced for {_MANY} kinds of calls, which takes time and memory; pad inputs to fewer shapes"
+_PRECISIONS = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp32"}
+
+
+def shard(
+    module: torch.nn.Module,
+    inputs: Inputs,
+    mesh: DeviceMesh | Mapping[str, int] | str,
+    *,
+    cluster: Cluster | str = "local",
+    plan: ModulePlan | str | Path | None = None,
+    compile: bool = False,
+    **options: Any,
+) -> torch.nn.Module:
+    """Shard a module over the ranks of a mesh, in place, and return it.
+
+    Every rank calls this with the same module, example inputs and mesh: one to three axes of any names with their
+    sizes, or a DeviceMesh. The module keeps its paths of parameters and its results; its parameters become DTensors.
+    It takes the whole batch on every rank, and computes its part. ``cluster`` says on what prices are based, other
+    ``options`` are those of ``shard_module``; a ``plan`` that it has saved is executed as it is. With ``compile`` what
+    a rank computes between two collectives is compiled at the first call.
+    """
+    require(
+        (not isinstance(module, ShardedModule), "module", "is sharded already"),
+        (
+            "forward" not in vars(module),
+            "module",
+            "has a forward of its own that hides that of its class; make it a class",
+        ),
+    )
+    device_mesh = _device_mesh(module, mesh)
+    names, count = device_mesh.mesh_dim_names, device_mesh.size()
+    assert names, "a mesh without names is refused"
+    dtype = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
+    require((dtype in _PRECISIONS, "module", f"has parameters of {dtype}; known: {', '.join(map(str, _PRECISIONS))}"))
+    is_priced = device_mesh.device_type == HOST or cluster != "local" or plan is not None
+    require(
+        (is_priced, "cluster", "is local, with prices of a CPU; name that of these devices (autoshard list clusters)")
+    )
+    sizes = dict(zip(names, device_mesh.shape, strict=True))
+    if plan is not None:
+        known = plan if isinstance(plan, ModulePlan) else load_module_plan(Path(plan))
+        written, own = known.mesh, ",".join(f"{name}={size}" for name, size in sizes.items())
+        require((written == own, "plan", f"is for the mesh {written}, not for {own}"))
+        left = {*options} - {"results"}
+        require(*((False, name, "is decided by the plan; leave it out") for name in sorted(left)))
+        with _without_numbers(module, type(module), device_mesh.device_type):
+            sharding = sharding_of(known, module, inputs, options.get("results"))
+    else:
+        with _without_numbers(module, type(module), device_mesh.device_type):
+            sharding = shard_module(
+                module, inputs, _cluster(cluster, count), sizes, precision=_PRECISIONS[dtype], **options
+            )
+        sharding.refuse_unfit()
+    return run_on(module, sharding, device_mesh, compiles=compile)
+
+
+def run_on(
+    module: torch.nn.Module, sharding: ModuleSharding, device_mesh: DeviceMesh, *, compiles: bool = False
+) -> torch.nn.Module:
+    """Let a module run as it was sharded on the ranks of a mesh; rank 0 gives the values of parameters and buffers."""
+    _require_alike(sharding)
+    dtype = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
+    device = torch.device(device_mesh.device_type)
+    program = RankProgram(sharding, device_mesh.get_rank(), device, dtype, compiles=compiles)
+    compiler = PassCompiler(device=device) if compiles else None
+    _place_parameters(module, program, device_mesh)
+    kind = type(module)
+    module.__class__ = type(f"Sharded{kind.__name__}", (ShardedModule, kind), {"__module__": kind.__module__})
+    object.__setattr__(module, "autoshard", ShardedCalls(kind, RankRunner(program, device_mesh, compiler)))
+    return module
+
+
+class ShardedModule(torch.nn.Module):
+    """A module whose forward pass is that of its sharded program."""
+
+    autoshard: "ShardedCalls"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the sharded program for the whole batch."""
+        return self.autoshard(self, args, kwargs)
+
+
+class ShardedCalls:
+    """The programs of a module: for calls that differ in shapes, modes or formats it is traced again."""
+
+    def __init__(self, kind: type[torch.nn.Module], first: RankRunner) -> None:
+        self.kind, self.first, self.runners = kind, first, [first]
+        self.signature = first.exported.signature
+
+    def __deepcopy__(self, _: Any) -> "ShardedCalls":
+        """Let copies of the module, such as averages of its weights, share its programs."""
+        return self
+
+    def __call__(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the program for a call like this."""
+        whole = tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
+        flat, layout = flattened(self.signature, *whole)
+        call = ModuleCall.of(module, layout, flat)
+        changed = ""
+        for runner in [one for one in self.runners if one.exported.call.serves(call)]:
+            changed = runner.exported.state.difference(module)
+            if changed is None:
+                break
+        else:
+            runner = self._added(module, layout, flat, changed or "")
+        found = runner(module, flat)
+        runner.exported.state.note(module)
+        return found
+
+    def _added(self, module: torch.nn.Module, layout: TreeSpec, flat: Sequence[Any], changed: str) -> RankRunner:
+        """Trace the module again; its parameters stay where they are."""
+        with _without_numbers(module, self.kind, self.first.device_mesh.device_type):
+            exported = ExportedModule.called(module, self.signature, layout, flat)
+        sharding, first = self.first.sharding.again(exported), self.first.program
+        _require_alike(sharding)
+        formats = first.context.formats
+        program = RankProgram(
+            sharding, first.place.rank, formats.device, torch.float64 if formats.exact else torch.float32,
+            compiles=self.first.compiler is not None, world=first.context.world,
+        )  # fmt: skip
+        self.runners.append(RankRunner(program, self.first.device_mesh, self.first.compiler))
+        if len(self.runners) == _MANY:
+            warnings.warn(_TOO_MANY + (f"; {changed} changes: give it as an input" if changed else ""), stacklevel=3)
+        return self.runners[-1]
+
+
+@contextmanager
+def _without_numbers(module: torch.nn.Module, kind: type[torch.nn.Module], device: str) -> Iterator[None]:
+    """Let a module be traced: as its own class, with whole parameters that have no numbers.
+
+    What lies on the meta device is traced as if it lay on ``device``.
+    """
+    own, mode, fakes = type(module), FakeTensorMode(allow_non_fake_inputs=True), dict[int, torch.Tensor]()
+
+    def fake(one: torch.Tensor) -> torch.Tensor:
+        if id(one) not in fakes:
+            where = torch.device(device) if one.is_meta else one.device
+            with mode:
+                whole = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=where)
+                is_parameter = isinstance(one, torch.nn.Parameter)
+                fakes[id(one)] = torch.nn.Parameter(whole, requires_grad=one.requires_grad) if is_parameter else whole
+        return fakes[id(one)]
+
+    spaces: list[dict[str, Any]] = [
+        space
+        for one in module.modules()
+        for space in (one._parameters, one._buffers)  # pyright: ignore[reportPrivateUsage]
+    ]
+    kept = [{**space} for space in spaces]
+    try:
+        module.__class__ = kind
+        for space in spaces:
+            for name, one in space.items():
+                if isinstance(one, torch.nn.Parameter) or (one is not None and one.is_meta):
+                    space[name] = fake(one)
+        yield
+    finally:
+        for space, named in zip(spaces, kept, strict=True):
+            space.update(named)
+        module.__class__ = own
+
+
+def _place_parameters(module: torch.nn.Module, program: RankProgram, device_mesh: DeviceMesh) -> None:
+    """Replace every parameter by its part on this rank; those that the program does not read stay whole."""
+    weights = {one.path: one for one in program.weights.values()}
+    placed: dict[int, torch.nn.Parameter] = {}
+    for one in module.buffers():
+        if not one.is_meta:
+            one.data = _of_rank_0(one)
+    for path, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in placed:
+            weight, whole = weights.get(path), parameter.detach()
+            if not whole.is_meta:
+                whole = whole.copy_(_of_rank_0(whole))
+            local, where = whole, tuple(Replicate() for _ in device_mesh.shape)
+            if weight:
+                local, where = _cut(whole, weight.rest, weight.positions, program), weight.placements
+            tensor = DTensor.from_local(
+                local.clone(), device_mesh, where, run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+            placed[id(parameter)] = _with_hooks_of(
+                parameter, torch.nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+            )
+        owner, _, name = path.rpartition(".")
+        setattr(module.get_submodule(owner), name, placed[id(parameter)])
+
+
+def _of_rank_0(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what rank 0 has of a tensor, side by side in memory, whatever its format."""
+    found = tensor.detach().contiguous()
+    dist.broadcast(found.reshape(-1).view(torch.uint8), 0)
+    return found
+
+
+def _with_hooks_of(old: torch.nn.Parameter, new: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Let a parameter call the hooks of the one that it replaces; they are given gradients as DTensors."""
+    for hook in (old._backward_hooks or {}).values():  # pyright: ignore
+        new.register_hook(hook)  # pyright: ignore
+    for hook in (old._post_accumulate_grad_hooks or {}).values():  # pyright: ignore
+        new.register_post_accumulate_grad_hook(hook)  # pyright: ignore
+    return new
+
+
+def _cut(whole: torch.Tensor, layout: Layout, positions: Positions, program: RankProgram) -> torch.Tensor:
+    """Return this rank's part of a tensor."""
+    sizes = program.sharding.traced.sizes
+    found = whole.reshape([sizes[dim] for position in positions for dim in position])
+    for axis, (start, stop) in enumerate(program.place.bounds(layout)):
+        found = found.narrow(axis, start, stop - start)
+    return found.reshape(local_shape(program.place, layout, positions))
+
+
+def _device_mesh(module: torch.nn.Module, mesh: DeviceMesh | Mapping[str, int] | str) -> DeviceMesh:
+    """Return the mesh of devices; axes with sizes are laid on the ranks that torchrun has started."""
+    if isinstance(mesh, DeviceMesh):
+        require((mesh.mesh_dim_names is not None, "mesh", "has no names of its axes; give mesh_dim_names"))
+        in_order = mesh.mesh.flatten().tolist() == list(range(dist.get_world_size()))
+        require((in_order, "mesh", "must have all ranks in their order"))
+        return mesh
+    sizes = sizes_of(mesh)
+    device = next((one.device.type for one in module.parameters()), HOST)
+    if device == "meta":
+        there = torch.accelerator.current_accelerator()
+        has_module = there is not None and hasattr(torch, there.type)  # a backend may have a name and nothing else
+        device = there.type if there and has_module and torch.accelerator.is_available() else HOST
+    try:
+        found = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    except (dist.DistNetworkError, dist.DistStoreError):  # enough may run, and have not met
+        raise
+    except (ValueError, RuntimeError) as error:
+        count = math.prod(sizes.values())
+        ranks = dist.get_world_size() if dist.is_initialized() else None  # the mesh has made the group by now
+        remedy = f"start as many: torchrun --nproc-per-node {count} SCRIPT"
+        raise InputError.of("mesh", f"{count} ranks do not run here ({ranks or 'none'} do); {remedy}") from error
+    return found
+
+
+def _cluster(cluster: Cluster | str, count: int) -> Cluster:
+    if isinstance(cluster, Cluster):
+        return cluster
+    if cluster == "local":
+        return load_cluster("local", ranks=count)
+    node = load_cluster(cluster).num_ranks
+    require((count % node == 0, "cluster", f"{count} ranks do not fill nodes of {cluster}, which have {node}"))
+    return load_cluster(cluster, count // node)
+
+
+def _require_alike(sharding: ModuleSharding) -> None:
+    """Refuse to run where ranks have sharded differently: they would wait for each other."""
+    lines = [*sharding.sharding.table.items(), *sharding.sharding.rests.items()]
+    own = fingerprint(sharding.traced), hashlib.sha256(repr(sorted(lines)).encode()).hexdigest()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    require(
+        (len(set(found)) == 1, "module", "was sharded differently on some ranks; give all the same module and inputs")
+    )

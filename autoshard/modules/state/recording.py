@@ -1,0 +1,305 @@
+"""What a module's forward pass reads and writes beside its inputs, seen while it is traced."""
+
+import dis
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autoshard.errors import InputError
+from autoshard.modules.state.functions import MISSING, functions_in, methods_of
+from autoshard.modules.state.spaces import StatePlace, Visitor, contents, is_simple, own_names
+from autoshard.modules.state.watching import Fields, WatchedState, hooks_of, modules_of
+
+_IMMUTABLE, _HEAP_TYPE = 1 << 8, 1 << 9  # flags of classes: those of Python itself, those that have attributes
+_TORCH = f"{torch.__path__[0]}"
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+Names = dict[str, None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateChange:
+    """What the forward pass has left in a place, and whether it had read what lay there."""
+
+    place: str
+    old: Any
+    new: Any
+    is_read: bool = True
+    owner: Any = None
+    name: str = ""
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether something is found once, and kept."""
+        return self.old is None and _is_plain(self.new)
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether numbers of a module are written for others, which the forward pass itself does not read."""
+        parts = [*self.new, *self.new.values()] if isinstance(self.new, dict) else self.new  # pyright: ignore
+        is_plain = _is_plain(self.new) or (type(self.new) in (list, dict) and all(map(_is_plain, parts)))  # pyright: ignore
+        return isinstance(self.owner, torch.nn.Module) and not self.is_read and is_plain
+
+    def __str__(self) -> str:
+        if _has_tensor(self.new):
+            return f"{self._line()}forward leaves a tensor in {self.place}; return it as a result instead"
+        left = f"from {self.old!r:.60} to {self.new!r:.60}; only the first call would do that"
+        return f"{self._line()}forward changes {self.place} {left}: return it as a result instead, or change it outside"
+
+    def _line(self) -> str:
+        """Return the line that writes an attribute."""
+        for one in methods_of(type(self.owner)).values() if self.name else ():
+            for function in functions_in(one):
+                found = _written(function.__code__, self.name)
+                if found:
+                    return f'File "{function.__code__.co_filename}", line {found}, in {function.__name__}: '
+        return ""
+
+
+def _written(code: types.CodeType, name: str) -> int | None:
+    line = code.co_firstlineno
+    for one in dis.get_instructions(code):
+        line = one.starts_line or line
+        if one.opname == "STORE_ATTR" and one.argval == name:
+            return int(line)
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    return is_simple(value) or (isinstance(value, tuple) and all(map(_is_plain, value)))  # pyright: ignore
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat):
+        return True
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()  # pyright: ignore
+    return any(map(_has_tensor, parts))  # pyright: ignore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Before:
+    """Everything that a forward pass may change, as it was."""
+
+    modules: Mapping[str, torch.nn.Module]
+    own: Sequence[tuple[str, Any, dict[str, Any]]]  # objects, with copies of their attributes
+    registered: Sequence[tuple[str, dict[str, Any], dict[str, Any]]]
+    spaces: Sequence[StatePlace]
+
+    @classmethod
+    def of(cls, modules: Mapping[str, torch.nn.Module], visitor: Visitor) -> "Before":
+        """Copy what a visitor has found."""
+        spaces = [*visitor.found()]
+        paths = {id(one): f"{path}." if path else "" for path, one in modules.items()}
+        labels = paths | {id(one.owner): one.label for one in spaces if one.kind == "fields"}
+        return cls(
+            modules=modules,
+            own=[(labels[id(one)], one, {**vars(one)}) for one in visitor.open if hasattr(one, "__dict__")],
+            registered=[
+                (paths[id(one)], vars(one)[name], {**vars(one)[name]})
+                for one in modules.values()
+                for name in _REGISTERED
+            ],
+            spaces=[one for one in spaces if one.kind not in ("function", "array") and not _is_own(one)],
+        )
+
+    def changes(self, reads: Mapping[int, Names]) -> Iterator[StateChange]:
+        """Yield what is no longer as it was."""
+        for label, owner, old in self.own:
+            new = vars(owner)
+            for name in own_names(owner, {**old, **new}):
+                pair = old.get(name, MISSING), new.get(name, MISSING)
+                if not _is_same(*pair):
+                    is_read = name in reads.get(id(owner), {name: None})
+                    yield StateChange(
+                        place=label + name, old=pair[0], new=pair[1], is_read=is_read, owner=owner, name=name
+                    )
+        for label, space, old in self.registered:
+            for name in (name for name in {**old, **space} if (name in old) != (name in space)):
+                yield StateChange(place=label + name, old=old.get(name, MISSING), new=space.get(name, MISSING))
+        for space in self.spaces:
+            new = contents(space.kind, space.owner, space.names)
+            if len(new) != len(space.values) or not all(map(_is_same, space.values, new)):
+                yield _changed(space, new)
+
+    def undo(self) -> None:
+        """Put everything back."""
+        for _, owner, old in self.own:
+            _refill(owner, old)
+        for _, space, old in self.registered:
+            for name in [name for name in space if name not in old]:
+                del space[name]
+            space.update({name: one for name, one in old.items() if name not in space})
+        for space in self.spaces:
+            new = contents(space.kind, space.owner, space.names)
+            if len(new) != len(space.values) or any(a is not b for a, b in zip(space.values, new, strict=True)):
+                _put_back(space)
+
+
+def _is_own(space: StatePlace) -> bool:
+    return space.kind == "fields" and hasattr(space.owner, "__dict__")
+
+
+def _changed(space: StatePlace, new: tuple[Any, ...]) -> StateChange:
+    label = space.label.rstrip(".")
+    if space.names and len(new) == len(space.names):
+        at = next(number for number, one in enumerate(new) if not _is_same(space.values[number], one))
+        return StateChange(place=space.named(space.names[at]), old=space.values[at], new=new[at])
+    return StateChange(place=label, old=list(space.values), new=list(new))
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    return old is new or (type(old) is type(new) and _is_plain(new) and bool(old == new))
+
+
+def _refill(owner: Any, values: Mapping[str, Any]) -> None:
+    """Let an object have these attributes again."""
+    own = vars(owner)
+    for name in own_names(owner, [name for name in own if name not in values]):
+        del own[name]
+    own.update({name: values[name] for name in own_names(owner, values)})
+
+
+def _put_back(space: StatePlace) -> None:
+    """Let a space hold what it held."""
+    owner: Any = space.owner
+    match space.kind:
+        case "dict" if not space.names:
+            half = len(space.values) // 2
+            dict.clear(owner)
+            dict.update(owner, zip(space.values[:half], space.values[half:], strict=True))
+        case "dict":
+            owner.update({name: one for name, one in zip(space.names, space.values, strict=True) if one is not MISSING})
+        case "items" | "set":
+            owner.clear()
+            (owner.extend if space.kind == "items" else owner.update)(space.values)
+        case "cell":
+            owner.cell_contents = space.values[0]
+        case "class" | "fields":  # those in slots
+            write: Any = type.__setattr__ if space.kind == "class" else object.__setattr__
+            for name, one in zip(space.names, space.values, strict=True):
+                if space.kind == "fields" or owner.__dict__.get(name, one) is not one:
+                    write(owner, name, one)
+        case _:
+            pass
+
+
+@dataclass(slots=True, kw_only=True)
+class ForwardRecord:
+    """What was read and written."""
+
+    module: torch.nn.Module
+    before: Before
+    reads: dict[int, Names]
+    written: dict[int, Names]
+    is_active: bool = False
+    changes: list[StateChange] = field(default_factory=list)
+    after: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
+    visitor: Visitor
+
+    def begin(self, *_: Any) -> None:
+        """Note that forward begins."""
+        self.is_active = True
+
+    def end(self, *_: Any) -> None:
+        """Refuse what forward has changed, and put it back."""
+        self.is_active = False
+        changes = [*self.before.changes(self.reads)]
+        for one in changes:
+            if not (one.is_lazy or one.is_noted):
+                self.before.undo()
+                raise InputError.of("module", str(one))
+        self.changes += changes
+        self.after = [(one, {**vars(one)}) for one in self.before.modules.values()]
+
+    def put_back(self) -> None:
+        """Let everything hold what it held after forward, or before if there was no end; torch copies lists."""
+        self.is_active = False
+        if not self.after:
+            self.before.undo()
+        for owner, own in self.after:
+            _refill(owner, own)
+
+    def watched(self) -> WatchedState:
+        """Return what was read, with what lies there now."""
+        modules = self.before.modules
+        visitor = Visitor(self.reads, [*modules.values()])
+        self.reads[id(self.module)]["forward"] = None
+        fields: list[Fields] = []
+        for path, one in modules.items():
+            names = [*self.reads[id(one)]]
+            visitor.module(path, one, names)
+            for number, hook in enumerate(hooks_of(one) if path else ()):
+                visitor.value(hook, f"hook {number} of {path}")
+            fields.append(Fields.of(path, one, names))
+        for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
+            visitor.add(getattr(torch.nn.modules.module, name), "dict", name)
+        for label, tensor in visitor.tensors:
+            if tensor.requires_grad:
+                message = f"{label} holds a tensor with a gradient that is no parameter there; make it a parameter"
+                raise InputError.of("module", f"{message} or a submodule of the module, or an input")
+        paths = {id(one): path for path, one in modules.items()}
+        noted = [one for one in self.changes if one.is_noted and id(one.owner) in paths]
+        notes = [(paths[id(one.owner)], one.name, one.new) for one in noted]
+        return WatchedState.of(fields, [*visitor.found()], visitor.tensors, notes)
+
+
+@contextmanager
+def recorded(module: torch.nn.Module) -> Iterator[ForwardRecord]:
+    """Record what the forward pass of a module reads and writes, by hooks of the module and of its classes."""
+    modules: dict[str, torch.nn.Module] = dict(modules_of(module))
+    visitor = Visitor(None, [*modules.values()])
+    for path, one in modules.items():
+        visitor.module(path, one, [*vars(one), *methods_of(type(one))])
+        for hook in hooks_of(one):
+            visitor.value(hook, f"a hook of {path}")
+    reads: dict[int, Names] = {id(one): {} for one in visitor.open if _is_patchable(type(one))}
+    record = ForwardRecord(
+        module=module, before=Before.of(modules, visitor), reads=reads, written={key: {} for key in reads},
+        visitor=visitor,
+    )  # fmt: skip
+    handles = [module.register_forward_pre_hook(record.begin), module.register_forward_hook(record.end)]
+    kinds = {type(one): None for one in visitor.open if _is_patchable(type(one))}
+    made = {kind: _recorders(kind, record) for kind in kinds}
+    kept = {kind: {name: kind.__dict__[name] for name in own if name in kind.__dict__} for kind, own in made.items()}
+    try:
+        for kind, own in made.items():
+            for name, one in own.items():
+                type.__setattr__(kind, name, one)
+        yield record
+    finally:
+        for kind, own in made.items():
+            for name in own:
+                if name in kept[kind]:
+                    type.__setattr__(kind, name, kept[kind][name])
+                else:
+                    type.__delattr__(kind, name)
+        for handle in handles:
+            handle.remove()
+        record.put_back()
+
+
+def _is_patchable(kind: Any) -> bool:
+    return bool(kind.__flags__ & _HEAP_TYPE) and not kind.__flags__ & _IMMUTABLE
+
+
+def _recorders(kind: Any, record: ForwardRecord) -> dict[str, Any]:
+    """Return how attributes of a class are read and written so that it is recorded."""
+    read, write, reads, written = kind.__getattribute__, kind.__setattr__, record.reads, record.written
+
+    def getattribute(self: Any, name: str) -> Any:
+        if record.is_active and id(self) in reads and name not in written[id(self)]:
+            is_torch = name == "__dict__" and sys._getframe(1).f_code.co_filename.startswith(_TORCH)  # pyright: ignore
+            if not is_torch:
+                reads[id(self)][name] = None
+        return read(self, name)
+
+    def setattribute(self: Any, name: str, value: Any) -> None:
+        if record.is_active and id(self) in reads and name not in reads[id(self)]:
+            written[id(self)][name] = None
+        write(self, name, value)
+
+    return {"__getattribute__": getattribute, "__setattr__": setattribute}

@@ -1,0 +1,121 @@
+"""What a run says of itself: its steps and their phases, what each rank held and sent, its checkpoints, its end."""
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+WARM_UP = 2  # steps that allocate, connect and cache; they are no measure of the others
+WINDOW = 20  # steps whose median is compared
+SLOWER = 1.2  # times the run's own first median, above which it has become slow
+Phase = Literal["compile", "warm-up", "steady"]
+
+
+def phase_of(num_taken: int, *, compiles: bool) -> Phase:
+    """Return the phase of the next step, given how many this start of a run has taken; some devices compile first.
+
+    >>> [phase_of(taken, compiles=True) for taken in range(4)]
+    ['compile', 'warm-up', 'steady', 'steady']
+    """
+    if num_taken == 0 and compiles:
+        return "compile"
+    return "warm-up" if num_taken < WARM_UP else "steady"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedStep:
+    """One optimizer step as all ranks saw it, and how long the slowest took."""
+
+    number: int  # from 1
+    loss: float
+    norm: float
+    time_s: float
+    num_tokens: int
+    learning_rate: float | None = None
+    waited_s: float = 0.0  # for data, before the step began
+    updated: bool = True  # whether the weights took the step
+    memory_bytes: int | None = None  # the peak of a device so far; None without a device
+    phase: Phase = "steady"
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that the whole step consumed, over its time."""
+        return self.num_tokens / self.time_s
+
+
+def with_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace numbers that are not finite, which JSON cannot write, by None, and name them in ``nonfinite``.
+
+    >>> with_nulls({"step": 3, "loss": math.nan, "norm": 1.5})
+    {'step': 3, 'loss': None, 'norm': 1.5, 'nonfinite': {'loss': 'nan'}}
+    """
+    strange = {name: str(one) for name, one in record.items() if isinstance(one, float) and not math.isfinite(one)}
+    return {**record, **dict.fromkeys(strange), **({"nonfinite": strange} if strange else {})}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """What is known when a run begins: after which step, and what the user should know of it."""
+
+    step: int
+    notes: tuple[str, ...] = ()
+    trackers: tuple[tuple[str, str], ...] = ()  # which know the run, and under which ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedStep:
+    """A checkpoint that is complete.
+
+    >>> print(SavedStep(step=40, time_s=2.1, blocked_s=0.02))
+    saved step 40 in 2.1 s; updates waited 0.02 s for it
+    """
+
+    step: int
+    time_s: float
+    blocked_s: float = 0.0  # for which updates waited
+    remark: str = ""  # what else the user should know
+
+    def __str__(self) -> str:
+        """Return the report as one line, and remarks as another."""
+        line = f"saved step {self.step} in {self.time_s:.1f} s; updates waited {self.blocked_s:.2f} s for it"
+        return "\n".join(filter(None, (line, self.remark)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a rank held and sent, counted while it ran."""
+
+    # Weights, gradients, masters, optimizer; saved: the most kept for backward at a time; only what was counted.
+    memory_bytes: Mapping[str, int]
+    sent_bytes: Mapping[str, int]  # of one step, by axis, counted as the prediction does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """A run that ended well; without steps if it had taken all of them before."""
+
+    steps: tuple[TimedStep, ...]  # the last ones
+    ranks: tuple[Measured, ...]
+    signal: int = 0  # that stopped it before its last step
+    unsaved: str = ""  # why its state at the end is in no checkpoint
+
+    @property
+    def kind(self) -> Literal["run", "short"]:
+        """The kind of a measured row: a run of at most two steps is short, its times have not settled."""
+        return "run" if len(self.steps) > WARM_UP else "short"
+
+    @property
+    def step_time_s(self) -> float:
+        """The median of all steps but the first two; of a shorter run, of all."""
+        return statistics.median(step.time_s for step in self.steps[WARM_UP:] or self.steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRank:
+    """What one rank would hold and send, found in one process without the others."""
+
+    rank: int
+    alike: tuple[int, ...]  # ranks with the same prediction, itself among them
+    num_run: int  # micro-batches that were run; what the others send is added
+    measured: Measured

@@ -1,0 +1,347 @@
+"""Decoders read off their code: the models of cards again; others with the FLOPs and parameters that torch counts."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from autoshard.cost.compute import seen_share
+from autoshard.errors import InputError
+from autoshard.graph.block import OpGraph
+from autoshard.graph.decoder import decoder_graph
+from autoshard.graph.kinds.attention import Attend
+from autoshard.graph.op import Array
+from autoshard.modules.capture import capture
+from autoshard.modules.decoder.lift import lift_decoder
+from autoshard.spec.kernels import load_kernels
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.model_catalogue import load_config, load_model, model_names
+from autoshard.spec.workload import Precision, Workload
+from tests.modules.decoder import decoders
+from tests.modules.decoder.decoders import FAMILIES, LAYERS, SEQUENCES, TOKENS, Own, OwnLayer, of_transformers, own
+from tests.slower import rest_is_slow
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+OF_EACH_KIND = ("codegen25-7b", "gpt-neox-20b", "gpt2-xl", "llama3.1-405b", "mistral-7b", "mixtral-8x22b", "qwen3-8b")
+EXPERTS = {
+    "Qwen2-MoE, with a shared expert": of_transformers(
+        "Qwen2Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=32
+    ),
+    "Qwen3-MoE": of_transformers("Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "gpt-oss": of_transformers("GptOss", num_local_experts=4, num_experts_per_tok=2),
+    "Mixtral": of_transformers("Mixtral", num_local_experts=4),
+    "Mixtral, every expert apart": of_transformers("Mixtral", num_local_experts=4, experts_implementation="batched_mm"),
+}
+
+
+def lifted(module: nn.Module) -> ModelSpec:
+    return lift_decoder(capture(module.eval(), [decoders.tokens()]), module, name="mine", source="its code")
+
+
+@functools.cache
+def known(name: str) -> ModelSpec:
+    return lifted(on_meta({**FAMILIES, **EXPERTS, "Own": own}[name]))
+
+
+def on_meta(make: Any) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def graph_of(model: ModelSpec) -> OpGraph:
+    work = Workload(seq_len=TOKENS, global_batch=SEQUENCES, precision=Precision.named("bf16"))
+    return decoder_graph(model, work, load_kernels("torch_engine"), micro_batch=SEQUENCES)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in OF_EACH_KIND else pytest.mark.slow) for name in model_names()]
+)
+def test_each_card_is_found_again_in_the_code_of_transformers(name: str):
+    import transformers
+
+    config: Any = dict(load_config(name))
+    layers = "n_layer" if "n_layer" in config else "num_hidden_layers"
+    known: Any = transformers.AutoConfig.for_model(**{**config, layers: LAYERS})
+    module: Any = on_meta(lambda: transformers.AutoModelForCausalLM.from_config(known))
+    module.config.use_cache = False
+    found = lifted(module)
+    drops = dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.1 if config["model_type"] == "gpt2" else 0.0)
+    assert found == replace(load_model(name), num_layers=LAYERS, name="mine", source="its code", **drops)
+
+
+def capped(_: nn.Module, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> tuple[torch.Tensor, None]:
+    """Attention of which the scores are capped, which no config of Llama says."""
+    groups, length = query.shape[1] // key.shape[1], query.shape[2]
+    key, value = (one.repeat_interleave(groups, 1) for one in (key, value))
+    seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    scores = torch.tanh(query @ key.transpose(2, 3)).masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1) @ value).transpose(1, 2), None
+
+
+def test_code_that_does_more_than_its_config_says_is_not_the_model_of_its_config():
+    import transformers
+
+    transformers.AttentionInterface.register("capped", capped)
+    module: Any = on_meta(of_transformers("Llama"))
+    assert lifted(module).traced is None
+    module.config._attn_implementation = "capped"
+    traced = lifted(module).traced
+    assert traced and "layer: tanh of the scores of attention is not in the plan" in traced.unlifted
+    module.model.layers[0].mlp.act_fn = nn.Sequential(module.model.layers[0].mlp.act_fn, nn.Dropout(0.25))
+    traced = lifted(module).traced
+    assert traced and "dropout in training is not in the plan (model.layers.0.mlp.act_fn.1: 0.25)" in traced.unlifted
+
+
+@pytest.mark.parametrize("name", rest_is_slow(EXPERTS, 2))
+def test_experts_are_found_however_they_are_computed(name: str):
+    found = known(name)
+    assert (found.traced is None) == name.startswith("Mixtral")
+    assert (found.num_experts, found.experts_per_token, found.widths[0]) == (4, 2, 16 if "Qwen" in name else 88)
+
+
+def test_a_shared_expert_is_as_wide_as_it_is():
+    assert known("Qwen2-MoE, with a shared expert").widths == (16, 32)
+
+
+@pytest.mark.parametrize("name", rest_is_slow(["Own", *FAMILIES], 7))
+def test_a_decoder_has_the_numbers_and_the_flops_that_torch_counts(name: str):
+    make = {**FAMILIES, "Own": own}[name]
+    module, model = make(), known(name)
+    assert model.num_parameters == sum(one.numel() for one in module.parameters())
+    if config := getattr(module, "config", None):
+        config._attn_implementation = "eager"  # torch counts nothing for its fused attention
+    with FlopCounterMode(display=False) as counter:
+        module.eval()(decoders.tokens("cpu"))
+    graph = graph_of(model)
+    ours = sum(block.repeat * block.matrix_flops("F", graph.sizes) for block in graph.blocks)
+    counts = counter.get_flop_counts()
+    angles = sum(sum(of.values()) for path, of in counts.items() if path.endswith("rotary_emb"))  # of all positions
+    assert ours == sum(counts["Global"].values()) - angles
+
+
+NOTES: Mapping[str, tuple[str, ...]] = {
+    "Cohere": ("head: mul_own (mul) is planned by its work alone",),
+    "Gemma 2": (
+        "embedding: mul_own (mul) is planned by its work alone",
+        "layer: tanh of the scores of attention is not in the plan",
+        "1 of 2 layers see only 8 tokens; each layer is planned with the mean time of all",
+        "head: div_tanh_mul_own (div, tanh, mul) is planned by its work alone",
+    ),
+    "OLMo 2": (
+        "layer: q_own (pow, mean, add, rsqrt, mul) is planned by its work alone",
+        "layer: k_own (pow, mean, add, rsqrt, mul) is planned by its work alone",
+    ),
+    "Phi-3": (),
+    "StableLM": (),
+}
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_what_is_not_in_the_plan_is_said(name: str):
+    model = known(name)
+    assert model.traced and model.traced.unlifted == NOTES[name]
+
+
+@pytest.mark.slow
+def test_the_table_of_the_documentation_is_what_is_found(section_of_any_module: Callable[[str, Sequence[str]], None]):
+    rows = ["| decoder | not in the plan, or planned by its work alone |", "| --- | --- |"]
+    for name in sorted({**FAMILIES, **EXPERTS}):
+        traced = known(name).traced
+        said = "; ".join(traced.unlifted) if traced else "nothing: it is the model of its config"
+        rows.append(f"| {name} | {said or 'nothing'} |")
+    section_of_any_module("decoders", rows)
+
+
+def test_a_window_that_all_layers_have_is_theirs():
+    model = known("Gemma 3")
+    attends = [op.kind for op in graph_of(model).block("layer").select("micro_batch", "F") if op.name == "attend"]
+    assert model.window == 8 and attends == [Attend(window=8)]
+
+
+def test_layers_with_several_windows_have_the_mean_of_the_pairs_that_each_window_lets_see():
+    (attend,) = (op.kind for op in graph_of(known("Gemma 2")).block("layer").ops if op.name == "attend")
+    assert attend == Attend(windows=((8, 1), (None, 1))) and known("Gemma 2").window is None
+    for length, stretches in ((24, 1), (4096, 2)):
+        each = [seen_share(Attend(window=window), length, stretches, 1) for window in (8, None)]
+        assert seen_share(Attend(windows=((8, 1), (None, 1))), length, stretches, 1) == pytest.approx(sum(each) / 2)
+        assert seen_share(Attend(windows=((8, 5), (None, 1))), length, stretches, 1) == pytest.approx(
+            (5 * each[0] + each[1]) / 6
+        )
+
+
+# -- the lines compute what the code computes ----------------------------------------------------------
+
+
+HF_ATTENTION = {
+    "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
+    "attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
+}  # fmt: skip
+GATED = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
+PLAIN = {"embed": "model.embed_tokens", "final_norm": "model.norm", "unembed": "lm_head", "layers": "model.layers"}
+PATHS: Mapping[str, Mapping[str, str]] = {  # by family: of what the lines call otherwise
+    "StableLM": {**HF_ATTENTION, **GATED, **PLAIN},
+    "StarCoder 2": {**HF_ATTENTION, **PLAIN, "up": "mlp.c_fc", "down": "mlp.c_proj"},
+    "Phi": {
+        **HF_ATTENTION, **PLAIN, "o": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2",
+        "final_norm": "model.final_layernorm",
+    },
+    "Own": {
+        "embed": "words", "place": "places", "q": "query", "k": "key", "v": "value", "o": "mix", "up": "widen",
+        "down": "narrow", "attn_norm": "first", "mlp_norm": "second", "final_norm": "norm", "unembed": "out",
+        "layers": "blocks",
+    },
+}  # fmt: skip
+
+
+def logits_of_lines(module: nn.Module, model: ModelSpec, paths: Mapping[str, str], words: Array) -> Array:
+    """Run the lines in numpy with the module's weights, layer by layer."""
+    graph, weights = graph_of(model), dict(module.named_parameters(remove_duplicate=False))
+    carried: Array = np.zeros(0)
+    for number, (name, block) in enumerate(graph.instances()):
+        values: dict[str, Array] = {
+            "x": carried, "tokens": words, "positions": np.arange(TOKENS), "key_positions": np.arange(TOKENS)
+        }  # fmt: skip
+        before = f"{paths['layers']}.{number - 1}." if name.startswith("layer") else ""
+        for tensor in block.parameters:
+            own_name, _, which = tensor.name.rpartition(".")
+            weight = weights[before + paths[own_name.removesuffix("_shift")] + "." + which]
+            values[tensor.name] = weight.detach().numpy().reshape([graph.sizes[dim] for dim in tensor.dims])
+        ops = block.select("micro_batch", "F")
+        ends = [place for place, op in enumerate(ops) if op.name.startswith("unembed") and op.outputs[0] == op.name]
+        ops = ops if name != "head.0" else ops[: ends[-1] + 1]  # the loss follows
+        block.run(ops, graph.sizes, values)
+        carried = values[ops[-1].outputs[0]]
+    return carried
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_the_lines_compute_what_the_code_computes(name: str):
+    torch.manual_seed(0)
+    module = {**FAMILIES, "Own": own}[name]().double().eval()
+    words = torch.randint(0, decoders.VOCABULARY, (SEQUENCES, TOKENS))
+    expected = module(words)
+    ours = logits_of_lines(module, lifted(module), PATHS[name], words.numpy())
+    theirs = getattr(expected, "logits", expected).detach().numpy()
+    np.testing.assert_allclose(ours, theirs, atol=2e-5 * np.abs(theirs).max())  # some norms and angles are of FP32
+
+
+# -- what only looks like an operation of the planner ----------------------------------------------------
+
+
+class Leaning(nn.Module):
+    """What a norm reads and gives, with a mean and a weight, and yet none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - self.weight * x.square().mean(-1, keepdim=True)
+
+
+class LeaningLayer(OwnLayer):
+    """A layer with what is no norm before its MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = Leaning()
+
+
+class Placed(nn.Module):
+    """A product to which a table of positions is added, where others turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.product(x).view(*x.shape[:2], 8, 8)
+        return made + torch.arange(x.shape[1], device=x.device, dtype=x.dtype)[:, None, None]
+
+
+class PlacedLayer(OwnLayer):
+    """A layer whose queries know their positions by a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = Placed()
+
+
+@pytest.mark.parametrize(("layer", "own_line"), [(LeaningLayer, "square_mean_mul_own"), (PlacedLayer, "q_own")])
+def test_what_only_looks_like_a_norm_or_a_rotation_is_work_that_is_said(layer: type[OwnLayer], own_line: str):
+    model = lifted(on_meta(lambda: with_layers(layer, layer)))
+    assert model.traced and any(note.startswith(f"layer: {own_line} (") for note in model.traced.unlifted)
+    assert any(line.startswith(f"{own_line} = Opaque") for line in model.traced.layer)
+
+
+# -- what is refused, and why -----------------------------------------------------------------------
+
+
+class Otherwise(OwnLayer):
+    """A layer with another activation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attended(self.first(x))
+        return x + self.narrow(torch.relu(self.widen(self.second(x))))
+
+
+class Open(OwnLayer):
+    """Attention that sees all tokens."""
+
+    def attended(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (*x.shape[:2], 8, 8)
+        query, key, value = (one(x).view(shape).transpose(1, 2) for one in (self.query, self.key, self.value))
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, seen)
+        return self.mix(mixed.transpose(1, 2).reshape(x.shape))
+
+
+class Twice(Own):
+    """Every layer reads the embedding as well."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        first = x = self.words(tokens)
+        for block in self.blocks:
+            x = block(x) + first
+        return self.out(self.norm(x))
+
+
+def with_layers(*kinds: type[OwnLayer]) -> nn.Module:
+    module = Own()
+    module.blocks = nn.ModuleList(kind() for kind in kinds)
+    return module
+
+
+REFUSED: Mapping[str, tuple[Any, str]] = {
+    "layers that differ": (
+        lambda: with_layers(OwnLayer, Otherwise), "blocks.1: differs from the first layer: act = Unary"
+    ),
+    "attention that is not causal": (lambda: with_layers(Open, Open), "blocks.0: has attention that is not causal"),
+    "two tensors that go on": (Twice, "the head: reads 2 tensors of earlier parts (add"),
+    "experts that no topk chooses": (
+        of_transformers("Phimoe", num_local_experts=4, num_experts_per_tok=2),
+        "model.layers.0.mlp.experts: computes grouped_mm",
+    ),
+    "heads of two sizes": (
+        of_transformers(
+            "DeepseekV3", "head_dim", num_key_value_heads=8, q_lora_rank=16, kv_lora_rank=8, qk_rope_head_dim=4,
+            qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+            first_k_dense_replace=0, moe_intermediate_size=16,
+        ),
+        "attention: has heads of 12 for keys and of 8 for values",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_stack_of_equal_layers_is_refused_with_the_reason(name: str):
+    make, reason = REFUSED[name]
+    with pytest.raises(InputError) as refused:
+        lifted(on_meta(make))
+    assert str(refused.value).startswith(reason)

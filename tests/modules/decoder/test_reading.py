@@ -1,0 +1,208 @@
+"""Decoders of users' functions, planned by the command: answers, plan files, and what is wrong with functions."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autoshard
+from autoshard.cli import main
+from autoshard.errors import InputError
+from autoshard.modules.decoder.reading import decoder_of
+from autoshard.spec.model_catalogue import load_config
+from tests.modules.decoder.decoders import FAMILIES
+from tests.slower import rest_is_slow
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+SOURCE = f"""
+import torch, transformers
+from torch import nn
+from tests.modules.decoder.decoders import FAMILIES, OwnLayer, Own
+
+CARD = {load_config("tiny-llama")!r}
+
+def of_a_card():
+    config = transformers.AutoConfig.for_model(**CARD)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+def gemma():
+    return FAMILIES["Gemma 2"]()
+
+def olmo():
+    return FAMILIES["OLMo 2"]()
+
+class SummedLayer(OwnLayer):
+    def forward(self, x):
+        return super().forward(x + x.cumsum(1))
+
+def summed():
+    model = Own(layers=4)
+    model.blocks = nn.ModuleList(SummedLayer() for _ in range(4))
+    return model
+
+def own():
+    return Own(layers=8)
+
+def with_inputs():
+    return Own(), {{"tokens": torch.zeros(2, 16, dtype=torch.int64)}}
+
+def looks_at_numbers():
+    model = Own()
+    assert float(model.norm.weight.sum()) == 64
+    return model
+
+def number():
+    return 3
+
+def broken():
+    raise KeyError("no such size")
+
+class Short(Own):
+    def forward(self, tokens):
+        assert tokens.shape[1] <= 64, "too long"
+        return super().forward(tokens)
+
+def short():
+    return Short()
+
+class Branches(Own):
+    def forward(self, tokens):
+        x = self.words(tokens)
+        return self.out(x) if x.sum() > 0 else super().forward(tokens)
+
+def branches():
+    return Branches()
+"""
+Shown = Callable[[str], tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def typed(capsys: pytest.CaptureFixture[str]) -> Shown:
+    def run(line: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(line.split())
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_code_that_a_card_says_is_planned_as_the_card_is(typed: Shown):
+    sizes = "--cluster local --ranks 4 --seq-len 64 --json"
+    code, of_code, _ = typed(f"plan --module mine.py:of_a_card {sizes} --out code.json")
+    again, of_card, _ = typed(f"plan --model tiny-llama {sizes} --out card.json")
+    assert code == again == 0
+    answers = [json.loads(text) for text in (of_code, of_card)]
+    plans = [answer["plan"] for answer in answers]
+    assert {**plans[0], **of_its_own(plans[1])} == plans[1]
+    assert plans[0]["prediction"] == {**plans[1]["prediction"], "of": plans[0]["prediction"]["of"]}
+    assert typed("run code.json --dry-run")[0] == 0
+
+
+def of_its_own(plan: Any) -> dict[str, Any]:
+    """What two plans of one model by two names do not share."""
+    return {key: plan[key] for key in ("model", "prediction", "provenance")}
+
+
+@pytest.mark.parametrize("name", rest_is_slow(["own", "olmo", "gemma", "summed"], 2))
+def test_code_that_no_card_says_is_searched_explained_and_proven(name: str, typed: Shown):
+    asked = "--cluster local --ranks 8 --seq-len 32 --global-batch 16 --fix tp=2,pp=2,dp=2 --out plan.json"
+    code, out, err = typed(f"plan --module mine.py:{name} {asked}")
+    assert code == 0, err
+    assert "pipeline 2" in out and ("not as in the code: head: div_tanh_mul_own" in out) == (name == "gemma")
+    code, out, _ = typed("verify plan.json")
+    assert code == 0 and "is legal on" in out and "equal   layer" in out and "DIFFERS" not in out.upper()
+    code, out, _ = typed("explain plan.json")
+    assert code == 0 and "layer, " in out
+    code, _, err = typed("run plan.json --dry-run")
+    assert code == 2 and "was read off its code" in err and "autoshard run trains models of cards" in err
+
+
+def test_code_that_changes_after_it_was_planned_is_told(typed: Shown):
+    typed("plan --module mine.py:own --cluster local --ranks 4 --seq-len 32 --fix tp=2 --out plan.json")
+    assert typed("verify plan.json --module mine.py:own")[0] == 0
+    Path("mine.py").write_text(SOURCE.replace("layers=8", "layers=6"))
+    code, out, _ = typed("verify plan.json --module mine.py:own")
+    words = " ".join(out.split())
+    assert code == 1 and "the code of mine.py:own has changed: num_layers was 8 and is 6. Plan again" in words
+
+
+def test_an_edited_line_of_a_model_shows(typed: Shown):
+    typed("plan --module mine.py:own --cluster local --ranks 4 --seq-len 32 --fix tp=2 --out plan.json")
+    text = Path("plan.json").read_text()
+    Path("plan.json").write_text(
+        text.replace("mlp_add = Add of attn_add, down_shift", "mlp_add = Add of attn_add, downs")
+    )
+    code, out, _ = typed("verify plan.json")
+    assert code == 1 and "refused model.traced.mlp_add: reads downs, which no line before gives" in out
+
+
+def test_a_function_may_give_inputs_and_look_at_numbers():
+    assert decoder_of("mine.py:with_inputs").num_layers == decoder_of("mine.py:looks_at_numbers", 32).num_layers == 2
+
+
+def test_a_module_at_hand_is_read_and_planned_and_stays_as_it_is():
+    module: Any = FAMILIES["Phi-3"]()
+    module.config.use_cache = True
+    model = autoshard.read_decoder(module.train(), seq_len=32)
+    assert (
+        model.traced and model.name == "Phi3ForCausalLM" and (module.training, module.config.use_cache) == (True, True)
+    )
+    result = autoshard.plan(model, "local", seq_len=32, global_batch=8, fix={"tp": 2})
+    assert result.plan.mesh.size("tp") == 2 and result.plan.model == model
+
+
+def test_a_module_that_can_be_imported_is_read():
+    assert decoder_of("tests.modules.decoder.decoders:own", 32).num_layers == 2
+
+
+WRONG = {
+    "mine.py": "--module: mine.py names no function. Write FILE.py:FUNCTION or package.module:FUNCTION",
+    "mine.py:nobody": "--module: mine.py has no function nobody",
+    "nowhere.py:make": "--module: there is no file nowhere.py",
+    "no.such.package:make": "--module: no.such.package cannot be imported",
+    "mine.py:number": "--module: mine.py:number must return a torch.nn.Module, or a module and its inputs by name",
+    "mine.py:broken": "--module mine.py:broken: raised KeyError: 'no such size'",
+    "mine.py:short": 'in forward assert tokens.shape[1] <= 64, "too long": cannot be traced: AssertionError: too long',
+}
+
+
+@pytest.mark.parametrize("where", WRONG)
+def test_what_is_wrong_with_a_function_is_told(where: str):
+    with pytest.raises(InputError) as refused:
+        decoder_of(where)
+    assert str(refused.value).startswith("--module") and WRONG[where] in str(refused.value)
+
+
+def test_a_branch_on_numbers_is_told_with_its_line():
+    with pytest.raises(InputError, match="decides by numbers that only a run knows") as refused:
+        decoder_of("mine.py:branches", 32)
+    assert "if x.sum() > 0" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("plan --module mine.py:own --model llama3-8b", "--module: is the model; leave out --model"),
+        (
+            "plan --cluster local",
+            "--model: missing. Type a name of autoshard list models, the path of a config.json, or",
+        ),
+        ("plan --module mine.py:own --like plan.json", "--like: asks about the model of that plan; leave out --module"),
+        (
+            "plan --module mine.py:own --cluster trn1 --engine nxd --seq-len 32",
+            "NxD has no layers for it",
+        ),
+    ],
+)
+def test_contradictions_are_told(line: str, told: str, typed: Shown):
+    code, _, err = typed(line)
+    assert code in (1, 2) and told in err

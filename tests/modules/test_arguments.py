@@ -1,0 +1,125 @@
+"""Arguments of operations: each one that torch knows is in a rule, or keeps its operation whole, or is refused."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from autoshard.errors import InputError
+from autoshard.modules.capture import _SAME, capture  # pyright: ignore[reportPrivateUsage]
+from autoshard.modules.rules import RULES
+from autoshard.modules.rules.arguments import PLACING, READ, SPARSE
+from autoshard.modules.shard import shard_module
+
+# Of these the operation is kept whole, or cut as probing finds.
+UNREAD = {
+    ("addmm", "out_dtype"), ("baddbmm", "out_dtype"), ("bmm", "out_dtype"), ("mm", "out_dtype"), ("view", "dtype"),
+}  # fmt: skip
+
+
+def schemas() -> Iterator[tuple[str, Any]]:
+    """Yield the schemas of functions of tensors that have a rule."""
+    for name in sorted({*RULES, *_SAME}):
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads():
+            schema = getattr(packet, overload)._schema
+            gives = {str(one.type) for one in schema.returns}
+            takes = {str(one.type) for one in schema.arguments}
+            of_tensors = gives <= {"Tensor", "List[Tensor]"} and takes & {"Tensor", "List[Tensor]"}
+            of_lists = any(one.name in ("a", "l", "el", "list") or "Dict" in str(one.type) for one in schema.arguments)
+            if of_tensors and not of_lists and not schema.is_mutable and "out" not in overload:
+                yield name, schema
+
+
+def test_every_argument_that_torch_knows_is_read_or_keeps_its_operation_whole():
+    found = {(name, one.name) for name, schema in schemas() for one in schema.arguments}
+    known = {(name, argument) for name, own in READ.items() for argument in own}
+    unknown = {pair for pair in found - known if pair[1] not in PLACING | SPARSE} - UNREAD
+    assert not unknown, "write them into a rule and into rules/arguments.py, or into UNREAD"
+    assert not known - found - {("detach", "self"), *(("fill", one) for one in ("self", "value"))}, "torch lacks them"
+    assert {*RULES, *_SAME} <= {*READ}
+
+
+def test_an_argument_that_a_new_torch_has_is_seen(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tests.modules.test_arguments.READ", {**READ, "softmax": READ["softmax"] - {"dtype"}})
+    with pytest.raises(AssertionError, match="softmax"):
+        test_every_argument_that_torch_knows_is_read_or_keeps_its_operation_whole()
+
+
+class Table(nn.Module):
+    """Takes rows of a table, most of them more than once."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.e, self.a = nn.Embedding(5, 8, **options), nn.Linear(8, 8)
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        return self.a(self.e(index))
+
+
+@pytest.mark.parametrize("options", [{}, {"scale_grad_by_freq": True}, {"padding_idx": 1}])
+def test_rows_of_a_table_have_the_gradient_of_the_whole_batch(options: dict[str, Any]):
+    index = torch.arange(32).reshape(8, 4) % 5
+    module = Table(**options).double()
+    found = shard_module(module, [index], "h100-80", "data=8", pins={"a.weight": "[_, _]"})
+    assert max(one.error for one in found.prove(module, [index])) < 1e-12
+
+
+class Of(nn.Module):
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.function, self.a = function, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return self.function(self.a(x), index)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, index: F.embedding(index, x, sparse=True),
+        lambda x, index: torch.gather(x, 0, index[:, None].expand(-1, 8), sparse_grad=True),
+        lambda x, index: x.relu().to_sparse().to_dense(),
+    ],
+)
+def test_what_is_sparse_is_refused_with_its_line(function: Any):
+    with pytest.raises(InputError, match=r"sparse.*\n?") as caught:
+        capture(Of(function), [torch.ones(8, 8), torch.arange(4)])
+    assert "test_arguments.py" in str(caught.value)
+
+
+@torch.library.custom_op("autoshard_tests::relu6", mutates_args=())
+def named_apart(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("autoshard_tests::softmax", mutates_args=())
+def named_alike(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.softmax(0)
+
+
+@pytest.mark.parametrize("function", [named_apart, named_alike])
+def test_a_users_operation_is_no_operation_of_torch_because_of_its_name(function: Any):
+    function.register_fake(lambda x, *_: torch.empty_like(x))
+    given = (1,) if function is named_alike else ()
+    captured = capture(Of(lambda x, _: function(x, *given)), [torch.ones(8, 8), torch.arange(4)])
+    (line,) = captured.program.kept_whole
+    assert "autoshard_tests" in line
+
+
+def bits(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return x * (x.detach().view(torch.int64) > 0)
+
+
+def parts(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x[:, -100:4], x[:, -4:], x[:, 1:7:2], x[:, 2:100]], dim=1)
+
+
+@pytest.mark.parametrize("function", [bits, parts])
+def test_arguments_out_of_the_ordinary_are_right(function: Any):
+    module, inputs = Of(function).double(), [torch.randn(8, 8, dtype=torch.float64), torch.arange(4)]
+    found = shard_module(module, inputs, "h100-80", "data=8")
+    assert max(one.error for one in found.prove(module, inputs)) < 1e-12

@@ -1,0 +1,221 @@
+"""Calls of a sharded module that differ from the first: other shapes, modes, gradients, formats."""
+
+import copy
+import random
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from autoshard.errors import InputError
+from autoshard.modules.shard import shard_module
+from autoshard.modules.sharded import ShardedModule, run_on, shard
+from autoshard.spec.cluster_catalogue import load_cluster
+from tests.modules.models import model
+from tests.modules.test_sharded import cut_at_random
+from tests.ranks.spawn import Replaced, on_ranks
+from tests.slower import rest_is_slow
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+_MESH = (2, 2), ("data", "model")
+
+
+class Convnet(nn.Module):
+    """A net with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Linear(8 * 16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.norm(self.first(x))).flatten(1))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded(module: nn.Module, inputs: Any, seed: int, results: list[str] | None = None) -> nn.Module:
+    """A module with random legal cuts of all operations, and weights that rest in random pieces."""
+    found = shard_module(module, inputs, load_cluster("local", ranks=4), dict(zip(_MESH[1], _MESH[0], strict=True)),
+                         precision="fp32", results=results)  # fmt: skip
+    devices = init_device_mesh("cpu", _MESH[0], mesh_dim_names=_MESH[1])
+    return run_on(module, cut_at_random(found, random.Random(seed)), devices)
+
+
+def gradients(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
+    """Return the whole gradients, which lie as their parameters do, and drop them."""
+    found = {path: None if one.grad is None else whole(one.grad).clone() for path, one in module.named_parameters()}
+    for one in module.parameters():
+        if isinstance(one, DTensor) and isinstance(one.grad, DTensor):
+            assert one.grad.placements == one.placements
+    module.zero_grad()
+    return found
+
+
+def differences(plain: nn.Module, module: nn.Module, run: Callable[[nn.Module], torch.Tensor]) -> float:
+    """Compare results, gradients and buffers after a call of both."""
+    results = [whole(run(one)) for one in (plain, module)]
+    worst = float((results[0] - results[1]).detach().abs().max())
+    if results[0].requires_grad:
+        for one in results:
+            one.square().sum().backward()  # pyright: ignore[reportUnknownMemberType]
+    (wanted, found) = (gradients(one) for one in (plain, module))
+    for path, one in wanted.items():
+        other = found[path]
+        assert (one is None) == (other is None), path
+        worst = max(worst, float((one - other).abs().max()) if one is not None and other is not None else 0.0)
+    pairs = zip(plain.buffers(), module.buffers(), strict=True)
+    return max(worst, *(float((one - other).abs().max()) for one, other in pairs))
+
+
+def modes(seed: int) -> tuple[list[float], int]:
+    """Call a net in its modes: as it was traced, with fewer images, evaluating, and with a part that is frozen."""
+    torch.manual_seed(0)
+    plain, x = Convnet().double(), torch.randn(8, 3, 4, 4, dtype=torch.float64)
+    module, found = sharded(copy.deepcopy(plain), [x], seed), list[float]()
+
+    def both(change: Callable[[Any], object]) -> None:
+        for one in (plain, module):
+            change(one)
+
+    found.append(differences(plain, module, lambda one: one(x)))
+    found.append(differences(plain, module, lambda one: one(x[:5])))
+    both(lambda one: one.eval())
+    with torch.no_grad():
+        found.append(differences(plain, module, lambda one: one(x)))
+    both(lambda one: one.train().norm.eval())
+    found.append(differences(plain, module, lambda one: one(x)))
+    both(lambda one: (one.norm.train(), one.first.requires_grad_(False)))
+    found.append(differences(plain, module, lambda one: one(x)))
+    both(lambda one: one.first.requires_grad_(True))
+    image = x.clone().requires_grad_()
+    found.append(differences(plain, module, lambda one: one(image)))
+    wanted = cast(torch.Tensor, image.grad) / 2  # both have added theirs
+    image.grad = None
+    plain(image).square().sum().backward()
+    found.append(float((wanted - cast(torch.Tensor, image.grad)).abs().max()))
+    return found, len(cast(ShardedModule, module).autoshard.runners)
+
+
+@pytest.mark.parametrize("seed", rest_is_slow([0, 1]))
+def test_a_module_is_traced_again_for_other_shapes_modes_and_gradients(seed: int):
+    for found, programs in on_ranks(4, modes, seed):
+        assert len(found) == 7 and max(found) < 1e-12 and programs == 6
+
+
+def language(seed: int) -> list[float]:
+    """Train a Llama with whole and partial batches; evaluate it without labels."""
+    torch.manual_seed(0)
+    plain, inputs = model("Llama", 2)
+    tokens, module = inputs["input_ids"], sharded(copy.deepcopy(plain), inputs, seed, ["loss"])
+    found: list[float] = []
+    for count in (4, 3, 4):
+        found.append(
+            differences(plain, module, lambda one, n=count: one(input_ids=tokens[:n], labels=tokens[:n])["loss"])
+        )
+    with torch.no_grad():
+        found.append(differences(plain, module, lambda one: one(input_ids=tokens[:2]).logits))
+    return found
+
+
+@pytest.mark.slow
+def test_a_language_model_is_evaluated_without_labels():
+    for found in on_ranks(4, language, 0):
+        assert len(found) == 4 and max(found) < 1e-5, found
+
+
+def under_autocast(name: str) -> tuple[bool, list[tuple[float, float]]]:
+    """Return whether formats are equal, and how far numbers are from those in FP32: plain ones, and sharded ones."""
+    torch.manual_seed(0)
+    plain, inputs = model(name, 2)
+    plain = plain.float()
+    module = sharded(copy.deepcopy(plain), inputs, 0, ["loss", "logits"])
+    logits, rows = list[torch.Tensor](), list[torch.Tensor]()
+    for one, casts in ((plain, False), (plain, True), (module, True)):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts):
+            result = one(**inputs)
+        result["loss"].backward()
+        logits.append(whole(result["logits"]).detach())
+        rows.append(torch.cat([cast(torch.Tensor, own).flatten() for own in gradients(one).values()]))
+    far = [(float((own - exact).norm()), float((ours - exact).norm())) for exact, own, ours in (logits, rows)]
+    return logits[1].dtype == logits[2].dtype, far
+
+
+@pytest.mark.parametrize("name", rest_is_slow(["Llama", "GPT-2"]))
+def test_autocast_rounds_as_it_does_in_the_plain_module(name: str):
+    for same, far in on_ranks(4, under_autocast, name):
+        assert same and all(0.7 < ours / plain < 1.4 for plain, ours in far), far  # of numbers in FP32 it would be 0
+
+
+def without_numbers(kind: str) -> float:
+    """Shard a module that has no numbers yet, and give each rank its part of them."""
+    torch.manual_seed(0)
+    plain, inputs = (Convnet(), {"x": torch.randn(4, 3, 4, 4)}) if kind == "net" else model("Llama", 2)
+    plain = plain.float()
+    module = shard(copy.deepcopy(plain).to("meta"), inputs, "data=2,model=2", pins={"*head.weight": "[_/model, _]"})
+    assert all(cast(DTensor, one).to_local().is_meta for one in module.parameters())
+    module.to_empty(device="cpu")
+    whole_state = {path: one.detach().clone() for path, one in plain.state_dict().items()}
+    set_model_state_dict(module, whole_state, options=StateDictOptions(full_state_dict=True))
+    for one, own in zip(plain.buffers(), module.buffers(), strict=True):  # not all are part of the state
+        own.copy_(one)
+    return differences(plain, module, lambda one: one(**inputs) if kind == "net" else one(**inputs)["loss"])
+
+
+@pytest.mark.parametrize("kind", rest_is_slow(["net", "Llama"]))
+def test_a_module_may_get_its_numbers_after_it_was_sharded(kind: str):
+    assert max(on_ranks(4, without_numbers, kind)) < 2e-5
+
+
+def no_driver(check_available: bool = False) -> torch.device | None:
+    """What PyTorch built for CUDA says of a machine without a GPU."""
+    return None if check_available else torch.device("cuda")
+
+
+def test_a_module_without_numbers_lies_on_processors_where_no_accelerator_is_there():
+    known: list[Replaced] = [(torch.accelerator, "current_accelerator", no_driver)]
+    assert max(on_ranks(4, without_numbers, "net", replaced=known)) < 2e-5
+
+
+def many() -> list[str]:
+    module = shard(nn.Linear(4, 4), [torch.ones(1, 4)], "data=2")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for count in range(1, 12):
+            module(torch.ones(count, 4))
+    return [str(one.message) for one in told if "kinds of calls" in str(one.message)]
+
+
+def test_many_kinds_of_calls_are_told_once():
+    for found in on_ranks(2, many):
+        assert len(found) == 1 and "traced for 8 kinds of calls" in found[0]
+
+
+class Shuffles(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[torch.randperm(x.shape[0])] if self.training else x
+
+
+def refused() -> str:
+    module = nn.Sequential(nn.Linear(4, 4), Shuffles()).eval()
+    module = shard(module, [torch.ones(2, 4)], "data=2")
+    paths = [path for path, _ in module.named_parameters()]
+    try:
+        module.train()(torch.ones(2, 4))
+    except InputError as error:
+        module.eval()(torch.ones(2, 4))
+        assert [path for path, _ in module.named_parameters()] == paths and "Sharded" in type(module).__name__
+        return str(error)
+    return ""
+
+
+def test_a_call_that_cannot_be_traced_is_refused_and_changes_nothing():
+    for found in on_ranks(2, refused):
+        assert "randperm draws random numbers" in found

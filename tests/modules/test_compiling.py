@@ -1,0 +1,171 @@
+"""Sharded modules in compiled functions: the numbers of the plain module, one compilation of equal layers."""
+
+import copy
+import random
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoshard.engine.torch.compiled as compiled
+import autoshard.modules.running.compiling as compiling
+from autoshard.modules.local import local
+from autoshard.modules.sharded import ShardedModule, run_on, shard
+from autoshard.runtime.machine import missing_compiler
+from tests.modules.modules import MODULES, SINGLE
+from tests.modules.test_sharded import cut_at_random, difference, traced
+from tests.ranks.spawn import Replaced, on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+compiler = pytest.mark.skipif(bool(missing_compiler("cpu")), reason="no compiler here")
+
+
+def as_they_are(_: torch.device) -> Callable[..., Any]:
+    return lambda piece, _: piece
+
+
+def differences(names: Sequence[str]) -> dict[str, float]:
+    devices = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    found: dict[str, float] = {}
+    for name in names:
+        whole, inputs, sharding = traced(name, "a=2")
+        plain, module = copy.deepcopy(whole), copy.deepcopy(whole)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*without being compiled")
+            run_on(module, cut_at_random(sharding, random.Random(0)), devices, compiles=True)
+            found[name] = difference(plain, module, inputs)
+        with torch.no_grad():
+            wanted, own = plain(*inputs), module(*inputs)
+        found[f"{name} alone"] = float((wanted - own).abs().max() / wanted.abs().max())
+    return found
+
+
+def hold(names: Sequence[str], *replaced: Replaced) -> None:
+    for found in on_ranks(2, differences, names, timeout_s=600, replaced=replaced):
+        wrong = {
+            name: one for name, one in found.items() if one > (1e-6 if name.removesuffix(" alone") in SINGLE else 1e-11)
+        }
+        assert not wrong and len(found) == 2 * len(names), wrong
+
+
+@pytest.mark.parametrize("names", [tuple(MODULES)[3::12], pytest.param(tuple(MODULES), marks=pytest.mark.slow)])
+def test_functions_that_a_compiler_takes_compute_what_the_plain_module_does(names: Sequence[str]):
+    hold(names, (compiling, "compiler_of", as_they_are))
+
+
+_COMPILED = (
+    "square weight with residual", "Llama layer", "convnet, batch norm in training", "mixture of experts by slots",
+)  # fmt: skip
+
+
+@compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _COMPILED)
+def test_compiled_modules_compute_what_the_plain_module_does(name: str):
+    hold([name])
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = torch.nn.LayerNorm(8), torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def stack(layers: int) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(Layer() for _ in range(layers))).double()
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(4, 6, 8, dtype=torch.float64)
+
+
+def num_compiled(layers: int) -> tuple[float, int]:
+    """The difference from the plain module, and how many functions were compiled."""
+    module, x = stack(layers), batch()
+    plain, given = copy.deepcopy(module), list[object]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiling, "compiler_of", lambda _: lambda piece, _: given.append(piece) or piece)
+        worst = difference(plain, shard(module, [x], "a=2", compile=True), [x])
+    return worst, len(given)
+
+
+def test_equal_layers_are_compiled_once():
+    few, many = on_ranks(2, num_compiled, 3), on_ranks(2, num_compiled, 5)
+    assert max(worst for worst, _ in (*few, *many)) < 1e-12
+    assert [count for _, count in few] == [count for _, count in many]
+    assert few[0][1] > 0
+
+
+def failing(place: str) -> list[str]:
+    """The warnings where something fails; the numbers are right."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError("no such machine")
+
+    module, x = stack(2), batch()
+    plain = copy.deepcopy(module)
+    with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiling if place == "make_fx" else compiled, place, fail)
+        warnings.simplefilter("default")
+        worst = difference(plain, shard(module, [x], "a=1", compile=True), [x])
+    assert worst < 1e-12
+    return [str(one.message) for one in caught if "compiled" in str(one.message)]
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("compile_fx_inner", "a part of the module runs without being compiled: no such machine"),
+        ("make_fx", "the module runs without being compiled: no such machine"),
+    ],
+)
+def test_what_is_not_compiled_runs_as_it_is_with_one_warning(place: str, says: str):
+    assert on_ranks(1, failing, place) == [[says]]
+
+
+@local("batch seq _ -> batch seq _")
+def damped(x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    while float(y.detach().abs().max()) > 1:
+        y = torch.where(y.abs() > 1, y * 0.5, y)
+    return y
+
+
+class Damped(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return damped(super().forward(x))
+
+
+def marked() -> float:
+    torch.manual_seed(0)
+    module, x = Damped().double(), batch()
+    plain = copy.deepcopy(module)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*without being compiled")
+        return difference(plain, shard(module, [x], "a=2", compile=True), [x])
+
+
+def test_a_function_that_the_user_marks_is_called_as_it_is():
+    assert max(on_ranks(2, marked, replaced=[(compiling, "compiler_of", as_they_are)])) < 1e-12
+
+
+def most_values(layers: int) -> int:
+    """How many values there are at most at once in the backward pass, besides gradients of parameters."""
+    passes = cast(ShardedModule, shard(stack(layers), [batch()], "a=1")).autoshard.first.program.trained
+    alive, most = set[str](), 0
+    for step in passes.backward:
+        alive |= {*step.writes} - {*passes.gradients}
+        most = max(most, len(alive))
+        alive -= {*step.drops}
+    return most
+
+
+def test_gradients_of_activations_are_not_kept_until_the_end_of_backward():
+    assert on_ranks(1, most_values, 3) == on_ranks(1, most_values, 6)

@@ -1,0 +1,302 @@
+"""Sharded modules on several processes: they train as the plain module does, with torch's own optimizers and tools."""
+
+import copy
+import functools
+import gc
+import math
+import random
+import re
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from autoshard.blocks.choices import OpChoice, op_cuts
+from autoshard.blocks.problem import state_bytes, weights_of
+from autoshard.errors import InputError
+from autoshard.layout.legal import cut_operations
+from autoshard.modules.shard import ModuleSharding, setting_of, shard_module, sizes_of
+from autoshard.modules.sharded import run_on, shard
+from autoshard.spec.cluster_catalogue import load_cluster
+from tests.modules.modules import MODULES, SINGLE, made
+from tests.ranks.spawn import RankFailed, on_ranks
+from tests.slower import rest_is_slow
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+def cut_at_random(found: ModuleSharding, chosen: random.Random) -> ModuleSharding:
+    """The same module with random legal cuts of all operations, and weights that rest in random pieces."""
+    axes, block = dict(found.mesh.axes), found.traced.block
+    cuts: dict[str, Any] = {}
+    rests: dict[str, tuple[str, ...]] = {}
+    for op in cut_operations(block):
+        cuts[op.name] = dict(chosen.choice(op_cuts(block, op, [*axes])))
+        free = set(axes)
+        for weight in weights_of(found.problem, op):
+            free &= OpChoice(cuts=cuts[op.name]).awaited(block.tensors[weight].dims)
+        if weights_of(found.problem, op):
+            rests[op.name] = tuple(axis for axis in axes if axis in free and chosen.random() < 0.6)
+    program = setting_of(found.problem).lowered(block, cuts)
+    assert program.collectives(), "some layouts differ"
+    return replace(found, program=program, solution=replace(found.solution, cuts=cuts, rests=rests))
+
+
+@functools.cache
+def traced(name: str, mesh: str) -> tuple[torch.nn.Module, tuple[Any, ...], ModuleSharding]:
+    module, inputs = made(name)
+    ranks = math.prod(sizes_of(mesh).values())
+    return module, inputs, shard_module(module, inputs, load_cluster("local", ranks=ranks), mesh, precision="fp32")
+
+
+def differences(mesh: str, seed: int, names: Sequence[str]) -> dict[str, float]:
+    """Train modules plain and sharded: the largest difference of results, gradients and parameters of each."""
+    sizes = sizes_of(mesh)
+    devices = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    found: dict[str, float] = {}
+    for name in names:
+        whole, inputs, sharding = traced(name, mesh)
+        plain, module = copy.deepcopy(whole), copy.deepcopy(whole)
+        run_on(module, cut_at_random(sharding, random.Random(seed)), devices)
+        found[name] = difference(plain, module, inputs)
+    return found
+
+
+def difference(plain: torch.nn.Module, module: torch.nn.Module, inputs: Sequence[Any]) -> float:
+    """Take two steps of SGD with both; return the largest difference, relative to the largest number of its kind."""
+    worst, optimizers = 0.0, [torch.optim.SGD(one.parameters(), lr=0.1) for one in (plain, module)]
+    for _ in range(2):
+        seen: list[tuple[torch.Tensor, dict[str, Any], torch.Tensor | None]] = []
+        for one, optimizer in zip((plain, module), optimizers, strict=True):
+            own = [part.detach().clone().requires_grad_(part.requires_grad) for part in inputs]
+            result = cast(torch.Tensor, one(*own))
+            optimizer.zero_grad()
+            result.backward(torch.ones_like(result).cumsum(-1) / result.numel() if result.dim() else None)  # pyright: ignore
+            seen.append((result.detach(), {path: part.grad for path, part in one.named_parameters()}, own[0].grad))
+            optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+        (wanted, gradients, of_input), (result, own_gradients, of_own) = seen
+        largest = max(float(one.abs().max()) for one in gradients.values() if one is not None)
+        worst = max(worst, float((wanted - result).abs().max() / wanted.abs().max()))
+        for path, gradient in gradients.items():
+            assert (gradient is None) == (own_gradients[path] is None), path
+            if gradient is not None:
+                worst = max(worst, float((gradient - own_gradients[path].full_tensor()).abs().max()) / largest)
+        if of_input is not None and of_own is not None:
+            worst = max(worst, float((of_input - of_own).abs().max() / of_input.abs().max()))
+    state = cast(dict[str, Any], get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)))
+    if dist.get_rank() == 0:  # parameters, and buffers such as running statistics
+        pairs = [(one.detach().double(), state[path].double()) for path, one in plain.state_dict().items()]
+        worst = max(worst, *(float((one - own).abs().max()) for one, own in pairs if one.numel()))
+    return worst
+
+
+def train_at_random(mesh: str, seed: int, names: Sequence[str] = tuple(MODULES)) -> None:
+    """Hold the training of modules on this mesh against that of one process."""
+    for found in on_ranks(math.prod(sizes_of(mesh).values()), differences, mesh, seed, names, timeout_s=800):
+        wrong = {name: one for name, one in found.items() if one > (1e-6 if name in SINGLE else 1e-11)}
+        assert not wrong and len(found) == len(names), wrong
+
+
+def test_two_steps_on_four_processes_are_those_of_one():
+    train_at_random("data=2,model=2", 0, tuple(MODULES)[::7])  # all of them: the slow test below
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "seed"), [("a=2,b=2", 0), ("a=3", 1), ("a=2,b=3", 2), ("a=2,b=2,c=2", 3)])
+def test_random_cuts_on_meshes_of_all_kinds(mesh: str, seed: int):
+    """Each rank traces by itself, as users' ranks do; on many ranks a third of the modules is tried."""
+    few = 1 if math.prod(sizes_of(mesh).values()) <= 4 else 3
+    train_at_random(mesh, seed, tuple(MODULES)[seed % few :: few])
+
+
+class Adapted(torch.nn.Module):
+    """A frozen weight that is used twice, with an adapter that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.adapter = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, bias=False)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.frozen(torch.tanh(self.frozen(x) + self.adapter(x)))
+
+
+def adapted(seed: int) -> float:
+    torch.manual_seed(0)
+    module, x = Adapted().double(), torch.randn(4, 6, 8, dtype=torch.float64)
+    plain = copy.deepcopy(module)
+    found = shard_module(module, [x], load_cluster("local", ranks=4), "a=2,b=2", precision="fp32")
+    devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    return difference(plain, run_on(module, cut_at_random(found, random.Random(seed)), devices), [x])
+
+
+@pytest.mark.parametrize("seed", rest_is_slow(range(3)))
+def test_frozen_weights_have_no_gradient_and_may_be_cut_in_several_ways(seed: int):
+    assert max(on_ranks(4, adapted, seed)) < 1e-12
+
+
+_HELD = ("attention, fused product", "nanoGPT block", "MLP-Mixer", "Llama layer", "convolutions with a skip")
+
+
+def held(seed: int) -> dict[str, tuple[float, int]]:
+    """Return how many numbers of parameters a rank holds at most, as is predicted, and how many this one holds."""
+    devices, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model")), dict[str, tuple[float, int]]()
+    for name in _HELD:
+        module, _, sharding = traced(name, "data=2,model=2")
+        sharding = cut_at_random(sharding, random.Random(seed))
+        problem, solution = replace(sharding.problem, state_bytes_per_weight=1.0), sharding.solution
+        ops = [op for op in cut_operations(sharding.traced.block) if weights_of(problem, op)]
+        predicted = sum(
+            float(state_bytes(problem, weight, OpChoice(cuts=solution.cuts[op.name]), solution.rests[op.name]))
+            for op in ops
+            for weight in weights_of(problem, op)
+        )
+        module = copy.deepcopy(module)
+        run_on(module, sharding, devices)
+        own = sum(cast(DTensor, one).to_local().numel() for one in module.parameters())
+        found[name] = predicted, own
+    return found
+
+
+@pytest.mark.parametrize("seed", rest_is_slow(range(3)))
+def test_ranks_hold_as_many_numbers_of_weights_as_is_predicted(seed: int):
+    ranks = on_ranks(4, held, seed)
+    for name in _HELD:
+        predicted = ranks[0][name][0]
+        assert max(one[name][1] for one in ranks) == predicted, name
+
+
+def test_frozen_weights_count_in_memory_and_are_cut_where_it_is_short():
+    layer = torch.nn.Linear(512, 512, bias=False).requires_grad_(False)
+    module, x = torch.nn.Sequential(layer, torch.nn.Linear(512, 4)).double(), torch.randn(4, 512, dtype=torch.float64)
+    whole = shard_module(module, [x], load_cluster("local", ranks=4), "a=4")
+    trained_bytes, saved_bytes = (512 * 4 + 4) * (2 + 4 + 4 + 8), 4 * 512 * 2  # with gradient, master and moments
+    assert whole.solution.kept_bytes == 512 * 512 * 2 + trained_bytes + saved_bytes
+    limit = 0.6 * whole.solution.kept_bytes
+    found = shard_module(module, [x], load_cluster("local", ranks=4), "a=4", memory_bytes=limit)
+    assert found.solution.fits and found.solution.kept_bytes <= limit
+    assert max(one.error for one in found.prove(module, [x])) < 1e-12
+
+
+def example() -> str:
+    """The README's script that shards a Hugging Face model."""
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    return next(one for one in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "autoshard.shard(" in one)
+
+
+def losses_of(script: str) -> list[float]:
+    torch.set_num_threads(1)
+    space: dict[str, Any] = {"losses": []}
+    exec(script.replace("print(loss.item())", "losses.append(loss.item())"), space)
+    return space["losses"]
+
+
+def test_the_example_of_the_readme_trains_as_one_process_does():
+    script = example()
+    alone = re.sub(r"model = autoshard.shard\(.*?\)\n", "", script, flags=re.DOTALL)
+    assert alone != script and "AdamW" in script
+    wanted = on_ranks(1, losses_of, alone)[0]
+    assert len(wanted) == 10 and wanted[-1] < 0.9 * wanted[0]
+    for found in on_ranks(4, losses_of, script, timeout_s=120):
+        assert found == pytest.approx(wanted, rel=2e-5)
+
+
+def tools_of_torch(folder: Path) -> list[str]:
+    """Clip, save, load, evaluate and continue with torch's own tools; return what differs from the plain module."""
+    plain, inputs = made("attention, fused product")
+    module = shard(copy.deepcopy(plain), inputs, "data=2,model=2", pins={"parts.0.weight": "[parts_2/model, _]"})
+    wrong: list[str] = []
+    if (type(module).__name__, type(module).__module__) != ("ShardedAttention", type(plain).__module__):
+        wrong.append("name")
+    for one in (plain, module):
+        (one(*inputs) ** 2).sum().backward()
+    norms = [torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1) for one in (plain, module)]
+    ours = cast(DTensor, norms[1]).full_tensor()
+    wrong += ["norm"] if abs(float(norms[0] / ours) - 1) > 1e-12 else []
+    with torch.no_grad():
+        wrong += ["evaluation"] if float((plain(*inputs) - module(*inputs)).abs().max()) > 1e-12 else []
+    state = cast(dict[str, Any], get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)))
+    if dist.get_rank() == 0:  # bit for bit the plain module's
+        wrong += [name for name, one in plain.state_dict().items() if not torch.equal(state[name], one)]
+    own = module.state_dict()
+    dcp.save(own, checkpoint_id=folder)  # pyright: ignore[reportPrivateImportUsage]
+    kept = {name: one.to_local().clone() for name, one in own.items()}
+    for one in own.values():
+        one.to_local().zero_()
+    dcp.load(own, checkpoint_id=folder)  # pyright: ignore[reportPrivateImportUsage]
+    wrong += [f"read {name}" for name, one in own.items() if not torch.equal(one.to_local(), kept[name])]
+    other = {name: one + 1 for name, one in plain.state_dict().items()}
+    set_model_state_dict(module, dict(other), options=StateDictOptions(full_state_dict=True))
+    state = cast(dict[str, Any], get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)))
+    if dist.get_rank() == 0:
+        wrong += [f"loaded {name}" for name, one in other.items() if not torch.equal(state[name], one)]
+    return wrong
+
+
+def test_torch_clips_saves_and_loads_a_sharded_module(tmp_path: Path):
+    assert on_ranks(4, tools_of_torch, tmp_path) == [[], [], [], []]
+
+
+def refused(kind: str) -> str:
+    module, inputs = made("square weight with residual")
+    try:
+        if kind == "mesh":
+            shard(module, inputs, "data=3,model=2")
+        elif kind == "arguments":
+            shard(module, inputs, "data=2,model=1")(*inputs, inputs[0])
+        else:
+            torch.manual_seed(dist.get_rank())
+            shard(torch.nn.Linear(4 + dist.get_rank() * 4, 4), [torch.randn(2, 4 + dist.get_rank() * 4)], "data=2")
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("mesh", "6 ranks do not run here"),
+        ("arguments", r"do not fit the module's forward.*: too many positional arguments"),
+        ("modules", "sharded differently on some ranks"),
+    ],
+)
+def test_wrong_calls_are_refused_by_name(kind: str, says: str):
+    for found in on_ranks(2, refused, kind):
+        assert re.search(says, found), found
+
+
+def whole_weights_left(compiles: bool) -> list[str]:
+    """Return which whole weights are still there after a step, and after a call of another shape."""
+    module = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    alive = {path: weakref.ref(one) for path, one in module.named_parameters()}
+    module = shard(module, [torch.ones(4, 16)], "data=2", compile=compiles)
+    for count in (4, 2):
+        module(torch.ones(count, 16)).sum().backward()
+    gc.collect()
+    return [path for path, one in alive.items() if one() is not None]
+
+
+@pytest.mark.parametrize("compiles", rest_is_slow([False, True]))
+def test_no_rank_keeps_whole_weights(compiles: bool):
+    assert on_ranks(2, whole_weights_left, compiles) == [[], []]
+
+
+def backward_twice() -> None:
+    module, inputs = made("square weight with residual")
+    loss = shard(module, inputs, "data=2")(*inputs).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def test_a_second_backward_is_refused():
+    with pytest.raises(RankFailed, match="has run backward for this result already"):
+        on_ranks(2, backward_twice)

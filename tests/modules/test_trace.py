@@ -1,0 +1,388 @@
+"""Traced modules: on virtual ranks they give the module's own result and every gradient, however they are cut."""
+
+import functools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from hypothesis import given, strategies as st
+
+from autoshard.blocks.choices import op_cuts
+from autoshard.blocks.operators import solve
+from autoshard.blocks.shard_block import BlockSharding
+from autoshard.errors import InputError
+from autoshard.layout.legal import cut_operations, op_dims
+from autoshard.layout.lower import lower
+from autoshard.layout.program import Communicate
+from autoshard.modules.blocks import TracedBlock, traced_block
+from autoshard.modules.capture import Captured, capture
+from autoshard.modules.dims import Collision, NotAligned, apart, fresh, leaves, note, size_of, unify
+from autoshard.modules.proof import ComparedTensor, ModuleRun
+from autoshard.modules.shard import shard_module
+from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.mesh import Mesh
+from autoshard.spec.workload import Precision
+from tests.modules.models import MODELS, model
+from tests.modules.modules import MODULES, SINGLE, Rotated, made, with_attention
+
+_CUTS = 6  # random ones of each module
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@functools.cache
+def traced(name: str) -> tuple[Captured, TracedBlock, ModuleRun]:
+    module, inputs = made(name)
+    captured = capture(module, inputs)
+    block = traced_block(captured.program, Precision.named("fp32"))
+    return captured, block, ModuleRun(module, inputs, captured, block)
+
+
+def random_cuts(block: TracedBlock, chosen: random.Random, atoms: tuple[str, ...] = ("edp", "kv")) -> dict[str, Any]:
+    return {op.name: dict(chosen.choice(op_cuts(block.block, op, atoms))) for op in cut_operations(block.block)}
+
+
+def compared(run: ModuleRun, cuts: Mapping[str, Any], boundary: Any = None) -> list[ComparedTensor]:
+    mesh = Mesh.virtual(edp=2, kv=2)
+    between = boundary or {}
+    program = lower(run.traced.block, cuts, dict(mesh.axes), lambda change: 1.0, boundary=between, keeps_gathered=True)
+    return run.compare(program, mesh)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_any_legal_cut_gives_the_result_and_every_gradient(name: str):
+    _, block, run = traced(name)
+    chosen = random.Random(0)
+    bar = 1e-6 if name in SINGLE else 1e-12
+    for trial in range(_CUTS):
+        cuts = random_cuts(block, chosen)
+        boundary = {} if not block.block.takes or trial % 2 else {block.dims[block.block.takes[0]][0][0]: ("edp",)}
+        found = compared(run, cuts, boundary)
+        assert {one.name for one in found} >= {f"{tensor.name}.sum" for tensor in block.block.parameters}
+        assert max(one.error for one in found) < bar, [one for one in found if one.error >= bar]
+
+
+def test_the_table_of_modules_in_the_docs_is_what_the_tests_see(
+    section_of_any_module: Callable[[str, Sequence[str]], None],
+):
+    rows = ["| module | operations | dims | kept whole |", "| --- | ---: | ---: | ---: |"]
+    seen = {name: traced(name)[:2] for name in MODULES}
+    for name in MODELS:
+        captured = capture(*model(name, 2))
+        seen[f"whole model, 2 layers: {name}"] = captured, traced_block(captured.program, Precision.named("fp32"))
+    for name, (captured, block) in seen.items():
+        count = len(cut_operations(block.block))
+        dims = len({dim for tensor in block.block.tensors.values() for dim in tensor.dims})
+        rows.append(f"| {name} | {count} | {dims} | {len(captured.program.kept_whole)} |")
+    section_of_any_module("modules", rows)
+
+
+@pytest.mark.parametrize("name", ["Llama layer", "MLP-Mixer", "language model with loss", "BERT layer with padding"])
+def test_the_cheapest_layouts_are_proven_as_well(name: str):
+    module, inputs = made(name)
+    found = shard_module(module, inputs, load_cluster("local", ranks=4), "dp=2,tp=2", batch="dp", precision="fp32")
+    assert found.solution.gap == 0.0 and not found.kept_whole
+    assert max(one.error for one in found.prove(module, inputs)) < 1e-6
+
+
+def test_the_statistics_of_a_cut_batch_are_sums_of_a_few_numbers():
+    _, block, _ = traced("convnet, batch norm in training")
+    batch = block.dims["x"][0][0]
+    cuts = {
+        op.name: {batch: ("edp",)} if batch in op_dims(block.block, op) else {} for op in cut_operations(block.block)
+    }
+    program = lower(block.block, cuts, {"edp": 4}, lambda change: 1.0, boundary={batch: ("edp",)}, keeps_gathered=True)
+    sent = [one for one in program.instructions if isinstance(one, Communicate) and one.pass_ == "F"]
+    assert {one.collective.kind for one in sent} == {"all_reduce"}
+    sizes = [block.block.tensors[one.reads.tensor].num_elements(block.sizes) for one in sent]
+    assert sorted(sizes) == [1, 1, 8, 8, 8, 8], "a mean and a variance for each norm, the loss and its count"
+
+
+def test_a_fault_in_what_may_be_cut_is_found():
+    module, inputs = made("scan along the sequence")
+    captured = capture(module, inputs)
+    block = traced_block(captured.program, Precision.named("fp32"))
+    run = ModuleRun(module, inputs, captured, block)
+    region = next(op for op in block.block.select("micro_batch", "F") if op.kind.whole_dims())
+    seq = block.dims["x"][1][0]
+    assert seq in region.kind.whole_dims()
+    cuts: dict[str, Any] = {op.name: {} for op in cut_operations(block.block)}
+    assert max(one.error for one in compared(run, cuts)) < 1e-12
+    cuts[region.name] = {seq: ("kv",)}  # which the region says it needs whole
+    assert max(one.error for one in compared(run, cuts)) > 1e-3
+
+
+def test_heads_groups_and_head_dims_are_found_in_plain_products():
+    module, inputs = made("Llama layer")
+    hints = {"x": ("batch", "seq", "hidden")}
+    found = shard_module(module, inputs, load_cluster("local", ranks=1), "tp=1", hints=hints)
+    size = found.traced.sizes
+    q, k, v, o = (found.dims[f"layer.self_attn.{one}_proj.weight"] for one in "qkvo")
+    assert [size[dim] for dim in q[0].split(".")] == [2, 3, 8] and q[1] == "hidden"
+    assert k[0].split(".") == [q[0].split(".")[0], q[0].split(".")[2]]  # keys have the heads of values, not the groups
+    assert v[0].split(".")[0] == k[0].split(".")[0] and size[v[0].split(".")[1]] == 8
+    assert o[0] == "hidden" and o[1].split(".")[:2] == q[0].split(".")[:2]
+    assert found.dims["layer.mlp.gate_proj.weight"] == found.dims["layer.mlp.up_proj.weight"]
+
+
+def test_megatron_comes_out_of_plain_code_where_weights_stay_and_better_where_they_may_rest_in_pieces():
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config = with_attention(LlamaConfig, "sdpa", **sizes, num_hidden_layers=1)
+    with torch.device("meta"):
+        large = Rotated(LlamaDecoderLayer(config, 0), LlamaRotaryEmbedding(config))
+        given = torch.empty(8, 8192, 4096, requires_grad=True), torch.arange(8192)[None]
+    hints = {"x": ("batch", "seq", "hidden")}
+    found = shard_module(large, given, load_cluster("h100-80", 8), "dp=8,tp=8", hints=hints, batch="dp")
+    kept = replace(found.problem, cuts_rest=False, state_bytes_per_weight=0.0)
+    megatron = solve(kept)
+    table = BlockSharding.of(kept, megatron).table
+    heads = [found.dims[f"layer.self_attn.{one}_proj.weight"][0].split(".")[0] for one in "qkv"]
+    assert all(f"{heads[0]}/tp" in table[f"layer_self_attn_{one}_proj"] for one in "qkv")
+    assert "/tp, hidden]" in table["layer_mlp_up_proj"] and table["layer_mlp_down_proj"].endswith("+tp")
+    assert len([line for line in table.values() if "F all_reduce /tp" in line]) == 2
+    assert all("batch/dp" in line for line in table.values() if "[batch" in line)
+    assert found.solution.gap == megatron.gap == 0.0 and found.solution.cost_s < megatron.cost_s
+
+
+class Selects(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        x = super().forward(input)
+        return x[x[:, 0] > 0]  # the positive ones
+
+
+class Branches(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            return x
+        return -x
+
+
+class Straight(torch.autograd.Function):
+    """Rounds, and passes gradients on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient
+
+
+class RoundedStraight(torch.nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return Straight.apply(super().forward(input))  # pyright: ignore
+
+
+class Nothing(torch.nn.Module):
+    """A weight with no row, as of a model whose two sizes are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.more = torch.nn.Linear(4, 6, bias=False), torch.nn.Parameter(torch.ones(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ torch.cat([self.own.weight, self.more]).T
+
+
+def test_a_weight_without_numbers_changes_nothing():
+    module, x = Nothing().double(), torch.randn(4, 4, dtype=torch.float64)
+    found = shard_module(module, [x], load_cluster("local", ranks=4), "tp=4")
+    assert {one.name for one in found.prove(module, [x])} >= {"result", "p_own_weight.sum"}
+    assert max(one.error for one in found.prove(module, [x])) < 1e-12
+
+
+def test_a_module_that_gives_no_numbers_proves_nothing():
+    module, x = torch.nn.Linear(4, 4).double(), torch.full((4, 4), torch.inf, dtype=torch.float64)
+    found = shard_module(module, [x], load_cluster("local", ranks=4), "tp=4")
+    with pytest.raises(InputError, match="inputs: make the module give NaN or infinity"):
+        found.prove(module, [x])
+
+
+class Shuffles(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[torch.randperm(x.shape[0])] if self.training else x
+
+
+@pytest.mark.parametrize(
+    ("module", "complaint"),
+    [
+        (Shuffles(), "randperm draws random numbers"),
+        (Selects(), "the positive ones.*only a run knows"),
+        (Branches(), "if x.sum.. > 0.*only a run knows"),
+        (torch.nn.Sequential(torch.nn.Linear(4, 4), Shuffles()), "randperm draws random numbers"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused_by_name(module: torch.nn.Module, complaint: str):
+    with pytest.raises(InputError, match=complaint):
+        capture(module.train(), (torch.randn(2, 4),))
+
+
+def test_a_backward_pass_of_the_users_own_is_read_and_not_sharded():
+    module, x = RoundedStraight(4, 4), torch.randn(2, 4)
+    assert [step.name for step in capture(module, [x]).program.steps][-1] == "round_1"
+    with pytest.raises(InputError, match=r"Straight.apply\(super.*: Straight has a backward pass of its own"):
+        shard_module(module, [x], load_cluster("local", ranks=4), "tp=4")
+
+
+class Traps(torch.nn.Module):
+    """What is easily misread: axes that are no first argument, detached and rounded numbers, padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = torch.nn.Embedding(8, 6, padding_idx=0), torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x) + self.table(tokens)
+        y = y * torch.linalg.vector_norm(y, 2, dim=1, keepdim=True).detach() + torch.roll(y, 1, dims=2)
+        positive = y > 0
+        return (
+            torch.where(positive, y, -y) * positive.to(torch.int64) + F.glu(torch.cat([y, y], -1)) + y.to(torch.int64)
+        )
+
+
+def test_axes_by_name_detached_rounded_and_padded_numbers_are_read_as_torch_means_them():
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 4, 6, dtype=torch.float64), torch.tensor([[0, 1, 2, 0], [3, 0, 7, 1]])
+    module, chosen = Traps().double(), random.Random(0)
+    captured = capture(module, inputs)
+    block = traced_block(captured.program, Precision.named("fp32"))
+    run = ModuleRun(module, inputs, captured, block)
+    for _ in range(12):
+        cuts = random_cuts(block, chosen)
+        assert max(one.error for one in compared(run, cuts)) < 1e-12
+    assert all(one.grad is None for one in (*module.parameters(), inputs[0]))  # a proof leaves nothing behind
+
+
+class Rounded(torch.nn.Module):
+    """Numbers of FP32 that two norms and a product read, as in a module of another format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = torch.nn.Linear(8, 8), torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.float()
+        normed = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return x + (self.linear(y.to(x.dtype)) + torch.sin(y) * normed.to(x.dtype)) * self.scale
+
+
+def test_numbers_are_rounded_where_the_module_rounds_them():
+    torch.manual_seed(0)
+    module, inputs = Rounded().double(), (torch.randn(4, 6, 8, dtype=torch.float64),)
+    captured, chosen = capture(module, inputs), random.Random(0)
+    block = traced_block(captured.program, Precision.named("fp32"))
+    run = ModuleRun(module, inputs, captured, block)
+    for trial in range(4):
+        cuts = random_cuts(block, chosen) if trial else {op.name: {} for op in cut_operations(block.block)}
+        found = compared(run, cuts)
+        assert max(one.error for one in found if one.name == "result") < 1e-12  # never rounded, it differs by 1e-8
+        assert max(one.error for one in found) < 1e-6
+    assert "to" not in {op.name for op in cut_operations(block.block)}  # each reader rounds itself
+
+
+class Crossed(torch.nn.Module):
+    """A weight and its bias that are read as products of other dims: 6 as 2 x 3, and as 3 x 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.left, self.right = (
+            torch.nn.Linear(4, 6),
+            torch.nn.Parameter(torch.randn(2, 3)),
+            torch.nn.Parameter(torch.randn(3, 2)),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.linear.weight.view(2, 3, 4).sum(-1) * self.left
+        second = self.linear.bias.view(3, 2) * self.right
+        return self.linear(x).sum() * (first.sum() + second.sum())
+
+
+def test_dims_that_cannot_be_told_apart_keep_an_operation_whole_and_leave_nothing_of_its_rule():
+    torch.manual_seed(0)
+    module, inputs = Crossed().double(), (torch.randn(2, 4, dtype=torch.float64),)
+    captured = capture(module, inputs)
+    (line,) = captured.program.kept_whole
+    assert "linear" in line
+    assert not any(step.sort == "product" for step in captured.program.steps)
+    block = traced_block(captured.program, Precision.named("fp32"))
+    run, chosen = ModuleRun(module, inputs, captured, block), random.Random(1)
+    for _ in range(6):
+        assert max(one.error for one in compared(run, random_cuts(block, chosen))) < 1e-12
+
+
+@torch.library.custom_op("tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda ctx, gradient: gradient * 2)
+
+
+class Unknown(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return doubled(self.linear(x))
+
+
+def test_what_nobody_knows_is_kept_whole_and_said_with_its_line():
+    torch.manual_seed(0)
+    module, inputs = Unknown().double(), (torch.randn(2, 6, 6, dtype=torch.float64),)
+    captured = capture(module, inputs)
+    (line,) = captured.program.kept_whole
+    assert "tests.doubled" in line and "doubled(self.linear(x))" in line
+    block = traced_block(captured.program, Precision.named("fp32"))
+    run, chosen = ModuleRun(module, inputs, captured, block), random.Random(1)
+    for _ in range(3):
+        assert max(one.error for one in compared(run, random_cuts(block, chosen))) < 1e-12
+
+
+SIZES = st.lists(st.sampled_from([2, 3, 4, 5]), min_size=1, max_size=5)
+
+
+@given(SIZES, st.data())
+def test_products_that_are_made_equal_have_the_same_dims(sizes: list[int], data: st.DataObject):
+    """Group the same factors in two ways: afterwards both are products of the same dims, in the same order."""
+
+    def grouped() -> list[Any]:
+        found, left = [], list(sizes)
+        while left:
+            count = data.draw(st.integers(1, len(left)))
+            total = 1
+            for size in left[:count]:
+                total *= size
+            found.append(fresh(total))
+            left = left[count:]
+        return found
+
+    one, other = grouped(), grouped()
+    first, second = (tuple(dim for position in positions for dim in position) for positions in (one, other))
+    before = [size_of(position) for position in (*one, *other)]
+    unify(first, second)
+    assert leaves(first) == leaves(second)
+    assert [size_of(position) for position in (*one, *other)] == before
+
+
+def test_dims_that_a_tensor_has_both_or_that_were_set_apart_never_become_one():
+    one, other, third = fresh(4), fresh(4), fresh(4)
+    note(0, [one, other])
+    with pytest.raises(Collision):
+        unify(one, other)
+    apart(one[0], third[0])
+    with pytest.raises(Collision):
+        unify(third, one)
+    with pytest.raises(NotAligned):
+        unify((*fresh(2), *fresh(3)), (*fresh(3), *fresh(2)))
