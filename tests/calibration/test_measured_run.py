@@ -165,7 +165,7 @@ def test_a_program_that_balances_its_stages_gives_the_head_the_room_of_its_layer
     found = made(framework="nanotron", arch={**ARCH, "layers": 16, "vocab": 8000}, tp=1, pp=4)
     # A layer has 2 x 512 x (512 + 256) + 3 x 512 x 1024 weights in products, the head 8000 x 512: 1.73 layers. So a
     # share is 4.43 layers, and stages end with layers 5, 9 and 14.
-    assert found.candidate.stages == (5, 4, 5, 2) and "beyond its share" in found.assumed["stages"]
+    assert found.candidate.stages == (5, 4, 5, 2) and "fills its share" in found.assumed["stages"]
     with pytest.raises(InputError, match="32 stages for 16 layers"):
         made(framework="nanotron", arch={**ARCH, "layers": 16}, tp=1, pp=32, dp=1, nodes=4, chips=32)
     assert made(framework="nanotron", tp=2, pp=1, dp=4).candidate.stages is None
