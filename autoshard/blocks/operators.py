@@ -34,7 +34,6 @@ from autoshard.blocks.tensor_edge import TensorEdge
 from autoshard.errors import require
 from autoshard.graph.op import Op
 from autoshard.layout.layout import Cuts
-from autoshard.layout.sharding import RINGS
 from autoshard.schedule.waves import Floats, Ints
 
 _TIE = 1e-9  # relative: what differs by less counts as equal
@@ -216,7 +215,7 @@ class _Tables:
         for part in problem.block.select("micro_batch"):
             if part.source == op.name:
                 time_s += roofline_s(problem, part, cuts)
-                if isinstance(part.kind, RINGS):
+                if part.kind.ring_dim:
                     time_s += problem.stacked([ring_of_s(problem, part, each) for each in cuts])
         for entry in problem.block.saved:
             if entry.op == op.name and entry.storage not in delivered:

@@ -14,13 +14,12 @@ from autoshard.cost.collective import Number
 from autoshard.cost.compute import Rates
 from autoshard.errors import nearest, require
 from autoshard.graph.block import Block, Saved
-from autoshard.graph.kinds.attention import SCORES
+from autoshard.graph.kinds.attention import KEYS_DIM, SCORES
 from autoshard.graph.op import Call, Op
 from autoshard.layout.change_prices import LayoutGraph, Matrix, Prices
 from autoshard.layout.layout import Collective, Cuts, Layout
 from autoshard.layout.legal import cut_operations
 from autoshard.layout.redistribute import Change
-from autoshard.layout.sharding import RING_DIM, RINGS
 from autoshard.spec.workload import DTYPE_BYTES, Dtype
 
 Column = NDArray[np.float64]  # one number per choice; in columns of meshes, a row of them
@@ -136,7 +135,7 @@ class OperatorProblem:
 def roofline_s(problem: OperatorProblem, part: Op, choices: Sequence[Cuts]) -> Column:
     """Return the time of one operation: that of the slowest of matrix unit, vector unit and memory."""
     block, rates = problem.block, problem.rates
-    whole = (RING_DIM,) if isinstance(part.kind, RINGS) else ()  # a ring meets every key
+    whole = (part.kind.ring_dim,) if part.kind.ring_dim else ()  # a ring meets every key
     call = Call(
         inputs=tuple(block.tensors[name] for name in part.inputs),
         outputs=tuple(block.tensors[name] for name in part.outputs),
@@ -154,12 +153,13 @@ def ring_of_s(problem: OperatorProblem, part: Op, cuts: Cuts) -> Number:
 
     Every rank has all positions from the start.
     """
-    atoms = tuple(cuts.get(RING_DIM, ()))
-    if not atoms or not isinstance(part.kind, RINGS):
+    dim = part.kind.ring_dim
+    atoms = tuple(cuts.get(dim, ()))
+    if not atoms:
         return 0.0
-    ring = Collective(kind="permute", dim=RING_DIM, atoms=atoms)
+    ring = Collective(kind="permute", dim=dim, atoms=atoms)
     tensors = [problem.block.tensors[name] for name in (*part.inputs, *part.outputs)]
-    sent = [tensor for tensor in tensors if {RING_DIM, "kv_heads"} <= set(tensor.dims)]
+    sent = [tensor for tensor in tensors if {dim, "kv_heads"} <= set(tensor.dims)]
     layouts = [(OpChoice(cuts=cuts).layout(tensor.dims), tensor) for tensor in sent]
     return sum(problem.seconds(ring, problem.local_bytes(layout, tensor.dtype)) for layout, tensor in layouts)
 
@@ -205,8 +205,8 @@ def state_bytes(problem: OperatorProblem, weight: str, choice: OpChoice, rest: A
 
 def kept_bytes(problem: OperatorProblem, entry: Saved, choices: Sequence[OpChoice]) -> Column:
     """Return the memory of what a kernel keeps, as the operation that made it is cut; scores have one for every key."""
-    keys = problem.sizes[RING_DIM] if entry.tensor.dims == SCORES else 1
-    dims = tuple(dim for dim in entry.tensor.dims if keys == 1 or dim != RING_DIM)
+    keys = problem.sizes[KEYS_DIM] if entry.tensor.dims == SCORES else 1
+    dims = tuple(dim for dim in entry.tensor.dims if keys == 1 or dim != KEYS_DIM)
     layouts = [choice.layout(dims) for choice in choices]
     return problem.stacked([keys * problem.local_bytes(layout, entry.tensor.dtype) for layout in layouts])
 

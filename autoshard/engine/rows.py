@@ -8,8 +8,7 @@ values of this width that are written to memory are those that products make and
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
-from autoshard.graph.kinds.indexing import Pick, Place
-from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Reduce, Repeat, Unary, UnaryGradient
+from autoshard.graph.block import TOKENS, WIDE
 from autoshard.layout.program import (
     Compute,
     Instruction,
@@ -23,17 +22,13 @@ from autoshard.layout.program import (
 )
 from autoshard.run.placement import dims_of
 
-_TOKENS = ("batch", "seq")
-_WIDE = (*_TOKENS, "vocab")
-_KINDS = (Add, Cast, Multiply, Pick, Place, Reduce, Repeat, Unary, UnaryGradient)
-
 
 def works_by_rows(entry: Instruction) -> bool:
     """Whether an instruction makes or reads a wide value, and treats each token by itself."""
-    if not isinstance(entry, Compute | Sum) or (isinstance(entry, Compute) and not isinstance(entry.op.kind, _KINDS)):
+    if not isinstance(entry, Compute | Sum) or (isinstance(entry, Compute) and not entry.op.kind.by_token):
         return False
     dims = {dims_of(value.layout) for value in (*values_read(entry), *values_written(entry))}
-    return _WIDE in dims and dims <= {_WIDE, _TOKENS}
+    return WIDE in dims and dims <= {WIDE, TOKENS}
 
 
 def token_cuts(entry: Instruction) -> object:
@@ -99,4 +94,4 @@ def _with_makers(run: Sequence[Instruction], makers: Mapping[str, Instruction]) 
 
 def is_wide(value: Value) -> bool:
     """Whether a value has a number for every token and every word."""
-    return dims_of(value.layout) == _WIDE
+    return dims_of(value.layout) == WIDE

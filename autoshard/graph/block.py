@@ -6,8 +6,11 @@ from types import MappingProxyType
 
 from autoshard.graph.kinds.linear import Deliver
 from autoshard.graph.kinds.optimizer import Accumulate
-from autoshard.graph.op import Array, Call, Op, Tensor
+from autoshard.graph.op import Array, Call, Dims, Op, Tensor
 from autoshard.spec.kernels import Kernel
+
+TOKENS: Dims = ("batch", "seq")
+WIDE: Dims = (*TOKENS, "vocab")  # of logits, and of what a loss computes from them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

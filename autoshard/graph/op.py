@@ -87,6 +87,10 @@ class OpKind(ABC):
 
     flops_per_element: ClassVar[int] = 1  # on the vector unit, for each element of the input or output with most dims
     label_form: ClassVar[str] = ""  # of the label, where it is not the words of the class: "{0.function}_norm"
+    engines: ClassVar[tuple[str, ...]] = ()  # those of autoshard that have a kernel for this very class
+    by_token: ClassVar[bool | None] = None  # whether it computes every token from that token alone; None: not stated
+    owns_result: ClassVar[bool] = False  # whether a result has memory of its own, and is never a view of an input
+    ring_dim: ClassVar[str] = ""  # the dim whose parts a ring of ranks can bring to it in turns
 
     @property
     def label(self) -> str:
@@ -109,6 +113,10 @@ class OpKind(ABC):
     def drops(self) -> bool:
         """Say whether it drops numbers at random."""
         return False
+
+    def index_dim(self, call: Call) -> str:
+        """Return the dim along which the numbers in its second input count; "" where it reads no such numbers."""
+        return ""
 
     def whole_dims(self) -> Dims:
         """Return the dims that must not be cut, because every result needs all of them."""

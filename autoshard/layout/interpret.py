@@ -8,7 +8,7 @@ import numpy as np
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.attention import Attend
 from autoshard.graph.kinds.experts import Slot, TokenGroup
-from autoshard.graph.kinds.indexing import Lookup, Pick, Place, ScatterAdd, document_positions
+from autoshard.graph.kinds.indexing import Lookup, Pick, document_positions
 from autoshard.graph.op import Array, Dims
 from autoshard.layout.layout import Collective
 from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Program, Sum, Value
@@ -139,13 +139,7 @@ def evaluate_local(
     """
     kind = compute.op.kind
     call = block.call(compute.op, {**sizes, **{dim: stop - start for dim, (start, stop) in bounds.items()}})
-    match kind:  # the dim that its indices count along
-        case Pick(over=dim) | Place(over=dim) | ScatterAdd(dims=(dim, *_)):
-            pass
-        case Lookup():
-            dim = call.inputs[0].dims[0]
-        case _:
-            dim = ""
+    dim = kind.index_dim(call)
     if dim not in bounds:
         return kind.evaluate(call, *arrays)
     start, stop = bounds[dim]

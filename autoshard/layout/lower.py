@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Literal
 
 from autoshard.graph.block import Block
-from autoshard.graph.kinds.attention import Attend, AttendGradient
+from autoshard.graph.kinds.attention import Attend
 from autoshard.graph.kinds.linear import Collect, Deliver
 from autoshard.graph.kinds.pointwise import Reduce
 from autoshard.graph.op import Dims, Op, Pass
@@ -99,10 +99,10 @@ class _Lowering:
             self._entry[op.outputs[0]] = op.source
             return
         own, ring = _restricted(self.cuts[op.source], op_dims(self.block, op)), tuple[Collective, ...]()
-        around = tuple(atom for atom in own.get("kv_seq", ()) if self.atoms.get(atom, 1) > 1)
-        if around and isinstance(op.kind, Attend | AttendGradient):
+        around = tuple(atom for atom in own.get(op.kind.ring_dim, ()) if self.atoms.get(atom, 1) > 1)
+        if around:
             hops = math.prod(self.atoms[atom] for atom in around) - isinstance(op.kind, Attend)
-            ring = (Collective(kind="permute", dim="kv_seq", atoms=around),) * hops
+            ring = (Collective(kind="permute", dim=op.kind.ring_dim, atoms=around),) * hops
         reads = tuple(self._reads(op, own, boundary))
         writes = tuple(self._output(op, index, own, reads) for index in range(len(op.outputs)))
         self.made |= {value.tensor: value for value in writes}

@@ -5,14 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.graph.block import Block, Saved
-from autoshard.graph.kinds.attention import Attend, AttendGradient
 from autoshard.graph.op import Pass, Role
 from autoshard.layout.layout import Collective, Cuts, Layout
 from autoshard.layout.program import Compute, Given, Program, Value
 from autoshard.spec.mesh import ATOMS
-
-RING_DIM = "kv_seq"
-RINGS = (Attend, AttendGradient)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +47,8 @@ class Sharding:
         sums = {tensor.name: program.results[f"{tensor.name}.sum"].layout for tensor in block.parameters}
         op_cuts: dict[str, Cuts] = {}
         for name, entry in computes.items():
-            whole = RING_DIM if isinstance(entry.op.kind, RINGS) else None
-            op_cuts[name] = {dim: cut for dim, cut in entry.cuts.items() if cut and dim != whole}
+            ring = entry.op.kind.ring_dim
+            op_cuts[name] = {dim: cut for dim, cut in entry.cuts.items() if cut and dim != ring}
         read: dict[str, list[Layout]] = defaultdict(list)
         for value in program.kept():
             read[value.tensor].append(value.layout)
@@ -114,9 +110,9 @@ def _rings(block: Block, computes: Mapping[str, Compute]) -> Iterator[Message]:
     """
     for entry in computes.values():
         if entry.ring:
-            op, collective = entry.op, Collective(kind="permute", dim=RING_DIM, atoms=entry.ring[0].atoms)
+            op, collective = entry.op, Collective(kind="permute", dim=entry.op.kind.ring_dim, atoms=entry.ring[0].atoms)
             heads = [name for name in (*op.inputs, *op.outputs) if "kv_heads" in block.tensors[name].dims]
-            keys = [name for name in heads if RING_DIM in block.tensors[name].dims]
+            keys = [name for name in heads if op.kind.ring_dim in block.tensors[name].dims]
             if any(group.kernel.expands_keys for group in block.fused if op.source in group.ops):
                 keys = [next(name for name in heads if name not in keys)] * len(keys)
             for name in keys:

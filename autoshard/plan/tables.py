@@ -1,15 +1,15 @@
 """The Strategy table of a plan: made from cuts, read back into programs; lines that cannot be executed are named."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 
 from autoshard.errors import Fault, Faults, InputError
-from autoshard.graph.block import Block
-from autoshard.graph.kinds.linear import Collect, Deliver
+from autoshard.graph.block import WIDE, Block
+from autoshard.graph.kinds.linear import Collect, Deliver, Einsum
 from autoshard.graph.kinds.opaque import Opaque, OpaqueGradient
-from autoshard.graph.op import OpKind
+from autoshard.graph.op import Op, OpKind
 from autoshard.layout.layout import Collective, Cutting, local_sizes, whole_axes
 from autoshard.layout.program import Program, written_by
 from autoshard.layout.table import Table, TableSetting, fitted, program_of, strategies, written
@@ -129,39 +129,38 @@ def _table(step: StepGraph, kind: str, drop: Recompute, cutting: Cutting, atoms:
     return written(strategies(program, step.block(kind, drop)), nominal_sizes(atoms))
 
 
-KERNELS: Mapping[Engine, frozenset[str]] = {
-    "torch": frozenset((
-        "Accumulate", "AdamW", "Add", "Attend", "AttendGradient", "Cast", "Combine", "CombineGradient", "Dispatch",
-        "DispatchGradient", "Drop", "Einsum", "Lookup", "Multiply", "Norm", "NormGradient", "NormWeightGradient",
-        "Pick", "Place", "Reduce", "Repeat", "Rotary", "ScatterAdd", "Sgd", "Slot", "Softmax", "SoftmaxGradient",
-        "SquareSum", "TopK", "TopKGradient", "Unary", "UnaryGradient",
-    )),
-    "nxd": frozenset((  # as single operations of torch, or inside a layer of NxD
-        "Add", "Attend", "Cast", "Combine", "Dispatch", "Einsum", "Lookup", "Multiply", "Norm", "Pick", "Reduce",
-        "Rotary", "Slot", "Softmax", "TopK", "Unary",
-    )),
-}  # fmt: skip
-
-
 def check_kernels(blocks: Iterable[Block], engine: Engine) -> None:
-    """Refuse operations of kinds that the engine cannot compute; autograd finds the backward pass of nxd.
+    """Refuse operations that the engine cannot compute, and those that it would hold whole though nobody said so.
 
-    What code does that no kind says, nobody asks an engine to compute.
+    Autograd finds the backward pass of nxd. What code does that no kind says, nobody asks an engine to compute.
     """
     faults = [
-        Fault(where=f"{block.kind}.{op.name}", message=missing_kernel(op.kind, engine))
+        Fault(where=f"{block.kind}.{op.name}", message=message)
         for block in blocks
         for op in (block.ops if engine == "torch" else block.select("micro_batch", "F"))
-        if not (isinstance(op.kind, Deliver | Collect | Opaque | OpaqueGradient) or has_kernel(op.kind, engine))
+        if not isinstance(op.kind, Deliver | Collect | Opaque | OpaqueGradient)
+        for message in _kernel_faults(block, op, engine)
     ]
     if faults:
         raise InputError(faults)
 
 
+def _kernel_faults(block: Block, op: Op, engine: Engine) -> Iterator[str]:
+    if not has_kernel(op.kind, engine):
+        yield missing_kernel(op.kind, engine)
+    wide = any(set(WIDE) <= set(block.tensors[name].dims) for name in (*op.inputs, *op.outputs))
+    if engine == "torch" and wide and op.kind.by_token is None and not isinstance(op.kind, Einsum):
+        yield (
+            f"{op.kind.label} reads or makes a value for every token and word of the vocabulary. Give the class "
+            "by_token = True, if it computes every token from that token alone, and a few tokens are computed at a "
+            "time; else by_token = False, and the whole value is held"
+        )
+
+
 def has_kernel(kind: OpKind, engine: Engine) -> bool:
-    """Whether an engine computes a kind: it has a kernel itself, or the kind brings one for torch."""
-    own = type(kind).__module__.startswith("autoshard.graph.kinds.") and type(kind).__name__ in KERNELS[engine]
-    return own or (engine == "torch" and type(kind).torch_kernel is not OpKind.torch_kernel)
+    """Say whether an engine computes a kind: it has a kernel for this very class, or the kind brings one for torch."""
+    by_engine = engine in vars(type(kind)).get("engines", ())
+    return by_engine or (engine == "torch" and type(kind).torch_kernel is not OpKind.torch_kernel)
 
 
 def missing_kernel(kind: OpKind, engine: Engine) -> str:

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from importlib import import_module
+from pkgutil import walk_packages
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,14 +19,16 @@ from autoshard.engine.torch.kernels import KernelContext, Rotations, kernel_of
 from autoshard.engine.torch.kernels.attention import joined
 from autoshard.engine.torch.kernels.products import adding
 from autoshard.errors import InputError
-from autoshard.graph.block import Block
+from autoshard.graph import kinds
+from autoshard.graph.block import TOKENS, WIDE, Block
 from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.kinds.attention import Attend, AttendGradient, Rotary
 from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.kinds.linear import Collect, Deliver, Einsum
+from autoshard.graph.kinds.pointwise import Unary
 from autoshard.graph.op import Array, Call, Dims, Op, OpKind, Output, Tensor
 from autoshard.layout.interpret import joined_attention
-from autoshard.plan.tables import KERNELS, check_kernels, has_kernel
+from autoshard.plan.tables import check_kernels, has_kernel
 from autoshard.run.placement import zigzag
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
@@ -185,11 +189,65 @@ def test_an_operation_without_a_kernel_is_refused():
             check_kernels([replace(block, ops=ops)], "nxd" if engine == "nxd" else "torch")
 
 
-def test_the_list_that_the_planner_reads_is_that_of_the_kernels():
+def kinds_of(engine: str) -> set[str]:
+    modules = [import_module(module.name) for module in walk_packages(kinds.__path__, f"{kinds.__name__}.")]
+    classes = {each for module in modules for each in vars(module).values() if isinstance(each, type)}
+    return {each.__name__ for each in classes if issubclass(each, OpKind) and engine in vars(each).get("engines", ())}
+
+
+def test_kinds_name_the_engines_that_have_a_kernel_for_them():
     registered = {kind.__name__ for kind in kernel_of.registry if kind.__module__.startswith("autoshard.graph")}
-    assert registered - {"OpKind"} == KERNELS["torch"]
+    assert registered - {"OpKind"} == kinds_of("torch")
     experts = {"TopK", "Softmax", "Slot", "Dispatch", "Combine"}  # inside NxD's own layer
-    assert {kind.__name__ for kind in COMPUTE} | experts == KERNELS["nxd"]
+    assert {kind.__name__ for kind in COMPUTE} | experts == kinds_of("nxd")
+
+
+@pytest.mark.parametrize(("model", "documents"), QUESTIONS.values(), ids=QUESTIONS)
+def test_a_result_of_a_kind_that_owns_its_result_is_no_view_of_an_input(model: ModelSpec, documents: Documents):
+    owners = [each for each in computed(model, documents) if each[1].kind.owns_result]
+    assert {type(op.kind).__name__ for _, op, *_ in owners} >= {"Einsum", "Multiply", "NormGradient", "Place"}
+    for block, op, call, arrays, _ in owners:
+        tensors = [torch.from_numpy(np.array(array)) for array in arrays]
+        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        for tensor in kernel_of(op.kind, call, EXACT)(*tensors):
+            assert tensor.untyped_storage().data_ptr() not in storages, f"{block.kind}.{op.name}"
+
+
+def test_a_kind_that_computes_by_token_gives_some_tokens_what_it_gives_all():
+    checked = set[str]()
+    for _, op, call, arrays, results in computed(MODELS["no option"]):
+        tensors = (*call.inputs, *call.outputs)
+        if op.kind.by_token and {tensor.dims for tensor in tensors} <= {WIDE, TOKENS}:
+            checked.add(type(op.kind).__name__)
+            few = replace(call, sizes={**call.sizes, "seq": 2})
+            found = op.kind.evaluate(few, *(array[:, 2:4] for array in arrays))
+            for array, whole in zip(found, results, strict=True):
+                np.testing.assert_allclose(array, whole[:, 2:4], err_msg=op.name)
+    assert checked == {"Add", "Cast", "Multiply", "Pick", "Place", "Reduce", "Repeat", "Unary", "UnaryGradient"}
+
+
+class Capped(CubeOnTorch):
+    """What caps logits, and says nothing of tokens."""
+
+
+class CappedByToken(Capped):
+    """The same, and says so."""
+
+    by_token: ClassVar[bool | None] = True
+
+
+def test_a_kind_that_works_on_logits_says_whether_it_computes_by_token():
+    block = graph_of(small_models()["no option"]).block("head")
+    exponentials = next(op for op in block.ops if isinstance(op.kind, Unary) and op.kind.function == "exp")
+    silent, stated = (
+        replace(block, ops=tuple(replace(op, kind=kind) if op is exponentials else op for op in block.ops))
+        for kind in (Capped(), CappedByToken())
+    )
+    with pytest.raises(
+        InputError, match=rf"head.{exponentials.name}: capped reads or makes a value for every token and word"
+    ):
+        check_kernels([silent], "torch")
+    check_kernels([stated], "torch")
 
 
 def attention(positions: Array, key_positions: Array, window: int | None, *starts: Array) -> None:

@@ -21,11 +21,8 @@ from autoshard.engine.torch.routed import counting, exchange
 from autoshard.engine.torch.rows import by_rows, num_rows
 from autoshard.engine.torch.world import World
 from autoshard.graph.block import Block
-from autoshard.graph.kinds.indexing import Place
 from autoshard.graph.kinds.linear import Einsum
-from autoshard.graph.kinds.norm import NormGradient
 from autoshard.graph.kinds.optimizer import Accumulate
-from autoshard.graph.kinds.pointwise import Multiply, UnaryGradient
 from autoshard.graph.op import OpKind
 from autoshard.layout.layout import Layout
 from autoshard.layout.program import (
@@ -49,7 +46,6 @@ Values = dict[str, torch.Tensor]  # what a rank holds while a program runs, by t
 InputSource = Callable[..., torch.Tensor]
 # By documents the host decides what attends to what, for every batch anew.
 BY_BATCH = ("document_starts",)
-_OWN_MEMORY = (Einsum, Multiply, NormGradient, Place, UnaryGradient)  # kinds whose results are no views
 ANY_COUNT = -1  # the size of a dim of which nothing is known before a batch: rows of experts routed to this rank
 POSITIONS = ("positions", "key_positions")  # which the plan orders
 COUNTS = ("columns", "kv_numbers", "group_numbers")  # that number what lies along a dim
@@ -197,7 +193,7 @@ def _local_steps(context: RankContext, parts: BlockProgram, joint: Joint, kept: 
     made = {one.writes[0].name: one for one in entries if isinstance(one, Compute) and id(one) not in joint.instead}
     alone = {name for name, entry in made.items() if num_readers[name] == 1} - kept
     added = dict(_added(context, parts, entries, {name: made[name] for name in made if name in alone}))
-    own = {name for name in alone if isinstance(made[name].op.kind, _OWN_MEMORY)}
+    own = {name for name in alone if made[name].op.kind.owns_result}
     every = tuple(parted(entries))
     for number, (entry, *others) in enumerate(every):
         if token_cuts(entry):
@@ -249,7 +245,7 @@ def _by_rows(
         value.name
         for entry in entries
         for value in values_written(entry)
-        if isinstance(entry, Compute) and isinstance(entry.op.kind, _OWN_MEMORY) and num_readers[value.name] == 1
+        if isinstance(entry, Compute) and entry.op.kind.owns_result and num_readers[value.name] == 1
     } - made.keys()
     steps: list[LocalStep] = []
     for entry in entries:

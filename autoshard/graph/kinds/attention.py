@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -16,7 +16,8 @@ T = TypeVar("T")
 Windows: TypeAlias = tuple[tuple[int | None, int], ...]  # how many layers have which window
 _QUERY: Dims = ("batch", "seq", "kv_heads", "q_group", "head_dim")
 _KEY: Dims = ("batch", "kv_seq", "kv_heads", "head_dim")
-SCORES: Dims = ("batch", "kv_heads", "q_group", "seq", "kv_seq")
+KEYS_DIM = "kv_seq"  # along which keys and values lie
+SCORES: Dims = ("batch", "kv_heads", "q_group", "seq", KEYS_DIM)
 MOST_GROUPED = 2**16  # queries that may share a key/value head where heads are numbered for dropout
 _DRAWS = len((DROPOUT_KEYS, "kv_numbers", "group_numbers"))
 _SOFTMAX_FLOPS = 5  # derived: scale, mask, subtract the maximum, exponentiate, accumulate
@@ -30,6 +31,8 @@ _SOFTMAX_GRADIENT_FLOPS = 7
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary(Differentiable):
     """Rotate the two halves of the first part of each head by an angle that grows with the position."""
+
+    engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
 
     fraction: float
     theta: float
@@ -102,6 +105,9 @@ class Attend(Differentiable):
     key/value heads and of the queries of their groups.
     """
 
+    engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
+    ring_dim: ClassVar[str] = KEYS_DIM
+
     window: int | None = None
     windows: Windows = ()
     dropped: float = 0.0
@@ -168,6 +174,9 @@ class Attend(Differentiable):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttendGradient(OpKind):
     """The gradients of queries, keys and values."""
+
+    engines: ClassVar[tuple[str, ...]] = ("torch",)
+    ring_dim: ClassVar[str] = KEYS_DIM
 
     window: int | None = None
     windows: Windows = ()

@@ -90,6 +90,7 @@ class Drop(Differentiable):
     Inputs: the hidden state, the keys of its sequences, the positions of its tokens, the numbers of its columns.
     """
 
+    engines: ClassVar[tuple[str, ...]] = ("torch",)
     flops_per_element: ClassVar[int] = PHILOX_FLOPS
 
     dropped: float

@@ -50,6 +50,8 @@ class _Fetching(_Slotted):
 class TopK(_Routed, Differentiable):
     """The largest router logits of each token and the experts they belong to; ties go to the lower number."""
 
+    engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
+
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         return Output(dims=_CHOICES, dtype=inputs[0].dtype), Output(dims=_CHOICES, dtype="int64", suffix="expert")
 
@@ -67,6 +69,7 @@ class TopK(_Routed, Differentiable):
 class TopKGradient(_Routed, OpKind):
     """The gradient of the router logits: zero except at the selected experts."""
 
+    engines: ClassVar[tuple[str, ...]] = ("torch",)
     flops_per_element: ClassVar[int] = 0
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
@@ -95,6 +98,8 @@ class Slot(_Slotted, Differentiable):
     without any, all of them form one.
     """
 
+    engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
+
     groups: tuple[TokenGroup, ...] = ()
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
@@ -118,6 +123,7 @@ class Slot(_Slotted, Differentiable):
 class Dispatch(_Slotted, Differentiable):
     """Tokens copied to the slots of their experts: inputs are tokens, experts, places."""
 
+    engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
     flops_per_element: ClassVar[int] = 0
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
@@ -157,6 +163,8 @@ def _fetch(slots: Array, expert: Array, place: Array) -> Array:
 class DispatchGradient(_Fetching, OpKind):
     """The gradient of tokens that were copied to slots."""
 
+    engines: ClassVar[tuple[str, ...]] = ("torch",)
+
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         return (_fetch(*arrays).sum(axis=2),)
 
@@ -168,6 +176,8 @@ class DispatchGradient(_Fetching, OpKind):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combine(_Fetching, Differentiable):
     """Expert results brought back to their tokens and mixed: inputs are slots, weights, experts, places."""
+
+    engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         slots, weight, expert, place = arrays
@@ -186,6 +196,8 @@ class Combine(_Fetching, Differentiable):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CombineGradient(_Slotted, OpKind):
     """The gradients of expert results and of their weights."""
+
+    engines: ClassVar[tuple[str, ...]] = ("torch",)
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         slots, weight = inputs[1], inputs[2]

@@ -30,10 +30,14 @@ def random_document_starts(generator: "np.random.Generator", shape: tuple[int, i
 class Lookup(Differentiable):
     """Rows of a table (first input) at the given indices (second input), counted from a third if there is one."""
 
+    engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
     flops_per_element: ClassVar[int] = 0
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         return (Output(dims=(*inputs[-1].dims, *inputs[0].dims[1:]), dtype=inputs[0].dtype),)
+
+    def index_dim(self, call: Call) -> str:
+        return call.inputs[0].dims[0]
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         table, *index = arrays
@@ -54,6 +58,8 @@ class Lookup(Differentiable):
 class ScatterAdd(OpKind):
     """A table of zeros to which rows are added at the given indices."""
 
+    engines: ClassVar[tuple[str, ...]] = ("torch",)
+
     dims: Dims
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
@@ -61,6 +67,9 @@ class ScatterAdd(OpKind):
 
     def linear_through(self) -> Mapping[int, tuple[int, ...]]:
         return {0: (0,)}
+
+    def index_dim(self, call: Call) -> str:
+        return self.dims[0]
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         rows, *index = arrays
@@ -73,6 +82,8 @@ class ScatterAdd(OpKind):
 class Pick(Differentiable):
     """The element at an index along one dim: the label's logit."""
 
+    engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
+    by_token: ClassVar[bool | None] = True
     flops_per_element: ClassVar[int] = 0
 
     over: str
@@ -82,6 +93,9 @@ class Pick(Differentiable):
         rest = tuple(dim for dim in tensor.dims if dim != self.over)
         assert rest == index.dims, f"{index} does not choose along {self.over} of {tensor}"
         return (Output(dims=rest, dtype=tensor.dtype),)
+
+    def index_dim(self, call: Call) -> str:
+        return self.over
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         axis = call.inputs[0].dims.index(self.over)
@@ -101,6 +115,9 @@ class Pick(Differentiable):
 class Place(OpKind):
     """Zeros, but for the given values at an index along one dim."""
 
+    engines: ClassVar[tuple[str, ...]] = ("torch",)
+    by_token: ClassVar[bool | None] = True
+    owns_result: ClassVar[bool] = True
     flops_per_element: ClassVar[int] = 0
 
     over: str
@@ -108,6 +125,9 @@ class Place(OpKind):
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         return (Output(dims=self.dims, dtype=inputs[0].dtype),)
+
+    def index_dim(self, call: Call) -> str:
+        return self.over
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         axis = self.dims.index(self.over)

@@ -14,6 +14,8 @@ from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, 
 class Einsum(Differentiable):
     """A product of two tensors, summed over the dims that the output lacks."""
 
+    engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
+    owns_result: ClassVar[bool] = True
     flops_per_element: ClassVar[int] = 0  # nothing is left for the vector unit
 
     dims: Dims

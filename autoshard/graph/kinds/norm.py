@@ -19,6 +19,7 @@ class Norm(Differentiable):
     Results are the normalised tensor and, in FP32, the statistic that backward needs: the reciprocal of its size.
     """
 
+    engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
     label_form: ClassVar[str] = "{0.function}_norm"
     flops_per_element: ClassVar[int] = 4  # derived: square, accumulate, scale by the statistic, scale by the weight
 
@@ -64,6 +65,8 @@ def _centred(x: Array, axis: int, function: NormFunction) -> Array:
 class NormGradient(OpKind):
     """The gradient of a norm's input: inputs are the upstream gradient, the norm's input, its statistic, its weight."""
 
+    engines: ClassVar[tuple[str, ...]] = ("torch",)
+    owns_result: ClassVar[bool] = True
     label_form: ClassVar[str] = "{0.function}_norm_gradient"
     flops_per_element: ClassVar[int] = 8  # derived: rebuild, scale, and project out what the statistics absorb
 
@@ -91,6 +94,7 @@ class NormGradient(OpKind):
 class NormWeightGradient(OpKind):
     """The gradient of a norm's weight: upstream gradient times normalised input, summed over all else."""
 
+    engines: ClassVar[tuple[str, ...]] = ("torch",)
     label_form: ClassVar[str] = "{0.function}_norm_weight_gradient"
     flops_per_element: ClassVar[int] = 3  # derived: rebuild, multiply, accumulate
 
@@ -116,6 +120,7 @@ class NormWeightGradient(OpKind):
 class Softmax(Differentiable):
     """Exponentials that sum to one along a dim."""
 
+    engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
     flops_per_element: ClassVar[int] = 4  # derived: maximum, exponential, sum, division
 
     over: str
@@ -137,6 +142,7 @@ class Softmax(Differentiable):
 class SoftmaxGradient(OpKind):
     """The gradient of a softmax's input: the probabilities times the upstream gradient less its mean under them."""
 
+    engines: ClassVar[tuple[str, ...]] = ("torch",)
     flops_per_element: ClassVar[int] = 4  # derived: product, sum, difference, product
 
     over: str

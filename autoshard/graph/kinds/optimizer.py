@@ -18,6 +18,8 @@ _USUAL = AdamWConstants()
 class Accumulate(OpKind):
     """A micro-batch's gradient added to the sum so far (first input), in the sum's format."""
 
+    engines: ClassVar[tuple[str, ...]] = ("torch",)
+
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         assert inputs[0].dims == inputs[1].dims, f"{inputs[1]} is not a gradient for {inputs[0]}"
         return (Output(dims=inputs[0].dims, dtype=inputs[0].dtype),)
@@ -34,6 +36,7 @@ class Accumulate(OpKind):
 class SquareSum(OpKind):
     """The sum of squares of a gradient: its share of the norm."""
 
+    engines: ClassVar[tuple[str, ...]] = ("torch",)
     flops_per_element: ClassVar[int] = 2  # derived: a product and an addition
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
@@ -62,6 +65,7 @@ class ClipScale(OpKind):
 class AdamW(Update):
     """One update by gradients and their squares, averaged over steps, with decay of the weights."""
 
+    engines: ClassVar[tuple[str, ...]] = ("torch",)
     label_form: ClassVar[str] = "adamw"
     # derived: two moments (3 each), two corrections, root, division, decay, update
     flops_per_element: ClassVar[int] = 15
@@ -102,6 +106,7 @@ class AdamW(Update):
 class Sgd(Update):
     """One update by the gradient alone: no momentum, no decay."""
 
+    engines: ClassVar[tuple[str, ...]] = ("torch",)
     flops_per_element: ClassVar[int] = 2  # derived: a product with rate times clip, a difference
     num_moments: ClassVar[int] = 0
     scalars: ClassVar[tuple[str, ...]] = ("clip", "learning_rate")

@@ -54,6 +54,8 @@ _SLOPES: Mapping[Function, Callable[[Array], Array]] = {
 class Unary(Differentiable):
     """A function of each element."""
 
+    engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
+    by_token: ClassVar[bool | None] = True
     label_form: ClassVar[str] = "{0.function}"
 
     function: Function
@@ -74,6 +76,9 @@ class Unary(Differentiable):
 class UnaryGradient(OpKind):
     """The gradient of a function of each element: slope at the input times the gradient of the result."""
 
+    engines: ClassVar[tuple[str, ...]] = ("torch",)
+    by_token: ClassVar[bool | None] = True
+    owns_result: ClassVar[bool] = True
     label_form: ClassVar[str] = "{0.function}_gradient"
 
     function: Function
@@ -89,6 +94,10 @@ class UnaryGradient(OpKind):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Multiply(Differentiable):
     """The element-wise product of two tensors with the same dims."""
+
+    engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
+    by_token: ClassVar[bool | None] = True
+    owns_result: ClassVar[bool] = True
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         left, right = inputs
@@ -106,6 +115,9 @@ class Multiply(Differentiable):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Add(Differentiable):
     """A signed sum of two tensors; the second is repeated along the dims it lacks, as a bias is."""
+
+    engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
+    by_token: ClassVar[bool | None] = True
 
     sign: Literal[1, -1] = 1
 
@@ -145,6 +157,8 @@ class Reduce(Differentiable):
     A maximum passes no gradient: it only keeps exponentials in range, and the result does not depend on it.
     """
 
+    engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
+    by_token: ClassVar[bool | None] = True
     label_form: ClassVar[str] = "{0.function}"
 
     function: Literal["sum", "max"]
@@ -172,6 +186,8 @@ class Reduce(Differentiable):
 class Repeat(OpKind):
     """A tensor repeated along the dims that it lacks."""
 
+    engines: ClassVar[tuple[str, ...]] = ("torch",)
+    by_token: ClassVar[bool | None] = True
     flops_per_element: ClassVar[int] = 0
 
     dims: Dims
@@ -188,6 +204,8 @@ class Repeat(OpKind):
 class Cast(Differentiable):
     """The same numbers in another format."""
 
+    engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
+    by_token: ClassVar[bool | None] = True
     label_form: ClassVar[str] = "to_{0.dtype}"
 
     dtype: Dtype
