@@ -89,9 +89,9 @@ class TensorEdge:
                 yield CostFactor(variables=(self.maker.name, reader.name), table=np.where(passes, 0.0, np.inf))
 
     def deliveries(self, readers: Readers) -> tuple[Delivery, ...]:
-        """Return the layouts that these readers can all take, with all that may be pending in what they send back."""
+        """Return the layouts that all readers accept, once for each set of sums that their gradient may await."""
         if readers not in self._deliveries:
-            # What may be pending in what they send back together, by layout.
+            # The sets of sums that may be pending in their joint gradient, by layout.
             layouts: dict[Layout, set[frozenset[str]]] | None = None
             for reader in (one for one in self.readers if one.name in readers):
                 own: dict[Layout, set[frozenset[str]]] = {}

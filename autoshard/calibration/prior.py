@@ -176,7 +176,7 @@ def prior_around(constants: Calibration, runs: Sequence[MeasuredRun], chip: str)
 
 
 def _software(known: Software | None, runs: Sequence[MeasuredRun], settled: str) -> Software | None:
-    """Add what ran some rows to what is known of software, as fast as plans are; None where rows do not say."""
+    """Add the frameworks and releases of some rows to known software, with slowdown 1; None if no row names any."""
     frameworks = {run.framework for run in runs if run.framework}
     releases = {run.release[:2] for run in runs if run.release}
     if not frameworks and not releases:

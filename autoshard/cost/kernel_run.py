@@ -146,9 +146,10 @@ class _MemoryTraffic:
                 self.origins[op.outputs[0]] = set[str]().union(*(self.origins[name] for name in op.inputs))
 
     def forward(self, ops: Sequence[Op], group: FusedOps) -> Iterator[Moved]:
-        """Yield what a forward kernel moves: what others made, what others read, what it keeps; once each.
+        """Yield each tensor that a forward kernel reads from or writes to memory, once.
 
-        What only its own backward reads and the kernel does not keep, is never written.
+        It reads results of other kernels, and writes its results that other kernels read or that are saved for the
+        backward pass. A result that only its own backward kernel reads, and that is not saved, is never written.
         """
         made = {output for op in ops for output in op.outputs}
         moved: dict[str, Moved] = {}
@@ -247,10 +248,10 @@ def bytes_in(tensor: Tensor, layouts: Sequence[Cuts], sizes_of: SizesOf, atoms: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """What lies in memory beside all that is kept while one kernel runs, and what of that is needed no more."""
+    """Temporary tensors in memory while one kernel runs, and the saved storages that are free by then."""
 
     takes: tuple[Fresh, ...]
-    frees: frozenset[str]  # storages
+    frees: frozenset[str]
 
 
 def working_bytes(

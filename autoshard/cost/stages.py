@@ -72,12 +72,12 @@ class Sends(PerCandidate):
 
     @property
     def receive_s(self) -> Number:
-        """For how long a message that has come blocks its receiver; an all-gather of two ranks blocks both."""
+        """Seconds for which an arrived message blocks its receiver, as an all-gather of two ranks does."""
         return self.time_s if self.receives_apart and not self.hidden else 0.0 * self.time_s
 
     @property
     def blocked_s(self) -> Number:
-        """For how long a rank does nothing else for each message that it sends, and the one the other way."""
+        """Seconds for which a send, and the receive that matches it, keep a rank from computing."""
         return 0.0 * self.time_s if self.hidden else self.time_s + self.receive_s
 
 

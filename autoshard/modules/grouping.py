@@ -8,7 +8,7 @@ from autoshard.modules.program import Read, Traced, TracedProgram, TracedStep
 
 
 def outside_reads(steps: Sequence[TracedStep]) -> Mapping[tuple[Traced, tuple[tuple[Dim, Dim], ...]], Read]:
-    """Return what steps read that they do not make, each tensor once for all that call its dims the same."""
+    """Return the external inputs of a group of steps; a tensor counts once for each naming of its dims."""
     made = {step.makes for step in steps}
     reads = [read for step in steps for read in step.reads if read.value not in made]
     return {(read.value, tuple(read.renamed.items())): read for read in reads}

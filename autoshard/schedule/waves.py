@@ -124,11 +124,13 @@ class Waves:
     def flow(self, delays: Delays, more: int, softness_s: float) -> tuple[Floats, Floats, Floats]:
         """Return a flow of one through the actions of each candidate, along its longest paths.
 
-        It comes from the last actions of ranks, and parts at each action between the two that this waits for: the
-        later gets more of it, and all where the other is much more than ``softness_s`` earlier. Returned are what each
-        action gets, [action, candidate], what of this comes from each of the two, [2, action, candidate], and what
-        passes each rank at the end of its steady part, [rank, candidate]. Of a schedule with so many more units, that
-        goes on along its rank for as many.
+        The flow starts at the last actions of ranks and runs backwards in time. At each action it divides between the
+        two predecessors, the action before on the rank and the sender of the message: the later predecessor gets more
+        of it, and all of it if the other is much more than ``softness_s`` earlier.
+
+        Return the flow through each action, [action, candidate]; the flow to each of its predecessors, [2, action,
+        candidate]; and the flow that passes the end of each rank's steady part, [rank, candidate]. ``more`` steady
+        units are skipped: flow that crosses them stays on its rank.
         """
         count, columns = self.bounds[-1], delays.work_s.shape[2]
         way, over, of = self.crossing if more else (np.zeros(0, dtype=np.int64),) * 3

@@ -201,10 +201,10 @@ class Mesh:
         return fits
 
     def repeated_groups(self, names: str | Sequence[str], num_ranks: int) -> tuple[Ints, int]:
-        """Return groups, a row each, that show how all groups share links, and for how many ranks they show it.
+        """Return a sample of the groups, one in each row, that shares links as all groups do, and its number of ranks.
 
-        Where the mesh repeats every ``num_ranks`` ranks these are the groups with members in the first of them: these
-        members, and one beyond. Else they are all groups.
+        If the mesh repeats every ``num_ranks`` ranks, the sample has the groups with members among the first
+        ``num_ranks``: these members, and the last one. Otherwise it has all groups.
         """
         groups = self._grouped(names, _grid(self))
         if not self.repeats_every(num_ranks):

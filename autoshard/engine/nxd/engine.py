@@ -294,7 +294,7 @@ class State:
                 )  # fmt: skip
 
     def _alike(self, piece: FormPiece) -> tuple[int, int]:
-        """Return which this rank is of those that hold the same box, and how many they are."""
+        """Return the number of this rank among the replicas of a box, and how many replicas there are."""
         cut = {atom for atoms in piece.cuts.values() for atom in atoms}
         same = [atom for atom in TP if atom not in cut]
         number, count = self._built.rank.coordinate(same), self._built.rank.size(same)

@@ -64,13 +64,13 @@ class Weight:
 
     @property
     def alike(self) -> tuple[str, ...]:
-        """Atoms along which ranks of a stage update the same numbers."""
+        """Atoms along which the ranks of a stage update the same numbers: its replicas."""
         apart = {atom for _, atoms in self.layout.dims for atom in atoms} | set(self.spread if self.zero else ())
         return tuple(atom for atom, _ in self.mesh_rank.mesh.axes if atom not in {"pp", *apart})
 
     @property
     def saves(self) -> bool:
-        """Whether this rank saves the weight: one of those that hold it, another one for another weight."""
+        """Whether this rank writes the weight to checkpoints. The replicas of a stage share its weights out evenly."""
         number, count = 0, 1
         for atom in self.alike:
             number, count = number + count * self.mesh_rank.coordinate(atom), count * self.mesh_rank.mesh.size(atom)

@@ -280,7 +280,10 @@ def _body(steps: Sequence[Step], ends: set[str]) -> Iterator[str]:
 
 
 def piece(name: str, steps: Sequence[Step], later: set[str]) -> tuple[str, tuple[str, ...], Step]:
-    """Return a function of some steps, which uses up a list of what they read, that list, and a step that calls it."""
+    """Write steps as a function that empties its list of inputs.
+
+    Return its text, the names of the inputs, and the step that calls it.
+    """
     made = [name for step in steps for one in step.statements for name in one.writes]
     reads = tuple(dict.fromkeys(one for step in steps for one in step.reads if one not in made))
     writes = tuple(dict.fromkeys(one for one in made if one in later))

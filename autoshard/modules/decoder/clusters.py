@@ -68,7 +68,7 @@ class Clusters:
         return self.by_value[value]
 
     def _opaque(self, steps: tuple[TracedStep, ...], makes: Traced) -> Piece:
-        """Return steps as one function of each number where they are such, and else as functions that nobody knows."""
+        """Join steps into one piece: unary if each output number depends on one input number, else opaque."""
         entries = self.flow.entries(steps)
         for step in steps:
             _require_known(step)

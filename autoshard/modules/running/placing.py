@@ -47,10 +47,15 @@ def _in_pieces(given: Layout, rest: Sequence[str], sizes: Mapping[str, int], ato
 def placeable(layout: Layout, positions: Positions, sizes: Mapping[str, int], atoms: Mapping[str, int]) -> Layout:
     """Return a layout without the cuts that placements cannot say.
 
-    Those are uneven ones inside a product of dims, inner dims of a product, and several cuts of one position, unless
-    they cut it one inside the other in the mesh's order, or in the other order as FSDP cuts what tensor parallelism has
-    cut. Others are strided: torch 2.13 does not save them in checkpoints, and puts two of them together wrongly. Of
-    these only the largest cut of the outermost dim is kept.
+    Placements cannot say:
+
+    - an uneven cut of a dim that is part of a product of dims, such as heads of 3 ranks in ``heads * head_dim``;
+    - a cut of an inner dim of a product, such as ``head_dim`` in ``heads * head_dim``;
+    - several cuts of one position, unless each lies inside the one before in the mesh's order (``hidden/dp.tp``), or
+      in the reverse order that FSDP makes of a dim which tensor parallelism has cut (``hidden/tp.dp``).
+
+    Such cuts would be strided: torch 2.13 does not save strided placements in checkpoints, and joins two of them
+    wrongly. Only the largest cut of the outermost dim is kept.
     """
     kept: dict[str, tuple[str, ...]] = {}
     for position in positions:

@@ -228,10 +228,10 @@ def _collects(found: BlockMatch, op: Op, layer: str) -> bool:
 
 
 def _experts(found: BlockMatch, op: Op) -> Form | None:
-    """Return the layer that stands for a router and all that follows from it, which sends all that lies between.
+    """Match NxD's layer of experts: router, dispatch, experts and combine. The layer does their communication itself.
 
-    It gathers tokens and logits, sums the gradients of shares and of what experts read as soon as they are there, and
-    slices them. Where tokens may be dropped, that is the gradient of the slots; where none is, of the tokens.
+    It gathers tokens and logits. In the backward pass it sums the gradients of the shares and of the experts' inputs
+    at once, and slices them. These inputs are slots where tokens may be dropped, and tokens where none is dropped.
     """
     run = found.operations[found.operations.index(op) :][: len(_RUN)]
     labels = tuple(one.kind.label for one in run)

@@ -1,0 +1,35 @@
+"""Names stand for nouns: the share of placeholders among all bound names may only fall."""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "autoshard"
+PLACEHOLDERS = frozenset((
+    "found", "one", "own", "some", "given", "made", "taken", "each", "mine", "kept", "wanted", "other", "others", "every",
+    "known", "asked", "begun", "apart", "alike", "left",
+))  # fmt: skip
+MOST = 0.0970  # of all bound names; lower it with every name that gets its noun
+
+
+def bound(tree: ast.AST) -> Iterator[str]:
+    """Every name that is assigned, looped over, imported under a name or a parameter."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+
+
+def counts() -> Counter[str]:
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py")))
+    return Counter(name for tree in trees for name in bound(tree))
+
+
+def test_fewer_names_are_placeholders_than_before() -> None:
+    names = counts()
+    placeholders = {name: names[name] for name in PLACEHOLDERS if names[name]}
+    share = sum(placeholders.values()) / names.total()
+    most = ", ".join(f"{name} {count}" for name, count in Counter(placeholders).most_common(5))
+    assert share <= MOST, f"{share:.2%} of {names.total()} names are placeholders ({most}); give them nouns"
