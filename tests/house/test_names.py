@@ -7,8 +7,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "autoshard"
 PLACEHOLDERS = frozenset((
-    "found", "one", "own", "some", "given", "made", "taken", "each", "mine", "kept", "wanted", "other", "others", "every",
-    "known", "asked", "begun", "apart", "alike", "left",
+    "found", "one", "own", "some", "given", "made", "taken", "each", "mine", "kept", "wanted", "other", "others",
+    "every", "known", "asked", "begun", "apart", "alike", "left",
 ))  # fmt: skip
 MOST = 0.0970  # of all bound names; lower it with every name that gets its noun
 
