@@ -50,16 +50,16 @@ def atom_dims(
 
     def refusal(dim: str, among: Sequence[StrategyRule]) -> str:
         place = AtomCut.of(block, op, atom, dim or None)
-        return next((str(found) for rule in among if (found := rule.rejection(place))), "")
+        return next((str(rejection) for rule in among if (rejection := rule.rejection(place))), "")
 
     bound = {*op.kind.whole_dims(), *dict(op.kind.tied_dims())}
     dims = (*sorted(dim for dim in op_dims(block, op) if dim not in bound), "")
     allowed = tuple(dim for dim in dims if not refusal(dim, rules))
     if pins is None:
         return allowed
-    found = pins.leaves(atom, allowed)
-    if found:
-        return found
+    pinned = pins.leaves(atom, allowed)
+    if pinned:
+        return pinned
     binding = [rule for rule in rules if not rule.yields_to_pins]
     reasons = {dim: refusal(dim, binding) for dim in pins.leaves(atom, dims)}
     if all(reasons.values()):
@@ -75,22 +75,22 @@ def op_cuts(
 
     Several atoms of one dim cut it in the mesh's order.
     """
-    found: list[Cuts] = []
+    choices: list[Cuts] = []
     for dims in itertools.product(*(allowed or [atom_dims(block, op, atom) for atom in atoms])):
         cuts = {dim: tuple(atom for atom, at in zip(atoms, dims, strict=True) if at == dim) for dim in dims if dim}
-        cuts |= {dim: together(cuts, others) for dim, others in op.kind.tied_dims()}
-        found.append({dim: cut for dim, cut in cuts.items() if cut})
-    return tuple(found)
+        cuts |= {dim: together(cuts, tied) for dim, tied in op.kind.tied_dims()}
+        choices.append({dim: cut for dim, cut in cuts.items() if cut})
+    return tuple(choices)
 
 
 def made_layout(op: Op, tensors: Mapping[str, Tensor], tensor: str, choice: OpChoice) -> Layout:
     """Return how an operation leaves a result: what cuts a dim that it has lost is pending, and what passes through."""
     dims = tensors[tensor].dims
     read = {dim for name in op.inputs for dim in tensors[name].dims}
-    cut, kept = ({atom for dim in some for atom in choice.cuts.get(dim, ())} for some in (read, dims))
+    cut, kept_atoms = ({atom for dim in dim_set for atom in choice.cuts.get(dim, ())} for dim_set in (read, dims))
     index = op.outputs.index(tensor)
     passes = any(index in outputs for outputs in op.kind.linear_through().values())
-    plain = choice.layout(dims, sorted({*(cut - kept), *(choice.passed if passes else ())}))
+    plain = choice.layout(dims, sorted({*(cut - kept_atoms), *(choice.passed if passes else ())}))
     if isinstance(op.kind, Reduce) and op.kind.function == "max":
         return Layout(dims=plain.dims, maxima=plain.sums)
     return plain
@@ -114,7 +114,7 @@ class PassRule:
         assert isinstance(op.kind, Differentiable), f"{op.name}: {op.kind.label} stands in a forward pass"
         inputs = [block.tensors[name] for name in op.inputs]
         roles = ("activation", "parameter")
-        needed = [number for number, one in enumerate(inputs) if one.role in roles and one.dtype != "int64"]
+        needed = [number for number, tensor in enumerate(inputs) if tensor.role in roles and tensor.dtype != "int64"]
         steps = [(step.kind, step) for step in op.kind.gradient(inputs, needed) if step.kind is not None]
         linear = [step for kind, step in steps if 0 in kind.linear_through() and step.reads[0] == "d0"]
         readers = [step for _, step in steps if "d0" in step.reads]
@@ -125,7 +125,11 @@ class PassRule:
             for output in outputs
             if step.reads[read] == "in0"
         }
-        delivers = [one.kind for one in block.select("micro_batch", "F") if one.inputs and one.inputs[0] in op.outputs]
+        delivers = [
+            reader.kind
+            for reader in block.select("micro_batch", "F")
+            if reader.inputs and reader.inputs[0] in op.outputs
+        ]
         settled = any(isinstance(kind, Deliver) and kind.settles for kind in delivers)
         return cls(
             forward=0 in op.kind.linear_through() and inputs[0].role == "activation",

@@ -66,21 +66,21 @@ def solved_cutting(question: Question, candidate: Candidate, terms: Terms) -> Cu
     are of size 1 here are added where the Rules leave them just one dim, in the order of the mesh. With tp 1 either way
     of ``sequence_parallel`` may be given. They are kept, because a frontier asks for them under every limit of memory.
     """
-    found: dict[str, Mapping[str, Cuts]] = {}
+    tables: dict[str, Mapping[str, Cuts]] = {}
     for kind in KINDS:
         problem = operator_problem(question, Meshes.of(question, candidate), terms, kind)
         cuts, whole = solve(problem).cuts, dict[str, Cuts]()
         for op in cut_operations(problem.block):
-            mine = {dim: list(cut) for dim, cut in cuts[op.name].items()}
+            atoms_by_dim = {dim: list(cut) for dim, cut in cuts[op.name].items()}
             for atom in (atom for atom in ATOMS if atom not in problem.real_atoms):
                 with suppress(InputError):  # pins leave it none; that is an error where it cuts something
                     dims = _allowed_dims(question.step, terms, kind, op.name, atom)
                     if len(dims) == 1 and dims[0]:
-                        mine.setdefault(dims[0], []).append(atom)
-            ordered = {dim: tuple(sorted(atoms, key=ATOMS.index)) for dim, atoms in mine.items()}
-            whole[op.name] = {**ordered, **{dim: together(ordered, others) for dim, others in op.kind.tied_dims()}}
-        found[kind] = whole
-    return Cutting.of(found, terms.boundary)
+                        atoms_by_dim.setdefault(dims[0], []).append(atom)
+            ordered = {dim: tuple(sorted(atoms, key=ATOMS.index)) for dim, atoms in atoms_by_dim.items()}
+            whole[op.name] = {**ordered, **{dim: together(ordered, tied) for dim, tied in op.kind.tied_dims()}}
+        tables[kind] = whole
+    return Cutting.of(tables, terms.boundary)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,14 +114,14 @@ class Meshes:
 
 
 def shared_cuttings(
-    question: Question, meshes: Meshes, asked: tuple[Terms, float], between: Callable[[], None]
+    question: Question, meshes: Meshes, terms_and_slack: tuple[Terms, float], between: Callable[[], None]
 ) -> Iterator[tuple[Cutting, Ints]]:
     """Yield cuttings for columns of meshes, each with the numbers of those that it serves.
 
-    ``asked`` are the terms, and the share that blocks may take more there than with their own, which ``solved_cutting``
-    finds; they hold no more. ``between`` is called before each block, and may stop this.
+    ``terms_and_slack`` are the terms, and the share by which blocks may take longer there than with their own cuts,
+    which ``solved_cutting`` finds; they hold no more. ``between`` is called before each block, and may stop this.
     """
-    terms, slack = asked
+    terms, slack = terms_and_slack
     count, parts = len(meshes.atoms["edp"]), dict[str, tuple[SharedCuts, ...]]()
     few = meshes.only(np.unique(np.linspace(0, count - 1, _FEW).astype(np.int64)))
     real = tuple(atom for atom, size in meshes.atoms.items() if np.any(size > 1))
@@ -129,12 +129,12 @@ def shared_cuttings(
     state_bytes = float(DTYPE_BYTES[precision.weights] + DTYPE_BYTES[precision.gradients])
     for kind in KINDS:
         between()
-        some = operator_problem(question, few, terms, kind, real)
+        few_columns = operator_problem(question, few, terms, kind, real)
         problem = operator_problem(question, meshes, terms, kind, real)
-        parts[kind] = solve_columns(replace(problem, few=some, state_bytes_per_weight=state_bytes), slack)
+        parts[kind] = solve_columns(replace(problem, few=few_columns, state_bytes_per_weight=state_bytes), slack)
     numbers = np.empty((len(KINDS), count), dtype=np.int64)
-    for row, some in zip(numbers, parts.values(), strict=True):
-        for number, part in enumerate(some):
+    for row, shared in zip(numbers, parts.values(), strict=True):
+        for number, part in enumerate(shared):
             row[part.columns] = number
     distinct, which = np.unique(numbers, axis=1, return_inverse=True)
     rows: list[list[int]] = distinct.T.tolist()

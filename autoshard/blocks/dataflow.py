@@ -33,15 +33,19 @@ class Dataflow:
         }
         alone = {name for name, readers in self.readers.items() if len(readers) == 1}
         self.choices: dict[str, tuple[OpChoice, ...]] = {}
-        for op in (one for one in self.ops if one.name not in problem.tied):
+        for op in (free_op for free_op in self.ops if free_op.name not in problem.tied):
             rule, listed = self.rules[op.name], problem.allowed.get(op.name)
             cuts = op_cuts(block, op, atoms) if listed is None else listed
             forward = rule.forward and op.inputs[0] in alone
             choices: list[OpChoice] = []
-            for each in cuts:  # with every set of sums over its idle atoms that may pass through
-                idle = tuple(atom for atom in atoms if atom not in OpChoice(cuts=each).busy)
+            for choice_cuts in cuts:  # with every set of sums over its idle atoms that may pass through
+                idle = tuple(atom for atom in atoms if atom not in OpChoice(cuts=choice_cuts).busy)
                 ahead, back = (tuple(subsets(idle)) if passes else ((),) for passes in (forward, rule.backward))
-                choices += [OpChoice(cuts=each, passed=one, passed_back=two) for one in ahead for two in back]
+                choices += [
+                    OpChoice(cuts=choice_cuts, passed=passed, passed_back=passed_back)
+                    for passed in ahead
+                    for passed_back in back
+                ]
             self.choices[op.name] = tuple(choices)
         self.choices |= {name: self.choices[like] for name, like in problem.tied.items()}
         back = {op.source for op in block.ops if isinstance(op.kind, Collect)}
@@ -51,7 +55,7 @@ class Dataflow:
     def change_s(
         self, dims: Dims, dtype: Dtype, befores: Sequence[Layout], afters: Sequence[Layout], pending: Pending = "sums"
     ) -> Matrix:
-        """Return the seconds from each of some layouts of a tensor to each of others: [before, after], and columns."""
+        """Return the seconds from each old layout of a tensor to each new layout: [before, after], and columns."""
         key = (dims, dtype, pending)
         if key not in self._changes:
             prices = self.problem.prices(dtype)
@@ -83,7 +87,7 @@ class Dataflow:
         if maker is None or self.problem.block.tensors[tensor].dtype != "int64":
             return False
         tied = {dim for dim, _ in maker.kind.tied_dims()}
-        delivered = [one.outputs[0] for one in self.delivers if one.inputs[0] == tensor]
+        delivered = [deliver.outputs[0] for deliver in self.delivers if deliver.inputs[0] == tensor]
         readers = [reader for name in delivered for reader in self.readers[name]]
         return any(tied & {dim for dim, _ in reader.kind.tied_dims()} for reader in readers)
 

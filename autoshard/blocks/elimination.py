@@ -35,19 +35,19 @@ class CostFactor:
     weight: Table | None = None
 
     def repeated(self, count: int) -> "CostFactor":
-        """Return the same as often."""
+        """Return the factor with its costs and weights counted ``count`` times."""
         if count == 1:
             return self
         weight = None if self.weight is None else self.weight * count
         return CostFactor(variables=self.variables, table=self.table * count, weight=weight)
 
     def renamed(self, names: Mapping[str, str]) -> "CostFactor":
-        """Return the same of other variables; where two become one, they have the same value."""
-        variables = tuple(names.get(one, one) for one in self.variables)
+        """Return the factor over renamed variables; where two get one name, they have the same value."""
+        variables = tuple(names.get(name, name) for name in self.variables)
         if variables == self.variables:
             return self
         distinct = tuple(dict.fromkeys(variables))
-        places = [distinct.index(one) for one in variables]
+        places = [distinct.index(name) for name in variables]
 
         def joined(table: Table) -> Table:
             einsum: Any = np.einsum  # whose stub knows no lists of axes
@@ -60,14 +60,14 @@ class CostFactor:
         """Return the costs of some of a variable's values."""
         if name not in self.variables:
             return self
-        place = tuple(values if one == name else slice(None) for one in self.variables)
+        place = tuple(values if variable == name else slice(None) for variable in self.variables)
         return CostFactor(variables=self.variables, table=self.table[place])
 
     def reduced(self, variables: Sequence[str]) -> Table:
         """Return the least costs for each choice of some of its variables, axes in the order given."""
         gone = tuple(axis for axis, name in enumerate(self.variables) if name not in variables)
-        left = [name for name in self.variables if name in variables]
-        return self.table.min(axis=gone).transpose([left.index(name) for name in variables])
+        remaining = [name for name in self.variables if name in variables]
+        return self.table.min(axis=gone).transpose([remaining.index(name) for name in variables])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +83,10 @@ class EliminationStep:
 
     def best(self, choices: Mapping[str, Values]) -> Values:
         """Return the variable's best value, given the choices of its neighbours."""
-        own, total = self.variables[0], np.zeros(1)
+        variable, total = self.variables[0], np.zeros(1)
         for factor in self.factors:
-            table = np.moveaxis(factor.table, factor.variables.index(own), -1)
-            total = total + table[tuple(choices[name] for name in factor.variables if name != own)]
+            table = np.moveaxis(factor.table, factor.variables.index(variable), -1)
+            total = total + table[tuple(choices[name] for name in factor.variables if name != variable)]
         return total.argmin(axis=-1)
 
 
@@ -108,14 +108,14 @@ class Elimination:
 
         Where it is not exact they are good choices.
         """
-        found: dict[str, Values] = {COLUMN: np.arange(self.sizes.get(COLUMN, 0))}
+        values: dict[str, Values] = {COLUMN: np.arange(self.sizes.get(COLUMN, 0))}
         for step in reversed(self.steps):
-            found[step.variables[0]] = step.best(found)
-        del found[COLUMN]
-        return {name: found[name] if COLUMN in self.sizes else int(found[name]) for name in sorted(found)}
+            values[step.variables[0]] = step.best(values)
+        del values[COLUMN]
+        return {name: values[name] if COLUMN in self.sizes else int(values[name]) for name in sorted(values)}
 
     def least_totals(self) -> dict[str, Table]:
-        """Return, for every value of every variable, the least total of all choices that it is one of.
+        """Return, for every value of every variable, the least total of all choices that contain it.
 
         >>> cost = CostFactor(variables=("a", "b"), table=np.array([[3.0, 1.0], [2.0, 5.0]]))
         >>> eliminate({"a": 2, "b": 2}, [cost]).least_totals()
@@ -126,16 +126,16 @@ class Elimination:
         outside: dict[str, CostFactor] = {}  # of a step: the least cost of all that is in none of its factors
         totals: dict[str, Table] = {}
         for step in reversed(self.steps):
-            own = step.variables[0]
-            rest = outside.pop(own, None) or CostFactor(variables=(), table=np.array(self.cost - step.least))
-            children = [made_by[id(one.table)] for one in step.factors if id(one.table) in made_by]
-            scopes = [(own,), *(child.variables[1:] for child in children)]
-            found = [np.full([self.sizes[name] for name in scope], np.inf) for scope in scopes]
+            variable = step.variables[0]
+            rest = outside.pop(variable, None) or CostFactor(variables=(), table=np.array(self.cost - step.least))
+            children = [made_by[id(factor.table)] for factor in step.factors if id(factor.table) in made_by]
+            scopes = [(variable,), *(child.variables[1:] for child in children)]
+            tables = [np.full([self.sizes[name] for name in scope], np.inf) for scope in scopes]
             for values, joint in _pieces(step.variables, self.sizes, [*step.factors, rest]):
-                for table, scope in zip(found, scopes, strict=True):
+                for table, scope in zip(tables, scopes, strict=True):
                     here = table[tuple(values if name in step.variables[1:2] else slice(None) for name in scope)]
                     np.minimum(here, joint.reduced(scope), out=here)
-            totals[own], *sums = found
+            totals[variable], *sums = tables
             for child, total in zip(children, sums, strict=True):
                 assert child.least is not None, "all steps are exact"
                 possible = np.isfinite(child.least)
@@ -163,15 +163,15 @@ def eliminate(sizes: Mapping[str, int], factors: Sequence[CostFactor], cells: tu
     order, needed = _order(free, scopes)
     most = prod(sizes.values()) if needed <= cells[0] else cells[1]
     for variable in order:
-        mine = [factor for factor in pending if variable in factor.variables]
-        mine = mine or [CostFactor(variables=(variable,), table=np.zeros(sizes[variable]))]
+        touching = [factor for factor in pending if variable in factor.variables]
+        touching = touching or [CostFactor(variables=(variable,), table=np.zeros(sizes[variable]))]
         pending = [factor for factor in pending if variable not in factor.variables]
-        parts = _parts(variable, sizes, mine, most)
+        parts = _parts(variable, sizes, touching, most)
         least = [_minimised(variable, sizes, part) for part in parts]
         pending += least
-        variables = _scope(variable, mine)
+        variables = _scope(variable, touching)
         exact = least[0].table if len(least) == 1 else None
-        steps.append(EliminationStep(variables=variables, factors=tuple(mine), least=exact))
+        steps.append(EliminationStep(variables=variables, factors=tuple(touching), least=exact))
     cost = sum(factor.table for factor in pending)
     return Elimination(sizes=sizes, steps=tuple(steps), cost=cost if COLUMN in sizes else float(cost))
 
@@ -182,24 +182,26 @@ def descended(choices: Mapping[str, int], factors: Sequence[CostFactor]) -> dict
     for factor in factors:
         for name in factor.variables:
             touching[name].append(factor)
-    found, waiting = dict(choices), dict.fromkeys(touching)
+    current, waiting = dict(choices), dict.fromkeys(touching)
     while waiting:
         name = next(iter(waiting))
         del waiting[name]
         rows = [
-            np.moveaxis(one.table, one.variables.index(name), -1)[
-                tuple(found[other] for other in one.variables if other != name)
+            np.moveaxis(factor.table, factor.variables.index(name), -1)[
+                tuple(current[neighbour] for neighbour in factor.variables if neighbour != name)
             ]
-            for one in touching[name]
+            for factor in touching[name]
         ]
         forbidden = np.sum([np.isinf(row) for row in rows], axis=0)
         total = np.sum([np.where(np.isinf(row), 0.0, row) for row in rows], axis=0)
         best = min(range(len(total)), key=lambda value: (forbidden[value], total[value]))
-        now = found[name]
+        now = current[name]
         if (forbidden[best], total[best]) < (forbidden[now], total[now] * (1 - _LEAST)):
-            found[name] = best
-            waiting |= dict.fromkeys(other for one in touching[name] for other in one.variables if other != name)
-    return found
+            current[name] = best
+            waiting |= dict.fromkeys(
+                neighbour for factor in touching[name] for neighbour in factor.variables if neighbour != name
+            )
+    return current
 
 
 def _scope(variable: str, factors: Sequence[CostFactor]) -> tuple[str, ...]:
@@ -221,19 +223,19 @@ def _parts(
     Costs are moved between the parts until each value has the same least cost in all of them. Then the parts agree
     more often on the best value, and the sum of their minima is a higher bound.
     """
-    found: list[list[CostFactor]] = []
-    for factor in sorted(factors, key=lambda one: -one.table.size):
-        joint = ((part, prod(sizes[name] for name in _scope(variable, [*part, factor]))) for part in found)
+    parts: list[list[CostFactor]] = []
+    for factor in sorted(factors, key=lambda cost: -cost.table.size):
+        joint = ((part, prod(sizes[name] for name in _scope(variable, [*part, factor]))) for part in parts)
         fitting = next((part for part, cells in joint if cells <= most), None)
         if fitting is None:
-            found.append(fitting := [])
+            parts.append(fitting := [])
         fitting.append(factor)
-    if len(found) == 1:
+    if len(parts) == 1:
         return [factors]
-    least = np.array([_of_values(variable, sizes, part) for part in found])
+    least = np.array([_of_values(variable, sizes, part) for part in parts])
     mean = least.mean(axis=0)
     shifts = np.where(np.isfinite(mean), mean - np.where(np.isfinite(least), least, 0.0), np.inf)
-    return [[*part, CostFactor(variables=(variable,), table=shift)] for part, shift in zip(found, shifts, strict=True)]
+    return [[*part, CostFactor(variables=(variable,), table=shift)] for part, shift in zip(parts, shifts, strict=True)]
 
 
 def _of_values(variable: str, sizes: Mapping[str, int], factors: Sequence[CostFactor]) -> Table:
@@ -251,18 +253,18 @@ def _order(sizes: tuple[tuple[str, int], ...], scopes: tuple[tuple[str, ...], ..
     for scope in scopes:
         for name in scope:
             around[name].update(scope)
-    joint = {name: prod(size[other] for other in others) for name, others in around.items()}
-    found, cells = list[str](), 0
+    joint = {name: prod(size[neighbour] for neighbour in neighbours) for name, neighbours in around.items()}
+    order, cells = list[str](), 0
     while joint:
         variable = min(joint, key=lambda name: (joint[name], name))
         cells += joint[variable]
-        others = around.pop(variable) - {variable}
+        neighbours = around.pop(variable) - {variable}
         del joint[variable]
-        for name in others:
-            around[name] = (around[name] | others) - {variable}
-            joint[name] = prod(size[other] for other in around[name])
-        found.append(variable)
-    return tuple(found), cells
+        for name in neighbours:
+            around[name] = (around[name] | neighbours) - {variable}
+            joint[name] = prod(size[neighbour] for neighbour in around[name])
+        order.append(variable)
+    return tuple(order), cells
 
 
 def _pieces(

@@ -84,7 +84,7 @@ class ExplainedBlock:
     @property
     def sending_s(self) -> float:
         """The time of all Collectives."""
-        return sum(one.time_s for step in self.steps for one in step.sent)
+        return sum(collective.time_s for step in self.steps for collective in step.sent)
 
     @property
     def time_s(self) -> float:
@@ -114,54 +114,54 @@ def explain(plan: Plan) -> Explanation:
     )
     counts.update(("embed", "head"))
     shown = [(kind, drop, counts[table_name(kind, drop)]) for kind, drop in blocks.kinds]
-    shown = [one for one in shown if one[2]]
-    others = {kind: _others(plan, question, setting, kind) for kind in dict.fromkeys(kind for kind, _, _ in shown)}
-    found = tuple(_explained(plan, question, setting, one, others[one[0]]) for one in shown)
-    named = {step.other.refused for block in found for step in block.steps if step.other}
+    shown = [entry for entry in shown if entry[2]]
+    other_cuts = {kind: _others(plan, question, setting, kind) for kind in dict.fromkeys(kind for kind, _, _ in shown)}
+    explained = tuple(_explained(plan, question, setting, entry, other_cuts[entry[0]]) for entry in shown)
+    named = {step.other.refused for block in explained for step in block.steps if step.other}
     rules = strategy_rules(plan.engine, sequence_parallel=plan.sp, cp_kind=plan.cp_kind)
     return Explanation(
         candidate=str(plan.candidate),
-        blocks=found,
+        blocks=explained,
         rules={rule.id: rule.remedy for rule in rules if rule.id in named},
         basis=question.calibration.basis,
     )
 
 
 def second_best(
-    problem: OperatorProblem, own: Mapping[str, Cuts], rules: Sequence[StrategyRule]
+    problem: OperatorProblem, plan_cuts: Mapping[str, Cuts], rules: Sequence[StrategyRule]
 ) -> Mapping[str, OtherCut]:
-    """Return the cheapest cut of every operation but its own, with all others chosen anew.
+    """Return the cheapest other cut of every operation, with the cuts of all other operations chosen anew.
 
     Where the Rules leave one cut only, the cheapest that the Rules about tp refuse.
     """
     totals, sizes = CutTotals(problem), {atom: problem.atoms.get(atom, 1) for atom in ATOMS}
-    base_s, found = totals.cost_of(own), dict[str, OtherCut]()
+    base_s, cheapest = totals.cost_of(plan_cuts), dict[str, OtherCut]()
     for name, costs in totals.every().items():
-        op, mine = problem.block.op(name), own[name]
+        op, current = problem.block.op(name), plan_cuts[name]
 
-        def others(costs: Sequence[tuple[Cuts, float]], mine: Cuts = mine) -> list[tuple[Cuts, float]]:
-            return [one for one in costs if real_cuts(one[0]) != real_cuts(mine) and math.isfinite(one[1])]
+        def different(costs: Sequence[tuple[Cuts, float]], current: Cuts = current) -> list[tuple[Cuts, float]]:
+            return [pair for pair in costs if real_cuts(pair[0]) != real_cuts(current) and math.isfinite(pair[1])]
 
-        rest = others(costs)
+        rest = different(costs)
         if not rest:
             free = [atom_dims(problem.block, op, atom, DATA_RULES) for atom in problem.real_atoms]
             choices = op_cuts(problem.block, op, problem.real_atoms, free)
-            rest = others(totals.with_choices(name, choices))
+            rest = different(totals.with_choices(name, choices))
         if not rest:
             continue
-        cuts, cost_s = min(rest, key=lambda one: one[1])
+        cuts, cost_s = min(rest, key=lambda pair: pair[1])
         tied = dict(op.kind.tied_dims())
         dims = {atom: dim for dim, cut in cuts.items() if dim not in tied for atom in cut}
         places = [AtomCut.of(problem.block, op, atom, dims.get(atom)) for atom in problem.real_atoms]
         against = (refusal for rule in rules for place in places if (refusal := rule.rejection(place)))
         texts = [
             f"{dim}/{show_atoms(whole_axes(cuts[dim], sizes))}" if cuts.get(dim) else f"{dim} whole"
-            for dim in {**cuts, **mine}
-            if cuts.get(dim, ()) != mine.get(dim, ())
+            for dim in {**cuts, **current}
+            if cuts.get(dim, ()) != current.get(dim, ())
         ]
         refused = next((refusal.rule_id for refusal in against), None)
-        found[name] = OtherCut(cut=", ".join(texts), more_s=cost_s - base_s, refused=refused)
-    return found
+        cheapest[name] = OtherCut(cut=", ".join(texts), more_s=cost_s - base_s, refused=refused)
+    return cheapest
 
 
 def _explained(
@@ -169,14 +169,14 @@ def _explained(
     question: Question,
     setting: Setting,
     which: tuple[str, Recompute, int],
-    others: Mapping[str, OtherCut],
+    other_cuts: Mapping[str, OtherCut],
 ) -> ExplainedBlock:
     kind, drop, count = which
     name = table_name(kind, drop)
     lines = {**plan.strategies[kind], **plan.strategies[name]}
     work, block = work_of(question, setting, kind, drop), setting.blocks.block(kind, drop).block
     # a kernel stands with its first operation, whatever its backward runs first
-    first = {own: group.ops[0] for group in block.fused for own in group.ops}
+    first = {op_name: group.ops[0] for group in block.fused for op_name in group.ops}
     computes: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for run, kernel in work.kernels:
         entry = run.ops[0].source  # of a sum of gradients the deliver that makes it
@@ -188,8 +188,8 @@ def _explained(
             name=entry,
             gives=str(Strategy.parse(lines[entry]).outputs[0]),
             seconds={pass_: computes[entry][pass_] for pass_ in PASSES if pass_ in computes[entry]},
-            sent=tuple(sorted(sent[entry], key=lambda one: PASSES.index(one.pass_))),
-            other=others.get(entry),
+            sent=tuple(sorted(sent[entry], key=lambda collective: PASSES.index(collective.pass_))),
+            other=other_cuts.get(entry),
         )
         for entry in (*ordered, *(entry for entry in lines if entry not in ordered))
     )
@@ -200,13 +200,13 @@ def _explained(
 
 def _sent(plan: Plan, work: BlockWork, setting: Setting) -> Mapping[str, list[SentCollective]]:
     """Return what every line sends, by its name."""
-    found: dict[str, list[SentCollective]] = defaultdict(list)
+    by_line: dict[str, list[SentCollective]] = defaultdict(list)
     sizes = {atom: int(setting.atoms[atom]) for atom in ATOMS}
     for message, message_bytes in work.messages:
         collective, ring = message.collective, setting.rings[message.collective.atoms]
         group = plan.mesh.group_of(0, tuple(atom for atom in collective.atoms if plan.mesh.atoms_of(atom)))
         if len(group) > 1 and collective.kind != "slice":
-            one = SentCollective(
+            sent = SentCollective(
                 pass_=message.pass_,
                 collective=str(replace(collective, atoms=whole_axes(collective.atoms, sizes))),
                 sent_bytes=float(ring.sent_bytes(collective, message_bytes)),
@@ -214,8 +214,8 @@ def _sent(plan: Plan, work: BlockWork, setting: Setting) -> Mapping[str, list[Se
                 num_ranks=len(group),
                 time_s=float(ring.busy_s(collective, message_bytes, eager=load_kernels(plan.kernels).eager)),
             )
-            found[message.entry].append(one)
-    return found
+            by_line[message.entry].append(sent)
+    return by_line
 
 
 def _others(plan: Plan, question: Question, setting: Setting, kind: str) -> Mapping[str, OtherCut]:
@@ -226,10 +226,10 @@ def _others(plan: Plan, question: Question, setting: Setting, kind: str) -> Mapp
     problem = operator_problem(question, Meshes.of(question, plan.candidate), terms, kind)
     program = blocks.programs[kind].instructions
     computes = {entry.op.name: entry.cuts for entry in program if isinstance(entry, Compute)}
-    own = {op.name: real_cuts(computes[op.name]) for op in cut_operations(problem.block)}
+    plan_cuts = {op.name: real_cuts(computes[op.name]) for op in cut_operations(problem.block)}
     pinned = {
         name: (cuts,)
-        for name, cuts in own.items()
+        for name, cuts in plan_cuts.items()
         if not any(real_cuts(choice) == cuts for choice in problem.allowed[name])
     }
-    return second_best(replace(problem, allowed={**problem.allowed, **pinned}), own, terms.rules)
+    return second_best(replace(problem, allowed={**problem.allowed, **pinned}), plan_cuts, terms.rules)

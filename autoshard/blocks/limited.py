@@ -23,7 +23,7 @@ _SHARES = (1.0, 0.5, 2.0, 0.0)  # of the best price: each leaves out other value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitedMinimum:
-    """The cheapest choices that were found within a limit; no choices cost less than ``bound``.
+    """The cheapest choices that the search found within a limit; no choices cost less than ``bound``.
 
     If nothing fits, these are the lightest choices and ``fits`` is false; likewise where sums are not minimised exactly
     and nothing allowed was found: then ``bound`` is finite.
@@ -80,13 +80,13 @@ class _Subproblem:
     def priced(self, price: float | None) -> list[CostFactor]:
         """Return cost and priced weight; without a price weight alone, where what is forbidden stays forbidden."""
         priced: list[CostFactor] = []
-        for one in self.factors:
-            table, weight = one.table, one.weight
+        for factor in self.factors:
+            table, weight = factor.table, factor.weight
             if price is None:
                 table = np.where(np.isfinite(table), 0.0 if weight is None else weight, np.inf)
             elif price and weight is not None:
                 table = table + price * weight
-            priced.append(CostFactor(variables=one.variables, table=table))
+            priced.append(CostFactor(variables=factor.variables, table=table))
         return priced
 
     def minimised(self, price: float | None) -> Elimination:
@@ -96,48 +96,48 @@ class _Subproblem:
 
     def point(self, price: float | None) -> _Point:
         """Return the choices that minimise with a price, with their cost and weight."""
-        found = self.minimised(price)
-        values, cost, weight = found.choices(), 0.0, 0.0
-        if not found.is_exact:
+        elimination = self.minimised(price)
+        values, cost, weight = elimination.choices(), 0.0, 0.0
+        if not elimination.is_exact:
             values = descended(values, self.priced(price))
         for factor in self.factors:
             place = tuple(values[name] for name in factor.variables)
             cost += float(factor.table[place])
             weight += 0.0 if factor.weight is None else float(factor.weight[place])
         choices = {name: int(self.numbers[name][value]) for name, value in values.items()}
-        return _Point(cost=cost, weight=weight, choices=choices, least=found.cost, is_exact=found.is_exact)
+        return _Point(cost=cost, weight=weight, choices=choices, least=elimination.cost, is_exact=elimination.is_exact)
 
-    def where(self, kept: Mapping[str, NDArray[np.bool_]]) -> "_Subproblem":
-        """Return the same with fewer values of some variables, those that ``kept`` marks."""
+    def where(self, masks: Mapping[str, NDArray[np.bool_]]) -> "_Subproblem":
+        """Return the subproblem with only the values that ``masks`` mark, of the variables that they name."""
 
-        def left(table: Table, variables: Sequence[str]) -> Table:
+        def marked(table: Table, variables: Sequence[str]) -> Table:
             for axis, name in enumerate(variables):
-                table = table.compress(kept[name], axis=axis) if name in kept else table
+                table = table.compress(masks[name], axis=axis) if name in masks else table
             return table
 
         factors = [
             CostFactor(
-                variables=one.variables,
-                table=left(one.table, one.variables),
-                weight=None if one.weight is None else left(one.weight, one.variables),
+                variables=factor.variables,
+                table=marked(factor.table, factor.variables),
+                weight=None if factor.weight is None else marked(factor.weight, factor.variables),
             )
-            for one in self.factors
+            for factor in self.factors
         ]
-        numbers = {name: values[kept[name]] if name in kept else values for name, values in self.numbers.items()}
+        numbers = {name: values[masks[name]] if name in masks else values for name, values in self.numbers.items()}
         return replace(self, numbers=numbers, factors=factors)
 
     def halves(self, heavy: _Point, light: _Point) -> Iterator["_Subproblem"]:
         """Yield both parts of a split between two points: of the variable whose values differ most in weight."""
-        place = {name: int(np.searchsorted(own, light.choices[name])) for name, own in self.numbers.items()}
+        place = {name: int(np.searchsorted(numbers, light.choices[name])) for name, numbers in self.numbers.items()}
         swings: list[tuple[float, str]] = []
         masks: dict[str, NDArray[np.bool_]] = {}
         for name, numbers in self.numbers.items():
             if heavy.choices[name] != light.choices[name]:
-                weights = np.zeros(len(numbers))  # by value of this variable, all others as at the light point
-                for one in self.factors:
-                    if name in one.variables and one.weight is not None:
-                        weights += one.weight[
-                            tuple(slice(None) if own == name else place[own] for own in one.variables)
+                weights = np.zeros(len(numbers))  # by value of this variable, all other variables as at the light point
+                for factor in self.factors:
+                    if name in factor.variables and factor.weight is not None:
+                        weights += factor.weight[
+                            tuple(slice(None) if variable == name else place[variable] for variable in factor.variables)
                         ]
                 first = numbers == heavy.choices[name]
                 ends = weights[first].item(), weights[place[name]].item()
@@ -180,26 +180,26 @@ def _worst(best: _Point) -> float:
 
 
 def _branched(whole: _Subproblem, first: _Bound, limit: float, most_splits: int) -> tuple[_Point, float]:
-    """Return the best point within the limit and a bound of all others, by branch and bound."""
+    """Return the best point within the limit and a bound of all other points, by branch and bound."""
     best, price, floor = first.best, first.price, first.bound
     parts: Iterable[_Subproblem] = [whole]
     queue: list[tuple[float, int, _Subproblem, _Bound]] = []  # by bound, then by age
     numbers = itertools.count()
     for split in itertools.count():
         for part in parts:
-            left = _narrowed(part, limit, price, _worst(best))
-            if left is not None:
-                found = _bounded(left, limit)
-                best = found.best if found.best.weight <= limit and found.best.cost < best.cost else best
-                if found.edge is not None:
-                    heapq.heappush(queue, (max(floor, found.bound), next(numbers), left, found))
+            narrowed = _narrowed(part, limit, price, _worst(best))
+            if narrowed is not None:
+                bounded = _bounded(narrowed, limit)
+                best = bounded.best if bounded.best.weight <= limit and bounded.best.cost < best.cost else best
+                if bounded.edge is not None:
+                    heapq.heappush(queue, (max(floor, bounded.bound), next(numbers), narrowed, bounded))
         if not queue or queue[0][0] >= _worst(best):
             return best, best.cost
         if split == most_splits:
             return best, queue[0][0]
-        floor, _, part, found = heapq.heappop(queue)
-        assert found.edge is not None, "what is proven is not queued"
-        parts, price = part.halves(*found.edge), found.price
+        floor, _, part, bounded = heapq.heappop(queue)
+        assert bounded.edge is not None, "what is proven is not queued"
+        parts, price = part.halves(*bounded.edge), bounded.price
     raise AssertionError("unreachable")
 
 
@@ -231,8 +231,8 @@ def _narrowed(part: _Subproblem, limit: float, price: float, worst: float) -> _S
     """Leave out the values that no choices within the limit that cost less can have; None if no choices are left."""
     for share in (None, *_SHARES):  # None: by weight alone
         most = limit if share is None else worst + share * price * limit
-        found = part.minimised(None if share is None else share * price).least_totals()
-        part = part.where({name: total <= most for name, total in found.items()})
+        totals = part.minimised(None if share is None else share * price).least_totals()
+        part = part.where({name: total <= most for name, total in totals.items()})
         if not all(map(len, part.numbers.values())):
             return None
     return part

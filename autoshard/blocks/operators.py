@@ -59,18 +59,18 @@ class OperatorSolution:
 def solve(problem: OperatorProblem) -> OperatorSolution:
     """Find the cheapest cuts of a block within its memory limit."""
     tables = _Tables(problem)
-    found = minimise_within(tables.sizes, tables.factors, problem.memory_limit_bytes)
+    minimum = minimise_within(tables.sizes, tables.factors, problem.memory_limit_bytes)
     message = f"no layouts of {problem.block.kind} were found; its tensors are read by too many operations"
-    require((math.isfinite(found.cost), "block", message))  # where all is exact some way is always left
+    require((math.isfinite(minimum.cost), "block", message))  # where all is exact some way is always left
     tied = problem.tied
     like = {op.name: tied.get(op.name, op.name) for op in tables.flow.ops}
-    rests = {name: tables.rests[found.choices.get(_rest_name(one), 0)] for name, one in like.items()}
+    rests = {name: tables.rests[minimum.choices.get(_rest_name(like_name), 0)] for name, like_name in like.items()}
     return OperatorSolution(
-        cuts={name: choices[found.choices[like[name]]].cuts for name, choices in tables.flow.choices.items()},
-        cost_s=found.cost,
-        kept_bytes=found.weight,
-        gap=found.gap,
-        fits=found.fits,
+        cuts={name: choices[minimum.choices[like[name]]].cuts for name, choices in tables.flow.choices.items()},
+        cost_s=minimum.cost,
+        kept_bytes=minimum.weight,
+        gap=minimum.gap,
+        fits=minimum.fits,
         rests={name: atoms for name, atoms in rests.items() if atoms},
     )
 
@@ -86,35 +86,36 @@ class SharedCuts:
 def solve_columns(problem: OperatorProblem, slack: float) -> tuple[SharedCuts, ...]:
     """Find the cheapest cuts of a block in every column; few serve all columns.
 
-    Cuts of one column serve another in which they hold no more than its own, and cost at most this share more.
+    The cuts of one column serve another column in which they hold no more bytes than that column's own cuts, and cost
+    at most the share ``slack`` more.
     """
     tables = _Tables(problem)
     count = problem.shape[0]
-    found = eliminate({**tables.sizes, COLUMN: count}, tables.factors)
+    elimination = eliminate({**tables.sizes, COLUMN: count}, tables.factors)
     names = list(tables.sizes)
-    choices = found.choices()
+    choices = elimination.choices()
     rows = np.array([np.broadcast_to(choices[name], count) for name in names]).T  # [column, variable]
-    own_bytes, left, every = tables.totals(names, rows, np.arange(count))[1], np.arange(count), list[SharedCuts]()
+    own_bytes, rest, shared = tables.totals(names, rows, np.arange(count))[1], np.arange(count), list[SharedCuts]()
     num_real = problem.stacked([size > 1 for size in problem.atoms.values()]).sum(axis=0)
-    while len(left):
-        distinct, first, number = np.unique(rows[left], axis=0, return_index=True, return_counts=True)
-        many = np.lexsort((first, -number, -num_real[left][first]))[0]
-        here = np.broadcast_to(distinct[many], (len(left), len(names)))
-        cost_s, kept = tables.totals(names, here, left)
-        serves = (cost_s <= found.cost[left] * (1 + slack + _TIE)) & (kept <= own_bytes[left] * (1 + _TIE))
+    while len(rest):
+        distinct, first, number = np.unique(rows[rest], axis=0, return_index=True, return_counts=True)
+        many = np.lexsort((first, -number, -num_real[rest][first]))[0]
+        here = np.broadcast_to(distinct[many], (len(rest), len(names)))
+        cost_s, held_bytes = tables.totals(names, here, rest)
+        serves = (cost_s <= elimination.cost[rest] * (1 + slack + _TIE)) & (held_bytes <= own_bytes[rest] * (1 + _TIE))
         serves[first[many]] = True  # whatever is rounded
         values = dict[str, int](zip(names, distinct[many].tolist(), strict=True))
-        cuts = {name: own[values[name]].cuts for name, own in tables.flow.choices.items()}
-        every.append(SharedCuts(cuts=cuts, columns=left[serves]))
-        left = left[~serves]
-    return tuple(every)
+        cuts = {name: op_choices[values[name]].cuts for name, op_choices in tables.flow.choices.items()}
+        shared.append(SharedCuts(cuts=cuts, columns=rest[serves]))
+        rest = rest[~serves]
+    return tuple(shared)
 
 
 Totals = tuple[tuple[Cuts, float], ...]  # cuts of an operation, each with what the block costs with it
 
 
 class CutTotals:
-    """What a block costs with each cut of an operation, all others chosen anew. Memory is not limited here."""
+    """What a block costs with each cut of an operation, all other cuts chosen anew. Memory is not limited here."""
 
     def __init__(self, problem: OperatorProblem) -> None:
         self._problem, self._tables = problem, _Tables(problem)
@@ -133,13 +134,13 @@ class CutTotals:
 
     def with_choices(self, name: str, choices: tuple[Cuts, ...]) -> Totals:
         """Return the totals of one operation as if it had other choices; only what touches it is priced again."""
-        other = replace(self._problem, allowed={**self._problem.allowed, name: choices})
-        return dict(self._of(_Tables(other, self._tables, name)))[name]
+        changed = replace(self._problem, allowed={**self._problem.allowed, name: choices})
+        return dict(self._of(_Tables(changed, self._tables, name)))[name]
 
     def _of(self, tables: "_Tables") -> Iterator[tuple[str, Totals]]:
         least = eliminate(tables.sizes, tables.factors).least_totals()
         for name, choices in tables.flow.choices.items():
-            yield name, tuple((one.cuts, float(cost_s)) for one, cost_s in zip(choices, least[name], strict=True))
+            yield name, tuple((choice.cuts, float(cost_s)) for choice, cost_s in zip(choices, least[name], strict=True))
 
 
 class _Tables:
@@ -156,9 +157,9 @@ class _Tables:
         self._known = like._known if like else dict[str, tuple[dict[str, int], list[CostFactor]]]()
         self._changed = changed
         delivered = {deliver.inputs[0] for deliver in self.flow.delivers}
-        alike = Counter(problem.tied.get(op.name, op.name) for op in self.flow.ops)
-        for op in (one for one in self.flow.ops if one.name in alike):
-            self._part(op.name, (op,), partial(self._add_operation, op, delivered), alike[op.name])
+        tied_counts = Counter(problem.tied.get(op.name, op.name) for op in self.flow.ops)
+        for op in (candidate for candidate in self.flow.ops if candidate.name in tied_counts):
+            self._part(op.name, (op,), partial(self._add_operation, op, delivered), tied_counts[op.name])
         for deliver, count in self._edges():
             maker = self.flow.maker.get(deliver.inputs[0])
             touching = (*self.flow.readers[deliver.outputs[0]], *([maker] if maker else []))
@@ -167,24 +168,24 @@ class _Tables:
             self._part(f"{name} at the end", (self.flow.maker[name],), partial(self._add_end, name))
 
     def _edges(self) -> Iterator[tuple[Op, int]]:
-        """Yield the delivers, one of those between operations that are tied to the same others, with their number."""
+        """Yield one deliver for each group between operations tied to the same operations, and the group's size."""
         tied, block = self.problem.tied, self.problem.block
-        alike: dict[object, list[Op]] = defaultdict(list)
+        groups: dict[object, list[Op]] = defaultdict(list)
         for deliver in self.flow.delivers:
             source = deliver.inputs[0]
             maker = self.flow.maker.get(source)
             where = (tied.get(maker.name, maker.name), maker.outputs.index(source)) if maker else source
             readers = [
-                (tied.get(one.name, one.name), [name == deliver.outputs[0] for name in one.inputs])
-                for one in self.flow.readers[deliver.outputs[0]]
+                (tied.get(reader.name, reader.name), [name == deliver.outputs[0] for name in reader.inputs])
+                for reader in self.flow.readers[deliver.outputs[0]]
             ]
-            alike[str((where, readers, deliver.kind, block.tensors[source].dims))].append(deliver)
-        return ((delivers[0], len(delivers)) for delivers in alike.values())
+            groups[str((where, readers, deliver.kind, block.tensors[source].dims))].append(deliver)
+        return ((delivers[0], len(delivers)) for delivers in groups.values())
 
     def _part(self, name: str, touching: Iterable[Op], price: Callable[[], None], count: int = 1) -> None:
         """Add the variables and factors of a part, which are known unless the changed operation touches it.
 
-        A part that occurs several times, between operations tied to the same others, is priced once.
+        A part that occurs several times, between operations tied to the same operations, is priced once.
         """
         if self._changed and self._changed not in (op.name for op in touching):
             sizes, factors = self._known[name]
@@ -194,10 +195,12 @@ class _Tables:
         before, start = set(self.sizes), len(self.factors)
         price()
         if self.problem.tied:
-            self.factors[start:] = [one.repeated(count).renamed(self.problem.tied) for one in self.factors[start:]]
+            self.factors[start:] = [
+                factor.repeated(count).renamed(self.problem.tied) for factor in self.factors[start:]
+            ]
         if not self._changed:
-            own = {variable: size for variable, size in self.sizes.items() if variable not in before}
-            self._known[name] = own, self.factors[start:]
+            added = {variable: size for variable, size in self.sizes.items() if variable not in before}
+            self._known[name] = added, self.factors[start:]
 
     def _add_edge(self, deliver: Op) -> None:
         edge = TensorEdge(self.flow, deliver)
@@ -211,16 +214,16 @@ class _Tables:
         """
         problem, choices = self.problem, self.flow.choices[op.name]
         cuts = [choice.cuts for choice in choices]
-        time_s, kept = np.zeros((2, len(choices), *problem.shape))
+        time_s, held_bytes = np.zeros((2, len(choices), *problem.shape))
         for part in problem.block.select("micro_batch"):
             if part.source == op.name:
                 time_s += roofline_s(problem, part, cuts)
                 if part.kind.ring_dim:
-                    time_s += problem.stacked([ring_of_s(problem, part, each) for each in cuts])
+                    time_s += problem.stacked([ring_of_s(problem, part, op_cuts) for op_cuts in cuts])
         for entry in problem.block.saved:
             if entry.op == op.name and entry.storage not in delivered:
-                kept += kept_bytes(problem, entry, choices)
-        self._add((op.name,), time_s, kept)
+                held_bytes += kept_bytes(problem, entry, choices)
+        self._add((op.name,), time_s, held_bytes)
         if weights_of(problem, op):
             self._add_weights(op)
 
@@ -257,22 +260,22 @@ class _Tables:
         time_s = np.zeros((len(choices), *self.problem.shape))
         if tensor.dims:
             boundary = flow.made(None, result)
-            made, taken = flow.made(maker, result), [choice.layout(tensor.dims) for choice in choices]
-            time_s += flow.change_s(tensor.dims, tensor.dtype, made, boundary)[:, 0]
+            maker_layouts, accepted = flow.made(maker, result), [choice.layout(tensor.dims) for choice in choices]
+            time_s += flow.change_s(tensor.dims, tensor.dtype, maker_layouts, boundary)[:, 0]
             if f"d.{result}" in block.tensors:
-                time_s += flow.change_s(tensor.dims, tensor.dtype, boundary, taken)[0]
+                time_s += flow.change_s(tensor.dims, tensor.dtype, boundary, accepted)[0]
         time_s[[bool(choice.passed_back) for choice in choices]] = np.inf
         self._add((maker.name,), time_s)
 
     def totals(self, names: Sequence[str], rows: Ints, columns: Ints) -> tuple[Floats, Floats]:
         """Return what the values of these variables, a row for each of some columns, cost, and what they keep."""
         values = {**dict(zip(names, rows.T, strict=True)), COLUMN: columns}
-        found = np.zeros((2, len(columns)))
+        sums = np.zeros((2, len(columns)))
         for factor in self.factors:
             place = tuple(values[name] for name in factor.variables)
-            found[0] += factor.table[place]
-            found[1] += 0.0 if factor.weight is None else factor.weight[place]
-        return found[0], found[1]
+            sums[0] += factor.table[place]
+            sums[1] += 0.0 if factor.weight is None else factor.weight[place]
+        return sums[0], sums[1]
 
     def _add(self, variables: tuple[str, ...], table: Table, weight: Table | None = None) -> None:
         columns = (COLUMN,) if self.problem.shape else ()

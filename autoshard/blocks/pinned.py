@@ -22,23 +22,23 @@ def pin_faults(question: Question, candidate: Candidate, pins: tuple[Pin, ...]) 
     mesh = mesh_of(candidate, question.model, question.cluster)
     atoms = {atom: mesh.size(atom) for atom in ATOMS}
     sizes = question.step.sizes(candidate.mbs * candidate.dp)
-    found = [fault.under(str(pin)) for pin in pins for fault in pin.layout.faults(atoms, sizes)]
-    for pin, (dim, cut) in ((one, place) for one in pins for place in one.layout.dims):
+    faults = [fault.under(str(pin)) for pin in pins for fault in pin.layout.faults(atoms, sizes)]
+    for pin, (dim, cut) in ((stated, place) for stated in pins for place in stated.layout.dims):
         real = [atom for atom in cut if atoms.get(atom, 1) > 1]  # unknown ones are another fault
         right = sorted(real, key=ATOMS.index)
         if real != right:
             message = f"several atoms cut a dim in the mesh's order. Write {dim}/{show_atoms(whole_axes(right, atoms))}"
-            found.append(Fault(where=str(pin), message=message))
+            faults.append(Fault(where=str(pin), message=message))
     sp = candidate.sequence_parallel
     between = boundary_cuts(candidate.boundary, sequence_parallel=sp)
     for dim, cut in constraints(question.step, pins).cuts.get(BOUNDARY, {}).items() if pins else ():
         fixed = [atom for atom in between.get(dim, ()) if atoms[atom] > 1]
         if fixed != [atom for atom in cut.atoms if atoms[atom] > 1]:
             how = f"{dim}/{show_atoms(whole_axes(fixed, atoms))}" if fixed else f"{dim} whole"
-            other = "another boundary" if candidate.boundary else f"--fix sp={str(not sp).lower()}"
-            message = f"between blocks lies {how}. Pin it so, leave the pin out, or try {other}"
-            found.append(Fault(where=str(cut.pin), message=message))
-    return tuple(dict.fromkeys(found))
+            remedy = "another boundary" if candidate.boundary else f"--fix sp={str(not sp).lower()}"
+            message = f"between blocks lies {how}. Pin it so, leave the pin out, or try {remedy}"
+            faults.append(Fault(where=str(cut.pin), message=message))
+    return tuple(dict.fromkeys(faults))
 
 
 @cache
@@ -51,4 +51,4 @@ def require_forms(plan: Plan) -> None:
     """Refuse a pinned table with an entry whose collectives no layer of NxD executes."""
     _, faults = plan_forms(plan, plan_programs(plan))
     if faults:
-        raise InputError(Fault(where=one.where, message=f"with what is pinned, {one.message}") for one in faults)
+        raise InputError(Fault(where=fault.where, message=f"with what is pinned, {fault.message}") for fault in faults)

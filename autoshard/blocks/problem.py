@@ -59,12 +59,12 @@ class OperatorProblem:
 
     def __post_init__(self) -> None:
         """Refuse cuts of operations that the block does not have, and numbers that make no sense."""
-        known = [op.name for op in cut_operations(self.block)]
+        names = [op.name for op in cut_operations(self.block)]
         require(
             *(
-                (False, f"allowed.{name}", f"{self.block.kind} has no such operation. {nearest(name, known)}")
+                (False, f"allowed.{name}", f"{self.block.kind} has no such operation. {nearest(name, names)}")
                 for name in self.allowed
-                if name not in known
+                if name not in names
             ),
             (
                 bool(np.all(self.num_micro_batches >= 1)),
@@ -88,9 +88,10 @@ class OperatorProblem:
         """Return how many ranks a group over these atoms has."""
         return math.prod(self.atoms[atom] for atom in atoms)
 
-    def stacked(self, each: Sequence[Number]) -> Column:
+    def stacked(self, numbers: Sequence[Number]) -> Column:
         """Return numbers, or columns, as one array with an axis for them first."""
-        return np.array([np.broadcast_to(one, self.shape) for one in each], np.float64).reshape(-1, *self.shape)
+        rows = [np.broadcast_to(number, self.shape) for number in numbers]
+        return np.array(rows, np.float64).reshape(-1, *self.shape)
 
     def spread(self, mask: NDArray[Any]) -> NDArray[Any]:
         """Return what is the same in all columns with an axis for these."""
@@ -120,13 +121,13 @@ class OperatorProblem:
 
         def seconds(problem: OperatorProblem, graph: LayoutGraph) -> Matrix:
             sizes = problem.stacked([problem.local_bytes(layout, dtype) for layout in graph.layouts])
-            found = np.zeros((len(graph.before), *problem.shape))
+            seconds = np.zeros((len(graph.before), *problem.shape))
             for number, collective in enumerate(graph.collectives):
                 if collective.kind != "slice":
                     places = np.flatnonzero(graph.group == number)
                     largest = np.maximum(sizes[graph.before[places]], sizes[graph.after[places]])
-                    found[places] = problem.seconds(collective, largest)
-            return found
+                    seconds[places] = problem.seconds(collective, largest)
+            return seconds
 
         few = partial(seconds, self.few) if self.few else None
         return Prices(of_change=self.price(dtype), of_graph=partial(seconds, self), few=few, shape=self.shape)
@@ -144,8 +145,8 @@ def roofline_s(problem: OperatorProblem, part: Op, choices: Sequence[Cuts]) -> C
     matrix_s = part.kind.matrix_flops(call) / rates.matrix_flops_per_s
     vector_s = part.kind.vector_flops(call) / rates.vector_flops_per_s
     memory_s = part.kind.traffic_bytes(call) / rates.memory_bytes_per_s
-    found = np.maximum(np.maximum(matrix_s, vector_s), memory_s)  # one for all choices where none cuts its dims
-    return np.broadcast_to(found, (len(choices), *problem.shape))
+    kernel_s = np.maximum(np.maximum(matrix_s, vector_s), memory_s)  # one for all choices where none cuts its dims
+    return np.broadcast_to(kernel_s, (len(choices), *problem.shape))
 
 
 def ring_of_s(problem: OperatorProblem, part: Op, cuts: Cuts) -> Number:
@@ -187,8 +188,8 @@ def gathered_s(problem: OperatorProblem, weight: str, choice: OpChoice, rest: Se
         return every_s
     total = problem.block.tensors[f"{weight}.sum"]
     scatter = Collective(kind="reduce_scatter", dim=None, atoms=tuple(rest))
-    others = sorted(choice.awaited(tensor.dims) - set(rest))
-    once_s = reduction_s(problem, weight, choice.cuts, others) / problem.ranks(rest)
+    pending = sorted(choice.awaited(tensor.dims) - set(rest))
+    once_s = reduction_s(problem, weight, choice.cuts, pending) / problem.ranks(rest)
     return once_s + every_s + problem.seconds(scatter, problem.local_bytes(layout, total.dtype))
 
 

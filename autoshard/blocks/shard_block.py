@@ -46,23 +46,23 @@ class BlockSharding:
     fits: bool
 
     @classmethod
-    def of(cls, problem: OperatorProblem, found: OperatorSolution) -> "BlockSharding":
+    def of(cls, problem: OperatorProblem, solution: OperatorSolution) -> "BlockSharding":
         """Write the cuts of a solution as the lines of a table."""
         block, atoms, keeps = problem.block, problem.atoms, problem.keeps_gathered
         program = lower(
-            block, found.cuts, atoms, problem.price("bf16"), boundary=problem.boundary, keeps_gathered=keeps
+            block, solution.cuts, atoms, problem.price("bf16"), boundary=problem.boundary, keeps_gathered=keeps
         )
         return cls(
             table=written(strategies(program, block), atoms),
             rests={
                 weight: f"flat/{show_atoms(whole_axes(over, atoms))}"
-                for name, over in found.rests.items()
+                for name, over in solution.rests.items()
                 for weight in weights_of(problem, block.op(name))
             },
-            time_s=found.cost_s,
-            bound_s=found.cost_s * (1 - found.gap) if found.fits else math.inf,
-            memory_bytes=found.kept_bytes,
-            fits=found.fits,
+            time_s=solution.cost_s,
+            bound_s=solution.cost_s * (1 - solution.gap) if solution.fits else math.inf,
+            memory_bytes=solution.kept_bytes,
+            fits=solution.fits,
         )
 
     def __str__(self) -> str:

@@ -85,7 +85,9 @@ class TensorEdge:
             if self.maker and reader.inputs[0] == self.tensor and self.flow.rules[reader.name].forward:
                 # A sum that may pass through a reader is passed: the lowered program always does.
                 takes = self.flow.choices[reader.name]
-                passes = [[set(layout.sums) - one.busy == set(one.passed) for one in takes] for layout in self.made]
+                passes = [
+                    [set(layout.sums) - choice.busy == set(choice.passed) for choice in takes] for layout in self.made
+                ]
                 yield CostFactor(variables=(self.maker.name, reader.name), table=np.where(passes, 0.0, np.inf))
 
     def deliveries(self, readers: Readers) -> tuple[Delivery, ...]:
@@ -93,88 +95,91 @@ class TensorEdge:
         if readers not in self._deliveries:
             # The sets of sums that may be pending in their joint gradient, by layout.
             layouts: dict[Layout, set[frozenset[str]]] | None = None
-            for reader in (one for one in self.readers if one.name in readers):
-                own: dict[Layout, set[frozenset[str]]] = {}
+            for reader in (op for op in self.readers if op.name in readers):
+                reader_layouts: dict[Layout, set[frozenset[str]]] = {}
                 for choice in self.flow.choices[reader.name]:
-                    wanted = self.flow.wanted(reader, choice, self.tensor)
-                    own.setdefault(wanted, set()).add(self.flow.sends(reader, choice, self.tensor))
+                    accepted = self.flow.wanted(reader, choice, self.tensor)
+                    reader_layouts.setdefault(accepted, set()).add(self.flow.sends(reader, choice, self.tensor))
                 if layouts is not None:
-                    both = [layout for layout in layouts if layout in own]
-                    own = {layout: {mine | its for mine in layouts[layout] for its in own[layout]} for layout in both}
-                layouts = own
-            found = [
+                    both = [layout for layout in layouts if layout in reader_layouts]
+                    reader_layouts = {
+                        layout: {sums | more for sums in layouts[layout] for more in reader_layouts[layout]}
+                        for layout in both
+                    }
+                layouts = reader_layouts
+            deliveries = [
                 Delivery(taken=layout, sent=Layout(dims=layout.dims, sums=tuple(sorted(sent))))
                 for layout, all_sent in (layouts or {}).items()
                 for sent in all_sent
             ]
-            found.sort(key=lambda one: (one.taken.dims, one.taken.sums, one.sent.sums))
-            self._deliveries[readers] = tuple(found)
+            deliveries.sort(key=lambda delivery: (delivery.taken.dims, delivery.taken.sums, delivery.sent.sums))
+            self._deliveries[readers] = tuple(deliveries)
         return self._deliveries[readers]
 
     def _others(self, group: Readers) -> Readers:
         return tuple(name for name in self._names if name not in group)
 
     def _as_made_groups(self) -> tuple[Readers, ...]:
-        """Return the readers that may take what was made while others do not; those that share slot numbers agree."""
+        """Return the groups of readers that may take the tensor as made; readers that share slot numbers agree."""
         if self._counts_slots:
             return ()
         agree: list[set[str]] = []
-        for one, other in itertools.permutations(self.readers, 2):
-            delivered = [op for op in self.flow.delivers if op.inputs[0] in one.outputs]
-            if any(self.flow.counts_slots(op.inputs[0]) and op.outputs[0] in other.inputs for op in delivered):
-                agree.append({one.name, other.name})
+        for reader, other_reader in itertools.permutations(self.readers, 2):
+            delivered = [op for op in self.flow.delivers if op.inputs[0] in reader.outputs]
+            if any(self.flow.counts_slots(op.inputs[0]) and op.outputs[0] in other_reader.inputs for op in delivered):
+                agree.append({reader.name, other_reader.name})
         counts = range(1, len(self.readers))
         groups = itertools.chain.from_iterable(itertools.combinations(self._names, count) for count in counts)
         return tuple(group for group in groups if all(len(pair & set(group)) != 1 for pair in agree))
 
-    # prices and memory, where a group of readers takes what was made and the others what is delivered
+    # prices and memory, where a group of readers takes the tensor as made, and the other readers as delivered
 
     def _separate(self) -> tuple[Table, Table | None]:
         """Return price and memory with an axis for the maker and one for what each reader takes."""
         price: Table = np.array(np.inf)
         weight: Table | None = None
         for group in ((), *self._groups):
-            made, delivered = self._numbers(group), self._numbers(self._others(group))
+            made_numbers, delivered = self._numbers(group), self._numbers(self._others(group))
             alone = ((0, 0),) * len(self.flow.problem.shape)
             padded = np.pad(self._price(group), ((0, 0), (0, 1), (0, 1), *alone), constant_values=np.inf)
-            here = padded[:, made, delivered]
+            here = padded[:, made_numbers, delivered]
             price = np.minimum(price, here)
-            kept = self._weight(group)
-            if kept is not None:
-                more = np.pad(kept, ((0, 0), (0, 1), *alone))[:, delivered]
+            group_weight = self._weight(group)
+            if group_weight is not None:
+                more = np.pad(group_weight, ((0, 0), (0, 1), *alone))[:, delivered]
                 weight = np.where(np.isfinite(here), more, 0.0 if weight is None else weight)
         return price, weight
 
     def _numbers(self, group: Readers) -> NDArray[np.intp]:
-        """Return the number of the delivery to a group that is what each of its readers takes, -1 where they differ.
+        """Return the number of the delivery to a group that each of its readers takes, -1 where they differ.
 
         There is an axis for each reader, of length 1 for those that are not of the group.
         """
         if group not in self._joint:
             singles = [self.deliveries((name,)) if name in group else () for name in self._names]
-            every = [*itertools.chain.from_iterable(singles), *(self.deliveries(group) if group else ())]
-            taken, sums = numbers([one.taken for one in every]), self._sums(every)
-            number = np.full((taken.max(initial=0) + 1, 1 << len(self.flow.problem.real_atoms)), -1)
+            all_deliveries = [*itertools.chain.from_iterable(singles), *(self.deliveries(group) if group else ())]
+            layout_numbers, sums = numbers([delivery.taken for delivery in all_deliveries]), self._sums(all_deliveries)
+            number = np.full((layout_numbers.max(initial=0) + 1, 1 << len(self.flow.problem.real_atoms)), -1)
             start = sum(map(len, singles))
-            number[taken[start:], sums[start:]] = np.arange(len(every) - start)
+            number[layout_numbers[start:], sums[start:]] = np.arange(len(all_deliveries) - start)
             layout, pending = None, np.zeros([1] * len(singles), np.intp)
             same, start = np.ones_like(pending, bool), 0
             for axis, single in enumerate(singles):
                 if single:
-                    shape = [-1 if other == axis else 1 for other in range(len(singles))]
-                    own = taken[start : start + len(single)].reshape(shape)
+                    shape = [-1 if position == axis else 1 for position in range(len(singles))]
+                    axis_layouts = layout_numbers[start : start + len(single)].reshape(shape)
                     pending = pending | sums[start : start + len(single)].reshape(shape)
-                    layout = own if layout is None else layout
-                    same = same & (own == layout)
+                    layout = axis_layouts if layout is None else layout
+                    same = same & (axis_layouts == layout)
                     start += len(single)
             self._joint[group] = pending if layout is None else np.where(same, number[layout, pending], -1)
         return self._joint[group]
 
     def _price(self, group: Readers) -> Table:
-        """Price the edge: axes for the maker's choices, for what the group takes (1 if it is empty), and the others."""
+        """Price the edge: axes for the maker's choices, the group's deliveries (1 if none) and the other readers'."""
         delivered, spread = self.deliveries(self._others(group)), self.flow.problem.spread
         again = spread(self._again(delivered)) if self._late - set(group) else np.False_
-        goals = [self._in_maker_dims(one.taken) for one in delivered]
+        goals = [self._in_maker_dims(delivery.taken) for delivery in delivered]
         pending = "maxima" if any(layout.maxima for layout in self.made) else "sums"
         forward_s = self.flow.change_s(self.source.dims, self.source.dtype, self.made, goals, pending)
         price = (forward_s * (1.0 + again) + self._back(delivered))[:, None]
@@ -182,9 +187,13 @@ class TensorEdge:
         if not group:
             allowed = self._due(sums, sums)[:, None] & (as_made if self._counts_slots else np.True_)
             return np.where(spread(allowed), price, np.inf)
-        made = self.deliveries(group)
-        allowed = self._due(sums, self._sums(made)[:, None]) & ~as_made & self._as_made(made)[:, :, None]
-        return np.where(spread(allowed), price + self._back(made)[:, :, None], np.inf)
+        group_deliveries = self.deliveries(group)
+        allowed = (
+            self._due(sums, self._sums(group_deliveries)[:, None])
+            & ~as_made
+            & self._as_made(group_deliveries)[:, :, None]
+        )
+        return np.where(spread(allowed), price + self._back(group_deliveries)[:, :, None], np.inf)
 
     def _weight(self, group: Readers) -> Table | None:
         """Return the memory of the tensor from forward to backward, if any: as made, as delivered, or both."""
@@ -196,7 +205,7 @@ class TensorEdge:
         def held(layouts: Iterable[Layout]) -> Table:
             return problem.stacked([problem.local_bytes(layout, saved[0].tensor.dtype) for layout in layouts])
 
-        here, there = held(self.made)[:, None], held(one.taken for one in delivered)
+        here, there = held(self.made)[:, None], held(delivery.taken for delivery in delivered)
         stays = ~self.pending[:, None]
         if not self._late - set(group):
             return np.where(problem.spread(stays), here, there)
@@ -206,26 +215,26 @@ class TensorEdge:
 
     def _again(self, deliveries: Sequence[Delivery]) -> Mask:
         """Return where a gathered tensor is not kept, so that backward gathers it again."""
-        found = np.zeros((len(self.made), len(deliveries)), bool)
+        gathers_again = np.zeros((len(self.made), len(deliveries)), bool)
         if not self.flow.problem.keeps_gathered:
-            goals = [self._in_maker_dims(one.taken) for one in deliveries]
-            found[:] = [[only_gathers(layout, goal) for goal in goals] for layout in self.made]
-        return found
+            goals = [self._in_maker_dims(delivery.taken) for delivery in deliveries]
+            gathers_again[:] = [[only_gathers(layout, goal) for goal in goals] for layout in self.made]
+        return gathers_again
 
     def _back(self, deliveries: Sequence[Delivery]) -> Table:
         """Price the way of a gradient from how readers send it to how the maker's own gradient takes it."""
         if not self.flow.has_gradient[self.tensor]:
             return np.zeros((len(self._choices), len(deliveries), *self.flow.problem.shape))
         dims, dtype = self.source.dims, self.source.dtype
-        taken = [choice.layout(dims, choice.passed_back) for choice in self._choices]
-        sent = [self._in_maker_dims(one.sent) for one in deliveries]
+        accepted = [choice.layout(dims, choice.passed_back) for choice in self._choices]
+        sent = [self._in_maker_dims(delivery.sent) for delivery in deliveries]
         if not self.kind.settles:
-            return self.flow.change_s(dims, dtype, sent, taken).swapaxes(0, 1)
+            return self.flow.change_s(dims, dtype, sent, accepted).swapaxes(0, 1)
         summed = [Layout(dims=layout.dims) for layout in sent]
         pairs = zip(sent, summed, strict=True)
-        at_once = [self.flow.change_s(dims, dtype, [one], [other])[0, 0] for one, other in pairs]
+        at_once = [self.flow.change_s(dims, dtype, [before], [after])[0, 0] for before, after in pairs]
         shape = (len(deliveries), *self.flow.problem.shape)  # of no deliveries, too
-        return self.flow.change_s(dims, dtype, summed, taken).swapaxes(0, 1) + np.array(at_once).reshape(shape)
+        return self.flow.change_s(dims, dtype, summed, accepted).swapaxes(0, 1) + np.array(at_once).reshape(shape)
 
     # what can be
 
@@ -233,30 +242,30 @@ class TensorEdge:
         """Return where a reader's choice can take a delivery, and leaves no other sum pending."""
         choices = self.flow.choices[reader.name]
         layouts = [self.flow.wanted(reader, choice, self.tensor) for choice in choices]
-        number = numbers([*layouts, *(one.taken for one in deliveries)])
-        wanted, taken = number[: len(layouts)], number[len(layouts) :]
+        number = numbers([*layouts, *(delivery.taken for delivery in deliveries)])
+        accepted, delivered = number[: len(layouts)], number[len(layouts) :]
         sends = np.array([self.flow.mask(self.flow.sends(reader, choice, self.tensor)) for choice in choices])
-        return (taken[:, None] == wanted) & ((sends & ~self._sums(deliveries)[:, None]) == 0)
+        return (delivered[:, None] == accepted) & ((sends & ~self._sums(deliveries)[:, None]) == 0)
 
-    def _due(self, ones: NDArray[np.intp], others: NDArray[np.intp]) -> Mask:
-        """Return where the maker lets the same sums pass back as a lowered program: those that both await."""
-        shape = (-1, *(1 for _ in np.broadcast_shapes(ones.shape, others.shape)))
+    def _due(self, delivered_sums: NDArray[np.intp], made_sums: NDArray[np.intp]) -> Mask:
+        """Return where the maker passes back the sums that a lowered program does: those that both gradients await."""
+        shape = (-1, *(1 for _ in np.broadcast_shapes(delivered_sums.shape, made_sums.shape)))
         mask, real = self.flow.mask, set(self.flow.problem.real_atoms)
         passed = np.array([mask(choice.passed_back) for choice in self._choices]).reshape(shape)
         idle = np.array([mask(real - choice.busy) for choice in self._choices]).reshape(shape)
-        lowered = np.where((ones & idle) == (others & idle), ones & idle, 0)
-        return (passed == lowered) | (not passed.any())  # what lets nothing pass back is summed before
+        lowered = np.where((delivered_sums & idle) == (made_sums & idle), delivered_sums & idle, 0)
+        return (passed == lowered) | (not passed.any())  # a maker that passes no sum back gets a summed gradient
 
     def _as_made(self, deliveries: Sequence[Delivery]) -> Mask:
         """Return where a delivery is cut as a choice of the maker makes it, with nothing pending."""
-        goals = (self._in_maker_dims(one.taken).dims for one in deliveries)
+        goals = (self._in_maker_dims(delivery.taken).dims for delivery in deliveries)
         number = numbers([*(layout.dims for layout in self.made), *goals])
-        made, taken = number[: len(self.made)], number[len(self.made) :]
-        return (made[:, None] == taken) & ~self.pending[:, None]
+        made_numbers, delivered = number[: len(self.made)], number[len(self.made) :]
+        return (made_numbers[:, None] == delivered) & ~self.pending[:, None]
 
     def _sums(self, deliveries: Sequence[Delivery]) -> NDArray[np.intp]:
         """Return the sums that are pending in the gradient of each delivery, as numbers."""
-        return np.array([self.flow.mask(one.sent.sums) for one in deliveries], np.intp)
+        return np.array([self.flow.mask(delivery.sent.sums) for delivery in deliveries], np.intp)
 
     def _in_maker_dims(self, layout: Layout) -> Layout:
         """Return a layout in the maker's names of the dims."""

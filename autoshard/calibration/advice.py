@@ -72,20 +72,23 @@ def advised(
 
     Each next run is the one that lowers the regret most beside those before it; where none does, each next two are.
     """
-    known = [sample.run for sample in rows]
-    everything = [*known, *map(run_of_plan, plans), *map(run_of_plan, runs)]
-    options, candidates = range(len(known), len(known) + len(plans)), range(len(known) + len(plans), len(everything))
+    measured_runs = [sample.run for sample in rows]
+    everything = [*measured_runs, *map(run_of_plan, plans), *map(run_of_plan, runs)]
+    options = range(len(measured_runs), len(measured_runs) + len(plans))
+    candidates = range(len(measured_runs) + len(plans), len(everything))
     prior = belief_of(everything, constants)
     mean = prior.mean.copy()
     mean[list(options)] = [math.log(_step_s(plan)) for plan in plans]  # with its own cuts and terms
     prior = replace(prior, mean=mean)
-    belief = prior.given(range(len(known)), [sample.step_time_s for sample in rows]) if rows else prior
-    found = tuple(
+    belief = prior.given(range(len(measured_runs)), [sample.step_time_s for sample in rows]) if rows else prior
+    believed = tuple(
         BelievedPlan.of(plan, belief.mean[number], belief.covariance[number, number])
         for plan, number in zip(plans, options, strict=True)
     )
     chosen, (today,) = list[int](), belief.regrets(options, [()])
-    while more := _next_runs(belief, options, [one for one in candidates if one not in chosen], chosen, budget):
+    while more := _next_runs(
+        belief, options, [candidate for candidate in candidates if candidate not in chosen], chosen, budget
+    ):
         chosen += more
     after = belief.regrets(options, [chosen[:count] for count in range(1, len(chosen) + 1)])
     proposals = [
@@ -93,8 +96,8 @@ def advised(
         for number, regret in zip(chosen, after, strict=True)
     ]
     return Advice(
-        options=found,
-        choice=min(found, key=lambda option: option.step_s),
+        options=believed,
+        choice=min(believed, key=lambda option: option.step_s),
         regret=rounded(1 - math.exp(-today)),
         num_rows=len(rows),
         num_runs=len(runs),
@@ -103,16 +106,16 @@ def advised(
 
 
 def _next_runs(
-    belief: Belief, options: Sequence[int], left: Sequence[int], chosen: Sequence[int], budget: int
+    belief: Belief, options: Sequence[int], candidates: Sequence[int], chosen: Sequence[int], budget: int
 ) -> list[int]:
     """Return the next run to measure, or the next two; none where the budget is spent, or nothing lowers the regret.
 
     Of one plan a measurement may say how fast all are, and only with that of another one which is faster.
     """
-    if not left or len(chosen) >= budget:
+    if not candidates or len(chosen) >= budget:
         return []
-    today, last, *alone = belief.regrets(options, [(), chosen, *((*chosen, one) for one in left)])
-    order = [one for _, one in sorted(zip(alone, left, strict=True))]
+    today, last, *alone = belief.regrets(options, [(), chosen, *((*chosen, candidate) for candidate in candidates)])
+    order = [candidate for _, candidate in sorted(zip(alone, candidates, strict=True))]
     if last - min(alone) > _NOTHING * today:
         return order[:1]
     pairs = list(combinations(order[:_MOST_PAIRED], 2)) if len(chosen) + 2 <= budget else []

@@ -62,14 +62,14 @@ class Belief:
         normal = np.random.default_rng(0).standard_normal((2, _DRAWS, len(self.mean)))
         values, vectors = np.linalg.eigh(self.covariance)
         true = normal[0] @ (vectors * np.sqrt(np.maximum(values, 0.0))).T  # less their means
-        seen, own = true + normal[1] * self.noise, list(options)
-        means, each = self.mean[own], np.arange(_DRAWS)
-        taken = means + true[:, own]
-        found: list[float] = []
+        seen, option_runs = true + normal[1] * self.noise, list(options)
+        means, draws = self.mean[option_runs], np.arange(_DRAWS)
+        times = means + true[:, option_runs]
+        regrets: list[float] = []
         for runs in measured:
-            expected = means + seen[:, list(runs)] @ self.gain(runs)[own].T
-            found.append(float((taken[each, expected.argmin(axis=1)] - taken.min(axis=1)).mean()))
-        return found
+            expected = means + seen[:, list(runs)] @ self.gain(runs)[option_runs].T
+            regrets.append(float((times[draws, expected.argmin(axis=1)] - times.min(axis=1)).mean()))
+        return regrets
 
 
 def belief_of(runs: Sequence[MeasuredRun], constants: Calibration) -> Belief:

@@ -56,8 +56,8 @@ def timed_rows(path: Path, cluster: str) -> TimedRows:
             untimed = "is not there to be fitted to"
             require((not row.unfit, "", row.unfit), (bool(row.step_time_s), "step_time_s", untimed))
             run = run_of(row, node_type if row.platform == node_type.name else rows.clusters.get(where))
-            found, same = run.cluster.name, run.cluster.chip.name == node_type.chip.name
-            require((same, "platform", f"was run on {found}, not on {node_type.name} or its chips"))
+            platform, same = run.cluster.name, run.cluster.chip.name == node_type.chip.name
+            require((same, "platform", f"was run on {platform}, not on {node_type.name} or its chips"))
             timer(run)
         except InputError as error:
             faults[where] = error
@@ -80,26 +80,30 @@ def samples_in(path: Path, cluster: str, date: str | None = None) -> FitSamples:
     newest = date or max(row.first_seen or "" for row, _ in timed.runs)
     require((bool(newest), "--date", f"missing; no row of {path} has first_seen, so say from when they are"))
     ids = {row.id for row, _ in timed.runs}
-    named = {one.id: one.says for one in suspects(validated(path, own=load_node_type(cluster))) if one.id in ids}
+    named = {
+        suspect.id: suspect.says
+        for suspect in suspects(validated(path, own=load_node_type(cluster)))
+        if suspect.id in ids
+    }
     if count - len(named) < _LEAST_ROWS:
         named = {}
     wrong = (Fault(where=where, message=f"looks wrong, and is not fitted to: {says}") for where, says in named.items())
     return FitSamples(samples=timed.samples, newest=newest, left_out=(*left_out, *wrong), suspected=frozenset(named))
 
 
-def fit(found: FitSamples, name: str) -> Calibration:
+def fit(fit_samples: FitSamples, name: str) -> Calibration:
     """Fit the constants of a cluster to its runs, and say what they rest on.
 
     The fit starts from what would be known without the rows, and is pulled to it.
     """
-    samples, runs = found.samples, [sample.run for sample in found.samples]
+    samples, runs = fit_samples.samples, [sample.run for sample in fit_samples.samples]
     prior = prior_of(runs, [sample.id for sample in samples])
-    result = judged(FitRows(samples=samples, prior=prior, suspected=found.suspected), found.newest)
+    result = judged(FitRows(samples=samples, prior=prior, suspected=fit_samples.suspected), fit_samples.newest)
     rests_on, constants, interval = result.fit, result.constants, result.interval
     off = rests_on.left_out_mape
     far_off = f"rows are {off:.0%} off when they are left out: the cost model does not describe them"
     require((max(interval, off) < 1, "interval", f"{far_off}, and no constants make it"))
-    newest, software = found.newest, constants.software
+    newest, software = fit_samples.newest, constants.software
     rows = f"{len(samples)} rows of {', '.join(sorted({run.cluster.name for run in runs}))}"
     newest += f", release {software.releases[-1]}" if software and software.releases else ""
     within = f"{result.inside:.0%} of rows are within it when their {rests_on.left_out_by} is left out of the fit"
@@ -116,7 +120,7 @@ def fit(found: FitSamples, name: str) -> Calibration:
         fit=rests_on,
         sources={
             **prior.centre.sources,
-            **{one: fitted_to for unknown in prior.unknowns for one in unknown.names},
+            **{constant: fitted_to for unknown in prior.unknowns for constant in unknown.names},
             "interval": within,
         },
     )

@@ -20,7 +20,7 @@ from autoshard.extensions import user_function
 from autoshard.plan.plan import rounded
 
 PLANNER, LEFT_OUT = "autoshard", "autoshard, left out"
-EVERY, BUT = "all", "all but "  # sets that sum up the others: each counts once
+EVERY, BUT = "all", "all but "  # sets that sum up the other sets: each counts once
 _MEANS = ("regret", "regret_to_second", "spearman", "mape", "coverage", "width")
 
 # Seconds of a step. With a parameter ``split``, it gets the name of what a fit must have left out for this run.
@@ -92,21 +92,21 @@ def choices(
     ``more`` are other predictions of the planner for the same rows, by name. ``splits`` says what a fit must leave out
     for a row, by its data set and id.
     """
-    found: list[Choices] = []
+    set_choices: list[Choices] = []
     for name in dict.fromkeys(row.set for row in rows):
         groups = _groups([row for row in rows if row.set == name], splits or {})
         for who, predicted in ({PLANNER: rows} | dict(more or {})).items():
-            if some := [row for row in predicted if row.set == name]:
-                seconds = [one.predicted for one in _groups(some, {})]
-                found.append(_predicted(name, who, groups, seconds, some))
+            if set_rows := [row for row in predicted if row.set == name]:
+                seconds = [group.predicted for group in _groups(set_rows, {})]
+                set_choices.append(_predicted(name, who, groups, seconds, set_rows))
         for who, predict in predictors.items():
-            seconds = [_guesses(who, predict, one) for one in groups]
-            found.append(_predicted(name, who, groups, seconds))
-        questions = [one for one in groups if one.counts]
+            seconds = [_guesses(who, predict, group) for group in groups]
+            set_choices.append(_predicted(name, who, groups, seconds))
+        questions = [group for group in groups if group.counts]
         for who, choose in choosers.items():
-            costs = [_of_places(one.measured, _chosen(who, choose, one)) for one in questions]
-            found += [_summed(name, who, groups, costs)] if costs else []
-    return (*found, *_together(found, Counter(row.set for row in rows)))
+            costs = [_of_places(question.measured, _chosen(who, choose, question)) for question in questions]
+            set_choices += [_summed(name, who, groups, costs)] if costs else []
+    return (*set_choices, *_together(set_choices, Counter(row.set for row in rows)))
 
 
 def _groups(rows: Sequence[TimedRun], splits: Mapping[tuple[str, str], str]) -> list[_ChoiceGroup]:
@@ -129,9 +129,9 @@ def _groups(rows: Sequence[TimedRun], splits: Mapping[tuple[str, str], str]) -> 
 
 
 def _guesses(who: str, predict: Predictor, group: _ChoiceGroup) -> tuple[float, ...]:
-    """Return what somebody predicts for each layout of a group, for each token."""
-    asked = zip(group.runs, group.splits, group.work, strict=True)
-    return tuple(_seconds(who, predict, run, split) / work for run, split, work in asked)
+    """Return the seconds that a predictor gives for each layout of a group, for each token."""
+    layouts = zip(group.runs, group.splits, group.work, strict=True)
+    return tuple(_seconds(who, predict, run, split) / work for run, split, work in layouts)
 
 
 def _predicted(
@@ -141,14 +141,16 @@ def _predicted(
     seconds: Sequence[Sequence[float]],
     rows: Sequence[TimedRun] = (),
 ) -> Choices:
-    """Choose what is predicted to be fastest; ``rows`` have stated intervals."""
+    """Choose the layouts with the smallest predictions; ``rows`` have stated intervals."""
     pairs = list(zip(groups, seconds, strict=True))
-    costs = [_of_predictions(one.measured, guesses) for one, guesses in pairs if one.counts]
-    ranks = [rank for one, guesses in pairs if one.counts and (rank := spearman(guesses, one.measured)) is not None]
-    errors = [
-        abs(guess / time - 1) for one, guesses in pairs for guess, time in zip(guesses, one.measured, strict=True)
+    costs = [_of_predictions(group.measured, guesses) for group, guesses in pairs if group.counts]
+    ranks = [
+        rank for group, guesses in pairs if group.counts and (rank := spearman(guesses, group.measured)) is not None
     ]
-    stated = [(one.low, one.measured, one.high) for row in rows if (one := row.time).low and one.high]
+    errors = [
+        abs(guess / time - 1) for group, guesses in pairs for guess, time in zip(guesses, group.measured, strict=True)
+    ]
+    stated = [(pair.low, pair.measured, pair.high) for row in rows if (pair := row.time).low and pair.high]
     return _summed(
         name, who, groups, costs,
         spearman=_mean(ranks),
@@ -159,15 +161,16 @@ def _predicted(
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of what is known, or None where nothing is."""
-    known = [value for value in values if value is not None]
-    return rounded(fmean(known)) if known else None
+    """Return the mean of the values that are not None, or None where there are none."""
+    numbers = [value for value in values if value is not None]
+    return rounded(fmean(numbers)) if numbers else None
 
 
 def _of_predictions(measured: Sequence[float], guesses: Sequence[float]) -> tuple[float, float]:
     """Return the regret of the smallest prediction, against the fastest and against the second fastest."""
     least = min(guesses)
-    return regret(guesses, measured), _to_second(measured, [place for place, one in enumerate(guesses) if one == least])
+    places = [place for place, guess in enumerate(guesses) if guess == least]
+    return regret(guesses, measured), _to_second(measured, places)
 
 
 def _of_places(measured: Sequence[float], places: Sequence[int]) -> tuple[float, float]:
@@ -184,49 +187,51 @@ def _summed(
     name: str, who: str, groups: Sequence[_ChoiceGroup], costs: Sequence[tuple[float, float]], **more: float | None
 ) -> Choices:
     """Sum up the costs of the groups that count."""
-    names = [one.name for one in groups if one.counts]
+    names = [group.name for group in groups if group.counts]
     worst = max(zip((cost for cost, _ in costs), names, strict=True), default=(None, ""))
     return Choices(
-        set=name, who=who, num_groups=len(names), most_layouts=max(len(one.runs) for one in groups),
+        set=name, who=who, num_groups=len(names), most_layouts=max(len(group.runs) for group in groups),
         regret=_mean(cost for cost, _ in costs), worst_regret=worst[0], worst_group=worst[1],
         regret_to_second=_mean(cost for _, cost in costs), **more,
     )  # fmt: skip
 
 
-def _together(found: Sequence[Choices], sizes: Counter[str]) -> Iterator[Choices]:
+def _together(set_choices: Sequence[Choices], sizes: Counter[str]) -> Iterator[Choices]:
     """Yield the means over all sets, each of which counts once, and over all but the largest."""
-    (largest, _), *others = sizes.most_common()
-    for name, out in ((EVERY, ""), (BUT + largest, largest)) if others else ():
-        for who in dict.fromkeys(one.who for one in found):
-            some = [one for one in found if one.who == who and one.set != out]
-            known = [(one.worst_regret, one.worst_group) for one in some if one.worst_regret is not None]
-            worst = max(known, default=(None, ""))
-            means = {key: _mean(getattr(one, key) for one in some) for key in _MEANS}
-            if some:
+    (largest, _), *smaller_sets = sizes.most_common()
+    for name, out in ((EVERY, ""), (BUT + largest, largest)) if smaller_sets else ():
+        for who in dict.fromkeys(choice.who for choice in set_choices):
+            averaged = [choice for choice in set_choices if choice.who == who and choice.set != out]
+            worst_regrets = [
+                (choice.worst_regret, choice.worst_group) for choice in averaged if choice.worst_regret is not None
+            ]
+            worst = max(worst_regrets, default=(None, ""))
+            means = {key: _mean(getattr(choice, key) for choice in averaged) for key in _MEANS}
+            if averaged:
                 yield Choices(
-                    set=name, who=who, num_groups=sum(one.num_groups for one in some),
-                    most_layouts=max(one.most_layouts for one in some), worst_regret=worst[0], worst_group=worst[1],
-                    **means,
+                    set=name, who=who, num_groups=sum(choice.num_groups for choice in averaged),
+                    most_layouts=max(choice.most_layouts for choice in averaged),
+                    worst_regret=worst[0], worst_group=worst[1], **means,
                 )  # fmt: skip
 
 
 def _seconds(who: str, predict: Predictor, run: MeasuredRun, split: str) -> float:
     try:
         takes_split = "split" in inspect.signature(predict).parameters
-        found = float(predict(run, split=split) if takes_split else predict(run))
+        seconds = float(predict(run, split=split) if takes_split else predict(run))
     except Exception as error:  # of somebody's own code
         raise InputError.of(f"--predictor {who}", f"{type(error).__name__}: {error}") from error
-    require((found > 0, f"--predictor {who}", f"must return seconds above 0, not {found}"))
-    return found
+    require((seconds > 0, f"--predictor {who}", f"must return seconds above 0, not {seconds}"))
+    return seconds
 
 
 def _chosen(who: str, choose: Chooser, question: _ChoiceGroup) -> tuple[int, ...]:
     try:
-        found = choose(question.runs)
-        places = (found,) if isinstance(found, int) else tuple(map(int, found))
+        answer = choose(question.runs)
+        places = (answer,) if isinstance(answer, int) else tuple(map(int, answer))
     except Exception as error:  # of somebody's own code
         raise InputError.of(f"--chooser {who}", f"{type(error).__name__}: {error}") from error
     count = len(question.runs)
     fine = bool(places) and all(0 <= place < count for place in places)
-    require((fine, f"--chooser {who}", f"must return places from 0 to {count - 1}, not {found!r}"))
+    require((fine, f"--chooser {who}", f"must return places from 0 to {count - 1}, not {answer!r}"))
     return places

@@ -56,19 +56,19 @@ class Contribution:
 def contribution(
     path: Path, machine: Mapping[str, str | int], installed: str = "", here: NodeType | None = None
 ) -> Contribution:
-    """Return the rows of a run, or of a folder of runs, for others; InputError if none can be used.
+    """Return the rows of a run, or of a folder of runs, for other users; InputError if none can be used.
 
     ``machine`` says what the machine here is, in words that the caller vouches for, and ``here`` as a cluster;
     ``installed`` which packages are installed, which comes along if they are those that ran.
     """
     read = measured_rows(path)
-    found, faults = dict[str, MeasuredRow](), dict[str, InputError]()
+    rows, faults = dict[str, MeasuredRow](), dict[str, InputError]()
     for where, row in read.rows.items():
         try:
-            found[where] = _for_others(row, machine, versions_in(installed), here)
+            rows[where] = _for_others(row, machine, versions_in(installed), here)
         except InputError as error:
             faults[where] = error
-    return Contribution(read=read.without(faults, path), rows=tuple(found.values()))
+    return Contribution(read=read.without(faults, path), rows=tuple(rows.values()))
 
 
 def versions_in(text: str | None) -> Mapping[str, str]:
@@ -77,12 +77,12 @@ def versions_in(text: str | None) -> Mapping[str, str]:
     >>> versions_in("autoshard 0.1.0, torch 2.13.0+cu130, nki 0.3.0+of.acme, acme 7.1")
     {'autoshard': '0.1.0', 'torch': '2.13.0+cu130', 'nki': '0.3.0'}
     """
-    found = dict[str, str]()
+    versions = dict[str, str]()
     for part in (text or "").split(", "):
         match = _VERSION.match(part)
         if match and match[1] in _PACKAGES:
-            found.setdefault(match[1], match[2] + (match[3] or ""))
-    return found
+            versions.setdefault(match[1], match[2] + (match[3] or ""))
+    return versions
 
 
 def _for_others(
@@ -122,13 +122,13 @@ def _for_others(
 def _known(row: MeasuredRow, here: NodeType | None) -> tuple[str, Candidate]:
     """Return the platform and the layout of a row, or say which of its words are nobody's but the owner's."""
     platform = ALIASES.get(row.platform, row.platform)
-    own = (
+    unknown_platform = (
         "is a cluster of your own, and no name of `autoshard list clusters`, nor what `list clusters --here` says here"
     )
     require(
         (not row.unfit, "", row.unfit),
         (row.step_time_s is not None, "step_time_s", "is missing"),
-        (platform in cluster_names() or (here is not None and platform == here.name), "platform", own),
+        (platform in cluster_names() or (here is not None and platform == here.name), "platform", unknown_platform),
         (row.candidate is not None, "candidate", "is missing: only runs of autoshard are contributed"),
         (bool(row.arch) or row.model in model_names(), "model", "is no card, and arch is missing"),
     )
@@ -136,8 +136,8 @@ def _known(row: MeasuredRow, here: NodeType | None) -> tuple[str, Candidate]:
         precision_of(row.precision or "bf16")
     with inside("candidate"):
         layout = Candidate.parse(row.candidate or "")
-    known = layout.kernels in (None, *kernels_names())
-    require((known, "candidate", f"there is no table of kernels {layout.kernels!r} in autoshard"))
+    is_known = layout.kernels in (None, *kernels_names())
+    require((is_known, "candidate", f"there is no table of kernels {layout.kernels!r} in autoshard"))
     return platform, layout
 
 

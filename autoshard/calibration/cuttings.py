@@ -37,28 +37,28 @@ def request_of(run: MeasuredRun, calibration: Calibration) -> Request:
     )
 
 
-def run_cuttings(asked: Iterable[Asked]) -> Mapping[Asked, Cutting]:
+def run_cuttings(questions: Iterable[Asked]) -> Mapping[Asked, Cutting]:
     """Return the cheapest cutting of every run under its constants, but of runs that have none."""
-    alike: dict[tuple[Question, Terms, object], list[Asked]] = defaultdict(list)
-    for run, calibration in dict.fromkeys(asked):
+    groups: dict[tuple[Question, Terms, object], list[Asked]] = defaultdict(list)
+    for run, calibration in dict.fromkeys(questions):
         question = request_of(run, calibration).question(run.candidate)
         # Slots of experts may be cut otherwise where ep, or cp, cuts something.
         kind = (run.candidate.ep > 1, run.candidate.cp > 1) if run.model.num_experts else ()
-        alike[question, Terms.of(run.candidate, run.cluster.engine), kind].append((run, calibration))
-    found: dict[Asked, Cutting] = {}
-    for (question, terms, _), every in alike.items():
-        for start in range(0, len(every), _MOST_COLUMNS):
-            some = every[start : start + _MOST_COLUMNS]
+        groups[question, Terms.of(run.candidate, run.cluster.engine), kind].append((run, calibration))
+    cuttings: dict[Asked, Cutting] = {}
+    for (question, terms, _), members in groups.items():
+        for start in range(0, len(members), _MOST_COLUMNS):
+            batch = members[start : start + _MOST_COLUMNS]
             with suppress(InputError):  # whoever predicts the runs one by one says of which, and why
-                meshes = _columns(question, [run.candidate for run, _ in some])
+                meshes = _columns(question, [run.candidate for run, _ in batch])
                 for cutting, columns in shared_cuttings(question, meshes, (terms, 0.0), lambda: None):
-                    found |= {some[column]: cutting for column in columns.tolist()}
-    return found
+                    cuttings |= {batch[column]: cutting for column in columns.tolist()}
+    return cuttings
 
 
 def _columns(question: Question, candidates: list[Candidate]) -> Meshes:
-    meshes = [mesh_of(one, question.model, question.cluster) for one in candidates]
-    at_once = np.array([one.mbs * one.dp for one in candidates])
+    meshes = [mesh_of(candidate, question.model, question.cluster) for candidate in candidates]
+    at_once = np.array([candidate.mbs * candidate.dp for candidate in candidates])
 
     def ring(atoms: tuple[str, ...]) -> Ring:
         return ring_column([mesh_ring(question.cluster, mesh, atoms, question.calibration) for mesh in meshes])

@@ -47,9 +47,9 @@ def timer(run: MeasuredRun) -> Callable[[Calibration], float]:
 def log_seconds(runs: Sequence[MeasuredRun], constants: Calibration) -> Array:
     """Return the logarithms of what runs take, each layout timed once."""
     software = constants.software
-    known = {run: timer(run)(constants) for run in dict.fromkeys(runs)}
+    seconds = {run: timer(run)(constants) for run in dict.fromkeys(runs)}
     slower = [software.slowness(run.framework, run.release) if software else 1.0 for run in runs]
-    return np.log([known[run] for run in runs]) + np.log(slower)
+    return np.log([seconds[run] for run in runs]) + np.log(slower)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class FitRows:
     @cached_property
     def believed(self) -> tuple[int, ...]:
         """The rows that a fit is to."""
-        return tuple(number for number, one in enumerate(self.samples) if one.id not in self.suspected)
+        return tuple(number for number, sample in enumerate(self.samples) if sample.id not in self.suspected)
 
     @cached_property
     def measured(self) -> Array:
@@ -81,7 +81,7 @@ class FitRows:
     @property
     def left_out_by(self) -> Literal["model", "group", "layout"]:
         """What is left out together: three or more groups of one model, or of three layouts on average; else models."""
-        groups, models = {one.group for one in self.samples}, {run.model.name for run in self.runs}
+        groups, models = {sample.group for sample in self.samples}, {run.model.name for run in self.runs}
         if len(groups) > 2 and (len(models) == 1 or 3 * len(groups) <= len({*self.runs})):
             return "group"
         return "model" if len(models) > 1 else "layout"
@@ -94,19 +94,19 @@ class FitRows:
             return tuple(sample.group for sample in self.samples)
         return tuple(run.model.name if by == "model" else str(run.candidate) for run in self.runs)
 
-    def residuals(self, values: Array, some: Sequence[int]) -> Array:
-        """Return the logarithms of predicted over measured of some rows under some unknowns."""
-        return self.residuals_under(self.prior.constants(values), some)
+    def residuals(self, values: Array, numbers: Sequence[int]) -> Array:
+        """Return the logarithms of predicted over measured, of the rows with these numbers, under some unknowns."""
+        return self.residuals_under(self.prior.constants(values), numbers)
 
-    def residuals_under(self, constants: Calibration, some: Sequence[int] | None = None) -> Array:
-        """Return the logarithms of predicted over measured, of all rows or of some."""
-        some = range(len(self.samples)) if some is None else some
-        return log_seconds([self.runs[number] for number in some], constants) - self.measured[[*some]]
+    def residuals_under(self, constants: Calibration, numbers: Sequence[int] | None = None) -> Array:
+        """Return the logarithms of predicted over measured, of all rows or of those with these numbers."""
+        numbers = range(len(self.samples)) if numbers is None else numbers
+        return log_seconds([self.runs[number] for number in numbers], constants) - self.measured[[*numbers]]
 
-    def slopes(self, values: Array, some: Sequence[int]) -> Array:
+    def slopes(self, values: Array, numbers: Sequence[int]) -> Array:
         """Return how far the residuals of some rows move with each unknown."""
-        moved = [self.residuals(values + step, some) for step in np.eye(len(values)) * _STEP]
-        return (np.stack(moved, axis=1) - self.residuals(values, some)[:, None]) / _STEP
+        moved = [self.residuals(values + step, numbers) for step in np.eye(len(values)) * _STEP]
+        return (np.stack(moved, axis=1) - self.residuals(values, numbers)[:, None]) / _STEP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -128,9 +128,9 @@ def fitted(rows: FitRows) -> Array:
 
     The deviation of rows is that of a fit which trusts them: before any, rows that are far off would not be believed.
     """
-    here, some = np.zeros(len(rows.prior.unknowns)), rows.believed
-    here = _descended(rows, some, here, rows.slopes(here, some), _LEAST_SCALE)
-    return _descended(rows, some, here, rows.slopes(here, some), _deviation(rows.residuals(here, some)))
+    here, believed = np.zeros(len(rows.prior.unknowns)), rows.believed
+    here = _descended(rows, believed, here, rows.slopes(here, believed), _LEAST_SCALE)
+    return _descended(rows, believed, here, rows.slopes(here, believed), _deviation(rows.residuals(here, believed)))
 
 
 def fitted_without(rows: FitRows, whole: FittedUnknowns, out: Sequence[int]) -> Array:
@@ -142,11 +142,11 @@ def fitted_without(rows: FitRows, whole: FittedUnknowns, out: Sequence[int]) -> 
     return _descended(rows, rest, whole.values, whole.slopes[rest], scale)
 
 
-def _descended(rows: FitRows, some: Sequence[int], here: Array, slopes: Array, scale: float) -> Array:
+def _descended(rows: FitRows, numbers: Sequence[int], here: Array, slopes: Array, scale: float) -> Array:
     """Walk down the loss, first along slopes that are known, then along new ones until these gain nothing."""
-    here, _ = _walked(rows, some, here, slopes, scale)
+    here, _ = _walked(rows, numbers, here, slopes, scale)
     for _ in range(_STEPS):
-        here, gain = _walked(rows, some, here, rows.slopes(here, some), scale)
+        here, gain = _walked(rows, numbers, here, rows.slopes(here, numbers), scale)
         if gain < _ENOUGH:
             break
     return here
@@ -156,7 +156,7 @@ def _deviation(residuals: Array) -> float:
     return max(_LEAST_SCALE, _SCALE * float(np.median(np.abs(residuals))))
 
 
-def _walked(rows: FitRows, some: Sequence[int], here: Array, slopes: Array, scale: float) -> tuple[Array, float]:
+def _walked(rows: FitRows, numbers: Sequence[int], here: Array, slopes: Array, scale: float) -> tuple[Array, float]:
     """Walk down the loss by Gauss-Newton steps along some slopes, each shortened until it gains.
 
     Return where that ends, and which part of the loss has gone.
@@ -168,7 +168,7 @@ def _walked(rows: FitRows, some: Sequence[int], here: Array, slopes: Array, scal
         huber = np.where(sizes < _HUBER, 0.5 * sizes**2, _HUBER * (sizes - 0.5 * _HUBER))
         return float(huber.sum() + 0.5 * ((values / widths) ** 2).sum())
 
-    residuals, slopes = rows.residuals(here, some), slopes / rows.prior.speeds(here)
+    residuals, slopes = rows.residuals(here, numbers), slopes / rows.prior.speeds(here)
     start = current = loss(residuals, here)
     for _ in range(_STEPS):
         weights = np.sqrt(_HUBER / np.maximum(np.abs(residuals) / scale, _HUBER)) / scale
@@ -180,7 +180,7 @@ def _walked(rows: FitRows, some: Sequence[int], here: Array, slopes: Array, scal
         share = min(1.0, _LONGEST / length) if length else 0.0
         while gain <= 0 and share * length > _SHORTEST:
             there, share = here + share * step, share / 2
-            following = rows.residuals(there, some)
+            following = rows.residuals(there, numbers)
             gain = current - loss(following, there)
         if gain <= 0:
             break
@@ -191,12 +191,12 @@ def _walked(rows: FitRows, some: Sequence[int], here: Array, slopes: Array, scal
 
 
 def left_out_residuals(rows: FitRows, whole: FittedUnknowns) -> Array:
-    """Return the residual of each row under a fit to the rows that are not its like; from the fit to all."""
-    found = np.zeros(len(rows.samples))
-    for apart in sorted({*rows.apart}):
-        out = [number for number, one in enumerate(rows.apart) if one == apart]
-        found[out] = rows.residuals(fitted_without(rows, whole, out), out)
-    return found
+    """Return the residual of each row under a fit to the rows of other labels, which starts from the fit to all."""
+    residuals = np.zeros(len(rows.samples))
+    for label in sorted({*rows.apart}):
+        out = [number for number, row_label in enumerate(rows.apart) if row_label == label]
+        residuals[out] = rows.residuals(fitted_without(rows, whole, out), out)
+    return residuals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +213,7 @@ class Judged:
 
 def judged(rows: FitRows, date: str) -> Judged:
     """Fit constants to all rows, and to all but some of them."""
-    every = range(len(rows.samples))
+    numbers = range(len(rows.samples))
     whole = FittedUnknowns.of(rows)
     off, constants = left_out_residuals(rows, whole), rows.prior.constants(whole.values)
     features = [features_of(run.candidate, run.model, run.cluster, run.workload) for run in rows.runs]
@@ -228,10 +228,10 @@ def judged(rows: FitRows, date: str) -> Judged:
         constants=constants,
         fit=Fit(
             date=date,
-            rows={one.id: float(f"{ratio:.4g}") for one, ratio in named},
+            rows={sample.id: float(f"{ratio:.4g}") for sample, ratio in named},
             num_layouts=len({*rows.runs}),
             left_out_by=rows.left_out_by,
-            in_sample_mape=rounded(float(np.abs(np.expm1(rows.residuals(whole.values, every))).mean())),
+            in_sample_mape=rounded(float(np.abs(np.expm1(rows.residuals(whole.values, numbers))).mean())),
             left_out_mape=rounded(float(np.abs(np.expm1(off)).mean())),
         ),
         interval=interval,
@@ -243,8 +243,8 @@ def judged(rows: FitRows, date: str) -> Judged:
 
 def _mfu(sample: Sample, constants: Calibration) -> float:
     """Return the utilisation that a row measured, without masked pairs."""
-    found = predicted_run(sample.run, constants)
-    return rounded((found.mfu_causal or 0.0) * found.step_time_s / sample.step_time_s)
+    prediction = predicted_run(sample.run, constants)
+    return rounded((prediction.mfu_causal or 0.0) * prediction.step_time_s / sample.step_time_s)
 
 
 def interval_of(logarithms: Array) -> float:

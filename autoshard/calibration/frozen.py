@@ -42,8 +42,10 @@ class Splits:
     @cached_property
     def by_row(self) -> Mapping[tuple[str, str], str]:
         """The split of a row, by data set and id."""
-        every = ((name, one) for name, one in self.sets.items())
-        return {(name, row): split for name, one in every for split, rows in one.splits.items() for row in rows}
+        sets = ((name, frozen_set) for name, frozen_set in self.sets.items())
+        return {
+            (name, row): split for name, frozen_set in sets for split, rows in frozen_set.splits.items() for row in rows
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,18 +60,18 @@ class FrozenRows:
     @classmethod
     def of(cls, splits: Splits, rows: MeasuredRows) -> "FrozenRows":
         """Compare rows with splits; data sets that these do not know are in neither."""
-        found = {name: some for name, some in by_set(rows).items() if name in splits.sets}
-        same = [name for name, some in found.items() if digest(some) == splits.sets[name].digest]
-        changed = [name for name in found if name not in same]
+        known_sets = {name: set_rows for name, set_rows in by_set(rows).items() if name in splits.sets}
+        same = [name for name, set_rows in known_sets.items() if digest(set_rows) == splits.sets[name].digest]
+        changed = [name for name in known_sets if name not in same]
         return cls(version=splits.version, date=splits.date, same=tuple(same), changed=tuple(changed))
 
 
 def by_set(rows: MeasuredRows) -> Mapping[str, Sequence[MeasuredRow]]:
     """Return rows by their data set."""
-    found: dict[str, list[MeasuredRow]] = defaultdict(list)
+    rows_by_set: dict[str, list[MeasuredRow]] = defaultdict(list)
     for where, row in rows.rows.items():
-        found[rows.sets[where]].append(row)
-    return found
+        rows_by_set[rows.sets[where]].append(row)
+    return rows_by_set
 
 
 def digest(rows: Iterable[MeasuredRow]) -> str:
@@ -81,7 +83,7 @@ def digest(rows: Iterable[MeasuredRow]) -> str:
     """
     said = [
         {key: value for key, value in record.encode(row).items() if value is not None and key not in _WORDS}
-        for row in sorted(rows, key=lambda one: one.id)
+        for row in sorted(rows, key=lambda measured: measured.id)
     ]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -102,14 +104,14 @@ def left_out(rows: Sequence[TimedRun], sets: Collection[str]) -> list[TimedRun]:
     Only data sets of which every row is in a fit, and whose rows are those that were fitted: ``sets``.
     """
     missing = {row.set for row in rows if (fit := row.run.constants.fit) is None or row.time.id not in fit.rows}
-    known: dict[object, float] = {}  # rows of one layout have one prediction
-    found: list[TimedRun] = []
+    predictions: dict[object, float] = {}  # rows of one layout have one prediction
+    predicted_rows: list[TimedRun] = []
     for row in rows:
         fit = row.run.constants.fit
         if row.set in sets and row.set not in missing and fit:
             same = row.time.group, row.run, row.run.framework, row.run.release
-            predicted = known.setdefault(same, fit.rows[row.time.id] * row.time.measured)
+            predicted = predictions.setdefault(same, fit.rows[row.time.id] * row.time.measured)
             ratio = predicted / row.time.predicted
             interval = {"low": (row.time.low or 0.0) * ratio, "high": (row.time.high or 0.0) * ratio}
-            found.append(replace(row, time=replace(row.time, predicted=predicted, **interval)))
-    return found
+            predicted_rows.append(replace(row, time=replace(row.time, predicted=predicted, **interval)))
+    return predicted_rows

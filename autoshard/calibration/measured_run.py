@@ -48,13 +48,13 @@ class MeasuredRun:
         return built_in(self.cluster.name, self.kernels, self.framework, self.cluster.chip.name)
 
 
-def run_of(row: MeasuredRow, own: NodeType | None = None) -> MeasuredRun:
+def run_of(row: MeasuredRow, node_type: NodeType | None = None) -> MeasuredRun:
     """Return what was run; an InputError names all columns that are wrong, contradict each other, or are not known.
 
-    Its platform is a cluster of the catalogue, or an ``own`` one that has its name.
+    Its platform is a cluster of the catalogue, or the ``node_type`` that has its name.
     """
-    is_own = own is not None and own.name == row.platform and own.name not in cluster_names()
-    reader = _RowReader(row, own if is_own else None)
+    is_own = node_type is not None and node_type.name == row.platform and node_type.name not in cluster_names()
+    reader = _RowReader(row, node_type if is_own else None)
     model = reader.tried(reader.model)
     workload = reader.tried(reader.workload)
     cluster = None if any(fault.where == "platform" for fault in reader.faults) else reader.tried(reader.cluster)
@@ -84,9 +84,9 @@ def run_of(row: MeasuredRow, own: NodeType | None = None) -> MeasuredRun:
 class _RowReader:
     """Reads one row; collects its faults, all to be reported at once, and what had to be assumed, by column."""
 
-    def __init__(self, row: MeasuredRow, own: NodeType | None) -> None:
-        self.row, self.assumed, self.faults = translated(row.unmeasured, knows_platform=own is not None)
-        self.own = own
+    def __init__(self, row: MeasuredRow, node_type: NodeType | None) -> None:
+        self.row, self.assumed, self.faults = translated(row.unmeasured, knows_platform=node_type is not None)
+        self.own = node_type
 
     def tried(self, read: Callable[[], T]) -> T | None:
         """Return what can be read, or note why it cannot."""
@@ -110,8 +110,8 @@ class _RowReader:
 
     def cluster(self) -> Cluster:
         """Read the nodes of a run, and their network; those that were used in part have only the chips that were."""
-        found, gbps = self._nodes_of_platform(), self.row.network_gbps
-        return found if gbps is None else found.with_network(gbps * _GBPS)
+        cluster, gbps = self._nodes_of_platform(), self.row.network_gbps
+        return cluster if gbps is None else cluster.with_network(gbps * _GBPS)
 
     def _nodes_of_platform(self) -> Cluster:
         row = self.row
@@ -127,14 +127,18 @@ class _RowReader:
             return cluster
         return replace(cluster, chips_per_node=per_node, placements=())
 
-    def _own_cluster(self, own: NodeType) -> Cluster:
+    def _own_cluster(self, node_type: NodeType) -> Cluster:
         """Read the nodes of a run on a cluster of the user's file."""
-        nodes, per_node = self._nodes(own.name, own.max_chips_per_node or own.chips_per_node)
-        lncs = [variant.lnc for variant in own.variants]
-        require((self.row.lnc in (None, *lncs), "lnc", f"{own.name} has no lnc {self.row.lnc}"))
-        variant = next(one for one in own.variants if self.row.lnc in (None, one.lnc))
-        cluster = own.cluster(variant, nodes)
-        return cluster if per_node == own.chips_per_node else replace(cluster, chips_per_node=per_node, placements=())
+        nodes, per_node = self._nodes(node_type.name, node_type.max_chips_per_node or node_type.chips_per_node)
+        lncs = [variant.lnc for variant in node_type.variants]
+        require((self.row.lnc in (None, *lncs), "lnc", f"{node_type.name} has no lnc {self.row.lnc}"))
+        variant = next(variant for variant in node_type.variants if self.row.lnc in (None, variant.lnc))
+        cluster = node_type.cluster(variant, nodes)
+        return (
+            cluster
+            if per_node == node_type.chips_per_node
+            else replace(cluster, chips_per_node=per_node, placements=())
+        )
 
     def _nodes(self, name: str, most: int) -> tuple[int, int]:
         """Return how many nodes were used, and how many chips of each."""

@@ -42,26 +42,26 @@ class ProgramRows:
 
     def departed(self, constants: Calibration) -> Mapping[str, float]:
         """Return factors of shares and seconds of hosts, as files state them."""
-        found: dict[str, float] = {}
+        factors: dict[str, float] = {}
         for name in (name for unknown in self.rows.prior.unknowns for name in unknown.names):
             value = getattr(constants, name)
-            found[name] = float(f"{value / self.hardware[name] if 'efficiency' in name else value:.{_DIGITS}g}")
-        return found
+            factors[name] = float(f"{value / self.hardware[name] if 'efficiency' in name else value:.{_DIGITS}g}")
+        return factors
 
 
 def departure_of(program: ProgramRows) -> Departure:
     """Fit one departure, with what it rests on."""
-    found, reach = judged(program.rows, program.newest), reach_of(program.rows.runs)
+    judgement, reach = judged(program.rows, program.newest), reach_of(program.rows.runs)
     return Departure(
         framework=program.framework,
         cluster=program.cluster,
         kernels=reach.kernels,
-        constants=program.departed(found.constants),
-        interval=found.interval,
-        best_mfu=found.best_mfu,
+        constants=program.departed(judgement.constants),
+        interval=judgement.interval,
+        best_mfu=judgement.best_mfu,
         axes=reach.axes,
-        seen=found.seen,
-        fit=found.fit,
+        seen=judgement.seen,
+        fit=judgement.fit,
     )
 
 
@@ -69,20 +69,20 @@ def program_rows(
     samples: Sequence[Sample], dates: Mapping[str, str], suspected: Iterable[str] = ()
 ) -> list[ProgramRows]:
     """Tell programs and clusters apart; ``dates`` are those of rows, by their names; some rows look wrong."""
-    found: dict[tuple[str, str], list[Sample]] = {}
+    by_program: dict[tuple[str, str], list[Sample]] = {}
     for sample in samples:
         framework = (sample.run.framework or "").partition(" (")[0]
         if not framework:
             raise InputError.of(sample.id, "has no framework, so nothing says which program ran")
-        found.setdefault((framework, sample.run.cluster.name), []).append(sample)
+        by_program.setdefault((framework, sample.run.cluster.name), []).append(sample)
     return [
         ProgramRows(
             framework=framework,
             cluster=cluster,
             samples=tuple(rows),
             chip=rows[0].run.cluster.chip.name,
-            newest=max(dates.get(one.id, "") for one in rows),
-            suspected=frozenset(suspected) & {one.id for one in rows},
+            newest=max(dates.get(sample.id, "") for sample in rows),
+            suspected=frozenset(suspected) & {sample.id for sample in rows},
         )
-        for (framework, cluster), rows in found.items()
+        for (framework, cluster), rows in by_program.items()
     ]

@@ -54,8 +54,8 @@ class Widths:
 def widths(kind: Kind) -> Widths:
     """Return the widths of a kind of platform."""
     text = (resources.files("autoshard.calibration") / "priors.json").read_text("utf-8")
-    known: Any = parsed_json(text, "priors.json")
-    return record.decode(Widths, known[kind], where=f"priors.json {kind}")
+    priors: Any = parsed_json(text, "priors.json")
+    return record.decode(Widths, priors[kind], where=f"priors.json {kind}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +81,11 @@ class Prior:
     @cached_property
     def deviations(self) -> Array:
         """The standard deviation of every unknown."""
-        return np.array([one.deviation for one in self.unknowns])
+        return np.array([unknown.deviation for unknown in self.unknowns])
 
     def constants(self, values: Array) -> Calibration:
         """Return the constants of some unknowns."""
-        found: dict[str, Any] = {}
+        numbers: dict[str, Any] = {}
         most = self.centre.most_efficient if self.centre.most_efficient > 1 else MOST
         software = self.centre.software or Software(frameworks={})
         frameworks: dict[str, float] = {**software.frameworks}
@@ -97,35 +97,39 @@ class Prior:
                 frameworks[name.removeprefix(_FRAMEWORK)] *= math.exp(value)
             elif unknown.usual:
                 root = math.sqrt(getattr(self.centre, name) / unknown.usual)
-                found[name] = unknown.usual * max(0.0, root + value) ** 2
+                numbers[name] = unknown.usual * max(0.0, root + value) ** 2
             else:
-                found |= {one: found.get(one, getattr(self.centre, one)) * math.exp(-value) for one in unknown.names}
-        found = {name: min(one, most) if name in EFFICIENCIES else one for name, one in found.items()}
-        found = {name: float(f"{one:.{_DIGITS}g}") for name, one in found.items()}
-        own = replace(software, frameworks=frameworks) if self.centre.software else None
-        return replace(self.centre, **found, software=own)
+                numbers |= {
+                    constant: numbers.get(constant, getattr(self.centre, constant)) * math.exp(-value)
+                    for constant in unknown.names
+                }
+        numbers = {name: min(number, most) if name in EFFICIENCIES else number for name, number in numbers.items()}
+        numbers = {name: float(f"{number:.{_DIGITS}g}") for name, number in numbers.items()}
+        moved_software = replace(software, frameworks=frameworks) if self.centre.software else None
+        return replace(self.centre, **numbers, software=moved_software)
 
     def speeds(self, values: Array) -> Array:
         """Return how fast each constant moves with its unknown, but for a factor: squares move faster from afar."""
         roots = [
-            math.sqrt(getattr(self.centre, one.names[0]) / one.usual) if one.usual else 0.0 for one in self.unknowns
+            math.sqrt(getattr(self.centre, unknown.names[0]) / unknown.usual) if unknown.usual else 0.0
+            for unknown in self.unknowns
         ]
-        is_square = np.array([one.usual > 0 for one in self.unknowns])
+        is_square = np.array([unknown.usual > 0 for unknown in self.unknowns])
         return np.where(is_square, np.maximum(roots + values, _SLOWEST), 1.0)
 
     def believed(self, least: float) -> "Prior":
         """Return it with shares that may be off by at least so much."""
         wide = (
-            replace(one, deviation=max(one.deviation, least)) if one.names[0] in EFFICIENCIES else one
-            for one in self.unknowns
+            replace(unknown, deviation=max(unknown.deviation, least)) if unknown.names[0] in EFFICIENCIES else unknown
+            for unknown in self.unknowns
         )
         return replace(self, unknowns=tuple(wide))
 
     def without(self, *names: str) -> "Prior":
         """Return it with some constants that are known to be nothing."""
         nothing = dict.fromkeys(names, 0.0)
-        kept = tuple(one for one in self.unknowns if one.names[0] not in names)
-        return Prior(centre=replace(self.centre, **nothing), unknowns=kept)
+        unknowns = tuple(unknown for unknown in self.unknowns if unknown.names[0] not in names)
+        return Prior(centre=replace(self.centre, **nothing), unknowns=unknowns)
 
 
 def kind_of(run: MeasuredRun) -> Kind:
@@ -138,8 +142,8 @@ def kind_of(run: MeasuredRun) -> Kind:
 def prior_of(runs: Sequence[MeasuredRun], ids: Sequence[str] = ()) -> Prior:
     """Return what is known of the constants of some runs of one cluster, without the rows that have these names."""
     programs, cluster = [*dict.fromkeys((run.kernels, run.framework) for run in runs)], runs[0].cluster
-    known = known_before(cluster.name, cluster.chip.name, programs, {*ids})
-    return prior_around(replace(known, reach=reach_of(runs)), runs, cluster.chip.name)
+    constants = known_before(cluster.name, cluster.chip.name, programs, {*ids})
+    return prior_around(replace(constants, reach=reach_of(runs)), runs, cluster.chip.name)
 
 
 def reach_of(runs: Sequence[MeasuredRun]) -> Reach:
@@ -159,29 +163,32 @@ def believed_prior(constants: Calibration, runs: Sequence[MeasuredRun]) -> Prior
 
 def prior_around(constants: Calibration, runs: Sequence[MeasuredRun], chip: str) -> Prior:
     """Return how uncertain some constants of a chip are: its rates in common only where nobody has measured these."""
-    known = widths(kind_of(runs[0]))
-    usual = {**hardware().hosts, **known.usual}
-    at_least = {name: usual[name] for name in known.hosts if not getattr(constants, name)}
-    software = _software(constants.software, runs, known.settled)
-    found = [] if is_measured(chip) else [Unknown(names=EFFICIENCIES, deviation=known.common)]
-    found += [Unknown(names=tuple(names.split(",")), deviation=one) for names, one in known.shares.items()]
-    found += [Unknown(names=(name,), deviation=one, usual=usual[name]) for name, one in known.hosts.items()]
-    if known.per_release and any(run.release for run in runs):
-        found.append(Unknown(names=(_RELEASE,), deviation=known.per_release))
-    if known.framework and software:
+    kind_widths = widths(kind_of(runs[0]))
+    usual = {**hardware().hosts, **kind_widths.usual}
+    at_least = {name: usual[name] for name in kind_widths.hosts if not getattr(constants, name)}
+    software = _software(constants.software, runs, kind_widths.settled)
+    unknowns = [] if is_measured(chip) else [Unknown(names=EFFICIENCIES, deviation=kind_widths.common)]
+    unknowns += [Unknown(names=tuple(names.split(",")), deviation=width) for names, width in kind_widths.shares.items()]
+    unknowns += [
+        Unknown(names=(name,), deviation=width, usual=usual[name]) for name, width in kind_widths.hosts.items()
+    ]
+    if kind_widths.per_release and any(run.release for run in runs):
+        unknowns.append(Unknown(names=(_RELEASE,), deviation=kind_widths.per_release))
+    if kind_widths.framework and software:
         newest = max(runs, key=lambda run: run.release).framework
-        others = [name for name in software.frameworks if name != newest]
-        found += [Unknown(names=(_FRAMEWORK + name,), deviation=known.framework) for name in others]
-    return Prior(centre=replace(constants, **at_least, software=software), unknowns=tuple(found))
+        older_frameworks = [name for name in software.frameworks if name != newest]
+        unknowns += [Unknown(names=(_FRAMEWORK + name,), deviation=kind_widths.framework) for name in older_frameworks]
+    return Prior(centre=replace(constants, **at_least, software=software), unknowns=tuple(unknowns))
 
 
-def _software(known: Software | None, runs: Sequence[MeasuredRun], settled: str) -> Software | None:
-    """Add the frameworks and releases of some rows to known software, with slowdown 1; None if no row names any."""
+def _software(software: Software | None, runs: Sequence[MeasuredRun], settled: str) -> Software | None:
+    """Add the frameworks and releases of runs to software, with slowdown 1; None if neither names any."""
     frameworks = {run.framework for run in runs if run.framework}
     releases = {run.release[:2] for run in runs if run.release}
     if not frameworks and not releases:
-        return known
-    known = known or Software(frameworks={}, settled=settled)
-    releases |= {tuple(map(int, one.split("."))) for one in known.releases}
-    names = {**dict.fromkeys(sorted(frameworks), 1.0), **known.frameworks}
-    return replace(known, frameworks=names, releases=tuple(".".join(map(str, one)) for one in sorted(releases)))
+        return software
+    software = software or Software(frameworks={}, settled=settled)
+    releases |= {tuple(map(int, release.split("."))) for release in software.releases}
+    names = {**dict.fromkeys(sorted(frameworks), 1.0), **software.frameworks}
+    texts = tuple(".".join(map(str, release)) for release in sorted(releases))
+    return replace(software, frameworks=names, releases=texts)

@@ -15,14 +15,16 @@ _SHARES = (1, 2, 4)  # a stage keeps its layers, or a half or a quarter of them,
 
 def proposed_runs(request: Request, plans: Sequence[Plan], most_nodes: int) -> list[Plan]:
     """Return plans on at most so many nodes that are legal and fit, each once; those of the first plans first."""
-    found: dict[object, Plan] = {}
+    proposals: dict[object, Plan] = {}
     sizes = sorted({2**power for power in range(most_nodes.bit_length())} | {most_nodes})
     for plan in plans:
         for num_nodes in (size for size in sizes if size <= plan.cluster.num_nodes):
-            made = next(_fitting(request, plan, num_nodes), None)
-            if made:
-                found.setdefault((made.model, made.cluster, made.workload, made.candidate), made)
-    return list(found.values())
+            proposal = next(_fitting(request, plan, num_nodes), None)
+            if proposal:
+                proposals.setdefault(
+                    (proposal.model, proposal.cluster, proposal.workload, proposal.candidate), proposal
+                )
+    return list(proposals.values())
 
 
 def _fitting(request: Request, plan: Plan, num_nodes: int) -> Iterator[Plan]:
@@ -38,16 +40,16 @@ def _fitting(request: Request, plan: Plan, num_nodes: int) -> Iterator[Plan]:
             model = replace(model, name=f"{model.name}-{num_layers}-layers", num_layers=num_layers)
         count = min(plan.workload.global_batch // (large.dp * large.mbs), _MICRO_BATCHES * candidate.pp)
         workload = replace(plan.workload, global_batch=candidate.dp * candidate.mbs * count)
-        asked = replace(request, model=model, cluster=cluster, workload=workload, pins={}, other_lnc=())
+        smaller_request = replace(request, model=model, cluster=cluster, workload=workload, pins={}, other_lnc=())
         try:
-            if rejections_of(asked, candidate, plan.engine):
+            if rejections_of(smaller_request, candidate, plan.engine):
                 continue
-            made = asked.plan(candidate, plan.engine)
+            smaller_plan = smaller_request.plan(candidate, plan.engine)
         except InputError:  # it has no shape: layers or heads that do not divide
             continue
-        assert made.prediction, "a plan of a request is predicted"
-        if made.prediction.peak_bytes <= asked.capacity_bytes(made.kernels):
-            yield made
+        assert smaller_plan.prediction, "a plan of a request is predicted"
+        if smaller_plan.prediction.peak_bytes <= smaller_request.capacity_bytes(smaller_plan.kernels):
+            yield smaller_plan
 
 
 def smaller(plan: Plan, num_ranks: int, share: int = 1) -> tuple[Candidate, int] | None:
@@ -57,26 +59,26 @@ def smaller(plan: Plan, num_ranks: int, share: int = 1) -> tuple[Candidate, int]
     at equal distances stay.
     """
     large = plan.candidate
-    inner, found = large.tp * large.cp, dict[int, int]()
+    inner, replicas = large.tp * large.cp, dict[int, int]()
     for pp in (size for size in range(1, large.pp + 1) if large.pp % size == 0):
         dp = num_ranks // (inner * pp)
         if inner * pp * dp == num_ranks and 1 <= dp <= large.dp and dp % large.ep == 0:
-            found[pp] = dp
-    if not found:
+            replicas[pp] = dp
+    if not replicas:
         return None
-    pp = max(found)
+    pp = max(replicas)
     if pp == large.pp and share == 1:
-        return replace(large, dp=found[pp]), plan.model.num_layers
+        return replace(large, dp=replicas[pp]), plan.model.num_layers
     vp = large.vp if pp > 1 else 1
     per_stage = max(1, plan.model.num_layers // (large.pp * vp * share))
-    kept = [large.recompute_of(stage * large.num_stages // (pp * vp)) for stage in range(pp * vp)]
+    recomputes = [large.recompute_of(stage * large.num_stages // (pp * vp)) for stage in range(pp * vp)]
     layout = replace(
         large,
         pp=pp,
-        dp=found[pp],
+        dp=replicas[pp],
         vp=vp,
         schedule=large.schedule if pp > 1 else "1f1b",
-        recompute=tuple(_of_layers(one, per_stage) for one in kept),
+        recompute=tuple(_of_layers(kind, per_stage) for kind in recomputes),
         stages=None,
         place=large.place if pp == large.pp else None,
     )

@@ -114,8 +114,10 @@ class MeasuredRow:
             (self.nodes is not None or self.chips is not None, "nodes", "missing; say nodes, chips or both"),
             (self.kind != "crashed" or not (self.step_time_s or self.peak_memory_gib), "kind",
              "a run that crashed has no step_time_s and no peak_memory_gib"),
-            *((one is None or one >= 1, name, f"must be at least 1, or null, not {one}") for name, one in counts),
-            *((one is None or one > 0, name, f"must be positive, or null, not {one}") for name, one in measured),
+            *((count is None or count >= 1, name, f"must be at least 1, or null, not {count}")
+              for name, count in counts),
+            *((value is None or value > 0, name, f"must be positive, or null, not {value}")
+              for name, value in measured),
         )  # fmt: skip
 
     @classmethod
@@ -134,7 +136,7 @@ class MeasuredRow:
         if not {"id", "platform"} & fields.keys():
             raise InputError.of("", "is no measured row, which has an id and a platform")
         counts = {name: fields[name] for name in _COUNTS if name in fields}
-        whole = {name: int(one) for name, one in counts.items() if isinstance(one, float) and one.is_integer()}
+        whole = {name: int(value) for name, value in counts.items() if isinstance(value, float) and value.is_integer()}
         return record.decode(cls, {**fields, **whole})
 
     @property
@@ -199,11 +201,11 @@ class MeasuredRows:
     def without(self, faults: Mapping[str, InputError], path: Path | None = None) -> "MeasuredRows":
         """Leave more rows out; given the path that all are of, raise an InputError if none is left."""
         rows = {where: row for where, row in self.rows.items() if where not in faults}
-        found = replace(self, rows=rows, left_out={**self.left_out, **faults})
+        remaining = replace(self, rows=rows, left_out={**self.left_out, **faults})
         if path and not rows:
             nothing = Fault(where=str(path), message=f"holds no measured row that can be used. {_REMEDY}")
-            raise InputError([nothing, *found.left_out_lines])
-        return found
+            raise InputError([nothing, *remaining.left_out_lines])
+        return remaining
 
     @property
     def left_out_lines(self) -> tuple[Fault, ...]:
@@ -215,9 +217,9 @@ class MeasuredRows:
             says = "; ".join(map(str, error.faults[:_MOST_FAULTS])) + more
             placed.append((file, int(number), says) if number.isdigit() else (where, 0, says))
         lines: list[Fault] = []
-        for _, group in groupby(enumerate(placed), key=lambda one: (one[1][0], one[1][2], one[1][1] - one[0])):
-            (_, (file, first, says)), *others = group
-            at = f" lines {first} to {first + len(others)}" if others else f" line {first}"
+        for _, group in groupby(enumerate(placed), key=lambda line: (line[1][0], line[1][2], line[1][1] - line[0])):
+            (_, (file, first, says)), *following = group
+            at = f" lines {first} to {first + len(following)}" if following else f" line {first}"
             lines.append(Fault(where=file + (at if first else ""), message=says))
         return tuple(lines)
 
@@ -230,9 +232,9 @@ def measured_rows(path: Path) -> MeasuredRows:
     rows: dict[str, MeasuredRow] = {}
     sets: dict[str, str] = {}
     left_out: dict[str, InputError] = {}
-    known: dict[tuple[str, str], str] = {}
+    places: dict[tuple[str, str], str] = {}
     clusters: dict[str, NodeType] = {}
-    runs = sorted(one for one in path.iterdir() if one.is_dir() and _is_run(one)) if path.is_dir() else []
+    runs = sorted(folder for folder in path.iterdir() if folder.is_dir() and _is_run(folder)) if path.is_dir() else []
     unended = {str(run): InputError.of("", _UNENDED) for run in runs if not (run / OF_A_RUN).is_file()}
     _refuse_others(path)
     files = [path]  # a file, that of a run, all of a folder, those of its runs
@@ -249,20 +251,20 @@ def measured_rows(path: Path) -> MeasuredRows:
             cluster = beside if isinstance(row, InputError) else row.own_cluster or beside
             if isinstance(row, InputError):
                 left_out[where] = row
-            elif (name, row.id) in known:
-                left_out[where] = InputError.of("id", f"{row.id} stands in {known[name, row.id]} already")
+            elif (name, row.id) in places:
+                left_out[where] = InputError.of("id", f"{row.id} stands in {places[name, row.id]} already")
             else:
-                rows[where], sets[where], known[name, row.id] = row, name, where
+                rows[where], sets[where], places[name, row.id] = row, name, where
                 clusters |= {where: cluster} if cluster else {}
     unended = unended if not files or any(file.parent.parent == path for file in files) else {}
     unfit = {where: InputError.of("", row.unfit) for where, row in rows.items() if row.unfit}
     keeps_unfit = files in ([path], [path / OF_A_RUN]) and len(unfit) == len(rows)
     unfit = {} if keeps_unfit else unfit
     incomplete = frozenset([*unended, *unfit])
-    found = MeasuredRows(
+    measured = MeasuredRows(
         rows=rows, sets=sets, left_out={**left_out, **unended}, incomplete=incomplete, clusters=clusters
     )
-    return found.without(unfit, path)
+    return measured.without(unfit, path)
 
 
 def _cluster_beside(file: Path) -> NodeType | None:
@@ -283,8 +285,8 @@ def _refuse_others(path: Path) -> None:
     except InputError:
         return
     keys = set(cast(dict[str, object], data)) if isinstance(data, dict) else set[str]()
-    for others, what, use in _OTHERS:
-        if others <= keys and "platform" not in keys:
+    for file_keys, what, use in _OTHERS:
+        if file_keys <= keys and "platform" not in keys:
             raise InputError.of(str(path), f"is {what}, not a file of measured rows. {use.format(path, path.parent)}")
 
 
@@ -323,12 +325,12 @@ def row_of(plan: Plan, ran: Occasion) -> MeasuredRow:
     kernels are those of another program, because an engine of autoshard's was measured.
     """
     model, workload, cluster, layout = plan.model, plan.workload, plan.cluster, plan.candidate
-    at_home, own = ran.platform == cluster.name, load_kernels(plan.kernels).engine is not None
-    if not (at_home and own):
-        resolve, known = load_kernels(plan.kernels).resolve, {op for own in plan.strategies.values() for op in own}
+    at_home, own_kernels = ran.platform == cluster.name, load_kernels(plan.kernels).engine is not None
+    if not (at_home and own_kernels):
+        resolve, ops = load_kernels(plan.kernels).resolve, {op for cuts in plan.strategies.values() for op in cuts}
         recompute = tuple(
-            replace(one, ops=tuple(op for op in resolve(one.ops) if op in known)) if one.ops else one
-            for one in layout.recompute
+            replace(entry, ops=tuple(op for op in resolve(entry.ops) if op in ops)) if entry.ops else entry
+            for entry in layout.recompute
         )
         layout = replace(layout, kernels=None, recompute=recompute)
     if not at_home:

@@ -57,16 +57,16 @@ class _JudgedRow:
     keys: Mapping[str, Hashable]
 
 
-def suspects(found: Validated) -> tuple[Suspect, ...]:
+def suspects(validated: Validated) -> tuple[Suspect, ...]:
     """Return the rows of a validation that are named, in their order."""
-    judged = _judged(found)
+    judged = _judged(validated)
     named = {**_impossible(judged), **_outliers(judged), **_disagreeing(judged), **_memories(judged)}
     return tuple(named[place] for place in sorted(named))
 
 
-def _judged(found: Validated) -> list[_JudgedRow]:
-    predicted = dict(zip(found.rows.rows, found.validation.rows, strict=True))
-    rows = [(row, predicted[where]) for where, row in found.rows.rows.items() if row.step_time_s]
+def _judged(validated: Validated) -> list[_JudgedRow]:
+    predicted = dict(zip(validated.rows.rows, validated.validation.rows, strict=True))
+    rows = [(row, predicted[where]) for where, row in validated.rows.rows.items() if row.step_time_s]
     return [
         _JudgedRow(
             timed=timed,
@@ -76,46 +76,46 @@ def _judged(found: Validated) -> list[_JudgedRow]:
             family=(timed.run.model, timed.run.cluster.chip.name, timed.run.framework, timed.run.workload.seq_len),
             keys=_keys(timed.run),
         )
-        for timed, (row, prediction) in zip(found.times, rows, strict=True)
+        for timed, (row, prediction) in zip(validated.times, rows, strict=True)
     ]
 
 
 def _keys(run: MeasuredRun) -> Mapping[str, Hashable]:
-    """Return what tells neighbours apart; data parallelism follows from the others."""
+    """Return the keys in which neighbours may differ; data parallelism follows from the other keys."""
     at = run.candidate
     names = ("tp", "pp", "vp", "cp", "ep", "mbs", "zero", "sequence_parallel", "recompute", "schedule", "kernels")
-    found: dict[str, Hashable] = {name: getattr(at, name) for name in names}
-    return found | {"nodes": run.cluster.num_nodes, "batch": run.workload.global_batch}
+    keys: dict[str, Hashable] = {name: getattr(at, name) for name in names}
+    return keys | {"nodes": run.cluster.num_nodes, "batch": run.workload.global_batch}
 
 
 Named = dict[int, Suspect]
 
 
-def _suspect(one: _JudgedRow, kind: Kind, distance: float, says: str) -> Suspect:
-    time, factor = one.timed.time, float(f"{math.exp(distance):.3g}")
-    return Suspect(set=one.timed.set, id=time.id, group=time.group, kind=kind, factor=factor, says=says)
+def _suspect(row: _JudgedRow, kind: Kind, distance: float, says: str) -> Suspect:
+    time, factor = row.timed.time, float(f"{math.exp(distance):.3g}")
+    return Suspect(set=row.timed.set, id=time.id, group=time.group, kind=kind, factor=factor, says=says)
 
 
 def _outliers(judged: Sequence[_JudgedRow]) -> Named:
     """Name the farthest row of each family from its neighbours, again and again, until none is far."""
     named: Named = {}
     families: dict[Hashable, list[int]] = defaultdict(list)
-    for place, one in enumerate(judged):
-        families[one.family].append(place)
+    for place, row in enumerate(judged):
+        families[row.family].append(place)
     for members in families.values():
         neighbours = _neighbours(judged, members)
         while far := {
-            place: _distance(judged, place, [other for other in neighbours[place] if other not in named])
+            place: _distance(judged, place, [near for near in neighbours[place] if near not in named])
             for place in members
             if place not in named
         }:
             sizes = [abs(distance) for distance, count in far.values() if count]
             limit = min(_LEAST_ALONE, _DEVIATIONS * _SCALE * median(sizes or [0.0]))
             lonely = sum(size > math.log(2) - _TWICE for size in sizes) == 1
-            farther = [place for place, one in far.items() if abs(one[0]) > limit and _is_far(*one, lonely=lonely)]
+            farther = [place for place, gap in far.items() if abs(gap[0]) > limit and _is_far(*gap, lonely=lonely)]
             if not farther:
                 break
-            place = max(farther, key=lambda one: abs(far[one][0]))
+            place = max(farther, key=lambda index: abs(far[index][0]))
             distance, count = far[place]
             named[place] = _suspect(judged[place], _kind(distance), distance, _words(distance, count))
     return named
@@ -129,24 +129,24 @@ def _is_far(distance: float, count: int, *, lonely: bool) -> bool:
 
 
 def _neighbours(judged: Sequence[_JudgedRow], members: Sequence[int]) -> Mapping[int, list[int]]:
-    """Return for each row those that differ in one key at most."""
-    found: dict[int, dict[int, None]] = {place: {} for place in members}
+    """Return for each row the rows that differ from it in one key at most."""
+    neighbours: dict[int, dict[int, None]] = {place: {} for place in members}
     for key in judged[members[0]].keys:
-        alike: dict[Hashable, list[int]] = defaultdict(list)
+        groups: dict[Hashable, list[int]] = defaultdict(list)
         for place in members:
             keys = judged[place].keys
-            alike[tuple(value for name, value in keys.items() if name != key)].append(place)
-        for places in alike.values():
+            groups[tuple(value for name, value in keys.items() if name != key)].append(place)
+        for places in groups.values():
             for place in places:
-                found[place] |= dict.fromkeys(other for other in places if other != place)
-    return {place: list(others) for place, others in found.items()}
+                neighbours[place] |= dict.fromkeys(neighbour for neighbour in places if neighbour != place)
+    return {place: list(near) for place, near in neighbours.items()}
 
 
 def _distance(judged: Sequence[_JudgedRow], place: int, neighbours: Sequence[int]) -> tuple[float, int]:
     """Return how far the error of a row is from those of its neighbours, and how many these are; few say nothing."""
     if len(neighbours) < _LEAST_NEIGHBOURS:
         return judged[place].error, 0
-    return judged[place].error - median(judged[other].error for other in neighbours), len(neighbours)
+    return judged[place].error - median(judged[near].error for near in neighbours), len(neighbours)
 
 
 def _kind(distance: float) -> Kind:
@@ -177,16 +177,16 @@ def _words(distance: float, count: int) -> str:
 def _impossible(judged: Sequence[_JudgedRow]) -> Named:
     """Name rows with more FLOPs per second than any program reaches."""
     named: Named = {}
-    for place, one in enumerate(judged):
-        run, time_s = one.timed.run, one.timed.time.measured
+    for place, row in enumerate(judged):
+        run, time_s = row.timed.run, row.timed.time.measured
         precision, cluster = run.workload.precision, run.cluster
         if cluster.name == LOCAL:  # its rates are no data sheet's
             continue
         peak = cluster.rank_matrix_flops_per_s(precision.products or precision.activations) * cluster.num_ranks
-        mfu = _flops_per_token(run, pairs=0.5) * one.timed.time.work / (time_s * peak)
+        mfu = _flops_per_token(run, pairs=0.5) * row.timed.time.work / (time_s * peak)
         if mfu > _MOST_MFU:
             says = f"would use {mfu:.0%} of the chips' peak, which nobody reaches"
-            named[place] = _suspect(one, "batch", math.log(mfu), says)
+            named[place] = _suspect(row, "batch", math.log(mfu), says)
     return named
 
 
@@ -200,14 +200,17 @@ def _flops_per_token(run: MeasuredRun, pairs: float = 1.0) -> float:
 
 
 def _disagreeing(judged: Sequence[_JudgedRow]) -> Named:
-    """Name rows whose published rate and step time disagree, beside what they do in other rows of the set."""
+    """Name rows whose published rate and step time disagree, beside their usual ratio in the set."""
     named: Named = {}
     for key in _RATES:
-        ratios = {place: ratio for place, one in enumerate(judged) if (ratio := _rate_ratio(one, key)) is not None}
-        alike: dict[str, list[float]] = defaultdict(list)
+        ratios = {place: ratio for place, row in enumerate(judged) if (ratio := _rate_ratio(row, key)) is not None}
+        by_set: dict[str, list[float]] = defaultdict(list)
         for place, (ratio, _) in ratios.items():
-            alike[judged[place].timed.set].append(ratio)
-        usual = {name: median(some) if len(some) > _LEAST_NEIGHBOURS else 0.0 for name, some in alike.items()}
+            by_set[judged[place].timed.set].append(ratio)
+        usual = {
+            name: median(set_ratios) if len(set_ratios) > _LEAST_NEIGHBOURS else 0.0
+            for name, set_ratios in by_set.items()
+        }
         for place, (ratio, rounding) in ratios.items():
             distance = ratio - usual[judged[place].timed.set]
             if abs(distance) > _DISAGREE + rounding:
@@ -216,15 +219,15 @@ def _disagreeing(judged: Sequence[_JudgedRow]) -> Named:
     return named
 
 
-def _rate_ratio(one: _JudgedRow, key: str) -> tuple[float, float] | None:
+def _rate_ratio(row: _JudgedRow, key: str) -> tuple[float, float] | None:
     """Return the logarithm of a published rate over that of the row's step time, and how far rounding may move it."""
-    stated = (one.row.published or {}).get(key)
+    stated = (row.row.published or {}).get(key)
     if not isinstance(stated, int | float) or stated <= 0:
         return None
-    time, cluster = one.timed.time, one.timed.run.cluster
+    time, cluster = row.timed.time, row.timed.run.cluster
     tokens_per_s = time.work / time.measured
-    flops_per_s = tokens_per_s * _flops_per_token(one.timed.run) / cluster.num_ranks
-    activations = one.timed.run.workload.precision.activations
+    flops_per_s = tokens_per_s * _flops_per_token(row.timed.run) / cluster.num_ranks
+    activations = row.timed.run.workload.precision.activations
     peak = cluster.rank_matrix_flops_per_s(activations)
     rates = {"mfu_percent": 100 * flops_per_s / peak, "tflops_per_chip": flops_per_s / 1e12}
     decimals = len(str(stated).partition(".")[2])
@@ -234,12 +237,12 @@ def _rate_ratio(one: _JudgedRow, key: str) -> tuple[float, float] | None:
 def _memories(judged: Sequence[_JudgedRow]) -> Named:
     """Name rows whose memory is in another unit, or more than a chip has."""
     named: Named = {}
-    for place, one in enumerate(judged):
-        stated, has = one.row.peak_memory_gib, one.timed.run.cluster.chip.memory_bytes / GIB
+    for place, row in enumerate(judged):
+        stated, has = row.row.peak_memory_gib, row.timed.run.cluster.chip.memory_bytes / GIB
         if stated:
-            ratio = math.log(stated / one.predicted.predicted_peak_memory_gib)
+            ratio = math.log(stated / row.predicted.predicted_peak_memory_gib)
             says = _memory_words(stated, ratio, has)
-            named |= {place: _suspect(one, "unit of memory", ratio, says)} if says else {}
+            named |= {place: _suspect(row, "unit of memory", ratio, says)} if says else {}
     return named
 
 

@@ -256,10 +256,10 @@ def validate(path: Path, calibration: Calibration | None = None) -> Validation:
 
 
 def validated(path: Path, calibration: Calibration | None = None, own: NodeType | None = None) -> Validated:
-    """Do so, and return the times of all rows with what was run, some of them on a cluster of one's ``own``."""
+    """Predict every row as ``validate`` does, and return its time and run; ``own`` is a cluster of the user's."""
     rows = measured_rows(path)
-    asked: dict[str, tuple[MeasuredRun, Calibration]] = {}
-    known: dict[object, Prediction] = {}  # many rows measure one layout again
+    questions: dict[str, tuple[MeasuredRun, Calibration]] = {}
+    predictions: dict[object, Prediction] = {}  # many rows measure one layout again
     predicted: dict[str, PredictedRow] = {}
     runs: dict[str, MeasuredRun] = {}
     bases: dict[str, dict[str, None]] = {}
@@ -267,37 +267,38 @@ def validated(path: Path, calibration: Calibration | None = None, own: NodeType 
     for where, row in rows.rows.items():
         try:
             run = run_of(row, own if own and row.platform == own.name else rows.clusters.get(where))
-            asked[where] = run, (calibration or run.constants).running(run.framework, run.release)
+            questions[where] = run, (calibration or run.constants).running(run.framework, run.release)
         except InputError as error:
             faults[where] = error
-    cuttings = run_cuttings(asked.values())
-    for where, (run, constants) in asked.items():
+    cuttings = run_cuttings(questions.values())
+    for where, (run, constants) in questions.items():
         try:
             key = run, constants
-            found = known[key] = known.get(key) or predicted_run(run, constants, cuttings.get(key))
+            prediction = predictions[key] = predictions.get(key) or predicted_run(run, constants, cuttings.get(key))
         except InputError as error:
             faults[where] = error
             continue
         bases.setdefault(rows.sets[where], {})[constants.basis] = None
         runs[where] = run
         uncounted = load_kernels(run.candidate.kernels or run.cluster.kernels).uncounted
-        by_stage = tuple(rounded(memory.without(uncounted) / GIB) for memory in found.stage_memory)
+        by_stage = tuple(rounded(memory.without(uncounted) / GIB) for memory in prediction.stage_memory)
+        fullest_bytes = max(memory.without(_GIVEN_BACK) for memory in prediction.stage_memory)
         predicted[where] = PredictedRow(
             id=rows.rows[where].id,
-            predicted_step_time_s=found.step_time_s,
-            low_s=found.low_s,
-            high_s=found.high_s,
+            predicted_step_time_s=prediction.step_time_s,
+            low_s=prediction.low_s,
+            high_s=prediction.high_s,
             predicted_peak_memory_gib=max(by_stage),
             assumed=run.assumed,
-            parts=found.time_parts,
+            parts=prediction.time_parts,
             predicted_peak_memory_gib_by_stage=by_stage,
-            fits=max(memory.without(_GIVEN_BACK) for memory in found.stage_memory) <= run.cluster.rank_memory_bytes,
+            fits=fullest_bytes <= run.cluster.rank_memory_bytes,
         )
     rows = rows.without(faults, path)
     pairs = {name: [(row, predicted[where]) for where, row in rows.rows.items() if rows.sets[where] == name]
              for name in bases}  # fmt: skip
-    sets = tuple(_set_accuracy(name, own, " | ".join(bases[name])) for name, own in pairs.items())
-    found = Validation(sets=sets, rows=tuple(predicted.values()), left_out=rows.left_out_lines,
+    sets = tuple(_set_accuracy(name, set_pairs, " | ".join(bases[name])) for name, set_pairs in pairs.items())
+    validation = Validation(sets=sets, rows=tuple(predicted.values()), left_out=rows.left_out_lines,
                        num_unread=rows.num_unread)  # fmt: skip
     timed = [(where, row, row.step_time_s) for where, row in rows.rows.items()]
     times = [
@@ -305,7 +306,7 @@ def validated(path: Path, calibration: Calibration | None = None, own: NodeType 
         for where, row, time_s in timed
         if time_s
     ]
-    return Validated(validation=found, times=tuple(times), rows=rows)
+    return Validated(validation=validation, times=tuple(times), rows=rows)
 
 
 def predicted_run(run: MeasuredRun, calibration: Calibration, cutting: Cutting | None = None) -> Prediction:
@@ -329,29 +330,29 @@ def _set_accuracy(name: str, rows: list[tuple[MeasuredRow, PredictedRow]], basis
         return Compared(**names, predicted=predicted, measured=measured)
 
     times, sizes, stages = list[Compared](), list[Compared](), list[Compared]()
-    for row, found in rows:
+    for row, prediction in rows:
         if row.step_time_s:
-            times.append(_time_of(row, found, row.step_time_s))
+            times.append(_time_of(row, prediction, row.step_time_s))
         if row.peak_memory_gib:
-            sizes.append(compared(row, found.predicted_peak_memory_gib, row.peak_memory_gib))
-        measured, by_stage = row.peak_memory_gib_by_stage or (), found.predicted_peak_memory_gib_by_stage
+            sizes.append(compared(row, prediction.predicted_peak_memory_gib, row.peak_memory_gib))
+        measured, by_stage = row.peak_memory_gib_by_stage or (), prediction.predicted_peak_memory_gib_by_stage
         if len(measured) == len(by_stage):  # each with the same rank of other layouts; other counts are no stages here
             pairs = enumerate(zip(by_stage, measured, strict=True))
-            stages += [compared(row, one, size, f", stage {number}") for number, (one, size) in pairs]
-    found = {"step_time": times, "peak_memory": sizes, "stage_memory": stages}
-    errors = {quantity: accuracy(pairs) for quantity, pairs in found.items()}
-    crashed = [found.fits for row, found in rows if row.kind == "crashed"]
-    ran = [found.fits for row, found in rows if row.kind != "crashed"]
+            stages += [compared(row, predicted, size, f", stage {number}") for number, (predicted, size) in pairs]
+    compared_rows = {"step_time": times, "peak_memory": sizes, "stage_memory": stages}
+    errors = {quantity: accuracy(pairs) for quantity, pairs in compared_rows.items()}
+    crashed = [prediction.fits for row, prediction in rows if row.kind == "crashed"]
+    ran = [prediction.fits for row, prediction in rows if row.kind != "crashed"]
     fitting = FittingLayouts(
         num_ran=len(ran), ran_and_fit=sum(ran), num_crashed=len(crashed), crashed_and_fit=sum(crashed)
     )
     return SetAccuracy(name=name, num_rows=len(rows), basis=basis, fitting=fitting, **errors)
 
 
-def _time_of(row: MeasuredRow, found: PredictedRow, measured_s: float) -> Compared:
+def _time_of(row: MeasuredRow, prediction: PredictedRow, measured_s: float) -> Compared:
     """Compare times; batch and length are part of the layout."""
     work = (row.global_batch_seqs, row.seq_len)
     return Compared(
         id=row.id, group=row.group or row.id, layout=(*row.layout, *work), work=math.prod(work),
-        predicted=found.predicted_step_time_s, measured=measured_s, low=found.low_s, high=found.high_s,
+        predicted=prediction.predicted_step_time_s, measured=measured_s, low=prediction.low_s, high=prediction.high_s,
     )  # fmt: skip

@@ -61,7 +61,7 @@ def translated(row: MeasuredRow, *, knows_platform: bool = False) -> tuple[Measu
     """
     changes, assumed, faults = dict[str, object](), dict[str, str](), Faults()
     columns = ("platform", "precision") if row.candidate else ("platform", "precision", "recompute", *_UNKNOWN)
-    for column in columns[knows_platform:]:  # a candidate says the others
+    for column in columns[knows_platform:]:  # a candidate states the other columns
         changes[column] = row.platform if column == "platform" else None
         with faults.of(column):
             changes[column], says = _read(column, getattr(row, column), row)
@@ -90,17 +90,17 @@ def _read(column: str, text: str | None, row: MeasuredRow) -> tuple[str | None, 
     key = _key(text)
     if text is None or (key in _UNSTATED and column != "platform"):
         return None, ""
-    found = _word(column, key, row)
-    exact = found and key in found.says
-    if not exact and (own := _own(column, text)):
-        return own, ""
-    if found and found.means and (exact or column != "recompute"):  # there every word counts
-        return found.means, found.assumed or ("" if exact else f"{found.means}, of {record.show_value(text)}")
-    if found is None and column in _UNKNOWN:
+    matched = _word(column, key, row)
+    exact = matched and key in matched.says
+    if not exact and (format_word := _own(column, text)):
+        return format_word, ""
+    if matched and matched.means and (exact or column != "recompute"):  # there every word counts
+        return matched.means, matched.assumed or ("" if exact else f"{matched.means}, of {record.show_value(text)}")
+    if matched is None and column in _UNKNOWN:
         return None, f"{_UNKNOWN[column]}: {record.show_value(text)} is not known"
-    own = {"platform": cluster_names(), "pipeline_schedule": builders(), "recompute": _RECOMPUTE}.get(column, ())
-    terms = dict.fromkeys([*own, *(say for word in words(column) for say in word.says if word.means)])
-    why = f"{found.assumed}. " if found and found.assumed else ""
+    names = {"platform": cluster_names(), "pipeline_schedule": builders(), "recompute": _RECOMPUTE}.get(column, ())
+    terms = dict.fromkeys([*names, *(say for word in words(column) for say in word.says if word.means)])
+    why = f"{matched.assumed}. " if matched and matched.assumed else ""
     raise InputError.of("", f"cannot read {record.show_value(text)}. {why}{nearest(key, [*terms])}")
 
 

@@ -55,21 +55,22 @@ def known_before(cluster: str, chip: str, programs: Sequence[tuple[str, str | No
         return shipped
     if not is_measured(chip):
         return uncalibrated()
-    others = [one for one in departures().programs if not rows & one.fit.rows.keys()]
+    rest = [departure for departure in departures().programs if not rows & departure.fit.rows.keys()]
     chips = {**_chips(), cluster: chip}
-    some = [one for kernels, name in programs for one in applicable(others, cluster, chips, kernels, name)[0]]
-    some = [*dict.fromkeys(some)]
-    who = ", ".join(dict.fromkeys(one.framework for one in some)) if len(some) < len(others) else "all programs"
+    used = [departure for kernels, name in programs for departure in applicable(rest, cluster, chips, kernels, name)[0]]
+    used = [*dict.fromkeys(used)]
+    frameworks = dict.fromkeys(departure.framework for departure in used)
+    who = ", ".join(frameworks) if len(used) < len(rest) else "all programs"
     name = f"the rates of {chip}, and what {who or 'hosts'} add"
-    numbers: Mapping[str, Any] = numbers_of(chip, mean_constants(some))
+    numbers: Mapping[str, Any] = numbers_of(chip, mean_constants(used))
     return replace(uncalibrated(), name=name, sources=_sources(chip), **numbers)
 
 
 def _sources(chip: str) -> Mapping[str, str]:
     """Return where the rates of a chip are from, and what hosts take."""
-    known = hardware()
-    hosts = {name: known.sources.get(name, known.sources["hosts"]) for name in SECONDS}
-    return {**uncalibrated().sources, **known.chips[chip_family(chip)].sources, **hosts}
+    constants = hardware()
+    hosts = {name: constants.sources.get(name, constants.sources["hosts"]) for name in SECONDS}
+    return {**uncalibrated().sources, **constants.chips[chip_family(chip)].sources, **hosts}
 
 
 @cache
@@ -90,34 +91,35 @@ def measured_schedules() -> frozenset[str]:
     ['1f1b', 'interleaved']
     """
     shipped = filter(None, map(_shipped, cluster_names()))
-    fitted = [one.seen for one in (*departures().programs, *shipped)]
+    fitted = [fitted_entry.seen for fitted_entry in (*departures().programs, *shipped)]
     return frozenset(name for seen in fitted if "schedule" in seen for name in seen["schedule"].values)
 
 
 @cache
 def _chips() -> Mapping[str, str]:
-    return {one: load_node_type(one).chip.name for one in cluster_names()}
+    return {name: load_node_type(name).chip.name for name in cluster_names()}
 
 
 def _with_chip(chip: str) -> str | None:
     """Return the first cluster of the catalogue with a chip of this name."""
-    return next((one for one, other in _chips().items() if other == chip), None)
+    return next((name for name, chip_name in _chips().items() if chip_name == chip), None)
 
 
 def _of_program(cluster: str, chips: Mapping[str, str], kernels: str, framework: str | None) -> Calibration:
     """Return the constants of a chip, and of a program on it as far as its rows say."""
     chip = chips[cluster]
-    some, basis = applicable(departures().programs, cluster, chips, kernels, framework)
-    constants, own, alone = mean_constants(some), basis == "rows", len(some) == 1
-    who = ", ".join(dict.fromkeys(one.framework for one in some)) if basis != "other programs" else "any program"
-    intervals = {"rows": max(one.interval for one in some), "other machines": departures().elsewhere}
+    programs, basis = applicable(departures().programs, cluster, chips, kernels, framework)
+    constants, has_rows, alone = mean_constants(programs), basis == "rows", len(programs) == 1
+    frameworks = dict.fromkeys(program.framework for program in programs)
+    who = ", ".join(frameworks) if basis != "other programs" else "any program"
+    intervals = {"rows": max(program.interval for program in programs), "other machines": departures().elsewhere}
     interval = intervals.get(basis, max(OUTSIDE, departures().unknown))
-    same_chip = [one for one in departures().programs if chips[one.cluster] == chip]
-    words = f"{_words(some, basis, who, chip)}; nominal 80% interval of a factor of {1 + interval:.2f} either way"
+    same_chip = [program for program in departures().programs if chips[program.cluster] == chip]
+    words = f"{_words(programs, basis, who, chip)}; nominal 80% interval of a factor of {1 + interval:.2f} either way"
     reach = Reach(
-        cluster=",".join(dict.fromkeys((cluster, *(one.cluster for one in some)))),
-        axes=tuple(dict.fromkeys(axis for one in some for axis in one.axes)),
-        kernels=tuple(dict.fromkeys((kernels, *(name for one in some for name in one.kernels)))),
+        cluster=",".join(dict.fromkeys((cluster, *(program.cluster for program in programs)))),
+        axes=tuple(dict.fromkeys(axis for program in programs for axis in program.axes)),
+        kernels=tuple(dict.fromkeys((kernels, *(name for program in programs for name in program.kernels)))),
     )
     numbers: dict[str, Any] = {**numbers_of(chip, constants)}
     return Calibration(
@@ -125,25 +127,25 @@ def _of_program(cluster: str, chips: Mapping[str, str], kernels: str, framework:
         **numbers,
         interval=interval,
         basis=words,
-        reach=reach if own else None,
-        seen=some[0].seen if own and alone else {"experts": Seen(values=("0",))},
-        best_mfu=max((one.best_mfu for one in same_chip), default=None),
-        fit=some[0].fit if own and alone else None,
+        reach=reach if has_rows else None,
+        seen=programs[0].seen if has_rows and alone else {"experts": Seen(values=("0",))},
+        best_mfu=max((program.best_mfu for program in same_chip), default=None),
+        fit=programs[0].fit if has_rows and alone else None,
         sources={**_sources(chip), "interval": words},
     )
 
 
-def _words(some: Sequence[Departure], basis: Basis, who: str, chip: str) -> str:
+def _words(programs: Sequence[Departure], basis: Basis, who: str, chip: str) -> str:
     """Say what constants of a program rest on."""
-    where = ", ".join(dict.fromkeys(one.cluster for one in some))
-    count, newest = sum(len(one.fit.rows) for one in some), max(one.fit.date for one in some)
-    error = sum(one.fit.left_out_mape for one in some) / len(some)
+    where = ", ".join(dict.fromkeys(program.cluster for program in programs))
+    count, newest = sum(len(program.fit.rows) for program in programs), max(program.fit.date for program in programs)
+    error = sum(program.fit.left_out_mape for program in programs) / len(programs)
     if basis == "rows":
         words = f"the rates of {chip}, and what {who} adds, by {count} rows of {where}, newest {newest}"
-        return f"{words}: mean error {error:.1%} where a {some[0].fit.left_out_by} is left out"
+        return f"{words}: mean error {error:.1%} where a {programs[0].fit.left_out_by} is left out"
     if basis == "other machines":
         return f"the rates of {chip}, and what {who} adds on {where}, by {count} rows there"
-    return f"the rates of {chip}, and what {len(some)} programs add on average; no row is of this program"
+    return f"the rates of {chip}, and what {len(programs)} programs add on average; no row is of this program"
 
 
 def _seen_of(entries: Mapping[str, str]) -> Mapping[str, Any]:
@@ -151,10 +153,10 @@ def _seen_of(entries: Mapping[str, str]) -> Mapping[str, Any]:
     text = entries.get("calibration.rows")
     if text is None:
         return {}
-    found = parsed_json(text, "provenance.calibration.rows")
-    if not isinstance(found, dict) or not found.keys() <= {"seen", "best_mfu"}:
+    fields = parsed_json(text, "provenance.calibration.rows")
+    if not isinstance(fields, dict) or not fields.keys() <= {"seen", "best_mfu"}:
         raise InputError.of("provenance.calibration.rows", "must be an object of seen and best_mfu")
-    return cast(dict[str, Any], found)
+    return cast(dict[str, Any], fields)
 
 
 def calibration_of(plan: Plan) -> Calibration:

@@ -99,11 +99,11 @@ class Software:
 
     def beyond(self, framework: str | None, release: tuple[int, ...]) -> list[str]:
         """Say what of some software no row has; a release that lies between those of the rows counts as theirs."""
-        found = [f"framework {framework}"] if framework and framework not in self.frameworks else []
+        outside = [f"framework {framework}"] if framework and framework not in self.frameworks else []
         if release and self.releases:
             within = _numbers(self.releases[0])[:2] <= release[:2] <= _numbers(self.releases[-1])[:2]
-            found += [] if within else [f"release {'.'.join(map(str, release))}"]
-        return found
+            outside += [] if within else [f"release {'.'.join(map(str, release))}"]
+        return outside
 
 
 def _numbers(release: str) -> tuple[int, ...]:
@@ -183,10 +183,10 @@ class Calibration:
             raise InputError.of("release", message)
         message = f"must be a number such as {software.releases[-1]}, not {release!r}"
         require((all(part.isdecimal() for part in release.split(".")), "release", message))
-        found = self.running(None, _numbers(release))
-        slower = self.matrix_efficiency / found.matrix_efficiency - 1
+        slowed = self.running(None, _numbers(release))
+        slower = self.matrix_efficiency / slowed.matrix_efficiency - 1
         words = f", {slower:.1%} slower than from {software.settled} on" if slower else ""
-        return replace(found, basis=f"{found.basis}; for release {release}{words}")
+        return replace(slowed, basis=f"{slowed.basis}; for release {release}{words}")
 
 
 @cache
@@ -243,15 +243,15 @@ def excesses_of(calibration: Calibration, plan: Plan) -> Mapping[str, tuple[str,
             if getattr(candidate, axis) > 1 and axis not in reach.axes:
                 outside[axis] = f"{getattr(candidate, axis)}, and rows have 1"
     features = features_of(candidate, plan.model, plan.cluster, plan.workload)
-    distances = {feature: one.distance(feature, features[feature]) for feature, one in calibration.seen.items()}
+    distances = {feature: seen.distance(feature, features[feature]) for feature, seen in calibration.seen.items()}
     outside |= {feature: distance for feature, distance in distances.items() if distance}
-    known = {one: seen.off for one, seen in calibration.seen.items() if seen.off is not None}
+    known_offs = {feature: seen.off for feature, seen in calibration.seen.items() if seen.off is not None}
     if load_kernels(plan.kernels).unmeasured and "kernels" in outside:
         words = outside["kernels"].removeprefix(plan.kernels)
         outside["kernels"] = f"{plan.kernels}, which nobody has measured on a device{words}"
-        known["kernels"] = max(known.get("kernels", 0.0), departures().unknown)
-    offs = {one: known.get(one, UNSEEN_OFF.get(one, 2 * base)) for one in outside}
-    return {one: (words, max(0.0, offs[one] ** 2 - base**2)) for one, words in outside.items()}
+        known_offs["kernels"] = max(known_offs.get("kernels", 0.0), departures().unknown)
+    offs = {feature: known_offs.get(feature, UNSEEN_OFF.get(feature, 2 * base)) for feature in outside}
+    return {feature: (words, max(0.0, offs[feature] ** 2 - base**2)) for feature, words in outside.items()}
 
 
 def calibration_entries(calibration: Calibration) -> Mapping[str, str]:

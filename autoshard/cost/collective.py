@@ -139,7 +139,7 @@ def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration:
         hop=_neighbour_route(cluster, mesh, cut, calibration) if to_neighbours(atoms) else None,
         exchange=Route(seconds_per_byte=max(per_byte, default=0.0), latency_s=max(latencies, default=0.0)),
         routes=_hierarchical_routes(cluster, group, speeds, near_s, far_s),
-        is_flat=not cluster.algorithms or any(one.kind == "ring" for one in cluster.algorithms),
+        is_flat=not cluster.algorithms or any(algorithm.kind == "ring" for algorithm in cluster.algorithms),
     )
 
 
@@ -170,20 +170,22 @@ def _hierarchical_routes(
     ``speeds`` is what the group gets of every link of the cluster, ``near_s`` the latency of a hop inside a node, and
     ``far_s`` that of all hops between nodes.
     """
-    routed = [one for one in cluster.algorithms if one.kind == "hierarchical"]
+    routed = [algorithm for algorithm in cluster.algorithms if algorithm.kind == "hierarchical"]
     num_inside = len(cluster.inside(group))
     near = [speed for domain, speed in speeds.items() if domain in _INSIDE]
     far = [speed for domain, speed in speeds.items() if domain not in _INSIDE]
     parts = [(count, part) for count, part in ((num_inside, near), (len(group) // num_inside, far)) if count > 1]
     per_byte = sum((count - 1) / count / min(part) for count, part in parts)
-    routed.sort(key=lambda one: math.inf if one.up_to_bytes is None else one.up_to_bytes, reverse=True)
+    routed.sort(
+        key=lambda algorithm: math.inf if algorithm.up_to_bytes is None else algorithm.up_to_bytes, reverse=True
+    )
     return tuple(
         Route(
             seconds_per_byte=per_byte,
-            latency_s=_STEPS[one.hops](num_inside) * near_s + far_s,
-            up_to_bytes=one.up_to_bytes,
+            latency_s=_STEPS[algorithm.hops](num_inside) * near_s + far_s,
+            up_to_bytes=algorithm.up_to_bytes,
         )
-        for one in routed
+        for algorithm in routed
     )
 
 

@@ -96,8 +96,8 @@ def matrix_units(chip: str) -> tuple[int, int]:
     >>> matrix_units("h200"), matrix_units("cpu")
     ((128, 132), (1, 1))
     """
-    known = hardware().chips.get(chip_family(chip))
-    return (hardware().matrix_tile, known.matrix_units) if known else (1, 1)
+    chip_shares = hardware().chips.get(chip_family(chip))
+    return (hardware().matrix_tile, chip_shares.matrix_units) if chip_shares else (1, 1)
 
 
 def is_measured(chip: str) -> bool:
@@ -113,39 +113,39 @@ def numbers_of(chip: str, constants: Mapping[str, float]) -> Mapping[str, float]
 
 
 def applicable(
-    every: Sequence[Departure], cluster: str, chips: Mapping[str, str], kernels: str, framework: str | None
+    programs: Sequence[Departure], cluster: str, chips: Mapping[str, str], kernels: str, framework: str | None
 ) -> tuple[Sequence[Departure], Basis]:
-    """Return those of some departures that say most about a program; ``chips`` are those of all clusters.
+    """Return the departures that say most about a program; ``chips`` are those of all clusters.
 
     The same framework comes before the same kernels, the same cluster before the same chip.
     """
-    named = _named(every, framework)
-    alike = [one for one in every if kernels in one.kernels]
-    for known in (named, alike) if named else (alike,):
+    named = _named(programs, framework)
+    same_kernels = [program for program in programs if kernels in program.kernels]
+    for candidates in (named, same_kernels) if named else (same_kernels,):
         for near in (
-            [one for one in known if one.cluster == cluster],
-            [one for one in known if chips.get(one.cluster) == chips.get(cluster)],
+            [program for program in candidates if program.cluster == cluster],
+            [program for program in candidates if chips.get(program.cluster) == chips.get(cluster)],
         ):
             if near:
                 return near, "rows"
-        if known and known is named:
-            return known, "other machines"
-    return (alike, "other machines") if alike else (every, "other programs")
+        if candidates and candidates is named:
+            return candidates, "other machines"
+    return (same_kernels, "other machines") if same_kernels else (programs, "other programs")
 
 
-def _named(every: Sequence[Departure], framework: str | None) -> list[Departure]:
-    """Return the departures of the framework with the longest name that another one begins with."""
+def _named(programs: Sequence[Departure], framework: str | None) -> list[Departure]:
+    """Return the departures of the framework with the longest name that the name of ``framework`` begins with."""
     text = (framework or "").casefold()
-    names = {one.framework.casefold() for one in every}
+    names = {program.framework.casefold() for program in programs}
     longest = max((name for name in names if text.startswith(name)), key=len, default=None)
-    return [one for one in every if one.framework.casefold() == longest]
+    return [program for program in programs if program.framework.casefold() == longest]
 
 
-def mean_constants(some: Sequence[Departure]) -> Mapping[str, float]:
+def mean_constants(programs: Sequence[Departure]) -> Mapping[str, float]:
     """Return the mean of departures, each counted once: of factors as of logarithms, of seconds as they are."""
-    found: dict[str, float] = {}
-    for name in some[0].constants if some else ():
-        values = [one.constants[name] for one in some]
+    means: dict[str, float] = {}
+    for name in programs[0].constants if programs else ():
+        values = [program.constants[name] for program in programs]
         is_share = name in SHARES
-        found[name] = math.exp(sum(map(math.log, values)) / len(values)) if is_share else sum(values) / len(values)
-    return found
+        means[name] = math.exp(sum(map(math.log, values)) / len(values)) if is_share else sum(values) / len(values)
+    return means

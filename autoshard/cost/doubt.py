@@ -77,8 +77,8 @@ def model_error(constants: Calibration) -> float:
 
     With few rows the left-out error is mostly of constants that these do not decide.
     """
-    count, own = (len(constants.fit.rows), constants.fit.left_out_mape) if constants.fit else (0, 0.0)
-    return TO_DEVIATION * math.sqrt((_OTHERS * UNFITTED_ERROR**2 + count * own**2) / (_OTHERS + count))
+    count, fit_error = (len(constants.fit.rows), constants.fit.left_out_mape) if constants.fit else (0, 0.0)
+    return TO_DEVIATION * math.sqrt((_OTHERS * UNFITTED_ERROR**2 + count * fit_error**2) / (_OTHERS + count))
 
 
 def alike(runs: Sequence[AnyLayout]) -> Array:
@@ -91,7 +91,7 @@ def alike(runs: Sequence[AnyLayout]) -> Array:
     sizes = np.log2([[getattr(run.candidate, axis) for axis in _AXES] for run in runs])
     steps = np.abs(sizes[:, None] - sizes[None]).sum(axis=2)
     words = list(map(_words, runs))
-    steps += [[sum(a != b for a, b in zip(one, two, strict=True)) for two in words] for one in words]
+    steps += [[sum(a != b for a, b in zip(first, second, strict=True)) for second in words] for first in words]
     return _SHARED**steps
 
 
@@ -105,9 +105,11 @@ def beyond(plans: Sequence[Plan], constants: Calibration) -> Array:
         excesses = excesses_of(constants, plan)
         total, most = sum(square for _, square in excesses.values()), max(0.0, WIDEST**2 - constants.interval**2)
         for feature, (words, square) in excesses.items():
-            one = deviations.setdefault((feature, words), np.zeros(len(plans)))
-            one[number] = math.sqrt(square * min(1.0, most / total) if square else 0.0) / EIGHTY_PERCENT
-    return sum((np.outer(one, one) for one in deviations.values()), np.zeros((len(plans), len(plans))))
+            deviation = deviations.setdefault((feature, words), np.zeros(len(plans)))
+            deviation[number] = math.sqrt(square * min(1.0, most / total) if square else 0.0) / EIGHTY_PERCENT
+    return sum(
+        (np.outer(deviation, deviation) for deviation in deviations.values()), np.zeros((len(plans), len(plans)))
+    )
 
 
 def ratio_of(a: Plan, b: Plan) -> Ratio:
@@ -119,7 +121,9 @@ def ratio_of(a: Plan, b: Plan) -> Ratio:
     constants = calibration_of(a)
     covariance = model_error(constants) ** 2 * alike([a, b]) + beyond([a, b], constants)
     variance = covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]
-    variance += sum((rate * (one - two)) ** 2 for rate, one, two in zip(_RATES, _shares(a), _shares(b), strict=True))
+    variance += sum(
+        (rate * (first - second)) ** 2 for rate, first, second in zip(_RATES, _shares(a), _shares(b), strict=True)
+    )
     mean = math.log(a.prediction.step_time_s / b.prediction.step_time_s)
     half = EIGHTY_PERCENT * math.sqrt(variance)
     faster = NormalDist().cdf(-EIGHTY_PERCENT * mean / half) if half > 1e-9 else 0.5 - 0.5 * np.sign(mean)
@@ -129,11 +133,11 @@ def ratio_of(a: Plan, b: Plan) -> Ratio:
 
 def compared(a: Plan, b: Plan) -> Diff:
     """Compare two predicted plans; where they answer one question, with the ratio of their steps and its evidence."""
-    found = diff(a, b)
-    if found.question or found.is_nothing:
-        return found
-    evidence = {part.name: evidence_of(part.name, (a, b)) for part in found.time.parts}
-    return replace(found, ratio=ratio_of(b, a), evidence=evidence)
+    difference = diff(a, b)
+    if difference.question or difference.is_nothing:
+        return difference
+    evidence = {part.name: evidence_of(part.name, (a, b)) for part in difference.time.parts}
+    return replace(difference, ratio=ratio_of(b, a), evidence=evidence)
 
 
 def _shares(plan: Plan) -> list[float]:

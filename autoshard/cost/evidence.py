@@ -50,11 +50,11 @@ def _rows_words(part: str, plans: Sequence[Plan], constants: Calibration) -> str
     feature = _FEATURE.get(part, "")
     if feature not in constants.seen:
         return ""
-    known = constants.seen[feature]
-    counts = dict(zip(known.values, known.counts, strict=False))
-    own = [features_of(one.candidate, one.model, one.cluster, one.workload)[feature] for one in plans]
-    values = list(dict.fromkeys(value for one in own for value in one))
+    seen = constants.seen[feature]
+    counts = dict(zip(seen.values, seen.counts, strict=False))
+    plan_features = [features_of(plan.candidate, plan.model, plan.cluster, plan.workload)[feature] for plan in plans]
+    values = list(dict.fromkeys(value for feature_values in plan_features for value in feature_values))
     if not counts:
-        return f"rows have {feature} {', '.join(known.values)}"
+        return f"rows have {feature} {', '.join(seen.values)}"
     texts = [f"{counts.get(value, 0)} rows have {feature} {value}" for value in values]
     return ", ".join(texts)

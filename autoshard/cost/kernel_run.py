@@ -46,13 +46,17 @@ class KernelRun:
 
 
 def kernel_runs(
-    block: Block, kept: Mapping[str, tuple[Cuts, ...]], added: frozenset[str] = frozenset(), *, eager: bool = True
+    block: Block,
+    storage_cuts: Mapping[str, tuple[Cuts, ...]],
+    added: frozenset[str] = frozenset(),
+    *,
+    eager: bool = True,
 ) -> Iterator[KernelRun]:
     """Group the operations of a table's entry: forward, backward, weight gradients and their sums are a run each.
 
-    ``kept`` says how storages are cut that stay for backward when nothing is recomputed. ``added`` names sums that the
-    products of weight gradients add to themselves. ``eager`` kernels hand everything on through memory; a compiler
-    makes scores of attention again piece by piece, where their backward needs them.
+    ``storage_cuts`` says how storages are cut that stay for backward when nothing is recomputed. ``added`` names sums
+    that the products of weight gradients add to themselves. ``eager`` kernels hand everything on through memory; a
+    compiler makes scores of attention again piece by piece, where their backward needs them.
     """
     owner = {name: group for group in block.fused for name in group.ops}
     members: dict[tuple[str, str, bool, bool], list[Op]] = defaultdict(list)
@@ -60,14 +64,14 @@ def kernel_runs(
         if op.source in owner:
             summed = isinstance(op.kind, Accumulate) and op.outputs[0] not in added
             members[owner[op.source].ops[0], op.pass_, op.again, summed].append(op)
-    traffic = _MemoryTraffic(block, kept, eager=eager)
+    traffic = _MemoryTraffic(block, storage_cuts, eager=eager)
     for (_, pass_, again, summed), ops in members.items():
         group, forward = owner[ops[0].source], pass_ == "F" or again
         plain = summed or pass_ == "W"  # nothing of what makes a kernel several is in products and sums of their own
         launches = group.kernel.launches.forward if forward else group.kernel.launches.backward
         if plain:
-            apart = None if summed else group.kernel.launches.weights
-            launches = min(1, group.kernel.launches.forward) if apart is None else apart
+            weight_launches = None if summed else group.kernel.launches.weights
+            launches = min(1, group.kernel.launches.forward) if weight_launches is None else weight_launches
         score_bytes = group.kernel.score_bytes.forward if forward else group.kernel.score_bytes.backward
         touched = tuple(traffic.forward(ops, group) if forward else traffic.backward(ops, group))
         scratch = () if forward or plain else [(group.ops[0], save.tensor) for save in group.scratch]
@@ -96,7 +100,8 @@ def gradient_sums(
 ) -> Iterator[tuple[KernelRun, tuple[Value, ...]]]:
     """Return the kernels that add what several readers of a tensor send back, with what each reads and writes.
 
-    These operations add to the others by themselves; what the backward kernel of all these readers adds is none either.
+    Operations in ``adding`` add to the sum by themselves; a sum inside one backward kernel of all readers needs no
+    kernel either.
     """
     owner = {name: group.ops[0] for group in block.fused for name in group.ops}
     sums = {op.outputs[0]: op for op in block.ops if isinstance(op.kind, Collect)}
@@ -121,8 +126,8 @@ def gradient_sums(
 class _MemoryTraffic:
     """What the kernels of a block read and write; a tensor that a deliver hands on is the one it came from."""
 
-    def __init__(self, block: Block, kept: Mapping[str, tuple[Cuts, ...]], *, eager: bool) -> None:
-        self.block, self.kept, self.eager = block, kept, eager
+    def __init__(self, block: Block, storage_cuts: Mapping[str, tuple[Cuts, ...]], *, eager: bool) -> None:
+        self.block, self.kept, self.eager = block, storage_cuts, eager
         self.saved = {entry.storage for entry in block.saved}
         self.source = {op.name: op.source for op in block.ops}
         # Sums of gradients take the place of the sums before.
@@ -151,12 +156,12 @@ class _MemoryTraffic:
         It reads results of other kernels, and writes its results that other kernels read or that are saved for the
         backward pass. A result that only its own backward kernel reads, and that is not saved, is never written.
         """
-        made = {output for op in ops for output in op.outputs}
+        results = {output for op in ops for output in op.outputs}
         moved: dict[str, Moved] = {}
         for op in ops:
-            read = [name for name in op.inputs if not self.origins[name] <= made]
-            sources = {name: {self.source[reader] for reader in self.readers[name]} for name in op.outputs}
-            written = [name for name, own in sources.items() if not own or own - {*group.ops} or self.kept_cuts(name)]
+            read = [name for name in op.inputs if not self.origins[name] <= results]
+            readers = {name: {self.source[reader] for reader in self.readers[name]} for name in op.outputs}
+            written = [name for name, by in readers.items() if not by or by - {*group.ops} or self.kept_cuts(name)]
             for name in (*read, *written):
                 moved.setdefault(name, (op.name, self.block.tensors[name]))
         yield from moved.values()
@@ -164,8 +169,8 @@ class _MemoryTraffic:
 
     def backward(self, ops: Sequence[Op], group: FusedOps) -> Iterator[Moved]:
         """Yield what a backward kernel moves; for what was not kept as it was it reads the forward kernel's copies."""
-        names, made = {op.name for op in ops}, {output for op in ops for output in op.outputs}
-        reads = [(op.name, name) for op in ops for name in op.inputs if not self.origins[name] <= made]
+        names, results = {op.name for op in ops}, {output for op in ops for output in op.outputs}
+        reads = [(op.name, name) for op in ops for name in op.inputs if not self.origins[name] <= results]
         lost = {name for _, name in reads if self.block.tensors[name].role == "activation" and not self.kept_cuts(name)}
         writes = [
             (op.name, name) for op in ops for name in op.outputs if not self.readers[name] or self.readers[name] - names
@@ -213,13 +218,13 @@ class RankSizes(dict[str, Any]):  # Number, where the graph takes whole ones
 
 def rank_sizes(sizes: Mapping[str, Number], atoms: Mapping[str, Number]) -> SizesOf:
     """Return how to look up a rank's sizes of all dims by their cuts; each distinct cut is worked out once."""
-    known: dict[tuple[object, ...], RankSizes] = {}
+    by_cuts: dict[tuple[object, ...], RankSizes] = {}
 
     def sizes_of(cuts: Cuts) -> RankSizes:
         key = tuple(cuts.items())
-        if key not in known:
-            known[key] = RankSizes(local_sizes(sizes, cuts, atoms))
-        return known[key]
+        if key not in by_cuts:
+            by_cuts[key] = RankSizes(local_sizes(sizes, cuts, atoms))
+        return by_cuts[key]
 
     return sizes_of
 
@@ -239,8 +244,8 @@ def bytes_in(tensor: Tensor, layouts: Sequence[Cuts], sizes_of: SizesOf, atoms: 
     total: Number = 0
     for number, cuts in enumerate(layouts):
         size = sizes_of(cuts).num_bytes(tensor)
-        for other in layouts[:number]:
-            moved = {atom for dim in {*cuts, *other} for atom in {*cuts.get(dim, ())} ^ {*other.get(dim, ())}}
+        for earlier in layouts[:number]:
+            moved = {atom for dim in {*cuts, *earlier} for atom in {*cuts.get(dim, ())} ^ {*earlier.get(dim, ())}}
             size = size * reduce(np.logical_or, (atoms[atom] > 1 for atom in sorted(moved)), False)
         total = total + size
     return total
@@ -255,30 +260,34 @@ class Moment:
 
 
 def working_bytes(
-    moments: Sequence[Moment], kept: Mapping[str, Number], op_sizes: Mapping[str, RankSizes], sizes_of: SizesOf
+    moments: Sequence[Moment], storage_bytes: Mapping[str, Number], op_sizes: Mapping[str, RankSizes], sizes_of: SizesOf
 ) -> Number:
-    """Return how much more than what is kept lies in memory at the fullest moment; ``kept`` by storage."""
+    """Return how much more memory than the kept storages, of ``storage_bytes``, is in use at the fullest moment."""
     working: Number = 0
     for moment in moments:
-        taken: Number = 0
+        temporary: Number = 0
         for op, tensor, layouts in moment.takes:
             size = op_sizes[op].num_bytes(tensor)
             for cuts in layouts:  # a tensor that is kept takes no more memory, unless the kernel reads more of it
                 size = np.where(size > sizes_of(cuts).num_bytes(tensor), size, 0)
-            taken = taken + size
-        working = np.maximum(working, taken - sum(kept[storage] for storage in sorted(moment.frees)))
+            temporary = temporary + size
+        working = np.maximum(working, temporary - sum(storage_bytes[storage] for storage in sorted(moment.frees)))
     return working
 
 
 def memory_timeline(
-    block: Block, kernels: Iterable[KernelRun], sharding: Sharding, kept: frozenset[str], unmade: frozenset[str]
+    block: Block,
+    kernels: Iterable[KernelRun],
+    sharding: Sharding,
+    kept_storages: frozenset[str],
+    unmade: frozenset[str],
 ) -> tuple[Moment, ...]:
     """Return a moment for each kernel, in the order in which they run.
 
-    ``kept`` names the storages that are kept, or made again before backward reads them; ``unmade`` the gradients that
-    are never tensors.
+    ``kept_storages`` names the storages that are kept, or made again before backward reads them; ``unmade`` the
+    gradients that are never tensors.
     """
-    storages = _Storages(block, kept)
+    storages = _Storages(block, kept_storages)
     position = {op.name: number for number, op in enumerate(block.ops)}
     maker = {name: position[op.name] for op in block.ops for name in op.outputs}
 
@@ -307,37 +316,39 @@ def memory_timeline(
     dead = {storage: len(ordered) if storage == carried else used[-1][0] for storage, used in uses.items()}
     born: dict[str, tuple[int, Fresh]] = {}  # of what is made to be read later: when it is made, and how
     for storage, used in uses.items():
-        made = (entry for number, entry in used if any(entry[1].name in op.outputs for op in ordered[number].ops))
-        entry = next(made, used[0][1])
-        if takes_memory(entry) and storage not in kept and not entry[2]:
+        written = (entry for number, entry in used if any(entry[1].name in op.outputs for op in ordered[number].ops))
+        entry = next(written, used[0][1])
+        if takes_memory(entry) and storage not in kept_storages and not entry[2]:
             born[storage] = first_backward - 1 if storage == carried else used[0][0], entry
     moments: list[Moment] = []
     for number, run in enumerate(ordered):
-        own = [entry for entry in run.fresh if takes_memory(entry) and not is_as_saved(entry)]
+        temporary = [entry for entry in run.fresh if takes_memory(entry) and not is_as_saved(entry)]
         touched = {storages.of(tensor.name) for _, tensor, _ in run.fresh}
         waiting = (
             entry
             for storage, (since, entry) in born.items()
             if storage not in touched and since < number < dead[storage]
         )
-        frees = (storage for storage in kept if number >= first_backward and dead.get(storage, number) < number)
-        moments.append(Moment(takes=(*own, *waiting), frees=frozenset(frees)))
+        frees = (
+            storage for storage in kept_storages if number >= first_backward and dead.get(storage, number) < number
+        )
+        moments.append(Moment(takes=(*temporary, *waiting), frees=frozenset(frees)))
     return tuple(moments)
 
 
 class _Storages:
     """Under which name the memory of each tensor of a block is known."""
 
-    def __init__(self, block: Block, kept: frozenset[str]) -> None:
-        self._kept = kept
-        # What is handed on or added up -> the first tensor that it is made of, into which others are added.
+    def __init__(self, block: Block, kept_storages: frozenset[str]) -> None:
+        self._kept = kept_storages
+        # A tensor that is handed on or added up -> its first source, into which the other sources are added.
         self._roots: dict[str, str] = {}
         for op in block.ops:
             if isinstance(op.kind, Deliver | Collect):
-                first, *others = map(self.root, op.inputs)
-                for other in others:
-                    self._roots |= {name: first for name, root in self._roots.items() if root == other}
-                    self._roots[other] = first
+                first, *rest = map(self.root, op.inputs)
+                for added in rest:
+                    self._roots |= {name: first for name, root in self._roots.items() if root == added}
+                    self._roots[added] = first
                 self._roots[op.outputs[0]] = first
         # What is overwritten, and the gradients that lie in its memory -> the storage that takes its place.
         self.over: dict[str, str] = {}

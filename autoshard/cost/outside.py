@@ -43,7 +43,7 @@ class Seen:
         """Refuse a feature of which nothing was seen."""
         require((bool(self.values), "values", "must hold at least one"), *in_range(self, "off"))
 
-    def distance(self, feature: str, own: Sequence[str]) -> str:
+    def distance(self, feature: str, plan_values: Sequence[str]) -> str:
         """Say how far outside a run lies; "" if it does not.
 
         >>> Seen(values=("2048", "8192")).distance("sequence", ("32768",))
@@ -54,11 +54,11 @@ class Seen:
         ('1, and rows have 8, 32', '')
         """
         if feature in _RANGES:
-            (number,), (low, high) = map(int, own), (int(self.values[0]), int(self.values[-1]))
+            (number,), (low, high) = map(int, plan_values), (int(self.values[0]), int(self.values[-1]))
             factor = max(number / high, low / number)
             rows = f"{low}" if low == high else f"{low} to {high}"
             return "" if factor <= 1 else f"{number}, and rows have {rows}: a factor of {factor:.3g}"
-        foreign = [value for value in own if value not in self.values]
+        foreign = [value for value in plan_values if value not in self.values]
         return f"{', '.join(foreign)}, and rows have {', '.join(self.values)}" if foreign else ""
 
 
@@ -71,7 +71,7 @@ class Fit:
     num_layouts: int
     left_out_by: Literal["model", "group", "layout"]
     in_sample_mape: float
-    left_out_mape: float  # each row predicted with constants fitted to the others
+    left_out_mape: float  # each row predicted with constants fitted to the other rows
 
 
 def features_of(candidate: Candidate, model: ModelSpec, cluster: Cluster, workload: Workload) -> Features:
@@ -85,7 +85,7 @@ def features_of(candidate: Candidate, model: ModelSpec, cluster: Cluster, worklo
     >>> features_of(some, load_model("llama3-8b"), load_cluster("trn1.32xlarge"), work)["recompute"]
     ('mixed',)
     """
-    kinds = {str(one).partition("[")[0] for one in candidate.recompute}  # full:2 computes some layers again
+    kinds = {str(recompute).partition("[")[0] for recompute in candidate.recompute}  # full:2 computes some layers again
     mixed = len(kinds) > 1 or any(":" in kind for kind in kinds)
     return {
         "tp": (str(candidate.tp),),
@@ -104,7 +104,7 @@ def seen_in(runs: Sequence[Features], left_out: LeftOut) -> dict[str, Seen]:
 
     Of numbers only the least and the most are left out: what lies between others is not outside.
     """
-    found: dict[str, Seen] = {}
+    seen: dict[str, Seen] = {}
     for feature in runs[0]:
         values = sorted({value for run in runs for value in run[feature]}, key=_order)
         values = [values[0], values[-1]] if feature in _RANGES else values
@@ -116,8 +116,8 @@ def seen_in(runs: Sequence[Features], left_out: LeftOut) -> dict[str, Seen]:
         if values:
             names = tuple(dict.fromkeys(values))
             counts = () if feature in _RANGES else tuple(sum(name in run[feature] for run in runs) for name in names)
-            found[feature] = Seen(values=names, off=float(f"{holding(errors):.3g}") if errors else None, counts=counts)
-    return found
+            seen[feature] = Seen(values=names, off=float(f"{holding(errors):.3g}") if errors else None, counts=counts)
+    return seen
 
 
 def _order(value: str) -> tuple[int, str]:

@@ -95,13 +95,13 @@ def _above(mfu_causal: float, calibration: Calibration) -> Mapping[str, str]:
 
 def _masked_flops_per_token(graph: OpGraph) -> float:
     """Return the FLOPs of attention per token that are of pairs which the mask hides."""
-    seq_len, found = graph.sizes["seq"], 0.0
+    seq_len, flops = graph.sizes["seq"], 0.0
     for block in graph.blocks:
         for op in block.select("micro_batch"):
             if isinstance(op.kind, Attend | AttendGradient) and not op.again:
                 hidden = 1 - float(seen_share(op.kind, seq_len, 1, 1))
-                found += block.repeat * hidden * op.kind.matrix_flops(block.call(op, graph.sizes))
-    return found / (graph.sizes["batch"] * seq_len)
+                flops += block.repeat * hidden * op.kind.matrix_flops(block.call(op, graph.sizes))
+    return flops / (graph.sizes["batch"] * seq_len)
 
 
 def _peak_interval(cost: StepCost, kernels: Kernels) -> tuple[int, int] | None:
@@ -235,7 +235,7 @@ def most_instructions(plan: Plan) -> tuple[int, float]:
         most = max(flops.values()) if len(plan.stages) > 1 else sum(flops.values())
         # a compiler parts a graph over the cores of a logical one
         counts.append(most / _FLOPS_OF_INSTRUCTION / (plan.cluster.lnc or 1))
-    return max(enumerate(counts), key=lambda one: one[1])
+    return max(enumerate(counts), key=lambda pair: pair[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,12 +255,12 @@ def check_plan(read: Plan, calibration: Calibration | None = None, *, to_run: bo
     It gets a new prediction where the plan or its numbers were edited.
     """
     if calibration:
-        others = {key: entry for key, entry in read.provenance.items() if not key.startswith("calibration")}
-        read = replace(read, provenance={**others, **calibration_entries(calibration)}, prediction=None)
-    known = [term for term in user_terms() if term.part in read.provenance]
-    if known and read.prediction and read.prediction.of != fingerprint(read):  # edited: so are the seconds of its terms
-        own = term_entries(known, read.candidate, read.model, read.cluster, read.workload, read.engine)
-        read = replace(read, provenance={**read.provenance, **own})
+        entries = {key: entry for key, entry in read.provenance.items() if not key.startswith("calibration")}
+        read = replace(read, provenance={**entries, **calibration_entries(calibration)}, prediction=None)
+    terms = [term for term in user_terms() if term.part in read.provenance]
+    if terms and read.prediction and read.prediction.of != fingerprint(read):  # edited: so are the seconds of its terms
+        updated = term_entries(terms, read.candidate, read.model, read.cluster, read.workload, read.engine)
+        read = replace(read, provenance={**read.provenance, **updated})
     bare, stored = replace(read, prediction=None), read.prediction
     reasons = (*verify(bare), *(unrun(bare) if to_run else ()))
     if reasons:

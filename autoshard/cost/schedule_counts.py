@@ -42,26 +42,26 @@ def in_flight_of(schedule: Schedule) -> Floats:
 
     Ranks that have fewer times keep nothing at the others.
     """
-    each = [schedule.in_flight_by_chunk(rank) for rank in range(schedule.num_ranks)]
-    found = np.zeros((len(each), max(map(len, each)), len(each[0][0])))
-    for rank, own in enumerate(each):
-        found[rank, : len(own)] = own
-    return found
+    by_rank = [schedule.in_flight_by_chunk(rank) for rank in range(schedule.num_ranks)]
+    padded = np.zeros((len(by_rank), max(map(len, by_rank)), len(by_rank[0][0])))
+    for rank, counts in enumerate(by_rank):
+        padded[rank, : len(counts)] = counts
+    return padded
 
 
 @lru_cache(maxsize=1024)
 def fullest_times(schedule: Schedule) -> Floats:
-    """Return what a rank keeps at those of these times that may be its fullest: not midway between two others."""
-    each: list[Floats] = []
-    for own in in_flight_of(schedule):
-        midway = np.zeros(len(own), dtype=bool)
+    """Return what a rank keeps at the times that may be its fullest: not midway between two other times."""
+    by_rank: list[Floats] = []
+    for counts in in_flight_of(schedule):
+        midway = np.zeros(len(counts), dtype=bool)
         for step in (1, 2):
-            midway[step:-step] |= np.all(own[: -2 * step] + own[2 * step :] == 2 * own[step:-step], axis=1)
-        each.append(own[~midway])
-    found = np.zeros((len(each), max(map(len, each)), each[0].shape[1]))
-    for rank, own in enumerate(each):
-        found[rank, : len(own)] = own
-    return found
+            midway[step:-step] |= np.all(counts[: -2 * step] + counts[2 * step :] == 2 * counts[step:-step], axis=1)
+        by_rank.append(counts[~midway])
+    padded = np.zeros((len(by_rank), max(map(len, by_rank)), by_rank[0].shape[1]))
+    for rank, counts in enumerate(by_rank):
+        padded[rank, : len(counts)] = counts
+    return padded
 
 
 def boundary_states(schedule: Schedule, *, keeps_outputs: bool) -> Floats:
@@ -75,12 +75,12 @@ def boundary_states(schedule: Schedule, *, keeps_outputs: bool) -> Floats:
     ranks, stages = counts_of(schedule).ranks, counts_of(schedule).stages
     sent = np.append(ranks[1:] != ranks[:-1], False)
     after, before = sent[stages], np.roll(sent, 1)[stages]  # [rank, chunk]
-    found = np.zeros(len(stages))
+    states = np.zeros(len(stages))
     if keeps_outputs:
-        found += (in_flight_of(schedule)[:, :, : stages.shape[1]] * after[:, None]).sum(axis=2).max(axis=1)
+        states += (in_flight_of(schedule)[:, :, : stages.shape[1]] * after[:, None]).sum(axis=2).max(axis=1)
     for beside in (before, after):
-        found += np.any(beside, axis=1)
-    return found
+        states += np.any(beside, axis=1)
+    return states
 
 
 def most_kept(schedule: Schedule, saved: Floats, waiting: Floats) -> Floats:

@@ -192,7 +192,7 @@ def block_work(sharded: LoweredBlock, whole: LoweredBlock, setting: Setting, uni
     attend = setting.blocks.block("layer", Recompute()).sharding.op_cuts["attend"]
     stretches = np.where(setting.cp_order == "contiguous", math.prod(atoms[atom] for atom in attend.get("seq", ())), 1)
     saved = sum(saved_bytes(block, sharding, sizes_of, atoms).values())
-    kept = saved_bytes(whole.block, whole.sharding, sizes_of, atoms)
+    kept_bytes = saved_bytes(whole.block, whole.sharding, sizes_of, atoms)
     weights: dict[bool, dict[tuple[str, ...], Number]] = {True: defaultdict(int), False: defaultdict(int)}
     for tensor in block.parameters:
         counts, pending = weights[tensor.name in sharded.tied], sharding.parameter_pending[tensor.name]
@@ -208,19 +208,21 @@ def block_work(sharded: LoweredBlock, whole: LoweredBlock, setting: Setting, uni
         waiting_bytes=sum(
             bytes_in(block.tensors[name], layouts, sizes_of, atoms) for name, layouts in sharding.waiting_cuts.items()
         ),
-        remade_bytes=sum(kept.values()) - saved,
-        working_bytes=working_bytes(sharded.moments, kept, op_sizes, sizes_of),
+        remade_bytes=sum(kept_bytes.values()) - saved,
+        working_bytes=working_bytes(sharded.moments, kept_bytes, op_sizes, sizes_of),
         placeholder_bytes=placeholders,
         weights=weights[False],
         tied_weights=weights[True],
     )
     kernels = [(run, kernel_work(block, run, op_sizes, units, setting.sizes["seq"], stretches)) for run in sharded.runs]
     for run, values in sharded.sums:
-        moved = sum(sizes_of(one.layout.cuts).num_bytes(block.tensors[one.tensor]) for one in values)
+        moved = sum(sizes_of(value.layout.cuts).num_bytes(block.tensors[value.tensor]) for value in values)
         kernels.append((run, KernelWork(moved_bytes=moved, launches=run.launches)))
     return BlockWork(
         kernels=tuple(kernels),
-        messages=tuple((one, sizes_of(one.cuts).num_bytes(block.tensors[one.tensor])) for one in sharding.messages),
+        messages=tuple(
+            (message, sizes_of(message.cuts).num_bytes(block.tensors[message.tensor])) for message in sharding.messages
+        ),
         hides_tp=sharded.hides_tp,
         memory=memory,
     )

@@ -62,23 +62,23 @@ def alike_without(blocks: CutBlocks, atom: str) -> bool:
     It does not where what is gathered with the atom is only moved without it, and so is kept or sent otherwise.
     """
 
-    def left(cuts: Cuts) -> object:
-        found = {dim: tuple(one for one in cut if one != atom) for dim, cut in cuts.items()}
-        return frozenset((dim, cut) for dim, cut in found.items() if cut)
+    def without_atom(cuts: Cuts) -> object:
+        remaining = {dim: tuple(cut_atom for cut_atom in cut if cut_atom != atom) for dim, cut in cuts.items()}
+        return frozenset((dim, cut) for dim, cut in remaining.items() if cut)
 
     def sent_and_kept(blocks: CutBlocks) -> Iterator[object]:
         for sharding in (block.sharding for block in blocks.every()):
             sent: Counter[object] = Counter()
             for message in sharding.messages:
-                over = tuple(one for one in message.collective.atoms if one != atom)
+                over = tuple(cut_atom for cut_atom in message.collective.atoms if cut_atom != atom)
                 if over and message.collective.kind != "slice":
-                    sent[message.pass_, message.collective.kind, message.tensor, over, left(message.cuts)] += 1
+                    sent[message.pass_, message.collective.kind, message.tensor, over, without_atom(message.cuts)] += 1
             yield sent
             for cuts in (sharding.kept_cuts, sharding.input_cuts, sharding.waiting_cuts):
-                yield {name: frozenset(map(left, layouts)) for name, layouts in cuts.items()}
+                yield {name: frozenset(map(without_atom, layouts)) for name, layouts in cuts.items()}
 
     fewer = replace(blocks, atoms=blocks.atoms - {atom})
-    return all(one == other for one, other in zip(sent_and_kept(blocks), sent_and_kept(fewer), strict=True))
+    return all(sent == fewer_sent for sent, fewer_sent in zip(sent_and_kept(blocks), sent_and_kept(fewer), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ def _sharded(step: StepGraph, kind: str, drop: Recompute, program: Program, whol
     """Group the operations of a block into kernel runs; ``whole`` is the same block without recompute."""
     block, kernels = step.block(kind, drop), load_kernels(step.kernels)
     sharding = Sharding.of(block, program)
-    kept = (whole.sharding if whole else sharding).kept_cuts
+    kept_cuts = (whole.sharding if whole else sharding).kept_cuts
     named = (tuple(f"{product}.weight" for product in products) for products in kernels.placeholders)
     placeholders = [tuple(name for name in names if name in block.tensors) for names in named]
     # Products of groups, of as many rows as are routed, add to nothing.
@@ -142,13 +142,13 @@ def _sharded(step: StepGraph, kind: str, drop: Recompute, program: Program, whol
         name for name in added if f"{name}.sum" in block.tensors
     }
     sums = frozenset(f"{name}.sum" for name in names)
-    runs = tuple(kernel_runs(block, kept, sums, eager=kernels.eager))
+    runs = tuple(kernel_runs(block, kept_cuts, sums, eager=kernels.eager))
     unmade = (op.inputs[1] for op in block.ops if isinstance(op.kind, Accumulate) and op.outputs[0] in sums)
     return LoweredBlock(
         block=block,
         sharding=sharding,
         runs=runs,
-        moments=memory_timeline(block, runs, sharding, frozenset(kept), frozenset(unmade)),
+        moments=memory_timeline(block, runs, sharding, frozenset(kept_cuts), frozenset(unmade)),
         sums=tuple(gradient_sums(block, program, adding, eager=kernels.eager)) if kernels.adds_gradients else (),
         tied=frozenset(name.removeprefix(f"{kind}.") for name in step.graph.tied if name.startswith(f"{kind}.")),
         placeholders=tuple(filter(None, placeholders)),

@@ -44,9 +44,9 @@ def only(value: Any, rows: Rows) -> Any:
     if kind is np.ndarray:
         return value[..., rows]
     if kind is dict:
-        return {key: only(own, rows) for key, own in value.items()}
+        return {key: only(item, rows) for key, item in value.items()}
     if kind is tuple:
-        return tuple([only(own, rows) for own in value])
+        return tuple([only(item, rows) for item in value])
     if issubclass(kind, _COLUMNS):
         return kind(**{name: only(getattr(value, name), rows) for name in _names(kind)})
     return value
@@ -54,12 +54,12 @@ def only(value: Any, rows: Rows) -> Any:
 
 @cache
 def _names(kind: type[Any]) -> tuple[str, ...]:
-    return tuple(one.name for one in fields(kind))
+    return tuple(column.name for column in fields(kind))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sends(PerCandidate):
-    """What handing the hidden state on costs, once: on its way, the one who sends, and the one who receives."""
+    """What handing the hidden state on costs, once: on its way, the rank that sends, and the rank that receives."""
 
     time_s: Number
     hidden: bool  # both compute meanwhile
@@ -103,8 +103,8 @@ class BlockTotals(PerCandidate):
         """Add up the parts of a block under several kinds of recompute, for so many candidates."""
         first = costs[0].memory
         weights, tied = (
-            {pending: np.broadcast_to(number, count) for pending, number in own.items()}
-            for own in (first.weights, first.tied_weights)
+            {pending: np.broadcast_to(number, count) for pending, number in by_pending.items()}
+            for by_pending in (first.weights, first.tied_weights)
         )
         columns: dict[str, list[Number]] = {
             "forward_s": [sum(cost.seconds["F"].values()) for cost in costs],
@@ -117,8 +117,8 @@ class BlockTotals(PerCandidate):
             **{name: [getattr(cost, name) for cost in costs] for name in ("started_s", "starts", "scattered_bytes")},
         }
         rows: dict[str, Any] = {
-            name: np.array([np.broadcast_to(one, count) for one in own], dtype=np.float64)
-            for name, own in columns.items()
+            name: np.array([np.broadcast_to(number, count) for number in column], dtype=np.float64)
+            for name, column in columns.items()
         }
         return cls(**rows, weights=weights, tied_weights=tied)
 
@@ -201,7 +201,7 @@ class StagePrices(PerCandidate):
         """Return the prices of one option per rank and column, [rank, column], each of its own candidate."""
         ranks = np.arange(len(option))[:, None]
 
-        def own(column: Floats) -> Floats:
+        def chosen(column: Floats) -> Floats:
             shape = (*self.num_blocks.shape, self.forward_s.shape[-1])
             return np.broadcast_to(column, shape)[ranks, option, candidates]
 
@@ -214,8 +214,8 @@ class StagePrices(PerCandidate):
             weight_s=by_chunk(self.weight_s),
             saved_bytes=by_chunk(self.saved_bytes),
             waiting_bytes=by_chunk(self.waiting_bytes),
-            memory={part: own(size) for part, size in self.memory.items()},
-            weights={pending: own(number) for pending, number in self.weights.items()},
+            memory={part: chosen(size) for part, size in self.memory.items()},
+            weights={pending: chosen(number) for pending, number in self.weights.items()},
             num_blocks=self.num_blocks[ranks, option],
         )
 
@@ -229,7 +229,8 @@ def price_stages(blocks: PipelineBlocks, options: StageOptions) -> StagePrices:
     stage = counts.stages[:, None, :, None]
     shape = (schedule.num_ranks, *options.recomputed.shape[1:])
     again, plain = (
-        np.broadcast_to(own, shape)[..., None].astype(np.float64) for own in (options.recomputed, options.plain)
+        np.broadcast_to(layer_counts, shape)[..., None].astype(np.float64)
+        for layer_counts in (options.recomputed, options.plain)
     )
     slots: tuple[Slot, ...] = (  # in the order of the forward pass of a chunk
         ((stage == 0).astype(np.float64), blocks.embed, 0),
@@ -237,16 +238,17 @@ def price_stages(blocks: PipelineBlocks, options: StageOptions) -> StagePrices:
         (plain, blocks.layer, options.plain_kind),
         ((stage == schedule.num_stages - 1).astype(np.float64), blocks.head, 0),
     )
-    apart = 1.0 - slots[0][0].sum(axis=2) * slots[-1][0].sum(axis=2)  # tied weights that meet on a rank count once
+    # tied weights that meet on a rank count once
+    tied_factor = 1.0 - slots[0][0].sum(axis=2) * slots[-1][0].sum(axis=2)
     weights: dict[tuple[str, ...], Any] = {}
     for count, block, _ in slots:
-        for own, factor in ((block.weights, 1.0), (block.tied_weights, apart)):
-            for pending, number in own.items():
+        for block_weights, factor in ((block.weights, 1.0), (block.tied_weights, tied_factor)):
+            for pending, number in block_weights.items():
                 weights[pending] = weights.get(pending, 0.0) + factor * count.sum(axis=2) * number
 
     def total(name: str) -> Floats:
-        embed, recomputed, kept, head = (count * getattr(block, name)[row] for count, block, row in slots)
-        return recomputed + kept + embed + head
+        embed, recomputed, plain_part, head = (count * getattr(block, name)[row] for count, block, row in slots)
+        return recomputed + plain_part + embed + head
 
     started_s = blocks.question.calibration.task_s / 2  # forward and backward of a stage are a graph each
     saved, waiting = total("saved_bytes"), total("waiting_bytes")

@@ -55,7 +55,7 @@ def step_seconds(blocks: PipelineBlocks, prices: StagePrices) -> StepSeconds:
     busy = np.broadcast_to(prices.pass_s, (blocks.schedule.num_ranks, blocks.num_candidates))
     count = blocks.schedule.num_micro_batches
     update = update_cost(prices.weights, blocks.setting, blocks.question, busy, count, prices.num_blocks)
-    seconds = {part: np.broadcast_to(own, busy.shape) for part, own in update.seconds.items()}
+    seconds = {part: np.broadcast_to(values, busy.shape) for part, values in update.seconds.items()}
     return StepSeconds(
         makespan_s=pipelined_s(blocks, work_by_stage(blocks.schedule, prices)),
         update=replace(update, seconds=seconds),
@@ -92,7 +92,7 @@ def pipelined_s(blocks: PipelineBlocks, work_s: Floats) -> Floats:
 def pipeline_delays(schedule: Schedule, sends: Sends, work_s: Floats) -> Delays:
     """Return the seconds along the way of a micro-batch, given what each kind of action takes at each stage."""
     hops = (schedule.num_stages - 1, work_s.shape[2])
-    send, receive = (np.broadcast_to(one, hops) for one in (sends.time_s, sends.receive_s))
+    send, receive = (np.broadcast_to(time, hops) for time in (sends.time_s, sends.receive_s))
     return delays_of(schedule, work_s, send, receive, overlap=sends.hidden)
 
 
@@ -141,8 +141,8 @@ class PlanStep:
         kinds = tuple(dict.fromkeys((_PLAIN, *(drop for stage in pipeline.stages for drop, _ in stage.layers))))
         again = [[(drop, count) for drop, count in stage.layers if drop != _PLAIN] for stage in pipeline.stages]
         rows = [  # of each stage: kind, layers of this kind, and layers that compute nothing again
-            (kinds.index(own[0][0]) if own else 0, own[0][1] if own else 0, dict(stage.layers).get(_PLAIN, 0))
-            for own, stage in zip(again, pipeline.stages, strict=True)
+            (kinds.index(drops[0][0]) if drops else 0, drops[0][1] if drops else 0, dict(stage.layers).get(_PLAIN, 0))
+            for drops, stage in zip(again, pipeline.stages, strict=True)
         ]
         kind, recomputed, plain = np.array(rows, dtype=np.int64)[counts_of(pipeline.schedule).stages[:, None]].T
         options = StageOptions(kind=kind.T, recomputed=recomputed.T, plain=plain.T, plain_kind=0)
@@ -182,7 +182,11 @@ class StepCost:
     @property
     def sent_bytes(self) -> Mapping[str, float]:
         """Along each axis what the rank sends that sends most there."""
-        return {axis: max(own.get(axis, 0.0) for own in self.sent) for own in self.sent for axis in own}
+        return {
+            axis: max(rank_sent.get(axis, 0.0) for rank_sent in self.sent)
+            for rank_sent in self.sent
+            for axis in rank_sent
+        }
 
     @property
     def time_s(self) -> float:
@@ -236,11 +240,11 @@ def plan_memory(step: PlanStep) -> tuple[Mapping[str, float], ...]:
     prices, blocks = step.prices, step.blocks
     shape = (blocks.schedule.num_ranks, 1)
     heads = (counts_of(blocks.schedule).stages == blocks.schedule.num_stages - 1)[:, None, :, None]
-    of_head = [heads * kept[0] for kept in (blocks.head.saved_bytes, blocks.head.waiting_bytes)]
+    of_head = [heads * sizes[0] for sizes in (blocks.head.saved_bytes, blocks.head.waiting_bytes)]
     logits = most_kept(blocks.schedule, *of_head)[:, 0]
     parts = {**prices.memory, "logits": logits, "activations": prices.memory["activations"] - logits}
     whole = {part: np.broadcast_to(size, shape)[:, 0].tolist() for part, size in parts.items()}
-    return tuple(dict(zip(whole, own, strict=True)) for own in zip(*whole.values(), strict=True))
+    return tuple(dict(zip(whole, rank_bytes, strict=True)) for rank_bytes in zip(*whole.values(), strict=True))
 
 
 def _sent(step: PlanStep, blocks: Sequence[Sequence[tuple[int, BlockCost]]]) -> tuple[Mapping[str, float], ...]:
@@ -252,18 +256,18 @@ def _sent(step: PlanStep, blocks: Sequence[Sequence[tuple[int, BlockCost]]]) -> 
     tied = sum(float(np.max(size)) for size in summed_weights(step.blocks.head.tied_weights, setting).values())
     tied *= DTYPE_BYTES[step.blocks.question.workload.precision.gradients]
     hidden_bytes, counts = float(step.blocks.boundary_bytes[0]), counts_of(schedule)
-    found: list[Mapping[str, float]] = []
-    for rank, own in enumerate(blocks):
+    by_rank: list[Mapping[str, float]] = []
+    for rank, costs in enumerate(blocks):
         sent = {axis: float(sizes[rank]) for axis, sizes in step_phase.items()}
-        for number, cost in own:
+        for number, cost in costs:
             for axis, size in cost.sent_bytes.items():
                 sent[axis] = sent.get(axis, 0.0) + count * float(number * size)
         if counts.ends[rank] == 2 and setting.zero == 3:
             sent["dp"] = sent.get("dp", 0.0) + count * _opened_again(step)
         if schedule.num_ranks > 1:
             sent["pp"] = count * float(counts.sends[rank]) * hidden_bytes + float(counts.ends[rank] == 1) * tied
-        found.append(sent)
-    return tuple(found)
+        by_rank.append(sent)
+    return tuple(by_rank)
 
 
 def _opened_again(step: PlanStep) -> float:

@@ -48,11 +48,11 @@ class CostTerm:
 
     def of(self, columns: Columns) -> Number:
         """Evaluate it; a term is an addition to a step, so that less than nothing is refused."""
-        found: Any = np.asarray(self.seconds(columns), dtype=np.float64)
-        least, most = found.min(initial=0.0), found.max(initial=0.0)
+        seconds: Any = np.asarray(self.seconds(columns), dtype=np.float64)
+        least, most = seconds.min(initial=0.0), seconds.max(initial=0.0)
         message = f"gives {least if least < 0 else most} s; a term gives finite seconds of at least 0"
         require((bool(least >= 0 and most < math.inf), self.part, message))
-        return found
+        return seconds
 
 
 def user_terms() -> tuple[CostTerm, ...]:
@@ -82,15 +82,15 @@ def term_seconds(provenance: Mapping[str, str]) -> Mapping[str, float]:
     >>> term_seconds({"model": "a card", "cost.stall": "0.25 s, my own runs"})
     {'cost.stall': 0.25}
     """
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for key, entry in provenance.items():
         if key.startswith(_PREFIX):
             number, unit, _ = entry.partition(" s, ")
             try:
-                found[key] = float(number)
+                seconds[key] = float(number)
             except ValueError:
-                found[key] = math.nan
-            if not unit or not 0 <= found[key] < math.inf:
+                seconds[key] = math.nan
+            if not unit or not 0 <= seconds[key] < math.inf:
                 message = f"must be SECONDS s, SOURCE with at least 0 seconds, not {entry!r}"
                 raise InputError.of(f"provenance.{key}", message)
-    return found
+    return seconds

@@ -112,9 +112,9 @@ class StepTimeline:
 def timeline_of(plan: Plan) -> StepTimeline:
     """Return the step that a plan's prediction adds up, with the constants and the terms that the plan carries."""
     question = question_of(plan, calibration_of(plan))
-    found = step_timeline(question, *priced(plan, question))
-    terms = [(name, name, (time_s,) * len(found.ranks)) for name, time_s in term_seconds(plan.provenance).items()]
-    return replace(found, phases=(*found.phases, *_in_turn(terms, found.end_s)))
+    timeline = step_timeline(question, *priced(plan, question))
+    terms = [(name, name, (time_s,) * len(timeline.ranks)) for name, time_s in term_seconds(plan.provenance).items()]
+    return replace(timeline, phases=(*timeline.phases, *_in_turn(terms, timeline.end_s)))
 
 
 def rank_times(plan: Plan) -> tuple[RankTime, ...]:
@@ -133,8 +133,8 @@ def rank_times(plan: Plan) -> tuple[RankTime, ...]:
 def step_timeline(question: Question, setting: Setting, pipeline: PlanPipeline, price: Price) -> StepTimeline:
     """Return the step that ``step_cost`` adds up."""
     schedule, sends = pipeline.schedule, pipeline.sends
-    each = schedule.num_stages * schedule.num_micro_batches * (3 if schedule.splits_backward else 2)
-    count = sum(map(len, schedule.actions)) if schedule.actions else each
+    expected = schedule.num_stages * schedule.num_micro_batches * (3 if schedule.splits_backward else 2)
+    count = sum(map(len, schedule.actions)) if schedule.actions else expected
     message = f"its pipeline has {count} actions, more than the {MOST_ACTIONS} that are traced one by one"
     require((count <= MOST_ACTIONS, "", message))
     step, counts = PlanStep.of(question, setting, pipeline, price), counts_of(schedule)
@@ -149,11 +149,11 @@ def step_timeline(question: Question, setting: Setting, pipeline: PlanPipeline, 
         overlap=sends.hidden,
     )
     run = simulate(schedule, times)
-    kept, waiting = (
+    kept_bytes, waiting = (
         column[counts.ranks, counts.chunks, 0] for column in (step.prices.saved_bytes, step.prices.waiting_bytes)
     )
     # By kind and stage by how much an action changes what its rank keeps of micro-batches.
-    changes = {"F": kept, "B": -kept, "I": waiting - kept, "W": -waiting}
+    changes = {"F": kept_bytes, "B": -kept_bytes, "I": waiting - kept_bytes, "W": -waiting}
     return StepTimeline(
         passes=_passes(pipeline, price, question.calibration.task_s),
         ranks=tuple(
@@ -180,8 +180,8 @@ def _passes(pipeline: PlanPipeline, price: Price, task_s: float) -> Mapping[tupl
 
     def neighbour(stage: int, towards: int) -> int | None:
         """Return the rank of the next stage, if that is another rank."""
-        other = ranks[stage + towards] if 0 <= stage + towards < len(ranks) else ranks[stage]
-        return other if other != ranks[stage] else None
+        neighbour_rank = ranks[stage + towards] if 0 <= stage + towards < len(ranks) else ranks[stage]
+        return neighbour_rank if neighbour_rank != ranks[stage] else None
 
     return {
         (kind, number): Pass(
@@ -223,7 +223,7 @@ def _updates(step: PlanStep) -> list[tuple[str, str, tuple[float, ...]]]:
         return tuple((share * step.seconds.update.seconds[part][:, 0]).tolist())
 
     dp = seconds("dp")
-    weights = {pending: own[dp.index(max(dp)), 0] for pending, own in step.prices.weights.items()}
+    weights = {pending: numbers[dp.index(max(dp)), 0] for pending, numbers in step.prices.weights.items()}
     gathers = gathering_share(weights, setting, question) if setting.zero == 1 else 0.0
     reduces = "dp: gather weights, reduce gradients" if setting.zero == 3 else "dp: reduce gradients"
     return [

@@ -114,10 +114,11 @@ def update_cost(
     if not (setting.zero == 1 and kernels.sums_whole):
         seconds["dp"] = seconds["dp"] - np.minimum(hidden_s, covering_s)
     for shards, count in _grouped(weights, 0).items():
-        others = num_shards(shards, setting) - 1
-        seconds["dp"] = seconds["dp"] + question.calibration.shard_s * others * (count > 0)
-        own = count / num_shards(shards, setting)
-        compute_s, memory_s = own * flops / rates.vector_flops_per_s, own * traffic_bytes / rates.memory_bytes_per_s
+        other_shards = num_shards(shards, setting) - 1
+        seconds["dp"] = seconds["dp"] + question.calibration.shard_s * other_shards * (count > 0)
+        rank_share = count / num_shards(shards, setting)
+        compute_s = rank_share * flops / rates.vector_flops_per_s
+        memory_s = rank_share * traffic_bytes / rates.memory_bytes_per_s
         seconds["update"] = seconds["update"] + np.maximum(compute_s, memory_s)
     return UpdateCost(seconds=seconds, sent_bytes=sent)
 

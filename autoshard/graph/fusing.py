@@ -62,28 +62,28 @@ class Flow:
 
 
 def fuse(flow: Flow, kernels: Kernels) -> tuple[FusedOps, ...]:
-    """Group the forward operations into kernels; what no table entry names stands alone.
+    """Group the forward operations into kernels; an operation that no table entry names is a kernel by itself.
 
     An operation of a table's kernel that the model lacks is passed over.
     """
     computing = (op for op in flow.forward if not isinstance(op.kind, Deliver))
     owner = {op.name: kernels.entry(op.name, drops=op.kind.drops()) for op in computing}
     groups: list[FusedOps] = []
-    taken: set[str] = set()
+    assigned: set[str] = set()
     for name, entry in owner.items():
-        if name in taken:
+        if name in assigned:
             continue
         kernel = entry or Kernel(ops=(name,), source="no entry of the table")
-        others = [] if kernel.apart else [one for one in kernel.ops if one != name and owner.get(one) is entry]
-        run = (name, *others)
-        taken.update(run)
+        mates = [] if kernel.apart else [mate for mate in kernel.ops if mate != name and owner.get(mate) is entry]
+        run = (name, *mates)
+        assigned.update(run)
         saves = [_saved(flow, tensor) for tensor in flow.read_by_backward(run)]
         if kernel.saves is not None:
             copies = [f"{run[0]}.copy{number}" for number in range(len(kernel.saves))]
             saves = [
                 save
-                for text, own in zip(kernel.saves, copies, strict=True)
-                for save in _named_saves(flow, run, text, own)
+                for text, copy in zip(kernel.saves, copies, strict=True)
+                for save in _named_saves(flow, run, text, copy)
             ]
         kernel = kernel if kernels.eager else replace(kernel, launches=NEVER)
         scratch = [save for text in kernel.scratch for save in _named_saves(flow, run, text, f"{run[0]}.scratch")]
@@ -96,8 +96,8 @@ def saved_tensors(
 ) -> tuple[Saved, ...]:
     """Return all that stays from forward to backward when some operations are computed again.
 
-    What the kernels of those operations keep is dropped; what they read from elsewhere stays, and what they make for
-    the backward of others, unless a platform ``remakes`` that as well.
+    The tensors that the kernels of those operations save are dropped. Tensors that they read from elsewhere stay; so
+    do their outputs for the backward of other operations, unless a platform ``remakes`` these outputs as well.
     """
     entries = [save for group in fused if not recomputed.intersection(group.ops) for save in group.saves]
     entries = [save for save in entries if not remakes or save.op not in recomputed]
@@ -109,14 +109,14 @@ def _saved(flow: Flow, name: str) -> Saved:
     return Saved(storage=flow.root(name), tensor=flow.tensors[name], op=flow.maker(name))
 
 
-def _named_saves(flow: Flow, run: tuple[str, ...], text: str, own: str) -> Iterator[Saved]:
-    """Read one entry of what a kernel saves or has besides; ``own`` is the name of memory of its own."""
+def _named_saves(flow: Flow, run: tuple[str, ...], text: str, memory: str) -> Iterator[Saved]:
+    """Read an entry of the tensors that a kernel saves or needs besides; ``memory`` names a buffer of the kernel."""
     reference, _, dtype = text.partition("@")
-    apart, _, which = reference.rpartition(":")
+    prefix, _, which = reference.rpartition(":")
     if which == "scores":
         query = next(op.inputs[0] for op in flow.forward if op.name == run[0])
-        wanted = cast(Dtype, dtype) if dtype else flow.tensors[query].dtype
-        yield Saved(storage=own, tensor=Tensor(name=own, dims=SCORES, dtype=wanted), op=run[0])
+        saved_dtype = cast(Dtype, dtype) if dtype else flow.tensors[query].dtype
+        yield Saved(storage=memory, tensor=Tensor(name=memory, dims=SCORES, dtype=saved_dtype), op=run[0])
         return
     if which.startswith("in"):
         inputs = flow.external_inputs(run)
@@ -125,42 +125,44 @@ def _named_saves(flow: Flow, run: tuple[str, ...], text: str, own: str) -> Itera
         names = [next(op for op in flow.forward if op.name == run[-1]).outputs[int(which[3:])]]
     for index, name in enumerate(names):
         tensor = flow.tensors[name]
-        wanted = cast(Dtype, dtype) if dtype else tensor.dtype
-        if not apart and wanted == tensor.dtype:
+        saved_dtype = cast(Dtype, dtype) if dtype else tensor.dtype
+        if not prefix and saved_dtype == tensor.dtype:
             yield _saved(flow, name)
         else:
-            storage = own if index == 0 else f"{own}_{index}"
-            over = flow.root(name) if apart == "over" else None
-            yield Saved(storage=storage, tensor=replace(tensor, name=storage, dtype=wanted), op=run[0], over=over)
+            storage = memory if index == 0 else f"{memory}_{index}"
+            over = flow.root(name) if prefix == "over" else None
+            yield Saved(storage=storage, tensor=replace(tensor, name=storage, dtype=saved_dtype), op=run[0], over=over)
 
 
 def recompute(block: Block, kernels: Kernels, names: tuple[str, ...] | None) -> Block:
     """Return the block with some operations computed again in backward; ``None`` means all of them (full).
 
-    A kernel is computed again as a whole. What these operations make and the backward of others reads, stays, or is
-    made again, as the table says.
+    A kernel is computed again as a whole. Outputs that the backward of other operations reads stay, or are computed
+    again, as the table says.
     """
     assert block.recompute == "none", f"{block.kind} is recomputed already"
-    known = sorted({*(name for group in block.fused for name in group.ops), *kernels.selective})
-    unknown = [name for name in names or () if name not in known]
+    known_names = sorted({*(name for group in block.fused for name in group.ops), *kernels.selective})
+    unknown = [name for name in names or () if name not in known_names]
     if unknown:
         raise InputError(
-            Fault(where="recompute", message=f"{block.kind} has no operation {name!r}. {nearest(name, known)}")
+            Fault(where="recompute", message=f"{block.kind} has no operation {name!r}. {nearest(name, known_names)}")
             for name in unknown
         )
-    wanted = set(known) if names is None else set(kernels.resolve(names))
-    recomputed = frozenset(name for group in block.fused if wanted.intersection(group.ops) for name in group.ops)
+    selected = set(known_names) if names is None else set(kernels.resolve(names))
+    recomputed = frozenset(name for group in block.fused if selected.intersection(group.ops) for name in group.ops)
     if not recomputed:
         return block
     flow = Flow(dict(block.tensors), block.ops)
     saved = saved_tensors(flow, block.fused, recomputed, remakes=kernels.remakes_inputs)
-    kept = {entry.storage for entry in saved}
-    clones = _clones(flow, kernels, recomputed, kept)
+    kept_storages = {entry.storage for entry in saved}
+    clones = _clones(flow, kernels, recomputed, kept_storages)
     again = {name.removesuffix(".again"): name for op in clones for name in op.outputs}
     ops: list[Op] = [op for op in block.ops if op.pass_ == "F" and op.phase == "micro_batch"]
     ops += clones  # before the first backward operation; backward reads them for what was dropped
     for op in block.ops[len(ops) - len(clones) :]:
-        lost = {name for name in op.inputs if op.phase != "step" and name in again and flow.root(name) not in kept}
+        lost = {
+            name for name in op.inputs if op.phase != "step" and name in again and flow.root(name) not in kept_storages
+        }
         ops.append(replace(op, inputs=tuple(again[name] if name in lost else name for name in op.inputs)))
     tensors = {name: replace(block.tensors[old], name=name) for old, name in again.items()}
     return replace(
@@ -179,8 +181,8 @@ def recompute_label(names: tuple[str, ...] | None) -> str:
     return f"selective[{','.join(names)}]" if names else "none"
 
 
-def _clones(flow: Flow, kernels: Kernels, recomputed: frozenset[str], kept: set[str]) -> tuple[Op, ...]:
-    """Return the clones in forward order: up to the last that backward needs or all, as the table says."""
+def _clones(flow: Flow, kernels: Kernels, recomputed: frozenset[str], kept_storages: set[str]) -> tuple[Op, ...]:
+    """Return the clones in forward order: up to the last one that backward needs, or all, as the table says."""
     inside = [
         op
         for op in flow.forward
@@ -188,23 +190,23 @@ def _clones(flow: Flow, kernels: Kernels, recomputed: frozenset[str], kept: set[
     ]
     if kernels.clones_end == "last_saved":
         readers = [op.name for op in flow.forward] if kernels.remakes_inputs else sorted(recomputed)
-        wanted = {name for name in flow.read_by_backward(readers) if flow.root(name) not in kept}
+        needed_names = {name for name in flow.read_by_backward(readers) if flow.root(name) not in kept_storages}
         needed: list[Op] = []
         for op in reversed(inside):
-            if wanted.intersection(op.outputs):
+            if needed_names.intersection(op.outputs):
                 needed.insert(0, op)
-                wanted |= {name for name in op.inputs if flow.root(name) not in kept}
+                needed_names |= {name for name in op.inputs if flow.root(name) not in kept_storages}
         inside = needed
-    made = {output for op in inside for output in op.outputs if flow.root(output) not in kept}
+    remade = {output for op in inside for output in op.outputs if flow.root(output) not in kept_storages}
     return tuple(
         replace(
             op,
             name=f"{op.name}.again",
-            inputs=tuple(f"{name}.again" if name in made else name for name in op.inputs),
+            inputs=tuple(f"{name}.again" if name in remade else name for name in op.inputs),
             outputs=tuple(f"{name}.again" for name in op.outputs),
             pass_="I",
             again=True,
         )
         for op in inside
-        if made.intersection(op.outputs)
+        if remade.intersection(op.outputs)
     )

@@ -17,7 +17,7 @@ from autoshard.layout.redistribute import Change, redistribute, single_changes
 
 Matrix = NDArray[np.float64]
 Pending = Literal["sums", "maxima"]
-_MOST_LAYOUTS = 1000  # beyond, the few ways that are needed are found one by one
+_MOST_LAYOUTS = 1000  # above this number, each price that is needed is computed separately
 _TIE = 1e-9  # relative: prices that differ by less count as equal
 _DimCuts = tuple[tuple[str, tuple[str, ...]], ...]
 
@@ -107,8 +107,8 @@ class ChangePrices:
             return self._prices.of_change(graph.change(step))
 
         for (start, goal), ways in _few_shortest(graph, steps, new).items():
-            each = [sum(map(price, way), np.zeros(self._prices.shape)) for way in ways]
-            self._one[graph, start, goal] = reduce(np.minimum, each, np.full(self._prices.shape, np.inf))
+            way_prices = [sum(map(price, way), np.zeros(self._prices.shape)) for way in ways]
+            self._one[graph, start, goal] = reduce(np.minimum, way_prices, np.full(self._prices.shape, np.inf))
 
     def _one_by_one(self, before: Layout, after: Layout) -> float:
         price, possible = self._prices.of_change, {*after.sums, *after.maxima} <= {*before.sums, *before.maxima}
@@ -135,14 +135,14 @@ def _shortest_from(graph: LayoutGraph, steps: Matrix, starts: NDArray[np.intp]) 
 
     Each path is over layouts that name only the atoms of its two ends.
     """
-    used, own = graph.touched, graph.touched[starts]
-    found = np.full((len(starts), len(used), *steps.shape[1:]), np.inf)
-    for touched in np.unique(own[:, None] | used):
-        rows = np.flatnonzero((own & ~touched) == 0)
+    used, start_atoms = graph.touched, graph.touched[starts]
+    lengths = np.full((len(starts), len(used), *steps.shape[1:]), np.inf)
+    for touched in np.unique(start_atoms[:, None] | used):
+        rows = np.flatnonzero((start_atoms & ~touched) == 0)
         ways = _ways_within(graph, steps, _inside(graph, touched), starts[rows])
-        row, goal = np.nonzero((own[rows, None] | used) == touched)
-        found[rows[row], goal] = ways[row, goal]
-    return found
+        row, goal = np.nonzero((start_atoms[rows, None] | used) == touched)
+        lengths[rows[row], goal] = ways[row, goal]
+    return lengths
 
 
 def _inside(graph: LayoutGraph, touched: int) -> NDArray[np.intp]:
@@ -169,15 +169,15 @@ def _few_shortest(
     graph: LayoutGraph, steps: Matrix, pairs: Sequence[tuple[int, int]]
 ) -> dict[tuple[int, int], set[tuple[int, ...]]]:
     """Return the ways from one layout to another, as collectives, that are the shortest in any column."""
-    found: dict[tuple[int, int], set[tuple[int, ...]]] = {pair: set() for pair in pairs}
+    ways_by_pair: dict[tuple[int, int], set[tuple[int, ...]]] = {pair: set() for pair in pairs}
     by_touched: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for start, goal in pairs:
         by_touched[int(graph.touched[start] | graph.touched[goal])].append((start, goal))
-    for touched, some in by_touched.items():
-        starts, inside = list(dict.fromkeys(start for start, _ in some)), _inside(graph, touched)
+    for touched, same_pairs in by_touched.items():
+        starts, inside = list(dict.fromkeys(start for start, _ in same_pairs)), _inside(graph, touched)
         ways = dict(zip(starts, _ways_within(graph, steps, inside, np.array(starts, np.intp)), strict=True))
         trees: dict[tuple[int, int], NDArray[np.intp]] = {}
-        for start, goal in some:
+        for start, goal in same_pairs:
             missing = np.isfinite(ways[start][goal])
             while missing.any():
                 column, here, way = int(missing.argmax()), goal, list[int]()
@@ -186,10 +186,10 @@ def _few_shortest(
                 while here != start:
                     way.append(int(trees[start, column][here]))
                     here = int(graph.before[way[-1]])
-                found[start, goal].add(tuple(way))
+                ways_by_pair[start, goal].add(tuple(way))
                 missing &= steps[way].sum(axis=0) > ways[start][goal] * (1 + _TIE)
                 missing[column] = False
-    return found
+    return ways_by_pair
 
 
 def _tree(
@@ -219,8 +219,8 @@ def _common(layouts: Sequence[Layout], dims: Dims, atoms: Sequence[str]) -> tupl
     outer: list[tuple[str, tuple[str, ...]]] = []
     for dim in dims:
         columns = zip(*(cut[dim] for cut in cuts), strict=False)
-        alike = itertools.takewhile(lambda column: len(set(column)) == 1, columns)
-        outer.append((dim, tuple(column[0] for column in alike)))
+        shared = itertools.takewhile(lambda column: len(set(column)) == 1, columns)
+        outer.append((dim, tuple(column[0] for column in shared)))
     settled = {atom for _, cut in outer for atom in cut}
     named = {atom for layout in layouts for atom in (*layout.sums, *layout.maxima)}
     named |= {atom for cut in cuts for over in cut.values() for atom in over}
@@ -252,7 +252,7 @@ def _inner_graph(dims: Dims, atoms: tuple[str, ...], pending: Pending) -> Layout
     for layout in layouts:
         named = {atom for _, cut in layout.dims for atom in cut} | {*layout.sums, *layout.maxima}
         masks.append(sum(1 << place for place, atom in enumerate(atoms) if atom in named))
-    befores, afters = np.array([pair for some in pairs.values() for pair in some], np.intp).reshape(-1, 2).T
+    befores, afters = np.array([pair for edges in pairs.values() for pair in edges], np.intp).reshape(-1, 2).T
     order = np.argsort(afters, kind="stable")
     return LayoutGraph(
         layouts=layouts,
@@ -260,6 +260,6 @@ def _inner_graph(dims: Dims, atoms: tuple[str, ...], pending: Pending) -> Layout
         touched=np.array(masks, np.intp),
         before=befores[order],
         after=afters[order],
-        group=np.repeat(np.arange(len(pairs)), [len(some) for some in pairs.values()])[order],
+        group=np.repeat(np.arange(len(pairs)), [len(edges) for edges in pairs.values()])[order],
         collectives=tuple(Collective(kind=kind, dim=None, atoms=over) for kind, over in pairs),
     )

@@ -73,10 +73,10 @@ class Interpreter:
         if instruction.ring:
             forward = isinstance(instruction.op.kind, Attend)
             return (self._ring_forward if forward else self._ring_backward)(
-                instruction, [list(each) for each in arrays]
+                instruction, [list(array) for array in arrays]
             )
         results = [
-            self._local(instruction, rank, [each[rank] for each in arrays]) for rank in range(self.mesh.num_ranks)
+            self._local(instruction, rank, [array[rank] for array in arrays]) for rank in range(self.mesh.num_ranks)
         ]
         return [tuple(result[index] for result in results) for index in range(len(instruction.writes))]
 
@@ -106,9 +106,9 @@ class Interpreter:
         for hop in instruction.ring:
             for rank in range(self.mesh.num_ranks):
                 parts = (upstream, query, key, value, positions, key_positions, result, lse, *more)
-                made = self._local(instruction, rank, [part[rank] for part in parts])
-                d_query[rank] = d_query[rank] + made[0]
-                d_key[rank], d_value[rank] = d_key[rank] + made[1], d_value[rank] + made[2]
+                gradients = self._local(instruction, rank, [part[rank] for part in parts])
+                d_query[rank] = d_query[rank] + gradients[0]
+                d_key[rank], d_value[rank] = d_key[rank] + gradients[1], d_value[rank] + gradients[2]
             key, value, key_positions = (self._hop(part, hop) for part in (key, value, key_positions))
             d_key, d_value = self._hop(d_key, hop), self._hop(d_value, hop)
         return [tuple(d_query), tuple(d_key), tuple(d_value)]
@@ -135,7 +135,7 @@ def evaluate_local(
 ) -> tuple[Array, ...]:
     """Evaluate an operation on one rank's blocks; ``bounds`` gives start and stop of every dim that is cut.
 
-    Indices count from the start of a block: what lies outside counts as zero.
+    Indices count from the start of a block; values outside it count as zero.
     """
     kind = compute.op.kind
     call = block.call(compute.op, {**sizes, **{dim: stop - start for dim, (start, stop) in bounds.items()}})
@@ -150,10 +150,10 @@ def evaluate_local(
     inside = (index >= start) & (index < stop)
     local = np.where(inside, index - start, 0)
     if isinstance(kind, Lookup | Pick):
-        (found,) = kind.evaluate(call, values, local)
-        return (found * inside.reshape(*inside.shape, *[1] * (found.ndim - inside.ndim)),)
-    kept = inside.reshape(*inside.shape, *[1] * (values.ndim - inside.ndim))
-    return (kind.evaluate(call, values * kept, local)[0],)
+        (looked_up,) = kind.evaluate(call, values, local)
+        return (looked_up * inside.reshape(*inside.shape, *[1] * (looked_up.ndim - inside.ndim)),)
+    mask = inside.reshape(*inside.shape, *[1] * (values.ndim - inside.ndim))
+    return (kind.evaluate(call, values * mask, local)[0],)
 
 
 def joined_attention(first: tuple[Array, Array] | None, second: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -171,7 +171,7 @@ def joined_attention(first: tuple[Array, Array] | None, second: tuple[Array, Arr
 
 
 def queueing_apart(block: Block, program: Program, mesh: Mesh, sizes: Mapping[str, int]) -> Block:
-    """Return what a program of a block must equal on a mesh: the block, with tokens in the program's groups.
+    """Return the block that a program must equal on a mesh: its tokens are in the groups of the program.
 
     An expert's slots are cut as the tokens are, so every group of ranks has its share of them, and a token that finds
     it full is dropped. A program thereby says which tokens are dropped.
@@ -181,7 +181,9 @@ def queueing_apart(block: Block, program: Program, mesh: Mesh, sizes: Mapping[st
         if isinstance(entry, Compute) and isinstance(entry.op.kind, Slot):
             dims = ("batch", "seq", "slots")
             bounds = (rank_bounds(mesh, sizes[dim], tuple(entry.cuts.get(dim, ()))) for dim in dims)
-            found = (TokenGroup(batch=one, seq=two, slots=own) for one, two, own in zip(*bounds, strict=True))
-            groups[entry.op.name] = tuple(dict.fromkeys(found))
+            token_groups = (
+                TokenGroup(batch=batch, seq=seq, slots=slots) for batch, seq, slots in zip(*bounds, strict=True)
+            )
+            groups[entry.op.name] = tuple(dict.fromkeys(token_groups))
     ops = (replace(op, kind=Slot(groups=groups[op.name])) if op.name in groups else op for op in block.ops)
     return replace(block, ops=tuple(ops))

@@ -80,12 +80,12 @@ class Layout:
         """
         uses = ([atom for _, cut in self.dims for atom in cut], self.sums, self.maxima)
         named = dict.fromkeys(atom for use in uses for atom in use)
-        known = [*atoms, *(axis for axis, parts in _WHOLE.items() if atoms.keys() >= {*parts})]
-        found = [f"unknown atom {name!r}. {nearest(name, known)}" for name in named if name not in atoms]
+        known_names = [*atoms, *(axis for axis, parts in _WHOLE.items() if atoms.keys() >= {*parts})]
+        messages = [f"unknown atom {name!r}. {nearest(name, known_names)}" for name in named if name not in atoms]
         twice = [atom for atom in named if atoms.get(atom, 1) > 1 and sum(atom in use for use in uses) > 1]
         if twice:
-            found.append(f"an atom both cuts and is pending: {twice}")
-        faults = [Fault(where="", message=message) for message in found]
+            messages.append(f"an atom both cuts and is pending: {twice}")
+        faults = [Fault(where="", message=message) for message in messages]
         if sizes is None:
             return tuple(faults)
         for dim, cut in self.dims:
@@ -117,9 +117,9 @@ def whole_axes(cut: Sequence[str], atoms: Mapping[str, int]) -> tuple[str, ...]:
     ('cp', 'kv', 'rep')
     """
     beside = {
-        part: parts for parts in _WHOLE.values() for part in parts if sum(atoms.get(each, 0) > 1 for each in parts) == 1
+        part: parts for parts in _WHOLE.values() for part in parts if sum(atoms.get(atom, 0) > 1 for atom in parts) == 1
     }
-    return tuple(each for atom in cut for each in beside.get(atom, (atom,)))
+    return tuple(part for atom in cut for part in beside.get(atom, (atom,)))
 
 
 def own_axes(names: Sequence[str], atoms: Mapping[str, int]) -> tuple[str, ...]:
@@ -128,12 +128,12 @@ def own_axes(names: Sequence[str], atoms: Mapping[str, int]) -> tuple[str, ...]:
     >>> own_axes(("edp", "ep", "kv", "rep"), {"dp": 2, "kv": 2, "rep": 2})
     ('dp', 'kv', 'rep')
     """
-    found = list(names)
+    axes = list(names)
     for axis, parts in _WHOLE.items():
-        place = found.index(parts[0]) if parts[0] in found else -1
-        if axis in atoms and found[place : place + len(parts)] == [*parts]:
-            found[place : place + len(parts)] = [axis]
-    return tuple(found)
+        place = axes.index(parts[0]) if parts[0] in axes else -1
+        if axis in atoms and axes[place : place + len(parts)] == [*parts]:
+            axes[place : place + len(parts)] = [axis]
+    return tuple(axes)
 
 
 def local_sizes(sizes: Mapping[str, Any], cuts: Cuts, atoms: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -172,8 +172,8 @@ class Cutting:
     @classmethod
     def of(cls, blocks: Mapping[str, Mapping[str, Cuts]], boundary: Cuts) -> "Cutting":
         """Make it of cuts in any order."""
-        found = {kind: tuple((name, _frozen(cuts)) for name, cuts in ops.items()) for kind, ops in blocks.items()}
-        return cls(tuple(found.items()), _frozen(boundary))
+        frozen_cuts = {kind: tuple((name, _frozen(cuts)) for name, cuts in ops.items()) for kind, ops in blocks.items()}
+        return cls(tuple(frozen_cuts.items()), _frozen(boundary))
 
     @property
     def boundary(self) -> Cuts:

@@ -18,14 +18,14 @@ from autoshard.layout.layout import Cuts, show_atoms
 def faults(block: Block, cuts: Mapping[str, Cuts], atoms: Collection[str]) -> tuple[Fault, ...]:
     """Return all faults in the cuts of a block's forward operations on a mesh with these atoms."""
     ops, numbering = {op.name: op for op in cut_operations(block)}, queues(block)
-    found = [
+    all_faults = [
         Fault(where=name, message=f"{block.kind} has no operation of this name to cut. {nearest(name, list(ops))}")
         for name in cuts
         if name not in ops
     ]
     for name, op in ops.items():
         if name not in cuts:
-            found.append(Fault(where=name, message="nothing says how it is cut; write {} to leave it whole"))
+            all_faults.append(Fault(where=name, message="nothing says how it is cut; write {} to leave it whole"))
             continue
         messages = [*_misused(block, op, cuts[name], atoms), *_bound(op, cuts[name])]
         queue = numbering.get(name)
@@ -37,8 +37,8 @@ def faults(block: Block, cuts: Mapping[str, Cuts], atoms: Collection[str]) -> tu
                 for dim, cut in right.items()
                 if cuts[name].get(dim, ()) != cut
             ]
-        found += [Fault(where=name, message=message) for message in messages]
-    return tuple(found)
+        all_faults += [Fault(where=name, message=message) for message in messages]
+    return tuple(all_faults)
 
 
 def cut_operations(block: Block) -> tuple[Op, ...]:
@@ -79,10 +79,10 @@ def _bound(op: Op, cuts: Cuts) -> Iterator[str]:
     for dim in op.kind.whole_dims():
         if cuts.get(dim):
             yield f"{op.kind.label} needs all of {dim} on every rank; take {show_atoms(cuts[dim])} from it"
-    for dim, others in op.kind.tied_dims():
-        wanted = together(cuts, others)
-        if cuts.get(dim, ()) != wanted:
-            yield f"{dim} is cut as {' and '.join(others)} together; write {_written(dim, wanted)}"
+    for dim, source_dims in op.kind.tied_dims():
+        right_cut = together(cuts, source_dims)
+        if cuts.get(dim, ()) != right_cut:
+            yield f"{dim} is cut as {' and '.join(source_dims)} together; write {_written(dim, right_cut)}"
 
 
 def _written(dim: str, cut: tuple[str, ...]) -> str:
@@ -91,7 +91,7 @@ def _written(dim: str, cut: tuple[str, ...]) -> str:
 
 def queue_tokens(queue: Op) -> Dims:
     """Return the dims of the tokens that a queue numbers."""
-    return tuple(dim for _, others in queue.kind.tied_dims() for dim in others)
+    return tuple(dim for _, source_dims in queue.kind.tied_dims() for dim in source_dims)
 
 
 def queues(block: Block) -> Mapping[str, Op]:

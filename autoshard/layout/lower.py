@@ -79,7 +79,7 @@ class _Lowering:
         self._changed: dict[tuple[str, Layout, When], Value] = {}
         self._parts: dict[str, list[str]] = {}
         self._origin: dict[str, tuple[str, Mapping[str, str]]] = {}
-        self._entry = {one: f"{name}_out" for name in block.gives for one in (name, f"d.{name}")}
+        self._entry = {tensor: f"{name}_out" for name in block.gives for tensor in (name, f"d.{name}")}
         self._seeds = {f"d.{name}": name for name in block.gives}  # gradients that arrive, and of which results
         self._count = 0
         collects = (op for op in block.select("micro_batch", "I") if isinstance(op.kind, Collect) and op.kind.settles)
@@ -98,15 +98,15 @@ class _Lowering:
             self._parts[op.outputs[0]] = list(op.inputs)
             self._entry[op.outputs[0]] = op.source
             return
-        own, ring = _restricted(self.cuts[op.source], op_dims(self.block, op)), tuple[Collective, ...]()
-        around = tuple(atom for atom in own.get(op.kind.ring_dim, ()) if self.atoms.get(atom, 1) > 1)
+        op_cuts, ring = _restricted(self.cuts[op.source], op_dims(self.block, op)), tuple[Collective, ...]()
+        around = tuple(atom for atom in op_cuts.get(op.kind.ring_dim, ()) if self.atoms.get(atom, 1) > 1)
         if around:
             hops = math.prod(self.atoms[atom] for atom in around) - isinstance(op.kind, Attend)
             ring = (Collective(kind="permute", dim=op.kind.ring_dim, atoms=around),) * hops
-        reads = tuple(self._reads(op, own, boundary))
-        writes = tuple(self._output(op, index, own, reads) for index in range(len(op.outputs)))
+        reads = tuple(self._reads(op, op_cuts, boundary))
+        writes = tuple(self._output(op, index, op_cuts, reads) for index in range(len(op.outputs)))
         self.made |= {value.tensor: value for value in writes}
-        self.instructions.append(Compute(op=op, cuts=own, reads=reads, writes=writes, ring=ring))
+        self.instructions.append(Compute(op=op, cuts=op_cuts, reads=reads, writes=writes, ring=ring))
 
     def finish_clones(self, boundary: Cuts) -> None:
         """Give unread results of clones the layouts of the forward pass, because modules run to their end."""
@@ -115,9 +115,9 @@ class _Lowering:
         for op in ops:
             if op.again and isinstance(op.kind, Deliver) and op.outputs[0] not in read:
                 tensor = op.outputs[0].removesuffix(".again")
-                readers = (one for one in self.block.select("micro_batch", "F") if tensor in one.inputs)
-                wanted = [self.cuts[one.name] for one in readers if one.name in self.cuts]
-                for cuts in (*wanted, boundary) if tensor in self.block.gives else wanted:
+                readers = (reader for reader in self.block.select("micro_batch", "F") if tensor in reader.inputs)
+                reader_cuts = [self.cuts[reader.name] for reader in readers if reader.name in self.cuts]
+                for cuts in (*reader_cuts, boundary) if tensor in self.block.gives else reader_cuts:
                     self.fetch(op.outputs[0], _restricted(cuts, self.block.tensors[tensor].dims), "again")
 
     def fetch(self, tensor: str, cuts: Cuts, when: When, busy: Busy = None) -> Value:
@@ -125,28 +125,28 @@ class _Lowering:
 
         A linear reader gives the atoms that cut its dims (``busy``) and takes sums that are pending over others.
         """
-        root, wanted = tensor, dict(cuts)
+        root, root_cuts = tensor, dict(cuts)
         while root in self._origin:
             root, back = self._origin[root]
-            wanted = {back.get(dim, dim): atoms for dim, atoms in wanted.items()}
+            root_cuts = {back.get(dim, dim): atoms for dim, atoms in root_cuts.items()}
         if root in self._parts:
-            return self._collected(root, wanted, when, busy)
+            return self._collected(root, root_cuts, when, busy)
         if root not in self.made:
-            self._give(root, wanted)
+            self._give(root, root_cuts)
         elif self.has_inputs and self.block.tensors[root].role == "input":
-            return self._given_again(root, wanted)
-        return self._change(self.made[root], wanted, when, busy)
+            return self._given_again(root, root_cuts)
+        return self._change(self.made[root], root_cuts, when, busy)
 
-    def _reads(self, op: Op, own: Cuts, boundary: Cuts) -> list[Value]:
+    def _reads(self, op: Op, op_cuts: Cuts, boundary: Cuts) -> list[Value]:
         """Fetch the inputs of an operation in its cuts; an accumulator last: its sums wait like its addend's."""
-        busy = frozenset(atom for atoms in own.values() for atom in atoms)
+        busy = frozenset(atom for atoms in op_cuts.values() for atom in atoms)
         linear = op.kind.linear_through()
         arriving = {*self.block.takes, *self._seeds}
-        found: dict[int, Value] = {}
+        by_index: dict[int, Value] = {}
         for index, name in sorted(enumerate(op.inputs), key=lambda read: self.block.tensors[read[1]].role == "state"):
             tensor = self.block.tensors[name]
             if tensor.role == "state":
-                (addend,) = found.values()
+                (addend,) = by_index.values()
                 self._give(name, dict(addend.layout.dims), addend.layout.sums)
             root = self._origin[name][0] if name in self._origin else name
             for part in {
@@ -156,8 +156,8 @@ class _Lowering:
                 self._give(part, _restricted(boundary, self.block.tensors[part].dims))
             when: When = "again" if op.again else op.pass_
             passes = index in linear and name not in self._settled
-            found[index] = self.fetch(name, _restricted(own, tensor.dims), when, busy if passes else None)
-        return [found[index] for index in range(len(op.inputs))]
+            by_index[index] = self.fetch(name, _restricted(op_cuts, tensor.dims), when, busy if passes else None)
+        return [by_index[index] for index in range(len(op.inputs))]
 
     def _give(self, tensor: str, cuts: Cuts, sums: tuple[str, ...] = ()) -> None:
         layout = _layout(self.block.tensors[tensor].dims, cuts, sums=sums)
@@ -175,14 +175,14 @@ class _Lowering:
             self.instructions.append(Given(value=self._changed[key]))
         return self._changed[key]
 
-    def _output(self, op: Op, index: int, own: Cuts, reads: Sequence[Value]) -> Value:
+    def _output(self, op: Op, index: int, op_cuts: Cuts, reads: Sequence[Value]) -> Value:
         """Cut an output as its operation is cut; an atom of a dim that it lacks leaves a sum (or maximum) pending."""
         name = op.outputs[index]
         dims = self.block.tensors[name].dims
-        cuts = _restricted(own, dims)
+        cuts = _restricted(op_cuts, dims)
         held = {atom for atoms in cuts.values() for atom in atoms}
         read_dims = {dim for tensor in op.inputs for dim in self.block.tensors[tensor].dims}
-        lost = [atom for dim, atoms in own.items() if dim in read_dims for atom in atoms if atom not in held]
+        lost = [atom for dim, atoms in op_cuts.items() if dim in read_dims for atom in atoms if atom not in held]
         through = op.kind.linear_through()
         passed = [
             atom for number, value in enumerate(reads) if index in through.get(number, ()) for atom in value.layout.sums
@@ -194,36 +194,36 @@ class _Lowering:
 
     def _change(self, value: Value, cuts: Cuts, when: When, busy: Busy) -> Value:
         now = value.layout
-        kept = () if busy is None else tuple(atom for atom in now.sums if atom not in busy)
-        if kept == now.sums and not now.maxima and all(tuple(cuts.get(dim, ())) == atoms for dim, atoms in now.dims):
+        pending = () if busy is None else tuple(atom for atom in now.sums if atom not in busy)
+        if pending == now.sums and not now.maxima and all(tuple(cuts.get(dim, ())) == atoms for dim, atoms in now.dims):
             return value
-        wanted = _layout(tuple(dim for dim, _ in now.dims), cuts, sums=kept)
-        gathers = only_gathers(normal_layout(now, self.atoms), normal_layout(wanted, self.atoms))
+        target = _layout(tuple(dim for dim, _ in now.dims), cuts, sums=pending)
+        gathers = only_gathers(normal_layout(now, self.atoms), normal_layout(target, self.atoms))
         shared = "F" if self.keeps_gathered or not gathers else when if when in ("F", "again") else "I"
-        key = (value.name, wanted, shared)  # sums and moves are kept for later readers, gathers on some platforms
+        key = (value.name, target, shared)  # sums and moves are kept for later readers, gathers on some platforms
         if key not in self._changed:
-            self._changed[key] = self._communicate(value, wanted, "I" if when == "again" else when)
+            self._changed[key] = self._communicate(value, target, "I" if when == "again" else when)
         return self._changed[key]
 
-    def _communicate(self, value: Value, wanted: Layout, pass_: Pass) -> Value:
+    def _communicate(self, value: Value, target: Layout, pass_: Pass) -> Value:
         entry = self._entry.get(value.tensor, value.tensor)
-        path = redistribute(value.layout, wanted, self.atoms, self.price)
+        path = redistribute(value.layout, target, self.atoms, self.price)
         for number, change in enumerate(path, start=1):  # the path leaves out atoms of size 1; its end names them again
-            after = self._new(value.tensor, wanted if number == len(path) else change.after)
+            after = self._new(value.tensor, target if number == len(path) else change.after)
             self.instructions.append(
                 Communicate(entry=entry, pass_=pass_, collective=change.collective, reads=value, writes=after)
             )
             value = after
-        return Value(name=value.name, tensor=value.tensor, layout=wanted)
+        return Value(name=value.name, tensor=value.tensor, layout=target)
 
     def _collected(self, tensor: str, cuts: Cuts, when: When, busy: Busy) -> Value:
         """Add the gradients of all readers: first those with equal cuts; these sums are changed, and added."""
-        alike: dict[Layout, list[Value]] = defaultdict(list)
+        by_layout: dict[Layout, list[Value]] = defaultdict(list)
         dims = self.block.tensors[tensor].dims
         for part in self._parts[tensor]:
             value = self._part(part, tensor)
-            alike[_layout(dims, dict(value.layout.dims))].append(value)
-        added = [self._added(tensor, values) for values in alike.values()]
+            by_layout[_layout(dims, dict(value.layout.dims))].append(value)
+        added = [self._added(tensor, values) for values in by_layout.values()]
         if tensor in self._at_once:
             added = [self._change(value, dict(value.layout.dims), when, None) for value in added]
         changed = [self._change(value, cuts, when, busy) for value in added]
@@ -232,39 +232,39 @@ class _Lowering:
         return self._added(tensor, changed)
 
     def _part(self, part: str, tensor: str) -> Value:
-        """Return one contribution under the maker's names of the dims; an addition passes it on with its own cuts."""
-        found = self.made.get(part)
+        """Return a contribution to a gradient with the maker's names of the dims; an addition keeps its own cuts."""
+        value = self.made.get(part)
         if part in self._parts or part in self._seeds:
             result = self._seeds.get(part) or self.block.op(self._entry[part]).inputs[0]
             cuts = self.cuts[self._maker[result].source]
-            found = self.fetch(part, _restricted(cuts, self.block.tensors[part].dims), "I")
-        assert found, f"{part} is not made yet"
+            value = self.fetch(part, _restricted(cuts, self.block.tensors[part].dims), "I")
+        assert value, f"{part} is not made yet"
         kind = self._maker[tensor].kind
         names = dict(kind.rename) if isinstance(kind, Collect) else {}
-        dims = tuple((names.get(dim, dim), atoms) for dim, atoms in found.layout.dims)
-        return Value(name=found.name, tensor=tensor, layout=Layout(dims=dims, sums=found.layout.sums))
+        dims = tuple((names.get(dim, dim), atoms) for dim, atoms in value.layout.dims)
+        return Value(name=value.name, tensor=tensor, layout=Layout(dims=dims, sums=value.layout.sums))
 
     def _added(self, tensor: str, values: Sequence[Value]) -> Value:
-        """Add values that are cut alike; where only some are pending over an atom, one rank counts the others."""
+        """Add values that are cut alike; where only some are pending over an atom, one rank counts the rest."""
         if len(values) == 1:
             return values[0]
         pending = tuple(dict.fromkeys(atom for value in values for atom in value.layout.sums))
-        alike: list[Value] = []
+        aligned: list[Value] = []
         for value in values:
             missing = tuple(atom for atom in pending if atom not in value.layout.sums)
             layout = Layout(dims=value.layout.dims, sums=pending)
             if not missing:
-                alike.append(Value(name=value.name, tensor=value.tensor, layout=layout))
+                aligned.append(Value(name=value.name, tensor=value.tensor, layout=layout))
                 continue
             key = (value.name, layout, "F")
             if key not in self._changed:
                 self._changed[key] = self._new(value.tensor, layout)
                 self.instructions.append(CountOnce(atoms=missing, reads=value, writes=self._changed[key]))
-            alike.append(self._changed[key])
-        key = (" + ".join(value.name for value in alike), alike[0].layout, "F")
+            aligned.append(self._changed[key])
+        key = (" + ".join(value.name for value in aligned), aligned[0].layout, "F")
         if key not in self._changed:
-            self._changed[key] = self._new(tensor, alike[0].layout)
-            self.instructions.append(Sum(reads=tuple(alike), writes=self._changed[key]))
+            self._changed[key] = self._new(tensor, aligned[0].layout)
+            self.instructions.append(Sum(reads=tuple(aligned), writes=self._changed[key]))
         return self._changed[key]
 
     def _new(self, tensor: str, layout: Layout) -> Value:

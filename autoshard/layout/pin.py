@@ -43,17 +43,17 @@ class Pin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpPins:
-    """What pins fix of one operation: the cuts of dims, and the dims along which an atom must leave a sum pending."""
+    """The constraints that pins put on an operation: cuts of dims, and dims over which an atom leaves a sum pending."""
 
     cuts: Cuts = field(default_factory=dict[str, tuple[str, ...]])
     sums: Mapping[str, Dims] = field(default_factory=dict[str, Dims])
     origin: str = ""
 
     def leaves(self, atom: str, dims: Sequence[str]) -> tuple[str, ...]:
-        """Return which of some dims an atom may still cut; an empty name stands for none of them."""
-        wanted = [dim for dim, cut in self.cuts.items() if atom in cut]
-        if wanted:
-            return tuple(dim for dim in dims if dim in wanted)
+        """Return the dims among ``dims`` that an atom may still cut; an empty name stands for no dim."""
+        pinned_dims = [dim for dim, cut in self.cuts.items() if atom in cut]
+        if pinned_dims:
+            return tuple(dim for dim in dims if dim in pinned_dims)
         return tuple(dim for dim in dims if dim not in self.cuts and dim in self.sums.get(atom, dims))
 
 
@@ -70,7 +70,7 @@ def parse_pin(text: str, origin: str) -> Pin:
         return Pin(tensor=name.strip(), layout=Layout.parse(layout), origin=origin)
     except InputError as error:
         raise InputError(
-            Fault(where=f"{origin} {name.strip()}", message=each.message) for each in error.faults
+            Fault(where=f"{origin} {name.strip()}", message=fault.message) for fault in error.faults
         ) from error
 
 
@@ -105,21 +105,21 @@ class PinConstraints:
     sums: Mapping[str, Mapping[str, Dims]]
 
     def of_block(self, kind: str) -> Mapping[str, OpPins]:
-        """Return what is fixed of each operation of a block."""
-        found: dict[str, OpPins] = {}
+        """Return the constraints of each operation of a block."""
+        pins_by_op: dict[str, OpPins] = {}
         for target in {*self.cuts, *self.sums}:
             if target.startswith(f"{kind}."):
                 pinned = self.cuts.get(target, {})
-                found[target.removeprefix(f"{kind}.")] = OpPins(
-                    cuts={dim: one.atoms for dim, one in pinned.items()},
+                pins_by_op[target.removeprefix(f"{kind}.")] = OpPins(
+                    cuts={dim: cut.atoms for dim, cut in pinned.items()},
                     sums=self.sums.get(target, {}),
-                    origin=" and ".join(dict.fromkeys(str(one.pin) for one in pinned.values())),
+                    origin=" and ".join(dict.fromkeys(str(cut.pin) for cut in pinned.values())),
                 )
-        return found
+        return pins_by_op
 
 
 def pin_constraints(graph: OpGraph, pins: Iterable[Pin]) -> PinConstraints:
-    """Read what pins fix in the blocks of a step; one InputError holds every fault and every conflict."""
+    """Read the constraints of pins on the blocks of a step; one InputError holds every fault and every conflict."""
     targets, pins = _PinTargets(graph), tuple(pins)
     faults = dict.fromkeys(fault for pin in pins for fault in _pin_faults(targets, pin))
     if faults:
@@ -159,7 +159,7 @@ class _PinTarget:
 
     def sources(self, dim: str) -> Dims:
         """Return the dims that an atom cuts when it cuts this one: itself, or those to which it is tied."""
-        return tuple(one for one in self.tied.get(dim, (dim,)) if one in self.free)
+        return tuple(source for source in self.tied.get(dim, (dim,)) if source in self.free)
 
 
 class _PinTargets:
@@ -190,14 +190,14 @@ class _PinTargets:
                     self.dims[prefix + name] = block.tensors[name].dims
                     self.of_tensor[prefix + name] = []
                     self.named[name] = (*self.named.get(name, ()), prefix + name)
-        made = {name for op in ops for name in op.outputs}
-        groups: dict[str, list[str]] = defaultdict(list)  # a queue and those who read its numbers
+        outputs = {name for op in ops for name in op.outputs}
+        groups: dict[str, list[str]] = defaultdict(list)  # queue -> the operations that read its numbers
         for reader, queue in queues(block).items():
             groups[queue.name].append(reader)
         aligned = {name: (queue, *readers) for queue, readers in groups.items() for name in (queue, *readers)}
-        for op in sorted(ops, key=lambda one: one.name):
+        for op in sorted(ops, key=lambda operation: operation.name):
             self.by_name[prefix + op.name] = _target(block, op, prefix, aligned.get(op.name, ()))
-            for name in {*op.inputs} - made | {*op.outputs}:
+            for name in {*op.inputs} - outputs | {*op.outputs}:
                 self.of_tensor[prefix + name].append(prefix + op.name)
         for name in (*block.takes, *(name for name in block.gives if block.tensors[name].dims)):
             self.by_name[BOUNDARY] = _PinTarget(name=BOUNDARY, dims=self.dims[prefix + name])
@@ -211,8 +211,8 @@ def _target(block: Block, op: Op, prefix: str, aligned: tuple[str, ...]) -> _Pin
     summed: dict[str, Dims] = {}
     for name in op.outputs:  # it sums over what it reads and this output lacks, unless that lives on in a tied dim
         dims = block.tensors[name].dims
-        left = {*dims, *op.kind.whole_dims(), *tied, *(one for dim in dims for one in tied.get(dim, ()))}
-        summed[prefix + name] = tuple(dim for dim in read if dim not in left)
+        live_dims = {*dims, *op.kind.whole_dims(), *tied, *(source for dim in dims for source in tied.get(dim, ()))}
+        summed[prefix + name] = tuple(dim for dim in read if dim not in live_dims)
     return _PinTarget(
         name=prefix + op.name,
         dims=op_dims(block, op),
@@ -225,7 +225,7 @@ def _target(block: Block, op: Op, prefix: str, aligned: tuple[str, ...]) -> _Pin
 
 
 def _pin_faults(targets: _PinTargets, pin: Pin) -> Iterator[Fault]:
-    """Yield what is wrong with one pin by itself."""
+    """Yield the faults of a pin by itself."""
     names = targets.named.get(pin.tensor, ())
     if not names:
         message = f"no tensor of the forward pass has this name. {nearest(pin.tensor, list(targets.named))}"
@@ -238,7 +238,7 @@ def _pin_faults(targets: _PinTargets, pin: Pin) -> Iterator[Fault]:
             continue
         if not targets.of_tensor[name]:
             yield pin.fault(f"no operation of the forward pass reads {name}: nothing would change")
-        for target in (targets.by_name[one] for one in targets.of_tensor[name]):
+        for target in (targets.by_name[target_name] for target_name in targets.of_tensor[name]):
             for dim, cut in pin.layout.dims:
                 if cut and not target.sources(dim):
                     reason = f"{target.name} needs {dim} whole: it cannot be cut over {show_atoms(cut)}"
@@ -265,7 +265,7 @@ class _Collector:
 
     def add(self, pin: Pin, name: str) -> None:
         """Record the cuts and pending sums that a pin fixes at the targets of its tensor."""
-        for target in (self.targets.by_name[one] for one in self.targets.of_tensor[name]):
+        for target in (self.targets.by_name[target_name] for target_name in self.targets.of_tensor[name]):
             path = _path(name, target.name)
             for dim, cut in pin.layout.dims:
                 self._pin(target, dim, PinnedCut(atoms=cut, pin=pin, path=path))
@@ -283,54 +283,60 @@ class _Collector:
                 for source, run in (runs or {}).items():
                     self._pin(target, source, PinnedCut(atoms=run, pin=cut.pin, path=cut.path))
                 if runs is None:  # blame the first pin that leaves no fitting runs by itself, or with the others
-                    others, pinned = " and ".join(target.tied[dim]), self.cuts[name]
-                    sources = [one for one in target.sources(dim) if one in pinned]
-                    alone = [one for one in sources if _runs(target, dim, cut.atoms, {one: pinned[one]}) is None]
-                    clash = f"{name} has {dim} cut as {others}"
-                    self._conflict(clash, pinned[(*alone, *sources)[0]], cut, f"Cut {dim} as you cut {others}")
+                    source_text, pinned = " and ".join(target.tied[dim]), self.cuts[name]
+                    sources = [candidate for candidate in target.sources(dim) if candidate in pinned]
+                    alone = [
+                        candidate
+                        for candidate in sources
+                        if _runs(target, dim, cut.atoms, {candidate: pinned[candidate]}) is None
+                    ]
+                    clash = f"{name} has {dim} cut as {source_text}"
+                    self._conflict(clash, pinned[(*alone, *sources)[0]], cut, f"Cut {dim} as you cut {source_text}")
 
     def verify(self) -> None:
         """Note where an atom would have two uses in one operation."""
         for name, pinned in sorted(self.cuts.items()):
             target = self.targets.by_name[name]
-            for one, two in itertools.combinations([dim for dim in target.free if dim in pinned], 2):
-                both = tuple(atom for atom in pinned[one].atoms if atom in pinned[two].atoms)
+            for first_dim, second_dim in itertools.combinations([dim for dim in target.free if dim in pinned], 2):
+                both = tuple(atom for atom in pinned[first_dim].atoms if atom in pinned[second_dim].atoms)
                 if both:
-                    clash = f"{name} cannot use {show_atoms(both)} for {one} and for {two}"
-                    self._conflict(clash, pinned[one], pinned[two], "Give them different atoms")
+                    clash = f"{name} cannot use {show_atoms(both)} for {first_dim} and for {second_dim}"
+                    self._conflict(clash, pinned[first_dim], pinned[second_dim], "Give them different atoms")
             self._verify_sums(target)
 
     def _verify_sums(self, target: _PinTarget) -> None:
         """Note where an atom should leave a sum pending, but is used elsewhere or has no dim to be summed over."""
         pinned = self.cuts[target.name]
         for atom, summed in self.sums.get(target.name, {}).items():
-            taken = all(dim in pinned and atom not in pinned[dim].atoms for dim in summed)
+            is_blocked = all(dim in pinned and atom not in pinned[dim].atoms for dim in summed)
             used = [dim for dim in target.free if dim in pinned and dim not in summed and atom in pinned[dim].atoms]
-            for dim in used or (summed if taken else ()):
+            for dim in used or (summed if is_blocked else ()):
                 clash = f"{target.name} has {dim} {pinned[dim]}, and no sum stays pending over {atom}"
                 pending = self._pending[target.name, atom]
                 self._conflict(clash, pinned[dim], pending, "Leave a dim free to be summed over")
 
     def _pin(self, target: _PinTarget, dim: str, cut: PinnedCut) -> None:
         """Note a cut here and, for linked dims, at all aligned operations."""
-        linked = {*target.tied, *(one for others in target.tied.values() for one in others)}
+        linked = {*target.tied, *(source for sources in target.tied.values() for source in sources)}
         everywhere = target.aligned and dim in linked
         for name in target.aligned if everywhere else (target.name,):
             path = cut.path if name == target.name else _path(*cut.path, target.aligned[0], name)
-            own = PinnedCut(atoms=cut.atoms, pin=cut.pin, path=path)
-            first = self.cuts.setdefault(name, {}).setdefault(dim, own)
-            if first.atoms != own.atoms:
-                clash = f"{name} cannot have {dim} {first} and {own}"
-                self._conflict(clash, first, own, "Give them the same cut")
+            new_cut = PinnedCut(atoms=cut.atoms, pin=cut.pin, path=path)
+            first = self.cuts.setdefault(name, {}).setdefault(dim, new_cut)
+            if first.atoms != new_cut.atoms:
+                clash = f"{name} cannot have {dim} {first} and {new_cut}"
+                self._conflict(clash, first, new_cut, "Give them the same cut")
 
-    def _conflict(self, clash: str, one: PinnedCut, two: PinnedCut, advice: str) -> None:
+    def _conflict(self, clash: str, first: PinnedCut, second: PinnedCut, advice: str) -> None:
         """Note two pins that exclude each other once, where the path between them is shortest."""
-        one, two = sorted((one, two), key=lambda cut: self._pins.index(cut.pin))
-        length = len(one.path) + len(two.path)
-        if (one.pin, two.pin) not in self.conflicts or length < self.conflicts[one.pin, two.pin][0]:
-            chain = _chain(one.path, two.path)
-            message = f"{one.pin} and {two.pin} exclude each other: {clash} ({chain}). {advice}, or leave one pin out"
-            self.conflicts[one.pin, two.pin] = length, Fault(where="pins", message=message)
+        first, second = sorted((first, second), key=lambda cut: self._pins.index(cut.pin))
+        length = len(first.path) + len(second.path)
+        if (first.pin, second.pin) not in self.conflicts or length < self.conflicts[first.pin, second.pin][0]:
+            chain = _chain(first.path, second.path)
+            message = (
+                f"{first.pin} and {second.pin} exclude each other: {clash} ({chain}). {advice}, or leave one pin out"
+            )
+            self.conflicts[first.pin, second.pin] = length, Fault(where="pins", message=message)
 
 
 def _runs(target: _PinTarget, dim: str, atoms: tuple[str, ...], pinned: Mapping[str, PinnedCut]) -> Cuts | None:

@@ -93,7 +93,7 @@ class Program:
     def by_pass(self, *handed_on: str) -> PassInstructions:
         """Split the instructions by pass: forward has those of pass F and those that they need, backward all others.
 
-        ``handed_on`` names the tensors that forward makes for others.
+        ``handed_on`` names the tensors that forward makes for neighbouring blocks.
         """
         forward, backward = _needed(self.instructions, {self.results[name].name for name in handed_on}, "F")
         late = {name for entry in backward if pass_of(entry) == "W" for name in written_by(entry)}
@@ -113,8 +113,10 @@ class Program:
 
 def inputs_of(entries: Sequence[Instruction]) -> tuple[Value, ...]:
     """Return the values that instructions read and do not make themselves, each once."""
-    made = {name for entry in entries for name in written_by(entry)}
-    return tuple({one.name: one for entry in entries for one in values_read(entry) if one.name not in made}.values())
+    written = {name for entry in entries for name in written_by(entry)}
+    return tuple(
+        {value.name: value for entry in entries for value in values_read(entry) if value.name not in written}.values()
+    )
 
 
 def pass_of(entry: Instruction) -> Pass | None:
@@ -161,17 +163,17 @@ def values_read(entry: Instruction) -> tuple[Value, ...]:
 
 
 def _needed(
-    instructions: Sequence[Instruction], wanted: Collection[str], pass_: Pass
+    instructions: Sequence[Instruction], names: Collection[str], pass_: Pass
 ) -> tuple[tuple[Instruction, ...], tuple[Instruction, ...]]:
-    """Split instructions into those of a pass, with those of no pass that they or ``wanted`` need, and all others."""
-    needed = set(wanted)
-    mine: list[Instruction] = []
-    others: list[Instruction] = []
+    """Split instructions into those of a pass, with those of no pass that they or ``names`` need, and the rest."""
+    needed = set(names)
+    chosen: list[Instruction] = []
+    remaining: list[Instruction] = []
     for entry in reversed(instructions):
-        own = pass_of(entry)
-        if own == pass_ or (needed.intersection(written_by(entry)) and own in (None, "F")):
-            mine.append(entry)
+        entry_pass = pass_of(entry)
+        if entry_pass == pass_ or (needed.intersection(written_by(entry)) and entry_pass in (None, "F")):
+            chosen.append(entry)
             needed.update(read_by(entry))
         else:
-            others.append(entry)
-    return tuple(reversed(mine)), tuple(reversed(others))
+            remaining.append(entry)
+    return tuple(reversed(chosen)), tuple(reversed(remaining))

@@ -42,8 +42,8 @@ def _shortest(start: Layout, goal: Layout, price: Price) -> tuple[Change, ...]:
     settled = {*start.sums, *start.maxima} & {*goal.sums, *goal.maxima}  # pending in both, or cutting alike outermost
     ends = dict(goal.dims)
     for dim, cut in start.dims:
-        alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(cut, ends[dim], strict=False))
-        settled |= {atom for atom, _ in alike}
+        shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(cut, ends[dim], strict=False))
+        settled |= {atom for atom, _ in shared}
     allowed = frozenset((*_used(start), *_used(goal))) - settled
     queue: list[tuple[float, int, str, Layout, tuple[Change, ...]]] = [(0.0, 0, "", start, ())]
     done: set[Layout] = set()
@@ -116,8 +116,8 @@ def only_gathers(before: Layout, after: Layout) -> bool:
     """
     if (before.sums, before.maxima) != (after.sums, after.maxima):
         return False
-    cutting, left = ({atom for _, cut in layout.dims for atom in cut} for layout in (before, after))
-    return bool(cutting - left)
+    cutting, remaining = ({atom for _, cut in layout.dims for atom in cut} for layout in (before, after))
+    return bool(cutting - remaining)
 
 
 def single_changes(layout: Layout, allowed: Set[str]) -> tuple[Change, ...]:
@@ -141,12 +141,12 @@ def _gathers_and_moves(layout: Layout, allowed: Set[str]) -> Iterator[Change]:
     for dim, cut in layout.dims:
         movable = len(tuple(itertools.takewhile(allowed.__contains__, reversed(cut))))
         for count in range(1, movable + 1):
-            kept, moved = cut[:-count], cut[-count:]
-            yield _change(layout, Collective(kind="all_gather", dim=dim, atoms=moved), {dim: kept})
-            for other, others in layout.dims:
-                if other != dim:
-                    changed = {dim: kept, other: (*others, *moved)}
-                    yield _change(layout, Collective(kind="all_to_all", dim=dim, atoms=moved, to_dim=other), changed)
+            rest, moved = cut[:-count], cut[-count:]
+            yield _change(layout, Collective(kind="all_gather", dim=dim, atoms=moved), {dim: rest})
+            for to_dim, to_cut in layout.dims:
+                if to_dim != dim:
+                    changed = {dim: rest, to_dim: (*to_cut, *moved)}
+                    yield _change(layout, Collective(kind="all_to_all", dim=dim, atoms=moved, to_dim=to_dim), changed)
 
 
 def _sums_and_slices(layout: Layout, allowed: Set[str]) -> Iterator[Change]:

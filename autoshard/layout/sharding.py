@@ -52,12 +52,15 @@ class Sharding:
         read: dict[str, list[Layout]] = defaultdict(list)
         for value in program.kept():
             read[value.tensor].append(value.layout)
-        found: dict[str, list[Layout]] = defaultdict(list)  # where only the kernel that keeps it knows what it reads
-        for value in {one.name: one for entry in computes.values() for one in entry.reads}.values():
-            found[value.tensor].append(value.layout)
+        # These layouts count where only the kernel that saves a tensor knows which tensors it reads.
+        read_layouts: dict[str, list[Layout]] = defaultdict(list)
+        for value in {
+            read_value.name: read_value for entry in computes.values() for read_value in entry.reads
+        }.values():
+            read_layouts[value.tensor].append(value.layout)
         waiting = program.waiting(block.gives[0])
-        given = {entry.value.name for entry in program.instructions if isinstance(entry, Given)}
-        changed = [value for value in program.kept() if value.name not in given]
+        given_names = {entry.value.name for entry in program.instructions if isinstance(entry, Given)}
+        changed = [value for value in program.kept() if value.name not in given_names]
         sent: list[Message] = []
         for change in program.collectives():  # a message is largest where fewest atoms cut it
             largest = change.writes if change.collective.kind == "all_gather" else change.reads
@@ -70,7 +73,7 @@ class Sharding:
         return cls(
             op_cuts=op_cuts,
             kept_cuts={
-                entry.storage: _kept(entry, read[entry.storage] or found[entry.storage], op_cuts)
+                entry.storage: _kept(entry, read[entry.storage] or read_layouts[entry.storage], op_cuts)
                 for entry in block.saved
             },
             input_cuts=_by_tensor(block, changed, ("input",)),
@@ -88,19 +91,19 @@ def _kept(entry: Saved, read: Sequence[Layout], op_cuts: Mapping[str, Cuts]) -> 
     A kernel may keep a tensor under its readers' names of the dims; positions correspond.
     """
     if read:
-        return tuple(one.named(entry.tensor.dims).cuts for one in read)
+        return tuple(layout.named(entry.tensor.dims).cuts for layout in read)
     assert entry.op, f"{entry.storage} is kept, but nothing says how it is cut"
     return ({dim: cut for dim, cut in op_cuts[entry.op].items() if dim in entry.tensor.dims},)
 
 
 def _by_tensor(block: Block, values: Sequence[Value], roles: tuple[Role, ...]) -> Mapping[str, tuple[Cuts, ...]]:
     """Return the layouts of values by tensor, for tensors of some roles."""
-    found: dict[str, tuple[Cuts, ...]] = {}
+    cuts_by_tensor: dict[str, tuple[Cuts, ...]] = {}
     for value in values:
         tensor = block.tensors[value.tensor]
         if tensor.role in roles:
-            found[tensor.name] = (*found.get(tensor.name, ()), value.layout.named(tensor.dims).cuts)
-    return found
+            cuts_by_tensor[tensor.name] = (*cuts_by_tensor.get(tensor.name, ()), value.layout.named(tensor.dims).cuts)
+    return cuts_by_tensor
 
 
 def _rings(block: Block, computes: Mapping[str, Compute]) -> Iterator[Message]:

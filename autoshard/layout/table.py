@@ -1,4 +1,4 @@
-"""The plan's table of a block: one Strategy line per operation, read off a program, checked, and turned into one again.
+"""The plan's table of a block: a Strategy line per operation, read off a program, checked, and turned into a program.
 
 An edited line either changes the collectives that are executed, where they still lead from the layout before to the
 layout after, or is refused with the line that would be right.
@@ -67,29 +67,29 @@ class Strategy:
     def parse(cls, text: str) -> "Strategy":
         """Read the text form."""
         layouts, *parts = text.split(" | ")
-        taken, arrow, given = layouts.partition(" -> ")
-        if not arrow or not given:
+        inputs_text, arrow, outputs_text = layouts.partition(" -> ")
+        if not arrow or not outputs_text:
             raise InputError.of("", f"{text!r} is not a strategy. Write it like {_EXAMPLE!r}")
-        found = {name: content for name, _, content in (part.partition(" ") for part in parts)}
-        unknown = sorted(found.keys() - {"ring", "F", "I", "save", "W"})
-        if unknown or len(found) < len(parts):
+        sections = {name: content for name, _, content in (part.partition(" ") for part in parts)}
+        unknown = sorted(sections.keys() - {"ring", "F", "I", "save", "W"})
+        if unknown or len(sections) < len(parts):
             raise InputError.of("", f"{text!r} has parts {unknown or 'twice'}; known: ring, F, I, save, W, each once")
-        saved = [name for name in found.get("save", "").split(", ") if name]
-        if saved != [kept for kept in get_args(Kept) if kept in saved]:
-            raise InputError.of("", f"'save {found['save']}' is none of 'save in', 'save out', 'save in, out'")
-        atoms, _, hop = found.get("ring", "").partition(", ")
-        ring = Collective.parse(hop) if "ring" in found else None
+        saved = [name for name in sections.get("save", "").split(", ") if name]
+        if saved != [side for side in get_args(Kept) if side in saved]:
+            raise InputError.of("", f"'save {sections['save']}' is none of 'save in', 'save out', 'save in, out'")
+        atoms, _, hop = sections.get("ring", "").partition(", ")
+        ring = Collective.parse(hop) if "ring" in sections else None
         if ring and show_atoms(ring.atoms) != atoms:
             right = f"write 'ring {show_atoms(ring.atoms)}, {ring}'"
             raise InputError.of("", f"a ring over {atoms} does not travel by {ring}; {right}")
         return cls(
-            inputs=_parse_layouts(taken),
-            outputs=_parse_layouts(given),
+            inputs=_parse_layouts(inputs_text),
+            outputs=_parse_layouts(outputs_text),
             ring=ring,
-            forward=_parse_chains(found.get("F", "")),
-            backward=_parse_chains(found.get("I", "")),
+            forward=_parse_chains(sections.get("F", "")),
+            backward=_parse_chains(sections.get("I", "")),
             saved=cast(tuple[Kept, ...], tuple(saved)),
-            weights=_parse_chains(found.get("W", "")),
+            weights=_parse_chains(sections.get("W", "")),
         )
 
     @property
@@ -98,9 +98,9 @@ class Strategy:
         return {"F": self.forward, "I": self.backward, "W": self.weights}
 
     def mapped(self, layout: Callable[[Layout], Layout], chain: Callable[[Chain], Chain]) -> "Strategy":
-        """Return the same with other layouts and chains; a chain that becomes empty is left out."""
+        """Return the Strategy with other layouts and chains; a chain that becomes empty is left out."""
         forward, backward, weights = (
-            tuple(real for one in chains if (real := chain(one))) for chains in self.lists.values()
+            tuple(new for old in chains if (new := chain(old))) for chains in self.lists.values()
         )
         return replace(
             self,
@@ -126,27 +126,27 @@ class Strategy:
 
 
 def strategies(program: Program, block: Block) -> Mapping[str, Strategy]:
-    """Read one Strategy per forward operation off a lowered program, then those of what enters and leaves the block."""
+    """Read a Strategy per forward operation off a lowered program, then those of tensors at the ends of the block."""
     changes = collective_chains(program)
     computes = {entry.op.name: entry for entry in program.instructions if isinstance(entry, Compute)}
-    made: dict[str, Value] = {}  # every tensor as it was given or computed, before any change
+    first_values: dict[str, Value] = {}  # tensor -> its value before any change of layout
     for entry in program.instructions:
         values = (entry.value,) if isinstance(entry, Given) else entry.writes if isinstance(entry, Compute) else ()
-        made |= {value.tensor: value for value in values}
+        first_values |= {value.tensor: value for value in values}
     later = (entry for entry in program.instructions if pass_of(entry) in ("I", "W"))
     read = {name for entry in later for name in read_by(entry)}
-    found: dict[str, Strategy] = {}
+    by_entry: dict[str, Strategy] = {}
     for op in block.select("micro_batch", "F"):
         if isinstance(op.kind, Deliver):
-            found[op.name] = _delivered(op.kind, made[op.inputs[0]], changes.get(op.name, {}), read)
+            by_entry[op.name] = _delivered(op.kind, first_values[op.inputs[0]], changes.get(op.name, {}), read)
         else:
-            found[op.name] = _computed(block, computes[op.name], computes.values())
-    for entry, lists in changes.items():  # a change where a block begins or ends: of its result, or of an input
-        if entry not in found:
+            by_entry[op.name] = _computed(block, computes[op.name], computes.values())
+    for entry, lists in changes.items():  # a block's result or input changes where the block ends or begins
+        if entry not in by_entry:
             first = next(chain for chains in lists.values() for chain in chains)
             ends = Strategy(inputs=(first[0].reads.layout,), outputs=(first[-1].writes.layout,))
-            found[entry] = _with_lists(ends, lists)
-    return found
+            by_entry[entry] = _with_lists(ends, lists)
+    return by_entry
 
 
 Lists = Mapping[Pass, Sequence[Sequence[Communicate]]]
@@ -154,29 +154,29 @@ Lists = Mapping[Pass, Sequence[Sequence[Communicate]]]
 
 def collective_chains(program: Program) -> Mapping[str, Lists]:
     """Return per entry and pass the chains of collectives, in order."""
-    found: dict[str, dict[Pass, list[list[Communicate]]]] = defaultdict(lambda: {name: [] for name in get_args(Pass)})
+    entries: dict[str, dict[Pass, list[list[Communicate]]]] = defaultdict(lambda: {name: [] for name in get_args(Pass)})
     for change in program.collectives():
-        chains = found[change.entry][change.pass_]
+        chains = entries[change.entry][change.pass_]
         if chains and chains[-1][-1].writes.name == change.reads.name:
             chains[-1].append(change)
         else:
             chains.append([change])
-    return found
+    return entries
 
 
-def _delivered(kind: Deliver, made: Value, lists: Lists, read: Collection[str]) -> Strategy:
-    """Return the Strategy of a deliver; it keeps those of its values that backward reads or changes again."""
+def _delivered(kind: Deliver, root: Value, lists: Lists, read: Collection[str]) -> Strategy:
+    """Return the Strategy of a deliver; the deliver saves the values that backward reads or changes again."""
     ends = [chain[-1].writes for chain in lists.get("F", ())]
-    outputs = [value.layout.named(kind.renamed(tuple(dim for dim, _ in value.layout.dims))) for value in ends or [made]]
-    saved: tuple[Kept, ...] = ("in",) if made.name in read else ()
+    outputs = [value.layout.named(kind.renamed(tuple(dim for dim, _ in value.layout.dims))) for value in ends or [root]]
+    saved: tuple[Kept, ...] = ("in",) if root.name in read else ()
     if any(value.name in read for value in ends):
         saved = (*saved, "out")
-    return _with_lists(Strategy(inputs=(made.layout,), outputs=tuple(outputs), saved=saved), lists)
+    return _with_lists(Strategy(inputs=(root.layout,), outputs=tuple(outputs), saved=saved), lists)
 
 
-def _computed(block: Block, compute: Compute, others: Iterable[Compute]) -> Strategy:
+def _computed(block: Block, compute: Compute, computes: Iterable[Compute]) -> Strategy:
     names = [block.tensors[name].dims for name in compute.op.inputs]  # keys are made along seq, and read along kv_seq
-    rings = [entry.ring for entry in others if entry.op.source == compute.op.name and entry.op.pass_ == "I"]
+    rings = [entry.ring for entry in computes if entry.op.source == compute.op.name and entry.op.pass_ == "I"]
     hops = [replace(ring[0], repeat=len(ring)) for ring in (compute.ring, *rings) if ring]  # all alike
     return Strategy(
         inputs=tuple(value.layout.named(dims) for value, dims in zip(compute.reads, names, strict=True)),
@@ -188,7 +188,8 @@ def _computed(block: Block, compute: Compute, others: Iterable[Compute]) -> Stra
 
 def _with_lists(strategy: Strategy, lists: Lists) -> Strategy:
     chains = {
-        name: tuple(tuple(change.collective for change in chain) for chain in found) for name, found in lists.items()
+        name: tuple(tuple(change.collective for change in chain) for chain in pass_chains)
+        for name, pass_chains in lists.items()
     }
     return replace(strategy, forward=chains.get("F", ()), backward=chains.get("I", ()), weights=chains.get("W", ()))
 
@@ -202,10 +203,10 @@ def _show_chains(chains: Iterable[Chain]) -> str:
 
 
 def _parse_layouts(text: str) -> tuple[Layout, ...]:
-    found = _LAYOUT.findall(text)
-    if ", ".join(found) != text:
+    layout_texts = _LAYOUT.findall(text)
+    if ", ".join(layout_texts) != text:
         raise InputError.of("", f"{text!r} is not a list of layouts. Write it like '[batch/dp, seq], [seq/tp] +cp'")
-    return tuple(Layout.parse(part) for part in found)
+    return tuple(Layout.parse(part) for part in layout_texts)
 
 
 def _parse_chains(text: str) -> tuple[Chain, ...]:
@@ -238,9 +239,9 @@ class TableSetting:
         return {dim: tuple(atom for atom in cut if self.atoms.get(atom, 1) > 1) for dim, cut in cuts.items()}
 
 
-def written(found: Mapping[str, Strategy], atoms: Sizes) -> Table:
+def written(by_entry: Mapping[str, Strategy], atoms: Sizes) -> Table:
     """Write Strategies as lines; an axis of which one atom is of size 1 is named whole."""
-    return {name: str(_with_whole_axes(entry, atoms)) for name, entry in found.items()}
+    return {name: str(_with_whole_axes(entry, atoms)) for name, entry in by_entry.items()}
 
 
 def program_of(block: Block, table: Table, setting: TableSetting) -> Program:
@@ -253,10 +254,10 @@ def program_of(block: Block, table: Table, setting: TableSetting) -> Program:
     program = setting.lowered(block, cuts)
     derived, atoms = strategies(program, block), setting.atoms
     real = {name: _normal(line, atoms) for name, line in lines.items()}
-    absent, known = written(derived, atoms), list(derived)
+    absent, known_names = written(derived, atoms), list(derived)
     wrong = [
         *(
-            Fault(where=name, message=f"no operation of this name. {nearest(name, known)}")
+            Fault(where=name, message=f"no operation of this name. {nearest(name, known_names)}")
             for name in lines.keys() - derived
         ),
         *(Fault(where=name, message=f"has no line; it would be: {absent[name]}") for name in derived.keys() - lines),
@@ -292,29 +293,29 @@ def _fitted_line(text: str, atoms: Sizes) -> str:
 
 
 def _parsed(block: Block, table: Table, atoms: Sizes) -> Mapping[str, Strategy]:
-    found, lines = Faults(), dict[str, Strategy]()
+    faults, lines = Faults(), dict[str, Strategy]()
     for name, text in table.items():
-        with found.of(name):
+        with faults.of(name):
             lines[name] = _with_own_axes(Strategy.parse(text), atoms)
     absent = [op.name for op in cut_operations(block) if op.name not in table]
-    found += [Fault(where=name, message="this operation has no line") for name in absent]
-    found.refuse()
+    faults += [Fault(where=name, message="this operation has no line") for name in absent]
+    faults.refuse()
     return lines
 
 
 def _cuts_of(op: Op, line: Strategy) -> Cuts:
-    """Read the cuts of an operation off the layouts of what it reads and makes; tied dims may stand in none of them."""
+    """Read the cuts of an operation off the layouts of its inputs and outputs; these may lack tied dims."""
     cuts: dict[str, tuple[str, ...]] = {}
     for layout in (*line.inputs, *line.outputs):
         for dim, atoms in layout.dims:
             cuts[dim] = cuts.get(dim) or atoms
-    for dim, others in op.kind.tied_dims():
-        cuts[dim] = cuts.get(dim) or tuple(atom for other in others for atom in cuts.get(other, ()))
+    for dim, source_dims in op.kind.tied_dims():
+        cuts[dim] = cuts.get(dim) or tuple(atom for source_dim in source_dims for atom in cuts.get(source_dim, ()))
     return {dim: atoms for dim, atoms in cuts.items() if atoms}
 
 
 def _changed_layouts(lines: Mapping[str, Strategy], derived: Mapping[str, Strategy], atoms: Sizes) -> Iterator[Fault]:
-    """Yield the lines whose layouts, or counts of chains, do not follow from what their neighbours state."""
+    """Yield a fault per line whose layouts, or counts of chains, do not follow from the lines of its neighbours."""
     for name in sorted(lines.keys() & derived.keys()):
         line, right = lines[name], _normal(derived[name], atoms)
         same = all(getattr(line, part) == getattr(right, part) for part in ("inputs", "outputs", "ring", "saved"))
@@ -339,33 +340,33 @@ def _with_line(program: Program, name: str, line: Strategy, right: Strategy, ato
 def _replaced(program: Program, old: Sequence[Communicate], chain: Chain, atoms: Sizes) -> Program:
     """Put other collectives in the place of a chain; they must lead from the same layout to the same layout."""
     value, goal = old[0].reads, old[-1].writes
-    made: list[Instruction] = []
+    new_changes: list[Instruction] = []
     for number, collective in enumerate(chain):
         changes = single_changes(normal_layout(value.layout, atoms), set(atoms))
-        wanted = _real((collective,), atoms)
-        change = next((change for change in changes if _real((change.collective,), atoms) == wanted), None)
-        if wanted and change is None:
+        target = _real((collective,), atoms)
+        change = next((change for change in changes if _real((change.collective,), atoms) == target), None)
+        if target and change is None:
             raise InputError.of("", f"{collective} cannot follow {value.layout}")
         name = goal.name if number == len(chain) - 1 else f"{goal.name}.{number}"
         after = replace(goal, name=name, layout=change.after if change else value.layout)
-        made.append(replace(old[0], collective=collective, reads=value, writes=after))
+        new_changes.append(replace(old[0], collective=collective, reads=value, writes=after))
         value = after
     if normal_layout(value.layout, atoms) != normal_layout(goal.layout, atoms):
         raise InputError.of("", f"{', '.join(map(str, chain))} ends in {value.layout}, not in {goal.layout}")
     first = program.instructions.index(old[0])
-    kept = [entry for entry in program.instructions if entry not in old]
-    return replace(program, instructions=(*kept[:first], *made, *kept[first:]))
+    remaining = [entry for entry in program.instructions if entry not in old]
+    return replace(program, instructions=(*remaining[:first], *new_changes, *remaining[first:]))
 
 
 def _real(chain: Chain, atoms: Sizes) -> Chain:
     """Leave out atoms of size 1, and collectives over nothing else; a sum may name its atoms in any order."""
-    found: list[Collective] = []
+    real_chain: list[Collective] = []
     for collective in chain:
         real = tuple(atom for atom in collective.atoms if atoms.get(atom, 1) > 1)
         if real:
             ordered = tuple(sorted(real)) if collective.kind.startswith("all_reduce") else real
-            found.append(replace(collective, atoms=ordered))
-    return tuple(found)
+            real_chain.append(replace(collective, atoms=ordered))
+    return tuple(real_chain)
 
 
 def _normal(line: Strategy, atoms: Sizes) -> Strategy:
@@ -378,18 +379,18 @@ def _with_own_axes(line: Strategy, atoms: Sizes) -> Strategy:
     if not atoms.keys() & {"dp", "tp"}:
         return line
 
-    def layout(one: Layout) -> Layout:
-        dims = tuple((dim, own_axes(cut, atoms)) for dim, cut in one.dims)
-        return Layout(dims=dims, sums=own_axes(one.sums, atoms), maxima=own_axes(one.maxima, atoms))
+    def layout(original: Layout) -> Layout:
+        dims = tuple((dim, own_axes(cut, atoms)) for dim, cut in original.dims)
+        return Layout(dims=dims, sums=own_axes(original.sums, atoms), maxima=own_axes(original.maxima, atoms))
 
-    return line.mapped(layout, lambda chain: tuple(replace(one, atoms=own_axes(one.atoms, atoms)) for one in chain))
+    return line.mapped(layout, lambda chain: tuple(replace(hop, atoms=own_axes(hop.atoms, atoms)) for hop in chain))
 
 
 def _with_whole_axes(line: Strategy, atoms: Sizes) -> Strategy:
     """Name an axis whole where its other atom is of size 1."""
 
-    def layout(one: Layout) -> Layout:
-        dims = tuple((dim, whole_axes(cut, atoms)) for dim, cut in one.dims)
-        return Layout(dims=dims, sums=whole_axes(one.sums, atoms), maxima=whole_axes(one.maxima, atoms))
+    def layout(original: Layout) -> Layout:
+        dims = tuple((dim, whole_axes(cut, atoms)) for dim, cut in original.dims)
+        return Layout(dims=dims, sums=whole_axes(original.sums, atoms), maxima=whole_axes(original.maxima, atoms))
 
-    return line.mapped(layout, lambda chain: tuple(replace(one, atoms=whole_axes(one.atoms, atoms)) for one in chain))
+    return line.mapped(layout, lambda chain: tuple(replace(hop, atoms=whole_axes(hop.atoms, atoms)) for hop in chain))

@@ -143,20 +143,20 @@ class Diff:
 def diff(a: Plan, b: Plan) -> Diff:
     """Compare two predicted plans."""
     assert a.prediction and b.prediction, "only predicted plans are compared"
-    one, other = _figures(a, a.prediction), _figures(b, b.prediction)
-    alike = one.tokens_per_step == other.tokens_per_step
-    scales = [1.0 if alike else MILLION / figures.tokens_per_step for figures in (one, other)]
+    figures_a, figures_b = _figures(a, a.prediction), _figures(b, b.prediction)
+    same_tokens = figures_a.tokens_per_step == figures_b.tokens_per_step
+    scales = [1.0 if same_tokens else MILLION / figures.tokens_per_step for figures in (figures_a, figures_b)]
     times, fullest = list[Mapping[str, float]](), list[Mapping[str, float]]()
-    for prediction, figures, scale in zip((a.prediction, b.prediction), (one, other), scales, strict=True):
+    for prediction, figures, scale in zip((a.prediction, b.prediction), (figures_a, figures_b), scales, strict=True):
         times.append({name: time_s * scale for name, time_s in prediction.time_parts.items()})
         fullest.append(prediction.stage_memory[figures.fullest_rank].parts)
-    time = Term(name="total", a=one.step_time_s * scales[0], b=other.step_time_s * scales[1])
-    memory = Term(name="total", a=one.peak_bytes, b=other.peak_bytes)
+    time = Term(name="total", a=figures_a.step_time_s * scales[0], b=figures_b.step_time_s * scales[1])
+    memory = Term(name="total", a=figures_a.peak_bytes, b=figures_b.peak_bytes)
     stated = list(_stated_changes(a, b))
     counts = [{name: len(table) for name, table in plan.strategies.items()} for plan in (a, b)]
     return Diff(
-        a=one,
-        b=other,
+        a=figures_a,
+        b=figures_b,
         question=tuple(change for change in stated if change.name not in (*_PRICES, "cluster.lnc")),
         choices=(*_choices(a, b), *(change for change in stated if change.name in _PRICES)),
         time=Breakdown(total=time, parts=_terms(*times)),
@@ -182,7 +182,7 @@ def _figures(plan: Plan, prediction: Prediction) -> Figures:
 
 
 def _terms(a: Mapping[str, float], b: Mapping[str, float]) -> tuple[Term, ...]:
-    """Return the parts that at least one of the plans has, what differs most first."""
+    """Return the parts that at least one of the plans has, the largest difference first."""
     terms = (Term(name=name, a=a.get(name, 0), b=b.get(name, 0)) for name in sorted({*a, *b}))
     return tuple(sorted((term for term in terms if term.a or term.b), key=lambda term: -abs(term.difference)))
 
@@ -195,11 +195,11 @@ def _changes(a: Mapping[str, Value], b: Mapping[str, Value]) -> list[PlanChange]
 def _stated_changes(a: Plan, b: Plan) -> Iterator[PlanChange]:
     """Yield in what two plans answer different questions, prices included: model, workload, cluster."""
     for part in ("model", "workload", "cluster"):
-        found = _changes(leaves(encode(getattr(a, part)), part), leaves(encode(getattr(b, part)), part))
-        found = [change for change in found if "source" not in change.name]  # where a number is from costs nothing
+        changes = _changes(leaves(encode(getattr(a, part)), part), leaves(encode(getattr(b, part)), part))
+        changes = [change for change in changes if "source" not in change.name]  # where a number is from costs nothing
         naming = [f"{part}.{name}" for name in _NAMING.get(part, ())]
-        swapped = any(change.name in naming and not change.name.endswith("num_nodes") for change in found)
-        yield from (change for change in found if not swapped or change.name in naming)
+        swapped = any(change.name in naming and not change.name.endswith("num_nodes") for change in changes)
+        yield from (change for change in changes if not swapped or change.name in naming)
 
 
 def _choices(a: Plan, b: Plan) -> list[PlanChange]:
@@ -226,18 +226,18 @@ def _choices(a: Plan, b: Plan) -> list[PlanChange]:
 
 
 def _line_changes(a: Plan, b: Plan) -> tuple[LineChange, ...]:
-    """List the lines that differ in blocks that both plans have; what is sent or kept otherwise comes first."""
+    """List the lines that differ in blocks that both plans have; lines with other collectives come first."""
 
     def order(line: LineChange) -> tuple[bool, str, str]:
         sent = [(text or "").partition(" | ")[2] for text in (line.a, line.b)]
         return sent[0] == sent[1], line.block, line.op
 
-    found: list[LineChange] = []
+    changes: list[LineChange] = []
     for block in a.strategies.keys() & b.strategies.keys():
-        one, other = a.strategies[block], b.strategies[block]
-        names = (name for name in dict.fromkeys((*one, *other)) if one.get(name) != other.get(name))
-        found += (LineChange(block=block, op=name, a=one.get(name), b=other.get(name)) for name in names)
-    return tuple(sorted(found, key=order))
+        table_a, table_b = a.strategies[block], b.strategies[block]
+        names = (name for name in dict.fromkeys((*table_a, *table_b)) if table_a.get(name) != table_b.get(name))
+        changes += (LineChange(block=block, op=name, a=table_a.get(name), b=table_b.get(name)) for name in names)
+    return tuple(sorted(changes, key=order))
 
 
 def leaves(data: Any, where: str = "") -> dict[str, Value]:

@@ -30,18 +30,18 @@ _AS_TORCH_SAYS: Mapping[str, str] = {"XLA_DOWNCAST_BF16": "0", "XLA_USE_BF16": "
 
 def environment(plan: Plan) -> Mapping[str, str]:
     """Return the variables of a plan, in alphabetical order; NxD needs more than PyTorch alone."""
-    cluster, found = plan.cluster, dict[str, str]()
+    cluster, variables = plan.cluster, dict[str, str]()
     if cluster.num_nodes > 1 and (cluster.platform or cluster.links[-1].name.startswith("efa")):
-        found |= _BETWEEN_NODES  # what EFA needs, also of GPUs
+        variables |= _BETWEEN_NODES  # what EFA needs, also of GPUs
         if not cluster.platform:
-            found |= _OF_GPUS_ON_EFA
+            variables |= _OF_GPUS_ON_EFA
     if cluster.lnc is not None:  # how the runtime joins cores to logical ones; older releases know the second name only
-        found |= dict.fromkeys(("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE"), str(cluster.lnc))
+        variables |= dict.fromkeys(("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE"), str(cluster.lnc))
     if plan.engine == "nxd":
-        found |= {**_ALWAYS, **_AS_TORCH_SAYS, COMPILER_FLAGS: compiler_flags(plan)}
-        found["NEURON_RT_STOCHASTIC_ROUNDING_EN"] = str(int(plan.workload.precision.rounds_stochastically))
-        found["ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB"] = str(plan.buckets.reduce_scatter_bytes // _MIB)
-    return dict(sorted(found.items()))
+        variables |= {**_ALWAYS, **_AS_TORCH_SAYS, COMPILER_FLAGS: compiler_flags(plan)}
+        variables["NEURON_RT_STOCHASTIC_ROUNDING_EN"] = str(int(plan.workload.precision.rounds_stochastically))
+        variables["ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB"] = str(plan.buckets.reduce_scatter_bytes // _MIB)
+    return dict(sorted(variables.items()))
 
 
 def compiler_flags(plan: Plan) -> str:

@@ -34,7 +34,7 @@ class FoundPlan:
 
     @classmethod
     def of(cls, answer: Answer, certificate: Certificate) -> "FoundPlan":
-        """Return what is kept of an answer."""
+        """Return the record of an answer, without its plan."""
         prediction, dollars = answer.plan.prediction, answer.plan.dollars
         assert prediction, "an answer has its prediction"
         return cls(
@@ -88,7 +88,7 @@ class SearchRecord:
             accounting=certificate.accounting,
             num_points=certificate.num_points,
             num_legal=certificate.num_legal,
-            answers=tuple(FoundPlan.of(one, certificate) for one in answers),
+            answers=tuple(FoundPlan.of(answer, certificate) for answer in answers),
             layouts=_worth_drawing(layouts),
             refusals=certificate.refusals,
         )
@@ -106,13 +106,13 @@ def search_record(plan: Plan) -> SearchRecord | None:
 
 
 def _worth_drawing(layouts: tuple[SolvedLayout, ...]) -> tuple[SolvedLayout, ...]:
-    """Return those that no other betters in time and memory at once, then the fastest of the others."""
-    by_time = sorted(layouts, key=lambda one: (one.step_time_s, one.peak_bytes))
+    """Return the layouts that no layout beats in both time and memory, then the fastest of the dominated layouts."""
+    by_time = sorted(layouts, key=lambda layout: (layout.step_time_s, layout.peak_bytes))
     undominated, least = list[SolvedLayout](), float("inf")
-    for one in by_time:
-        if one.peak_bytes < least:
-            undominated.append(one)
-            least = one.peak_bytes
-    others = (one for one in by_time if one not in undominated)
-    kept = [*undominated, *others][:_MOST_LAYOUTS]
-    return tuple(sorted(kept, key=lambda one: (one.step_time_s, one.peak_bytes)))
+    for layout in by_time:
+        if layout.peak_bytes < least:
+            undominated.append(layout)
+            least = layout.peak_bytes
+    dominated = (layout for layout in by_time if layout not in undominated)
+    drawn = [*undominated, *dominated][:_MOST_LAYOUTS]
+    return tuple(sorted(drawn, key=lambda layout: (layout.step_time_s, layout.peak_bytes)))

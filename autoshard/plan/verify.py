@@ -48,20 +48,20 @@ NOT_RUN = "Its plan is for you to follow: autoshard run trains models of cards a
 
 def notices(plan: Plan) -> tuple[str, ...]:
     """Say what a plan that may run still does not promise."""
-    found: list[str] = []
+    messages: list[str] = []
     if plan.model.traced:
-        found.append(f"model: was read off its code. {NOT_RUN}")
-        found += (f"model: {note}" for note in plan.model.traced.unlifted)
+        messages.append(f"model: was read off its code. {NOT_RUN}")
+        messages += (f"model: {note}" for note in plan.model.traced.unlifted)
     if not plan.strategies:
         why = "the table is empty, so that nothing says what is sent, and engines refuse it"
-        found.append(f"strategies: {why}. Make it again")
+        messages.append(f"strategies: {why}. Make it again")
     if plan.prediction is None:
-        found.append("prediction: there is none, so nothing is said about memory and time")
+        messages.append("prediction: there is none, so nothing is said about memory and time")
     elif plan.prediction.basis.startswith("uncalibrated"):
-        found.append("prediction: uncalibrated; no number in it was compared with a measurement")
+        messages.append("prediction: uncalibrated; no number in it was compared with a measurement")
     if plan.prediction and "mfu" in plan.prediction.outside:
-        found.append(f"prediction.mfu: {plan.prediction.outside['mfu']}: the prediction is likely too fast")
-    return tuple(found)
+        messages.append(f"prediction.mfu: {plan.prediction.outside['mfu']}: the prediction is likely too fast")
+    return tuple(messages)
 
 
 def unrun_precision(plan: Plan) -> str:
@@ -99,8 +99,8 @@ def _misfits(plan: Plan, right: Plan) -> Iterator[Rejection]:
         right = replace(right, schedule=schedule)
     for index, (stage, due) in enumerate(zip(plan.stages, right.stages, strict=False)):
         rank, chunk = right.schedule.place_of(index)
-        own = {"rank": rank, "chunk": chunk, "first_layer": due.first_layer}
-        facts += [(f"stages[{index}].{name}", getattr(stage, name), value) for name, value in own.items()]
+        expected = {"rank": rank, "chunk": chunk, "first_layer": due.first_layer}
+        facts += [(f"stages[{index}].{name}", getattr(stage, name), value) for name, value in expected.items()]
     for where, have, due in facts:
         if have != due:
             yield _reject("plan-parts", f"{where}: is {have}, but {due} follows from the rest of the plan. Type {due}")
@@ -144,12 +144,12 @@ def _strategy_misfits(plan: Plan) -> Iterator[Rejection]:
     except InputError as error:
         yield from (_reject("plan-strategies", str(fault)) for fault in error.faults)
         return
-    found, right = [*_tied_misfits(plan, programs)], units_of(plan)
+    misfits, right = [*_tied_misfits(plan, programs)], units_of(plan)
     for name in sorted({*right, *plan.units}):
         if right.get(name) != plan.units.get(name):
             why = f"what a whole block gathers and reduces follows from zero={plan.zero} and the table"
             remedy = f"Type {right[name]}" if name in right else "Remove it"
-            found.append(_reject("plan-units", f"units.{name}: {why}, and cannot be edited. {remedy}"))
+            misfits.append(_reject("plan-units", f"units.{name}: {why}, and cannot be edited. {remedy}"))
     for name, block in plan_blocks(plan).items():
         computes = (entry for entry in programs[name].instructions if isinstance(entry, Compute))
         cuts = (
@@ -160,11 +160,13 @@ def _strategy_misfits(plan: Plan) -> Iterator[Rejection]:
             for atom in atoms
         )
         against = (rule.rejection(cut) for cut in cuts for rule in engine_rules(plan.engine))
-        found += [replace(one, message=f"strategies.{name}.{one.message}") for one in against if one]
-    if plan.engine == "nxd" and not found:
+        misfits += [
+            replace(rejection, message=f"strategies.{name}.{rejection.message}") for rejection in against if rejection
+        ]
+    if plan.engine == "nxd" and not misfits:
         _, faults = plan_forms(plan, programs)
-        found += [_reject("nxd-form", str(fault), SOURCE) for fault in faults]
-    yield from found
+        misfits += [_reject("nxd-form", str(fault), SOURCE) for fault in faults]
+    yield from misfits
 
 
 def _tied_misfits(plan: Plan, programs: Mapping[str, Program]) -> Iterator[Rejection]:

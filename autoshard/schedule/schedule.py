@@ -47,12 +47,12 @@ class Schedule:
         rounds = f"{self.builder} needs a multiple of {self.num_ranks} ranks, not {self.num_micro_batches}"
         places = [(rank, chunk) for rank in range(self.num_ranks) for chunk in range(self.num_chunks)]
         is_placed = self.placement is None or sorted(self.placement) == places
-        each = f"must name each (rank, chunk) of {self.num_ranks} ranks x {self.num_chunks} chunks once"
+        misplaced = f"must name each (rank, chunk) of {self.num_ranks} ranks x {self.num_chunks} chunks once"
         is_listed = self.actions is None or len(self.actions) == self.num_ranks
         require(
             (not built or builder.num_chunks in (None, self.num_chunks), "num_chunks", wrong_chunks),
             (not (built and is_broken), "num_micro_batches", rounds),
-            (is_placed, "placement", each),
+            (is_placed, "placement", misplaced),
             (is_listed, "actions", f"must be {self.num_ranks} lists, one per pipeline rank"),
         )
 
@@ -71,7 +71,7 @@ class Schedule:
         """Whether input gradients and weight gradients are actions of their own."""
         if self.actions is None:
             return builders()[self.builder].splits
-        return any(action.kind in "IW" for own in self.actions for action in own)
+        return any(action.kind in "IW" for actions in self.actions for action in actions)
 
     def place_of(self, stage: int) -> tuple[int, int]:
         """Return ``(rank, chunk)`` of a stage."""
@@ -112,8 +112,11 @@ class Schedule:
         >>> " ".join(map(str, schedule.action_lists()[1]))
         'F1.0 F1.1 B1.0 B1.1'
         """
-        every = [self._ordered(order, rank) for rank in range(self.num_ranks)]
-        lists = [[Action(kind=kind, stage=stage, micro_batch=number) for kind, stage, number in own] for own in every]
+        steps_by_rank = [self._ordered(order, rank) for rank in range(self.num_ranks)]
+        lists = [
+            [Action(kind=kind, stage=stage, micro_batch=number) for kind, stage, number in steps]
+            for steps in steps_by_rank
+        ]
         return replace(self, actions=tuple(map(tuple, lists)))
 
     def _ordered(self, order: Order, rank: int) -> list[Step]:
@@ -124,7 +127,7 @@ class Schedule:
     def in_flight_by_chunk(self, rank: int) -> Counts:
         """Return of how many micro-batches a rank keeps activations, chunk by chunk, at each time of a local maximum.
 
-        Where backwards are split, those that only wait for their W count apart, after the others.
+        Where backwards are split, micro-batches that only wait for their W count separately, after the remaining ones.
 
         >>> Schedule(builder="interleaved", num_ranks=2, num_chunks=2, num_micro_batches=4).in_flight_by_chunk(0)
         ((4, 1), (3, 2))
@@ -161,8 +164,8 @@ def _counted(schedule: Schedule, rank: int) -> Counts:
     change[number, 1, chunks[of]] = np.where(weight, -1, kinds == KINDS.index("I"))
     counts = np.cumsum(change, axis=0).reshape(len(kinds), -1)[:, : schedule.num_chunks * (1 + splits)]
     grows = forward | (kinds == KINDS.index("I"))
-    found: list[list[int]] = counts[:-1][grows[:-1] & ~forward[1:]].tolist()
-    found = found or counts[-1:].tolist()  # lists without a backward, which verify_actions refuses, give nothing back
-    table = np.array(sorted({tuple(row) for row in found}, reverse=True))
+    rows: list[list[int]] = counts[:-1][grows[:-1] & ~forward[1:]].tolist()
+    rows = rows or counts[-1:].tolist()  # lists without a backward, which verify_actions refuses, give nothing back
+    table = np.array(sorted({tuple(row) for row in rows}, reverse=True))
     exceeded = (table[:, None] <= table).all(axis=2).sum(axis=1) > 1  # each is as many as itself
     return tuple(map(tuple, table[~exceeded].tolist()))

@@ -100,11 +100,11 @@ def simulate(schedule: Schedule, times: PipelineTimes, kept: Sequence[float] = (
     starts: Floats = (ready + delays.before_s[waves.places])[:, 0]
     amounts: Floats = np.array(kept or (1.0,) * stages, dtype=np.float64)
     ranks: list[RankRun] = []
-    for own in waves.numbers:
-        kinds, of, at = waves.kinds[own], waves.stages[own], waves.places[own]
+    for actions in waves.numbers:
+        kinds, of, at = waves.kinds[actions], waves.stages[actions], waves.places[actions]
         change: Floats = np.array([-1.0, 1.0, 0.0, -1.0])[kinds] * amounts[of]  # by KINDS
         spent_s: Floats = delays.work_s[kinds, of, 0]
-        start_s, end_s = starts[own], starts[own] + spent_s
+        start_s, end_s = starts[actions], starts[actions] + spent_s
         busy, exposed = float(spent_s.sum()), float((delays.before_s[at] + delays.after_s[at]).sum())
         ranks.append(
             RankRun(
@@ -127,30 +127,30 @@ def makespan_s(schedule: Schedule, delays: Delays) -> Floats:
     """
     total = schedule.num_micro_batches
     short = _reduced(schedule, _FIRST_TRY * schedule.num_ranks)
-    found = np.empty(delays.work_s.shape[2])
-    rows = np.arange(len(found))
+    spans_s = np.empty(delays.work_s.shape[2])
+    rows = np.arange(len(spans_s))
     while len(rows):
         waves = _waves_of(replace(schedule, num_micro_batches=short))
         size = max(1, _MOST_NUMBERS // waves.bounds[-1])
-        for some in np.split(rows, range(size, len(rows), size)):
-            own = Delays(**{name: getattr(delays, name)[..., some] for name in Delays.__slots__})
-            times = waves.run(own)
-            ends = waves.ends_s(times, own)
+        for batch in np.split(rows, range(size, len(rows), size)):
+            batch_delays = Delays(**{name: getattr(delays, name)[..., batch] for name in Delays.__slots__})
+            times = waves.run(batch_delays)
+            ends = waves.ends_s(times, batch_delays)
             if short < total:  # NaN where no unit repeats the one before yet
                 steps = times[0, waves.window] - times[0, waves.window_before]
                 steady = len(steps) and np.ptp(steps, axis=0) <= ROUNDING * ends
                 more = (total - short) // schedule.unit
                 ends += more * np.where(steady, steps.mean(axis=0) if len(steps) else 0.0, np.nan)
-            found[some] = ends
-        rows = rows[np.isnan(found[rows])]
+            spans_s[batch] = ends
+        rows = rows[np.isnan(spans_s[rows])]
         short = _reduced(schedule, 2 * short)
-    return found
+    return spans_s
 
 
-def _reduced(schedule: Schedule, wanted: int) -> int:
-    """Return as many micro-batches as wanted or a few more, if whole units are left out."""
+def _reduced(schedule: Schedule, least: int) -> int:
+    """Return a number of micro-batches, ``least`` or a few more, if whole units are left out."""
     total = schedule.num_micro_batches
-    return total if schedule.actions is not None or wanted >= total else wanted + (total - wanted) % schedule.unit
+    return total if schedule.actions is not None or least >= total else least + (total - least) % schedule.unit
 
 
 def long_paths(schedule: Schedule, delays: Delays, sent: Delays, softness_s: float) -> tuple[Floats, Floats]:
@@ -179,8 +179,8 @@ def long_paths(schedule: Schedule, delays: Delays, sent: Delays, softness_s: flo
     counts = np.zeros((len(waits), 3, schedule.num_stages))
     for number, names in enumerate(("F", "IB", "WB")):
         runs = np.flatnonzero(np.isin(waves.kinds, [KINDS.index(name) for name in names]))
-        for column, own in enumerate(flow[runs].T):
-            counts[column, number] = np.bincount(waves.stages[runs], weights=own, minlength=schedule.num_stages)
+        for column, weights in enumerate(flow[runs].T):
+            counts[column, number] = np.bincount(waves.stages[runs], weights=weights, minlength=schedule.num_stages)
     return counts, waits
 
 

@@ -56,7 +56,7 @@ class Waves:
     def of(cls, orders: Sequence[Coded], num_stages: int, num_micro_batches: int, unit: int = 1) -> "Waves":
         """Sort the actions of all ranks; a builder's order repeats itself after ``unit`` micro-batches."""
         kinds, stages, micro_batches = (np.concatenate(columns) for columns in zip(*orders, strict=True))
-        starts: Ints = np.cumsum([0, *(len(own) for own, _, _ in orders)])
+        starts: Ints = np.cumsum([0, *(len(rank_kinds) for rank_kinds, _, _ in orders)])
         count = int(starts[-1])
         before = np.arange(-1, count - 1)
         before[starts[:-1][np.diff(starts) > 0]] = count
@@ -69,18 +69,18 @@ class Waves:
         order = np.argsort(waves, kind="stable")
         new = np.append(np.argsort(order, kind="stable"), count)
         bounds = (0, *np.cumsum(np.bincount(waves)[1:]).tolist())
-        ones, others = new[before[order]], new[sender[order]]
+        ones, senders = new[before[order]], new[sender[order]]
         sizes, action = np.diff(bounds), np.arange(count)
         low = np.repeat(np.array(bounds[:-1], dtype=np.int64), sizes)
         waits = np.empty(2 * count, dtype=np.int64)
-        waits[low + action], waits[low + np.repeat(sizes, sizes) + action] = ones, others + count + 1
+        waits[low + action], waits[low + np.repeat(sizes, sizes) + action] = ones, senders + count + 1
         width = int(np.count_nonzero(orders[0][2] < unit))
         runs = [_steady_part(order, width, unit) for order in orders]
         window, window_before = _steady(orders, starts, sender, runs, width)
         return cls(
             bounds=bounds,
             before=ones,
-            sender=others,
+            sender=senders,
             waits=waits,
             stages=stages[order],
             kinds=kinds[order],
@@ -91,7 +91,7 @@ class Waves:
             ranks=np.repeat(np.arange(len(orders)), np.diff(starts))[order],
             steady_ends=tuple(end for _, end in runs),
             width=width,
-            later=_waiting(ones, others),
+            later=_waiting(ones, senders),
         )
 
     def run(self, delays: Delays, more_s: Floats | None = None) -> Floats:
@@ -101,12 +101,12 @@ class Waves:
         """
         count, columns = self.bounds[-1], delays.work_s.shape[2]
         later: set[int] = set() if more_s is None else {*np.flatnonzero(more_s.any(axis=(0, 2))).tolist()}
-        own = delays.before_s[self.places] + delays.work_s[self.kinds, self.stages]
-        until = np.stack([own + delays.after_s[self.places], own + delays.travel_s[self.places]])
+        busy_s = delays.before_s[self.places] + delays.work_s[self.kinds, self.stages]
+        until = np.stack([busy_s + delays.after_s[self.places], busy_s + delays.travel_s[self.places]])
         times = np.zeros((2, count + 1, columns))  # the last row is that of no action
-        known = times.reshape(-1, columns)
+        rows = times.reshape(-1, columns)
         for low, high in pairwise(self.bounds):
-            ready, width = known.take(self.waits[2 * low : 2 * high], 0), high - low
+            ready, width = rows.take(self.waits[2 * low : 2 * high], 0), high - low
             if more_s is not None and not later.isdisjoint(range(low, high)):
                 ready += more_s[:, low:high].reshape(2 * width, columns)
             np.add(np.maximum(ready[:width], ready[width:]), until[:, low:high], out=times[:, low:high])
@@ -119,7 +119,7 @@ class Waves:
     @property
     def last(self) -> Ints:
         """The last action of every rank."""
-        return np.array([own[-1] for own in self.numbers if len(own)], dtype=np.int64)
+        return np.array([numbers[-1] for numbers in self.numbers if len(numbers)], dtype=np.int64)
 
     def flow(self, delays: Delays, more: int, softness_s: float) -> tuple[Floats, Floats, Floats]:
         """Return a flow of one through the actions of each candidate, along its longest paths.
@@ -144,26 +144,26 @@ class Waves:
         by_message = 0.5 + 0.5 * np.tanh(late_s / (2 * softness_s))
         shares = np.stack([1.0 - by_message, by_message], axis=1)  # [action, way, candidate]
         ends_s = times[0, self.last] - delays.after_s[self.places[self.last]]
-        found, given = np.zeros((count, columns)), np.zeros((2 * count + 2, columns))
-        found[self.last] = np.exp((ends_s - ends_s.max(axis=0)) / softness_s)
-        found /= found.sum(axis=0)
-        handed = given[:-2].reshape(count, 2, columns)
+        through, passed_on = np.zeros((count, columns)), np.zeros((2 * count + 2, columns))
+        through[self.last] = np.exp((ends_s - ends_s.max(axis=0)) / softness_s)
+        through /= through.sum(axis=0)
+        handed = passed_on[:-2].reshape(count, 2, columns)
         for low, high in reversed([*pairwise(self.bounds)]):
-            own = np.add.reduce(given.take(self.later[low:high], 0), axis=1)
-            own += found[low:high]
-            found[low:high] = own
-            np.multiply(shares[low:high], own[:, None], out=handed[low:high])
+            arriving = np.add.reduce(passed_on.take(self.later[low:high], 0), axis=1)
+            arriving += through[low:high]
+            through[low:high] = arriving
+            np.multiply(shares[low:high], arriving[:, None], out=handed[low:high])
         handed = handed.swapaxes(0, 1)
         passing = np.zeros((len(self.numbers), columns))
         np.add.at(passing, of, handed[way, over])
-        return found, handed, passing
+        return through, handed, passing
 
     @property
     def crossing(self) -> tuple[Ints, Ints, Ints]:
         """Return which actions after the steady parts wait for one before that: in which way, which, and of whose."""
         steady, previous = np.zeros(self.bounds[-1] + 1, dtype=bool), np.stack([self.before, self.sender])
-        for own, end in zip(self.numbers, self.steady_ends, strict=True):
-            steady[own[:end]] = True
+        for numbers, end in zip(self.numbers, self.steady_ends, strict=True):
+            steady[numbers[:end]] = True
         way, over = np.nonzero(steady[previous] & ~steady[:-1])
         return way, over, self.ranks[previous[way, over]]
 
@@ -171,12 +171,12 @@ class Waves:
     def units(self) -> Ints:
         """The actions of the last steady unit of each rank: [rank, turn]."""
         ends = zip(self.numbers, self.steady_ends, strict=True)
-        return np.stack([own[end - self.width : end] for own, end in ends])
+        return np.stack([numbers[end - self.width : end] for numbers, end in ends])
 
     def _unit_s(self, delays: Delays) -> Floats:
         """Return what a steady unit takes each rank: [rank, candidate]."""
-        own, at = self.units, self.places[self.units]
-        work_s = delays.work_s[self.kinds[own], self.stages[own]]
+        units, at = self.units, self.places[self.units]
+        work_s = delays.work_s[self.kinds[units], self.stages[units]]
         return (delays.before_s[at] + work_s + delays.after_s[at]).sum(axis=1)
 
 
@@ -220,7 +220,7 @@ def _wave_numbers(before: list[int], sender: list[int], starts: list[int]) -> li
 
 
 def _waiting(before: Ints, sender: Ints) -> Ints:
-    """Return for each action the place of what waits for it, on its rank and for its message, among all waits."""
+    """Return for each action the places, among all waits, of the actions that wait for it: its rank, its message."""
     count = len(before)
     later = np.full((count + 1, 2), 2 * count)
     for way, previous in enumerate((before, sender)):
@@ -239,10 +239,10 @@ def _steady(
     length = min(end - start for start, end in runs)
     offsets = np.concatenate([np.arange(len(order[0])) - end for order, (_, end) in zip(orders, runs, strict=True)])
     has = sender < starts[-1]
-    own, theirs = offsets[has], offsets[sender[has]]  # of actions and senders, from the ends of their steady parts
-    if np.any((own < 0) & (theirs >= 0)):
+    waiting_at, sending_at = offsets[has], offsets[sender[has]]  # counted from the ends of their steady parts
+    if np.any((waiting_at < 0) & (sending_at >= 0)):
         return none, none
-    waits = np.where(own >= 0, -theirs, own - theirs)[own >= -width]
+    waits = np.where(waiting_at >= 0, -sending_at, waiting_at - sending_at)[waiting_at >= -width]
     needed = max(width, int(np.max(waits, initial=0)))
     if needed > length:
         return none, none

@@ -45,15 +45,15 @@ class PlanResult:
     @property
     def runners_up(self) -> tuple[Plan, ...]:
         """The best plans of the next best layouts, best first."""
-        return tuple(one.plan for one in self.answers if one.name.isdecimal())
+        return tuple(answer.plan for answer in self.answers if answer.name.isdecimal())
 
     def named(self, name: str) -> Answer:
         """Return an answer by its name; ``1`` is the first."""
-        known = {"1": self.answers[0], **{one.name: one for one in self.answers}}
-        if name not in known:
+        by_name = {"1": self.answers[0], **{answer.name: answer for answer in self.answers}}
+        if name not in by_name:
             what = f" ({self.no_vendor})" if name == VENDOR and self.no_vendor else ""
-            raise InputError.of(name, f"there is no such answer{what}. There are {', '.join(list(known)[1:])}")
-        return known[name]
+            raise InputError.of(name, f"there is no such answer{what}. There are {', '.join(list(by_name)[1:])}")
+        return by_name[name]
 
     def runnable(self, name: str) -> Answer:
         """Return an answer by its name, unless it has a reason against running it."""
@@ -95,7 +95,7 @@ class PlanResult:
         raise AttributeError(f"a PlanResult has no {name!r}{where}")
 
     def _repr_html_(self) -> str:
-        rows = [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(one))}</tr>" for one in self.answers]
+        rows = [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(answer))}</tr>" for answer in self.answers]
         return f"<table>{''.join(rows)}</table><p>{escape(self.certificate.statement)}</p>"
 
 
@@ -107,35 +107,37 @@ def _promise(certificate: Certificate) -> str:
     return f"nothing is more than {format_at_most(gap)} better" if gap > 1e-9 else "proven best"
 
 
-def answers_of(request: Request, found: SearchResult, name: str | None = None) -> PlanResult:
-    """Return the answers to a question from a search result with a plan; ``plan`` is the simple one unless named."""
-    best, *others = found.plans
+def answers_of(request: Request, result: SearchResult, name: str | None = None) -> PlanResult:
+    """Return the answers to a question from a search result with a plan; ``plan`` is the simple plan unless named."""
+    best, *alternatives = result.plans
     is_time = request.objective != "memory"
     first = Answer(
         name="fastest" if is_time else "smallest",
         plan=best,
-        why=_promise(found.certificate),
+        why=_promise(result.certificate),
         slower=0.0,
     )
     vendors = vendor_answer(request, best) if is_time else "memory is minimised"
-    answers = [first, _simple(first, found)] if is_time else [first]
+    answers = [first, _simple(first, result)] if is_time else [first]
     answers += [vendors] if isinstance(vendors, Answer) else []
-    if found.other:
-        plan, why = found.other
+    if result.other:
+        plan, why = result.other
         answers += [Answer(name=OTHER, plan=plan, why=why, slower=step_s(plan) / step_s(best) - 1)]
     answers += [
-        Answer(name=str(number), plan=one, why="the best plan of another layout", slower=step_s(one) / step_s(best) - 1)
-        for number, one in enumerate(others, 2)
+        Answer(
+            name=str(number), plan=plan, why="the best plan of another layout", slower=step_s(plan) / step_s(best) - 1
+        )
+        for number, plan in enumerate(alternatives, 2)
     ]
-    answers = [answers[0], *(replace(one, ratio=_ratio_to(best, one.plan)) for one in answers[1:])]
-    record = SearchRecord.of_search(found.certificate, tuple(answers), found.layouts)
+    answers = [answers[0], *(replace(answer, ratio=_ratio_to(best, answer.plan)) for answer in answers[1:])]
+    record = SearchRecord.of_search(result.certificate, tuple(answers), result.layouts)
     return PlanResult(
-        answers=tuple(replace(one, plan=record.kept_in(one.plan)) for one in answers),
-        certificate=found.certificate,
+        answers=tuple(replace(answer, plan=record.kept_in(answer.plan)) for answer in answers),
+        certificate=result.certificate,
         no_vendor="" if isinstance(vendors, Answer) else vendors,
         name=name or (SIMPLE if is_time else first.name),
         defaults=request.defaults,
-        remarks=(*_unmeasured(request, found), *filter(None, [found.hinge])),
+        remarks=(*_unmeasured(request, result), *filter(None, [result.hinge])),
     )
 
 
@@ -144,18 +146,18 @@ def _ratio_to(best: Plan, plan: Plan) -> Ratio | None:
     return None if plan.candidate == best.candidate else ratio_of(plan, best)
 
 
-def _unmeasured(request: Request, found: SearchResult) -> list[str]:
-    """Say why a schedule is chosen that nobody has measured here, and what a less known one would gain."""
-    fastest, chosen = found.plans[0], found.preferred
+def _unmeasured(request: Request, result: SearchResult) -> list[str]:
+    """Say why a schedule is chosen that nobody has measured here, and what a less known schedule would gain."""
+    fastest, chosen = result.plans[0], result.preferred
     tiers, where = known_schedules(request.constants), request.cluster.name
-    if not found.simple_within or {"schedule", "vp"} & request.pins.keys():
+    if not result.simple_within or {"schedule", "vp"} & request.pins.keys():
         return []
     unknown_to = [sum(plan.schedule.builder not in tier for tier in tiers) for plan in (fastest, chosen)]
     places = ("", f" on {where}", " on any platform")  # where nobody has measured a schedule that so many tiers lack
     said = list[str]()
     if unknown_to[1]:
         who = f"nobody has measured {chosen.schedule.builder}{places[unknown_to[1]]}"
-        why = f"all that are better known are more than {percent(found.simple_within)} slower"
+        why = f"all that are better known are more than {percent(result.simple_within)} slower"
         said.append(f"{who}; it is chosen because {why}")
     if unknown_to[0] > unknown_to[1]:
         gain = f"{fastest.schedule.builder} would be {1 - step_s(fastest) / step_s(chosen):.1%} faster"
@@ -163,16 +165,16 @@ def _unmeasured(request: Request, found: SearchResult) -> list[str]:
     return said
 
 
-def _simple(fastest: Answer, found: SearchResult) -> Answer:
+def _simple(fastest: Answer, result: SearchResult) -> Answer:
     """Return the simple plan as an answer; the fastest in its place where there is none."""
-    if found.simple is None:
+    if result.simple is None:
         why = (
-            found.simple_ended
-            or f"nothing with one or two kinds of recompute is within {percent(found.simple_within)} of the fastest"
+            result.simple_ended
+            or f"nothing with one or two kinds of recompute is within {percent(result.simple_within)} of the fastest"
         )
         return Answer(name=SIMPLE, plan=fastest.plan, why=f"the fastest: {why}", slower=0.0)
-    slower = step_s(found.simple) / step_s(fastest.plan) - 1
-    return Answer(name=SIMPLE, plan=found.simple, why=found.simple_why, slower=slower)
+    slower = step_s(result.simple) / step_s(fastest.plan) - 1
+    return Answer(name=SIMPLE, plan=result.simple, why=result.simple_why, slower=slower)
 
 
 def _cells(answer: Answer) -> tuple[str, ...]:

@@ -91,8 +91,8 @@ def plan(  # noqa: PLR0913
     the_cluster = _cluster(cluster, nodes)
     how = search or Search()
     prices = cost if isinstance(cost, Cost) else Cost(calibration=cost)
-    asked = QuestionOptions(seq_len=seq_len, global_batch=global_batch)
-    work, defaults = (workload, "") if workload else default_workload(the_model, the_cluster, asked)
+    options = QuestionOptions(seq_len=seq_len, global_batch=global_batch)
+    work, defaults = (workload, "") if workload else default_workload(the_model, the_cluster, options)
     request = Request(
         model=the_model,
         cluster=the_cluster,
@@ -106,10 +106,10 @@ def plan(  # noqa: PLR0913
         extra_rules=how.rules,
         defaults=defaults,
     )
-    found = how.method(request) if how.method else search_all(request, top, simple_within=DOUBT)
-    if not found.plans:
-        raise unanswered(request, found)
-    return answers_of(request, found)
+    result = how.method(request) if how.method else search_all(request, top, simple_within=DOUBT)
+    if not result.plans:
+        raise unanswered(request, result)
+    return answers_of(request, result)
 
 
 def _cluster(cluster: Cluster | str | Path, nodes: int | None) -> Cluster:
@@ -180,9 +180,9 @@ def _option_faults(error: InputError, option: str) -> Iterator[Fault]:
         if fault.where.startswith("--"):  # it names its option itself
             yield fault
             continue
-        own = fault.where in {field.name for field in fields(QuestionOptions)} | {"nodes"}
-        name = (fault.where if own else option).replace("_", "-")
-        yield Fault(where="" if own else fault.where, message=fault.message).under(f"--{name}")
+        is_option = fault.where in {field.name for field in fields(QuestionOptions)} | {"nodes"}
+        name = (fault.where if is_option else option).replace("_", "-")
+        yield Fault(where="" if is_option else fault.where, message=fault.message).under(f"--{name}")
 
 
 def layouts_of(layouts: Mapping[str, str]) -> tuple[Pin, ...]:

@@ -61,11 +61,11 @@ def least_of_any(priced: PricedLayouts, zeros: Sequence[Zero], capacity: float) 
     """Return a lower bound of the step of every layout, for any schedule; if priced without, for any recompute."""
     rows = priced.space.rows
     counts = priced.question.workload.global_batch // (rows["dp"] * rows["mbs"])
-    found = np.full(len(counts), np.inf)
+    least_s = np.full(len(counts), np.inf)
     for zero, turns in itertools.product(zeros, (False, True)):
         work_s, rest_s = _least_work(priced, zero, False, turns, capacity)
-        found = np.minimum(found, counts / rows["pp"] * work_s + rest_s)
-    return found * (1 - SURE)
+        least_s = np.minimum(least_s, counts / rows["pp"] * work_s + rest_s)
+    return least_s * (1 - SURE)
 
 
 def least_bytes(priced: PricedLayouts, zero: Zero) -> Floats:
@@ -100,16 +100,16 @@ def _least_work(
     work_s = np.full(len(counts), np.inf)
     each_pp: list[int] = sorted(set(rows["pp"].tolist()))
     for num_ranks in each_pp:
-        mine = np.flatnonzero(rows["pp"] == num_ranks)
+        columns = np.flatnonzero(rows["pp"] == num_ranks)
         rank = np.arange(num_ranks)[:, None]
-        flight = np.maximum(1, np.minimum(num_ranks - rank, counts[mine]) if as_1f1b else 0 * rank)
+        flight = np.maximum(1, np.minimum(num_ranks - rank, counts[columns]) if as_1f1b else 0 * rank)
         last = rank == (0 if turns else num_ranks - 1)
-        work_s[mine] = _pass_s(blocks.only(mine), (rank == 0, last), (flight, 0 * flight), capacity)
+        work_s[columns] = _pass_s(blocks.only(columns), (rank == 0, last), (flight, 0 * flight), capacity)
     return work_s, _update_s(blocks, counts, -(-num_layers // rows["pp"]))
 
 
 def _pass_s(
-    blocks: PipelineBlocks, ends: tuple[NDArray[np.bool_], NDArray[np.bool_]], kept: tuple[Ints, Ints], capacity: float
+    blocks: PipelineBlocks, ends: tuple[NDArray[np.bool_], NDArray[np.bool_]], held: tuple[Ints, Ints], capacity: float
 ) -> Floats:
     """Return the least time of a micro-batch on all ranks together, if each holds as many layers as it can alone.
 
@@ -117,20 +117,20 @@ def _pass_s(
     and every layer that waits for W: [rank, candidate].
     """
     num_layers, kernels = blocks.question.model.num_layers, load_kernels(blocks.question.kernels)
-    (first, last), (flight, waiting), layer = ends, kept, blocks.layer
+    (first, last), (flight, waiting), layer = ends, held, blocks.layer
     share = kernels.reserved.share if kernels.reserved else 0.0
     gathered = layer.num_weights * (2.0 if blocks.setting.zero == 3 else 0.0)
     free = (capacity * (1 + 1e-9) - kernels.runtime_bytes) / (1 + share) - (kernels.workspace_bytes + gathered)
-    of_embed, of_layer, of_head = (_states_bytes(blocks, one) for one in (blocks.embed, layer, blocks.head))
+    of_embed, of_layer, of_head = (_states_bytes(blocks, block) for block in (blocks.embed, layer, blocks.head))
     head_saved = blocks.head.saved_bytes[0]
     ends_bytes = first * of_embed + last * (of_head + flight * head_saved)
     moment = np.maximum(0.0, layer.moment_bytes - (last * head_saved)[:, None])
-    each = of_layer + flight[:, None] * layer.saved_bytes + waiting[:, None] * layer.waiting_bytes
-    fits = np.maximum(0.0, np.floor(((free - ends_bytes)[:, None] - moment) / np.maximum(each, 1.0)))
+    layer_bytes = of_layer + flight[:, None] * layer.saved_bytes + waiting[:, None] * layer.waiting_bytes
+    fits = np.maximum(0.0, np.floor(((free - ends_bytes)[:, None] - moment) / np.maximum(layer_bytes, 1.0)))
     order = layer.pass_s.argsort(axis=0)
     fits = np.maximum.accumulate(np.take_along_axis(fits, order[None], axis=1), axis=1).sum(axis=0)
-    some = np.diff(np.minimum(fits, num_layers), axis=0, prepend=0.0)
-    pass_s = (some * np.take_along_axis(layer.pass_s, order, axis=0)).sum(axis=0)
+    by_kind = np.diff(np.minimum(fits, num_layers), axis=0, prepend=0.0)
+    pass_s = (by_kind * np.take_along_axis(layer.pass_s, order, axis=0)).sum(axis=0)
     return np.where(fits[-1] >= num_layers, pass_s, np.inf) + blocks.embed.pass_s[0] + blocks.head.pass_s[0]
 
 
@@ -173,29 +173,30 @@ def _fullest_rank_s(blocks: PipelineBlocks, rows: Ints, space: Space, counts: In
     """
     forward_s = blocks.layer.forward_s if builders()[space.base.schedule].splits else blocks.layer.pass_s
     embed, layer, head, ahead = (
-        one.min(axis=0)[rows] for one in (blocks.embed.pass_s, blocks.layer.pass_s, blocks.head.pass_s, forward_s)
+        seconds.min(axis=0)[rows]
+        for seconds in (blocks.embed.pass_s, blocks.layer.pass_s, blocks.head.pass_s, forward_s)
     )
-    found, num_layers = np.zeros(len(rows)), blocks.question.model.num_layers
+    fullest_s, num_layers = np.zeros(len(rows)), blocks.question.model.num_layers
     shapes, shape = np.unique(np.stack([space.rows["pp"], space.rows["vp"]]), axis=1, return_inverse=True)
     for number, (pp, vp) in enumerate(shapes.T.tolist()):
         schedule = Schedule(builder=space.base.schedule, num_ranks=pp, num_chunks=vp, num_micro_batches=pp)
-        mine = np.flatnonzero(shape.reshape(-1) == number)
+        columns = np.flatnonzero(shape.reshape(-1) == number)
         stages, sends = counts_of(schedule).stages, counts_of(schedule).sends[:, None]
         split = space.base.stages or (1,) * schedule.num_stages
-        before = np.cumsum([0, *split])[stages.min(axis=1)][:, None] * ahead[mine]
+        before = np.cumsum([0, *split])[stages.min(axis=1)][:, None] * ahead[columns]
         first, last = ((stages == stage).any(axis=1)[:, None] for stage in (0, schedule.num_stages - 1))
-        ends = first * embed[mine] + last * head[mine] + sends * held_s[mine]
+        ends = first * embed[columns] + last * head[columns] + sends * held_s[columns]
         ends = ends + vp * blocks.question.calibration.task_s
-        each_s = counts[mine] * layer[mine]
-        least_s = before + counts[mine] * ends + split_layers(schedule, [split]).sum(axis=2) * each_s
-        left = num_layers - sum(split)  # these go where a rank is soonest done
-        share_s = (least_s.sum(axis=0) + left * each_s) / pp
+        each_s = counts[columns] * layer[columns]
+        least_s = before + counts[columns] * ends + split_layers(schedule, [split]).sum(axis=2) * each_s
+        num_left = num_layers - sum(split)  # these go where a rank is soonest done
+        share_s = (least_s.sum(axis=0) + num_left * each_s) / pp
         more = np.maximum(0.0, np.floor((share_s - least_s) / each_s))
         next_s = np.sort(least_s + (more + 1) * each_s, axis=0)
-        wanted = (left - more.sum(axis=0)).astype(np.int64)
-        after_s = np.take_along_axis(next_s, np.clip(wanted - 1, 0, pp - 1)[None], axis=0)[0]
-        found[mine] = np.maximum(least_s.max(axis=0), np.where(wanted > 0, after_s, 0.0))
-    return found
+        num_more = (num_left - more.sum(axis=0)).astype(np.int64)
+        after_s = np.take_along_axis(next_s, np.clip(num_more - 1, 0, pp - 1)[None], axis=0)[0]
+        fullest_s[columns] = np.maximum(least_s.max(axis=0), np.where(num_more > 0, after_s, 0.0))
+    return fullest_s
 
 
 def _update_s(blocks: PipelineBlocks, counts: Ints, layers: Ints) -> Floats:
@@ -205,9 +206,9 @@ def _update_s(blocks: PipelineBlocks, counts: Ints, layers: Ints) -> Floats:
     size, which may go another way.
     """
     weights = {pending: layers * number for pending, number in blocks.layer.weights.items()}
-    found: list[Floats] = []
+    updates_s: list[Floats] = []
     for ends in range(3) if blocks.setting.zero == 3 else (0,):
         forever = np.full(len(counts), _FOREVER)
         update = update_cost(weights, blocks.setting, blocks.question, forever, counts, layers + ends)
-        found.append(sum(update.seconds.values()) + np.zeros(len(counts)))
-    return np.min(found, axis=0)
+        updates_s.append(sum(update.seconds.values()) + np.zeros(len(counts)))
+    return np.min(updates_s, axis=0)

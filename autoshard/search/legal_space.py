@@ -61,12 +61,12 @@ class LegalSpace:
     @property
     def num_legal(self) -> int:
         """Outer points that no Rule refuses."""
-        return sum(len(one.layouts) for one in self.variants)
+        return sum(len(variant.layouts) for variant in self.variants)
 
     def with_layouts(self, layouts: Truths) -> "LegalSpace":
         """Return the space with only some of its layouts."""
-        some = (one.only(np.flatnonzero(layouts[one.layouts])) for one in self.variants)
-        return replace(self, variants=tuple(one for one in some if len(one.layouts)))
+        reduced = (variant.only(np.flatnonzero(layouts[variant.layouts])) for variant in self.variants)
+        return replace(self, variants=tuple(variant for variant in reduced if len(variant.layouts)))
 
 
 def run_choices(space: Space, num_layers: int, pins: Pins) -> Iterator[Choice]:
@@ -116,11 +116,13 @@ def legal_space(request: Request, engine: Engine, watch: Watch = never_stop) -> 
     model, pins = request.model, request.pins
     whole = whole_space(model, request.cluster, request.workload, engine, pins)
     choices = list(run_choices(whole, model.num_layers, pins))
-    counts = np.bincount(np.concatenate([np.zeros(0, int), *(one[2] for one in choices)]), minlength=whole.num_layouts)
+    counts = np.bincount(
+        np.concatenate([np.zeros(0, int), *(choice[2] for choice in choices)]), minlength=whole.num_layouts
+    )
     # Recompute that is pinned stage by stage depends on how many stages there are.
     decided = {*VARIANT_KEYS, *({"recompute"} & pins.keys())}
     late = [rule for rule in all_rules() if rule.keys & decided]
-    late.sort(key=lambda rule: not rule.keys <= {"zero", "schedule"})  # last those that differ between rows
+    late.sort(key=lambda rule: not rule.keys <= {"zero", "schedule"})  # Rules that differ between rows come last
     tally = _Tally(request)
     allowed = tally.allowed(whole, [rule for rule in all_rules() if not rule.keys & decided], counts)
     alive: Truths = np.any(allowed, axis=1)
@@ -128,13 +130,13 @@ def legal_space(request: Request, engine: Engine, watch: Watch = never_stop) -> 
     legal: list[RunVariant] = []
     for base, sp, layouts, chunks in choices:
         go_on(watch)
-        some, vp = layouts[alive[layouts]], chunks[alive[layouts]]
-        rows = {key: column[some] for key, column in whole.rows.items()}
+        live, vp = layouts[alive[layouts]], chunks[alive[layouts]]
+        rows = {key: column[live] for key, column in whole.rows.items()}
         space = replace(whole, rows={**rows, "vp": vp}, base=base, sp=sp)
-        left = allowed[some] & tally.allowed(space, [*late, *request.extra_rules], np.ones_like(some))
-        kept = np.flatnonzero(left.any(axis=1))
-        if len(kept):
-            legal.append(RunVariant(space=space, layouts=number[some], allowed=left.T).only(kept))
+        verdicts = allowed[live] & tally.allowed(space, [*late, *request.extra_rules], np.ones_like(live))
+        legal_rows = np.flatnonzero(verdicts.any(axis=1))
+        if len(legal_rows):
+            legal.append(RunVariant(space=space, layouts=number[live], allowed=verdicts.T).only(legal_rows))
     return LegalSpace(
         space=whole.only(np.flatnonzero(alive)),
         num_points=int(counts.sum()),
@@ -146,7 +148,7 @@ def legal_space(request: Request, engine: Engine, watch: Watch = never_stop) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InTheWay:
-    """Rules that are the only ones against some candidates, one of these candidates, and their number."""
+    """Rules that alone refuse some candidates, one of these candidates, and their number."""
 
     rules: tuple[str, ...]  # ids
     candidate: Candidate
@@ -154,11 +156,11 @@ class InTheWay:
 
 
 def in_the_way(request: Request, engine: Engine) -> tuple[InTheWay, ...]:
-    """Return the smallest sets of Rules against a candidate, those that stand before most candidates first."""
+    """Return the smallest sets of Rules against a candidate, first the sets that refuse most candidates."""
     model, facts = request.model, (request.model, request.cluster, request.workload)
     whole = whole_space(*facts, engine, request.pins)
     rules = [*all_rules(), *request.extra_rules]
-    found: dict[tuple[str, ...], InTheWay] = {}
+    by_rules: dict[tuple[str, ...], InTheWay] = {}
     for base, sp, layouts, chunks in run_choices(whole, model.num_layers, request.pins):
         rows = {key: column[layouts] for key, column in whole.rows.items()}
         space = replace(whole, rows={**rows, "vp": chunks}, base=base, sp=sp)
@@ -168,13 +170,16 @@ def in_the_way(request: Request, engine: Engine) -> tuple[InTheWay, ...]:
             few = np.flatnonzero(against.sum(axis=0) == against.sum(axis=0).min(initial=len(rules)))
             for row in few.tolist():
                 ids = tuple(rule.id for rule, wrong in zip(rules, against[:, row], strict=True) if wrong)
-                known = found.get(ids)
-                number = known.num_candidates + 1 if known else 1
-                candidate = known.candidate if known else space.candidate(row, kind)
-                found[ids] = InTheWay(rules=ids, candidate=candidate, num_candidates=number)
-    least = min(map(len, found), default=0)
+                counted = by_rules.get(ids)
+                number = counted.num_candidates + 1 if counted else 1
+                candidate = counted.candidate if counted else space.candidate(row, kind)
+                by_rules[ids] = InTheWay(rules=ids, candidate=candidate, num_candidates=number)
+    least = min(map(len, by_rules), default=0)
     return tuple(
-        sorted((one for one in found.values() if len(one.rules) == least), key=lambda one: -one.num_candidates)
+        sorted(
+            (obstacle for obstacle in by_rules.values() if len(obstacle.rules) == least),
+            key=lambda obstacle: -obstacle.num_candidates,
+        )
     )
 
 
@@ -191,13 +196,13 @@ class _Tally:
     def allowed(self, space: Space, rules: Sequence[Rule], counts: Ints) -> Truths:
         """Judge a space, each row of which is so many points; return whether all Rules allow it: [row, recompute].
 
-        Once a Rule has refused every row, no other is asked.
+        Once a Rule has refused every row, no other Rule is asked.
         """
         shape = (space.num_layouts, len(space.recomputes))
         answers: list[tuple[Rule, Truths]] = []
-        found, against = np.ones(shape, dtype=bool), np.zeros(shape, dtype=np.uint8)
+        is_allowed, against = np.ones(shape, dtype=bool), np.zeros(shape, dtype=np.uint8)
         if not space.num_layouts:
-            return found
+            return is_allowed
 
         @cache
         def columns(kind: int) -> Columns:
@@ -205,17 +210,18 @@ class _Tally:
 
         for rule in rules:
             if rule.applies(columns(0)):
-                # A Rule of autoshard names all keys that it judges; one of the user's is asked about everything.
-                mine = rule in self._own_rules
+                # A Rule of autoshard names all keys that it judges; a Rule of the user is asked about everything.
+                is_custom = rule in self._own_rules
                 verdicts = [
-                    rule.allows(columns(kind)) for kind in range(shape[1] if mine or "recompute" in rule.keys else 1)
+                    rule.allows(columns(kind))
+                    for kind in range(shape[1] if is_custom or "recompute" in rule.keys else 1)
                 ]
                 by_kind = [np.broadcast_to(verdict, shape[0]) for verdict in verdicts]
                 answers.append((rule, np.broadcast_to(np.stack(by_kind, axis=1), shape)))
-                if np.ndim(verdicts[0]) == 0 and not verdicts[0] and not mine:
+                if np.ndim(verdicts[0]) == 0 and not verdicts[0] and not is_custom:
                     break
         for _, allowed in answers:
-            found &= allowed
+            is_allowed &= allowed
             against += ~allowed
         for rule, allowed in answers:
             if allowed.any():
@@ -225,16 +231,16 @@ class _Tally:
                 self._refuse(
                     space, rule, int(mildest), int(against.flat[mildest]), int(counts[~allowed.all(axis=1)].sum())
                 )
-        return found
+        return is_allowed
 
     def _refuse(self, space: Space, rule: Rule, mildest: int, reasons: int, num_points: int) -> None:
         """Add the points that a Rule refuses, and its message if no milder example is known."""
-        known = self.refusals.get(rule.id)
-        num_points += known.num_points if known else 0
-        if num_points and (known is None or reasons < self._reasons[rule.id]):
+        refusal = self.refusals.get(rule.id)
+        num_points += refusal.num_points if refusal else 0
+        if num_points and (refusal is None or reasons < self._reasons[rule.id]):
             self._reasons[rule.id] = reasons
             candidate = space.candidate(*divmod(mildest, len(space.recomputes)))
             example = rule.message(Columns.of(candidate, *self._facts, space.engine))
             self.refusals[rule.id] = Refusal(rule_id=rule.id, num_points=num_points, example=example)
-        elif known:
-            self.refusals[rule.id] = replace(known, num_points=num_points)
+        elif refusal:
+            self.refusals[rule.id] = replace(refusal, num_points=num_points)

@@ -44,13 +44,13 @@ Change = tuple[str, Callable[[], Request]]  # options to type, and the question 
 
 
 def unanswered(
-    request: Request, found: SearchResult, *, helpful: bool = False, watch: Watch = never_stop
+    request: Request, result: SearchResult, *, helpful: bool = False, watch: Watch = never_stop
 ) -> AutoshardError:
-    """Return the error of a search that found nothing, with changes of the question after which a plan exists."""
-    faults = () if found.certificate.num_legal else question_faults(request)
+    """Return the error of a search without a plan, with changes of the question after which a plan exists."""
+    faults = () if result.certificate.num_legal else question_faults(request)
     if faults:
         return InputError(faults)
-    lines = [why_none(request, found)]
+    lines = [why_none(request, result)]
     if helpful:
         local = request.cluster.name == LOCAL
         larger = f"{_MOST_LOCAL_RANKS} ranks" if local else f"{2**_MOST_DOUBLINGS} times as many nodes"
@@ -59,7 +59,7 @@ def unanswered(
         )
         why, count = nothing, len(lines)
         try:
-            for remedy in remedies(request, found, watch):
+            for remedy in remedies(request, result, watch):
                 lines.append(f"  try {remedy}")
         except SearchStopped as stop:
             why = f"{stop}, before all that could help was tried"
@@ -76,7 +76,7 @@ def best_plan(ask: Callable[[], Request]) -> Plan | None:
 
 
 def any_plan(request: Request, watch: Watch = never_stop) -> Plan | None:
-    """Return some plan that fits, found in the part of the space that needs least memory; None if it has none."""
+    """Return a plan that fits, from the part of the space that needs least memory; None if no plan there fits."""
     pins, small = request.pins, dict[str, Any](_SMALL)
     if {"schedule", "vp"} & pins.keys():
         del small["schedule"], small["vp"]
@@ -85,22 +85,22 @@ def any_plan(request: Request, watch: Watch = never_stop) -> Plan | None:
         return watch(SearchProgress) or ("found" if math.isfinite(look().best) else "")
 
     def tried(small: Mapping[str, Any]) -> SearchResult:
-        some = replace(request, pins={**small, **pins}, objective="time")
-        return search(some, watch=until_found, nearest=False)
+        smaller = replace(request, pins={**small, **pins}, objective="time")
+        return search(smaller, watch=until_found, nearest=False)
 
     try:
-        found = tried(small)
-        if not found.certificate.num_legal and small.pop("mbs"):  # NxD's kernel for experts refuses few tokens
-            found = tried(small)
+        result = tried(small)
+        if not result.certificate.num_legal and small.pop("mbs"):  # NxD's kernel for experts refuses few tokens
+            result = tried(small)
     except InputError:
         return None
     go_on(watch)
-    return next(iter(found.plans), None)
+    return next(iter(result.plans), None)
 
 
-def remedies(request: Request, found: SearchResult, watch: Watch = never_stop) -> Iterator[str]:
+def remedies(request: Request, result: SearchResult, watch: Watch = never_stop) -> Iterator[str]:
     """Yield single changes after which a plan exists, the smallest of each kind, as options to type."""
-    yield from _Remedies(request=request, found=found, watch=watch).all()
+    yield from _Remedies(request=request, found=result, watch=watch).all()
 
 
 def better_sizes(request: Request, plan: Plan, watch: Watch = never_stop) -> Iterator[str]:
@@ -117,15 +117,15 @@ def better_sizes(request: Request, plan: Plan, watch: Watch = never_stop) -> Ite
     size = math.ceil(batch / _odd(cluster.num_ranks)) * _odd(cluster.num_ranks)
     workload = replace(request.workload, global_batch=size)
     rate = plan.prediction.tokens_per_s / cluster.num_nodes
-    kept = {key: getattr(plan.candidate, key) for key in ("tp", "cp", "ep", "schedule")}
-    request = replace(request, pins={**kept, **request.pins})
-    for words, other in (
+    plan_keys = {key: getattr(plan.candidate, key) for key in ("tp", "cp", "ep", "schedule")}
+    request = replace(request, pins={**plan_keys, **request.pins})
+    for words, changed in (
         (f"--nodes {nodes}", _resized(request, nodes)),
         (f"--global-batch {size}", replace(request, workload=workload)),
     ):
-        found = next(iter(search(other, 1, watch, nearest=False).plans), None)
-        if found and found.prediction:
-            more = found.prediction.tokens_per_s / found.cluster.num_nodes / rate - 1
+        best = next(iter(search(changed, 1, watch, nearest=False).plans), None)
+        if best and best.prediction:
+            more = best.prediction.tokens_per_s / best.cluster.num_nodes / rate - 1
             if more >= _MUCH_BETTER:
                 yield f"{words} would train at least {more:.0%} more tokens a second on each node"
 
@@ -138,8 +138,8 @@ def _resized(request: Request, size: int) -> Request:
     """Return the question for another number of nodes; on this machine, of ranks."""
     if request.cluster.name == LOCAL:
         return replace(request, cluster=request.cluster.with_local_ranks(size))
-    others = tuple(replace(other, num_nodes=size) for other in request.other_lnc)
-    return replace(request, cluster=replace(request.cluster, num_nodes=size), other_lnc=others)
+    clusters = tuple(replace(lnc_cluster, num_nodes=size) for lnc_cluster in request.other_lnc)
+    return replace(request, cluster=replace(request.cluster, num_nodes=size), other_lnc=clusters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +195,7 @@ class _Remedies:
         if not self.found.certificate.num_legal:
             sizes += [sizes[0] << power for power in range(1, _MOST_DOUBLINGS + 1)]
         batches = [(f"--global-batch {size}", partial(self._with_work, global_batch=size)) for size in sizes]
-        yield from self._first([one for one, size in zip(batches, sizes, strict=True) if size != now])
+        yield from self._first([change for change, size in zip(batches, sizes, strict=True) if size != now])
 
     def _kernels(self) -> Iterator[str]:
         """Try other kernels of the same engine where the Rules leave nothing with the usual ones."""
@@ -203,8 +203,8 @@ class _Remedies:
         if not self.found.certificate.num_legal and "kernels" not in request.pins:
             for name in kernels_names():
                 if any(
-                    not kernels_fault(name, one) and name != default_kernels(request.cluster, one)
-                    for one in request.engines
+                    not kernels_fault(name, engine) and name != default_kernels(request.cluster, engine)
+                    for engine in request.engines
                 ):
                     pins = {**request.pins, "kernels": name}
                     changes.append((f"--fix {pins_text(pins)}", partial(replace, request, pins=pins)))
@@ -215,7 +215,9 @@ class _Remedies:
         request, miss = self.request, self.found.nearest_miss
         if miss and miss.prediction and miss.prediction.peak_bytes <= request.cluster.rank_memory_bytes:
             shares = (float(f"{request.headroom / 2:.3g}"), 0.0) if request.headroom else ()
-            yield from self._first([(f"--headroom {own:g}", partial(replace, request, headroom=own)) for own in shares])
+            yield from self._first(
+                [(f"--headroom {share:g}", partial(replace, request, headroom=share)) for share in shares]
+            )
 
     def _nodes(self) -> Iterator[str]:
         """Try the next sizes that could be enough, powers of two, three times these, doublings; the smallest first."""
@@ -237,9 +239,9 @@ class _Remedies:
         if miss is None or miss.prediction is None:
             return 1.0
         fullest = max(miss.prediction.stage_memory, key=lambda memory: memory.total)
-        kept = sum(fullest.parts.get(part, 0) for part in ("runtime", "workspace"))
-        free = miss.prediction.capacity_bytes - kept
-        return max(1.0, (fullest.total - kept) / free) if free > 0 else 2.0**_MOST_DOUBLINGS
+        fixed_bytes = sum(fullest.parts.get(part, 0) for part in ("runtime", "workspace"))
+        free = miss.prediction.capacity_bytes - fixed_bytes
+        return max(1.0, (fullest.total - fixed_bytes) / free) if free > 0 else 2.0**_MOST_DOUBLINGS
 
     def _sequence(self) -> Iterator[str]:
         """Try the next length that kernels take, and halves, unless states alone are too much."""
@@ -248,7 +250,7 @@ class _Remedies:
         lengths = [tokens] if tokens != length and "nxd" in self.request.engines else []
         positions = self.request.model.max_positions
         if self.request.model.positions == "learned":
-            lengths = [one for one in (*lengths, positions) if one <= positions and one != length]
+            lengths = [size for size in (*lengths, positions) if size <= positions and size != length]
         states = 0
         if miss and miss.prediction:
             fullest = max(miss.prediction.stage_memory, key=lambda memory: memory.total)
@@ -256,13 +258,13 @@ class _Remedies:
         if miss is None or miss.prediction is None or states <= miss.prediction.capacity_bytes:
             halves = (length >> power for power in range(1, length.bit_length()))
             lengths += [half for half in halves if half >= _LEAST_TOKENS]
-        yield from self._first([(f"--seq-len {one}", partial(self._with_work, seq_len=one)) for one in lengths])
+        yield from self._first([(f"--seq-len {size}", partial(self._with_work, seq_len=size)) for size in lengths])
 
     def _engines(self) -> Iterator[str]:
         engines: tuple[Engine, ...] = ("nxd", "torch")
-        others = [engine for engine in engines if engine not in self.request.engines]
+        untried = [engine for engine in engines if engine not in self.request.engines]
         yield from self._first(
-            [(f"--engine {engine}", partial(replace, self.request, engines=(engine,))) for engine in others]
+            [(f"--engine {engine}", partial(replace, self.request, engines=(engine,))) for engine in untried]
         )
 
     def _untied(self) -> Iterator[str]:
@@ -276,11 +278,11 @@ class _Remedies:
         """Return a card that differs in nothing else, or what to write into a copy of the model's own."""
         model = self.request.model
         named = (name for name in model_names() if name.startswith(f"{model.name}-"))
-        cards = [one for one in map(load_model, named) if not one.tied_embeddings]
+        cards = [card for card in map(load_model, named) if not card.tied_embeddings]
         untied = replace(model, tied_embeddings=False)
-        own = [one for one in cards if replace(one, name=model.name, source=model.source) == untied]
-        words = f"--model {own[0].name}" if own else "a copy of the card with tie_word_embeddings false"
-        return words, partial(replace, self.request, model=own[0] if own else untied)
+        matching = [card for card in cards if replace(card, name=model.name, source=model.source) == untied]
+        words = f"--model {matching[0].name}" if matching else "a copy of the card with tie_word_embeddings false"
+        return words, partial(replace, self.request, model=matching[0] if matching else untied)
 
 
 def question_faults(request: Request, option: str = "--fix") -> tuple[Fault, ...]:
@@ -289,9 +291,9 @@ def question_faults(request: Request, option: str = "--fix") -> tuple[Fault, ...
     ``option`` is the option with which the pins were given: ``tp=3: ...`` becomes a fault of the option that says so,
     ``--fix tp=3: ...``. Reasons with the same remedy are one fault.
     """
-    found = [_against_all(request, engine) for engine in request.engines]
+    by_engine = [_against_all(request, engine) for engine in request.engines]
     distinct: dict[tuple[str, str], Fault] = {}
-    for message in (message for messages in found if all(found) for message in messages):
+    for message in (message for messages in by_engine if all(by_engine) for message in messages):
         head, colon, rest = message.partition(": ")
         key, _, value = head.partition("=")
         if colon and key in _OPTIONS:
@@ -304,13 +306,13 @@ def question_faults(request: Request, option: str = "--fix") -> tuple[Fault, ...
     return tuple(distinct.values())
 
 
-def why_none(request: Request, found: SearchResult) -> str:
-    """Say why a search found nothing: which Rules left nothing, or by how much the smallest plan misses memory."""
+def why_none(request: Request, result: SearchResult) -> str:
+    """Say why a search has no plan: which Rules refuse all layouts, or by how much the smallest plan misses memory."""
     pins, cluster = f" with {pins_text(request.pins)}" if request.pins else "", request.cluster
     local = f"this machine with {cluster.num_ranks} ranks"
     where = local if cluster.name == LOCAL else f"{cluster.num_nodes} x {cluster.name}"
     question = f"{request.model.name} on {where}{pins}"
-    miss, certificate = found.nearest_miss, found.certificate
+    miss, certificate = result.nearest_miss, result.certificate
     if not certificate.num_legal:
         head = f"no plan: each of the {certificate.num_points} outer points of {question} is refused by a rule"
         return "\n".join([head, *_binding_lines(request), *_refusal_lines(certificate.refusals)])
@@ -318,13 +320,13 @@ def why_none(request: Request, found: SearchResult) -> str:
     if miss and miss.prediction:
         peak, capacity = miss.prediction.peak_bytes, miss.prediction.capacity_bytes
         usable, headroom = format_bytes(miss.cluster.rank_memory_bytes), miss.headroom
-        left = f"a headroom of {headroom:.3g} leaves of {usable}" if headroom else "there are"
+        supply = f"a headroom of {headroom:.3g} leaves of {usable}" if headroom else "there are"
         fullest = max(miss.prediction.stage_memory, key=lambda memory: memory.total)
         largest = sorted(fullest.parts.items(), key=lambda part: -part[1])[:3]
         lines.append(
             f"  the smallest found is {miss.candidate}: {format_bytes(peak)} a rank "
             f"({', '.join(f'{part} {format_bytes(size)}' for part, size in largest)}), "
-            f"{format_bytes(peak - capacity)} more than the {format_bytes(capacity)} that {left}"
+            f"{format_bytes(peak - capacity)} more than the {format_bytes(capacity)} that {supply}"
         )
     return "\n".join(lines)
 
@@ -333,14 +335,14 @@ def _binding_lines(request: Request) -> Iterator[str]:
     """Say which Rules alone refuse some candidate, for the engine with the fewest such Rules."""
     pins = request.pins if {"schedule", "vp"} & request.pins.keys() else {"schedule": "1f1b", "vp": 1, **request.pins}
     small = replace(request, pins={**{key: _SMALL[key] for key in ("mbs", "recompute")}, **pins})
-    found: list[tuple[Engine, InTheWay]] = []
+    obstacles: list[tuple[Engine, InTheWay]] = []
     for engine in request.engines:
-        found.extend((engine, one) for one in in_the_way(small, engine))
-    fewest = min((len(one.rules) for _, one in found), default=0)
-    for engine, one in [pair for pair in found if len(pair[1].rules) == fewest][:2]:
+        obstacles.extend((engine, obstacle) for obstacle in in_the_way(small, engine))
+    fewest = min((len(obstacle.rules) for _, obstacle in obstacles), default=0)
+    for engine, obstacle in [pair for pair in obstacles if len(pair[1].rules) == fewest][:2]:
         named = "this rule alone stands" if fewest == 1 else f"only these {fewest} rules stand"
-        yield f"  {named} against {replace(one.candidate, recompute=(Recompute(),))}:"
-        yield from (f"    {reason}" for reason in rejections_of(request, one.candidate, engine))
+        yield f"  {named} against {replace(obstacle.candidate, recompute=(Recompute(),))}:"
+        yield from (f"    {reason}" for reason in rejections_of(request, obstacle.candidate, engine))
 
 
 def _refusal_lines(refusals: Sequence[Refusal]) -> list[str]:
@@ -354,13 +356,13 @@ def _against_all(request: Request, engine: Engine) -> list[str]:
     Where the pinned sizes leave no layout at all, return what the Rules say about a candidate with these sizes.
     """
     keys = {rule.id: rule.keys for rule in (*all_rules(), *request.extra_rules)}
-    given = {*_OPTIONS, *request.pins}
+    question_keys = {*_OPTIONS, *request.pins}
     ruled = legal_space(request, engine)
     if ruled.num_points:
         hopeless = [refusal for refusal in ruled.refusals if refusal.rule_id in ruled.hopeless]
-        return [refusal.example for refusal in hopeless if given & keys[refusal.rule_id]]
+        return [refusal.example for refusal in hopeless if question_keys & keys[refusal.rule_id]]
     size = math.prod(int(request.pins.get(key, 1)) for key in ("tp", "pp", "cp"))
     usual = {"dp": max(1, request.cluster.num_ranks // size), "kernels": default_kernels(request.cluster, engine)}
     reasons = rejections_of(request, replace(Candidate(), **{**usual, **request.pins}), engine)
-    about_pins = [reason for reason in reasons if keys[reason.rule_id] <= given]
+    about_pins = [reason for reason in reasons if keys[reason.rule_id] <= question_keys]
     return [reason.message for reason in about_pins or reasons]

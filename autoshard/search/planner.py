@@ -82,21 +82,23 @@ def search(
     """
     results = _search_engines(request, num_plans, watch, {} if known is None else known, nearest=nearest)
     choice, simple_ended = _chosen(results, simple_within)
-    found = sorted(((one, solution) for one in results for solution in one.solutions), key=order_of)
-    found[:num_plans] = sorted(((one, one.evened(solution)) for one, solution in found[:num_plans]), key=order_of)
-    plans = tuple(one.plan(solution) for one, solution in found[:num_plans])
+    ranked = sorted(((result, solution) for result in results for solution in result.solutions), key=order_of)
+    ranked[:num_plans] = sorted(
+        ((result, result.evened(solution)) for result, solution in ranked[:num_plans]), key=order_of
+    )
+    plans = tuple(result.plan(solution) for result, solution in ranked[:num_plans])
     other, hinge = None, ""
     if simple_within == DOUBT and not simple_ended and plans:
         with suppress(SearchStopped):
-            other = of_another_kind(results, [one.candidate for one in (*plans, choice.plan) if one])
+            other = of_another_kind(results, [plan.candidate for plan in (*plans, choice.plan) if plan])
             hinge = experts_hinge(results)
-    misses = [one.plan(one.nearest_miss) for one in results if one.nearest_miss]
-    certificate = reduce(Certificate.plus, (one.certificate for one in results), Certificate())
-    if found and not certificate.stopped:
-        certificate = replace(certificate, by_headroom=_with_less_headroom(*found[0]))
+    misses = [result.plan(result.nearest_miss) for result in results if result.nearest_miss]
+    certificate = reduce(Certificate.plus, (result.certificate for result in results), Certificate())
+    if ranked and not certificate.stopped:
+        certificate = replace(certificate, by_headroom=_with_less_headroom(*ranked[0]))
     return SearchResult(
         plans=plans,
-        nearest_miss=None if found else min(misses, key=lambda plan: coordinates(plan)[1], default=None),
+        nearest_miss=None if ranked else min(misses, key=lambda plan: coordinates(plan)[1], default=None),
         certificate=certificate.about(plans[0]) if plans else certificate,
         simple=choice.plan,
         simple_why=choice.why,
@@ -104,23 +106,23 @@ def search(
         simple_ended=simple_ended,
         other=other,
         hinge=hinge,
-        layouts=tuple(_solved(solution) for _, solution in found),
+        layouts=tuple(_solved(solution) for _, solution in ranked),
     )
 
 
 def _search_engines(
     request: Request, num_plans: int, watch: Watch, known: Known, *, nearest: bool
 ) -> list[EngineResult]:
-    """Search the space of every engine that can run what is pinned."""
+    """Search the space of every engine that can keep the pins."""
     results, faults = list[EngineResult](), list[InputError]()
     for cluster, engine in product((request.cluster, *request.other_lnc), request.engines):
-        # Of the engines after a stop it is only known what they cannot be better than.
+        # After a stop, engines only bound how good their plans can be.
         stopped = results[-1].certificate.stopped if results else ""
         own_watch: Watch = (lambda _, why=stopped: why) if stopped else watch
-        others = [solution.value for one in results for solution in one.solutions]
-        own = replace(request, cluster=cluster, other_lnc=())
+        others = [solution.value for result in results for solution in result.solutions]
+        question = replace(request, cluster=cluster, other_lnc=())
         try:
-            results.append(_search_engine(own, engine, (num_plans, others), own_watch, known, nearest=nearest))
+            results.append(_search_engine(question, engine, (num_plans, others), own_watch, known, nearest=nearest))
         except InputError as fault:
             faults.append(fault)
     if not results:
@@ -129,10 +131,10 @@ def _search_engines(
 
 
 def _chosen(results: Sequence[EngineResult], within: Within | None) -> tuple[Choice, str]:
-    """Return the simple plan, and why the search for it stopped; of a search that was stopped, what is known."""
+    """Return the simple plan, and why the search for it stopped; a stopped search chooses among its solutions."""
     if within is None:
         return Choice(), _NOT_SIMPLE
-    ended = next((one.legal.stopped for one in results if one.legal.stopped), "")
+    ended = next((result.legal.stopped for result in results if result.legal.stopped), "")
     if not ended:
         try:
             return choose(results, within), ""
@@ -149,22 +151,22 @@ def _solved(solution: Solution) -> SolvedLayout:
 
 def _with_less_headroom(result: EngineResult, solution: Solution) -> dict[float, float]:
     """Return the time of a solution's outer point with half of the headroom and with none."""
-    request, pool, found = result.request, result.pool, dict[float, float]()
+    request, pool, by_headroom = result.request, result.pool, dict[float, float]()
     if request.memory_bytes is not None or request.objective == "memory" or pool is None:
-        return found
+        return by_headroom
     for headroom in (request.headroom / 2, 0.0) if request.headroom else ():
         goal = replace(request, headroom=headroom).goal(pool.pricer.question.kernels)
         splits = SplitSearch(flows=pool.splits.flows, seconds_left=_REFILL_S)
         point = replace(solution.point, bound=0.0 * solution.point.bound)  # which was that of less memory
         filled_s = float(point.solved(goal, solution.value, splits).time_s[0])
-        found[headroom] = min(filled_s, *found.values(), solution.value)
-    return found
+        by_headroom[headroom] = min(filled_s, *by_headroom.values(), solution.value)
+    return by_headroom
 
 
 def _search_engine(
-    request: Request, engine: Engine, wanted: tuple[int, Sequence[float]], watch: Watch, known: Known, *, nearest: bool
+    request: Request, engine: Engine, ranking: tuple[int, Sequence[float]], watch: Watch, known: Known, *, nearest: bool
 ) -> EngineResult:
-    """Find so many of the best layouts of one engine, those of others included, whose values are given."""
+    """Find the best layouts of one engine; ``ranking`` has their number, and the values of other engines' layouts."""
     certificate, pool, miss = Certificate(objective=request.objective), None, None
     try:
         if (request.cluster, engine) not in known:
@@ -175,7 +177,7 @@ def _search_engine(
             certificate, num_points=legal.num_points, refusals=legal.refusals, num_legal=legal.num_legal
         )
         if legal.variants:
-            num_plans, others = wanted
+            num_plans, others = ranking
             pool = Pool(pricer, legal, request.goal(pricer.question.kernels), request.layouts, watch, others)
             pool.settle(num_plans)
             with suppress(SearchStopped):  # that nothing fits is known
@@ -189,7 +191,7 @@ def _keeping_pins(request: Request, legal: LegalSpace) -> LegalSpace:
     """Leave out layouts that cannot keep pinned tensors; if no legal layout can, say why the first cannot."""
     if not request.layouts or not legal.variants:
         return legal
-    layouts = np.unique(np.concatenate([one.layouts for one in legal.variants])).tolist()
+    layouts = np.unique(np.concatenate([variant.layouts for variant in legal.variants])).tolist()
     reasons = {row: request.pin_faults(legal.space.candidate(row, 0)) for row in layouts}
     if all(reasons.values()):
         raise InputError(next(iter(reasons.values())))
@@ -210,30 +212,33 @@ def frontier(requests: Sequence[Request], watch: Watch = never_stop) -> Frontier
 
     For each size, search for the fastest plan, then for the fastest with a tenth less memory, until nothing fits.
     """
-    found: list[Plan] = []
+    plans: list[Plan] = []
     gap, stopped = 0.0, ""
     for request in requests:
         limit, known = request.memory_bytes, Known()
         for _ in range(0 if stopped else _MOST):
-            asked = replace(request, objective="time", memory_bytes=limit)
-            answer = search(asked, 1, watch, nearest=False, known=known)
-            found += answer.plans
+            limited = replace(request, objective="time", memory_bytes=limit)
+            answer = search(limited, 1, watch, nearest=False, known=known)
+            plans += answer.plans
             stopped = answer.certificate.stopped
             if stopped or not answer.plans:
                 break
             gap = max(gap, answer.certificate.gap)
-            limit = coordinates(found[-1])[1] * (1 - _STEP)
-    return Frontier(plans=undominated(found), gap=gap, ended=stopped or "complete")
+            limit = coordinates(plans[-1])[1] * (1 - _STEP)
+    return Frontier(plans=undominated(plans), gap=gap, ended=stopped or "complete")
 
 
 def undominated(plans: Sequence[Plan]) -> tuple[Plan, ...]:
-    """Return the plans that no other equals or betters in everything, fastest first."""
-    kept: list[Plan] = []
+    """Return the plans that no other plan equals or betters in everything, fastest first."""
+    best: list[Plan] = []
     for plan in sorted(plans, key=coordinates):
-        own = coordinates(plan)
-        if not any(all(one <= two for one, two in zip(coordinates(other), own, strict=True)) for other in kept):
-            kept.append(plan)
-    return tuple(kept)
+        costs = coordinates(plan)
+        if not any(
+            all(best_cost <= cost for best_cost, cost in zip(coordinates(best_plan), costs, strict=True))
+            for best_plan in best
+        ):
+            best.append(plan)
+    return tuple(best)
 
 
 def coordinates(plan: Plan) -> tuple[float, float, float]:
@@ -282,26 +287,26 @@ def at_most(request: Request, before: Size, watch: Watch, ask: Callable[[Request
     if request.objective != "time" or answer.certificate.stopped or _lacks_memory(answer):
         return AtMost(request=request, found=answer, sizes=tuple(sizes))
     for num_nodes in _promising(before, sizes):
-        least_s = min(one.step_s for one in sizes if not one.is_bound)
-        other = replace(request, cluster=replace(request.cluster, num_nodes=num_nodes))
+        least_s = min(size.step_s for size in sizes if not size.is_bound)
+        smaller = replace(request, cluster=replace(request.cluster, num_nodes=num_nodes))
         try:
-            found = search(other, 1, _until_hopeless(watch, least_s), nearest=False, known=known)
+            result = search(smaller, 1, _until_hopeless(watch, least_s), nearest=False, known=known)
         except InputError:  # what is pinned does not divide these nodes
             continue
-        fastest_s, bound_s = _fastest_s(found), found.certificate.bound
+        fastest_s, bound_s = _fastest_s(result), result.certificate.bound
         hopeless = fastest_s >= least_s * (1 - _TIE)
         sizes.append(Size(num_nodes=num_nodes, step_s=bound_s if hopeless else fastest_s, is_bound=hopeless))
-        if found.certificate.stopped not in ("", _HOPELESS):
+        if result.certificate.stopped not in ("", _HOPELESS):
             break
         if not hopeless:
-            best = other
+            best = smaller
     if best is not request:
         answer = ask(best, known)
     return AtMost(request=best, found=answer, sizes=tuple(sizes))
 
 
 def _until_hopeless(watch: Watch, least_s: float) -> Watch:
-    """Stop a search as soon as its bound shows that it betters nothing."""
+    """Stop a search as soon as its bound shows that it cannot find a faster plan."""
 
     def look_at(look: Look) -> str:
         return watch(look) or (_HOPELESS if look().bound >= least_s else "")
@@ -310,9 +315,9 @@ def _until_hopeless(watch: Watch, least_s: float) -> Watch:
 
 
 def _promising(before: Size, sizes: list[Size]) -> Iterator[int]:
-    """Yield ever smaller numbers of nodes, as long as one may be the best; ``sizes`` grows meanwhile.
+    """Yield ever smaller numbers of nodes, as long as a number may be the best; ``sizes`` grows meanwhile.
 
-    A power of two comes first where none is known: nothing divides better, so it tells what a node can do.
+    A power of two comes first where no size is one: nothing divides better, so it tells what a node can do.
     """
     num_left, first = sizes[0].num_nodes, 0
     if before.num_nodes.bit_count() != 1 != num_left.bit_count():
@@ -321,18 +326,18 @@ def _promising(before: Size, sizes: list[Size]) -> Iterator[int]:
     for num_nodes in range(num_left - 1, 0, -1):
         if num_nodes == first:
             continue
-        known = [one for one in (before, *sizes) if not one.is_bound]
-        best_s = min(one.step_s for one in sizes if not one.is_bound)
-        if len(sizes) > _MOST_SIZES or min(one.per_node(num_nodes) for one in known) / _MORE >= best_s:
+        searched = [size for size in (before, *sizes) if not size.is_bound]
+        best_s = min(size.step_s for size in sizes if not size.is_bound)
+        if len(sizes) > _MOST_SIZES or min(size.per_node(num_nodes) for size in searched) / _MORE >= best_s:
             return
         yield num_nodes
 
 
-def _fastest_s(found: SearchResult) -> float:
-    best = found.plans[0].prediction if found.plans else None
+def _fastest_s(result: SearchResult) -> float:
+    best = result.plans[0].prediction if result.plans else None
     return best.step_time_s if best else math.inf
 
 
-def _lacks_memory(found: SearchResult) -> bool:
+def _lacks_memory(result: SearchResult) -> bool:
     """Say whether layouts are legal and none fits: fewer nodes have less memory."""
-    return not found.plans and found.certificate.num_legal > 0
+    return not result.plans and result.certificate.num_legal > 0

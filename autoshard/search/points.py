@@ -48,9 +48,9 @@ class Points:
 
         Bounds are made no sharper than a limit asks for.
         """
-        mine = np.flatnonzero(priced.orders == variant.space.base.cp_order)
+        indices = np.flatnonzero(priced.orders == variant.space.base.cp_order)
         number = np.full(int(max(priced.numbers.max(), variant.layouts.max())) + 1, -1)
-        number[priced.numbers[mine]] = mine
+        number[priced.numbers[indices]] = indices
         variant_rows = np.flatnonzero(number[variant.layouts] >= 0)
         rows, space = number[variant.layouts[variant_rows]], variant.space.only(variant_rows)
         limit = limit if goal.objective == "time" and not goal.effort.exhaustive else 0.0
@@ -59,14 +59,14 @@ class Points:
             bound = np.zeros(len(rows))
         elif goal.objective == "memory":
             bound = least_bytes(priced, space.base.zero)[rows]
-        found = cls(priced=priced, variant=variant, rows=rows, variant_rows=variant_rows, bound=bound, rest_s=rest_s)
-        return found.only(np.isfinite(bound))
+        points = cls(priced=priced, variant=variant, rows=rows, variant_rows=variant_rows, bound=bound, rest_s=rest_s)
+        return points.only(np.isfinite(bound))
 
-    def only(self, some: Any) -> "Points":
-        """Return some of them."""
+    def only(self, selection: Any) -> "Points":
+        """Return some of the points."""
         columns = (self.rows, self.variant_rows, self.bound, self.rest_s)
-        rows, variant_rows, bound, rest_s = (column[some] for column in columns)
-        again_s = None if self.again_s is None else self.again_s[..., some]
+        rows, variant_rows, bound, rest_s = (column[selection] for column in columns)
+        again_s = None if self.again_s is None else self.again_s[..., selection]
         return replace(self, rows=rows, variant_rows=variant_rows, bound=bound, rest_s=rest_s, again_s=again_s)
 
     @property
@@ -80,7 +80,7 @@ class Points:
         return self.priced.numbers[self.rows]
 
     def by_schedule(self) -> "Iterator[Points]":
-        """Yield those that share a schedule."""
+        """Yield the points of each schedule as a group."""
         sizes = self.variant.space.only(self.variant_rows).rows
         counts = self.priced.question.workload.global_batch // (sizes["dp"] * sizes["mbs"])
         shapes = np.stack([sizes["pp"], sizes["vp"], counts], axis=1)
@@ -102,8 +102,8 @@ class Points:
         space, kinds, allowed = self.variant.space, self.priced.kinds, self.variant.allowed[:, self.variant_rows]
         pinned = space.recomputes[0] if len(space.recomputes) == 1 and space.recomputes[0] != (Recompute(),) else None
         if not pinned:  # a row for every kind that is priced
-            known = {stages[0]: own for stages, own in zip(space.recomputes, allowed, strict=True)}
-            allowed = np.array([known.get(kind, np.zeros(len(self.rows), dtype=bool)) for kind in kinds])
+            by_kind = {stages[0]: is_allowed for stages, is_allowed in zip(space.recomputes, allowed, strict=True)}
+            allowed = np.array([by_kind.get(kind, np.zeros(len(self.rows), dtype=bool)) for kind in kinds])
         return StageChoices(
             kinds=kinds,
             allowed=allowed,
@@ -123,9 +123,9 @@ class Points:
         blocks, choices = self.blocks, self.choices
         even = choices.stages or even_stages(choices.num_layers, blocks.schedule.num_stages)
         options = RankOptions.of(blocks, choices, split_layers(blocks.schedule, [even]), goal.capacity)
-        some = np.flatnonzero(options.least_s.max(axis=(0, 1)) < NEVER)
-        found = StageFilling.nothing(blocks.schedule.num_stages, np.full(len(self.rows), np.inf))
-        return found.with_columns(some, options.timed(options.best[:, 0, some], some)) if len(some) else found
+        fits = np.flatnonzero(options.least_s.max(axis=(0, 1)) < NEVER)
+        filling = StageFilling.nothing(blocks.schedule.num_stages, np.full(len(self.rows), np.inf))
+        return filling.with_columns(fits, options.timed(options.best[:, 0, fits], fits)) if len(fits) else filling
 
     def sharpened(self, goal: Goal, below: float, splits: SplitSearch) -> "Points":
         """Return the points with bounds that count activations in flight or, the next time, the schedule's waits."""
@@ -139,8 +139,8 @@ class Points:
         if choices.again_s is None:
             capacity = np.broadcast_to(goal.capacity, len(self.rows))
             choices = replace(choices, again_s=least_again_s(blocks, choices, capacity))
-        known = splits if self.sharpness == SHARPEST else splits.known
-        bound = split_bounds(blocks, choices, (below, self.rest_s + blocks.fixed_s), known)
+        flows = splits if self.sharpness == SHARPEST else splits.known
+        bound = split_bounds(blocks, choices, (below, self.rest_s + blocks.fixed_s), flows)
         return replace(self, sharpness=SHARPEST, bound=np.maximum(self.bound, bound), again_s=choices.again_s)
 
 
@@ -149,14 +149,14 @@ def likely(points: Iterable[Points]) -> list[Points]:
 
     Points are compared by their bounds, with the bubble that 1F1B would have.
     """
-    found: dict[tuple[str, int], tuple[float, Points]] = {}
-    for group in itertools.chain.from_iterable(one.by_schedule() for one in points):
+    fastest: dict[tuple[str, int], tuple[float, Points]] = {}
+    for group in itertools.chain.from_iterable(variant_points.by_schedule() for variant_points in points):
         schedule = group.schedule
         assert schedule, "its points share a schedule"
         key, waits = (schedule.builder, schedule.num_ranks), schedule.num_chunks * schedule.num_micro_batches
         time_s = float(group.bound.min()) * (1 + (schedule.num_ranks - 1) / waits)
-        found[key] = min(found.get(key, (np.inf, group)), (time_s, group), key=lambda one: one[0])
-    return [group for _, group in sorted(found.values(), key=lambda one: one[0])]
+        fastest[key] = min(fastest.get(key, (np.inf, group)), (time_s, group), key=lambda entry: entry[0])
+    return [group for _, group in sorted(fastest.values(), key=lambda entry: entry[0])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -170,7 +170,7 @@ class PlainPoints:
     @classmethod
     def of(cls, priced: PricedLayouts, variants: Sequence[RunVariant], goal: Goal) -> "PlainPoints":
         """Return the layouts with bounds that hold for any recompute and schedule."""
-        zeros: list[Zero] = list({one.space.base.zero: None for one in variants})
+        zeros: list[Zero] = list({variant.space.base.zero: None for variant in variants})
         if goal.effort.exhaustive:
             bounds = np.zeros(len(priced.numbers))
         elif goal.objective == "memory":
@@ -223,7 +223,7 @@ class UnsolvedPoints:
     @property
     def least(self) -> float:
         """The least bound of all points but those that were passed."""
-        return min([self.least_opened, *(least for least, _ in self.waiting), *(one.least for one in self.plain)])
+        return min([self.least_opened, *(least for least, _ in self.waiting), *(plain.least for plain in self.plain)])
 
     def wait(self, points: Points) -> None:
         """Add points that are to be opened later."""
@@ -248,11 +248,11 @@ class UnsolvedPoints:
 
     def below(self, value: float) -> Iterator[tuple[RunVariant, Ints]]:
         """Yield the variants and rows of the points whose bound is below a value; a point may come twice."""
-        for points in (*(one for *_, one in self.opened), *(one for _, one in self.waiting)):
+        for points in (*(group for *_, group in self.opened), *(group for _, group in self.waiting)):
             yield points.variant, points.variant_rows[points.bound < value]
         for plain in self.plain:
             layouts = plain.priced.numbers[plain.bounds < value]
-            yield from ((one, np.flatnonzero(np.isin(one.layouts, layouts))) for one in plain.variants)
+            yield from ((variant, np.flatnonzero(np.isin(variant.layouts, layouts))) for variant in plain.variants)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

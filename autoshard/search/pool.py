@@ -53,7 +53,7 @@ class Pool:
         self._variants: dict[Terms, list[RunVariant]] = defaultdict(list)
         self._first: dict[RunVariant, int] = {}  # the number of a variant's first point
         for variant in legal.variants:
-            self._first[variant] = sum(len(one.layouts) for one in self._first)
+            self._first[variant] = sum(len(earlier.layouts) for earlier in self._first)
             self._variants[variant.terms].append(variant)
         self._bounded, self._solved, self._fits = np.zeros((3, legal.num_legal), dtype=bool)  # points
         self.points: list[Points] = []  # all that are priced and may fit
@@ -80,47 +80,47 @@ class Pool:
 
         The watching caller may stop this between any two steps; then the solutions known so far count.
         """
-        self._count, wanted = count, max(count, _ALWAYS)
+        self._count, num_best = count, max(count, _ALWAYS)
         while self._unpriced:
             self._price_kind(*self._unpriced[0])
             del self._unpriced[0]
-            if not np.isfinite(self._limit(wanted)):
-                self._look_first(wanted)
+            if not np.isfinite(self._limit(num_best)):
+                self._look_first(num_best)
         if self._refused and not self._cuttings:
             raise self._refused[0]
         while True:
             # The first points of a variant give a limit that excludes most points of the next variant.
-            while not self._gives_up and self._open_next(self._limit(wanted)):
-                self._explore(wanted, most=_FIRST)
-            self._explore(wanted)
-            left = next((one for one in self.solutions[:wanted] if one.row not in self._own), None)
-            if left:
-                self._refine(left.row, left.point.priced.cutting)
+            while not self._gives_up and self._open_next(self._limit(num_best)):
+                self._explore(num_best, most=_FIRST)
+            self._explore(num_best)
+            solution = next((best for best in self.solutions[:num_best] if best.row not in self._own), None)
+            if solution:
+                self._refine(solution.row, solution.point.priced.cutting)
                 continue
             self._tighten()
-            if self._gives_up or self.left.least >= self._limit(wanted):
+            if self._gives_up or self.left.least >= self._limit(num_best):
                 break
 
-    def _look_first(self, wanted: int) -> None:
-        """Time even stages of likely points: a limit for all others, and an answer if the search is stopped."""
+    def _look_first(self, num_best: int) -> None:
+        """Time even stages of likely points: a limit for all other points, and an answer if the search is stopped."""
         legal = self.legal.variants
-        quick = [one for one in legal if one.space.base.schedule in _QUICK and one.space.base.zero == 1] or legal
-        for plain in sorted(self.left.plain, key=lambda one: one.least):
-            if plain.least >= self._limit(wanted):
+        quick = [run for run in legal if run.space.base.schedule in _QUICK and run.space.base.zero == 1] or legal
+        for plain in sorted(self.left.plain, key=lambda group: group.least):
+            if plain.least >= self._limit(num_best):
                 break
             before = len(self.points)
-            self._add_recompute(plain, [one for one in plain.variants if one in quick])
+            self._add_recompute(plain, [variant for variant in plain.variants if variant in quick])
             for group in likely(self.points[before:]):
-                if group.bound.min() < self._limit(wanted):
+                if group.bound.min() < self._limit(num_best):
                     self.between()
-                    some = group.only(np.argsort(group.bound, kind="stable")[: 2 * _AT_ONCE])
-                    self._keep_all(some, some.evenly_solved(self.goal))
+                    first = group.only(np.argsort(group.bound, kind="stable")[: 2 * _AT_ONCE])
+                    self._keep_all(first, first.evenly_solved(self.goal))
 
     def _tighten(self) -> None:
         """Bound solved points with a loose bound again, the lowest first: a better limit is known now."""
         splits, limit = self.splits, self._limit(1)
         splits.seconds_left = max(0.0, splits.seconds_left) + self.goal.effort.split_s / 2
-        self._loose.sort(key=lambda one: one[1].bound[0])
+        self._loose.sort(key=lambda entry: entry[1].bound[0])
         for number, (key, point) in enumerate(self._loose):
             if point.bound[0] >= limit * (1 - self.goal.effort.gap):
                 break
@@ -138,12 +138,12 @@ class Pool:
 
     def below(self, limit: float, schedules: frozenset[str] | None = None) -> Iterator[Points]:
         """Yield the points of some schedules, or of all, whose bound is below a limit; a group shares its schedule."""
-        wanted = [one for one in self._first if schedules is None or one.space.base.schedule in schedules]
-        for plain in [one for one in self.left.plain if one.least < limit]:
-            variants = [one for one in plain.variants if one in wanted]
+        runs = [run for run in self._first if schedules is None or run.space.base.schedule in schedules]
+        for plain in [group for group in self.left.plain if group.least < limit]:
+            variants = [run for run in plain.variants if run in runs]
             if variants:
                 self._add_recompute(plain, variants)
-        for points in [one for one in self.points if one.variant in wanted]:
+        for points in [group for group in self.points if group.variant in runs]:
             raised = self._raised[self._numbers(points)]
             near = self.in_use(points.only(np.maximum(points.bound, raised) < limit))
             if len(near.rows):
@@ -155,17 +155,17 @@ class Pool:
         These are the points under 1F1B with the smallest micro-batches, if there are any.
         """
         legal = self.legal
-        plain = [one for one in legal.variants if one.space.base.schedule == "1f1b"] or legal.variants
-        least = min(int(one.space.rows["mbs"].min()) for one in plain)
-        some = (one.only(np.flatnonzero(one.space.rows["mbs"] == least)) for one in plain)
-        few = replace(legal, variants=tuple(one for one in some if len(one.layouts)))
+        plain = [variant for variant in legal.variants if variant.space.base.schedule == "1f1b"] or legal.variants
+        least = min(int(variant.space.rows["mbs"].min()) for variant in plain)
+        selected = (variant.only(np.flatnonzero(variant.space.rows["mbs"] == least)) for variant in plain)
+        few = replace(legal, variants=tuple(variant for variant in selected if len(variant.layouts)))
         goal = Goal(objective="memory", capacity=np.inf)
         pool = Pool(self.pricer, few, goal, self._pins, lambda _: self._watch(SearchProgress))
         pool._unpriced = []
         for terms, cutting, layouts in self._cuttings:
-            some = np.intersect1d(layouts, pool._layouts(terms)) if terms in pool._variants else layouts[:0]
-            if len(some):
-                pool._price(cutting, terms, some)
+            common = np.intersect1d(layouts, pool._layouts(terms)) if terms in pool._variants else layouts[:0]
+            if len(common):
+                pool._price(cutting, terms, common)
         for _ in range(_LOOKS):
             if not pool._open_next(pool._limit(1)):
                 break
@@ -175,10 +175,10 @@ class Pool:
     @property
     def solutions(self) -> list[Solution]:
         """The best solution of every layout so far, best first."""
-        found: dict[int, Solution] = {}
-        for one in sorted(self._best.values(), key=lambda one: one.order):
-            found.setdefault(one.layout, one)
-        return list(found.values())
+        by_layout: dict[int, Solution] = {}
+        for solution in sorted(self._best.values(), key=lambda best: best.order):
+            by_layout.setdefault(solution.layout, solution)
+        return list(by_layout.values())
 
     @property
     def bound(self) -> float:
@@ -190,11 +190,11 @@ class Pool:
 
     def certificate(self, legal: Certificate) -> Certificate:
         """Add to a certificate how many points were solved, left out by their bounds, and too large."""
-        value = min((one.value for one in self._best.values()), default=np.inf)
+        value = min((solution.value for solution in self._best.values()), default=np.inf)
         num_left = sum(
-            int(np.isin(one.layouts, layouts).sum())
+            int(np.isin(run.layouts, layouts).sum())
             for terms, layouts in self._unpriced
-            for one in self._variants[terms]
+            for run in self._variants[terms]
         )
         bounded = self._bounded.copy()
         for plain in self.left.plain:
@@ -222,8 +222,8 @@ class Pool:
     def _open_next(self, limit: float) -> bool:
         """Open the points below a limit of the variant with the least bound; return whether there was one."""
         while True:
-            least, points = min(self.left.waiting, key=lambda one: one[0], default=(np.inf, None))
-            plain = min(self.left.plain, key=lambda one: one.least, default=None)
+            least, points = min(self.left.waiting, key=lambda entry: entry[0], default=(np.inf, None))
+            plain = min(self.left.plain, key=lambda group: group.least, default=None)
             if plain is None or plain.least >= limit or plain.least > least:
                 break
             self._add_recompute(plain, plain.variants)
@@ -240,8 +240,8 @@ class Pool:
         """Price some layouts under every recompute, and let their points of some variants wait."""
         priced = self.pricer.with_recompute(plain.priced)
         self.left.plain.remove(plain)
-        left = [one for one in plain.variants if one not in variants]
-        self.left.plain += [replace(plain, variants=left)] if left else []
+        rest = [run for run in plain.variants if run not in variants]
+        self.left.plain += [replace(plain, variants=rest)] if rest else []
         for variant in variants:
             points = Points.of(priced, variant, self.goal, self._limit(max(self._count, _ALWAYS)))
             self._bounded[self._numbers(points)] = True
@@ -295,99 +295,99 @@ class Pool:
         go_on(self._watch, self._progress)
 
     def _progress(self) -> SearchProgress:
-        best = min((one.value for one in self._best.values()), default=np.inf)
-        groups = (*(one for *_, one in self.left.opened), *(one for _, one in self.left.waiting))
-        left, total = sum(len(points.rows) for points in groups), self.legal.num_legal
-        done = max(0, total - left)
+        best = min((solution.value for solution in self._best.values()), default=np.inf)
+        groups = (*(group for *_, group in self.left.opened), *(group for _, group in self.left.waiting))
+        num_left, total = sum(len(points.rows) for points in groups), self.legal.num_legal
+        done = max(0, total - num_left)
         return SearchProgress(num_done=done, num_points=total, best=best, bound=min(best, self.bound))
 
     def _limit(self, count: int) -> float:
         """Return the value of the layout at place ``count``; a point above it does not matter."""
-        known: dict[int, float] = {}
-        for (_, layout), one in self._best.items():
-            known[layout] = min(one.value, known.get(layout, np.inf))
-        values = sorted((*self._others, *known.values()))
+        by_layout: dict[int, float] = {}
+        for (_, layout), solution in self._best.items():
+            by_layout[layout] = min(solution.value, by_layout.get(layout, np.inf))
+        values = sorted((*self._others, *by_layout.values()))
         return np.inf if self.goal.effort.exhaustive or len(values) < count else values[count - 1] * (1 + _TIE)
 
     def _solve(self, points: Points, limit: float) -> None:
-        found = points.solved(self.goal, limit, self.splits)
-        values, best = self.goal.value(found), min((one.value for one in self._best.values()), default=np.inf)
+        filling = points.solved(self.goal, limit, self.splits)
+        values, best = self.goal.value(filling), min((old.value for old in self._best.values()), default=np.inf)
         self._num_idle = 0 if values.min() < best * (1 - _TIE) else self._num_idle + 1
         fits = np.isfinite(values)
         numbers = self._numbers(points)
         self._solved[numbers] = True
         self._fits[numbers] |= fits
         # What does not fit under the limit, or not at all, is no less than the limit.
-        least = np.where(fits, found.bound, np.maximum(found.bound, limit))
+        least = np.where(fits, filling.bound, np.maximum(filling.bound, limit))
         self._raised[numbers] = np.maximum(self._raised[numbers], least)
-        for number, (layout, bound) in enumerate(zip(points.layouts.tolist(), found.bound.tolist(), strict=True)):
-            row, one, value = (points.variant.terms, layout), np.array([number]), float(values[number])
+        for number, (layout, bound) in enumerate(zip(points.layouts.tolist(), filling.bound.tolist(), strict=True)):
+            row, column, value = (points.variant.terms, layout), np.array([number]), float(values[number])
             if bound < min(limit, value) * (1 - self.goal.effort.gap):
-                self._loose.append((row, replace(points.only(one), bound=np.array([bound]))))
+                self._loose.append((row, replace(points.only(column), bound=np.array([bound]))))
             else:
                 self._least[row] = min(bound, self._least.get(row, np.inf))
-        self._keep_all(points, found)
+        self._keep_all(points, filling)
         # The other points are not better than this limit, but the limit may rise.
-        left = ~fits & np.isfinite(found.bound)
-        self.left.passed.append(replace(points, bound=np.maximum(found.bound, limit)).only(left))
+        is_open = ~fits & np.isfinite(filling.bound)
+        self.left.passed.append(replace(points, bound=np.maximum(filling.bound, limit)).only(is_open))
 
-    def _keep_all(self, points: Points, found: StageFilling) -> None:
+    def _keep_all(self, points: Points, filling: StageFilling) -> None:
         """Keep the best solution of each layout."""
-        values = self.goal.value(found)
+        values = self.goal.value(filling)
         for number in np.flatnonzero(np.isfinite(values)).tolist():
-            one, layout, value = np.array([number]), int(points.layouts[number]), float(values[number])
-            new = Solution(layout=layout, point=points.only(one), filling=found.only(one), value=value)
-            known = self._best.get(new.row)
-            self._best[new.row] = new if known is None or new.order < known.order else known
+            column, layout, value = np.array([number]), int(points.layouts[number]), float(values[number])
+            new = Solution(layout=layout, point=points.only(column), filling=filling.only(column), value=value)
+            best = self._best.get(new.row)
+            self._best[new.row] = new if best is None or new.order < best.order else best
 
     def _price_kind(self, terms: Terms, layouts: Ints) -> None:
         """Find the cuttings of all layouts of one kind of mesh, and price these."""
         try:
-            asked = replace(terms, pins=self._pins), self.goal.effort.gap
-            for cutting, some in self.pricer.cuttings(layouts, *asked):
-                self._cuttings.append((terms, cutting, some))
-                self._price(cutting, terms, some)
+            arguments = replace(terms, pins=self._pins), self.goal.effort.gap
+            for cutting, served in self.pricer.cuttings(layouts, *arguments):
+                self._cuttings.append((terms, cutting, served))
+                self._price(cutting, terms, served)
         except InputError as fault:
             if not self._pins:
                 raise
             self._refused.append(fault)
 
     def _refine(self, row: Row, used: Cutting) -> None:
-        """Find a layout's own cutting; if it differs from the one used, price the layout again."""
+        """Find a layout's own cutting; if it differs from the cutting used, price the layout again."""
         self.between()
         terms, layout = row
-        own = solved_cutting(
+        cutting = solved_cutting(
             self.pricer.question, self.legal.space.candidate(layout, 0), replace(terms, pins=self._pins)
         )
         atoms = {atom for atom, column in self.pricer.atoms.items() if column[layout] > 1}
         self._own[row] = used
-        if own.only(atoms) == used.only(atoms):
+        if cutting.only(atoms) == used.only(atoms):
             return
-        self._own[row] = own
+        self._own[row] = cutting
         self._best.pop(row, None)
         self._least.pop(row, None)
-        self._loose = [one for one in self._loose if one[0] != row]
+        self._loose = [entry for entry in self._loose if entry[0] != row]
         for variant in self._variants[terms]:
             self._raised[self._first[variant] + np.flatnonzero(variant.layouts == layout)] = 0.0
         self.left.plain = [self.in_use(plain) for plain in self.left.plain]
-        self._cuttings.append((terms, own, np.array([layout])))
-        self._price(own, terms, np.array([layout]))
+        self._cuttings.append((terms, cutting, np.array([layout])))
+        self._price(cutting, terms, np.array([layout]))
         self.left.open_again()
 
     def in_use(self, points: Priced) -> Priced:
-        """Leave out layouts that have a cutting of their own now."""
-        mine = {layout: own for (terms, layout), own in self._own.items() if terms == points.terms}
-        gone = [layout for layout, own in mine.items() if own != points.priced.cutting]
+        """Leave out layouts whose own cutting differs from the cutting of these points."""
+        cuttings = {layout: cutting for (terms, layout), cutting in self._own.items() if terms == points.terms}
+        gone = [layout for layout, cutting in cuttings.items() if cutting != points.priced.cutting]
         return points.only(~np.isin(points.layouts, gone)) if gone else points
 
-    def _price(self, cutting: Cutting, terms: Terms, some: Ints) -> None:
+    def _price(self, cutting: Cutting, terms: Terms, layouts: Ints) -> None:
         """Price the blocks of some layouts as a cutting has them, without recompute."""
         variants = self._variants[terms]
         base = replace(self.legal.space.base, cp_kind=terms.cp_kind)
         space = replace(self.legal.space, base=base, sp=variants[0].space.sp)
-        orders: list[CpOrder] = sorted({one.space.base.cp_order for one in variants})
-        mine: dict[CpOrder, Ints] = {order: np.intersect1d(some, self._layouts(terms, order)) for order in orders}
-        for priced in self.pricer.priced(space, cutting, mine, apart=bool(self._pins)):
+        orders: list[CpOrder] = sorted({variant.space.base.cp_order for variant in variants})
+        groups: dict[CpOrder, Ints] = {order: np.intersect1d(layouts, self._layouts(terms, order)) for order in orders}
+        for priced in self.pricer.priced(space, cutting, groups, apart=bool(self._pins)):
             self.left.plain.append(PlainPoints.of(priced, variants, self.goal))
 
     def _numbers(self, points: Points) -> Ints:
@@ -396,5 +396,5 @@ class Pool:
 
     def _layouts(self, terms: Terms, order: CpOrder | None = None) -> Ints:
         """Return the layouts of the variants with these terms, or of those with one order of the sequence over cp."""
-        some = [one.layouts for one in self._variants[terms] if order in (None, one.space.base.cp_order)]
-        return np.unique(np.concatenate(some))
+        parts = [run.layouts for run in self._variants[terms] if order in (None, run.space.base.cp_order)]
+        return np.unique(np.concatenate(parts))

@@ -98,8 +98,11 @@ class LayoutPricer:
         sizes = np.stack([space.rows[key] for key in ("tp", "pp", "cp", "ep", "dp")])
         _, first, division = np.unique(sizes, axis=1, return_index=True, return_inverse=True)
         candidates = [space.candidate(int(row), 0) for row in first]
-        self._division, self._meshes = division.reshape(-1), [mesh_of(one, model, cluster) for one in candidates]
-        buckets = [buckets_of(one, space.engine).total_bytes for one in candidates]
+        self._division, self._meshes = (
+            division.reshape(-1),
+            [mesh_of(candidate, model, cluster) for candidate in candidates],
+        )
+        buckets = [buckets_of(candidate, space.engine).total_bytes for candidate in candidates]
         self._bucket_bytes = np.array(buckets, dtype=np.float64)[self._division]
         self._known: dict[object, Ring] = {}
         self._rings: dict[tuple[str, ...], Ring] = {}
@@ -114,7 +117,7 @@ class LayoutPricer:
         yield from split(layouts, [self.atoms[atom] > 1 for atom in exact])
 
     def cuttings(self, layouts: Ints, terms: Terms, slack: float) -> list[tuple[Cutting, Ints]]:
-        """Return cuttings of some layouts of one kind, each with those that it serves; ``slack`` is of time."""
+        """Return cuttings of some layouts of one kind, each with the layouts that it serves; ``slack`` is of time."""
         key = terms, slack, layouts.tobytes()
         if key not in self._cuttings:
             self._cuttings[key] = self._solved(layouts, terms, slack)
@@ -128,8 +131,8 @@ class LayoutPricer:
             num_micro_batches=np.maximum(1, batch // (rows["mbs"] * rows["dp"])),
             ring=lambda atoms: only(self._ring(atoms), layouts),
         )
-        found = shared_cuttings(self.question, meshes, (terms, slack), self.between)
-        return [(cutting, layouts[some]) for cutting, some in found]
+        shared = shared_cuttings(self.question, meshes, (terms, slack), self.between)
+        return [(cutting, layouts[served]) for cutting, served in shared]
 
     def priced(
         self, space: Space, cutting: Cutting, layouts: Mapping[CpOrder, Ints], *, apart: bool = False
@@ -138,7 +141,7 @@ class LayoutPricer:
 
         The layouts are given by the order of the sequence over cp; ``apart`` as in ``lowered_alike``.
         """
-        key = cutting, space.base, space.sp, apart, *((order, some.tobytes()) for order, some in layouts.items())
+        key = cutting, space.base, space.sp, apart, *((order, numbers.tobytes()) for order, numbers in layouts.items())
         if key not in self._priced:
             self._priced[key] = list(self._without_recompute(space, cutting, layouts, apart=apart))
         return self._priced[key]
@@ -148,19 +151,19 @@ class LayoutPricer:
     ) -> Iterator[PricedLayouts]:
         question = self.question
         numbers = np.concatenate(list(layouts.values()))
-        orders = np.repeat(list(layouts), [len(one) for one in layouts.values()])
-        some = space.only(numbers)
-        for mine, blocks in lowered_alike(question, some, cutting, apart=apart):
-            own, count, rows = some.only(mine), len(mine), numbers[mine]
+        orders = np.repeat(list(layouts), [len(column) for column in layouts.values()])
+        whole = space.only(numbers)
+        for indices, blocks in lowered_alike(question, whole, cutting, apart=apart):
+            part, count, rows = whole.only(indices), len(indices), numbers[indices]
             self.between()
             rings = {group: only(self._ring(group), rows) for group in (("pp",), *atom_groups(blocks.every()))}
             setting = Setting(
                 blocks=blocks,
-                sizes=question.sizes((own.rows["mbs"] * own.rows["dp"]).astype(np.float64), own.rows["ep"]),
+                sizes=question.sizes((part.rows["mbs"] * part.rows["dp"]).astype(np.float64), part.rows["ep"]),
                 atoms={atom: column[rows].astype(np.float64) for atom, column in self.atoms.items()},
                 rings=rings,
-                zero=own.base.zero,
-                cp_order=orders[mine],
+                zero=part.base.zero,
+                cp_order=orders[indices],
             )
             embed, layer, head = (
                 BlockTotals.of([price_block(question, setting, kind, Recompute())], count) for kind in KINDS
@@ -168,13 +171,13 @@ class LayoutPricer:
             weights = (
                 block_weights for block in (layer, embed, head) for block_weights in (block.weights, block.tied_weights)
             )
-            summed = {part for each in weights for atoms in each for part in split_pending(atoms)}
+            summed = {part for block_sums in weights for atoms in block_sums for part in split_pending(atoms)}
             yield PricedLayouts(
                 question=question,
                 cutting=cutting,
-                space=own,
+                space=part,
                 numbers=rows,
-                orders=orders[mine],
+                orders=orders[indices],
                 # The step phase asks for the rings over which sums of gradients are pending, and for no sizes.
                 setting=replace(setting, sizes={}, rings={atoms: rings[atoms] for atoms in rings if atoms in summed}),
                 priced_in=setting,
@@ -187,12 +190,12 @@ class LayoutPricer:
                 head=head,
             )
 
-    def with_recompute(self, priced: PricedLayouts, some: Rows | None = None) -> PricedLayouts:
+    def with_recompute(self, priced: PricedLayouts, rows: Rows | None = None) -> PricedLayouts:
         """Price the layers of such layouts, or of some of them, under every kind of recompute that may be used."""
         if priced in self._with_recompute:
-            known = self._with_recompute[priced]
-            return known if some is None else known.only(some)
-        priced = priced if some is None else priced.only(some)
+            recomputed = self._with_recompute[priced]
+            return recomputed if rows is None else recomputed.only(rows)
+        priced = priced if rows is None else priced.only(rows)
         kinds, setting = kinds_of(priced.space.recomputes), priced.priced_in
         costs: list[BlockCost] = []
         for drop in kinds:
@@ -219,7 +222,7 @@ class LayoutPricer:
 
 def split(layouts: Ints, cuts: Sequence[NDArray[np.bool_]]) -> Iterator[Ints]:
     """Group layouts by which of some atoms are larger than 1."""
-    kinds = sum((own[layouts] << number for number, own in enumerate(reversed(cuts))), 0 * layouts)
+    kinds = sum((is_cut[layouts] << number for number, is_cut in enumerate(reversed(cuts))), 0 * layouts)
     yield from (layouts[kinds == kind] for kind in np.unique(kinds))
 
 
@@ -240,18 +243,18 @@ def lowered_alike(
         return CutBlocks(step=question.step, cutting=cutting, atoms=atoms)
 
     always = [atom for atom in cuts if apart or (mixture and atom in ("ep", "cp"))]
-    for alike in split(np.arange(space.num_layouts), [cuts[atom] for atom in always]):
-        whole = lowered(alike)
+    for similar in split(np.arange(space.num_layouts), [cuts[atom] for atom in always]):
+        whole = lowered(similar)
         matter = [
             atom
             for atom in (("kv", "rep") if mixture else ("rep",))
             if atom not in always
             and atom in whole.atoms
-            and not cuts[atom][alike].all()
+            and not cuts[atom][similar].all()
             and not alike_without(whole, atom)
         ]
-        for mine in split(alike, [cuts[atom] for atom in matter]):
-            yield mine, lowered(mine)
+        for group in split(similar, [cuts[atom] for atom in matter]):
+            yield group, lowered(group)
 
 
 def atom_columns(model: ModelSpec, space: Space) -> Mapping[str, Ints]:
@@ -267,15 +270,15 @@ def kinds_of(recomputes: Sequence[tuple[Recompute, ...]]) -> tuple[Recompute, ..
     >>> [str(kind) for kind in kinds_of([(Recompute.parse("full:2"),)])]
     ['none', 'full']
     """
-    kinds = (kind for stages in recomputes for one in stages for kind in one.kinds)
+    kinds = (kind for stages in recomputes for stage in stages for kind in stage.kinds)
     return tuple(dict.fromkeys((Recompute(), *kinds)))
 
 
 def ring_column(rings: Sequence[Ring]) -> Ring:
-    """Return many rings of one cluster as one."""
+    """Return many rings of one cluster as one ring."""
 
     def column(routes: Sequence[Route | None]) -> Route | None:
-        """Return one way of many rings, if they have it."""
+        """Return one route of many rings, if they have it."""
         have = [route for route in routes if route]
         if not have:
             return None

@@ -105,22 +105,22 @@ class Request:
             raise InputError(faults)
         used = cutting or self.cutting(candidate, engine)
         facts = (self.model, self.cluster, self.workload, engine)
-        own = term_entries(self.terms, candidate, *facts)
+        user_terms = term_entries(self.terms, candidate, *facts)
         constants = self.question(candidate).calibration
-        origin = {"autoshard": __version__, **calibration_entries(constants), **own, **EXTENSIONS.entries()}
+        origin = {"autoshard": __version__, **calibration_entries(constants), **user_terms, **EXTENSIONS.entries()}
         origin["model"] = self.model.source
         atoms = cut_atoms(candidate, self.model)
         blocks = CutBlocks(step=self.question(candidate).step, cutting=used, atoms=atoms)
         bare = replace(build_plan(candidate, *facts, provenance=origin), headroom=self.headroom)
-        made = predicted(bare, constants, blocks)
+        plan = predicted(bare, constants, blocks)
         if not tables:
-            return made
-        made = with_tables(made, used)
+            return plan
+        plan = with_tables(plan, used)
         if self.layouts and engine == "nxd":
             from autoshard.blocks.pinned import require_forms
 
-            require_forms(made)
-        return made
+            require_forms(plan)
+        return plan
 
     def pin_faults(self, candidate: Candidate) -> tuple[Fault, ...]:
         """Say which pinned tensors a candidate cannot keep to."""
@@ -148,11 +148,11 @@ class Request:
 
 
 def plan_at(request: Request, candidate: Candidate, *, even_refused: bool = False) -> Plan:
-    """Return the plan of exactly one candidate. One that the Rules refuse raises InputError, unless it is wanted so."""
-    found, engine = resolved(request, candidate)
+    """Return the plan of exactly one candidate; if the Rules refuse it, raise InputError unless ``even_refused``."""
+    complete, engine = resolved(request, candidate)
     if not even_refused:
-        require(*((False, "candidate", str(one)) for one in rejections_of(request, found, engine)))
-    return request.plan(found, engine)
+        require(*((False, "candidate", str(reason)) for reason in rejections_of(request, complete, engine)))
+    return request.plan(complete, engine)
 
 
 def resolved(request: Request, candidate: Candidate) -> tuple[Candidate, Engine]:

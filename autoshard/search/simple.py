@@ -59,30 +59,30 @@ def simplest(
     for points in groups:
         keys = _simplicity(points)
         for key in dict.fromkeys(keys):
-            ordered[key].append((points, np.flatnonzero([key == other for other in keys])))
+            ordered[key].append((points, np.flatnonzero([key == point_key for point_key in keys])))
     priced: dict[int, EvenStages] = {}  # by the identity of their points, which live as long
     for recompute in (*_EVEN, *_UNEVEN):
-        for _, alike in groupby(sorted(ordered), key=lambda key: key[:2]):  # schedule and chunks
-            found, below = list[Simple](), limit
-            for key in alike:
+        for _, key_group in groupby(sorted(ordered), key=lambda key: key[:2]):  # schedule and chunks
+            plans, below = list[Simple](), limit
+            for key in key_group:
                 best = _fastest_of_key(ordered[key], goal, (recompute, below), priced, between)
                 if best:
-                    found.append(Simple(simplicity=(recompute, *key), solution=best))
+                    plans.append(Simple(simplicity=(recompute, *key), solution=best))
                     if not np.isfinite(near):
                         break
                     below = min(below, best.value * (1 + near))
-            if found:
-                return simplest_near(found, near)
+            if plans:
+                return simplest_near(plans, near)
     return None
 
 
-def simplest_near(found: Sequence[Simple], near: float) -> Simple:
-    """Return the simplest of some plans; axes and other keys count only within a share of the fastest as simple."""
-    least = min(one.simplicity[:_COARSE] for one in found)
-    alike = [one for one in found if one.simplicity[:_COARSE] == least]
-    limit = min(one.solution.value for one in alike) * (1 + near) * (1 + _TIE)
-    fast = (one for one in alike if one.solution.value <= limit)
-    return min(fast, key=lambda one: (one.simplicity, one.solution.order[:3]))
+def simplest_near(plans: Sequence[Simple], near: float) -> Simple:
+    """Return the simplest of some plans; axes and other keys count only near the fastest of the otherwise simplest."""
+    least = min(plan.simplicity[:_COARSE] for plan in plans)
+    equals = [plan for plan in plans if plan.simplicity[:_COARSE] == least]
+    limit = min(plan.solution.value for plan in equals) * (1 + near) * (1 + _TIE)
+    fast = (plan for plan in equals if plan.solution.value <= limit)
+    return min(fast, key=lambda plan: (plan.simplicity, plan.solution.order[:3]))
 
 
 def _fastest_of_key(
@@ -94,21 +94,21 @@ def _fastest_of_key(
 ) -> Solution | None:
     """Return the fastest plan of some points with recompute from one place in the order, below a limit."""
     (recompute, limit), best = sought, None
-    for points, every in groups:
+    for points, indices in groups:
         between()
         below = best.value * (1 + _TIE) if best else limit
-        numbers = every[points.bound[every] < below]
+        numbers = indices[points.bound[indices] < below]
         if not len(numbers):
             continue
         if recompute in _UNEVEN:
             if points.variant.space.base.schedule not in ALL_RANGES:
                 continue  # uneven stages in the order of another schedule than 1F1B or GPipe are not simple
-            found = _uneven(points.only(numbers), goal, below, recompute - len(_EVEN) + 1)
+            solution = _uneven(points.only(numbers), goal, below, recompute - len(_EVEN) + 1)
         else:
             if id(points) not in priced:
                 priced[id(points)] = EvenStages.of(points, goal)
-            found = priced[id(points)].fastest(recompute, numbers, below)
-        best = min((one for one in (best, found) if one), key=lambda one: one.order, default=None)
+            solution = priced[id(points)].fastest(recompute, numbers, below)
+        best = min((entry for entry in (best, solution) if entry), key=lambda entry: entry.order, default=None)
     return best
 
 
@@ -120,8 +120,8 @@ def _simplicity(points: Points) -> list[tuple[int, ...]]:
     is_sp_other = (space.sp != (sizes["tp"] > 1)) & (space.sp is not None)
     shared = int(base.zero != 1) + int(base.cp_kind != "ring") + int(base.cp_order != "contiguous")
     is_other = np.full(len(rows), base.schedule != "1f1b")
-    found: list[list[int]] = np.stack([is_other, sizes["vp"], axes, shared + is_sp_other], axis=1).tolist()
-    return [tuple(one) for one in found]
+    places: list[list[int]] = np.stack([is_other, sizes["vp"], axes, shared + is_sp_other], axis=1).tolist()
+    return [tuple(row) for row in places]
 
 
 def _uneven(points: Points, goal: Goal, limit: float, num_kinds: int) -> Solution | None:
@@ -130,18 +130,18 @@ def _uneven(points: Points, goal: Goal, limit: float, num_kinds: int) -> Solutio
     assert schedule, "its points share a schedule"
     if choices.stages or choices.recompute or schedule.num_ranks == 1:
         return None
-    sets = [list(own) for own in combinations(range(len(choices.kinds)), num_kinds)]
+    sets = [list(kinds) for kinds in combinations(range(len(choices.kinds)), num_kinds)]
     if not sets:  # of one kind there are no two
         return None
     among = np.zeros((len(choices.kinds), len(sets)), dtype=bool)
-    for number, own in enumerate(sets):
-        among[own, number] = True
-    every = points.only(np.repeat(np.arange(count), len(sets)))  # each point with each set of kinds
-    allowed = every.choices.allowed & np.tile(among, count)
-    found = fill_stages(
-        every.blocks, replace(every.choices, allowed=allowed, partly=False), goal, (0.0, limit), every.rest_s
+    for number, kinds in enumerate(sets):
+        among[kinds, number] = True
+    repeated = points.only(np.repeat(np.arange(count), len(sets)))  # each point with each set of kinds
+    allowed = repeated.choices.allowed & np.tile(among, count)
+    fillings = fill_stages(
+        repeated.blocks, replace(repeated.choices, allowed=allowed, partly=False), goal, (0.0, limit), repeated.rest_s
     )
-    return _fastest(every, found, np.arange(len(every.rows))) if found.time_s.min() < limit else None
+    return _fastest(repeated, fillings, np.arange(len(repeated.rows))) if fillings.time_s.min() < limit else None
 
 
 def _fastest(points: Points, timed: StageFilling, numbers: Ints) -> Solution:
@@ -182,27 +182,29 @@ class EvenStages:
         order = np.argsort(bound[pair, number], kind="stable")
         best: Solution | None = None
         for start in range(0, len(order), _AT_ONCE):
-            some = order[start : start + _AT_ONCE]
-            some = some[bound[pair[some], number[some]] < limit]
-            if not len(some):
+            places = order[start : start + _AT_ONCE]
+            places = places[bound[pair[places], number[places]] < limit]
+            if not len(places):
                 break
-            one, other, column = first[pair[some]], second[pair[some]], number[some]
-            option = np.where(both_s[:, one, column] <= both_s[:, other, column], one, other)
-            found = _fastest(self.points, self.options.timed(option, numbers[column]), numbers[column])
-            if found.value < limit:
-                best, limit = found, found.value
+            first_option, second_option, column = first[pair[places]], second[pair[places]], number[places]
+            option = np.where(
+                both_s[:, first_option, column] <= both_s[:, second_option, column], first_option, second_option
+            )
+            solution = _fastest(self.points, self.options.timed(option, numbers[column]), numbers[column])
+            if solution.value < limit:
+                best, limit = solution, solution.value
         return best
 
     def _pairs(self, recompute: int) -> tuple[Ints, Ints]:
-        """Return the pairs of options that a place in the order of recompute allows; two equal ones are one."""
+        """Return the pairs of options that a place in the order of recompute allows; equal options are one option."""
         options, choices = self.options.options, self.points.choices
-        partly = [bool(some) for some in np.any(options.plain > 0, axis=(0, 2))]
+        partly = [bool(is_partial) for is_partial in np.any(options.plain > 0, axis=(0, 2))]
         if choices.recompute:  # pinned
-            found = [(number, number) for number in range(len(partly)) if recompute == 0]
+            pairs = [(number, number) for number in range(len(partly)) if recompute == 0]
         elif recompute < 2:
-            found = [(number, number) for number, some in enumerate(partly) if some == (recompute == 1)]
+            pairs = [(number, number) for number, is_partial in enumerate(partly) if is_partial == (recompute == 1)]
         elif recompute == 2:
-            found = list(combinations([number for number, some in enumerate(partly) if not some], 2))
+            pairs = list(combinations([number for number, is_partial in enumerate(partly) if not is_partial], 2))
         else:
             rows: list[int] = options.kind[0, :, 0].tolist()
             two = [
@@ -210,8 +212,8 @@ class EvenStages:
                 for number, row in enumerate(rows)
                 if partly[number] or choices.kinds[row].kind in ("none", "full")
             ]
-            found = [(one, other) for one, other in combinations(two, 2) if partly[one] or partly[other]]
-        table = np.array(found, dtype=np.int64).reshape(-1, 2)
+            pairs = [(first, second) for first, second in combinations(two, 2) if partly[first] or partly[second]]
+        table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         return table[:, 0], table[:, 1]
 
     def _bound(self, least_s: Floats, numbers: Ints) -> Floats:

@@ -73,12 +73,12 @@ def whole_space(model: ModelSpec, cluster: Cluster, workload: Workload, engine: 
     for tp, pp, cp in itertools.product(sizes["tp"], sizes["pp"], sizes["cp"]):
         if "dp" in pins or num_ranks % (tp * pp * cp) == 0:
             dp = pins.get("dp", num_ranks // (tp * pp * cp))
-            each = [pins["mbs"]] if "mbs" in pins else divisors(batch // dp) if batch % dp == 0 else ()
-            rows += [(tp, pp, cp, ep, dp, mbs, pins.get("vp", 1)) for ep in sizes["ep"] for mbs in each]
+            mbs_choices = [pins["mbs"]] if "mbs" in pins else divisors(batch // dp) if batch % dp == 0 else ()
+            rows += [(tp, pp, cp, ep, dp, mbs, pins.get("vp", 1)) for ep in sizes["ep"] for mbs in mbs_choices]
     table = np.array(rows, dtype=np.int64).reshape(-1, len(KEYS))
     kernels = pins.get("kernels") or default_kernels(cluster, engine)
-    others = {key: value for key, value in pins.items() if key not in (*KEYS, "sp", "recompute")}
-    base = replace(Candidate(), **{**others, "kernels": None if kernels == cluster.kernels else kernels})
+    shared = {key: value for key, value in pins.items() if key not in (*KEYS, "sp", "recompute")}
+    base = replace(Candidate(), **{**shared, "kernels": None if kernels == cluster.kernels else kernels})
     recomputes = (pins["recompute"],) if "recompute" in pins else recompute_choices(kernels)
     return Space(
         rows=dict(zip(KEYS, table.T, strict=True)),
@@ -103,13 +103,13 @@ def recompute_choices(kernels: str) -> tuple[tuple[Recompute, ...], ...]:
     ['none', 'selective[core_attn]', 'selective[layernorm]']
     """
     table, names = load_kernels(kernels), effective_names(kernels)
-    found = [Recompute()]
+    kinds = [Recompute()]
     for count in range(1, len(names) + 1):
         for subset in itertools.combinations(names, count):
             ops = [op for name in subset for op in table.selective[name]]
             if len(ops) == len(set(ops)):
-                found.append(Recompute(kind="selective", ops=subset))
-    return tuple((entry,) for entry in (*found, Recompute(kind="full")))
+                kinds.append(Recompute(kind="selective", ops=subset))
+    return tuple((entry,) for entry in (*kinds, Recompute(kind="full")))
 
 
 @functools.cache

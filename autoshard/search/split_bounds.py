@@ -68,34 +68,34 @@ class PathBounds:
 
     def with_best(self) -> tuple[Floats, Floats, Floats]:
         """Return fixed seconds, those of each layer, and runs, the best flow as one more row."""
-        own = (self.fixed_s, self.layer_s, self.runs)
-        fixed_s, layer_s, runs = (np.concatenate([column, self.best[None] @ column]) for column in own)
+        columns = (self.fixed_s, self.layer_s, self.runs)
+        fixed_s, layer_s, runs = (np.concatenate([column, self.best[None] @ column]) for column in columns)
         return fixed_s, layer_s, runs
 
 
 class SplitBounds:
     """Bounds of all splits of one candidate, better with every flow that is found."""
 
-    def __init__(self, blocks: PipelineBlocks, choices: StageChoices, known: SplitSearch) -> None:
+    def __init__(self, blocks: PipelineBlocks, choices: StageChoices, splits: SplitSearch) -> None:
         assert choices.again_s is not None, "how much ranks compute again is known"
-        self._blocks, self._schedule, self._known = blocks, blocks.schedule, known
+        self._blocks, self._schedule, self._known = blocks, blocks.schedule, splits
         self._extra_s = choices.again_s[..., 0]
         self._num_layers, self._stages = choices.num_layers, counts_of(self._schedule).stages
         self._started, self._totals = _started_s(blocks), rank_totals(self._schedule, self._num_layers)
         self._embed, self._layer, self._head = (passes[:, 0] for passes in fastest_passes(blocks, choices))
         kinds = _possible(blocks, choices)[:, 0]
-        apart = (blocks.layer.forward_s[kinds], blocks.layer.weight_s[kinds])
-        self._again_in_input = all(np.ptp(own, axis=0).max() <= 0 for own in apart)
-        if self._schedule not in known.flows:  # known from the start is all that one rank does
+        durations = (blocks.layer.forward_s[kinds], blocks.layer.weight_s[kinds])
+        self._again_in_input = all(np.ptp(kind_s, axis=0).max() <= 0 for kind_s in durations)
+        if self._schedule not in splits.flows:  # at first, the flows of all actions of one rank
             ranks = self._schedule.num_ranks
             passes = np.zeros((ranks, len(PASSES), self._schedule.num_stages))
             passes[np.arange(ranks)[:, None], :, self._stages] = self._schedule.num_micro_batches
             unit = replace(blocks, sends=replace(blocks.sends, time_s=np.ones(1)))
             sends = max(0, self._schedule.num_micro_batches - 1) * unit.hop_s
-            each = np.concatenate([passes.reshape(ranks, -1), sends], axis=1)
-            known.flows[self._schedule] = np.concatenate([each, each.mean(axis=0, keepdims=True)])
-        self._rows = known.flows[self._schedule]
-        self._own = len(self._rows)  # as many are those of others
+            rows = np.concatenate([passes.reshape(ranks, -1), sends], axis=1)
+            splits.flows[self._schedule] = np.concatenate([rows, rows.mean(axis=0, keepdims=True)])
+        self._rows = splits.flows[self._schedule]
+        self._own = len(self._rows)  # this many rows come from other candidates
         self.layers = self.balanced = self.even  # fractions that are balanced, as far as is known
 
     @property
@@ -120,8 +120,8 @@ class SplitBounds:
         sends = self._blocks.sends
         sent = _unit_delays(self._schedule, sends.hidden, sends.receives_apart)
         passes, waits = long_paths(self._schedule, delays, sent, _SOFTNESS * float(forward.mean()))
-        found = np.concatenate([passes.reshape(1, -1), waits[:, None]], axis=1)
-        self._rows = np.concatenate([self._rows, found])
+        flow = np.concatenate([passes.reshape(1, -1), waits[:, None]], axis=1)
+        self._rows = np.concatenate([self._rows, flow])
         self._known.use(self._schedule, *_LEARN_S)
         return self._layer @ passes[0] + again_s * passes[0, 1]
 
@@ -141,25 +141,25 @@ class SplitBounds:
         """Return the recompute of each layer of a stage in a micro-batch, where ranks have so many layers."""
         fits, totals = np.isfinite(self._extra_s), layers[self._stages].sum(axis=1)
         again_s = np.zeros(len(totals))
-        for rank, own in enumerate(np.where(fits, self._extra_s, self._extra_s[fits].max(initial=0))):
-            again_s[rank] = np.interp(totals[rank], self._totals, own)
+        for rank, extra_s in enumerate(np.where(fits, self._extra_s, self._extra_s[fits].max(initial=0))):
+            again_s[rank] = np.interp(totals[rank], self._totals, extra_s)
         return (again_s / totals)[counts_of(self._schedule).ranks]
 
     def paths(self) -> PathBounds:
-        """Return the known flows, with the best one; if any were found here, the best is kept for other candidates."""
+        """Return the known flows and the best flow, which other candidates get if this candidate found any flow."""
         passes = self._rows[:, :-1].reshape(len(self._rows), len(PASSES), -1)
         fixed_s = passes[:, :, 0] @ self._embed + passes[:, :, -1] @ self._head
         fixed_s += self._rows[:, -1] * self._blocks.sends.time_s + passes.sum(axis=2) @ self._started
-        layer_s, left = np.einsum("jps,p->js", passes, self._layer), self._num_layers - self._schedule.num_stages
+        layer_s, num_free = np.einsum("jps,p->js", passes, self._layer), self._num_layers - self._schedule.num_stages
         runs = passes[:, 1] if self._again_in_input else passes.min(axis=1)
         near_s = layer_s + runs * self._again_s(self.layers)  # as if each layer computed as much again
-        payoff, known = (fixed_s + near_s.sum(axis=1))[:, None] + left * near_s, self._known.flows[self._schedule]
-        if len(self._rows) == len(known):
+        payoff, flows = (fixed_s + near_s.sum(axis=1))[:, None] + num_free * near_s, self._known.flows[self._schedule]
+        if len(self._rows) == len(flows):
             best = np.eye(len(payoff))[payoff.min(axis=1).argmax()]
         else:
             best, shares = game(payoff)
-            self.balanced = 1.0 + left * shares
-            self._known.flows[self._schedule] = np.concatenate([known[: self._own], best[None] @ self._rows])
+            self.balanced = 1.0 + num_free * shares
+            self._known.flows[self._schedule] = np.concatenate([flows[: self._own], best[None] @ self._rows])
         return PathBounds(fixed_s=fixed_s, layer_s=layer_s, runs=runs, best=best)
 
     def bound_s(self, paths: PathBounds, below_s: float) -> float:
@@ -167,19 +167,19 @@ class SplitBounds:
 
         Numbers of layers with which some rank alone takes ``below_s`` need not be looked at again.
         """
-        again_s, found, by_rank_s = self._extra_s.copy(), 0.0, 0.0
+        again_s, bound_s, by_rank_s = self._extra_s.copy(), 0.0, 0.0
         for number in range(_ROUNDS):
             flow = paths.best if number != 1 else np.eye(len(paths.best))[len(counts_of(self._schedule).stages)]
             least_s, own_s = self._least_by_rank_s(paths, flow, again_s)
             by_rank_s = np.maximum(by_rank_s, own_s)
             least_s = max(least_s, _least(by_rank_s, self._totals, self._num_layers))
-            found = max(found, min(least_s, below_s) if found else least_s)
+            bound_s = max(bound_s, min(least_s, below_s) if bound_s else least_s)
             beyond = np.isfinite(again_s) & (by_rank_s >= below_s)
-            if found >= below_s or (number > 1 and not beyond.any()):
+            if bound_s >= below_s or (number > 1 and not beyond.any()):
                 break
             again_s[beyond] = np.inf
             again_s[self._left_over(np.isfinite(again_s))] = np.inf
-        return found
+        return bound_s
 
     def _left_over(self, fits: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Say for which layers of a rank the others cannot have all the rest, given the numbers that each may have."""
@@ -201,23 +201,23 @@ class SplitBounds:
         if not fits.any(axis=1).all():
             return np.inf, np.full(again_s.shape, np.inf)
         again_s = np.where(fits, again_s, 0.0)
-        left, ranks = self._num_layers - self._schedule.num_stages, np.arange(len(stages))[:, None]
+        num_free, ranks = self._num_layers - self._schedule.num_stages, np.arange(len(stages))[:, None]
         whole_s = paths.fixed_s + paths.layer_s.sum(axis=1)
-        best_s, best_runs, best_whole_s = (flow @ own for own in (paths.layer_s, paths.runs, whole_s))
+        best_s, best_runs, best_whole_s = (flow @ columns for columns in (paths.layer_s, paths.runs, whole_s))
         own_s = best_s[stages].min(axis=1)[:, None] * more + best_runs[stages].min(axis=1)[:, None] * again_s
-        price_s, least_s = _best_price(np.where(fits, own_s, np.inf), more, left)
+        price_s, least_s = _best_price(np.where(fits, own_s, np.inf), more, num_free)
         number = paths.layer_s[:, stages].sum(axis=2).argmax(axis=0)  # the path of each rank
-        alone_s, others = paths.layer_s[number], 1 - _SHARES
-        each_s = _SHARES * alone_s[:, None] + others * best_s  # [rank, share, stage]
-        runs = _SHARES * paths.runs[number][:, None] + others * best_runs
-        mine_s, mine_runs = (own[ranks, :, stages].min(axis=1)[..., None] for own in (each_s, runs))
+        alone_s, best_shares = paths.layer_s[number], 1 - _SHARES
+        each_s = _SHARES * alone_s[:, None] + best_shares * best_s  # [rank, share, stage]
+        runs = _SHARES * paths.runs[number][:, None] + best_shares * best_runs
+        rank_s, rank_runs = (columns[ranks, :, stages].min(axis=1)[..., None] for columns in (each_s, runs))
         alone_s[ranks, stages] = np.inf
-        elsewhere_s = alone_s.min(axis=1)[:, None, None] * np.maximum(left - more, 1e-30)
-        cost = _SHARES * (whole_s[number][:, None, None] + np.where(left > more, elsewhere_s, 0.0))
-        besides_s = price_s * (left - more) + least_s.sum() - least_s[:, None]
-        cost = cost + others * (best_whole_s + besides_s)[:, None] + mine_s * more + mine_runs * again_s[:, None]
+        elsewhere_s = alone_s.min(axis=1)[:, None, None] * np.maximum(num_free - more, 1e-30)
+        cost = _SHARES * (whole_s[number][:, None, None] + np.where(num_free > more, elsewhere_s, 0.0))
+        besides_s = price_s * (num_free - more) + least_s.sum() - least_s[:, None]
+        cost = cost + best_shares * (best_whole_s + besides_s)[:, None] + rank_s * more + rank_runs * again_s[:, None]
         by_rank_s = np.where(fits, cost.max(axis=1), np.inf)
-        return float(best_whole_s) + left * price_s + float(least_s.sum()), by_rank_s
+        return float(best_whole_s) + num_free * price_s + float(least_s.sum()), by_rank_s
 
     def again_of(self, paths: PathBounds, splits: Ints) -> Floats:
         """Return how much recompute lengthens the flows with some splits: [split, flow]."""
@@ -226,7 +226,7 @@ class SplitBounds:
         return extra_s @ paths.with_best()[2][:, self._stages].min(axis=2).T
 
 
-def _best_price(own_s: Floats, more: Ints, left: int) -> tuple[float, Floats]:
+def _best_price(own_s: Floats, more: Ints, num_free: int) -> tuple[float, Floats]:
     """Return a price of a layer, and the least cost of each rank beyond the price of its layers.
 
     ``own_s`` is the time of each rank by its layers; the price is one that makes the cost of all layers largest.
@@ -239,10 +239,10 @@ def _best_price(own_s: Floats, more: Ints, left: int) -> tuple[float, Floats]:
     steps = own_s[:, 1:][both] - own_s[:, :-1][both]
     low, high = float(steps.min(initial=0.0)), float(steps.max(initial=0.0))
     coarse = np.linspace(low, high, _PRICES)
-    best = coarse[(coarse * left + beyond(coarse).sum(axis=1)).argmax()]
+    best = coarse[(coarse * num_free + beyond(coarse).sum(axis=1)).argmax()]
     fine = best + np.linspace(-1.0, 1.0, _PRICES) * (high - low) / (_PRICES - 1)
     least = beyond(fine)
-    number = int((fine * left + least.sum(axis=1)).argmax())
+    number = int((fine * num_free + least.sum(axis=1)).argmax())
     return float(fine[number]), least[number]
 
 
@@ -255,10 +255,10 @@ def least_again_s(blocks: PipelineBlocks, choices: StageChoices, capacity: Float
     if choices.recompute is not None:  # pinned: there is nothing to find
         return np.zeros((blocks.schedule.num_ranks, len(totals), blocks.num_candidates))
     even = -(-choices.num_layers // blocks.schedule.num_ranks)
-    some = totals[: max(1, even + _MORE - blocks.schedule.num_chunks + 1)]
-    held, extra_s, starts = _least_held(blocks, choices, some)
-    found = np.minimum.reduceat(np.where(held <= capacity, extra_s, np.inf), starts, axis=1)
-    return np.concatenate([found, np.repeat(found[:, -1:], len(totals) - len(some), axis=1)], axis=1)
+    near_even = totals[: max(1, even + _MORE - blocks.schedule.num_chunks + 1)]
+    held, extra_s, starts = _least_held(blocks, choices, near_even)
+    least_s = np.minimum.reduceat(np.where(held <= capacity, extra_s, np.inf), starts, axis=1)
+    return np.concatenate([least_s, np.repeat(least_s[:, -1:], len(totals) - len(near_even), axis=1)], axis=1)
 
 
 def least_fullest_bytes(blocks: PipelineBlocks, choices: StageChoices) -> Floats:
@@ -268,13 +268,15 @@ def least_fullest_bytes(blocks: PipelineBlocks, choices: StageChoices) -> Floats
     totals = rank_totals(blocks.schedule, choices.num_layers)
     held, _, starts = _least_held(blocks, choices, totals)
     by_total = np.minimum.reduceat(held, starts, axis=1)
-    return np.array([_least(by_total[..., one], totals, choices.num_layers) for one in range(blocks.num_candidates)])
+    return np.array(
+        [_least(by_total[..., number], totals, choices.num_layers) for number in range(blocks.num_candidates)]
+    )
 
 
 @lru_cache(maxsize=256)
-def _unit_delays(schedule: Schedule, hidden: bool, apart: bool) -> Delays:
+def _unit_delays(schedule: Schedule, hidden: bool, receives_apart: bool) -> Delays:
     """Return the delays of a candidate whose passes take nothing, and each of its sends a second."""
-    sends = Sends(time_s=np.ones(1), hidden=hidden, receives_apart=apart)
+    sends = Sends(time_s=np.ones(1), hidden=hidden, receives_apart=receives_apart)
     return pipeline_delays(schedule, sends, np.zeros((4, schedule.num_stages, 1)))
 
 
@@ -297,7 +299,7 @@ def _possible(blocks: PipelineBlocks, choices: StageChoices) -> NDArray[np.bool_
 def fastest_passes(blocks: PipelineBlocks, choices: StageChoices) -> tuple[Floats, Floats, Floats]:
     """Return the least time of embedding, layer and head in every pass, for any recompute: [pass, candidate]."""
     allowed = _possible(blocks, choices)
-    embed, head = (np.stack([getattr(one, name)[0] for name in PASSES]) for one in (blocks.embed, blocks.head))
+    embed, head = (np.stack([getattr(block, name)[0] for name in PASSES]) for block in (blocks.embed, blocks.head))
     columns = (np.where(allowed, getattr(blocks.layer, name), np.inf) for name in PASSES)
     return embed, np.stack([column.min(axis=0) for column in columns]), head
 
@@ -328,8 +330,8 @@ def _least_held(blocks: PipelineBlocks, choices: StageChoices, totals: Ints) -> 
         memory["working"] = np.minimum(prices.memory["working"], memory["working"])
         reserved = load_kernels(blocks.question.kernels).reserved
         if reserved:
-            apart = memory.pop("reserved") * 0.0 + memory["runtime"]
-            memory["reserved"] = reserved.share * (sum(memory.values()) - apart)
+            excluded = memory.pop("reserved") * 0.0 + memory["runtime"]
+            memory["reserved"] = reserved.share * (sum(memory.values()) - excluded)
     starts = np.flatnonzero(np.diff(divisions, prepend=-1))
     return np.where(allowed, sum(memory.values()), np.inf), np.maximum(extra_s, 0.0), starts
 
@@ -345,28 +347,28 @@ def _least_kept(blocks: PipelineBlocks, kind: Ints, again: Ints, plain: Ints, pl
     def least(name: str) -> tuple[Floats, Floats]:
         """Return a column of a recomputed layer and of a plain one, and their minimum."""
         column: Floats = getattr(blocks.layer, name)
-        own, kept = column[kind], column[plain_kind]
-        smaller = np.where(plain == 0, own, np.where(again == 0, kept, np.minimum(own, kept)))
-        return again * own + plain * kept, smaller
+        of_kind, of_plain = column[kind], column[plain_kind]
+        smaller = np.where(plain == 0, of_kind, np.where(again == 0, of_plain, np.minimum(of_kind, of_plain)))
+        return again * of_kind + plain * of_plain, smaller
 
-    def kept(in_flight: Floats, name: str) -> Iterator[Floats]:
+    def kept_bytes(in_flight: Floats, name: str) -> Iterator[Floats]:
         """Yield the least bytes that the layers of ranks keep at each time."""
         all_bytes, smaller = least(name)
         for now in np.moveaxis(in_flight, 1, 0)[..., None, None]:
             fewest = now.min(axis=1)
-            found = fewest * all_bytes + (now.sum(axis=1) - chunks * fewest) * smaller
+            held = fewest * all_bytes + (now.sum(axis=1) - chunks * fewest) * smaller
             for stage, block in ((0, blocks.embed), (schedule.num_stages - 1, blocks.head)):
                 has = (stages == stage)[:, :, None, None]
-                found = found + (now * has).sum(axis=1) * getattr(block, name)[0]
-            yield found
+                held = held + (now * has).sum(axis=1) * getattr(block, name)[0]
+            yield held
 
     saved = in_flight_of(schedule)[..., :chunks]  # two times of many will do: of most, and of most in every chunk
     times = np.stack([saved.sum(axis=2).argmax(axis=1), saved.min(axis=2).argmax(axis=1)], axis=1)
     in_flight = np.take_along_axis(in_flight_of(schedule), times[..., None], axis=1)
-    activations = [*kept(in_flight[..., :chunks], "saved_bytes")]
+    activations = [*kept_bytes(in_flight[..., :chunks], "saved_bytes")]
     if schedule.splits_backward:
-        pairs = zip(activations, kept(in_flight[..., chunks:], "waiting_bytes"), strict=True)
-        activations = [one + other for one, other in pairs]
+        pairs = zip(activations, kept_bytes(in_flight[..., chunks:], "waiting_bytes"), strict=True)
+        activations = [saved_bytes + waiting_bytes for saved_bytes, waiting_bytes in pairs]
     return {"activations": np.maximum(*activations), "working": least("moment_bytes")[1]}
 
 

@@ -50,15 +50,15 @@ class SplitFilling:
         nothing = StageFilling.nothing(self.blocks.schedule.num_stages, np.full(1, np.inf))
         tried = list(dict.fromkeys(splits))
         options = self.options(tried) if tried else None
-        some = np.flatnonzero(options.least_s[..., 0].max(axis=0) < NEVER) if options else np.zeros(0, dtype=np.int64)
+        fits = np.flatnonzero(options.least_s[..., 0].max(axis=0) < NEVER) if options else np.zeros(0, dtype=np.int64)
         best = known or nothing
-        if options and len(some):
-            self.known.use(self.blocks.schedule, _TIME_S[0], _TIME_S[1] * len(some))
-            nobody = np.zeros_like(some)
-            found = options.fastest(some, nobody) if bounded else options.timed(options.best[:, some, 0], nobody)
-            first = found.only(np.array([int(found.time_s.argmin())]))
+        if options and len(fits):
+            self.known.use(self.blocks.schedule, _TIME_S[0], _TIME_S[1] * len(fits))
+            nobody = np.zeros_like(fits)
+            timed = options.fastest(fits, nobody) if bounded else options.timed(options.best[:, fits, 0], nobody)
+            first = timed.only(np.array([int(timed.time_s.argmin())]))
             best = first if first.time_s[0] < best.time_s[0] else best
-            best = replace(best, bound=found.bound.min(keepdims=True)) if bounded else best
+            best = replace(best, bound=timed.bound.min(keepdims=True)) if bounded else best
         return best
 
     def options(self, splits: Sequence[Split]) -> RankOptions:
@@ -73,10 +73,10 @@ class SplitFilling:
             yield tuple(_rounded(share, num_layers).tolist())
             by_rank = share[stages]
             totals = _rounded(by_rank.sum(axis=1), num_layers, least=stages.shape[1])
-            found = np.empty(stages.size, dtype=np.int64)
-            for own, each, total in zip(stages, by_rank, totals.tolist(), strict=True):
-                found[own] = _rounded(each * (total / each.sum()), total)
-            yield tuple(found.tolist())
+            split = np.empty(stages.size, dtype=np.int64)
+            for rank_stages, rank_shares, total in zip(stages, by_rank, totals.tolist(), strict=True):
+                split[rank_stages] = _rounded(rank_shares * (total / rank_shares.sum()), total)
+            yield tuple(split.tolist())
 
     def improved(self, best: StageFilling, bounds: SplitBounds) -> StageFilling:
         """Move layers from stages that add most to long paths to those that add least, as long as that is faster."""
@@ -90,10 +90,10 @@ class SplitFilling:
                 several[sources[:count]] -= 1
                 several[order[:count]] += 1
                 tried.append(tuple(several.tolist()))
-            found = self.best_of(tried, best)
-            if found.time_s[0] >= best.time_s[0] * (1 - SURE):
+            improved = self.best_of(tried, best)
+            if improved.time_s[0] >= best.time_s[0] * (1 - SURE):
                 break
-            best = found
+            best = improved
         return best
 
     def smallest(self) -> tuple[Split, float]:
@@ -111,12 +111,12 @@ class SplitFilling:
 
         split, held, fullest = smallest(list(self.starts()))
         while True:
-            sources = [one for one in stages[fullest].tolist() if split[one] > 1]
+            sources = [stage for stage in stages[fullest].tolist() if split[stage] > 1]
             tried = _moved(split, sources, range(len(split)))
-            found = smallest(tried) if tried else (split, held, fullest)
-            if found[1] >= held:
+            moved = smallest(tried) if tried else (split, held, fullest)
+            if moved[1] >= held:
                 return split, held[0]
-            split, held, fullest = found
+            split, held, fullest = moved
 
     def near(self, bounds: SplitBounds, limit_s: float, effort: Effort) -> tuple[StageFilling, float]:
         """Return the best split of those whose paths are all below a limit, with the least bound of those tried.
@@ -129,12 +129,12 @@ class SplitFilling:
         least = np.minimum.accumulate(layer_s[:, ::-1], axis=1)[:, ::-1]
         count, most = layer_s.shape[1], effort.most_partial
         rows, so_far, dropped_s = np.zeros((1, 0), dtype=np.int64), fixed_s[None], np.inf
-        left, path_s = np.array([self.choices.num_layers - count]), np.zeros(1)
+        num_left, path_s = np.array([self.choices.num_layers - count]), np.zeros(1)
         for stage in range(count):
-            more: Ints = np.arange(int(left.max(initial=0)) + 1, dtype=np.int64)
+            more: Ints = np.arange(int(num_left.max(initial=0)) + 1, dtype=np.int64)
             is_last = stage == count - 1
-            number, size = np.nonzero((more == left[:, None]) if is_last else (more <= left[:, None]))
-            here, rest = so_far[number] + (1 + size)[:, None] * layer_s[:, stage], left[number] - size
+            number, size = np.nonzero((more == num_left[:, None]) if is_last else (more <= num_left[:, None]))
+            here, rest = so_far[number] + (1 + size)[:, None] * layer_s[:, stage], num_left[number] - size
             to_come = 0.0 if is_last else later[:, stage + 1] + rest[:, None] * least[:, stage + 1]
             if is_last:
                 here = here + bounds.again_of(paths, np.concatenate([rows[number], 1 + size[:, None]], axis=1))
@@ -145,7 +145,7 @@ class SplitFilling:
             dropped_s = min(dropped_s, float(path_s[order[keep:]].min(initial=np.inf)))
             order = order[:keep]
             rows = np.concatenate([rows[number[order]], 1 + size[order, None]], axis=1)
-            so_far, left = here[order], rest[order]
+            so_far, num_left = here[order], rest[order]
         splits: list[Split] = [tuple(row) for row in rows.tolist()]
         return self.best_of(splits, bounded=True), dropped_s
 
@@ -153,7 +153,7 @@ class SplitFilling:
 def _moved(split: Split, sources: Sequence[int], targets: Sequence[int]) -> list[Split]:
     """List the splits in which one of these stages gives a layer to another."""
     return [
-        tuple(own - (stage == source) + (stage == target) for stage, own in enumerate(split))
+        tuple(num_layers - (stage == source) + (stage == target) for stage, num_layers in enumerate(split))
         for source in sources
         for target in targets
         if source != target
@@ -162,14 +162,14 @@ def _moved(split: Split, sources: Sequence[int], targets: Sequence[int]) -> list
 
 def _rounded(shares: Floats, total: int, least: int = 1) -> Ints:
     """Round to whole numbers that add up to a total."""
-    found = np.maximum(np.floor(shares + 1e-9).astype(np.int64), least)
-    over = shares - found
-    while found.sum() != total:
-        wants = int(np.sign(total - found.sum()))
-        place = int(np.where((found > least) | (wants > 0), wants * over, -np.inf).argmax())
-        found[place] += wants
+    rounded = np.maximum(np.floor(shares + 1e-9).astype(np.int64), least)
+    over = shares - rounded
+    while rounded.sum() != total:
+        wants = int(np.sign(total - rounded.sum()))
+        place = int(np.where((rounded > least) | (wants > 0), wants * over, -np.inf).argmax())
+        rounded[place] += wants
         over[place] -= wants
-    return found
+    return rounded
 
 
 def fill_splits(
@@ -178,7 +178,7 @@ def fill_splits(
     capacity: Floats,
     effort: Effort,
     limits: tuple[float, Floats, Floats],
-    known: SplitSearch,
+    splits: SplitSearch,
 ) -> StageFilling:
     """Return the best filling of each candidate, with a bound of all splits.
 
@@ -190,18 +190,20 @@ def fill_splits(
         choices = replace(choices, again_s=least_again_s(blocks, choices, capacity))
     return StageFilling.side_by_side(
         [
-            _filled(some, effort, (below_s, float(rest_s[number]), float(least_s[number])))
-            for number, some in enumerate(_each(blocks, choices, capacity, known))
+            _filled(candidate, effort, (below_s, float(rest_s[number]), float(least_s[number])))
+            for number, candidate in enumerate(_each(blocks, choices, capacity, splits))
         ]
     )
 
 
 def _each(
-    blocks: PipelineBlocks, choices: StageChoices, capacity: Floats, known: SplitSearch
+    blocks: PipelineBlocks, choices: StageChoices, capacity: Floats, splits: SplitSearch
 ) -> Iterator[SplitFilling]:
     for number in range(blocks.num_candidates):
-        one = np.array([number])
-        yield SplitFilling(blocks=blocks.only(one), choices=choices.only(one), capacity=capacity[one], known=known)
+        column = np.array([number])
+        yield SplitFilling(
+            blocks=blocks.only(column), choices=choices.only(column), capacity=capacity[column], known=splits
+        )
 
 
 def smallest_splits(
@@ -210,60 +212,60 @@ def smallest_splits(
     """Return a filling of little memory for each candidate; its bound is the least memory of any filling."""
     parts: list[StageFilling] = []
     least = least_fullest_bytes(blocks, choices) * (1 - SURE)
-    for number, some in enumerate(_each(blocks, choices, capacity, SplitSearch())):
-        own = least[number : number + 1]
-        found = StageFilling.nothing(blocks.schedule.num_stages, np.where(own <= some.capacity, own, np.inf))
-        if found.bound[0] < below_bytes:
-            split, held = some.smallest()
-            if held <= some.capacity[0]:
-                fits = replace(some, capacity=np.full(1, held * (1 + SURE)))
-                found = replace(fits.best_of([split]), bound=own)
-        parts.append(found)
+    for number, candidate in enumerate(_each(blocks, choices, capacity, SplitSearch())):
+        bound = least[number : number + 1]
+        filling = StageFilling.nothing(blocks.schedule.num_stages, np.where(bound <= candidate.capacity, bound, np.inf))
+        if filling.bound[0] < below_bytes:
+            split, held = candidate.smallest()
+            if held <= candidate.capacity[0]:
+                fits = replace(candidate, capacity=np.full(1, held * (1 + SURE)))
+                filling = replace(fits.best_of([split]), bound=bound)
+        parts.append(filling)
     return StageFilling.side_by_side(parts)
 
 
 def split_bounds(
-    blocks: PipelineBlocks, choices: StageChoices, limits: tuple[float, Floats], known: SplitSearch
+    blocks: PipelineBlocks, choices: StageChoices, limits: tuple[float, Floats], splits: SplitSearch
 ) -> Floats:
     """Return a lower bound of the step of each candidate, with more flows if there is time to find some.
 
     ``limits`` are the seconds below which it matters, and the least time of a step beside its micro-batches.
     """
-    below_s, found = limits[0], list[float]()
+    below_s, bounds_s = limits[0], list[float]()
     for number, rest_s in enumerate(limits[1].tolist()):
-        one = np.array([number])
-        bounds = SplitBounds(blocks.only(one), choices.only(one), known)
-        found.append(bounds.bound_s(bounds.paths(), below_s - rest_s) + rest_s)
+        column = np.array([number])
+        bounds = SplitBounds(blocks.only(column), choices.only(column), splits)
+        bounds_s.append(bounds.bound_s(bounds.paths(), below_s - rest_s) + rest_s)
         for _ in range(_TIGHTER):
-            if found[-1] >= below_s or known.seconds_left <= 0:
+            if bounds_s[-1] >= below_s or splits.seconds_left <= 0:
                 break
             bounds.balance(_STEPS)
-            found[-1] = max(found[-1], bounds.bound_s(bounds.paths(), below_s - rest_s) + rest_s)
-    return np.array(found) * (1 - SURE)
+            bounds_s[-1] = max(bounds_s[-1], bounds.bound_s(bounds.paths(), below_s - rest_s) + rest_s)
+    return np.array(bounds_s) * (1 - SURE)
 
 
-def _filled(some: SplitFilling, effort: Effort, limits: tuple[float, float, float]) -> StageFilling:
+def _filled(candidate: SplitFilling, effort: Effort, limits: tuple[float, float, float]) -> StageFilling:
     """Bound all splits, try some if they may be below a limit, and bound again if the gap is too wide."""
-    schedule, known, (below_s, rest_s, bound_s) = some.blocks.schedule, some.known, limits
+    schedule, splits, (below_s, rest_s, bound_s) = candidate.blocks.schedule, candidate.known, limits
     best = StageFilling.nothing(schedule.num_stages, np.full(1, np.inf))
-    bounds = SplitBounds(some.blocks, some.choices, known)
+    bounds = SplitBounds(candidate.blocks, candidate.choices, splits)
     for step in range(_ROUNDS):
         limit_s = min(below_s, float(best.time_s[0]))
         if bound_s >= limit_s * (1 - effort.gap):
             break
-        if known.seconds_left > 0:
+        if splits.seconds_left > 0:
             bounds.balance(_STEPS)
         bound_s = max(bound_s, (bounds.bound_s(bounds.paths(), limit_s - rest_s) + rest_s) * (1 - SURE))
         if step == 0 and bound_s < limit_s * (1 - effort.gap):
-            best = some.best_of(some.starts(bounds.balanced, bounds.layers, bounds.even), best)
+            best = candidate.best_of(candidate.starts(bounds.balanced, bounds.layers, bounds.even), best)
             if best.time_s[0] < below_s * _WITHIN:
-                best = some.improved(best, bounds)
-        if known.seconds_left <= 0:
+                best = candidate.improved(best, bounds)
+        if splits.seconds_left <= 0:
             break
     limit_s = min(below_s, float(best.time_s[0]))
-    few = math.comb(some.choices.num_layers - 1, schedule.num_stages - 1) <= _SPLITS * effort.most_partial
-    if few and known.seconds_left > 0 and bound_s < limit_s * (1 - effort.gap):
-        near, least_s = some.near(bounds, limit_s - rest_s, effort)
+    few = math.comb(candidate.choices.num_layers - 1, schedule.num_stages - 1) <= _SPLITS * effort.most_partial
+    if few and splits.seconds_left > 0 and bound_s < limit_s * (1 - effort.gap):
+        near, least_s = candidate.near(bounds, limit_s - rest_s, effort)
         best = near if near.time_s[0] < best.time_s[0] else best
         bound_s = max(bound_s, min((least_s + rest_s) * (1 - SURE), float(near.bound[0]), limit_s))
     return replace(best, bound=np.array([min(bound_s, float(best.time_s[0]))]))

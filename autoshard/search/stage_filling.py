@@ -55,20 +55,20 @@ class PathTables:
         tables = cls(weights=weights, sums=[none], longest=[none])
         for rank in reversed(range(len(least_s))):
             total, path = np.full((2, *none.shape), NEVER)
-            for own, size in zip(least_s[rank], sizes, strict=True):
+            for stage_s, size in zip(least_s[rank], sizes, strict=True):
                 after, later = tables.sums[0][: num_layers + 1 - size], tables.longest[0][: num_layers + 1 - size]
-                np.minimum(total[size:], after + own, out=total[size:])
-                np.minimum(path[size:], tables.through(rank, own, after, later), out=path[size:])
+                np.minimum(total[size:], after + stage_s, out=total[size:])
+                np.minimum(path[size:], tables.through(rank, stage_s, after, later), out=path[size:])
             tables.sums.insert(0, total)
             tables.longest.insert(0, path)
         return tables
 
     def through(self, rank: int, own_s: Floats, after_s: Floats, later_s: Floats) -> Floats:
         """Return the longest path from a rank on, given its time, and the sum and the longest path of later ranks."""
-        found = own_s + later_s
+        longest_s = own_s + later_s
         for passes, waits in self.weights:
-            found = np.maximum(found, passes[rank] * own_s + waits[rank] * after_s)
-        return found
+            longest_s = np.maximum(longest_s, passes[rank] * own_s + waits[rank] * after_s)
+        return longest_s
 
 
 def path_weights(schedule: Schedule) -> list[tuple[Floats, Floats]]:
@@ -79,11 +79,11 @@ def path_weights(schedule: Schedule) -> list[tuple[Floats, Floats]]:
     in a row, then all B, the slower of which are at least half.
     """
     count, later = schedule.num_micro_batches, np.arange(schedule.num_ranks)[::-1].astype(np.float64)
-    every, once = np.full(len(later), float(count)), np.ones(len(later))
+    all_passes, once = np.full(len(later), float(count)), np.ones(len(later))
     if schedule.builder == "gpipe":
-        return [(every, once)]
+        return [(all_passes, once)]
     steady = later < count
-    return [(every, 0 * once), (np.where(steady, count - later, (count + 1) / 2), np.where(steady, 2.0, 1.0))]
+    return [(all_passes, 0 * once), (np.where(steady, count - later, (count + 1) / 2), np.where(steady, 2.0, 1.0))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,23 +127,23 @@ def fill_stages(
         return _fastest_ranges(blocks, choices, goal, below, rest_s)
     if pinned:
         options = RankOptions.of(blocks, choices, split_layers(schedule, [pinned]), goal.capacity)
-        found = StageFilling.nothing(schedule.num_stages, np.full(blocks.num_candidates, np.inf))
+        filling = StageFilling.nothing(schedule.num_stages, np.full(blocks.num_candidates, np.inf))
         if schedule.num_ranks == 1 and options.fits.any():
             option, number = np.nonzero(options.fits[0])
-            return _best_of(options.timed(option[None], number), number, found.bound)
-        some = np.flatnonzero(options.least_s.max(axis=(0, 1)) < NEVER)
-        return found.with_columns(some, options.fastest(0 * some, some)) if len(some) else found
+            return _best_of(options.timed(option[None], number), number, filling.bound)
+        fitting = np.flatnonzero(options.least_s.max(axis=(0, 1)) < NEVER)
+        return filling.with_columns(fitting, options.fastest(0 * fitting, fitting)) if len(fitting) else filling
     limits = (below, rest_s, np.broadcast_to(least, rest_s.shape))
     return fill_splits(blocks, choices, capacity, goal.effort, limits, splits or SplitSearch())
 
 
-def _best_of(found: StageFilling, candidates: Ints, bound: Floats) -> StageFilling:
+def _best_of(fillings: StageFilling, candidates: Ints, bound: Floats) -> StageFilling:
     """Return the fastest of each candidate's fillings, among equals the first; infinite where it has none."""
-    order = np.lexsort((found.time_s, candidates))
+    order = np.lexsort((fillings.time_s, candidates))
     first = order[np.flatnonzero(np.diff(candidates[order], prepend=-1))]
-    best = StageFilling.nothing(len(found.kind), bound)
+    best = StageFilling.nothing(len(fillings.kind), bound)
     for name in ("time_s", "peak_bytes", "kind", "recomputed", "plain"):
-        getattr(best, name)[..., candidates[first]] = getattr(found, name)[..., first]
+        getattr(best, name)[..., candidates[first]] = getattr(fillings, name)[..., first]
     return replace(best, bound=np.minimum(bound, best.time_s))
 
 
@@ -157,9 +157,9 @@ def _least_peak(blocks: PipelineBlocks, choices: StageChoices, capacity: Floats)
     held = _range_options(blocks, choices, sizes, capacity).least_bytes()
     least = np.full((choices.num_layers + 1, held.shape[2]), np.inf)
     least[0] = 0.0
-    for own in held:
+    for rank_bytes in held:
         before, least = least, np.full_like(least, np.inf)
-        for size, peak in zip(sizes, own, strict=True):
+        for size, peak in zip(sizes, rank_bytes, strict=True):
             here = np.maximum(before[: choices.num_layers + 1 - size], peak)
             np.minimum(least[size:], here, out=least[size:])
     return least[choices.num_layers]
@@ -176,7 +176,7 @@ def _range_options(
 def _fastest_ranges(
     blocks: PipelineBlocks, choices: StageChoices, goal: Goal, below_s: float, rest_s: Floats
 ) -> StageFilling:
-    """Search all ranges of layers: time the filling of least bound, and others where the gap is too wide."""
+    """Search all ranges of layers: time the filling of least bound, and more fillings where the gap is too wide."""
     schedule, num_layers = blocks.schedule, choices.num_layers
     widest = num_layers - schedule.num_ranks + 1
     high = min(widest, -(-num_layers // schedule.num_ranks) + _MORE)
@@ -187,55 +187,60 @@ def _fastest_ranges(
         least = paths.longest[0][num_layers]
         bound = np.where(least < NEVER, (least + rest_s) * (1 - SURE), np.inf)
         near = np.flatnonzero(bound < below_s)
-        found = _best_of(options.timed(_best_path(options, paths, sizes)[:, near], near), near, bound)
-        limit = np.minimum(below_s, found.time_s) - rest_s
+        filling = _best_of(options.timed(_best_path(options, paths, sizes)[:, near], near), near, bound)
+        limit = np.minimum(below_s, filling.time_s) - rest_s
         if high == widest or np.all(schedule.num_micro_batches * options.least_s[:, -1] >= limit):
             break
         high = min(widest, 2 * high)
     columns = range(blocks.num_candidates)
-    parts = [_improved(options, paths, goal.effort, found.only(np.array([one])), one, rest_s) for one in columns]
+    parts = [
+        _improved(options, paths, goal.effort, filling.only(np.array([candidate])), candidate, rest_s)
+        for candidate in columns
+    ]
     return StageFilling.side_by_side(parts)
 
 
 def _best_path(options: RankOptions, paths: PathTables, sizes: Sequence[int]) -> Ints:
-    """Return each rank's option in a filling of least bound, among several one of little work: [rank, candidate]."""
+    """Return each rank's option in a filling of least bound, and of little work among equals: [rank, candidate]."""
     own_s, sizes_of = options.least_s, np.array(sizes)[:, None]
     columns = np.arange(own_s.shape[2], dtype=np.int64)
-    left, before_s = np.full(len(columns), len(paths.sums[0]) - 1), np.zeros(len(columns))
-    target = paths.longest[0][left, columns] * (1 + SURE)
-    found: list[Ints] = []
-    for rank, own in enumerate(own_s):
-        rest = np.maximum(left - sizes_of, 0)
+    num_left, before_s = np.full(len(columns), len(paths.sums[0]) - 1), np.zeros(len(columns))
+    target = paths.longest[0][num_left, columns] * (1 + SURE)
+    chosen: list[Ints] = []
+    for rank, rank_s in enumerate(own_s):
+        rest = np.maximum(num_left - sizes_of, 0)
         after, later = paths.sums[rank + 1][rest, columns], paths.longest[rank + 1][rest, columns]
-        path = before_s + paths.through(rank, own, after, later)
-        number = np.where((path <= target) & (left >= sizes_of), own + after, np.inf).argmin(axis=0)
-        found.append(options.best[rank, number, columns])
-        before_s, left = before_s + own[number, columns], rest[number, columns]
-    return np.stack(found)
+        path = before_s + paths.through(rank, rank_s, after, later)
+        number = np.where((path <= target) & (num_left >= sizes_of), rank_s + after, np.inf).argmin(axis=0)
+        chosen.append(options.best[rank, number, columns])
+        before_s, num_left = before_s + rank_s[number, columns], rest[number, columns]
+    return np.stack(chosen)
 
 
 def _improved(
-    options: RankOptions, paths: PathTables, effort: Effort, found: StageFilling, candidate: int, rest_s: Floats
+    options: RankOptions, paths: PathTables, effort: Effort, filling: StageFilling, candidate: int, rest_s: Floats
 ) -> StageFilling:
     """Time fillings of one candidate by their bounds until the gap is small enough, or enough of them are timed."""
-    time_s, timed = float(found.time_s[0]), 0
-    if not np.isfinite(time_s) or found.bound[0] >= time_s * (1 - max(effort.gap, 1e-9)):
-        return found
+    time_s, timed = float(filling.time_s[0]), 0
+    if not np.isfinite(time_s) or filling.bound[0] >= time_s * (1 - max(effort.gap, 1e-9)):
+        return filling
     least, steps, dropped = _near_fillings(options, paths, effort, candidate, time_s - rest_s[candidate])
     least = (least + rest_s[candidate]) * (1 - SURE)
     order = np.argsort(least, kind="stable")
     while timed < min(len(order), effort.most_timed) and least[order[timed]] < time_s * (1 - effort.gap):
         rows = order[timed : timed + _AT_ONCE]
         option, numbers = list[Ints](), rows
-        for own, before in reversed(steps):
-            option.insert(0, own[numbers])
+        for rank_option, before in reversed(steps):
+            option.insert(0, rank_option[numbers])
             numbers = before[numbers]
-        some = options.timed(np.stack(option), np.full(len(rows), candidate))
-        found = _best_of(StageFilling.side_by_side([found, some]), np.zeros(len(rows) + 1, dtype=np.int64), found.bound)
-        time_s, timed = float(found.time_s[0]), timed + len(rows)
-    left = least[order[timed]] if timed < len(order) else np.inf
-    bound = min(time_s, float(left), (dropped + float(rest_s[candidate])) * (1 - SURE))
-    return replace(found, bound=np.maximum(found.bound, bound))
+        near = options.timed(np.stack(option), np.full(len(rows), candidate))
+        filling = _best_of(
+            StageFilling.side_by_side([filling, near]), np.zeros(len(rows) + 1, dtype=np.int64), filling.bound
+        )
+        time_s, timed = float(filling.time_s[0]), timed + len(rows)
+    open_s = least[order[timed]] if timed < len(order) else np.inf
+    bound = min(time_s, float(open_s), (dropped + float(rest_s[candidate])) * (1 - SURE))
+    return replace(filling, bound=np.maximum(filling.bound, bound))
 
 
 def _near_fillings(
@@ -244,24 +249,24 @@ def _near_fillings(
     """Return the bounds of all fillings that may end below a limit, as steps from rank to rank.
 
     Each step has the option of a rank, and the number of the filling of the ranks before it. Where these are too many,
-    those of least bound are kept; the last value is the least bound of the others.
+    the fillings of least bound are kept; the last value is the least bound of the dropped fillings.
     """
-    layers = np.array([len(paths.sums[0]) - 1])  # that are left
+    layers = np.array([len(paths.sums[0]) - 1])  # for this rank and later ones
     before_s, path_s, steps, dropped = np.zeros(1), np.zeros(1), list[tuple[Ints, Ints]](), np.inf
     for rank, both_s in enumerate(options.both_s[:, :, candidate]):
         fits = np.flatnonzero(both_s < NEVER)
-        number, option = (one.reshape(-1) for one in np.meshgrid(np.arange(len(layers)), fits, indexing="ij"))
-        left = layers[number] - options.options.num_layers[rank, option]
-        number, option, left = number[left >= 0], option[left >= 0], left[left >= 0]
-        own = both_s[option]
-        after, later = (table[rank + 1][left, candidate] for table in (paths.sums, paths.longest))
-        least = np.maximum(path_s[number], before_s[number] + paths.through(rank, own, after, later))
-        here = np.maximum(path_s[number], before_s[number] + paths.through(rank, own, after, 0.0 * after))
-        kept = np.flatnonzero(least < limit_s)
-        if len(kept) > effort.most_partial:
-            order = kept[np.argsort(least[kept], kind="stable")]
+        number, option = (grid.reshape(-1) for grid in np.meshgrid(np.arange(len(layers)), fits, indexing="ij"))
+        num_left = layers[number] - options.options.num_layers[rank, option]
+        number, option, num_left = number[num_left >= 0], option[num_left >= 0], num_left[num_left >= 0]
+        rank_s = both_s[option]
+        after, later = (table[rank + 1][num_left, candidate] for table in (paths.sums, paths.longest))
+        least = np.maximum(path_s[number], before_s[number] + paths.through(rank, rank_s, after, later))
+        here = np.maximum(path_s[number], before_s[number] + paths.through(rank, rank_s, after, 0.0 * after))
+        below = np.flatnonzero(least < limit_s)
+        if len(below) > effort.most_partial:
+            order = below[np.argsort(least[below], kind="stable")]
             dropped = min(dropped, float(least[order[effort.most_partial]]))
-            kept = np.sort(order[: effort.most_partial])
-        layers, path_s, before_s = left[kept], here[kept], before_s[number[kept]] + own[kept]
-        steps.append((option[kept], number[kept]))
+            below = np.sort(order[: effort.most_partial])
+        layers, path_s, before_s = num_left[below], here[below], before_s[number[below]] + rank_s[below]
+        steps.append((option[below], number[below]))
     return path_s, steps, dropped

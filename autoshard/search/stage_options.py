@@ -74,15 +74,15 @@ class StageFilling(PerCandidate):
     @classmethod
     def side_by_side(cls, parts: "Sequence[StageFilling]") -> "StageFilling":
         """Return the fillings of several candidates as one."""
-        names = [one.name for one in fields(cls)]
-        return cls(**{name: np.concatenate([getattr(one, name) for one in parts], axis=-1) for name in names})
+        names = [column.name for column in fields(cls)]
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts], axis=-1) for name in names})
 
     def with_columns(self, numbers: Ints, columns: "StageFilling") -> "StageFilling":
         """Return these with some of their columns replaced."""
-        found = replace(self, **{one.name: getattr(self, one.name).copy() for one in fields(self)})
-        for one in fields(self):
-            getattr(found, one.name)[..., numbers] = getattr(columns, one.name)
-        return found
+        replaced = replace(self, **{column.name: getattr(self, column.name).copy() for column in fields(self)})
+        for column in fields(self):
+            getattr(replaced, column.name)[..., numbers] = getattr(columns, column.name)
+        return replaced
 
     def stages(self, candidate: int) -> Split:
         """Return the layers of every stage."""
@@ -93,8 +93,8 @@ class StageFilling(PerCandidate):
         columns = np.stack([self.kind, self.recomputed, self.plain])[..., candidate].T
         rows: list[list[int]] = columns.tolist()
         return tuple(
-            Recompute(kind="full", num_layers=some) if some and plain else kinds[kind] if some else Recompute()
-            for kind, some, plain in rows
+            Recompute(kind="full", num_layers=again) if again and plain else kinds[kind] if again else Recompute()
+            for kind, again, plain in rows
         )
 
 
@@ -105,15 +105,15 @@ def near_even_splits(num_layers: int, num_stages: int) -> tuple[Split, ...]:
     ((2, 2, 2, 2), (2, 3, 2, 1), (1, 3, 2, 2), (1, 3, 3, 1))
     """
     even = even_stages(num_layers, num_stages)
-    found = {even: None}
+    splits = {even: None}
     for first, last in _RELIEVED if num_stages > 1 else ():
         ends = (even[0] - first, even[-1] - last)
         if num_stages == 2:  # each gets what the other gives
             ends = (ends[0] + last, ends[1] + first)
         if min(ends) >= 1:
             between = even_stages(num_layers - sum(ends), num_stages - 2) if num_stages > 2 else ()
-            found[ends[0], *between, ends[1]] = None
-    return tuple(found)
+            splits[ends[0], *between, ends[1]] = None
+    return tuple(splits)
 
 
 def split_layers(schedule: Schedule, splits: Sequence[Split]) -> Ints:
@@ -133,11 +133,11 @@ def stage_options(
     if choices.recompute is not None:
         entries = choices.recompute * (schedule.num_stages if len(choices.recompute) == 1 else 1)
         stages = counts_of(schedule).stages[:, None]
-        kind = np.array([kinds.index(one.kinds[0]) for one in entries])[stages]
-        wanted = np.array([one.num_layers or 0 for one in entries], dtype=np.int64)[stages]
-        recomputed: Ints = np.where(wanted > 0, np.minimum(wanted, layers), layers)
+        kind = np.array([kinds.index(entry.kinds[0]) for entry in entries])[stages]
+        least_layers = np.array([entry.num_layers or 0 for entry in entries], dtype=np.int64)[stages]
+        recomputed: Ints = np.where(least_layers > 0, np.minimum(least_layers, layers), layers)
         divisions = np.arange(layers.shape[1], dtype=np.int64)
-        allowed = np.all(layers >= wanted, axis=2, keepdims=True) & np.all(choices.allowed, axis=0)
+        allowed = np.all(layers >= least_layers, axis=2, keepdims=True) & np.all(choices.allowed, axis=0)
     else:
         full = Recompute(kind="full")
         partly_full = choices.partly and full in kinds  # some of a stage's layers in full, the others nothing
@@ -145,9 +145,9 @@ def stage_options(
         most: list[int] = layers.max(axis=(0, 2)).tolist()
         full_kind = kinds.index(full) if partly_full else 0
         rows: list[tuple[int, int, int]] = []  # kind, division, layers of a chunk that recompute at most
-        for number, some in enumerate(most):
-            rows += [(own, number, some) for own in range(len(kinds))]
-            rows += [(full_kind, number, count) for count in range(1, some if partly_full else 1)]
+        for number, num_layers in enumerate(most):
+            rows += [(row_kind, number, num_layers) for row_kind in range(len(kinds))]
+            rows += [(full_kind, number, count) for count in range(1, num_layers if partly_full else 1)]
         rows_kind, divisions, again = np.array(rows).T
         recomputed = np.minimum(again[:, None], layers[:, divisions])
         some_plain = (again < np.array(most)[divisions])[:, None]
@@ -200,7 +200,7 @@ class RankOptions:
         Options may trade one pass for another, and longer passes hide more of the messages of the update.
         """
         option = self.best[:, division, candidates]
-        found = self.timed(option, candidates)
+        filling = self.timed(option, candidates)
         starts, least = _starts(self.divisions), dict[str, Floats]()
         for name in PASSES:
             fitting = np.where(self.fits[:, :, None], getattr(self.prices, name), NEVER)
@@ -209,7 +209,7 @@ class RankOptions:
         prices = replace(self.prices.of_options(option, candidates), **least)
         longest = np.maximum.reduceat(np.where(self.fits, self.prices.pass_s, 0.0), starts, axis=1)
         busy_s = longest[:, division, candidates]
-        return replace(found, bound=least_seconds(self.blocks.only(candidates), prices, busy_s) * (1 - SURE))
+        return replace(filling, bound=least_seconds(self.blocks.only(candidates), prices, busy_s) * (1 - SURE))
 
     def timed(self, option: Ints, candidates: Ints) -> StageFilling:
         """Time one option per rank, [rank, column], of a candidate for each column."""

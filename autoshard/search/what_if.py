@@ -25,14 +25,14 @@ _FINE = 100  # units of a circumstance that may take any value
 
 def request_of_plan(plan: Plan, calibration: Calibration) -> Request:
     """Return the question that a plan answers, for its own engine and kernels, with nothing else fixed."""
-    own = default_kernels(plan.cluster, plan.engine)
+    usual = default_kernels(plan.cluster, plan.engine)
     return Request(
         model=plan.model,
         cluster=plan.cluster,
         workload=plan.workload,
         headroom=plan.headroom,
         engines=(plan.engine,),
-        pins={} if plan.kernels == own else {"kernels": plan.kernels},
+        pins={} if plan.kernels == usual else {"kernels": plan.kernels},
         calibration=calibration,
     )
 
@@ -51,10 +51,12 @@ def best_time_s(request: Request, pins: Mapping[str, Any]) -> float:
 def alternatives(plan: Plan, calibration: Calibration) -> Alternatives:
     """Search a plan's own question again, and its own outer point without a limit of memory."""
     request = request_of_plan(plan, calibration)
-    found = search(request, _MOST_RUNNERS_UP + 1)
-    others = [one for one in found.plans if one.candidate != plan.candidate]
+    result = search(request, _MOST_RUNNERS_UP + 1)
+    runners_up = [rival for rival in result.plans if rival.candidate != plan.candidate]
     unlimited_s = best_time_s(replace(request, memory_bytes=math.inf), outer_pins(plan.candidate))
-    return Alternatives(others=tuple(others[:_MOST_RUNNERS_UP]), unlimited_s=unlimited_s, certificate=found.certificate)
+    return Alternatives(
+        others=tuple(runners_up[:_MOST_RUNNERS_UP]), unlimited_s=unlimited_s, certificate=result.certificate
+    )
 
 
 def why_not(plan: Plan, text: str, calibration: Calibration) -> WhyNot:
@@ -64,24 +66,24 @@ def why_not(plan: Plan, text: str, calibration: Calibration) -> WhyNot:
         require((bool(pins), "", "names nothing; write key=value, for example tp=8,pp=16"))
     request = request_of_plan(plan, calibration)
     pinned = replace(request, pins={**request.pins, **pins})
-    found = search(pinned)
-    other = next(iter(found.plans), found.nearest_miss)
+    result = search(pinned)
+    other = next(iter(result.plans), result.nearest_miss)
     against: list[str] = []
-    if not found.plans:
+    if not result.plans:
         faults = question_faults(pinned, "--why-not") if other is None else ()
-        against = [str(fault) for fault in faults] or [why_none(pinned, found)]
+        against = [str(fault) for fault in faults] or [why_none(pinned, result)]
     flips: dict[str, Flip | None] = {}
-    times = [one.prediction.step_time_s for one in (*found.plans[:1], plan) if one.prediction]
-    already = bool(found.plans) and times[0] < times[1]
+    times = [timed_plan.prediction.step_time_s for timed_plan in (*result.plans[:1], plan) if timed_plan.prediction]
+    already = bool(result.plans) and times[0] < times[1]
     if other is not None and other.candidate != plan.candidate and not already:
         stages = {key: pins[key] for key in ("stages", "recompute") if key in pins}
-        own, theirs = outer_pins(plan.candidate), {**outer_pins(other.candidate), **stages}
-        for one in circumstances(request, plan.candidate, other.candidate):
-            flips[one.name] = _flip(one, own, theirs)
+        plan_pins, other_pins = outer_pins(plan.candidate), {**outer_pins(other.candidate), **stages}
+        for circumstance in circumstances(request, plan.candidate, other.candidate):
+            flips[circumstance.name] = _flip(circumstance, plan_pins, other_pins)
     return WhyNot(
         pins=pins_text(pins),
         other=other,
-        fits=bool(found.plans),
+        fits=bool(result.plans),
         against=tuple(against),
         flips=tuple(flip for flip in flips.values() if flip),
         unmoved=tuple(name for name, flip in flips.items() if flip is None),
@@ -98,23 +100,23 @@ class Circumstance:
     changed: Callable[[int], Request]
 
 
-def circumstances(request: Request, own: Candidate, other: Candidate) -> Iterator[Circumstance]:
+def circumstances(request: Request, plan_candidate: Candidate, other_candidate: Candidate) -> Iterator[Circumstance]:
     """Yield the batch, sequence, memory and bandwidth of a question, in units that both candidates can take."""
     workload, cluster = request.workload, request.cluster
 
     def with_work(key: str, unit: int, count: int) -> Request:
         return replace(request, workload=replace(workload, **{key: count * unit}))
 
-    batch = math.lcm(*(one.dp * one.mbs * one.pp for one in (own, other)))
+    batch = math.lcm(*(candidate.dp * candidate.mbs * candidate.pp for candidate in (plan_candidate, other_candidate)))
     if workload.global_batch % batch:
-        batch = math.lcm(*(one.dp * one.mbs for one in (own, other)))
-    tokens = math.lcm(*(2 * one.cp * one.tp for one in (own, other)))
+        batch = math.lcm(*(candidate.dp * candidate.mbs for candidate in (plan_candidate, other_candidate)))
+    tokens = math.lcm(*(2 * candidate.cp * candidate.tp for candidate in (plan_candidate, other_candidate)))
     tokens = math.lcm(tokens, FLASH_TILE) if "nxd" in request.engines else tokens
     for name, key, unit in (("global batch", "global_batch", batch), ("sequence length", "seq_len", tokens)):
         now, rest = divmod(getattr(workload, key), unit)
         if not rest:
             yield Circumstance(name=name, unit=unit, now=now, changed=partial(with_work, key, unit))
-    capacity = request.capacity_bytes(request.question(own).kernels)
+    capacity = request.capacity_bytes(request.question(plan_candidate).kernels)
     yield Circumstance(
         name="memory of a rank",
         unit=capacity / _FINE,
@@ -131,26 +133,33 @@ def circumstances(request: Request, own: Candidate, other: Candidate) -> Iterato
     yield Circumstance(name="bandwidth of all links", unit=1 / _FINE, now=_FINE, changed=with_bandwidth)
 
 
-def _flip(one: Circumstance, own: Mapping[str, Any], theirs: Mapping[str, Any]) -> Flip | None:
-    """Return the smallest change of a circumstance after which another outer point is faster, or alone fits."""
+def _flip(circumstance: Circumstance, plan_pins: Mapping[str, Any], other_pins: Mapping[str, Any]) -> Flip | None:
+    """Return the smallest change of a circumstance after which the other outer point is faster, or alone fits."""
 
     def turns(count: int) -> bool:
         try:
-            request = one.changed(count)
+            request = circumstance.changed(count)
         except InputError:  # no such workload
             return False
-        return best_time_s(request, theirs) < best_time_s(request, own)
+        return best_time_s(request, other_pins) < best_time_s(request, plan_pins)
 
-    found: list[Flip] = []
+    flips: list[Flip] = []
     powers = range(1, _DOUBLINGS + 1)
-    for counts in ([one.now << power for power in powers], [one.now >> power for power in powers if one.now >> power]):
-        before = one.now
+    for counts in (
+        [circumstance.now << power for power in powers],
+        [circumstance.now >> power for power in powers if circumstance.now >> power],
+    ):
+        before = circumstance.now
         for after in counts:
             if turns(after):
                 while abs(after - before) > 1:
                     middle = (before + after) // 2
                     before, after = (before, middle) if turns(middle) else (middle, after)
-                found.append(Flip(name=one.name, now=one.now * one.unit, then=after * one.unit))
+                flips.append(
+                    Flip(
+                        name=circumstance.name, now=circumstance.now * circumstance.unit, then=after * circumstance.unit
+                    )
+                )
                 break
             before = after
-    return min(found, key=lambda flip: abs(math.log(flip.factor)), default=None)
+    return min(flips, key=lambda flip: abs(math.log(flip.factor)), default=None)

@@ -175,8 +175,8 @@ def load_node_type(name_or_path: str) -> NodeType:
     path = Path(name_or_path)
     if path.suffix.lower() in (".json", *YAML_SUFFIXES) or path.is_file():
         return _read_node_type.__wrapped__(path)  # anew each time: a user may have edited it
-    known = f"{nearest(name, (*cluster_names(), *ALIASES))} A path to a cluster file also works"
-    raise InputError.of("cluster", f"{name_or_path!r} is not a cluster. {known}")
+    advice = f"{nearest(name, (*cluster_names(), *ALIASES))} A path to a cluster file also works"
+    raise InputError.of("cluster", f"{name_or_path!r} is not a cluster. {advice}")
 
 
 def load_cluster(name_or_path: str, num_nodes: int = 1, lnc: int | None = None, ranks: int | None = None) -> Cluster:
@@ -196,8 +196,8 @@ def load_cluster(name_or_path: str, num_nodes: int = 1, lnc: int | None = None, 
         raise InputError([*error.faults, *([Fault(where="nodes", message=few)] if num_nodes < 1 else [])]) from error
     name, lncs = node_type.name, [variant.lnc for variant in node_type.variants]
     per_chip, most = node_type.variants[0].ranks_per_chip, node_type.max_chips_per_node
-    known = " or ".join(str(one) for one in sorted(filter(None, lncs)))
-    no_lnc = f"no lnc {lnc}. Use {known}" if known else "no logical NeuronCore configuration. Leave lnc out"
+    lnc_text = " or ".join(str(choice) for choice in sorted(filter(None, lncs)))
+    no_lnc = f"no lnc {lnc}. Use {lnc_text}" if lnc_text else "no logical NeuronCore configuration. Leave lnc out"
     fixed = f"always has {per_chip * node_type.chips_per_node} a node. Leave ranks out"
     sizes = range(per_chip, per_chip * (most or 0) + 1, per_chip)
     odd_ranks = f"takes {sizes[0]} to {sizes[-1]}, not {ranks}" if sizes else fixed
@@ -208,7 +208,7 @@ def load_cluster(name_or_path: str, num_nodes: int = 1, lnc: int | None = None, 
         (lnc is None or lnc in lncs, "lnc", f"{name} has {no_lnc}"),
         (ranks is None or ranks in sizes, "ranks", f"{name} {odd_ranks}"),
     )
-    (variant, *_) = (each for each in node_type.variants if lnc in (None, each.lnc))
+    (variant, *_) = (candidate for candidate in node_type.variants if lnc in (None, candidate.lnc))
     cluster = node_type.cluster(variant, num_nodes, None if ranks is None else ranks // variant.ranks_per_chip)
     return cluster if name_or_path != LOCAL else _with_memory(cluster, machine_memory_bytes())
 
@@ -220,8 +220,8 @@ def other_lnc(name_or_path: str, cluster: Cluster) -> tuple[Cluster, ...]:
     [128]
     """
     offered = [variant.lnc for variant in load_node_type(name_or_path).variants]
-    others = [lnc for lnc in offered if lnc is not None and lnc != cluster.lnc]
-    return tuple(load_cluster(name_or_path, cluster.num_nodes, lnc=lnc) for lnc in others)
+    other_lncs = [lnc for lnc in offered if lnc is not None and lnc != cluster.lnc]
+    return tuple(load_cluster(name_or_path, cluster.num_nodes, lnc=lnc) for lnc in other_lncs)
 
 
 def machine_memory_bytes() -> int:
@@ -259,12 +259,12 @@ def _file_data(path: Path, faults: list[Fault], over: tuple[Path, ...] = ()) -> 
     data = read_data(path)
 
     def found(part: object, folder: str, where: str) -> object:
-        known = _names(_CATALOGUE / folder)
+        known_parts = _names(_CATALOGUE / folder)
         if not isinstance(part, str):
             return part
-        if part in known:
+        if part in known_parts:
             return read_data(_CATALOGUE / folder / f"{part}.json")
-        message = f"{part!r} is not in the catalogue. {nearest(part, known)}"
+        message = f"{part!r} is not in the catalogue. {nearest(part, known_parts)}"
         faults.append(Fault(where=f"{path}: {where}", message=message))
         return None
 
@@ -274,7 +274,7 @@ def _file_data(path: Path, faults: list[Fault], over: tuple[Path, ...] = ()) -> 
     if "chip" in whole:
         whole["chip"] = found(whole["chip"], "chips", "chip")
     if isinstance(links := whole.get("links"), list):
-        whole["links"] = [found(one, "links", f"links[{at}]") for at, one in enumerate(cast(list[Any], links))]
+        whole["links"] = [found(link, "links", f"links[{at}]") for at, link in enumerate(cast(list[Any], links))]
     if "base" not in whole:
         return whole
     base, source = whole.pop("base"), whole.pop("source", None)
@@ -295,10 +295,10 @@ def _file_data(path: Path, faults: list[Fault], over: tuple[Path, ...] = ()) -> 
     return _overlaid(cast(dict[str, Any], below), whole, source, f"{path}: ")
 
 
-def _overlaid(base: Mapping[str, Any], own: Mapping[str, Any], source: str, where: str) -> dict[str, Any]:
+def _overlaid(base: Mapping[str, Any], overlay: Mapping[str, Any], source: str, where: str) -> dict[str, Any]:
     """Return data with some of its values replaced, and ``source`` as the source of each."""
     merged, sources = dict(base), dict[str, Any](base.get("sources") or {})
-    for key, value in own.items():
+    for key, value in overlay.items():
         before: Any = base.get(key)
         if key == "links" and isinstance(value, dict):
             merged[key] = _overlaid_links(before, cast(dict[str, Any], value), source, f"{where}{key}")
@@ -310,20 +310,22 @@ def _overlaid(base: Mapping[str, Any], own: Mapping[str, Any], source: str, wher
         elif key != "sources":
             merged[key] = value
             sources[key] = source
-    stated: Any = own.get("sources", {})
+    stated: Any = overlay.get("sources", {})
     return {**merged, "sources": {**sources, **stated} if isinstance(stated, dict) else stated}
 
 
-def _overlaid_links(base: list[dict[str, Any]], own: Mapping[str, Any], source: str, where: str) -> list[Any]:
+def _overlaid_links(base: list[dict[str, Any]], overlay: Mapping[str, Any], source: str, where: str) -> list[Any]:
     """Return links of which those of some domains have other values."""
-    links: dict[str, Any] = {one["domain"]: one for one in base}
+    links: dict[str, Any] = {link["domain"]: link for link in base}
     require(
         *((domain in links, f"{where}.{domain}", f"the base has no link of this domain. {nearest(domain, [*links])}")
-          for domain in own),
-        *((isinstance(value, dict), f"{where}.{domain}", "expected an object") for domain, value in own.items()),
+          for domain in overlay),
+        *((isinstance(value, dict), f"{where}.{domain}", "expected an object") for domain, value in overlay.items()),
     )  # fmt: skip
-    changed = {domain: _overlaid(links[domain], value, source, f"{where}.{domain}.") for domain, value in own.items()}
-    return [changed.get(domain, one) for domain, one in links.items()]
+    changed = {
+        domain: _overlaid(links[domain], value, source, f"{where}.{domain}.") for domain, value in overlay.items()
+    }
+    return [changed.get(domain, link) for domain, link in links.items()]
 
 
 def _names(folder: Path) -> tuple[str, ...]:

@@ -173,9 +173,9 @@ def spec_from_config(config: Mapping[str, object], *, name: str, source: str) ->
     """
     name_of_type = config.get("model_type")
     if not isinstance(name_of_type, str) or name_of_type not in MODEL_TYPES:
-        found = f"{show_value(name_of_type)} is not a known architecture" if "model_type" in config else "missing"
+        problem = f"{show_value(name_of_type)} is not a known architecture" if "model_type" in config else "missing"
         code = "To plan another, have its code read: autoshard plan --module FILE.py:FUNCTION"
-        raise InputError.of("model_type", f"{found}. Known: {', '.join(MODEL_TYPES)}. {code}")
+        raise InputError.of("model_type", f"{problem}. Known: {', '.join(MODEL_TYPES)}. {code}")
     kind = MODEL_TYPES[name_of_type]
     reader = _ConfigReader(config, {**SHARED_DEFAULTS, **kind.defaults})
     for name_of_field, off in UNMODELLED.items():
@@ -198,10 +198,10 @@ def spec_from_config(config: Mapping[str, object], *, name: str, source: str) ->
         traits |= _rotary(reader, kind, traits["max_positions"])
     traits["window"] = _window(reader, kind, traits["num_layers"])
     # A valid value stands in for each field that could not be read, so that all faults are found at once.
-    found = reader.made(lambda: ModelSpec(name=name, source=source, **traits))
-    if reader.faults or found is None:
+    spec = reader.made(lambda: ModelSpec(name=name, source=source, **traits))
+    if reader.faults or spec is None:
         raise InputError(reader.faults)
-    return found
+    return spec
 
 
 class _ConfigReader:
@@ -235,8 +235,8 @@ class _ConfigReader:
     def only(self, field: str, allowed: tuple[object, ...], reason: str) -> None:
         """Refuse a field that is present with a value that is not allowed."""
         if field in self.data and self.data[field] not in allowed:
-            known = " or ".join(show_value(value) for value in allowed)
-            self.refuse(field, f"must be {known}, not {show_value(self.data[field])}: {reason}")
+            allowed_text = " or ".join(show_value(value) for value in allowed)
+            self.refuse(field, f"must be {allowed_text}, not {show_value(self.data[field])}: {reason}")
 
     def read(self, kind: type[T], name: str) -> T:
         """Read a field of a type; a field without a default must be present."""
@@ -245,32 +245,32 @@ class _ConfigReader:
             if name not in self.defaults:
                 self.refuse(field, "missing, and it has no default")
             return self.defaults.get(name, harmless)
-        for other in ALIASES.get(name, ()):
-            if other in self.data and self.data[other] != self.data[field]:
-                theirs, ours = show_value(self.data[other]), show_value(self.data[field])
-                self.refuse(other, f"{theirs} contradicts {field}, {ours}")
+        for alias in ALIASES.get(name, ()):
+            if alias in self.data and self.data[alias] != self.data[field]:
+                theirs, ours = show_value(self.data[alias]), show_value(self.data[field])
+                self.refuse(alias, f"{theirs} contradicts {field}, {ours}")
         with self.faults.of():
             return decode(kind, self.data[field], field)
         return harmless
 
     def whole(self, name: str, low: int = 1) -> int:
         """Read a whole number."""
-        found = self.read(int, name)
-        if found < low:
-            self.refuse(self._spelled(name), f"must be at least {low}, not {found}")
-        return max(found, low)
+        number = self.read(int, name)
+        if number < low:
+            self.refuse(self._spelled(name), f"must be at least {low}, not {number}")
+        return max(number, low)
 
     def whole_or_null(self, name: str) -> int | None:
         """Read a whole number of at least 1 that may also be null."""
         is_null = self.data.get(self._spelled(name), self.defaults[name]) is None
         return None if is_null else self.whole(name)
 
-    def choice(self, name: str, known: Mapping[str, T]) -> T:
+    def choice(self, name: str, words: Mapping[str, T]) -> T:
         """Read a word, and return what it means; refuse unknown words."""
-        found = self.read(str, name)
-        if found not in known:
-            self.refuse(self._spelled(name), f"{show_value(found)} is not known. {nearest(found, sorted(known))}")
-        return known.get(found, known[self.defaults[name]])
+        word = self.read(str, name)
+        if word not in words:
+            self.refuse(self._spelled(name), f"{show_value(word)} is not known. {nearest(word, sorted(words))}")
+        return words.get(word, words[self.defaults[name]])
 
     def _spelled(self, name: str) -> str:
         return next((field for field in (name, *ALIASES.get(name, ())) if field in self.data), name)

@@ -169,9 +169,9 @@ class Kernels:
     remakes_inputs: bool = False
 
     def __post_init__(self) -> None:
-        settings = [each for each in fields(self) if each.name not in _NAMES]
-        required = [each.name for each in settings if each.default is MISSING is each.default_factory]
-        stated = [each.name for each in settings if each.name not in required and getattr(self, each.name)]
+        settings = [setting for setting in fields(self) if setting.name not in _NAMES]
+        required = [setting.name for setting in settings if setting.default is MISSING is setting.default_factory]
+        stated = [setting.name for setting in settings if setting.name not in required and getattr(self, setting.name)]
         unsourced = [name for name in (*required, *stated) if not self.sources.get(name)]
         require(
             (bool(self.program.strip()), "program", "say what runs these kernels"),
@@ -187,8 +187,8 @@ class Kernels:
 
     def entry(self, op: str, *, drops: bool = False) -> Kernel | None:
         """Return the first kernel that names an operation, if one does."""
-        named = (one for one in self.kernels if any(fnmatchcase(op, pattern) for pattern in one.ops))
-        return next((one for one in named if drops or not one.drops), None)
+        named = (kernel for kernel in self.kernels if any(fnmatchcase(op, pattern) for pattern in kernel.ops))
+        return next((kernel for kernel in named if drops or not kernel.drops), None)
 
     def resolve(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Replace the framework's names of sets by their operations; other names are operations already."""
@@ -226,9 +226,9 @@ def load_kernels(name: str) -> Kernels:
 
 def _read(name: str) -> Mapping[str, Any]:
     """Read a table. One with the key ``like`` states only what differs from another; its own kernels come first."""
-    own = json.loads((_FOLDER / f"{name}.json").read_text("utf-8"))
-    if "like" not in own:
-        return own
-    base = _read(own.pop("like"))
-    kernels = [*own.get("kernels", ()), *base["kernels"]]
-    return {**base, **own, "kernels": kernels, "sources": {**base["sources"], **own.get("sources", {})}}
+    table = json.loads((_FOLDER / f"{name}.json").read_text("utf-8"))
+    if "like" not in table:
+        return table
+    base = _read(table.pop("like"))
+    kernels = [*table.get("kernels", ()), *base["kernels"]]
+    return {**base, **table, "kernels": kernels, "sources": {**base["sources"], **table.get("sources", {})}}

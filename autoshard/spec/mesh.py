@@ -61,12 +61,12 @@ class Mesh:
         ``sizes`` gives any of pp, dp, ep, cp, tp and rep; the default is 1. The default placement is the platform's
         for this tp.
         """
-        known = ("pp", "dp", "ep", "cp", "tp", "rep")
-        size = {name: sizes.get(name, 1) for name in known}
+        axis_names = ("pp", "dp", "ep", "cp", "tp", "rep")
+        size = {name: sizes.get(name, 1) for name in axis_names}
         product = size["pp"] * size["dp"] * size["cp"] * size["tp"]
         whole = f"{cluster.num_nodes} x {cluster.name} has {cluster.num_ranks}"
         require(
-            *((name in known, name, f"not the size of an axis. {nearest(name, known)}") for name in sizes),
+            *((name in axis_names, name, f"not the size of an axis. {nearest(name, axis_names)}") for name in sizes),
             *((number >= 1, name, f"must be at least 1, not {number}") for name, number in size.items()),
         )
         require(
@@ -132,10 +132,10 @@ class Mesh:
 
     def atoms_of(self, name: str) -> tuple[str, ...]:
         """Return the atoms of this mesh that the name of an atom or axis means; none if the mesh does not have it."""
-        known = (*dict(self.axes), *_NAMES)
-        require((name in known, "axis", f"{name!r} is not an axis. {nearest(name, known)}"))
-        wanted = (name, *AXIS_ATOMS.get(name, ()))
-        return tuple(atom for atom, _ in self.axes if atom in wanted)
+        known_names = (*dict(self.axes), *_NAMES)
+        require((name in known_names, "axis", f"{name!r} is not an axis. {nearest(name, known_names)}"))
+        atom_names = (name, *AXIS_ATOMS.get(name, ()))
+        return tuple(atom for atom, _ in self.axes if atom in atom_names)
 
     def size(self, name: str) -> int:
         """Return the size of an atom or of a whole axis."""
@@ -149,23 +149,23 @@ class Mesh:
         have the same groups, their members in the same order.
         """
         sizes = [size for _, size in self.axes]
-        found: list[tuple[int, int]] = []
+        steps: list[tuple[int, int]] = []
         for axis in self._order(names)[1]:
             distance, size = math.prod(sizes[axis + 1 :]), sizes[axis]
-            if found and found[-1][0] == distance * size:
-                size *= found.pop()[1]
-            found += [(distance, size)] if size > 1 else []
-        return tuple(found)
+            if steps and steps[-1][0] == distance * size:
+                size *= steps.pop()[1]
+            steps += [(distance, size)] if size > 1 else []
+        return tuple(steps)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the coordinate of a rank along each atom."""
         assert 0 <= rank < self.num_ranks, f"rank {rank} is not one of the {self.num_ranks} of the mesh"
         node, local_rank = divmod(rank, self.ranks_per_node)
         position = node * self.ranks_per_node + self.placement.local_ranks.index(local_rank)
-        found: dict[str, int] = {}
+        coordinates: dict[str, int] = {}
         for name, size in reversed(self.axes):
-            position, found[name] = divmod(position, size)
-        return dict(reversed(found.items()))
+            position, coordinates[name] = divmod(position, size)
+        return dict(reversed(coordinates.items()))
 
     def ranks_of(self, coordinates: Mapping[str, int]) -> tuple[int, ...]:
         """Return the ranks with these coordinates of atoms or axes, ordered by their other coordinates."""
@@ -174,8 +174,8 @@ class Mesh:
             assert 0 <= coordinate < self.size(name), f"{name} has no coordinate {coordinate}"
             for atom in reversed(self.atoms_of(name)):
                 coordinate, fixed[atom] = divmod(coordinate, self.size(atom))
-        found = _grid(self)[tuple(fixed.get(atom, slice(None)) for atom, _ in self.axes)]
-        return tuple(found.reshape(-1).tolist())
+        ranks = _grid(self)[tuple(fixed.get(atom, slice(None)) for atom, _ in self.axes)]
+        return tuple(ranks.reshape(-1).tolist())
 
     def groups(self, names: str | Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the groups of ranks that differ only along these atoms or axes.
@@ -187,10 +187,10 @@ class Mesh:
 
     def group_of(self, rank: int, names: str | Sequence[str]) -> tuple[int, ...]:
         """Return the group along these atoms or axes that has this rank."""
-        others, picked = self._order(names)
+        remaining, picked = self._order(names)
         at = list(self.coordinates(rank).values())
-        found = _grid(self).transpose((*others, *picked))[tuple(at[axis] for axis in others)]
-        return tuple(found.reshape(-1).tolist())
+        ranks = _grid(self).transpose((*remaining, *picked))[tuple(at[axis] for axis in remaining)]
+        return tuple(ranks.reshape(-1).tolist())
 
     def repeats_every(self, num_ranks: int) -> bool:
         """Return whether every block of ``num_ranks`` ranks (whole nodes) is grouped like the first, for any axes."""
@@ -225,9 +225,9 @@ class Mesh:
 
     def _grouped(self, names: str | Sequence[str], grid: Ints) -> Ints:
         """Return one row for each group."""
-        others, picked = self._order(names)
+        remaining, picked = self._order(names)
         members = math.prod(grid.shape[axis] for axis in picked)
-        return grid.transpose((*others, *picked)).reshape(-1, members)
+        return grid.transpose((*remaining, *picked)).reshape(-1, members)
 
 
 @functools.lru_cache(maxsize=64)

@@ -127,14 +127,16 @@ class ModelSpec:
         )
 
     def differences(self, now: "ModelSpec") -> Iterator[str]:
-        """Yield what another model has otherwise, whatever both are called."""
-        for name in (one.name for one in fields(self) if one.name not in ("name", "source", "traced")):
-            mine, its = getattr(self, name), getattr(now, name)
-            if mine != its:
-                yield f"{name} was {mine} and is {its}"
-        mine, its = ({*one.traced.lines} if one.traced else set[str]() for one in (self, now))
-        yield from (f"no more {line}" for line in sorted(mine - its))
-        yield from (f"new is {line}" for line in sorted(its - mine))
+        """Yield the differences from this model to another, apart from their names."""
+        for name in (
+            spec_field.name for spec_field in fields(self) if spec_field.name not in ("name", "source", "traced")
+        ):
+            before, after = getattr(self, name), getattr(now, name)
+            if before != after:
+                yield f"{name} was {before} and is {after}"
+        before, after = ({*spec.traced.lines} if spec.traced else set[str]() for spec in (self, now))
+        yield from (f"no more {line}" for line in sorted(before - after))
+        yield from (f"new is {line}" for line in sorted(after - before))
 
     @property
     def queries_per_kv_head(self) -> int:

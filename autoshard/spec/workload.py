@@ -43,13 +43,13 @@ class Precision:
         ('fp32', 'bf16')
         """
         name, *changes = (part.strip() for part in text.split(","))
-        known = dict[str, Precision](PRECISIONS.items())
-        if name not in known:
-            raise InputError.of("precision", f"{name!r} is not a precision. {nearest(name, list(known))}")
+        precisions = dict[str, Precision](PRECISIONS.items())
+        if name not in precisions:
+            raise InputError.of("precision", f"{name!r} is not a precision. {nearest(name, list(precisions))}")
         pairs = (change.partition("=") for change in changes)
         formats = {part: None if dtype == "none" else dtype for part, _, dtype in pairs}
         with inside("precision"):
-            return record.decode(cls, {**record.encode(known[name]), **formats})
+            return record.decode(cls, {**record.encode(precisions[name]), **formats})
 
     @property
     def name(self) -> str:
@@ -58,7 +58,7 @@ class Precision:
         >>> Precision.named("bf16,moments=bf16,gradients=bf16").name
         'bf16,gradients=bf16,moments=bf16'
         """
-        texts = (",".join([name, *_differences(self, one)]) for name, one in PRECISIONS.items())
+        texts = (",".join([name, *_differences(self, precision)]) for name, precision in PRECISIONS.items())
         return min(texts, key=lambda text: text.count(","))
 
     @property
@@ -71,10 +71,14 @@ class Precision:
         return self.masters is None and self.weights == "bf16"
 
 
-def _differences(one: Precision, other: Precision) -> list[str]:
+def _differences(precision: Precision, reference: Precision) -> list[str]:
     """Return the parts of a precision that have another format than in another."""
-    pairs = [(part.name, getattr(one, part.name), getattr(other, part.name)) for part in fields(Precision)]
-    return [f"{name}={'none' if mine is None else mine}" for name, mine, theirs in pairs if mine != theirs]
+    pairs = [(part.name, getattr(precision, part.name), getattr(reference, part.name)) for part in fields(Precision)]
+    return [
+        f"{name}={'none' if dtype is None else dtype}"
+        for name, dtype, reference_dtype in pairs
+        if dtype != reference_dtype
+    ]
 
 
 _BF16 = Precision(weights="bf16", activations="bf16", gradients="fp32", masters="fp32", moments="fp32")

@@ -38,31 +38,31 @@ def dropout_keys(seed: int, samples: Array, block: str) -> Array:
     >>> dropout_keys(0, np.array([0, 1]), "layer.0").tolist()
     [1385983162136407731, 1807793863616816228]
     """
-    found = np.zeros(samples.shape, dtype=np.uint64)
+    keys = np.zeros(samples.shape, dtype=np.uint64)
     for part in (np.asarray([seed % 2**64], dtype=np.uint64), zlib.crc32(block.encode()), samples):
-        found = _mixed(found ^ np.asarray(part).astype(np.uint64))
-    return (found >> np.uint64(1)).astype(np.int64)
+        keys = _mixed(keys ^ np.asarray(part).astype(np.uint64))
+    return (keys >> np.uint64(1)).astype(np.int64)
 
 
 def _mixed(numbers: Words) -> Words:
-    found = np.asarray(numbers + np.uint64(_MIX_STEP))
+    words = np.asarray(numbers + np.uint64(_MIX_STEP))
     for shift, factor in zip(_MIX_SHIFTS, _MIX_FACTORS, strict=False):
-        found = (found ^ (found >> shift)) * factor
-    return found ^ (found >> _MIX_SHIFTS[-1])
+        words = (words ^ (words >> shift)) * factor
+    return words ^ (words >> _MIX_SHIFTS[-1])
 
 
 def philox(counter: Sequence[Array], key: Sequence[Array]) -> tuple[Words, ...]:
     """Return four random words for every counter of four words, under a key of two."""
     first, second, third, fourth = (np.asarray(word).astype(np.uint64) for word in counter)
-    left, right = (np.asarray(word).astype(np.uint64) for word in key)
+    first_key, second_key = (np.asarray(word).astype(np.uint64) for word in key)
     for number in range(_ROUNDS):
         keys = [
             (word + np.uint64(number * step % 2**32)) & _MASK
-            for word, step in zip((left, right), _KEY_STEPS, strict=True)
+            for word, step in zip((first_key, second_key), _KEY_STEPS, strict=True)
         ]
-        product, other = first * _MULTIPLIERS[0], third * _MULTIPLIERS[1]
-        first, second = (other >> _WORD_BITS) ^ second ^ keys[0], other & _MASK
-        third, fourth = (product >> _WORD_BITS) ^ fourth ^ keys[1], product & _MASK
+        first_product, second_product = first * _MULTIPLIERS[0], third * _MULTIPLIERS[1]
+        first, second = (second_product >> _WORD_BITS) ^ second ^ keys[0], second_product & _MASK
+        third, fourth = (first_product >> _WORD_BITS) ^ fourth ^ keys[1], first_product & _MASK
     return first, second, third, fourth
 
 
@@ -98,7 +98,7 @@ class Drop(Differentiable):
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         x, *where = inputs
-        assert [(dim,) for dim in x.dims] == [one.dims for one in where], f"{where} do not say where {x} stands"
+        assert [(dim,) for dim in x.dims] == [tensor.dims for tensor in where], f"{where} do not say where {x} stands"
         return (Output(dims=x.dims, dtype=x.dtype),)
 
     def drops(self) -> bool:

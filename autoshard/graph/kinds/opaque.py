@@ -36,7 +36,7 @@ class Opaque(Differentiable):
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         pairs = zip(call.inputs, arrays, strict=True)
-        total = sum(aligned(_mixed(array, one, self), _left(one, self), self.dims) for one, array in pairs)
+        total = sum(aligned(_mixed(array, tensor, self), _left(tensor, self), self.dims) for tensor, array in pairs)
         return (np.tanh(np.broadcast_to(total, [call.sizes[dim] for dim in self.dims])),)
 
     def matrix_flops(self, call: Call) -> int:
@@ -62,10 +62,10 @@ class OpaqueGradient(OpKind):
     needed: tuple[int, ...]
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        given = [inputs[1 + number] for number in self.needed]
+        needed_inputs = [inputs[1 + number] for number in self.needed]
         return tuple(
-            Output(dims=one.dims, dtype=one.dtype, suffix=f"in{number}" if place else "")
-            for place, (number, one) in enumerate(zip(self.needed, given, strict=True))
+            Output(dims=tensor.dims, dtype=tensor.dtype, suffix=f"in{number}" if place else "")
+            for place, (number, tensor) in enumerate(zip(self.needed, needed_inputs, strict=True))
         )
 
     def whole_dims(self) -> Dims:
@@ -73,18 +73,20 @@ class OpaqueGradient(OpKind):
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Apply the chain rule to the stand-in."""
-        upstream, *given = arrays
+        upstream, *inputs = arrays
         forward = Call(inputs=call.inputs[1:], outputs=call.inputs[:1], sizes=call.sizes)
-        (result,) = self.function.evaluate(forward, *given)
-        slope, found = upstream * (1 - result**2), list[Array]()
+        (result,) = self.function.evaluate(forward, *inputs)
+        slope, gradients = upstream * (1 - result**2), list[Array]()
         for number in self.needed:
-            one = call.inputs[1 + number]
-            left, over = _left(one, self.function), self.function.dims
-            summed = slope.sum(axis=tuple(axis for axis, dim in enumerate(over) if dim not in left))
-            kept = tuple(dim for dim in over if dim in left)
-            spread = np.broadcast_to(aligned(summed, kept, one.dims), given[number].shape) / _lost(one, call, over)
-            found.append(_mixed(spread, one, self.function, gathered=True))
-        return tuple(found)
+            tensor = call.inputs[1 + number]
+            result_dims, over = _left(tensor, self.function), self.function.dims
+            summed = slope.sum(axis=tuple(axis for axis, dim in enumerate(over) if dim not in result_dims))
+            kept_dims = tuple(dim for dim in over if dim in result_dims)
+            spread = np.broadcast_to(aligned(summed, kept_dims, tensor.dims), inputs[number].shape) / _lost(
+                tensor, call, over
+            )
+            gradients.append(_mixed(spread, tensor, self.function, gathered=True))
+        return tuple(gradients)
 
     def matrix_flops(self, call: Call) -> int:
         """Each input's gradient takes as many products as the result."""
@@ -99,9 +101,9 @@ def _left(tensor: Tensor, kind: Opaque) -> Dims:
     return tuple(dim for dim in tensor.dims if dim in kind.dims)
 
 
-def _lost(tensor: Tensor, call: Call, kept: Dims) -> int:
+def _lost(tensor: Tensor, call: Call, result_dims: Dims) -> int:
     """Return over how many numbers the stand-in takes a mean: those along dims that the result lacks."""
-    return call.elements([dim for dim in tensor.dims if dim not in kept])
+    return call.elements([dim for dim in tensor.dims if dim not in result_dims])
 
 
 def _mixed(array: Array, tensor: Tensor, kind: Opaque, *, gathered: bool = False) -> Array:

@@ -96,13 +96,15 @@ class BlockMatch:
     faults: list[Fault] = field(default_factory=list[Fault])
 
     def __post_init__(self) -> None:
-        found: dict[str, dict[str, list[Send]]] = {}
+        sends_by_entry: dict[str, dict[str, list[Send]]] = {}
         for change in self.program.collectives():
-            mine = tuple(sorted(self.atoms.keys() & set(change.collective.atoms)))
-            if mine:
-                sends = found.setdefault(change.entry, {}).setdefault(change.pass_, [])
-                sends.append(Send(change.collective.kind, change.collective.dim, mine))
-        self.sent = {entry: {name: _joined(sends) for name, sends in lists.items()} for entry, lists in found.items()}
+            tp_atoms = tuple(sorted(self.atoms.keys() & set(change.collective.atoms)))
+            if tp_atoms:
+                sends = sends_by_entry.setdefault(change.entry, {}).setdefault(change.pass_, [])
+                sends.append(Send(change.collective.kind, change.collective.dim, tp_atoms))
+        self.sent = {
+            entry: {name: _joined(sends) for name, sends in lists.items()} for entry, lists in sends_by_entry.items()
+        }
         self.operations = tuple(op for op in self.block.select("micro_batch", "F") if not isinstance(op.kind, Deliver))
         self.computes = {
             entry.op.name: entry
@@ -138,17 +140,17 @@ class BlockMatch:
     def cuts(self, op: Op, tensor: Tensor) -> Cuts:
         """Return how tp cuts a tensor that an operation reads or makes."""
         cuts = self.computes[op.name].cuts
-        found = {dim: tuple(atom for atom in cuts.get(dim, ()) if atom in TP) for dim in tensor.dims}
-        return {dim: atoms for dim, atoms in found.items() if atoms}
+        tp_cuts = {dim: tuple(atom for atom in cuts.get(dim, ()) if atom in TP) for dim in tensor.dims}
+        return {dim: atoms for dim, atoms in tp_cuts.items() if atoms}
 
     def before(self, op: Op) -> str:
         """Return the entry that delivers an operation's first input."""
-        return next(one.name for one in self.block.ops if op.inputs[0] in one.outputs)
+        return next(operation.name for operation in self.block.ops if op.inputs[0] in operation.outputs)
 
     def after(self, op: Op) -> str:
         """Return the entry that takes an operation's result on; the carried one is delivered where the block ends."""
-        readers = (one for one in self.block.select("micro_batch", "F") if op.outputs[0] in one.inputs)
-        return next((one.name for one in readers if isinstance(one.kind, Deliver)), f"{op.outputs[0]}_out")
+        readers = (reader for reader in self.block.select("micro_batch", "F") if op.outputs[0] in reader.inputs)
+        return next((reader.name for reader in readers if isinstance(reader.kind, Deliver)), f"{op.outputs[0]}_out")
 
     def is_sequence(self, entry: str) -> bool:
         """Whether an entry gathers or scatters the sequence."""
@@ -171,8 +173,8 @@ def _joined(sends: Sequence[Send]) -> tuple[Send, ...]:
     for (kind, dim), group in groupby(sends, key=lambda send: (send.kind, send.dim)):
         run = list(group)
         atoms = [atom for send in run for atom in send.atoms]
-        apart = len(set(atoms)) < len(atoms)  # several collectives, not one in parts
-        joined += run if apart else [Send(kind, dim, tuple(sorted(atoms)))]
+        is_repeated = len(set(atoms)) < len(atoms)  # several collectives, not one in parts
+        joined += run if is_repeated else [Send(kind, dim, tuple(sorted(atoms)))]
     return tuple(joined)
 
 

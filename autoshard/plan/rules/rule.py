@@ -89,8 +89,8 @@ def rule(
 
 def judge(columns: Columns, rules: Sequence[Rule]) -> tuple[Rejection, ...]:
     """Give every reason why a single candidate may not run."""
-    found = (rule.rejection(columns) for rule in rules)
-    return tuple(rejection for rejection in found if rejection is not None)
+    rejections = (rule.rejection(columns) for rule in rules)
+    return tuple(rejection for rejection in rejections if rejection is not None)
 
 
 def implies(condition: Mask, consequence: Mask) -> Mask:
@@ -108,10 +108,10 @@ def one_of(column: "Ints | Texts", choices: tuple[int, ...] | tuple[str, ...]) -
     >>> one_of(8, (1, 8, 32)), one_of(4, (1, 8, 32))
     (True, False)
     """
-    found: Mask = False
+    mask: Mask = False
     for choice in choices:
-        found = found | (column == choice)
-    return found
+        mask = mask | (column == choice)
+    return mask
 
 
 def listed(values: tuple[int, ...]) -> str:

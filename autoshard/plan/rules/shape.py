@@ -1,4 +1,4 @@
-"""Rules of arithmetic, on every cluster and engine: what must divide what; and against options without effect."""
+"""Rules of arithmetic, on every cluster and engine: which size must divide which; and against useless options."""
 
 import math
 from collections.abc import Mapping
@@ -116,14 +116,14 @@ def recompute_count(c: Columns) -> Verdict:
 
 @rule("recompute", source=_DERIVED + "a stage cannot recompute layers that it does not hold")
 def recompute_layers(c: Columns) -> Verdict:
-    wanted = [one.num_layers or 0 for one in c.shared.recompute]
-    stages, count = c.shared.stages, max(len(wanted), len(c.shared.stages or ()))
+    layer_counts = [recompute.num_layers or 0 for recompute in c.shared.recompute]
+    stages, count = c.shared.stages, max(len(layer_counts), len(c.shared.stages or ()))
     if count == 1 and stages is None:
-        yield (max(wanted) <= c.model.num_layers // c.num_stages) | (c.num_stages > c.model.num_layers)
+        yield (max(layer_counts) <= c.model.num_layers // c.num_stages) | (c.num_stages > c.model.num_layers)
     else:  # Rules of their own refuse other numbers of stages, and of layers
         layers = stages or even_stages(c.model.num_layers, count)
-        wanted = wanted * count if len(wanted) == 1 else wanted
-        fits = all(want <= have for want, have in zip(wanted, layers, strict=False))
+        layer_counts = layer_counts * count if len(layer_counts) == 1 else layer_counts
+        fits = all(want <= have for want, have in zip(layer_counts, layers, strict=False))
         yield (c.num_stages != count) | fits | (count > c.model.num_layers)
     yield f"recompute={c.recompute}: some stages have fewer layers than their full:K. Use full, or a smaller K"
 
@@ -287,10 +287,10 @@ def boundary(c: Columns) -> Verdict:
 
 @rule("lnc", source="aws-neuron/aws-neuron-sdk about-neuron/arch/neuron-features/logical-neuroncore-config.rst")
 def lnc(c: Columns) -> Verdict:
-    have, wanted = c.cluster.lnc, c.shared.lnc
-    yield wanted in (None, have)
-    remedy = f"is planned with lnc {have}. Use --lnc {wanted} to plan for the other"
-    yield f"lnc={wanted}: {c.cluster.name} {remedy if have else 'has no logical cores to configure. Leave lnc out'}"
+    have, lnc_asked = c.cluster.lnc, c.shared.lnc
+    yield lnc_asked in (None, have)
+    remedy = f"is planned with lnc {have}. Use --lnc {lnc_asked} to plan for the other"
+    yield f"lnc={lnc_asked}: {c.cluster.name} {remedy if have else 'has no logical cores to configure. Leave lnc out'}"
 
 
 @rule("place", source="derived: a placement is a permutation of the ranks of one node")
@@ -311,12 +311,12 @@ def kernels(c: Columns) -> Verdict:
 @rule("recompute", source="autoshard/spec/kernel_tables: what each framework can recompute selectively")
 def recompute_ops(c: Columns) -> Verdict:
     # A framework's own name is right even where it computes nothing again.
-    names = sorted({name for one in c.shared.recompute for name in one.ops})
+    names = sorted({name for recompute in c.shared.recompute for name in recompute.ops})
     table: Mapping[str, tuple[str, ...]] = {}
     if names and c.kernels in kernels_names():
         table = load_kernels(c.kernels).selective
-    known = tuple(dict.fromkeys((*table, *(op for ops in table.values() for op in ops))))
-    wrong = [name for name in names if table and name not in known]
+    known_names = tuple(dict.fromkeys((*table, *(op for ops in table.values() for op in ops))))
+    wrong = [name for name in names if table and name not in known_names]
     yield not wrong
-    faults = " ".join(f"{name} is not known to {c.kernels}. {nearest(name, known)}" for name in wrong)
+    faults = " ".join(f"{name} is not known to {c.kernels}. {nearest(name, known_names)}" for name in wrong)
     yield f"recompute={c.recompute}: {faults}"

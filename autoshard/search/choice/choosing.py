@@ -32,8 +32,8 @@ class Choice:
 
 def fastest_of(results: Sequence[EngineResult]) -> tuple[EngineResult, Solution] | None:
     """Return the fastest solution of all engines; None where nothing fits."""
-    found = ((one, solution) for one in results for solution in one.solutions[:1])
-    return min(found, key=order_of, default=None)
+    pairs = ((result, solution) for result in results for solution in result.solutions[:1])
+    return min(pairs, key=order_of, default=None)
 
 
 def choose(results: Sequence[EngineResult], within: Within) -> Choice:
@@ -54,10 +54,12 @@ def choose(results: Sequence[EngineResult], within: Within) -> Choice:
 
 
 def choose_known(results: Sequence[EngineResult], ended: str) -> Choice:
-    """Return what a search that was stopped knows under usual schedules, if the fastest has another one."""
+    """Return the best solution of a stopped search under usual schedules, if the fastest has another schedule."""
     within = _doubt(results)
-    known = [(one, solution) for one in results for solution in one.solutions if _is_known(one, solution, _USUAL)]
-    best = min(known, key=order_of, default=None)
+    usual = [
+        (result, solution) for result in results for solution in result.solutions if _is_known(result, solution, _USUAL)
+    ]
+    best = min(usual, key=order_of, default=None)
     fastest = fastest_of(results)
     if best is None or fastest is None or _is_known(*fastest, _USUAL) or best[1].value > _limit(results, within):
         return Choice(within=within)
@@ -119,39 +121,39 @@ def _schedules(result: EngineResult, tier: int | None) -> frozenset[str] | None:
 def _simplest(results: Sequence[EngineResult], within: float, tier: int | None, near: float) -> Plan | None:
     """Return the simplest plan of all engines that takes at most this share more than the fastest."""
     limit = _limit(results, within)
-    found = [
-        (one, simple)
-        for one in results
-        if one.pool and (simple := simplest_below(one.pool, limit, _schedules(one, tier), near))
+    pairs = [
+        (result, simple)
+        for result in results
+        if result.pool and (simple := simplest_below(result.pool, limit, _schedules(result, tier), near))
     ]
-    left = {simple: one for one, simple in found if simple.solution.value <= _limit(results, within)}
-    if not left:
+    near_fastest = {simple: result for result, simple in pairs if simple.solution.value <= _limit(results, within)}
+    if not near_fastest:
         return None
-    best = simplest_near(list(left), near)
-    return left[best].plan(left[best].exactly_evened(best.solution))
+    best = simplest_near(list(near_fastest), near)
+    return near_fastest[best].plan(near_fastest[best].exactly_evened(best.solution))
 
 
 def simplest_below(pool: Pool, limit: float, schedules: frozenset[str] | None, near: float) -> Simple | None:
     """Return the simplest solution below a limit, of some schedules or of all, with its own cutting."""
     while True:
-        found = simplest(pool.below(limit, schedules), pool.goal, limit, pool.between, near)
-        if not found or pool.settled(found.solution):
-            return found
+        plan = simplest(pool.below(limit, schedules), pool.goal, limit, pool.between, near)
+        if not plan or pool.settled(plan.solution):
+            return plan
 
 
 def of_another_kind(results: Sequence[EngineResult], shown: Sequence[Candidate]) -> tuple[Plan, str] | None:
-    """Return the fastest plan of the kinds that none of the shown plans is of, and what kind that is."""
-    found = [
-        (one, solution, kind)
+    """Return the fastest plan of the kinds that no shown plan has, and its kind."""
+    entries = [
+        (result, solution, kind)
         for kind in kinds_to_add(shown)
-        for one in results
-        if one.pool and (solution := best_of_kind(one.pool, kind))
+        for result in results
+        if result.pool and (solution := best_of_kind(result.pool, kind))
     ]
-    best = min(found, key=lambda own: order_of(own[:2]), default=None)
+    best = min(entries, key=lambda entry: order_of(entry[:2]), default=None)
     if best is None:
         return None
-    result, found_one, kind = best
-    solution = result.exactly_evened(found_one)
+    result, best_solution, kind = best
+    solution = result.exactly_evened(best_solution)
     plan = result.request.plan(solution.candidate, result.engine)
     fits = plan.prediction and plan.prediction.peak_bytes <= plan.prediction.capacity_bytes
     return (plan, f"the fastest found {kind.words}") if fits else None
@@ -160,27 +162,29 @@ def of_another_kind(results: Sequence[EngineResult], shown: Sequence[Candidate])
 def _fastest_known(results: Sequence[EngineResult], within: float, tier: int) -> Plan | None:
     """Return the fastest plan under the schedules of a tier that takes at most this share more than the fastest."""
     limit = _limit(results, within)
-    found: list[tuple[EngineResult, Solution]] = []
-    for one in results:
-        while one.pool:
-            solution = fastest_below(one.pool, limit, _schedules(one, tier))
-            if solution is None or one.pool.settled(solution):
-                found += [(one, solution)] if solution else []
+    pairs: list[tuple[EngineResult, Solution]] = []
+    for result in results:
+        while result.pool:
+            solution = fastest_below(result.pool, limit, _schedules(result, tier))
+            if solution is None or result.pool.settled(solution):
+                pairs += [(result, solution)] if solution else []
                 break
-    left = [pair for pair in found if pair[1].value <= _limit(results, within)]
-    best = min(left, key=order_of, default=None)
+    near_fastest = [pair for pair in pairs if pair[1].value <= _limit(results, within)]
+    best = min(near_fastest, key=order_of, default=None)
     return best and best[0].plan(best[0].exactly_evened(best[1]))
 
 
 def fastest_below(pool: Pool, limit: float, schedules: frozenset[str] | None) -> Solution | None:
     """Return the fastest solution below a limit among the points of some schedules that look best."""
     best: Solution | None = None
-    groups = sorted(pool.below(limit, schedules), key=lambda one: float(one.bound.min()))
+    groups = sorted(pool.below(limit, schedules), key=lambda group: float(group.bound.min()))
     for group in groups[:_MOST_GROUPS]:
         pool.between()
         below = best.value if best else limit
         order = np.argsort(group.bound, kind="stable")[:_AT_ONCE]
         order = order[group.bound[order] < below]
-        found = fastest_among(pool, group.only(order), below) if len(order) else []
-        best = min((one for one in (best, *found) if one), key=lambda one: one.order, default=None)
+        solutions = fastest_among(pool, group.only(order), below) if len(order) else []
+        best = min(
+            (solution for solution in (best, *solutions) if solution), key=lambda solution: solution.order, default=None
+        )
     return best

@@ -43,26 +43,26 @@ def evened(solution: Solution, goal: Goal, slack: float = EXACT) -> Solution:
     choices, schedule = point.choices, point.blocks.schedule
     if choices.only_split(schedule) or unevenness(split)[0] == 0:
         return solution
-    kept = _kept_choices(choices, filling)
+    same_kinds = _kept_choices(choices, filling)
     capacity = min(float(np.min(goal.capacity)), float(filling.peak_bytes[0]) * (1 + EXACT))
     below_s = float(filling.time_s[0]) * (1 + slack)
 
     def first_of(splits: Sequence[Split]) -> StageFilling | None:
         """Return the first of some splits that is no worse."""
-        options = RankOptions.of(point.blocks, kept, split_layers(schedule, splits), capacity * (1 + SURE))
-        some = np.flatnonzero(options.least_s[..., 0].max(axis=0) < NEVER)
-        timed = options.timed(options.best[:, some, 0], np.zeros_like(some)) if len(some) else filling
+        options = RankOptions.of(point.blocks, same_kinds, split_layers(schedule, splits), capacity * (1 + SURE))
+        fits = np.flatnonzero(options.least_s[..., 0].max(axis=0) < NEVER)
+        timed = options.timed(options.best[:, fits, 0], np.zeros_like(fits)) if len(fits) else filling
         good = np.flatnonzero(timed.time_s <= below_s)
-        return timed.only(good[:1]) if len(some) and len(good) else None
+        return timed.only(good[:1]) if len(fits) and len(good) else None
 
     stages = counts_of(schedule).stages
     best = _first_even(split, stages, first_of) or filling
     for _ in range(_MOST_MOVES):
         moved = _moves(best.stages(0), stages)
-        found = first_of(moved) if moved else None
-        if found is None:
+        improved = first_of(moved) if moved else None
+        if improved is None:
             break
-        best = found
+        best = improved
     if best is filling:
         return solution
     best = replace(best, bound=np.minimum(filling.bound, best.time_s))
@@ -84,10 +84,10 @@ def _first_even(
 ) -> StageFilling | None:
     """Try all more even splits of the layers of each rank over its stages, as long as these are few."""
     tried = iter(more_even(split, stages, _MOST))
-    while some := list(islice(tried, _AT_ONCE)):
-        found = first_of(some)
-        if found:
-            return found
+    while splits := list(islice(tried, _AT_ONCE)):
+        filling = first_of(splits)
+        if filling:
+            return filling
     return None
 
 
@@ -99,12 +99,12 @@ def more_even(split: Split, stages: Ints, most: int) -> Iterator[Split]:
     >>> list(more_even((7, 6, 11, 8), np.array([[0, 3], [1, 2]]), 100))[:2]
     [(7, 8, 9, 8), (7, 9, 8, 8)]
     """
-    own, count = unevenness(split), 0
+    limit, count = unevenness(split), 0
     ranks: list[list[int]] = stages.tolist()
     totals = [sum(split[stage] for stage in rank) for rank in ranks]
     order: list[int] = stages.reshape(-1).argsort().tolist()
-    for spread in range(own[0] + 1) if stages.shape[1] > 1 else ():
-        found: list[tuple[int, int, Split]] = []
+    for spread in range(limit[0] + 1) if stages.shape[1] > 1 else ():
+        places: list[tuple[int, int, Split]] = []
         for low in range(1, min(totals) // stages.shape[1] + 1):
             parts = [_parts(total, stages.shape[1], low, low + spread) for total in totals]
             count += int(np.prod([float(len(ways)) for ways in parts]))
@@ -113,8 +113,8 @@ def more_even(split: Split, stages: Ints, most: int) -> Iterator[Split]:
             for ways in product(*parts):
                 flat = [size for way in ways for size in way]
                 if min(flat) == low and max(flat) == low + spread:
-                    found.append(unevenness(tuple(flat[place] for place in order)))
-        yield from (one[2] for one in sorted(found) if one < own)
+                    places.append(unevenness(tuple(flat[place] for place in order)))
+        yield from (entry[2] for entry in sorted(places) if entry < limit)
 
 
 @lru_cache(maxsize=1024)
@@ -128,23 +128,23 @@ def _parts(total: int, count: int, low: int, high: int) -> tuple[Split, ...]:
         return ((total,),) if low <= total <= high else ()
     if not count * low <= total <= count * high:
         return ()
-    found: list[Split] = []
+    ways: list[Split] = []
     for first in range(low, high + 1):
-        found += [(first, *rest) for rest in _parts(total - first, count - 1, low, high)]
-        if len(found) > _MOST:
+        ways += [(first, *rest) for rest in _parts(total - first, count - 1, low, high)]
+        if len(ways) > _MOST:
             break
-    return tuple(found)
+    return tuple(ways)
 
 
 def _moves(split: Split, stages: Ints) -> list[Split]:
     """List more even splits in which one stage gives a layer to another, of its rank or among the ends of all."""
     groups: list[list[int]] = [*stages.tolist(), list(range(len(split)))]
-    found: set[Split] = set()
+    splits: set[Split] = set()
     for group in groups:
         by_size = sorted(group, key=split.__getitem__)
         for target, source in product(by_size[:_ENDS], by_size[-_ENDS:]):
             if split[source] - split[target] > 1:
                 moved = list(split)
                 moved[source], moved[target] = split[source] - 1, split[target] + 1
-                found.add(tuple(moved))
-    return sorted((one for one in found if unevenness(one) < unevenness(split)), key=unevenness)
+                splits.add(tuple(moved))
+    return sorted((even_split for even_split in splits if unevenness(even_split) < unevenness(split)), key=unevenness)

@@ -23,19 +23,19 @@ def experts_hinge(results: Sequence[EngineResult]) -> str:
     if fastest is None or not request.model.num_experts or "ep" in request.pins:
         return ""
     now = request.workload.expert_imbalance
-    other, kind = (0.0 if now else EXPERT_IMBALANCE), with_experts(apart=fastest[1].candidate.ep == 1)
-    pools = [(one, one.pool) for one in results if one.pool]
-    found = [(one, rival) for one, pool in pools for rival in rivals_of_kind(pool, kind, _RIVALS)]
-    found = found or [(one, rival) for one, pool in pools if (rival := best_of_kind(pool, kind))]
-    priced = [(_step_s(*pair, other), pair[1]) for pair in found]
+    changed, kind = (0.0 if now else EXPERT_IMBALANCE), with_experts(apart=fastest[1].candidate.ep == 1)
+    pools = [(result, result.pool) for result in results if result.pool]
+    pairs = [(result, rival) for result, pool in pools for rival in rivals_of_kind(pool, kind, _RIVALS)]
+    pairs = pairs or [(result, rival) for result, pool in pools if (rival := best_of_kind(pool, kind))]
+    priced = [(_step_s(*pair, changed), pair[1]) for pair in pairs]
     if not priced:
         return ""
-    rival_s, rival = min(priced, key=lambda one: (one[0], one[1].order))
-    own_s = _step_s(*fastest, other)
+    rival_s, rival = min(priced, key=lambda entry: (entry[0], entry[1].order))
+    own_s = _step_s(*fastest, changed)
     if rival_s >= own_s:
         return ""
     return (
-        f"the choice hinges on how evenly tokens reach experts, which is assumed: with --expert-imbalance {other:g} "
+        f"the choice hinges on how evenly tokens reach experts, which is assumed: with --expert-imbalance {changed:g} "
         f"the fastest takes {format_seconds(own_s)}, and {kind.words} {rival.candidate} takes "
         f"{format_seconds(rival_s)} ({format_seconds(rival.value)} with {now:g})"
     )

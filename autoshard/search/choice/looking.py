@@ -65,9 +65,9 @@ def kinds_to_add(shown: Sequence[Candidate]) -> list[PlanKind]:
     Beside pipelines that is a plan without one; where these are divided further than 1F1B, also 1F1B. Where there is a
     plan without a pipeline, it is FSDP.
     """
-    if any(NO_PIPELINE.has(one) for one in shown):
-        return [] if any(FSDP.has(one) for one in shown) else [FSDP]
-    return [NO_PIPELINE, *([] if any(PLAIN_PIPELINE.has(one) for one in shown) else [PLAIN_PIPELINE])]
+    if any(NO_PIPELINE.has(candidate) for candidate in shown):
+        return [] if any(FSDP.has(candidate) for candidate in shown) else [FSDP]
+    return [NO_PIPELINE, *([] if any(PLAIN_PIPELINE.has(candidate) for candidate in shown) else [PLAIN_PIPELINE])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,68 +82,70 @@ def _seen(pool: Pool, kind: PlanKind, *, priced: bool = False) -> Iterator[_Grou
     """Yield what is known of the points of a kind, or of those that are priced under every recompute."""
     rows = {variant: kind.rows(variant) for variant in pool.legal.variants}
     for points in pool.points:
-        own = pool.in_use(points.only(np.isin(points.variant_rows, rows[points.variant])))
-        yield _GroupBounds(bounds=own.bound, priced=own.only)
+        selected = pool.in_use(points.only(np.isin(points.variant_rows, rows[points.variant])))
+        yield _GroupBounds(bounds=selected.bound, priced=selected.only)
     for plain in [] if priced else pool.left.plain:
         for variant in plain.variants:
             place = np.full(pool.legal.space.num_layouts, -1)
             place[plain.priced.numbers] = np.arange(len(plain.bounds))
             places = place[variant.layouts[rows[variant]]]
-            mine, places = rows[variant][places >= 0], places[places >= 0]
-            yield _GroupBounds(bounds=plain.bounds[places], priced=partial(_priced, pool, plain, variant, mine, places))
+            kind_rows, places = rows[variant][places >= 0], places[places >= 0]
+            yield _GroupBounds(
+                bounds=plain.bounds[places], priced=partial(_priced, pool, plain, variant, kind_rows, places)
+            )
 
 
-def _priced(pool: Pool, plain: PlainPoints, variant: RunVariant, rows: Ints, places: Ints, some: Ints) -> Points:
+def _priced(pool: Pool, plain: PlainPoints, variant: RunVariant, rows: Ints, places: Ints, numbers: Ints) -> Points:
     """Return some rows of a variant, priced under every recompute: only their layouts, if not all are known."""
-    priced = pool.pricer.with_recompute(plain.priced, np.unique(places[some]))
+    priced = pool.pricer.with_recompute(plain.priced, np.unique(places[numbers]))
     points = Points.of(priced, variant, pool.goal)
-    return points.only(np.isin(points.variant_rows, rows[some]))
+    return points.only(np.isin(points.variant_rows, rows[numbers]))
 
 
 def best_of_kind(pool: Pool, kind: PlanKind) -> Solution | None:
     """Return the best known solution of a kind, those of few points whose bounds are best included."""
-    found = [one for one in pool.solutions if kind.has(one.candidate)][:1]
-    seen = [one for one in _seen(pool, kind) if len(one.bounds)]
-    before, few, count = -np.inf, _FEW, sum(int(np.isfinite(one.bounds).sum()) for one in seen)
-    while not found or few == _FEW:
+    solutions = [solution for solution in pool.solutions if kind.has(solution.candidate)][:1]
+    seen = [group for group in _seen(pool, kind) if len(group.bounds)]
+    before, few, count = -np.inf, _FEW, sum(int(np.isfinite(group.bounds).sum()) for group in seen)
+    while not solutions or few == _FEW:
         limit = _limit(seen, few)
-        found += _solved(pool, seen, (before, limit))
+        solutions += _solved(pool, seen, (before, limit))
         if few >= min(count, _MOST):
             break
         before, few = limit, 4 * few
-    return min(found, key=lambda one: one.order, default=None)
+    return min(solutions, key=lambda solution: solution.order, default=None)
 
 
 def rivals_of_kind(pool: Pool, kind: PlanKind, most: int) -> list[Solution]:
     """Return what is known of a kind, and the solutions of so many points that are priced, those of best bounds."""
-    known = [one for one in pool.solutions if kind.has(one.candidate)]
-    seen = [one for one in _seen(pool, kind, priced=True) if len(one.bounds)]
-    return [*known[:most], *_solved(pool, seen, (-np.inf, _limit(seen, most)))]
+    solutions = [solution for solution in pool.solutions if kind.has(solution.candidate)]
+    seen = [group for group in _seen(pool, kind, priced=True) if len(group.bounds)]
+    return [*solutions[:most], *_solved(pool, seen, (-np.inf, _limit(seen, most)))]
 
 
 def _limit(seen: Sequence[_GroupBounds], count: int) -> float:
     """Return the bound of the point at this place of all."""
-    bounds = np.concatenate([np.zeros(0), *(one.bounds for one in seen)])
+    bounds = np.concatenate([np.zeros(0), *(group.bounds for group in seen)])
     return float(np.sort(bounds[np.isfinite(bounds)])[:count].max(initial=-np.inf))
 
 
 def _solved(pool: Pool, seen: Sequence[_GroupBounds], between: tuple[float, float]) -> list[Solution]:
     """Return the best solution of each group of points whose bounds lie above one value and not above another."""
-    found: list[Solution] = []
-    for one in seen:
-        near = np.flatnonzero((one.bounds > between[0]) & (one.bounds <= between[1]))
+    solutions: list[Solution] = []
+    for group_bounds in seen:
+        near = np.flatnonzero((group_bounds.bounds > between[0]) & (group_bounds.bounds <= between[1]))
         if len(near):
             pool.between()
-            for group in one.priced(near).by_schedule():
-                found += fastest_among(pool, group, np.inf)
-    return found
+            for group in group_bounds.priced(near).by_schedule():
+                solutions += fastest_among(pool, group, np.inf)
+    return solutions
 
 
 def fastest_among(pool: Pool, group: Points, below: float) -> list[Solution]:
     """Return the best solution of some points that share a schedule, if there is one below a limit."""
-    found = group.solved(pool.goal, below, pool.splits)
-    values = pool.goal.value(found)
+    filling = group.solved(pool.goal, below, pool.splits)
+    values = pool.goal.value(filling)
     number = np.array([int(values.argmin())])
     layout, value = int(group.layouts[number[0]]), float(values[number[0]])
-    one = Solution(layout=layout, point=group.only(number), filling=found.only(number), value=value)
-    return [one] if value < below else []
+    solution = Solution(layout=layout, point=group.only(number), filling=filling.only(number), value=value)
+    return [solution] if value < below else []

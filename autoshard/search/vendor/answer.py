@@ -20,8 +20,8 @@ _LONGER = 2.0  # than documented, or shorter: at another length than that a layo
 
 def vendor_answer(request: Request, fastest: Plan) -> Answer | str:
     """Return the documented layout nearest to a question, as an answer; or say why there is none."""
-    suited = [one for one in vendor_layouts() if one.suits(request.model, request.cluster)]
-    suited.sort(key=lambda one: one.distance(request))
+    suited = [documented for documented in vendor_layouts() if documented.suits(request.model, request.cluster)]
+    suited.sort(key=lambda documented: documented.distance(request))
     reasons: list[str] = []
     for layout in suited:
         words = f"{layout.vendor} documents {layout.layout} for {layout.words(request.cluster.name)}"
@@ -32,23 +32,23 @@ def vendor_answer(request: Request, fastest: Plan) -> Answer | str:
             reasons.append(f"{layout.vendor} documents one for {layout.place(request.cluster.name)} with {tokens}")
             continue
         try:
-            made, cutting, against = _made(request, layout)
+            plan, cutting, against = _made(request, layout)
         except InputError as error:  # no shape on so many ranks, or a tensor is pinned
             reasons.append(f"{words}: {error}")
             continue
-        own = {**{key: getattr(made.candidate, key) for key in request.pins}, "kernels": made.kernels}
-        left_out = {key: value for key, value in request.pins.items() if own[key] != value}
+        values = {**{key: getattr(plan.candidate, key) for key in request.pins}, "kernels": plan.kernels}
+        left_out = {key: value for key, value in request.pins.items() if values[key] != value}
         if left_out:
             reasons.append(f"{words}, which {pins_text(left_out)} leaves out")
             continue
         return Answer(
             name="vendor",
-            plan=made,
+            plan=plan,
             why=f"{layout.vendor}, for {layout.words(request.cluster.name)}",
-            slower=step_s(made) / step_s(fastest) - 1,
+            slower=step_s(plan) / step_s(fastest) - 1,
             against=against,
             source=layout.source,
-            nearest_run=_nearest_run(request, [one for one in suited if one.measured_s], layout, cutting),
+            nearest_run=_nearest_run(request, [run for run in suited if run.measured_s], layout, cutting),
             unsettled_run=_unsettled_run(request, layout, cutting),
         )
     nothing = f"no layout of {request.model.name} on {request.cluster.chip.name} is documented that autoshard knows"
@@ -61,29 +61,29 @@ def step_s(plan: Plan) -> float:
     return plan.prediction.step_time_s
 
 
-def _resolved(request: Request, layout: VendorLayout, *, asked: bool = False) -> tuple[Request, Candidate, Engine]:
+def _resolved(request: Request, layout: VendorLayout, *, of_request: bool = False) -> tuple[Request, Candidate, Engine]:
     """Return a layout on all ranks of a question, with the question about its logical cores, and an engine for it.
 
-    Its seconds are those of the program that was measured, or of the program ``asked`` about; then kernels are part of
-    the layout only if they are those of autoshard's own engines.
+    Its seconds are those of the measured program, or with ``of_request`` those of the program in question; then kernels
+    are part of the layout only if they are those of autoshard's own engines.
     """
     lnc = parse_pins(layout.layout).get("lnc")
     request = request.with_lnc_of(lnc if isinstance(lnc, int) else None)
     candidate = Candidate.parse(layout.layout, request.cluster.num_ranks)
-    if asked and not (candidate.kernels and load_kernels(candidate.kernels).engine):
+    if of_request and not (candidate.kernels and load_kernels(candidate.kernels).engine):
         candidate = replace(candidate, kernels=cast(str | None, request.pins.get("kernels")))
     return request, *resolved(request, candidate)
 
 
 def _made(request: Request, layout: VendorLayout) -> tuple[Plan, Cutting, tuple[str, ...]]:
     """Return the plan of a layout on all ranks of a question, its cutting, and the reasons against it."""
-    request, candidate, engine = _resolved(request, layout, asked=True)
-    against = [str(one) for one in rejections_of(request, candidate, engine)]
+    request, candidate, engine = _resolved(request, layout, of_request=True)
+    against = [str(reason) for reason in rejections_of(request, candidate, engine)]
     cutting = request.cutting(candidate, engine)
-    made = request.plan(candidate, engine, cutting)
-    assert made.prediction, "a plan of a request has its prediction"
-    over = made.prediction.peak_bytes - request.capacity_bytes(made.kernels)
-    return made, cutting, (*against, *([f"{format_bytes(round(over))} more than fit on a rank"] if over > 0 else []))
+    plan = request.plan(candidate, engine, cutting)
+    assert plan.prediction, "a plan of a request has its prediction"
+    over = plan.prediction.peak_bytes - request.capacity_bytes(plan.kernels)
+    return plan, cutting, (*against, *([f"{format_bytes(round(over))} more than fit on a rank"] if over > 0 else []))
 
 
 def _nearest_run(
@@ -91,13 +91,13 @@ def _nearest_run(
 ) -> NearestRun | None:
     """Return the measured runs of such a model on these chips that are nearest to a layout with this cutting."""
     mesh = {key: value for key, value in parse_pins(layout.layout).items() if key in ("tp", "pp", "cp", "ep")}
-    runs = [one for one in measured if one.nodes]
+    runs = [run for run in measured if run.nodes]
     if not runs:
         return None
 
-    def distance(one: VendorLayout) -> tuple[object, ...]:
-        other_mesh = not mesh.items() <= parse_pins(one.layout).items()
-        return one.seq_len != request.workload.seq_len, other_mesh, one.distance(request)
+    def distance(candidate_run: VendorLayout) -> tuple[object, ...]:
+        other_mesh = not mesh.items() <= parse_pins(candidate_run.layout).items()
+        return candidate_run.seq_len != request.workload.seq_len, other_mesh, candidate_run.distance(request)
 
     run = min(runs, key=distance)
     # The same layout on other nodes is cut alike.

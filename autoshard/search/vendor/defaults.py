@@ -39,15 +39,15 @@ def default_sizes(
     >>> default_sizes(card, trn1, seq_len=32768)
     Sizes(seq_len=32768, global_batch=128, why='batch: the largest power of two with at most 4,194,304 tokens')
     """
-    known = _documented(model, cluster, seq_len)
-    usual = known.seq_len if known else min(model.max_positions, LONGEST_DEFAULT)
+    documented = _documented(model, cluster, seq_len)
+    usual = documented.seq_len if documented else min(model.max_positions, LONGEST_DEFAULT)
     length = usual if seq_len is None else seq_len
-    fixed = known.global_batch if known else LOCAL_BATCH if cluster.name == LOCAL else None
+    fixed = documented.global_batch if documented else LOCAL_BATCH if cluster.name == LOCAL else None
     batch = fixed or 2 ** max(0, int(math.log2(TOKENS / max(1, length))))
     batch = batch if global_batch is None else global_batch
     opened = [name for name, stated in (("length", seq_len), ("batch", global_batch)) if stated is None]
-    if known and opened:
-        words = f"as {known.vendor} documents for {known.place(cluster.name)}"
+    if documented and opened:
+        words = f"as {documented.vendor} documents for {documented.place(cluster.name)}"
         return Sizes(seq_len=length, global_batch=batch, why=f"{' and '.join(opened)}: {words}")
     why = {
         "length": f"the model's context, at most {LONGEST_DEFAULT:,}",
@@ -60,27 +60,29 @@ def default_workload(
     model: ModelSpec, cluster: Cluster, question: QuestionOptions | None = None
 ) -> tuple[Workload, str]:
     """Return the workload of a question that leaves some of it open, or all, and where these sizes are from."""
-    asked = question or QuestionOptions()
-    sizes = default_sizes(model, cluster, seq_len=asked.seq_len, global_batch=asked.global_batch)
-    stated = {name: asked.given[name] for name in ("optimizer", "documents", "expert_imbalance") if name in asked.given}
-    precision = Precision.named(asked.precision or "bf16")
+    options = question or QuestionOptions()
+    sizes = default_sizes(model, cluster, seq_len=options.seq_len, global_batch=options.global_batch)
+    stated = {
+        name: options.given[name] for name in ("optimizer", "documents", "expert_imbalance") if name in options.given
+    }
+    precision = Precision.named(options.precision or "bf16")
     work = Workload(seq_len=sizes.seq_len, global_batch=sizes.global_batch, precision=precision, **stated)
     return work, sizes.why
 
 
 def _documented(model: ModelSpec, cluster: Cluster, seq_len: int | None) -> VendorLayout | None:
-    """Return what a vendor documents for a model on such a cluster, at this length if one is asked for."""
+    """Return what a vendor documents for a model on such a cluster, at this length if the question has a length."""
     nodes = cluster.num_nodes
     suited = [
-        one
-        for one in vendor_layouts()
-        if one.suits(model, cluster)
-        and one.seq_len <= model.max_positions
-        and seq_len in (None, one.seq_len)
-        and (one.nodes is None or nodes <= _MORE_NODES * one.nodes)
+        layout
+        for layout in vendor_layouts()
+        if layout.suits(model, cluster)
+        and layout.seq_len <= model.max_positions
+        and seq_len in (None, layout.seq_len)
+        and (layout.nodes is None or nodes <= _MORE_NODES * layout.nodes)
     ]
 
-    def distance(one: VendorLayout) -> tuple[float, ...]:
-        return math.inf if one.nodes is None else abs(math.log2(one.nodes / nodes)), one.model != model.name
+    def distance(layout: VendorLayout) -> tuple[float, ...]:
+        return math.inf if layout.nodes is None else abs(math.log2(layout.nodes / nodes)), layout.model != model.name
 
     return min(suited, key=distance, default=None)

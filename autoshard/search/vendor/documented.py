@@ -18,7 +18,7 @@ from autoshard.spec.model_catalogue import load_model
 
 _NOT_SHAPE = ("name", "source", "max_positions", "norm_eps", "rotary_theta", "rotary_scaling")
 _SHAPE = tuple(  # of a model, as far as layouts go
-    one.name for one in fields(ModelSpec) if one.name not in _NOT_SHAPE
+    entry.name for entry in fields(ModelSpec) if entry.name not in _NOT_SHAPE
 )
 
 _OPEN = 1.0  # a layout for any number of nodes is as far from a question as that for half or twice as many
@@ -52,8 +52,8 @@ class VendorLayout:
 
     def suits(self, model: ModelSpec, cluster: Cluster) -> bool:
         """Say whether the layout is for a model of this shape, on these chips."""
-        own = load_model(self.model)
-        return cluster.chip.name in self.chips and all(getattr(own, name) == getattr(model, name) for name in _SHAPE)
+        card = load_model(self.model)
+        return cluster.chip.name in self.chips and all(getattr(card, name) == getattr(model, name) for name in _SHAPE)
 
     def distance(self, request: Request) -> tuple[float, ...]:
         """Return the distance of a question from the documented one; simpler layouts come before others."""
