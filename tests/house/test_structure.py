@@ -80,6 +80,20 @@ def test_imports_go_round_nowhere() -> None:
         raise AssertionError(f"a cycle of imports: {' <- '.join(error.args[1])}") from None
 
 
+def test_files_that_pages_name_exist() -> None:
+    files = [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if ".venv" not in path.parts]
+    pages = [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"]
+    named = {
+        (page.name, name)
+        for page in pages
+        if page.name != "CHANGELOG.md"
+        for name in re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", page.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 20, "pages name files in back quotes"
+    missing = sorted((page, name) for page, name in named if not any(f"/{file}".endswith(f"/{name}") for file in files))
+    assert not missing, f"pages name files that are not there: {missing}"
+
+
 ON_RANKS = {"on_ranks", "on_nxd_ranks"}
 PATCHES = {"setattr", "setitem", "setenv", "delattr", "delitem", "delenv", "chdir"}
 
