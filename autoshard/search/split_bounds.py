@@ -20,7 +20,7 @@ from autoshard.cost.step import pipeline_delays
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import long_paths
 from autoshard.schedule.waves import Delays, Floats, Ints
-from autoshard.search.stage_options import NEVER, StageChoices, stage_options
+from autoshard.search.stage_options import StageChoices, stage_options
 from autoshard.spec.kernels import load_kernels
 
 _SHARES = np.array([0.0, 0.3, 0.6, 0.8, 0.9, 1.0])[:, None]  # of one rank's path in its flow with all paths
@@ -65,12 +65,6 @@ class PathBounds:
     layer_s: Floats  # [flow, stage]: for each layer
     runs: Floats  # [flow, stage]: how often it runs the pass that computes again, or any if all may take longer
     best: Floats  # [flow]
-
-    def with_best(self) -> tuple[Floats, Floats, Floats]:
-        """Return fixed seconds, those of each layer, and runs, the best flow as one more row."""
-        columns = (self.fixed_s, self.layer_s, self.runs)
-        fixed_s, layer_s, runs = (np.concatenate([column, self.best[None] @ column]) for column in columns)
-        return fixed_s, layer_s, runs
 
 
 class SplitBounds:
@@ -218,12 +212,6 @@ class SplitBounds:
         cost = cost + best_shares * (best_whole_s + besides_s)[:, None] + rank_s * more + rank_runs * again_s[:, None]
         by_rank_s = np.where(fits, cost.max(axis=1), np.inf)
         return float(best_whole_s) + num_free * price_s + float(least_s.sum()), by_rank_s
-
-    def again_of(self, paths: PathBounds, splits: Ints) -> Floats:
-        """Return how much recompute lengthens the flows with some splits: [split, flow]."""
-        totals = splits[:, self._stages].sum(axis=2) - self._totals[0]
-        extra_s = np.minimum(self._extra_s[np.arange(len(self._stages)), totals], NEVER)
-        return extra_s @ paths.with_best()[2][:, self._stages].min(axis=2).T
 
 
 def _best_price(own_s: Floats, more: Ints, num_free: int) -> tuple[float, Floats]:

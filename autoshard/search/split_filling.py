@@ -1,6 +1,5 @@
 """Which layers each stage gets under any schedule: splits near the best balance are tried, and all are bounded."""
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,7 +27,6 @@ _ROUNDS = 2
 _TIGHTER = 3  # rounds for what is bounded last
 _TIME_S = (5e-3, 1.2e-7)  # of a batch of splits: measured 2026-11 on one core of a cloud machine
 _WITHIN = 1.05  # of a limit: what moving layers one by one may gain
-_SPLITS = 20  # times as many as are looked at at once: for more, growing them stage by stage bounds nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,25 +38,17 @@ class SplitFilling:
     capacity: Floats
     known: SplitSearch
 
-    def best_of(
-        self, splits: Iterable[Split], known: StageFilling | None = None, *, bounded: bool = False
-    ) -> StageFilling:
-        """Return the fastest of some splits and the known filling, each with the fastest recompute that fits.
-
-        If wanted, its bound is that of all these splits, with any recompute that fits.
-        """
-        nothing = StageFilling.nothing(self.blocks.schedule.num_stages, np.full(1, np.inf))
+    def best_of(self, splits: Iterable[Split], known: StageFilling | None = None) -> StageFilling:
+        """Return the fastest of some splits and the known filling, each with the fastest recompute that fits."""
+        best = known or StageFilling.nothing(self.blocks.schedule.num_stages, np.full(1, np.inf))
         tried = list(dict.fromkeys(splits))
         options = self.options(tried) if tried else None
         fits = np.flatnonzero(options.least_s[..., 0].max(axis=0) < NEVER) if options else np.zeros(0, dtype=np.int64)
-        best = known or nothing
         if options and len(fits):
             self.known.use(self.blocks.schedule, _TIME_S[0], _TIME_S[1] * len(fits))
-            nobody = np.zeros_like(fits)
-            timed = options.fastest(fits, nobody) if bounded else options.timed(options.best[:, fits, 0], nobody)
+            timed = options.timed(options.best[:, fits, 0], np.zeros_like(fits))
             first = timed.only(np.array([int(timed.time_s.argmin())]))
             best = first if first.time_s[0] < best.time_s[0] else best
-            best = replace(best, bound=timed.bound.min(keepdims=True)) if bounded else best
         return best
 
     def options(self, splits: Sequence[Split]) -> RankOptions:
@@ -117,37 +107,6 @@ class SplitFilling:
             if moved[1] >= held:
                 return split, held[0]
             split, held, fullest = moved
-
-    def near(self, bounds: SplitBounds, limit_s: float, effort: Effort) -> tuple[StageFilling, float]:
-        """Return the best split of those whose paths are all below a limit, with the least bound of those tried.
-
-        Splits are built stage by stage, and only the best are kept; the last value is the least bound of the others.
-        """
-        paths = bounds.paths()
-        fixed_s, layer_s, _ = paths.with_best()
-        later = np.cumsum(layer_s[:, ::-1], axis=1)[:, ::-1]
-        least = np.minimum.accumulate(layer_s[:, ::-1], axis=1)[:, ::-1]
-        count, most = layer_s.shape[1], effort.most_partial
-        rows, so_far, dropped_s = np.zeros((1, 0), dtype=np.int64), fixed_s[None], np.inf
-        num_left, path_s = np.array([self.choices.num_layers - count]), np.zeros(1)
-        for stage in range(count):
-            more: Ints = np.arange(int(num_left.max(initial=0)) + 1, dtype=np.int64)
-            is_last = stage == count - 1
-            number, size = np.nonzero((more == num_left[:, None]) if is_last else (more <= num_left[:, None]))
-            here, rest = so_far[number] + (1 + size)[:, None] * layer_s[:, stage], num_left[number] - size
-            to_come = 0.0 if is_last else later[:, stage + 1] + rest[:, None] * least[:, stage + 1]
-            if is_last:
-                here = here + bounds.again_of(paths, np.concatenate([rows[number], 1 + size[:, None]], axis=1))
-            path_s = (here + to_come).max(axis=1)
-            order = np.argsort(path_s, kind="stable")
-            order = order[path_s[order] < limit_s]
-            keep = effort.most_timed if is_last else most
-            dropped_s = min(dropped_s, float(path_s[order[keep:]].min(initial=np.inf)))
-            order = order[:keep]
-            rows = np.concatenate([rows[number[order]], 1 + size[order, None]], axis=1)
-            so_far, num_left = here[order], rest[order]
-        splits: list[Split] = [tuple(row) for row in rows.tolist()]
-        return self.best_of(splits, bounded=True), dropped_s
 
 
 def _moved(split: Split, sources: Sequence[int], targets: Sequence[int]) -> list[Split]:
@@ -262,10 +221,4 @@ def _filled(candidate: SplitFilling, effort: Effort, limits: tuple[float, float,
                 best = candidate.improved(best, bounds)
         if splits.seconds_left <= 0:
             break
-    limit_s = min(below_s, float(best.time_s[0]))
-    few = math.comb(candidate.choices.num_layers - 1, schedule.num_stages - 1) <= _SPLITS * effort.most_partial
-    if few and splits.seconds_left > 0 and bound_s < limit_s * (1 - effort.gap):
-        near, least_s = candidate.near(bounds, limit_s - rest_s, effort)
-        best = near if near.time_s[0] < best.time_s[0] else best
-        bound_s = max(bound_s, min((least_s + rest_s) * (1 - SURE), float(near.bound[0]), limit_s))
     return replace(best, bound=np.array([min(bound_s, float(best.time_s[0]))]))

@@ -14,6 +14,7 @@ import numpy as np
 from autoshard.cost.stages import PipelineBlocks
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
+from autoshard.search.few_splits import fill_few
 from autoshard.search.split_bounds import SplitSearch
 from autoshard.search.split_filling import fill_splits, smallest_splits
 from autoshard.search.stage_options import (
@@ -28,8 +29,7 @@ from autoshard.search.stage_options import (
 )
 
 _MORE = 2  # layers beyond an even share that a stage may get at first
-_AT_ONCE = 64  # fillings of a candidate that are timed together
-EVERYTHING = Effort(gap=0.0, most_partial=500_000, most_timed=500_000, split_s=60.0, most_idle=np.inf)
+EVERYTHING = Effort(gap=0.0, most_splits=100_000, split_s=60.0, most_idle=np.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -124,7 +124,8 @@ def fill_stages(
         return replace(fill_stages(blocks, choices, smallest, (0.0, np.inf), rest_s), bound=peak)
     rest_s = rest_s + blocks.fixed_s
     if schedule.builder in ALL_RANGES and choices.stages is None and schedule.num_ranks > 1:
-        return _fastest_ranges(blocks, choices, goal, below, rest_s)
+        filling = _fastest_ranges(blocks, choices, goal, below, rest_s)
+        return fill_few(blocks, choices, capacity, goal.effort, (below, rest_s), filling)
     if pinned:
         options = RankOptions.of(blocks, choices, split_layers(schedule, [pinned]), goal.capacity)
         filling = StageFilling.nothing(schedule.num_stages, np.full(blocks.num_candidates, np.inf))
@@ -134,7 +135,8 @@ def fill_stages(
         fitting = np.flatnonzero(options.least_s.max(axis=(0, 1)) < NEVER)
         return filling.with_columns(fitting, options.fastest(0 * fitting, fitting)) if len(fitting) else filling
     limits = (below, rest_s, np.broadcast_to(least, rest_s.shape))
-    return fill_splits(blocks, choices, capacity, goal.effort, limits, splits or SplitSearch())
+    filling = fill_splits(blocks, choices, capacity, goal.effort, limits, splits or SplitSearch())
+    return fill_few(blocks, choices, capacity, goal.effort, (below, rest_s), filling)
 
 
 def _best_of(fillings: StageFilling, candidates: Ints, bound: Floats) -> StageFilling:
@@ -176,7 +178,7 @@ def _range_options(
 def _fastest_ranges(
     blocks: PipelineBlocks, choices: StageChoices, goal: Goal, below_s: float, rest_s: Floats
 ) -> StageFilling:
-    """Search all ranges of layers: time the filling of least bound, and more fillings where the gap is too wide."""
+    """Bound all ranges of layers, and time the filling of least bound."""
     schedule, num_layers = blocks.schedule, choices.num_layers
     widest = num_layers - schedule.num_ranks + 1
     high = min(widest, -(-num_layers // schedule.num_ranks) + _MORE)
@@ -192,12 +194,7 @@ def _fastest_ranges(
         if high == widest or np.all(schedule.num_micro_batches * options.least_s[:, -1] >= limit):
             break
         high = min(widest, 2 * high)
-    columns = range(blocks.num_candidates)
-    parts = [
-        _improved(options, paths, goal.effort, filling.only(np.array([candidate])), candidate, rest_s)
-        for candidate in columns
-    ]
-    return StageFilling.side_by_side(parts)
+    return filling
 
 
 def _best_path(options: RankOptions, paths: PathTables, sizes: Sequence[int]) -> Ints:
@@ -215,58 +212,3 @@ def _best_path(options: RankOptions, paths: PathTables, sizes: Sequence[int]) ->
         chosen.append(options.best[rank, number, columns])
         before_s, num_left = before_s + rank_s[number, columns], rest[number, columns]
     return np.stack(chosen)
-
-
-def _improved(
-    options: RankOptions, paths: PathTables, effort: Effort, filling: StageFilling, candidate: int, rest_s: Floats
-) -> StageFilling:
-    """Time fillings of one candidate by their bounds until the gap is small enough, or enough of them are timed."""
-    time_s, timed = float(filling.time_s[0]), 0
-    if not np.isfinite(time_s) or filling.bound[0] >= time_s * (1 - max(effort.gap, 1e-9)):
-        return filling
-    least, steps, dropped = _near_fillings(options, paths, effort, candidate, time_s - rest_s[candidate])
-    least = (least + rest_s[candidate]) * (1 - SURE)
-    order = np.argsort(least, kind="stable")
-    while timed < min(len(order), effort.most_timed) and least[order[timed]] < time_s * (1 - effort.gap):
-        rows = order[timed : timed + _AT_ONCE]
-        option, numbers = list[Ints](), rows
-        for rank_option, before in reversed(steps):
-            option.insert(0, rank_option[numbers])
-            numbers = before[numbers]
-        near = options.timed(np.stack(option), np.full(len(rows), candidate))
-        filling = _best_of(
-            StageFilling.side_by_side([filling, near]), np.zeros(len(rows) + 1, dtype=np.int64), filling.bound
-        )
-        time_s, timed = float(filling.time_s[0]), timed + len(rows)
-    open_s = least[order[timed]] if timed < len(order) else np.inf
-    bound = min(time_s, float(open_s), (dropped + float(rest_s[candidate])) * (1 - SURE))
-    return replace(filling, bound=np.maximum(filling.bound, bound))
-
-
-def _near_fillings(
-    options: RankOptions, paths: PathTables, effort: Effort, candidate: int, limit_s: float
-) -> tuple[Floats, list[tuple[Ints, Ints]], float]:
-    """Return the bounds of all fillings that may end below a limit, as steps from rank to rank.
-
-    Each step has the option of a rank, and the number of the filling of the ranks before it. Where these are too many,
-    the fillings of least bound are kept; the last value is the least bound of the dropped fillings.
-    """
-    layers = np.array([len(paths.sums[0]) - 1])  # for this rank and later ones
-    before_s, path_s, steps, dropped = np.zeros(1), np.zeros(1), list[tuple[Ints, Ints]](), np.inf
-    for rank, both_s in enumerate(options.both_s[:, :, candidate]):
-        fits = np.flatnonzero(both_s < NEVER)
-        number, option = (grid.reshape(-1) for grid in np.meshgrid(np.arange(len(layers)), fits, indexing="ij"))
-        num_left = layers[number] - options.options.num_layers[rank, option]
-        number, option, num_left = number[num_left >= 0], option[num_left >= 0], num_left[num_left >= 0]
-        rank_s = both_s[option]
-        after, later = (table[rank + 1][num_left, candidate] for table in (paths.sums, paths.longest))
-        least = np.maximum(path_s[number], before_s[number] + paths.through(rank, rank_s, after, later))
-        here = np.maximum(path_s[number], before_s[number] + paths.through(rank, rank_s, after, 0.0 * after))
-        below = np.flatnonzero(least < limit_s)
-        if len(below) > effort.most_partial:
-            order = below[np.argsort(least[below], kind="stable")]
-            dropped = min(dropped, float(least[order[effort.most_partial]]))
-            below = np.sort(order[: effort.most_partial])
-        layers, path_s, before_s = num_left[below], here[below], before_s[number[below]] + rank_s[below]
-        steps.append((option[below], number[below]))
-    return path_s, steps, dropped

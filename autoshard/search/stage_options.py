@@ -24,11 +24,10 @@ Split = tuple[int, ...]  # layers of every stage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How far a search goes: the gap that it may leave, and how many fillings of one candidate it may look at."""
+    """How far a search goes: the gap that it may leave, and how many splits of one candidate it may time."""
 
     gap: float = 5e-3
-    most_partial: int = 5_000  # of the first ranks or stages
-    most_timed: int = 256
+    most_splits: int = 5_000  # of a candidate, all of which are timed where a gap is left
     split_s: float = 1.0  # that splits may be looked for under schedules whose longest paths are not known
     most_idle: float = 64  # groups of points that are solved without a better answer, where they cannot raise the bound
     exhaustive: bool = False  # no point is left out because of its bound
@@ -116,7 +115,7 @@ def near_even_splits(num_layers: int, num_stages: int) -> tuple[Split, ...]:
     return tuple(splits)
 
 
-def split_layers(schedule: Schedule, splits: Sequence[Split]) -> Ints:
+def split_layers(schedule: Schedule, splits: Sequence[Split] | Ints) -> Ints:
     """Return the layers of every chunk in some splits: [rank, split, chunk]."""
     return np.array(splits)[:, counts_of(schedule).stages].swapaxes(0, 1)
 
@@ -195,20 +194,22 @@ class RankOptions:
         return np.take_along_axis(held, _least_of_each(held, self.divisions), axis=1)
 
     def fastest(self, division: Ints, candidates: Ints) -> StageFilling:
-        """Time the fastest options of one division per column, of a candidate for each; the bound is of any that fits.
+        """Time the fastest options of one division per rank, [rank, column], of a candidate for each column.
 
-        Options may trade one pass for another, and longer passes hide more of the messages of the update.
+        The bound is of any options that fit: these may trade one pass for another, and longer passes hide more of the
+        messages of the update.
         """
-        option = self.best[:, division, candidates]
+        ranks = np.arange(self.blocks.schedule.num_ranks)[:, None]
+        option = self.best[ranks, division, candidates]
         filling = self.timed(option, candidates)
         starts, least = _starts(self.divisions), dict[str, Floats]()
         for name in PASSES:
             fitting = np.where(self.fits[:, :, None], getattr(self.prices, name), NEVER)
             by_division = np.minimum.reduceat(fitting, starts, axis=1)
-            least[name] = np.moveaxis(by_division[:, division, :, candidates], 0, -1)
+            least[name] = by_division[ranks, division, :, candidates].swapaxes(1, 2)
         prices = replace(self.prices.of_options(option, candidates), **least)
         longest = np.maximum.reduceat(np.where(self.fits, self.prices.pass_s, 0.0), starts, axis=1)
-        busy_s = longest[:, division, candidates]
+        busy_s = longest[ranks, division, candidates]
         return replace(filling, bound=least_seconds(self.blocks.only(candidates), prices, busy_s) * (1 - SURE))
 
     def timed(self, option: Ints, candidates: Ints) -> StageFilling:

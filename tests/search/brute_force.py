@@ -36,7 +36,7 @@ from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model_catalogue import load_model
 
 Stages = tuple[int, ...]
-EXACT = Effort(gap=0.0, most_partial=10**8, most_timed=10**8, split_s=np.inf, most_idle=np.inf)
+EXACT = Effort(gap=0.0, most_splits=10**8, split_s=np.inf, most_idle=np.inf)
 PLAIN, FULL = Recompute(), Recompute(kind="full")
 
 

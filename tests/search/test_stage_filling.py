@@ -164,37 +164,6 @@ def filled(case: Case, truth: Everything | None = None, below_s: float = np.inf,
     return fill_stages(case.blocks, case.choices, Goal(capacity=case.capacity, **goal), (0.0, below_s), rest_s)
 
 
-@given(cases(), st.sampled_from([0.9, 1.0001, 1.05, np.inf]))
-def test_nothing_that_is_faster_than_a_limit_is_overlooked(case: Case, share: float):
-    truth = every_filling(case)
-    best = truth.time_s.min(axis=0)
-    below_s = float(np.min(best)) * share
-    found = filled(case, truth, below_s, effort=EXACT)
-    matters = best < below_s
-    assert found.time_s[matters] == pytest.approx(best[matters], rel=1e-9)
-    assert found.bound[matters] == pytest.approx(best[matters], rel=1e-9)
-    assert np.all((found.bound <= best * SURE) | (best == np.inf))
-    for number in np.flatnonzero(np.isfinite(found.time_s)).tolist():
-        stages = found.stages(number)
-        assert sum(stages) == case.choices.num_layers and min(stages) >= 1
-        kinds = case.choices.kinds
-        allowed = case.choices.allowed[:, number]
-        assert all(allowed[kinds.index(kind)] for one in found.recompute(number, kinds) for kind in one.kinds)
-        same = np.isclose(truth.time_s[:, number], found.time_s[number], rtol=1e-9)
-        assert np.any(same & np.isclose(truth.peak_bytes[:, number], found.peak_bytes[number], rtol=1e-9))
-
-
-@given(cases())
-def test_with_less_effort_the_bound_covers_the_truth(case: Case):
-    truth = every_filling(case)
-    best = truth.time_s.min(axis=0)
-    for effort in (Effort(), Effort(gap=0.0, most_partial=3, most_timed=2), Effort(gap=1.0)):
-        found = filled(case, truth, effort=effort)
-        assert np.all(found.time_s >= best * (1 - 1e-9))
-        assert np.all(np.isfinite(found.time_s) == np.isfinite(best))
-        assert np.all((found.bound <= best * SURE) | (best == np.inf))
-
-
 @given(cases())
 def test_nothing_holds_less_than_the_smallest_and_of_those_nothing_known_is_faster(case: Case):
     truth, found = every_filling(case), filled(case, objective="memory")
@@ -223,10 +192,11 @@ OTHERS = st.one_of(
     cases(("zb_h1",), most_ranks=3), cases(("zb_v", "interleaved"), chunks=2, most_ranks=3),
     cases(("interleaved",), chunks=3, most_ranks=2),
 )  # fmt: skip
+ANY = st.one_of(cases(), OTHERS)
 
 
-@given(OTHERS, st.sampled_from([Effort(), EXACT, Effort(gap=0.0, most_partial=3, most_timed=2), Effort(gap=1.0)]))
-def test_of_all_splits_of_other_schedules_none_is_below_the_bound(case: Case, effort: Effort):
+@given(ANY, st.sampled_from([Effort(), EXACT, Effort(gap=0.0, most_splits=1), Effort(gap=1.0)]))
+def test_of_all_splits_none_is_below_the_bound_and_of_few_the_fastest_is_found(case: Case, effort: Effort):
     truth = every_filling(case)
     best, found = truth.time_s.min(axis=0), filled(case, truth, effort=effort)
     assert np.all(found.bound <= best * SURE), (found.bound, best)
@@ -247,7 +217,7 @@ def test_of_all_splits_of_other_schedules_none_is_below_the_bound(case: Case, ef
         assert np.any(same & np.isclose(truth.peak_bytes[:, number], found.peak_bytes[number], rtol=1e-9))
 
 
-@given(OTHERS, st.sampled_from([0.9, 1.0001, 1.05]))
+@given(ANY, st.sampled_from([0.9, 1.0001, 1.05]))
 def test_what_is_left_out_below_a_limit_is_covered_by_the_bound(case: Case, share: float):
     truth = every_filling(case)
     best = truth.time_s.min(axis=0)
