@@ -139,8 +139,7 @@ class Points:
         if choices.again_s is None:
             capacity = np.broadcast_to(goal.capacity, len(self.rows))
             choices = replace(choices, again_s=least_again_s(blocks, choices, capacity))
-        flows = splits if self.sharpness == SHARPEST else splits.known
-        bound = split_bounds(blocks, choices, (below, self.rest_s + blocks.fixed_s), flows)
+        bound = split_bounds(blocks, choices, (below, self.rest_s + blocks.fixed_s), splits)
         return replace(self, sharpness=SHARPEST, bound=np.maximum(self.bound, bound), again_s=choices.again_s)
 
 

@@ -62,9 +62,7 @@ class Pool:
         self._num_idle = 0  # groups of points that were solved since the best solution was found
         self._others, self.splits = others, SplitSearch(seconds_left=goal.effort.split_s)
         self._best: dict[Row, Solution] = {}
-        # The least bound of the solved points of a layout, and those whose bound is loose.
-        self._least: dict[Row, float] = {}
-        self._loose: list[tuple[Row, Points]] = []
+        self._least: dict[Row, float] = {}  # the least bound of the solved points of a layout
         self._cuttings: list[tuple[Terms, Cutting, Ints]] = []  # with the layouts that they serve
         self._own: dict[Row, Cutting] = {}  # of layouts that have just their own
         self._refused: list[InputError] = []  # why kinds of mesh cannot keep to what is pinned
@@ -97,7 +95,6 @@ class Pool:
             if solution:
                 self._refine(solution.row, solution.point.priced.cutting)
                 continue
-            self._tighten()
             if self._gives_up or self.left.least >= self._limit(num_best):
                 break
 
@@ -115,17 +112,6 @@ class Pool:
                     self.between()
                     first = group.only(np.argsort(group.bound, kind="stable")[: 2 * _AT_ONCE])
                     self._keep_all(first, first.evenly_solved(self.goal))
-
-    def _tighten(self) -> None:
-        """Bound solved points with a loose bound again, the lowest first: a better limit is known now."""
-        splits, limit = self.splits, self._limit(1)
-        splits.seconds_left = max(0.0, splits.seconds_left) + self.goal.effort.split_s / 2
-        self._loose.sort(key=lambda entry: entry[1].bound[0])
-        for number, (key, point) in enumerate(self._loose):
-            if point.bound[0] >= limit * (1 - self.goal.effort.gap):
-                break
-            self.between()
-            self._loose[number] = key, point.sharpened(self.goal, limit, splits)
 
     def settled(self, solution: Solution) -> bool:
         """Say whether the layout of a solution has its own cutting; if not, give it that and settle all again."""
@@ -185,8 +171,7 @@ class Pool:
         """A lower bound of all points: solved, open and waiting. Of points that are not priced nothing is known."""
         if self._unpriced:
             return 0.0
-        loose = (float(point.bound[0]) for _, point in self._loose)
-        return min([self.left.least, *self._least.values(), *loose])
+        return min([self.left.least, *self._least.values()])
 
     def certificate(self, legal: Certificate) -> Certificate:
         """Add to a certificate how many points were solved, left out by their bounds, and too large."""
@@ -270,7 +255,7 @@ class Pool:
             try:
                 below = float(limits[order[:at_once]].max(initial=-np.inf))
                 if first.sharpness < SHARPEST and len(first.rows):
-                    self.left.open(first.sharpened(self.goal, below, self.splits))
+                    self.left.open(first.sharpened(self.goal, below, self.splits.known))
                 elif len(first.rows):
                     self._solve(first, below)
                     most -= 1
@@ -287,8 +272,7 @@ class Pool:
         """
         if self._num_idle < self.goal.effort.most_idle:
             return False
-        loose = [float(point.bound[0]) for _, point in self._loose]
-        return min([self._limit(1) * (1 - self.goal.effort.gap), *loose]) <= self.left.least
+        return min([self._limit(1) * (1 - self.goal.effort.gap), *self._least.values()]) <= self.left.least
 
     def between(self) -> None:
         """Let the watching caller stop the search."""
@@ -320,12 +304,9 @@ class Pool:
         # What does not fit under the limit, or not at all, is no less than the limit.
         least = np.where(fits, filling.bound, np.maximum(filling.bound, limit))
         self._raised[numbers] = np.maximum(self._raised[numbers], least)
-        for number, (layout, bound) in enumerate(zip(points.layouts.tolist(), filling.bound.tolist(), strict=True)):
-            row, column, value = (points.variant.terms, layout), np.array([number]), float(values[number])
-            if bound < min(limit, value) * (1 - self.goal.effort.gap):
-                self._loose.append((row, replace(points.only(column), bound=np.array([bound]))))
-            else:
-                self._least[row] = min(bound, self._least.get(row, np.inf))
+        for layout, bound in zip(points.layouts.tolist(), filling.bound.tolist(), strict=True):
+            row = points.variant.terms, layout
+            self._least[row] = min(bound, self._least.get(row, np.inf))
         self._keep_all(points, filling)
         # The other points are not better than this limit, but the limit may rise.
         is_open = ~fits & np.isfinite(filling.bound)
@@ -366,7 +347,6 @@ class Pool:
         self._own[row] = cutting
         self._best.pop(row, None)
         self._least.pop(row, None)
-        self._loose = [entry for entry in self._loose if entry[0] != row]
         for variant in self._variants[terms]:
             self._raised[self._first[variant] + np.flatnonzero(variant.layouts == layout)] = 0.0
         self.left.plain = [self.in_use(plain) for plain in self.left.plain]

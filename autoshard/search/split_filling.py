@@ -24,7 +24,6 @@ from autoshard.search.stage_options import (
 _FEW = 3  # stages from which a layer is taken, or to which it is given
 _STEPS = 12  # of balancing layers in a round
 _ROUNDS = 2
-_TIGHTER = 3  # rounds for what is bounded last
 _TIME_S = (5e-3, 1.2e-7)  # of a batch of splits: measured 2026-11 on one core of a cloud machine
 _WITHIN = 1.05  # of a limit: what moving layers one by one may gain
 
@@ -186,7 +185,7 @@ def smallest_splits(
 def split_bounds(
     blocks: PipelineBlocks, choices: StageChoices, limits: tuple[float, Floats], splits: SplitSearch
 ) -> Floats:
-    """Return a lower bound of the step of each candidate, with more flows if there is time to find some.
+    """Return a lower bound of the step of each candidate, by the flows that are known.
 
     ``limits`` are the seconds below which it matters, and the least time of a step beside its micro-batches.
     """
@@ -195,11 +194,6 @@ def split_bounds(
         column = np.array([number])
         bounds = SplitBounds(blocks.only(column), choices.only(column), splits)
         bounds_s.append(bounds.bound_s(bounds.paths(), below_s - rest_s) + rest_s)
-        for _ in range(_TIGHTER):
-            if bounds_s[-1] >= below_s or splits.seconds_left <= 0:
-                break
-            bounds.balance(_STEPS)
-            bounds_s[-1] = max(bounds_s[-1], bounds.bound_s(bounds.paths(), below_s - rest_s) + rest_s)
     return np.array(bounds_s) * (1 - SURE)
 
 
