@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from autoshard.modules.local import local as local
     from autoshard.modules.shard import shard_module as shard_module
     from autoshard.modules.sharded import shard as shard
-    from autoshard.search.api import plan as plan
+    from autoshard.search.ask.api import plan as plan
 
 
 class _CallablePackage(types.ModuleType):
@@ -33,7 +33,7 @@ class _CallablePackage(types.ModuleType):
     """
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Search: see ``autoshard.search.api.plan``, whose signature and docstring this has."""
+        """Search: see ``autoshard.search.ask.api.plan``, whose signature and docstring this has."""
         return _verb()(*args, **options)
 
     @property
@@ -48,7 +48,7 @@ class _CallablePackage(types.ModuleType):
 
 
 def _verb() -> "Callable[..., Any]":
-    from autoshard.search.api import plan
+    from autoshard.search.ask.api import plan
 
     return plan
 

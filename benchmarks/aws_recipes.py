@@ -8,7 +8,7 @@ from typing import Literal
 
 from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
-from autoshard.search.request import Request
+from autoshard.search.bound.request import Request
 from autoshard.spec import record
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.files import read_data

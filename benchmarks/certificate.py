@@ -18,9 +18,9 @@ from autoshard.plan.candidate import Candidate, CpKind, CpOrder, Zero
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.builders import builders
 from autoshard.schedule.schedule import Schedule
-from autoshard.search.planner import search
-from autoshard.search.request import Request, rejections_of
-from autoshard.search.vendor.defaults import default_workload
+from autoshard.search.ask.planner import search
+from autoshard.search.ask.vendor.defaults import default_workload
+from autoshard.search.bound.request import Request, rejections_of
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model_catalogue import load_model

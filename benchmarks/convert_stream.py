@@ -23,7 +23,7 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import dump
 from autoshard.runtime.checkpoint.files import header_of
 from autoshard.runtime.convert.hf import hf_outputs, hf_source
-from autoshard.search.request import Request, plan_at
+from autoshard.search.bound.request import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_config, load_model

@@ -17,9 +17,9 @@ from autoshard.plan.build import build_plan, cut_atoms
 from autoshard.plan.candidate import CpOrder, even_stages
 from autoshard.plan.rules.check import legality
 from autoshard.schedule.schedule import Schedule
-from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts
-from autoshard.search.space import Space, whole_space
-from autoshard.search.stage_options import RankOptions, StageChoices, StageFilling, split_layers
+from autoshard.search.bound.priced_layouts import LayoutPricer, PricedLayouts
+from autoshard.search.bound.space import Space, whole_space
+from autoshard.search.fill.stage_options import RankOptions, StageChoices, StageFilling, split_layers
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload

@@ -40,7 +40,7 @@ from autoshard.plan.plan import Plan
 from autoshard.run.activity import RankActivity
 from autoshard.run.placement import MeshRank, sequence_order
 from autoshard.run.protocol import HOST
-from autoshard.search.request import Request, plan_at
+from autoshard.search.bound.request import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload

@@ -37,7 +37,7 @@ from autoshard.runtime.convert.converting import Conversion, convert, read_weigh
 from autoshard.runtime.convert.hf import write_json
 from autoshard.runtime.convert.stored import WeightSource
 from autoshard.runtime.launch import Placing, launch
-from autoshard.search.request import Request, plan_at
+from autoshard.search.bound.request import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.hf_writing import config_of
 from autoshard.spec.model import ModelSpec

@@ -26,7 +26,7 @@ from autoshard.run.reports import WARM_UP, RunReport
 from autoshard.runtime.launch import Placing, launch
 from autoshard.runtime.machine import builder
 from autoshard.runtime.train import train
-from autoshard.search.request import Request, plan_at
+from autoshard.search.bound.request import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.record import encode

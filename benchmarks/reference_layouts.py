@@ -9,8 +9,8 @@ from pathlib import Path
 from autoshard.cost.doubt import ratio_of
 from autoshard.plan.plan import Plan, Prediction
 from autoshard.report.words import chance_words, signed_words
-from autoshard.search.planner import search
-from autoshard.search.request import plan_at, rejections_of
+from autoshard.search.ask.planner import search
+from autoshard.search.bound.request import plan_at, rejections_of
 from benchmarks.aws_recipes import AwsRecipe, load_aws_recipes
 from benchmarks.measure import yardstick_s
 from benchmarks.pages import ROOT, head, line, with_table

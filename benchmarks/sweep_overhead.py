@@ -32,8 +32,8 @@ GRID: Mapping[str, Sequence[object]] = {
 _PLAIN = """
 import sys
 from pathlib import Path
-from autoshard.search.api import request_of
-from autoshard.search.planner import search
+from autoshard.search.ask.api import request_of
+from autoshard.search.ask.planner import search
 from autoshard.sweep.points import load_sweep, points_of
 path = Path(sys.argv[1])
 for point in points_of(load_sweep(path), path.parent):

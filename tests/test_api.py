@@ -13,10 +13,10 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.rules.columns import Columns
 from autoshard.plan.rules.rule import Verdict, rule
 from autoshard.plan.verify import verify
-from autoshard.search.api import Search, engines_of, request_of
-from autoshard.search.planner import SearchResult, search
-from autoshard.search.request import Request
-from autoshard.search.vendor.defaults import TOKENS, default_sizes, default_workload
+from autoshard.search.ask.api import Search, engines_of, request_of
+from autoshard.search.ask.planner import SearchResult, search
+from autoshard.search.ask.vendor.defaults import TOKENS, default_sizes, default_workload
+from autoshard.search.bound.request import Request
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.recipe import QuestionOptions

@@ -19,8 +19,8 @@ from autoshard.layout.layout import Cutting
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.lowering import ATOMS
-from autoshard.search.priced_layouts import ring_column
-from autoshard.search.request import Request
+from autoshard.search.bound.priced_layouts import ring_column
+from autoshard.search.bound.request import Request
 
 Asked = tuple[MeasuredRun, Calibration]
 _MOST_COLUMNS = 64  # of one problem: its tables have an entry for each, so that more of them take more memory

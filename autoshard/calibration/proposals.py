@@ -7,7 +7,7 @@ from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
-from autoshard.search.request import Request, rejections_of
+from autoshard.search.bound.request import Request, rejections_of
 
 _MICRO_BATCHES = 8  # for each pipeline rank, at most: enough that the pipeline is mostly full, and a step is short
 _SHARES = (1, 2, 4)  # a stage keeps its layers, or a half or a quarter of them, where they do not fit

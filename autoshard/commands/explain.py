@@ -16,7 +16,7 @@ from autoshard.report.comparison import why_not_report
 from autoshard.report.explanation import explanation_report
 from autoshard.report.structured import explanation_json, why_not_json
 from autoshard.report.trace import trace_text
-from autoshard.search.what_if import alternatives, why_not as compared
+from autoshard.search.ask.what_if import alternatives, why_not as compared
 from autoshard.spec.recipe import Pins
 from autoshard.spec.record import encode
 

@@ -24,13 +24,13 @@ from autoshard.report.answers import runners_up_of
 from autoshard.report.structured import found_json, frontier_json, made_json
 from autoshard.report.tables import prose
 from autoshard.report.terminal import frontier_report, plan_report, rejections_report
-from autoshard.search.answers import NAMES, PlanResult, answers_of
-from autoshard.search.api import request_of
-from autoshard.search.choice.doubt import DOUBT, Within
-from autoshard.search.no_plan import better_sizes, unanswered
-from autoshard.search.planner import Known, SearchResult, at_most, frontier, search
-from autoshard.search.request import Request, rejections_of, resolved
-from autoshard.search.stage_filling import EVERYTHING, Effort
+from autoshard.search.ask.answers import NAMES, PlanResult, answers_of
+from autoshard.search.ask.api import request_of
+from autoshard.search.ask.choice.doubt import DOUBT, Within
+from autoshard.search.ask.no_plan import better_sizes, unanswered
+from autoshard.search.ask.planner import Known, SearchResult, at_most, frontier, search
+from autoshard.search.bound.request import Request, rejections_of, resolved
+from autoshard.search.fill.stage_filling import EVERYTHING, Effort
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.recipe import Pins, QuestionOptions
 from autoshard.units import format_bytes, format_seconds

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from autoshard.search.watch import Look
+from autoshard.search.bound.watch import Look
 from autoshard.units import format_bytes, format_seconds
 
 _START_UP_S = 0.4  # that Python and imports take before: the limit counts it. Measured 2026-11 on a cloud machine

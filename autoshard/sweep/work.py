@@ -26,9 +26,9 @@ from autoshard.extensions import EXTENSIONS, load_extension
 from autoshard.files import replace_text
 from autoshard.plan.codec import dump, fingerprint, load
 from autoshard.plan.plan import Plan
-from autoshard.search.api import request_of
-from autoshard.search.no_plan import unanswered
-from autoshard.search.planner import search
+from autoshard.search.ask.api import request_of
+from autoshard.search.ask.no_plan import unanswered
+from autoshard.search.ask.planner import search
 from autoshard.spec.recipe import TRAINING_KEYS
 from autoshard.sweep.points import SweepPoint
 from autoshard.version import __version__

@@ -10,7 +10,7 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import load
 from autoshard.plan.environment import COMPILER_FLAGS
 from autoshard.plan.plan import Plan
-from autoshard.search.request import Request, plan_at
+from autoshard.search.bound.request import Request, plan_at
 from autoshard.spec.cluster import EngineName
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model import ModelSpec

@@ -12,7 +12,7 @@ from autoshard.errors import InputError, require
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.runtime.here import neuron_devices, node_type_here
-from autoshard.search.request import Request, plan_at
+from autoshard.search.bound.request import Request, plan_at
 from autoshard.spec.cluster import Cluster, EngineName
 from autoshard.spec.cluster_catalogue import NodeType, cluster_names, load_node_type
 from autoshard.spec.model import ModelSpec

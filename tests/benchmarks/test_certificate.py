@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from autoshard.plan.candidate import Candidate
-from autoshard.search.planner import SearchResult, search
-from autoshard.search.request import Request, plan_at
-from autoshard.search.stage_options import near_even_splits
+from autoshard.search.ask.planner import SearchResult, search
+from autoshard.search.bound.request import Request, plan_at
+from autoshard.search.fill.stage_options import near_even_splits
 from benchmarks import certificate
 from benchmarks.certificate import Adversary, Finding, attack, judge
 from tests.search.brute_force import ask

@@ -16,7 +16,7 @@ from autoshard.calibration.contribution import contribution
 from autoshard.calibration.rows import measured_rows
 from autoshard.cost.predict import predict
 from autoshard.run.reports import RunReport, TimedStep
-from autoshard.search.request import Request, plan_at
+from autoshard.search.bound.request import Request, plan_at
 from benchmarks import on_gpu
 from benchmarks.__main__ import main
 from benchmarks.gpu import constants, fast, right, rows, subjects, why

@@ -7,8 +7,8 @@ import pytest
 
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
-from autoshard.search.answers import VENDOR
-from autoshard.search.request import plan_at
+from autoshard.search.ask.answers import VENDOR
+from autoshard.search.bound.request import plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from benchmarks.pages import line, table_in
 from benchmarks.plan_difference import sentence

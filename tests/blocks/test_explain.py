@@ -18,7 +18,7 @@ from autoshard.cost.step import PARTS
 from autoshard.errors import InputError
 from autoshard.layout.pin import pins_of
 from autoshard.plan.candidate import Candidate
-from autoshard.search.request import plan_at
+from autoshard.search.bound.request import plan_at
 from tests.search.brute_force import ask
 
 CASES = {

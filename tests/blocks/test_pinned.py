@@ -11,9 +11,9 @@ from autoshard.layout.table import Strategy
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.proof import prove
 from autoshard.plan.verify import verify
-from autoshard.search.api import Search
-from autoshard.search.planner import search
-from autoshard.search.request import plan_at
+from autoshard.search.ask.api import Search
+from autoshard.search.ask.planner import search
+from autoshard.search.bound.request import plan_at
 from autoshard.spec.model_catalogue import load_model
 from tests.search.brute_force import ask, time_s
 

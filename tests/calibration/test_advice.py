@@ -17,9 +17,9 @@ from autoshard.cost.calibration import Calibration
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.plan.verify import verify
-from autoshard.search.api import request_of
-from autoshard.search.planner import search
-from autoshard.search.request import Request, plan_at
+from autoshard.search.ask.api import request_of
+from autoshard.search.ask.planner import search
+from autoshard.search.bound.request import Request, plan_at
 from autoshard.spec.recipe import Pins, QuestionOptions
 
 LLAMA = QuestionOptions(model="llama3-8b", cluster="trn1.32xlarge", fix=Pins("mbs=1"))

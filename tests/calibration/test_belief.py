@@ -21,7 +21,7 @@ from autoshard.cost.built_in import built_in
 from autoshard.cost.calibration import EFFICIENCIES, WIDEST, trust, uncalibrated
 from autoshard.cost.doubt import EIGHTY_PERCENT, alike, model_error, ratio_of
 from autoshard.plan.candidate import Candidate
-from autoshard.search.request import plan_at
+from autoshard.search.bound.request import plan_at
 from tests.calibration.measured_cases import ARCH, SMALL, TRAINIUM
 from tests.search.brute_force import ask
 

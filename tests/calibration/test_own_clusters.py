@@ -15,7 +15,7 @@ from autoshard.cost.predict import predict
 from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
-from autoshard.search.request import Request, plan_at
+from autoshard.search.bound.request import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_node_type
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.record import encode

@@ -16,7 +16,7 @@ from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
 from autoshard.plan.proof import shrink
 from autoshard.plan.recompute import Recompute
-from autoshard.search.api import plan as planned
+from autoshard.search.ask.api import plan as planned
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.record import encode
 from tests.calibration.measured_cases import DATA, SMALL, written

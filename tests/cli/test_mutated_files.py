@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from autoshard.cli import main
 from autoshard.plan.codec import dump
-from autoshard.search.api import plan as planned
+from autoshard.search.ask.api import plan as planned
 from autoshard.spec.cluster_catalogue import load_cluster, load_node_type
 from autoshard.spec.record import encode
 from tests.calibration.measured_cases import SMALL

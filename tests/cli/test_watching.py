@@ -11,12 +11,12 @@ import pytest
 
 from autoshard.commands import progress as progress_module
 from autoshard.commands.progress import watching
-from autoshard.search import no_plan
-from autoshard.search.points import Points
-from autoshard.search.pool import Pool
-from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts
-from autoshard.search.stage_options import StageFilling
-from autoshard.search.watch import SearchProgress, go_on
+from autoshard.search.ask import no_plan
+from autoshard.search.bound.points import Points
+from autoshard.search.bound.pool import Pool
+from autoshard.search.bound.priced_layouts import LayoutPricer, PricedLayouts
+from autoshard.search.bound.watch import SearchProgress, go_on
+from autoshard.search.fill.stage_options import StageFilling
 from tests.cli.conftest import Typed
 
 HALF = SearchProgress(num_done=5, num_points=10, best=2.0, bound=1.5)

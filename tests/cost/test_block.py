@@ -13,7 +13,7 @@ from autoshard.cost.kernel_run import rank_sizes, saved_bytes
 from autoshard.cost.setting import PASSES, setting_of
 from autoshard.graph.kinds.linear import Collect, Deliver
 from autoshard.graph.kinds.optimizer import Accumulate
-from autoshard.search.priced_layouts import ring_column
+from autoshard.search.bound.priced_layouts import ring_column
 from autoshard.spec.kernels import kernels_names, load_kernels
 from tests.cost.cases import (
     NO_WORK,

@@ -8,7 +8,7 @@ import pytest
 from autoshard.cost.doubt import EIGHTY_PERCENT, compared, ratio_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
-from autoshard.search.request import plan_at
+from autoshard.search.bound.request import plan_at
 from tests.search.brute_force import ask
 
 THEIRS = "tp=32,pp=8,dp=2,recompute=selective[CoreAttention,LlamaMLP]"

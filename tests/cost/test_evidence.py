@@ -15,7 +15,7 @@ from autoshard.cost.evidence import evidence_of
 from autoshard.cost.outside import Seen, features_of, seen_in
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
-from autoshard.search.request import plan_at
+from autoshard.search.bound.request import plan_at
 from tests.calibration.measured_cases import TRAINIUM
 from tests.search.brute_force import ask
 

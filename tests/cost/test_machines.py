@@ -13,7 +13,7 @@ import pytest
 from autoshard.cost.departures import chip_family
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Prediction
-from autoshard.search.request import Request
+from autoshard.search.bound.request import Request
 from autoshard.spec.cluster import LOCAL, Cluster, Domain
 from autoshard.spec.cluster_catalogue import cluster_names, load_node_type
 from autoshard.spec.model import ModelSpec

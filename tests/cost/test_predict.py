@@ -17,7 +17,7 @@ from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import dump, fingerprint, load
 from autoshard.plan.rules.columns import Columns
-from autoshard.search.api import Cost
+from autoshard.search.ask.api import Cost
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.workload import Precision
 from tests.cost.cases import ask, candidate_of, plan_of, predicted_of

@@ -17,9 +17,9 @@ from autoshard.report.structured import comparison_json, explanation_json, found
 from autoshard.report.terminal import plan_report
 from autoshard.report.words import TIME_WORDS
 from autoshard.schedule.builders import builders
-from autoshard.search.answers import answers_of
-from autoshard.search.choice.doubt import DOUBT
-from autoshard.search.planner import SearchResult, search
+from autoshard.search.ask.answers import answers_of
+from autoshard.search.ask.choice.doubt import DOUBT
+from autoshard.search.ask.planner import SearchResult, search
 from tests.report.printed import printed
 from tests.runtime.cases import ROOT
 from tests.search.brute_force import ask as request

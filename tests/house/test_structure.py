@@ -43,7 +43,7 @@ def test_every_class_has_a_name_of_its_own() -> None:
 
 # Besides the reader of files, these read JSON that comes with the package, or that this process or its child wrote.
 OF_OUR_OWN = {
-    "calibration.words", "cost.calibration", "search.vendor.documented", "spec.kernels", "jobs.job", "sweep.points",
+    "calibration.words", "cost.calibration", "search.ask.vendor.documented", "spec.kernels", "jobs.job", "sweep.points",
     "sweep.work", "runtime.checkpoint.files", "runtime.convert.copying",
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from autoshard.jobs.shell import torchrun_files
 from autoshard.jobs.slurm import slurm_files
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
-from autoshard.search.request import plan_at
+from autoshard.search.bound.request import plan_at
 from autoshard.spec.training import Training
 from tests.engine.nxd.test_lowering import DOCUMENTED
 from tests.plan.nxd.test_match import planned

@@ -12,8 +12,8 @@ from autoshard.errors import InputError
 from autoshard.plan.codec import dump, fingerprint, load
 from autoshard.plan.diff import diff
 from autoshard.plan.found import SearchRecord, SolvedLayout, search_record
-from autoshard.search.answers import PlanResult, answers_of
-from autoshard.search.planner import search
+from autoshard.search.ask.answers import PlanResult, answers_of
+from autoshard.search.ask.planner import search
 from tests.search.brute_force import ask
 
 

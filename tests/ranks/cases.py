@@ -28,7 +28,7 @@ from autoshard.plan.tables import plan_programs, table_setting
 from autoshard.run.placement import sequence_order
 from autoshard.run.protocol import EngineMode, Run
 from autoshard.run.reports import Measured
-from autoshard.search.request import Request, plan_at
+from autoshard.search.bound.request import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.mesh import Mesh, axis_of_atoms
 from autoshard.spec.model import ModelSpec

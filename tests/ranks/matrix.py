@@ -9,7 +9,7 @@ from typing import Any
 from autoshard.layout.pin import pins_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
-from autoshard.search.request import Request, plan_at, rejections_of
+from autoshard.search.bound.request import Request, plan_at, rejections_of
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision
 from tests.ranks.cases import CLIP_NORM, COPIED, gpt, llama, request_of

@@ -16,8 +16,8 @@ from autoshard.plan.plan import StageMemory
 from autoshard.report.comparison import comparison_report, misfits, sentences, why_not_report
 from autoshard.report.explanation import explanation_report
 from autoshard.report.structured import comparison_json, why_not_json
-from autoshard.search.request import plan_at
-from autoshard.search.what_if import alternatives
+from autoshard.search.ask.what_if import alternatives
+from autoshard.search.bound.request import plan_at
 from tests.plan.cases import ask as question, plan_of
 from tests.plan.test_diff import predicted
 from tests.report.printed import printed

@@ -16,8 +16,8 @@ from autoshard.plan.rules.rule import Rejection
 from autoshard.report.listing import entries, listing_text
 from autoshard.report.structured import explanation_json, found_json, made_json, rejection_json
 from autoshard.schedule.builders import builders
-from autoshard.search.answers import answers_of
-from autoshard.search.planner import search
+from autoshard.search.ask.answers import answers_of
+from autoshard.search.ask.planner import search
 from autoshard.spec.cluster_catalogue import cluster_names
 from autoshard.spec.files import shipped
 from autoshard.spec.kernels import kernels_names

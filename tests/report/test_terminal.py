@@ -30,7 +30,7 @@ from autoshard.report.terminal import (
     time_table,
 )
 from autoshard.report.words import TIME_WORDS, ratio_words
-from autoshard.search.planner import SearchResult, search
+from autoshard.search.ask.planner import SearchResult, search
 from autoshard.spec.record import encode
 from tests.plan.cases import ask, plan_of, with_prediction
 from tests.report.printed import printed

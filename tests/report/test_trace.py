@@ -13,7 +13,7 @@ from autoshard.cost.built_in import built_in
 from autoshard.cost.timeline import timeline_of
 from autoshard.plan.candidate import Candidate
 from autoshard.report.trace import MOST_BYTES, trace_text
-from autoshard.search.request import plan_at
+from autoshard.search.bound.request import plan_at
 from tests.search.brute_force import ask
 
 TICK = 1 / 1024  # microseconds, to which times are rounded

@@ -12,7 +12,7 @@ from autoshard.plan.environment import environment
 from autoshard.plan.plan import Plan
 from autoshard.runtime import machine
 from autoshard.runtime.machine import device_of, joined_device
-from autoshard.search.request import Request, plan_at
+from autoshard.search.bound.request import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload

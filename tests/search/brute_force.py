@@ -28,9 +28,9 @@ from autoshard.plan.rules.check import rejections
 from autoshard.plan.rules.columns import Columns
 from autoshard.plan.rules.rule import Rule, Verdict, rule
 from autoshard.schedule.builders import BUILDERS
-from autoshard.search.request import Request
-from autoshard.search.stage_filling import Effort
-from autoshard.search.vendor.defaults import default_workload
+from autoshard.search.ask.vendor.defaults import default_workload
+from autoshard.search.bound.request import Request
+from autoshard.search.fill.stage_filling import Effort
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model_catalogue import load_model

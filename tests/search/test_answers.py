@@ -12,13 +12,13 @@ from autoshard.errors import InputError, NoPlan
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import dump, load
 from autoshard.plan.explanation import Answer
-from autoshard.search.answers import PlanResult, answers_of
-from autoshard.search.choice.doubt import DOUBT
-from autoshard.search.planner import search
-from autoshard.search.request import Request, plan_at, rejections_of
-from autoshard.search.vendor.answer import vendor_answer
-from autoshard.search.vendor.documented import VendorLayout, vendor_layouts
-from autoshard.search.watch import Look
+from autoshard.search.ask.answers import PlanResult, answers_of
+from autoshard.search.ask.choice.doubt import DOUBT
+from autoshard.search.ask.planner import search
+from autoshard.search.ask.vendor.answer import vendor_answer
+from autoshard.search.ask.vendor.documented import VendorLayout, vendor_layouts
+from autoshard.search.bound.request import Request, plan_at, rejections_of
+from autoshard.search.bound.watch import Look
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from benchmarks.aws_recipes import load_aws_recipes

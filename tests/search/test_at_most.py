@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.search.planner import AtMost, Known, SearchResult, Size, at_most, search
-from autoshard.search.request import Request
-from autoshard.search.watch import never_stop
+from autoshard.search.ask.planner import AtMost, Known, SearchResult, Size, at_most, search
+from autoshard.search.bound.request import Request
+from autoshard.search.bound.watch import never_stop
 from tests.search.brute_force import ask
 
 

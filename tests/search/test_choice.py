@@ -15,12 +15,12 @@ from autoshard.cost.schedule_counts import counts_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.schedule.schedule import Schedule
-from autoshard.search.answers import answers_of
-from autoshard.search.choice.doubt import DOUBT, doubt_of, usual_schedules
-from autoshard.search.choice.evenness import more_even, unevenness
-from autoshard.search.choice.looking import FSDP, NO_PIPELINE, PLAIN_PIPELINE, kinds_to_add
-from autoshard.search.planner import SearchResult, search
-from autoshard.search.request import Request, plan_at
+from autoshard.search.ask.answers import answers_of
+from autoshard.search.ask.choice.doubt import DOUBT, doubt_of, usual_schedules
+from autoshard.search.ask.choice.evenness import more_even, unevenness
+from autoshard.search.ask.choice.looking import FSDP, NO_PIPELINE, PLAIN_PIPELINE, kinds_to_add
+from autoshard.search.ask.planner import SearchResult, search
+from autoshard.search.bound.request import Request, plan_at
 from tests.search.brute_force import EXACT, ask, peak, requests, time_s
 
 SLACK = 1e-8  # relative: printed times are rounded to so much

@@ -9,8 +9,8 @@ from hypothesis import event, given, settings, strategies as st
 from autoshard.plan.codec import dump
 from autoshard.plan.verify import verify
 from autoshard.schedule.builders import BUILDERS
-from autoshard.search.planner import SearchResult, search
-from autoshard.search.request import Request, plan_at
+from autoshard.search.ask.planner import SearchResult, search
+from autoshard.search.bound.request import Request, plan_at
 from tests.search.brute_force import EXACT, Truth, Way, ask, peak, refused, requests, time_s
 
 

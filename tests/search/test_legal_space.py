@@ -12,9 +12,9 @@ from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.rules.check import all_rules, rejections
 from autoshard.plan.rules.rule import Rejection
-from autoshard.search.legal_space import VARIANT_KEYS, legal_space, run_choices
-from autoshard.search.request import Request
-from autoshard.search.space import Space, divisors, recompute_choices, whole_space
+from autoshard.search.bound.legal_space import VARIANT_KEYS, legal_space, run_choices
+from autoshard.search.bound.request import Request
+from autoshard.search.bound.space import Space, divisors, recompute_choices, whole_space
 from tests.search.brute_force import (
     Truth,
     ask,

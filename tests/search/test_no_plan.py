@@ -7,10 +7,10 @@ import pytest
 
 from autoshard.errors import InputError
 from autoshard.plan.rules.rule import rule
-from autoshard.search.legal_space import in_the_way
-from autoshard.search.no_plan import better_sizes, question_faults, remedies, unanswered, why_none
-from autoshard.search.planner import search
-from autoshard.search.request import Request, rejections_of
+from autoshard.search.ask.no_plan import better_sizes, question_faults, remedies, unanswered, why_none
+from autoshard.search.ask.planner import search
+from autoshard.search.bound.legal_space import in_the_way
+from autoshard.search.bound.request import Request, rejections_of
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.units import format_bytes
 from tests.search.brute_force import ask

@@ -12,10 +12,10 @@ from autoshard.errors import InputError
 from autoshard.plan.codec import dump
 from autoshard.plan.rules.rule import rule
 from autoshard.plan.verify import verify
-from autoshard.search import planner as module
-from autoshard.search.planner import coordinates, frontier, search, undominated
-from autoshard.search.request import Request, plan_at
-from autoshard.search.stage_filling import EVERYTHING, Effort
+from autoshard.search.ask import planner as module
+from autoshard.search.ask.planner import coordinates, frontier, search, undominated
+from autoshard.search.bound.request import Request, plan_at
+from autoshard.search.fill.stage_filling import EVERYTHING, Effort
 from autoshard.spec.model_catalogue import load_model
 from tests.search.brute_force import EXACT, Truth, ask, peak, refused, time_s
 from tests.slower import rest_is_slow

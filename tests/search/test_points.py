@@ -11,12 +11,12 @@ from hypothesis import given, strategies as st
 from autoshard.cost.stages import StageOptions, price_stages
 from autoshard.cost.step import step_seconds
 from autoshard.plan.recompute import Recompute
-from autoshard.search.bounds import least_bytes, least_of_any
-from autoshard.search.legal_space import RunVariant, legal_space
-from autoshard.search.points import Points
-from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts
-from autoshard.search.request import Request
-from autoshard.search.stage_filling import Goal
+from autoshard.search.bound.bounds import least_bytes, least_of_any
+from autoshard.search.bound.legal_space import RunVariant, legal_space
+from autoshard.search.bound.points import Points
+from autoshard.search.bound.priced_layouts import LayoutPricer, PricedLayouts
+from autoshard.search.bound.request import Request
+from autoshard.search.fill.stage_filling import Goal
 from tests.search.brute_force import FULL, PLAIN, Point, Truth, ask, requests
 
 SEVERAL = 2  # random fillings of each point

@@ -13,7 +13,7 @@ from autoshard.plan.build import build_plan, cut_atoms
 from autoshard.plan.candidate import parse_pins
 from autoshard.plan.rules.check import legality
 from autoshard.plan.tables import with_tables
-from autoshard.search.space import whole_space
+from autoshard.search.bound.space import whole_space
 from autoshard.spec.workload import Precision
 from benchmarks.estimate_batch import evaluate
 from tests.cost.cases import ask, plan_of

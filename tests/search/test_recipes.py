@@ -8,9 +8,9 @@ import pytest
 
 from autoshard.plan.build import num_kv_replicas
 from autoshard.plan.verify import verify
-from autoshard.search.api import request_of
-from autoshard.search.planner import search
-from autoshard.search.request import plan_at, rejections_of
+from autoshard.search.ask.api import request_of
+from autoshard.search.ask.planner import search
+from autoshard.search.bound.request import plan_at, rejections_of
 from autoshard.spec.recipe import Recipe, about, load_recipe, recipe_files
 from benchmarks.aws_recipes import AwsRecipe, load_aws_recipes
 from tests.slower import rest_is_slow

@@ -12,10 +12,10 @@ from autoshard.plan.candidate import Candidate, even_stages
 from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
-from autoshard.search.choice.doubt import DOUBT, Within
-from autoshard.search.planner import search
-from autoshard.search.request import Request, plan_at
-from autoshard.search.watch import Look
+from autoshard.search.ask.choice.doubt import DOUBT, Within
+from autoshard.search.ask.planner import search
+from autoshard.search.bound.request import Request, plan_at
+from autoshard.search.bound.watch import Look
 from tests.search.brute_force import EXACT, FULL, PLAIN, Point, Stages, Truth, ask, peak, requests, time_s
 from tests.search.test_joint import limit
 

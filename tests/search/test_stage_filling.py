@@ -15,10 +15,10 @@ from autoshard.cost.step import pipelined_s, step_seconds, work_by_stage
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
-from autoshard.search.legal_space import legal_space
-from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts
-from autoshard.search.stage_filling import Effort, Goal, fill_stages, path_weights
-from autoshard.search.stage_options import StageChoices, StageFilling
+from autoshard.search.bound.legal_space import legal_space
+from autoshard.search.bound.priced_layouts import LayoutPricer, PricedLayouts
+from autoshard.search.fill.stage_filling import Effort, Goal, fill_stages, path_weights
+from autoshard.search.fill.stage_options import StageChoices, StageFilling
 from tests.search.brute_force import EXACT, FULL, PLAIN, ask, compositions
 
 GIB = 2.0**30

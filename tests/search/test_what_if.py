@@ -10,10 +10,9 @@ from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.explanation import WhyNot
 from autoshard.plan.plan import Plan
-from autoshard.search import what_if
-from autoshard.search.planner import search
-from autoshard.search.request import Request
-from autoshard.search.what_if import (
+from autoshard.search.ask import what_if
+from autoshard.search.ask.planner import search
+from autoshard.search.ask.what_if import (
     Circumstance,
     alternatives,
     best_time_s,
@@ -22,6 +21,7 @@ from autoshard.search.what_if import (
     request_of_plan,
     why_not,
 )
+from autoshard.search.bound.request import Request
 from tests.search.brute_force import ask
 
 

@@ -18,9 +18,9 @@ from autoshard.plan.codec import load
 from autoshard.plan.diff import diff
 from autoshard.plan.plan import Plan
 from autoshard.run.folder import PLAN, TRAINING
-from autoshard.search.api import engines_of, layouts_of, pins_of
-from autoshard.search.planner import Size
-from autoshard.search.request import Request
+from autoshard.search.ask.api import engines_of, layouts_of, pins_of
+from autoshard.search.ask.planner import Size
+from autoshard.search.bound.request import Request
 from autoshard.spec.cluster import LOCAL, Cluster
 from autoshard.spec.recipe import QuestionOptions
 from autoshard.spec.record import encode

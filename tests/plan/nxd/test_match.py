@@ -13,7 +13,7 @@ from autoshard.plan.nxd.match import Form
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, plan_programs
 from autoshard.plan.verify import verify
-from autoshard.search.request import Request, plan_at
+from autoshard.search.bound.request import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names

@@ -15,9 +15,9 @@ from autoshard.plan.plan import Plan
 from autoshard.report.page.elements import Node
 from autoshard.report.page.plan_page import plan_page
 from autoshard.report.page.shown import ShownPlan, page_json
-from autoshard.search.answers import answers_of
-from autoshard.search.choice.doubt import DOUBT
-from autoshard.search.planner import search
+from autoshard.search.ask.answers import answers_of
+from autoshard.search.ask.choice.doubt import DOUBT
+from autoshard.search.ask.planner import search
 from tests.search.brute_force import ask
 
 # Some keys are pinned, so that a search is short.

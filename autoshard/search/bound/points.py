@@ -15,14 +15,14 @@ from autoshard.plan.candidate import Candidate, Zero, even_stages
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
-from autoshard.search.bounds import least_bytes, least_in_flight, least_of_any, least_seconds
-from autoshard.search.legal_space import RunVariant
-from autoshard.search.priced_layouts import PricedLayouts, Row
-from autoshard.search.space import SIZES
-from autoshard.search.split_bounds import SplitSearch, least_again_s
-from autoshard.search.split_filling import split_bounds
-from autoshard.search.stage_filling import Goal, fill_stages
-from autoshard.search.stage_options import ALL_RANGES, NEVER, RankOptions, StageChoices, StageFilling, split_layers
+from autoshard.search.bound.bounds import least_bytes, least_in_flight, least_of_any, least_seconds
+from autoshard.search.bound.legal_space import RunVariant
+from autoshard.search.bound.priced_layouts import PricedLayouts, Row
+from autoshard.search.bound.space import SIZES
+from autoshard.search.fill.split_bounds import SplitSearch, least_again_s
+from autoshard.search.fill.split_filling import split_bounds
+from autoshard.search.fill.stage_filling import Goal, fill_stages
+from autoshard.search.fill.stage_options import ALL_RANGES, NEVER, RankOptions, StageChoices, StageFilling, split_layers
 
 SHARPEST = 2
 _TIE_DIGITS = 9  # times that agree in so many digits count as equal

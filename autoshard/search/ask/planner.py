@@ -18,17 +18,17 @@ from autoshard.plan.explanation import Certificate
 from autoshard.plan.found import SolvedLayout
 from autoshard.plan.plan import Plan, rounded
 from autoshard.plan.rules.columns import Engine
-from autoshard.search.choice.choosing import Choice, choose, choose_known, of_another_kind
-from autoshard.search.choice.doubt import DOUBT, Within
-from autoshard.search.choice.hinge import experts_hinge
-from autoshard.search.choice.searched import EngineResult, order_of
-from autoshard.search.legal_space import LegalSpace, legal_space
-from autoshard.search.points import Solution
-from autoshard.search.pool import Pool
-from autoshard.search.priced_layouts import LayoutPricer
-from autoshard.search.request import Request
-from autoshard.search.split_bounds import SplitSearch
-from autoshard.search.watch import Look, SearchStopped, Watch, never_stop
+from autoshard.search.ask.choice.choosing import Choice, choose, choose_known, of_another_kind
+from autoshard.search.ask.choice.doubt import DOUBT, Within
+from autoshard.search.ask.choice.hinge import experts_hinge
+from autoshard.search.ask.choice.searched import EngineResult, order_of
+from autoshard.search.bound.legal_space import LegalSpace, legal_space
+from autoshard.search.bound.points import Solution
+from autoshard.search.bound.pool import Pool
+from autoshard.search.bound.priced_layouts import LayoutPricer
+from autoshard.search.bound.request import Request
+from autoshard.search.bound.watch import Look, SearchStopped, Watch, never_stop
+from autoshard.search.fill.split_bounds import SplitSearch
 from autoshard.spec.cluster import Cluster
 
 _MOST = 16  # plans of one cluster on a frontier

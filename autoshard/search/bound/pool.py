@@ -18,13 +18,13 @@ from autoshard.layout.pin import Pin
 from autoshard.plan.candidate import CpOrder
 from autoshard.plan.explanation import Certificate
 from autoshard.schedule.waves import Ints
-from autoshard.search.legal_space import LegalSpace, RunVariant
-from autoshard.search.points import SHARPEST, PlainPoints, Points, Solution, UnsolvedPoints, likely
-from autoshard.search.priced_layouts import LayoutPricer, Row
-from autoshard.search.split_bounds import SplitSearch
-from autoshard.search.stage_filling import Goal
-from autoshard.search.stage_options import ALL_RANGES, StageFilling
-from autoshard.search.watch import SearchProgress, SearchStopped, Watch, go_on, never_stop
+from autoshard.search.bound.legal_space import LegalSpace, RunVariant
+from autoshard.search.bound.points import SHARPEST, PlainPoints, Points, Solution, UnsolvedPoints, likely
+from autoshard.search.bound.priced_layouts import LayoutPricer, Row
+from autoshard.search.bound.watch import SearchProgress, SearchStopped, Watch, go_on, never_stop
+from autoshard.search.fill.split_bounds import SplitSearch
+from autoshard.search.fill.stage_filling import Goal
+from autoshard.search.fill.stage_options import ALL_RANGES, StageFilling
 
 _ALWAYS = 3  # best layouts get their own cutting, even if fewer are shown, so that the best one does not depend on it
 _QUICK = ("1f1b", "interleaved")  # schedules of which even stages are seldom far from the best

@@ -8,8 +8,8 @@ import numpy as np
 from autoshard.cost.schedule_counts import counts_of
 from autoshard.cost.stages import PipelineBlocks
 from autoshard.schedule.waves import Floats, Ints
-from autoshard.search.split_bounds import SplitBounds, SplitSearch, least_again_s, least_fullest_bytes
-from autoshard.search.stage_options import (
+from autoshard.search.fill.split_bounds import SplitBounds, SplitSearch, least_again_s, least_fullest_bytes
+from autoshard.search.fill.stage_options import (
     NEVER,
     SURE,
     Effort,

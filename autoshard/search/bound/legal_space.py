@@ -23,9 +23,9 @@ from autoshard.plan.rules.columns import Columns, Engine
 from autoshard.plan.rules.rule import Rule
 from autoshard.schedule.builders import builders
 from autoshard.schedule.waves import Ints
-from autoshard.search.request import Request
-from autoshard.search.space import Pins, Space, whole_space
-from autoshard.search.watch import Watch, go_on, never_stop
+from autoshard.search.bound.request import Request
+from autoshard.search.bound.space import Pins, Space, whole_space
+from autoshard.search.bound.watch import Watch, go_on, never_stop
 
 VARIANT_KEYS = ("cp_kind", "cp_order", "sp", "zero", "schedule", "vp", "stages")  # keys that a variant decides
 

@@ -14,9 +14,17 @@ import numpy as np
 
 from autoshard.cost.schedule_counts import counts_of
 from autoshard.schedule.waves import Ints
-from autoshard.search.points import Solution
-from autoshard.search.stage_filling import Goal
-from autoshard.search.stage_options import NEVER, SURE, RankOptions, Split, StageChoices, StageFilling, split_layers
+from autoshard.search.bound.points import Solution
+from autoshard.search.fill.stage_filling import Goal
+from autoshard.search.fill.stage_options import (
+    NEVER,
+    SURE,
+    RankOptions,
+    Split,
+    StageChoices,
+    StageFilling,
+    split_layers,
+)
 
 EXACT = 1e-9  # relative: times and bytes that differ by less count as equal
 _MOST = 512  # splits that are tried one by one, the most even ones first

@@ -20,9 +20,9 @@ from autoshard.plan.candidate import Candidate, Zero
 from autoshard.schedule.builders import builders
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
-from autoshard.search.priced_layouts import PricedLayouts
-from autoshard.search.space import Space
-from autoshard.search.stage_options import ALL_RANGES, SURE, split_layers
+from autoshard.search.bound.priced_layouts import PricedLayouts
+from autoshard.search.bound.space import Space
+from autoshard.search.fill.stage_options import ALL_RANGES, SURE, split_layers
 from autoshard.spec.kernels import load_kernels
 
 _FOREVER = 1e30  # seconds of passes behind which as much as possible hides

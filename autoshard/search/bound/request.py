@@ -21,8 +21,8 @@ from autoshard.plan.rules.check import rejections, user_rules
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.rule import Rejection, Rule
 from autoshard.plan.tables import with_tables
-from autoshard.search.space import Pins, default_kernels
-from autoshard.search.stage_filling import Effort, Goal
+from autoshard.search.bound.space import Pins, default_kernels
+from autoshard.search.fill.stage_filling import Effort, Goal
 from autoshard.spec.cluster import HEADROOM, Cluster, headroom_check
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec

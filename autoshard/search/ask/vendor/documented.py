@@ -10,7 +10,7 @@ from functools import cache
 from importlib import resources
 
 from autoshard.plan.candidate import parse_pins
-from autoshard.search.request import Request
+from autoshard.search.bound.request import Request
 from autoshard.spec import record
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.model import ModelSpec
@@ -84,5 +84,5 @@ class _Documented:
 @cache
 def vendor_layouts() -> tuple[VendorLayout, ...]:
     """Return all layouts of vendors that autoshard knows."""
-    text = (resources.files("autoshard.search.vendor") / "vendor_layouts.json").read_text("utf-8")
+    text = (resources.files("autoshard.search.ask.vendor") / "vendor_layouts.json").read_text("utf-8")
     return record.decode(_Documented, json.loads(text), where="vendor_layouts.json").layouts

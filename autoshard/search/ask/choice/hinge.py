@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoshard.search.choice.choosing import fastest_of
-from autoshard.search.choice.looking import best_of_kind, rivals_of_kind, with_experts
-from autoshard.search.choice.searched import EngineResult
-from autoshard.search.points import Solution
+from autoshard.search.ask.choice.choosing import fastest_of
+from autoshard.search.ask.choice.looking import best_of_kind, rivals_of_kind, with_experts
+from autoshard.search.ask.choice.searched import EngineResult
+from autoshard.search.bound.points import Solution
 from autoshard.spec.workload import EXPERT_IMBALANCE
 from autoshard.units import format_seconds
 

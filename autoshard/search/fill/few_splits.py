@@ -8,7 +8,15 @@ import numpy as np
 
 from autoshard.cost.stages import PipelineBlocks
 from autoshard.schedule.waves import Floats, Ints
-from autoshard.search.stage_options import NEVER, SURE, Effort, RankOptions, StageChoices, StageFilling, split_layers
+from autoshard.search.fill.stage_options import (
+    NEVER,
+    SURE,
+    Effort,
+    RankOptions,
+    StageChoices,
+    StageFilling,
+    split_layers,
+)
 
 _EXACT = 1e-9  # relative: a gap that is no gap
 

@@ -14,10 +14,10 @@ import numpy as np
 from autoshard.cost.stages import PipelineBlocks
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
-from autoshard.search.few_splits import fill_few
-from autoshard.search.split_bounds import SplitSearch
-from autoshard.search.split_filling import fill_splits, smallest_splits
-from autoshard.search.stage_options import (
+from autoshard.search.fill.few_splits import fill_few
+from autoshard.search.fill.split_bounds import SplitSearch
+from autoshard.search.fill.split_filling import fill_splits, smallest_splits
+from autoshard.search.fill.stage_options import (
     ALL_RANGES,
     NEVER,
     SURE,

@@ -10,8 +10,8 @@ from autoshard.plan.candidate import Candidate, parse_pins, pins_text
 from autoshard.plan.explanation import Answer, NearestRun
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.columns import Engine
-from autoshard.search.request import Request, rejections_of, resolved
-from autoshard.search.vendor.documented import VendorLayout, vendor_layouts
+from autoshard.search.ask.vendor.documented import VendorLayout, vendor_layouts
+from autoshard.search.bound.request import Request, rejections_of, resolved
 from autoshard.spec.kernels import load_kernels
 from autoshard.units import format_bytes
 

@@ -24,9 +24,9 @@ import numpy as np
 from autoshard.cost.schedule_counts import counts_of
 from autoshard.plan.candidate import even_stages
 from autoshard.schedule.waves import Floats, Ints
-from autoshard.search.points import Points, Solution
-from autoshard.search.stage_filling import SURE, Goal, fill_stages
-from autoshard.search.stage_options import ALL_RANGES, NEVER, RankOptions, StageFilling
+from autoshard.search.bound.points import Points, Solution
+from autoshard.search.fill.stage_filling import SURE, Goal, fill_stages
+from autoshard.search.fill.stage_options import ALL_RANGES, NEVER, RankOptions, StageFilling
 
 _AXES = ("tp", "pp", "cp", "ep", "dp")
 _EVEN, _UNEVEN = range(4), (4, 5)  # places in the order of stages and recompute; uneven: one kind, two kinds

@@ -20,11 +20,11 @@ from autoshard.plan.rules.check import all_rules
 from autoshard.plan.rules.columns import Engine, kernels_fault
 from autoshard.plan.rules.nxd_engine import nxd_tied
 from autoshard.plan.rules.nxd_kernels import FLASH_TILE
-from autoshard.search.legal_space import InTheWay, in_the_way, legal_space
-from autoshard.search.planner import SearchResult, search
-from autoshard.search.request import Request, rejections_of
-from autoshard.search.space import default_kernels
-from autoshard.search.watch import Look, SearchProgress, SearchStopped, Watch, go_on, never_stop
+from autoshard.search.ask.planner import SearchResult, search
+from autoshard.search.bound.legal_space import InTheWay, in_the_way, legal_space
+from autoshard.search.bound.request import Request, rejections_of
+from autoshard.search.bound.space import default_kernels
+from autoshard.search.bound.watch import Look, SearchProgress, SearchStopped, Watch, go_on, never_stop
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.kernels import kernels_names
 from autoshard.spec.model_catalogue import load_model, model_names

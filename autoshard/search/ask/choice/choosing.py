@@ -7,12 +7,12 @@ import numpy as np
 
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
-from autoshard.search.choice.doubt import DOUBT, LEAST_DOUBT, Within, doubt_of, known_schedules, percent
-from autoshard.search.choice.looking import best_of_kind, fastest_among, kinds_to_add
-from autoshard.search.choice.searched import EngineResult, order_of
-from autoshard.search.points import Solution
-from autoshard.search.pool import Pool
-from autoshard.search.simple import Simple, simplest, simplest_near
+from autoshard.search.ask.choice.doubt import DOUBT, LEAST_DOUBT, Within, doubt_of, known_schedules, percent
+from autoshard.search.ask.choice.looking import best_of_kind, fastest_among, kinds_to_add
+from autoshard.search.ask.choice.searched import EngineResult, order_of
+from autoshard.search.ask.choice.simple import Simple, simplest, simplest_near
+from autoshard.search.bound.points import Solution
+from autoshard.search.bound.pool import Pool
 
 _TIE = 1e-9  # relative: times that differ by less count as equal
 _ROUNDS = 3  # in which the fastest plan may turn out to be another, with another interval

@@ -12,10 +12,10 @@ from autoshard.plan.candidate import Candidate, parse_pins, pins_text
 from autoshard.plan.explanation import Alternatives, Flip, WhyNot
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.nxd_kernels import FLASH_TILE
-from autoshard.search.no_plan import best_plan, question_faults, why_none
-from autoshard.search.planner import search
-from autoshard.search.request import Request
-from autoshard.search.space import default_kernels
+from autoshard.search.ask.no_plan import best_plan, question_faults, why_none
+from autoshard.search.ask.planner import search
+from autoshard.search.bound.request import Request
+from autoshard.search.bound.space import default_kernels
 
 _OUTER = ("tp", "pp", "cp", "ep", "dp", "mbs", "vp", "zero", "schedule", "cp_kind", "cp_order")
 _MOST_RUNNERS_UP = 3

@@ -11,10 +11,10 @@ from autoshard.plan.codec import save
 from autoshard.plan.explanation import Answer, Certificate, Ratio
 from autoshard.plan.found import SearchRecord
 from autoshard.plan.plan import Plan
-from autoshard.search.choice.doubt import known_schedules, percent
-from autoshard.search.planner import SearchResult
-from autoshard.search.request import Request
-from autoshard.search.vendor.answer import step_s, vendor_answer
+from autoshard.search.ask.choice.doubt import known_schedules, percent
+from autoshard.search.ask.planner import SearchResult
+from autoshard.search.ask.vendor.answer import step_s, vendor_answer
+from autoshard.search.bound.request import Request
 from autoshard.spec.cluster import LOCAL
 from autoshard.units import format_at_most, format_bytes, format_count, format_seconds
 

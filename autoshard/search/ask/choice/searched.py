@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from autoshard.plan.explanation import Certificate
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.columns import Engine
-from autoshard.search.choice.evenness import EXACT, evened
-from autoshard.search.points import Solution
-from autoshard.search.pool import Pool
-from autoshard.search.request import Request
-from autoshard.search.stage_filling import Goal
+from autoshard.search.ask.choice.evenness import EXACT, evened
+from autoshard.search.bound.points import Solution
+from autoshard.search.bound.pool import Pool
+from autoshard.search.bound.request import Request
+from autoshard.search.fill.stage_filling import Goal
 
 # Times of splits that differ by less than so much of the gap that a search may leave count as equal. The usual gap is
 # 0.5 %, and this is 0.01 %, which no output shows.

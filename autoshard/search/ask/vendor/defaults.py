@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from autoshard.search.vendor.documented import VendorLayout, vendor_layouts
+from autoshard.search.ask.vendor.documented import VendorLayout, vendor_layouts
 from autoshard.spec.cluster import LOCAL, Cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.recipe import QuestionOptions

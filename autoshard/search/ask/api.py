@@ -15,13 +15,13 @@ from autoshard.plan.candidate import parse_pins, pins_text
 from autoshard.plan.lowering import ATOMS
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.rule import Rule
-from autoshard.search.answers import PlanResult, answers_of
-from autoshard.search.choice.doubt import DOUBT
-from autoshard.search.no_plan import unanswered
-from autoshard.search.planner import SearchResult, search as search_all
-from autoshard.search.request import Request
-from autoshard.search.space import Pins
-from autoshard.search.vendor.defaults import default_workload
+from autoshard.search.ask.answers import PlanResult, answers_of
+from autoshard.search.ask.choice.doubt import DOUBT
+from autoshard.search.ask.no_plan import unanswered
+from autoshard.search.ask.planner import SearchResult, search as search_all
+from autoshard.search.ask.vendor.defaults import default_workload
+from autoshard.search.bound.request import Request
+from autoshard.search.bound.space import Pins
 from autoshard.spec.cluster import HEADROOM, Cluster
 from autoshard.spec.cluster_catalogue import load_cluster, other_lnc
 from autoshard.spec.kernels import load_kernels

@@ -11,7 +11,7 @@ from autoshard.cost.built_in import measured_schedules
 from autoshard.cost.calibration import Calibration
 from autoshard.plan.plan import Prediction
 from autoshard.schedule.builders import builders
-from autoshard.search.stage_options import ALL_RANGES
+from autoshard.search.fill.stage_options import ALL_RANGES
 
 DOUBT: Final = "doubt"
 Within = float | Literal["doubt"]  # of the fastest: by which share a simple plan may be slower

@@ -13,14 +13,14 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.blocks.game import game
 from autoshard.cost.schedule_counts import counts_of, in_flight_of
 from autoshard.cost.stages import PASSES, PipelineBlocks, Sends, price_stages
 from autoshard.cost.step import pipeline_delays
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import long_paths
 from autoshard.schedule.waves import Delays, Floats, Ints
-from autoshard.search.stage_options import StageChoices, stage_options
+from autoshard.search.fill.game import game
+from autoshard.search.fill.stage_options import StageChoices, stage_options
 from autoshard.spec.kernels import load_kernels
 
 _SHARES = np.array([0.0, 0.3, 0.6, 0.8, 0.9, 1.0])[:, None]  # of one rank's path in its flow with all paths

@@ -9,11 +9,11 @@ import numpy as np
 
 from autoshard.plan.candidate import Candidate
 from autoshard.schedule.waves import Floats, Ints
-from autoshard.search.legal_space import RunVariant
-from autoshard.search.points import PlainPoints, Points, Solution
-from autoshard.search.pool import Pool
-from autoshard.search.space import KEYS
-from autoshard.search.stage_options import ALL_RANGES
+from autoshard.search.bound.legal_space import RunVariant
+from autoshard.search.bound.points import PlainPoints, Points, Solution
+from autoshard.search.bound.pool import Pool
+from autoshard.search.bound.space import KEYS
+from autoshard.search.fill.stage_options import ALL_RANGES
 
 _FEW = 4  # points of a kind that are looked at, those with the best bounds
 _MOST = 64  # if none of them fits in memory

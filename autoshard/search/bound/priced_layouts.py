@@ -18,7 +18,7 @@ from autoshard.plan.lowering import ATOMS, KINDS, split_pending
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
-from autoshard.search.space import Space
+from autoshard.search.bound.space import Space
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import ModelSpec
