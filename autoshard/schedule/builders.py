@@ -167,8 +167,8 @@ def _zb_v(shape: PipelineShape, position: int) -> list[Step]:
     """
     count = max(shape.num_micro_batches, 2 * shape.num_ranks - 1)  # fewer do not fill the V: leave some out below
     steps: list[Step] = []
-    every: list[tuple[ActionKind, int]] = [("F", 0), ("I", 0), ("W", 0), ("F", 1), ("I", 1), ("W", 1)]
-    done, (f0, i0, w0, f1, i1, w1) = dict.fromkeys(every, 0), every
+    passes_of_rank: list[tuple[ActionKind, int]] = [("F", 0), ("I", 0), ("W", 0), ("F", 1), ("I", 1), ("W", 1)]
+    done, (f0, i0, w0, f1, i1, w1) = dict.fromkeys(passes_of_rank, 0), passes_of_rank
 
     def run(passes: list[tuple[ActionKind, int]], times: int) -> None:
         """Append the next micro-batch of each of these passes in turn, so many times over."""
@@ -219,5 +219,5 @@ BUILDERS: Mapping[str, Builder] = {
 
 def builders() -> Mapping[str, Builder]:
     """Return all schedules by name, with those of files that ``--extend`` has loaded."""
-    others = EXTENSIONS.of(Builder, BUILDERS)
-    return {**BUILDERS, **others} if others else BUILDERS
+    loaded = EXTENSIONS.of(Builder, BUILDERS)
+    return {**BUILDERS, **loaded} if loaded else BUILDERS

@@ -148,7 +148,7 @@ def _in_flight(schedule: Schedule, rank: int) -> Counts:
     if len(first) != len(second):
         return _counted(schedule, rank)
     more = (total - few) // unit
-    pairs = [zip(one, other, strict=True) for one, other in zip(first, second, strict=True)]
+    pairs = [zip(fewer, further, strict=True) for fewer, further in zip(first, second, strict=True)]
     return tuple(tuple(count + more * (later - count) for count, later in pair) for pair in pairs)
 
 

@@ -79,7 +79,7 @@ def _blocked(lists: ActionLists) -> list[Fault]:
     for rank, actions in enumerate(lists):
         if next_steps[rank] < len(actions):
             action = actions[next_steps[rank]]
-            need, sender = next(each for each in needs[action] if each[0] not in done)
+            need, sender = next(pair for pair in needs[action] if pair[0] not in done)
             message = f"{action} waits for {need}, which never ends: move it after {need}"
             if sender is not None:
                 message = (
@@ -95,7 +95,7 @@ def _needs(lists: ActionLists) -> dict[Action, list[_Need]]:
     inputs = _inputs(lists)
     rank_of = {action: rank for rank, actions in enumerate(lists) for action in actions}
     reader = {need: action for action, needs in inputs.items() for need in needs if need.stage != action.stage}
-    found: dict[Action, list[_Need]] = {action: [(need, None) for need in needs] for action, needs in inputs.items()}
+    waits: dict[Action, list[_Need]] = {action: [(need, None) for need in needs] for action, needs in inputs.items()}
     poster: dict[Action, Action] = {}  # whose beginning posts a receive: the one before of its stage and direction
     for actions in lists:
         last: dict[tuple[int, bool], Action] = {}
@@ -109,22 +109,22 @@ def _needs(lists: ActionLists) -> dict[Action, list[_Need]]:
         for sender, action in pairwise(actions):
             taker = reader.get(sender)
             if taker in poster and rank_of[taker] != rank:
-                found[action].append((poster[taker], sender))
-    return found
+                waits[action].append((poster[taker], sender))
+    return waits
 
 
 def _inputs(lists: ActionLists) -> dict[Action, list[Action]]:
     """Return the actions whose results each action reads."""
-    every = [action for actions in lists for action in actions]
-    split = {(action.stage, action.micro_batch) for action in every if action.kind == "I"}
-    last_stage = max((action.stage for action in every), default=0)
-    found: dict[Action, list[Action]] = {}
-    for action in every:
+    all_actions = [action for actions in lists for action in actions]
+    split = {(action.stage, action.micro_batch) for action in all_actions if action.kind == "I"}
+    last_stage = max((action.stage for action in all_actions), default=0)
+    sources_of: dict[Action, list[Action]] = {}
+    for action in all_actions:
         stage, number = action.stage, action.micro_batch
         sources: list[tuple[ActionKind, int]] = [("I" if action.kind == "W" else "F", stage)]
         if action.kind == "F":
             sources = [("F", stage - 1)] if stage else []
         elif action.kind != "W" and stage < last_stage:
             sources.append(("I" if (stage + 1, number) in split else "B", stage + 1))
-        found[action] = [Action(kind=kind, stage=source, micro_batch=number) for kind, source in sources]
-    return found
+        sources_of[action] = [Action(kind=kind, stage=source, micro_batch=number) for kind, source in sources]
+    return sources_of

@@ -165,12 +165,12 @@ def request_of(question: QuestionOptions, nodes: int = 1, model: ModelSpec | Non
         raise InputError(_option_faults(error, "precision")) from None
 
 
-def constants_of(cluster: Cluster, own: Calibration | None, release: str | None) -> Calibration | None:
-    """Return constants of one's own, or under a release of the software; None leaves them to the cluster."""
+def constants_of(cluster: Cluster, calibration: Calibration | None, release: str | None) -> Calibration | None:
+    """Return a calibration, under a release of the software if that is named; None leaves it to the cluster."""
     return (
-        (own or built_in(cluster.name, cluster.kernels, chip=cluster.chip.name)).under_release(release)
+        (calibration or built_in(cluster.name, cluster.kernels, chip=cluster.chip.name)).under_release(release)
         if release is not None
-        else own
+        else calibration
     )
 
 

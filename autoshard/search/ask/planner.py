@@ -119,10 +119,12 @@ def _search_engines(
         # After a stop, engines only bound how good their plans can be.
         stopped = results[-1].certificate.stopped if results else ""
         own_watch: Watch = (lambda _, why=stopped: why) if stopped else watch
-        others = [solution.value for result in results for solution in result.solutions]
+        rival_values = [solution.value for result in results for solution in result.solutions]
         question = replace(request, cluster=cluster, other_lnc=())
         try:
-            results.append(_search_engine(question, engine, (num_plans, others), own_watch, known, nearest=nearest))
+            results.append(
+                _search_engine(question, engine, (num_plans, rival_values), own_watch, known, nearest=nearest)
+            )
         except InputError as fault:
             faults.append(fault)
     if not results:
@@ -177,11 +179,11 @@ def _search_engine(
             certificate, num_points=legal.num_points, refusals=legal.refusals, num_legal=legal.num_legal
         )
         if legal.variants:
-            num_plans, others = ranking
-            pool = Pool(pricer, legal, request.goal(pricer.question.kernels), request.layouts, watch, others)
+            num_plans, rival_values = ranking
+            pool = Pool(pricer, legal, request.goal(pricer.question.kernels), request.layouts, watch, rival_values)
             pool.settle(num_plans)
             with suppress(SearchStopped):  # that nothing fits is known
-                miss = pool.smallest() if nearest and not (pool.solutions or others) else None
+                miss = pool.smallest() if nearest and not (pool.solutions or rival_values) else None
     except SearchStopped as stop:
         certificate = replace(certificate, bound=0.0, ended=str(stop))
     return EngineResult(request=request, engine=engine, legal=certificate, pool=pool, nearest_miss=miss)

@@ -45,9 +45,9 @@ class Pool:
         goal: Goal,
         pins: tuple[Pin, ...] = (),
         watch: Watch = never_stop,
-        others: Sequence[float] = (),
+        rival_values: Sequence[float] = (),
     ) -> None:
-        """``others`` are the values of the best layouts of other spaces, with which these compete."""
+        """``rival_values`` are those of the best layouts of other spaces, with which these compete."""
         self.pricer, self.legal, self.goal, self._pins, self._watch = pricer, legal, goal, pins, watch
         pricer.between = self.between
         self._variants: dict[Terms, list[RunVariant]] = defaultdict(list)
@@ -60,7 +60,7 @@ class Pool:
         self._raised = np.zeros(legal.num_legal)  # bounds of points that were solved
         self.left, self._count = UnsolvedPoints(), 0
         self._num_idle = 0  # groups of points that were solved since the best solution was found
-        self._others, self.splits = others, SplitSearch(seconds_left=goal.effort.split_s)
+        self._rival_values, self.splits = rival_values, SplitSearch(seconds_left=goal.effort.split_s)
         self._best: dict[Row, Solution] = {}
         self._least: dict[Row, float] = {}  # the least bound of the solved points of a layout
         self._cuttings: list[tuple[Terms, Cutting, Ints]] = []  # with the layouts that they serve
@@ -290,7 +290,7 @@ class Pool:
         by_layout: dict[int, float] = {}
         for (_, layout), solution in self._best.items():
             by_layout[layout] = min(solution.value, by_layout.get(layout, np.inf))
-        values = sorted((*self._others, *by_layout.values()))
+        values = sorted((*self._rival_values, *by_layout.values()))
         return np.inf if self.goal.effort.exhaustive or len(values) < count else values[count - 1] * (1 + _TIE)
 
     def _solve(self, points: Points, limit: float) -> None:

@@ -55,7 +55,7 @@ def _fastest(options: RankOptions, divisions: Ints, filling: StageFilling, limit
     bound_s = limit_s
     if len(near):
         timed = options.fastest(divisions[:, near], np.zeros_like(near))
-        first = timed.only(timed.time_s.argmin(keepdims=True))
+        first = timed.only(np.array([int(timed.time_s.argmin())]))
         filling = replace(first, bound=filling.bound) if first.time_s[0] < filling.time_s[0] else filling
         bound_s = min(limit_s, float(timed.bound.min()))
     return replace(filling, bound=np.minimum(np.maximum(filling.bound, bound_s * (1 - SURE)), filling.time_s))

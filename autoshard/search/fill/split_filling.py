@@ -35,16 +35,16 @@ class SplitFilling:
     blocks: PipelineBlocks
     choices: StageChoices
     capacity: Floats
-    known: SplitSearch
+    search: SplitSearch
 
-    def best_of(self, splits: Iterable[Split], known: StageFilling | None = None) -> StageFilling:
-        """Return the fastest of some splits and the known filling, each with the fastest recompute that fits."""
-        best = known or StageFilling.nothing(self.blocks.schedule.num_stages, np.full(1, np.inf))
+    def best_of(self, splits: Iterable[Split], best: StageFilling | None = None) -> StageFilling:
+        """Return the fastest of some splits and the best filling so far, each with the fastest recompute that fits."""
+        best = best or StageFilling.nothing(self.blocks.schedule.num_stages, np.full(1, np.inf))
         tried = list(dict.fromkeys(splits))
         options = self.options(tried) if tried else None
         fits = np.flatnonzero(options.least_s[..., 0].max(axis=0) < NEVER) if options else np.zeros(0, dtype=np.int64)
         if options and len(fits):
-            self.known.use(self.blocks.schedule, _TIME_S[0], _TIME_S[1] * len(fits))
+            self.search.use(self.blocks.schedule, _TIME_S[0], _TIME_S[1] * len(fits))
             timed = options.timed(options.best[:, fits, 0], np.zeros_like(fits))
             first = timed.only(np.array([int(timed.time_s.argmin())]))
             best = first if first.time_s[0] < best.time_s[0] else best
@@ -69,7 +69,7 @@ class SplitFilling:
 
     def improved(self, best: StageFilling, bounds: SplitBounds) -> StageFilling:
         """Move layers from stages that add most to long paths to those that add least, as long as that is faster."""
-        while self.known.seconds_left > 0:
+        while self.search.seconds_left > 0:
             split = best.stages(0)
             order: list[int] = np.argsort(bounds.learn(np.array(split, dtype=np.float64)), kind="stable").tolist()
             sources = [stage for stage in reversed(order) if split[stage] > 1]
@@ -160,7 +160,7 @@ def _each(
     for number in range(blocks.num_candidates):
         column = np.array([number])
         yield SplitFilling(
-            blocks=blocks.only(column), choices=choices.only(column), capacity=capacity[column], known=splits
+            blocks=blocks.only(column), choices=choices.only(column), capacity=capacity[column], search=splits
         )
 
 
@@ -199,7 +199,7 @@ def split_bounds(
 
 def _filled(candidate: SplitFilling, effort: Effort, limits: tuple[float, float, float]) -> StageFilling:
     """Bound all splits, try some if they may be below a limit, and bound again if the gap is too wide."""
-    schedule, splits, (below_s, rest_s, bound_s) = candidate.blocks.schedule, candidate.known, limits
+    schedule, splits, (below_s, rest_s, bound_s) = candidate.blocks.schedule, candidate.search, limits
     best = StageFilling.nothing(schedule.num_stages, np.full(1, np.inf))
     bounds = SplitBounds(candidate.blocks, candidate.choices, splits)
     for step in range(_ROUNDS):
