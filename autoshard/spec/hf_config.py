@@ -105,8 +105,15 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "hidden_dropout": ("resid_pdrop", "embd_pdrop"),
     "attention_dropout": ("attn_pdrop",),
 }
+# Config fields that are numbers, and the field of ModelSpec that each sets. A type without a default for it has none.
+NUMBERS: Mapping[str, str] = {
+    "rms_norm_eps": "norm_eps",
+    "hidden_dropout": "hidden_dropout",
+    "attention_dropout": "attention_dropout",
+}
 # By field of ModelSpec or RotaryScaling: the config fields that its check depends on, the most likely cause first.
 _BLAMED: Mapping[str, tuple[str, ...]] = {
+    **{field: (option,) for option, field in NUMBERS.items()},
     "num_layers": ("num_hidden_layers",),
     "hidden": ("hidden_size",),
     "ffn": ("intermediate_size", "hidden_size"),
@@ -115,7 +122,6 @@ _BLAMED: Mapping[str, tuple[str, ...]] = {
     "head_dim": ("head_dim", "partial_rotary_factor", "hidden_size", "num_attention_heads"),
     "vocab": ("vocab_size",),
     "max_positions": ("max_position_embeddings",),
-    "norm_eps": ("rms_norm_eps",),
     "rotary_theta": ("rope_theta", "rope_scaling", "rope_parameters"),
     "rotary_fraction": ("partial_rotary_factor", "rope_scaling", "rope_parameters"),
     "num_experts": ("num_local_experts",),
@@ -137,8 +143,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_python_tanh": "gelu_tanh",
     "relu": "relu",
 }
-# Fields of options that ModelSpec does not have, with the values that switch them off. Some belong to related models:
-# transformers would ignore them, and compute another model than the one that was meant.
+# Fields of options that ModelSpec does not have, or the type not, with the values that switch them off. Some belong to
+# related models: transformers would ignore them, and compute another model than the one that was meant.
 UNMODELLED: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("add_cross_attention", "is_encoder_decoder", "output_router_logits"), (False, None)),
     "scale_attn_weights": (True, None),
@@ -179,7 +185,8 @@ def spec_from_config(config: Mapping[str, object], *, name: str, source: str) ->
     kind = MODEL_TYPES[name_of_type]
     reader = _ConfigReader(config, {**SHARED_DEFAULTS, **kind.defaults})
     for name_of_field, off in UNMODELLED.items():
-        reader.only(name_of_field, off, "autoshard does not model this option")
+        if name_of_field not in reader.defaults:
+            reader.only(name_of_field, off, "autoshard does not model this option")
     reader.only("architectures", ([kind.architecture], [], None), "the architecture of this model_type")
     traits: dict[str, Any] = {"norm": "rms", "gated_mlp": True, "positions": "rotary", "mlp_bias": False, **kind.fixed}
     for option, fields in _FLAGS.items():
@@ -188,9 +195,8 @@ def spec_from_config(config: Mapping[str, object], *, name: str, source: str) ->
         else:
             reader.only(option, (kind.fixed.get(fields[0], False), None), f"{kind.architecture} has no other value")
     traits |= {
-        "norm_eps": reader.read(float, "rms_norm_eps"),
         "activation": reader.choice("hidden_act", ACTIVATIONS),
-        **{name: reader.read(float, name) for name in ("hidden_dropout", "attention_dropout")},
+        **{field: reader.number_or_null(option) for option, field in NUMBERS.items() if option in reader.defaults},
         **_sizes(reader, kind),
         **_experts(reader, kind),
     }
@@ -264,6 +270,12 @@ class _ConfigReader:
         """Read a whole number of at least 1 that may also be null."""
         is_null = self.data.get(self._spelled(name), self.defaults[name]) is None
         return None if is_null else self.whole(name)
+
+    def number_or_null(self, name: str) -> float | None:
+        """Read a number that may also be null if that is its default."""
+        default = self.defaults[name]
+        is_null = default is None and self.data.get(self._spelled(name)) is None
+        return None if is_null else self.read(float, name)
 
     def choice(self, name: str, words: Mapping[str, T]) -> T:
         """Read a word, and return what it means; refuse unknown words."""
