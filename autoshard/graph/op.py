@@ -107,7 +107,11 @@ class OpKind(ABC):
         """Compute the outputs with numpy; the definition that every engine must agree with."""
 
     def torch_kernel(self, call: Call) -> Callable[..., Any] | None:
-        """Return what computes the outputs on torch tensors; autoshard's own kinds leave that to the torch engine."""
+        """Return what computes the outputs on torch tensors; None for a kind whose kernel is in the torch engine.
+
+        It may stand here where methods of tensors suffice. If the class names its ``engines`` as well, it computes the
+        same for every batch and talks to no other rank, and is compiled with its neighbours.
+        """
         return None
 
     def drops(self) -> bool:

@@ -11,7 +11,7 @@ from autoshard.spec.hf_config import (
     ACTIVATIONS,
     ALIASES,
     MODEL_TYPES,
-    NUMBERS,
+    NAMED_FIELDS,
     SHARED_DEFAULTS,
     ModelType,
     spec_from_config,
@@ -68,11 +68,12 @@ def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
         "use_parallel_residual": model.parallel_residual,
     }
     fields |= {option: value for option, value in stated.items() if option in kind.defaults}
+    # An option that this architecture does not name is not written, so that the check of ``config_of`` refuses it.
     has = {*SHARED_DEFAULTS, *kind.defaults}
-    numbers = {option: getattr(model, field) for option, field in NUMBERS.items() if option in has}
-    fields |= {option: number for option, number in numbers.items() if number}
+    named = {config: getattr(model, field.name) for config, field in NAMED_FIELDS.items() if config in has}
+    fields |= {config: number for config, number in named.items() if number}
     if name == "gpt2":  # whose class drops a tenth of all that its config does not name
-        fields |= {**numbers, "embd_pdrop": model.hidden_dropout}
+        fields |= {**named, "embd_pdrop": model.hidden_dropout}
     if kind.fixed.get("positions", "rotary") == "rotary":
         fields |= _rotary(model)
     if model.num_experts:

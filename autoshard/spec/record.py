@@ -22,12 +22,12 @@ _OPTION = "option"  # in the metadata of a field
 _NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
 
 
-def option(default: T) -> T:
-    """Return a field that a file holds only where its value is not the default.
+def option(default: T, **metadata: str) -> T:
+    """Return a field of a dataclass that a file holds only where its value is not the default.
 
     Files that are older than the field keep their text, and a plan keeps the hash of its text: no migration is needed.
     """
-    return dataclasses.field(default=default, metadata={_OPTION: True})
+    return dataclasses.field(default=default, metadata={_OPTION: True, **metadata})
 
 
 def decode(kind: type[T], data: object, where: str | Path = "") -> T:
