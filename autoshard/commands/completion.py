@@ -61,12 +61,14 @@ def _cases() -> str:
     values, flags, positional = list[str](), list[str](), list[str]()
     for command in COMMANDS:
         options = list(options_of(command_of(command)))
-        typed = [one for one in options if one.label == one.flag]
+        typed = [option for option in options if option.label == option.flag]
         values += [
-            f'    "{command} {one.flag}") choices="{" ".join(_values(one))}" ;;' for one in typed if _values(one)
+            f'    "{command} {option.flag}") choices="{" ".join(_values(option))}" ;;'
+            for option in typed
+            if _values(option)
         ]
-        flags.append(f'      {command}) choices="{" ".join([*(one.flag for one in typed), *_COMMON])}" ;;')
-        words = [word for one in options if one.label != one.flag for word in _values(one)]
+        flags.append(f'      {command}) choices="{" ".join([*(option.flag for option in typed), *_COMMON])}" ;;')
+        words = [word for option in options if option.label != option.flag for word in _values(option)]
         positional += [f'    "{command} {command}") choices="{" ".join(words)}" ;;'] if words else []
     return "\n".join([
         '  elif [[ $cur == -* ]]; then case "$command" in', *flags, "    esac",

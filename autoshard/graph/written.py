@@ -63,7 +63,11 @@ class WrittenOp:
 
     def __str__(self) -> str:
         kind: Any = self.kind
-        usual = {one.name: encode(one.default) for one in fields(kind) if one.default is not MISSING}
+        usual = {
+            spec_field.name: encode(spec_field.default)
+            for spec_field in fields(kind)
+            if spec_field.default is not MISSING
+        }
         stated = {key: value for key, value in encode(kind).items() if key not in usual or value != usual[key]}
         options = f" {json.dumps(stated)}" if stated else ""
         return f"{self.name} = {type(self.kind).__name__}{options} of {', '.join(self.operands)}"
@@ -82,18 +86,18 @@ def emit_written(
     ``more`` are inputs that some operations read after those of their lines; what is ``settled`` has its
     gradient summed where it arrives.
     """
-    for one in ops:
-        if isinstance(one.kind, Deliver):
-            (tensor,) = one.operands
-            b.deliver_as(tensor, one.name, one.kind.rename, settles=tensor == settled)
-    emitted = [one for one in ops if not isinstance(one.kind, Deliver)]
-    for one in emitted:
-        with inside(one.name):
-            reads = [_declared(b, text) for text in one.operands]
+    for op in ops:
+        if isinstance(op.kind, Deliver):
+            (tensor,) = op.operands
+            b.deliver_as(tensor, op.name, op.kind.rename, settles=tensor == settled)
+    emitted = [op for op in ops if not isinstance(op.kind, Deliver)]
+    for op in emitted:
+        with inside(op.name):
+            reads = [_declared(b, text) for text in op.operands]
             try:
-                b.emit(one.name, one.kind, *reads, *more.get(one.name, ()))
+                b.emit(op.name, op.kind, *reads, *more.get(op.name, ()))
             except (AssertionError, ValueError) as error:  # lines may be edited by hand
-                raise InputError.of("", f"{one.kind.label} cannot read these operands: {error}") from None
+                raise InputError.of("", f"{op.kind.label} cannot read these operands: {error}") from None
     return emitted[-1].name
 
 

@@ -132,11 +132,11 @@ def yaml_text(data: object) -> str:
 
 def _differing(options: Any, usual: Any) -> dict[str, Any]:
     """Return the options that are not at their default; of sections, those inside."""
-    found: dict[str, Any] = {}
+    differing: dict[str, Any] = {}
     for name, value in options.items():
         if isinstance(value, dict) and isinstance(usual[name], dict) and usual[name]:
             inside = _differing(value, usual[name])
-            found |= {name: inside} if inside else {}
+            differing |= {name: inside} if inside else {}
         elif value != usual[name]:
-            found[name] = value
-    return found
+            differing[name] = value
+    return differing

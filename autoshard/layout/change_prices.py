@@ -82,8 +82,8 @@ class ChangePrices:
         outer, free = _common((*befores, *afters), self._dims, self._atoms)
         shape, few = (len(befores), len(afters), *self._prices.shape), self._prices.few
         if not few and (len(self._dims) + 2) ** len(free) > _MOST_LAYOUTS:
-            each = [self._one_by_one(before, after) for before in befores for after in afters]
-            return np.array(each, np.float64).reshape(shape)
+            prices = [self._one_by_one(before, after) for before in befores for after in afters]
+            return np.array(prices, np.float64).reshape(shape)
         if (outer, free) not in self._graphs:
             graph = _graph(self._dims, free, self._pending, outer)
             self._graphs[outer, free] = graph, (few or self._prices.of_graph)(graph)

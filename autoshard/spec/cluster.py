@@ -71,12 +71,15 @@ class Chip:
         numbers = ["memory_bytes", *rate_names]
         stated = [*numbers, *(["matrix_tile"] if self.matrix_tile > 1 else [])]
         rates = {f"matrix_flops_per_s.{dtype}": rate for dtype, rate in self.matrix_flops_per_s.items()}
-        known, unknown = list(DTYPE_BYTES), [dtype for dtype in self.matrix_flops_per_s if dtype not in DTYPE_BYTES]
+        dtypes, unknown = list(DTYPE_BYTES), [dtype for dtype in self.matrix_flops_per_s if dtype not in DTYPE_BYTES]
         wrong = {name: rate for name, rate in rates.items() if not SLOWEST <= rate <= FASTEST}
         require(
             (bool(self.name.strip()), "name", "must not be empty"),
             (bool(rates), "matrix_flops_per_s", "must give the rate of at least one dtype"),
-            *((False, f"matrix_flops_per_s.{one}", f"not a dtype. {nearest(one, known)}") for one in unknown),
+            *(
+                (False, f"matrix_flops_per_s.{unknown_dtype}", f"not a dtype. {nearest(unknown_dtype, dtypes)}")
+                for unknown_dtype in unknown
+            ),
             *in_range(self, "memory_bytes", positive=True, high=LARGEST_BYTES),
             *in_range(self, *rate_names, positive=True, low=SLOWEST, high=FASTEST),
             *in_range(self, "matrix_tile", positive=True, high=MAX_TILE),
@@ -353,8 +356,8 @@ class Cluster:
             yield False, "links", f"must be one link per domain, innermost first: {', '.join(DOMAINS)}"
             return
         joined = self.domain_ranks(self.links[-1].domain)
-        apart = f"no link joins the {self.chips_per_node} chips of a node: add one of domain node"
-        yield joined >= total, "links", apart
+        unlinked = f"no link joins the {self.chips_per_node} chips of a node: add one of domain node"
+        yield joined >= total, "links", unlinked
         few = f"no link joins {self.num_nodes} nodes: use fewer, or add a link of domain cluster"
         yield joined < total or joined >= self.num_ranks, "num_nodes", few
         has_ultraserver = DOMAINS.index("ultraserver") in order

@@ -45,8 +45,8 @@ def config_of(model: ModelSpec) -> Mapping[str, Any]:
             continue
         if read == model:
             return config
-    known = f"no architecture of transformers that is known computes the same: {', '.join(MODEL_TYPES)}"
-    raise InputError.of("model", f"{known}. Type --model with the config.json of {model.name}")
+    message = f"no architecture of transformers that is known computes the same: {', '.join(MODEL_TYPES)}"
+    raise InputError.of("model", f"{message}. Type --model with the config.json of {model.name}")
 
 
 def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:

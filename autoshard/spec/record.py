@@ -173,8 +173,8 @@ def _stand_in(kind: Any, number: int) -> object:
         return _stand_in(next(member for member in members if member is not type(None)), number)
     if origin is Literal:
         return members[min(number, len(members)) - 1]
-    known: dict[Any, object] = {str: "x" * number, int: number, float: float(number), bool: number == 1}
-    return () if origin is tuple else {} if origin is Mapping else known.get(kind)
+    values: dict[Any, object] = {str: "x" * number, int: number, float: float(number), bool: number == 1}
+    return () if origin is tuple else {} if origin is Mapping else values.get(kind)
 
 
 @functools.cache

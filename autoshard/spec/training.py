@@ -94,8 +94,8 @@ class RateSchedule:
         if self.shape == "constant" or step <= first:
             return 1.0
         done = min(1.0, (step - first) / max(1, num_steps - first))
-        left = (1 + math.cos(math.pi * done)) / 2 if self.shape == "cosine" else 1 - done
-        return self.final + (1 - self.final) * left
+        remaining = (1 + math.cos(math.pi * done)) / 2 if self.shape == "cosine" else 1 - done
+        return self.final + (1 - self.final) * remaining
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,9 +96,9 @@ class Sweep:
 
     def _clashes(self) -> Iterator[tuple[str, str]]:
         """Yield the pairs of keys that set the same: they are equal, or one is the section of the other."""
-        keys = [("list", key) for key in dict.fromkeys(key for one in self.list for key in one)]
+        keys = [("list", key) for key in dict.fromkeys(key for keyset in self.list for key in keyset)]
         keys += [(axis, key) for axis, lists in (("zip", self.zip), ("grid", self.grid)) for key in lists]
-        texts = [*(one.get("fix") for one in self.list), *self.zip.get("fix", ()), *self.grid.get("fix", ())]
+        texts = [*(keyset.get("fix") for keyset in self.list), *self.zip.get("fix", ()), *self.grid.get("fix", ())]
         pinned = {f"fix.{pin.partition('=')[0].strip()}" for text in texts for pin in _COMMA.split(str(text))}
         for (axis, key), (other, more) in combinations(keys, 2):
             short, long = sorted((key, more), key=len)
@@ -138,7 +138,7 @@ def load_sweep(path: Path) -> Sweep:
             axes = cast(dict[str, Any], data).get(name)
             if isinstance(axes, dict):
                 values = cast(dict[str, Any], axes)
-                data[name] = {key: one if isinstance(one, list) else [one] for key, one in values.items()}
+                data[name] = {key: value if isinstance(value, list) else [value] for key, value in values.items()}
     return record.decode(Sweep, data, path)
 
 
@@ -161,8 +161,8 @@ def points_of_question(sweep: Sweep, base: Entries, override: Entries, folder: P
     entries = _merged(base, override)
     if _PLAN in entries:
         entries[_PLAN] = str(folder / str(entries[_PLAN]))
-        asked = sorted(entries.keys() - {_PLAN, *TRAINING_KEYS})
-        require((not asked, _PLAN, f"has answered its question. Leave out {', '.join(asked)}"))
+        question_keys = sorted(entries.keys() - {_PLAN, *TRAINING_KEYS})
+        require((not question_keys, _PLAN, f"has answered its question. Leave out {', '.join(question_keys)}"))
     recipe = SweepPoint(id="", varied={}, entries=entries).recipe
     if sweep.mode == "run" and "data" in entries:
         entries = {**entries, "data": {**entries["data"], "sets": dict(recipe.training.data.seen_from(folder).sets)}}
@@ -210,7 +210,7 @@ def _merged(base: Entries, override: Entries) -> dict[str, Any]:
             place[last] = value
     if pins:
         before = _COMMA.split(merged.pop("fix", None) or "")
-        fixed = [one for one in before if one.partition("=")[0].strip() not in pins]
+        fixed = [pin for pin in before if pin.partition("=")[0].strip() not in pins]
         fixed += [f"{key}={_plain(value)}" for key, value in pins.items() if value is not None]
         merged |= {"fix": ",".join(filter(None, fixed))} if any(fixed) else {}
     return merged

@@ -96,17 +96,17 @@ def _planned(job: SweepJob) -> Iterator[tuple[SweepPoint, Plan | None]]:
     if path := job.points[0].plan:
         read = check_plan(load(path))
         if read.rejections:
-            raise NoPlan("; ".join(str(one.message) for one in read.rejections))
+            raise NoPlan("; ".join(str(rejection.message) for rejection in read.rejections))
         for point in job.points:
             yield point, _written(read.plan, point, job.folder)
         return
     recipe = job.points[0].recipe
     request = request_of(recipe.question, recipe.nodes)
-    found = search(request, max(point.choice for point in job.points))
-    if not found.plans:
-        raise unanswered(request, found)
+    result = search(request, max(point.choice for point in job.points))
+    if not result.plans:
+        raise unanswered(request, result)
     for point in job.points:
-        plan = found.plans[point.choice - 1] if point.choice <= len(found.plans) else None
+        plan = result.plans[point.choice - 1] if point.choice <= len(result.plans) else None
         if plan and point.choice > 1:  # of the others only outlines are found
             plan = request.with_lnc_of(plan.cluster.lnc).plan(plan.candidate, plan.engine)
         yield point, plan and _written(plan, point, job.folder)
@@ -122,7 +122,9 @@ def _written(plan: Plan, point: SweepPoint, folder: Path) -> Plan:
 
 def _question_row(job: SweepJob, point: SweepPoint) -> Row:
     flat = (str, int, float, type(None))
-    varied = {f"at.{key}": one if isinstance(one, flat) else json.dumps(one) for key, one in point.varied.items()}
+    varied = {
+        f"at.{key}": value if isinstance(value, flat) else json.dumps(value) for key, value in point.varied.items()
+    }
     entries = json.dumps(dict(point.entries), sort_keys=True, default=str)
     return {
         "id": point.id, "point": point.name, "choice": point.choice, "mode": job.mode, "status": "planned",
@@ -235,8 +237,8 @@ def work_through(jobs: Sequence[SweepJob], num_workers: int, begin: Callable[[Sw
                 workers.append(_Worker(process=process, pipe=ours, job=waiting.pop()))
                 begin(workers[-1].job)
                 workers[-1].begin(workers[-1].job)
-            for pipe in wait([one.pipe for one in workers]):
-                worker = next(one for one in workers if one.pipe is pipe)
+            for pipe in wait([worker.pipe for worker in workers]):
+                worker = next(worker for worker in workers if worker.pipe is pipe)
                 done, rows = worker.job, None
                 with suppress(EOFError, OSError):
                     rows = worker.pipe.recv()

@@ -44,7 +44,7 @@ def _against_file(out: Path) -> str:
 
 def _against_folder(out: Path) -> str:
     """Try to write into the nearest folder that there is, without a trace; return what else speaks against it."""
-    there = next(one for one in (out, *out.parents) if one.exists())
+    there = next(folder for folder in (out, *out.parents) if folder.exists())
     if not there.is_dir():
         return "is a file. Name a folder" if there == out else f"{there} is a file. Name another folder"
     _try_folder(there)

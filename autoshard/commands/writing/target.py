@@ -55,9 +55,9 @@ class Target:
         """Refuse, before a search, to replace a file that somebody has written or edited, or the plan asked about."""
         if self.force or not searches:
             return
-        asked = like is not None and like.exists() and self.out.exists() and self.out.samefile(like)
+        is_like = like is not None and like.exists() and self.out.exists() and self.out.samefile(like)
         why = f"is the plan that --like asks about, and is kept. Name another file. {_REMEDY}"
-        require((not asked, f"--out {self.out}", why))
+        require((not is_like, f"--out {self.out}", why))
         with inside("--out"):
             refuse_to_replace(self.out, _REMEDY)
 

@@ -206,11 +206,11 @@ class AttendGradient(OpKind):
         upstream, query, key, value, query_positions, key_positions, result, lse, *more = arrays
         starts, drawn = where_and_draws(more, self.dropped)
         visible = Attend(window=self.window).visible(query_positions, key_positions, *starts)
-        kept = kept_scores(self.dropped, (query_positions, key_positions), drawn)
+        mask = kept_scores(self.dropped, (query_positions, key_positions), drawn)
         exponent = _scores(query, key) - lse.transpose(0, 2, 3, 1)[..., None]
         probability = np.exp(np.where(visible, exponent, -np.inf))
-        d_value = np.einsum("bkgst,bskgd->btkd", probability * kept, upstream, optimize=True)
-        d_probability = np.einsum("bskgd,btkd->bkgst", upstream, value, optimize=True) * kept
+        d_value = np.einsum("bkgst,bskgd->btkd", probability * mask, upstream, optimize=True)
+        d_probability = np.einsum("bskgd,btkd->bkgst", upstream, value, optimize=True) * mask
         mean = (upstream * result).sum(axis=-1).transpose(0, 2, 3, 1)[..., None]
         d_scores = probability * (d_probability - mean) / math.sqrt(query.shape[-1])
         d_query = np.einsum("bkgst,btkd->bskgd", d_scores, key, optimize=True)
