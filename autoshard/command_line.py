@@ -54,14 +54,14 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stated(Generic[Group]):
-    """The options of a dataclass that the user has stated; where the others come from, the command decides."""
+    """The options of a dataclass that the user has stated; the command decides where the rest comes from."""
 
     kind: type[Group]
     values: Mapping[str, object] = field(default_factory=dict[str, object], hash=False)  # by option: schedule.shape
     origins: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)  # how faults name each option
 
     def over(self, base: Group) -> Group:
-        """Return the dataclass: what is stated, and for the rest what the other one has; refuse what does not fit."""
+        """Return the dataclass: the stated values over those of ``base``; refuse values that do not fit together."""
         return cast(Group, _built(self.kind, "", {**flat_fields(base), **self.values}, self.origins))
 
 
@@ -133,7 +133,7 @@ def read_options(name: str, command: Callable[..., int], arguments: Sequence[str
 def _arguments(
     command: Callable[..., int], options: Mapping[str, Option], values: Mapping[str, Any], given: Given
 ) -> dict[str, Any]:
-    """Return a command's arguments: values, dataclasses of them, and what of a dataclass is stated."""
+    """Return the arguments of a command: values, dataclasses made of values, and the stated options of dataclasses."""
     origins = {key: given[key][0] if key in given else option.label for key, option in options.items()}
 
     def argument(name: str, kind: Any) -> object:
@@ -148,7 +148,7 @@ def _arguments(
 
 
 def _load_extensions(typed: Sequence[str], file: str, listed: object) -> None:
-    """Load the user's own code: what is typed, and what a file of options names, which may lie beside that file."""
+    """Load the user's Python files: those typed, and those that a file of options names, relative to it if need be."""
     names = [str(name) for name in (cast(Sequence[object], listed) if isinstance(listed, list | tuple) else [listed])]
     beside = ((Path(file).parent / name, Path(name)) for name in names)
     paths = [*map(Path, typed), *(near if near.is_file() else path for near, path in beside)]
@@ -235,7 +235,7 @@ def _documentation(source: Any, before: str = "") -> tuple[str, dict[str, str]]:
 
 
 def _entries(where: str, path: str, options: Mapping[str, Option], faults: list[Fault]) -> Given:
-    """Return what a file says of each option; keys of a recipe that are for other commands are checked too."""
+    """Return the entries of a file by option; keys of a recipe that belong to other commands are checked too."""
     from autoshard.spec.files import read_data
     from autoshard.spec.recipe import RECIPE_KEYS, TRAINING_KEYS
     from autoshard.spec.record import decode

@@ -75,7 +75,7 @@ def advise(
 
 
 def _write(advice: Advice, timed: TimedRows, rows: Path, out: Path) -> None:
-    """Write the plans, the sweep and the rows that are known, unless these lie there already."""
+    """Write the plans, the sweep, and the measured rows unless they lie there already."""
     with file_faults(f"--out {out}"):
         (out / _RUNS).mkdir(parents=True, exist_ok=True)
         points: list[dict[str, str]] = []

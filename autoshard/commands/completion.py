@@ -57,7 +57,7 @@ def _values(option: Option) -> tuple[str, ...]:
 
 
 def _cases() -> str:
-    """Return what bash and zsh have in common: the choices by command and word before, then the options."""
+    """Return the shell cases that bash and zsh share: choices by command and the word before, then options."""
     values, flags, positional = list[str](), list[str](), list[str]()
     for command in COMMANDS:
         options = list(options_of(command_of(command)))

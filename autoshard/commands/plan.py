@@ -64,7 +64,7 @@ class SearchOptions:
 
     @property
     def simple_within(self) -> Within | None:
-        """What share of time a simple plan may cost; None where another thing than time is minimised."""
+        """The share of step time that a simple plan may cost; None if the objective is not time."""
         return None if self.objective == "memory" else DOUBT
 
     def requests(self, question: QuestionOptions, nodes: Counts, module: str | None = None) -> list[Request]:
@@ -184,7 +184,7 @@ def token_total(text: str) -> float:
 def _answer_again(
     path: Path, asked: tuple[Plan, Request], options: SearchOptions, to: Target, wanted: tuple[int, str | None]
 ) -> int:
-    """Answer the question of a plan for at most so many nodes: show so many plans, and write the one that is chosen."""
+    """Ask a plan's question again for at most the nodes of the request; show the answers, write the chosen one."""
     (old, request), (num_plans, choose) = asked, wanted
     with _searching(options) as watch:
 
@@ -209,7 +209,7 @@ def _show_answers(
     better: Callable[[], None] = lambda: None,
     about: Callable[[Plan], tuple[dict[str, Any], str]] = lambda _: ({}, ""),
 ) -> int:
-    """Write the answer that was chosen and show all, ``better`` sizes, and ``about`` it what else there is to say."""
+    """Write the chosen answer; print all answers, ``better`` sizes, and what ``about`` says of the chosen plan."""
     with inside("--choose"):
         answer = result.runnable(result.name)
     written = to.write(answer.plan)
@@ -244,14 +244,14 @@ def _show_answers(
 
 
 def _print_better_sizes(request: Request, result: SearchResult, options: SearchOptions) -> None:
-    """Say which number of nodes, or batch, the ranks share better, if there is time for that."""
+    """Print the numbers of nodes, and batches, that divide better among ranks, if time is left."""
     with watching(options.time_limit, format_seconds) as watch:
         for words in () if result.certificate.stopped else better_sizes(request, result.plans[0], watch):
             print_answer(prose(f"odd number of nodes: {words}"))
 
 
 def _frontier(requests: Sequence[Request], options: SearchOptions, to: Target) -> int:
-    """Show what cannot be bettered; where nothing fits on any number of nodes, say why on the last."""
+    """Print the Pareto frontier over numbers of nodes; if no plan fits on any, explain why for the last."""
     with watching(options.time_limit, format_seconds) as watch:
         found = frontier(requests, watch)
         if not found.plans:
@@ -298,7 +298,7 @@ def _refuse_none(request: Request, result: SearchResult, watch: Watcher) -> None
 
 
 def _refuse_unfinished(ended: str, watch: Watcher) -> None:
-    """Say that a search which was stopped has found nothing yet; whether there is anything is not known."""
+    """Refuse, because the search was stopped before it had a plan; whether one exists is not known."""
     if watch.interrupted:
         raise KeyboardInterrupt
     if ended != "complete":

@@ -97,7 +97,7 @@ def watching(time_limit_s: float | None, show: Callable[[float], str]) -> Iterat
 def byte_progress(
     what: str, more: Callable[[Any], str] = lambda _: "", *, quiet: bool
 ) -> Iterator[Callable[[Any], None]]:
-    """Show ``done_bytes`` of ``all_bytes``, of which an earlier start did ``kept_bytes``, and ``more``."""
+    """Show progress in bytes: ``done_bytes`` of ``all_bytes``; ``kept_bytes`` are those of an earlier start."""
     line, start_s = StatusLine(silent=quiet, logs=True), time.monotonic()
 
     def report(now: Any) -> None:

@@ -17,8 +17,9 @@ WIDE: Dims = (*TOKENS, "vocab")  # of logits, and of what a loss computes from t
 class Saved:
     """A tensor kept from forward to backward; two entries with the same storage are the same memory.
 
-    ``op`` is the operation whose share of it a rank keeps; None for what the block before has made. ``over`` names the
-    tensor that it overwrites: it takes no memory beside that tensor, nor does that tensor's gradient beside it.
+    A rank keeps the share of it that ``op`` holds; ``op`` is None for the result of the block before. ``over``
+    names the tensor that it overwrites: it takes no memory beside that tensor, nor does that tensor's gradient
+    beside it.
     """
 
     storage: str
@@ -29,7 +30,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedOps:
-    """Forward operations that run as one kernel, what is known of that kernel, and what it keeps for backward."""
+    """Forward operations that run as one kernel, the table's entry of the kernel, and the tensors that it keeps."""
 
     ops: tuple[str, ...]
     kernel: Kernel

@@ -53,7 +53,7 @@ class BlockBuilder:
     def deliver_as(
         self, tensor: str, name: str, rename: tuple[tuple[str, str], ...] = (), *, settles: bool = False
     ) -> str:
-        """Say under which name a tensor reaches its readers; without this it is the usual one."""
+        """Name the deliver of a tensor, which else gets its usual name when it is first read; return the tensor."""
         self._wanted[tensor] = (name, Deliver(rename=rename, settles=settles))
         return tensor
 

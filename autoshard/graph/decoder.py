@@ -219,7 +219,7 @@ def _dropped(b: BlockBuilder, model: ModelSpec, name: str, x: str) -> str:
 
 
 def _attention_draws(b: BlockBuilder, model: ModelSpec) -> tuple[str, ...]:
-    """What the attention draws random numbers by, if it drops probabilities."""
+    """Return the inputs by which attention draws random numbers; none if it drops no probabilities."""
     if not model.attention_dropout:
         return ()
     heads = (("kv_numbers", "kv_heads"), ("group_numbers", "q_group"))
@@ -230,7 +230,7 @@ def _attention_draws(b: BlockBuilder, model: ModelSpec) -> tuple[str, ...]:
 
 
 def _document_starts(b: BlockBuilder, workload: Workload) -> tuple[str, ...]:
-    """Where in its sequence the document of each token starts, if documents do not see each other."""
+    """Return the input with the position where the document of each token starts; none if documents are joined."""
     if workload.documents == "joined":
         return ()
     return (b.input("document_starts", ("batch", "seq"), "int64"),)

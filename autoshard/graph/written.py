@@ -1,4 +1,4 @@
-"""The forward operations of a block as lines of text, of which the block is written again."""
+"""The forward operations of a block as lines of text, from which the block can be built again."""
 
 import json
 import re
@@ -83,8 +83,8 @@ def emit_written(
 ) -> str:
     """Emit operations; return the name of the last one's first output.
 
-    ``more`` are inputs that some operations read after those of their lines; what is ``settled`` has its
-    gradient summed where it arrives.
+    ``more`` gives operations further inputs, read after those of their lines. The gradient of the tensor
+    ``settled`` is summed where it arrives.
     """
     for op in ops:
         if isinstance(op.kind, Deliver):
@@ -119,7 +119,7 @@ def written(block: Block) -> tuple[WrittenOp, ...]:
 
 
 def _declared(b: BlockBuilder, text: str) -> str:
-    """Declare the weight or the input that an operand is, where it is the first to name it; return its name."""
+    """Declare the weight or the input that an operand names, if it is not declared yet; return its name."""
     name, dims, dtype = cast(re.Match[str], _OPERAND.fullmatch(text)).groups()
     if dims is None:
         require((name in b.tensors, "", f"reads {name}, which no line before gives. {nearest(name, list(b.tensors))}"))

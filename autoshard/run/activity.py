@@ -77,7 +77,7 @@ class RankActivity:
 
     @contextmanager
     def waiting(self, what: str) -> Generator[None]:
-        """Record while it lasts what this rank waits for; after an error it stays on record."""
+        """Record what this rank waits for inside a ``with`` block; after an error the record stays."""
         self.wait(what)
         yield
         self.wait("")

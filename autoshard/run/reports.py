@@ -58,7 +58,7 @@ def with_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """What is known when a run begins: after which step, and what the user should know of it."""
+    """The start of a run: the step after which it begins, and remarks for the user."""
 
     step: int
     notes: tuple[str, ...] = ()

@@ -259,7 +259,7 @@ class Cluster:
         )
 
     def with_network(self, bytes_per_s: float) -> "Cluster":
-        """Return the same nodes on a network of which each of them gets so much, all of its ports together."""
+        """Return the cluster with another network, which gives a node this bandwidth, all of its ports together."""
         per_rank = bytes_per_s / (self.chips_per_node * self.ranks_per_chip)
         links = (
             replace(link, bandwidth_bytes_per_s=per_rank * link.ranks_per_port) if link.domain == "cluster" else link
@@ -288,7 +288,7 @@ class Cluster:
         return self.chip.memory_bytes // self.ranks_per_chip
 
     def with_local_ranks(self, count: int) -> "Cluster":
-        """Return this machine with so many ranks, which share the memory that there is."""
+        """Return the cluster of this machine with ``count`` ranks, which share its memory."""
         chips = count // self.ranks_per_chip
         memory = self.chip.memory_bytes * self.chips_per_node // max(1, chips)
         return replace(self, chips_per_node=chips, chip=replace(self.chip, memory_bytes=memory))
@@ -319,7 +319,7 @@ class Cluster:
         return self.ranks_per_node if domain == "node" else self.ranks_per_chip
 
     def joined_ranks(self, level: int) -> int:
-        """Return how many ranks each of the units has that the link of this level connects: ranks, chips, nodes ..."""
+        """Return the number of ranks in a unit that the link of this level connects: a rank, a chip, a node ..."""
         if level > 0:
             return self.domain_ranks(self.links[level - 1].domain)
         return 1 if self.links[0].domain == "chip" else self.ranks_per_chip

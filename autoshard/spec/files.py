@@ -80,7 +80,7 @@ def parsed_line(line: bytes, where: str) -> object:
 
 
 def json_line(line: str | bytes) -> object:
-    """Return what a line of a file that anybody may have changed holds in JSON; None if it cannot be read.
+    """Return the JSON value of a line; None if it cannot be read, since anybody may have changed the file.
 
     A kill or a full disk leaves half a line, and lines can be nested more deeply than Python reads.
 

@@ -76,7 +76,7 @@ class QuestionOptions:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What is stated, by name."""
+        """The options that are stated, by name."""
         return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) not in (None, {})}
 
 

@@ -81,7 +81,7 @@ class WandbGroup:
         return [*remaining, *([f"Weights & Biases: {send}"] if any("wandb sync" in note for note in notes) else [])]
 
     def _state(self) -> tuple[str, list[str]]:
-        """Return what tells this group from others, and which results it has."""
+        """Return the token of this group, and the keys of the results that it has shown."""
         path = self.folder / _STATE
         state: Any = json_line(path.read_bytes()) if path.exists() else {}
         try:
@@ -181,7 +181,7 @@ def agent_point(sweep: Sweep, folder: Path, out: Path, project: str | None) -> R
 
 
 def _send(tracker: OnWandb, result: ShownRun) -> None:
-    """Send all of a result; the last point of its curve also has what a controller may look at."""
+    """Send a result; the last point of its curve carries its summary as well, which a controller reads."""
     *before, (last, values) = result.curve or ((tracker.next_step, {}),)
     for step, numbers in before:
         tracker.log(step, numbers)

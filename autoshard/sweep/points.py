@@ -36,18 +36,18 @@ class SweepPoint:
 
     @property
     def name(self) -> str:
-        """What it is called in a table."""
+        """The name of the point in a table."""
         parts = [f"{key}={_plain(value)}" for key, value in self.varied.items()]
         return " ".join(parts + ([f"#{self.choice}"] if self.choice > 1 else [])) or "the only point"
 
     @property
     def plan(self) -> Path | None:
-        """The plan file that is the answer already; None where a question is asked."""
+        """The path of the plan file that the point names; None if it asks a question."""
         return Path(str(self.entries[_PLAN])) if _PLAN in self.entries else None
 
     @property
     def recipe(self) -> Recipe:
-        """The question, and what is trained; that of a plan file has the nodes of the plan."""
+        """The recipe of the point: its question and its training; for a plan file, the nodes of that plan."""
         if self.plan is None:
             return recipe_of(self.entries)
         answered = load(self.plan)
@@ -80,7 +80,7 @@ class Sweep:
     rehearse: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what would make no point, or too many to ever be done."""
+        """Refuse a sweep without points, or with more than can ever be done."""
         lengths = sorted({len(values) for values in self.zip.values()})
         together = f"lists of one length go together, not of {' and '.join(map(str, lengths))}"
         require(
@@ -114,7 +114,7 @@ class Sweep:
 
     @property
     def axes(self) -> "dict[str, Sequence[Entries]]":
-        """What is combined: the choices of each axis, every choice with the keys that it sets."""
+        """The axes that are combined: a list of choices for each, every choice with the keys that it sets."""
         zipped = [dict(zip(self.zip, values, strict=True)) for values in zip(*self.zip.values(), strict=True)]
         axes: dict[str, Sequence[Entries]] = {"list": self.list, "zip": zipped}
         axes |= {key: [{key: value} for value in values] for key, values in self.grid.items()}
@@ -180,7 +180,7 @@ def points_of_question(sweep: Sweep, base: Entries, override: Entries, folder: P
 
 
 def base_of(sweep: Sweep, folder: Path) -> Entries:
-    """Return what all points have: the entries of the recipe that is named, with the sweep's own over them."""
+    """Return the entries that all points share: those of the recipe, with those of the sweep over them."""
     data = {} if sweep.recipe is None else read_data(_recipe_path(sweep.recipe, folder))
     require((isinstance(data, dict), "recipe", f"{sweep.recipe} is no recipe"))
     return _merged(cast(dict[str, Any], data), sweep.base)

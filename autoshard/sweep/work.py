@@ -50,7 +50,7 @@ class SweepJob:
 
     @property
     def name(self) -> str:
-        """What is shown while it is done."""
+        """The text that is shown while the job runs."""
         return self.points[0].name
 
 
@@ -87,7 +87,7 @@ def rows_of(job: SweepJob, started: Start | None = None) -> list[Row]:
 
 
 def failed_rows(job: SweepJob, message: str, status: str = "failed") -> list[Row]:
-    """Return the rows of a job that has no plan, or of which nothing came."""
+    """Return a row with the message for every point of a job that gave no result."""
     return [{**_question_row(job, point), "status": status, "message": message} for point in job.points]
 
 
@@ -133,7 +133,7 @@ def _question_row(job: SweepJob, point: SweepPoint) -> Row:
 
 
 def _plan_row(plan: Plan) -> Row:
-    """Return what a plan is, and what it promises."""
+    """Return the columns that describe a plan and its prediction."""
     prediction, candidate, dollars = plan.prediction, plan.candidate, plan.dollars
     assert prediction, "a found plan has its prediction"
     return {
@@ -201,7 +201,7 @@ def _ran(job: SweepJob, point: SweepPoint, plan: Plan, started: Start | None) ->
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """A process with our end of its pipe: jobs go in, rows come out, and nothing comes any more when it is gone."""
+    """A worker process and the parent's end of its pipe: jobs go in, rows come out; the pipe closes when it ends."""
 
     process: BaseProcess
     pipe: Connection
@@ -221,7 +221,7 @@ class _Worker:
 
 
 def work_through(jobs: Sequence[SweepJob], num_workers: int, begin: Callable[[SweepJob], None]) -> Iterator[list[Row]]:
-    """Yield the rows of each job as it is done, by processes side by side; one that dies takes only its own job along.
+    """Run jobs in parallel processes, and yield the rows of each as it ends; a dead process loses only its own job.
 
     ``begin`` hears of every job before its process. When we end, however that happens, so do the processes.
     """

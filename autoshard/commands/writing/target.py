@@ -18,7 +18,7 @@ _REMEDY = "Type --force to replace it"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What became of the plan file: why it was kept as it was, or which other plan it held before."""
+    """The outcome of writing a plan: why the file was kept, or which other plan it held before."""
 
     refused: InputError | None = None
     replaced: str = ""
@@ -85,7 +85,7 @@ class Target:
 
 
 def _unusual(plan: Plan) -> Iterator[str]:
-    """Yield what a user may not expect of a plan."""
+    """Yield a sentence on every choice of a plan that may surprise its user."""
     if warning := plan.model.beyond_positions(plan.workload.seq_len):
         yield f"warning: {warning}"
     if plan.model.attention_dropout:

@@ -231,13 +231,13 @@ def _scores(query: Array, key: Array) -> Array:
 
 
 def where_and_draws(more: Sequence[T], dropped: float) -> tuple[Sequence[T], Sequence[T]]:
-    """Tell apart where queries and keys stand and what dropout draws by, among the last inputs of an attention."""
+    """Split the last inputs of an attention: positions of queries and keys, and the numbers that dropout draws by."""
     count = len(more) - (_DRAWS if dropped else 0)
     return more[:count], more[count:]
 
 
 def kept_scores(dropped: float, where: Sequence[Array], drawn: Sequence[Array]) -> Array | float:
-    """Return 0 for every probability that is dropped, along the dims of scores, and for others what enlarges them."""
+    """Return a factor for every probability, along the dims of scores: 0 if dropped, else what keeps the mean."""
     if not dropped:
         return 1.0
     query_positions, key_positions = where

@@ -14,7 +14,7 @@ _SLOTS = ("experts", "slots", "hidden")
 
 
 class _Routed:
-    """What kinds share that see a token's choice of experts."""
+    """Base of the kinds that read a token's choice of experts."""
 
     __slots__ = ()
 
@@ -24,7 +24,7 @@ class _Routed:
 
 
 class _Slotted(_Routed):
-    """What kinds share that see the slots of experts too."""
+    """Base of the kinds that read the slots of experts as well."""
 
     __slots__ = ()
 
@@ -34,7 +34,7 @@ class _Slotted(_Routed):
 
 
 class _Fetching(_Slotted):
-    """What kinds share that bring rows of slots (the first input) back to their tokens."""
+    """Base of the kinds that fetch rows of slots (the first input) back to their tokens."""
 
     __slots__ = ()
 
