@@ -142,18 +142,17 @@ def plan(
     )
     to = Target(out=out, force=force, open=open, json=json, total_tokens=token_total(tokens) if tokens else None)
     to.refuse_to_replace(like, searches=at is None)
-    wanted = max(top, int(choose) if choose in _NUMBERS else 1), choose
+    count = max(top, int(choose) if choose in _NUMBERS else 1)
     if like is not None:
-        return _answer_again(like, request_like(like, question, nodes), options, to, wanted)
+        return _answer_again(like, request_like(like, question, nodes), options, to, (count, choose))
     request, *more = options.requests(question, nodes, module)
     if pareto:
         return _frontier([request, *more], options, to)
     if at is not None:
         return _one_candidate(request, at, to)
-    result = searched(request, wanted[0], options)
-    return _show_answers(
-        answers_of(request, result, choose), to, partial(_print_better_sizes, request, result, options)
-    )
+    result = searched(request, count, options)
+    answers = answers_of(request, result, choose)
+    return _show_answers(answers, to, partial(_print_better_sizes, request, result, options))
 
 
 def _read_off(module: str, question: QuestionOptions) -> ModelSpec:

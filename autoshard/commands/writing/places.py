@@ -43,7 +43,7 @@ def _against_file(out: Path) -> str:
 
 
 def _against_folder(out: Path) -> str:
-    """Return why nothing can be written here, tried in the nearest folder that exists, without a trace; "" if it can."""
+    """Return why no file can lie in this folder, tried in the nearest one that exists; "" if it can."""
     there = next(folder for folder in (out, *out.parents) if folder.exists())
     if not there.is_dir():
         return "is a file. Name a folder" if there == out else f"{there} is a file. Name another folder"
