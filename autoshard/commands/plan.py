@@ -151,8 +151,7 @@ def plan(
     if at is not None:
         return _one_candidate(request, at, to)
     result = searched(request, count, options)
-    answers = answers_of(request, result, choose)
-    return _show_answers(answers, to, partial(_print_better_sizes, request, result, options))
+    return _show_answers(answers_of(request, result, choose), to, partial(_print_sizes, request, result, options))
 
 
 def _read_off(module: str, question: QuestionOptions) -> ModelSpec:
@@ -242,7 +241,7 @@ def _show_answers(
     return to.end(answer.plan, written)
 
 
-def _print_better_sizes(request: Request, result: SearchResult, options: SearchOptions) -> None:
+def _print_sizes(request: Request, result: SearchResult, options: SearchOptions) -> None:
     """Print the numbers of nodes, and batches, that divide better among ranks, if time is left."""
     with watching(options.time_limit, format_seconds) as watch:
         for words in () if result.certificate.stopped else better_sizes(request, result.plans[0], watch):
