@@ -54,14 +54,14 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stated(Generic[Group]):
-    """The options of a dataclass that the user has stated; where the others come from, the command decides."""
+    """The options of a dataclass that the user has stated; the command decides where the rest comes from."""
 
     kind: type[Group]
     values: Mapping[str, object] = field(default_factory=dict[str, object], hash=False)  # by option: schedule.shape
     origins: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)  # how faults name each option
 
     def over(self, base: Group) -> Group:
-        """Return the dataclass: what is stated, and for the rest what the other one has; refuse what does not fit."""
+        """Return the dataclass: the stated values over those of ``base``; refuse values that do not fit together."""
         return cast(Group, _built(self.kind, "", {**flat_fields(base), **self.values}, self.origins))
 
 
@@ -133,7 +133,7 @@ def read_options(name: str, command: Callable[..., int], arguments: Sequence[str
 def _arguments(
     command: Callable[..., int], options: Mapping[str, Option], values: Mapping[str, Any], given: Given
 ) -> dict[str, Any]:
-    """Return a command's arguments: values, dataclasses of them, and what of a dataclass is stated."""
+    """Return the arguments of a command: values, dataclasses made of values, and the stated options of dataclasses."""
     origins = {key: given[key][0] if key in given else option.label for key, option in options.items()}
 
     def argument(name: str, kind: Any) -> object:
@@ -143,12 +143,12 @@ def _arguments(
             return Stated(kind=group, values=stated, origins=origins)
         return _built(kind, "", values, origins) if _is_group(kind) else values[name]
 
-    kinds = ((name, one.annotation) for name, one in inspect.signature(command).parameters.items())
+    kinds = ((name, parameter.annotation) for name, parameter in inspect.signature(command).parameters.items())
     return {name: argument(name, kind) for name, kind in kinds}
 
 
 def _load_extensions(typed: Sequence[str], file: str, listed: object) -> None:
-    """Load the user's own code: what is typed, and what a file of options names, which may lie beside that file."""
+    """Load the user's Python files: those typed, and those that a file of options names, relative to it if need be."""
     names = [str(name) for name in (cast(Sequence[object], listed) if isinstance(listed, list | tuple) else [listed])]
     beside = ((Path(file).parent / name, Path(name)) for name in names)
     paths = [*map(Path, typed), *(near if near.is_file() else path for near, path in beside)]
@@ -178,8 +178,8 @@ def options_of(source: Any, before: str = "") -> Iterator[Option]:
             yield from options_of(group, f"{before}{name}." if _is_group(source) else "")
             continue
         if NoneType in get_args(kind):
-            kind = Union[tuple(one for one in get_args(kind) if one is not NoneType)]  # noqa: UP007 (as many as there are)
-        literals = (one for one in (kind, *get_args(kind)) if get_origin(one) is Literal)
+            kind = Union[tuple(member for member in get_args(kind) if member is not NoneType)]  # noqa: UP007 (as many as there are)
+        literals = (member for member in (kind, *get_args(kind)) if get_origin(member) is Literal)
         repeats = get_origin(kind) is Mapping
         flag = f"--{before}{name.removesuffix('s') if repeats else name}".replace("_", "-")
         yield Option(
@@ -224,7 +224,9 @@ def _documentation(source: Any, before: str = "") -> tuple[str, dict[str, str]]:
     import docstring_parser
 
     parsed = docstring_parser.parse(source.__doc__ or "")
-    about = {before + one.arg_name: " ".join((one.description or "").split()) for one in parsed.params}
+    about = {
+        before + parameter.arg_name: " ".join((parameter.description or "").split()) for parameter in parsed.params
+    }
     about = {name: text.replace("%", "%%") for name, text in about.items()}
     for name, kind in get_type_hints(source).items():
         if group := _group_of(kind):
@@ -233,7 +235,7 @@ def _documentation(source: Any, before: str = "") -> tuple[str, dict[str, str]]:
 
 
 def _entries(where: str, path: str, options: Mapping[str, Option], faults: list[Fault]) -> Given:
-    """Return what a file says of each option; keys of a recipe that are for other commands are checked too."""
+    """Return the entries of a file by option; keys of a recipe that belong to other commands are checked too."""
     from autoshard.spec.files import read_data
     from autoshard.spec.recipe import RECIPE_KEYS, TRAINING_KEYS
     from autoshard.spec.record import decode
@@ -260,8 +262,8 @@ def _entries(where: str, path: str, options: Mapping[str, Option], faults: list[
         elif name in RECIPE_KEYS:
             elsewhere[name] = value
         else:
-            known = _keys(options, f"{section}.") if section else [*_keys(options, ""), *RECIPE_KEYS]
-            message = f"unknown key. {nearest(key, list(dict.fromkeys(known)))}"
+            names = _keys(options, f"{section}.") if section else [*_keys(options, ""), *RECIPE_KEYS]
+            message = f"unknown key. {nearest(key, list(dict.fromkeys(names)))}"
             faults.append(Fault(where=f"{where}: {name}", message=message))
     of_training = Faults()
     with of_training.of():
@@ -299,14 +301,14 @@ def _pairs(option: Option, texts: Sequence[str], faults: list[Fault]) -> dict[st
     return pairs
 
 
-def _value(option: Option, given: tuple[str, Any] | None, faults: list[Fault]) -> object:
+def _value(option: Option, stated: tuple[str, Any] | None, faults: list[Fault]) -> object:
     """Return the value of an option in its type, or its default; what is wrong with it joins the faults."""
-    if given is None:
+    if stated is None:
         if option.default is _REQUIRED:
             choices = f"; one of {', '.join(option.words)}" if option.words else ""
             faults.append(Fault(where=option.label, message=f"missing{choices}"))
         return {} if option.repeats else option.default
-    (where, raw), kind = given, option.kind
+    (where, raw), kind = stated, option.kind
     if isinstance(raw, int | float) and not isinstance(raw, bool) and kind not in (int, float):
         raw = str(raw)
     if isinstance(raw, str) and (not raw.strip() or "\0" in raw):
@@ -349,7 +351,9 @@ def _built(group: Any, before: str, values: Mapping[str, object], origins: Mappi
         faults: list[Fault] = []
         for fault in error.faults:
             key = before + fault.where
-            name = next((one for one in origins if key == one or key.startswith((f"{one}.", f"{one}["))), None)
+            name = next(
+                (origin for origin in origins if key == origin or key.startswith((f"{origin}.", f"{origin}["))), None
+            )
             rest = Fault(where=key.removeprefix(name or "").removeprefix("."), message=fault.message)
             faults.append(rest.under(origins[name]) if name else fault)
         raise InputError(faults) from None

@@ -29,14 +29,14 @@ class Extensions:
     files: dict[Path, str]
     parts: dict[str, object]
 
-    def of(self, kind: type[Part], known: Iterable[str] = ()) -> Mapping[str, Part]:
+    def of(self, kind: type[Part], taken_names: Iterable[str] = ()) -> Mapping[str, Part]:
         """Return the parts of a class by name, none of which may be a name that autoshard has given."""
         if not self.parts:
             return {}
-        found = {name: part for name, part in self.parts.items() if isinstance(part, kind)}
-        twice = ", ".join(sorted(found.keys() & set(known))) if found else ""
+        parts = {name: part for name, part in self.parts.items() if isinstance(part, kind)}
+        twice = ", ".join(sorted(parts.keys() & set(taken_names))) if parts else ""
         require((not twice, f"--extend {', '.join(path.name for path in self.files)}", f"{twice}: {_TAKEN}"))
-        return found
+        return parts
 
     def entries(self) -> dict[str, str]:
         """Return the provenance of a plan that is made with the files: their names, and hashes of their texts."""
@@ -59,7 +59,7 @@ def load_extension(path: Path) -> None:
     digest = hashlib.sha256(text).hexdigest()[:16]
     if EXTENSIONS.files.get(whole) == digest:
         return
-    names = [one.name for one in EXTENSIONS.files]
+    names = [file.name for file in EXTENSIONS.files]
     require((whole.name not in names, where, "a file of this name is loaded already"))
     module = run_file(whole, f"autoshard_extension_{whole.stem}", where)
     parts = {name: part for name, part in vars(module).items() if not name.startswith("_")}
@@ -72,13 +72,13 @@ def load_extension(path: Path) -> None:
 def require_extensions(provenance: Mapping[str, object]) -> None:
     """Refuse a plan that was made with other files than are loaded; more files may be."""
     entries, faults = EXTENSIONS.entries(), list[Fault]()
-    for key, wanted in provenance.items():
+    for key, digest in provenance.items():
         name = key.removeprefix(_PREFIX)
-        if not key.startswith(_PREFIX) or entries.get(key) == wanted:
+        if not key.startswith(_PREFIX) or entries.get(key) == digest:
             continue
-        message = f"the plan was made with {name} ({wanted}). Type --extend and where that file lies"
+        message = f"the plan was made with {name} ({digest}). Type --extend and where that file lies"
         if key in entries:
-            message = f"{name} ({entries[key]}) is not the file that the plan was made with ({wanted}). Plan again"
+            message = f"{name} ({entries[key]}) is not the file that the plan was made with ({digest}). Plan again"
         faults.append(Fault(where="--extend", message=message))
     if faults:
         raise InputError(faults)
@@ -92,17 +92,17 @@ def user_function(where: str, option: str) -> Callable[[], Any]:
     if name.endswith(".py"):
         path = Path(name)
         require((path.is_file(), option, f"there is no file {name}"))
-        found = run_file(path.resolve(), f"autoshard_module_{path.stem}", f"{option} {path}")
+        module = run_file(path.resolve(), f"autoshard_module_{path.stem}", f"{option} {path}")
     else:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
         try:
-            found = importlib.import_module(name)
+            module = importlib.import_module(name)
         except ImportError as error:
             raise InputError.of(option, f"{name} cannot be imported: {error}") from None
         finally:
             sys.path.pop(0)
-    require((callable(getattr(found, function, None)), option, f"{name} has no function {function}"))
-    return getattr(found, function)
+    require((callable(getattr(module, function, None)), option, f"{name} has no function {function}"))
+    return getattr(module, function)
 
 
 def run_file(path: Path, name: str, where: str) -> types.ModuleType:

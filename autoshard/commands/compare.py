@@ -24,7 +24,7 @@ def compare(a: Path, b: Path, fail_if_slower: str | None = None, json: bool = Fa
     """
     allowed, read = _read((a, b), fail_if_slower)
     # plans that do not fit in memory are compared as well
-    refused = [tuple(reason for reason in one.rejections if reason.rule_id != "memory") for one in read]
+    refused = [tuple(reason for reason in check.rejections if reason.rule_id != "memory") for check in read]
     if any(refused):
         if json:
             reasons = ([rejection_json(reason) for reason in against] for against in refused)
@@ -35,8 +35,8 @@ def compare(a: Path, b: Path, fail_if_slower: str | None = None, json: bool = Fa
                 print(f"{path} cannot run, so it is not compared:")
                 print_answer(rejections_report(against))
         return 1
-    difference = compared(*(one.plan for one in read))
-    remarks = [f"{path}: {one.remark}" for path, one in zip((a, b), read, strict=True) if one.remark]
+    difference = compared(*(check.plan for check in read))
+    remarks = [f"{path}: {check.remark}" for path, check in zip((a, b), read, strict=True) if check.remark]
     names = str(a), str(b)
     print_answer(comparison_json(difference, remarks) if json else comparison_report(difference, names, remarks))
     if allowed is not None and difference.slower_by > allowed:

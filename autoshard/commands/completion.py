@@ -57,16 +57,18 @@ def _values(option: Option) -> tuple[str, ...]:
 
 
 def _cases() -> str:
-    """Return what bash and zsh have in common: the choices by command and word before, then the options."""
+    """Return the shell cases that bash and zsh share: choices by command and the word before, then options."""
     values, flags, positional = list[str](), list[str](), list[str]()
     for command in COMMANDS:
         options = list(options_of(command_of(command)))
-        typed = [one for one in options if one.label == one.flag]
+        typed = [option for option in options if option.label == option.flag]
         values += [
-            f'    "{command} {one.flag}") choices="{" ".join(_values(one))}" ;;' for one in typed if _values(one)
+            f'    "{command} {option.flag}") choices="{" ".join(_values(option))}" ;;'
+            for option in typed
+            if _values(option)
         ]
-        flags.append(f'      {command}) choices="{" ".join([*(one.flag for one in typed), *_COMMON])}" ;;')
-        words = [word for one in options if one.label != one.flag for word in _values(one)]
+        flags.append(f'      {command}) choices="{" ".join([*(option.flag for option in typed), *_COMMON])}" ;;')
+        words = [word for option in options if option.label != option.flag for word in _values(option)]
         positional += [f'    "{command} {command}") choices="{" ".join(words)}" ;;'] if words else []
     return "\n".join([
         '  elif [[ $cur == -* ]]; then case "$command" in', *flags, "    esac",

@@ -42,16 +42,16 @@ def contribute(folder: Path, out: Path = Path("contribution.jsonl"), json: bool 
         node_type_here,
     )  # may import torch, which takes seconds
 
-    found = contribution(folder, machine_words(), installed_packages(), node_type_here())
-    print_left_out(found.read.left_out_lines)
-    write_text(found.text, out)
-    print_answer({"file": str(out), "rows": list(map(encode, found.rows))} if json else _report(found, out))
-    return 1 if found.read.num_unread else 0
+    rows = contribution(folder, machine_words(), installed_packages(), node_type_here())
+    print_left_out(rows.read.left_out_lines)
+    write_text(rows.text, out)
+    print_answer({"file": str(out), "rows": list(map(encode, rows.rows))} if json else _report(rows, out))
+    return 1 if rows.read.num_unread else 0
 
 
-def _report(found: Contribution, out: Path) -> str:
-    told = {what: _pairs((found.rows[0].source or {})[what]) for what in ("versions", "machine")}
-    lines = [f"{len(found.rows)} measured row{'s' if len(found.rows) > 1 else ''}:", *map(_line, found.rows)]
+def _report(rows: Contribution, out: Path) -> str:
+    told = {what: _pairs((rows.rows[0].source or {})[what]) for what in ("versions", "machine")}
+    lines = [f"{len(rows.rows)} measured row{'s' if len(rows.rows) > 1 else ''}:", *map(_line, rows.rows)]
     return "\n".join([
         *lines, f"software: {told['versions']}", f"machine, as this one is: {told['machine']}", _NOT_IN_IT,
         f"wrote {out}", _SEND.format(out),

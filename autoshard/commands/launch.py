@@ -97,8 +97,8 @@ def _write(files: Files, out: Path, plan: Plan) -> None:
     """Write a job into a new folder, or over the job of the same plan."""
     if out.is_dir() and any(out.iterdir()):
         node, read = out / NODE, out / PLAN
-        made = node.is_file() and read.is_file() and _MADE in node.read_text(encoding="utf-8", errors="replace")
-        require((made, f"--out {out}", "holds files that are not a job and are not overwritten. Name another folder"))
+        is_job = node.is_file() and read.is_file() and _MADE in node.read_text(encoding="utf-8", errors="replace")
+        require((is_job, f"--out {out}", "holds files that are not a job and are not overwritten. Name another folder"))
         same = fingerprint(load(read)) == fingerprint(plan)
         require((same, f"--out {out}", "holds the job of another plan. Name another folder"))
         for old in (*out.glob("*.sbatch"), *out.glob("*.yaml"), *out.glob("*.sh")):
@@ -116,7 +116,11 @@ def _summary(job: Job, files: Files, out: Path) -> str:
     steps, folder = job.training.steps, word(str(out))
     whole = f"{format_seconds(steps * prediction.step_time_s)} for {steps} steps"
     took = f"{format_seconds(prediction.step_time_s)} a step, {whole}"
-    lines = [f"wrote {out}: {', '.join(files.texts)}", f"predicted: {took}", *(f"note: {one}" for one in remarks(job))]
+    lines = [
+        f"wrote {out}: {', '.join(files.texts)}",
+        f"predicted: {took}",
+        *(f"note: {remark}" for remark in remarks(job)),
+    ]
     if files.submitter:
         return "\n".join([*lines, f"next: bash {folder}/{SUBMIT}"])
     stages = ("compile", "train") if job.compiles else ("train",)

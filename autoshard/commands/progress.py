@@ -83,13 +83,13 @@ class Watcher:
 def watching(time_limit_s: float | None, show: Callable[[float], str]) -> Iterator[Watcher]:
     """Watch a search: Ctrl-C ends it with the best plan so far. ``show`` formats the objective."""
     watcher = Watcher(time_limit_s, show)
-    handlers = {one: signal.signal(one, watcher.interrupt) for one in (signal.SIGINT, signal.SIGALRM)}
+    handlers = {number: signal.signal(number, watcher.interrupt) for number in (signal.SIGINT, signal.SIGALRM)}
     try:
         yield watcher
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        for one, before in handlers.items():
-            signal.signal(one, before)
+        for number, before in handlers.items():
+            signal.signal(number, before)
         watcher.line.clear()
 
 
@@ -97,16 +97,18 @@ def watching(time_limit_s: float | None, show: Callable[[float], str]) -> Iterat
 def byte_progress(
     what: str, more: Callable[[Any], str] = lambda _: "", *, quiet: bool
 ) -> Iterator[Callable[[Any], None]]:
-    """Show ``done_bytes`` of ``all_bytes``, of which an earlier start did ``kept_bytes``, and ``more``."""
+    """Show progress in bytes: ``done_bytes`` of ``all_bytes``; ``kept_bytes`` are those of an earlier start."""
     line, start_s = StatusLine(silent=quiet, logs=True), time.monotonic()
 
     def report(now: Any) -> None:
-        done, time_s, left = now.done_bytes - now.kept_bytes, max(1e-9, time.monotonic() - start_s), ""
+        done, time_s, remaining = now.done_bytes - now.kept_bytes, max(1e-9, time.monotonic() - start_s), ""
         if done > 0:
-            left = f", {format_seconds(time_s * (now.all_bytes - now.done_bytes) / done)} left"
+            remaining = f", {format_seconds(time_s * (now.all_bytes - now.done_bytes) / done)} left"
         resumes = now.kept_bytes > 0 and done == 0
         share = f"{'going on: ' if resumes else ''}{now.done_bytes / max(1, now.all_bytes):.0%}"
-        text = f"{what}, {share} of {format_bytes(now.all_bytes)}, {more(now)}{format_bytes(done / time_s)}/s{left}"
+        text = (
+            f"{what}, {share} of {format_bytes(now.all_bytes)}, {more(now)}{format_bytes(done / time_s)}/s{remaining}"
+        )
         line.show(text, at_once=resumes)
 
     yield report

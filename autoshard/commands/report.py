@@ -47,9 +47,9 @@ def report(
     read, faults = list[CheckedPlan](), Faults()
     for path in plans:
         with faults.of():
-            found = load(path)  # names the file in its faults
+            content = load(path)  # names the file in its faults
             with inside(path):
-                read.append(check_plan(found))
+                read.append(check_plan(content))
     faults.refuse()
     for one in read:
         if misfits := [reason for reason in one.rejections if reason.rule_id != "memory"]:

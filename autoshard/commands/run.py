@@ -77,34 +77,34 @@ def run(
     before = StartBefore() if fresh else start_before(folder, training.values.get("checkpoint.to"))
     trained = _trained(training.over(before.training or Training()), plan, tried=tried)
     options = Run(folder=folder, training=trained, resume="never" if tried else resume)
-    leads = (given := given_rank()) is None or given.rank == 0
+    leads = (launched := given_rank()) is None or launched.rank == 0
     checked = check_plan(plan_of(plan, question, nodes), to_run=True)
     current, notes = checked.plan, [*before.notes, *filter(None, [checked.remark]), *_card_notes(checked.plan)]
     if checked.rejections:
         return print_refused(checked.rejections, json=json) if leads else 1
     if compile_only:
-        return compile_ahead(current, options, given, str(plan), json=json)
+        return compile_ahead(current, options, launched, str(plan), json=json)
     if rehearse is not None:
         current, shrunk = _rehearsed(current, rehearse)
         notes += shrunk
     notes += _elsewhere_notes(current) if tried else []
     if dry_run:
         return _dry(current, notes, dry_ranks, json=json) if leads else 0
-    asked = Execution(
+    execution = Execution(
         plan=current, notes=tuple(notes), run=options, tried=tried, restarts=restarts, json=json, before=before,
         stated=frozenset(training.values),
     )  # fmt: skip
-    return _executed(asked, engine_mode, plan, given)
+    return _executed(execution, engine_mode, plan, launched)
 
 
-def _executed(execution: Execution, engine_mode: str, path: Path, given: GivenRank | None) -> int:
+def _executed(execution: Execution, engine_mode: str, path: Path, launched: GivenRank | None) -> int:
     """Run on the device of this machine, unless it cannot, or the number of ranks is wrong."""
-    execution = _in_mode(_on_device(execution, given), engine_mode)
-    if given is None or given.rank == 0:
-        _refuse_machine(execution, path, given)
-    elif given.num_ranks != execution.plan.mesh.num_ranks:
+    execution = _in_mode(_on_device(execution, launched), engine_mode)
+    if launched is None or launched.rank == 0:
+        _refuse_machine(execution, path, launched)
+    elif launched.num_ranks != execution.plan.mesh.num_ranks:
         return 2  # rank 0 says why
-    return execute(execution, given)
+    return execute(execution, launched)
 
 
 def _refuse(
@@ -113,13 +113,13 @@ def _refuse(
     """Refuse options that contradict each other, before any work."""
     tried = dry or rehearse is not None
     first = f"takes a plan file. Type first: autoshard plan --config {plan}"
-    apart = "cannot be combined with --rehearse or --dry-run. Leave one of them out"
+    message = "cannot be combined with --rehearse or --dry-run. Leave one of them out"
     require(
         (not (compile_only and is_recipe(plan)), "--compile-only", first),
         (rehearse is None or rehearse >= 1, "--rehearse", f"must be at least 1, not {rehearse}"),
         (restarts >= 0, "--restarts", f"must be at least 0, not {restarts}"),
         (dry or not dry_ranks, "--dry-ranks", "names the ranks of --dry-run. Type --dry-run as well"),
-        (not (compile_only and tried), "--compile-only", apart),
+        (not (compile_only and tried), "--compile-only", message),
     )
 
 
@@ -156,7 +156,9 @@ def _card_notes(plan: Plan) -> list[str]:
     card = load_model(name)
     names = [entry.name for entry in fields(card) if entry.name != "source"]
     pairs = {name: (getattr(plan.model, name), getattr(card, name)) for name in names}
-    changed = "; ".join(f"{name} {mine}, on the card {its}" for name, (mine, its) in pairs.items() if mine != its)
+    changed = "; ".join(
+        f"{name} {planned}, on the card {its}" for name, (planned, its) in pairs.items() if planned != its
+    )
     differs = f"the run uses {name} as the plan has it, which differs from the card: {changed}"
     return [f"model: {differs}. To use the card, plan again"] if changed else []
 
@@ -171,13 +173,13 @@ def _elsewhere_notes(plan: Plan) -> list[str]:
     return notes
 
 
-def _on_device(execution: Execution, given: GivenRank | None) -> Execution:
+def _on_device(execution: Execution, launched: GivenRank | None) -> Execution:
     """Choose the device of the run and add notes about it; rehearsals run on the host's processors."""
     if execution.tried:
         return execution
     plan, notes = execution.plan, list[str]()
     put_environment(environment(plan))  # before torch loads what belongs to a device
-    device = XLA if execution.engine == "nxd" else device_of(plan, forked=given is None)
+    device = XLA if execution.engine == "nxd" else device_of(plan, forked=launched is None)
     if device not in (XLA, HOST):
         notes = [f"devices: {device}, one for each rank"]
     elif device == HOST and (elsewhere := _elsewhere_notes(plan)):
@@ -200,12 +202,12 @@ def _in_mode(execution: Execution, wanted: str) -> Execution:
     return replace(execution, run=replace(execution.run, mode=mode))
 
 
-def _refuse_machine(execution: Execution, path: Path, given: GivenRank | None) -> None:
+def _refuse_machine(execution: Execution, path: Path, launched: GivenRank | None) -> None:
     """Refuse plans that this machine cannot run, and a wrong number of ranks."""
     if execution.engine == "nxd":
-        refuse_without_neuron(execution.plan, str(path), started=given is not None)
-    if given is not None:
-        given.refuse_other_size(execution.plan.mesh.num_ranks, str(path))
+        refuse_without_neuron(execution.plan, str(path), started=launched is not None)
+    if launched is not None:
+        launched.refuse_other_size(execution.plan.mesh.num_ranks, str(path))
     elif execution.run.device == HOST:
         refuse_too_large(execution.plan, available_bytes())
 

@@ -81,13 +81,13 @@ def sweep(
         rows = RowFile(folder)
         if retry:
             rows.forget_failed()
-        left = jobs_of([one for one in points if one.id not in rows.rows], content.mode, folder, content.rehearse)
-        num_done = len(points) - sum(len(job.points) for job in left)
+        pending = jobs_of([one for one in points if one.id not in rows.rows], content.mode, folder, content.rehearse)
+        num_done = len(points) - sum(len(job.points) for job in pending)
         if num_done and not json:
             print(f"{num_done} of {len(points)} points are already done")
         num_workers = jobs or (1 if content.mode == "run" else os.cpu_count() or 1)
         progress = SweepProgress(len(points), num_done, silent=json)
-        for done in work_through(left, min(num_workers, len(left)), progress.begin):
+        for done in work_through(pending, min(num_workers, len(pending)), progress.begin):
             rows.add(done)
             progress.end(done)
         ordered = [rows.rows[point.id] for point in points]

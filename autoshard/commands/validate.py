@@ -35,14 +35,14 @@ def validate(
             return the place of the one to run, or of several.
         json: Print one JSON object instead of tables.
     """
-    others = user_choosers(predictor, chooser)
-    found = validated(rows, calibration and load_calibration(calibration))
-    splits, validation = splits_beside(rows), found.validation
-    frozen = splits and FrozenRows.of(splits, found.rows)
-    more = {LEFT_OUT: left_out(found.times, frozen.same)} if frozen and not calibration else {}
-    chosen = choices(found.times, *others, more, splits and splits.by_row)
+    choosers = user_choosers(predictor, chooser)
+    report = validated(rows, calibration and load_calibration(calibration))
+    splits, validation = splits_beside(rows), report.validation
+    frozen = splits and FrozenRows.of(splits, report.rows)
+    more = {LEFT_OUT: left_out(report.times, frozen.same)} if frozen and not calibration else {}
+    chosen = choices(report.times, *choosers, more, splits and splits.by_row)
     print_left_out(validation.left_out)
-    named = suspects(found)
+    named = suspects(report)
     data = {**encode(validation), "choices": encode(chosen), "splits": encode(frozen), "suspects": encode(named)}
     print_answer(data if json else validation_report(validation, chosen, frozen, named))
     return 1 if validation.num_unread else 0

@@ -66,13 +66,13 @@ def _verify_module(path: Path, module: str | None, *, json: bool) -> int:
 
     require((module is not None, "--module", "is missing: FILE.py:FUNCTION that returns the module and its inputs"))
     with inside(path):
-        found = proven_plan(load_module_plan(path), str(module))
-    worst = max(found, key=lambda one: one.error)
+        proofs = proven_plan(load_module_plan(path), str(module))
+    worst = max(proofs, key=lambda proof: proof.error)
     holds = worst.error <= BAR
     if json:
-        print_answer({"holds": holds, "tensors": [encode(one) for one in found]})
+        print_answer({"holds": holds, "tensors": [encode(proof) for proof in proofs]})
     else:
         said = "equal those" if holds else "differ from those"
         most = f"{worst.name} differs by {worst.error:.1e}"
-        print_answer(f"{path}: {len(found)} results and gradients {said} of the module; {most}")
+        print_answer(f"{path}: {len(proofs)} results and gradients {said} of the module; {most}")
     return 0 if holds else 1

@@ -37,12 +37,12 @@ def watch(folder: Path, once: bool = False, every: float = 2.0, html: Path | Non
     on_terminal = sys.stdout.isatty() and not json
 
     def look() -> RunProgress:
-        found = progress_of(read_run(folder), time.time())
+        progress = progress_of(read_run(folder), time.time())
         if html:
             from autoshard.report.watch.page import progress_page  # who wants no page need not wait for it
 
-            write_text(progress_page(found, every), html, "--html")
-        return found
+            write_text(progress_page(progress, every), html, "--html")
+        return progress
 
     now = look()
     if not (once or now.is_over) and (on_terminal or html):

@@ -17,8 +17,9 @@ WIDE: Dims = (*TOKENS, "vocab")  # of logits, and of what a loss computes from t
 class Saved:
     """A tensor kept from forward to backward; two entries with the same storage are the same memory.
 
-    ``op`` is the operation whose share of it a rank keeps; None for what the block before has made. ``over`` names the
-    tensor that it overwrites: it takes no memory beside that tensor, nor does that tensor's gradient beside it.
+    A rank keeps the share of it that ``op`` holds; ``op`` is None for the result of the block before. ``over``
+    names the tensor that it overwrites: it takes no memory beside that tensor, nor does that tensor's gradient
+    beside it.
     """
 
     storage: str
@@ -29,7 +30,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedOps:
-    """Forward operations that run as one kernel, what is known of that kernel, and what it keeps for backward."""
+    """Forward operations that run as one kernel, the table's entry of the kernel, and the tensors that it keeps."""
 
     ops: tuple[str, ...]
     kernel: Kernel
@@ -124,9 +125,9 @@ class Block:
 
     def _check_gradients_and_deliveries(self) -> None:
         sums = [op for op in self.select("micro_batch") if isinstance(op.kind, Accumulate)]
-        given = sorted((op.outputs[0], self.tensors[op.outputs[0]].dims) for op in sums)
+        sums_given = sorted((op.outputs[0], self.tensors[op.outputs[0]].dims) for op in sums)
         expected = sorted((f"{tensor.name}.sum", tensor.dims) for tensor in self.parameters)
-        assert given == expected, f"{self.kind}: gradients {given} for parameters {expected}"
+        assert sums_given == expected, f"{self.kind}: gradients {sums_given} for parameters {expected}"
         delivered = {name for op in self.ops if isinstance(op.kind, Deliver) for name in op.outputs}
         for op in self.select("micro_batch", "F"):
             activations = [name for name in op.inputs if self.tensors[name].role == "activation"]
@@ -151,8 +152,10 @@ class OpGraph:
         """Verify that neighbouring blocks agree on the hidden state."""
         for before, after in zip(self.blocks, self.blocks[1:], strict=False):
             assert before.carry_out and after.carry_in, f"nothing goes from {before.kind} to {after.kind}"
-            given, taken = before.tensors[before.carry_out], after.tensors[after.carry_in]
-            assert (given.dims, given.dtype) == (taken.dims, taken.dtype), f"{given} is not {taken}"
+            handed_on, received = before.tensors[before.carry_out], after.tensors[after.carry_in]
+            assert (handed_on.dims, handed_on.dtype) == (received.dims, received.dtype), (
+                f"{handed_on} is not {received}"
+            )
 
     def block(self, kind: str) -> Block:
         """Return the block of that kind."""

@@ -53,7 +53,7 @@ class BlockBuilder:
     def deliver_as(
         self, tensor: str, name: str, rename: tuple[tuple[str, str], ...] = (), *, settles: bool = False
     ) -> str:
-        """Say under which name a tensor reaches its readers; without this it is the usual one."""
+        """Name the deliver of a tensor, which else gets its usual name when it is first read; return the tensor."""
         self._wanted[tensor] = (name, Deliver(rename=rename, settles=settles))
         return tensor
 
@@ -152,15 +152,15 @@ def _differentiate(b: BlockBuilder, op: Op, needing: set[str], arriving: Mapping
         many = [read for read in step.reads if len(named[read]) != 1]
         assert isinstance(op.kind, Deliver) or not many, f"{op.name} got several {many} without a deliver"
         reads = [name for read in step.reads for name in named[read]]
-        given: tuple[str, ...] = (reads[0],)
+        outputs: tuple[str, ...] = (reads[0],)
         if step.kind is not None:
             targets = [index for index in step.gives if index is not None]
             weight = any(b.tensors[op.inputs[index]].role == "parameter" for index in targets)
             name = f"{op.name}.d{''.join(map(str, targets)) or 'part'}"
             waits: Pass = "W" if weight and isinstance(step.kind, Einsum) else "I"
-            given = b.append(name, step.kind, reads, source=op.name, pass_=waits)
-        named[f"step{number}"] = [given[0]]
-        for target, gradient in zip(step.gives, given, strict=False):
+            outputs = b.append(name, step.kind, reads, source=op.name, pass_=waits)
+        named[f"step{number}"] = [outputs[0]]
+        for target, gradient in zip(step.gives, outputs, strict=False):
             if target is not None and op.inputs[target] in needing:
                 arriving[op.inputs[target]].append(gradient)
 
@@ -172,8 +172,8 @@ def _add_update(b: BlockBuilder, name: str, tie: str | None) -> None:
         kind = kind.without_decay()  # a norm's scale and shift, and biases, keep their size
     total = f"{name}.sum"
     if tie:
-        other = b.add(tie, weight.dims, precision.gradients, "input")
-        (total,) = b.append(f"{name}.tie", Accumulate(), [total, other], source=name, phase="step")
+        tied_gradient = b.add(tie, weight.dims, precision.gradients, "input")
+        (total,) = b.append(f"{name}.tie", Accumulate(), [total, tied_gradient], source=name, phase="step")
     (gradient,) = b.append(f"{name}.reduce", Deliver(), [total], source=name, phase="step")
     b.append(f"{name}.square", SquareSum(), [gradient], source=name, phase="step")
     current = b.add(f"{name}.master", weight.dims, precision.masters, "state") if precision.masters else name

@@ -106,8 +106,10 @@ def _layer_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Bloc
     settled = kernels.settles_experts and model.num_experts > 0  # of the slots; of the tokens where none is dropped
     normed = b.deliver_as(_norm(b, model, "mlp_norm", source, "hidden"), "mlp_in", settles=settled and not drops)
     write_mlp = EXTENSIONS.of(FunctionType).get("mlp", mlp)
-    made = _experts(b, model, normed, settles=settled and drops) if model.num_experts else write_mlp(b, model, normed)
-    y = b.emit("mlp_add", Add(), after, _dropped(b, model, "mlp_drop", made))
+    mlp_output = (
+        _experts(b, model, normed, settles=settled and drops) if model.num_experts else write_mlp(b, model, normed)
+    )
+    y = b.emit("mlp_add", Add(), after, _dropped(b, model, "mlp_drop", mlp_output))
     return finish(b, "layer", kernels, takes=(x,), gives=(y,), repeat=model.num_layers)
 
 
@@ -176,8 +178,8 @@ def _norm(b: BlockBuilder, model: ModelSpec, name: str, x: str, over: str) -> st
 
 def _linear(b: BlockBuilder, name: str, x: str, out: Dims, contracted: Dims, *, bias: bool) -> str:
     """A product with a weight, and its bias; ``out`` replaces the ``contracted`` dims of ``x``."""
-    kept = tuple(dim for dim in b.tensors[x].dims if dim not in contracted)
-    product = b.emit(name, Einsum(dims=(*kept, *out)), x, b.weight(f"{name}.weight", *out, *contracted))
+    batch_dims = tuple(dim for dim in b.tensors[x].dims if dim not in contracted)
+    product = b.emit(name, Einsum(dims=(*batch_dims, *out)), x, b.weight(f"{name}.weight", *out, *contracted))
     if not bias:
         return product
     return b.emit(f"{name}_shift", Add(), product, b.weight(f"{name}_shift.bias", *out))
@@ -217,7 +219,7 @@ def _dropped(b: BlockBuilder, model: ModelSpec, name: str, x: str) -> str:
 
 
 def _attention_draws(b: BlockBuilder, model: ModelSpec) -> tuple[str, ...]:
-    """What the attention draws random numbers by, if it drops probabilities."""
+    """Return the inputs by which attention draws random numbers; none if it drops no probabilities."""
     if not model.attention_dropout:
         return ()
     heads = (("kv_numbers", "kv_heads"), ("group_numbers", "q_group"))
@@ -228,7 +230,7 @@ def _attention_draws(b: BlockBuilder, model: ModelSpec) -> tuple[str, ...]:
 
 
 def _document_starts(b: BlockBuilder, workload: Workload) -> tuple[str, ...]:
-    """Where in its sequence the document of each token starts, if documents do not see each other."""
+    """Return the input with the position where the document of each token starts; none if documents are joined."""
     if workload.documents == "joined":
         return ()
     return (b.input("document_starts", ("batch", "seq"), "int64"),)

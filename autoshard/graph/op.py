@@ -107,7 +107,11 @@ class OpKind(ABC):
         """Compute the outputs with numpy; the definition that every engine must agree with."""
 
     def torch_kernel(self, call: Call) -> Callable[..., Any] | None:
-        """Return what computes the outputs on torch tensors; autoshard's own kinds leave that to the torch engine."""
+        """Return what computes the outputs on torch tensors; None for a kind whose kernel is in the torch engine.
+
+        It may stand here where methods of tensors suffice. If the class names its ``engines`` as well, it computes the
+        same for every batch and talks to no other rank, and is compiled with its neighbours.
+        """
         return None
 
     def drops(self) -> bool:
@@ -123,7 +127,7 @@ class OpKind(ABC):
         return ()
 
     def tied_dims(self) -> tuple[tuple[str, Dims], ...]:
-        """Return dims that are cut exactly as others are together: ``(dim, (others ...))``."""
+        """Return ``(dim, (d1, d2, ...))`` for every dim that is cut exactly as d1, d2, ... together are."""
         return ()
 
     def linear_through(self) -> Mapping[int, tuple[int, ...]]:
@@ -156,18 +160,19 @@ class Differentiable(OpKind):
 class Update(OpKind):
     """A kind that takes a step: it reads a weight, its moments, its gradient and scalars, and gives weight and moments.
 
-    ``scalars`` are of clip (the factor of the whole gradient), learning_rate and step_number (from 1).
+    ``scalars`` names its scalar inputs: of clip (the factor of the whole gradient), learning_rate, step_number
+    (from 1).
     """
 
     num_moments: ClassVar[int]
     scalars: ClassVar[tuple[str, ...]]
 
     def without_decay(self) -> "Update":
-        """Return what updates a weight that does not decay: one of a norm, or a bias."""
+        """Return the update of a weight that does not decay: one of a norm, or a bias."""
         return self
 
     def with_constants(self, constants: AdamWConstants) -> "Update":
-        """Return the same with the constants of a run, where they are its own."""
+        """Return this update with the constants of a run, if the kind has any."""
         return self
 
 

@@ -1,4 +1,4 @@
-"""The forward operations of a block as lines of text, of which the block is written again."""
+"""The forward operations of a block as lines of text, from which the block can be built again."""
 
 import json
 import re
@@ -63,7 +63,11 @@ class WrittenOp:
 
     def __str__(self) -> str:
         kind: Any = self.kind
-        usual = {one.name: encode(one.default) for one in fields(kind) if one.default is not MISSING}
+        usual = {
+            spec_field.name: encode(spec_field.default)
+            for spec_field in fields(kind)
+            if spec_field.default is not MISSING
+        }
         stated = {key: value for key, value in encode(kind).items() if key not in usual or value != usual[key]}
         options = f" {json.dumps(stated)}" if stated else ""
         return f"{self.name} = {type(self.kind).__name__}{options} of {', '.join(self.operands)}"
@@ -79,21 +83,21 @@ def emit_written(
 ) -> str:
     """Emit operations; return the name of the last one's first output.
 
-    ``more`` are inputs that some operations read after those of their lines; what is ``settled`` has its
-    gradient summed where it arrives.
+    ``more`` gives operations further inputs, read after those of their lines. The gradient of the tensor
+    ``settled`` is summed where it arrives.
     """
-    for one in ops:
-        if isinstance(one.kind, Deliver):
-            (tensor,) = one.operands
-            b.deliver_as(tensor, one.name, one.kind.rename, settles=tensor == settled)
-    emitted = [one for one in ops if not isinstance(one.kind, Deliver)]
-    for one in emitted:
-        with inside(one.name):
-            reads = [_declared(b, text) for text in one.operands]
+    for op in ops:
+        if isinstance(op.kind, Deliver):
+            (tensor,) = op.operands
+            b.deliver_as(tensor, op.name, op.kind.rename, settles=tensor == settled)
+    emitted = [op for op in ops if not isinstance(op.kind, Deliver)]
+    for op in emitted:
+        with inside(op.name):
+            reads = [_declared(b, text) for text in op.operands]
             try:
-                b.emit(one.name, one.kind, *reads, *more.get(one.name, ()))
+                b.emit(op.name, op.kind, *reads, *more.get(op.name, ()))
             except (AssertionError, ValueError) as error:  # lines may be edited by hand
-                raise InputError.of("", f"{one.kind.label} cannot read these operands: {error}") from None
+                raise InputError.of("", f"{op.kind.label} cannot read these operands: {error}") from None
     return emitted[-1].name
 
 
@@ -115,7 +119,7 @@ def written(block: Block) -> tuple[WrittenOp, ...]:
 
 
 def _declared(b: BlockBuilder, text: str) -> str:
-    """Declare the weight or the input that an operand is, where it is the first to name it; return its name."""
+    """Declare the weight or the input that an operand names, if it is not declared yet; return its name."""
     name, dims, dtype = cast(re.Match[str], _OPERAND.fullmatch(text)).groups()
     if dims is None:
         require((name in b.tensors, "", f"reads {name}, which no line before gives. {nearest(name, list(b.tensors))}"))

@@ -27,7 +27,7 @@ _DIGITS = 12  # of the plan's hash, where it is shown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What the files of every scheduler are made of."""
+    """A plan with its training and its place: all that the files of any scheduler are made of."""
 
     name: str
     plan: Plan
@@ -69,7 +69,7 @@ class Job:
 
     @property
     def notice_s(self) -> int:
-        """How long before they are killed all that run the ranks must get SIGTERM."""
+        """Seconds that the processes of the ranks need between SIGTERM and their kill."""
         return self.stopping_s + _ENDING_S
 
     @property
@@ -79,13 +79,13 @@ class Job:
 
     @property
     def instance_type(self) -> str | None:
-        """What the cloud calls a node; None where the cluster does not say."""
+        """The name of the node type at the cloud; None if the cluster does not state it."""
         name = self.plan.cluster.name
         return name if re.fullmatch(r"(trn|p)\d\w*(-\w+)?\.\d+xlarge", name) else None
 
     @property
     def accelerator(self) -> Literal["neuron", "gpu", "none"]:
-        """What computes on a node."""
+        """The kind of accelerator of a node."""
         if self.plan.cluster.platform:
             return "neuron"
         return "none" if self.plan.cluster.chip.name == "cpu" else "gpu"
@@ -132,11 +132,11 @@ def yaml_text(data: object) -> str:
 
 def _differing(options: Any, usual: Any) -> dict[str, Any]:
     """Return the options that are not at their default; of sections, those inside."""
-    found: dict[str, Any] = {}
+    differing: dict[str, Any] = {}
     for name, value in options.items():
         if isinstance(value, dict) and isinstance(usual[name], dict) and usual[name]:
             inside = _differing(value, usual[name])
-            found |= {name: inside} if inside else {}
+            differing |= {name: inside} if inside else {}
         elif value != usual[name]:
-            found[name] = value
-    return found
+            differing[name] = value
+    return differing

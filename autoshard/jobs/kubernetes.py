@@ -94,7 +94,7 @@ def kubernetes_files(job: Job) -> Files:
 
 
 def _documents(job: Job, what: str, *documents: Mapping[str, Any]) -> str:
-    return "\n".join([*job.title(what), "---\n".join(yaml_text(one) for one in documents)])
+    return "\n".join([*job.title(what), "---\n".join(yaml_text(document) for document in documents)])
 
 
 def _runtime(job: Job) -> dict[str, Any]:

@@ -69,10 +69,10 @@ class JobPlace:
         """Refuse options that this scheduler has no use for, demand those that it needs, and check what is given."""
         given = {one.name: value for one in fields(self) if (value := getattr(self, one.name)) is not None}
         needs = ("image", "claim") if self.scheduler == "k8s" else ()
-        known = ("scheduler", *_TAKES[self.scheduler])
+        used = ("scheduler", *_TAKES[self.scheduler])
         require(
             *((name in given, name, f"missing, and {self.scheduler} needs it") for name in needs),
-            *((name in known, name, f"says nothing to {self.scheduler}. Leave it out") for name in given),
+            *((name in used, name, f"says nothing to {self.scheduler}. Leave it out") for name in given),
         )
         profiles, whose = _PROFILES[self.scheduler], "Slurm's" if self.scheduler == "slurm" else "Kubernetes'"
         forms = {

@@ -40,7 +40,7 @@ def remark(text: str) -> str:
 
 
 def path_faults(path: str) -> Iterator[str]:
-    """Yield why no node finds a folder by this name, though a user may have meant one."""
+    """Yield the reasons why a node cannot find a folder by this path."""
     if not path or not path.isprintable():
         yield f"must be a path without line breaks and the like, not {path!r}"
     elif "://" in path:

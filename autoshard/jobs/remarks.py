@@ -1,4 +1,4 @@
-"""What whoever starts a job must know of how it stops: what of the figures no file of the job can set."""
+"""Remarks on how a job stops, for the person who starts it: limits that no file of the job can set."""
 
 from collections.abc import Iterator
 

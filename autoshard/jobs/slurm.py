@@ -111,7 +111,7 @@ def _container(job: Job) -> str:
 
 
 def _again(job: Job) -> Iterator[str]:
-    """Yield a run that is queued again as long as it gets to begin."""
+    """Yield lines that start the run, and queue it again after a failure if it had begun."""
     attempts, replans = word(f"{job.run}/attempts.jsonl"), job.place.on_failure == "replan"
     yield "# A run that began and failed is queued again, and goes on from its newest checkpoint. One that did not"
     yield "# begin is not: autoshard refuses what is wrong, and a sixth start in a row that took no step."
@@ -127,7 +127,7 @@ def _again(job: Job) -> Iterator[str]:
 
 
 def _after_its_time(job: Job, limit_s: int) -> Iterator[str]:
-    """Yield a run of HyperPod, which is queued again only when its time is up: nodes that fail are srun's business."""
+    """Yield lines that start a run on HyperPod, and queue it again when its time is up; srun replaces failed nodes."""
     yield "# srun starts a run again whose nodes were replaced. One that was stopped because its time was up goes on in"
     yield "# a new job."
     yield f"if {_srun(job, 'train')}; then exit 0; fi"
@@ -136,7 +136,7 @@ def _after_its_time(job: Job, limit_s: int) -> Iterator[str]:
 
 
 def _replanned(job: Job) -> Iterator[str]:
-    """Yield a function that submits a plan for the nodes that are left, if those are fewer than the plan's."""
+    """Yield a shell function that submits a plan for the remaining nodes, if they are fewer than those of the plan."""
     place = job.place
     names = ("partition", "time", *TO_SBATCH, "container_image", "container_mounts")
     given = {"profile": place.kind, **{name: getattr(place, name) for name in names}, "setup": job.setup or None}

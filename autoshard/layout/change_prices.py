@@ -24,10 +24,10 @@ _DimCuts = tuple[tuple[str, tuple[str, ...]], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayoutGraph:
-    """All layouts of a tensor, and every single collective between two of them.
+    """All layouts of a tensor, and every collective that leads from one layout to another.
 
-    ``before`` and ``after`` are the numbers of the layouts of each, in order of ``after``. All of one kind over the
-    same atoms are a group, which one Collective stands for.
+    ``before`` and ``after`` hold the numbers of the two layouts of each collective; collectives are sorted by
+    ``after``. Collectives of one kind over the same atoms form a group, and share one Collective.
     """
 
     layouts: tuple[Layout, ...]
@@ -49,10 +49,10 @@ GraphPrice = Callable[[LayoutGraph], Matrix]  # of every single collective, in c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """The prices of single changes: of one, and of all in a graph.
+    """Prices of collectives: a function for a single one, and a function for all collectives of a graph.
 
-    They may be columns of many meshes; then ``few`` has those of some of them. Only these look for the cheapest ways
-    from layout to layout, and all take the best of what they find.
+    A price may be a column with a number for each mesh. ``few`` then prices a graph for a few of these meshes: the
+    cheapest ways between layouts are searched for the few, and every mesh takes the cheapest of these ways.
     """
 
     of_change: Callable[[Change], Any]
@@ -64,7 +64,8 @@ class Prices:
 class ChangePrices:
     """The prices of changes between layouts of a tensor with these dims, those of ``redistribute``.
 
-    Atoms that stay in place cost nothing. Found prices are remembered, because neighbours need the same.
+    Atoms that stay in place cost nothing. Prices are remembered, because neighbouring operations ask for the same
+    changes.
     """
 
     def __init__(self, dims: Dims, atoms: Sequence[str], prices: Prices, pending: Pending = "sums") -> None:
@@ -75,15 +76,15 @@ class ChangePrices:
         self._one: dict[tuple[LayoutGraph, int, int], Any] = {}
 
     def between(self, befores: Sequence[Layout], afters: Sequence[Layout]) -> Matrix:
-        """Return the price of every change from one of the first layouts to one of the others; infinity for no way.
+        """Return the prices from each of ``befores`` (rows) to each of ``afters`` (columns); infinity for no way.
 
-        Prices that are columns have the last axis.
+        If a price is a column of meshes, the last axis counts the meshes.
         """
         outer, free = _common((*befores, *afters), self._dims, self._atoms)
         shape, few = (len(befores), len(afters), *self._prices.shape), self._prices.few
         if not few and (len(self._dims) + 2) ** len(free) > _MOST_LAYOUTS:
-            each = [self._one_by_one(before, after) for before in befores for after in afters]
-            return np.array(each, np.float64).reshape(shape)
+            prices = [self._one_by_one(before, after) for before in befores for after in afters]
+            return np.array(prices, np.float64).reshape(shape)
         if (outer, free) not in self._graphs:
             graph = _graph(self._dims, free, self._pending, outer)
             self._graphs[outer, free] = graph, (few or self._prices.of_graph)(graph)
@@ -99,7 +100,7 @@ class ChangePrices:
         return np.array([self._known[graph, start][goals] for start in starts]).reshape(shape)
 
     def _learn(self, graph: LayoutGraph, steps: Matrix, starts: Iterable[int], goals: Iterable[int]) -> None:
-        """Price, in all columns, the ways between some layouts that are the cheapest in one of a few columns."""
+        """Find the ways that are the cheapest for one of the few meshes, and price them for all meshes."""
         new = [pair for pair in itertools.product(starts, goals) if (graph, *pair) not in self._one]
 
         @cache
@@ -168,7 +169,7 @@ def _ways_within(graph: LayoutGraph, steps: Matrix, inside: NDArray[np.intp], st
 def _few_shortest(
     graph: LayoutGraph, steps: Matrix, pairs: Sequence[tuple[int, int]]
 ) -> dict[tuple[int, int], set[tuple[int, ...]]]:
-    """Return the ways from one layout to another, as collectives, that are the shortest in any column."""
+    """Return, for each pair of layouts, every sequence of collectives that is the cheapest in some column."""
     ways_by_pair: dict[tuple[int, int], set[tuple[int, ...]]] = {pair: set() for pair in pairs}
     by_touched: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for start, goal in pairs:
@@ -195,7 +196,7 @@ def _few_shortest(
 def _tree(
     graph: LayoutGraph, inside: NDArray[np.intp], ways: NDArray[np.float64], steps: NDArray[np.float64], start: int
 ) -> NDArray[np.intp]:
-    """Return the last collective of a shortest path to each layout, of those the path with the fewest collectives.
+    """Return the last collective of the shortest path to each layout; of equal paths, the one with fewest collectives.
 
     Collectives that cost nothing, or so little that a sum does not change, can form circles: so layouts are taken in
     the order of their distance from the first, in collectives.
@@ -214,7 +215,7 @@ def _tree(
 
 
 def _common(layouts: Sequence[Layout], dims: Dims, atoms: Sequence[str]) -> tuple[_DimCuts, tuple[str, ...]]:
-    """Return the atoms that cut every dim outermost in all layouts, and the other atoms that any of them names."""
+    """Return for every dim the outermost atoms that all layouts share, and all other atoms that some layout names."""
     cuts = [dict(layout.dims) for layout in layouts]
     outer: list[tuple[str, tuple[str, ...]]] = []
     for dim in dims:

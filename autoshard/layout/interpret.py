@@ -24,29 +24,29 @@ class Interpreter:
     mesh: Mesh
     sizes: Mapping[str, int]
 
-    def run(self, program: Program, given: Mapping[str, Array]) -> Mapping[str, Array]:
+    def run(self, program: Program, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
         """Execute a program from whole arrays; return its results, whole again."""
-        values = self.execute(program, given)
+        values = self.execute(program, arrays)
         return {
             tensor: self._executor.gather(values[value.name], _dims(value), value.layout)
             for tensor, value in program.results.items()
         }
 
-    def execute(self, program: Program, given: Mapping[str, Array]) -> Mapping[str, Shards]:
+    def execute(self, program: Program, arrays: Mapping[str, Array]) -> Mapping[str, Shards]:
         """Execute a program from whole arrays; return every value as the ranks hold it, by name."""
         values: dict[str, Shards] = {}
         for instruction in program.instructions:
-            for value, shards in self._executed(instruction, given, values):
+            for value, shards in self._executed(instruction, arrays, values):
                 self._executor.check(shards, value.layout)
                 values[value.name] = shards
         return values
 
     def _executed(
-        self, instruction: Instruction, given: Mapping[str, Array], values: Mapping[str, Shards]
+        self, instruction: Instruction, sources: Mapping[str, Array], values: Mapping[str, Shards]
     ) -> Iterable[tuple[Value, Shards]]:
         match instruction:
             case Given(value=value):
-                return [(value, self._executor.scatter(given[value.tensor], _dims(value), value.layout))]
+                return [(value, self._executor.scatter(sources[value.tensor], _dims(value), value.layout))]
             case Compute(reads=reads, writes=writes):
                 arrays = [values[value.name] for value in reads]
                 return zip(writes, self._computed(instruction, arrays), strict=True)

@@ -123,7 +123,7 @@ def whole_axes(cut: Sequence[str], atoms: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def own_axes(names: Sequence[str], atoms: Mapping[str, int]) -> tuple[str, ...]:
-    """Put axes in the place of their atoms where a mesh has them whole, as those of modules without a card may.
+    """Replace atoms by their axis if the mesh has that axis undivided, as meshes of modules without a card may.
 
     >>> own_axes(("edp", "ep", "kv", "rep"), {"dp": 2, "kv": 2, "rep": 2})
     ('dp', 'kv', 'rep')
@@ -171,7 +171,7 @@ class Cutting:
 
     @classmethod
     def of(cls, blocks: Mapping[str, Mapping[str, Cuts]], boundary: Cuts) -> "Cutting":
-        """Make it of cuts in any order."""
+        """Return the cutting with these cuts, which may come in any order."""
         frozen_cuts = {kind: tuple((name, _frozen(cuts)) for name, cuts in ops.items()) for kind, ops in blocks.items()}
         return cls(tuple(frozen_cuts.items()), _frozen(boundary))
 

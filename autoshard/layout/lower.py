@@ -217,7 +217,7 @@ class _Lowering:
         return Value(name=value.name, tensor=value.tensor, layout=target)
 
     def _collected(self, tensor: str, cuts: Cuts, when: When, busy: Busy) -> Value:
-        """Add the gradients of all readers: first those with equal cuts; these sums are changed, and added."""
+        """Add the gradients of all readers: those with equal cuts first, then these sums, brought to one layout."""
         by_layout: dict[Layout, list[Value]] = defaultdict(list)
         dims = self.block.tensors[tensor].dims
         for part in self._parts[tensor]:
@@ -245,7 +245,7 @@ class _Lowering:
         return Value(name=value.name, tensor=tensor, layout=Layout(dims=dims, sums=value.layout.sums))
 
     def _added(self, tensor: str, values: Sequence[Value]) -> Value:
-        """Add values that are cut alike; where only some are pending over an atom, one rank counts the rest."""
+        """Add values with equal cuts; over an atom that is pending in some only, the others count on one rank."""
         if len(values) == 1:
             return values[0]
         pending = tuple(dict.fromkeys(atom for value in values for atom in value.layout.sums))
@@ -273,7 +273,7 @@ class _Lowering:
 
 
 def _settled(block: Block) -> frozenset[str]:
-    """Return the tensors of which some reader needs the sum, so that no other reader passes it on pending."""
+    """Return the tensors with a reader that needs their sum resolved; no other reader may then pass it on pending."""
     roots: dict[str, str] = {}
     needed: set[str] = set()
     for op in block.select("micro_batch"):

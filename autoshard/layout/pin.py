@@ -355,10 +355,10 @@ def _path(*names: str) -> tuple[str, ...]:
     return tuple(name for name, _ in itertools.groupby(names))
 
 
-def _chain(one: tuple[str, ...], two: tuple[str, ...]) -> str:
+def _chain(first: tuple[str, ...], second: tuple[str, ...]) -> str:
     """Print the way from one pinned tensor over operations to the other.
 
     >>> _chain(("attn_in", "q"), ("q.weight", "q")), _chain(("q", ), ("q.weight", "q"))
     ('attn_in -> q <- q.weight', 'q <- q.weight')
     """
-    return one[0] if one == two else " <- ".join([" -> ".join(one), *reversed(two[:-1])])
+    return first[0] if first == second else " <- ".join([" -> ".join(first), *reversed(second[:-1])])

@@ -165,7 +165,7 @@ def values_read(entry: Instruction) -> tuple[Value, ...]:
 def _needed(
     instructions: Sequence[Instruction], names: Collection[str], pass_: Pass
 ) -> tuple[tuple[Instruction, ...], tuple[Instruction, ...]]:
-    """Split instructions into those of a pass, with those of no pass that they or ``names`` need, and the rest."""
+    """Split instructions in two: those of a pass, with the pass-less ones that they or ``names`` need; all others."""
     needed = set(names)
     chosen: list[Instruction] = []
     remaining: list[Instruction] = []

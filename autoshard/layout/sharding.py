@@ -27,8 +27,8 @@ class Sharding:
     """A block's cuts by operation, by tensor that is kept, and by weight; its messages; what gradients await.
 
     A ring shows every key to every rank, so that an attention's keys count whole. A tensor may be kept twice: as it
-    was made, and as it was delivered; an input of the batch is kept only where it was changed. Of what is kept, and of
-    gradients, W reads what is ``waiting``.
+    was made, and as it was delivered; an input of the batch is kept only where it was changed. ``waiting`` names
+    the kept tensors and the gradients that W reads.
     """
 
     op_cuts: Mapping[str, Cuts]
@@ -86,7 +86,7 @@ class Sharding:
 
 
 def _kept(entry: Saved, read: Sequence[Layout], op_cuts: Mapping[str, Cuts]) -> tuple[Cuts, ...]:
-    """Return the layouts in which backward finds a tensor: those that are read, or else the one it was made in.
+    """Return the layouts in which a tensor is kept for backward: those of its readers, or else that of its maker.
 
     A kernel may keep a tensor under its readers' names of the dims; positions correspond.
     """

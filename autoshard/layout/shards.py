@@ -100,9 +100,9 @@ class Executor:
             shards = self.run(Collective(kind="all_reduce_max", dim=None, atoms=layout.maxima), shards, ())
         for rank, shard in enumerate(shards):
             block = tuple(slice(*rank_bounds(self.mesh, self.sizes[dim], cuts[dim])[rank]) for dim in dims)
-            held, known = whole[block], seen[block]
+            held, is_known = whole[block], seen[block]
             assert held.shape == shard.shape, f"rank {rank} holds {shard.shape}, its block is {held.shape}"
-            assert np.allclose(held[known], shard[known], rtol=1e-9, atol=1e-12), f"rank {rank} differs"
+            assert np.allclose(held[is_known], shard[is_known], rtol=1e-9, atol=1e-12), f"rank {rank} differs"
             whole[block], seen[block] = shard, True
         assert seen.all(), "some elements lie on no rank"
         return whole
@@ -118,8 +118,8 @@ class Executor:
         """Execute one collective over arrays of these dims."""
         results: list[Array] = list(shards)
         for group in self.mesh.groups(collective.atoms):
-            made = self._exchanged(collective, [shards[rank] for rank in group], dims)
-            for rank, result in zip(group, made, strict=True):
+            received = self._exchanged(collective, [shards[rank] for rank in group], dims)
+            for rank, result in zip(group, received, strict=True):
                 results[rank] = result
         return tuple(results)
 

@@ -77,7 +77,7 @@ class RankActivity:
 
     @contextmanager
     def waiting(self, what: str) -> Generator[None]:
-        """Record while it lasts what this rank waits for; after an error it stays on record."""
+        """Record what this rank waits for inside a ``with`` block; after an error the record stays."""
         self.wait(what)
         yield
         self.wait("")
@@ -94,14 +94,14 @@ def read_status(path: Path) -> RankStatus | None:
     return status if process else None
 
 
-def by_suspicion(found: Mapping[int, RankStatus], states: Mapping[int, str]) -> list[int]:
+def by_suspicion(statuses: Mapping[int, RankStatus], states: Mapping[int, str]) -> list[int]:
     """Order ranks: those that cannot run first, then those that wait for nobody, then those furthest behind."""
 
     def suspicion(rank: int) -> tuple[bool, bool, int, float]:
-        one = found[rank]
+        one = statuses[rank]
         return not states.get(rank), bool(one.waits_for), one.step, one.since_s
 
-    return sorted(found, key=suspicion)
+    return sorted(statuses, key=suspicion)
 
 
 def is_alive(process: int) -> bool:

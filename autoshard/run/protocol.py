@@ -40,7 +40,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What a step gave, the same on every rank."""
+    """The results of a step, the same on every rank."""
 
     loss: float
     norm: float  # of the whole gradient, before it was clipped
@@ -57,7 +57,7 @@ Allows = Callable[[StepReport], bool]
 
 
 def whenever_finite(report: StepReport) -> bool:
-    """Allow an update by numbers."""
+    """Allow an update if loss and norm are finite."""
     return report.finite
 
 

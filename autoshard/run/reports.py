@@ -50,13 +50,15 @@ def with_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
     >>> with_nulls({"step": 3, "loss": math.nan, "norm": 1.5})
     {'step': 3, 'loss': None, 'norm': 1.5, 'nonfinite': {'loss': 'nan'}}
     """
-    strange = {name: str(one) for name, one in record.items() if isinstance(one, float) and not math.isfinite(one)}
+    strange = {
+        name: str(value) for name, value in record.items() if isinstance(value, float) and not math.isfinite(value)
+    }
     return {**record, **dict.fromkeys(strange), **({"nonfinite": strange} if strange else {})}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """What is known when a run begins: after which step, and what the user should know of it."""
+    """The start of a run: the step after which it begins, and remarks for the user."""
 
     step: int
     notes: tuple[str, ...] = ()

@@ -71,12 +71,15 @@ class Chip:
         numbers = ["memory_bytes", *rate_names]
         stated = [*numbers, *(["matrix_tile"] if self.matrix_tile > 1 else [])]
         rates = {f"matrix_flops_per_s.{dtype}": rate for dtype, rate in self.matrix_flops_per_s.items()}
-        known, unknown = list(DTYPE_BYTES), [dtype for dtype in self.matrix_flops_per_s if dtype not in DTYPE_BYTES]
+        dtypes, unknown = list(DTYPE_BYTES), [dtype for dtype in self.matrix_flops_per_s if dtype not in DTYPE_BYTES]
         wrong = {name: rate for name, rate in rates.items() if not SLOWEST <= rate <= FASTEST}
         require(
             (bool(self.name.strip()), "name", "must not be empty"),
             (bool(rates), "matrix_flops_per_s", "must give the rate of at least one dtype"),
-            *((False, f"matrix_flops_per_s.{one}", f"not a dtype. {nearest(one, known)}") for one in unknown),
+            *(
+                (False, f"matrix_flops_per_s.{unknown_dtype}", f"not a dtype. {nearest(unknown_dtype, dtypes)}")
+                for unknown_dtype in unknown
+            ),
             *in_range(self, "memory_bytes", positive=True, high=LARGEST_BYTES),
             *in_range(self, *rate_names, positive=True, low=SLOWEST, high=FASTEST),
             *in_range(self, "matrix_tile", positive=True, high=MAX_TILE),
@@ -256,7 +259,7 @@ class Cluster:
         )
 
     def with_network(self, bytes_per_s: float) -> "Cluster":
-        """Return the same nodes on a network of which each of them gets so much, all of its ports together."""
+        """Return the cluster with another network, which gives a node this bandwidth, all of its ports together."""
         per_rank = bytes_per_s / (self.chips_per_node * self.ranks_per_chip)
         links = (
             replace(link, bandwidth_bytes_per_s=per_rank * link.ranks_per_port) if link.domain == "cluster" else link
@@ -285,7 +288,7 @@ class Cluster:
         return self.chip.memory_bytes // self.ranks_per_chip
 
     def with_local_ranks(self, count: int) -> "Cluster":
-        """Return this machine with so many ranks, which share the memory that there is."""
+        """Return the cluster of this machine with ``count`` ranks, which share its memory."""
         chips = count // self.ranks_per_chip
         memory = self.chip.memory_bytes * self.chips_per_node // max(1, chips)
         return replace(self, chips_per_node=chips, chip=replace(self.chip, memory_bytes=memory))
@@ -316,7 +319,7 @@ class Cluster:
         return self.ranks_per_node if domain == "node" else self.ranks_per_chip
 
     def joined_ranks(self, level: int) -> int:
-        """Return how many ranks each of the units has that the link of this level connects: ranks, chips, nodes ..."""
+        """Return the number of ranks in a unit that the link of this level connects: a rank, a chip, a node ..."""
         if level > 0:
             return self.domain_ranks(self.links[level - 1].domain)
         return 1 if self.links[0].domain == "chip" else self.ranks_per_chip
@@ -353,8 +356,8 @@ class Cluster:
             yield False, "links", f"must be one link per domain, innermost first: {', '.join(DOMAINS)}"
             return
         joined = self.domain_ranks(self.links[-1].domain)
-        apart = f"no link joins the {self.chips_per_node} chips of a node: add one of domain node"
-        yield joined >= total, "links", apart
+        unlinked = f"no link joins the {self.chips_per_node} chips of a node: add one of domain node"
+        yield joined >= total, "links", unlinked
         few = f"no link joins {self.num_nodes} nodes: use fewer, or add a link of domain cluster"
         yield joined < total or joined >= self.num_ranks, "num_nodes", few
         has_ultraserver = DOMAINS.index("ultraserver") in order

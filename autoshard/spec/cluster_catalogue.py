@@ -225,7 +225,7 @@ def other_lnc(name_or_path: str, cluster: Cluster) -> tuple[Cluster, ...]:
 
 
 def machine_memory_bytes() -> int:
-    """Return the memory of this machine, or what its control group may have of it."""
+    """Return the memory of this machine, or the limit of its control group if that is lower."""
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in _MEMORY_LIMITS:
         with suppress(OSError, ValueError):  # ValueError: max, so no limit
@@ -234,7 +234,7 @@ def machine_memory_bytes() -> int:
 
 
 def _with_memory(cluster: Cluster, memory_bytes: int) -> Cluster:
-    """Return a cluster whose ranks share so much memory."""
+    """Return the cluster with ranks that share ``memory_bytes``."""
     read = "read: the memory of this machine, or of its control group, in equal shares of its ranks"
     sources = {**cluster.chip.sources, "memory_bytes": read}
     chip = replace(cluster.chip, memory_bytes=memory_bytes // cluster.chips_per_node, sources=sources)
@@ -315,7 +315,7 @@ def _overlaid(base: Mapping[str, Any], overlay: Mapping[str, Any], source: str, 
 
 
 def _overlaid_links(base: list[dict[str, Any]], overlay: Mapping[str, Any], source: str, where: str) -> list[Any]:
-    """Return links of which those of some domains have other values."""
+    """Return links in which an overlay replaces the values of some domains."""
     links: dict[str, Any] = {link["domain"]: link for link in base}
     require(
         *((domain in links, f"{where}.{domain}", f"the base has no link of this domain. {nearest(domain, [*links])}")

@@ -32,14 +32,14 @@ def named_file(typed: Path, folder: str) -> Path:
     """
     if typed.is_file():
         return typed
-    known, is_yaml = shipped_files(folder), typed.suffix.lower() in YAML_SUFFIXES
-    if str(typed) in known:
-        return known[str(typed)]
-    if not typed.exists() and is_yaml and typed.stem in known:
+    files, is_yaml = shipped_files(folder), typed.suffix.lower() in YAML_SUFFIXES
+    if str(typed) in files:
+        return files[str(typed)]
+    if not typed.exists() and is_yaml and typed.stem in files:
         remedy = f"To use the one that comes with autoshard, type {typed.stem}"
         raise InputError.of(str(typed), f"there is no such file. {remedy}")
     if not typed.exists() and typed.name == str(typed) and not typed.suffix:
-        raise InputError.of(str(typed), f"there is no such file. {nearest(typed.name, list(known))}")
+        raise InputError.of(str(typed), f"there is no such file. {nearest(typed.name, list(files))}")
     return typed
 
 
@@ -60,15 +60,15 @@ def json_lines(path: Path) -> Mapping[str, object]:
 
     A line that is not JSON has an InputError as its value; the other lines are still read.
     """
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     for number, line in enumerate(_bytes(path).split(b"\n"), 1):
         if line.strip():
             try:
                 value = parsed_line(line, "")
             except InputError as error:
                 value = error
-            found[f"{path} line {number}"] = value
-    return found
+            values[f"{path} line {number}"] = value
+    return values
 
 
 def parsed_line(line: bytes, where: str) -> object:
@@ -80,7 +80,7 @@ def parsed_line(line: bytes, where: str) -> object:
 
 
 def json_line(line: str | bytes) -> object:
-    """Return what a line of a file that anybody may have changed holds in JSON; None if it cannot be read.
+    """Return the JSON value of a line; None if it cannot be read, since anybody may have changed the file.
 
     A kill or a full disk leaves half a line, and lines can be nested more deeply than Python reads.
 

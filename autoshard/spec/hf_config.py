@@ -7,7 +7,7 @@ order). Dropouts that a config does not state are 0, also for GPT-2, whose class
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Literal, TypeVar, cast
 
 from autoshard.errors import Fault, Faults, InputError, nearest
@@ -105,8 +105,13 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "hidden_dropout": ("resid_pdrop", "embd_pdrop"),
     "attention_dropout": ("attn_pdrop",),
 }
+# Config fields that ModelSpec names itself, read as the type that they have there.
+NAMED_FIELDS: Mapping[str, Field[Any]] = {
+    field.metadata["config"]: field for field in fields(ModelSpec) if "config" in field.metadata
+}
 # By field of ModelSpec or RotaryScaling: the config fields that its check depends on, the most likely cause first.
 _BLAMED: Mapping[str, tuple[str, ...]] = {
+    **{field.name: (name,) for name, field in NAMED_FIELDS.items()},
     "num_layers": ("num_hidden_layers",),
     "hidden": ("hidden_size",),
     "ffn": ("intermediate_size", "hidden_size"),
@@ -115,7 +120,6 @@ _BLAMED: Mapping[str, tuple[str, ...]] = {
     "head_dim": ("head_dim", "partial_rotary_factor", "hidden_size", "num_attention_heads"),
     "vocab": ("vocab_size",),
     "max_positions": ("max_position_embeddings",),
-    "norm_eps": ("rms_norm_eps",),
     "rotary_theta": ("rope_theta", "rope_scaling", "rope_parameters"),
     "rotary_fraction": ("partial_rotary_factor", "rope_scaling", "rope_parameters"),
     "num_experts": ("num_local_experts",),
@@ -137,9 +141,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_python_tanh": "gelu_tanh",
     "relu": "relu",
 }
-# Fields of options that ModelSpec does not have, with the values that switch them off. Some belong to related models:
-# transformers would ignore them, and compute another model than the one that was meant.
-UNMODELLED: Mapping[str, tuple[object, ...]] = {
+# Fields of options that no model has until ModelSpec names them, with the values that switch them off. Some belong to
+# related models: transformers would ignore them, and compute another model than the one that was meant.
+_SWITCHED_OFF: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("add_cross_attention", "is_encoder_decoder", "output_router_logits"), (False, None)),
     "scale_attn_weights": (True, None),
     "scale_attn_by_inverse_layer_idx": (False, None),
@@ -151,6 +155,7 @@ UNMODELLED: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("first_k_dense_replace", "n_shared_experts", "shared_expert_intermediate_size"), (0, None)),
     "num_nextn_predict_layers": (0, None),
 }
+UNMODELLED = {name: off for name, off in _SWITCHED_OFF.items() if name not in NAMED_FIELDS}
 # Config fields that are true or false, and the fields of ModelSpec that they set.
 _FLAGS: Mapping[str, tuple[str, ...]] = {
     "attention_bias": ("qkv_bias", "out_bias"),
@@ -177,20 +182,20 @@ def spec_from_config(config: Mapping[str, object], *, name: str, source: str) ->
         code = "To plan another, have its code read: autoshard plan --module FILE.py:FUNCTION"
         raise InputError.of("model_type", f"{problem}. Known: {', '.join(MODEL_TYPES)}. {code}")
     kind = MODEL_TYPES[name_of_type]
-    reader = _ConfigReader(config, {**SHARED_DEFAULTS, **kind.defaults})
+    usual = {name: field.default for name, field in NAMED_FIELDS.items() if field.default is not MISSING}
+    reader = _ConfigReader(config, {**usual, **SHARED_DEFAULTS, **kind.defaults})
     for name_of_field, off in UNMODELLED.items():
         reader.only(name_of_field, off, "autoshard does not model this option")
     reader.only("architectures", ([kind.architecture], [], None), "the architecture of this model_type")
     traits: dict[str, Any] = {"norm": "rms", "gated_mlp": True, "positions": "rotary", "mlp_bias": False, **kind.fixed}
-    for option, fields in _FLAGS.items():
+    for option, flags in _FLAGS.items():
         if option in reader.defaults:
-            traits |= dict.fromkeys(fields, reader.read(bool, option))
+            traits |= dict.fromkeys(flags, reader.read(bool, option))
         else:
-            reader.only(option, (kind.fixed.get(fields[0], False), None), f"{kind.architecture} has no other value")
+            reader.only(option, (kind.fixed.get(flags[0], False), None), f"{kind.architecture} has no other value")
     traits |= {
-        "norm_eps": reader.read(float, "rms_norm_eps"),
         "activation": reader.choice("hidden_act", ACTIVATIONS),
-        **{name: reader.read(float, name) for name in ("hidden_dropout", "attention_dropout")},
+        **{field.name: reader.read(cast(type[Any], field.type), name) for name, field in NAMED_FIELDS.items()},
         **_sizes(reader, kind),
         **_experts(reader, kind),
     }

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoshard.errors import InputError
-from autoshard.spec.hf_config import ACTIVATIONS, ALIASES, MODEL_TYPES, ModelType, spec_from_config
+from autoshard.spec.hf_config import (
+    ACTIVATIONS,
+    ALIASES,
+    MODEL_TYPES,
+    NAMED_FIELDS,
+    SHARED_DEFAULTS,
+    ModelType,
+    spec_from_config,
+)
 from autoshard.spec.model import ModelSpec
 
 # Which of the ALIASES an architecture has; the others have the first name of every field.
@@ -37,8 +45,8 @@ def config_of(model: ModelSpec) -> Mapping[str, Any]:
             continue
         if read == model:
             return config
-    known = f"no architecture of transformers that is known computes the same: {', '.join(MODEL_TYPES)}"
-    raise InputError.of("model", f"{known}. Type --model with the config.json of {model.name}")
+    message = f"no architecture of transformers that is known computes the same: {', '.join(MODEL_TYPES)}"
+    raise InputError.of("model", f"{message}. Type --model with the config.json of {model.name}")
 
 
 def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
@@ -49,7 +57,6 @@ def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
         "num_attention_heads": model.num_heads,
         "vocab_size": model.vocab,
         "max_position_embeddings": model.max_positions,
-        "rms_norm_eps": model.norm_eps,
         "hidden_act": _ACTIVATION[model.activation],
         "tie_word_embeddings": model.tied_embeddings,
     }
@@ -61,10 +68,12 @@ def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
         "use_parallel_residual": model.parallel_residual,
     }
     fields |= {option: value for option, value in stated.items() if option in kind.defaults}
-    dropouts = {"hidden_dropout": model.hidden_dropout, "attention_dropout": model.attention_dropout}
-    fields |= {option: rate for option, rate in dropouts.items() if rate}
+    # An option that this architecture does not name is not written, so that the check of ``config_of`` refuses it.
+    has = {*SHARED_DEFAULTS, *kind.defaults}
+    named = {config: getattr(model, field.name) for config, field in NAMED_FIELDS.items() if config in has}
+    fields |= {config: number for config, number in named.items() if number}
     if name == "gpt2":  # whose class drops a tenth of all that its config does not name
-        fields |= {**dropouts, "embd_pdrop": model.hidden_dropout}
+        fields |= {**named, "embd_pdrop": model.hidden_dropout}
     if kind.fixed.get("positions", "rotary") == "rotary":
         fields |= _rotary(model)
     if model.num_experts:

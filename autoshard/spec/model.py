@@ -71,7 +71,10 @@ class TracedDecoder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The architecture of a model: all that its parameters, its FLOPs and its legal cuts depend on."""
+    """The architecture of a model: all that its parameters, its FLOPs and its legal cuts depend on.
+
+    ``config`` of a field is its name in a ``config.json``. A new option is declared with ``record.option``.
+    """
 
     name: str
     num_layers: int
@@ -83,7 +86,7 @@ class ModelSpec:
     vocab: int
     max_positions: int
     norm: Literal["rms", "layer"]
-    norm_eps: float
+    norm_eps: float = field(metadata={"config": "rms_norm_eps"})
     activation: Activation
     gated_mlp: bool
     positions: Literal["rotary", "learned"]
@@ -101,8 +104,8 @@ class ModelSpec:
     window: int | None = None
     source: str
     traced: TracedDecoder | None = None
-    hidden_dropout: float = 0.0
-    attention_dropout: float = 0.0
+    hidden_dropout: float = field(default=0.0, metadata={"config": "hidden_dropout"})
+    attention_dropout: float = field(default=0.0, metadata={"config": "attention_dropout"})
 
     def __post_init__(self) -> None:
         dims = ("hidden", "ffn", "num_heads", "num_kv_heads", "head_dim", "vocab", "max_positions")

@@ -59,14 +59,14 @@ def load_config(name_or_path: str | Path) -> Mapping[str, object]:
 def read_config(path: Path) -> Mapping[str, object]:
     """Return the data of a config.json."""
     with file_faults(str(path), "read"):
-        known = "Give a config.json, a folder that holds one, or a name that `autoshard list models` shows."
-        require((path.exists(), str(path), f"there is no such file. {known}"))
+        advice = "Give a config.json, a folder that holds one, or a name that `autoshard list models` shows."
+        require((path.exists(), str(path), f"there is no such file. {advice}"))
         require((path.is_file(), str(path), "is not a regular file"))
         too_large = "is far too large for a config.json; is it a file of weights?"
         require((path.stat().st_size <= _MAX_CONFIG_BYTES, str(path), too_large))
     data = read_data(path)
-    other = f"must be a JSON object, as a Hugging Face config.json is, not {show_value(data)}"
-    require((isinstance(data, dict), str(path), other))
+    not_object = f"must be a JSON object, as a Hugging Face config.json is, not {show_value(data)}"
+    require((isinstance(data, dict), str(path), not_object))
     return cast(dict[str, object], data)
 
 

@@ -76,7 +76,7 @@ class QuestionOptions:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What is stated, by name."""
+        """The options that are stated, by name."""
         return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) not in (None, {})}
 
 
@@ -118,18 +118,18 @@ def load_recipe(path: Path) -> Recipe:
 
 def recipe_of(data: object) -> Recipe:
     """Return the recipe of a file's entries, or raise one InputError with all faults."""
-    given, faults, recipe = record.decode(dict[str, object], data), Faults(), None
-    unknown = [key for key in given if key not in RECIPE_KEYS]
+    entries, faults, recipe = record.decode(dict[str, object], data), Faults(), None
+    unknown = [key for key in entries if key not in RECIPE_KEYS]
     faults += (Fault(where=key, message=f"unknown key. {nearest(key, RECIPE_KEYS)}") for key in unknown)
-    faults += [] if "model" in given else [Fault(where="model", message="missing")]
-    parts: dict[str, object] = {"nodes": given["nodes"]} if "nodes" in given else {}
+    faults += [] if "model" in entries else [Fault(where="model", message="missing")]
+    parts: dict[str, object] = {"nodes": entries["nodes"]} if "nodes" in entries else {}
     for name, keys in (("question", QUESTION_KEYS), ("training", TRAINING_KEYS)):
-        parts[name] = {key: given[key] for key in given if key in keys}
+        parts[name] = {key: entries[key] for key in entries if key in keys}
     try:
         recipe = record.decode(Recipe, parts)
     except InputError as error:
         prefix = re.compile(r"(question|training)\.")
-        faults += (Fault(where=prefix.sub("", one.where, count=1), message=one.message) for one in error.faults)
+        faults += (Fault(where=prefix.sub("", fault.where, count=1), message=fault.message) for fault in error.faults)
     if recipe and recipe.question.precision is not None:
         with faults.of():
             Precision.named(recipe.question.precision)

@@ -18,7 +18,16 @@ from autoshard.errors import Fault, Faults, InputError, inside, nearest
 
 T = TypeVar("T")
 MAX_WHOLE = 2**63 - 1  # what other JSON readers keep exactly, and small enough for any product to be printed
+_OPTION = "option"  # in the metadata of a field
 _NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
+
+
+def option(default: T, **metadata: str) -> T:
+    """Return a field of a dataclass that a file holds only where its value is not the default.
+
+    Files that are older than the field keep their text, and a plan keeps the hash of its text: no migration is needed.
+    """
+    return dataclasses.field(default=default, metadata={_OPTION: True, **metadata})
 
 
 def decode(kind: type[T], data: object, where: str | Path = "") -> T:
@@ -30,7 +39,11 @@ def decode(kind: type[T], data: object, where: str | Path = "") -> T:
 def encode(value: object) -> Any:
     """Turn a value made of frozen dataclasses into plain JSON data."""
     if dataclasses.is_dataclass(value) and not hasattr(value, "parse"):
-        return {name: _encode_field(field.type, getattr(value, name)) for name, field in _fields(type(value)).items()}
+        return {
+            name: _encode_field(field.type, getattr(value, name))
+            for name, field in _fields(type(value)).items()
+            if not (_OPTION in field.metadata and getattr(value, name) == field.default)
+        }
     if isinstance(value, tuple | list):  # the latter in what was read as plain data
         return [encode(item) for item in typing.cast(Sequence[object], value)]
     if isinstance(value, Mapping):
@@ -160,8 +173,8 @@ def _stand_in(kind: Any, number: int) -> object:
         return _stand_in(next(member for member in members if member is not type(None)), number)
     if origin is Literal:
         return members[min(number, len(members)) - 1]
-    known: dict[Any, object] = {str: "x" * number, int: number, float: float(number), bool: number == 1}
-    return () if origin is tuple else {} if origin is Mapping else known.get(kind)
+    values: dict[Any, object] = {str: "x" * number, int: number, float: float(number), bool: number == 1}
+    return () if origin is tuple else {} if origin is Mapping else values.get(kind)
 
 
 @functools.cache

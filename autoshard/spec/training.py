@@ -38,7 +38,7 @@ class DataSpec:
         )
 
     def seen_from(self, folder: Path) -> "DataSpec":
-        """Return the same sets for a recipe in this folder: a path that exists only relative to it becomes so."""
+        """Return the sets as seen from the folder of a recipe: a path that exists only from there leads there."""
 
         def is_there(path: Path) -> bool:
             return path.exists() or path.with_name(f"{path.name}.idx").exists()
@@ -94,8 +94,8 @@ class RateSchedule:
         if self.shape == "constant" or step <= first:
             return 1.0
         done = min(1.0, (step - first) / max(1, num_steps - first))
-        left = (1 + math.cos(math.pi * done)) / 2 if self.shape == "cosine" else 1 - done
-        return self.final + (1 - self.final) * left
+        remaining = (1 + math.cos(math.pi * done)) / 2 if self.shape == "cosine" else 1 - done
+        return self.final + (1 - self.final) * remaining
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +237,7 @@ class Training:
         return self.learning_rate * self.schedule.share(step, self.steps)
 
     def absolute(self, here: Path) -> "Training":
-        """Return the same with paths that mean the same in every folder; this one is where they are relative to."""
+        """Return the settings with absolute paths; relative ones lead from the folder ``here``."""
 
         def whole(name: str) -> str:
             return name if "://" in name else str(here / name)

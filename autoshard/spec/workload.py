@@ -53,7 +53,7 @@ class Precision:
 
     @property
     def name(self) -> str:
-        """Its name in recipes and options, with what differs from it: that of the fewest differences.
+        """Its text in recipes and options: the named precision with the fewest differences, and these differences.
 
         >>> Precision.named("bf16,moments=bf16,gradients=bf16").name
         'bf16,gradients=bf16,moments=bf16'
@@ -72,7 +72,7 @@ class Precision:
 
 
 def _differences(precision: Precision, reference: Precision) -> list[str]:
-    """Return the parts of a precision that have another format than in another."""
+    """Return the parts of a precision whose format is not that of ``reference``."""
     pairs = [(part.name, getattr(precision, part.name), getattr(reference, part.name)) for part in fields(Precision)]
     return [
         f"{name}={'none' if dtype is None else dtype}"

@@ -61,27 +61,27 @@ class WandbGroup:
         try:
             token, done = self._state()
             for one in results:
-                known = f"{one.key}{' failed' * one.failed}"
-                if known not in done:
+                token_of_result = f"{one.key}{' failed' * one.failed}"
+                if token_of_result not in done:
                     _send(self._begun(token + one.key, one.name, self.kind, one.config, notes), one)
-                    done.append(known)
+                    done.append(token_of_result)
                     self._keep(token, done)
-            every = rows()
-            table = f"table {hashlib.sha256(json.dumps(every, default=str).encode()).hexdigest()[:_ID_LENGTH]}"
+            table_rows = rows()
+            table = f"table {hashlib.sha256(json.dumps(table_rows, default=str).encode()).hexdigest()[:_ID_LENGTH]}"
             if table in done:
                 return ["Weights & Biases: all was shown before"]
-            self._show_table(token, every, notes)
+            self._show_table(token, table_rows, notes)
             self._keep(token, [*(one for one in done if not one.startswith("table ")), table])
         except AutoshardError:  # of what makes the results
             raise
         except Exception as error:
             return [f"Weights & Biases failed; to go on with it, type the same again: {type(error).__name__}: {error}"]
-        others = [note for note in dict.fromkeys(notes) if "wandb sync" not in note]
+        remaining = [note for note in dict.fromkeys(notes) if "wandb sync" not in note]
         send = f"kept offline. To send all, type: wandb sync {self.folder.resolve()}/wandb/offline-*"
-        return [*others, *([f"Weights & Biases: {send}"] if any("wandb sync" in note for note in notes) else [])]
+        return [*remaining, *([f"Weights & Biases: {send}"] if any("wandb sync" in note for note in notes) else [])]
 
     def _state(self) -> tuple[str, list[str]]:
-        """Return what tells this group from others, and which results it has."""
+        """Return the token of this group, and the keys of the results that it has shown."""
         path = self.folder / _STATE
         state: Any = json_line(path.read_bytes()) if path.exists() else {}
         try:
@@ -110,7 +110,7 @@ class WandbGroup:
         media: dict[str, Any] = {"table": wandb.Table(columns=columns, data=cells, allow_mixed_types=True)}
         for title, (x, y) in self.charts.items():
             pairs: Any = [[row[x], row[y]] for row in rows if row.get(x) is not None and row.get(y) is not None]
-            chart: Any = wandb.plot.bar if any(isinstance(one, str) for one, _ in pairs) else wandb.plot.scatter
+            chart: Any = wandb.plot.bar if any(isinstance(value, str) for value, _ in pairs) else wandb.plot.scatter
             if pairs:
                 media[title] = chart(wandb.Table(columns=[x, y], data=pairs), x, y, title=title)
         if self.page:
@@ -142,7 +142,7 @@ def controller_text(sweep: Sweep, source: Path, folder: Path, project: str) -> s
     import yaml
 
     parameters = {
-        name: {"values": [one[name] for one in choices] if name in sweep.grid else list(range(len(choices)))}
+        name: {"values": [choice[name] for choice in choices] if name in sweep.grid else list(range(len(choices)))}
         for name, choices in sweep.axes.items()
     }
     command = [*shlex.split(PROGRAM), "sweep", str(source.resolve()), "--out", str(folder.resolve()), "--wandb-agent"]
@@ -180,13 +180,13 @@ def agent_point(sweep: Sweep, folder: Path, out: Path, project: str | None) -> R
     return row
 
 
-def _send(tracker: OnWandb, one: ShownRun) -> None:
-    """Send all of a result; the last point of its curve also has what a controller may look at."""
-    *before, (last, values) = one.curve or ((tracker.next_step, {}),)
+def _send(tracker: OnWandb, result: ShownRun) -> None:
+    """Send a result; the last point of its curve carries its summary as well, which a controller reads."""
+    *before, (last, values) = result.curve or ((tracker.next_step, {}),)
     for step, numbers in before:
         tracker.log(step, numbers)
-    tracker.log(last, {**one.summary, **values})
-    tracker.finish(one.summary, failed=one.failed)
+    tracker.log(last, {**result.summary, **values})
+    tracker.finish(result.summary, failed=result.failed)
 
 
 def _run_of(row: Row) -> ShownRun:

@@ -36,18 +36,18 @@ class SweepPoint:
 
     @property
     def name(self) -> str:
-        """What it is called in a table."""
+        """The name of the point in a table."""
         parts = [f"{key}={_plain(value)}" for key, value in self.varied.items()]
         return " ".join(parts + ([f"#{self.choice}"] if self.choice > 1 else [])) or "the only point"
 
     @property
     def plan(self) -> Path | None:
-        """The plan file that is the answer already; None where a question is asked."""
+        """The path of the plan file that the point names; None if it asks a question."""
         return Path(str(self.entries[_PLAN])) if _PLAN in self.entries else None
 
     @property
     def recipe(self) -> Recipe:
-        """The question, and what is trained; that of a plan file has the nodes of the plan."""
+        """The recipe of the point: its question and its training; for a plan file, the nodes of that plan."""
         if self.plan is None:
             return recipe_of(self.entries)
         answered = load(self.plan)
@@ -80,7 +80,7 @@ class Sweep:
     rehearse: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what would make no point, or too many to ever be done."""
+        """Refuse a sweep without points, or with more than can ever be done."""
         lengths = sorted({len(values) for values in self.zip.values()})
         together = f"lists of one length go together, not of {' and '.join(map(str, lengths))}"
         require(
@@ -96,9 +96,9 @@ class Sweep:
 
     def _clashes(self) -> Iterator[tuple[str, str]]:
         """Yield the pairs of keys that set the same: they are equal, or one is the section of the other."""
-        keys = [("list", key) for key in dict.fromkeys(key for one in self.list for key in one)]
+        keys = [("list", key) for key in dict.fromkeys(key for keyset in self.list for key in keyset)]
         keys += [(axis, key) for axis, lists in (("zip", self.zip), ("grid", self.grid)) for key in lists]
-        texts = [*(one.get("fix") for one in self.list), *self.zip.get("fix", ()), *self.grid.get("fix", ())]
+        texts = [*(keyset.get("fix") for keyset in self.list), *self.zip.get("fix", ()), *self.grid.get("fix", ())]
         pinned = {f"fix.{pin.partition('=')[0].strip()}" for text in texts for pin in _COMMA.split(str(text))}
         for (axis, key), (other, more) in combinations(keys, 2):
             short, long = sorted((key, more), key=len)
@@ -114,7 +114,7 @@ class Sweep:
 
     @property
     def axes(self) -> "dict[str, Sequence[Entries]]":
-        """What is combined: the choices of each axis, every choice with the keys that it sets."""
+        """The axes that are combined: a list of choices for each, every choice with the keys that it sets."""
         zipped = [dict(zip(self.zip, values, strict=True)) for values in zip(*self.zip.values(), strict=True)]
         axes: dict[str, Sequence[Entries]] = {"list": self.list, "zip": zipped}
         axes |= {key: [{key: value} for value in values] for key, values in self.grid.items()}
@@ -138,7 +138,7 @@ def load_sweep(path: Path) -> Sweep:
             axes = cast(dict[str, Any], data).get(name)
             if isinstance(axes, dict):
                 values = cast(dict[str, Any], axes)
-                data[name] = {key: one if isinstance(one, list) else [one] for key, one in values.items()}
+                data[name] = {key: value if isinstance(value, list) else [value] for key, value in values.items()}
     return record.decode(Sweep, data, path)
 
 
@@ -161,8 +161,8 @@ def points_of_question(sweep: Sweep, base: Entries, override: Entries, folder: P
     entries = _merged(base, override)
     if _PLAN in entries:
         entries[_PLAN] = str(folder / str(entries[_PLAN]))
-        asked = sorted(entries.keys() - {_PLAN, *TRAINING_KEYS})
-        require((not asked, _PLAN, f"has answered its question. Leave out {', '.join(asked)}"))
+        question_keys = sorted(entries.keys() - {_PLAN, *TRAINING_KEYS})
+        require((not question_keys, _PLAN, f"has answered its question. Leave out {', '.join(question_keys)}"))
     recipe = SweepPoint(id="", varied={}, entries=entries).recipe
     if sweep.mode == "run" and "data" in entries:
         entries = {**entries, "data": {**entries["data"], "sets": dict(recipe.training.data.seen_from(folder).sets)}}
@@ -180,7 +180,7 @@ def points_of_question(sweep: Sweep, base: Entries, override: Entries, folder: P
 
 
 def base_of(sweep: Sweep, folder: Path) -> Entries:
-    """Return what all points have: the entries of the recipe that is named, with the sweep's own over them."""
+    """Return the entries that all points share: those of the recipe, with those of the sweep over them."""
     data = {} if sweep.recipe is None else read_data(_recipe_path(sweep.recipe, folder))
     require((isinstance(data, dict), "recipe", f"{sweep.recipe} is no recipe"))
     return _merged(cast(dict[str, Any], data), sweep.base)
@@ -210,7 +210,7 @@ def _merged(base: Entries, override: Entries) -> dict[str, Any]:
             place[last] = value
     if pins:
         before = _COMMA.split(merged.pop("fix", None) or "")
-        fixed = [one for one in before if one.partition("=")[0].strip() not in pins]
+        fixed = [pin for pin in before if pin.partition("=")[0].strip() not in pins]
         fixed += [f"{key}={_plain(value)}" for key, value in pins.items() if value is not None]
         merged |= {"fix": ",".join(filter(None, fixed))} if any(fixed) else {}
     return merged

@@ -64,7 +64,7 @@ def stored_rows(folder: Path) -> dict[str, Row]:
 
 
 def _row(value: object, where: str, what: str) -> Row:
-    """Return what was read as a row, or say what to remove."""
+    """Return the value of a line as a row, or say which line to remove."""
     row = cast(Row, value) if isinstance(value, dict) else Row()
     require((isinstance(row.get("id"), str), where, f"is no row of a sweep. Remove {what} done again"))
     return row
@@ -128,6 +128,6 @@ exec {PROGRAM} sweep {words([str(source), *EXTENSIONS.options()])} --out {place}
 
 
 def _whole(path: Path) -> bytes:
-    """Return the lines of a file that end."""
+    """Return the lines of a file that have their line break."""
     content = path.read_bytes()
     return content[: content.rfind(b"\n") + 1]

@@ -50,7 +50,7 @@ class SweepJob:
 
     @property
     def name(self) -> str:
-        """What is shown while it is done."""
+        """The text that is shown while the job runs."""
         return self.points[0].name
 
 
@@ -87,7 +87,7 @@ def rows_of(job: SweepJob, started: Start | None = None) -> list[Row]:
 
 
 def failed_rows(job: SweepJob, message: str, status: str = "failed") -> list[Row]:
-    """Return the rows of a job that has no plan, or of which nothing came."""
+    """Return a row with the message for every point of a job that gave no result."""
     return [{**_question_row(job, point), "status": status, "message": message} for point in job.points]
 
 
@@ -96,17 +96,17 @@ def _planned(job: SweepJob) -> Iterator[tuple[SweepPoint, Plan | None]]:
     if path := job.points[0].plan:
         read = check_plan(load(path))
         if read.rejections:
-            raise NoPlan("; ".join(str(one.message) for one in read.rejections))
+            raise NoPlan("; ".join(str(rejection.message) for rejection in read.rejections))
         for point in job.points:
             yield point, _written(read.plan, point, job.folder)
         return
     recipe = job.points[0].recipe
     request = request_of(recipe.question, recipe.nodes)
-    found = search(request, max(point.choice for point in job.points))
-    if not found.plans:
-        raise unanswered(request, found)
+    result = search(request, max(point.choice for point in job.points))
+    if not result.plans:
+        raise unanswered(request, result)
     for point in job.points:
-        plan = found.plans[point.choice - 1] if point.choice <= len(found.plans) else None
+        plan = result.plans[point.choice - 1] if point.choice <= len(result.plans) else None
         if plan and point.choice > 1:  # of the others only outlines are found
             plan = request.with_lnc_of(plan.cluster.lnc).plan(plan.candidate, plan.engine)
         yield point, plan and _written(plan, point, job.folder)
@@ -122,7 +122,9 @@ def _written(plan: Plan, point: SweepPoint, folder: Path) -> Plan:
 
 def _question_row(job: SweepJob, point: SweepPoint) -> Row:
     flat = (str, int, float, type(None))
-    varied = {f"at.{key}": one if isinstance(one, flat) else json.dumps(one) for key, one in point.varied.items()}
+    varied = {
+        f"at.{key}": value if isinstance(value, flat) else json.dumps(value) for key, value in point.varied.items()
+    }
     entries = json.dumps(dict(point.entries), sort_keys=True, default=str)
     return {
         "id": point.id, "point": point.name, "choice": point.choice, "mode": job.mode, "status": "planned",
@@ -131,7 +133,7 @@ def _question_row(job: SweepJob, point: SweepPoint) -> Row:
 
 
 def _plan_row(plan: Plan) -> Row:
-    """Return what a plan is, and what it promises."""
+    """Return the columns that describe a plan and its prediction."""
     prediction, candidate, dollars = plan.prediction, plan.candidate, plan.dollars
     assert prediction, "a found plan has its prediction"
     return {
@@ -199,7 +201,7 @@ def _ran(job: SweepJob, point: SweepPoint, plan: Plan, started: Start | None) ->
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """A process with our end of its pipe: jobs go in, rows come out, and nothing comes any more when it is gone."""
+    """A worker process and the parent's end of its pipe: jobs go in, rows come out; the pipe closes when it ends."""
 
     process: BaseProcess
     pipe: Connection
@@ -219,7 +221,7 @@ class _Worker:
 
 
 def work_through(jobs: Sequence[SweepJob], num_workers: int, begin: Callable[[SweepJob], None]) -> Iterator[list[Row]]:
-    """Yield the rows of each job as it is done, by processes side by side; one that dies takes only its own job along.
+    """Run jobs in parallel processes, and yield the rows of each as it ends; a dead process loses only its own job.
 
     ``begin`` hears of every job before its process. When we end, however that happens, so do the processes.
     """
@@ -235,8 +237,8 @@ def work_through(jobs: Sequence[SweepJob], num_workers: int, begin: Callable[[Sw
                 workers.append(_Worker(process=process, pipe=ours, job=waiting.pop()))
                 begin(workers[-1].job)
                 workers[-1].begin(workers[-1].job)
-            for pipe in wait([one.pipe for one in workers]):
-                worker = next(one for one in workers if one.pipe is pipe)
+            for pipe in wait([worker.pipe for worker in workers]):
+                worker = next(worker for worker in workers if worker.pipe is pipe)
                 done, rows = worker.job, None
                 with suppress(EOFError, OSError):
                     rows = worker.pipe.recv()

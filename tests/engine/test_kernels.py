@@ -1,6 +1,6 @@
 """Every operation computed by torch is what the graph defines with numpy, in double to the last digits."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pkgutil import walk_packages
@@ -43,11 +43,18 @@ TAKEN = tuple(Tensor(name=name, dims=dims, dtype="fp32") for name, dims in (("q"
 MADE = tuple(Tensor(name=name, dims=dims, dtype="fp32") for name, dims in (("o", QUERY), ("l", QUERY[:-1])))
 
 
-MODELS = {
-    name: model
-    for name, model in small_models().items()
-    if name in ("no option", "window", "query and key norm", "part of a head turned", "experts", "learned positions")
-} | {
+def with_kinds_of_their_own(names: Collection[str]) -> Iterator[tuple[str, ModelSpec]]:
+    """Small models of these names, and one more for each kind of operation that none of them has."""
+    models, met = small_models(), set[type[OpKind]]()
+    for name in sorted(models, key=lambda name: name not in names):
+        kinds_here = {type(op.kind) for block in graph_of(models[name]).blocks for op in block.select("micro_batch")}
+        if name in names or kinds_here - met:
+            yield name, models[name]
+        met |= kinds_here
+
+
+OPTIONS = ("no option", "window", "query and key norm", "part of a head turned", "experts", "learned positions")
+MODELS = dict(with_kinds_of_their_own(OPTIONS)) | {
     name: replace(small_models()["layer norm"], positions="learned", gated_mlp=False, activation=name, **BIASES)
     for name in ("gelu", "gelu_tanh", "relu", "silu")
 }
@@ -189,17 +196,19 @@ def test_an_operation_without_a_kernel_is_refused():
             check_kernels([replace(block, ops=ops)], "nxd" if engine == "nxd" else "torch")
 
 
-def kinds_of(engine: str) -> set[str]:
+def kinds_of(engine: str) -> Mapping[str, type[OpKind]]:
     modules = [import_module(module.name) for module in walk_packages(kinds.__path__, f"{kinds.__name__}.")]
     classes = {each for module in modules for each in vars(module).values() if isinstance(each, type)}
-    return {each.__name__ for each in classes if issubclass(each, OpKind) and engine in vars(each).get("engines", ())}
+    found = [each for each in classes if issubclass(each, OpKind) and engine in vars(each).get("engines", ())]
+    return {kind.__name__: kind for kind in found}
 
 
 def test_kinds_name_the_engines_that_have_a_kernel_for_them():
     registered = {kind.__name__ for kind in kernel_of.registry if kind.__module__.startswith("autoshard.graph")}
-    assert registered - {"OpKind"} == kinds_of("torch")
+    own = {name for name, kind in kinds_of("torch").items() if kind.torch_kernel is not OpKind.torch_kernel}
+    assert registered - {"OpKind"} == set(kinds_of("torch")) - own
     experts = {"TopK", "Softmax", "Slot", "Dispatch", "Combine"}  # inside NxD's own layer
-    assert {kind.__name__ for kind in COMPUTE} | experts == kinds_of("nxd")
+    assert {kind.__name__ for kind in COMPUTE} | experts == set(kinds_of("nxd"))
 
 
 @pytest.mark.parametrize(("model", "documents"), QUESTIONS.values(), ids=QUESTIONS)

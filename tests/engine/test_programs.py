@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 
 import numpy as np
 import pytest
@@ -17,7 +17,8 @@ from autoshard.layout.layout import Layout
 from autoshard.layout.program import Communicate, Compute, Given
 from autoshard.run.placement import MeshRank, dims_of, placed_boxes
 from autoshard.spec.mesh import Mesh
-from tests.engine.small_models import graph_of as small_graph, small_models
+from autoshard.spec.model_catalogue import load_model
+from tests.engine.small_models import OPTIONS, graph_of as small_graph, reduced, small_models
 from tests.ranks.cases import llama, plan_of
 from tests.ranks.shares import Held, assemble
 
@@ -26,6 +27,16 @@ TEXTS = (
     "tp=2,pp=1,dp=2", "tp=1,pp=1,cp=2,dp=1,recompute=full", "tp=2,pp=1,dp=1,sp=false",
     "tp=1,pp=2,dp=1,schedule=zb_h1,recompute=full",
 )  # fmt: skip
+
+
+def test_every_option_of_a_model_has_a_small_model_and_every_small_model_another_graph():
+    plain = reduced(load_model("tiny-llama"))
+    untried = {"traced", "hidden_dropout", "attention_dropout"}  # in rows of tests/ranks/matrix.py and tests/modules
+    options = {field.name for field in fields(plain) if field.default is not MISSING} - untried
+    tried = {name for option in OPTIONS.values() for name, setting in option.items() if setting != getattr(plain, name)}
+    assert not options - tried, "give each option a row in OPTIONS of tests/engine/small_models.py"
+    graph = small_graph(plain)
+    assert {name for name in OPTIONS if small_graph(MODELS[name]) == graph} == {"no option"}, "without effect"
 
 
 def test_stages_hold_their_blocks_in_order():

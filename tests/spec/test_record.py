@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError, require
-from autoshard.spec.record import decode, encode
+from autoshard.spec.record import decode, encode, option
 from tests.json_schema import json_schema
 
 
@@ -80,6 +80,22 @@ def test_what_is_encoded_is_decoded_again():
     validator.validate(encoded)
     for key, wrong in {"size": [1], "kind": "cow", "gears": [["low"]], "more": 1, "shut": 0}.items():
         assert not validator.is_valid({**encoded, key: wrong}), key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lamp:
+    """Something that got an option after its first files were written."""
+
+    watts: float
+    dimmed: float | None = option(None)
+
+
+def test_an_option_is_written_only_where_it_is_on_so_that_older_files_stay_as_they_are():
+    plain, dim = Lamp(watts=5.0), Lamp(watts=5.0, dimmed=0.5)
+    assert encode(plain) == {"watts": 5.0} and encode(dim) == {"watts": 5.0, "dimmed": 0.5}
+    for lamp in (plain, dim):
+        assert decode(Lamp, encode(lamp)) == lamp
+        jsonschema.Draft202012Validator(json_schema(Lamp)).validate(encode(lamp))
 
 
 def test_whole_numbers_in_fields_of_floats_are_written_as_floats():

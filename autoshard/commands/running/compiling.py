@@ -22,7 +22,7 @@ _NEAR = 0.5  # share of the compiler's limit, counting the matrix unit's instruc
 _SMALLER = "More pp or tp, or a smaller micro-batch, makes graphs smaller"
 
 
-def compile_ahead(plan: Plan, run: Run, given: GivenRank | None, name: str, *, json: bool) -> int:
+def compile_ahead(plan: Plan, run: Run, launched: GivenRank | None, name: str, *, json: bool) -> int:
     """Extract the graphs of this node in a short run, compile them, and print which succeeded.
 
     Plans without graphs, machines without the compiler, and jobs with one process per rank are refused.
@@ -32,8 +32,8 @@ def compile_ahead(plan: Plan, run: Run, given: GivenRank | None, name: str, *, j
     require((plan.engine == "nxd", "--compile-only", message))
     steps = f"must be at least {_LEAST_STEPS}, so that every graph occurs, not {num_steps}"
     require((num_steps >= _LEAST_STEPS, "--steps", steps))
-    refuse_without_compiler(plan, name, given.num_ranks if given else 1)
-    place = run.folder / f"node-{given.rank}" if given and nodes > 1 else run.folder  # nodes may share a folder
+    refuse_without_compiler(plan, name, launched.num_ranks if launched else 1)
+    place = run.folder / f"node-{launched.rank}" if launched and nodes > 1 else run.folder  # nodes may share a folder
     _make(place)
     log, cache = place / "compile.log", (run.folder / "cache").absolute()
     warnings = _warnings(plan)
@@ -48,7 +48,7 @@ def compile_ahead(plan: Plan, run: Run, given: GivenRank | None, name: str, *, j
     work = str((place / "work").absolute())  # the default is shared by all compilations on the machine
     words = [
         *(COMPILER, "--parallel_compile_workdir", work),
-        *(sys.executable, "-m", "torch.distributed.run", *node_words(given, nodes, plan.mesh.num_ranks // nodes)),
+        *(sys.executable, "-m", "torch.distributed.run", *node_words(launched, nodes, plan.mesh.num_ranks // nodes)),
         *("-m", "autoshard.cli", "run", name, *short, *EXTENSIONS.options()),
     ]
     code = streamed(words, log, (lambda _: None) if json else (lambda text: print(text, end="", flush=True)))
@@ -65,7 +65,7 @@ def _conclude(compiled: Compiled, cache: str, log: Path, warnings: Sequence[str]
     """Print how many graphs were compiled and which failed; return the exit code."""
     num_failed = compiled.num_failed
     if json:
-        failures = [{"graph": one.graph, "cause": one.cause, "log": one.log} for one in compiled.failures]
+        failures = [{"graph": failed.graph, "cause": failed.cause, "log": failed.log} for failed in compiled.failures]
         counts = {"graphs": compiled.num_graphs, "failed": num_failed, "failures": failures}
         print_answer({"cache": cache, "log": str(log), "warnings": warnings, **counts})
         return 1 if num_failed else 0

@@ -85,53 +85,55 @@ class Execution:
         return LOCAL if self.run.device == HOST else self.plan.cluster.name
 
 
-def execute(execution: Execution, given: GivenRank | None) -> int:
+def execute(execution: Execution, launched: GivenRank | None) -> int:
     """Run to the end, with restarts where allowed; the process of every rank calls this."""
-    if given is not None:
+    if launched is not None:
         heed_end_of_agent()
-    leads = given is None or given.rank == 0
+    leads = launched is None or launched.rank == 0
     build, training = builder(execution.engine), execution.run.training
     refuse_without_packages(training.track)
     # Of a new run: a checkpoint knows the id of its own.
     ids = (("wandb", secrets.token_hex(_ID_BYTES)),) if training.track.wandb is not None else ()
     execution = replace(execution, run=replace(execution.run, trackers=ids))
     if not leads:
-        _start(execution, given, build, None)
+        _start(execution, launched, build, None)
         return 0
     with locked(execution.run.folder):
         execution = _taken_over(execution)
         training = execution.run.training
         source_of(execution.plan, training.data, training.seed)  # refuses what is wrong
-        _begin(execution, given)
+        _begin(execution, launched)
         display = RunDisplay(execution)
-        report = _with_restarts(execution, given, build, display)
+        report = _with_restarts(execution, launched, build, display)
         return _conclude(execution, report, display) if report else 0
 
 
 def _with_restarts(
-    execution: Execution, given: GivenRank | None, build: Builds, display: "RunDisplay"
+    execution: Execution, launched: GivenRank | None, build: Builds, display: "RunDisplay"
 ) -> RunReport | None:
     """Run; start failed ranks again while restarts are left or newer checkpoints appear."""
-    left, last = execution.restarts, -1
+    restarts, last = execution.restarts, -1
     while True:
         try:
             with noting_failure(execution.run.folder):
-                return _start(execution, given, build, display)
+                return _start(execution, launched, build, display)
         except RunFailed as error:
-            if given is not None or isinstance(error, NotFinite):
+            if launched is not None or isinstance(error, NotFinite):
                 raise
             if display.has_saved:  # the newest checkpoint is of this run, whatever step the user named
                 execution = replace(execution, run=replace(execution.run, resume="auto"))
             if display.begun_after > last:  # a newer checkpoint than at the last failure
-                left, last = execution.restarts, display.begun_after
-            if not left:
+                restarts, last = execution.restarts, display.begun_after
+            if not restarts:
                 raise
-            left -= 1
-            display.note(f"{error}\nthe ranks are started again; {left} restarts are left without a newer checkpoint")
+            restarts -= 1
+            display.note(
+                f"{error}\nthe ranks are started again; {restarts} restarts are left without a newer checkpoint"
+            )
 
 
 def _start(
-    execution: Execution, given: GivenRank | None, build: Builds, display: "RunDisplay | None"
+    execution: Execution, launched: GivenRank | None, build: Builds, display: "RunDisplay | None"
 ) -> RunReport | None:
     """Run the plan once; return None in the processes of all ranks but the first, which have no report."""
     from autoshard.runtime.train import train
@@ -146,7 +148,7 @@ def _start(
     with display or nullcontext():
         show = display or (lambda _: None)
         report = launch(
-            given, plan.mesh.num_ranks, lambda say: train(plan, run, build, say, watch), show=show, placing=placing
+            launched, plan.mesh.num_ranks, lambda say: train(plan, run, build, say, watch), show=show, placing=placing
         )
         if display and display.steps and report and report.steps:
             display.steps.conclude(plan, report, execution.platform)
@@ -228,7 +230,7 @@ def _taken_over(execution: Execution) -> Execution:
     return replace(execution, run=replace(run, training=training), notes=(*execution.notes, *notes))
 
 
-def _begin(execution: Execution, given: GivenRank | None) -> None:
+def _begin(execution: Execution, launched: GivenRank | None) -> None:
     """Write the plan into the folder of the run, and print what is going to run."""
     run, plan, training = execution.run, execution.plan, execution.run.training
     folder, notes = run.folder, list(execution.notes)
@@ -240,7 +242,7 @@ def _begin(execution: Execution, given: GivenRank | None) -> None:
     if execution.json:
         return
     ranks = "1 rank" if plan.mesh.num_ranks == 1 else f"{plan.mesh.num_ranks} ranks"
-    where = "of this machine" if given is None or given.alone else f"that {given.by} started"
+    where = "of this machine" if launched is None or launched.alone else f"that {launched.by} started"
     print(f"{plan.model.name} on {ranks} {where}: {plan.candidate}")
     warm_up, steps = training.schedule.warm_up_steps, training.steps
     if warm_up >= steps:
@@ -248,7 +250,7 @@ def _begin(execution: Execution, given: GivenRank | None) -> None:
     if plan.workload.optimizer == "sgd" and training.adamw != type(training.adamw)():
         notes.append("the options of adamw have no effect: the plan's optimizer is sgd")
     if not execution.tried:
-        notes += patience_notes(given, plan)
+        notes += patience_notes(launched, plan)
         notes += start_lines(plan, str(folder), socket.gethostname(), tensorboard=training.track.tensorboard)
     for note in notes:
         print(f"note: {note}")
@@ -266,7 +268,11 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay) -> i
     if only_extracts():
         print("graphs were extracted but not run: there are no losses, no times and no measured row")
         return 0
-    failures = [one for one in (display.failure, report.unsaved and f"the state at the end: {report.unsaved}") if one]
+    failures = [
+        failure
+        for failure in (display.failure, report.unsaved and f"the state at the end: {report.unsaved}")
+        if failure
+    ]
     rows, steps = folder / "measured.jsonl", execution.run.training.steps
     try:  # a failure is reported at the end, after the tables
         if report.steps:

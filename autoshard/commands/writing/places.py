@@ -28,7 +28,7 @@ def _checked(against: Callable[[Path], str], out: Path, option: str) -> list[Che
 
 
 def _against_file(out: Path) -> str:
-    """Try to write a file, without a trace; return what else speaks against it."""
+    """Return why a file cannot be written here, tried without a trace; "" if it can."""
     if out.is_dir():
         return "is a folder. Name a file in it"
     if not out.parent.is_dir():
@@ -43,8 +43,8 @@ def _against_file(out: Path) -> str:
 
 
 def _against_folder(out: Path) -> str:
-    """Try to write into the nearest folder that there is, without a trace; return what else speaks against it."""
-    there = next(one for one in (out, *out.parents) if one.exists())
+    """Return why no file can lie in this folder, tried in the nearest one that exists; "" if it can."""
+    there = next(folder for folder in (out, *out.parents) if folder.exists())
     if not there.is_dir():
         return "is a file. Name a folder" if there == out else f"{there} is a file. Name another folder"
     _try_folder(there)

@@ -34,7 +34,7 @@ def request_like(path: Path, question: QuestionOptions, nodes: Counts) -> tuple[
     require(*((False, f"--{name.replace('_', '-')}", why) for name in sorted(again)))
     read = check_plan(load(path))
     if read.plan.prediction is None:
-        raise InputError(Fault(where=f"--like {path}", message=str(one)) for one in read.rejections)
+        raise InputError(Fault(where=f"--like {path}", message=str(rejection)) for rejection in read.rejections)
     old, constants = read.plan, question.calibration
     request = Request(
         model=old.model,
@@ -77,11 +77,11 @@ def resuming_answer(old: Plan, new: Plan, sizes: Sequence[Size]) -> tuple[dict[s
     both, read, storage = diff(old, new), resuming(new), storage_of(new.cluster).name
     steps = {"before_s": both.a.step_time_s, "after_s": both.b.step_time_s, "slower_by": both.slower_by}
     nodes = {"before": old.cluster.num_nodes, "left": sizes[0].num_nodes, "after": new.cluster.num_nodes}
-    tried = [encode(one) for one in sizes]
+    tried = [encode(item) for item in sizes]
     data = {"nodes": nodes, "tried": tried, "step": steps, "resuming": encode(read), "storage": storage}
     before, after = (
-        f"{one.num_ranks} ranks" if one.name == LOCAL else f"{one.num_nodes} x {one.name}"
-        for one in (old.cluster, new.cluster)
+        f"{item.num_ranks} ranks" if item.name == LOCAL else f"{item.num_nodes} x {item.name}"
+        for item in (old.cluster, new.cluster)
     )
     speeds = [format_count(side.tokens_per_s, "tokens/s") for side in (both.a, both.b)]
     lines = [
@@ -101,12 +101,12 @@ def _spare_lines(new: Plan, sizes: Sequence[Size]) -> list[str]:
     num_nodes, num_left = new.cluster.num_nodes, sizes[0].num_nodes
     if num_nodes == num_left:
         return []
-    others = [
-        f"{one.num_nodes} nodes {'at least ' if one.is_bound else ''}{format_seconds(one.step_s)}"
-        for one in sizes
-        if one.num_nodes != num_nodes and 0 < one.step_s < math.inf
+    alternatives = [
+        f"{size.num_nodes} nodes {'at least ' if size.is_bound else ''}{format_seconds(size.step_s)}"
+        for size in sizes
+        if size.num_nodes != num_nodes and 0 < size.step_s < math.inf
     ]
-    why = f", because a step takes longer on others: {', '.join(others)}" if others else ""
+    why = f", because a step takes longer on others: {', '.join(alternatives)}" if alternatives else ""
     return [f"{num_nodes} of {num_left} nodes, {num_left - num_nodes} spare{why}"]
 
 

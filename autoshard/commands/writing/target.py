@@ -18,7 +18,7 @@ _REMEDY = "Type --force to replace it"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What became of the plan file: why it was kept as it was, or which other plan it held before."""
+    """The outcome of writing a plan: why the file was kept, or which other plan it held before."""
 
     refused: InputError | None = None
     replaced: str = ""
@@ -55,9 +55,9 @@ class Target:
         """Refuse, before a search, to replace a file that somebody has written or edited, or the plan asked about."""
         if self.force or not searches:
             return
-        asked = like is not None and like.exists() and self.out.exists() and self.out.samefile(like)
+        is_like = like is not None and like.exists() and self.out.exists() and self.out.samefile(like)
         why = f"is the plan that --like asks about, and is kept. Name another file. {_REMEDY}"
-        require((not asked, f"--out {self.out}", why))
+        require((not is_like, f"--out {self.out}", why))
         with inside("--out"):
             refuse_to_replace(self.out, _REMEDY)
 
@@ -85,7 +85,7 @@ class Target:
 
 
 def _unusual(plan: Plan) -> Iterator[str]:
-    """Yield what a user may not expect of a plan."""
+    """Yield a sentence on every choice of a plan that may surprise its user."""
     if warning := plan.model.beyond_positions(plan.workload.seq_len):
         yield f"warning: {warning}"
     if plan.model.attention_dropout:

@@ -108,14 +108,15 @@ class LocalStep:
     def is_local(self) -> bool:
         """Whether it computes the same operations for every batch, and talks to no other rank.
 
-        A user's kernel may do either, so it is not local.
+        A user's kernel may do either, so it is not local unless its class names an engine that it was checked with.
         """
         if self.counted:
             return False
         match self.entry:
             case Compute(op=op, reads=reads, ring=ring):
-                own = type(op.kind).torch_kernel is not OpKind.torch_kernel
-                return not (own or ring or any(value.tensor in BY_BATCH for value in reads))
+                kind = type(op.kind)
+                unchecked = kind.torch_kernel is not OpKind.torch_kernel and not vars(kind).get("engines")
+                return not (unchecked or ring or any(value.tensor in BY_BATCH for value in reads))
             case CountOnce() | Sum():
                 return True
             case _:

@@ -206,11 +206,11 @@ class AttendGradient(OpKind):
         upstream, query, key, value, query_positions, key_positions, result, lse, *more = arrays
         starts, drawn = where_and_draws(more, self.dropped)
         visible = Attend(window=self.window).visible(query_positions, key_positions, *starts)
-        kept = kept_scores(self.dropped, (query_positions, key_positions), drawn)
+        mask = kept_scores(self.dropped, (query_positions, key_positions), drawn)
         exponent = _scores(query, key) - lse.transpose(0, 2, 3, 1)[..., None]
         probability = np.exp(np.where(visible, exponent, -np.inf))
-        d_value = np.einsum("bkgst,bskgd->btkd", probability * kept, upstream, optimize=True)
-        d_probability = np.einsum("bskgd,btkd->bkgst", upstream, value, optimize=True) * kept
+        d_value = np.einsum("bkgst,bskgd->btkd", probability * mask, upstream, optimize=True)
+        d_probability = np.einsum("bskgd,btkd->bkgst", upstream, value, optimize=True) * mask
         mean = (upstream * result).sum(axis=-1).transpose(0, 2, 3, 1)[..., None]
         d_scores = probability * (d_probability - mean) / math.sqrt(query.shape[-1])
         d_query = np.einsum("bkgst,btkd->bskgd", d_scores, key, optimize=True)
@@ -231,13 +231,13 @@ def _scores(query: Array, key: Array) -> Array:
 
 
 def where_and_draws(more: Sequence[T], dropped: float) -> tuple[Sequence[T], Sequence[T]]:
-    """Tell apart where queries and keys stand and what dropout draws by, among the last inputs of an attention."""
+    """Split the last inputs of an attention: positions of queries and keys, and the numbers that dropout draws by."""
     count = len(more) - (_DRAWS if dropped else 0)
     return more[:count], more[count:]
 
 
 def kept_scores(dropped: float, where: Sequence[Array], drawn: Sequence[Array]) -> Array | float:
-    """Return 0 for every probability that is dropped, along the dims of scores, and for others what enlarges them."""
+    """Return a factor for every probability, along the dims of scores: 0 if dropped, else what keeps the mean."""
     if not dropped:
         return 1.0
     query_positions, key_positions = where

@@ -67,7 +67,7 @@ def philox(counter: Sequence[Array], key: Sequence[Array]) -> tuple[Words, ...]:
 
 
 def dropped_below(dropped: float) -> int:
-    """Return the random word from which on a number is kept."""
+    """Return the threshold of dropout: a number is dropped if its random word is below it."""
     return min(round(dropped * 2**32), 2**32 - 1)
 
 

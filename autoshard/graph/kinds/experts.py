@@ -14,7 +14,7 @@ _SLOTS = ("experts", "slots", "hidden")
 
 
 class _Routed:
-    """What kinds share that see a token's choice of experts."""
+    """Base of the kinds that read a token's choice of experts."""
 
     __slots__ = ()
 
@@ -24,7 +24,7 @@ class _Routed:
 
 
 class _Slotted(_Routed):
-    """What kinds share that see the slots of experts too."""
+    """Base of the kinds that read the slots of experts as well."""
 
     __slots__ = ()
 
@@ -34,7 +34,7 @@ class _Slotted(_Routed):
 
 
 class _Fetching(_Slotted):
-    """What kinds share that bring rows of slots (the first input) back to their tokens."""
+    """Base of the kinds that fetch rows of slots (the first input) back to their tokens."""
 
     __slots__ = ()
 
@@ -133,9 +133,9 @@ class Dispatch(_Slotted, Differentiable):
         """Copy; a slot that nobody takes stays zero."""
         tokens, expert, place = arrays
         slots = np.zeros([call.sizes[dim] for dim in _SLOTS], dtype=tokens.dtype)
-        kept = place >= 0
+        has_slot = place >= 0
         copies = np.broadcast_to(tokens[..., None, :], (*place.shape, tokens.shape[-1]))
-        slots[expert[kept], place[kept]] = copies[kept]
+        slots[expert[has_slot], place[has_slot]] = copies[has_slot]
         return (slots,)
 
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
@@ -146,16 +146,16 @@ class Dispatch(_Slotted, Differentiable):
 def _queued(expert: Array, num_experts: int, start: int, stop: int) -> Array:
     """Return the slots of tokens that form one queue for the slots from start to stop of every expert."""
     picked = expert.reshape(-1)
-    mine = np.arange(num_experts) == picked[:, None]
-    place = start + (np.cumsum(mine, axis=0) - 1)[np.arange(picked.size), picked]
+    chosen = np.arange(num_experts) == picked[:, None]
+    place = start + (np.cumsum(chosen, axis=0) - 1)[np.arange(picked.size), picked]
     return np.where(place < stop, place, -1).reshape(expert.shape)
 
 
 def _fetch(slots: Array, expert: Array, place: Array) -> Array:
     """Return what lies in each (token, choice)'s slot, zero where it was dropped."""
     rows = np.zeros((*place.shape, slots.shape[-1]), dtype=slots.dtype)
-    kept = place >= 0
-    rows[kept] = slots[expert[kept], place[kept]]
+    has_slot = place >= 0
+    rows[has_slot] = slots[expert[has_slot], place[has_slot]]
     return rows
 
 
@@ -215,9 +215,9 @@ class CombineGradient(_Slotted, OpKind):
         upstream, slots, weight, expert, place = arrays
         d_weight = (_fetch(slots, expert, place) * upstream[..., None, :]).sum(axis=-1)
         d_slots = np.zeros_like(slots)
-        kept = place >= 0
+        has_slot = place >= 0
         weighted = upstream[..., None, :] * weight[..., None]
-        d_slots[expert[kept], place[kept]] = weighted[kept]
+        d_slots[expert[has_slot], place[has_slot]] = weighted[has_slot]
         return d_slots, d_weight
 
     def vector_flops(self, call: Call) -> int:

@@ -1,4 +1,4 @@
-"""What the code of a user does that no other kind says: its shape and its work are known, its numbers are not."""
+"""Operations of a user's code that match no other kind: their shape and their work are known, their function is not."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -102,7 +102,7 @@ def _left(tensor: Tensor, kind: Opaque) -> Dims:
 
 
 def _lost(tensor: Tensor, call: Call, result_dims: Dims) -> int:
-    """Return over how many numbers the stand-in takes a mean: those along dims that the result lacks."""
+    """Return the count of numbers in a mean of the stand-in: the product of the dims that the result lacks."""
     return call.elements([dim for dim in tensor.dims if dim not in result_dims])
 
 
