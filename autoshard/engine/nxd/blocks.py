@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -215,12 +216,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
     What is hidden follows from positions, not from a stored mask.
     """
-    queries, keys = query.permute(0, 2, 3, 1, 4), key.permute(0, 2, 1, 3).unsqueeze(2)
-    scores = queries @ keys.transpose(-1, -2) / query.shape[-1] ** 0.5
+    queries = rearrange(query, "batch seq kv_heads q_group head_dim -> batch kv_heads q_group seq head_dim")
+    keys = rearrange(key, "batch kv_seq kv_heads head_dim -> batch kv_heads 1 head_dim kv_seq")
+    values = rearrange(value, "batch kv_seq kv_heads head_dim -> batch kv_heads 1 kv_seq head_dim")
+    scores = queries @ keys / query.shape[-1] ** 0.5
     along = torch.arange(query.shape[1], device=query.device)
     scores = at_least_fp32(scores).masked_fill(along[:, None] < along[None, :], float("-inf"))
     weights = functional.softmax(scores, dim=-1).to(value.dtype)
-    return (weights @ value.permute(0, 2, 1, 3).unsqueeze(2)).permute(0, 3, 1, 2, 4)
+    return rearrange(weights @ values, "batch kv_heads q_group seq head_dim -> batch seq kv_heads q_group head_dim")
 
 
 _FUNCTIONS: Mapping[str, Compute] = {

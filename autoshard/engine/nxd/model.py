@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -107,7 +108,7 @@ def flash_attend(kernel: Any, lnc: int, query: Tensor, key: Tensor, value: Tenso
     computed. Without sharing (``lnc`` 1) its grid has all heads.
     """
     cores = 1 if query.shape[2] * query.shape[3] % lnc else lnc
-    turned = (x.permute(0, 2, 3, 1) for x in _every_head(query, key, value))
+    turned = (rearrange(x, "batch head seq head_dim -> batch head head_dim seq") for x in _by_head(query, key, value))
     return _as_queries(kernel(*turned, cores, mixed_precision=_in_bf16(query)), query)
 
 
@@ -118,13 +119,15 @@ def ring_attend(
 
     It finds from the number of this rank which part is its own. Its layout is [batch, head, seq, head_dim].
     """
-    turned = (x.transpose(1, 2) for x in _every_head(query, key, value))
-    return _as_queries(kernel(*turned, rank, ring, mixed_precision=_in_bf16(query)), query)
+    heads = _by_head(query, key, value)
+    return _as_queries(kernel(*heads, rank, ring, mixed_precision=_in_bf16(query)), query)
 
 
-def _every_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """Give every query head a key and a value, as the kernels' grids ask: [batch, seq, head, head_dim]."""
-    return query.flatten(2, 3), *(x.repeat_interleave(query.shape[3], dim=2) for x in (key, value))
+def _by_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Give every query head a key and a value, as the kernels' grids ask: [batch, head, seq, head_dim]."""
+    shared, q_group = "batch seq kv_heads head_dim -> batch (kv_heads q_group) seq head_dim", query.shape[3]
+    heads = rearrange(query, "batch seq kv_heads q_group head_dim -> batch (kv_heads q_group) seq head_dim")
+    return heads, *(repeat(x, shared, q_group=q_group) for x in (key, value))
 
 
 def _in_bf16(query: Tensor) -> bool:
@@ -134,7 +137,8 @@ def _in_bf16(query: Tensor) -> bool:
 
 def _as_queries(mixed: Tensor, query: Tensor) -> Tensor:
     """Bring what a kernel made, [batch, head, seq, head_dim], into the form of the queries."""
-    return mixed.transpose(1, 2).unflatten(2, query.shape[2:4])
+    in_groups = "batch (kv_heads q_group) seq head_dim -> batch seq kv_heads q_group head_dim"
+    return rearrange(mixed, in_groups, q_group=query.shape[3])
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from einops import rearrange
 
 from autoshard.engine.nxd.shards import NxdNames, StackedRows
 from autoshard.errors import Fault, InputError
@@ -75,8 +76,8 @@ def _parts(tensor: StackedRows, local: torch.Tensor, model: ModelSpec, tp: int) 
     if len(ours) == 1:
         yield ours[0], local
     elif tensor.rows[0].axes.slices:  # of GPT-NeoX: queries, keys and values of each head
-        heads = local.reshape(-1, 3, model.head_dim, *local.shape[1:])
-        yield from zip(ours, heads.unbind(1), strict=True)
+        by_kind = "(kv_heads qkv head_dim) ... -> qkv kv_heads head_dim ..."
+        yield from zip(ours, rearrange(local, by_kind, qkv=3, head_dim=model.head_dim), strict=True)
     elif len(ours) == 2:
         yield from zip(ours, local.chunk(2, tensor.axis), strict=True)
     else:
