@@ -68,30 +68,30 @@ class BlockModule(nn.Module):
         self.steps = [step for step, _ in steps]
         for step, module in steps:
             self.add_module(step.name, module)
-        made = {name for step in self.steps for name in step.writes}
-        self.reads = tuple(dict.fromkeys(name for step in self.steps for name in step.reads if name not in made))
+        written = {name for step in self.steps for name in step.writes}
+        self.reads = tuple(dict.fromkeys(name for step in self.steps for name in step.reads if name not in written))
         self.writes = writes
         self._last_reader = {name: step for step in self.steps for name in step.reads if name not in writes}
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Compute; free each value after its last reader."""
+        """Run the modules in order; free each value after its last reader."""
         values = dict(zip(self.reads, inputs, strict=True))
         for step in self.steps:
-            given = [values[name] for name in step.reads]
+            arguments = [values[name] for name in step.reads]
             for name in step.reads:
                 if self._last_reader.get(name) is step:
                     del values[name]
-            made = self.get_submodule(step.name)(*given)
-            del given
-            values.update(zip(step.writes, made if isinstance(made, tuple) else (made,), strict=True))
+            result = self.get_submodule(step.name)(*arguments)
+            del arguments
+            values.update(zip(step.writes, result if isinstance(result, tuple) else (result,), strict=True))
         results = [values[name] for name in self.writes]
         return tuple(results) if len(results) > 1 else results[0]
 
     def grouped(self, ops: Sequence[str], mark: Callable[[nn.Module], nn.Module]) -> "BlockModule":
-        """Return the same block with these operations, and what lies between them, in one module marked by ``mark``."""
+        """Return the same block with these operations, and those between them, as one module, which ``mark`` wraps."""
         pairs = [(step, self.get_submodule(step.name)) for step in self.steps]
-        found = [number for number, step in enumerate(self.steps) if set(step.ops) & set(ops)]
-        before, inside, after = pairs[: found[0]], pairs[found[0] : found[-1] + 1], pairs[found[-1] + 1 :]
+        places = [number for number, step in enumerate(self.steps) if set(step.ops) & set(ops)]
+        before, inside, after = pairs[: places[0]], pairs[places[0] : places[-1] + 1], pairs[places[-1] + 1 :]
         read = {*self.writes, *(name for step, _ in after for name in step.reads)}
         group = BlockModule(inside, tuple(name for step, _ in inside for name in step.writes if name in read))
         joined = ModuleStep(
@@ -101,7 +101,7 @@ class BlockModule(nn.Module):
 
 
 def module_steps(block: Block, runs: Sequence[tuple[str, ...]]) -> Iterator[ModuleStep]:
-    """Yield the steps of a block's forward pass; the operations of a run are one step."""
+    """Yield the steps of a block's forward pass; a run of operations, which one layer of NxD replaces, is one step."""
     run_of = {name: run for run in runs for name in run}
     source: dict[str, str] = {}  # of what is delivered
     reads: dict[str, list[str]] = {}  # what a module reads beside its weights
@@ -120,13 +120,13 @@ def module_steps(block: Block, runs: Sequence[tuple[str, ...]]) -> Iterator[Modu
         run = run_of.get(op.name, (op.name,))
         if op.name != run[0]:
             continue
-        inside = [one for one in ops if one.name in run]
-        made = [name for one in inside for name in one.outputs]
-        wanted = results.union(*(names for name, names in reads.items() if name not in run))
+        inside = [member for member in ops if member.name in run]
+        outputs = [name for member in inside for name in member.outputs]
+        read_elsewhere = results.union(*(names for name, names in reads.items() if name not in run))
         yield ModuleStep(
             ops=run,
-            reads=tuple(dict.fromkeys(name for one in inside for name in reads[one.name] if name not in made)),
-            writes=tuple(name for name in made if name in wanted),
+            reads=tuple(dict.fromkeys(name for member in inside for name in reads[member.name] if name not in outputs)),
+            writes=tuple(name for name in outputs if name in read_elsewhere),
         )
 
 
@@ -145,8 +145,8 @@ def _einsum(kind: Einsum, call: Call) -> Compute:
     num_made = len(weight.dims) - num_read
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
-        made = functional.linear(x.flatten(-num_read), weight.flatten(num_made).flatten(0, num_made - 1))
-        return made.unflatten(-1, weight.shape[:num_made])  # of the weight, which may be a part
+        flat = functional.linear(x.flatten(-num_read), weight.flatten(num_made).flatten(0, num_made - 1))
+        return flat.unflatten(-1, weight.shape[:num_made])  # of the weight, which may be a part
 
     return product
 

@@ -53,15 +53,15 @@ def _as_it_is(x: Any) -> Any:
     return x
 
 
-def _column_products(made: Sequence[tuple[int, ...]], sequence_first: bool, product: Any) -> Any:
+def _column_products(shapes: Sequence[tuple[int, ...]], sequence_first: bool, product: Any) -> Any:
     """Return one tensor for each weight of a layer, of these shapes behind batch and seq."""
     products: Sequence[Tensor] = product if isinstance(product, tuple) else (product,)
     for one in products:
         if one.requires_grad:
             one.register_hook(torch.Tensor.contiguous)  # NxD's products ask that of gradients on a CPU
-    parts = products if isinstance(product, tuple) else product.chunk(len(made), dim=-1)
+    parts = products if isinstance(product, tuple) else product.chunk(len(shapes), dim=-1)
     ordered = [part.transpose(0, 1) if sequence_first else part for part in parts]
-    shaped = [part.unflatten(-1, shape) for part, shape in zip(ordered, made, strict=True)]
+    shaped = [part.unflatten(-1, shape) for part, shape in zip(ordered, shapes, strict=True)]
     return tuple(shaped) if len(shaped) > 1 else shaped[0]
 
 
@@ -169,10 +169,10 @@ class NxdModel:
         kind = next((op.kind for op in parts["layer"].ops if isinstance(op.kind, Rotary)), None)
         self.rotary = blocks.RotaryTable(kind, plan.model.head_dim, self.positions) if kind else None
         runs = [again.runs for again in lowering.recompute for _ in range(again.num_layers)]
-        made = [_recomputing(self._block(parts["layer"], f"layer.{at}"), again) for at, again in enumerate(runs)]
+        layers = [_recomputing(self._block(parts["layer"], f"layer.{at}"), again) for at, again in enumerate(runs)]
         self.module = NxdDecoder(
             blocks.FirstStage(self._block(parts["embed"], "embed.0"), self.positions),
-            [blocks.MiddleStage(layer, self.rotary) for layer in made],
+            [blocks.MiddleStage(layer, self.rotary) for layer in layers],
             blocks.LastStage(self._block(parts["head"], "head.0"), lowering.loss_scale),
         )
         self.tie()
@@ -185,9 +185,9 @@ class NxdModel:
         """
         if self._plan.model.tied_embeddings:
             owner = self.module.embed.block.get_submodule("embed")
-            other = self.module.head.block.get_submodule("unembed")
-            owner, other = (getattr(module, "layer", module) for module in (owner, other))  # of NxD, or the leaf
-            other.weight = owner.weight
+            head = self.module.head.block.get_submodule("unembed")
+            owner, head = (getattr(module, "layer", module) for module in (owner, head))  # of NxD, or the leaf
+            head.weight = owner.weight
 
     def fill(self, parameters: Iterable[tuple[str, nn.Parameter]], whole: Callable[[str], Array]) -> None:
         """Give parameters this rank's part of whole weights: what NxD draws differs between copies of keys."""
@@ -237,13 +237,13 @@ class NxdModel:
             size = self.sizes["vocab"] // self.rank.size(TP)
             losses = TokenLosses(named(form.layer), self.rank.index * size, self._plan.model.vocab)
             return losses, losses
-        given = _given(form.arguments)
+        arguments = _given(form.arguments)
         if form.layer == "MoE":
             parts = {"router": "RouterTopK", "expert_mlps": "ExpertMLPs"}
-            given |= {part: named(name)(device=_NOWHERE, **given[part]) for part, name in parts.items()}
+            arguments |= {part: named(name)(device=_NOWHERE, **arguments[part]) for part, name in parts.items()}
         else:
-            given["device"] = _NOWHERE
-        layer = named(form.layer)(**given)
+            arguments["device"] = _NOWHERE
+        layer = named(form.layer)(**arguments)
         first = self._lowering.sequence_first
         pieces = [piece for parameter in form.parameters for piece in parameter.pieces]
         match form.layer:
@@ -254,23 +254,24 @@ class NxdModel:
             case "RowParallelLinear":
                 return Adapted(layer, partial(_flattened, len(pieces[0].axes[-1]), first), _as_it_is), layer
             case _:
-                made = [
+                shapes = [
                     tuple(self.sizes[dim] // self.rank.size(piece.cuts.get(dim, ())) for dim in piece.axes[0])
                     for piece in pieces
                 ]
-                return Adapted(layer, _as_it_is, partial(_column_products, made, first)), layer
+                return Adapted(layer, _as_it_is, partial(_column_products, shapes, first)), layer
 
     def _leaf(self, block: Block, step: ModuleStep, form: Form | None) -> nn.Module:
         op = block.op(step.ops[0])
         dtype, parameters = DTYPES[self._plan.workload.precision.weights], form.parameters if form else ()
+        shapes = {
+            parameter.name: local_patches(parameter, self.rank, self.sizes, self.sizes)[0] for parameter in parameters
+        }
         weights = {
-            one.name: nn.Parameter(
-                torch.empty(local_patches(one, self.rank, self.sizes, self.sizes)[0], dtype=dtype, device=_NOWHERE)
-            )
-            for one in parameters
+            name: nn.Parameter(torch.empty(shape, dtype=dtype, device=_NOWHERE)) for name, shape in shapes.items()
         }
         compute = self._attention() if isinstance(op.kind, Attend) else blocks.compute_of(block, op)
-        if isinstance(op.kind, Lookup) and self._lowering.sequence_first and any(one.summed for one in parameters):
+        sums_gradient = any(parameter.summed for parameter in parameters)
+        if isinstance(op.kind, Lookup) and self._lowering.sequence_first and sums_gradient:
             compute = partial(_rows_of_part, self.rank.index, self.rank.size(TP))
         return blocks.Leaf(compute, weights)
 
@@ -294,8 +295,8 @@ def _recomputing(layer: BlockModule, again: tuple[tuple[str, ...], ...]) -> nn.M
     """Mark what a layer computes again for backward; of a mixture, the products of experts and what lies between."""
     if again == (("",),):
         return Recomputed(layer)
-    inner = (one.layer for one in layer.children() if isinstance(one, Adapted))
-    mixture = next((one for one in inner if hasattr(one, "expert_mlps")), None)
+    nxd_layers = (module.layer for module in layer.children() if isinstance(module, Adapted))
+    mixture = next((layer for layer in nxd_layers if hasattr(layer, "expert_mlps")), None)
     for run in again:
         if mixture and len(run) > 1:
             mixture.expert_mlps.mlp_op = Recomputed(mixture.expert_mlps.mlp_op)
