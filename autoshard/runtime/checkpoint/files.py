@@ -79,7 +79,7 @@ def dump_index(index: CheckpointIndex) -> bytes:
             "dtype": tensor.dtype,
             "shape": tensor.shape,
             "boxes": [
-                [one.offsets, one.lengths, one.file, one.start, one.num_bytes, one.crc32] for one in tensor.boxes
+                [box.offsets, box.lengths, box.file, box.start, box.num_bytes, box.crc32] for box in tensor.boxes
             ],
         }
         for name, tensor in sorted(index.tensors.items())

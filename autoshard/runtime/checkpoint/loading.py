@@ -60,10 +60,10 @@ class Needs:
     @property
     def read_bytes(self) -> int:
         """Bytes that storage gives if every rank reads what it needs."""
-        taken: dict[str, set[int]] = defaultdict(set)
+        boxes_of_host: dict[str, set[int]] = defaultdict(set)
         for host, boxes in zip(self.hosts, self.ranks, strict=True):
-            taken[host] |= boxes
-        return sum(self.num_bytes[box] for boxes in taken.values() for box in boxes)
+            boxes_of_host[host] |= boxes
+        return sum(self.num_bytes[box] for boxes in boxes_of_host.values() for box in boxes)
 
     @property
     def once_bytes(self) -> int:
@@ -112,15 +112,15 @@ class _Loading:
 
     def __init__(self, storage: Storage, index: CheckpointIndex, pieces: Sequence[StatePiece]) -> None:
         self._storage, self._folder = storage, folder_of(index.state.step)
-        every = [(name, box) for name, tensor in index.tensors.items() for box in tensor.boxes]
-        self._boxes = sorted(every, key=lambda entry: (entry[1].file, entry[1].start, entry[0]))
+        named_boxes = [(name, box) for name, tensor in index.tensors.items() for box in tensor.boxes]
+        self._boxes = sorted(named_boxes, key=lambda entry: (entry[1].file, entry[1].start, entry[0]))
         self._dtypes = {name: TYPES[tensor.dtype] for name, tensor in index.tensors.items()}
-        wanted: dict[tuple[str, StoredBox], _Targets] = defaultdict(list)
+        targets: dict[tuple[str, StoredBox], _Targets] = defaultdict(list)
         for piece in pieces:
             for box in index.tensors[piece.name].boxes if piece.reads else ():
                 if both := overlap(box.place, (piece.offsets, tuple(piece.memory.shape))):
-                    wanted[piece.name, box].append((piece.memory[both[1]], both[0]))
-        self._wanted = {number: wanted[entry] for number, entry in enumerate(self._boxes) if entry in wanted}
+                    targets[piece.name, box].append((piece.memory[both[1]], both[0]))
+        self._wanted = {number: targets[entry] for number, entry in enumerate(self._boxes) if entry in targets}
 
     def needs(self, group: Any) -> Needs:
         """Tell all ranks what this one needs."""
@@ -154,16 +154,18 @@ class _Loading:
         says so to those that wait, for this box and all later ones.
         """
         readers, rank, failures = needs.readers(), dist.get_rank(), list[Exception]()
-        mine = [number for number in self._wanted if readers[number] == rank]
+        numbers_of_rank = [number for number in self._wanted if readers[number] == rank]
         with ThreadPoolExecutor(1) as pool:
-            ahead = self._ahead(pool, mine, failures)
+            ahead = self._ahead(pool, numbers_of_rank, failures)
             for number in self._wanted:
                 if readers[number] != rank:
                     numbers = self._received(number, readers[number], group)
                 else:
                     numbers = next(ahead)
-                    others = [other for other, boxes in enumerate(needs.ranks) if number in boxes and other != rank]
-                    _send(numbers, others, group)
+                    receivers = [
+                        receiver for receiver, boxes in enumerate(needs.ranks) if number in boxes and receiver != rank
+                    ]
+                    _send(numbers, receivers, group)
                 try:
                     if numbers is not None:
                         self._take(number, numbers)
@@ -176,11 +178,11 @@ class _Loading:
         self, pool: ThreadPoolExecutor, numbers: Sequence[int], failures: list[Exception]
     ) -> Iterator[torch.Tensor | None]:
         """Yield boxes that a thread reads ahead; from the first failure on, which is noted, None for each."""
-        rest, begun = iter(numbers), deque[Future[torch.Tensor]]()
+        rest, reading = iter(numbers), deque[Future[torch.Tensor]]()
 
         def begin() -> None:
             for number in islice(rest, 1):
-                begun.append(pool.submit(persistent, partial(self._read_alone, number)))
+                reading.append(pool.submit(persistent, partial(self._read_alone, number)))
 
         for _ in range(_AHEAD):
             begin()
@@ -189,7 +191,7 @@ class _Loading:
             box = None
             if not failed:
                 try:
-                    box = begun.popleft().result()
+                    box = reading.popleft().result()
                     begin()
                 except Exception as error:
                     failed = True

@@ -47,20 +47,20 @@ def sums_of_squares(ranks: Ranks, names: NxdNames, shapes: Shapes, workers: int)
 
 
 def refuse_other_sums(
-    wanted: Mapping[str, float],
+    expected: Mapping[str, float],
     shapes: Shapes,
     rounded: bool,
     written: Iterable[tuple[TargetFile, WrittenFile]],
     where: str,
 ) -> None:
     """Compare the sums of squares of what was written with those of the source."""
-    sums: dict[str, dict[object, float]] = {name: {} for name in wanted}
+    sums: dict[str, dict[object, float]] = {name: {} for name in expected}
     for output, done in written:
         for entry, squares in zip(output.entries, done.squares, strict=True):
             for patch, square_sum in zip(entry.patches, squares, strict=True):
                 sums[patch.tensor][patch.box] = square_sum  # copies of a box are alike
     faults: list[Fault] = []
-    for name, square_sum in wanted.items():
+    for name, square_sum in expected.items():
         total, tolerance = sum(sums[name].values()), _ROUNDED if rounded else _SAME
         smallest = _SMALLEST**2 * torch.Size(shapes[name]).numel() if rounded else 0.0
         if abs(total - square_sum) > tolerance * square_sum + smallest:
