@@ -105,12 +105,12 @@ def refuse_strange_place(folder: Path, training: Training, before: Training | No
         remedy = "Name another place, or type --resume newest to go on with that run here"
         require((strange is None, option, f"{holds}. {remedy}"))
         return
-    place, known = place_of(folder, to), place_of(folder, before.checkpoint.to)
-    if before.checkpoint.to == "none" or (known == place and to != "none"):
+    place, place_before = place_of(folder, to), place_of(folder, before.checkpoint.to)
+    if before.checkpoint.to == "none" or (place_before == place and to != "none"):
         return
-    old = progress_of(known, "auto")
+    old = progress_of(place_before, "auto")
     if old and (to == "none" or progress_of(place, "auto") is None):
-        there = f"the checkpoints of this run lie in {known} (newest: step {old.step})"
+        there = f"the checkpoints of this run lie in {place_before} (newest: step {old.step})"
         raise InputError.of(option, f"{there}, so that it would begin again. Leave the option out")
 
 
@@ -129,19 +129,19 @@ def settled(
         message = f"the run goes on from its checkpoint of step {done}, so that no weights from elsewhere are read"
         raise InputError.of("--init-weights", f"{message}. Leave it out, or begin in another --out")
     training, notes = _with_curve(training, stated, before, done)
-    was, now, usual = (leaves(record.encode(one)) for one in (before, training, Training()))
+    was, now, usual = (leaves(record.encode(options)) for options in (before, training, Training()))
     changed = {name for name in {**was, **now} if was.get(name) != now.get(name)}
-    kept = [
+    unchanged = [
         f"{name} {value}" for name, value in now.items()
         if name not in changed and value != usual.get(name) and not _is_stated(name, stated)
     ]  # fmt: skip
     changes = [f"{name} was {was.get(name)}, now {now.get(name)}" for name in {**was, **now} if name in changed]
-    notes = [*(f"changed since the last start: {one}" for one in changes), *notes]
-    return training, [*notes, *([f"as at the last start: {', '.join(kept)}"] if kept else [])]
+    notes = [*(f"changed since the last start: {change}" for change in changes), *notes]
+    return training, [*notes, *([f"as at the last start: {', '.join(unchanged)}"] if unchanged else [])]
 
 
 def _is_stated(name: str, stated: Collection[str]) -> bool:
-    return any(name == one or name.startswith(f"{one}.") for one in stated)
+    return any(name == option or name.startswith(f"{option}.") for option in stated)
 
 
 def _with_curve(

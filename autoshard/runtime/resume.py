@@ -65,9 +65,9 @@ def require_storage(run: Run, group: Any) -> None:
 def begin(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun:
     """Bring an engine to where its run begins; every rank calls this."""
     if run.resume != "never" and run.training.checkpoint.saves:
-        begun = _continued(plan, run, engine, group)
-        if begun is not None:
-            return begun
+        continued = _continued(plan, run, engine, group)
+        if continued is not None:
+            return continued
     fresh = RunState(seed=run.training.seed)
     path = run.training.init_weights
     if path is None:
@@ -93,9 +93,9 @@ def _continued(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun | None
         if later:
             steps = ", ".join(map(str, reversed(later)))
             remarks.append(f"checkpoints of later steps ({steps}) are removed when the first new one is saved")
-        other = "" if index.candidate == str(plan.candidate) else f", which was saved under {index.candidate}"
+        saved_under = "" if index.candidate == str(plan.candidate) else f", which was saved under {index.candidate}"
         remarks += [note] if note else []
-        return index.state, (*shelf.remarks, *remarks, f"continues after step {index.state.step}{other}")
+        return index.state, (*shelf.remarks, *remarks, f"continues after step {index.state.step}{saved_under}")
     if from_first_rank(lambda: bool(usable(shelf.steps)), group):
         what = "none of its checkpoints can be used: " + "; ".join([*shelf.remarks, *remarks])
         raise InputError.of("--resume", f"{what}. To begin again, type another --out")

@@ -38,8 +38,8 @@ def _lookup(kind: Lookup, call: Call, context: KernelContext) -> Kernel:
         if not len(table):
             return (table.new_zeros(shape),)
         held, place = _inside(index, bounds)
-        found = table[place]
-        return (found * _along(held, found),)
+        rows = table[place]
+        return (rows * _along(held, rows),)
 
     return run
 
@@ -92,8 +92,8 @@ def _top_k(kind: TopK, call: Call, context: KernelContext) -> Kernel:
     count = call.sizes["choices"]
 
     def run(logits: torch.Tensor) -> Made:
-        found, order = torch.sort(logits, dim=-1, descending=True, stable=True)  # ties go to the lower number
-        return found[..., :count].contiguous(), order[..., :count].contiguous()
+        values, order = torch.sort(logits, dim=-1, descending=True, stable=True)  # ties go to the lower number
+        return values[..., :count].contiguous(), order[..., :count].contiguous()
 
     return run
 
@@ -108,8 +108,8 @@ def _slot(kind: Slot, call: Call, context: KernelContext) -> Kernel:
 
     def run(expert: torch.Tensor) -> Made:
         chosen = rearrange(expert, "batch seq choices -> (batch seq choices)")
-        mine = torch.arange(experts, device=chosen.device) == chosen[:, None]
-        so_far = mine.cumsum(0)
+        is_chosen = torch.arange(experts, device=chosen.device) == chosen[:, None]
+        so_far = is_chosen.cumsum(0)
         place = (so_far - 1).gather(1, chosen[:, None]).squeeze(1)
         if packed:  # behind those of the experts before
             counts = so_far[-1:].sum(0)  # also of no tokens
@@ -138,8 +138,8 @@ def _combine_gradient(kind: CombineGradient, call: Call, context: KernelContext)
     fetched = _packed_fetched if context.packed else _fetched
     scattered = _scattered(call.inputs[1].dims, call, context)
 
-    def run(*given: torch.Tensor) -> Made:
-        upstream, slots, weight, expert, place = given
+    def run(*tensors: torch.Tensor) -> Made:
+        upstream, slots, weight, expert, place = tensors
         rows = repeat(upstream, _FOR_CHOICES, choices=weight.shape[-1])
         d_weight = (fetched(slots, expert, place) * rows).sum(-1)
         return scattered(rows * weight.unsqueeze(-1), expert, place), d_weight
