@@ -233,7 +233,7 @@ class World:
         groups_before: Mapping[tuple[str, ...], RankGroup] | None = None,
         ledger: Ledger | None = None,
     ) -> "World":
-        """Make the groups of these atoms beside ``groups_before``, and channels if messages have a ``backend`` of their own.
+        """Make the groups of these atoms beside ``groups_before``, and channels if messages have a ``backend`` alone.
 
         Every rank of the running torch world calls this with the same arguments.
         """
