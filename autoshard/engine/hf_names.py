@@ -146,7 +146,7 @@ class HfNames:
 
     @classmethod
     def of(cls, family: str, model: ModelSpec, form: Form = "published") -> "HfNames":
-        """Expand the table of a ``model_type`` for a model."""
+        """Return the rows of a ``model_type``'s table for every layer and expert of a model."""
         if family not in HF_NAMES:
             raise InputError.of("model_type", f"{family!r} has no table of names. {nearest(family, list(HF_NAMES))}")
         dims_of, graph = _parameters(model)
@@ -161,7 +161,7 @@ class HfNames:
 
     @classmethod
     def fitting(cls, family: str, model: ModelSpec, names: Collection[str]) -> "HfNames":
-        """Expand the table of the form that has most of these Hugging Face names."""
+        """Return the rows of that form of the table which has most of these Hugging Face names."""
         forms: tuple[Form, ...] = ("published", "module")
         tables = [cls.of(family, model, form) for form in forms]
         return max(tables, key=lambda table: len(table.shapes.keys() & set(names)))

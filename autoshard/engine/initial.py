@@ -1,4 +1,4 @@
-"""The weights before the first step: drawn by name and place, so that every rank makes its part, and all the same."""
+"""The weights before the first step: their numbers follow from name and place, so each rank draws its part alone."""
 
 import math
 import zlib

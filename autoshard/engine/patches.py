@@ -77,7 +77,7 @@ class Patch:
         return tuple(slice(at, at + length) for at, length in zip(*self.box, strict=True))
 
     def view(self, stored: Any) -> Any:
-        """Return the part of a stored tensor, or array, with the axes of ours; it shares memory."""
+        """Return the box as a view of a stored tensor or array, with the axes of our tensor."""
         alongs = [along for group in self.axes for along in group]
         lengths = [math.prod(along.size for along in group) for group in self.axes]
         part = stored[tuple(slice(at, at + length) for at, length in zip(self.starts, lengths, strict=True))]

@@ -98,7 +98,7 @@ class Routing:
 
     @classmethod
     def of(cls, mesh_rank: MeshRank, program: Program) -> "Routing | None":
-        """Read the routing off a program; None if that routes no tokens."""
+        """Return the routing of a program; None if no token is routed."""
         first = next((entry for entry in program.instructions if dispatches(entry)), None)
         if first is None:
             return None
@@ -132,7 +132,7 @@ class Routing:
 
     @property
     def made(self) -> tuple[str, ...]:
-        """The names of what is counted."""
+        """The names of the values that the counting makes."""
         return (*([self.counts] if self.exchanges else []), *map(self.ends, self.multiplied))
 
     def num_rows(self, layout: Layout) -> int | None:
@@ -159,7 +159,7 @@ class Routing:
         return (np.arange(*experts)[:, None] * self.place.sizes["slots"] + np.arange(*parts)).reshape(-1)
 
     def exchange(self, change: Communicate, torch_order: Sequence[int]) -> Exchange:
-        """Return what a collective sends and receives."""
+        """Return the cells, and their ranges, that a collective sends to each member of its group, and receives."""
         collective, before, after = change.collective, change.reads.layout, change.writes.layout
         members = [self.place.at(rank) for rank in torch_order]
         have, want = self.place.bounds(before), self.place.bounds(after)
@@ -193,7 +193,7 @@ def row_order(counts: Numbers, lying: Numbers, cells: Numbers) -> tuple[Numbers,
 
 
 def _common(left: Bounds, right: Bounds) -> Bounds:
-    """Return what two boxes have in common."""
+    """Return the overlap of two boxes."""
     lows = [max(first, second) for (first, _), (second, _) in zip(left, right, strict=True)]
     highs = [min(last, end) for (_, last), (_, end) in zip(left, right, strict=True)]
     return tuple((low, max(low, high)) for low, high in zip(lows, highs, strict=True))

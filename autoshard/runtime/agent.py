@@ -32,7 +32,7 @@ def patient(shutdown: Callable[..., None], wait_s: int) -> Callable[..., None]:
 
 
 def main() -> None:
-    """Be torchrun."""
+    """Run torchrun with an agent that waits so long."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.launcher.api import LaunchConfig
     from torch.distributed.run import main as torchrun

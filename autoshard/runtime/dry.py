@@ -8,7 +8,7 @@ from autoshard.run.reports import DryRank, Measured
 
 
 def dry_rank(plan: Plan, rank: int, counts: Callable[[Plan, int], Measured]) -> DryRank:
-    """Run a step of a rank, on all micro-batches or on so few that the rest is known."""
+    """Run a step of a rank on all micro-batches, or on a few from which the bytes of all follow."""
     whole, fewest, num_run = plan.schedule.num_micro_batches, plan.schedule.num_ranks, enough(plan, rank)
 
     def counted(num_micro_batches: int) -> Measured:

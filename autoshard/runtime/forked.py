@@ -132,7 +132,7 @@ class _Ranks:
 
     @property
     def ending(self) -> BaseException:
-        """What ends the run after a signal."""
+        """The error that ends the run after a signal."""
         number, _ = self.signals[0]
         return KeyboardInterrupt() if number == signal.SIGINT else Stopped("SIGTERM", number)
 
@@ -163,7 +163,7 @@ class _Ranks:
 
 
 def _nothing(rank: int, code: int | None) -> str:
-    """Explain no end of a rank."""
+    """Return no explanation of a rank's end."""
     return ""
 
 
@@ -189,13 +189,13 @@ def on_forks(
 
 
 def log_of(logs: Path, rank: int) -> Path:
-    """Return where a rank prints to."""
+    """Return the file into which a rank prints."""
     return logs / f"rank-{rank}.log"
 
 
 @contextmanager
 def handling(handler: Callable[[int, Any], object], *numbers: signal.Signals) -> Iterator[None]:
-    """Handle signals so for a while."""
+    """Let a handler take these signals inside the context."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
@@ -205,7 +205,7 @@ def handling(handler: Callable[[int, Any], object], *numbers: signal.Signals) ->
 
 
 def _work(rank: int, child: Child, end: Connection, lifeline: tuple[int, int], ranks: _Ranks) -> None:
-    """Be one rank: its failure is sent before its connections close, so that the others fail after it."""
+    """Run one rank in this process. Its failure is sent before its connections close, so other ranks fail later."""
     reader, writer = lifeline
     os.close(writer)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

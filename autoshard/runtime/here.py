@@ -78,7 +78,7 @@ def cluster_here() -> Mapping[str, Any]:
 
 
 def node_type_here() -> NodeType | None:
-    """Return what a cluster file of this machine holds; None where there is no accelerator that is known."""
+    """Return the contents of a cluster file of this machine; None where no accelerator is known."""
     try:
         data = cluster_here()
     except InputError:

@@ -28,7 +28,7 @@ def explained_when_full(plan: Plan, rank: int, device: str, activity: RankActivi
 
 
 def _explained(plan: Plan, rank: int, device: str, doing: str, action: str, said: str) -> str:
-    """Say it."""
+    """Return the sentence: which rank had how much memory, what the plan predicted for it, and a remedy."""
     assert plan.prediction, "a plan is predicted before it runs"
     stage = plan.mesh.coordinates(rank).get("pp", 0)
     parts = plan.prediction.stage_memory[stage].parts
@@ -47,7 +47,7 @@ def _explained(plan: Plan, rank: int, device: str, doing: str, action: str, said
 
 
 def _remedy(plan: Plan, keeps_most: bool) -> str:
-    """Name the pins of a plan that needs less of what this one has most of."""
+    """Return a remedy: pins of a plan with fewer activations, or with less state, whichever is the larger part here."""
     if keeps_most:
         smaller = f"mbs={plan.micro_batch // 2} or " if plan.micro_batch > 1 else ""
         full = all(str(recompute) == "full" for recompute in plan.candidate.recompute)

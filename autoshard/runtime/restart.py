@@ -33,7 +33,7 @@ class Progress:
 
 
 def place_of(folder: Path, to: str | None) -> str:
-    """Return where a run in a folder saves its checkpoints."""
+    """Return the folder or URL to which a run in this folder saves checkpoints."""
     return str((folder / CHECKPOINTS).absolute()) if to in (None, "none") else to
 
 
@@ -66,7 +66,7 @@ def _whole(text: str) -> str | None:
 
 
 def _copy(folder: Path, to: str | None, name: str) -> tuple[str | None, str]:
-    """Return a file of the run as its newest checkpoint holds it, and a sentence about that."""
+    """Return the copy of a run's file in its newest checkpoint, and a note for the user."""
     from autoshard.run.folder import folder_of
     from autoshard.runtime.checkpoint.shelf import newest
     from autoshard.runtime.checkpoint.storage import Storage, StorageError
@@ -117,7 +117,7 @@ def refuse_strange_place(folder: Path, training: Training, before: Training | No
 def settled(
     training: Training, stated: Collection[str], before: Training | None, progress: Progress | None
 ) -> tuple[Training, list[str]]:
-    """Return the options of a start, and notes on what differs from the start before, and on what was kept of it."""
+    """Return the options of a start, and notes: the options that differ from the start before, and those taken over."""
     done, training = progress.step if progress else 0, training.absolute(Path.cwd())
     if progress and training.seed != progress.seed:
         message = f"the run has drawn its samples by seed {progress.seed} up to step {done}, and goes on with it"

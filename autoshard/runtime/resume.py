@@ -31,7 +31,7 @@ def storage_of(run: Run) -> Storage:
 
 
 def usable(operation: Callable[[], Value]) -> Value:
-    """Run an operation on the place of checkpoints; its failure is wrong input."""
+    """Return the result of an operation on checkpoints; turn its failure into a fault of the user's input."""
     try:
         return operation()
     except StorageError as error:
@@ -63,7 +63,7 @@ def require_storage(run: Run, group: Any) -> None:
 
 
 def begin(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun:
-    """Bring an engine to where its run begins; every rank calls this."""
+    """Fill an engine with the state with which its run begins; return that state and notes. Every rank calls this."""
     if run.resume != "never" and run.training.checkpoint.saves:
         continued = _continued(plan, run, engine, group)
         if continued is not None:
@@ -78,7 +78,7 @@ def begin(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun:
 
 
 def _continued(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun | None:
-    """Go on from the newest checkpoint that can be read, or from the named one; None if there is none."""
+    """Load the newest checkpoint that can be read, or the named one; return None if there is none."""
     shelf, pieces, remarks = Shelf(storage=storage_of(run)), engine.pieces(), list[str]()
     candidates = shelf.usable() if isinstance(run.resume, str) else (shelf.open(step) for step in (run.resume,))
     while index := from_first_rank(lambda: usable(lambda: next(candidates, None)), group):

@@ -28,7 +28,7 @@ ANGLES = "angles"  # what rotary operations read in the place of positions
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
-    """Return the same numbers in the format in which statistics and losses are computed."""
+    """Return a tensor in FP32, or unchanged if it is wider: so statistics and losses are computed."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -42,13 +42,13 @@ class Leaf(nn.Module):
             self.register_parameter(name, weight)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Compute."""
+        """Apply the operation to activations and to the weights of this leaf."""
         return self.compute(*inputs, *self._parameters.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleStep:
-    """The operations that one module computes, in order, what it reads of others, and what others read of it."""
+    """The operations of one module, in order, the values that it reads of other modules, and those they read."""
 
     ops: tuple[str, ...]
     reads: tuple[str, ...]
@@ -131,7 +131,7 @@ def module_steps(block: Block, runs: Sequence[tuple[str, ...]]) -> Iterator[Modu
 
 
 def compute_of(block: Block, op: Op) -> Compute:
-    """Return what computes an operation that no layer of NxD stands for."""
+    """Return the function of an operation that no layer of NxD replaces."""
     make = COMPUTE.get(type(op.kind))
     if make is None:
         where = f"{block.kind}.{op.name}"
@@ -188,7 +188,7 @@ class RotaryTable:
         self._made: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def like(self, x: Tensor) -> Tensor:
-        """Return the table where a tensor lies and in its format."""
+        """Return the table on the device and in the format of a tensor."""
         return self.made(x.device, x.dtype)
 
     def made(self, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -76,15 +76,15 @@ class NxdEngine:
         return report
 
     def pieces(self) -> Sequence[StatePiece]:
-        """Return what this rank holds of the state; of a device's, copies as of now."""
+        """Return the boxes of weights and moments that this rank holds; of state on a device, copies on the host."""
         return self.state.pieces()
 
     def restored(self, num_updates: int) -> None:
-        """Take over what the pieces were filled with."""
+        """Use the numbers that were loaded into the memory of the last pieces."""
         self.state.restored(num_updates)
 
     def measured(self) -> Measured:
-        """Return what this rank holds; what graphs keep for backward and send, the host does not see."""
+        """Return the bytes of this rank's state; the host does not see what graphs keep for backward, or send."""
         updated = [optimized.updated for optimized in self.state.optimized] if self.plan.zero else []
         masters = [tensor for tensor in updated if tensor.dtype == torch.float32]
         sums = [getattr(parameter, "main_grad", None) for _, parameter in self.parameters]
@@ -204,7 +204,10 @@ def build(plan: Plan, run: Run) -> NxdEngine:
 
 
 def _with_classes(lowering: NxdLowering) -> dict[str, Any]:
-    """Put classes for their names, and lists for NxD to append to; parameters are left as they are made."""
+    """Return NxD's configuration: with classes in the place of names, and with lists, to which NxD appends.
+
+    NxD draws no weights, since this engine fills them.
+    """
     config = dict(lowering.config)
     config["activation_checkpoint_config"] = [Recomputed] if config["activation_checkpoint_config"] else None
     config["model_init_config"] = {**config["model_init_config"], "param_init_fn": lambda module, device: None}
@@ -296,7 +299,7 @@ class State:
                 )  # fmt: skip
 
     def _replica(self, piece: FormPiece) -> tuple[int, int]:
-        """Return the number of this rank among the replicas of a box, and how many replicas there are."""
+        """Return this rank's number among the ranks that hold copies of a box, and the count of these ranks."""
         cut = {atom for atoms in piece.cuts.values() for atom in atoms}
         same = [atom for atom in TP if atom not in cut]
         number, count = self._built.rank.coordinate(same), self._built.rank.size(same)

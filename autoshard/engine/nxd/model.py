@@ -45,7 +45,7 @@ class Adapted(nn.Module):
         self._into, self._back = into, back
 
     def forward(self, x: Tensor) -> Any:
-        """Compute."""
+        """Apply NxD's layer to the input in its form; return the result in ours."""
         return self._back(self.layer(self._into(x)))
 
 
@@ -54,7 +54,7 @@ def _as_it_is(x: Any) -> Any:
 
 
 def _column_products(shapes: Sequence[tuple[int, ...]], sequence_first: bool, product: Any) -> Any:
-    """Return one tensor for each weight of a layer, of these shapes behind batch and seq."""
+    """Return the products of a layer, one tensor for each weight: batch, seq, and then its shape."""
     products: Sequence[Tensor] = product if isinstance(product, tuple) else (product,)
     for one in products:
         if one.requires_grad:
@@ -72,7 +72,7 @@ def _flattened(num_read: int, sequence_first: bool, x: Tensor) -> Tensor:
 
 
 class TokenLosses(nn.Module):
-    """The loss of every token of a cut vocabulary; entries of its padding never win anything."""
+    """The loss of every token of a cut vocabulary; logits of padding count as very small."""
 
     def __init__(self, loss: Any, first: int, vocab: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Recomputed(nn.Module):
         self.module = module
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Compute."""
+        """Apply the module."""
         return self.module(*inputs)
 
 
@@ -136,7 +136,7 @@ def _in_bf16(query: Tensor) -> bool:
 
 
 def _as_queries(mixed: Tensor, query: Tensor) -> Tensor:
-    """Bring what a kernel made, [batch, head, seq, head_dim], into the form of the queries."""
+    """Return the result of a kernel, [batch, head, seq, head_dim], with the dims of the queries."""
     in_groups = "batch (kv_heads q_group) seq head_dim -> batch seq kv_heads q_group head_dim"
     return rearrange(mixed, in_groups, q_group=query.shape[3])
 
@@ -199,12 +199,12 @@ class NxdModel:
                 parameter.copy_(torch.from_numpy(np.ascontiguousarray(array)))
 
     def make_tables(self, device: torch.device) -> None:
-        """Make what layers look up, in the format of the hidden state."""
+        """Compute the table of rotary angles before the first step, in the format of the hidden state."""
         if self.rotary:
             self.rotary.made(device, DTYPES[self._plan.workload.precision.weights])
 
     def mark(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Say of parameters what NxD's reductions and its norm ask; its own layers forget to, or lose it."""
+        """Set the attributes of parameters that NxD's reductions and norm read; its own layers forget or lose some."""
         for name, parameter in parameters:
             holds = self.contents[name].holds
             marks: dict[str, object] = {"sequence_parallel_enabled": holds.summed}

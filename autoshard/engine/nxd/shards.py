@@ -38,7 +38,7 @@ class TpRank:
         return math.prod(size for atom, size in self.atoms if atom in atoms)
 
     def coordinate(self, atoms: Sequence[str]) -> int:
-        """Return which of the parts is this rank's: over several atoms in the order of the ranks, as NxD cuts."""
+        """Return the number of this rank's part of a dim that these atoms cut: as NxD cuts, in the order of ranks."""
         coordinate, rest, weight = 0, self.index, 1
         for atom, size in reversed(self.atoms):
             rest, place = divmod(rest, size)
@@ -48,7 +48,7 @@ class TpRank:
         return coordinate
 
     def bounds(self, size: int, atoms: Sequence[str]) -> Range:
-        """Return the rank's part of a dim of this size, cut over atoms."""
+        """Return where the rank's part of a dim of this size begins and ends."""
         count, place = self.size(atoms), self.coordinate(atoms)
         assert size % count == 0, f"{size} does not divide by {count}"
         return place * (size // count), (place + 1) * (size // count)
@@ -96,7 +96,7 @@ _EXPERTS: Mapping[str, tuple[str, Axes]] = {
 
 @dataclass(frozen=True, slots=True)
 class StackedRows:
-    """Parts of a tensor of theirs, one behind the other along an axis; which block of the model it is of."""
+    """The parts of one of NxD's tensors, which lie one behind the other along an axis, and the block of the model."""
 
     rows: tuple[Row, ...]
     axis: int
@@ -115,7 +115,7 @@ class NxdNames:
 
     @classmethod
     def of(cls, family: str, model: ModelSpec, qkv: Qkv, vocab: int) -> "NxdNames":
-        """Expand the table; ``vocab`` is padded."""
+        """Return NxD's tensors of a model, each with the rows of the table that it holds; ``vocab`` is padded."""
         if family not in FAMILIES:
             raise InputError.of("model_type", f"NxD has no layout for {family}. It has some for {', '.join(FAMILIES)}")
         names = HfNames.of(family, model, "module" if family == "mixtral" else "published")
@@ -138,7 +138,7 @@ class NxdNames:
         return cls(model=model, tensors=tensors, sizes=names.sizes, padded={**names.sizes, "vocab": vocab})
 
     def at(self, rank: TpRank) -> "NxdNames":
-        """Return the names with what a rank holds."""
+        """Return the same tensors, cut to a rank's parts; refuse a model whose dims do not divide."""
         faults = [
             Fault(where="tp", message=f"{self.padded[dim]} {dim} of {self.model.name} do not divide by {count}")
             for dim, count in ((dim, rank.size(atoms)) for dim, atoms in _CUTS.items())
@@ -149,7 +149,7 @@ class NxdNames:
         return replace(self, cuts={dim: rank.bounds(self.padded.get(dim, 0), atoms) for dim, atoms in _CUTS.items()})
 
     def stacked(self, name: str) -> tuple[tuple[int, ...], Sequence[Patch]]:
-        """Return the shape of a rank's tensor, and what it holds."""
+        """Return the shape of a rank's tensor, and the patches of ours that it holds."""
         tensor = self.tensors[name]
         return stacked(((row, self.cuts) for row in tensor.rows), tensor.axis, self.sizes)
 

@@ -80,7 +80,7 @@ def of_few_micro_batches(plan: Plan) -> Plan:
 
 
 def begun_by(plan: Plan, engine: TorchEngine) -> list[BegunCollective]:
-    """Return which collectives a step of an engine begins, in order: it takes one with shapes only, and sends nothing.
+    """Return the collectives of a step, in the order in which they begin: the step runs on shapes, and sends nothing.
 
     Routing is taken to be even; the shapes of what depends on it are not compared.
     """

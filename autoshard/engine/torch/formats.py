@@ -36,7 +36,7 @@ class Formats:
         return self.device if self.device == NOWHERE else _HOST
 
     def of(self, dtype: Dtype) -> torch.dtype:
-        """Return torch's type."""
+        """Return torch's type of a format of the plan."""
         as_planned = _TYPES[dtype]
         return torch.float64 if self.exact and as_planned.is_floating_point else as_planned
 

@@ -48,7 +48,7 @@ class Ledger:
 
 
 def sequences(entries: Iterable[BegunCollective], *, ordered_messages: bool) -> Mapping[Meeting, Sequence[str]]:
-    """Return what each set of ranks that meet begins together, in order.
+    """Return, for each set of ranks that meet, the collectives that they begin together, in order.
 
     Ranks that meet in two groups begin the collectives of both in one order: otherwise each may wait in another
     group. Messages of a direction are a sequence of their own; their order counts on devices, which know no tags.
@@ -69,7 +69,7 @@ def sequences(entries: Iterable[BegunCollective], *, ordered_messages: bool) -> 
 
 
 def _closed(groups: Iterable[frozenset[int]]) -> Sequence[frozenset[int]]:
-    """Return groups and whatever of two or more ranks they have in common."""
+    """Return the groups, and each set of two or more ranks that some of them have in common."""
     closed = dict.fromkeys(groups)
     while more := {left & right: None for left in closed for right in closed if len(left & right) > 1} - closed.keys():
         closed |= dict.fromkeys(sorted(more, key=sorted))

@@ -58,7 +58,7 @@ class _Exchanging:
         self.sent, self.received = np.concatenate(plan.sent), np.concatenate(plan.received)
 
     def __call__(self, block: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor]:
-        """Take and return [1, rows, ...]."""
+        """Exchange rows: both the argument and the result are [1, rows, ...]."""
         plan, number, width = self.plan, counts.numpy().reshape(-1), block.shape[2]
         assert block.shape[1] == number[plan.before].sum(), "rows are as many as were counted"
         rows = _ordered(block[0], number, plan.before, self.sent)

@@ -169,29 +169,29 @@ class SilentGroup(RankGroup):
     """A group of the same ranks that sends nothing: received tensors are zero."""
 
     def begin_all_reduce(self, total: torch.Tensor, *, largest: bool = False, apart: bool = True) -> Arrival:
-        """Return what it is given."""
+        """Return the tensor unchanged."""
         self._note("all_reduce_max" if largest else "all_reduce", total)
         return lambda: total
 
     def begin_all_gather(self, piece: torch.Tensor, *, apart: bool = True) -> Arrival:
-        """Return the shape of all pieces."""
+        """Return zeros with the shape of all pieces together."""
         self._note("all_gather", piece)
         return lambda: piece.new_zeros((len(self.ranks) * len(piece), *piece.shape[1:]))
 
     def begin_reduce_scatter(self, whole: torch.Tensor, *, apart: bool = True) -> Arrival:
-        """Return the shape of a piece."""
+        """Return zeros with the shape of a piece."""
         self._note("reduce_scatter", whole)
         return lambda: whole.new_zeros((len(whole) // len(self.ranks), *whole.shape[1:]))
 
     def all_to_all(self, flat: torch.Tensor, counts: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
-        """Return the shape of what would arrive."""
+        """Return memory with the size of the parts that would arrive."""
         self._note("all_to_all", flat, alike=False)
         return flat.new_empty(sum(counts))
 
     def pass_on(
         self, tensors: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor]
     ) -> Callable[[], Sequence[torch.Tensor]]:
-        """Return the shapes of what would arrive."""
+        """Return memory with the shapes of the tensors that would arrive."""
         for tensor in tensors:
             self._note("permute", tensor, alike=False)
         return lambda: arriving
@@ -359,7 +359,7 @@ class SilentWorld(World):
         return lambda: into
 
     def total(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return what it is given."""
+        """Return the tensor unchanged."""
         return numbers
 
 

@@ -37,7 +37,7 @@ def from_all_ranks(operation: Callable[[], Value], group: Any) -> list[Value]:
 
 
 def _tried(operation: Callable[[], Value]) -> tuple[Value | None, Exception | None]:
-    """Return the result of an operation, or its error: the other ranks wait for either."""
+    """Return the result of an operation, or its error; the other ranks wait for one of the two."""
     try:
         return operation(), None
     except (InputError, StorageError) as error:

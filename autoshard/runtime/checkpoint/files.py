@@ -24,7 +24,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """How far a run is: all of its state beside tensors."""
+    """The progress of a run: all of its state beside tensors."""
 
     step: int = 0  # the last step that was taken, counted from 1
     num_updates: int = 0  # steps whose update was not skipped
@@ -47,7 +47,7 @@ class StoredBox:
 
     @property
     def place(self) -> Box:
-        """Where it lies in the tensor, and how long it is along each axis."""
+        """The offsets of the box in its tensor, and its lengths along each axis."""
         return self.offsets, self.lengths
 
 

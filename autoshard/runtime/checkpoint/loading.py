@@ -85,7 +85,7 @@ class Needs:
         return readers
 
     def gain(self, rates: LoadRates) -> tuple[float, float]:
-        """Return how long it takes if every rank reads what it needs, and if boxes are read once and sent."""
+        """Return two durations: every rank reads all its boxes itself; each box is read once and sent."""
         shared_s = self.once_bytes / rates.storage_bytes_per_s + self.sent_bytes / rates.network_bytes_per_s
         return self.read_bytes / rates.storage_bytes_per_s, shared_s
 
@@ -108,7 +108,7 @@ def load(shelf: Shelf, index: CheckpointIndex, pieces: Sequence[StatePiece], gro
 
 
 class _Loading:
-    """What one rank takes of a checkpoint."""
+    """The boxes of a checkpoint that one rank needs, and the memory into which they are copied."""
 
     def __init__(self, storage: Storage, index: CheckpointIndex, pieces: Sequence[StatePiece]) -> None:
         self._storage, self._folder = storage, folder_of(index.state.step)
@@ -123,7 +123,7 @@ class _Loading:
         self._wanted = {number: targets[entry] for number, entry in enumerate(self._boxes) if entry in targets}
 
     def needs(self, group: Any) -> Needs:
-        """Tell all ranks what this one needs."""
+        """Gather from all ranks which boxes each of them needs."""
         everyone: list[Any] = [None] * dist.get_world_size()
         host = socket.gethostname() if self._storage.is_local else str(dist.get_rank())
         dist.all_gather_object(everyone, (host, np.array(list(self._wanted), dtype=np.int32)), group=group)
@@ -177,7 +177,7 @@ class _Loading:
     def _ahead(
         self, pool: ThreadPoolExecutor, numbers: Sequence[int], failures: list[Exception]
     ) -> Iterator[torch.Tensor | None]:
-        """Yield boxes that a thread reads ahead; from the first failure on, which is noted, None for each."""
+        """Yield boxes that a thread reads ahead; after the first failure, which is noted, yield None for each."""
         rest, reading = iter(numbers), deque[Future[torch.Tensor]]()
 
         def begin() -> None:

@@ -236,7 +236,7 @@ class Saver:
             self._ended = SavedStep(step=state.step, time_s=time.monotonic() - start_s, remark=remark), failure
 
     def _write(self, state: RunState, pieces: Sequence[StatePiece], progress: SaveProgress) -> None:
-        """Save; this fails on all ranks or on none."""
+        """Write the checkpoint of a step; either all ranks fail, or none does."""
         shelf, storage, spool, folder = self._shelf, self._shelf.storage, self._spool, self._shelf.folder(state.step)
         file_name = f"rank-{dist.get_rank():05}.safetensors"
         boxes = [part for piece in pieces if piece.saves for part in cut_piece(piece)]

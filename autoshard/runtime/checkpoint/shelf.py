@@ -24,7 +24,7 @@ class Shelf:
         return sorted((step for step in steps if step is not None), reverse=True)
 
     def usable(self, most: int | None = None) -> Iterator[CheckpointIndex]:
-        """Yield those that are complete and finite, newest first; the faults of others become remarks."""
+        """Yield the indexes of complete, finite checkpoints, newest first; faults of any others become remarks."""
         for step in self.steps():
             if most is not None and step > most:
                 continue
@@ -83,7 +83,7 @@ class Shelf:
         self.storage.rename(folder, name)
 
     def prune(self, keeping: Checkpointing, step: int) -> None:
-        """Remove what need not be kept when a step is saved; the newest of those that are finite always stay.
+        """Remove checkpoints that are no longer needed when a step is saved; the newest finite ones always stay.
 
         Later steps go as well: the run has gone back behind them, or they could not be used.
         """

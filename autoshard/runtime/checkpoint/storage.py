@@ -42,7 +42,7 @@ class StorageError(Exception):
 
     @property
     def remedy(self) -> str:
-        """What the user can do about it."""
+        """The advice for the user."""
         return _REMEDIES.get(type(self.__cause__).__name__, "Give --checkpoint.to another place, or none")
 
     @property

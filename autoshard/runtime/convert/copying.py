@@ -60,7 +60,7 @@ class TargetFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenFile:
-    """A file that was written: its bytes, and of every tensor where it begins, and what was asked of its numbers."""
+    """A written file: its bytes, and for every tensor its first byte, its checksum and its sums of squares."""
 
     file: str
     num_bytes: int
@@ -167,7 +167,7 @@ class Copying:
         return written
 
     def _raw(self, entry: Entry, stream: IO[bytes], sums: "_Sums") -> Iterator[memoryview]:
-        """Yield the bytes of a tensor for a stream, and note what is asked of its numbers."""
+        """Yield the bytes of a tensor for a stream, and add its numbers to the sums."""
         sums.begin(entry)
         for numbers in self._chunks(entry, sums):
             raw, before = numbers.reshape(-1).view(torch.uint8).numpy().data, stream.tell()
@@ -200,7 +200,7 @@ class Copying:
 
 
 class _Sums:
-    """What is noted of the tensors of a file while they are written."""
+    """Checksums and sums of squares of the tensors of a file, computed while they are written."""
 
     def __init__(self, squares: bool, crc32s: bool) -> None:
         self._with_squares, self._with_crc32s = squares, crc32s

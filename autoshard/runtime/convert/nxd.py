@@ -164,7 +164,7 @@ def _orders(ranks: Ranks, names: NxdNames) -> Mapping[str, Tables]:
 
 
 def _order(ranks: Ranks, orders: Mapping[str, Tables], source_plan: SourcePlan | None, folder: Path) -> str:
-    """Tell the order of ranks: from numbers, or from a plan where numbers fit both orders."""
+    """Return the order of ranks: that of the numbers, or that of a plan where numbers fit both orders."""
     if len(orders) == 1:
         return next(iter(orders))
     seen = _order_of_numbers(ranks, orders)

@@ -71,7 +71,7 @@ def refuse_other_sums(
 
 
 def _parts(tensor: StackedRows, local: torch.Tensor, model: ModelSpec, tp: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what a rank's tensor holds of each of ours; NxD has no more than these ways to put some into one."""
+    """Yield the part of a rank's tensor that belongs to each of our tensors; NxD joins tensors in these ways only."""
     ours = [row.ours for row in tensor.rows]
     if len(ours) == 1:
         yield ours[0], local

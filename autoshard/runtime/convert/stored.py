@@ -33,13 +33,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Once:
-    """A check that is made when it is first asked for; threads that ask meanwhile wait."""
+    """A check that runs once, at its first call; threads that call it meanwhile wait."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check, self._lock, self._done = check, threading.Lock(), False
 
     def __call__(self) -> None:
-        """Make the check, unless it was made."""
+        """Run the check, unless it has run."""
         with self._lock:
             if not self._done:
                 self._check()
@@ -113,7 +113,7 @@ class WeightSource:
 
 
 class _Held:
-    """A box of ours in files: where it is read from, and that its copies are equal, which is looked at once."""
+    """A box of one of our tensors in files: the copy that is read, and a check that all copies are equal."""
 
     def __init__(self, holders: Sequence[tuple[Stored, Patch]]) -> None:
         self.stored, self.patch = holders[0]

@@ -21,7 +21,7 @@ _CLOSING_S = 0.5  # for a step that is being made
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Some samples, in order."""
+    """Consecutive samples: their tokens, which labels count, and where documents start."""
 
     tokens: Array  # [count, seq_len + 1] int64: labels are the next tokens
     counted: Array  # [count, seq_len] bool: which labels count in the loss
@@ -171,7 +171,7 @@ class PrefetchLoader:
         self._thread.join(_CLOSING_S)
 
     def _prepare(self, first_sample: int) -> None:
-        """Make step after step, until one fails, and not too many ahead."""
+        """Prepare the batches of one step after another, a few steps ahead, until one fails."""
         prepared: tuple[Batch, ...] | Exception = ()
         while not isinstance(prepared, Exception):
             with self._changed:

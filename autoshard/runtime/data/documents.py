@@ -69,12 +69,12 @@ class TextSource:
 
 
 def piece_bytes(files: Iterable[tuple[str, int, int]]) -> int:
-    """Return how much of a source is one piece: what a kill can lose, and what processes share work by."""
+    """Return the bytes of one piece: a kill loses at most that much work, and processes take work piece by piece."""
     return min(_MOST_BYTES, max(_LEAST_BYTES, sum(size for _, size, _ in files) // _PIECES))
 
 
 def local_source(text: str) -> TextSource | None:
-    """Find the files that a path, a folder or a pattern names; None if it names nothing here."""
+    """Return the source of the files that a path, a folder or a pattern names; None if there are none here."""
     path = Path(text)
     if path.is_dir():
         paths = [file for file in sorted(path.rglob("*")) if file.is_file() and _form(file) is not None]

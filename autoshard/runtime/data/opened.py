@@ -52,7 +52,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerRecord:
-    """What made the tokens."""
+    """The tokenizer that made the tokens."""
 
     name: str
     vocab: int  # ids go from 0 to one less
@@ -76,7 +76,7 @@ class Manifest:
     files: tuple[FileRecord, ...]
 
     def __post_init__(self) -> None:
-        """Refuse manifests of another time."""
+        """Refuse a manifest of another schema, and one without files."""
         message = f"must be {SCHEMA}, not {self.schema}. Update autoshard, or tokenize again"
         require((self.schema == SCHEMA, "schema", message), (bool(self.files), "files", "must name at least one"))
 
@@ -181,7 +181,7 @@ class _Opener:
         return CutStream(stream=stream, cut=cut, weight=self.spec.sets[name])
 
     def _stream(self, name: str) -> FileStream | TextStream:
-        """Find out what a set is, and open it."""
+        """Open a set, in the form that its path has."""
         path = Path(name)
         if path.is_dir() and (path / NAME).is_file():
             return self._with_manifest(name)
@@ -216,7 +216,7 @@ class _Opener:
         return self._files(name, prefixes, has_answers=manifest.kind == "chat")
 
     def _without_manifest(self, name: str, prefixes: list[Path]) -> FileStream:
-        """Open what others made: only its tokens say of which vocabulary they are."""
+        """Open a set without a manifest: only its tokens show the vocabulary."""
         stream, opened, faults = self._files(name, prefixes, has_answers=False), OpenFiles(), list[Fault]()
         for index in stream.files:
             if self.spec.check == "full":

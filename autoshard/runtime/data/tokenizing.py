@@ -46,7 +46,7 @@ _WORK, _DONE, _LOCK = "work.json", ".done.json", "work.lock"  # of a folder, unt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What becomes tokens, and how."""
+    """The source that becomes tokens, and the tokenizer."""
 
     source: TextSource
     tokenizer: TokenizerSpec
@@ -64,7 +64,7 @@ class _Begun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceRecord:
-    """A piece that is done."""
+    """A finished piece: its files, its documents and tokens."""
 
     source_bytes: int
     num_tokens: int
@@ -75,7 +75,7 @@ class PieceRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizingProgress:
-    """How far the work is."""
+    """The progress of the work."""
 
     done_bytes: int
     all_bytes: int
@@ -171,7 +171,7 @@ def _claimed(work: _Begun, out: Path) -> Iterator[None]:
 
 
 def _made(pieces: "Sequence[_WorkPiece]", num_workers: int) -> "Iterator[tuple[_WorkPiece, PieceRecord]]":
-    """Make pieces, in one process or several, and yield them as they are done; finish all that were begun."""
+    """Tokenize pieces, in one process or several; yield each with its record. A fault lets running pieces end."""
     if num_workers == 1 or len(pieces) < 2:
         yield from ((piece, _make(piece)) for piece in pieces)
         return

@@ -100,7 +100,7 @@ def scalars(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, flo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paced:
-    """What follows from a step and those before it."""
+    """Figures that follow from a step and the steps before it: use of the hardware, time left, warnings."""
 
     mfu: float | None  # None where the plan is about another machine
     ratio: float | None  # of the step's time to the predicted; likewise

@@ -25,7 +25,7 @@ class Tracker(Protocol):
 
     @property
     def key(self) -> str:
-        """What tells it, and where it shows the run, from others."""
+        """The key of a tracker and of the place where it shows the run; no second tracker has it."""
         ...
 
     def start(self, config: Mapping[str, Any]) -> Sequence[str]:

@@ -92,7 +92,7 @@ class PositionRun:
 
     @property
     def slice(self) -> slice:
-        """Where they lie."""
+        """The slice of memory of these tokens."""
         return slice(self.start, self.start + len(self.positions))
 
     def part(self, first: int, stop: int) -> "PositionRun":
@@ -192,7 +192,7 @@ def _heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Heads
 
 
 def _by_position(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Turn [batch, head, seq, ...] back."""
+    """Turn [batch, head, seq, ...] into [batch, seq, kv_heads, q_group, ...], as a query has them."""
     return tensor.transpose(1, 2).reshape(*like.shape[:4], *tensor.shape[3:])
 
 
@@ -254,7 +254,7 @@ class _Attention:
         return d_query.to(query.dtype), d_key.to(query.dtype), d_value.to(query.dtype)
 
     def _dropout(self, seen: VisiblePair, drawn: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return what drops some numbers of [batch, kv_head, group, query, key], and enlarges the others."""
+        """Return a function that drops some numbers of [batch, kv_head, group, query, key] and enlarges the rest."""
         if not self.dropped:
             return lambda pairs: pairs
         keys, heads, groups = drawn

@@ -18,7 +18,7 @@ _FOR_CHOICES = "batch seq hidden -> batch seq choices hidden"
 
 
 def _inside(index: torch.Tensor, bounds: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which indices lie in the rank's part, and where; those outside point to the first."""
+    """Return a mask of the indices in the rank's part, and their places there; an index outside gets the first."""
     start, stop = bounds
     held = (index >= start) & (index < stop)
     return held, torch.where(held, index - start, 0)

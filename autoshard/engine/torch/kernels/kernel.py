@@ -51,7 +51,7 @@ class Rotations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelContext:
-    """What kernels are told beside the operation: formats, and which part of a cut dim the rank holds."""
+    """The settings of a kernel beside its operation: formats, and the bounds of the rank's part of each cut dim."""
 
     formats: Formats
     bounds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
