@@ -68,7 +68,7 @@ class DrawnWeight:
         runs = drawn.reshape(*drawn.shape[:last], math.prod(drawn.shape[last:]))
         for place in np.ndindex(runs.shape[:-1]):
             at = [start + number for (start, _), number in zip(bounds, (*place, 0), strict=False)]
-            self._draw(sum(one * stride for one, stride in zip(at, strides, strict=False)), runs[place])
+            self._draw(sum(index * stride for index, stride in zip(at, strides, strict=False)), runs[place])
         return drawn
 
     def _draw(self, first: int, into: Array) -> None:

@@ -56,9 +56,9 @@ def _as_it_is(x: Any) -> Any:
 def _column_products(shapes: Sequence[tuple[int, ...]], sequence_first: bool, product: Any) -> Any:
     """Return the products of a layer, one tensor for each weight: batch, seq, and then its shape."""
     products: Sequence[Tensor] = product if isinstance(product, tuple) else (product,)
-    for one in products:
-        if one.requires_grad:
-            one.register_hook(torch.Tensor.contiguous)  # NxD's products ask that of gradients on a CPU
+    for tensor in products:
+        if tensor.requires_grad:
+            tensor.register_hook(torch.Tensor.contiguous)  # NxD's products ask that of gradients on a CPU
     parts = products if isinstance(product, tuple) else product.chunk(len(shapes), dim=-1)
     ordered = [part.transpose(0, 1) if sequence_first else part for part in parts]
     shaped = [part.unflatten(-1, shape) for part, shape in zip(ordered, shapes, strict=True)]

@@ -149,17 +149,17 @@ def box_name(tensor: str, offsets: Sequence[int]) -> str:
     return f"{tensor}@{','.join(map(str, offsets))}"
 
 
-def overlap(box: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+def overlap(first: Box, second: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Return where two boxes of a tensor overlap, as an index of each; None if they do not.
 
     >>> overlap(((0, 4), (2, 4)), ((1, 2), (9, 4)))
     ((slice(1, 2, None), slice(0, 2, None)), (slice(0, 1, None), slice(2, 4, None)))
     """
-    found = [(max(one, two), min(one + n, two + m), one, two) for one, n, two, m in zip(*box, *other, strict=True)]
-    if any(low >= high for low, high, _, _ in found):
+    axes = [(max(a, b), min(a + n, b + m), a, b) for a, n, b, m in zip(*first, *second, strict=True)]
+    if any(low >= high for low, high, _, _ in axes):
         return None
-    first = tuple(slice(low - one, high - one) for low, high, one, _ in found)
-    return first, tuple(slice(low - two, high - two) for low, high, _, two in found)
+    in_first = tuple(slice(low - a, high - a) for low, high, a, _ in axes)
+    return in_first, tuple(slice(low - b, high - b) for low, high, _, b in axes)
 
 
 def header_of(
