@@ -39,17 +39,17 @@ def _norm(theirs: str, ours: str, over: str = "hidden") -> Names:
     return (f"{theirs}.weight", over, f"{ours}.weight"), (f"{theirs}.bias", over, f"{ours}.bias")
 
 
-def _linear(theirs: str, made: str, read: str, *ours: str) -> Names:
-    """Return the rows of a product and its bias; in ``made``, ``|`` separates the axes of tensors that lie together."""
-    both = tuple(zip(made.split("|"), ours, strict=True))
+def _linear(theirs: str, out: str, read: str, *ours: str) -> Names:
+    """Return the rows of a product and its bias; in ``out``, ``|`` separates the axes of tensors that lie together."""
+    both = tuple(zip(out.split("|"), ours, strict=True))
     weights = tuple((f"{theirs}.weight", f"{axes} {read}", f"{name}.weight") for axes, name in both)
     return (*weights, *((f"{theirs}.bias", axes, f"{name}_shift.bias") for axes, name in both))
 
 
-def _turned(theirs: str, made: str, read: str, *ours: str) -> Names:
+def _turned(theirs: str, out: str, read: str, *ours: str) -> Names:
     """Return the rows of a product whose weight is stored transposed, [in, out]."""
-    rows = _linear(theirs, made, read, *ours)
-    turned = {f"{axes} {read}": f"{read} {axes}" for axes in made.split("|")}
+    rows = _linear(theirs, out, read, *ours)
+    turned = {f"{axes} {read}": f"{read} {axes}" for axes in out.split("|")}
     return tuple((name, turned.get(axes, axes), our) for name, axes, our in rows)
 
 
@@ -146,13 +146,13 @@ class HfNames:
 
     @classmethod
     def of(cls, family: str, model: ModelSpec, form: Form = "published") -> "HfNames":
-        """Expand the table of a ``model_type`` for a model."""
+        """Return the rows of a ``model_type``'s table for every layer and expert of a model."""
         if family not in HF_NAMES:
             raise InputError.of("model_type", f"{family!r} has no table of names. {nearest(family, list(HF_NAMES))}")
-        wanted, graph = _parameters(model)
+        dims_of, graph = _parameters(model)
         tied = tied_instances(graph)
-        rows = tuple(_expanded(HF_NAMES[family][form], model, wanted))
-        missing = sorted(wanted.keys() - {row.ours for row in rows})
+        rows = tuple(_expanded(HF_NAMES[family][form], model, dims_of))
+        missing = sorted(dims_of.keys() - {row.ours for row in rows})
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             names = f"{', '.join(missing[:3])}{more}"
@@ -161,7 +161,7 @@ class HfNames:
 
     @classmethod
     def fitting(cls, family: str, model: ModelSpec, names: Collection[str]) -> "HfNames":
-        """Expand the table of the form that has most of these Hugging Face names."""
+        """Return the rows of that form of the table which has most of these Hugging Face names."""
         forms: tuple[Form, ...] = ("published", "module")
         tables = [cls.of(family, model, form) for form in forms]
         return max(tables, key=lambda table: len(table.shapes.keys() & set(names)))
@@ -173,18 +173,18 @@ class HfNames:
 
     def patches(self) -> Mapping[str, Sequence[Patch]]:
         """Return for every Hugging Face tensor the patches of our tensors that it holds."""
-        found: dict[str, list[Patch]] = {}
+        patches: dict[str, list[Patch]] = {}
         for row in self.rows:
             patch = row.patch(self.sizes)
             assert patch, f"{row.theirs} is nothing but padding"
-            found.setdefault(row.theirs, []).append(patch)
-        return found
+            patches.setdefault(row.theirs, []).append(patch)
+        return patches
 
 
 def shapes_of(model: ModelSpec) -> Mapping[str, tuple[int, ...]]:
     """Return the shape of each of our tensors; for tied ones, the owner's."""
     dims, graph = _parameters(model)
-    return {name: tuple(graph.sizes[dim] for dim in found) for name, found in dims.items()}
+    return {name: tuple(graph.sizes[dim] for dim in its_dims) for name, its_dims in dims.items()}
 
 
 def _parameters(model: ModelSpec) -> tuple[Mapping[str, Dims], OpGraph]:
@@ -192,18 +192,18 @@ def _parameters(model: ModelSpec) -> tuple[Mapping[str, Dims], OpGraph]:
     graph = decoder_graph(model, workload, load_kernels("torch_engine"), micro_batch=1)
     tied = tied_instances(graph)
     dims = {f"{name}.{t.name}": t.dims for name, block in graph.instances() for t in block.parameters}
-    return {name: found for name, found in dims.items() if name not in tied}, graph
+    return {name: its_dims for name, its_dims in dims.items() if name not in tied}, graph
 
 
-def _expanded(table: Sequence[tuple[str, str, str]], model: ModelSpec, wanted: Mapping[str, Any]) -> Iterator[Row]:
+def _expanded(table: Sequence[tuple[str, str, str]], model: ModelSpec, dims_of: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the rows of the tensors that the model has, one per layer and expert."""
     for theirs, axes, ours in table:
         layers = range(model.num_layers if "{layer}" in ours else 1)
-        apart = "{expert}" in theirs
-        experts = range(model.num_experts if apart else 1)
+        by_expert = "{expert}" in theirs
+        experts = range(model.num_experts if by_expert else 1)
         for layer, expert in product(layers, experts):
             name = ours.format(layer=layer)
-            if name in wanted:
-                dims = [f"{dim}:{expert}" if apart and dim == "experts" else dim for dim in wanted[name]]
+            if name in dims_of:
+                dims = [f"{dim}:{expert}" if by_expert and dim == "experts" else dim for dim in dims_of[name]]
                 there = theirs.format(layer=layer, expert=expert)
                 yield Row(there, Axes.parse(axes), name, Axes.parse(" ".join(dims)))

@@ -1,4 +1,4 @@
-"""The weights before the first step: drawn by name and place, so that every rank makes its part, and all the same."""
+"""The weights before the first step: their numbers follow from name and place, so each rank draws its part alone."""
 
 import math
 import zlib
@@ -59,17 +59,17 @@ class DrawnWeight:
         """Draw a box; dims that are not named are whole."""
         whole = (slice(None),) * (len(self.shape) - len(box))
         bounds = [part.indices(size)[:2] for part, size in zip((*box, *whole), self.shape, strict=True)]
-        made = np.empty([max(stop - start, 0) for start, stop in bounds], dtype=self.dtype)
+        drawn = np.empty([max(stop - start, 0) for start, stop in bounds], dtype=self.dtype)
         cut = [
             number for number, (bound, size) in enumerate(zip(bounds, self.shape, strict=True)) if bound != (0, size)
         ]
         last = cut[-1] if cut else 0  # all behind it is whole: what lies together in storage is taken together
         strides = [math.prod(self.shape[number + 1 :]) for number in range(len(self.shape))]
-        runs = made.reshape(*made.shape[:last], math.prod(made.shape[last:]))
+        runs = drawn.reshape(*drawn.shape[:last], math.prod(drawn.shape[last:]))
         for place in np.ndindex(runs.shape[:-1]):
             at = [start + number for (start, _), number in zip(bounds, (*place, 0), strict=False)]
-            self._draw(sum(one * stride for one, stride in zip(at, strides, strict=False)), runs[place])
-        return made
+            self._draw(sum(index * stride for index, stride in zip(at, strides, strict=False)), runs[place])
+        return drawn
 
     def _draw(self, first: int, into: Array) -> None:
         """Fill a run of elements, the first of which has this number in storage order."""
@@ -98,5 +98,5 @@ def no_memory(shape: Sequence[int], dtype: type[np.generic]) -> Array:
 
 def _shape(graph: OpGraph, name: str) -> tuple[int, ...]:
     kind, _, parameter = name.split(".", 2)
-    tensor = next(one for one in graph.block(kind).parameters if one.name == parameter)
+    tensor = next(weight for weight in graph.block(kind).parameters if weight.name == parameter)
     return tuple(graph.sizes[dim] for dim in tensor.dims)

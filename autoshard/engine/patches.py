@@ -32,9 +32,9 @@ class Axes:
     @classmethod
     def parse(cls, text: str) -> "Axes":
         """Read the text form of the tables."""
-        found = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\S+", text)]
-        parts = [dim.partition(":") for group in found for dim in group]
-        groups = tuple(tuple(dim.partition(":")[0] for dim in group) for group in found)
+        dims = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\S+", text)]
+        parts = [dim.partition(":") for group in dims for dim in group]
+        groups = tuple(tuple(dim.partition(":")[0] for dim in group) for group in dims)
         return cls(groups, tuple((dim, int(number)) for dim, _, number in parts if number))
 
 
@@ -66,7 +66,9 @@ class Patch:
     @property
     def box(self) -> Box:
         """Offsets and lengths in our tensor."""
-        parts = sorted((one.dim, one.at, one.count) for group in self.axes for one in group if one.dim is not None)
+        parts = sorted(
+            (along.dim, along.at, along.count) for group in self.axes for along in group if along.dim is not None
+        )
         return tuple(at for _, at, _ in parts), tuple(count for _, _, count in parts)
 
     @property
@@ -75,26 +77,28 @@ class Patch:
         return tuple(slice(at, at + length) for at, length in zip(*self.box, strict=True))
 
     def view(self, stored: Any) -> Any:
-        """Return the part of a stored tensor, or array, with the axes of ours; it shares memory."""
-        every = [one for group in self.axes for one in group]
-        lengths = [math.prod(one.size for one in group) for group in self.axes]
+        """Return the box as a view of a stored tensor or array, with the axes of our tensor."""
+        alongs = [along for group in self.axes for along in group]
+        lengths = [math.prod(along.size for along in group) for group in self.axes]
         part = stored[tuple(slice(at, at + length) for at, length in zip(self.starts, lengths, strict=True))]
-        opened = part.reshape(tuple(one.size for one in every))
-        parts = (one.first if one.dim is None else slice(one.first, one.first + one.count) for one in every)
+        opened = part.reshape(tuple(along.size for along in alongs))
+        parts = (
+            along.first if along.dim is None else slice(along.first, along.first + along.count) for along in alongs
+        )
         meant = opened[tuple(parts)]
-        dims = [one.dim for one in every if one.dim is not None]
+        dims = [along.dim for along in alongs if along.dim is not None]
         order = tuple(dims.index(dim) for dim in range(len(dims)))
         return meant.permute(order) if hasattr(meant, "permute") else meant.transpose(order)
 
     def rows(self, low: int, high: int) -> Iterator["Patch"]:
         """Yield the parts of the patch in a range of rows of the stored tensor, as patches of these rows alone."""
         first, begin = self.axes[0], self.starts[0]
-        total = math.prod(one.size for one in first)
+        total = math.prod(along.size for along in first)
         start, stop = (min(max(row - begin, 0), total) for row in (low, high))
         row = begin + start - low
-        for offsets, lengths in boxes_of([one.size for one in first], start, stop):
-            group = tuple(one.within(*part) for one, *part in zip(first, offsets, lengths, strict=True))
-            if all(one.count > 0 for one in group):
+        for offsets, lengths in boxes_of([along.size for along in first], start, stop):
+            group = tuple(along.within(*part) for along, *part in zip(first, offsets, lengths, strict=True))
+            if all(along.count > 0 for along in group):
                 yield replace(self, starts=(row, *self.starts[1:]), axes=(group, *self.axes[1:]))
             row += math.prod(lengths)
 
@@ -134,7 +138,7 @@ class Row:
         groups = [tuple(along(dim) for dim in group) for group in self.axes.groups]
         lone = (Along(1, 0, 1, here.index(dim), number) for dim, number in self.dims.slices)
         groups[0] = (*lone, *groups[0])
-        if any(one.count <= 0 for group in groups for one in group):
+        if any(piece.count <= 0 for group in groups for piece in group):
             return None
         return Patch(self.ours, tuple(starts) or (0,) * len(groups), tuple(groups))
 
@@ -146,7 +150,7 @@ def stacked(
     shape, patches, start = (), list[Patch](), 0
     for row, cuts in rows:
         shape = row.shape(sizes, cuts)
-        starts = [start if one == axis else 0 for one in range(len(shape))]
+        starts = [start if number == axis else 0 for number in range(len(shape))]
         if patch := row.patch(sizes, cuts, starts):
             patches.append(patch)
         start += 0 if row.axes.slices else shape[axis]  # slices say by themselves where each part lies

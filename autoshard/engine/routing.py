@@ -47,7 +47,7 @@ def moves_rows(entry: object) -> TypeGuard[Communicate]:
 def counted_over(program: Program) -> tuple[str, ...]:
     """Return the atoms over which ranks exchange counts: those that cut tokens and along which rows move."""
     moved = {atom for entry in program.collectives() if moves_rows(entry) for atom in entry.collective.atoms}
-    sent = next((one.writes[0].layout for one in program.instructions if dispatches(one)), None)
+    sent = next((entry.writes[0].layout for entry in program.instructions if dispatches(entry)), None)
     return tuple(atom for atom in dict(sent.dims)["slots"] if atom in moved) if sent else ()
 
 
@@ -91,29 +91,31 @@ class Routing:
 
     place: MeshRank
     chosen: Value  # whom tokens chose
-    own: Layout  # of the rows of a rank's own tokens
+    unsent: Layout  # of the rows of a rank's own tokens, before any is sent
     multiplied: tuple[Layout, ...]  # of the rows in products, one for each way in which they lie
     counted: tuple[str, ...]
     exchanges: bool  # else all rows stay where they are, and no number is needed before they are multiplied
 
     @classmethod
     def of(cls, mesh_rank: MeshRank, program: Program) -> "Routing | None":
-        """Read the routing off a program; None if that routes no tokens."""
-        first = next((one for one in program.instructions if dispatches(one)), None)
+        """Return the routing of a program; None if no token is routed."""
+        first = next((entry for entry in program.instructions if dispatches(entry)), None)
         if first is None:
             return None
-        again = [one for one in program.instructions if dispatches(one) and one is not first and not one.op.again]
+        again = [
+            entry for entry in program.instructions if dispatches(entry) and entry is not first and not entry.op.again
+        ]
         assert not again, "a block routes its tokens once"
-        own, mesh = first.writes[0].layout, mesh_rank.mesh
-        tokens = dict(own.dims)["slots"]
-        values = (value for one in program.instructions for value in values_written(one) if holds_rows(value))
+        unsent, mesh = first.writes[0].layout, mesh_rank.mesh
+        tokens = dict(unsent.dims)["slots"]
+        values = (value for entry in program.instructions for value in values_written(entry) if holds_rows(value))
         cutting = {*tokens, *(atom for value in values for atom in dict(value.layout.dims)["slots"])}
         parts = math.prod(mesh.size(atom) for atom in cutting)
         multiplied = {
-            one.reads[0].layout.dims[:2]: one.reads[0].layout for one in program.instructions if multiplies(one)
+            entry.reads[0].layout.dims[:2]: entry.reads[0].layout for entry in program.instructions if multiplies(entry)
         }
         return cls(
-            place=replace(mesh_rank, sizes={**mesh_rank.sizes, "slots": parts}), chosen=first.reads[1], own=own,
+            place=replace(mesh_rank, sizes={**mesh_rank.sizes, "slots": parts}), chosen=first.reads[1], unsent=unsent,
             multiplied=tuple(multiplied.values()), counted=counted_over(program),
             exchanges=any(map(moves_rows, program.instructions)),
         )  # fmt: skip
@@ -125,27 +127,27 @@ class Routing:
 
     def ends(self, layout: Layout) -> str:
         """The name of the value that says on the device where each expert's rows end in a product of this layout."""
-        alike = [one.dims[:2] == layout.dims[:2] for one in self.multiplied]
-        return f"{self.chosen.name}.{alike.index(True) or ''}ends"
+        fitting = [product.dims[:2] == layout.dims[:2] for product in self.multiplied]
+        return f"{self.chosen.name}.{fitting.index(True) or ''}ends"
 
     @property
     def made(self) -> tuple[str, ...]:
-        """The names of what is counted."""
+        """The names of the values that the counting makes."""
         return (*([self.counts] if self.exchanges else []), *map(self.ends, self.multiplied))
 
     def num_rows(self, layout: Layout) -> int | None:
         """Return how many rows a rank has for its own tokens: one for each choice of a token."""
-        own = self.place.bounds(layout)[:2] == self.place.bounds(self.own)[:2]
-        return math.prod(self.place.shape(self.chosen.layout)) if own else None
+        is_unsent = self.place.bounds(layout)[:2] == self.place.bounds(self.unsent)[:2]
+        return math.prod(self.place.shape(self.chosen.layout)) if is_unsent else None
 
     def table(self, counts: Numbers, members: Sequence[int]) -> Numbers:
         """Return the number of rows of every cell, from the counts that these ranks have; 0 for other cells."""
-        found = np.zeros((self.place.sizes["experts"], self.place.sizes["slots"]), dtype=np.int64)
-        for rank, mine in zip(members, counts, strict=True):
-            start, stop = self.place.at(rank).bounds(self.own)[_SLOTS]
-            edges = np.arange(stop - start + 1) * mine[:, None] // (stop - start)
-            found[:, start:stop] = np.diff(edges)
-        return found
+        table = np.zeros((self.place.sizes["experts"], self.place.sizes["slots"]), dtype=np.int64)
+        for rank, counts_of_rank in zip(members, counts, strict=True):
+            start, stop = self.place.at(rank).bounds(self.unsent)[_SLOTS]
+            edges = np.arange(stop - start + 1) * counts_of_rank[:, None] // (stop - start)
+            table[:, start:stop] = np.diff(edges)
+        return table
 
     def of_each(self, table: Numbers, layout: Layout) -> Numbers:
         """Return how many rows this rank has for each of its experts."""
@@ -157,41 +159,41 @@ class Routing:
         return (np.arange(*experts)[:, None] * self.place.sizes["slots"] + np.arange(*parts)).reshape(-1)
 
     def exchange(self, change: Communicate, torch_order: Sequence[int]) -> Exchange:
-        """Return what a collective sends and receives."""
+        """Return the cells, and their ranges, that a collective sends to each member of its group, and receives."""
         collective, before, after = change.collective, change.reads.layout, change.writes.layout
-        others = [self.place.at(rank) for rank in torch_order]
+        members = [self.place.at(rank) for rank in torch_order]
         have, want = self.place.bounds(before), self.place.bounds(after)
-        given = [_common(have, other.bounds(after)) for other in others]
-        taken = [_common(other.bounds(before), want) for other in others]
+        sent = [_common(have, member.bounds(after)) for member in members]
+        received = [_common(member.bounds(before), want) for member in members]
         joined = "ranges" if collective.kind == "all_to_all" and collective.dim not in _BOX else "rows"
         return Exchange(
             before=self.cells(have[_EXPERTS], have[_SLOTS]),
-            sent=tuple(self.cells(*box[:2]) for box in given),
-            sent_ranges=tuple((low - have[2][0], high - have[2][0]) for *_, (low, high) in given),
-            received=tuple(self.cells(*box[:2]) for box in taken),
-            received_ranges=tuple((low - want[2][0], high - want[2][0]) for *_, (low, high) in taken),
+            sent=tuple(self.cells(*box[:2]) for box in sent),
+            sent_ranges=tuple((low - have[2][0], high - have[2][0]) for *_, (low, high) in sent),
+            received=tuple(self.cells(*box[:2]) for box in received),
+            received_ranges=tuple((low - want[2][0], high - want[2][0]) for *_, (low, high) in received),
             after=self.cells(want[_EXPERTS], want[_SLOTS]),
             joined="sum" if collective.kind == "reduce_scatter" else joined,
         )
 
 
-def row_order(counts: Numbers, lying: Numbers, wanted: Numbers) -> tuple[Numbers, Numbers] | None:
-    """Return how far the rows of each wanted cell must move to their new place, and how many rows each cell has.
+def row_order(counts: Numbers, lying: Numbers, cells: Numbers) -> tuple[Numbers, Numbers] | None:
+    """Return how far the rows of each of ``cells`` must move to their new place, and how many rows each cell has.
 
-    None where the rows are in the wanted order.
+    None where the rows lie in the order of ``cells``.
 
     >>> row_order(np.array([1, 2, 3]), np.array([0, 1, 2]), np.array([2, 0]))
     (array([ 3, -3]), array([3, 1]))
     """
-    if np.array_equal(lying, wanted):
+    if np.array_equal(lying, cells):
         return None
-    starts, sizes = np.zeros_like(counts), counts[wanted]
+    starts, sizes = np.zeros_like(counts), counts[cells]
     starts[lying] = np.cumsum(counts[lying]) - counts[lying]
-    return starts[wanted] - (np.cumsum(sizes) - sizes), sizes
+    return starts[cells] - (np.cumsum(sizes) - sizes), sizes
 
 
-def _common(one: Bounds, other: Bounds) -> Bounds:
-    """Return what two boxes have in common."""
-    lows = [max(first, second) for (first, _), (second, _) in zip(one, other, strict=True)]
-    highs = [min(last, end) for (_, last), (_, end) in zip(one, other, strict=True)]
+def _common(left: Bounds, right: Bounds) -> Bounds:
+    """Return the overlap of two boxes."""
+    lows = [max(first, second) for (first, _), (second, _) in zip(left, right, strict=True)]
+    highs = [min(last, end) for (_, last), (_, end) in zip(left, right, strict=True)]
     return tuple((low, max(low, high)) for low, high in zip(lows, highs, strict=True))

@@ -32,12 +32,12 @@ def patient(shutdown: Callable[..., None], wait_s: int) -> Callable[..., None]:
 
 
 def main() -> None:
-    """Be torchrun."""
+    """Run torchrun with an agent that waits so long."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.launcher.api import LaunchConfig
     from torch.distributed.run import main as torchrun
 
-    if "shutdown_timeout" not in {one.name for one in fields(LaunchConfig)}:
+    if "shutdown_timeout" not in {field.name for field in fields(LaunchConfig)}:
         agent: Any = LocalElasticAgent  # what torch calls private has no other name
         agent._shutdown = patient(agent._shutdown, agent_patience_s())
     torchrun()

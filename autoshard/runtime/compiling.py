@@ -61,7 +61,7 @@ def compiled_of(text: str) -> Compiled | None:
     if "failed compilations" not in totals and _NOTHING_NEW not in text:
         return None
     failures, caches = tuple(_failures(text)), _CACHE.findall(text)
-    num_named = sum(bool(one.graph) for one in failures) or len(failures)
+    num_named = sum(bool(failure.graph) for failure in failures) or len(failures)
     return Compiled(
         num_graphs=totals.get("graphs", 0),
         num_failed=max(totals.get("failed compilations", 0), num_named),
@@ -77,7 +77,7 @@ def _failures(text: str) -> Iterator[FailedGraph]:
         for path in (*_REPORTED.findall(text), *_CACHED.findall(text))
     }
     causes = {
-        found[0]: _cleaned(cause) for module, cause in _REFUSED.findall(text) if (found := _MODULE.search(module))
+        match[0]: _cleaned(cause) for module, cause in _REFUSED.findall(text) if (match := _MODULE.search(module))
     }
     for name in dict.fromkeys((*logs, *causes)):
         yield FailedGraph(graph=name, cause=causes.get(name, ""), log=logs.get(name, ""))

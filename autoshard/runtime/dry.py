@@ -8,7 +8,7 @@ from autoshard.run.reports import DryRank, Measured
 
 
 def dry_rank(plan: Plan, rank: int, counts: Callable[[Plan, int], Measured]) -> DryRank:
-    """Run a step of a rank, on all micro-batches or on so few that the rest is known."""
+    """Run a step of a rank on all micro-batches, or on a few from which the bytes of all follow."""
     whole, fewest, num_run = plan.schedule.num_micro_batches, plan.schedule.num_ranks, enough(plan, rank)
 
     def counted(num_micro_batches: int) -> Measured:
@@ -22,25 +22,25 @@ def dry_rank(plan: Plan, rank: int, counts: Callable[[Plan, int], Measured]) -> 
         few = counted(fewest)
         sent: dict[str, int] = {}  # by the whole step: each further micro-batch sends its share of the difference
         for axis, size in measured.sent_bytes.items():
-            each, rest = divmod(size - few.sent_bytes.get(axis, 0), num_run - fewest)
+            share, rest = divmod(size - few.sent_bytes.get(axis, 0), num_run - fewest)
             assert not rest, f"{axis}: micro-batches send different amounts"
-            sent[axis] = size + each * (whole - num_run)
+            sent[axis] = size + share * (whole - num_run)
         measured = replace(measured, sent_bytes=sent)
-    alike = next(ranks for ranks in _kinds(plan) if rank in ranks)
-    return DryRank(rank=rank, alike=alike, num_run=num_run, measured=measured)
+    equal_ranks = next(ranks for ranks in _kinds(plan) if rank in ranks)
+    return DryRank(rank=rank, alike=equal_ranks, num_run=num_run, measured=measured)
 
 
 def enough(plan: Plan, rank: int) -> int:
     """Return how few micro-batches keep as much for backward as all of them; whole rounds, two at least."""
     schedule, place = plan.schedule, plan.mesh.coordinates(rank).get("pp", 0)
-    every = schedule.num_micro_batches
+    all_micro_batches = schedule.num_micro_batches
     if schedule.actions is not None:
-        return every
-    wanted = schedule.in_flight_by_chunk(place)
-    for fewer in range(2 * schedule.num_ranks, every, schedule.num_ranks):
-        if replace(schedule, num_micro_batches=fewer).in_flight_by_chunk(place) == wanted:
+        return all_micro_batches
+    in_flight = schedule.in_flight_by_chunk(place)
+    for fewer in range(2 * schedule.num_ranks, all_micro_batches, schedule.num_ranks):
+        if replace(schedule, num_micro_batches=fewer).in_flight_by_chunk(place) == in_flight:
             return fewer
-    return every
+    return all_micro_batches
 
 
 def telling_ranks(plan: Plan) -> tuple[int, ...]:
@@ -54,9 +54,9 @@ def _kinds(plan: Plan) -> list[tuple[int, ...]]:
     ends, kinds = {0: "first", plan.mesh.size("pp") - 1: "last"}, list[tuple[object, list[int]]]()
     for place, memory in enumerate(plan.prediction.stage_memory):
         kind, ranks = (dict(memory.parts), ends.get(place)), plan.mesh.ranks_of({"pp": place})
-        known = next((members for other, members in kinds if other == kind), None)
-        if known is None:
+        members_of_kind = next((members for earlier, members in kinds if earlier == kind), None)
+        if members_of_kind is None:
             kinds.append((kind, list(ranks)))
         else:
-            known += ranks
+            members_of_kind += ranks
     return [tuple(sorted(ranks)) for _, ranks in kinds]

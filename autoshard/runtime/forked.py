@@ -69,17 +69,17 @@ class _Ranks:
         context, lifeline = get_context("fork"), os.pipe()
         self.lifelines.append(lifeline[1])
         for rank in range(num_ranks):
-            mine, theirs = context.Pipe(duplex=False)
-            target = (rank, child, theirs, lifeline, self)
+            our_end, their_end = context.Pipe(duplex=False)
+            target = (rank, child, their_end, lifeline, self)
             worker = context.Process(target=_work, args=target, name=f"rank {rank}", daemon=True)
             self.workers.append(worker)
-            self.ends[mine] = rank
+            self.ends[our_end] = rank
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork with threads
                 worker.start()
             for number, _ in self.signals:  # those that came before the process had a number
                 os.kill(cast(int, worker.pid), number)
-            theirs.close()
+            their_end.close()
         os.close(lifeline[0])
 
     def listen(self, show: Say) -> None:
@@ -132,7 +132,7 @@ class _Ranks:
 
     @property
     def ending(self) -> BaseException:
-        """What ends the run after a signal."""
+        """The error that ends the run after a signal."""
         number, _ = self.signals[0]
         return KeyboardInterrupt() if number == signal.SIGINT else Stopped("SIGTERM", number)
 
@@ -151,10 +151,10 @@ class _Ranks:
 
     def stop(self) -> None:
         """End all that are left, and wait until they are gone."""
-        begun = [worker for worker in self.workers if worker.pid is not None]
-        for worker in begun:
+        started = [worker for worker in self.workers if worker.pid is not None]
+        for worker in started:
             worker.kill()
-        for worker in begun:
+        for worker in started:
             worker.join()
         for end in self.ends:
             end.close()
@@ -163,7 +163,7 @@ class _Ranks:
 
 
 def _nothing(rank: int, code: int | None) -> str:
-    """Explain no end of a rank."""
+    """Return no explanation of a rank's end."""
     return ""
 
 
@@ -189,23 +189,23 @@ def on_forks(
 
 
 def log_of(logs: Path, rank: int) -> Path:
-    """Return where a rank prints to."""
+    """Return the file into which a rank prints."""
     return logs / f"rank-{rank}.log"
 
 
 @contextmanager
 def handling(handler: Callable[[int, Any], object], *numbers: signal.Signals) -> Iterator[None]:
-    """Handle signals so for a while."""
+    """Let a handler take these signals inside the context."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, other in before.items():
-            signal.signal(number, other)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def _work(rank: int, child: Child, end: Connection, lifeline: tuple[int, int], ranks: _Ranks) -> None:
-    """Be one rank: its failure is sent before its connections close, so that the others fail after it."""
+    """Run one rank in this process. Its failure is sent before its connections close, so other ranks fail later."""
     reader, writer = lifeline
     os.close(writer)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -237,7 +237,7 @@ def _print_into(log: Path) -> None:
     number = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(number, 1)
     os.dup2(number, 2)
-    sys.stdout, sys.stderr = (open(one, "w", buffering=1, closefd=False) for one in (1, 2))  # noqa: SIM115
+    sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))  # noqa: SIM115
     faulthandler.enable(file=sys.stderr)
 
 

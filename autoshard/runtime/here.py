@@ -78,7 +78,7 @@ def cluster_here() -> Mapping[str, Any]:
 
 
 def node_type_here() -> NodeType | None:
-    """Return what a cluster file of this machine holds; None where there is no accelerator that is known."""
+    """Return the contents of a cluster file of this machine; None where no accelerator is known."""
     try:
         data = cluster_here()
     except InputError:
@@ -113,7 +113,7 @@ def neuron_devices() -> Sequence[Mapping[str, Any]]:
     """Return what neuron-ls says of each device."""
     listed = json_line(said("neuron-ls", "-j"))
     devices = cast(list[object], listed) if isinstance(listed, list) else []
-    return [cast(Mapping[str, Any], one) for one in devices if isinstance(one, dict)]
+    return [cast(Mapping[str, Any], device) for device in devices if isinstance(device, dict)]
 
 
 def _of_trainium(devices: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -126,7 +126,7 @@ def _of_trainium(devices: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         unknown = f"{seen}, which autoshard does not know. Write a cluster file with a base: docs/extending.md"
         raise InputError.of("--here", unknown)
     node = load_node_type(base)
-    divisions = sorted(node.variants, key=lambda one: one.lnc != lnc)  # the first is the default
+    divisions = sorted(node.variants, key=lambda variant: variant.lnc != lnc)  # the first is the default
     if is_known:
         changed = {} if divisions[0] == node.variants[0] else {"variants": encode(tuple(divisions))}
         return {"base": base, "source": seen, **changed}
@@ -136,7 +136,7 @@ def _of_trainium(devices: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         "source": f"{seen}; the chips of {base}, and what of its links is inside a node",
         "name": kind,
         "chips_per_node": len(devices),
-        "variants": [{"ranks_per_chip": one.ranks_per_chip, "lnc": one.lnc} for one in divisions],
+        "variants": [{"ranks_per_chip": variant.ranks_per_chip, "lnc": variant.lnc} for variant in divisions],
         "links": [link.name for link in node.links if link.domain in domains],
         "nodes_per_ultraserver": 1,
         "price_usd_per_node_hour": None,
@@ -260,8 +260,8 @@ def _nvlinks(topology: str, count: int) -> int:
 def _link(bond_bytes_per_s: float, bonds: str) -> Mapping[str, Any]:
     """Return the link between the GPUs of a machine: NVLinks where each has them to each other, else PCI Express."""
     latency = "3.4 us per step of a ring over NVLink: NCCL's tuning table (src/graph/tuning.cc); taken for PCIe as well"
-    asked = ("--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader,nounits")
-    numbers = [int(word) for word in re.findall(r"\d+", said("nvidia-smi", *asked))[:2]]
+    options = ("--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader,nounits")
+    numbers = [int(word) for word in re.findall(r"\d+", said("nvidia-smi", *options))[:2]]
     generation, lanes = numbers if len(numbers) == 2 and numbers[0] in _PCIE_LANE_BYTES_PER_S else (4, 16)
     pcie = f"PCI Express {generation}.0, {lanes} lanes{'' if numbers else ' (taken, because nvidia-smi says nothing)'}"
     return {
@@ -283,8 +283,8 @@ def machine_words() -> Mapping[str, str | int]:
     words: dict[str, str | int] = {"processor": _processor(), "cores": os.cpu_count() or 1}
     if devices := neuron_devices():
         kind = str(devices[0].get("instance_type") or product())
-        known = {"instance": kind} if re.fullmatch(r"[a-z0-9]{2,8}\.[a-z0-9]{2,12}", kind) else {}
-        return words | known | {"devices": len(devices)}
+        instance = {"instance": kind} if re.fullmatch(r"[a-z0-9]{2,8}\.[a-z0-9]{2,12}", kind) else {}
+        return words | instance | {"devices": len(devices)}
     if gpus := _gpus():
         driver = said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split()
         named = {"gpu": gpus[0].name, "gpus": len(gpus), "gpu_memory_bytes": gpus[0].memory_bytes}
@@ -294,14 +294,14 @@ def machine_words() -> Mapping[str, str | int]:
 
 def installed_packages() -> str:
     """Return the packages that are installed here, with their versions: ``torch 2.13.0, triton 3.4.0``."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in (
         "torch", "torch-xla", "torch-neuronx", "neuronx-distributed", "neuronx-cc", "nki", "triton",
         "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
     ):  # fmt: skip
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return ", ".join(f"{name} {version}" for name, version in found.items())
+            versions[name] = metadata.version(name)
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _processor() -> str:

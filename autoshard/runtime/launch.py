@@ -84,22 +84,22 @@ class Placing:
     grace_s: float = 0.0  # for ranks to heed a signal
 
 
-def launch(given: GivenRank | None, num_ranks: int, body: Body, *, show: Say, placing: Placing) -> Any:
+def launch(launched: GivenRank | None, num_ranks: int, body: Body, *, show: Say, placing: Placing) -> Any:
     """Run a body on every rank, in torch's world; return the answer of rank 0, None in the process of another rank.
 
     What rank 0 says while it runs is shown. Import torch before: forks of a process that has it start at once.
     """
     folder, device = placing.folder, placing.device
-    if given is not None:
+    if launched is not None:
         try:
-            answer = _as_rank(given, body, show if given.rank == 0 else lambda _: None, placing)
+            answer = _as_rank(launched, body, show if launched.rank == 0 else lambda _: None, placing)
         except AutoshardError:
             raise
         except Exception as error:
             traceback.print_exc()
             cause = f"{type(error).__name__}: {error}"
-            raise RunFailed(f"rank {given.rank} of {given.num_ranks} failed: {cause}") from error
-        return answer if given.rank == 0 else None
+            raise RunFailed(f"rank {launched.rank} of {launched.num_ranks} failed: {cause}") from error
+        return answer if launched.rank == 0 else None
     assert device != XLA, "its devices are not for forks"
     logs = folder / LOGS
     logs.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def launch(given: GivenRank | None, num_ranks: int, body: Body, *, show: Say, pl
         return on_forks(num_ranks, child, show, logs, grace_s=placing.grace_s, explain=explain)[0]
 
 
-def _as_rank(given: GivenRank, body: Body, say: Say, placing: Placing) -> Any:
+def _as_rank(launched: GivenRank, body: Body, say: Say, placing: Placing) -> Any:
     """Run a body as one rank of torch's world, which is watched from before it meets the others."""
     watch = placing.watch
 
@@ -127,11 +127,11 @@ def _as_rank(given: GivenRank, body: Body, say: Say, placing: Placing) -> Any:
         say(said)
 
     if watch is not None:
-        activity = RankActivity(activity_folder(placing.folder) / str(given.rank))
+        activity = RankActivity(activity_folder(placing.folder) / str(launched.rank))
         activity.act("its start")
         activity.wait("all ranks to meet")
-        end_if_hung(watch, hang_report(placing.folder, given.rank))
-    with _world(given, placing.device):
+        end_if_hung(watch, hang_report(placing.folder, launched.rank))
+    with _world(launched, placing.device):
         return body(tell)
 
 
@@ -156,14 +156,14 @@ def patience_s(plan: Plan, keeping: Checkpointing, *, here: bool) -> float:
 
 
 def patience_notes(
-    given: GivenRank | None, plan: Plan, environment: Mapping[str, str] = os.environ, command: str | None = None
+    launched: GivenRank | None, plan: Plan, environment: Mapping[str, str] = os.environ, command: str | None = None
 ) -> list[str]:
     """Say that this rank would be killed before a step and a save are over; ``command``: how its parent was started."""
     needed_s, busy_s = stopping_s(plan), stopping(plan).busy_s
-    if given is None or busy_s <= USUAL_PATIENCE_S:
+    if launched is None or busy_s <= USUAL_PATIENCE_S:
         return []
     needs = f"a step and a save may take {format_seconds(busy_s)}, and whoever started this rank kills it"
-    if given.by == "Slurm":
+    if launched.by == "Slurm":
         remedy = f"sbatch --signal=TERM@{needed_s} gives notice"
         return [
             f"{needs} KillWait (by default 30 s) after SIGTERM, when its time is up: nothing is saved then. {remedy}"
@@ -178,8 +178,8 @@ def patience_notes(
 
 def agent_patience_s(environment: Mapping[str, str] = os.environ) -> int:
     """Return how long torchrun waits after SIGTERM, as far as its environment says."""
-    known = environment.get(PATIENCE, "")
-    return int(known) if known.isdecimal() else USUAL_PATIENCE_S
+    stated = environment.get(PATIENCE, "")
+    return int(stated) if stated.isdecimal() else USUAL_PATIENCE_S
 
 
 def _parent_command() -> str:
@@ -190,7 +190,7 @@ def _parent_command() -> str:
         return ""
 
 
-def put_environment(wanted: Mapping[str, str], environment: MutableMapping[str, str] = os.environ) -> None:
+def put_environment(variables: Mapping[str, str], environment: MutableMapping[str, str] = os.environ) -> None:
     """Set what is not set; the user's compiler flags come after the plan's, so that they win.
 
     >>> mine = {"NEURON_CC_FLAGS": "--verbose", "FI_PROVIDER": "tcp"}
@@ -198,7 +198,7 @@ def put_environment(wanted: Mapping[str, str], environment: MutableMapping[str, 
     >>> mine
     {'NEURON_CC_FLAGS': '--auto-cast none --verbose', 'FI_PROVIDER': 'tcp'}
     """
-    for name, value in wanted.items():
+    for name, value in variables.items():
         if name == COMPILER_FLAGS and value not in environment.get(name, value):
             environment[name] = f"{value} {environment[name]}"
         else:
@@ -211,37 +211,37 @@ def only_extracts(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def node_words(
-    given: GivenRank | None, num_nodes: int, num_ranks: int, environment: Mapping[str, str] = os.environ
+    launched: GivenRank | None, num_nodes: int, num_ranks: int, environment: Mapping[str, str] = os.environ
 ) -> list[str]:
-    """Return torchrun's options that start the ranks of this node; ``given`` counts nodes here.
+    """Return torchrun's options that start the ranks of this node; ``launched`` counts nodes here.
 
-    Nodes meet one port above that where ``given`` met: torchrun still listens there.
+    Nodes meet one port above that where ``launched`` met: torchrun still listens there.
     """
     if num_nodes == 1:
         return ["--standalone", "--nproc-per-node", str(num_ranks)]
-    assert given is not None, "one of several nodes is told which"
+    assert launched is not None, "one of several nodes is told which"
     address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
-    if given.meeting != "env://":
-        address, _, port = given.meeting.removeprefix("tcp://").rpartition(":")
+    if launched.meeting != "env://":
+        address, _, port = launched.meeting.removeprefix("tcp://").rpartition(":")
     where = ["--master-addr", address, "--master-port", str(int(port) + 1)]
-    return ["--nnodes", str(num_nodes), "--node-rank", str(given.rank), *where, "--nproc-per-node", str(num_ranks)]
+    return ["--nnodes", str(num_nodes), "--node-rank", str(launched.rank), *where, "--nproc-per-node", str(num_ranks)]
 
 
 @contextmanager
-def _world(given: GivenRank, device: str) -> Iterator[None]:
+def _world(launched: GivenRank, device: str) -> Iterator[None]:
     """Join torch's world with one thread for arithmetic: the cores belong to the other ranks."""
     import torch
     import torch.distributed as dist
 
-    if given.alone:  # the name of this machine may lead to a network that is down
+    if launched.alone:  # the name of this machine may lead to a network that is down
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
     torch.set_num_threads(1)
     dist.init_process_group(
-        joined_device(device, given.local_rank),
-        given.meeting,
-        rank=given.rank,
-        world_size=given.num_ranks,
+        joined_device(device, launched.local_rank),
+        launched.meeting,
+        rank=launched.rank,
+        world_size=launched.num_ranks,
         timeout=_SILENCE,
     )
     yield
@@ -283,8 +283,8 @@ def _given_by_slurm(environment: Mapping[str, str]) -> GivenRank | None:
 
 def first_node(nodes: str) -> str:
     """Return the first of Slurm's list of nodes, where rank 0 is."""
-    found = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes)
-    return f"{found[1]}{found[2] or ''}" if found else "localhost"
+    match = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes)
+    return f"{match[1]}{match[2] or ''}" if match else "localhost"
 
 
 def _numbers(environment: Mapping[str, str], *names: str) -> list[int]:

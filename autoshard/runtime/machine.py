@@ -69,11 +69,11 @@ def device_of(plan: Plan, *, forked: bool) -> str:
     import torch
 
     if forked:
-        found = CUDA if torch.cuda.device_count() >= plan.mesh.num_ranks else HOST
+        device = CUDA if torch.cuda.device_count() >= plan.mesh.num_ranks else HOST
     else:
         there = torch.accelerator.current_accelerator(check_available=True)
-        found = HOST if there is None or device_backend(there.type) == "gloo" else there.type
-    return HOST if found == CUDA and plan.cluster.platform else found
+        device = HOST if there is None or device_backend(there.type) == "gloo" else there.type
+    return HOST if device == CUDA and plan.cluster.platform else device
 
 
 def device_backend(device: str) -> str:

@@ -28,29 +28,29 @@ def explained_when_full(plan: Plan, rank: int, device: str, activity: RankActivi
 
 
 def _explained(plan: Plan, rank: int, device: str, doing: str, action: str, said: str) -> str:
-    """Say it."""
+    """Return the sentence: which rank had how much memory, what the plan predicted for it, and a remedy."""
     assert plan.prediction, "a plan is predicted before it runs"
     stage = plan.mesh.coordinates(rank).get("pp", 0)
     parts = plan.prediction.stage_memory[stage].parts
-    state, kept = (sum(parts.get(name, 0) for name in names) for names in (_STATE, _KEPT))
-    asked = f", when {found[1]} more were asked for" if (found := _ASKED.search(said)) else ""
+    state, for_backward = (sum(parts.get(name, 0) for name in names) for names in (_STATE, _KEPT))
+    request = f", when {match[1]} more were asked for" if (match := _ASKED.search(said)) else ""
     during = f" in {action}" if action else ""
     total = format_bytes(sum(parts.values()))
     has = "" if device == HOST or not torch.cuda.is_available() else f" of {format_bytes(torch.cuda.mem_get_info()[1])}"
     where = f"rank {rank}, on place {stage} of the pipeline"
-    of_it = f"{format_bytes(state)} of weights and what updates them, {format_bytes(kept)} kept for backward"
+    of_it = f"{format_bytes(state)} of weights and what updates them, {format_bytes(for_backward)} kept for backward"
     return (
-        f"{where}, ran out of the memory{has} of its device {doing}{during}{asked}. "
-        f"The plan predicts {total} for this rank: {of_it}. {_remedy(plan, kept > state)}, "
+        f"{where}, ran out of the memory{has} of its device {doing}{during}{request}. "
+        f"The plan predicts {total} for this rank: {of_it}. {_remedy(plan, for_backward > state)}, "
         "or plan again with a larger --headroom; end what else uses the device"
     )
 
 
 def _remedy(plan: Plan, keeps_most: bool) -> str:
-    """Name the pins of a plan that needs less of what this one has most of."""
+    """Return a remedy: pins of a plan with fewer activations, or with less state, whichever is the larger part here."""
     if keeps_most:
         smaller = f"mbs={plan.micro_batch // 2} or " if plan.micro_batch > 1 else ""
-        full = all(str(one) == "full" for one in plan.candidate.recompute)
+        full = all(str(recompute) == "full" for recompute in plan.candidate.recompute)
         return f"Plan with --fix {smaller}{'a larger tp, cp or pp' if full else 'recompute=full'}"
     if plan.mesh.size("dp") > 1 and plan.zero != 3:
         return f"Plan with --fix zero={3 if plan.zero else 1}"

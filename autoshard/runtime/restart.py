@@ -33,7 +33,7 @@ class Progress:
 
 
 def place_of(folder: Path, to: str | None) -> str:
-    """Return where a run in a folder saves its checkpoints."""
+    """Return the folder or URL to which a run in this folder saves checkpoints."""
     return str((folder / CHECKPOINTS).absolute()) if to in (None, "none") else to
 
 
@@ -66,7 +66,7 @@ def _whole(text: str) -> str | None:
 
 
 def _copy(folder: Path, to: str | None, name: str) -> tuple[str | None, str]:
-    """Return a file of the run as its newest checkpoint holds it, and a sentence about that."""
+    """Return the copy of a run's file in its newest checkpoint, and a note for the user."""
     from autoshard.run.folder import folder_of
     from autoshard.runtime.checkpoint.shelf import newest
     from autoshard.runtime.checkpoint.storage import Storage, StorageError
@@ -105,19 +105,19 @@ def refuse_strange_place(folder: Path, training: Training, before: Training | No
         remedy = "Name another place, or type --resume newest to go on with that run here"
         require((strange is None, option, f"{holds}. {remedy}"))
         return
-    place, known = place_of(folder, to), place_of(folder, before.checkpoint.to)
-    if before.checkpoint.to == "none" or (known == place and to != "none"):
+    place, place_before = place_of(folder, to), place_of(folder, before.checkpoint.to)
+    if before.checkpoint.to == "none" or (place_before == place and to != "none"):
         return
-    old = progress_of(known, "auto")
+    old = progress_of(place_before, "auto")
     if old and (to == "none" or progress_of(place, "auto") is None):
-        there = f"the checkpoints of this run lie in {known} (newest: step {old.step})"
+        there = f"the checkpoints of this run lie in {place_before} (newest: step {old.step})"
         raise InputError.of(option, f"{there}, so that it would begin again. Leave the option out")
 
 
 def settled(
     training: Training, stated: Collection[str], before: Training | None, progress: Progress | None
 ) -> tuple[Training, list[str]]:
-    """Return the options of a start, and notes on what differs from the start before, and on what was kept of it."""
+    """Return the options of a start, and notes: the options that differ from the start before, and those taken over."""
     done, training = progress.step if progress else 0, training.absolute(Path.cwd())
     if progress and training.seed != progress.seed:
         message = f"the run has drawn its samples by seed {progress.seed} up to step {done}, and goes on with it"
@@ -129,19 +129,19 @@ def settled(
         message = f"the run goes on from its checkpoint of step {done}, so that no weights from elsewhere are read"
         raise InputError.of("--init-weights", f"{message}. Leave it out, or begin in another --out")
     training, notes = _with_curve(training, stated, before, done)
-    was, now, usual = (leaves(record.encode(one)) for one in (before, training, Training()))
+    was, now, usual = (leaves(record.encode(options)) for options in (before, training, Training()))
     changed = {name for name in {**was, **now} if was.get(name) != now.get(name)}
-    kept = [
+    unchanged = [
         f"{name} {value}" for name, value in now.items()
         if name not in changed and value != usual.get(name) and not _is_stated(name, stated)
     ]  # fmt: skip
     changes = [f"{name} was {was.get(name)}, now {now.get(name)}" for name in {**was, **now} if name in changed]
-    notes = [*(f"changed since the last start: {one}" for one in changes), *notes]
-    return training, [*notes, *([f"as at the last start: {', '.join(kept)}"] if kept else [])]
+    notes = [*(f"changed since the last start: {change}" for change in changes), *notes]
+    return training, [*notes, *([f"as at the last start: {', '.join(unchanged)}"] if unchanged else [])]
 
 
 def _is_stated(name: str, stated: Collection[str]) -> bool:
-    return any(name == one or name.startswith(f"{one}.") for one in stated)
+    return any(name == option or name.startswith(f"{option}.") for option in stated)
 
 
 def _with_curve(

@@ -31,7 +31,7 @@ def storage_of(run: Run) -> Storage:
 
 
 def usable(operation: Callable[[], Value]) -> Value:
-    """Run an operation on the place of checkpoints; its failure is wrong input."""
+    """Return the result of an operation on checkpoints; turn its failure into a fault of the user's input."""
     try:
         return operation()
     except StorageError as error:
@@ -63,11 +63,11 @@ def require_storage(run: Run, group: Any) -> None:
 
 
 def begin(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun:
-    """Bring an engine to where its run begins; every rank calls this."""
+    """Fill an engine with the state with which its run begins; return that state and notes. Every rank calls this."""
     if run.resume != "never" and run.training.checkpoint.saves:
-        begun = _continued(plan, run, engine, group)
-        if begun is not None:
-            return begun
+        continued = _continued(plan, run, engine, group)
+        if continued is not None:
+            return continued
     fresh = RunState(seed=run.training.seed)
     path = run.training.init_weights
     if path is None:
@@ -78,7 +78,7 @@ def begin(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun:
 
 
 def _continued(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun | None:
-    """Go on from the newest checkpoint that can be read, or from the named one; None if there is none."""
+    """Load the newest checkpoint that can be read, or the named one; return None if there is none."""
     shelf, pieces, remarks = Shelf(storage=storage_of(run)), engine.pieces(), list[str]()
     candidates = shelf.usable() if isinstance(run.resume, str) else (shelf.open(step) for step in (run.resume,))
     while index := from_first_rank(lambda: usable(lambda: next(candidates, None)), group):
@@ -93,9 +93,9 @@ def _continued(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun | None
         if later:
             steps = ", ".join(map(str, reversed(later)))
             remarks.append(f"checkpoints of later steps ({steps}) are removed when the first new one is saved")
-        other = "" if index.candidate == str(plan.candidate) else f", which was saved under {index.candidate}"
+        saved_under = "" if index.candidate == str(plan.candidate) else f", which was saved under {index.candidate}"
         remarks += [note] if note else []
-        return index.state, (*shelf.remarks, *remarks, f"continues after step {index.state.step}{other}")
+        return index.state, (*shelf.remarks, *remarks, f"continues after step {index.state.step}{saved_under}")
     if from_first_rank(lambda: bool(usable(shelf.steps)), group):
         what = "none of its checkpoints can be used: " + "; ".join([*shelf.remarks, *remarks])
         raise InputError.of("--resume", f"{what}. To begin again, type another --out")

@@ -89,8 +89,8 @@ class _Loop:
             texts={PLAN: dump(plan), TRAINING: training_text(run.training)} if dist.get_rank() == 0 else {},
         )  # fmt: skip
         shelf = Shelf(storage=storage_of(run))
-        known = from_first_rank(lambda: usable(shelf.steps), self._hosts) if self._saves else []
-        self._saver = Saver(shelf, run.folder / "spool", known, keeping=keeping, group=saving, label=label)
+        steps = from_first_rank(lambda: usable(shelf.steps), self._hosts) if self._saves else []
+        self._saver = Saver(shelf, run.folder / "spool", steps, keeping=keeping, group=saving, label=label)
         self._saved_step, self._saved_at_s, self._retry_s = self._state.step, time.monotonic(), 0.0
         self._owes = False  # a save that was due while another one was under way
         self._failure, self._num_taken = "", 0
@@ -103,10 +103,10 @@ class _Loop:
         stopped, _, _ = self._agree()  # a signal may have come while the state was loaded
         while self._state.step < self._run.training.steps and not stopped:
             before = self._state
-            given, stopped = self._data()
-            if given is None:
+            prepared, stopped = self._data()
+            if prepared is None:
                 break
-            timed, report, (stopped, saving, due) = self._step(given)
+            timed, report, (stopped, saving, due) = self._step(prepared)
             steps.append(timed)
             self._say(timed)
             if not report.updated:
@@ -133,12 +133,12 @@ class _Loop:
         start_s, ready = time.monotonic(), self._is_data_ready(number)
         activity.wait("all ranks to be ready")
         signaled, late = self._signals[0] if self._signals else 0, not ready and not self._signals
-        known = torch.tensor([signaled, not ready, late and dist.get_rank() + 1], dtype=torch.int64)
-        dist.all_reduce(known, op=dist.ReduceOp.MAX, group=self._hosts)
-        signaled, missing, late = known.tolist()
+        signs = torch.tensor([signaled, not ready, late and dist.get_rank() + 1], dtype=torch.int64)
+        dist.all_reduce(signs, op=dist.ReduceOp.MAX, group=self._hosts)
+        signaled, missing, late = signs.tolist()
         if not missing:
-            given = self.loader.next()
-            return replace(given, waited_s=given.waited_s + time.monotonic() - start_s), 0
+            prepared = self.loader.next()
+            return replace(prepared, waited_s=prepared.waited_s + time.monotonic() - start_s), 0
         activity.begin(0)
         if signaled:
             return None, signaled
@@ -162,7 +162,7 @@ class _Loop:
                 slow_s *= 4
         return True
 
-    def _step(self, given: Prepared) -> tuple[TimedStep, StepReport, tuple[int, int, int]]:
+    def _step(self, prepared: Prepared) -> tuple[TimedStep, StepReport, tuple[int, int, int]]:
         """Take one step; the clock runs from when all ranks are ready until the last is done."""
         training, state, device = self._run.training, self._state, self._run.device
         number, activity = state.step + 1, self._run.activity
@@ -170,21 +170,21 @@ class _Loop:
         start_s = time.perf_counter()
         activity.act("the step of the engine")
         with self._explaining(f"in step {number}"):
-            report = self._engine.step(given.batches, rate, self._allows)
+            report = self._engine.step(prepared.batches, rate, self._allows)
         activity.wait("all ranks to end the step")
         agreed = self._agree()
         time_s = time.perf_counter() - start_s
         activity.begin(0)
-        num_tokens = sum(batch["tokens"].size for batch in given.batches)
+        num_tokens = sum(batch["tokens"].size for batch in prepared.batches)
         self._state = replace(
-            state, step=number, num_updates=state.num_updates + report.updated, next_sample=given.next_sample,
+            state, step=number, num_updates=state.num_updates + report.updated, next_sample=prepared.next_sample,
             num_tokens=state.num_tokens + num_tokens,
         )  # fmt: skip
         self._rescue.end_changing()
         of_device = device != HOST and hasattr(torch.accelerator, "max_memory_allocated")
         timed = TimedStep(
             number=number, loss=report.loss, norm=report.norm, time_s=time_s, num_tokens=num_tokens, learning_rate=rate,
-            waited_s=given.waited_s, updated=report.updated,
+            waited_s=prepared.waited_s, updated=report.updated,
             memory_bytes=torch.accelerator.max_memory_allocated() if of_device
             else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             phase=phase_of(self._num_taken, compiles=self._plan.engine == "nxd" and device != HOST),
@@ -222,9 +222,9 @@ class _Loop:
         """Return on all ranks which signal one of them got, whether one still saves, and whether a save is due."""
         signaled = self._signals[0] if self._signals else 0
         due = dist.get_rank() == 0 and self._is_due()  # the first rank's clock and counts decide
-        known = torch.tensor([signaled, self._saver.busy and not self._saver.done, due], dtype=torch.int64)
-        dist.all_reduce(known, op=dist.ReduceOp.MAX, group=self._hosts)
-        signaled, saving, due = known.tolist()
+        signs = torch.tensor([signaled, self._saver.busy and not self._saver.done, due], dtype=torch.int64)
+        dist.all_reduce(signs, op=dist.ReduceOp.MAX, group=self._hosts)
+        signaled, saving, due = signs.tolist()
         return signaled, saving, due
 
     def _is_due(self) -> bool:

@@ -102,14 +102,14 @@ class Watch:
 
     def _report(self, what: str, statuses: Mapping[int, RankStatus]) -> str:
         states = {rank: why_still(status.process) for rank, status in statuses.items()}
-        first, *others = by_suspicion(statuses, states)
+        first, *rest = by_suspicion(statuses, states)
 
         def line(rank: int) -> str:
             status, stage = statuses[rank], self._mesh.coordinates(rank).get("pp", 0)
             state = f", {states[rank]}" if states[rank] else ""
             return f"rank {rank} (pipeline rank {stage}, process {status.process}{state}) {status}"
 
-        return "\n".join([f"{what}. {line(first)}", *(f"  {line(rank)}" for rank in sorted(others))])
+        return "\n".join([f"{what}. {line(first)}", *(f"  {line(rank)}" for rank in sorted(rest))])
 
     def rescued(self) -> str:
         """Let the state be saved before the run ends; return what became of it as a line, if anything can be said."""

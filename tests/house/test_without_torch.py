@@ -1,4 +1,4 @@
-"""The planner lives without torch, wandb and transformers: absent or installed, it never loads them."""
+"""The planner lives without torch, einops, wandb and transformers: absent or installed, it never loads them."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HEAVY = ("torch", "torch_xla", "torch_neuronx", "neuronx_distributed", "wandb", "transformers")
+HEAVY = ("torch", "einops", "torch_xla", "torch_neuronx", "neuronx_distributed", "wandb", "transformers")
 
 # Python imports a module of this name when it starts: from then on the heavy packages are not installed.
 ABSENT = f"""

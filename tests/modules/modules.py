@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from einops import einsum, rearrange, repeat
+from einops.layers.torch import Rearrange, Reduce
 from torch import nn
 
 Made = tuple[nn.Module, tuple[Any, ...]]
@@ -187,6 +189,36 @@ class VisionTransformer(nn.Module):
         x = self.patches(x).flatten(2).transpose(1, 2)
         x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], dim=1) + self.positions
         return self.head(self.norm(self.block(x))[:, 0])
+
+
+class EinopsVision(nn.Module):
+    """Patches and a mean of tokens as layers of einops, attention in groups with its functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Sequential(
+            Rearrange("batch channel (row height) (column width) -> batch (row column) (channel height width)",
+                      height=2, width=2),
+            nn.Linear(12, 16),
+        )  # fmt: skip
+        self.query, self.keys_values = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+        self.token, self.norm = nn.Parameter(numbers(16)), nn.LayerNorm(16)
+        self.head = nn.Sequential(Reduce("batch seq hidden -> batch hidden", "mean"), nn.Linear(16, 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.patches(x)
+        x = x + repeat(self.token, "hidden -> batch seq hidden", batch=x.shape[0], seq=x.shape[1])
+        y = self.norm(x)
+        q = rearrange(self.query(y), "batch seq (kv_heads q_group head_dim) -> batch kv_heads q_group seq head_dim",
+                      kv_heads=2, q_group=2)  # fmt: skip
+        k, v = rearrange(self.keys_values(y), "batch seq (kv kv_heads head_dim) -> kv batch kv_heads seq head_dim",
+                         kv=2, kv_heads=2)  # fmt: skip
+        scores = einsum(q, k, "batch kv_heads q_group seq head_dim, batch kv_heads kv_seq head_dim"
+                              " -> batch kv_heads q_group seq kv_seq")  # fmt: skip
+        mixed = einsum(torch.softmax(scores, -1), v, "batch kv_heads q_group seq kv_seq,"
+                       " batch kv_heads kv_seq head_dim -> batch kv_heads q_group seq head_dim")  # fmt: skip
+        x = x + rearrange(mixed, "batch kv_heads q_group seq head_dim -> batch seq (kv_heads q_group head_dim)")
+        return self.head(x)
 
 
 class SelectiveScan(nn.Module):
@@ -425,6 +457,7 @@ MODULES: Mapping[str, Callable[[], Made]] = {
     "convolutions with a skip": lambda: (Skips(), (numbers(4, 4, 6, 6),)),
     "nanoGPT block": lambda: (GPTBlock(24, 4), (numbers(2, 10, 24),)),
     "ViT with a class token": lambda: (VisionTransformer(), (numbers(4, 3, 8, 8),)),
+    "vision with layers of einops": lambda: (EinopsVision(), (numbers(4, 3, 4, 8),)),
     "T5 encoder block": _t5,
     "linear attention with decay": lambda: (LinearAttention(), (numbers(4, 6, 16),)),
     "selective scan": lambda: (SelectiveScan(), (numbers(2, 6, 8),)),

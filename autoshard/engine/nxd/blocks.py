@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -27,7 +28,7 @@ ANGLES = "angles"  # what rotary operations read in the place of positions
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
-    """Return the same numbers in the format in which statistics and losses are computed."""
+    """Return a tensor in FP32, or unchanged if it is wider: so statistics and losses are computed."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -41,13 +42,13 @@ class Leaf(nn.Module):
             self.register_parameter(name, weight)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Compute."""
+        """Apply the operation to activations and to the weights of this leaf."""
         return self.compute(*inputs, *self._parameters.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleStep:
-    """The operations that one module computes, in order, what it reads of others, and what others read of it."""
+    """The operations of one module, in order, the values that it reads of other modules, and those they read."""
 
     ops: tuple[str, ...]
     reads: tuple[str, ...]
@@ -67,30 +68,30 @@ class BlockModule(nn.Module):
         self.steps = [step for step, _ in steps]
         for step, module in steps:
             self.add_module(step.name, module)
-        made = {name for step in self.steps for name in step.writes}
-        self.reads = tuple(dict.fromkeys(name for step in self.steps for name in step.reads if name not in made))
+        written = {name for step in self.steps for name in step.writes}
+        self.reads = tuple(dict.fromkeys(name for step in self.steps for name in step.reads if name not in written))
         self.writes = writes
         self._last_reader = {name: step for step in self.steps for name in step.reads if name not in writes}
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Compute; free each value after its last reader."""
+        """Run the modules in order; free each value after its last reader."""
         values = dict(zip(self.reads, inputs, strict=True))
         for step in self.steps:
-            given = [values[name] for name in step.reads]
+            arguments = [values[name] for name in step.reads]
             for name in step.reads:
                 if self._last_reader.get(name) is step:
                     del values[name]
-            made = self.get_submodule(step.name)(*given)
-            del given
-            values.update(zip(step.writes, made if isinstance(made, tuple) else (made,), strict=True))
+            result = self.get_submodule(step.name)(*arguments)
+            del arguments
+            values.update(zip(step.writes, result if isinstance(result, tuple) else (result,), strict=True))
         results = [values[name] for name in self.writes]
         return tuple(results) if len(results) > 1 else results[0]
 
     def grouped(self, ops: Sequence[str], mark: Callable[[nn.Module], nn.Module]) -> "BlockModule":
-        """Return the same block with these operations, and what lies between them, in one module marked by ``mark``."""
+        """Return the same block with these operations, and those between them, as one module, which ``mark`` wraps."""
         pairs = [(step, self.get_submodule(step.name)) for step in self.steps]
-        found = [number for number, step in enumerate(self.steps) if set(step.ops) & set(ops)]
-        before, inside, after = pairs[: found[0]], pairs[found[0] : found[-1] + 1], pairs[found[-1] + 1 :]
+        places = [number for number, step in enumerate(self.steps) if set(step.ops) & set(ops)]
+        before, inside, after = pairs[: places[0]], pairs[places[0] : places[-1] + 1], pairs[places[-1] + 1 :]
         read = {*self.writes, *(name for step, _ in after for name in step.reads)}
         group = BlockModule(inside, tuple(name for step, _ in inside for name in step.writes if name in read))
         joined = ModuleStep(
@@ -100,7 +101,7 @@ class BlockModule(nn.Module):
 
 
 def module_steps(block: Block, runs: Sequence[tuple[str, ...]]) -> Iterator[ModuleStep]:
-    """Yield the steps of a block's forward pass; the operations of a run are one step."""
+    """Yield the steps of a block's forward pass; a run of operations, which one layer of NxD replaces, is one step."""
     run_of = {name: run for run in runs for name in run}
     source: dict[str, str] = {}  # of what is delivered
     reads: dict[str, list[str]] = {}  # what a module reads beside its weights
@@ -119,18 +120,18 @@ def module_steps(block: Block, runs: Sequence[tuple[str, ...]]) -> Iterator[Modu
         run = run_of.get(op.name, (op.name,))
         if op.name != run[0]:
             continue
-        inside = [one for one in ops if one.name in run]
-        made = [name for one in inside for name in one.outputs]
-        wanted = results.union(*(names for name, names in reads.items() if name not in run))
+        inside = [member for member in ops if member.name in run]
+        outputs = [name for member in inside for name in member.outputs]
+        read_elsewhere = results.union(*(names for name, names in reads.items() if name not in run))
         yield ModuleStep(
             ops=run,
-            reads=tuple(dict.fromkeys(name for one in inside for name in reads[one.name] if name not in made)),
-            writes=tuple(name for name in made if name in wanted),
+            reads=tuple(dict.fromkeys(name for member in inside for name in reads[member.name] if name not in outputs)),
+            writes=tuple(name for name in outputs if name in read_elsewhere),
         )
 
 
 def compute_of(block: Block, op: Op) -> Compute:
-    """Return what computes an operation that no layer of NxD stands for."""
+    """Return the function of an operation that no layer of NxD replaces."""
     make = COMPUTE.get(type(op.kind))
     if make is None:
         where = f"{block.kind}.{op.name}"
@@ -144,8 +145,8 @@ def _einsum(kind: Einsum, call: Call) -> Compute:
     num_made = len(weight.dims) - num_read
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
-        made = functional.linear(x.flatten(-num_read), weight.flatten(num_made).flatten(0, num_made - 1))
-        return made.unflatten(-1, weight.shape[:num_made])  # of the weight, which may be a part
+        flat = functional.linear(x.flatten(-num_read), weight.flatten(num_made).flatten(0, num_made - 1))
+        return flat.unflatten(-1, weight.shape[:num_made])  # of the weight, which may be a part
 
     return product
 
@@ -187,7 +188,7 @@ class RotaryTable:
         self._made: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def like(self, x: Tensor) -> Tensor:
-        """Return the table where a tensor lies and in its format."""
+        """Return the table on the device and in the format of a tensor."""
         return self.made(x.device, x.dtype)
 
     def made(self, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -215,12 +216,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
     What is hidden follows from positions, not from a stored mask.
     """
-    queries, keys = query.permute(0, 2, 3, 1, 4), key.permute(0, 2, 1, 3).unsqueeze(2)
-    scores = queries @ keys.transpose(-1, -2) / query.shape[-1] ** 0.5
+    queries = rearrange(query, "batch seq kv_heads q_group head_dim -> batch kv_heads q_group seq head_dim")
+    keys = rearrange(key, "batch kv_seq kv_heads head_dim -> batch kv_heads 1 head_dim kv_seq")
+    values = rearrange(value, "batch kv_seq kv_heads head_dim -> batch kv_heads 1 kv_seq head_dim")
+    scores = queries @ keys / query.shape[-1] ** 0.5
     along = torch.arange(query.shape[1], device=query.device)
     scores = at_least_fp32(scores).masked_fill(along[:, None] < along[None, :], float("-inf"))
     weights = functional.softmax(scores, dim=-1).to(value.dtype)
-    return (weights @ value.permute(0, 2, 1, 3).unsqueeze(2)).permute(0, 3, 1, 2, 4)
+    return rearrange(weights @ values, "batch kv_heads q_group seq head_dim -> batch seq kv_heads q_group head_dim")
 
 
 _FUNCTIONS: Mapping[str, Compute] = {

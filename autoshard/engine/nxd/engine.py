@@ -76,32 +76,33 @@ class NxdEngine:
         return report
 
     def pieces(self) -> Sequence[StatePiece]:
-        """Return what this rank holds of the state; of a device's, copies as of now."""
+        """Return the boxes of weights and moments that this rank holds; of state on a device, copies on the host."""
         return self.state.pieces()
 
     def restored(self, num_updates: int) -> None:
-        """Take over what the pieces were filled with."""
+        """Use the numbers that were loaded into the memory of the last pieces."""
         self.state.restored(num_updates)
 
     def measured(self) -> Measured:
-        """Return what this rank holds; what graphs keep for backward and send, the host does not see."""
-        masters = [one.updated for one in self.state.optimized if self.plan.zero and one.updated.dtype == torch.float32]
-        sums = [getattr(one, "main_grad", None) for _, one in self.parameters]
-        states = [tensor for one in self.state.stepping.state.values() for tensor in one.values()]
+        """Return the bytes of this rank's state; the host does not see what graphs keep for backward, or send."""
+        updated = [optimized.updated for optimized in self.state.optimized] if self.plan.zero else []
+        masters = [tensor for tensor in updated if tensor.dtype == torch.float32]
+        sums = [getattr(parameter, "main_grad", None) for _, parameter in self.parameters]
+        states = [tensor for moments in self.state.stepping.state.values() for tensor in moments.values()]
         return Measured(
             memory_bytes={
-                "weights": sum(one.nbytes for _, one in self.parameters),
-                "gradients": sum(one.nbytes for one in sums if one is not None),
-                "masters": sum(one.nbytes for one in masters),
-                "optimizer": sum(one.nbytes for one in states if one.ndim),
+                "weights": sum(parameter.nbytes for _, parameter in self.parameters),
+                "gradients": sum(gradient.nbytes for gradient in sums if gradient is not None),
+                "masters": sum(tensor.nbytes for tensor in masters),
+                "optimizer": sum(tensor.nbytes for tensor in states if tensor.ndim),
             },
             sent_bytes={},
         )
 
     def _own_batch(self, batch: Batch) -> dict[str, Tensor]:
         """Take this replica's sequences, and of each this rank's positions."""
-        count, mine = groups().get_data_parallel_size(), groups().get_data_parallel_rank()
-        whole = {name: np.array_split(np.asarray(batch[name]), count)[mine] for name in INPUTS}
+        count, replica = groups().get_data_parallel_size(), groups().get_data_parallel_rank()
+        whole = {name: np.array_split(np.asarray(batch[name]), count)[replica] for name in INPUTS}
         positions = slice(self.built.positions.start, self.built.positions.stop)
         parts = {name: array[:, positions] for name, array in whole.items()}
         return {
@@ -125,14 +126,14 @@ class NxdEngine:
 
     def _updated(self, losses: _StepLosses, allows: Allows) -> StepReport:
         """Let NxD reduce, clip and update; ask where torch's own optimizer, inside NxD's, begins its step."""
-        asked: list[StepReport] = []
+        reports: list[StepReport] = []
 
         def ask(*_: Any) -> None:
-            if asked:
+            if reports:
                 return
             named("mark_step")()  # all until here is one graph, the update another
-            asked.append(self._report(losses))
-            if not allows(asked[0]):
+            reports.append(self._report(losses))
+            if not allows(reports[0]):
                 raise _DeclinedError
 
         hook = self.state.stepping.register_step_pre_hook(ask)
@@ -141,10 +142,10 @@ class NxdEngine:
         except _DeclinedError:
             if self.plan.zero:
                 self.state.stepping.zero_grad()  # else the shards' gradients would be held until the next step
-            return replace(asked[0], updated=False)
+            return replace(reports[0], updated=False)
         finally:
             hook.remove()
-        return asked[0]
+        return reports[0]
 
     def _report(self, losses: _StepLosses) -> StepReport:
         """Read loss and norm; what rank 0 reads holds for all, since sums over other groups may round otherwise."""
@@ -160,14 +161,15 @@ class NxdEngine:
 
         Without ZeRO-1, NxD has summed gradients over replicas by now, in their place.
         """
-        mine = [f"loss of micro-batch {number}" for number, one in enumerate(losses[1]) if not _is_finite(one)]
-        for one in self.state.optimized:
-            gradient = getattr(one.parameter, "main_grad", None) if one.parameter.grad is None else one.parameter.grad
+        suspects = [f"loss of micro-batch {number}" for number, loss in enumerate(losses[1]) if not _is_finite(loss)]
+        for optimized in self.state.optimized:
+            parameter, contents = optimized.parameter, optimized.contents
+            gradient = getattr(parameter, "main_grad", None) if parameter.grad is None else parameter.grad
             if gradient is not None and not _is_finite(gradient):
-                mine += [f"gradient of {one.contents.instance}.{piece.tensor}" for piece in one.contents.holds.pieces]
-        found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(found, mine[:_MOST_SUSPECTS], group=self._hosts)
-        return tuple(f"rank {rank}: {', '.join(its)}" for rank, its in enumerate(found) if its)
+                suspects += [f"gradient of {contents.instance}.{piece.tensor}" for piece in contents.holds.pieces]
+        by_rank: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(by_rank, suspects[:_MOST_SUSPECTS], group=self._hosts)
+        return tuple(f"rank {rank}: {', '.join(its)}" for rank, its in enumerate(by_rank) if its)
 
     def _groups(self, constants: AdamWConstants) -> list[dict[str, Any]]:
         """Return the parameter groups of the optimizer: those that decay in the graph, and the others."""
@@ -183,8 +185,8 @@ class NxdEngine:
             groups.setdefault(decays.pop(), []).append(parameter)
         usual = {"betas": (constants.beta1, constants.beta2), "eps": constants.eps}
         return [
-            {"params": found, "weight_decay": constants.weight_decay if decays else 0.0, **usual}
-            for decays, found in groups.items()
+            {"params": members, "weight_decay": constants.weight_decay if decays else 0.0, **usual}
+            for decays, members in groups.items()
         ]
 
 
@@ -202,7 +204,10 @@ def build(plan: Plan, run: Run) -> NxdEngine:
 
 
 def _with_classes(lowering: NxdLowering) -> dict[str, Any]:
-    """Put classes for their names, and lists for NxD to append to; parameters are left as they are made."""
+    """Return NxD's configuration: with classes in the place of names, and with lists, to which NxD appends.
+
+    NxD draws no weights, since this engine fills them.
+    """
     config = dict(lowering.config)
     config["activation_checkpoint_config"] = [Recomputed] if config["activation_checkpoint_config"] else None
     config["model_init_config"] = {**config["model_init_config"], "param_init_fn": lambda module, device: None}
@@ -234,28 +239,28 @@ class State:
 
     def __init__(self, built: NxdModel, optimizer: Any, parameters: Mapping[str, nn.Parameter], zero: Zero) -> None:
         self._built, self._zero = built, zero
-        self._given = optimizer.optimizer  # ZeRO-1, or what it would wrap
-        self.stepping: torch.optim.Optimizer = self._given.base_optimizer if zero else self._given
+        self._outer = optimizer.optimizer  # ZeRO-1, or what it would wrap
+        self.stepping: torch.optim.Optimizer = self._outer.base_optimizer if zero else self._outer
         names, optimized = {parameter: name for name, parameter in parameters.items()}, list[OptimizedParameter]()
-        for whole, parts in zip(self._given.param_groups, self.stepping.param_groups, strict=True):
+        for whole, parts in zip(self._outer.param_groups, self.stepping.param_groups, strict=True):
             for parameter, updated in zip(whole["params"], parts["params"], strict=True):
-                first = len(updated) * self._given.local_rank if zero else 0
+                first = len(updated) * self._outer.local_rank if zero else 0
                 rows, contents = (first, first + len(updated)), built.contents[names[parameter]]
                 optimized.append(OptimizedParameter(contents=contents, parameter=parameter, updated=updated, rows=rows))
         self.optimized = tuple(optimized)
-        self.apart = any(one.updated.device.type != "cpu" for one in self.optimized)
+        self.off_host = any(entry.updated.device.type != "cpu" for entry in self.optimized)
         self._copies: list[tuple[Tensor, Tensor]] = []
         if isinstance(self.stepping, torch.optim.AdamW):
-            for one in self.optimized:  # what torch's own optimizer begins its first step with
+            for entry in self.optimized:  # what torch's own optimizer begins its first step with
                 keep: Any = {"memory_format": torch.preserve_format}
-                moments = {name: torch.zeros_like(one.updated, **keep) for name in _MOMENTS.values()}
-                self.stepping.state[one.updated] = {"step": torch.tensor(0.0), **moments}
+                moments = {name: torch.zeros_like(entry.updated, **keep) for name in _MOMENTS.values()}
+                self.stepping.state[entry.updated] = {"step": torch.tensor(0.0), **moments}
         self._make_gradients()
 
     def pieces(self) -> tuple[StatePiece, ...]:
         """Return the boxes of weights and moments that this rank holds."""
         self.forget()
-        return tuple(piece for one in self.optimized for piece in self._pieces(one))
+        return tuple(piece for optimized in self.optimized for piece in self._pieces(optimized))
 
     def restored(self, num_updates: int) -> None:
         """Use the values that the last pieces were filled with: weights are made of the masters."""
@@ -267,52 +272,53 @@ class State:
                 if "step" in state:
                     state["step"].fill_(num_updates)
             if self._zero:  # it only gathers weights that have a gradient, and all have
-                self._given.allgather_weights_and_update_full_parameter()
+                self._outer.allgather_weights_and_update_full_parameter()
         named("mark_step")()
 
     def forget(self) -> None:
         """Free the copies of the last pieces."""
         self._copies = []
 
-    def _pieces(self, one: OptimizedParameter) -> Iterator[StatePiece]:
-        built, holds, state = self._built, one.contents.holds, self.stepping.state.get(one.updated, {})
-        tensors: dict[StatePart, Tensor] = {"weight": one.updated.detach()}
+    def _pieces(self, optimized: OptimizedParameter) -> Iterator[StatePiece]:
+        built, holds, state = self._built, optimized.contents.holds, self.stepping.state.get(optimized.updated, {})
+        tensors: dict[StatePart, Tensor] = {"weight": optimized.updated.detach()}
         tensors |= {part: state[name] for part, name in _MOMENTS.items() if name in state}
         pieces = {piece.tensor: piece for piece in holds.pieces}
         _, wholes = local_patches(holds, built.rank, built.sizes, built.whole)
-        found = [patch for whole in wholes for patch in whole.rows(*one.rows)]
+        patches = [patch for whole in wholes for patch in whole.rows(*optimized.rows)]
         for part, tensor in tensors.items():
             memory = tensor
-            if self.apart:
+            if self.off_host:
                 memory = tensor.to("cpu", copy=True)
                 self._copies.append((tensor, memory))
-            for patch in found:
-                weight, its = f"{one.contents.instance}.{patch.tensor}", pieces[patch.tensor]
+            for patch in patches:
+                weight, its = f"{optimized.contents.instance}.{patch.tensor}", pieces[patch.tensor]
                 yield StatePiece(
                     weight=weight, part=part, whole=tuple(built.whole[dim] for dim in its.dims), offsets=patch.box[0],
-                    memory=patch.view(memory), saves=saves_alone(weight, *self._alike(its)),
+                    memory=patch.view(memory), saves=saves_alone(weight, *self._replica(its)),
                 )  # fmt: skip
 
-    def _alike(self, piece: FormPiece) -> tuple[int, int]:
-        """Return the number of this rank among the replicas of a box, and how many replicas there are."""
+    def _replica(self, piece: FormPiece) -> tuple[int, int]:
+        """Return this rank's number among the ranks that hold copies of a box, and the count of these ranks."""
         cut = {atom for atoms in piece.cuts.values() for atom in atoms}
         same = [atom for atom in TP if atom not in cut]
         number, count = self._built.rank.coordinate(same), self._built.rank.size(same)
         if not self._zero:
-            known = groups()
+            nxd_groups = groups()
             for place, size in (
-                (known.get_data_parallel_rank(), known.get_data_parallel_size()),
-                (known.get_context_model_parallel_rank(), known.get_context_model_parallel_size()),
+                (nxd_groups.get_data_parallel_rank(), nxd_groups.get_data_parallel_size()),
+                (nxd_groups.get_context_model_parallel_rank(), nxd_groups.get_context_model_parallel_size()),
             ):
                 number, count = number + count * place, count * size
         return number, count
 
     def _make_gradients(self) -> None:
         """Give every parameter the gradient, of zeros, to which NxD adds those of micro-batches."""
-        for one in self.optimized:
-            if self._zero and self._given.use_grad_acc_hook:
-                shape, device = one.parameter.shape, one.parameter.device
-                zeros: Any = torch.zeros(shape, dtype=self._given.optimizer_dtype, device=device)
-                one.updated.main_grad = one.parameter.main_grad = zeros  # pyright: ignore[reportAttributeAccessIssue]
+        for optimized in self.optimized:
+            parameter, updated = optimized.parameter, optimized.updated
+            if self._zero and self._outer.use_grad_acc_hook:
+                shape, device = parameter.shape, parameter.device
+                zeros: Any = torch.zeros(shape, dtype=self._outer.optimizer_dtype, device=device)
+                updated.main_grad = parameter.main_grad = zeros  # pyright: ignore[reportAttributeAccessIssue]
             else:
-                one.parameter.grad = torch.zeros_like(one.parameter)
+                parameter.grad = torch.zeros_like(parameter)

@@ -77,8 +77,8 @@ def _runs(plan: Plan, drop: Recompute) -> tuple[tuple[str, ...], ...]:
     if drop.kind == "full":
         return (("",),)
     sets = load_kernels(plan.kernels).selective
-    known = {op.name for op in plan_blocks(plan)["layer"].select("micro_batch", "F")}
-    leaves = known.intersection(leaf for name in drop.ops for leaf in sets.get(name, (name,)))
+    forward_ops = {op.name for op in plan_blocks(plan)["layer"].select("micro_batch", "F")}
+    leaves = forward_ops.intersection(leaf for name in drop.ops for leaf in sets.get(name, (name,)))
     runs: list[tuple[str, ...]] = []
     for run in (("up", "gate", "act", "product", "down"), ("act", "product")):  # computed again as one module
         if leaves.issuperset(run):

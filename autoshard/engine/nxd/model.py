@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -44,7 +45,7 @@ class Adapted(nn.Module):
         self._into, self._back = into, back
 
     def forward(self, x: Tensor) -> Any:
-        """Compute."""
+        """Apply NxD's layer to the input in its form; return the result in ours."""
         return self._back(self.layer(self._into(x)))
 
 
@@ -52,15 +53,15 @@ def _as_it_is(x: Any) -> Any:
     return x
 
 
-def _column_products(made: Sequence[tuple[int, ...]], sequence_first: bool, product: Any) -> Any:
-    """Return one tensor for each weight of a layer, of these shapes behind batch and seq."""
+def _column_products(shapes: Sequence[tuple[int, ...]], sequence_first: bool, product: Any) -> Any:
+    """Return the products of a layer, one tensor for each weight: batch, seq, and then its shape."""
     products: Sequence[Tensor] = product if isinstance(product, tuple) else (product,)
-    for one in products:
-        if one.requires_grad:
-            one.register_hook(torch.Tensor.contiguous)  # NxD's products ask that of gradients on a CPU
-    parts = products if isinstance(product, tuple) else product.chunk(len(made), dim=-1)
+    for tensor in products:
+        if tensor.requires_grad:
+            tensor.register_hook(torch.Tensor.contiguous)  # NxD's products ask that of gradients on a CPU
+    parts = products if isinstance(product, tuple) else product.chunk(len(shapes), dim=-1)
     ordered = [part.transpose(0, 1) if sequence_first else part for part in parts]
-    shaped = [part.unflatten(-1, shape) for part, shape in zip(ordered, made, strict=True)]
+    shaped = [part.unflatten(-1, shape) for part, shape in zip(ordered, shapes, strict=True)]
     return tuple(shaped) if len(shaped) > 1 else shaped[0]
 
 
@@ -71,7 +72,7 @@ def _flattened(num_read: int, sequence_first: bool, x: Tensor) -> Tensor:
 
 
 class TokenLosses(nn.Module):
-    """The loss of every token of a cut vocabulary; entries of its padding never win anything."""
+    """The loss of every token of a cut vocabulary; logits of padding count as very small."""
 
     def __init__(self, loss: Any, first: int, vocab: int) -> None:
         super().__init__()
@@ -96,7 +97,7 @@ class Recomputed(nn.Module):
         self.module = module
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Compute."""
+        """Apply the module."""
         return self.module(*inputs)
 
 
@@ -107,7 +108,7 @@ def flash_attend(kernel: Any, lnc: int, query: Tensor, key: Tensor, value: Tenso
     computed. Without sharing (``lnc`` 1) its grid has all heads.
     """
     cores = 1 if query.shape[2] * query.shape[3] % lnc else lnc
-    turned = (x.permute(0, 2, 3, 1) for x in _every_head(query, key, value))
+    turned = (rearrange(x, "batch head seq head_dim -> batch head head_dim seq") for x in _by_head(query, key, value))
     return _as_queries(kernel(*turned, cores, mixed_precision=_in_bf16(query)), query)
 
 
@@ -118,13 +119,15 @@ def ring_attend(
 
     It finds from the number of this rank which part is its own. Its layout is [batch, head, seq, head_dim].
     """
-    turned = (x.transpose(1, 2) for x in _every_head(query, key, value))
-    return _as_queries(kernel(*turned, rank, ring, mixed_precision=_in_bf16(query)), query)
+    heads = _by_head(query, key, value)
+    return _as_queries(kernel(*heads, rank, ring, mixed_precision=_in_bf16(query)), query)
 
 
-def _every_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """Give every query head a key and a value, as the kernels' grids ask: [batch, seq, head, head_dim]."""
-    return query.flatten(2, 3), *(x.repeat_interleave(query.shape[3], dim=2) for x in (key, value))
+def _by_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Give every query head a key and a value, as the kernels' grids ask: [batch, head, seq, head_dim]."""
+    shared, q_group = "batch seq kv_heads head_dim -> batch (kv_heads q_group) seq head_dim", query.shape[3]
+    heads = rearrange(query, "batch seq kv_heads q_group head_dim -> batch (kv_heads q_group) seq head_dim")
+    return heads, *(repeat(x, shared, q_group=q_group) for x in (key, value))
 
 
 def _in_bf16(query: Tensor) -> bool:
@@ -133,8 +136,9 @@ def _in_bf16(query: Tensor) -> bool:
 
 
 def _as_queries(mixed: Tensor, query: Tensor) -> Tensor:
-    """Bring what a kernel made, [batch, head, seq, head_dim], into the form of the queries."""
-    return mixed.transpose(1, 2).unflatten(2, query.shape[2:4])
+    """Return the result of a kernel, [batch, head, seq, head_dim], with the dims of the queries."""
+    in_groups = "batch (kv_heads q_group) seq head_dim -> batch seq kv_heads q_group head_dim"
+    return rearrange(mixed, in_groups, q_group=query.shape[3])
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +169,10 @@ class NxdModel:
         kind = next((op.kind for op in parts["layer"].ops if isinstance(op.kind, Rotary)), None)
         self.rotary = blocks.RotaryTable(kind, plan.model.head_dim, self.positions) if kind else None
         runs = [again.runs for again in lowering.recompute for _ in range(again.num_layers)]
-        made = [_recomputing(self._block(parts["layer"], f"layer.{at}"), again) for at, again in enumerate(runs)]
+        layers = [_recomputing(self._block(parts["layer"], f"layer.{at}"), again) for at, again in enumerate(runs)]
         self.module = NxdDecoder(
             blocks.FirstStage(self._block(parts["embed"], "embed.0"), self.positions),
-            [blocks.MiddleStage(layer, self.rotary) for layer in made],
+            [blocks.MiddleStage(layer, self.rotary) for layer in layers],
             blocks.LastStage(self._block(parts["head"], "head.0"), lowering.loss_scale),
         )
         self.tie()
@@ -181,9 +185,9 @@ class NxdModel:
         """
         if self._plan.model.tied_embeddings:
             owner = self.module.embed.block.get_submodule("embed")
-            other = self.module.head.block.get_submodule("unembed")
-            owner, other = (getattr(module, "layer", module) for module in (owner, other))  # of NxD, or the leaf
-            other.weight = owner.weight
+            head = self.module.head.block.get_submodule("unembed")
+            owner, head = (getattr(module, "layer", module) for module in (owner, head))  # of NxD, or the leaf
+            head.weight = owner.weight
 
     def fill(self, parameters: Iterable[tuple[str, nn.Parameter]], whole: Callable[[str], Array]) -> None:
         """Give parameters this rank's part of whole weights: what NxD draws differs between copies of keys."""
@@ -195,12 +199,12 @@ class NxdModel:
                 parameter.copy_(torch.from_numpy(np.ascontiguousarray(array)))
 
     def make_tables(self, device: torch.device) -> None:
-        """Make what layers look up, in the format of the hidden state."""
+        """Compute the table of rotary angles before the first step, in the format of the hidden state."""
         if self.rotary:
             self.rotary.made(device, DTYPES[self._plan.workload.precision.weights])
 
     def mark(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Say of parameters what NxD's reductions and its norm ask; its own layers forget to, or lose it."""
+        """Set the attributes of parameters that NxD's reductions and norm read; its own layers forget or lose some."""
         for name, parameter in parameters:
             holds = self.contents[name].holds
             marks: dict[str, object] = {"sequence_parallel_enabled": holds.summed}
@@ -233,13 +237,13 @@ class NxdModel:
             size = self.sizes["vocab"] // self.rank.size(TP)
             losses = TokenLosses(named(form.layer), self.rank.index * size, self._plan.model.vocab)
             return losses, losses
-        given = _given(form.arguments)
+        arguments = _given(form.arguments)
         if form.layer == "MoE":
             parts = {"router": "RouterTopK", "expert_mlps": "ExpertMLPs"}
-            given |= {part: named(name)(device=_NOWHERE, **given[part]) for part, name in parts.items()}
+            arguments |= {part: named(name)(device=_NOWHERE, **arguments[part]) for part, name in parts.items()}
         else:
-            given["device"] = _NOWHERE
-        layer = named(form.layer)(**given)
+            arguments["device"] = _NOWHERE
+        layer = named(form.layer)(**arguments)
         first = self._lowering.sequence_first
         pieces = [piece for parameter in form.parameters for piece in parameter.pieces]
         match form.layer:
@@ -250,23 +254,24 @@ class NxdModel:
             case "RowParallelLinear":
                 return Adapted(layer, partial(_flattened, len(pieces[0].axes[-1]), first), _as_it_is), layer
             case _:
-                made = [
+                shapes = [
                     tuple(self.sizes[dim] // self.rank.size(piece.cuts.get(dim, ())) for dim in piece.axes[0])
                     for piece in pieces
                 ]
-                return Adapted(layer, _as_it_is, partial(_column_products, made, first)), layer
+                return Adapted(layer, _as_it_is, partial(_column_products, shapes, first)), layer
 
     def _leaf(self, block: Block, step: ModuleStep, form: Form | None) -> nn.Module:
         op = block.op(step.ops[0])
         dtype, parameters = DTYPES[self._plan.workload.precision.weights], form.parameters if form else ()
+        shapes = {
+            parameter.name: local_patches(parameter, self.rank, self.sizes, self.sizes)[0] for parameter in parameters
+        }
         weights = {
-            one.name: nn.Parameter(
-                torch.empty(local_patches(one, self.rank, self.sizes, self.sizes)[0], dtype=dtype, device=_NOWHERE)
-            )
-            for one in parameters
+            name: nn.Parameter(torch.empty(shape, dtype=dtype, device=_NOWHERE)) for name, shape in shapes.items()
         }
         compute = self._attention() if isinstance(op.kind, Attend) else blocks.compute_of(block, op)
-        if isinstance(op.kind, Lookup) and self._lowering.sequence_first and any(one.summed for one in parameters):
+        sums_gradient = any(parameter.summed for parameter in parameters)
+        if isinstance(op.kind, Lookup) and self._lowering.sequence_first and sums_gradient:
             compute = partial(_rows_of_part, self.rank.index, self.rank.size(TP))
         return blocks.Leaf(compute, weights)
 
@@ -290,8 +295,8 @@ def _recomputing(layer: BlockModule, again: tuple[tuple[str, ...], ...]) -> nn.M
     """Mark what a layer computes again for backward; of a mixture, the products of experts and what lies between."""
     if again == (("",),):
         return Recomputed(layer)
-    inner = (one.layer for one in layer.children() if isinstance(one, Adapted))
-    mixture = next((one for one in inner if hasattr(one, "expert_mlps")), None)
+    nxd_layers = (module.layer for module in layer.children() if isinstance(module, Adapted))
+    mixture = next((layer for layer in nxd_layers if hasattr(layer, "expert_mlps")), None)
     for run in again:
         if mixture and len(run) > 1:
             mixture.expert_mlps.mlp_op = Recomputed(mixture.expert_mlps.mlp_op)

@@ -38,17 +38,17 @@ class TpRank:
         return math.prod(size for atom, size in self.atoms if atom in atoms)
 
     def coordinate(self, atoms: Sequence[str]) -> int:
-        """Return which of the parts is this rank's: over several atoms in the order of the ranks, as NxD cuts."""
-        found, rest, weight = 0, self.index, 1
+        """Return the number of this rank's part of a dim that these atoms cut: as NxD cuts, in the order of ranks."""
+        coordinate, rest, weight = 0, self.index, 1
         for atom, size in reversed(self.atoms):
             rest, place = divmod(rest, size)
             if atom in atoms:
-                found += weight * place
+                coordinate += weight * place
                 weight *= size
-        return found
+        return coordinate
 
     def bounds(self, size: int, atoms: Sequence[str]) -> Range:
-        """Return the rank's part of a dim of this size, cut over atoms."""
+        """Return where the rank's part of a dim of this size begins and ends."""
         count, place = self.size(atoms), self.coordinate(atoms)
         assert size % count == 0, f"{size} does not divide by {count}"
         return place * (size // count), (place + 1) * (size // count)
@@ -56,8 +56,10 @@ class TpRank:
 
 def local_of(parameter: FormParameter, rank: TpRank, sizes: Mapping[str, int], whole: Mapping[str, Array]) -> Array:
     """Cut a rank's parameter out of our whole tensors; what is padded is zero."""
-    own = {dim: size for one in parameter.pieces for dim, size in zip(one.dims, whole[one.tensor].shape, strict=True)}
-    shape, patches = local_patches(parameter, rank, sizes, own)
+    unpadded = {
+        dim: size for piece in parameter.pieces for dim, size in zip(piece.dims, whole[piece.tensor].shape, strict=True)
+    }
+    shape, patches = local_patches(parameter, rank, sizes, unpadded)
     local = np.zeros(shape, dtype=whole[parameter.pieces[0].tensor].dtype)
     for patch in patches:
         patch.view(local)[...] = whole[patch.tensor][patch.place]
@@ -94,7 +96,7 @@ _EXPERTS: Mapping[str, tuple[str, Axes]] = {
 
 @dataclass(frozen=True, slots=True)
 class StackedRows:
-    """Parts of a tensor of theirs, one behind the other along an axis; which block of the model it is of."""
+    """The parts of one of NxD's tensors, which lie one behind the other along an axis, and the block of the model."""
 
     rows: tuple[Row, ...]
     axis: int
@@ -113,7 +115,7 @@ class NxdNames:
 
     @classmethod
     def of(cls, family: str, model: ModelSpec, qkv: Qkv, vocab: int) -> "NxdNames":
-        """Expand the table; ``vocab`` is padded."""
+        """Return NxD's tensors of a model, each with the rows of the table that it holds; ``vocab`` is padded."""
         if family not in FAMILIES:
             raise InputError.of("model_type", f"NxD has no layout for {family}. It has some for {', '.join(FAMILIES)}")
         names = HfNames.of(family, model, "module" if family == "mixtral" else "published")
@@ -121,22 +123,22 @@ class NxdNames:
         if names.tied:  # NxD saves the embedding once more, as the head
             head = "embed_out.weight" if family == "gpt_neox" else "lm_head.weight"
             rows += [replace(row, theirs=head) for row in rows if row.ours == "embed.0.embed.weight"]
-        found: dict[str, list[Row]] = {}
+        rows_of: dict[str, list[Row]] = {}
         for row in rows:
             renamed = _renamed(row, qkv)
-            found.setdefault(renamed.theirs, []).append(renamed)
+            rows_of.setdefault(renamed.theirs, []).append(renamed)
         tensors = {
             name: StackedRows(
                 tuple(parts),
                 axis=2 if parts[0].axes == _EXPERTS["mlp.experts.gate_up_proj"][1] else 0,
                 block="head.0" if name in HEADS else parts[0].ours.rsplit(".", 2)[0],
             )
-            for name, parts in found.items()
+            for name, parts in rows_of.items()
         }
         return cls(model=model, tensors=tensors, sizes=names.sizes, padded={**names.sizes, "vocab": vocab})
 
     def at(self, rank: TpRank) -> "NxdNames":
-        """Return the names with what a rank holds."""
+        """Return the same tensors, cut to a rank's parts; refuse a model whose dims do not divide."""
         faults = [
             Fault(where="tp", message=f"{self.padded[dim]} {dim} of {self.model.name} do not divide by {count}")
             for dim, count in ((dim, rank.size(atoms)) for dim, atoms in _CUTS.items())
@@ -147,7 +149,7 @@ class NxdNames:
         return replace(self, cuts={dim: rank.bounds(self.padded.get(dim, 0), atoms) for dim, atoms in _CUTS.items()})
 
     def stacked(self, name: str) -> tuple[tuple[int, ...], Sequence[Patch]]:
-        """Return the shape of a rank's tensor, and what it holds."""
+        """Return the shape of a rank's tensor, and the patches of ours that it holds."""
         tensor = self.tensors[name]
         return stacked(((row, self.cuts) for row in tensor.rows), tensor.axis, self.sizes)
 
@@ -162,12 +164,12 @@ def qkv_of(names: Collection[str]) -> Qkv:
 
 def _renamed(row: Row, qkv: Qkv) -> Row:
     """Return the row under NxD's name."""
-    if qkv != "apart" and (found := _QKV.fullmatch(row.theirs)):
-        before, which, kind = found.groups()
+    if qkv != "apart" and (match := _QKV.fullmatch(row.theirs)):
+        before, which, kind = match.groups()
         end = {"fused": "_qkv", "split": f"_{which}", "plain": ""}[qkv]
         return replace(row, theirs=f"{before}qkv_proj.{kind}{end}")
-    if found := _HALF.fullmatch(row.theirs):
-        return replace(row, theirs=f"{found[1]}gate_up_proj.{found[2]}")
+    if match := _HALF.fullmatch(row.theirs):
+        return replace(row, theirs=f"{match[1]}gate_up_proj.{match[2]}")
     for end, (name, axes) in _EXPERTS.items():
         if row.theirs.endswith(f".{end}"):
             return replace(row, theirs=row.theirs.removesuffix(end) + name, axes=axes)

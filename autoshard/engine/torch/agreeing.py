@@ -24,12 +24,14 @@ def build_agreeing(plan: Plan, run: Run) -> "TorchEngine | AgreeingEngine":
     if when == "every":
         return AgreeingEngine(plan, engine)
     try:
-        begun = begun_by(of_few_micro_batches(plan), engine)
+        collectives = begun_by(of_few_micro_batches(plan), engine)
     except Exception as error:  # a user's kernel may need numbers; ranks still compare that all of them failed alike
         what = f"{type(error).__name__}: {error}"
         warnings.warn(f"the order of collectives is not compared: a step without numbers failed ({what})", stacklevel=2)
-        begun = [BegunCollective(kind="a step without numbers", ranks=tuple(range(dist.get_world_size())), form=what)]
-    refuse_other_order(begun, ordered_messages=bool(engine.world.channels))
+        collectives = [
+            BegunCollective(kind="a step without numbers", ranks=tuple(range(dist.get_world_size())), form=what)
+        ]
+    refuse_other_order(collectives, ordered_messages=bool(engine.world.channels))
     return engine
 
 
@@ -45,12 +47,12 @@ class AgreeingEngine:
         self, micro_batches: Sequence[Batch], learning_rate: float, allows: Allows = whenever_finite
     ) -> StepReport:
         """Run one step."""
-        wanted, ledger = begun_by(self._plan, self.engine), self.engine.world.ledger
-        refuse_other_order(wanted, ordered_messages=bool(self.engine.world.channels))
+        expected, ledger = begun_by(self._plan, self.engine), self.engine.world.ledger
+        refuse_other_order(expected, ordered_messages=bool(self.engine.world.channels))
         ledger.entries.clear()
         report = self.engine.step(micro_batches, learning_rate, allows)
         if report.updated:
-            same = self._comparable(ledger.entries) == self._comparable(wanted)
+            same = self._comparable(ledger.entries) == self._comparable(expected)
             assert same, "a step begins what its rank has said"
         return report
 
@@ -69,16 +71,16 @@ def of_few_micro_batches(plan: Plan) -> Plan:
 
     A step of 512 micro-batches takes minutes even without numbers. Lists of actions of their own have no rounds.
     """
-    schedule, every = plan.schedule, plan.schedule.num_micro_batches
-    few = min(every, 2 * schedule.num_ranks + every % schedule.num_ranks)
-    if schedule.actions is not None or few == every:
+    schedule, count = plan.schedule, plan.schedule.num_micro_batches
+    few = min(count, 2 * schedule.num_ranks + count % schedule.num_ranks)
+    if schedule.actions is not None or few == count:
         return plan
     workload = replace(plan.workload, global_batch=plan.micro_batch * plan.mesh.size("dp") * few)
     return replace(plan, schedule=replace(schedule, num_micro_batches=few), workload=workload)
 
 
 def begun_by(plan: Plan, engine: TorchEngine) -> list[BegunCollective]:
-    """Return which collectives a step of an engine begins, in order: it takes one with shapes only, and sends nothing.
+    """Return the collectives of a step, in the order in which they begin: the step runs on shapes, and sends nothing.
 
     Routing is taken to be even; the shapes of what depends on it are not compared.
     """

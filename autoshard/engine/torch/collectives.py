@@ -60,14 +60,14 @@ def _all_gather(group: RankGroup, axis: int, counts: Sequence[int]) -> Change:
 
 def _reduce_scatter(group: RankGroup, axis: int, spans: Sequence[tuple[int, int]]) -> Change:
     counts = [stop - start for start, stop in spans]
-    most, mine = max(counts), counts[group.number]
-    even = len(set(counts)) == 1 and all(one[1] == other[0] for one, other in pairwise(spans))
+    most, count = max(counts), counts[group.number]
+    even = len(set(counts)) == 1 and all(span[1] == following[0] for span, following in pairwise(spans))
 
     def scatter(block: torch.Tensor) -> torch.Tensor:
         moved = block.movedim(axis, 0)
         if not even:
             moved = torch.cat([_padded(moved[start:stop], most) for start, stop in spans])
-        return group.reduce_scatter(moved)[:mine].movedim(0, axis)
+        return group.reduce_scatter(moved)[:count].movedim(0, axis)
 
     return scatter
 
@@ -75,10 +75,10 @@ def _reduce_scatter(group: RankGroup, axis: int, spans: Sequence[tuple[int, int]
 def _all_to_all(group: RankGroup, mesh_rank: MeshRank, axes: tuple[int, int], before: Layout, after: Layout) -> Change:
     """Send parts cut along the second axis to the members; put the received parts together along the first."""
     axis, to_axis = axes
-    others = [mesh_rank.at(rank) for rank in group.torch_order]
-    sent = [_inside(other, to_axis, before, after) for other in others]
-    mine = mesh_rank.shape(after)
-    shapes = [(*mine[:axis], other.shape(before)[axis], *mine[axis + 1 :]) for other in others]
+    members = [mesh_rank.at(rank) for rank in group.torch_order]
+    sent = [_inside(member, to_axis, before, after) for member in members]
+    shape_after = mesh_rank.shape(after)
+    shapes = [(*shape_after[:axis], member.shape(before)[axis], *shape_after[axis + 1 :]) for member in members]
     sizes = [torch.Size(shape).numel() for shape in shapes]
     order = [group.torch_order.index(rank) for rank in group.ranks]
 
@@ -137,32 +137,32 @@ class _KeyRing:
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Attend to the keys of all ranks, one after the other."""
         query, key, value, positions, _, *more = tensors
-        found = None
+        attention = None
         for number in range(self.hops + 1):
             following = self.hop((key, value), number + 1) if number < self.hops else None
             part, weight = self.attend(query, key, value, positions, self.keys_at(number), *more)
-            found = joined(found, (part, weight))
+            attention = joined(attention, (part, weight))
             if following:
                 key, value = following()
-        assert found, "a ring has at least one member"
-        return found
+        assert attention, "a ring has at least one member"
+        return attention
 
     def backward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Keys and values travel to all other ranks; their gradients follow a hop later, and come home at last."""
         upstream, query, key, value, positions, _, result, lse, *more = tensors
-        total, own, travelling = None, [], None
+        total, first_d_keys, travelling = None, [], None
         for number in range(self.hops):
             following = self.hop((key, value), number + 1) if number + 1 < self.hops else None
             keys = self.keys_at(number)
-            d_query, *made = self.attend(upstream, query, key, value, positions, keys, result, lse, *more)
+            d_query, *d_keys = self.attend(upstream, query, key, value, positions, keys, result, lse, *more)
             total = d_query if total is None else total + d_query
             if travelling:
-                made = [one + two for one, two in zip(travelling(), made, strict=True)]
+                d_keys = [arrived + here for arrived, here in zip(travelling(), d_keys, strict=True)]
             if number:
-                travelling = self.hop(made, number + 1)
+                travelling = self.hop(d_keys, number + 1)
             else:
-                own = made
+                first_d_keys = d_keys
             if following:
                 key, value = following()
         assert total is not None and travelling, "a ring has at least two members"
-        return total, *(one + two for one, two in zip(own, travelling(), strict=True))
+        return total, *(here + arrived for here, arrived in zip(first_d_keys, travelling(), strict=True))

@@ -40,29 +40,33 @@ class NoNumbers(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = {**kwargs} if kwargs else {}
+        options = {**kwargs} if kwargs else {}
         if func.namespace == "c10d":  # knows nothing of tensors without memory, and does not look at others here
             sent = _changed(args, lambda _: torch.empty(0))
-            counts = [isinstance(one, list) and all(isinstance(size, int) for size in one) for one in sent]
-            return func(*([] if is_counts else one for one, is_counts in zip(sent, counts, strict=True)), **given)
+            counts = [
+                isinstance(argument, list) and all(isinstance(size, int) for size in argument) for argument in sent
+            ]
+            return func(
+                *([] if is_counts else argument for argument, is_counts in zip(sent, counts, strict=True)), **options
+            )
         tensors: list[torch.Tensor] = []
-        _changed((*args, *given.values()), lambda one: tensors.append(one) or one)
+        _changed((*args, *options.values()), lambda argument: tensors.append(argument) or argument)
         if func is _READ and tensors[0].is_meta:  # a loss or a norm: any number, but one that may be divided by
             return 1.0 if tensors[0].is_floating_point() else 1
-        if func in _COPIES and tensors[0].is_meta and given.get("device") == torch.device(HOST):
+        if func in _COPIES and tensors[0].is_meta and options.get("device") == torch.device(HOST):
             return torch.ones(tensors[0].shape, dtype=tensors[0].dtype)
-        if func not in _COPIES and len({one.device for one in tensors if one.dim()}) > 1:
+        if func not in _COPIES and len({argument.device for argument in tensors if argument.dim()}) > 1:
             raise RuntimeError(f"{func} takes tensors of the host and of a device")
-        return func(*args, **given)
+        return func(*args, **options)
 
 
-def _changed(given: Sequence[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+def _changed(arguments: Sequence[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
     """Change all tensors; torch's own tree_map leaves cycles behind, which keep large tensors alive for long."""
     return [
-        change(one) if isinstance(one, torch.Tensor)
-        else _changed(one, change) if isinstance(one, list | tuple)
-        else one
-        for one in given
+        change(argument) if isinstance(argument, torch.Tensor)
+        else _changed(argument, change) if isinstance(argument, list | tuple)
+        else argument
+        for argument in arguments
     ]  # fmt: skip
 
 
@@ -80,7 +84,7 @@ def fake_world(rank: int, num_ranks: int) -> Iterator[None]:
     make: Any = FakeProcessGroup._create_internal  # of which the stub leaves an argument out
     if not hasattr(dist.Backend, _BACKEND.upper()):
         dist.Backend.register_backend(
-            _BACKEND, lambda common, own: make(common.group_rank, common.group_size, own),
+            _BACKEND, lambda common, options: make(common.group_rank, common.group_size, options),
             extended_api=True, devices=["cpu", NOWHERE.type],
         )  # fmt: skip
     num_threads = torch.get_num_threads()

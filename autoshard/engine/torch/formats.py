@@ -36,9 +36,9 @@ class Formats:
         return self.device if self.device == NOWHERE else _HOST
 
     def of(self, dtype: Dtype) -> torch.dtype:
-        """Return torch's type."""
-        found = _TYPES[dtype]
-        return torch.float64 if self.exact and found.is_floating_point else found
+        """Return torch's type of a format of the plan."""
+        as_planned = _TYPES[dtype]
+        return torch.float64 if self.exact and as_planned.is_floating_point else as_planned
 
     def tensor(self, array: Array, dtype: Dtype) -> torch.Tensor:
         """Return a tensor with memory of its own, on the device of the run, with an array's numbers."""

@@ -48,12 +48,12 @@ class Ledger:
 
 
 def sequences(entries: Iterable[BegunCollective], *, ordered_messages: bool) -> Mapping[Meeting, Sequence[str]]:
-    """Return what each set of ranks that meet begins together, in order.
+    """Return, for each set of ranks that meet, the collectives that they begin together, in order.
 
     Ranks that meet in two groups begin the collectives of both in one order: otherwise each may wait in another
     group. Messages of a direction are a sequence of their own; their order counts on devices, which know no tags.
     """
-    found, sent = defaultdict[Meeting, list[str]](list), defaultdict[Meeting, list[str]](list)
+    begun_together, sent = defaultdict[Meeting, list[str]](list), defaultdict[Meeting, list[str]](list)
     groups: dict[tuple[int, ...], frozenset[int]] = {}
     collectives: list[BegunCollective] = []
     for entry in entries:
@@ -64,16 +64,16 @@ def sequences(entries: Iterable[BegunCollective], *, ordered_messages: bool) -> 
             collectives.append(entry)
     for ranks in _closed(groups.values()):
         inside = {members for members, group in groups.items() if ranks <= group}
-        found[_TOGETHER, tuple(sorted(ranks))] = [str(entry) for entry in collectives if entry.ranks in inside]
-    return {**found, **{key: lines if ordered_messages else sorted(lines) for key, lines in sent.items()}}
+        begun_together[_TOGETHER, tuple(sorted(ranks))] = [str(entry) for entry in collectives if entry.ranks in inside]
+    return {**begun_together, **{key: lines if ordered_messages else sorted(lines) for key, lines in sent.items()}}
 
 
 def _closed(groups: Iterable[frozenset[int]]) -> Sequence[frozenset[int]]:
-    """Return groups and whatever of two or more ranks they have in common."""
-    known = dict.fromkeys(groups)
-    while more := {one & other: None for one in known for other in known if len(one & other) > 1} - known.keys():
-        known |= dict.fromkeys(sorted(more, key=sorted))
-    return tuple(known)
+    """Return the groups, and each set of two or more ranks that some of them have in common."""
+    closed = dict.fromkeys(groups)
+    while more := {left & right: None for left in closed for right in closed if len(left & right) > 1} - closed.keys():
+        closed |= dict.fromkeys(sorted(more, key=sorted))
+    return tuple(closed)
 
 
 def refuse_other_order(entries: Sequence[BegunCollective], *, ordered_messages: bool) -> None:
@@ -83,11 +83,11 @@ def refuse_other_order(entries: Sequence[BegunCollective], *, ordered_messages: 
     """
     here = sequences(entries, ordered_messages=ordered_messages)
     digests = {meeting: hashlib.sha256("\n".join(lines).encode()).digest() for meeting, lines in here.items()}
-    every: list[Mapping[Meeting, bytes]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(every, digests)
-    differing = differing_meeting(every)
+    of_ranks: list[Mapping[Meeting, bytes]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, digests)
+    differing = differing_meeting(of_ranks)
     if differing is not None:
-        lines: list[Sequence[str]] = [()] * len(every)
+        lines: list[Sequence[str]] = [()] * len(of_ranks)
         dist.all_gather_object(lines, here.get(differing[0], ()))
         raise RunFailed(difference(*differing, lines))
 
@@ -95,10 +95,10 @@ def refuse_other_order(entries: Sequence[BegunCollective], *, ordered_messages: 
 def differing_meeting(digests: Sequence[Mapping[Meeting, bytes]]) -> tuple[Meeting, int, int] | None:
     """Return the first meeting of which two ranks have different digests, and these ranks; None if there is none."""
     for meeting in sorted({meeting for of_rank in digests for meeting in of_rank}):
-        first, *others = meeting[1]
-        for other in others:
-            if digests[first].get(meeting) != digests[other].get(meeting):
-                return meeting, first, other
+        first, *members = meeting[1]
+        for member in members:
+            if digests[first].get(meeting) != digests[member].get(meeting):
+                return meeting, first, member
     return None
 
 

@@ -41,15 +41,15 @@ class RoundingBits:
         # An odd factor of its own for each key: no weight or update has the bits of another, only shifted.
         start, factor = int.from_bytes(key[:4]), int.from_bytes(key[4:]) | 1
         strides = [factor * math.prod(self.whole[axis + 1 :]) for axis in range(len(self.whole))]
-        found = torch.empty(high - low, dtype=torch.int32, device=device)
+        counters = torch.empty(high - low, dtype=torch.int32, device=device)
         for offsets, lengths, where in placed_boxes(bounds, low, high):
             begin = start + sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
-            box = found[where].view(lengths).fill_(_signed(begin))
+            box = counters[where].view(lengths).fill_(_signed(begin))
             for axis, (length, stride) in enumerate(zip(lengths, strides, strict=True)):
                 along = torch.arange(length, dtype=torch.int32, device=device).mul_(_signed(stride))
                 box.add_(along.view(-1, *(1 for _ in lengths[axis + 1 :])))
-        _fold(_fold(found, 16).mul_(_FIRST), 15).mul_(_signed(_SECOND))
-        return _fold(found, 16).bitwise_and_(_BITS)
+        _fold(_fold(counters, 16).mul_(_FIRST), 15).mul_(_signed(_SECOND))
+        return _fold(counters, 16).bitwise_and_(_BITS)
 
 
 def round_into(rounded: torch.Tensor, exact: torch.Tensor, bits: torch.Tensor) -> None:

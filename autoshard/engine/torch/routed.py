@@ -21,13 +21,13 @@ def counting(world: World, routing: Routing) -> Kernel:
     group, experts = world.group(routing.counted), routing.place.sizes["experts"]
 
     def run(chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        own = (torch.arange(experts, device=chosen.device) == chosen.reshape(-1, 1)).sum(0)
+        counts = (torch.arange(experts, device=chosen.device) == chosen.reshape(-1, 1)).sum(0)
         if not routing.exchanges:
-            return (own.cumsum(0).to(torch.int32),)
-        every = (group.all_gather(own) if group else own).view(-1, experts)
-        table = routing.table(_numbers(every, chosen), group.ranks if group else [world.rank])
+            return (counts.cumsum(0).to(torch.int32),)
+        counts_of_ranks = (group.all_gather(counts) if group else counts).view(-1, experts)
+        table = routing.table(_numbers(counts_of_ranks, chosen), group.ranks if group else [world.rank])
         ends = [np.cumsum(routing.of_each(table, layout), dtype=np.int32) for layout in routing.multiplied]
-        return torch.from_numpy(table), *(torch.from_numpy(one).to(chosen.device) for one in ends)
+        return torch.from_numpy(table), *(torch.from_numpy(column).to(chosen.device) for column in ends)
 
     return run
 
@@ -36,8 +36,8 @@ def _numbers(counts: torch.Tensor, chosen: torch.Tensor) -> Numbers:
     """Read counts; where tensors have no numbers, all experts have equally many rows."""
     if not counts.is_meta:
         return counts.to(HOST).numpy()
-    each, more = divmod(chosen.numel(), counts.shape[1])
-    return np.broadcast_to(each + (np.arange(counts.shape[1]) < more), tuple(counts.shape))
+    share, more = divmod(chosen.numel(), counts.shape[1])
+    return np.broadcast_to(share + (np.arange(counts.shape[1]) < more), tuple(counts.shape))
 
 
 def exchange(world: World, routing: Routing, change: Communicate) -> Kernel:
@@ -58,14 +58,15 @@ class _Exchanging:
         self.sent, self.received = np.concatenate(plan.sent), np.concatenate(plan.received)
 
     def __call__(self, block: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor]:
-        """Take and return [1, rows, ...]."""
+        """Exchange rows: both the argument and the result are [1, rows, ...]."""
         plan, number, width = self.plan, counts.numpy().reshape(-1), block.shape[2]
         assert block.shape[1] == number[plan.before].sum(), "rows are as many as were counted"
         rows = _ordered(block[0], number, plan.before, self.sent)
-        sent, received = ([int(number[cells].sum()) for cells in each] for each in (plan.sent, plan.received))
-        whole = all(one == (0, width) for one in plan.sent_ranges)
+        sent, received = ([int(number[cells].sum()) for cells in cells_of] for cells_of in (plan.sent, plan.received))
+        whole = all(columns == (0, width) for columns in plan.sent_ranges)
         pieces = () if whole else zip(rows.split(sent), plan.sent_ranges, strict=True)
-        flat = rows.reshape(-1) if whole else torch.cat([one[:, low:high].reshape(-1) for one, (low, high) in pieces])
+        parts = [part[:, low:high].reshape(-1) for part, (low, high) in pieces]
+        flat = rows.reshape(-1) if whole else torch.cat(parts)
         if self.group:
             flat = self.group.all_to_all(flat, *(
                 [count * (high - low) for count, (low, high) in zip(rows_of, ranges, strict=True)]
@@ -86,11 +87,11 @@ class _Exchanging:
         return torch.cat([parts[member] for member in np.argsort(lows)], 1)
 
 
-def _ordered(rows: torch.Tensor, number: Numbers, lying: Numbers, wanted: Numbers) -> torch.Tensor:
-    """Bring rows from one order of cells to another, or repeat cells that are wanted several times."""
-    moves = row_order(number, lying, wanted)
+def _ordered(rows: torch.Tensor, number: Numbers, lying: Numbers, cells: Numbers) -> torch.Tensor:
+    """Bring rows from the order in which cells lie to that of ``cells``, which may name a cell several times."""
+    moves = row_order(number, lying, cells)
     if moves is None:
         return rows
-    distance, sizes = (torch.from_numpy(one).to(rows.device) for one in moves)
+    distance, sizes = (torch.from_numpy(column).to(rows.device) for column in moves)
     count = int(moves[1].sum())
     return rows[torch.repeat_interleave(distance, sizes, output_size=count) + torch.arange(count, device=rows.device)]

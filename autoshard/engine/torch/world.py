@@ -81,25 +81,27 @@ class RankGroup:
         """Begin to put pieces together."""
         self._note("all_gather", piece)
         joined = piece.new_empty((len(self.ranks) * len(piece), *piece.shape[1:]))
-        given = piece.contiguous()
+        contiguous = piece.contiguous()
         with self._waiting("all_gather"):
-            work = dist.all_gather_single(joined, given, group=self.handle, async_op=apart)
+            work = dist.all_gather_single(joined, contiguous, group=self.handle, async_op=apart)
         self._count(joined.nbytes)
-        return self._arrival("all_gather", work, (given,), lambda: _ordered(joined, self.torch_order, self.ranks))
+        return self._arrival("all_gather", work, (contiguous,), lambda: _ordered(joined, self.torch_order, self.ranks))
 
     def begin_reduce_scatter(self, whole: torch.Tensor, *, apart: bool = True) -> Arrival:
         """Begin to sum, for every member its piece."""
         self._note("reduce_scatter", whole)
-        given = _ordered(whole.contiguous(), self.ranks, self.torch_order)
-        mine = given.new_empty((len(given) // len(self.ranks), *given.shape[1:]))
+        pieces = _ordered(whole.contiguous(), self.ranks, self.torch_order)
+        piece = pieces.new_empty((len(pieces) // len(self.ranks), *pieces.shape[1:]))
         with self._waiting("reduce_scatter"):
-            work = dist.reduce_scatter_single(mine, given, group=self.handle, async_op=apart)
-        self._count(given.nbytes)
-        return self._arrival("reduce_scatter", work, (given,), lambda: mine)
+            work = dist.reduce_scatter_single(piece, pieces, group=self.handle, async_op=apart)
+        self._count(pieces.nbytes)
+        return self._arrival("reduce_scatter", work, (pieces,), lambda: piece)
 
-    def _arrival(self, kind: str, work: dist.Work | None, given: Sequence[torch.Tensor], result: Arrival) -> Arrival:
+    def _arrival(
+        self, kind: str, work: dist.Work | None, arguments: Sequence[torch.Tensor], result: Arrival
+    ) -> Arrival:
         """Return a function that waits for a collective; until then the arguments of the collective stay in memory."""
-        held = list(given)
+        held = list(arguments)
 
         def arrive() -> torch.Tensor:
             if work is not None:
@@ -114,14 +116,14 @@ class RankGroup:
         """Copy the first member's tensor to all members; it is no part of a step, so it is not counted."""
         dist.broadcast(tensor, self.ranks[0], group=self.handle)
 
-    def all_to_all(self, given: torch.Tensor, counts: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
+    def all_to_all(self, flat: torch.Tensor, counts: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
         """Exchange parts of flat tensors, which stand in torch's order of the members."""
-        self._note("all_to_all", given, alike=False)
-        received = given.new_empty(sum(counts))
+        self._note("all_to_all", flat, alike=False)
+        received = flat.new_empty(sum(counts))
         with self._waiting("all_to_all"):
-            dist.all_to_all_single(received, given, list(counts), list(sent), group=self.handle)
-        own = sent[self.torch_order.index(self.rank)]
-        self.sent_bytes[self.axis] += (len(given) - own) * given.itemsize
+            dist.all_to_all_single(received, flat, list(counts), list(sent), group=self.handle)
+        unsent = sent[self.torch_order.index(self.rank)]
+        self.sent_bytes[self.axis] += (len(flat) - unsent) * flat.itemsize
         return received
 
     def pass_on(
@@ -135,7 +137,7 @@ class RankGroup:
             self._note("permute", tensor, alike=False)
         following, before = self.ranks[(self.number + 1) % len(self.ranks)], self.ranks[self.number - 1]
         messages = [dist.P2POp(dist.isend, tensor.contiguous(), following, self.handle) for tensor in tensors]
-        messages += [dist.P2POp(dist.irecv, one, before, self.handle) for one in arriving]
+        messages += [dist.P2POp(dist.irecv, memory, before, self.handle) for memory in arriving]
         works = dist.batch_isend_irecv(messages)
         self.sent_bytes[self.axis] += sum(tensor.nbytes for tensor in tensors)
 
@@ -167,40 +169,40 @@ class SilentGroup(RankGroup):
     """A group of the same ranks that sends nothing: received tensors are zero."""
 
     def begin_all_reduce(self, total: torch.Tensor, *, largest: bool = False, apart: bool = True) -> Arrival:
-        """Return what it is given."""
+        """Return the tensor unchanged."""
         self._note("all_reduce_max" if largest else "all_reduce", total)
         return lambda: total
 
     def begin_all_gather(self, piece: torch.Tensor, *, apart: bool = True) -> Arrival:
-        """Return the shape of all pieces."""
+        """Return zeros with the shape of all pieces together."""
         self._note("all_gather", piece)
         return lambda: piece.new_zeros((len(self.ranks) * len(piece), *piece.shape[1:]))
 
     def begin_reduce_scatter(self, whole: torch.Tensor, *, apart: bool = True) -> Arrival:
-        """Return the shape of a piece."""
+        """Return zeros with the shape of a piece."""
         self._note("reduce_scatter", whole)
         return lambda: whole.new_zeros((len(whole) // len(self.ranks), *whole.shape[1:]))
 
-    def all_to_all(self, given: torch.Tensor, counts: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
-        """Return the shape of what would arrive."""
-        self._note("all_to_all", given, alike=False)
-        return given.new_empty(sum(counts))
+    def all_to_all(self, flat: torch.Tensor, counts: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
+        """Return memory with the size of the parts that would arrive."""
+        self._note("all_to_all", flat, alike=False)
+        return flat.new_empty(sum(counts))
 
     def pass_on(
         self, tensors: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor]
     ) -> Callable[[], Sequence[torch.Tensor]]:
-        """Return the shapes of what would arrive."""
+        """Return memory with the shapes of the tensors that would arrive."""
         for tensor in tensors:
             self._note("permute", tensor, alike=False)
         return lambda: arriving
 
 
-def _ordered(joined: torch.Tensor, now: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+def _ordered(joined: torch.Tensor, now: Sequence[int], order: Sequence[int]) -> torch.Tensor:
     """Bring equal pieces, one of each rank, from one order of ranks into another."""
-    if now == wanted:
+    if now == order:
         return joined
     pieces = joined.chunk(len(now)) if len(joined) else [joined] * len(now)
-    return torch.cat([pieces[now.index(rank)] for rank in wanted])
+    return torch.cat([pieces[now.index(rank)] for rank in order])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,19 +230,19 @@ class World:
         atoms: Iterable[tuple[str, ...]],
         backend: str | None,
         activity: RankActivity,
-        known: Mapping[tuple[str, ...], RankGroup] | None = None,
+        groups_before: Mapping[tuple[str, ...], RankGroup] | None = None,
         ledger: Ledger | None = None,
     ) -> "World":
-        """Make the groups of these atoms that are not ``known``, and channels if messages have their own ``backend``.
+        """Make the groups of these atoms beside ``groups_before``, and channels if messages have a ``backend`` alone.
 
         Every rank of the running torch world calls this with the same arguments.
         """
         assert dist.get_world_size() == mesh.num_ranks, f"{dist.get_world_size()} processes for {mesh}"
         rank, sent_bytes, ledger = dist.get_rank(), Counter[str](), ledger or Ledger()
         handles: dict[tuple[int, ...], object] = {}  # torch gives a number to who is no member
-        groups = dict(known or {})
+        groups = dict(groups_before or {})
         new = sorted(set(atoms) - {(), *groups})
-        for names, ranks in ((one, ranks) for one in new for ranks in mesh.groups(one)):
+        for names, ranks in ((axes, ranks) for axes in new for ranks in mesh.groups(axes)):
             members = tuple(sorted(ranks))
             if len(members) > 1 and members not in handles:
                 handles[members] = dist.new_group(list(members))
@@ -264,8 +266,8 @@ class World:
         """Return this rank's group along atoms; None where it would be alone. ``axis`` renames its traffic."""
         if self.num_ranks(atoms) == 1:
             return None
-        found = self.groups[tuple(atoms)]
-        return found if axis is None else replace(found, axis=axis)
+        group = self.groups[tuple(atoms)]
+        return group if axis is None else replace(group, axis=axis)
 
     def silent(self, *, keeps: bool = False) -> "SilentWorld":
         """Return the same world where nothing is sent; it ``keeps`` a ledger of what would be begun."""
@@ -288,10 +290,10 @@ class World:
         ahead would wait for what depends on its own next message.
         """
         for back, from_rank, to_rank in sorted(links):
-            call, other = (dist.isend, to_rank) if self.rank == from_rank else (dist.irecv, from_rank)
+            call, peer = (dist.isend, to_rank) if self.rank == from_rank else (dist.irecv, from_rank)
             if self.rank in (from_rank, to_rank):
                 channel = self._channel(back, from_rank, to_rank)
-                work = call(torch.zeros(1, device=device), other, tag=int(back), group=channel)
+                work = call(torch.zeros(1, device=device), peer, tag=int(back), group=channel)
                 assert work is not None, "both are members"
                 work.wait()
 
@@ -357,7 +359,7 @@ class SilentWorld(World):
         return lambda: into
 
     def total(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return what it is given."""
+        """Return the tensor unchanged."""
         return numbers
 
 
@@ -369,15 +371,15 @@ def channel_backend(device: torch.device) -> str | None:
 def refuse_crossing(schedule: Schedule) -> None:
     """Refuse an order in which a rank takes the messages of a channel in another order than they are sent."""
     sent: dict[tuple[int, int, bool], list[tuple[int, int]]] = defaultdict(list)
-    taken: dict[tuple[int, int, bool], list[tuple[int, int]]] = defaultdict(list)
+    received: dict[tuple[int, int, bool], list[tuple[int, int]]] = defaultdict(list)
     for action in (action for actions in schedule.action_lists() for action in actions if action.kind != "W"):
         back = action.kind != "F"
         before, after = (action.stage + 1, action.stage - 1) if back else (action.stage - 1, action.stage + 1)
-        for messages, start, stop in ((taken, before, action.stage), (sent, action.stage, after)):
+        for messages, start, stop in ((received, before, action.stage), (sent, action.stage, after)):
             if 0 <= start < schedule.num_stages and 0 <= stop < schedule.num_stages:
                 ends = schedule.place_of(start)[0], schedule.place_of(stop)[0]
                 messages[*ends, back].append((stop, action.micro_batch))
-    for (one, other, back), order in sent.items():
-        if one != other and order != taken[one, other, back]:
-            message = f"pipeline rank {other} takes what rank {one} sends in another order, which devices cannot"
+    for (sender, receiver, back), order in sent.items():
+        if sender != receiver and order != received[sender, receiver, back]:
+            message = f"pipeline rank {receiver} takes what rank {sender} sends in another order, which devices cannot"
             raise InputError.of("schedule", f"{message}. Order the actions of both alike")

@@ -24,20 +24,20 @@ def from_first_rank(operation: Callable[[], Value], group: Any) -> Value:
 
 def from_all_ranks(operation: Callable[[], Value], group: Any) -> list[Value]:
     """Run an operation on every rank; return all results on the first rank, or raise the first error on all."""
-    found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(_tried(operation), found, 0, group)
+    results: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(_tried(operation), results, 0, group)
 
     def look() -> None:
-        for rank, (_, error) in enumerate(found or ()):
+        for rank, (_, error) in enumerate(results or ()):
             if error:
                 raise StorageError(f"rank {rank}: {error}")
 
     from_first_rank(look, group)
-    return [value for value, _ in found or ()]
+    return [value for value, _ in results or ()]
 
 
 def _tried(operation: Callable[[], Value]) -> tuple[Value | None, Exception | None]:
-    """Return the result of an operation, or its error: the other ranks wait for either."""
+    """Return the result of an operation, or its error; the other ranks wait for one of the two."""
     try:
         return operation(), None
     except (InputError, StorageError) as error:

@@ -24,7 +24,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """How far a run is: all of its state beside tensors."""
+    """The progress of a run: all of its state beside tensors."""
 
     step: int = 0  # the last step that was taken, counted from 1
     num_updates: int = 0  # steps whose update was not skipped
@@ -47,7 +47,7 @@ class StoredBox:
 
     @property
     def place(self) -> Box:
-        """Where it lies in the tensor, and how long it is along each axis."""
+        """The offsets of the box in its tensor, and its lengths along each axis."""
         return self.offsets, self.lengths
 
 
@@ -79,7 +79,7 @@ def dump_index(index: CheckpointIndex) -> bytes:
             "dtype": tensor.dtype,
             "shape": tensor.shape,
             "boxes": [
-                [one.offsets, one.lengths, one.file, one.start, one.num_bytes, one.crc32] for one in tensor.boxes
+                [box.offsets, box.lengths, box.file, box.start, box.num_bytes, box.crc32] for box in tensor.boxes
             ],
         }
         for name, tensor in sorted(index.tensors.items())
@@ -149,17 +149,17 @@ def box_name(tensor: str, offsets: Sequence[int]) -> str:
     return f"{tensor}@{','.join(map(str, offsets))}"
 
 
-def overlap(box: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+def overlap(first: Box, second: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Return where two boxes of a tensor overlap, as an index of each; None if they do not.
 
     >>> overlap(((0, 4), (2, 4)), ((1, 2), (9, 4)))
     ((slice(1, 2, None), slice(0, 2, None)), (slice(0, 1, None), slice(2, 4, None)))
     """
-    found = [(max(one, two), min(one + n, two + m), one, two) for one, n, two, m in zip(*box, *other, strict=True)]
-    if any(low >= high for low, high, _, _ in found):
+    axes = [(max(a, b), min(a + n, b + m), a, b) for a, n, b, m in zip(*first, *second, strict=True)]
+    if any(low >= high for low, high, _, _ in axes):
         return None
-    first = tuple(slice(low - one, high - one) for low, high, one, _ in found)
-    return first, tuple(slice(low - two, high - two) for low, high, _, two in found)
+    in_first = tuple(slice(low - a, high - a) for low, high, a, _ in axes)
+    return in_first, tuple(slice(low - b, high - b) for low, high, _, b in axes)
 
 
 def header_of(

@@ -60,10 +60,10 @@ class Needs:
     @property
     def read_bytes(self) -> int:
         """Bytes that storage gives if every rank reads what it needs."""
-        taken: dict[str, set[int]] = defaultdict(set)
+        boxes_of_host: dict[str, set[int]] = defaultdict(set)
         for host, boxes in zip(self.hosts, self.ranks, strict=True):
-            taken[host] |= boxes
-        return sum(self.num_bytes[box] for boxes in taken.values() for box in boxes)
+            boxes_of_host[host] |= boxes
+        return sum(self.num_bytes[box] for boxes in boxes_of_host.values() for box in boxes)
 
     @property
     def once_bytes(self) -> int:
@@ -85,7 +85,7 @@ class Needs:
         return readers
 
     def gain(self, rates: LoadRates) -> tuple[float, float]:
-        """Return how long it takes if every rank reads what it needs, and if boxes are read once and sent."""
+        """Return two durations: every rank reads all its boxes itself; each box is read once and sent."""
         shared_s = self.once_bytes / rates.storage_bytes_per_s + self.sent_bytes / rates.network_bytes_per_s
         return self.read_bytes / rates.storage_bytes_per_s, shared_s
 
@@ -108,22 +108,22 @@ def load(shelf: Shelf, index: CheckpointIndex, pieces: Sequence[StatePiece], gro
 
 
 class _Loading:
-    """What one rank takes of a checkpoint."""
+    """The boxes of a checkpoint that one rank needs, and the memory into which they are copied."""
 
     def __init__(self, storage: Storage, index: CheckpointIndex, pieces: Sequence[StatePiece]) -> None:
         self._storage, self._folder = storage, folder_of(index.state.step)
-        every = [(name, box) for name, tensor in index.tensors.items() for box in tensor.boxes]
-        self._boxes = sorted(every, key=lambda entry: (entry[1].file, entry[1].start, entry[0]))
+        named_boxes = [(name, box) for name, tensor in index.tensors.items() for box in tensor.boxes]
+        self._boxes = sorted(named_boxes, key=lambda entry: (entry[1].file, entry[1].start, entry[0]))
         self._dtypes = {name: TYPES[tensor.dtype] for name, tensor in index.tensors.items()}
-        wanted: dict[tuple[str, StoredBox], _Targets] = defaultdict(list)
+        targets: dict[tuple[str, StoredBox], _Targets] = defaultdict(list)
         for piece in pieces:
             for box in index.tensors[piece.name].boxes if piece.reads else ():
                 if both := overlap(box.place, (piece.offsets, tuple(piece.memory.shape))):
-                    wanted[piece.name, box].append((piece.memory[both[1]], both[0]))
-        self._wanted = {number: wanted[entry] for number, entry in enumerate(self._boxes) if entry in wanted}
+                    targets[piece.name, box].append((piece.memory[both[1]], both[0]))
+        self._wanted = {number: targets[entry] for number, entry in enumerate(self._boxes) if entry in targets}
 
     def needs(self, group: Any) -> Needs:
-        """Tell all ranks what this one needs."""
+        """Gather from all ranks which boxes each of them needs."""
         everyone: list[Any] = [None] * dist.get_world_size()
         host = socket.gethostname() if self._storage.is_local else str(dist.get_rank())
         dist.all_gather_object(everyone, (host, np.array(list(self._wanted), dtype=np.int32)), group=group)
@@ -154,16 +154,18 @@ class _Loading:
         says so to those that wait, for this box and all later ones.
         """
         readers, rank, failures = needs.readers(), dist.get_rank(), list[Exception]()
-        mine = [number for number in self._wanted if readers[number] == rank]
+        numbers_of_rank = [number for number in self._wanted if readers[number] == rank]
         with ThreadPoolExecutor(1) as pool:
-            ahead = self._ahead(pool, mine, failures)
+            ahead = self._ahead(pool, numbers_of_rank, failures)
             for number in self._wanted:
                 if readers[number] != rank:
                     numbers = self._received(number, readers[number], group)
                 else:
                     numbers = next(ahead)
-                    others = [other for other, boxes in enumerate(needs.ranks) if number in boxes and other != rank]
-                    _send(numbers, others, group)
+                    receivers = [
+                        receiver for receiver, boxes in enumerate(needs.ranks) if number in boxes and receiver != rank
+                    ]
+                    _send(numbers, receivers, group)
                 try:
                     if numbers is not None:
                         self._take(number, numbers)
@@ -175,12 +177,12 @@ class _Loading:
     def _ahead(
         self, pool: ThreadPoolExecutor, numbers: Sequence[int], failures: list[Exception]
     ) -> Iterator[torch.Tensor | None]:
-        """Yield boxes that a thread reads ahead; from the first failure on, which is noted, None for each."""
-        rest, begun = iter(numbers), deque[Future[torch.Tensor]]()
+        """Yield boxes that a thread reads ahead; after the first failure, which is noted, yield None for each."""
+        rest, reading = iter(numbers), deque[Future[torch.Tensor]]()
 
         def begin() -> None:
             for number in islice(rest, 1):
-                begun.append(pool.submit(persistent, partial(self._read_alone, number)))
+                reading.append(pool.submit(persistent, partial(self._read_alone, number)))
 
         for _ in range(_AHEAD):
             begin()
@@ -189,7 +191,7 @@ class _Loading:
             box = None
             if not failed:
                 try:
-                    box = begun.popleft().result()
+                    box = reading.popleft().result()
                     begin()
                 except Exception as error:
                     failed = True

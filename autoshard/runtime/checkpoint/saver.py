@@ -83,7 +83,7 @@ def write_boxes(storage: Storage, path: str, pieces: Sequence[StatePiece], progr
     """Write pieces into a safetensors file, one after the other, with no more than one of them in memory."""
     file_name, whole, finite = path.rpartition("/")[2], storage.path(path), True
     header, (*starts, num_bytes) = header_of(
-        (box_name(one.name, one.offsets), one.memory.dtype, one.memory.shape) for one in pieces
+        (box_name(piece.name, piece.offsets), piece.memory.dtype, piece.memory.shape) for piece in pieces
     )
     tensors: dict[str, StoredTensor] = {}
     with storage.writing(path) as file:
@@ -98,23 +98,23 @@ def write_boxes(storage: Storage, path: str, pieces: Sequence[StatePiece], progr
                 file.write(raw)
                 progress.last_s = time.monotonic()
             box = StoredBox(piece.offsets, tuple(numbers.shape), file_name, start, numbers.nbytes, crc32)
-            known = tensors.setdefault(piece.name, StoredTensor(DTYPES[numbers.dtype], tuple(piece.whole), ()))
-            tensors[piece.name] = replace(known, boxes=(*known.boxes, box))
+            before = tensors.setdefault(piece.name, StoredTensor(DTYPES[numbers.dtype], tuple(piece.whole), ()))
+            tensors[piece.name] = replace(before, boxes=(*before.boxes, box))
         progress.end_copy(whole)  # only the disk is behind now
     return RankFile(file=file_name, num_bytes=num_bytes, finite=finite, tensors=tensors)
 
 
 def joined_tensors(files: Iterable[RankFile]) -> dict[str, StoredTensor]:
     """Join the boxes of all ranks; refuse boxes that do not fill a tensor."""
-    boxes, found = defaultdict[str, list[StoredBox]](list), dict[str, StoredTensor]()
+    boxes, tensors = defaultdict[str, list[StoredBox]](list), dict[str, StoredTensor]()
     for file in files:
-        found |= file.tensors
+        tensors |= file.tensors
         for name, tensor in file.tensors.items():
             boxes[name] += tensor.boxes
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         if not _fill_once(tensor.shape, boxes[name]):
             raise StorageError(f"{name}: the boxes of all ranks do not fill it exactly once")
-    return {name: replace(tensor, boxes=tuple(boxes[name])) for name, tensor in found.items()}
+    return {name: replace(tensor, boxes=tuple(boxes[name])) for name, tensor in tensors.items()}
 
 
 def _fill_once(shape: tuple[int, ...], boxes: Sequence[StoredBox]) -> bool:
@@ -124,11 +124,13 @@ def _fill_once(shape: tuple[int, ...], boxes: Sequence[StoredBox]) -> bool:
         return False
     axis = max(range(len(shape)), key=lambda axis: len({box.offsets[axis] for box in boxes}), default=0)
     open_boxes = list[StoredBox]()
-    for box in sorted(boxes, key=lambda one: one.offsets[axis:]):
+    for box in sorted(boxes, key=lambda box: box.offsets[axis:]):
         open_boxes = [
-            one for one in open_boxes if not shape or one.offsets[axis] + one.lengths[axis] > box.offsets[axis]
+            earlier
+            for earlier in open_boxes
+            if not shape or earlier.offsets[axis] + earlier.lengths[axis] > box.offsets[axis]
         ]
-        if any(overlap(box.place, one.place) for one in open_boxes):
+        if any(overlap(box.place, earlier.place) for earlier in open_boxes):
             return False
         open_boxes.append(box)
     return True
@@ -156,10 +158,10 @@ class Saver:
     """
 
     def __init__(
-        self, shelf: Shelf, spool: Path, known: Iterable[int], *, keeping: Checkpointing, group: Any,
+        self, shelf: Shelf, spool: Path, steps: Iterable[int], *, keeping: Checkpointing, group: Any,
         label: CheckpointLabel,
     ) -> None:  # fmt: skip
-        self._shelf, self._spool, self._steps = shelf, Storage.of(str(spool)), set(known)
+        self._shelf, self._spool, self._steps = shelf, Storage.of(str(spool)), set(steps)
         self._keeping, self._group, self._label = keeping, group, label
         self._thread: threading.Thread | None = None
         self._progress, self._blocked_s = SaveProgress(), 0.0
@@ -186,8 +188,8 @@ class Saver:
         device = pieces[0].memory.device if alone and pieces else None
 
         def save() -> None:
-            apart = torch.cuda.stream(torch.cuda.Stream(device)) if device and device.type == "cuda" else nullcontext()
-            with apart:
+            stream = torch.cuda.stream(torch.cuda.Stream(device)) if device and device.type == "cuda" else nullcontext()
+            with stream:
                 self._save(state, tuple(pieces), prunes)
 
         self._thread = threading.Thread(target=save, daemon=True)
@@ -234,9 +236,9 @@ class Saver:
             self._ended = SavedStep(step=state.step, time_s=time.monotonic() - start_s, remark=remark), failure
 
     def _write(self, state: RunState, pieces: Sequence[StatePiece], progress: SaveProgress) -> None:
-        """Save; this fails on all ranks or on none."""
+        """Write the checkpoint of a step; either all ranks fail, or none does."""
         shelf, storage, spool, folder = self._shelf, self._shelf.storage, self._spool, self._shelf.folder(state.step)
-        own = f"rank-{dist.get_rank():05}.safetensors"
+        file_name = f"rank-{dist.get_rank():05}.safetensors"
         boxes = [part for piece in pieces if piece.saves for part in cut_piece(piece)]
 
         def make_ready() -> None:
@@ -246,17 +248,17 @@ class Saver:
         def copy() -> RankFile | None:
             """Write the file of this rank; try a disk that fails again, as long as the state is what it was."""
             if not boxes:
-                return progress.end_copy(own)
-            where = (storage, f"{folder}/{own}") if storage.is_local else (spool, own)
+                return progress.end_copy(file_name)
+            where = (storage, f"{folder}/{file_name}") if storage.is_local else (spool, file_name)
             return persistent(lambda: write_boxes(*where, boxes, progress), progress.settled)
 
         def upload() -> None:
-            with spool.reading(own) as source, storage.writing(f"{folder}/{own}") as file:
+            with spool.reading(file_name) as source, storage.writing(f"{folder}/{file_name}") as file:
                 shutil.copyfileobj(source, file, _SLICE_BYTES)
 
         def conclude() -> None:
             """Write the index, which makes the checkpoint complete."""
-            files, label = [one for one in written if one], self._label
+            files, label = [file for file in written if file], self._label
             for name, text in label.texts.items():
                 persistent(partial(storage.write, f"{folder}/{name}", text.encode()))
             data = dump_index(
@@ -264,8 +266,8 @@ class Saver:
                     state=state,
                     model=label.model,
                     candidate=label.candidate,
-                    finite=all(one.finite for one in files),
-                    files={one.file: one.num_bytes for one in files},
+                    finite=all(file.finite for file in files),
+                    files={file.file: file.num_bytes for file in files},
                     tensors=joined_tensors(files),
                 )
             )
@@ -279,5 +281,5 @@ class Saver:
             from_first_rank(lambda: persistent(make_ready), self._group)
             from_all_ranks(lambda: boxes and persistent(upload), self._group)
             if boxes:
-                spool.remove(own)
+                spool.remove(file_name)
         from_first_rank(conclude, self._group)

@@ -20,18 +20,18 @@ class Shelf:
 
     def steps(self) -> list[int]:
         """Return the steps of all folders that have their final name, newest first."""
-        found = (step_of(name) for name in self.storage.folders())
-        return sorted((step for step in found if step is not None), reverse=True)
+        steps = (step_of(name) for name in self.storage.folders())
+        return sorted((step for step in steps if step is not None), reverse=True)
 
     def usable(self, most: int | None = None) -> Iterator[CheckpointIndex]:
-        """Yield those that are complete and finite, newest first; the faults of others become remarks."""
+        """Yield the indexes of complete, finite checkpoints, newest first; faults of any others become remarks."""
         for step in self.steps():
             if most is not None and step > most:
                 continue
             try:
-                one = self.open(step)
-                if one.finite:
-                    yield one
+                index = self.open(step)
+                if index.finite:
+                    yield index
                     continue
                 faults = [f"{self.storage.path(folder_of(step))}: holds numbers that are not finite"]
             except InputError as error:
@@ -61,9 +61,9 @@ class Shelf:
         """Return the folder in which a checkpoint is written."""
         return folder_of(step) + (PARTIAL if self.storage.is_local else "")
 
-    def make_ready(self, step: int, known: Collection[int]) -> None:
+    def make_ready(self, step: int, own_steps: Collection[int]) -> None:
         """Remove the remains of crashes; refuse a place that holds steps which this run does not know."""
-        if strange := sorted(set(self.steps()) - set(known)):
+        if strange := sorted(set(self.steps()) - set(own_steps)):
             where = self.storage.path(folder_of(strange[0]))
             raise StorageError(f"{where}: was saved by another run meanwhile. Give each run a checkpoint.to of its own")
         if not self.storage.is_local:
@@ -83,29 +83,31 @@ class Shelf:
         self.storage.rename(folder, name)
 
     def prune(self, keeping: Checkpointing, step: int) -> None:
-        """Remove what need not be kept when a step is saved; the newest of those that are finite always stay.
+        """Remove checkpoints that are no longer needed when a step is saved; the newest finite ones always stay.
 
         Later steps go as well: the run has gone back behind them, or they could not be used.
         """
-        kept = [one.state.step for one in islice(self.usable(step), keeping.keep_last)]
-        if not kept:
+        kept_steps = [index.state.step for index in islice(self.usable(step), keeping.keep_last)]
+        if not kept_steps:
             return
         for_good = set(self._firsts(keeping.keep_every)) if keeping.keep_every else set[int]()
-        for one in self.steps():
-            old = one < kept[0] and one not in kept and one not in for_good
-            left = one > step == kept[0]
-            if old or left:
-                folder = folder_of(one)
+        for saved in self.steps():
+            old = saved < kept_steps[0] and saved not in kept_steps and saved not in for_good
+            is_behind = saved > step == kept_steps[0]
+            if old or is_behind:
+                folder = folder_of(saved)
                 self._remove_index(folder)
                 if self.storage.is_local or self.storage.sizes(folder):
                     self.storage.remove(folder)
 
-    def _firsts(self, every: int) -> Iterator[int]:
+    def _firsts(self, period: int) -> Iterator[int]:
         """Yield the first complete checkpoint at or after each multiple of so many steps, before the next multiple."""
-        for multiple, found in groupby(sorted(self.steps()), key=lambda step: step // every):
-            steps = list(found)
+        for multiple, its_steps in groupby(sorted(self.steps()), key=lambda step: step // period):
+            steps = list(its_steps)
             complete = (
-                steps if len(steps) == 1 else (one for one in steps if INDEX in self.storage.sizes(folder_of(one)))
+                steps
+                if len(steps) == 1
+                else (saved for saved in steps if INDEX in self.storage.sizes(folder_of(saved)))
             )
             if multiple > 0:
                 yield from islice(complete, 1)
@@ -134,7 +136,7 @@ def newest(storage: Storage) -> tuple[CheckpointIndex | None, tuple[str, ...]]:
     """Return the newest checkpoint that is complete and finite, and remarks on those passed over."""
     shelf = Shelf(storage=storage)
     try:
-        found = next(shelf.usable(), None)
+        index = next(shelf.usable(), None)
     except StorageError as error:
         raise InputError.of("checkpoint.to", f"cannot be read: {error}") from None
-    return found, tuple(shelf.remarks)
+    return index, tuple(shelf.remarks)

@@ -42,7 +42,7 @@ class StorageError(Exception):
 
     @property
     def remedy(self) -> str:
-        """What the user can do about it."""
+        """The advice for the user."""
         return _REMEDIES.get(type(self.__cause__).__name__, "Give --checkpoint.to another place, or none")
 
     @property
@@ -167,10 +167,10 @@ class Storage:
         with _named(path):
             self.system.invalidate_cache(path)
             try:
-                found = self.system.ls(path, detail=True)
+                entries = self.system.ls(path, detail=True)
             except FileNotFoundError:
                 return []
-        return [(entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in found]
+        return [(entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in entries]
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ Form = Literal["hf", "autoshard", "nxd", "pt"]
 
 
 def form_of(path: Path) -> Form:
-    """Tell from a folder's files in which form weights are."""
+    """Return the form of the weights in a folder, or in a file, told from the files alone."""
     if not path.exists():
         raise InputError.of(str(path), "there is no such file or folder")
     if path.is_file():
@@ -52,22 +52,22 @@ def form_of(path: Path) -> Form:
         return "nxd"
     if ours:
         return "autoshard"
-    known = "*.safetensors with a config.json, a checkpoint of autoshard (step-.../index.json), or of NxD (model/*.pt)"
-    raise InputError.of(str(path), f"holds no weights that are known: {known}")
+    forms = "*.safetensors with a config.json, a checkpoint of autoshard (step-.../index.json), or of NxD (model/*.pt)"
+    raise InputError.of(str(path), f"holds no weights that are known: {forms}")
 
 
 def open_weights(
-    path: Path, form: Form, family: str | None, model: ModelSpec, known: SourcePlan | None = None
+    path: Path, form: Form, family: str | None, model: ModelSpec, source_plan: SourcePlan | None = None
 ) -> WeightSource:
     """Open weights of a form; the family is the architecture as transformers names it.
 
     A plan may say in which order files of NxD lie.
     """
-    if form == "autoshard" and (found := checkpoint_of(path)):
-        return ours_source(*found, model)
+    if form == "autoshard" and (checkpoint := checkpoint_of(path)):
+        return ours_source(*checkpoint, model)
     assert family, "other forms have the names of a family"
     folder = nxd_folder(path) if form == "nxd" else None
-    return nxd_source(folder, family, model, known) if folder else hf_source(path, family, model)
+    return nxd_source(folder, family, model, source_plan) if folder else hf_source(path, family, model)
 
 
 def read_weights(path: Path, plan: Plan, pieces: Sequence[StatePiece]) -> None:
@@ -80,7 +80,7 @@ def read_weights(path: Path, plan: Plan, pieces: Sequence[StatePiece]) -> None:
     source = open_weights(path, "nxd" if nxd_folder(path) else "hf", family, plan.model)
     for piece in pieces:
         if piece.part == "weight" and piece.reads:
-            assert source.wanted[piece.weight] == piece.whole, f"{piece.weight} has shape {piece.whole}"
+            assert source.shapes[piece.weight] == piece.whole, f"{piece.weight} has shape {piece.whole}"
             source.fill(piece.memory, piece.weight, piece.offsets)
 
 
@@ -89,12 +89,12 @@ def is_foreign(path: Path) -> bool:
     return (path / CONFIG).is_file() and checkpoint_of(path) is None
 
 
-def refuse_other_model(config: Path, found: ModelSpec, wanted: ModelSpec) -> None:
+def refuse_other_model(config: Path, theirs: ModelSpec, planned: ModelSpec) -> None:
     """Name the fields in which a model is not the plan's; how many positions rotary ones were trained on is free."""
-    free = {"name", "source", *(("max_positions",) if wanted.positions == "rotary" else ())}
-    pairs = {one.name: (getattr(found, one.name), getattr(wanted, one.name)) for one in fields(ModelSpec)}
+    free = {"name", "source", *(("max_positions",) if planned.positions == "rotary" else ())}
+    pairs = {field.name: (getattr(theirs, field.name), getattr(planned, field.name)) for field in fields(ModelSpec)}
     faults = [
-        Fault(where=f"{config}: {name}", message=f"is {there} there and {here} in the plan's {wanted.name}")
+        Fault(where=f"{config}: {name}", message=f"is {there} there and {here} in the plan's {planned.name}")
         for name, (there, here) in pairs.items()
         if there != here and name not in free
     ]
@@ -160,9 +160,9 @@ def convert(conversion: Conversion, say: Callable[[CopyProgress], None]) -> Done
 
 def _convert(conversion: Conversion, say: Callable[[CopyProgress], None]) -> Done:
     form = form_of(conversion.source)
-    known = _source_model(conversion, form)
+    source_model = _source_model(conversion, form)
     plan = conversion.plan and SourcePlan(plan=conversion.plan, saved=conversion.form in ("hf", "pt"))
-    source = open_weights(conversion.source, form, known.family, known.model, plan)
+    source = open_weights(conversion.source, form, source_model.family, source_model.model, plan)
     dtypes = {
         name: DTYPES[conversion.dtype] if conversion.dtype and "/" not in name else dtype
         for name, dtype in source.dtypes.items()
@@ -170,12 +170,12 @@ def _convert(conversion: Conversion, say: Callable[[CopyProgress], None]) -> Don
     final = conversion.target
     if conversion.form == "autoshard":
         final = conversion.target / folder_of(source.state.step if source.state else 0)
-    taken = final.exists() and (final.is_file() or any(final.iterdir()))
-    require((not taken, str(final), "exists already. Name another place, or remove it"))
+    is_taken = final.exists() and (final.is_file() or any(final.iterdir()))
+    require((not is_taken, str(final), "exists already. Name another place, or remove it"))
     outputs = (
         ours_outputs(conversion.plan, source, dtypes)
         if conversion.form == "autoshard"
-        else _outputs(conversion, known, dtypes)
+        else _outputs(conversion, source_model, dtypes)
     )
     aside = final.with_name(f"{final.name}{_ASIDE}")
     _require_room(conversion.target, aside, sum(output.num_bytes for output in outputs))
@@ -183,10 +183,10 @@ def _convert(conversion: Conversion, say: Callable[[CopyProgress], None]) -> Don
     pairs = list(zip(outputs, copying.run(conversion.workers), strict=True))
     if source.squares:
         rounded = any(dtype != source.dtypes[name] for name, dtype in dtypes.items())
-        refuse_other_sums(source.squares(conversion.workers), source.wanted, rounded, pairs, str(conversion.source))
+        refuse_other_sums(source.squares(conversion.workers), source.shapes, rounded, pairs, str(conversion.source))
     if conversion.form == "autoshard":
-        finish_ours(aside, known.model, conversion.plan, source, pairs)
-    _finish(conversion, known, outputs, aside)
+        finish_ours(aside, source_model.model, conversion.plan, source, pairs)
+    _finish(conversion, source_model, outputs, aside)
     (aside / JOURNAL).unlink()
     if conversion.form == "pt":
         (aside / final.name).rename(final)
@@ -195,10 +195,10 @@ def _convert(conversion: Conversion, say: Callable[[CopyProgress], None]) -> Don
         if final.exists():
             final.rmdir()  # an empty folder
         Storage.of(str(final.resolve().parent)).rename(aside.name, final.name)
-    num_bytes, kept = sum(written.num_bytes for _, written in pairs), copying.kept_bytes
+    num_bytes, kept_bytes = sum(written.num_bytes for _, written in pairs), copying.kept_bytes
     return Done(
-        folder=conversion.target, form=conversion.form, num_files=len(pairs), num_bytes=num_bytes, kept_bytes=kept,
-        remark=source.remark,
+        folder=conversion.target, form=conversion.form, num_files=len(pairs), num_bytes=num_bytes,
+        kept_bytes=kept_bytes, remark=source.remark,
     )  # fmt: skip
 
 
@@ -206,19 +206,19 @@ def _require_room(target: Path, aside: Path, need_bytes: int) -> None:
     """Refuse a disk that is too small, beside what was written aside before."""
     whole = target.resolve()
     there = next(path for path in (whole, *whole.parents) if path.exists())
-    begun = sum(path.stat().st_size for path in aside.rglob("*") if path.is_file())
-    free = shutil.disk_usage(there).free + begun
+    aside_bytes = sum(path.stat().st_size for path in aside.rglob("*") if path.is_file())
+    free = shutil.disk_usage(there).free + aside_bytes
     message = f"{format_bytes(need_bytes)} are to be written, and the disk has {format_bytes(free)} left"
     require((need_bytes <= free, str(target), message))
 
 
 def _source_model(conversion: Conversion, form: Form) -> _SourceModel:
-    """Find out which model it is: from --model, from a file beside the weights, or from a plan."""
+    """Return the model of the source: of --model, of a file beside the weights, or of a plan."""
     needs_config = {"hf", "pt", "nxd"} & {form, conversion.form}
     source, upwards = conversion.source, conversion.source.resolve().parents
     folders = [source.parent if source.is_file() else source]  # where a configuration, or the plan of a run, may lie
     folders += list(upwards)[:2] if form == "autoshard" else [source / "model"] if form == "nxd" else []
-    for where in (conversion.model, *(str(one) for one in folders if (one / CONFIG).is_file())):
+    for where in (conversion.model, *(str(place) for place in folders if (place / CONFIG).is_file())):
         if where is None:
             continue
         model, path = load_model(where), Path(where)
@@ -226,7 +226,7 @@ def _source_model(conversion: Conversion, form: Form) -> _SourceModel:
         if conversion.plan:
             refuse_other_model((folder or path) / CONFIG, model, conversion.plan.model)
         return _SourceModel(model=model, config=load_config(where), folder=folder)
-    plans = [load(path) for one in folders if (path := one / "plan.json").is_file()]
+    plans = [load(path) for place in folders if (path := place / "plan.json").is_file()]
     model = next((plan.model for plan in (*plans, conversion.plan) if plan), None)
     nothing = "nothing beside it says which model it is. Type --model with a card's name or a config.json"
     if model is None:
@@ -237,28 +237,28 @@ def _source_model(conversion: Conversion, form: Form) -> _SourceModel:
     return _SourceModel(model=model, config=config)
 
 
-def _outputs(conversion: Conversion, known: _SourceModel, dtypes: Mapping[str, torch.dtype]) -> list[TargetFile]:
-    assert known.family, "its configuration was needed"
+def _outputs(conversion: Conversion, source_model: _SourceModel, dtypes: Mapping[str, torch.dtype]) -> list[TargetFile]:
+    assert source_model.family, "its configuration was needed"
     if conversion.form == "nxd":
         if conversion.plan is None:
             raise InputError.of("--to nxd", "needs --plan: it says how many ranks tp and pp have, and who holds what")
-        return nxd_outputs(conversion.plan, known.family, known.model, dtypes, conversion.qkv)
+        return nxd_outputs(conversion.plan, source_model.family, source_model.model, dtypes, conversion.qkv)
     if conversion.form == "pt":
-        return state_outputs(known.family, known.model, dtypes, conversion.target.name)
-    return hf_outputs(known.family, known.model, dtypes)
+        return state_outputs(source_model.family, source_model.model, dtypes, conversion.target.name)
+    return hf_outputs(source_model.family, source_model.model, dtypes)
 
 
-def _finish(conversion: Conversion, known: _SourceModel, outputs: list[TargetFile], aside: Path) -> None:
+def _finish(conversion: Conversion, source_model: _SourceModel, outputs: list[TargetFile], aside: Path) -> None:
     """Write the files beside weights: indexes, configurations, tokenizers."""
     if conversion.form == "pt":
         return
     beside = conversion.target if conversion.form == "autoshard" else aside
     if conversion.form == "nxd":
         finish_nxd(aside)
-    if known.config and conversion.form == "hf":
-        finish_hf(aside, outputs, known.config)
-    elif known.config:
-        write_json(beside / CONFIG, known.config)
-    for folder in (known.folder, conversion.tokenizer):
+    if source_model.config and conversion.form == "hf":
+        finish_hf(aside, outputs, source_model.config)
+    elif source_model.config:
+        write_json(beside / CONFIG, source_model.config)
+    for folder in (source_model.folder, conversion.tokenizer):
         if folder:
             copy_companions(folder, beside)

@@ -55,12 +55,12 @@ class TargetFile:
     @property
     def num_bytes(self) -> int:
         """Bytes of all numbers in it."""
-        return sum(one.num_bytes for one in self.entries)
+        return sum(entry.num_bytes for entry in self.entries)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenFile:
-    """A file that was written: its bytes, and of every tensor where it begins, and what was asked of its numbers."""
+    """A written file: its bytes, and for every tensor its first byte, its checksum and its sums of squares."""
 
     file: str
     num_bytes: int
@@ -85,7 +85,7 @@ class Copying:
         self, source: WeightSource, outputs: Sequence[TargetFile], folder: Path, say: Callable[[CopyProgress], None]
     ) -> None:
         self._source, self._outputs, self._folder, self._say = source, outputs, folder, say
-        self._all, self._done, self.kept_bytes = sum(one.num_bytes for one in outputs), 0, 0
+        self._all, self._done, self.kept_bytes = sum(output.num_bytes for output in outputs), 0, 0
         self._lock, self._stop = threading.Lock(), threading.Event()
 
     def run(self, workers: int) -> list[WrittenFile]:
@@ -93,18 +93,18 @@ class Copying:
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / JOURNAL).open("a+", encoding="utf-8") as journal:
             written = self._begun(journal)
-            left = [one for one in self._outputs if one.file not in written]
+            to_write = [output for output in self._outputs if output.file not in written]
             self._advance(0)
             lone = {"initializer": torch.set_num_threads, "initargs": (1,)}  # files share the cores already
-            with ThreadPoolExecutor(min(workers, max(1, len(left))), **lone) as pool:
-                tasks = [pool.submit(self._write, one, journal) for one in left]
+            with ThreadPoolExecutor(min(workers, max(1, len(to_write))), **lone) as pool:
+                tasks = [pool.submit(self._write, output, journal) for output in to_write]
                 try:
-                    written |= {one.file: one for one in (task.result() for task in as_they_end(tasks))}
+                    written |= {done.file: done for done in (task.result() for task in as_they_end(tasks))}
                 except BaseException:
                     self._stop.set()
                     pool.shutdown(cancel_futures=True)
                     raise
-            return [written[one.file] for one in self._outputs]
+            return [written[output.file] for output in self._outputs]
 
     def _begun(self, journal: IO[str]) -> dict[str, WrittenFile]:
         """Take up the journal of this same conversion; anything else in the folder is removed."""
@@ -112,28 +112,28 @@ class Copying:
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise InputError.of(str(self._folder), "another process converts into it. Wait for it") from None
-        stats = {file: Path(file).stat() for file in sorted({one.file for one in self._source.stored})}
+        stats = {file: Path(file).stat() for file in sorted({tensor.file for tensor in self._source.stored})}
         read = [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats.items()]
-        asked = repr((_FORMAT, read, self._outputs))
-        sign = hashlib.sha256(asked.encode()).hexdigest()  # differs for any other conversion
+        conversion = repr((_FORMAT, read, self._outputs))
+        sign = hashlib.sha256(conversion.encode()).hexdigest()  # differs for any other conversion
         journal.seek(0)
         written, lines = dict[str, WrittenFile](), journal.read().split("\n")[:-1]
         for line in lines[1:] if lines and json.loads(lines[0]) == sign else []:
-            one = json.loads(line)
-            squares = tuple(map(tuple, one["squares"]))
-            sums = {"starts": tuple(one["starts"]), "crc32s": tuple(one["crc32s"]), "squares": squares}
-            one = WrittenFile(**{**one, **sums})
-            path = self._folder / one.file
-            if path.is_file() and path.stat().st_size == one.num_bytes:
-                written[one.file] = one
-        for path in (one for one in self._folder.rglob("*") if one.is_file() and one.name != JOURNAL):
+            record = json.loads(line)
+            squares = tuple(map(tuple, record["squares"]))
+            sums = {"starts": tuple(record["starts"]), "crc32s": tuple(record["crc32s"]), "squares": squares}
+            file = WrittenFile(**{**record, **sums})
+            path = self._folder / file.file
+            if path.is_file() and path.stat().st_size == file.num_bytes:
+                written[file.file] = file
+        for path in (path for path in self._folder.rglob("*") if path.is_file() and path.name != JOURNAL):
             if str(path.relative_to(self._folder)) not in written:
                 path.unlink()
         journal.seek(0)
         journal.truncate()
-        journal.writelines(json.dumps(one) + "\n" for one in (sign, *map(asdict, written.values())))
+        journal.writelines(json.dumps(line) + "\n" for line in (sign, *map(asdict, written.values())))
         journal.flush()
-        self.kept_bytes = self._done = sum(one.num_bytes for one in self._outputs if one.file in written)
+        self.kept_bytes = self._done = sum(output.num_bytes for output in self._outputs if output.file in written)
         return written
 
     def _write(self, output: TargetFile, journal: IO[str]) -> WrittenFile:
@@ -141,7 +141,7 @@ class Copying:
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f"{path.name}.part")
         sums = _Sums(self._source.squares is not None, output.summed)
-        table = [(one.name, one.dtype, one.shape) for one in output.entries]
+        table = [(entry.name, entry.dtype, entry.shape) for entry in output.entries]
         with naming(aside), aside.open("wb") as stream:
             if output.kind == "state":
                 starts = [0] * len(table)
@@ -167,7 +167,7 @@ class Copying:
         return written
 
     def _raw(self, entry: Entry, stream: IO[bytes], sums: "_Sums") -> Iterator[memoryview]:
-        """Yield the bytes of a tensor for a stream, and note what is asked of its numbers."""
+        """Yield the bytes of a tensor for a stream, and add its numbers to the sums."""
         sums.begin(entry)
         for numbers in self._chunks(entry, sums):
             raw, before = numbers.reshape(-1).view(torch.uint8).numpy().data, stream.tell()
@@ -200,7 +200,7 @@ class Copying:
 
 
 class _Sums:
-    """What is noted of the tensors of a file while they are written."""
+    """Checksums and sums of squares of the tensors of a file, computed while they are written."""
 
     def __init__(self, squares: bool, crc32s: bool) -> None:
         self._with_squares, self._with_crc32s = squares, crc32s

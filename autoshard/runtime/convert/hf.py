@@ -36,17 +36,17 @@ _COMPANIONS = (
 
 def hf_source(path: Path, family: str, model: ModelSpec) -> WeightSource:
     """Open a folder, or a file of ``torch.save``, or say all that is wrong."""
-    found = read_state(path) if path.is_file() else _stored(path)
-    names = HfNames.fitting(family, model, found.keys())
+    tensors = read_state(path) if path.is_file() else _stored(path)
+    names = HfNames.fitting(family, model, tensors.keys())
     shapes, patches = dict(names.shapes), dict(names.patches())
     for owner in names.tied.values():  # files may repeat the table as the head, which must be the same
         table = next(row.theirs for row in names.rows if row.ours == owner)
-        for head in found.keys() & set(HEADS):
+        for head in tensors.keys() & set(HEADS):
             shapes[head], patches[head] = shapes[table], patches[table]
-    faults = list(shape_faults(found, shapes, DERIVED, str(path)))
+    faults = list(shape_faults(tensors, shapes, DERIVED, str(path)))
     if faults:
         raise InputError(sorted(faults, key=lambda fault: fault.where))
-    stored = (replace(found[name], patches=tuple(parts), remedy=_UNTIED) for name, parts in patches.items())
+    stored = (replace(tensors[name], patches=tuple(parts), remedy=_UNTIED) for name, parts in patches.items())
     return WeightSource(stored, shapes_of(model), str(path))
 
 
@@ -59,7 +59,7 @@ def hf_outputs(family: str, model: ModelSpec, dtypes: Mapping[str, torch.dtype])
     """List the files of a folder; ``dtypes`` are those of our tensors."""
     files: list[list[Entry]] = [[]]
     for entry in _entries(family, model, dtypes):
-        if files[-1] and sum(one.num_bytes for one in files[-1]) + entry.num_bytes > _MOST_BYTES:
+        if files[-1] and sum(earlier.num_bytes for earlier in files[-1]) + entry.num_bytes > _MOST_BYTES:
             files.append([])
         files[-1].append(entry)
     names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
@@ -77,10 +77,10 @@ def state_outputs(family: str, model: ModelSpec, dtypes: Mapping[str, torch.dtyp
 def finish_hf(folder: Path, outputs: Sequence[TargetFile], config: Mapping[str, Any]) -> None:
     """Write the index, where there are several files, and the configuration."""
     if len(outputs) > 1:
-        files = {entry.name: one.file for one in outputs for entry in one.entries}
-        total = sum(one.num_bytes for one in outputs)
+        files = {entry.name: output.file for output in outputs for entry in output.entries}
+        total = sum(output.num_bytes for output in outputs)
         write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": files})
-    kinds = {str(entry.dtype).removeprefix("torch.") for one in outputs for entry in one.entries}
+    kinds = {str(entry.dtype).removeprefix("torch.") for output in outputs for entry in output.entries}
     key = "dtype" if "dtype" in config else "torch_dtype"  # as transformers 5 and 4 write it; both read the latter
     write_json(folder / CONFIG, {**config, **({key: kinds.pop()} if len(kinds) == 1 else {})})
 
@@ -118,17 +118,17 @@ def _stored(path: Path) -> Mapping[str, Stored]:
         require((file.exists(), str(file), f"there is no such file, though {_INDEX} names it. {_ADVICE}"))
     both = f"lies beside {_INDEX}, which does not name it, and transformers reads it alone. Remove what is not meant"
     require((not listed or path / _ONE in files or not (path / _ONE).exists(), str(path / _ONE), both))
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for file in files:
         for name, stored in read_tensors(file, _ADVICE).items():
-            if first := found.get(name):
+            if first := tensors.get(name):
                 raise InputError.of(f"{file}: {name}", f"is in {first.file} too. Remove what is not meant")
-            found[name] = stored
-    astray = [name for name, file in listed.items() if name not in found or found[name].file != str(path / file)]
+            tensors[name] = stored
+    astray = [name for name, file in listed.items() if name not in tensors or tensors[name].file != str(path / file)]
     if astray:
         where = f"{path / listed[astray[0]]}: {astray[0]}"
         raise InputError.of(where, f"is not there, though {_INDEX} says so ({len(astray)} such tensors)")
-    return found
+    return tensors
 
 
 def _listed(index: Path) -> Mapping[str, str]:
@@ -149,7 +149,7 @@ def _refuse_other_files(path: Path) -> None:
         "transformers adds this adapter to the weights, and it is not read here. Save them as one: merge_and_unload()"
     )
     require((not (path / _ADAPTER).exists(), str(path / _ADAPTER), adapter))
-    if (path / CONFIG).exists() and (other := read_config(path / CONFIG).get(_OTHER)):
+    if (path / CONFIG).exists() and (weights_file := read_config(path / CONFIG).get(_OTHER)):
         raise InputError.of(
-            f"{path / CONFIG}: {_OTHER}", f"names {other}, which is not read. Save the model without it"
+            f"{path / CONFIG}: {_OTHER}", f"names {weights_file}, which is not read. Save the model without it"
         )

@@ -29,9 +29,9 @@ Tables = Sequence[NxdNames]  # of every tp rank
 
 def nxd_folder(path: Path) -> Path | None:
     """Return the folder of a tag: this one, or the newest that is whole; None without any."""
-    tags = [one for one in path.iterdir() if (one / _MARKS[1]).exists()] if path.is_dir() else []
-    for folder in (path, *sorted(tags, key=lambda one: one.stat().st_mtime, reverse=True)):
-        if any(_FILE.fullmatch(one.name) for one in (folder / "model").glob("*.pt")):
+    tags = [tag for tag in path.iterdir() if (tag / _MARKS[1]).exists()] if path.is_dir() else []
+    for folder in (path, *sorted(tags, key=lambda tag: tag.stat().st_mtime, reverse=True)):
+        if any(_FILE.fullmatch(file.name) for file in (folder / "model").glob("*.pt")):
             return folder
     return None
 
@@ -44,32 +44,35 @@ class SourcePlan:
     saved: bool  # whether the files were surely saved under it, so that it must agree with the numbers
 
 
-def nxd_source(folder: Path, family: str, model: ModelSpec, known: SourcePlan | None = None) -> WeightSource:
+def nxd_source(folder: Path, family: str, model: ModelSpec, source_plan: SourcePlan | None = None) -> WeightSource:
     """Open a checkpoint of NxD, or say all that is wrong; its files show how it was cut."""
     ranks = _ranks(folder)
     tp, pp = (1 + max(rank[axis] for rank in ranks) for axis in (0, 1))
-    names = {name for found in ranks.values() for name in found}
+    names = {name for tensors in ranks.values() for name in tensors}
     rows = [
-        tp * found[name].shape[0] for found in ranks.values() for name in _TABLE if name in found and found[name].shape
+        tp * tensors[name].shape[0]
+        for tensors in ranks.values()
+        for name in _TABLE
+        if name in tensors and tensors[name].shape
     ]
-    vocab = next((one for one in rows if one >= model.vocab), -(-model.vocab // tp) * tp)  # with padding
+    vocab = next((count for count in rows if count >= model.vocab), -(-model.vocab // tp) * tp)  # with padding
     whole = NxdNames.of(family, model, qkv_of(names), vocab)
     orders = _orders(ranks, whole)
     tables = next(iter(orders.values()))
     faults: list[Fault] = []
     for at, number in product(range(tp), range(pp)):
-        here = {name for other in range(tp) for name in ranks[other, number]} & tables[at].tensors.keys()
-        wanted = {name: tables[at].stacked(name)[0] for name in sorted(here)}
-        faults += shape_faults(ranks[at, number], wanted, DERIVED, str(folder / _name(at, number)))
+        here = {name for tp_rank in range(tp) for name in ranks[tp_rank, number]} & tables[at].tensors.keys()
+        shapes_here = {name: tables[at].stacked(name)[0] for name in sorted(here)}
+        faults += shape_faults(ranks[at, number], shapes_here, DERIVED, str(folder / _name(at, number)))
     faults += [Fault(where=f"{folder}: {name}", message="missing") for name in tables[0].tensors.keys() - names]
     if faults:
         raise InputError(sorted(faults, key=lambda fault: fault.where))
-    order = _order(ranks, orders, known, folder)
+    order = _order(ranks, orders, source_plan, folder)
     tables = orders[order]
     stored = (
-        replace(one, patches=tuple(tables[at].stacked(name)[1]))
-        for (at, _), found in ranks.items()
-        for name, one in found.items()
+        replace(tensor, patches=tuple(tables[at].stacked(name)[1]))
+        for (at, _), tensors in ranks.items()
+        for name, tensor in tensors.items()
         if name in tables[at].tensors
     )
     shapes = shapes_of(model)
@@ -97,9 +100,9 @@ def nxd_outputs(
     files: list[TargetFile] = []
     for number, (at, names) in product(sorted(blocks), enumerate(ranks)):
         entries = tuple(
-            Entry(name=name, dtype=dtypes[one.rows[0].ours], shape=shape, patches=tuple(patches))
-            for name, one in names.tensors.items()
-            if one.block in blocks[number]
+            Entry(name=name, dtype=dtypes[stacked_rows.rows[0].ours], shape=shape, patches=tuple(patches))
+            for name, stacked_rows in names.tensors.items()
+            if stacked_rows.block in blocks[number]
             for shape, patches in [names.stacked(name)]
         )
         files.append(TargetFile(file=_name(at, number), entries=entries, kind="state"))
@@ -122,9 +125,9 @@ def _ranks(folder: Path) -> Ranks:
     message = "its experts are cut over ep, which is not read here. Merge them with NxD's own converter"
     require((not cut, str(next(iter(cut), "")), message))
     files = {
-        (int(found[1]), int(found[2])): path
+        (int(match[1]), int(match[2])): path
         for path in sorted((folder / "model").iterdir())
-        if (found := _FILE.fullmatch(path.name))
+        if (match := _FILE.fullmatch(path.name))
     }
     tp, pp = (1 + max(rank[axis] for rank in files) for axis in (0, 1))
     message = f"there is no such file, though others are of {tp} tp and {pp} pp ranks. Copy it again"
@@ -160,13 +163,13 @@ def _orders(ranks: Ranks, names: NxdNames) -> Mapping[str, Tables]:
     return usual
 
 
-def _order(ranks: Ranks, orders: Mapping[str, Tables], known: SourcePlan | None, folder: Path) -> str:
-    """Tell the order of ranks: from numbers, or from a plan where numbers fit both orders."""
+def _order(ranks: Ranks, orders: Mapping[str, Tables], source_plan: SourcePlan | None, folder: Path) -> str:
+    """Return the order of ranks: that of the numbers, or that of a plan where numbers fit both orders."""
     if len(orders) == 1:
         return next(iter(orders))
     seen = _order_of_numbers(ranks, orders)
-    planned = _order_of_plan(orders, known.plan) if known else None
-    if seen and known and known.saved and planned and planned != seen:
+    planned = _order_of_plan(orders, source_plan.plan) if source_plan else None
+    if seen and source_plan and source_plan.saved and planned and planned != seen:
         message = f"its copies of keys lie in the order of {seen}, and those of the plan in that of {planned}"
         raise InputError.of(str(folder), f"{message}. Type --plan with the plan under which it was saved, or none")
     if order := seen or planned:

@@ -39,9 +39,9 @@ def checkpoint_of(path: Path) -> tuple[Path, CheckpointIndex] | None:
     if step is not None and (path / INDEX).is_file():
         return path, Shelf(storage=Storage.of(str(path.parent))).open(step)
     for folder in (path, path / CHECKPOINTS):
-        found, remarks = newest(Storage.of(str(folder))) if folder.is_dir() else (None, ())
-        if found:
-            return folder / folder_of(found.state.step), found
+        index, remarks = newest(Storage.of(str(folder))) if folder.is_dir() else (None, ())
+        if index:
+            return folder / folder_of(index.state.step), index
         if remarks:
             raise InputError.of(str(folder), "; ".join(remarks))
     return None
@@ -57,8 +57,8 @@ def ours_source(folder: Path, index: CheckpointIndex, model: ModelSpec) -> Weigh
         for name, tensor in index.tensors.items()
         for box in tensor.boxes
     )
-    wanted = {name.removeprefix(_WEIGHT): tensor.shape for name, tensor in index.tensors.items()}
-    return WeightSource(stored, wanted, str(folder), state=index.state)
+    shapes_of_weights = {name.removeprefix(_WEIGHT): tensor.shape for name, tensor in index.tensors.items()}
+    return WeightSource(stored, shapes_of_weights, str(folder), state=index.state)
 
 
 def ours_outputs(plan: Plan | None, source: WeightSource, dtypes: Mapping[str, torch.dtype]) -> list[TargetFile]:
@@ -78,28 +78,28 @@ def finish_ours(
     model: ModelSpec,
     plan: Plan | None,
     source: WeightSource,
-    made: Sequence[tuple[TargetFile, WrittenFile]],
+    written: Sequence[tuple[TargetFile, WrittenFile]],
 ) -> None:
     """Write the index, which makes the checkpoint complete."""
     boxes: dict[str, list[StoredBox]] = defaultdict(list)
     dtypes: dict[str, torch.dtype] = {}
-    for output, done in made:
+    for output, done in written:
         for entry, start, crc32 in zip(output.entries, done.starts, done.crc32s, strict=True):
             (patch,) = entry.patches
             boxes[patch.tensor].append(StoredBox(*patch.box, output.file, start, entry.num_bytes, crc32))
             dtypes[patch.tensor] = entry.dtype
     tensors = {
         name if _part(name) != "weight" else f"{_WEIGHT}{name}": StoredTensor(
-            DTYPES[dtypes[name]], source.wanted[name], tuple(found)
+            DTYPES[dtypes[name]], source.shapes[name], tuple(its_boxes)
         )
-        for name, found in boxes.items()
+        for name, its_boxes in boxes.items()
     }
     index = CheckpointIndex(
         state=source.state or RunState(),
         model=model.name,
         candidate=str(plan.candidate) if plan else "",
         finite=True,  # the source refuses to fill anything else
-        files={one.file: one.num_bytes for _, one in made},
+        files={done.file: done.num_bytes for _, done in written},
         tensors=tensors,
     )
     Storage.of(str(folder)).write(INDEX, dump_index(index))
@@ -110,14 +110,14 @@ def _placed(
 ) -> Iterator[tuple[str, StatePiece]]:
     """Yield every box of a checkpoint, with its file."""
     parts: dict[str, list[str]] = defaultdict(list)  # of a weight: itself and its moments
-    for name in source.wanted:
+    for name in source.shapes:
         parts[name if _part(name) == "weight" else name.partition("/")[2]].append(name)
 
     def pieces(weight: str, bounds: Sequence[tuple[int, int]]) -> Iterator[StatePiece]:
         offsets, lengths = tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds)
         for name in parts[weight]:
             memory = torch.empty(lengths, dtype=dtypes[name], device="meta")
-            yield StatePiece(weight=weight, part=_part(name), whole=source.wanted[name], offsets=offsets, memory=memory)
+            yield StatePiece(weight=weight, part=_part(name), whole=source.shapes[name], offsets=offsets, memory=memory)
 
     if plan:
         for rank, weight, bounds in _first_owners(plan, parts):
@@ -126,14 +126,14 @@ def _placed(
         return
     total = 0
     for weight in parts:
-        for piece in pieces(weight, [(0, size) for size in source.wanted[weight]]):
+        for piece in pieces(weight, [(0, size) for size in source.shapes[weight]]):
             yield f"rank-{total // _WITHOUT_PLAN_BYTES:05}.safetensors", piece
             total += piece.memory.nbytes
 
 
 def _first_owners(plan: Plan, weights: Iterable[str]) -> Iterator[tuple[int, str, tuple[tuple[int, int], ...]]]:
     """Yield for every block of every weight the first rank that owns it."""
-    known, programs = set(weights), programs_of(plan)
+    names, programs = set(weights), programs_of(plan)
     seen: set[tuple[str, tuple[tuple[int, int], ...]]] = set()
     for rank in range(plan.mesh.num_ranks):
         standing = MeshRank(mesh=plan.mesh, rank=rank, sizes=programs.graph.sizes)
@@ -142,10 +142,10 @@ def _first_owners(plan: Plan, weights: Iterable[str]) -> Iterator[tuple[int, str
                 continue
             for name, parts in blocks.items():
                 for tensor in parts.block.parameters:
-                    found = f"{name}.{tensor.name}", standing.bounds(parts.given(tensor.name).layout)
-                    if found[0] in known and found not in seen and all(start < stop for start, stop in found[1]):
-                        seen.add(found)
-                        yield rank, *found
+                    owned = f"{name}.{tensor.name}", standing.bounds(parts.given(tensor.name).layout)
+                    if owned[0] in names and owned not in seen and all(start < stop for start, stop in owned[1]):
+                        seen.add(owned)
+                        yield rank, *owned
 
 
 def _part(name: str) -> StatePart:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from einops import rearrange
 
 from autoshard.engine.nxd.shards import NxdNames, StackedRows
 from autoshard.errors import Fault, InputError
@@ -46,20 +47,20 @@ def sums_of_squares(ranks: Ranks, names: NxdNames, shapes: Shapes, workers: int)
 
 
 def refuse_other_sums(
-    wanted: Mapping[str, float],
+    expected: Mapping[str, float],
     shapes: Shapes,
     rounded: bool,
     written: Iterable[tuple[TargetFile, WrittenFile]],
     where: str,
 ) -> None:
     """Compare the sums of squares of what was written with those of the source."""
-    sums: dict[str, dict[object, float]] = {name: {} for name in wanted}
+    sums: dict[str, dict[object, float]] = {name: {} for name in expected}
     for output, done in written:
         for entry, squares in zip(output.entries, done.squares, strict=True):
             for patch, square_sum in zip(entry.patches, squares, strict=True):
                 sums[patch.tensor][patch.box] = square_sum  # copies of a box are alike
     faults: list[Fault] = []
-    for name, square_sum in wanted.items():
+    for name, square_sum in expected.items():
         total, tolerance = sum(sums[name].values()), _ROUNDED if rounded else _SAME
         smallest = _SMALLEST**2 * torch.Size(shapes[name]).numel() if rounded else 0.0
         if abs(total - square_sum) > tolerance * square_sum + smallest:
@@ -70,13 +71,13 @@ def refuse_other_sums(
 
 
 def _parts(tensor: StackedRows, local: torch.Tensor, model: ModelSpec, tp: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what a rank's tensor holds of each of ours; NxD has no more than these ways to put some into one."""
+    """Yield the part of a rank's tensor that belongs to each of our tensors; NxD joins tensors in these ways only."""
     ours = [row.ours for row in tensor.rows]
     if len(ours) == 1:
         yield ours[0], local
     elif tensor.rows[0].axes.slices:  # of GPT-NeoX: queries, keys and values of each head
-        heads = local.reshape(-1, 3, model.head_dim, *local.shape[1:])
-        yield from zip(ours, heads.unbind(1), strict=True)
+        by_kind = "(kv_heads qkv head_dim) ... -> qkv kv_heads head_dim ..."
+        yield from zip(ours, rearrange(local, by_kind, qkv=3, head_dim=model.head_dim), strict=True)
     elif len(ours) == 2:
         yield from zip(ours, local.chunk(2, tensor.axis), strict=True)
     else:

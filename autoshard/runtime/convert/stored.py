@@ -33,13 +33,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Once:
-    """A check that is made when it is first asked for; threads that ask meanwhile wait."""
+    """A check that runs once, at its first call; threads that call it meanwhile wait."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check, self._lock, self._done = check, threading.Lock(), False
 
     def __call__(self) -> None:
-        """Make the check, unless it was made."""
+        """Run the check, unless it has run."""
         with self._lock:
             if not self._done:
                 self._check()
@@ -67,22 +67,22 @@ class WeightSource:
     def __init__(
         self,
         stored: Iterable[Stored],
-        wanted: Shapes,
+        shapes: Shapes,
         where: str,
         state: Any = None,
         squares: Callable[[int], Mapping[str, float]] | None = None,
         remark: str = "",
     ) -> None:
         """Refuse a source in which numbers of tensors of these shapes are missing."""
-        self.wanted, self.state = wanted, state  # ``state`` is that of a run, where a checkpoint is read
+        self.shapes, self.state = shapes, state  # ``state`` is that of a run, where a checkpoint is read
         self.squares = squares  # of every tensor, told without patches; by so many threads
         self.remark = remark  # on how it was read, for the user
-        holders: dict[str, dict[Box, list[tuple[Stored, Patch]]]] = {name: {} for name in wanted}
-        for one in stored:
-            for patch in one.patches:
-                holders[patch.tensor].setdefault(patch.box, []).append((one, patch))
+        holders: dict[str, dict[Box, list[tuple[Stored, Patch]]]] = {name: {} for name in shapes}
+        for tensor in stored:
+            for patch in tensor.patches:
+                holders[patch.tensor].setdefault(patch.box, []).append((tensor, patch))
         faults: list[Fault] = []
-        for name, shape in wanted.items():
+        for name, shape in shapes.items():
             missing = math.prod(shape) - sum(math.prod(lengths) for _, lengths in holders[name])
             if missing:
                 message = f"{name}: {missing} of {math.prod(shape)} numbers are missing"
@@ -91,8 +91,8 @@ class WeightSource:
             raise InputError(faults)
         self._boxes = {name: {box: _Held(both) for box, both in boxes.items()} for name, boxes in holders.items()}
         self.dtypes = {name: next(iter(boxes.values())).stored.dtype for name, boxes in self._boxes.items()}
-        every = (stored for boxes in holders.values() for both in boxes.values() for stored, _ in both)
-        self.stored = list({id(stored): stored for stored in every}.values())
+        all_stored = (stored for boxes in holders.values() for both in boxes.values() for stored, _ in both)
+        self.stored = list({id(stored): stored for stored in all_stored}.values())
 
     def fill(self, memory: torch.Tensor, tensor: str, offsets: Sequence[int]) -> None:
         """Copy a box of one of our tensors into memory of its shape, in the format of the memory.
@@ -113,7 +113,7 @@ class WeightSource:
 
 
 class _Held:
-    """A box of ours in files: where it is read from, and that its copies are equal, which is looked at once."""
+    """A box of one of our tensors in files: the copy that is read, and a check that all copies are equal."""
 
     def __init__(self, holders: Sequence[tuple[Stored, Patch]]) -> None:
         self.stored, self.patch = holders[0]
@@ -133,14 +133,14 @@ class _Held:
                 raise InputError.of(f"{stored.file}: {stored.name}", f"{message}. {remedy}")
 
 
-def same_bits(numbers: torch.Tensor, others: torch.Tensor) -> bool:
+def same_bits(numbers: torch.Tensor, second: torch.Tensor) -> bool:
     """Say whether two tensors hold the same bits, those of nan too."""
-    if numbers.dtype != others.dtype:
+    if numbers.dtype != second.dtype:
         return False
-    if torch.equal(numbers, others):
+    if torch.equal(numbers, second):
         return True
-    raw, other = (tensor.contiguous().view(torch.uint8) for tensor in (numbers, others))
-    return torch.equal(raw, other)
+    raw, raw_second = (tensor.contiguous().view(torch.uint8) for tensor in (numbers, second))
+    return torch.equal(raw, raw_second)
 
 
 def square(numbers: torch.Tensor) -> float:
@@ -151,21 +151,23 @@ def square(numbers: torch.Tensor) -> float:
     return sum(square(part) for part in (numbers.split(rows) if rows else numbers))
 
 
-def shape_faults(found: Mapping[str, Stored], wanted: Shapes, needless: Collection[str], where: str) -> Iterator[Fault]:
+def shape_faults(
+    tensors: Mapping[str, Stored], shapes: Shapes, needless: Collection[str], where: str
+) -> Iterator[Fault]:
     """Yield the tensors that are missing, of another shape, without fractions, or not of the model."""
-    for name, shape in wanted.items():
-        one = found.get(name)
-        if one is None:
+    for name, shape in shapes.items():
+        tensor = tensors.get(name)
+        if tensor is None:
             yield Fault(where=f"{where}: {name}", message="missing")
-        elif one.shape != shape:
-            message = f"has shape {one.shape}, the model asks for {shape}"
-            yield Fault(where=f"{one.file}: {name}", message=message)
-        elif one.odd:
-            message = f"holds {one.odd}, and only F64, F32, F16, BF16 can be read"
-            yield Fault(where=f"{one.file}: {name}", message=message)
-    for name in found.keys() - wanted.keys():
+        elif tensor.shape != shape:
+            message = f"has shape {tensor.shape}, the model asks for {shape}"
+            yield Fault(where=f"{tensor.file}: {name}", message=message)
+        elif tensor.odd:
+            message = f"holds {tensor.odd}, and only F64, F32, F16, BF16 can be read"
+            yield Fault(where=f"{tensor.file}: {name}", message=message)
+    for name in tensors.keys() - shapes.keys():
         if not name.endswith(tuple(needless)):
-            yield Fault(where=f"{found[name].file}: {name}", message="is no tensor of this model")
+            yield Fault(where=f"{tensors[name].file}: {name}", message="is no tensor of this model")
 
 
 def read_tensors(file: Path, advice: str) -> dict[str, Stored]:
@@ -174,24 +176,24 @@ def read_tensors(file: Path, advice: str) -> dict[str, Stored]:
         opened: Any = safe_open(file, "pt")  # maps it into memory
     except (SafetensorError, OSError) as error:
         raise InputError.of(str(file), f"is no whole file of tensors ({error}). {advice}") from None
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for name in opened.keys():  # noqa: SIM118 (it is no mapping)
         label, shape = opened.get_slice(name).get_dtype(), tuple(opened.get_slice(name).get_shape())
-        found[name] = Stored(
+        tensors[name] = Stored(
             name=name, file=str(file), dtype=TYPES.get(label, torch.uint8), shape=shape,
             read=partial(opened.get_tensor, name), odd="" if label in TYPES else label,
         )  # fmt: skip
-    return found
+    return tensors
 
 
-def with_checksum(one: Stored, box: StoredBox, ours: str) -> Stored:
+def with_checksum(stored: Stored, box: StoredBox, ours: str) -> Stored:
     """Return a tensor of a checkpoint's file as a box of ours, with its checksum."""
 
     def check() -> None:
-        if zlib.crc32(one.read().reshape(-1).view(torch.uint8).numpy().data) != box.crc32:
-            raise InputError.of(f"{one.file}: {one.name}", DAMAGED)
+        if zlib.crc32(stored.read().reshape(-1).view(torch.uint8).numpy().data) != box.crc32:
+            raise InputError.of(f"{stored.file}: {stored.name}", DAMAGED)
 
-    return replace(one, check=Once(check), patches=(whole(ours, box.offsets, box.lengths),))
+    return replace(stored, check=Once(check), patches=(whole(ours, box.offsets, box.lengths),))
 
 
 _TENSORS = ".tensors"  # the folder beside a file of torch_xla's own serialisation, which holds references only
@@ -216,22 +218,22 @@ def read_state(file: Path) -> dict[str, Stored]:
     """Return the tensors of a state dict; of torch_xla's own serialisation, those in its folder."""
     with torch.serialization.safe_globals([(Reference, "torch_xla.utils.serialization.TensorReference")]):  # pyright: ignore
         state = _inner(_loaded(file), file)
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     check = Once(lambda: _check(file))
     for name, value in state.items():
         if isinstance(value, Reference):
             require((isinstance(value.tid, int), f"{file}: {name}", f"names a file that is no number: {value.tid}"))
-            one = Path(f"{file}{_TENSORS}") / f"tensor_{value.tid}.pt"
-            value, where, its = _loaded(one), one, Once(lambda one=one: _check(one))
+            own_file = Path(f"{file}{_TENSORS}") / f"tensor_{value.tid}.pt"
+            value, where, its = _loaded(own_file), own_file, Once(lambda own_file=own_file: _check(own_file))
         else:
             where, its = file, check
         if isinstance(value, torch.Tensor):
-            found[name] = Stored(
+            tensors[name] = Stored(
                 name=name, file=str(where), dtype=value.dtype, shape=tuple(value.shape), check=its,
                 odd="" if value.dtype in DTYPES else str(value.dtype).removeprefix("torch."),
                 read=lambda value=value: value.detach(),
             )  # fmt: skip
-    return found
+    return tensors
 
 
 def _inner(state: Any, file: Path) -> Mapping[str, Any]:

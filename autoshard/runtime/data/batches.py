@@ -21,7 +21,7 @@ _CLOSING_S = 0.5  # for a step that is being made
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Some samples, in order."""
+    """Consecutive samples: their tokens, which labels count, and where documents start."""
 
     tokens: Array  # [count, seq_len + 1] int64: labels are the next tokens
     counted: Array  # [count, seq_len] bool: which labels count in the loss
@@ -68,7 +68,7 @@ def batches(source: SampleSource, first_sample: int, shape: StepShape) -> tuple[
     samples = source.samples(first_sample, shape.num_samples)
     along = np.arange(samples.counted.shape[1])
     weights = samples.counted / max(1, int(samples.counted.sum()))
-    found: list[Batch] = []
+    micro_batches: list[Batch] = []
     for start in range(0, shape.num_samples, shape.micro_batch):
         rows = slice(start, start + shape.micro_batch)
         batch = {
@@ -79,8 +79,8 @@ def batches(source: SampleSource, first_sample: int, shape: StepShape) -> tuple[
             "key_positions": along,
             "token_weight": weights[rows],
         }
-        found.append(batch | ({"document_starts": samples.document_starts[rows]} if shape.separate else {}))
-    return tuple(found)
+        micro_batches.append(batch | ({"document_starts": samples.document_starts[rows]} if shape.separate else {}))
+    return tuple(micro_batches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,14 +154,14 @@ class PrefetchLoader:
         start_s = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: bool(self._steps))
-            made = self._steps[0]
-            if isinstance(made, Exception):
-                raise made
+            prepared = self._steps[0]
+            if isinstance(prepared, Exception):
+                raise prepared
             self._steps.popleft()
             self._changed.notify_all()
         first, self._first = self._first, self._first + self._shape.num_samples
         waited_s = time.perf_counter() - start_s
-        return Prepared(batches=made, first_sample=first, next_sample=self._first, waited_s=waited_s)
+        return Prepared(batches=prepared, first_sample=first, next_sample=self._first, waited_s=waited_s)
 
     def close(self) -> None:
         """End the thread, or leave it alone with what it reads."""
@@ -171,18 +171,18 @@ class PrefetchLoader:
         self._thread.join(_CLOSING_S)
 
     def _prepare(self, first_sample: int) -> None:
-        """Make step after step, until one fails, and not too many ahead."""
-        made: tuple[Batch, ...] | Exception = ()
-        while not isinstance(made, Exception):
+        """Prepare the batches of one step after another, a few steps ahead, until one fails."""
+        prepared: tuple[Batch, ...] | Exception = ()
+        while not isinstance(prepared, Exception):
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or len(self._steps) < self._ahead)
                 if self._closed:
                     return
             try:
-                made = batches(self._source, first_sample, self._shape)
+                prepared = batches(self._source, first_sample, self._shape)
             except Exception as error:  # the step that asks for it raises it
-                made = error
+                prepared = error
             with self._changed:
-                self._steps.append(made)
+                self._steps.append(prepared)
                 self._changed.notify_all()
             first_sample += self._shape.num_samples

@@ -69,29 +69,29 @@ class TextSource:
 
 
 def piece_bytes(files: Iterable[tuple[str, int, int]]) -> int:
-    """Return how much of a source is one piece: what a kill can lose, and what processes share work by."""
+    """Return the bytes of one piece: a kill loses at most that much work, and processes take work piece by piece."""
     return min(_MOST_BYTES, max(_LEAST_BYTES, sum(size for _, size, _ in files) // _PIECES))
 
 
 def local_source(text: str) -> TextSource | None:
-    """Find the files that a path, a folder or a pattern names; None if it names nothing here."""
+    """Return the source of the files that a path, a folder or a pattern names; None if there are none here."""
     path = Path(text)
     if path.is_dir():
-        paths = [one for one in sorted(path.rglob("*")) if one.is_file() and _form(one) is not None]
+        paths = [file for file in sorted(path.rglob("*")) if file.is_file() and _form(file) is not None]
         require((bool(paths), text, f"is a folder without any of {_SUFFIXES}"))
     elif path.exists():
         paths = [path]
     elif glob.has_magic(text):
-        found = glob.glob(text, recursive=True)  # noqa: PTH207 (Path.glob takes no absolute pattern)
-        paths = [Path(one) for one in sorted(found) if Path(one).is_file()]
+        names = glob.glob(text, recursive=True)  # noqa: PTH207 (Path.glob takes no absolute pattern)
+        paths = [Path(file) for file in sorted(names) if Path(file).is_file()]
         require((bool(paths), text, "fits no file"))
     else:
         return None
-    require(*((_form(one) is not None, str(one), f"is none of {_SUFFIXES}") for one in paths))
-    stats = [one.stat() for one in paths]
-    files = tuple((str(one), stat.st_size, stat.st_mtime_ns) for one, stat in zip(paths, stats, strict=True))
+    require(*((_form(file) is not None, str(file), f"is none of {_SUFFIXES}") for file in paths))
+    stats = [file.stat() for file in paths]
+    files = tuple((str(file), stat.st_size, stat.st_mtime_ns) for file, stat in zip(paths, stats, strict=True))
     size = piece_bytes(files)
-    return TextSource(text=text, files=files, parts=tuple(part for one in paths for part in _parts(one, size)))
+    return TextSource(text=text, files=files, parts=tuple(part for file in paths for part in _parts(file, size)))
 
 
 def _form(path: Path) -> Form | None:
@@ -266,29 +266,29 @@ def _explained(name: str, kind: Literal["dataset", "model"]) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, http_error) as error:
-        found: list[BaseException] = [error]
-        while cause := found[-1].__cause__ or found[-1].__context__:
-            found.append(cause)
-        if any(isinstance(one, OSError) and one.errno in _OF_THE_DISK for one in found):
+        causes: list[BaseException] = [error]
+        while cause := causes[-1].__cause__ or causes[-1].__context__:
+            causes.append(cause)
+        if any(isinstance(each_cause, OSError) and each_cause.errno in _OF_THE_DISK for each_cause in causes):
             raise
         page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
-        raise InputError.of(name, _reason(found, constants.ENDPOINT, page)) from error
+        raise InputError.of(name, _reason(causes, constants.ENDPOINT, page)) from error
 
 
-def _reason(found: Sequence[BaseException], hub: str, page: str) -> str:
+def _reason(causes: Sequence[BaseException], hub: str, page: str) -> str:
     """Say why a page of a hub cannot be read, by an exception and its causes, and what to do about it."""
     from huggingface_hub import errors
 
-    status = next((status for one in found if (status := _status(one))), None)
-    names = {kind.__name__ for one in found for kind in type(one).__mro__}
-    if any(isinstance(one, errors.GatedRepoError) for one in found):
+    status = next((status for cause in causes if (status := _status(cause))), None)
+    names = {kind.__name__ for cause in causes for kind in type(cause).__mro__}
+    if any(isinstance(cause, errors.GatedRepoError) for cause in causes):
         if status == 403:
             what = "its licence is not accepted by the account of your token"
             return f"{what}. Accept it at {page}, or give a token that may"
         return f"needs a token and an accepted licence. Accept it at {page}. {_LOGIN}"
     if status == 403:
         return f"your token may not read it. Ask its owner at {page}, or give a token that may"
-    if status == 401 or any(isinstance(one, errors.RepositoryNotFoundError) for one in found):
+    if status == 401 or any(isinstance(cause, errors.RepositoryNotFoundError) for cause in causes):
         what = f"there is no {page}, or it is private, or your token is wrong"
         return f"{what}. Look at the spelling. {_LOGIN} if it is private"
     if status is not None:
@@ -298,7 +298,7 @@ def _reason(found: Sequence[BaseException], hub: str, page: str) -> str:
         return f"{hub} cannot be reached. {look} the folder"
     if names & _BROKEN:
         return f"the download from {hub} broke off. Start the same command again: finished files are kept"
-    return f"cannot be read: {' '.join(str(found[0]).split())}"
+    return f"cannot be read: {' '.join(str(causes[0]).split())}"
 
 
 def _status(error: BaseException) -> int | None:

@@ -106,24 +106,24 @@ def _header(idx: Path, header: bytes) -> tuple[np.dtype, int, int]:
     require((whole, str(idx), f"is not an index of Megatron's form: it begins with {header[:9]!r}"))
     _, version, code, num_sequences, num_entries = _HEADER.unpack(header)
     require((version == 1, str(idx), f"has version {version}; only version 1 is known"))
-    other = _FLOATS.get(code, f"of the unknown format {code}")
-    require((code in _DTYPES, str(idx), f"says that tokens are {other}"))
+    format_name = _FLOATS.get(code, f"of the unknown format {code}")
+    require((code in _DTYPES, str(idx), f"says that tokens are {format_name}"))
     return np.dtype(_DTYPES[code]), num_sequences, num_entries
 
 
-def wrong_size(found: int, expected: int) -> str:
+def wrong_size(actual: int, expected: int) -> str:
     """Say that a file has not the size that it must have, as the begin of a sentence."""
-    what = "truncated" if found < expected else "altered"
-    return f"is {what}: {AGAIN}. It has {found} bytes and should have {expected}"
+    what = "truncated" if actual < expected else "altered"
+    return f"is {what}: {AGAIN}. It has {actual} bytes and should have {expected}"
 
 
 def _end(index: TokenIndex, file: int) -> int:
     """Check the size of an index and the ends of its columns; return how many bytes its sequences take."""
-    where, found = str(index.idx), os.fstat(file).st_size
+    where, actual = str(index.idx), os.fstat(file).st_size
     expected = index.documents_at + _PLACE.itemsize * index.num_entries
-    modes = index.num_sequences and found == expected + index.num_sequences
+    modes = index.num_sequences and actual == expected + index.num_sequences
     require((not modes, where, "holds the modes of a multimodal set; only sets of text can be read"))
-    require((found == expected, where, f"{wrong_size(found, expected)} by its header"))
+    require((actual == expected, where, f"{wrong_size(actual, expected)} by its header"))
 
     def one(dtype: np.dtype, offset: int) -> int:
         return int.from_bytes(os.pread(file, dtype.itemsize, offset), "little", signed=True)
@@ -190,11 +190,11 @@ def starts_within(index: TokenIndex, files: OpenFiles, first: int, count: int) -
 
     item, sequences = index.dtype.itemsize, index.num_sequences
     begin, places = span(index.places_at, sequences, first * item, (first + count) * item)
-    found = places // item - first
+    begins = places // item - first
     if index.num_entries == sequences + 1:  # every sequence is a document, as in all sets of text
-        return found
-    _, entries = span(index.documents_at, index.num_entries, begin, begin + len(found))
-    return found[entries - begin]
+        return begins
+    _, entries = span(index.documents_at, index.num_entries, begin, begin + len(begins))
+    return begins[entries - begin]
 
 
 def document_lengths(index: TokenIndex, files: OpenFiles) -> Array:

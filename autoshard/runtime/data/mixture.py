@@ -185,10 +185,10 @@ def permuted(places: Array, size: int, key: Sequence[int]) -> Array:
     keys = np.random.SeedSequence(key).generate_state(_ROUNDS, np.uint64)
     rows = isqrt(size - 1) + 1
     columns = -(-size // rows)
-    found = _network(places, rows, columns, keys)
-    while (outside := found >= size).any():
-        found[outside] = _network(found[outside], rows, columns, keys)
-    return found
+    landed = _network(places, rows, columns, keys)
+    while (outside := landed >= size).any():
+        landed[outside] = _network(landed[outside], rows, columns, keys)
+    return landed
 
 
 def _network(places: Array, rows: int, columns: int, keys: Array) -> Array:
@@ -246,11 +246,11 @@ class WeightTree:
         before = self._left_of_first(numbers)
         goes_left = self._left_of_first(numbers + 1) > before
         sets, counts = np.empty_like(numbers), np.empty_like(numbers)
-        for side, mine, local in ((self.left, goes_left, before), (self.right, ~goes_left, numbers - before)):
+        for side, of_side, local in ((self.left, goes_left, before), (self.right, ~goes_left, numbers - before)):
             if isinstance(side, WeightTree):
-                sets[mine], counts[mine] = side.assigned(local[mine])
+                sets[of_side], counts[of_side] = side.assigned(local[of_side])
             elif side is not None:
-                sets[mine], counts[mine] = side, local[mine]
+                sets[of_side], counts[of_side] = side, local[of_side]
         return sets, counts
 
     def _left_of_first(self, count: Array) -> Array:
@@ -284,8 +284,8 @@ class DataMixture:
         counted = np.zeros((count, self.seq_len), np.bool_)
         starts = np.zeros((count, self.seq_len), np.int64)
         for row, (number, sample) in enumerate(zip(*self.members(first, count), strict=True)):
-            one = self.sets[number]
-            span = one.stream.read(*one.cut.span(sample))
+            cut_stream = self.sets[number]
+            span = cut_stream.stream.read(*cut_stream.cut.span(sample))
             tokens[row, : len(span.tokens)] = span.tokens
             counted[row], starts[row] = self._labels(span)
         return Samples(tokens=tokens, counted=counted, document_starts=starts)
@@ -294,11 +294,11 @@ class DataMixture:
         """Return the set of each sample, and its number in that set."""
         which, before = self.shares.assigned(np.arange(first, first + count))
         numbers = np.empty_like(before)
-        for number, one in enumerate(self.sets):
-            epochs, places = np.divmod(before, len(one.cut))
+        for number, cut_stream in enumerate(self.sets):
+            epochs, places = np.divmod(before, len(cut_stream.cut))
             for epoch in np.unique(epochs[which == number]).tolist():
-                mine = (which == number) & (epochs == epoch)
-                numbers[mine] = permuted(places[mine], len(one.cut), (self.seed, number, epoch))
+                of_epoch = (which == number) & (epochs == epoch)
+                numbers[of_epoch] = permuted(places[of_epoch], len(cut_stream.cut), (self.seed, number, epoch))
         return which.tolist(), numbers.tolist()
 
     def _labels(self, span: TokenSpan) -> tuple[Array, Array]:

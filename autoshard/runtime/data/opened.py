@@ -52,7 +52,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerRecord:
-    """What made the tokens."""
+    """The tokenizer that made the tokens."""
 
     name: str
     vocab: int  # ids go from 0 to one less
@@ -76,9 +76,9 @@ class Manifest:
     files: tuple[FileRecord, ...]
 
     def __post_init__(self) -> None:
-        """Refuse manifests of another time."""
-        other = f"must be {SCHEMA}, not {self.schema}. Update autoshard, or tokenize again"
-        require((self.schema == SCHEMA, "schema", other), (bool(self.files), "files", "must name at least one"))
+        """Refuse a manifest of another schema, and one without files."""
+        message = f"must be {SCHEMA}, not {self.schema}. Update autoshard, or tokenize again"
+        require((self.schema == SCHEMA, "schema", message), (bool(self.files), "files", "must name at least one"))
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -107,20 +107,20 @@ def missing_or_resized(folder: Path, files: Iterable[FileRecord]) -> Iterator[Fa
     for file in files:
         path = folder / file.name
         try:
-            found = path.stat().st_size
+            actual = path.stat().st_size
         except OSError as error:
             yield Fault(where=str(path), message=f"cannot be read: {error.strerror}. The manifest lists it: {AGAIN}")
             continue
-        if found != file.bytes:
-            yield Fault(where=str(path), message=f"{wrong_size(found, file.bytes)} by its manifest")
+        if actual != file.bytes:
+            yield Fault(where=str(path), message=f"{wrong_size(actual, file.bytes)} by its manifest")
 
 
 def altered(folder: Path, files: Iterable[FileRecord]) -> Iterator[Fault]:
     """Hold files against their checksums, several at a time: reads every byte."""
-    known = tuple(files)
+    records = tuple(files)
     with ThreadPoolExecutor() as pool:
-        for file, found in zip(known, pool.map(lambda file: sha256(folder / file.name), known), strict=True):
-            if found != file.sha256:
+        for file, checksum in zip(records, pool.map(lambda file: sha256(folder / file.name), records), strict=True):
+            if checksum != file.sha256:
                 yield Fault(where=str(folder / file.name), message=f"is altered: {AGAIN}. Its checksum is another")
 
 
@@ -147,7 +147,7 @@ def open_source(spec: DataSpec, *, seq_len: int, vocab: int, seed: int, separate
         raise InputError(faults)
     return DataMixture(
         sets=tuple(sets),
-        shares=WeightTree.of([one.weight for one in sets]),
+        shares=WeightTree.of([cut_stream.weight for cut_stream in sets]),
         seq_len=seq_len,
         seed=seed,
         separate=separate,
@@ -181,7 +181,7 @@ class _Opener:
         return CutStream(stream=stream, cut=cut, weight=self.spec.sets[name])
 
     def _stream(self, name: str) -> FileStream | TextStream:
-        """Find out what a set is, and open it."""
+        """Open a set, in the form that its path has."""
         path = Path(name)
         if path.is_dir() and (path / NAME).is_file():
             return self._with_manifest(name)
@@ -216,7 +216,7 @@ class _Opener:
         return self._files(name, prefixes, has_answers=manifest.kind == "chat")
 
     def _without_manifest(self, name: str, prefixes: list[Path]) -> FileStream:
-        """Open what others made: only its tokens say of which vocabulary they are."""
+        """Open a set without a manifest: only its tokens show the vocabulary."""
         stream, opened, faults = self._files(name, prefixes, has_answers=False), OpenFiles(), list[Fault]()
         for index in stream.files:
             if self.spec.check == "full":
@@ -238,9 +238,9 @@ class _Opener:
                 return error.faults
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:  # a file system in a network answers many at once
-            found = list(pool.map(read, prefixes))
-        files = tuple(one for one in found if isinstance(one, TokenIndex))
-        faults = [fault for one in found if isinstance(one, tuple) for fault in one]
+            results = list(pool.map(read, prefixes))
+        files = tuple(result for result in results if isinstance(result, TokenIndex))
+        faults = [fault for result in results if isinstance(result, tuple) for fault in result]
         if faults:
             raise InputError(faults)
         return FileStream(name=name, files=files, vocab=self.vocab, has_answers=has_answers)

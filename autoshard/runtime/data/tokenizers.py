@@ -37,10 +37,10 @@ class Marked:
 
     def answers(self) -> list[bool]:
         """Return which characters are answers."""
-        found = [False] * len(self.text)
+        is_answer = [False] * len(self.text)
         for begin, end in self.ranges:
-            found[begin:end] = [True] * (end - begin)
-        return found
+            is_answer[begin:end] = [True] * (end - begin)
+        return is_answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,16 +162,18 @@ class ByteTokenizer:
     def documents(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the bytes of documents, each closed."""
         data = [np.frombuffer(text.encode(errors="replace"), np.uint8) for text in texts]
-        return [np.append(one.astype(np.uint16), np.uint16(BYTES_EOS)) for one in data]
+        return [np.append(codes.astype(np.uint16), np.uint16(BYTES_EOS)) for codes in data]
 
     def conversations(self, marked: Sequence[Marked]) -> list[MarkedTokens]:
         """Return the bytes of conversations; after the last turn one of them closes the document."""
-        found: list[MarkedTokens] = []
-        for one, tokens in zip(marked, self.documents([one.text for one in marked]), strict=True):
-            pairs = zip(one.text, one.answers(), strict=True)
+        conversations: list[MarkedTokens] = []
+        for conversation, tokens in zip(
+            marked, self.documents([conversation.text for conversation in marked]), strict=True
+        ):
+            pairs = zip(conversation.text, conversation.answers(), strict=True)
             answers = [is_answer for letter, is_answer in pairs for _ in letter.encode(errors="replace")]
-            found.append((tokens, [*answers, False]))
-        return found
+            conversations.append((tokens, [*answers, False]))
+        return conversations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,15 +189,17 @@ class LibraryTokenizer:
     def documents(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the tokens of documents: text alone between the tokens that open and close it."""
         opened, closed = ([] if token is None else [token] for token in (self.bos, self.record.eos))
-        found = self.library.encode_batch_fast(_whole(texts), add_special_tokens=False)
-        return [[*opened, *encoding.ids, *closed] for encoding in found]
+        encodings = self.library.encode_batch_fast(_whole(texts), add_special_tokens=False)
+        return [[*opened, *encoding.ids, *closed] for encoding in encodings]
 
     def conversations(self, marked: Sequence[Marked]) -> list[MarkedTokens]:
         """Return tokens as the template wrote them; one is of an answer if its first character is."""
-        found = self.library.encode_batch(_whole([one.text for one in marked]), add_special_tokens=False)
+        encodings = self.library.encode_batch(
+            _whole([conversation.text for conversation in marked]), add_special_tokens=False
+        )
         conversations: list[MarkedTokens] = []
-        for one, encoding in zip(marked, found, strict=True):
-            answers = one.answers()
+        for conversation, encoding in zip(marked, encodings, strict=True):
+            answers = conversation.answers()
             conversations.append((encoding.ids, [begin < end and answers[begin] for begin, end in encoding.offsets]))
         return conversations
 
@@ -205,9 +209,9 @@ Tokenizer = ByteTokenizer | LibraryTokenizer
 
 def open_tokenizer(spec: TokenizerSpec) -> Tokenizer:
     """Open a tokenizer; costs a second for a large vocabulary."""
-    given = _text(spec.template)
+    user_template = _text(spec.template)
     if spec.folder is None:
-        return ByteTokenizer(template=given or CHATML)
+        return ByteTokenizer(template=user_template or CHATML)
     from tokenizers import Tokenizer as Library
 
     path = spec.folder / "tokenizer.json"
@@ -223,18 +227,24 @@ def open_tokenizer(spec: TokenizerSpec) -> Tokenizer:
         special |= {key: content} if isinstance(content, str) and content else {}
     template = config.get("chat_template")
     if isinstance(template, list):  # some hold several by name
-        template = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}.get("default")
-    own = _text(spec.folder / "chat_template.jinja") or (template if isinstance(template, str) else None)
+        template = {
+            named_template.get("name"): named_template.get("template")
+            for named_template in template
+            if isinstance(named_template, dict)
+        }.get("default")
+    folder_template = _text(spec.folder / "chat_template.jinja") or (template if isinstance(template, str) else None)
 
     def number(token: str | None, option: str) -> int | None:
-        found = None if token is None else library.token_to_id(token)
-        require((token is None or found is not None, option, f"{token!r} is not a token of {path}"))
-        return found
+        token_id = None if token is None else library.token_to_id(token)
+        require((token is None or token_id is not None, option, f"{token!r} is not a token of {path}"))
+        return token_id
 
     vocab = max(library.get_vocab(with_added_tokens=True).values()) + 1
     eos, bos = number(spec.eos or special.get("eos_token"), "--eos"), number(spec.bos, "--bos")
     record = TokenizerRecord(name=spec.name, vocab=vocab, eos=eos, sha256=sha256(path))
-    return LibraryTokenizer(library=library, record=record, bos=bos, template=given or own, special=special)
+    return LibraryTokenizer(
+        library=library, record=record, bos=bos, template=user_template or folder_template, special=special
+    )
 
 
 def _whole(texts: Sequence[str]) -> list[str]:
@@ -250,8 +260,8 @@ def _whole(texts: Sequence[str]) -> list[str]:
 def _config(folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        found = parsed_json(_text(folder / name) or "{}", str(folder / name))
-        config |= cast(dict[str, Any], found) if isinstance(found, dict) else {}
+        entries = parsed_json(_text(folder / name) or "{}", str(folder / name))
+        config |= cast(dict[str, Any], entries) if isinstance(entries, dict) else {}
     return config
 
 

@@ -46,7 +46,7 @@ _WORK, _DONE, _LOCK = "work.json", ".done.json", "work.lock"  # of a folder, unt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What becomes tokens, and how."""
+    """The source that becomes tokens, and the tokenizer."""
 
     source: TextSource
     tokenizer: TokenizerSpec
@@ -64,7 +64,7 @@ class _Begun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceRecord:
-    """A piece that is done."""
+    """A finished piece: its files, its documents and tokens."""
 
     source_bytes: int
     num_tokens: int
@@ -75,7 +75,7 @@ class PieceRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizingProgress:
-    """How far the work is."""
+    """The progress of the work."""
 
     done_bytes: int
     all_bytes: int
@@ -101,21 +101,21 @@ def tokenize(work: Work, out: Path, num_workers: int, say: Callable[[TokenizingP
     ]
     with _claimed(_Begun(work=work, tokenizer=tokenizer.record), out):
         remove_asides(out)
-        done = {piece.prefix: found for piece in pieces if (found := piece.kept()) is not None}
-        kept = sum(one.source_bytes for one in done.values())
+        done = {piece.prefix: piece_record for piece in pieces if (piece_record := piece.kept()) is not None}
+        kept_bytes = sum(piece_record.source_bytes for piece_record in done.values())
         total = sum(piece.size for piece in pieces)
 
         def tell() -> None:
-            finished = sum(one.source_bytes for one in done.values())
-            tokens = sum(one.num_tokens for one in done.values())
-            say(TokenizingProgress(done_bytes=finished, all_bytes=total, num_tokens=tokens, kept_bytes=kept))
+            finished = sum(piece_record.source_bytes for piece_record in done.values())
+            tokens = sum(piece_record.num_tokens for piece_record in done.values())
+            say(TokenizingProgress(done_bytes=finished, all_bytes=total, num_tokens=tokens, kept_bytes=kept_bytes))
 
         tell()
-        for piece, found in _made([piece for piece in pieces if piece.prefix not in done], num_workers):
-            done[piece.prefix] = found
+        for piece, piece_record in _made([piece for piece in pieces if piece.prefix not in done], num_workers):
+            done[piece.prefix] = piece_record
             tell()
-        found = [done[piece.prefix] for piece in pieces]
-        require((any(one.num_tokens for one in found), work.source.text, "holds no text"))
+        records = [done[piece.prefix] for piece in pieces]
+        require((any(piece_record.num_tokens for piece_record in records), work.source.text, "holds no text"))
         manifest = Manifest(
             schema=SCHEMA,
             source=work.source.text,
@@ -123,10 +123,10 @@ def tokenize(work: Work, out: Path, num_workers: int, say: Callable[[TokenizingP
             kind=work.kind,
             tokenizer=tokenizer.record,
             dtype=dtype_of(tokenizer.record.vocab),
-            num_tokens=sum(one.num_tokens for one in found),
-            num_documents=sum(one.num_documents for one in found),
-            num_empty=sum(one.num_empty for one in found),
-            files=tuple(file for one in found for file in one.files),
+            num_tokens=sum(piece_record.num_tokens for piece_record in records),
+            num_documents=sum(piece_record.num_documents for piece_record in records),
+            num_empty=sum(piece_record.num_empty for piece_record in records),
+            files=tuple(file for piece_record in records for file in piece_record.files),
         )
         write_record(manifest, out / NAME)
         _clear(out)
@@ -151,7 +151,7 @@ def _finished(work: Work, tokenizer: TokenizerRecord, out: Path) -> Manifest:
 
 
 @contextmanager
-def _claimed(begun: _Begun, out: Path) -> Iterator[None]:
+def _claimed(work: _Begun, out: Path) -> Iterator[None]:
     """Reserve a folder for this work: a lock keeps other processes out, and other work is refused."""
     path = out / _WORK
     with (out / _LOCK).open("a") as file:
@@ -160,18 +160,18 @@ def _claimed(begun: _Begun, out: Path) -> Iterator[None]:
         except OSError:
             message = "another process tokenizes into it. Wait for it, or give another --out"
             raise InputError.of(str(out), message) from None
-        other = (
+        message = (
             "holds unfinished work on another source, or with another tokenizer, or the source has changed "
             "since. Give another --out, or remove the folder"
         )
-        require((not path.exists() or read_data(path) == record.encode(begun), str(out), other))
+        require((not path.exists() or read_data(path) == record.encode(work), str(out), message))
         if not path.exists():
-            write_record(begun, path)
+            write_record(work, path)
         yield
 
 
 def _made(pieces: "Sequence[_WorkPiece]", num_workers: int) -> "Iterator[tuple[_WorkPiece, PieceRecord]]":
-    """Make pieces, in one process or several, and yield them as they are done; finish all that were begun."""
+    """Tokenize pieces, in one process or several; yield each with its record. A fault lets running pieces end."""
     if num_workers == 1 or len(pieces) < 2:
         yield from ((piece, _make(piece)) for piece in pieces)
         return
@@ -187,8 +187,8 @@ def _made(pieces: "Sequence[_WorkPiece]", num_workers: int) -> "Iterator[tuple[_
                     yield waiting[future], future.result()
             except InputError as error:
                 faults += error.faults
-                for other in waiting:
-                    other.cancel()
+                for pending in waiting:
+                    pending.cancel()
     except BrokenProcessPool:
         message = "a process that tokenized was killed, perhaps for its memory: fewer --workers take less"
         raise RunFailed(message) from None
@@ -234,8 +234,8 @@ class _WorkPiece:
         path = beside(self.prefix, _DONE)
         if not path.exists():
             return None
-        found = record.decode(PieceRecord, read_data(path))
-        return None if any(missing_or_resized(self.prefix.parent, found.files)) else found
+        piece_record = record.decode(PieceRecord, read_data(path))
+        return None if any(missing_or_resized(self.prefix.parent, piece_record.files)) else piece_record
 
 
 _opened = functools.cache(open_tokenizer)  # once in a process, for all its pieces
@@ -277,9 +277,9 @@ def _batches(piece: _WorkPiece, template: ChatTemplate) -> Iterator[list[Any]]:
     size = 0
     for part in piece.parts:
         for where, value in documents(part, piece.field):
-            one = _text_of(value, where, piece, template)
-            batch.append(one)
-            size += len(one.text) if isinstance(one, Marked) else len(one)
+            text = _text_of(value, where, piece, template)
+            batch.append(text)
+            size += len(text.text) if isinstance(text, Marked) else len(text)
             if size >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
                 yield batch
                 batch, size = [], 0
@@ -291,7 +291,7 @@ def _text_of(value: Any, where: Where, piece: _WorkPiece, template: ChatTemplate
         try:
             return template.marked(messages_of(value, piece.field))
         except InputError as error:
-            faults = (Fault(where=f"{where()}: {one.where}", message=one.message) for one in error.faults)
+            faults = (Fault(where=f"{where()}: {fault.where}", message=fault.message) for fault in error.faults)
             raise InputError(faults) from None
     if value is None:
         return ""

@@ -100,7 +100,7 @@ def scalars(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, flo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paced:
-    """What follows from a step and those before it."""
+    """Figures that follow from a step and the steps before it: use of the hardware, time left, warnings."""
 
     mfu: float | None  # None where the plan is about another machine
     ratio: float | None  # of the step's time to the predicted; likewise
@@ -125,13 +125,13 @@ class Pace:
     def __call__(self, step: TimedStep, now_s: float) -> Paced:
         """Take one step more, which has ended now."""
         self._ends_s.append(now_s)
-        known = self._prediction
+        prediction = self._prediction
         each_s = None if step.phase == "compile" else step.time_s + step.waited_s
         if len(self._ends_s) > 1:  # with all that lies between steps
             each_s = (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
         return Paced(
-            mfu=known.mfu * step.tokens_per_s / known.tokens_per_s if known else None,
-            ratio=step.time_s / known.step_time_s if known else None,
+            mfu=prediction.mfu * step.tokens_per_s / prediction.tokens_per_s if prediction else None,
+            ratio=step.time_s / prediction.step_time_s if prediction else None,
             left_s=None if each_s is None else (self._num_steps - step.number) * each_s,
             warnings=tuple(self._drifts(step)) if step.phase == "steady" else (),
         )
@@ -140,17 +140,17 @@ class Pace:
         self._steady_s.append(step.time_s)
         if len(self._steady_s) < WINDOW:
             return []
-        median_s, known = statistics.median(self._steady_s), self._prediction
-        found: dict[str, str] = {}
-        if known and not known.low_s <= median_s <= known.high_s:
-            interval = f"{format_seconds(known.low_s)} to {format_seconds(known.high_s)}"
-            found["prediction"] = f"outside the predicted {interval}"
+        median_s, prediction = statistics.median(self._steady_s), self._prediction
+        drifts: dict[str, str] = {}
+        if prediction and not prediction.low_s <= median_s <= prediction.high_s:
+            interval = f"{format_seconds(prediction.low_s)} to {format_seconds(prediction.high_s)}"
+            drifts["prediction"] = f"outside the predicted {interval}"
         if self._first_s is None:
             self._first_s = median_s
         elif median_s > SLOWER * self._first_s:
             slower = f"{median_s / self._first_s - 1:.0%} more than the {format_seconds(self._first_s)}"
-            found["own"] = f"{slower} that the first {WINDOW} steady steps took"
-        new = found.keys() - self._warned
+            drifts["own"] = f"{slower} that the first {WINDOW} steady steps took"
+        new = drifts.keys() - self._warned
         self._warned |= new
         what = f"step {step.number}: the last {WINDOW} steps took {format_seconds(median_s)} (median)"
-        return [f"{what}, {text}" for name, text in found.items() if name in new]
+        return [f"{what}, {text}" for name, text in drifts.items() if name in new]

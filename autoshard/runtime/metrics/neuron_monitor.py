@@ -34,24 +34,28 @@ def _counted(line: str) -> dict[str, Any] | None:
     try:
         report: Any = json_line(line)
         processes, system = report["neuron_runtime_data"] or (), part(report, "system_data")
-        runtimes = [part(one, "report") for one in processes]
-        cores = [part(one, "neuroncore_counters", "neuroncores_in_use") for one in runtimes]
-        used = [part(one, "memory_used", "neuron_runtime_used_bytes") for one in runtimes]
+        runtimes = [part(process, "report") for process in processes]
+        cores = [part(runtime, "neuroncore_counters", "neuroncores_in_use") for runtime in runtimes]
+        used = [part(runtime, "memory_used", "neuron_runtime_used_bytes") for runtime in runtimes]
         devices = part(system, "neuron_hw_counters").get("neuron_devices") or ()
-        groups = [group or {} for one in (*runtimes, system) for group in one.values()]
+        groups = [group or {} for owner in (*runtimes, system) for group in owner.values()]
         faulty = (*processes, *groups, part(report, "neuron_hardware_info"))
         errors: Counter[str] = Counter()
-        for one in runtimes:
-            causes, outcomes = (part(one, "execution_stats", name) for name in ("error_summary", "execution_summary"))
+        for runtime in runtimes:
+            causes, outcomes = (
+                part(runtime, "execution_stats", name) for name in ("error_summary", "execution_summary")
+            )
             errors.update({name: int(causes.get(name) or 0) for name in causes})
             errors.update({name: int(outcomes.get(name) or 0) for name in _BAD_OUTCOMES})
         return {
-            "core_use": [(core.get("neuroncore_utilization") or 0) / 100 for one in cores for core in one.values()],
-            "device_bytes": sum(int(one.get("neuron_device") or 0) for one in used),
-            "host_bytes": sum(int(one.get("host") or 0) for one in used),
-            "ecc_uncorrected": sum(int(one.get(name) or 0) for one in devices for name in _UNCORRECTED),
+            "core_use": [
+                (core.get("neuroncore_utilization") or 0) / 100 for in_use in cores for core in in_use.values()
+            ],
+            "device_bytes": sum(int(memory.get("neuron_device") or 0) for memory in used),
+            "host_bytes": sum(int(memory.get("host") or 0) for memory in used),
+            "ecc_uncorrected": sum(int(device.get(name) or 0) for device in devices for name in _UNCORRECTED),
             "errors": +errors,  # those that happened
-            "fault": next((one["error"] for one in faulty if one.get("error")), ""),
+            "fault": next((section["error"] for section in faulty if section.get("error")), ""),
         }
     except (ValueError, TypeError, AttributeError, KeyError, OverflowError):
         return None
@@ -62,19 +66,19 @@ def neuron_record(lines: Sequence[str]) -> dict[str, Any] | None:
 
     Errors are those since the report before; ``fault`` is what the tool could not find out, in its words.
     """
-    reports = [found for line in lines if (found := _counted(line))]
+    reports = [counted for line in lines if (counted := _counted(line))]
     if not reports:
         return None
-    errors: Counter[str] = sum((one["errors"] for one in reports), Counter())
-    use = [share for one in reports for share in one["core_use"]]
+    errors: Counter[str] = sum((report["errors"] for report in reports), Counter())
+    use = [share for report in reports for share in report["core_use"]]
     record = {
         "core_use": sum(use) / len(use) if use else 0.0,
         "least_core_use": min(use, default=0.0),
-        "num_cores": max(len(one["core_use"]) for one in reports),
-        **{name: max(one[name] for one in reports) for name in ("device_bytes", "host_bytes", "ecc_uncorrected")},
+        "num_cores": max(len(report["core_use"]) for report in reports),
+        **{name: max(report[name] for report in reports) for name in ("device_bytes", "host_bytes", "ecc_uncorrected")},
         "errors": dict(sorted(errors.items())),
     }
-    fault = next((one["fault"] for one in reports if one["fault"]), "")
+    fault = next((report["fault"] for report in reports if report["fault"]), "")
     return {**record, "fault": fault} if fault else record
 
 

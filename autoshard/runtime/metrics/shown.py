@@ -26,9 +26,9 @@ class ShownSteps:
 
     def __init__(self, folder: Path, num_done: int) -> None:
         self._folder, self._path, self._num_done = folder, folder / TRACKED, num_done
-        kept = json_line(self._path.read_bytes()) if self._path.is_file() else None
-        known = cast(dict[str, object], kept) if isinstance(kept, dict) else {}
-        self._until = {key: min(step, num_done) for key, step in known.items() if type(step) is int}
+        content = json_line(self._path.read_bytes()) if self._path.is_file() else None
+        steps_of_trackers = cast(dict[str, object], content) if isinstance(content, dict) else {}
+        self._until = {key: min(step, num_done) for key, step in steps_of_trackers.items() if type(step) is int}
         self._handed = defaultdict[str, deque[tuple[float, int]]](deque)  # when, and which step
         self._saved_s = time.monotonic()
         self._lock = threading.Lock()

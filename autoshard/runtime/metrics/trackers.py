@@ -25,7 +25,7 @@ class Tracker(Protocol):
 
     @property
     def key(self) -> str:
-        """What tells it, and where it shows the run, from others."""
+        """The key of a tracker and of the place where it shows the run; no second tracker has it."""
         ...
 
     def start(self, config: Mapping[str, Any]) -> Sequence[str]:
@@ -107,12 +107,12 @@ class Trackers:
 
 def refuse_without_packages(track: Tracking) -> None:
     """Refuse trackers that are not installed, before anything of a run starts."""
-    wanted = {"wandb": track.wandb is not None, "tensorboard": track.tensorboard}
+    trackers = {"wandb": track.wandb is not None, "tensorboard": track.tensorboard}
     message = "is not installed here. Type: pip install"
     require(
         *(
-            (not asked or find_spec(name) is not None, f"track.{name}", f"{name} {message} 'autoshard[{name}]'")
-            for name, asked in wanted.items()
+            (not is_used or find_spec(name) is not None, f"track.{name}", f"{name} {message} 'autoshard[{name}]'")
+            for name, is_used in trackers.items()
         )
     )
 
@@ -122,13 +122,13 @@ def trackers_of(
 ) -> list[Tracker]:
     """Return the trackers of a run in this folder, of which some steps were shown before; files go where they can."""
     refuse_without_packages(track)
-    found: list[Tracker] = []
+    trackers: list[Tracker] = []
     if track.wandb is not None:
         labels = {"project": track.wandb, "name": track.name or folder.resolve().name}
-        found.append(OnWandb(labels=labels, run_id=run_id, folder=folder, files=files))
+        trackers.append(OnWandb(labels=labels, run_id=run_id, folder=folder, files=files))
     if track.tensorboard:
-        found.append(OnTensorBoard(folder=folder, num_done=shown.until(OnTensorBoard.key)))
-    return found
+        trackers.append(OnTensorBoard(folder=folder, num_done=shown.until(OnTensorBoard.key)))
+    return trackers
 
 
 class OnTensorBoard:
@@ -198,8 +198,8 @@ class OnWandb:
         try:
             if mode == "online":  # without a key it would ask for one
                 host = settings.base_url
-                found = authenticate_session(host=host, source="autoshard", prompt=False, update_session=False)
-                fault = "" if found else "there is no key here. To get one, type: wandb login"
+                has_key = authenticate_session(host=host, source="autoshard", prompt=False, update_session=False)
+                fault = "" if has_key else "there is no key here. To get one, type: wandb login"
         except AuthenticationError as error:
             fault = _first_line(error)
         mode = "offline" if fault else mode
@@ -217,8 +217,8 @@ class OnWandb:
             self._run.log_artifact(artifact)
         if not self._run.offline:
             return [f"Weights & Biases: {self._run.url}"]
-        kept = f"kept offline. To send it, type: wandb sync {Path(self._run.settings.sync_dir)}"
-        return [f"Weights & Biases: {text}" for text in (fault, kept) if text]
+        advice = f"kept offline. To send it, type: wandb sync {Path(self._run.settings.sync_dir)}"
+        return [f"Weights & Biases: {text}" for text in (fault, advice) if text]
 
     @property
     def key(self) -> str:

@@ -71,7 +71,7 @@ def test_what_is_damaged_unfinished_or_not_finite_is_passed_over_with_a_remark(s
     with pytest.raises(
         StorageError, match=r"step-00000002: was saved by another run meanwhile.*to of its own"
     ) as caught:
-        shelf.make_ready(2, known=(4, 6, 8, 10))
+        shelf.make_ready(2, own_steps=(4, 6, 8, 10))
     assert caught.value.lasts and usable(shelf) == [4, 2], "it is not touched"
 
 

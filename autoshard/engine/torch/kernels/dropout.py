@@ -21,8 +21,8 @@ def keeps(
     first, stop = columns.start // WORDS, -(-columns.stop // WORDS)
     counters = torch.arange(first, stop, device=keys.device)
     words = philox((counters, *place, stream), (keys & MASK, keys >> 32))
-    kept = torch.stack([word >= dropped_below(dropped) for word in words], -1).flatten(-2)
-    return kept.narrow(-1, columns.start - WORDS * first, len(columns))
+    stays = torch.stack([word >= dropped_below(dropped) for word in words], -1).flatten(-2)
+    return stays.narrow(-1, columns.start - WORDS * first, len(columns))
 
 
 def _drop(kind: Drop, call: Call, context: KernelContext) -> Kernel:
@@ -32,8 +32,8 @@ def _drop(kind: Drop, call: Call, context: KernelContext) -> Kernel:
         if not x.numel():
             return (x,)
         here, rows = consecutive(columns), positions.to(x.device).unsqueeze(-1)
-        kept = keeps(kind.dropped, keys[:, None, None], here, (rows, 0), kind.stream)
-        return (torch.where(kept, x * grows, 0.0),)
+        stays = keeps(kind.dropped, keys[:, None, None], here, (rows, 0), kind.stream)
+        return (torch.where(stays, x * grows, 0.0),)
 
     return run
 

@@ -67,8 +67,8 @@ def _repeat(kind: Repeat, call: Call, context: KernelContext) -> Kernel:
 
 
 def _centred(x: torch.Tensor, function: str) -> torch.Tensor:
-    found = wide(x)
-    return found - found.mean(-1, keepdim=True) if function == "layer" else found
+    values = wide(x)
+    return values - values.mean(-1, keepdim=True) if function == "layer" else values
 
 
 def _norm(kind: Norm, call: Call, context: KernelContext) -> Kernel:
@@ -134,10 +134,10 @@ def _rotary(kind: Rotary, call: Call, context: KernelContext) -> Kernel:
 
     def run(x: torch.Tensor, *where: torch.Tensor) -> tuple[torch.Tensor]:
         angles = context.rotations.of(kind, where, head_dim, wide(x[..., :0]))
-        cos, sin = (one.reshape(*one.shape[:-2], *[1] * after, *one.shape[-2:]) for one in angles)
+        cos, sin = (table.reshape(*table.shape[:-2], *[1] * after, *table.shape[-2:]) for table in angles)
         halves = x[..., :turned].unflatten(-1, (2, half))
-        found = torch.addcmul(halves * cos, halves.flip(-2), sin, value=sign).flatten(-2).to(dtype)
-        return (torch.cat([found, x[..., turned:]], -1) if turned < head_dim else found,)
+        rotated = torch.addcmul(halves * cos, halves.flip(-2), sin, value=sign).flatten(-2).to(dtype)
+        return (torch.cat([rotated, x[..., turned:]], -1) if turned < head_dim else rotated,)
 
     return run
 
@@ -153,8 +153,8 @@ def _clipped(gradient: torch.Tensor, clip: float) -> torch.Tensor:
 
 
 def _adamw(kind: AdamW, call: Call, context: KernelContext) -> Kernel:
-    def run(*given: Any) -> tuple[torch.Tensor, ...]:
-        weight, first, second, gradient, clip, rate, step = given
+    def run(*state: Any) -> tuple[torch.Tensor, ...]:
+        weight, first, second, gradient, clip, rate, step = state
         before = torch.tensor(step - 1.0, device=weight.device)
         adamw(
             [weight], [_clipped(gradient, clip)], [first], [second], [], [before],

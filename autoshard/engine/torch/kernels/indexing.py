@@ -6,6 +6,7 @@ Embeddings, the labels of losses, and the slots of experts are read and written 
 from collections.abc import Callable
 
 import torch
+from einops import rearrange, repeat
 
 from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register, shape_of
 from autoshard.graph.kinds.experts import Combine, CombineGradient, Dispatch, DispatchGradient, Slot, TopK, TopKGradient
@@ -13,10 +14,11 @@ from autoshard.graph.kinds.indexing import Lookup, Pick, Place, ScatterAdd, docu
 from autoshard.graph.op import Call, Dims
 
 Made = tuple[torch.Tensor, ...]
+_FOR_CHOICES = "batch seq hidden -> batch seq choices hidden"
 
 
 def _inside(index: torch.Tensor, bounds: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which indices lie in the rank's part, and where; those outside point to the first."""
+    """Return a mask of the indices in the rank's part, and their places there; an index outside gets the first."""
     start, stop = bounds
     held = (index >= start) & (index < stop)
     return held, torch.where(held, index - start, 0)
@@ -36,8 +38,8 @@ def _lookup(kind: Lookup, call: Call, context: KernelContext) -> Kernel:
         if not len(table):
             return (table.new_zeros(shape),)
         held, place = _inside(index, bounds)
-        found = table[place]
-        return (found * _along(held, found),)
+        rows = table[place]
+        return (rows * _along(held, rows),)
 
     return run
 
@@ -90,8 +92,8 @@ def _top_k(kind: TopK, call: Call, context: KernelContext) -> Kernel:
     count = call.sizes["choices"]
 
     def run(logits: torch.Tensor) -> Made:
-        found, order = torch.sort(logits, dim=-1, descending=True, stable=True)  # ties go to the lower number
-        return found[..., :count].contiguous(), order[..., :count].contiguous()
+        values, order = torch.sort(logits, dim=-1, descending=True, stable=True)  # ties go to the lower number
+        return values[..., :count].contiguous(), order[..., :count].contiguous()
 
     return run
 
@@ -105,9 +107,9 @@ def _slot(kind: Slot, call: Call, context: KernelContext) -> Kernel:
     experts, slots, packed = call.sizes["experts"], call.sizes["slots"], context.packed
 
     def run(expert: torch.Tensor) -> Made:
-        chosen = expert.reshape(-1)
-        mine = torch.arange(experts, device=chosen.device) == chosen[:, None]
-        so_far = mine.cumsum(0)
+        chosen = rearrange(expert, "batch seq choices -> (batch seq choices)")
+        is_chosen = torch.arange(experts, device=chosen.device) == chosen[:, None]
+        so_far = is_chosen.cumsum(0)
         place = (so_far - 1).gather(1, chosen[:, None]).squeeze(1)
         if packed:  # behind those of the experts before
             counts = so_far[-1:].sum(0)  # also of no tokens
@@ -118,8 +120,8 @@ def _slot(kind: Slot, call: Call, context: KernelContext) -> Kernel:
 
 
 def _dispatch(kind: Dispatch, call: Call, context: KernelContext) -> Kernel:
-    scattered = _scattered(call.outputs[0].dims, call, context)
-    return lambda tokens, expert, place: (scattered(tokens.unsqueeze(-2), expert, place),)
+    scattered, choices = _scattered(call.outputs[0].dims, call, context), call.sizes["choices"]
+    return lambda tokens, expert, place: (scattered(repeat(tokens, _FOR_CHOICES, choices=choices), expert, place),)
 
 
 def _dispatch_gradient(kind: DispatchGradient, call: Call, context: KernelContext) -> Kernel:
@@ -136,9 +138,9 @@ def _combine_gradient(kind: CombineGradient, call: Call, context: KernelContext)
     fetched = _packed_fetched if context.packed else _fetched
     scattered = _scattered(call.inputs[1].dims, call, context)
 
-    def run(*given: torch.Tensor) -> Made:
-        upstream, slots, weight, expert, place = given
-        rows = upstream.unsqueeze(-2)
+    def run(*tensors: torch.Tensor) -> Made:
+        upstream, slots, weight, expert, place = tensors
+        rows = repeat(upstream, _FOR_CHOICES, choices=weight.shape[-1])
         d_weight = (fetched(slots, expert, place) * rows).sum(-1)
         return scattered(rows * weight.unsqueeze(-1), expert, place), d_weight
 
@@ -151,12 +153,12 @@ def _scattered(dims: Dims, call: Call, context: KernelContext) -> Callable[..., 
 
     def padded(rows: torch.Tensor, expert: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         slots = rows.new_zeros((shape[0], shape[1] + 1, shape[2]))
-        slots[expert, torch.where(place < 0, shape[1], place)] = rows.expand(*place.shape, shape[2])
+        slots[expert, torch.where(place < 0, shape[1], place)] = rows
         return slots[:, : shape[1]]
 
     def packed(rows: torch.Tensor, expert: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         slots = rows.new_empty((place.numel(), shape[2]))  # as many as there are rows
-        slots[place] = rows.expand(*place.shape, shape[2])
+        slots[place] = rows
         return slots.unsqueeze(0)
 
     return packed if context.packed else padded

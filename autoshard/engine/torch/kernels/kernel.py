@@ -23,7 +23,7 @@ _MOST_ANGLES = 8  # micro-batches in flight share their positions, so few are ev
 class Rotations:
     """Tables of the angles of the first positions, and the last look-up, by the memory of its positions."""
 
-    known: dict[object, tuple[Angles, Sequence[torch.Tensor]]] = field(default_factory=dict)
+    angles: dict[object, tuple[Angles, Sequence[torch.Tensor]]] = field(default_factory=dict)
     tables: dict[object, Angles] = field(default_factory=dict)
 
     def of(self, kind: Rotary, where: Sequence[torch.Tensor], head_dim: int, like: torch.Tensor) -> Angles:
@@ -33,10 +33,10 @@ class Rotations:
         they are counted from there: [batch, position, half, pair]. Both halves have the same cosines.
         """
         turning = (kind.fraction, kind.theta, kind.scaling, head_dim, like.dtype)
-        key = (turning, *((one.data_ptr(), one.shape) for one in where))
-        if key not in self.known:
-            if len(self.known) >= _MOST_ANGLES:
-                self.known.pop(next(iter(self.known)))
+        key = (turning, *((tensor.data_ptr(), tensor.shape) for tensor in where))
+        if key not in self.angles:
+            if len(self.angles) >= _MOST_ANGLES:
+                self.angles.pop(next(iter(self.angles)))
             index: torch.Tensor = document_positions(*where)
             count = 1 << int(index.max()).bit_length() if index.numel() else 1  # few tables serve all documents
             if (turning, count) not in self.tables:
@@ -45,13 +45,13 @@ class Rotations:
                 self.tables[turning, count] = angles.cos().unsqueeze(1).to(like), sines.to(like)
             cos, sin = self.tables[turning, count]
             there = index.to(like.device)
-            self.known[key] = (cos[there], sin[there]), where  # kept, so are the addresses
-        return self.known[key][0]
+            self.angles[key] = (cos[there], sin[there]), where  # kept, so are the addresses
+        return self.angles[key][0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelContext:
-    """What kernels are told beside the operation: formats, and which part of a cut dim the rank holds."""
+    """The settings of a kernel beside its operation: formats, and the bounds of the rank's part of each cut dim."""
 
     formats: Formats
     bounds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -61,11 +61,11 @@ class KernelContext:
 
 @singledispatch
 def kernel_of(kind: OpKind, call: Call, context: KernelContext) -> Kernel:
-    """Return the function that computes an operation; a kind of your own brings it (``torch_kernel``)."""
-    own = kind.torch_kernel(call)
-    if own is None:
+    """Return the function that computes an operation; a user's kind brings it (``torch_kernel``)."""
+    kernel = kind.torch_kernel(call)
+    if kernel is None:
         raise InputError.of("kernels", missing_kernel(kind, "torch"))
-    return own
+    return kernel
 
 
 def register(kernels: Mapping[type[OpKind], Callable[[Any, Call, KernelContext], Kernel]]) -> None:
@@ -90,9 +90,9 @@ def laid_out(dims: Dims, target: Dims) -> Callable[[torch.Tensor], torch.Tensor]
     plain = order == list(range(len(dims)))
 
     def lay(tensor: torch.Tensor) -> torch.Tensor:
-        found = tensor if plain else tensor.permute(order)
+        view = tensor if plain else tensor.permute(order)
         for axis in missing:
-            found = found.unsqueeze(axis)
-        return found
+            view = view.unsqueeze(axis)
+        return view
 
     return lay

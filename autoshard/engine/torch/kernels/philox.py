@@ -32,8 +32,8 @@ def philox(counter: Sequence[Word], key: Sequence[Word]) -> tuple[torch.Tensor, 
     first, second, third, fourth = counter
     for number in range(_ROUNDS):
         left, right = (word + number * step & MASK for word, step in zip(key, _STEPS, strict=True))
-        product, other = first * _MULTIPLIERS[0], third * _MULTIPLIERS[1]
-        first, second = (other >> 32 & MASK) ^ second ^ left, other & MASK
+        product, other_product = first * _MULTIPLIERS[0], third * _MULTIPLIERS[1]
+        first, second = (other_product >> 32 & MASK) ^ second ^ left, other_product & MASK
         third, fourth = (product >> 32 & MASK) ^ fourth ^ right, product & MASK
     return tuple(word for word in (first, second, third, fourth) if isinstance(word, torch.Tensor))
 

@@ -34,12 +34,12 @@ def _product(kind: Einsum, call: Call) -> tuple[Matrix, Matrix, tuple[int, ...],
     left, right = (tensor.dims for tensor in call.inputs)
     both = tuple(dim for dim in left if dim in right and dim in kind.dims)
     summed = tuple(dim for dim in left if dim in right and dim not in kind.dims)
-    alone = tuple(tuple(dim for dim in own if dim not in (*both, *summed)) for own in (left, right))
-    made, each = (*both, *alone[0], *alone[1]), (both,) if both else ()
-    order = [made.index(dim) for dim in kind.dims]
-    first = _matrix(left, (*each, alone[0], summed), call)
-    second = _matrix(right, (*each, summed, alone[1]), call)
-    return first, second, shape_of(call, made), None if order == sorted(order) else order
+    alone = tuple(tuple(dim for dim in dims if dim not in (*both, *summed)) for dims in (left, right))
+    result_dims, batch = (*both, *alone[0], *alone[1]), (both,) if both else ()
+    order = [result_dims.index(dim) for dim in kind.dims]
+    first = _matrix(left, (*batch, alone[0], summed), call)
+    second = _matrix(right, (*batch, summed, alone[1]), call)
+    return first, second, shape_of(call, result_dims), None if order == sorted(order) else order
 
 
 def _einsum(kind: Einsum, call: Call, context: KernelContext) -> Kernel:
@@ -48,8 +48,8 @@ def _einsum(kind: Einsum, call: Call, context: KernelContext) -> Kernel:
     first, second, shape, order = _product(kind, call)
 
     def run(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
-        made = torch.matmul(first(x), second(y)).reshape(shape)
-        return (made.permute(order) if order else made,)
+        result = torch.matmul(first(x), second(y)).reshape(shape)
+        return (result.permute(order) if order else result,)
 
     return run
 
@@ -100,8 +100,8 @@ def _grouped_product(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor
     number = torch.repeat_interleave(counts, output_size=right.shape[0] if right.dim() == 2 else left.shape[0])
     if right.dim() == 3:
         return torch.bmm(left.unsqueeze(1), right[number]).squeeze(1)
-    apart = left.t().unsqueeze(2) * right.unsqueeze(1)
-    return apart.new_zeros((len(counts), *apart.shape[1:])).index_add_(0, number, apart)
+    of_each_row = left.t().unsqueeze(2) * right.unsqueeze(1)
+    return of_each_row.new_zeros((len(counts), *of_each_row.shape[1:])).index_add_(0, number, of_each_row)
 
 
 @cache
@@ -150,8 +150,8 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
     if left.dtype == total.dtype:
         (total.addmm_ if left.dim() == 2 else total.baddbmm_)(left, right)
         return
-    for each in zip(total, left, right, strict=True) if left.dim() == 3 else [(total, left, right)]:
-        _add_wide(*each)
+    for matrices in zip(total, left, right, strict=True) if left.dim() == 3 else [(total, left, right)]:
+        _add_wide(*matrices)
 
 
 def _add_wide(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -164,12 +164,12 @@ def adds_wide(device: torch.device, factors: torch.dtype, total: torch.dtype) ->
     if device == NOWHERE or total.itemsize <= factors.itemsize:
         return False
     left, right = (torch.ones(16, 16, dtype=factors, device=device) for _ in range(2))
-    found = torch.ones(16, 16, dtype=total, device=device)
+    sum_of_ones = torch.ones(16, 16, dtype=total, device=device)
     try:
-        _add_wide(found, left, right)
+        _add_wide(sum_of_ones, left, right)
     except (RuntimeError, NotImplementedError):  # as torch says that it has none
         return False
-    return bool((found == 17).all())
+    return bool((sum_of_ones == 17).all())
 
 
 register({Einsum: _einsum})
