@@ -29,17 +29,13 @@ def num_shards(shards: tuple[str, ...], setting: Setting) -> Number:
 
 def state_bytes(weights: Weights, setting: Setting, workload: Workload) -> Mapping[str, Number]:
     """Return a rank's weights, gradients, masters and moments in bytes; ZeRO-1 divides the last two, ZeRO-3 all."""
-    precision = workload.precision
-    per_master = DTYPE_BYTES[precision.masters] if precision.masters else 0
-    per_state = UPDATES[workload.optimizer].num_moments * DTYPE_BYTES[precision.moments]
-    parts: dict[str, Number] = {"weights": 0, "gradients": 0, "masters": 0, "optimizer": 0}
+    part_bytes = workload.precision.state_bytes(UPDATES[workload.optimizer].num_moments)
+    parts: dict[str, Number] = dict.fromkeys(part_bytes, 0)
     for shards, count in _grouped(weights, 0).items():
         shard = -(-count // num_shards(shards, setting))
         resident = shard if setting.zero == 3 else count
-        parts["weights"] = parts["weights"] + resident * DTYPE_BYTES[precision.weights]
-        parts["gradients"] = parts["gradients"] + resident * DTYPE_BYTES[precision.gradients]
-        parts["masters"] = parts["masters"] + shard * per_master
-        parts["optimizer"] = parts["optimizer"] + shard * per_state
+        for part, size in part_bytes.items():
+            parts[part] = parts[part] + size * (resident if part in ("weights", "gradients") else shard)
     return parts
 
 
