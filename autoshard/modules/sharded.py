@@ -280,7 +280,8 @@ def _cluster(cluster: Cluster | str, count: int) -> Cluster:
 
 def _require_alike(sharding: ModuleSharding) -> None:
     """Refuse to run where ranks have sharded differently: they would wait for each other."""
-    lines = [*sharding.sharding.table.items(), *sharding.sharding.rests.items()]
+    layouts = sharding.sharding
+    lines = [*layouts.table.items(), *layouts.rests.items()]
     own = fingerprint(sharding.traced), hashlib.sha256(repr(sorted(lines)).encode()).hexdigest()
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)

@@ -13,11 +13,11 @@ from hypothesis import given, strategies as st
 
 from autoshard.blocks.choices import op_cuts
 from autoshard.blocks.operators import solve
-from autoshard.blocks.shard_block import BlockSharding
 from autoshard.errors import InputError
 from autoshard.layout.legal import cut_operations, op_dims
 from autoshard.layout.lower import lower
 from autoshard.layout.program import Communicate
+from autoshard.layout.table import strategies, written
 from autoshard.modules.blocks import TracedBlock, traced_block
 from autoshard.modules.capture import Captured, capture
 from autoshard.modules.dims import Collision, NotAligned, apart, fresh, leaves, note, size_of, unify
@@ -141,7 +141,8 @@ def test_megatron_comes_out_of_plain_code_where_weights_stay_and_better_where_th
     found = shard_module(large, given, load_cluster("h100-80", 8), "dp=8,tp=8", hints=hints, batch="dp")
     kept = replace(found.problem, cuts_rest=False, state_bytes_per_weight=0.0)
     megatron = solve(kept)
-    table = BlockSharding.of(kept, megatron).table
+    program = kept.table_setting(has_inputs=True).lowered(kept.block, megatron.cuts)
+    table = written(strategies(program, kept.block), kept.atoms)
     heads = [found.dims[f"layer.self_attn.{one}_proj.weight"][0].split(".")[0] for one in "qkv"]
     assert all(f"{heads[0]}/tp" in table[f"layer_self_attn_{one}_proj"] for one in "qkv")
     assert "/tp, hidden]" in table["layer_mlp_up_proj"] and table["layer_mlp_down_proj"].endswith("+tp")
