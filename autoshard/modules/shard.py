@@ -32,6 +32,7 @@ from autoshard.modules.export import ExportedModule
 from autoshard.modules.fingerprint import fingerprint
 from autoshard.modules.pins import Places, allowed_cuts
 from autoshard.modules.proof import ComparedTensor, ModuleRun
+from autoshard.modules.region import Alias
 from autoshard.modules.running.placing import resting
 from autoshard.plan.module_plan import ModulePlan
 from autoshard.spec.cluster import Cluster
@@ -62,8 +63,14 @@ class ModuleSharding:
     def sharding(self) -> BlockSharding:
         """The layouts as the lines of a plan's table, with time and memory."""
         platform = self.question.platform(self.mesh)
-        lowered = LoweredBlock.of(self.traced.block, self.program, platform.kernels)
-        return BlockSharding.of(self.problem, self.solution, lowered, self.program, platform)
+        return BlockSharding.of(self.problem, self.solution, self.lowered, self.program, platform)
+
+    @property
+    def lowered(self) -> LoweredBlock:
+        """The kernels of the program; a tensor under another name is none."""
+        lowered = LoweredBlock.of(self.traced.block, self.program, self.question.kernels)
+        runs = (run for run in lowered.runs if not all(isinstance(op.kind, Alias) for op in run.ops))
+        return replace(lowered, runs=tuple(runs))
 
     def plan(self) -> ModulePlan:
         """Return what a file keeps of it."""

@@ -45,7 +45,6 @@ class ModulePlan:
     gap: float
 
     def __post_init__(self) -> None:
-        require((self.schema == SCHEMA, "schema", f"is {self.schema}; this autoshard reads {SCHEMA}"))
         for name, line in self.strategies:
             with inside(f"strategies.{name}"):
                 Strategy.parse(line)
@@ -90,7 +89,10 @@ def proof(gap: float, *, fits: bool = True) -> str:
 def load_module_plan(path: Path) -> ModulePlan:
     """Read the file."""
     with inside(path):
-        return decode(ModulePlan, read_data(path))
+        data = read_data(path)
+        schema = cast(dict[str, Any], data).get("schema", SCHEMA) if isinstance(data, dict) else SCHEMA
+        require((schema == SCHEMA, "schema", f"is {schema}; this autoshard reads {SCHEMA}"))
+        return decode(ModulePlan, cast(Any, data))
 
 
 def is_module_plan(path: Path) -> bool:

@@ -85,6 +85,7 @@ def test_the_cheapest_layouts_are_proven_as_well(name: str):
     module, inputs = made(name)
     found = shard_module(module, inputs, load_cluster("local", ranks=4), "dp=2,tp=2", batch="dp", precision="fp32")
     assert found.solution.gap == 0.0 and not found.kept_whole
+    assert found.sharding.memory_bytes == found.solution.kept_bytes  # counted in two ways
     assert max(one.error for one in found.prove(module, inputs)) < 1e-6
 
 
