@@ -20,7 +20,7 @@ from autoshard.layout.program import Communicate
 from autoshard.layout.table import strategies, written
 from autoshard.modules.blocks import TracedBlock, traced_block
 from autoshard.modules.capture import Captured, capture
-from autoshard.modules.dims import Collision, NotAligned, apart, fresh, leaves, note, size_of, unify
+from autoshard.modules.dims import Collision, NotAligned, fresh, leaves, note, separate, size_of, unify
 from autoshard.modules.proof import ComparedTensor, ModuleRun
 from autoshard.modules.shard import shard_module
 from autoshard.spec.cluster_catalogue import load_cluster
@@ -383,7 +383,7 @@ def test_dims_that_a_tensor_has_both_or_that_were_set_apart_never_become_one():
     note(0, [one, other])
     with pytest.raises(Collision):
         unify(one, other)
-    apart(one[0], third[0])
+    separate(one[0], third[0])
     with pytest.raises(Collision):
         unify(third, one)
     with pytest.raises(NotAligned):
