@@ -25,9 +25,9 @@ from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.strategy import CpKind, StrategyRule, strategy_rules
 from autoshard.schedule.waves import Ints
-from autoshard.spec.workload import DTYPE_BYTES
 
 _FEW = 6  # meshes that look for the cheapest ways between layouts of tensors with very many
+_WHOLE = ("weights", "gradients")  # that ranks hold whole unless ZeRO-3 divides all
 _MOST_KEPT = 256  # cuttings: those of a frontier over four sizes of a cluster are fewer, and each is a few kilobytes
 
 
@@ -125,8 +125,7 @@ def shared_cuttings(
     count, parts = len(meshes.atoms["edp"]), dict[str, tuple[SharedCuts, ...]]()
     few = meshes.only(np.unique(np.linspace(0, count - 1, _FEW).astype(np.int64)))
     real = tuple(atom for atom, size in meshes.atoms.items() if np.any(size > 1))
-    precision = question.workload.precision
-    state_bytes = float(DTYPE_BYTES[precision.weights] + DTYPE_BYTES[precision.gradients])
+    state_bytes = float(sum(question.workload.precision.state_bytes(num_moments=0)[part] for part in _WHOLE))
     for kind in KINDS:
         between()
         few_columns = operator_problem(question, few, terms, kind, real)

@@ -25,9 +25,9 @@ from autoshard.blocks.problem import (
     gathered_s,
     kept_bytes,
     reduction_s,
+    resting_bytes,
     ring_of_s,
     roofline_s,
-    state_bytes,
     weights_of,
 )
 from autoshard.blocks.tensor_edge import TensorEdge
@@ -240,7 +240,7 @@ class _Tables:
                         time_s[row, column] = np.inf
                         continue
                     if problem.state_bytes_per_weight:
-                        states[row, column] += state_bytes(problem, weight, choice, rest)
+                        states[row, column] += resting_bytes(problem, weight, choice.layout(dims), rest)
                     if rest:
                         time_s[row, column] += gathered_s(problem, weight, choice, rest)
                     else:

@@ -20,6 +20,7 @@ from autoshard.layout.change_prices import LayoutGraph, Matrix, Prices
 from autoshard.layout.layout import Collective, Cuts, Layout
 from autoshard.layout.legal import cut_operations
 from autoshard.layout.redistribute import Change
+from autoshard.layout.table import TableSetting
 from autoshard.spec.workload import DTYPE_BYTES, Dtype
 
 Column = NDArray[np.float64]  # one number per choice; in columns of meshes, a row of them
@@ -83,6 +84,17 @@ class OperatorProblem:
     def real_atoms(self) -> Atoms:
         """The atoms that cut anything, in some column."""
         return tuple(atom for atom, size in self.atoms.items() if np.any(np.asarray(size) > 1))
+
+    def is_weight(self, tensor: str) -> bool:
+        """Say whether a tensor is a weight, trained or frozen."""
+        return self.block.tensors[tensor].role == "parameter" or tensor in self.frozen
+
+    def table_setting(self, *, has_inputs: bool = False) -> TableSetting:
+        """Return how a table of the block is read and lowered; ``has_inputs``: every rank has the inputs whole."""
+        return TableSetting(
+            atoms=self.atoms, price=self.price("bf16"), boundary=self.boundary, keeps_gathered=self.keeps_gathered,
+            has_inputs=has_inputs,
+        )  # fmt: skip
 
     def ranks(self, atoms: Sequence[str]) -> Number:
         """Return how many ranks a group over these atoms has."""
@@ -193,10 +205,9 @@ def gathered_s(problem: OperatorProblem, weight: str, choice: OpChoice, rest: Se
     return once_s + every_s + problem.seconds(scatter, problem.local_bytes(layout, total.dtype))
 
 
-def state_bytes(problem: OperatorProblem, weight: str, choice: OpChoice, rest: Atoms) -> Number:
-    """Return the memory of a weight, its gradient and its optimizer state."""
+def resting_bytes(problem: OperatorProblem, weight: str, layout: Layout, rest: Atoms) -> Number:
+    """Return the memory of a weight that is used in a layout, of its gradient and of its optimizer state."""
     tensor = problem.block.tensors[weight]
-    layout = choice.layout(tensor.dims)
     if problem.at_rest:
         count = problem.local_bytes(problem.at_rest(weight, layout, rest), "fp8")  # a byte each
     else:
@@ -224,5 +235,4 @@ def local_columns(problem: OperatorProblem, choices: Sequence[Cuts], whole: Sequ
 
 def weights_of(problem: OperatorProblem, op: Op) -> tuple[str, ...]:
     """Return the weights that an operation reads."""
-    tensors = problem.block.tensors
-    return tuple(name for name in op.inputs if tensors[name].role == "parameter" or name in problem.frozen)
+    return tuple(name for name in op.inputs if problem.is_weight(name))

@@ -26,10 +26,10 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.lowering import ATOMS, StepGraph
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster import Chip, Cluster
-from autoshard.spec.kernels import load_kernels
+from autoshard.spec.kernels import Kernels, load_kernels
 from autoshard.spec.mesh import Mesh, axis_of_atoms
 from autoshard.spec.model import ModelSpec
-from autoshard.spec.workload import DTYPE_BYTES, Workload
+from autoshard.spec.workload import DTYPE_BYTES, Precision, Workload
 
 PASSES = ("F", "I", "W")
 _SURE = 1 - 1e-12  # the share of a count that no rounding makes more than it is
@@ -67,22 +67,25 @@ class Question:
 
     @property
     def rates(self) -> Rates:
-        """What a rank reaches in the workload's number format: the share of the chip's peaks that is calibrated."""
-        cluster, precision, calibration = self.cluster, self.workload.precision, self.calibration
-        peak = cluster.rank_matrix_flops_per_s(precision.activations)
-        products = cluster.rank_matrix_flops_per_s(precision.products or precision.activations)
-        memory = cluster.rank_memory_bandwidth_bytes_per_s * calibration.memory_efficiency
-        return Rates(
-            matrix_flops_per_s=peak * calibration.matrix_efficiency,
-            vector_flops_per_s=cluster.rank_vector_flops_per_s * calibration.vector_efficiency,
-            memory_bytes_per_s=memory,
-            products_ratio=products / peak,
-            attention_ratio=calibration.attention_efficiency / calibration.matrix_efficiency,
-            units=_units(cluster.chip),
-            launch_s=calibration.launch_s,
-            layer_s=calibration.layer_s,
-            host_computes=load_kernels(self.kernels).host_computes,
-        )
+        """What a rank reaches in the workload's number format."""
+        return rank_rates(self.cluster, self.workload.precision, self.calibration, load_kernels(self.kernels))
+
+
+def rank_rates(cluster: Cluster, precision: Precision, calibration: Calibration, kernels: Kernels) -> Rates:
+    """Return what a rank reaches in number formats: the share of the chip's peaks that is calibrated."""
+    peak = cluster.rank_matrix_flops_per_s(precision.activations)
+    products = cluster.rank_matrix_flops_per_s(precision.products or precision.activations)
+    return Rates(
+        matrix_flops_per_s=peak * calibration.matrix_efficiency,
+        vector_flops_per_s=cluster.rank_vector_flops_per_s * calibration.vector_efficiency,
+        memory_bytes_per_s=cluster.rank_memory_bandwidth_bytes_per_s * calibration.memory_efficiency,
+        products_ratio=products / peak,
+        attention_ratio=calibration.attention_efficiency / calibration.matrix_efficiency,
+        units=_units(cluster.chip),
+        launch_s=calibration.launch_s,
+        layer_s=calibration.layer_s,
+        host_computes=kernels.host_computes,
+    )
 
 
 def _units(chip: Chip) -> MatrixUnits:
@@ -93,16 +96,22 @@ def _units(chip: Chip) -> MatrixUnits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """One layout's numbers: sizes of the dims before sharding, sizes of the atoms, rings; or columns of them."""
+class BlockSizes:
+    """Sizes of the dims before sharding, sizes of the atoms, and the order of cp's sequences; or columns of them."""
 
-    blocks: Blocks
     sizes: Mapping[str, Number]
     atoms: Mapping[str, Number]
+    cp_order: str | NDArray[np.str_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting(BlockSizes):
+    """One layout's numbers: its blocks, their sizes, its rings; or columns of them."""
+
+    blocks: Blocks
     rings: Mapping[tuple[str, ...], Ring]  # of every group of ranks that some message or weight's gradient needs
     zero: Literal[0, 1, 3]
     copies: int = 1  # of the states that ZeRO divides; rings over edp are then those of one copy
-    cp_order: str | NDArray[np.str_]
 
 
 COPIES: tuple[str, ...] = ("copies",)  # the ranks that hold the same piece of the states
@@ -183,14 +192,14 @@ def work_of(question: Question, setting: Setting, kind: str, drop: Recompute) ->
     return block_work(setting.blocks.block(kind, drop), whole, setting, question.rates.units)
 
 
-def block_work(sharded: LoweredBlock, whole: LoweredBlock, setting: Setting, units: MatrixUnits) -> BlockWork:
+def block_work(sharded: LoweredBlock, whole: LoweredBlock, sizes: BlockSizes, units: MatrixUnits) -> BlockWork:
     """Count what a block does, sends and holds; ``whole`` is it without recompute."""
-    block, sharding, atoms = sharded.block, sharded.sharding, setting.atoms
-    sizes_of = rank_sizes(setting.sizes, atoms)
+    block, sharding, atoms = sharded.block, sharded.sharding, sizes.atoms
+    sizes_of = rank_sizes(sizes.sizes, atoms)
     op_sizes = {name: sizes_of(cuts) for name, cuts in sharding.op_cuts.items()}
     # Zig-zag cuts sequences so that all ranks have the same, as heads do; stretches in a row do not.
-    attend = setting.blocks.block("layer", Recompute()).sharding.op_cuts["attend"]
-    stretches = np.where(setting.cp_order == "contiguous", math.prod(atoms[atom] for atom in attend.get("seq", ())), 1)
+    seq_cut = sharding.op_cuts.get("attend", {}).get("seq", ())
+    stretches = np.where(sizes.cp_order == "contiguous", math.prod(atoms[atom] for atom in seq_cut), 1)
     saved = sum(saved_bytes(block, sharding, sizes_of, atoms).values())
     kept_bytes = saved_bytes(whole.block, whole.sharding, sizes_of, atoms)
     weights: dict[bool, dict[tuple[str, ...], Number]] = {True: defaultdict(int), False: defaultdict(int)}
@@ -214,7 +223,8 @@ def block_work(sharded: LoweredBlock, whole: LoweredBlock, setting: Setting, uni
         weights=weights[False],
         tied_weights=weights[True],
     )
-    kernels = [(run, kernel_work(block, run, op_sizes, units, setting.sizes["seq"], stretches)) for run in sharded.runs]
+    seq_len = sizes.sizes.get("seq", 1)  # only attention asks
+    kernels = [(run, kernel_work(block, run, op_sizes, units, seq_len, stretches)) for run in sharded.runs]
     for run, values in sharded.sums:
         moved = sum(sizes_of(value.layout.cuts).num_bytes(block.tensors[value.tensor]) for value in values)
         kernels.append((run, KernelWork(moved_bytes=moved, launches=run.launches)))

@@ -17,7 +17,7 @@ from autoshard.plan.lowering import KINDS, StepGraph, lowered, split_pending
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.tables import plan_programs, step_of, table_kinds, table_name
-from autoshard.spec.kernels import load_kernels
+from autoshard.spec.kernels import Kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,44 @@ class LoweredBlock:
     tied: frozenset[str] = frozenset()
     placeholders: tuple[tuple[str, ...], ...] = ()
     hides_tp: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        block: Block,
+        program: Program,
+        kernels: Kernels,
+        *,
+        whole: "LoweredBlock | None" = None,
+        pads: bool = False,
+    ) -> "LoweredBlock":
+        """Group the operations of a lowered block into the runs of a platform's kernels.
+
+        ``whole`` is the same block without recompute. ``pads``: every expert has the same number of slots.
+        """
+        sharding = Sharding.of(block, program)
+        kept_cuts = (whole.sharding if whole else sharding).kept_cuts
+        named = (tuple(f"{product}.weight" for product in products) for products in kernels.placeholders)
+        placeholders = [tuple(name for name in names if name in block.tensors) for names in named]
+        # Products of groups, of as many rows as are routed, add to nothing.
+        products = [op for op in block.ops if isinstance(op.kind, Einsum)]
+        adding = {op.name for op in products if pads or "slots" not in block.tensors[op.inputs[0]].dims}
+        added = {name for op in products if kernels.adds_weights and op.name in adding for name in op.inputs}
+        names = {name for names in placeholders for name in names} | {
+            name for name in added if f"{name}.sum" in block.tensors
+        }
+        sums = frozenset(f"{name}.sum" for name in names)
+        runs = tuple(kernel_runs(block, kept_cuts, sums, eager=kernels.eager))
+        unmade = (op.inputs[1] for op in block.ops if isinstance(op.kind, Accumulate) and op.outputs[0] in sums)
+        return cls(
+            block=block,
+            sharding=sharding,
+            runs=runs,
+            moments=memory_timeline(block, runs, sharding, frozenset(kept_cuts), frozenset(unmade)),
+            sums=tuple(gradient_sums(block, program, adding, eager=kernels.eager)) if kernels.adds_gradients else (),
+            placeholders=tuple(filter(None, placeholders)),
+            hides_tp=kernels.hides.get("tp", 0.0),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +139,7 @@ class ListedBlocks:
         name = table_name(kind, used)
         if name not in self.known:
             whole = self.block(kind, Recompute()) if used.kind != "none" else None
-            self.known[name] = _sharded(self.step, kind, used, self.programs[name], whole)
+            self.known[name] = step_block(self.step, kind, used, self.programs[name], whole)
         return self.known[name]
 
     def every(self) -> tuple[LoweredBlock, ...]:
@@ -123,37 +161,17 @@ def _listed(plan: Plan) -> ListedBlocks:
 def _cut_block(step: StepGraph, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> LoweredBlock:
     program = lowered(step, kind, drop, cutting, atoms)
     whole = _cut_block(step, kind, Recompute(), cutting, atoms) if drop.kind != "none" else None
-    return _sharded(step, kind, drop, program, whole)
+    return step_block(step, kind, drop, program, whole)
 
 
-def _sharded(step: StepGraph, kind: str, drop: Recompute, program: Program, whole: LoweredBlock | None) -> LoweredBlock:
-    """Group the operations of a block into kernel runs; ``whole`` is the same block without recompute."""
-    block, kernels = step.block(kind, drop), load_kernels(step.kernels)
-    sharding = Sharding.of(block, program)
-    kept_cuts = (whole.sharding if whole else sharding).kept_cuts
-    named = (tuple(f"{product}.weight" for product in products) for products in kernels.placeholders)
-    placeholders = [tuple(name for name in names if name in block.tensors) for names in named]
-    # Products of groups, of as many rows as are routed, add to nothing.
-    fills = kernels.pads_experts or step.workload.expert_capacity is not None
-    products = [op for op in block.ops if isinstance(op.kind, Einsum)]
-    adding = {op.name for op in products if fills or "slots" not in block.tensors[op.inputs[0]].dims}
-    added = {name for op in products if kernels.adds_weights and op.name in adding for name in op.inputs}
-    names = {name for names in placeholders for name in names} | {
-        name for name in added if f"{name}.sum" in block.tensors
-    }
-    sums = frozenset(f"{name}.sum" for name in names)
-    runs = tuple(kernel_runs(block, kept_cuts, sums, eager=kernels.eager))
-    unmade = (op.inputs[1] for op in block.ops if isinstance(op.kind, Accumulate) and op.outputs[0] in sums)
-    return LoweredBlock(
-        block=block,
-        sharding=sharding,
-        runs=runs,
-        moments=memory_timeline(block, runs, sharding, frozenset(kept_cuts), frozenset(unmade)),
-        sums=tuple(gradient_sums(block, program, adding, eager=kernels.eager)) if kernels.adds_gradients else (),
-        tied=frozenset(name.removeprefix(f"{kind}.") for name in step.graph.tied if name.startswith(f"{kind}.")),
-        placeholders=tuple(filter(None, placeholders)),
-        hides_tp=kernels.hides.get("tp", 0.0),
-    )
+def step_block(
+    step: StepGraph, kind: str, drop: Recompute, program: Program, whole: LoweredBlock | None = None
+) -> LoweredBlock:
+    """Return a block of a step as a program shards it; ``whole`` is the same block without recompute."""
+    pads = step.platform.pads_experts or step.workload.expert_capacity is not None
+    sharded = LoweredBlock.of(step.block(kind, drop), program, step.platform, whole=whole, pads=pads)
+    tied = frozenset(name.removeprefix(f"{kind}.") for name in step.graph.tied if name.startswith(f"{kind}."))
+    return replace(sharded, tied=tied)
 
 
 def atom_groups(blocks: Iterable[LoweredBlock]) -> frozenset[tuple[str, ...]]:

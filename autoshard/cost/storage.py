@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from autoshard.graph.kinds.optimizer import UPDATES
 from autoshard.plan.plan import Plan
 from autoshard.spec.cluster import LOCAL, Cluster
-from autoshard.spec.workload import DTYPE_BYTES
 
 _ENDING_S = 30.0  # until all ranks have agreed to stop, and have ended; what torchrun has always waited for that
 _SAVES = 2  # one may be under way when the last one is due
@@ -44,8 +43,9 @@ class Resuming:
 def resuming(plan: Plan) -> Resuming:
     """Return what it costs to go on with a run under a plan."""
     precision, cluster = plan.workload.precision, plan.cluster
-    moments_bytes = UPDATES[plan.workload.optimizer].num_moments * DTYPE_BYTES[precision.moments]
-    state = plan.model.num_parameters * (DTYPE_BYTES[precision.masters or precision.weights] + moments_bytes)
+    part_bytes = precision.state_bytes(UPDATES[plan.workload.optimizer].num_moments)
+    updated_bytes = part_bytes["masters" if precision.masters else "weights"]
+    state = plan.model.num_parameters * (updated_bytes + part_bytes["optimizer"])
     link = cluster.links[-1]
     nodes_bytes_per_s = link.bandwidth_bytes_per_s * cluster.num_ranks / link.ranks_per_port
     network_bytes_per_s = nodes_bytes_per_s if link.domain == "cluster" else math.inf

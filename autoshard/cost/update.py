@@ -2,21 +2,22 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
 import numpy as np
 
-from autoshard.cost.collective import Number
+from autoshard.cost.collective import Number, Ring
 from autoshard.cost.setting import COPIES, Question, Setting
 from autoshard.graph.kinds.optimizer import UPDATES
 from autoshard.layout.layout import Collective, CollectiveKind
 from autoshard.plan.lowering import StepGraph, split_pending
-from autoshard.spec.kernels import load_kernels
+from autoshard.spec.kernels import Kernels, load_kernels
 from autoshard.spec.workload import DTYPE_BYTES, Workload
 
+Send = tuple[CollectiveKind, Number, Number]  # what, bytes, how often
 Weights = Mapping[tuple[str, ...], Number]  # the atoms that a gradient's sum is pending over -> weights on the rank
 
 
@@ -29,17 +30,13 @@ def num_shards(shards: tuple[str, ...], setting: Setting) -> Number:
 
 def state_bytes(weights: Weights, setting: Setting, workload: Workload) -> Mapping[str, Number]:
     """Return a rank's weights, gradients, masters and moments in bytes; ZeRO-1 divides the last two, ZeRO-3 all."""
-    precision = workload.precision
-    per_master = DTYPE_BYTES[precision.masters] if precision.masters else 0
-    per_state = UPDATES[workload.optimizer].num_moments * DTYPE_BYTES[precision.moments]
-    parts: dict[str, Number] = {"weights": 0, "gradients": 0, "masters": 0, "optimizer": 0}
+    part_bytes = workload.precision.state_bytes(UPDATES[workload.optimizer].num_moments)
+    parts: dict[str, Number] = dict.fromkeys(part_bytes, 0)
     for shards, count in _grouped(weights, 0).items():
         shard = -(-count // num_shards(shards, setting))
         resident = shard if setting.zero == 3 else count
-        parts["weights"] = parts["weights"] + resident * DTYPE_BYTES[precision.weights]
-        parts["gradients"] = parts["gradients"] + resident * DTYPE_BYTES[precision.gradients]
-        parts["masters"] = parts["masters"] + shard * per_master
-        parts["optimizer"] = parts["optimizer"] + shard * per_state
+        for part, size in part_bytes.items():
+            parts[part] = parts[part] + size * (resident if part in ("weights", "gradients") else shard)
     return parts
 
 
@@ -106,13 +103,9 @@ def update_cost(
         seconds[part] = seconds[part] + taken_s
         sent[part] = sent[part] + times * ring.sent_bytes(collective, size)
         sums_s = sums_s + taken_s * (part == "dp" and collective.kind != "all_gather")
-    if setting.zero == 3:
-        hidden_s, covering_s = kernels.hides.get("unit", 0.0) * seconds["dp"], num_micro_batches * pass_s
-    else:
-        shares = kernels.hides.get("sums", 0.0), kernels.hides.get("dp", 0.0)
-        hidden_s, covering_s = np.maximum(shares[0] * sums_s, shares[1] * seconds["dp"]), 1 * pass_s
     if not (setting.zero == 1 and kernels.sums_whole):
-        seconds["dp"] = seconds["dp"] - np.minimum(hidden_s, covering_s)
+        passes_s = pass_s * (num_micro_batches if setting.zero == 3 else 1)
+        seconds["dp"] = seconds["dp"] - _hidden_s(kernels, setting.zero, (seconds["dp"], sums_s), passes_s)
     for shards, count in _grouped(weights, 0).items():
         other_shards = num_shards(shards, setting) - 1
         seconds["dp"] = seconds["dp"] + question.calibration.shard_s * other_shards * (count > 0)
@@ -121,6 +114,77 @@ def update_cost(
         memory_s = rank_share * traffic_bytes / rates.memory_bytes_per_s
         seconds["update"] = seconds["update"] + np.maximum(compute_s, memory_s)
     return UpdateCost(seconds=seconds, sent_bytes=sent)
+
+
+def _hidden_s(kernels: Kernels, zero: int, dp_s: tuple[Number, Number], passes_s: Number) -> Number:
+    """Return what hides behind passes of dp's seconds: of all of them, and of those that sum gradients."""
+    all_s, sums_s = dp_s
+    if zero == 3:
+        share_s = kernels.hides.get("unit", 0.0) * all_s
+    else:
+        share_s = np.maximum(kernels.hides.get("sums", 0.0) * sums_s, kernels.hides.get("dp", 0.0) * all_s)
+    return np.minimum(share_s, passes_s)
+
+
+def _unit_sends(gradient_bytes: Number, weight_bytes: Number, times: Number) -> list[Send]:
+    """Return what weights that rest in pieces send: they are gathered forward and backward, gradients scattered."""
+    return [("reduce_scatter", gradient_bytes, times), ("all_gather", weight_bytes, 2 * times)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldWeight:
+    """A weight of a block on one rank: what operations read of it, and what the sum of its gradient awaits.
+
+    A frozen one has no ``gradient_bytes``. If it rests ``in_pieces``, it does so over the atoms in ``shared``; else its
+    gradient is summed over these. A sum over the atoms in ``summed`` follows.
+    """
+
+    weight_bytes: Number
+    gradient_bytes: Number
+    shared: tuple[str, ...]
+    summed: tuple[str, ...]
+    in_pieces: bool
+
+
+def held_weights_s(
+    weights: Iterable[HeldWeight],
+    rings: Mapping[tuple[str, ...], Ring],
+    kernels: Kernels,
+    pass_s: Number,
+    num_micro_batches: Number,
+) -> Number:
+    """Return the seconds of one micro-batch in which the weights of a block are gathered, and their gradients summed.
+
+    Weights that rest in pieces send as under ZeRO-3, all others as under ZeRO-0: once per step, of which this is a
+    micro-batch's share. What goes over the same atoms travels as one, and a part may hide behind the block's passes.
+    """
+    units: dict[tuple[str, ...], list[Number]] = defaultdict(lambda: [0.0, 0.0])
+    sums: dict[tuple[str, ...], Number] = defaultdict(float)
+    last: dict[tuple[str, ...], Number] = defaultdict(float)
+    for weight in weights:
+        size = rings[weight.shared].size if weight.in_pieces else 1
+        if weight.in_pieces:
+            unit = units[weight.shared]
+            unit[:] = unit[0] + weight.gradient_bytes, unit[1] + weight.weight_bytes
+        else:
+            sums[weight.shared] = sums[weight.shared] + weight.gradient_bytes
+        last[weight.summed] = last[weight.summed] + weight.gradient_bytes / size
+    units_s: Number = 0.0
+    for atoms, (gradient_bytes, weight_bytes) in units.items():
+        for kind, size, times in _unit_sends(gradient_bytes, weight_bytes, num_micro_batches):
+            time_s = rings[atoms].time_s(Collective(kind=kind, dim=None, atoms=atoms), size)
+            units_s = units_s + (size > 0) * times * time_s
+    sums_s, last_s = (
+        sum(rings[atoms].time_s(_all_reduce(atoms), size) for atoms, size in sizes.items() if atoms)
+        for sizes in (sums, last)
+    )
+    units_s = units_s - _hidden_s(kernels, 3, (units_s, units_s), num_micro_batches * pass_s)
+    sums_s = sums_s - _hidden_s(kernels, 0, (sums_s, sums_s), pass_s)
+    return (units_s + sums_s + last_s) / num_micro_batches
+
+
+def _all_reduce(atoms: tuple[str, ...]) -> Collective:
+    return Collective(kind="all_reduce", dim=None, atoms=atoms)
 
 
 def gathering_share(weights: Weights, setting: Setting, question: Question) -> float:
@@ -139,17 +203,17 @@ def _messages(
     precision, summed = question.workload.precision, load_kernels(question.kernels).sums_whole
     per_gradient, per_weight = DTYPE_BYTES[precision.gradients], DTYPE_BYTES[precision.weights]
     for atoms, count in _grouped(weights, 0).items():
-        gradients, whole, times = count * per_gradient, count * per_weight, num_micro_batches * num_blocks
-        entries: Mapping[int, Sequence[tuple[CollectiveKind, Number, Number]]] = {
-            0: [("all_reduce", gradients, 1)],
-            1: [("all_reduce" if summed else "reduce_scatter", gradients, 1), ("all_gather", whole, 1)],
-            3: [("reduce_scatter", gradients / num_blocks, times), ("all_gather", whole / num_blocks, 2 * times)],
-        }
-        for kind, size, repeats in entries[setting.zero] if atoms else ():
+        gradients, whole = count * per_gradient, count * per_weight
+        sends: list[Send] = [("all_reduce", gradients, 1)]
+        if setting.zero == 3:
+            sends = _unit_sends(gradients / num_blocks, whole / num_blocks, num_micro_batches * num_blocks)
+        elif setting.zero == 1:
+            sends = [("all_reduce" if summed else "reduce_scatter", gradients, 1), ("all_gather", whole, 1)]
+        for kind, size, repeats in sends if atoms else ():
             yield "dp", Collective(kind=kind, dim=None, atoms=atoms), size, repeats
             if setting.copies > 1 and kind != "all_gather":
                 piece = size / num_shards(atoms, setting) if kind == "reduce_scatter" else size
-                yield "dp", Collective(kind="all_reduce", dim=None, atoms=COPIES), piece, repeats
+                yield "dp", _all_reduce(COPIES), piece, repeats
     for atoms, count in _grouped(summed_weights(weights, setting), 1).items():
         if atoms:
-            yield "tp", Collective(kind="all_reduce", dim=None, atoms=atoms), count * per_gradient, 1
+            yield "tp", _all_reduce(atoms), count * per_gradient, 1

@@ -8,7 +8,7 @@ from autoshard.graph.block import Block, Saved
 from autoshard.graph.op import Pass, Role
 from autoshard.layout.layout import Collective, Cuts, Layout
 from autoshard.layout.program import Compute, Given, Program, Value
-from autoshard.spec.mesh import ATOMS
+from autoshard.spec.mesh import in_mesh_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class Sharding:
             waiting_cuts=_by_tensor(block, waiting, ("activation", "gradient")),
             messages=(*sent, *_rings(block, computes)),
             parameter_cuts={name: layout.cuts for name, layout in sums.items()},
-            parameter_pending={name: tuple(sorted(layout.sums, key=ATOMS.index)) for name, layout in sums.items()},
+            parameter_pending={name: in_mesh_order(layout.sums) for name, layout in sums.items()},
             boundary=program.results[block.gives[0]].layout.cuts,
         )
 

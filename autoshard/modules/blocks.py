@@ -57,28 +57,28 @@ class _Writer:
         """Return the block."""
         program = self.program
         uses = Counter(value for steps in self.groups for value, _ in outside_reads(steps))
-        given = [value for value in program.values if value.origin != "made"]
-        returned = Counter(one.read.value for one in program.results if one.read)
-        for value in given:
-            self._given(value, uses[value] + (returned[value] > 0))
+        arriving = [value for value in program.values if value.origin != "made"]
+        returned = Counter(result.read.value for result in program.results if result.read)
+        for value in arriving:
+            self._declare(value, uses[value] + (returned[value] > 0))
         self.paths |= {op.name: "" for op in self.b.ops}
         for steps in self.groups:
             self._emit(steps)
             self.paths |= {op.name: steps[-1].path for op in self.b.ops if op.name not in self.paths}
         gives: dict[str, bool] = {}  # whether a gradient begins there
         results: dict[str, tuple[str, Positions]] = {}
-        for one in program.results:
-            if one.read:
-                name = self._result(one.read.value, is_read=one.is_seeded and uses[one.read.value] > 0)
-                gives[name] = gives.get(name, False) or one.is_seeded
-                results[one.name] = name, self._positions(one.read.positions)
+        for result in program.results:
+            if result.read:
+                name = self._result(result.read.value, is_read=result.is_seeded and uses[result.read.value] > 0)
+                gives[name] = gives.get(name, False) or result.is_seeded
+                results[result.name] = name, self._positions(result.read.positions)
         block = finish(
             self.b, "module", replace(load_kernels(_KERNELS), kernels=()), gives=tuple(gives),
-            takes=tuple(value.name for value in given if value.origin == "carried" and value in program.trained),
+            takes=tuple(value.name for value in arriving if value.origin == "carried" and value in program.trained),
             constant=[name for name, is_seeded in gives.items() if not is_seeded],
         )  # fmt: skip
-        laid_out = {value.name: self._positions(value.positions) for value in given}
-        sizes = {name: one.size for one, name in self.names.items()}
+        laid_out = {value.name: self._positions(value.positions) for value in arriving}
+        sizes = {name: dim.size for dim, name in self.names.items()}
         modules = {
             path: (self.written[read.value], self._positions(read.positions))
             for path, read in program.modules.items()
@@ -89,7 +89,7 @@ class _Writer:
             paths=self.paths, tied=tied_operations(block, self.paths),
         )  # fmt: skip
 
-    def _given(self, value: Traced, uses: int) -> None:
+    def _declare(self, value: Traced, uses: int) -> None:
         dims, b, trained = self._dims(value.dims), self.b, value in self.program.trained
         if value.origin == "parameter":
             name = b.add(value.name, dims, b.precision.weights, "parameter" if trained else "input")
@@ -100,7 +100,7 @@ class _Writer:
             self.written[value] = b.add(value.name, dims, self._dtype(value), "input")
 
     def _result(self, value: Traced, *, is_read: bool) -> str:
-        """Return the tensor of a result, which an operation makes; another one if operations read the value too."""
+        """Return the tensor of a result; an alias of it where operations of the module read the value too."""
         tensor = self.written[value]
         if is_read or (value.origin != "made" and tensor == value.name):
             if value not in self.returned:
@@ -126,7 +126,7 @@ class _Writer:
         self.written[last.makes] = name
 
     def _added(self, steps: Sequence[TracedStep], reads: Sequence[Read], inputs: Sequence[str]) -> list[str]:
-        """Return the tensors that a plain addition adds, the one that has all dims first; none if it is no such."""
+        """Return both tensors of a plain addition, the one with all dims first; none for any other step."""
         step, dims = steps[-1], self._dims(steps[-1].makes.dims)
         plain = step.function in (torch.add, torch.ops.aten.add.Tensor) and not step.keywords
         if len(steps) > 1 or len(inputs) != 2 or not plain or len(step.reads) != 2:
@@ -137,7 +137,7 @@ class _Writer:
     def _region(self, name: str, steps: Sequence[TracedStep], outside: Sequence[Read]) -> Region:
         number = {(read.value, tuple(read.renamed.items())): place for place, read in enumerate(outside)}
         number |= {(step.makes, ()): len(outside) + place for place, step in enumerate(steps)}
-        found = tuple(
+        functions = tuple(
             Local(
                 name=step.name,
                 function=step.function,
@@ -156,18 +156,18 @@ class _Writer:
             )
             for step in steps
         )
-        whole = {one for step in steps for one in step.whole_leaves()}
-        whole |= {one for step in steps[:-1] for one in leaves(step.summed)}  # no sum waits inside
-        shown = {*steps[-1].makes.dims, *(one for read in outside for one in read.dims)}
+        whole = {dim for step in steps for dim in step.whole_leaves()}
+        whole |= {dim for step in steps[:-1] for dim in leaves(step.summed)}  # no sum waits inside
+        shown = {*steps[-1].makes.dims, *(dim for read in outside for dim in read.dims)}
         return Region(
-            name=name, locals=found, dims=self._dims(steps[-1].makes.dims),
+            name=name, locals=functions, dims=self._dims(steps[-1].makes.dims),
             dtype=self._dtype(steps[-1].makes), format=steps[-1].makes.format,
-            whole=self._dims(sorted(whole & shown, key=lambda one: self.names[one])),
-            empty=self._dims(sorted((one for one in shown if not one.size), key=lambda one: self.names[one])),
+            whole=self._dims(sorted(whole & shown, key=lambda dim: self.names[dim])),
+            empty=self._dims(sorted((dim for dim in shown if not dim.size), key=lambda dim: self.names[dim])),
         )  # fmt: skip
 
     def _read(self, read: Read) -> str:
-        """Return the tensor that a step reads; one that it reads under other names of dims is an alias of it."""
+        """Return the tensor that a step reads; an alias of it where the step has other names for the dims."""
         tensor = self.written[read.value]
         pairs = zip(read.value.dims, read.dims, strict=True)
         renamed = tuple((self.names[old], self.names[new]) for old, new in pairs if old is not new)
@@ -182,7 +182,7 @@ class _Writer:
         return "int64" if value.is_index else "fp32" if value.is_wide else self.b.precision.activations
 
     def _dims(self, dims: Sequence[Dim]) -> Dims:
-        return tuple(self.names[one] for one in dims)
+        return tuple(self.names[dim] for dim in dims)
 
     def _positions(self, positions: Sequence[Position]) -> Positions:
         return tuple(self._dims(leaves(position)) for position in positions)
@@ -196,18 +196,18 @@ def _named(program: TracedProgram) -> Mapping[Dim, str]:
     while before != (before := sum(len(leaves(pair)) for pair in renames)):  # a split of one may split another
         for old, new in renames:
             match_sizes(old, new)
-    found: dict[Dim, str] = {}
-    every = [*(value.dims for value in program.values), *(read.dims for read in reads)]
-    every += [leaves(step.whole) for step in program.steps] + [
+    names: dict[Dim, str] = {}
+    all_dims = [*(value.dims for value in program.values), *(read.dims for read in reads)]
+    all_dims += [leaves(step.whole) for step in program.steps] + [
         leaves(dims) for step in program.steps for dims in step.products
     ]
     hidden = _hidden(program)
-    for one in (dim for dims in every for dim in dims):
-        if one not in found:
-            hint = "hidden" if one is hidden else re.sub(r"\W", "_", one.hint).removesuffix("_proj") or "dim"
-            taken = sum(re.fullmatch(rf"{hint}(_\d+)?", name) is not None for name in found.values())
-            found[one] = f"{hint}_{taken + 1}" if taken else hint
-    return found
+    for dim in (dim for dims in all_dims for dim in dims):
+        if dim not in names:
+            hint = "hidden" if dim is hidden else re.sub(r"\W", "_", dim.hint).removesuffix("_proj") or "dim"
+            count = sum(re.fullmatch(rf"{hint}(_\d+)?", name) is not None for name in names.values())
+            names[dim] = f"{hint}_{count + 1}" if count else hint
+    return names
 
 
 def _hidden(program: TracedProgram) -> Dim | None:
@@ -216,5 +216,5 @@ def _hidden(program: TracedProgram) -> Dim | None:
     shared = Counter(dim for value in parameters for dim in value.dims).most_common(2)
     if not shared or shared[0][0].is_given or 2 * shared[0][1] <= len(parameters):
         return None
-    others = shared[1][1] if len(shared) > 1 else 0  # in small modules both dims of a product are as frequent
-    return shared[0][0] if 2 * shared[0][1] >= 3 * others else None
+    next_count = shared[1][1] if len(shared) > 1 else 0  # in small modules both dims of a product are as frequent
+    return shared[0][0] if 2 * shared[0][1] >= 3 * next_count else None

@@ -78,7 +78,7 @@ def read(
 
 
 class ProgramReader:
-    """Reads nodes in order."""
+    """Reads the nodes of an exported graph in order; collects the values and steps of the program."""
 
     def __init__(self, exported: ExportedModule, hints: Mapping[str, Sequence[str]]) -> None:
         self.exported, self.hints = exported, hints
@@ -88,23 +88,23 @@ class ProgramReader:
         self.inputs: dict[str, Node] = {}
         self.kept_whole: list[str] = []
         self.numbers: Iterator[int] = itertools.count()
-        floats = [one.dtype for _, one in exported.program.named_parameters() if one.is_floating_point()]
+        floats = [weight.dtype for _, weight in exported.program.named_parameters() if weight.is_floating_point()]
         self.usual = exported.call.autocast or (floats[0] if floats else torch.float64)  # format of numbers
         self.parameters = exported.paths
 
-    def captured(self, wanted: Sequence[str] | None) -> Captured:
-        """Return what was read, as far as the ``wanted`` results need it."""
-        results = tuple(self._results(wanted))
-        steps = needed(self.steps, [one.read.value for one in results if one.read])
-        read = {one.value for step in steps for one in step.reads} | {one.read.value for one in results if one.read}
-        values = tuple(one for one in self.values if one in read)
-        trained = [one for one in values if self._is_trained(one)]
+    def captured(self, chosen: Sequence[str] | None) -> Captured:
+        """Return the part of the program that the ``chosen`` results need; None stands for all results."""
+        results = tuple(self._results(chosen))
+        steps = needed(self.steps, [result.read.value for result in results if result.read])
+        used = {read.value for step in steps for read in step.reads} | {end.read.value for end in results if end.read}
+        values = tuple(value for value in self.values if value in used)
+        trained = [value for value in values if self._is_trained(value)]
         program = TracedProgram(
             values=values, steps=steps, results=results, kept_whole=tuple(self.kept_whole),
             trained=reaching(steps, results, trained), modules=self._modules(),
         )  # fmt: skip
-        parameters = {one.name: self.parameters[one.name] for one in values if one.origin == "parameter"}
-        inputs = {one.name: self.inputs[one.name] for one in values if one.origin == "input"}
+        parameters = {value.name: self.parameters[value.name] for value in values if value.origin == "parameter"}
+        inputs = {value.name: self.inputs[value.name] for value in values if value.origin == "input"}
         return Captured(program=program, exported=self.exported, inputs=inputs, parameters=parameters)
 
     def _is_trained(self, value: Traced) -> bool:
@@ -112,60 +112,60 @@ class ProgramReader:
 
     def _modules(self) -> Mapping[str, Read]:
         """Return the last value that each submodule makes."""
-        found: dict[str, Read] = {}
+        last_values: dict[str, Read] = {}
         for node, view in self.views.items():
             if isinstance(view, View) and view.value.origin == "made":
                 for path, _ in (node.meta.get("nn_module_stack") or {}).values():
-                    found[path] = Read(value=view.value, positions=view.positions)
-        found.pop("", None)
-        return found
+                    last_values[path] = Read(value=view.value, positions=view.positions)
+        last_values.pop("", None)
+        return last_values
 
-    def _results(self, wanted: Sequence[str] | None) -> Iterator[Result]:
-        """Yield the results.
+    def _results(self, chosen: Sequence[str] | None) -> Iterator[Result]:
+        """Yield the results of the module in order, and the buffers that it changes.
 
-        Gradients begin at those that are ``wanted``, or else at single numbers, which are losses, or else at all.
+        Gradients begin at the ``chosen`` results; without a choice at single numbers (losses), or else at all results.
         """
         returned = list(self.exported.returned())
         places = [place for place, _, is_buffer in returned if not is_buffer]
-        unknown = [name for name in wanted or () if name not in places]
+        unknown = [name for name in chosen or () if name not in places]
         require(*((False, f"results.{name}", f"is no result. {nearest(name, places)}") for name in unknown))
         views = {place: self.views.get(node) for place, node, _ in returned if isinstance(node, torch.fx.Node)}
-        made = {place: view for place, view in views.items() if isinstance(view, View)}
-        trained = {one for one in self.values if self._is_trained(one)}
+        values = {place: view for place, view in views.items() if isinstance(view, View)}
+        trained = {value for value in self.values if self._is_trained(value)}
         with_gradient = moved(self.steps, trained)
         floats = {
-            place: view for place, view in made.items() if view.value in with_gradient and place in (wanted or places)
+            place: view for place, view in values.items() if view.value in with_gradient and place in (chosen or places)
         }
         losses = [place for place, view in floats.items() if not view.value.dims]
-        begun = floats if wanted else losses or floats
+        seeds = floats if chosen else losses or floats
         for place, node, is_buffer in returned:
-            view = made.get(place)
-            if not is_buffer and wanted is not None and place not in wanted:
+            view = values.get(place)
+            if not is_buffer and chosen is not None and place not in chosen:
                 yield Result(name=place)
             else:
                 yield Result(
                     name=place, read=view and Read(value=view.value, positions=view.positions), otherwise=node,
-                    is_buffer=is_buffer, is_seeded=not is_buffer and place in begun,
+                    is_buffer=is_buffer, is_seeded=not is_buffer and place in seeds,
                     is_trained=view is not None and view.value in with_gradient,
                 )  # fmt: skip
 
     def add(self, node: Node) -> None:
-        """Read one node; what depends on no parameter and on no input with a gradient is an input of the program."""
+        """Read one node; one that depends on no parameter and no input with a gradient is an input of the program."""
         if node.op == "placeholder":
             self._placeholder(node)
         elif node.op == "call_function":
             _refuse_random(node)
-            given = node.all_input_nodes
-            if any(is_in_parts(one) or (one in self.views and one.name not in self.inputs) for one in given):
+            before = node.all_input_nodes
+            if any(is_in_parts(read) or (read in self.views and read.name not in self.inputs) for read in before):
                 self._operation(node)
 
     def _placeholder(self, node: Node) -> None:
         if node.name in self.parameters:
-            other = next(
-                (one for one in self.views if self.parameters.get(one.name) == self.parameters[node.name]), None
+            tied_node = next(
+                (tied for tied in self.views if self.parameters.get(tied.name) == self.parameters[node.name]), None
             )
-            if other is not None:
-                self.views[node] = self.views[other]
+            if tied_node is not None:
+                self.views[node] = self.views[tied_node]
                 return
             path = [part for part in self.parameters[node.name].split(".") if not part.isdecimal()]
             hint = path[-2] if len(path) > 1 and path[-1] in ("weight", "bias") else path[-1]
@@ -174,13 +174,13 @@ class ProgramReader:
             self._value(node, "carried", self.hints.get(node.name, ()))
 
     def _hinted(self, node: Node) -> Sequence[str]:
-        """Return the names of dims of an input, which a model may have viewed as the same shape."""
+        """Return the user's names for the dims of an input; a view of the same shape has the names of its source."""
         viewed = node.all_input_nodes[0] if getattr(node.target, "_opname", "") in ("view", *_SAME) else node
         is_same = viewed.meta["val"].shape == node.meta["val"].shape
         return self.hints.get((viewed if is_same else node).name, ())
 
     def _value(self, node: Node, origin: Any, hints: Sequence[str]) -> View:
-        """Make a value of a node's shape, with dims of its own."""
+        """Add a value with the shape of a node and with new dims; return how the node lays it out."""
         tensor = node.meta["val"]
         if not all(isinstance(size, int) for size in tensor.shape):
             raise InputError.of(line_of(node), f"{node.name} has a shape that only a run knows")
@@ -204,17 +204,17 @@ class ProgramReader:
         if node not in self.views:
             self.inputs[node.name] = node
             return self._value(node, "input", self._hinted(node))
-        found = self.views[node]
-        assert isinstance(found, View), f"{node.name} is several tensors"
-        return found
+        view = self.views[node]
+        assert isinstance(view, View), f"{node.name} is several tensors"
+        return view
 
     def _operation(self, node: Node) -> None:
         target: Any = node.target
         name = getattr(target, "_opname", getattr(target, "__name__", str(target)))
         if name == "getitem":
-            found = self.views[node.args[0]]
-            assert isinstance(found, tuple), f"{node.args[0]} is one tensor"
-            self.views[node] = found[node.args[1]]
+            views = self.views[node.args[0]]
+            assert isinstance(views, tuple), f"{node.args[0]} is one tensor"
+            self.views[node] = views[node.args[1]]
             return
         schema = getattr(target, "_schema", None)
         if name in _IGNORED:
@@ -227,21 +227,21 @@ class ProgramReader:
         try:
             self._read(name, node)
         except (Collision, NotAligned):  # its dims cannot be told apart
-            given = [one for one in self.values[values:] if one.origin != "made"]
-            self.values[values:], self.steps[steps:] = given, []  # what the rule had added so far
+            new_inputs = [value for value in self.values[values:] if value.origin != "made"]
+            self.values[values:], self.steps[steps:] = new_inputs, []  # what the rule had added so far
             self.whole(node)
 
     def _read(self, name: str, node: Node) -> None:
-        """Read an operation by its rule, as a pointwise one, or as one that nobody knows."""
-        is_torch, found = node.target.namespace == "aten", node.meta["val"]
+        """Add the steps of an operation: by the rule of its name, as a pointwise one, or by probing without a rule."""
+        is_torch, output = node.target.namespace == "aten", node.meta["val"]
         rule = RULES.get(name) if is_torch else None
-        several = found if isinstance(found, tuple | list) else [found]
-        shapes = [getattr(one, "shape", (one,)) for one in several if one is not None]
+        several = output if isinstance(output, tuple | list) else [output]
+        shapes = [getattr(part, "shape", (part,)) for part in several if part is not None]
         if not all(isinstance(size, int) for shape in shapes for size in shape):
             raise InputError.of(line_of(node), f"{name} gives what only a run knows, or a tensor of such a shape")
-        if any(isinstance(one, torch.Tensor) and one.is_complex() for one in several):
+        if any(isinstance(part, torch.Tensor) and part.is_complex() for part in several):
             raise InputError.of(line_of(node), f"{name} gives complex numbers, which are not supported")
-        if any(isinstance(one, torch.Tensor) and one.layout != torch.strided for one in several):
+        if any(isinstance(part, torch.Tensor) and part.layout != torch.strided for part in several):
             raise InputError.of(line_of(node), f"{name} gives a sparse tensor, which is not supported")
         if is_torch and not understands(node):
             unknown(self, node)
@@ -257,21 +257,21 @@ class ProgramReader:
             unknown(self, node)
 
     def rounded(self, node: Node, view: View, dtype: torch.dtype) -> None:
-        """Read numbers of a format in that of a node, in which they are rounded where it is another."""
+        """Make the numbers of a view a node's result; a step rounds them where the node has another format."""
         if node.meta["val"].dtype == dtype:
             self.views[node] = view
             return
         self.formatted(node, Reading(view, list(view.positions)), dtype)
 
     def formatted(self, node: Node, reading: Reading, dtype: torch.dtype, name: str = "") -> Reading:
-        """Return the numbers of a reading, which has this format, in the format of a node."""
+        """Return a reading of the same numbers in the format of a node; a step converts them if it is another."""
         if node.meta["val"].dtype == dtype:
             return reading
-        given = TensorPlace(0), node.meta["val"].dtype
-        found = self.step(
-            node, ([reading], reading.positions), sort="cheap", function=torch.Tensor.to, arguments=given, name=name
+        arguments = TensorPlace(0), node.meta["val"].dtype
+        view = self.step(
+            node, ([reading], reading.positions), sort="cheap", function=torch.Tensor.to, arguments=arguments, name=name
         )
-        return Reading(found, list(reading.positions))
+        return Reading(view, list(reading.positions))
 
     def _is_wide(self, tensor: torch.Tensor) -> bool:
         """Say whether a module of 16 bits computes this in more."""
@@ -279,19 +279,19 @@ class ProgramReader:
 
     def readings(self, node: Node) -> list[Reading]:
         """Return the tensors that a node reads, in the order of its arguments."""
-        views = [self.view_of(one) for one in tensors_of((node.args, node.kwargs))]
+        views = [self.view_of(source) for source in tensors_of((node.args, node.kwargs))]
         return [Reading(view, list(view.positions)) for view in views]
 
     def is_product(self, reading: Reading, axis: int) -> bool:
-        """Say whether an axis is all that a weight's product, or that with its bias, has made."""
-        made = next((step for step in self.steps if step.makes is reading.view.value), None)
-        own = leaves(reading.view.value.positions[-1])
-        if made is None or leaves(reading.positions[axis]) != own:
+        """Say whether an axis is the whole output of a product with a weight, or of that product with its bias."""
+        maker = next((step for step in self.steps if step.makes is reading.view.value), None)
+        last_leaves = leaves(reading.view.value.positions[-1])
+        if maker is None or leaves(reading.positions[axis]) != last_leaves:
             return False
-        return made.sort == "product" or made.function is torch.add
+        return maker.sort == "product" or maker.function is torch.add
 
     def broadcast(self, node: Node) -> tuple[list[Reading], list[Position]]:
-        """Read all tensors of a node along the positions of its result, as pointwise operations do."""
+        """Return the tensors that a node reads, aligned with its result as broadcasting does, and its positions."""
         readings = self.readings(node)
         rank = node.meta["val"].dim()
         return readings, agreed(readings, rank, range(rank))
@@ -299,41 +299,41 @@ class ProgramReader:
     def local(
         self,
         node: Node,
-        found: tuple[Sequence["Reading"], Sequence[Position]],
+        alignment: tuple[Sequence["Reading"], Sequence[Position]],
         whole: Sequence[Position] = (),
         **more: Any,
     ) -> None:
-        """Add an operation that a rank does on its parts."""
-        self.step(node, found, whole=whole, **more)
+        """Add a step that each rank runs on its parts of the tensors."""
+        self.step(node, alignment, whole=whole, **more)
 
     def whole(self, node: Node) -> None:
-        """Add an operation of which nothing is known: it needs and makes everything whole."""
+        """Add a step of which nothing is known: every rank reads whole tensors and makes whole results."""
         readings = self.readings(node)
-        value, found = node.meta["val"], list[View]()
+        value, views = node.meta["val"], list[View]()
         needed = [position for reading in readings for position in reading.positions]
         self.kept_whole.append(f"{node.name} ({node.target}): {line_of(node)}")
-        for number, one in enumerate([value] if isinstance(value, torch.Tensor) else value):
-            made = [fresh(size) for size in one.shape]
+        for number, tensor in enumerate([value] if isinstance(value, torch.Tensor) else value):
+            positions = [fresh(size) for size in tensor.shape]
             several = None if isinstance(value, torch.Tensor) else number
-            found.append(self.step(node, (self.readings(node), made), whole=[*needed, *made], number=several))
-        self.views[node] = found[0] if isinstance(value, torch.Tensor) else tuple(found)
+            views.append(self.step(node, (self.readings(node), positions), whole=[*needed, *positions], number=several))
+        self.views[node] = views[0] if isinstance(value, torch.Tensor) else tuple(views)
 
     def shape_of(self, reading: Reading) -> tuple[int, ...]:
-        """Return how long the positions are."""
-        return tuple(size_of(one) for one in reading.positions)
+        """Return the size of each position of a tensor."""
+        return tuple(size_of(position) for position in reading.positions)
 
     def _module_of(self, readings: Sequence[Reading]) -> str:
-        """Return the name of the module whose parameter is read, as a name of its product; "" where none is."""
-        paths = (self.parameters[one.view.value.name] for one in readings if one.view.value.name in self.parameters)
+        """Name a product after the module whose parameter it reads; "" where it reads none."""
+        paths = (self.parameters[read.view.value.name] for read in readings if read.view.value.name in self.parameters)
         path = next(paths, "")
-        own = path.rpartition(".")[0] or path
-        taken = {one.name for one in (*self.values, *self.exported.nodes)}
-        return free_name(own.replace(".", "_"), taken) if path else ""
+        module_path = path.rpartition(".")[0] or path
+        used_names = {named.name for named in (*self.values, *self.exported.nodes)}
+        return free_name(module_path.replace(".", "_"), used_names) if path else ""
 
     def step(  # noqa: PLR0913
         self,
         node: Node,
-        found: tuple[Sequence[Reading], Sequence[Position]],
+        alignment: tuple[Sequence[Reading], Sequence[Position]],
         *,
         whole: Sequence[Position] = (),
         summed: Sequence[Position] = (),
@@ -345,24 +345,24 @@ class ProgramReader:
         products: Sequence[Sequence[Position]] = (),
         format: torch.dtype | None = None,
     ) -> View:
-        """Add an operation, and the value that it makes along these positions; one by number of several."""
-        readings, made = found
-        positions = tuple(made)
-        own = self._module_of(readings) if sort in ("product", "rows") else ""
-        name = own or name or node.name
+        """Add a step; return its result, which is that of this ``number`` where the node has several."""
+        readings, result_positions = alignment
+        positions = tuple(result_positions)
+        product_name = self._module_of(readings) if sort in ("product", "rows") else ""
+        name = product_name or name or node.name
         several = node.meta["val"]
-        given = several if isinstance(several, torch.Tensor) else several[number or 0]
+        output = several if isinstance(several, torch.Tensor) else several[number or 0]
         if number is not None:
             name = f"{node.name}_{number}"
             function = function or functools.partial(_one_of, function=node.target, number=number)
         value = Traced(
             number=next(self.numbers), name=name or node.name, positions=positions, origin="made",
-            format=format or given.dtype, is_index=not given.is_floating_point(), is_wide=self._is_wide(given),
+            format=format or output.dtype, is_index=not output.is_floating_point(), is_wide=self._is_wide(output),
         )  # fmt: skip
-        for one in readings:
-            note(-1 - one.view.value.number if one.renamed else one.view.value.number, one.positions)
+        for reading in readings:
+            note(-1 - reading.view.value.number if reading.renamed else reading.view.value.number, reading.positions)
         note(value.number, positions)
-        slots = {one: TensorPlace(number) for number, one in enumerate(tensors_of((node.args, node.kwargs)))}
+        slots = {source: TensorPlace(number) for number, source in enumerate(tensors_of((node.args, node.kwargs)))}
         with_slots: Any = replaced((node.args, node.kwargs), slots)
         self.values.append(value)
         self.steps.append(
@@ -374,12 +374,12 @@ class ProgramReader:
                 arguments=with_slots[0] if arguments is None else arguments,
                 keywords=with_slots[1] if arguments is None else {},
                 reads=tuple(
-                    Read(value=one.view.value, positions=tuple(one.positions), renamed=one.renamed) for one in readings
+                    Read(value=use.view.value, positions=tuple(use.positions), renamed=use.renamed) for use in readings
                 ),
                 makes=value,
-                whole=frozenset(leaves(one for position in whole for one in position)),
-                summed=frozenset(leaves(one for position in summed for one in position)),
-                products=tuple(leaves(one for position in own for one in position) for own in products),
+                whole=frozenset(leaves(dim for position in whole for dim in position)),
+                summed=frozenset(leaves(dim for position in summed for dim in position)),
+                products=tuple(leaves(dim for position in product for dim in position) for product in products),
             )
         )
         view = self.views[node] = View(value, positions)
@@ -396,5 +396,5 @@ def _refuse_random(node: Node) -> None:
 
 
 def _one_of(*arguments: Any, function: Callable[..., Any], number: int, **keywords: Any) -> torch.Tensor:
-    """Return one of several results."""
+    """Return the result of this number, of a function with several results."""
     return function(*arguments, **keywords)[number]

@@ -33,19 +33,19 @@ class Dim:
 
     def root(self) -> "Dim":
         """Return the dim that stands for all that are equal to this one."""
-        one = self
-        while one.same is not None:
-            one = one.same
-        return one
+        dim = self
+        while dim.same is not None:
+            dim = dim.same
+        return dim
 
 
 def leaves(dims: Iterable[Dim]) -> Position:
     """Return the dims that a product is made of."""
-    found: list[Dim] = []
-    for one in dims:
-        root = one.root()
-        found += leaves(root.parts) if root.parts is not None else [root]
-    return tuple(found)
+    leaf_dims: list[Dim] = []
+    for dim in dims:
+        root = dim.root()
+        leaf_dims += leaves(root.parts) if root.parts is not None else [root]
+    return tuple(leaf_dims)
 
 
 def fresh(size: int, hint: str = "", *, is_given: bool = False) -> Position:
@@ -55,25 +55,25 @@ def fresh(size: int, hint: str = "", *, is_given: bool = False) -> Position:
 
 def size_of(position: Position) -> int:
     """Return how long a position is."""
-    return math.prod(one.size for one in leaves(position))
+    return math.prod(dim.size for dim in leaves(position))
 
 
 def unify(first: Position, second: Position) -> None:
     """Make two products the same, dim by dim from the outermost; split a dim where the other has a factor of it.
 
-    >>> one, two, three = fresh(12), fresh(4), fresh(3)
-    >>> unify(one, (*two, *three))
-    >>> leaves(one) == leaves((*two, *three))
+    >>> whole, outer, inner = fresh(12), fresh(4), fresh(3)
+    >>> unify(whole, (*outer, *inner))
+    >>> leaves(whole) == leaves((*outer, *inner))
     True
     """
     place = 0
     while True:
-        left, right = leaves(first), leaves(second)
-        if place == len(left) == len(right):
+        first_dims, second_dims = leaves(first), leaves(second)
+        if place == len(first_dims) == len(second_dims):
             return
-        if place >= min(len(left), len(right)):
+        if place >= min(len(first_dims), len(second_dims)):
             raise NotAligned
-        a, b = left[place], right[place]
+        a, b = first_dims[place], second_dims[place]
         if a is b:
             place += 1
         elif a.size == b.size:
@@ -86,21 +86,21 @@ def unify(first: Position, second: Position) -> None:
             _split(large, small.size)
 
 
-def apart(one: Dim, other: Dim) -> None:
+def separate(first: Dim, second: Dim) -> None:
     """Keep two dims from ever becoming one."""
     mark = object()
-    one.tensors.add(mark)
-    other.tensors.add(mark)
+    first.tensors.add(mark)
+    second.tensors.add(mark)
 
 
-def match_sizes(one: Dim, other: Dim) -> None:
+def match_sizes(first: Dim, second: Dim) -> None:
     """Split two dims into factors of the same sizes, without making them one."""
     place = 0
     while True:
-        left, right = leaves((one,)), leaves((other,))
-        if place == len(left) == len(right):
+        first_dims, second_dims = leaves((first,)), leaves((second,))
+        if place == len(first_dims) == len(second_dims):
             return
-        a, b = left[place], right[place]
+        a, b = first_dims[place], second_dims[place]
         if a.size == b.size:
             place += 1
         else:
@@ -112,11 +112,11 @@ def match_sizes(one: Dim, other: Dim) -> None:
 
 def note(number: int, positions: Sequence[Position]) -> None:
     """Note that a tensor has these dims, which must be different ones."""
-    found = leaves(itertools.chain(*positions))
-    if len(set(found)) < len(found):
+    dims = leaves(itertools.chain(*positions))
+    if len(set(dims)) < len(dims):
         raise Collision
-    for one in found:
-        one.tensors.add(number)
+    for dim in dims:
+        dim.tensors.add(number)
 
 
 def _join(a: Dim, b: Dim) -> None:
@@ -128,8 +128,8 @@ def _join(a: Dim, b: Dim) -> None:
     b.same = a
 
 
-def _split(one: Dim, outer: int) -> None:
-    parts = Dim(outer, one.hint, one.is_given), Dim(one.size // outer, one.hint, one.is_given)
+def _split(dim: Dim, outer: int) -> None:
+    parts = Dim(outer, dim.hint, dim.is_given), Dim(dim.size // outer, dim.hint, dim.is_given)
     for part in parts:
-        part.tensors |= one.tensors
-    one.parts = parts
+        part.tensors |= dim.tensors
+    dim.parts = parts

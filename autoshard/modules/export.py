@@ -42,21 +42,24 @@ class ModuleCall:
         """Return how a module is called just now."""
         device = _device(module)
         casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        tensors = {number: one for number, one in enumerate(flat) if isinstance(one, torch.Tensor)}
+        tensors = {number: value for number, value in enumerate(flat) if isinstance(value, torch.Tensor)}
         return cls(
             layout=layout,
-            looks=tuple((one.shape, one.dtype) if isinstance(one, torch.Tensor) else (type(one), one) for one in flat),
-            with_gradient=frozenset(
-                number for number, one in tensors.items() if one.requires_grad and torch.is_grad_enabled()
+            looks=tuple(
+                (value.shape, value.dtype) if isinstance(value, torch.Tensor) else (type(value), value)
+                for value in flat
             ),
-            modes=tuple(one.training for one in module.modules()),
-            trained=frozenset(path for path, one in module.named_parameters() if one.requires_grad),
+            with_gradient=frozenset(
+                number for number, tensor in tensors.items() if tensor.requires_grad and torch.is_grad_enabled()
+            ),
+            modes=tuple(submodule.training for submodule in module.modules()),
+            trained=frozenset(path for path, parameter in module.named_parameters() if parameter.requires_grad),
             autocast=torch.get_autocast_dtype(device) if casts else None,
         )
 
-    def serves(self, other: "ModuleCall") -> bool:
-        """Say whether what was traced for this call computes another one; gradients may be left out."""
-        return self == replace(other, with_gradient=self.with_gradient) and self.with_gradient >= other.with_gradient
+    def serves(self, call: "ModuleCall") -> bool:
+        """Say whether the program of this call serves another call, which may ask for fewer gradients."""
+        return self == replace(call, with_gradient=self.with_gradient) and self.with_gradient >= call.with_gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +87,11 @@ class ExportedModule:
         cls, module: torch.nn.Module, signature: inspect.Signature, layout: tree.TreeSpec, flat: Sequence[Any]
     ) -> "ExportedModule":
         """Export a module for arguments one by one."""
-        apart: list[Any] = []  # torch takes two arguments that are one object for one
-        for one in flat:
-            again = isinstance(one, torch.Tensor) and any(one is other for other in apart)
-            apart.append(one.detach().clone().requires_grad_(one.requires_grad) if again else one)
-        args, kwargs = tree.tree_unflatten(apart, layout)
+        separate: list[Any] = []  # torch takes two arguments that are one object for one
+        for value in flat:
+            again = isinstance(value, torch.Tensor) and any(value is earlier for earlier in separate)
+            separate.append(value.detach().clone().requires_grad_(value.requires_grad) if again else value)
+        args, kwargs = tree.tree_unflatten(separate, layout)
         try:
             without = _without_own_hooks(module)
             with _own_gradients(module) as own_gradients, without, recorded(module) as record, _quietly():
@@ -105,10 +108,13 @@ class ExportedModule:
         except Exception as error:  # the module itself raises anything, and torch does
             text = str(error).strip().partition("\n")[0]
             raise InputError.of(_own_line(error), f"cannot be traced: {type(error).__name__}: {text}") from error
-        for path, one in [*program.named_parameters()]:  # or else it would hold all numbers of them
-            program.state_dict[path] = torch.nn.Parameter(one.to("meta"), requires_grad=one.requires_grad)
+        for path, parameter in [*program.named_parameters()]:  # or else it would hold all numbers of them
+            program.state_dict[path] = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         first: dict[int, str] = {}  # tied weights are one parameter
-        tied = {path: first.setdefault(id(one), path) for path, one in module.named_parameters(remove_duplicate=False)}
+        tied = {
+            path: first.setdefault(id(parameter), path)
+            for path, parameter in module.named_parameters(remove_duplicate=False)
+        }
         specs = program.graph_signature.input_specs
         return cls(
             program=program,
@@ -117,7 +123,7 @@ class ExportedModule:
             state=record.watched(),
             own_gradients=tuple(dict.fromkeys(own_gradients)),
             random=random,
-            examples=tuple(one.to("meta") if isinstance(one, torch.Tensor) else one for one in flat),
+            examples=tuple(value.to("meta") if isinstance(value, torch.Tensor) else value for value in flat),
             paths={spec.arg.name: tied[str(spec.target)] for spec in specs if spec.kind.name == "PARAMETER"},
         )
 
@@ -134,20 +140,23 @@ class ExportedModule:
         return dict(zip(names, self.examples, strict=True))
 
     def flat(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, exact: bool = False) -> Mapping[str, Any]:
-        """Return the arguments of a call by placeholder; refuse others than those of the example in number or shape.
+        """Return the arguments of a call by placeholder; refuse those that differ from the example in number or shape.
 
         Numbers may be in double instead if they are ``exact``.
         """
-        found, layout = flattened(self.signature, args, kwargs)
+        values, layout = flattened(self.signature, args, kwargs)
         require((layout == self.call.layout, "inputs", "have another structure than the example inputs; shard again"))
-        own = dict(zip(self.arguments, found, strict=True))
-        pairs = [(name, example, own[name]) for name, example in self.arguments.items()]
+        named_values = dict(zip(self.arguments, values, strict=True))
+        pairs = [(name, example, named_values[name]) for name, example in self.arguments.items()]
         if exact:
-            other = [one for _, _, one in pairs if _is_floating(one) and one.dtype != torch.float64]
-            require((not other, "inputs", "a proof computes in double: give module.double(), and such inputs"))
-        pairs = [(name, one.double() if exact and _is_floating(one) else one, own) for name, one, own in pairs]
-        require(*((_is_like(example, one), name, _unlike(example, one)) for name, example, one in pairs))
-        return own
+            not_double = [value for _, _, value in pairs if _is_floating(value) and value.dtype != torch.float64]
+            require((not not_double, "inputs", "a proof computes in double: give module.double(), and such inputs"))
+        pairs = [
+            (name, example.double() if exact and _is_floating(example) else example, value)
+            for name, example, value in pairs
+        ]
+        require(*((_is_like(example, value), name, _unlike(example, value)) for name, example, value in pairs))
+        return named_values
 
     def returned(self) -> Iterator[tuple[str, Any, bool]]:
         """Yield what it returns and the buffers that it changes: place or path, node or number, whether a buffer."""
@@ -169,18 +178,18 @@ class ExportedModule:
                 raise InputError.of("module", f"changes its input {spec.target} in place; let it change a clone")
 
     def result(self, flat: Sequence[Any]) -> Any:
-        """Return what the module returns, made of its parts."""
+        """Return the result of the module, put together from its flat parts."""
         return tree.tree_unflatten(list(flat), self.program.call_spec.out_spec)
 
-    def part(self, wanted: Sequence[Node]) -> torch.fx.GraphModule:
-        """Return the part of the graph that makes some nodes, which depend on no parameter."""
+    def part(self, nodes: Sequence[Node]) -> torch.fx.GraphModule:
+        """Return the part of the graph that computes these nodes."""
         graph = copy.deepcopy(self.program.graph_module.graph)
         copies = dict(zip(self.nodes, graph.nodes, strict=True))
-        found = [copies[node] for node in wanted]
-        needed = {*found}
+        results = [copies[node] for node in nodes]
+        needed = {*results}
         for node in reversed(graph.nodes):
             if node.op == "output":
-                node.args = (tuple(found),)
+                node.args = (tuple(results),)
             elif node in needed:
                 needed |= {*node.all_input_nodes}
             elif node.op != "placeholder":
@@ -196,27 +205,27 @@ class ExportedModule:
         parameters: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Run a part of the graph; ``key`` is that of the call, which random numbers follow from."""
-        given: list[Any] = []
+        inputs: list[Any] = []
         for spec in self.program.graph_signature.input_specs:
             match spec.kind.name:
                 case "USER_INPUT":
-                    given.append(arguments[spec.arg.name])
+                    inputs.append(arguments[spec.arg.name])
                 case "BUFFER":
-                    given.append(buffers[spec.target])
+                    inputs.append(buffers[spec.target])
                 case "PARAMETER":
-                    given.append(parameters and parameters[self.paths[spec.arg.name]])
+                    inputs.append(parameters and parameters[self.paths[spec.arg.name]])
                 case _:
-                    given.append(self.program.constants[spec.target])
+                    inputs.append(self.program.constants[spec.target])
         used = {node.name for node in part.graph.nodes if node.op == "placeholder" and node.users}
-        for one in self.random:
+        for drawn in self.random:
             assert key is not None, "a call that draws has a key"
-            given.append(one.whole(key) if one.name in used else None)
+            inputs.append(drawn.whole(key) if drawn.name in used else None)
         with torch.set_grad_enabled(parameters is not None):
-            return part(*given)
+            return part(*inputs)
 
 
 def _device(module: torch.nn.Module) -> str:
-    return next((one.device.type for one in module.parameters()), "cpu")
+    return next((parameter.device.type for parameter in module.parameters()), "cpu")
 
 
 @contextmanager
@@ -241,66 +250,66 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 @contextmanager
 def _without_own_hooks(module: torch.nn.Module) -> Iterator[None]:
     """Leave out the hooks of the module itself, which calls them around its sharded program as well."""
-    kept = {name: getattr(module, name) for name in _HOOKS}
+    hooks_by_name = {name: getattr(module, name) for name in _HOOKS}
     try:
-        for name, hooks in kept.items():
+        for name, hooks in hooks_by_name.items():
             setattr(module, name, type(hooks)())
         yield
     finally:
-        for name, hooks in kept.items():
+        for name, hooks in hooks_by_name.items():
             setattr(module, name, hooks)
 
 
 @contextmanager
 def _own_gradients(module: torch.nn.Module) -> Iterator[list[str]]:
-    """Collect what has a backward pass of its own: lines that call such functions, hooks of tensors and submodules."""
+    """Collect faults: lines that call functions with a backward pass of the user's, hooks of tensors and submodules."""
     base: Any = torch.autograd.Function
     tensors: Any = torch.Tensor
     apply, register = base.__dict__["apply"], tensors.register_hook
-    found = [
+    faults = [
         f"{path}: has a hook of its backward pass, which would not be called; remove it"
-        for path, one in module.named_modules()
-        if path and (one._backward_hooks or one._backward_pre_hooks)  # pyright: ignore[reportPrivateUsage]
+        for path, submodule in module.named_modules()
+        if path and (submodule._backward_hooks or submodule._backward_pre_hooks)  # pyright: ignore[reportPrivateUsage]
     ]
 
     def noted(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        own = kind.__module__.partition(".")[0] != "torch"
-        if own or kind is CheckpointFunction:
-            remedy = _MARK if own else "give checkpoint use_reentrant=False"
+        is_users = kind.__module__.partition(".")[0] != "torch"
+        if is_users or kind is CheckpointFunction:
+            remedy = _MARK if is_users else "give checkpoint use_reentrant=False"
             line = _line(traceback.extract_stack()[:-1])
-            found.append(f"{line}: {kind.__name__} has a backward pass of its own, which is not traced; {remedy}")
+            faults.append(f"{line}: {kind.__name__} has a backward pass of its own, which is not traced; {remedy}")
         return apply.__func__(kind, *args, **kwargs)
 
     def hooked(*_: Any) -> RemovableHandle:
         line = _line(traceback.extract_stack()[:-1])
-        found.append(f"{line}: the hook of a tensor would not be called; {_MARK}")
+        faults.append(f"{line}: the hook of a tensor would not be called; {_MARK}")
         return RemovableHandle(OrderedDict[int, Any]())
 
     def switched() -> None:
         line = _line(traceback.extract_stack()[:-2])
-        found.append(f"{line}: gradients are switched inside of autocast, which is not traced; switch them around it")
+        faults.append(f"{line}: gradients are switched inside of autocast, which is not traced; switch them around it")
 
     base.apply, tensors.register_hook = classmethod(noted), hooked
     try:
         with gradients_inside_autocast(switched):
-            yield found
+            yield faults
     finally:
         base.apply, tensors.register_hook = apply, register
 
 
 def _own_line(error: BaseException) -> str:
-    """Return the last line of an error's way that is not torch's, or the line of the graph's node that it names."""
+    """Return the last line of an error's traceback that is not torch's, or the line of the node that it names."""
     _, _, named = str(error).partition("Original traceback:\n")
     if named:
-        return " ".join(one.strip() for one in named.splitlines()[:2])
+        return " ".join(line.strip() for line in named.splitlines()[:2])
     return _line(traceback.extract_tb(error.__traceback__))
 
 
 def _line(frames: Sequence[traceback.FrameSummary]) -> str:
-    own = [one for one in frames if f"{os.sep}torch{os.sep}" not in one.filename and one.line]
-    if not own or own[-1].filename == __file__:
+    users = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame.filename and frame.line]
+    if not users or users[-1].filename == __file__:
         return "module"
-    return f'File "{own[-1].filename}", line {own[-1].lineno}, in {own[-1].name} {own[-1].line}'
+    return f'File "{users[-1].filename}", line {users[-1].lineno}, in {users[-1].name} {users[-1].line}'
 
 
 def flattened(
@@ -332,17 +341,17 @@ def _is_floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _is_like(example: Any, one: Any) -> bool:
+def _is_like(example: Any, value: Any) -> bool:
     if isinstance(example, torch.Tensor):
-        return isinstance(one, torch.Tensor) and (one.shape, one.dtype) == (example.shape, example.dtype)
-    return type(one) is type(example) and one == example
+        return isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (example.shape, example.dtype)
+    return type(value) is type(example) and value == example
 
 
-def _unlike(example: Any, one: Any) -> str:
+def _unlike(example: Any, value: Any) -> str:
     """Say how an argument differs from the example."""
 
     def said(value: Any) -> str:
         is_tensor = isinstance(value, torch.Tensor)
         return f"{tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}" if is_tensor else repr(value)
 
-    return f"is {said(one)}, and the module was traced for {said(example)}; shard it again for these inputs"
+    return f"is {said(value)}, and the module was traced for {said(example)}; shard it again for these inputs"

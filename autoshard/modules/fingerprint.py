@@ -20,5 +20,6 @@ def _lines(traced: TracedBlock) -> Iterator[str]:
     for op in traced.block.ops:
         yield f"{op.name}: {op.kind.label} {op.inputs} -> {op.outputs}"
         if isinstance(op.kind, Region):
-            for one in op.kind.locals:
-                yield f"  {shown(one.function)} {shown(one.arguments)} {shown(one.keywords)} {one.reads} {one.gives}"
+            for local in op.kind.locals:
+                call = f"{shown(local.function)} {shown(local.arguments)} {shown(local.keywords)}"
+                yield f"  {call} {local.reads} {local.gives}"

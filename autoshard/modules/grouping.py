@@ -9,8 +9,8 @@ from autoshard.modules.program import Read, Traced, TracedProgram, TracedStep
 
 def outside_reads(steps: Sequence[TracedStep]) -> Mapping[tuple[Traced, tuple[tuple[Dim, Dim], ...]], Read]:
     """Return the external inputs of a group of steps; a tensor counts once for each naming of its dims."""
-    made = {step.makes for step in steps}
-    reads = [read for step in steps for read in step.reads if read.value not in made]
+    inner_values = {step.makes for step in steps}
+    reads = [read for step in steps for read in step.reads if read.value not in inner_values]
     return {(read.value, tuple(read.renamed.items())): read for read in reads}
 
 
@@ -24,13 +24,13 @@ def regions(program: TracedProgram) -> Sequence[Sequence[TracedStep]]:
     for step in program.steps:
         for read in step.reads:
             readers[read.value].append((step, read))
-    results = {one.read.value for one in program.results if one.read}
+    results = {result.read.value for result in program.results if result.read}
     groups: dict[TracedStep, list[TracedStep]] = {}  # by the last step
     homes: dict[TracedStep, list[TracedStep]] = {}  # the last steps of the groups that a step is in
     for step in reversed(program.steps):
-        found = readers[step.makes]
-        heads = list(dict.fromkeys(head for reader, _ in found for head in homes[reader]))
-        renamed = any(read.renamed for _, read in found) or step.makes in results
+        uses = readers[step.makes]
+        heads = list(dict.fromkeys(head for reader, _ in uses for head in homes[reader]))
+        renamed = any(read.renamed for _, read in uses) or step.makes in results
         is_free = step.sort in ("local", "cheap") and not renamed
         accepting = [head for head in heads if is_free and _accepts(head, groups[head], step)]
         if not accepting or accepting != heads:  # some reader takes the result from elsewhere
@@ -44,5 +44,5 @@ def regions(program: TracedProgram) -> Sequence[Sequence[TracedStep]]:
 def _accepts(head: TracedStep, steps: Sequence[TracedStep], step: TracedStep) -> bool:
     """Say whether a group runs functions of torch, cuts something, and does not multiply matrices twice."""
     cut = {dim for read in head.reads for dim in read.dims} | {*head.makes.dims}
-    multiplies = sum(bool(one.products) for one in (*steps, step)) > (head.sort != "sum")
+    multiplies = sum(bool(member.products) for member in (*steps, step)) > (head.sort != "sum")
     return head.sort in ("local", "cheap", "sum") and bool(cut - head.whole_leaves()) and not multiplies

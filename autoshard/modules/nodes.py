@@ -28,9 +28,9 @@ def replaced(arguments: Any, slots: Mapping[Node, TensorPlace]) -> Any:
     if isinstance(arguments, torch.fx.Node):
         return slots[arguments]
     if isinstance(arguments, Mapping):
-        return {key: replaced(one, slots) for key, one in arguments.items()}
+        return {key: replaced(value, slots) for key, value in arguments.items()}
     if isinstance(arguments, tuple | list):
-        return tuple(replaced(one, slots) for one in arguments)
+        return tuple(replaced(value, slots) for value in arguments)
     return arguments
 
 
@@ -38,31 +38,34 @@ def filled(arguments: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Put tensors into their slots."""
     if isinstance(arguments, TensorPlace):
         return tensors[arguments.number]
-    return [filled(one, tensors) for one in arguments] if isinstance(arguments, tuple) else arguments
+    return [filled(value, tensors) for value in arguments] if isinstance(arguments, tuple) else arguments
 
 
 def line_of(node: Node) -> str:
     """Return the line of the user's code behind a node."""
     trace = [line.strip() for line in (node.meta.get("stack_trace") or "").strip().splitlines()]
     places = [number for number, line in enumerate(trace) if line.startswith('File "')]
-    own = [number for number in places if f"{os.sep}torch{os.sep}" not in trace[number]]
-    trace = trace[: own[-1] + 2] if own else trace  # the user's, where torch's modules go on
+    user_places = [number for number in places if f"{os.sep}torch{os.sep}" not in trace[number]]
+    trace = trace[: user_places[-1] + 2] if user_places else trace  # the user's, where torch's modules go on
     if len(trace) > 2 and str(Path(__file__).with_name("local.py")) in trace[-2]:  # which calls a user's function
         trace = trace[:-2]
     return " ".join(trace[-2:]) or str(node.name)
 
 
 def argument(node: Node, *names: str) -> Any:
-    """Return an argument of an operation by the name in its schema, or its default; None where it has no such."""
-    given = dict(zip((one.name for one in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
-    known = {one.name: one.default_value for one in node.target._schema.arguments}
-    return next((given.get(name, known[name]) for name in names if name in known), None)
+    """Return an argument of an operation by the name in its schema, or its default; None where it has no such name."""
+    stated = (
+        dict(zip((parameter.name for parameter in node.target._schema.arguments), node.args, strict=False))
+        | node.kwargs
+    )
+    defaults = {parameter.name: parameter.default_value for parameter in node.target._schema.arguments}
+    return next((stated.get(name, defaults[name]) for name in names if name in defaults), None)
 
 
 def arguments_of(node: Node, **changed: Any) -> tuple[Any, ...]:
     """Return all arguments of an operation in the order of its schema, some of them changed."""
-    slots = {one: TensorPlace(number) for number, one in enumerate(tensors_of((node.args, node.kwargs)))}
-    names = [one.name for one in node.target._schema.arguments]
+    slots = {source: TensorPlace(number) for number, source in enumerate(tensors_of((node.args, node.kwargs)))}
+    names = [parameter.name for parameter in node.target._schema.arguments]
     return tuple(changed[name] if name in changed else replaced(argument(node, name), slots) for name in names)
 
 

@@ -22,33 +22,35 @@ def allowed_cuts(
 ) -> Mapping[str, tuple[Cuts, ...]]:
     """Return the cuts that pins leave to the operations that they touch; a path may be a pattern.
 
-    A parameter's pin fixes how the operations read it that use it; a module's fixes how its result is made.
+    The pin of a parameter fixes the layout in which operations read it, that of a module the layout of its result.
     """
     faults = Faults()
-    wanted: dict[str, dict[str, tuple[str, ...]]] = {}
+    pinned: dict[str, dict[str, tuple[str, ...]]] = {}
     ops = {op.name: op for op in cut_operations(block)}
     for path, text in pins.items():
-        found = [name for name in places if fnmatchcase(name, path)]
-        if not found:
+        matches = [name for name in places if fnmatchcase(name, path)]
+        if not matches:
             message = f"is no parameter and no module with a result. {nearest(path, list(places))}"
             faults.append(Fault(where=f"pins.{path}", message=message))
-        for place in found:
+        for place in matches:
             tensor, positions = places[place]
             with faults.of(f"pins.{path}"):
                 cuts = _parse(text, positions, atoms)
                 for op in _touched(block, tensor, ops):
-                    own = wanted.setdefault(op.name, {})
-                    differing = [dim for dim, cut in cuts.items() if own.get(dim, cut) != cut]
+                    pinned_cuts = pinned.setdefault(op.name, {})
+                    differing = [dim for dim, cut in cuts.items() if pinned_cuts.get(dim, cut) != cut]
                     if differing:
                         raise InputError.of(
                             "", f"asks for another cut of {differing[0]} in {op.name} than a pin before"
                         )
-                    own |= cuts
+                    pinned_cuts |= cuts
     faults.refuse()
     allowed: dict[str, tuple[Cuts, ...]] = {}
-    for name, cuts in wanted.items():
-        every = op_cuts(block, ops[name], [atom for atom, size in atoms.items() if size > 1])
-        allowed[name] = tuple(one for one in every if all(tuple(one.get(dim, ())) == cut for dim, cut in cuts.items()))
+    for name, cuts in pinned.items():
+        choices = op_cuts(block, ops[name], [atom for atom, size in atoms.items() if size > 1])
+        allowed[name] = tuple(
+            choice for choice in choices if all(tuple(choice.get(dim, ())) == cut for dim, cut in cuts.items())
+        )
         if not allowed[name]:
             raise InputError.of(
                 "pins", f"{name} cannot be cut so: it needs {', '.join(ops[name].kind.whole_dims())} whole"
@@ -65,21 +67,21 @@ def _touched(block: Block, tensor: str, ops: Mapping[str, Op]) -> Iterator[Op]:
 def _parse(text: str, positions: Positions, atoms: Mapping[str, int]) -> Cuts:
     """Read a layout as torch sees the tensor; a product of dims is cut along its first one, or along the one named."""
     inside = text.strip().removeprefix("[").removesuffix("]")
-    entries = [one.strip() for one in inside.split(",")] if inside else []
+    entries = [part.strip() for part in inside.split(",")] if inside else []
     if len(entries) != len(positions) or len(inside) != len(text.strip()) - 2:
         raise InputError.of("", f"{text!r} does not fit a tensor of {len(positions)} axes. Write {_EXAMPLE}")
-    found: dict[str, tuple[str, ...]] = {}
+    cuts: dict[str, tuple[str, ...]] = {}
     for entry, position in zip(entries, positions, strict=True):
         name, _, cut = entry.partition("/")
-        names = tuple(one for one in cut.split(".") if one)
-        unknown = [one for one in names if one not in atoms]
+        names = tuple(axis for axis in cut.split(".") if axis)
+        unknown = [axis for axis in names if axis not in atoms]
         if unknown:
             raise InputError.of("", f"{unknown[0]!r} is no axis of the mesh. {nearest(unknown[0], list(atoms))}")
-        known = ("_", *position, ".".join(position))
-        if name not in known:
-            raise InputError.of("", f"{name!r} is not what lies there. {nearest(name, known)}")
+        position_names = ("_", *position, ".".join(position))
+        if name not in position_names:
+            raise InputError.of("", f"{name!r} is not what lies there. {nearest(name, position_names)}")
         if names and not position:
             raise InputError.of("", f"{entry}: an axis of size 1 cannot be cut")
         which = name if name in position else next(iter(position), "")
-        found |= {dim: names if dim == which else () for dim in position}
-    return {dim: tuple(atom for atom in cut if atoms[atom] > 1) for dim, cut in found.items()}
+        cuts |= {dim: names if dim == which else () for dim in position}
+    return {dim: tuple(atom for atom in cut if atoms[atom] > 1) for dim, cut in cuts.items()}

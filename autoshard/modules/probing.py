@@ -28,64 +28,71 @@ class PartCut:
     inputs: tuple[int | None, ...]
     results: tuple[int | None, ...]
 
-    def overlaps(self, other: "PartCut") -> bool:
+    def overlaps(self, cut: "PartCut") -> bool:
         """Say whether both cut an axis of the same tensor in the same place."""
-        pairs = [*zip(self.inputs, other.inputs, strict=True), *zip(self.results, other.results, strict=True)]
-        return any(one is not None and one == two for one, two in pairs)
+        pairs = [*zip(self.inputs, cut.inputs, strict=True), *zip(self.results, cut.results, strict=True)]
+        return any(axis is not None and axis == cut_axis for axis, cut_axis in pairs)
 
 
 def found_cuts(
-    function: Function, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor], constants: Sequence[int] = ()
+    function: Function,
+    example_inputs: Sequence[torch.Tensor],
+    example_results: Sequence[torch.Tensor],
+    constants: Sequence[int] = (),
 ) -> tuple[PartCut, ...]:
-    """Return cuts that may be combined; ``given`` and ``made`` have the shapes and formats of inputs and results.
+    """Return cuts that may be combined; the examples say which shapes and formats inputs and results have.
 
     ``constants`` are the integers among the arguments. An operation that is too large to be run is run in smaller
     sizes, unless one of them may be a length.
     """
-    probe, found = _Probing(function, given, made, constants), list[PartCut]()
-    for cut in itertools.islice(candidates(given, made), _TRIES):
-        if not any(cut.overlaps(other) for other in found) and probe.allows(cut):
-            found.append(cut)
-    return tuple(found)
+    probe, cuts = _Probing(function, example_inputs, example_results, constants), list[PartCut]()
+    for cut in itertools.islice(candidates(example_inputs, example_results), _TRIES):
+        if not any(cut.overlaps(earlier) for earlier in cuts) and probe.allows(cut):
+            cuts.append(cut)
+    return tuple(cuts)
 
 
-def candidates(given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> Iterator[PartCut]:
+def candidates(example_inputs: Sequence[torch.Tensor], example_results: Sequence[torch.Tensor]) -> Iterator[PartCut]:
     """Yield cuts of axes that have the same length; those that leave sums come last."""
 
     def axes(tensors: Sequence[torch.Tensor], size: int) -> Iterator[tuple[int | None, ...]]:
-        own = [[axis for axis, length in enumerate(one.shape) if length == size] for one in tensors]
-        return itertools.product(*([*some, None] for some in own))
+        axes_of_tensors = [[axis for axis, length in enumerate(tensor.shape) if length == size] for tensor in tensors]
+        return itertools.product(*([*tensor_axes, None] for tensor_axes in axes_of_tensors))
 
-    sizes = sorted({size for one in given for size in one.shape if size > 1})
-    every = [
+    sizes = sorted({size for tensor in example_inputs for size in tensor.shape if size > 1})
+    cuts = [
         PartCut(inputs, results)
         for size in sizes
-        for results in axes(made, size)
-        for inputs in axes(given, size)
-        if any(one is not None for one in inputs)
+        for results in axes(example_results, size)
+        for inputs in axes(example_inputs, size)
+        if any(axis is not None for axis in inputs)
     ]
-    return iter(sorted(every, key=lambda cut: cut.results.count(None)))
+    return iter(sorted(cuts, key=lambda cut: cut.results.count(None)))
 
 
 class _Probing:
     """Runs of a function in some sizes, each with several kinds of numbers."""
 
     def __init__(
-        self, function: Function, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor], constants: Sequence[int]
+        self,
+        function: Function,
+        example_inputs: Sequence[torch.Tensor],
+        example_results: Sequence[torch.Tensor],
+        constants: Sequence[int],
     ) -> None:
-        self.function, self.given = function, given
-        shapes = [tuple(one.shape) for one in (*given, *made)]
+        self.function, self.example_inputs = function, example_inputs
+        shapes = [tuple(tensor.shape) for tensor in (*example_inputs, *example_results)]
         sizes = sorted({size for shape in shapes for size in shape if size > 1})
         maps: list[Mapping[int, int]] = []
-        if sum(one.numel() for one in (*given, *made)) <= LARGEST:
+        if sum(tensor.numel() for tensor in (*example_inputs, *example_results)) <= LARGEST:
             maps.append({})
-        elif all(abs(one) < _SMALL[0][0] - 1 for one in constants):  # numbers of axes, not lengths
+        elif all(abs(constant) < _SMALL[0][0] - 1 for constant in constants):  # numbers of axes, not lengths
             maps += [{size: first + step * place for place, size in enumerate(sizes)} for first, step in _SMALL]
         self.sized = [[tuple(sized.get(size, size) for size in shape) for shape in shapes] for sized in maps]
         self.runs: dict[tuple[Shape, ...], list[ProbeRun]] = {}
 
     def allows(self, cut: PartCut) -> bool:
-        """Say whether nothing speaks against a cut, of axes as long as they are and of longer ones."""
+        """Say whether all runs agree with a cut, with the axes as long as they are and longer."""
         axes = (*cut.inputs, *cut.results)
         longer = [
             [
@@ -95,34 +102,39 @@ class _Probing:
             for shapes in self.sized
         ]
         runs = [self._run(tuple(shapes)) for shapes in (*self.sized, *longer)]
-        return bool(runs) and all(len(some) > 1 and all(run.agrees(cut) for run in some) for some in runs)
+        return bool(runs) and all(
+            len(shape_runs) > 1 and all(run.agrees(cut) for run in shape_runs) for shape_runs in runs
+        )
 
     def _run(self, shapes: tuple[Shape, ...]) -> list["ProbeRun"]:
-        """Run a function on several kinds of numbers; without any where the results have other shapes than these."""
+        """Return runs on several kinds of numbers in these shapes; none where the results have other shapes."""
         if shapes not in self.runs:
-            random, found = torch.Generator().manual_seed(0), list[ProbeRun]()
+            random, probe_runs = torch.Generator().manual_seed(0), list[ProbeRun]()
             for kind in ("normal", "far apart", "ties"):
-                inputs = [numbers(one, shape, kind, random) for one, shape in zip(self.given, shapes, strict=False)]
+                inputs = [
+                    numbers(example, shape, kind, random)
+                    for example, shape in zip(self.example_inputs, shapes, strict=False)
+                ]
                 run = ProbeRun.of(self.function, inputs, random)
-                if run is not None and run.shapes != shapes[len(self.given) :]:
-                    found.clear()
+                if run is not None and run.shapes != shapes[len(self.example_inputs) :]:
+                    probe_runs.clear()
                     break
                 if run is not None and run.is_finite():
-                    found.append(run)
-            self.runs[shapes] = found
+                    probe_runs.append(run)
+            self.runs[shapes] = probe_runs
         return self.runs[shapes]
 
 
 def numbers(like: torch.Tensor, shape: Sequence[int], kind: str, random: torch.Generator) -> torch.Tensor:
-    """Return random numbers of a kind, in double where the tensor they are like holds no whole ones."""
+    """Return random numbers of a kind: whole ones or truth values where the tensor holds such, else FP64."""
     if like.dtype == torch.bool:
         return torch.randint(0, 2, tuple(shape), generator=random).bool()
     if not like.is_floating_point():
         return torch.randint(0, 3, tuple(shape), generator=random).to(like.dtype)
-    found = torch.randn(tuple(shape), generator=random, dtype=torch.float64)
+    normal = torch.randn(tuple(shape), generator=random, dtype=torch.float64)
     if kind == "far apart":  # so that one part has the large ones
-        return found * 10 ** (3 * torch.randn(tuple(shape), generator=random, dtype=torch.float64))
-    return torch.round(found) if kind == "ties" else found
+        return normal * 10 ** (3 * torch.randn(tuple(shape), generator=random, dtype=torch.float64))
+    return torch.round(normal) if kind == "ties" else normal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +154,7 @@ class ProbeRun:
         try:
             with warnings.catch_warnings(action="ignore"):
                 results = function(inputs)
-            seeds = tuple(torch.randn(one.shape, generator=random, dtype=torch.float64) for one in results)
+            seeds = tuple(torch.randn(result.shape, generator=random, dtype=torch.float64) for result in results)
             _, gradients = _differentiated(function, inputs, seeds)
         except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
             return None
@@ -151,16 +163,16 @@ class ProbeRun:
     @property
     def shapes(self) -> tuple[Shape, ...]:
         """The shapes of the results."""
-        return tuple(tuple(one.shape) for one in self.results)
+        return tuple(tuple(result.shape) for result in self.results)
 
     def is_finite(self) -> bool:
         """Say whether all numbers can be compared."""
-        return all(bool(one.isfinite().all()) for one in (*self.results, *self.gradients) if one is not None)
+        return all(bool(tensor.isfinite().all()) for tensor in (*self.results, *self.gradients) if tensor is not None)
 
     def agrees(self, cut: PartCut) -> bool:
-        """Say whether parts give the same parts, cut behind the first and in the middle."""
+        """Say whether parts of the inputs give parts of the results, cut after the first place and in the middle."""
         lengths = {
-            one.shape[axis] for one, axis in zip(self.inputs, cut.inputs, strict=True) if axis is not None
+            tensor.shape[axis] for tensor, axis in zip(self.inputs, cut.inputs, strict=True) if axis is not None
         }  # fmt: skip
         (length,) = lengths
         return length > 1 and all(self._agrees(cut, place) for place in {1, length // 2})
@@ -171,53 +183,58 @@ class ProbeRun:
         for part in (slice(0, place), slice(place, None)):
             inputs = _part(self.inputs, cut.inputs, part)
             try:
-                made, back = _differentiated(self.function, inputs, _part(self.seeds, cut.results, part))
+                part_results, back = _differentiated(self.function, inputs, _part(self.seeds, cut.results, part))
             except (RuntimeError, ValueError, IndexError, TypeError):
                 return False
-            results.append(made)
+            results.append(part_results)
             gradients.append(back)
         whole = [*self.results, *self.gradients]
         axes = [*cut.results, *cut.inputs]
-        parts = zip(*((*made, *back) for made, back in zip(results, gradients, strict=True)), strict=True)
-        return all(_same(one, two, axis, self.rounding) for one, two, axis in zip(whole, parts, axes, strict=True))
+        parts = zip(
+            *((*part_results, *back) for part_results, back in zip(results, gradients, strict=True)), strict=True
+        )
+        return all(
+            _same(tensor, tensor_parts, axis, self.rounding)
+            for tensor, tensor_parts, axis in zip(whole, parts, axes, strict=True)
+        )
 
 
 def _part(tensors: Sequence[torch.Tensor], axes: Sequence[int | None], part: slice) -> Tensors:
     pairs = zip(tensors, axes, strict=True)
-    return tuple(one if axis is None else one[(slice(None),) * axis + (part,)] for one, axis in pairs)
+    return tuple(tensor if axis is None else tensor[(slice(None),) * axis + (part,)] for tensor, axis in pairs)
 
 
 def _differentiated(
     function: Function, inputs: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor]
 ) -> tuple[Tensors, tuple[torch.Tensor | None, ...]]:
     """Return the results, and the gradients of the inputs: None where there is none."""
-    wanted = [one.detach().clone().requires_grad_(one.is_floating_point()) for one in inputs]
+    copies = [tensor.detach().clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
     with torch.enable_grad(), warnings.catch_warnings(action="ignore"):  # of the variance of one number
-        results = function(wanted)
-    pairs = [(one, seed) for one, seed in zip(results, seeds, strict=True) if one.requires_grad]
-    if any(one.shape != seed.shape for one, seed in pairs):
+        results = function(copies)
+    pairs = [(result, seed) for result, seed in zip(results, seeds, strict=True) if result.requires_grad]
+    if any(result.shape != seed.shape for result, seed in pairs):
         raise ValueError
-    floats = [one for one in wanted if one.requires_grad]
-    found = (
-        torch.autograd.grad([one for one, _ in pairs], floats, [seed for _, seed in pairs], allow_unused=True)
+    floats = [copy for copy in copies if copy.requires_grad]
+    gradients = (
+        torch.autograd.grad([result for result, _ in pairs], floats, [seed for _, seed in pairs], allow_unused=True)
         if pairs and floats
         else [None] * len(floats)
     )
-    own = dict(zip(map(id, floats), found, strict=True))
-    return tuple(one.detach() for one in results), tuple(own.get(id(one)) for one in wanted)
+    gradient_of = dict(zip(map(id, floats), gradients, strict=True))
+    return tuple(result.detach() for result in results), tuple(gradient_of.get(id(copy)) for copy in copies)
 
 
 def _same(whole: torch.Tensor | None, parts: Sequence[torch.Tensor | None], axis: int | None, rounding: float) -> bool:
-    """Say whether parts are a whole: joined along an axis, or summed."""
-    found = [one for one in parts if one is not None]
-    if whole is None or not found:
-        return all(one is None or not one.any() for one in (whole, *parts))
-    if len(found) < len(parts):
-        found += [torch.zeros_like(found[0])] * (axis is None)
-    made = sum(found[1:], found[0]) if axis is None else torch.cat(found, axis)
-    if made.shape != whole.shape or made.dtype != whole.dtype:
+    """Say whether parts make up a whole tensor: joined along an axis, or summed where there is none."""
+    tensors = [part for part in parts if part is not None]
+    if whole is None or not tensors:
+        return all(tensor is None or not tensor.any() for tensor in (whole, *parts))
+    if len(tensors) < len(parts):
+        tensors += [torch.zeros_like(tensors[0])] * (axis is None)
+    joined = sum(tensors[1:], tensors[0]) if axis is None else torch.cat(tensors, axis)
+    if joined.shape != whole.shape or joined.dtype != whole.dtype:
         return False
     if not whole.is_floating_point():
-        return axis is not None and torch.equal(made, whole)
+        return axis is not None and torch.equal(joined, whole)
     largest = float(whole.abs().max()) if whole.numel() else 0.0
-    return torch.allclose(made, whole, rtol=_CLOSE, atol=rounding * largest)
+    return torch.allclose(joined, whole, rtol=_CLOSE, atol=rounding * largest)

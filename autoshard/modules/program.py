@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from autoshard.modules.dims import Collision, Dim, Position, apart, fresh, leaves, unify
+from autoshard.modules.dims import Collision, Dim, Position, fresh, leaves, separate, unify
 
 Sort = Literal["product", "rows", "local", "cheap", "sum"]
 Origin = Literal["parameter", "input", "carried", "made"]
@@ -36,7 +36,7 @@ class Traced:
     @property
     def dims(self) -> Position:
         """Its dims, outermost first."""
-        return leaves(one for position in self.positions for one in position)
+        return leaves(dim for position in self.positions for dim in position)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -52,7 +52,7 @@ class Read:
         """The dims of the tensor in its own order, as this reader calls them."""
         pairs = ((leaves((old,)), leaves((new,))) for old, new in self.renamed.items())
         names = {before: now for old, new in pairs for before, now in zip(old, new, strict=False)}
-        return tuple(names.get(one, one) for one in self.value.dims)
+        return tuple(names.get(dim, dim) for dim in self.value.dims)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -124,22 +124,22 @@ class Reading:
     positions: list[Position]
     renamed: dict[Dim, Dim] = field(default_factory=dict[Dim, Dim])
 
-    def agree(self, axis: int, other: Position) -> None:
+    def agree(self, axis: int, target: Position) -> None:
         """Make a position the same as another; read it under new names where some tensor would have a dim twice."""
         try:
-            unify(self.positions[axis], other)
+            unify(self.positions[axis], target)
         except Collision:
             self.rename(axis)
-            unify(self.positions[axis], other)
+            unify(self.positions[axis], target)
 
     def rename(self, axis: int) -> None:
-        """Read a position under names of its own."""
+        """Give the dims of a position new names, for this reading alone."""
         new: list[Dim] = []
         for old in leaves(self.positions[axis]):
-            (one,) = fresh(old.size, old.hint)
-            apart(one, old)
-            self.renamed[old] = one
-            new.append(one)
+            (fresh_dim,) = fresh(old.size, old.hint)
+            separate(fresh_dim, old)
+            self.renamed[old] = fresh_dim
+            new.append(fresh_dim)
         self.positions[axis] = tuple(new)
 
 
@@ -148,20 +148,22 @@ def agreed(readings: Sequence[Reading], rank: int, axes: Iterable[int]) -> list[
 
     Where one dim would stand on two axes, as in the differences of all pairs, the second is read under another name.
     """
-    made: list[Position] = []
+    positions: list[Position] = []
     for axis in axes:
         together: Position = ()
         for reading in readings:
-            own = axis - rank + len(reading.positions)
-            if own >= 0 and reading.positions[own]:
+            reading_axis = axis - rank + len(reading.positions)
+            if reading_axis >= 0 and reading.positions[reading_axis]:
                 if together:
-                    reading.agree(own, together)
+                    reading.agree(reading_axis, together)
                     continue
-                if {*leaves(reading.positions[own])} & {dim for position in made for dim in leaves(position)}:
-                    reading.rename(own)
-                together = reading.positions[own]
-        made.append(together)
-    return made
+                if {*leaves(reading.positions[reading_axis])} & {
+                    dim for position in positions for dim in leaves(position)
+                }:
+                    reading.rename(reading_axis)
+                together = reading.positions[reading_axis]
+        positions.append(together)
+    return positions
 
 
 def shown(value: Any) -> str:
@@ -177,8 +179,10 @@ def shown(value: Any) -> str:
     return str(getattr(value, "__qualname__", value))
 
 
-def free_name(name: str, taken: Container[str]) -> str:
+def free_name(name: str, used_names: Container[str]) -> str:
     """Return a name that nothing has yet: this one, or with a number."""
     return next(
-        one for number in itertools.count(1) if (one := f"{name}_{number}" if number > 1 else name) not in taken
+        candidate
+        for number in itertools.count(1)
+        if (candidate := f"{name}_{number}" if number > 1 else name) not in used_names
     )

@@ -37,40 +37,47 @@ class ModuleRun:
         traced: TracedBlock,
     ) -> None:
         self.captured, self.traced, exported = captured, traced, captured.exported
-        buffers = {name: one.clone() for name, one in module.named_buffers()}
-        own, arguments = exported.flat(*((), inputs) if isinstance(inputs, Mapping) else (inputs, {}), exact=True), {}
-        for name, one in own.items():
-            wanted = isinstance(one, torch.Tensor) and name in traced.block.takes
-            arguments[name] = one.detach().clone().requires_grad_() if wanted else one
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        call = exported.flat(*((), inputs) if isinstance(inputs, Mapping) else (inputs, {}), exact=True)
+        arguments: dict[str, Any] = {}
+        for name, value in call.items():
+            is_taken = isinstance(value, torch.Tensor) and name in traced.block.takes
+            arguments[name] = value.detach().clone().requires_grad_() if is_taken else value
         args, kwargs = tree_unflatten(list(arguments.values()), exported.call.layout)
         self.arguments, self.parameters = arguments, dict(module.named_parameters())
         key = torch.tensor(0)  # of the only call
         if exported.random:  # the module's own numbers come from torch's generator
-            every = exported.values(
+            outputs = exported.values(
                 exported.part([node for _, node, _ in exported.returned()]), arguments, buffers, key, self.parameters
             )
         else:
             flat = iter(tree_flatten(module.forward(*args, **kwargs))[0])  # hooks of the module itself are not traced
-            changed = {name: one.clone() for name, one in module.named_buffers()}
-            every = [changed[place] if is_buffer else next(flat) for place, _, is_buffer in exported.returned()]
-        self.results = {one.name: own for one, own in zip(captured.program.results, every, strict=True) if one.read}
+            changed = {name: buffer.clone() for name, buffer in module.named_buffers()}
+            outputs = [changed[place] if is_buffer else next(flat) for place, _, is_buffer in exported.returned()]
+        self.results = {
+            result.name: output for result, output in zip(captured.program.results, outputs, strict=True) if result.read
+        }
         random = torch.Generator().manual_seed(0)
         self.seeds = {
-            one.name: torch.randn(self.results[one.name].shape, dtype=torch.float64, generator=random)
-            for one in captured.program.results
-            if one.is_seeded
+            result.name: torch.randn(self.results[result.name].shape, dtype=torch.float64, generator=random)
+            for result in captured.program.results
+            if result.is_seeded
         }
-        wanted = {name: self.parameters[captured.parameters[name]] for name in self._trained()}
-        wanted |= {name: arguments[name] for name in traced.block.takes}
+        sources = {name: self.parameters[captured.parameters[name]] for name in self._trained()}
+        sources |= {name: arguments[name] for name in traced.block.takes}
         seeded = [self.results[name] for name in self.seeds]
-        asked = [*wanted.values()], [*self.seeds.values()]
-        found = torch.autograd.grad(seeded, *asked, allow_unused=True) if seeded and wanted else [None] * len(wanted)
-        finite = all(bool(one.isfinite().all()) for one in (*seeded, *found) if one is not None)
+        ends = [*sources.values()], [*self.seeds.values()]
+        gradients = (
+            torch.autograd.grad(seeded, *ends, allow_unused=True) if seeded and sources else [None] * len(sources)
+        )
+        finite = all(bool(tensor.isfinite().all()) for tensor in (*seeded, *gradients) if tensor is not None)
         require((finite, "inputs", "make the module give NaN or infinity, which cannot be compared"))
-        pairs = zip(wanted.items(), found, strict=True)
-        self.gradients = {name: torch.zeros_like(one) if own is None else own for (name, one), own in pairs}
-        for name, one in module.named_buffers():  # a proof leaves nothing behind
-            one.copy_(buffers[name])
+        pairs = zip(sources.items(), gradients, strict=True)
+        self.gradients = {
+            name: torch.zeros_like(tensor) if gradient is None else gradient for (name, tensor), gradient in pairs
+        }
+        for name, buffer in module.named_buffers():  # a proof leaves nothing behind
+            buffer.copy_(buffers[name])
         nodes = [*captured.inputs.values()]
         values = exported.values(exported.part(nodes), arguments, buffers, key)
         self.inputs = dict(zip(captured.inputs, values, strict=True))
@@ -78,33 +85,35 @@ class ModuleRun:
     def _trained(self) -> Iterator[str]:
         return (tensor.name for tensor in self.traced.block.parameters)
 
-    def given(self) -> dict[str, Array]:
+    def arrays(self) -> dict[str, Array]:
         """Return the arrays that the block reads: weights, inputs, and the gradients of the results."""
         dims, laid_out = self.traced.dims, dict[str, Array]()
-        found = {name: self.parameters[path] for name, path in self.captured.parameters.items()}
-        found |= {**self.inputs, **{name: self.arguments[name] for name in dims if name in self.arguments}}
-        for name, tensor in found.items():
+        tensors = {name: self.parameters[path] for name, path in self.captured.parameters.items()}
+        tensors |= {**self.inputs, **{name: self.arguments[name] for name in dims if name in self.arguments}}
+        for name, tensor in tensors.items():
             laid_out[name] = self._laid_out(name, dims[name], tensor)
         for place, seed in self.seeds.items():
             tensor, positions = self.traced.results[place]
-            own = self._laid_out(tensor, positions, seed)
-            laid_out[f"d.{tensor}"] = laid_out.get(f"d.{tensor}", 0) + own
+            array = self._laid_out(tensor, positions, seed)
+            laid_out[f"d.{tensor}"] = laid_out.get(f"d.{tensor}", 0) + array
         return {**laid_out, **{f"{name}.grad": np.zeros_like(laid_out[name]) for name in self._trained()}}
 
     def compare(self, program: Program, mesh: Mesh) -> list[ComparedTensor]:
-        """Run a program of the block on virtual ranks, and compare all it gives with the module's own."""
+        """Run a program of the block on virtual ranks; compare results and gradients with the module's own."""
         block = self.traced.block
-        found = Interpreter(block=block, mesh=mesh, sizes=self.traced.sizes).run(program, self.given())
+        values = Interpreter(block=block, mesh=mesh, sizes=self.traced.sizes).run(program, self.arrays())
         # Some gradients are zero but for rounding, as those of keys' biases: the largest of all is the measure.
-        largest = max((float(one.abs().max()) for one in self.gradients.values() if one.numel()), default=0.0)
+        largest = max(
+            (float(gradient.abs().max()) for gradient in self.gradients.values() if gradient.numel()), default=0.0
+        )
         compared: list[ComparedTensor] = []
         for place, (tensor, positions) in self.traced.results.items():
-            own = self._laid_out(tensor, positions, self.results[place])
-            compared.append(_compared(place, found[tensor], own, float(np.abs(own).max(initial=0.0))))
+            expected = self._laid_out(tensor, positions, self.results[place])
+            compared.append(_compared(place, values[tensor], expected, float(np.abs(expected).max(initial=0.0))))
         for name, gradient in self.gradients.items():
             whose = block.given_back(name) if name in block.takes else f"{name}.sum"
             compared.append(
-                _compared(whose, found[whose], self._laid_out(name, self.traced.dims[name], gradient), largest)
+                _compared(whose, values[whose], self._laid_out(name, self.traced.dims[name], gradient), largest)
             )
         return compared
 
@@ -115,5 +124,5 @@ class ModuleRun:
         return array.transpose([dims.index(dim) for dim in self.traced.block.tensors[name].dims])
 
 
-def _compared(name: str, ours: Array, own: Array, measure: float) -> ComparedTensor:
-    return ComparedTensor(name=name, error=float(np.abs(ours - own).max(initial=0.0)) / (measure or 1.0))
+def _compared(name: str, ours: Array, expected: Array, measure: float) -> ComparedTensor:
+    return ComparedTensor(name=name, error=float(np.abs(ours - expected).max(initial=0.0)) / (measure or 1.0))

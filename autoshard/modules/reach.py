@@ -7,32 +7,32 @@ import torch
 from autoshard.modules.program import Result, Traced, TracedStep
 
 
-def needed(steps: Sequence[TracedStep], wanted: Iterable[Traced]) -> tuple[TracedStep, ...]:
-    """Return the steps that some values need."""
-    values, found = {*wanted}, list[TracedStep]()
+def needed(steps: Sequence[TracedStep], targets: Iterable[Traced]) -> tuple[TracedStep, ...]:
+    """Return the steps that compute the targets, in order."""
+    values, needed_steps = {*targets}, list[TracedStep]()
     for step in reversed(steps):
         if step.makes in values:
             values |= {read.value for read in step.reads}
-            found.append(step)
-    return tuple(reversed(found))
+            needed_steps.append(step)
+    return tuple(reversed(needed_steps))
 
 
 def reaching(steps: Sequence[TracedStep], results: Iterable[Result], trained: Iterable[Traced]) -> frozenset[Traced]:
-    """Return which of the trained parameters and of the inputs with a gradient a gradient reaches."""
+    """Return the trained values that a gradient reaches from the results at which gradients begin."""
     passing = [step for step in steps if _hands_on(step)]
-    seeded = needed(passing, [one.read.value for one in results if one.read and one.is_seeded])
+    seeded = needed(passing, [result.read.value for result in results if result.read and result.is_seeded])
     read = {read.value for step in seeded for read in step.reads}
-    read |= {one.read.value for one in results if one.read and one.is_seeded}
+    read |= {result.read.value for result in results if result.read and result.is_seeded}
     return frozenset(read & {*trained})
 
 
 def moved(steps: Iterable[TracedStep], trained: Iterable[Traced]) -> set[Traced]:
-    """Return the values that have a gradient with respect to some trained one."""
-    found = {*trained}
+    """Return the values that depend on a trained value through steps that hand gradients on."""
+    values = {*trained}
     for step in steps:
-        if _hands_on(step) and found.intersection(read.value for read in step.reads):
-            found.add(step.makes)
-    return found
+        if _hands_on(step) and values.intersection(read.value for read in step.reads):
+            values.add(step.makes)
+    return values
 
 
 def _hands_on(step: TracedStep) -> bool:

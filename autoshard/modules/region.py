@@ -42,11 +42,11 @@ class Local:
     def run(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> torch.Tensor:
         """Call the function; the result is laid out along its dims."""
         read = [_along(tensors[number], dims, positions, sizes) for number, dims, positions in self.reads]
-        keywords = {key: filled(one, read) for key, one in self.keywords.items()}
+        keywords = {key: filled(value, read) for key, value in self.keywords.items()}
         if self.function in (expand, constant):
             keywords["shape"] = _lengths(self.gives, sizes)
-        found = self.function(*(filled(one, read) for one in self.arguments), **keywords)
-        return found.reshape([sizes[dim] for position in self.gives for dim in position])
+        result = self.function(*(filled(argument, read) for argument in self.arguments), **keywords)
+        return result.reshape([sizes[dim] for position in self.gives for dim in position])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,7 +72,7 @@ class Region(Differentiable):
     @property
     def is_own(self) -> bool:
         """Whether it calls a function that the user marks, into which nothing of torch sees."""
-        return any(NAMESPACE in shown(one.function) for one in self.locals)
+        return any(NAMESPACE in shown(local.function) for local in self.locals)
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         return (Output(dims=self.dims, dtype=self.dtype),)
@@ -85,17 +85,17 @@ class Region(Differentiable):
 
     def run(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> torch.Tensor:
         """Run all functions on parts of these sizes; a rank without a part has nothing to run, or to add to a sum."""
-        reads = [read for one in self.locals for read in one.reads]
-        given = [dim for number, dims, _ in reads if number < len(tensors) for dim in dims]
+        reads = [read for local in self.locals for read in local.reads]
+        read_dims = [dim for number, dims, _ in reads if number < len(tensors) for dim in dims]
         if not all(
-            sizes[dim] for dim in (*given, *self.dims) if dim not in self.empty
+            sizes[dim] for dim in (*read_dims, *self.dims) if dim not in self.empty
         ):  # which not all functions of torch take
             device = tensors[0].device if tensors else None
             return torch.zeros([sizes[dim] for dim in self.dims], dtype=self.format, device=device)
-        found = list(tensors)
-        for one in self.locals:
-            found.append(one.run(found, sizes))
-        return found[-1]
+        values = list(tensors)
+        for local in self.locals:
+            values.append(local.run(values, sizes))
+        return values[-1]
 
     def torch_kernel(self, call: Call) -> Callable[..., tuple[torch.Tensor, ...]]:
         return lambda *tensors: (self.run(tensors, call.sizes),)
@@ -107,11 +107,11 @@ class Region(Differentiable):
         return (GradientStep(kind=kind, reads=reads, gives=tuple(needed)),)
 
     def matrix_flops(self, call: Call) -> int:
-        return sum(2 * call.elements(dims) for one in self.locals for dims in one.products)
+        return sum(2 * call.elements(dims) for local in self.locals for dims in local.products)
 
     def vector_flops(self, call: Call) -> int:
         """Count an operation for each element of every result."""
-        return sum(call.elements([dim for position in one.gives for dim in position]) for one in self.locals)
+        return sum(call.elements([dim for position in local.gives for dim in position]) for local in self.locals)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -126,9 +126,13 @@ class RegionGradient(OpKind):
         return f"{self.region.name}_gradient"
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        given = inputs[1:]
+        region_inputs = inputs[1:]
         return tuple(
-            Output(dims=given[number].dims, dtype=given[number].dtype, suffix=f"in{number}" if place else "")
+            Output(
+                dims=region_inputs[number].dims,
+                dtype=region_inputs[number].dtype,
+                suffix=f"in{number}" if place else "",
+            )
             for place, number in enumerate(self.needed)
         )
 
@@ -136,13 +140,15 @@ class RegionGradient(OpKind):
         return self.region.whole
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        upstream, *given = [torch.from_numpy(np.asarray(array, order="C")) for array in arrays]
-        tape = Tape.of(self, given, call.sizes)
+        upstream, *region_inputs = [torch.from_numpy(np.asarray(array, order="C")) for array in arrays]
+        tape = Tape.of(self, region_inputs, call.sizes)
         return tuple(gradient.numpy() for gradient in tape.gradients(self.laid_out(upstream, call.inputs[0].dims)))
 
     def torch_kernel(self, call: Call) -> Callable[..., tuple[torch.Tensor, ...]]:
         dims = call.inputs[0].dims
-        return lambda upstream, *given: Tape.of(self, given, call.sizes).gradients(self.laid_out(upstream, dims))
+        return lambda upstream, *region_inputs: Tape.of(self, region_inputs, call.sizes).gradients(
+            self.laid_out(upstream, dims)
+        )
 
     def laid_out(self, upstream: torch.Tensor, dims: Dims) -> torch.Tensor:
         """Lay the result's gradient, which lies along ``dims``, out as the result: a sum hands on its own order."""
@@ -154,7 +160,7 @@ class RegionGradient(OpKind):
 
     def vector_flops(self, call: Call) -> int:
         """Count two operations for each element of every result."""
-        return 2 * sum(call.elements([dim for part in one.gives for dim in part]) for one in self.region.locals)
+        return 2 * sum(call.elements([dim for part in local.gives for dim in part]) for local in self.region.locals)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,23 +168,26 @@ class Tape:
     """A region that has run: its result, and what torch keeps of it for the gradients of some inputs."""
 
     result: torch.Tensor
-    wanted: tuple[torch.Tensor, ...]
+    sources: tuple[torch.Tensor, ...]
 
     @classmethod
-    def of(cls, kind: RegionGradient, given: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> "Tape":
+    def of(cls, kind: RegionGradient, inputs: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> "Tape":
         """Run a region on parts of these sizes."""
-        own = [one.detach().requires_grad_() if number in kind.needed else one for number, one in enumerate(given)]
+        copies = [
+            tensor.detach().requires_grad_() if number in kind.needed else tensor
+            for number, tensor in enumerate(inputs)
+        ]
         with torch.enable_grad():
-            result = kind.region.run(own, sizes)
-        return cls(result=result, wanted=tuple(own[number] for number in kind.needed))
+            result = kind.region.run(copies, sizes)
+        return cls(result=result, sources=tuple(copies[number] for number in kind.needed))
 
     def gradients(self, upstream: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the gradients of the wanted inputs; zero for those that do not reach the result."""
+        """Return the gradient of each source; zero where the source does not reach the result."""
         if not self.result.requires_grad:  # a detached result
-            return tuple(torch.zeros_like(one).detach() for one in self.wanted)
-        found = torch.autograd.grad(self.result, self.wanted, upstream.to(self.result.dtype), allow_unused=True)
-        pairs = zip(found, self.wanted, strict=True)
-        return tuple(torch.zeros_like(one).detach() if own is None else own for own, one in pairs)
+            return tuple(torch.zeros_like(source).detach() for source in self.sources)
+        gradients = torch.autograd.grad(self.result, self.sources, upstream.to(self.result.dtype), allow_unused=True)
+        pairs = zip(gradients, self.sources, strict=True)
+        return tuple(torch.zeros_like(source).detach() if gradient is None else gradient for gradient, source in pairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,42 +22,51 @@ _NUMBERED = re.compile(r"(.*?)\.?\b(\d+)(?:\.|$)")
 def merge_dims(groups: Sequence[Sequence[TracedStep]]) -> None:
     """Make the dims of equal submodules one, as far as no operation would have a dim twice."""
     for steps in groups:
-        mark, positions = object(), [one for step in steps for one in _positions(step)]
+        mark, positions = object(), [position for step in steps for position in _positions(step)]
         for dim in leaves(dim for position in positions for dim in position):
             dim.tensors.add(mark)
-    steps = [step for own in groups for step in own]
-    for first, *others in _equal({step.name: step.path for step in steps}, {step.name: _sort(step) for step in steps}):
+    steps = [step for group in groups for step in group]
+    for first, *repeats in _equal({step.name: step.path for step in steps}, {step.name: _sort(step) for step in steps}):
         named = {step.name: step for step in steps}
-        for one, other in ((named[a], named[b]) for names in others for a, b in zip(first, names, strict=True)):
-            for left, right in zip(_positions(one), _positions(other), strict=True):
-                if [dim.size for dim in leaves(left)] == [dim.size for dim in leaves(right)]:
+        for first_step, equal_step in (
+            (named[a], named[b]) for names in repeats for a, b in zip(first, names, strict=True)
+        ):
+            for first_position, second_position in zip(_positions(first_step), _positions(equal_step), strict=True):
+                if [dim.size for dim in leaves(first_position)] == [dim.size for dim in leaves(second_position)]:
                     try:
-                        unify(left, right)
+                        unify(first_position, second_position)
                     except Collision:
                         continue
 
 
 def tied_operations(block: Block, paths: Mapping[str, str]) -> Mapping[str, str]:
-    """Return which operation is cut like which other: those of equal submodules like those of the first of them."""
+    """Map each operation of equal submodules to that of the first submodule, like which it is cut."""
     ops = {op.name: op for op in cut_operations(block)}
 
     def signature(name: str) -> object:
         op = ops[name]
-        tensors = [block.tensors[one] for one in (*op.inputs, *op.outputs)]
+        tensors = [block.tensors[tensor] for tensor in (*op.inputs, *op.outputs)]
         kind: Any = op.kind
         if isinstance(kind, Region):
             does = [
-                (shown(one.function), shown(one.arguments), shown(one.keywords), one.reads, one.gives, one.products)
-                for one in kind.locals
+                (
+                    shown(local.function),
+                    shown(local.arguments),
+                    shown(local.keywords),
+                    local.reads,
+                    local.gives,
+                    local.products,
+                )
+                for local in kind.locals
             ]
             kind = str((does, kind.whole))
-        return kind, tuple((one.dims, one.dtype, one.role) for one in tensors)
+        return kind, tuple((tensor.dims, tensor.dtype, tensor.role) for tensor in tensors)
 
-    own = {name: paths[name] for name in ops if name in paths}
-    found: dict[str, str] = {}
-    for first, *others in _equal(own, {name: signature(name) for name in own}):
-        found |= {other: one for names in others for one, other in zip(first, names, strict=True)}
-    return found
+    op_paths = {name: paths[name] for name in ops if name in paths}
+    tied: dict[str, str] = {}
+    for first, *repeats in _equal(op_paths, {name: signature(name) for name in op_paths}):
+        tied |= {repeat: name for names in repeats for name, repeat in zip(first, names, strict=True)}
+    return tied
 
 
 def layer_of(path: str) -> str:
@@ -67,18 +76,18 @@ def layer_of(path: str) -> str:
 
 
 def _equal(paths: Mapping[str, str], sorts: Mapping[str, object]) -> Iterator[Sequence[Sequence[str]]]:
-    """Yield the names of what stands in equal submodules of one list, in order, by submodule."""
+    """Yield groups of equal submodules of one list: by submodule the names of its steps or operations, in order."""
     lists: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name, path in paths.items():
         match = _NUMBERED.match(path)
         if match:
             lists[match[1]][match[2]].append(name)
     for members in lists.values():
-        alike: dict[tuple[object, ...], list[list[str]]] = defaultdict(list)
+        by_sorts: dict[tuple[object, ...], list[list[str]]] = defaultdict(list)
         for names in members.values():
             if len(names) >= _FEWEST:
-                alike[tuple(sorts[name] for name in names)].append(names)
-        yield from (own for own in alike.values() if len(own) > 1)
+                by_sorts[tuple(sorts[name] for name in names)].append(names)
+        yield from (equals for equals in by_sorts.values() if len(equals) > 1)
 
 
 def _sort(step: TracedStep) -> object:
@@ -87,4 +96,4 @@ def _sort(step: TracedStep) -> object:
 
 
 def _positions(step: TracedStep) -> Sequence[Position]:
-    return [*(one for read in step.reads for one in read.positions), *step.makes.positions]
+    return [*(position for read in step.reads for position in read.positions), *step.makes.positions]

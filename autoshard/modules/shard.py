@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -13,32 +13,35 @@ import torch
 from autoshard.blocks.choices import op_cuts
 from autoshard.blocks.operators import OperatorSolution, solve
 from autoshard.blocks.problem import OperatorProblem
+from autoshard.blocks.reported import Platform
 from autoshard.blocks.shard_block import BlockSharding
 from autoshard.cost.built_in import built_in
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.collective import Number, Ring, mesh_ring
-from autoshard.cost.compute import Rates
+from autoshard.cost.setting import rank_rates
+from autoshard.cost.sharded import LoweredBlock
 from autoshard.errors import inside, nearest, require
+from autoshard.graph.kinds.optimizer import UPDATES
 from autoshard.layout.layout import Collective, Cuts
 from autoshard.layout.legal import cut_operations
 from autoshard.layout.program import Compute, Given, Program
-from autoshard.layout.table import TableSetting, program_of, strategies, written
+from autoshard.layout.table import program_of
 from autoshard.modules.blocks import TracedBlock, traced_block
 from autoshard.modules.capture import Captured, capture, read
 from autoshard.modules.export import ExportedModule
 from autoshard.modules.fingerprint import fingerprint
 from autoshard.modules.pins import Places, allowed_cuts
 from autoshard.modules.proof import ComparedTensor, ModuleRun
+from autoshard.modules.region import Alias
 from autoshard.modules.running.placing import resting
 from autoshard.plan.module_plan import ModulePlan
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import load_cluster
-from autoshard.spec.kernels import load_kernels
+from autoshard.spec.kernels import Kernels, load_kernels
 from autoshard.spec.mesh import Mesh
-from autoshard.spec.workload import DTYPE_BYTES, Precision
+from autoshard.spec.workload import Optimizer, Precision
 
 _SIZE = re.compile(r"([A-Za-z_]\w*)=([0-9]{1,9})")
-_MOMENTS = 2  # of AdamW
 _MOST_AXES = 3  # choices of an operation are a product over axes
 
 Inputs = Sequence[Any] | Mapping[str, Any]
@@ -51,7 +54,7 @@ class ModuleSharding:
     captured: Captured
     traced: TracedBlock
     mesh: Mesh
-    asked: "Asked"
+    question: "ModuleQuestion"
     problem: OperatorProblem
     solution: OperatorSolution
     program: Program
@@ -59,31 +62,43 @@ class ModuleSharding:
     @property
     def sharding(self) -> BlockSharding:
         """The layouts as the lines of a plan's table, with time and memory."""
-        table = written(strategies(self.program, self.traced.block), self.problem.atoms)
-        return replace(BlockSharding.of(self.problem, self.solution), table=table)
+        platform = self.question.platform(self.mesh)
+        return BlockSharding.of(self.problem, self.solution, self.lowered, self.program, platform)
+
+    @property
+    def lowered(self) -> LoweredBlock:
+        """The kernels of the program; a tensor under another name is none."""
+        lowered = LoweredBlock.of(self.traced.block, self.program, self.question.kernels)
+        runs = (run for run in lowered.runs if not all(isinstance(op.kind, Alias) for op in run.ops))
+        return replace(lowered, runs=tuple(runs))
 
     def plan(self) -> ModulePlan:
         """Return what a file keeps of it."""
-        asked, found = self.asked, self.sharding
-        given = {one.value.tensor: one.value.layout.cuts for one in self.program.instructions if isinstance(one, Given)}
+        question, sharding = self.question, self.sharding
+        taken_cuts = {
+            entry.value.tensor: entry.value.layout.cuts
+            for entry in self.program.instructions
+            if isinstance(entry, Given)
+        }
         return ModulePlan(
-            module=asked.module,
+            module=question.module,
             fingerprint=fingerprint(self.traced),
-            cluster=asked.cluster.name,
+            cluster=question.cluster.name,
             mesh=",".join(f"{name}={size}" for name, size in self.mesh.axes),
-            batch=asked.batch,
-            precision=asked.precision,
+            batch=question.batch,
+            precision=question.precision,
+            optimizer=question.optimizer,
             sizes=self.traced.sizes,
             parameters={
-                path: f"[{', '.join(_shown(position, given[name]) for position in self.traced.dims[name])}]"
+                path: f"[{', '.join(_shown(position, taken_cuts[name]) for position in self.traced.dims[name])}]"
                 for name, path in self.captured.parameters.items()
             },
-            strategies=tuple(found.table.items()),
+            strategies=tuple(sharding.table.items()),
             rests={name: ".".join(over) for name, over in self.solution.rests.items()},
             kept_whole=self.kept_whole,
-            time_s=found.time_s,
-            bound_s=found.bound_s,
-            memory_bytes=found.memory_bytes,
+            time_s=sharding.time_s,
+            memory_bytes=sharding.memory_bytes,
+            gap=sharding.gap,
         )
 
     def refuse_unfit(self) -> None:
@@ -124,10 +139,10 @@ class ModuleSharding:
     def again(self, exported: ExportedModule) -> "ModuleSharding":
         """Shard the same module for another call: operations that both have are cut alike."""
         places = [place for place, _, is_buffer in exported.returned() if not is_buffer]
-        results = [one for one in self.asked.results or () if one in places]
-        captured = read(exported, self.asked.hints, results or None)
-        problem, traced, laid = _asked(self.asked, captured, dict(self.mesh.axes))
-        axes, old = [atom for atom, size in laid.axes if size > 1], self.solution
+        results = [place for place in self.question.results or () if place in places]
+        captured = read(exported, self.question.hints, results or None)
+        problem, traced, mesh = _traced_problem(self.question, captured, dict(self.mesh.axes))
+        axes, old = [axis for axis, size in mesh.axes if size > 1], self.solution
         ops = cut_operations(traced.block)
         same = [op.name for op in ops if old.cuts.get(op.name) in op_cuts(traced.block, op, axes)]
         new = old if len(same) == len(ops) else solve(problem)
@@ -135,7 +150,7 @@ class ModuleSharding:
         rests = {op.name: (old if op.name in same else new).rests.get(op.name, ()) for op in ops}
         return replace(
             self, captured=captured, traced=traced, problem=problem, solution=replace(new, cuts=cuts, rests=rests),
-            program=setting_of(problem).lowered(traced.block, cuts),
+            program=problem.table_setting(has_inputs=True).lowered(traced.block, cuts),
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -154,6 +169,7 @@ def shard_module(  # noqa: PLR0913
     batch: str = "",
     results: Sequence[str] | None = None,
     precision: str = "bf16",
+    optimizer: Optimizer = "adamw",
     memory_bytes: float = math.inf,
 ) -> ModuleSharding:
     """Trace a module and return the fastest sharding of its forward and backward pass within a memory limit per rank.
@@ -164,28 +180,30 @@ def shard_module(  # noqa: PLR0913
     without it they are whole there. ``hints`` names dims of inputs: {"x": ("batch", "seq", "hidden")}. ``pins`` fixes
     layouts of parameters and of results of submodules by paths or patterns: {"*.up.weight": "[ffn/model, _]"}.
     ``results`` says which of several results are wanted. Without it all are; gradients begin at a loss if there is one.
+    ``precision`` and ``optimizer`` say what a rank holds for every weight.
     """
     of_torch = isinstance(module, torch.nn.Module)  # pyright: ignore[reportUnnecessaryIsInstance]
     require(
         (of_torch, "module", f"is {module!r:.60}, and no torch.nn.Module"),
         (isinstance(memory_bytes, int | float), "memory_bytes", f"is {memory_bytes!r}, and no number of bytes"),  # pyright: ignore
         (not isinstance(results, str), "results", f"is one text; write [{results!r}]"),
-        *((isinstance(one, str), f"pins.{path}", f"is {one!r}, and no text") for path, one in (pins or {}).items()),  # pyright: ignore
+        (optimizer in UPDATES, "optimizer", f"{optimizer!r} is not known. {nearest(str(optimizer), list(UPDATES))}"),
+        *((isinstance(pin, str), f"pins.{path}", f"is {pin!r}, and no text") for path, pin in (pins or {}).items()),  # pyright: ignore
     )
-    asked = Asked(
-        module=type(module).__name__, batch=batch, precision=precision,
+    question = ModuleQuestion(
+        module=type(module).__name__, batch=batch, precision=precision, optimizer=optimizer,
         cluster=cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster)), hints=hints, results=results,
     )  # fmt: skip
     captured = capture(module, inputs, hints, results)
-    problem, traced, laid = _asked(asked, captured, sizes_of(mesh))
+    problem, traced, laid = _traced_problem(question, captured, sizes_of(mesh))
     places = places_of(captured, traced)
     allowed = allowed_cuts(traced.block, places, dict(laid.axes), pins or {})
     tied = {name: like for name, like in traced.tied.items() if allowed.get(name) == allowed.get(like)}
     problem = replace(problem, allowed=allowed, tied=tied, memory_limit_bytes=memory_bytes)
     solution = solve(problem)
     return ModuleSharding(
-        captured=captured, traced=traced, mesh=laid, asked=asked, problem=problem, solution=solution,
-        program=setting_of(problem).lowered(traced.block, solution.cuts),
+        captured=captured, traced=traced, mesh=laid, question=question, problem=problem, solution=solution,
+        program=problem.table_setting(has_inputs=True).lowered(traced.block, solution.cuts),
     )  # fmt: skip
 
 
@@ -195,58 +213,98 @@ def sharding_of(
     """Return what a file says of a module, which must be the one that was traced for it; edited lines are checked."""
     node = load_cluster(plan.cluster, ranks=math.prod(plan.axes.values()) if plan.cluster == "local" else None)
     nodes = math.prod(plan.axes.values()) // node.num_ranks
-    cluster = node if nodes == 1 else load_cluster(plan.cluster, nodes)
-    asked = Asked(
-        module=plan.module, cluster=cluster, batch=plan.batch, precision=plan.precision, hints=None, results=results
-    )
+    question = ModuleQuestion(
+        module=plan.module, batch=plan.batch, precision=plan.precision, optimizer=plan.optimizer,
+        cluster=node if nodes == 1 else load_cluster(plan.cluster, nodes), hints=None, results=results,
+    )  # fmt: skip
     captured = capture(module, inputs, results=results)
-    problem, traced, laid = _asked(asked, captured, plan.axes)
+    problem, traced, mesh = _traced_problem(question, captured, plan.axes)
     same = fingerprint(traced) == plan.fingerprint
     message = f"is that of another program than this {type(module).__name__} has for these inputs; shard it again"
     require((same, "fingerprint", message))
     with inside("strategies"):
-        program = program_of(traced.block, plan.table, setting_of(problem))
-    cuts = {one.op.name: one.cuts for one in program.instructions if isinstance(one, Compute) and one.op.pass_ == "F"}
+        program = program_of(traced.block, plan.table, problem.table_setting(has_inputs=True))
+    computes = (entry for entry in program.instructions if isinstance(entry, Compute))
     solution = OperatorSolution(
-        cuts=cuts, cost_s=plan.time_s, kept_bytes=plan.memory_bytes, gap=1 - plan.bound_s / plan.time_s,
+        cuts={entry.op.name: entry.cuts for entry in computes if entry.op.pass_ == "F"},
+        cost_s=math.nan,  # by the price of the solver, which has not run
+        gap=plan.gap,
         rests={name: tuple(over.split(".")) for name, over in plan.rests.items()},
-    )  # fmt: skip
-    return ModuleSharding(
-        captured=captured, traced=traced, mesh=laid, asked=asked, problem=problem, solution=solution, program=program
     )
+    return ModuleSharding(
+        captured=captured, traced=traced, mesh=mesh, question=question, problem=problem, solution=solution,
+        program=program,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ModuleQuestion:
     """What a sharding was asked for, beside the mesh."""
 
     module: str
     cluster: Cluster
     batch: str
     precision: str
+    optimizer: Optimizer
     hints: Mapping[str, Sequence[str]] | None
     results: Sequence[str] | None
 
+    @property
+    def calibration(self) -> Calibration:
+        """The constants of the cluster."""
+        return built_in(self.cluster.name, self.cluster.kernels, chip=self.cluster.chip.name)
 
-def _asked(asked: Asked, captured: Captured, sizes: Mapping[str, int]) -> tuple[OperatorProblem, TracedBlock, Mesh]:
+    @property
+    def kernels(self) -> Kernels:
+        """The platform's table, of which no entry names an operation of a module.
+
+        The name of an axis says nothing of its role, so nothing hides as the traffic of tensor parallelism does.
+        """
+        table = load_kernels(self.cluster.kernels)
+        return replace(table, hides={part: share for part, share in table.hides.items() if part != "tp"})
+
+    def platform(self, mesh: Mesh) -> Platform:
+        """Return what the price of a module on a mesh rests on. Gradients are summed over all axes at once."""
+        return Platform(kernels=self.kernels, ring=self.ring(mesh), split=lambda pending: (pending, ()))
+
+    def ring(self, mesh: Mesh) -> Callable[[Sequence[str]], Ring]:
+        """Return how to look up the group of ranks along some axes of a mesh."""
+        names, calibration = [name for name, _ in mesh.axes], self.calibration
+
+        @cache
+        def ring(axes: frozenset[str]) -> Ring:
+            return mesh_ring(self.cluster, mesh, tuple(sorted(axes, key=names.index)), calibration)
+
+        return lambda axes: ring(frozenset(axes))
+
+
+def _traced_problem(
+    question: ModuleQuestion, captured: Captured, sizes: Mapping[str, int]
+) -> tuple[OperatorProblem, TracedBlock, Mesh]:
+    """Return a captured module as the problem of one block on a mesh of these axes."""
     require(*((False, "module", message) for message in captured.exported.own_gradients))
-    laid, numbers = Mesh.named(asked.cluster, sizes), Precision.named(asked.precision)
+    mesh, precision = Mesh.named(question.cluster, sizes), Precision.named(question.precision)
     if captured.exported.call.autocast:
-        numbers = replace(numbers, activations="bf16")
-    traced = traced_block(captured.program, numbers)
-    problem = _problem(traced, asked.cluster, laid, numbers)
-    frozen = frozenset(name for name in captured.parameters if traced.block.tensors[name].role == "input")
-    boundary = _boundary(captured, traced, laid, asked.batch)
-    at_rest = partial(resting, traced.dims, traced.sizes, dict(laid.axes))
-    return replace(problem, boundary=boundary, frozen=frozen, at_rest=at_rest), traced, laid
+        precision = replace(precision, activations="bf16")
+    traced = traced_block(captured.program, precision)
+    ring, eager = question.ring(mesh), question.kernels.eager
 
+    def seconds(collective: Collective, message_bytes: Number) -> Number:
+        return ring(collective.atoms).busy_s(collective, message_bytes, eager=eager)
 
-def setting_of(problem: OperatorProblem) -> TableSetting:
-    """Return how a table of the problem's block is read and lowered."""
-    price = problem.price("bf16")
-    return TableSetting(
-        atoms=dict(problem.atoms), price=price, boundary=problem.boundary, keeps_gathered=True, has_inputs=True
+    problem = OperatorProblem(
+        block=traced.block,
+        sizes=traced.sizes,
+        atoms=dict(mesh.axes),
+        boundary=_boundary(captured, traced, mesh, question.batch),
+        rates=rank_rates(question.cluster, precision, question.calibration, question.kernels),
+        seconds=seconds,
+        state_bytes_per_weight=sum(precision.state_bytes(UPDATES[question.optimizer].num_moments).values()),
+        frozen=frozenset(name for name in captured.parameters if traced.block.tensors[name].role == "input"),
+        at_rest=partial(resting, traced.dims, traced.sizes, dict(mesh.axes)),
+        cuts_rest=True,
     )
+    return problem, traced, mesh
 
 
 def _shown(position: Sequence[str], cuts: Cuts) -> str:
@@ -267,7 +325,7 @@ def sizes_of(mesh: str | Mapping[str, int]) -> Mapping[str, int]:
         require((len(sizes) == len(matches), "mesh", f"{mesh!r} is no mesh. Write it like 'data=2,model=4'"))
     else:
         sizes = dict(mesh)
-    whole = all(isinstance(one, int) for one in sizes.values())  # pyright: ignore[reportUnnecessaryIsInstance]
+    whole = all(isinstance(size, int) for size in sizes.values())  # pyright: ignore[reportUnnecessaryIsInstance]
     require((whole, "mesh", f"has sizes that are no whole numbers: {sizes}"))
     require((1 <= len(sizes) <= _MOST_AXES, "mesh", f"has {len(sizes)} axes; 1 to {_MOST_AXES} can be searched"))
     return sizes
@@ -275,53 +333,19 @@ def sizes_of(mesh: str | Mapping[str, int]) -> Mapping[str, int]:
 
 def places_of(captured: Captured, traced: TracedBlock) -> Places:
     """Return the tensors that pins may name: parameters, and results of submodules."""
-    found = {path: (name, traced.dims[name]) for name, path in captured.parameters.items()}
-    return {**traced.modules, **found}
-
-
-def _problem(traced: TracedBlock, cluster: Cluster, mesh: Mesh, precision: Precision) -> OperatorProblem:
-    calibration, names = built_in(cluster.name, chip=cluster.chip.name), [name for name, _ in mesh.axes]
-    eager = load_kernels(cluster.kernels).eager
-
-    @cache
-    def ring(over: frozenset[str]) -> Ring:
-        return mesh_ring(cluster, mesh, tuple(sorted(over, key=names.index)), calibration)
-
-    def seconds(collective: Collective, message_bytes: Number) -> Number:
-        return ring(frozenset(collective.atoms)).busy_s(collective, message_bytes, eager=eager)
-
-    masters = DTYPE_BYTES[precision.masters] if precision.masters else 0
-    states = DTYPE_BYTES[precision.weights] + DTYPE_BYTES[precision.gradients] + masters
-    return OperatorProblem(
-        block=traced.block,
-        sizes=traced.sizes,
-        atoms=dict(mesh.axes),
-        boundary={},
-        rates=_rates(cluster, calibration, precision),
-        seconds=seconds,
-        state_bytes_per_weight=states + _MOMENTS * DTYPE_BYTES[precision.moments],
-        cuts_rest=True,
-    )
+    parameters = {path: (name, traced.dims[name]) for name, path in captured.parameters.items()}
+    return {**traced.modules, **parameters}
 
 
 def _boundary(captured: Captured, traced: TracedBlock, mesh: Mesh, batch: str) -> Cuts:
     """Cut the first dims of inputs with a gradient, and of results, but not of buffers."""
-    sizes, axes = dict(mesh.axes), tuple(one for one in batch.split(".") if one)
+    sizes, axes = dict(mesh.axes), tuple(axis for axis in batch.split(".") if axis)
     require(
         *((axis in sizes, "batch", f"{axis!r} is no axis of the mesh. {nearest(axis, list(sizes))}") for axis in axes)
     )
     real = tuple(axis for axis in axes if sizes[axis] > 1)
-    returned = [one.name for one in captured.program.results if one.name in traced.results and not one.is_buffer]
+    in_block = (result for result in captured.program.results if result.name in traced.results)
+    returned = [result.name for result in in_block if not result.is_buffer]
     ends = [*(traced.dims[name] for name in traced.block.takes), *(traced.results[name][1] for name in returned)]
     first = {positions[0][0] for positions in ends if positions and positions[0]}
     return dict.fromkeys(sorted(first), real) if real else {}
-
-
-def _rates(cluster: Cluster, calibration: Calibration, precision: Precision) -> Rates:
-    peak = cluster.rank_matrix_flops_per_s(precision.activations)
-    memory = cluster.rank_memory_bandwidth_bytes_per_s * calibration.memory_efficiency
-    return Rates(
-        matrix_flops_per_s=peak * calibration.matrix_efficiency,
-        vector_flops_per_s=cluster.rank_vector_flops_per_s * calibration.vector_efficiency,
-        memory_bytes_per_s=memory,
-    )

@@ -63,7 +63,7 @@ def shard(
     device_mesh = _device_mesh(module, mesh)
     names, count = device_mesh.mesh_dim_names, device_mesh.size()
     assert names, "a mesh without names is refused"
-    dtype = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
+    dtype = next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), torch.float32)
     require((dtype in _PRECISIONS, "module", f"has parameters of {dtype}; known: {', '.join(map(str, _PRECISIONS))}"))
     is_priced = device_mesh.device_type == HOST or cluster != "local" or plan is not None
     require(
@@ -71,13 +71,13 @@ def shard(
     )
     sizes = dict(zip(names, device_mesh.shape, strict=True))
     if plan is not None:
-        known = plan if isinstance(plan, ModulePlan) else load_module_plan(Path(plan))
-        written, own = known.mesh, ",".join(f"{name}={size}" for name, size in sizes.items())
-        require((written == own, "plan", f"is for the mesh {written}, not for {own}"))
-        left = {*options} - {"results"}
-        require(*((False, name, "is decided by the plan; leave it out") for name in sorted(left)))
+        module_plan = plan if isinstance(plan, ModulePlan) else load_module_plan(Path(plan))
+        written, mesh_text = module_plan.mesh, ",".join(f"{name}={size}" for name, size in sizes.items())
+        require((written == mesh_text, "plan", f"is for the mesh {written}, not for {mesh_text}"))
+        extra_options = {*options} - {"results"}
+        require(*((False, name, "is decided by the plan; leave it out") for name in sorted(extra_options)))
         with _without_numbers(module, type(module), device_mesh.device_type):
-            sharding = sharding_of(known, module, inputs, options.get("results"))
+            sharding = sharding_of(module_plan, module, inputs, options.get("results"))
     else:
         with _without_numbers(module, type(module), device_mesh.device_type):
             sharding = shard_module(
@@ -92,7 +92,7 @@ def run_on(
 ) -> torch.nn.Module:
     """Let a module run as it was sharded on the ranks of a mesh; rank 0 gives the values of parameters and buffers."""
     _require_alike(sharding)
-    dtype = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
+    dtype = next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), torch.float32)
     device = torch.device(device_mesh.device_type)
     program = RankProgram(sharding, device_mesh.get_rank(), device, dtype, compiles=compiles)
     compiler = PassCompiler(device=device) if compiles else None
@@ -130,15 +130,15 @@ class ShardedCalls:
         flat, layout = flattened(self.signature, *whole)
         call = ModuleCall.of(module, layout, flat)
         changed = ""
-        for runner in [one for one in self.runners if one.exported.call.serves(call)]:
+        for runner in [candidate for candidate in self.runners if candidate.exported.call.serves(call)]:
             changed = runner.exported.state.difference(module)
             if changed is None:
                 break
         else:
             runner = self._added(module, layout, flat, changed or "")
-        found = runner(module, flat)
+        results = runner(module, flat)
         runner.exported.state.note(module)
-        return found
+        return results
 
     def _added(self, module: torch.nn.Module, layout: TreeSpec, flat: Sequence[Any], changed: str) -> RankRunner:
         """Trace the module again; its parameters stay where they are."""
@@ -163,43 +163,45 @@ def _without_numbers(module: torch.nn.Module, kind: type[torch.nn.Module], devic
 
     What lies on the meta device is traced as if it lay on ``device``.
     """
-    own, mode, fakes = type(module), FakeTensorMode(allow_non_fake_inputs=True), dict[int, torch.Tensor]()
+    sharded_class, mode, fakes = type(module), FakeTensorMode(allow_non_fake_inputs=True), dict[int, torch.Tensor]()
 
-    def fake(one: torch.Tensor) -> torch.Tensor:
-        if id(one) not in fakes:
-            where = torch.device(device) if one.is_meta else one.device
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            where = torch.device(device) if tensor.is_meta else tensor.device
             with mode:
-                whole = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=where)
-                is_parameter = isinstance(one, torch.nn.Parameter)
-                fakes[id(one)] = torch.nn.Parameter(whole, requires_grad=one.requires_grad) if is_parameter else whole
-        return fakes[id(one)]
+                whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=where)
+                is_parameter = isinstance(tensor, torch.nn.Parameter)
+                fakes[id(tensor)] = (
+                    torch.nn.Parameter(whole, requires_grad=tensor.requires_grad) if is_parameter else whole
+                )
+        return fakes[id(tensor)]
 
     spaces: list[dict[str, Any]] = [
         space
-        for one in module.modules()
-        for space in (one._parameters, one._buffers)  # pyright: ignore[reportPrivateUsage]
+        for submodule in module.modules()
+        for space in (submodule._parameters, submodule._buffers)  # pyright: ignore[reportPrivateUsage]
     ]
-    kept = [{**space} for space in spaces]
+    originals = [{**space} for space in spaces]
     try:
         module.__class__ = kind
         for space in spaces:
-            for name, one in space.items():
-                if isinstance(one, torch.nn.Parameter) or (one is not None and one.is_meta):
-                    space[name] = fake(one)
+            for name, tensor in space.items():
+                if isinstance(tensor, torch.nn.Parameter) or (tensor is not None and tensor.is_meta):
+                    space[name] = fake(tensor)
         yield
     finally:
-        for space, named in zip(spaces, kept, strict=True):
+        for space, named in zip(spaces, originals, strict=True):
             space.update(named)
-        module.__class__ = own
+        module.__class__ = sharded_class
 
 
 def _place_parameters(module: torch.nn.Module, program: RankProgram, device_mesh: DeviceMesh) -> None:
     """Replace every parameter by its part on this rank; those that the program does not read stay whole."""
-    weights = {one.path: one for one in program.weights.values()}
+    weights = {weight.path: weight for weight in program.weights.values()}
     placed: dict[int, torch.nn.Parameter] = {}
-    for one in module.buffers():
-        if not one.is_meta:
-            one.data = _of_rank_0(one)
+    for buffer in module.buffers():
+        if not buffer.is_meta:
+            buffer.data = _of_rank_0(buffer)
     for path, parameter in list(module.named_parameters(remove_duplicate=False)):
         if id(parameter) not in placed:
             weight, whole = weights.get(path), parameter.detach()
@@ -220,9 +222,9 @@ def _place_parameters(module: torch.nn.Module, program: RankProgram, device_mesh
 
 def _of_rank_0(tensor: torch.Tensor) -> torch.Tensor:
     """Return what rank 0 has of a tensor, side by side in memory, whatever its format."""
-    found = tensor.detach().contiguous()
-    dist.broadcast(found.reshape(-1).view(torch.uint8), 0)
-    return found
+    packed = tensor.detach().contiguous()
+    dist.broadcast(packed.reshape(-1).view(torch.uint8), 0)
+    return packed
 
 
 def _with_hooks_of(old: torch.nn.Parameter, new: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -237,10 +239,10 @@ def _with_hooks_of(old: torch.nn.Parameter, new: torch.nn.Parameter) -> torch.nn
 def _cut(whole: torch.Tensor, layout: Layout, positions: Positions, program: RankProgram) -> torch.Tensor:
     """Return this rank's part of a tensor."""
     sizes = program.sharding.traced.sizes
-    found = whole.reshape([sizes[dim] for position in positions for dim in position])
+    part = whole.reshape([sizes[dim] for position in positions for dim in position])
     for axis, (start, stop) in enumerate(program.place.bounds(layout)):
-        found = found.narrow(axis, start, stop - start)
-    return found.reshape(local_shape(program.place, layout, positions))
+        part = part.narrow(axis, start, stop - start)
+    return part.reshape(local_shape(program.place, layout, positions))
 
 
 def _device_mesh(module: torch.nn.Module, mesh: DeviceMesh | Mapping[str, int] | str) -> DeviceMesh:
@@ -251,13 +253,13 @@ def _device_mesh(module: torch.nn.Module, mesh: DeviceMesh | Mapping[str, int] |
         require((in_order, "mesh", "must have all ranks in their order"))
         return mesh
     sizes = sizes_of(mesh)
-    device = next((one.device.type for one in module.parameters()), HOST)
+    device = next((parameter.device.type for parameter in module.parameters()), HOST)
     if device == "meta":
         there = torch.accelerator.current_accelerator()
         has_module = there is not None and hasattr(torch, there.type)  # a backend may have a name and nothing else
         device = there.type if there and has_module and torch.accelerator.is_available() else HOST
     try:
-        found = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        device_mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     except (dist.DistNetworkError, dist.DistStoreError):  # enough may run, and have not met
         raise
     except (ValueError, RuntimeError) as error:
@@ -265,7 +267,7 @@ def _device_mesh(module: torch.nn.Module, mesh: DeviceMesh | Mapping[str, int] |
         ranks = dist.get_world_size() if dist.is_initialized() else None  # the mesh has made the group by now
         remedy = f"start as many: torchrun --nproc-per-node {count} SCRIPT"
         raise InputError.of("mesh", f"{count} ranks do not run here ({ranks or 'none'} do); {remedy}") from error
-    return found
+    return device_mesh
 
 
 def _cluster(cluster: Cluster | str, count: int) -> Cluster:
@@ -280,10 +282,15 @@ def _cluster(cluster: Cluster | str, count: int) -> Cluster:
 
 def _require_alike(sharding: ModuleSharding) -> None:
     """Refuse to run where ranks have sharded differently: they would wait for each other."""
-    lines = [*sharding.sharding.table.items(), *sharding.sharding.rests.items()]
-    own = fingerprint(sharding.traced), hashlib.sha256(repr(sorted(lines)).encode()).hexdigest()
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
+    layouts = sharding.sharding
+    lines = [*layouts.table.items(), *layouts.rests.items()]
+    signature = fingerprint(sharding.traced), hashlib.sha256(repr(sorted(lines)).encode()).hexdigest()
+    signatures: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(signatures, signature)
     require(
-        (len(set(found)) == 1, "module", "was sharded differently on some ranks; give all the same module and inputs")
+        (
+            len(set(signatures)) == 1,
+            "module",
+            "was sharded differently on some ranks; give all the same module and inputs",
+        )
     )

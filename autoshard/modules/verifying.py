@@ -16,15 +16,15 @@ BAR = 1e-5  # modules round to FP32 inside, here and there
 
 def proven_plan(plan: ModulePlan, where: str) -> tuple[ComparedTensor, ...]:
     """Trace a module that ``FILE.py:FUNCTION`` makes, and compare what its plan computes with what it computes."""
-    made = user_function(where, "--module")()
-    fits = isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module)
+    example = user_function(where, "--module")()
+    fits = isinstance(example, tuple) and len(example) == 2 and isinstance(example[0], torch.nn.Module)
     require((fits, "--module", f"{where} must return a module and its example inputs"))
-    module, inputs = made
-    formats = {one.dtype for one in module.parameters() if one.is_floating_point()}
-    short = any(one.itemsize < 4 for one in formats)
+    module, inputs = example
+    formats = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+    short = any(dtype.itemsize < 4 for dtype in formats)
     require(
         (not short, "--module", f"computes in {', '.join(map(str, formats))}, which FP64 does not repeat; verify FP32")
     )
-    found = sharding_of(plan, module, inputs)
-    exact = tree_map_only(torch.Tensor, lambda one: one.double() if one.is_floating_point() else one, inputs)
-    return found.prove(copy.deepcopy(module).double(), exact)
+    sharding = sharding_of(plan, module, inputs)
+    exact = tree_map_only(torch.Tensor, lambda value: value.double() if value.is_floating_point() else value, inputs)
+    return sharding.prove(copy.deepcopy(module).double(), exact)

@@ -11,8 +11,10 @@ from autoshard.files import replace_text
 from autoshard.layout.table import Strategy
 from autoshard.spec.files import read_data
 from autoshard.spec.record import decode, encode
+from autoshard.spec.workload import Optimizer
 
-SCHEMA = 1
+SCHEMA = 2
+_ROUNDED = 1e-9  # of a share: what the order of additions makes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +22,8 @@ class ModulePlan:
     """Layouts and collectives of a module's operations, and what they cost on a rank.
 
     ``fingerprint`` is that of the traced program, for which alone the table holds. ``rests`` names the axes over which
-    the weights of an operation rest in pieces. Nothing takes less than ``bound_s``, in the limits that were given.
+    the weights of an operation rest in pieces. Seconds and bytes are those that a plan with these lines would predict;
+    by the solver's own price, no layouts within the limits that were given are cheaper by more than the share ``gap``.
     """
 
     kind: Literal["module"] = "module"
@@ -31,17 +34,17 @@ class ModulePlan:
     mesh: str  # data=2,model=4
     batch: str  # the axes over which the batch is cut where it arrives and leaves
     precision: str
+    optimizer: Optimizer  # of which a rank keeps moments
     sizes: Mapping[str, int]
     parameters: Mapping[str, str]  # their layouts where they are used, by path
     strategies: tuple[tuple[str, str], ...]  # operation and line, in the order of the module
     rests: Mapping[str, str]
     kept_whole: tuple[str, ...]
     time_s: float
-    bound_s: float
     memory_bytes: float
+    gap: float
 
     def __post_init__(self) -> None:
-        require((self.schema == SCHEMA, "schema", f"is {self.schema}; this autoshard reads {SCHEMA}"))
         for name, line in self.strategies:
             with inside(f"strategies.{name}"):
                 Strategy.parse(line)
@@ -63,19 +66,33 @@ class ModulePlan:
         return {name: int(size) for name, size in pairs}
 
     def __str__(self) -> str:
-        proof = f"none takes less than {self.bound_s * 1e3:.4g}"
-        head = f"{self.module} on {self.mesh} of {self.cluster}, {self.precision}"
-        cost = f"{self.time_s * 1e3:.4g} ms a step forward and backward ({proof}), {self.memory_bytes / 2**20:.4g} MiB"
-        lines = [head, cost, "", *(f"{name}: {line}" for name, line in self.strategies), ""]
+        head = f"{self.module} on {self.mesh} of {self.cluster}, {self.precision}, {self.optimizer}"
+        cost = f"{self.time_s * 1e3:.4g} ms forward and backward, {self.memory_bytes / 2**20:.4g} MiB"
+        lines = [head, f"{cost} ({proof(self.gap)})", "", *(f"{name}: {line}" for name, line in self.strategies), ""]
         lines += [f"{path} {layout}" for path, layout in self.parameters.items()]
         lines += [f"weights of {name} rest in pieces over {over}" for name, over in self.rests.items()]
         return "\n".join([*lines, *(f"kept whole: {line}" for line in self.kept_whole)])
 
 
+def proof(gap: float, *, fits: bool = True) -> str:
+    """Say what is proven of layouts: by which share others may be cheaper, by the solver's price.
+
+    >>> proof(0.0), proof(0.0312)
+    ('no others are cheaper by the price of the solver', 'others are at most 3.12 % cheaper by the price of the solver')
+    """
+    if not fits:
+        return "nothing fits; this needs least"
+    others = f"others are at most {100 * gap:.3g} %" if gap > _ROUNDED else "no others are"
+    return f"{others} cheaper by the price of the solver"
+
+
 def load_module_plan(path: Path) -> ModulePlan:
     """Read the file."""
     with inside(path):
-        return decode(ModulePlan, read_data(path))
+        data = read_data(path)
+        schema = cast(dict[str, Any], data).get("schema", SCHEMA) if isinstance(data, dict) else SCHEMA
+        require((schema == SCHEMA, "schema", f"is {schema}; this autoshard reads {SCHEMA}"))
+        return decode(ModulePlan, cast(Any, data))
 
 
 def is_module_plan(path: Path) -> bool:

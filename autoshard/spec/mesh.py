@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -239,6 +239,15 @@ def _grid(mesh: Mesh) -> Ints:
 
 def _rows(ranks: Ints) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, ranks.tolist()))
+
+
+def in_mesh_order(atoms: Iterable[str]) -> tuple[str, ...]:
+    """Sort atoms as meshes of plans have them; axes of other names come after these, by name.
+
+    >>> in_mesh_order(("kv", "model", "data", "edp"))
+    ('edp', 'kv', 'data', 'model')
+    """
+    return tuple(sorted(atoms, key=lambda atom: (ATOMS.index(atom) if atom in ATOMS else len(ATOMS), atom)))
 
 
 def axis_of_atoms(atoms: tuple[str, ...]) -> str:

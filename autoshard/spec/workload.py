@@ -70,6 +70,19 @@ class Precision:
         """
         return self.masters is None and self.weights == "bf16"
 
+    def state_bytes(self, num_moments: int) -> Mapping[str, int]:
+        """Return the bytes of one weight, of its gradient, its master and its optimizer's moments, by part.
+
+        >>> Precision.named("bf16").state_bytes(num_moments=2)
+        {'weights': 2, 'gradients': 4, 'masters': 4, 'optimizer': 8}
+        """
+        return {
+            "weights": DTYPE_BYTES[self.weights],
+            "gradients": DTYPE_BYTES[self.gradients],
+            "masters": DTYPE_BYTES[self.masters] if self.masters else 0,
+            "optimizer": num_moments * DTYPE_BYTES[self.moments],
+        }
+
 
 def _differences(precision: Precision, reference: Precision) -> list[str]:
     """Return the parts of a precision whose format is not that of ``reference``."""

@@ -1,7 +1,9 @@
 """A layer of Llama traced from its code, beside the layer of its card: the same layouts, and the same seconds."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,10 +12,14 @@ from autoshard.blocks.cutting import Meshes, Terms, operator_problem
 from autoshard.blocks.operators import solve
 from autoshard.blocks.problem import OperatorProblem, roofline_s
 from autoshard.cost.built_in import built_in
-from autoshard.cost.setting import Question
+from autoshard.cost.compute import kernel_time
+from autoshard.cost.setting import BlockSizes, BlockWork, Question, block_work
+from autoshard.cost.sharded import LoweredBlock, step_block
+from autoshard.errors import InputError
 from autoshard.layout.layout import Cuts
 from autoshard.modules.shard import ModuleSharding, shard_module
 from autoshard.plan.candidate import Candidate
+from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload
@@ -29,17 +35,21 @@ NAMES = {
 }
 
 
-def of_the_card() -> OperatorProblem:
+def question() -> Question:
     work = Workload(seq_len=8192, global_batch=8, precision=Precision.named("bf16"))
-    question = Question(
+    return Question(
         model=load_model("llama3-8b"), cluster=CLUSTER, workload=work, kernels=CLUSTER.kernels,
         calibration=built_in(CLUSTER.name),
     )  # fmt: skip
+
+
+def of_the_card() -> OperatorProblem:
     candidate = Candidate.parse(MESH, num_ranks=64)
     terms = Terms.of(candidate, CLUSTER.engine)
-    return replace(operator_problem(question, Meshes.of(question, candidate), terms, "layer"), allowed={})
+    return replace(operator_problem(question(), Meshes.of(question(), candidate), terms, "layer"), allowed={})
 
 
+@functools.cache
 def of_the_code() -> ModuleSharding:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -80,3 +90,37 @@ def test_products_and_attention_are_cut_as_the_card_says_and_take_as_long():
     # Norms and residuals are grouped otherwise, the card gathers again for backward what the traced layer keeps, and
     # only its cuts count what hosts take to start messages.
     assert ours.gap == its.gap == 0.0 and ours.cost_s == pytest.approx(its.cost_s, rel=0.12)
+
+
+def reported(problem: OperatorProblem, lowered: LoweredBlock) -> tuple[BlockWork, Mapping[tuple[str, str], float]]:
+    """What a block does, and the seconds of its kernels by pass and first operation."""
+    sizes = BlockSizes(sizes=problem.sizes, atoms=problem.atoms, cp_order="contiguous")
+    work = block_work(lowered, lowered, sizes, problem.rates.units)
+    return work, {
+        (run.pass_, run.ops[0].source): float(kernel_time(kernel, problem.rates)) for run, kernel in work.kernels
+    }
+
+
+def test_what_is_reported_of_a_product_is_what_a_plan_says_of_the_card():
+    card, found = of_the_card(), of_the_code()
+    between = {"batch": ("dp",), "seq": ("tp",)}
+    problem = replace(found.problem, boundary=between, state_bytes_per_weight=0.0, cuts_rest=False)
+    program = problem.table_setting(has_inputs=True).lowered(problem.block, solve(problem).cuts)
+    step_program = card.table_setting().lowered(card.block, solve(card).cuts)
+    its_work, its = reported(card, step_block(question().step, "layer", Recompute(), step_program))
+    our_work, ours = reported(problem, replace(found, problem=problem, program=program).lowered)
+    for name in ("layer_self_attn_o_proj", "layer_mlp_down_proj"):  # other products have joint kernels in the card
+        for pass_ in "FIW":
+            assert ours[pass_, name] == pytest.approx(its[pass_, NAMES[name]], rel=1e-12), (name, pass_)
+    assert list(our_work.memory.weights.values()) == list(its_work.memory.weights.values())
+
+
+def test_bytes_are_those_by_which_the_solver_keeps_a_limit_and_follow_the_optimizer():
+    found = of_the_code()
+    assert found.sharding.memory_bytes == found.solution.kept_bytes
+    module, x = torch.nn.Linear(64, 64), torch.randn(4, 64)
+    cluster = load_cluster("local", ranks=1)
+    adamw, sgd = (shard_module(module, [x], cluster, "a=1", optimizer=name).sharding for name in ("adamw", "sgd"))
+    assert adamw.memory_bytes - sgd.memory_bytes == 2 * 4 * (64 * 64 + 64)  # two moments in FP32
+    with pytest.raises(InputError, match="optimizer: 'adam' is not known"):
+        shard_module(module, [x], cluster, "a=1", optimizer=cast(Any, "adam"))

@@ -132,7 +132,8 @@ def test_a_saved_plan_runs_on_ranks_with_a_batch_that_is_cut(saved: Path):
     ("change", "says"),
     [
         ({"fingerprint": "0"}, "that of another program"),
-        ({"schema": 2}, "is 2; this autoshard reads 1"),
+        ({"schema": 1}, "is 1; this autoshard reads 2"),
+        ({"schema": 1, "bound_s": 0.1}, "is 1; this autoshard reads 2"),
         ({"x": 1}, "x"),
     ],
 )

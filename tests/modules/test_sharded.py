@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.blocks.choices import OpChoice, op_cuts
-from autoshard.blocks.problem import state_bytes, weights_of
+from autoshard.blocks.problem import resting_bytes, weights_of
 from autoshard.errors import InputError
 from autoshard.layout.legal import cut_operations
-from autoshard.modules.shard import ModuleSharding, setting_of, shard_module, sizes_of
+from autoshard.modules.shard import ModuleSharding, shard_module, sizes_of
 from autoshard.modules.sharded import run_on, shard
 from autoshard.spec.cluster_catalogue import load_cluster
 from tests.modules.modules import MODULES, SINGLE, made
@@ -46,7 +46,7 @@ def cut_at_random(found: ModuleSharding, chosen: random.Random) -> ModuleShardin
             free &= OpChoice(cuts=cuts[op.name]).awaited(block.tensors[weight].dims)
         if weights_of(found.problem, op):
             rests[op.name] = tuple(axis for axis in axes if axis in free and chosen.random() < 0.6)
-    program = setting_of(found.problem).lowered(block, cuts)
+    program = found.problem.table_setting(has_inputs=True).lowered(block, cuts)
     assert program.collectives(), "some layouts differ"
     return replace(found, program=program, solution=replace(found.solution, cuts=cuts, rests=rests))
 
@@ -155,12 +155,11 @@ def held(seed: int) -> dict[str, tuple[float, int]]:
         module, _, sharding = traced(name, "data=2,model=2")
         sharding = cut_at_random(sharding, random.Random(seed))
         problem, solution = replace(sharding.problem, state_bytes_per_weight=1.0), sharding.solution
-        ops = [op for op in cut_operations(sharding.traced.block) if weights_of(problem, op)]
-        predicted = sum(
-            float(state_bytes(problem, weight, OpChoice(cuts=solution.cuts[op.name]), solution.rests[op.name]))
-            for op in ops
-            for weight in weights_of(problem, op)
-        )
+        tensors, predicted = sharding.traced.block.tensors, 0.0
+        for op in cut_operations(sharding.traced.block):
+            for weight in weights_of(problem, op):
+                layout = OpChoice(cuts=solution.cuts[op.name]).layout(tensors[weight].dims)
+                predicted += float(resting_bytes(problem, weight, layout, solution.rests[op.name]))
         module = copy.deepcopy(module)
         run_on(module, sharding, devices)
         own = sum(cast(DTensor, one).to_local().numel() for one in module.parameters())

@@ -13,14 +13,14 @@ from hypothesis import given, strategies as st
 
 from autoshard.blocks.choices import op_cuts
 from autoshard.blocks.operators import solve
-from autoshard.blocks.shard_block import BlockSharding
 from autoshard.errors import InputError
 from autoshard.layout.legal import cut_operations, op_dims
 from autoshard.layout.lower import lower
 from autoshard.layout.program import Communicate
+from autoshard.layout.table import strategies, written
 from autoshard.modules.blocks import TracedBlock, traced_block
 from autoshard.modules.capture import Captured, capture
-from autoshard.modules.dims import Collision, NotAligned, apart, fresh, leaves, note, size_of, unify
+from autoshard.modules.dims import Collision, NotAligned, fresh, leaves, note, separate, size_of, unify
 from autoshard.modules.proof import ComparedTensor, ModuleRun
 from autoshard.modules.shard import shard_module
 from autoshard.spec.cluster_catalogue import load_cluster
@@ -85,6 +85,7 @@ def test_the_cheapest_layouts_are_proven_as_well(name: str):
     module, inputs = made(name)
     found = shard_module(module, inputs, load_cluster("local", ranks=4), "dp=2,tp=2", batch="dp", precision="fp32")
     assert found.solution.gap == 0.0 and not found.kept_whole
+    assert found.sharding.memory_bytes == found.solution.kept_bytes  # counted in two ways
     assert max(one.error for one in found.prove(module, inputs)) < 1e-6
 
 
@@ -141,7 +142,8 @@ def test_megatron_comes_out_of_plain_code_where_weights_stay_and_better_where_th
     found = shard_module(large, given, load_cluster("h100-80", 8), "dp=8,tp=8", hints=hints, batch="dp")
     kept = replace(found.problem, cuts_rest=False, state_bytes_per_weight=0.0)
     megatron = solve(kept)
-    table = BlockSharding.of(kept, megatron).table
+    program = kept.table_setting(has_inputs=True).lowered(kept.block, megatron.cuts)
+    table = written(strategies(program, kept.block), kept.atoms)
     heads = [found.dims[f"layer.self_attn.{one}_proj.weight"][0].split(".")[0] for one in "qkv"]
     assert all(f"{heads[0]}/tp" in table[f"layer_self_attn_{one}_proj"] for one in "qkv")
     assert "/tp, hidden]" in table["layer_mlp_up_proj"] and table["layer_mlp_down_proj"].endswith("+tp")
@@ -381,7 +383,7 @@ def test_dims_that_a_tensor_has_both_or_that_were_set_apart_never_become_one():
     note(0, [one, other])
     with pytest.raises(Collision):
         unify(one, other)
-    apart(one[0], third[0])
+    separate(one[0], third[0])
     with pytest.raises(Collision):
         unify(third, one)
     with pytest.raises(NotAligned):

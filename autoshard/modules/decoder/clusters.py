@@ -1,4 +1,4 @@
-"""What is left of a segment when its products, norms and attention are known: sums, gates, functions of one tensor."""
+"""The pieces of a segment beside its products, norms and attention: sums, gates, functions of one tensor."""
 
 from autoshard.errors import require
 from autoshard.modules.decoder.functions import as_norm, known_function
@@ -10,26 +10,26 @@ from autoshard.modules.program import Traced, TracedStep
 class Clusters:
     """Finds the pieces that a value is made of, from what is recognised already."""
 
-    def __init__(self, flow: SegmentFlow, known: tuple[Piece, ...]) -> None:
+    def __init__(self, flow: SegmentFlow, recognised: tuple[Piece, ...]) -> None:
         self.flow = flow
-        self.by_value = {piece.makes: piece for piece in known}
-        self.taken = {step for piece in known for step in piece.steps}
+        self.by_value = {piece.makes: piece for piece in recognised}
+        self.claimed = {step for piece in recognised for step in piece.steps}
         self.sources: dict[Traced, frozenset[Traced]] = {}
         for step in flow.segment.steps:
-            if step not in self.taken and not is_same(step):
+            if step not in self.claimed and not is_same(step):
                 self._join(step)
 
     def pieces(self) -> tuple[Piece, ...]:
         """Return all pieces that the segment's result is made of, in the order of their last steps."""
-        found: dict[Piece, None] = {}
-        left = [self.flow.root(self.flow.segment.gives)]
-        while left:
-            piece = self._piece(left.pop())
-            if piece and piece not in found:
-                found[piece] = None
-                left += piece.reads
+        pieces: dict[Piece, None] = {}
+        waiting = [self.flow.root(self.flow.segment.gives)]
+        while waiting:
+            piece = self._piece(waiting.pop())
+            if piece and piece not in pieces:
+                pieces[piece] = None
+                waiting += piece.reads
         places = {step: place for place, step in enumerate(self.flow.segment.steps)}
-        return tuple(sorted(found, key=lambda one: (places[one.steps[-1]], one.sort == "shift")))
+        return tuple(sorted(pieces, key=lambda piece: (places[piece.steps[-1]], piece.sort == "shift")))
 
     def _from(self, value: Traced) -> frozenset[Traced]:
         """Return the results of pieces, and the segment's input, that a value is a function of."""
@@ -40,16 +40,16 @@ class Clusters:
 
     def _join(self, step: TracedStep) -> None:
         """Let a step be a piece of its own where it brings several tensors together."""
-        made = self.flow.made(step)
-        sources = frozenset[Traced]().union(*(self._from(one) for one in made))
+        operands = self.flow.operands(step)
+        sources = frozenset[Traced]().union(*(self._from(operand) for operand in operands))
         sort = {"add": "add", "mul": "multiply"}.get(name_of(step))
-        several = len(made) == 2 and all(self._from(one) for one in made)
-        dims = [{*one.dims} for one in made]
+        several = len(operands) == 2 and all(self._from(operand) for operand in operands)
+        dims = [{*operand.dims} for operand in operands]
         like = several and {*step.makes.dims} in dims and (dims[0] == dims[1] or sort == "add")
         plain = not step.keywords and len(step.reads) == 2
-        if len(sources) > 1 and sort and like and plain and self._from(made[0]) != self._from(made[1]):
+        if len(sources) > 1 and sort and like and plain and self._from(operands[0]) != self._from(operands[1]):
             self.by_value[step.makes] = Piece(
-                sort="add" if sort == "add" else "multiply", steps=(step,), reads=made, makes=step.makes,
+                sort="add" if sort == "add" else "multiply", steps=(step,), reads=operands, makes=step.makes,
                 dims=step.makes.dims,
             )  # fmt: skip
         elif len(sources) > 1:
@@ -62,8 +62,8 @@ class Clusters:
         if value is self.flow.segment.takes:
             return None
         if value not in self.by_value:
-            taken = self.flow.segment.takes
-            steps = self.flow.closure(value, [*self.by_value, *([taken] if taken else [])])
+            hidden = self.flow.segment.takes
+            steps = self.flow.closure(value, [*self.by_value, *([hidden] if hidden else [])])
             self.by_value[value] = self._opaque(steps, value)
         return self.by_value[value]
 
@@ -72,17 +72,17 @@ class Clusters:
         entries = self.flow.entries(steps)
         for step in steps:
             _require_known(step)
-        made = tuple(one for one in entries if one.origin == "made")
-        given = tuple(one for one in entries if one.origin == "input")
+        operands = tuple(entry for entry in entries if entry.origin == "made")
+        inputs = tuple(entry for entry in entries if entry.origin == "input")
         weights = tuple(WeightPart(value=read.value, dims=shape(read.positions)) for read in parameters_of(steps))
         whole = {dim for step in steps for dim in (*step.whole_leaves(), *step.summed, *_lost(step))}
-        alone = len(made) == 1 and not given and not weights and {*made[0].dims} == {*makes.dims} and not whole
-        function = known_function(steps, made[0], self.flow) if alone else None
+        alone = len(operands) == 1 and not inputs and not weights and {*operands[0].dims} == {*makes.dims} and not whole
+        function = known_function(steps, operands[0], self.flow) if alone else None
         piece = Piece(
-            sort="unary" if function else "opaque", steps=steps, reads=made, makes=makes, inputs=given, weights=weights,
-            dims=makes.dims, function=function, whole=frozenset(whole),
+            sort="unary" if function else "opaque", steps=steps, reads=operands, makes=makes, inputs=inputs,
+            weights=weights, dims=makes.dims, function=function, whole=frozenset(whole),
         )  # fmt: skip
-        return as_norm(piece, self.flow) if len(made) == 1 and weights and not given else piece
+        return as_norm(piece, self.flow) if len(operands) == 1 and weights and not inputs else piece
 
 
 def _require_known(step: TracedStep) -> None:

@@ -25,7 +25,7 @@ def known_function(steps: Sequence[TracedStep], x: Traced, flow: SegmentFlow) ->
     points = torch.linspace(-_FURTHEST, _FURTHEST, _POINTS, dtype=torch.float64)
     sizes = {dim: 1 if place else _POINTS for place, dim in enumerate(x.dims)}
     result = _computed(steps, {x: points.reshape([sizes[dim] for dim in x.dims])}, sizes, flow)
-    known: Mapping[Activation, torch.Tensor] = {
+    activations: Mapping[Activation, torch.Tensor] = {
         "silu": F.silu(points),
         "gelu": F.gelu(points),
         "gelu_tanh": F.gelu(points, approximate="tanh"),
@@ -34,7 +34,7 @@ def known_function(steps: Sequence[TracedStep], x: Traced, flow: SegmentFlow) ->
     if result is None or result.numel() != _POINTS:
         return None
     same: Iterator[Activation] = (
-        name for name, one in known.items() if torch.allclose(result.flatten(), one, rtol=_RTOL, atol=_ATOL)
+        name for name, values in activations.items() if torch.allclose(result.flatten(), values, rtol=_RTOL, atol=_ATOL)
     )
     return next(same, None)
 
@@ -42,7 +42,7 @@ def known_function(steps: Sequence[TracedStep], x: Traced, flow: SegmentFlow) ->
 def as_norm(piece: Piece, flow: SegmentFlow) -> Piece:
     """Return a piece with one input and weights as the norm that it computes, or as it is."""
     over, names = averaged(piece.steps), [name_of(step) for step in piece.steps]
-    if len(over) != 1 or not 1 <= len(piece.weights) <= 2 or any({*one.dims} != over for one in piece.weights):
+    if len(over) != 1 or not 1 <= len(piece.weights) <= 2 or any({*weight.dims} != over for weight in piece.weights):
         return piece
     is_layer = len(piece.weights) > 1 or sum(name in _MEANS for name in names) > 1 or "layer_norm" in names
     norm = NormDetail(function="layer" if is_layer else "rms", over=next(iter(over)), eps=_eps(piece.steps))
@@ -61,8 +61,13 @@ def averaged(steps: Sequence[TracedStep]) -> set[Dim]:
 
 def _eps(steps: Sequence[TracedStep]) -> float:
     """Return what a norm adds before it takes the root: the one small number among its arguments."""
-    given = (one for step in steps for one in (*step.arguments, *step.keywords.values()) if isinstance(one, float))
-    return next((one for one in given if 0 < one <= _LARGEST_EPS), 1e-6)
+    floats = (
+        argument
+        for step in steps
+        for argument in (*step.arguments, *step.keywords.values())
+        if isinstance(argument, float)
+    )
+    return next((value for value in floats if 0 < value <= _LARGEST_EPS), 1e-6)
 
 
 def _is_norm(piece: Piece, norm: NormDetail, flow: SegmentFlow) -> bool:
@@ -71,19 +76,20 @@ def _is_norm(piece: Piece, norm: NormDetail, flow: SegmentFlow) -> bool:
     sizes = {dim: count if dim is norm.over else _NORMED for dim in x.dims}
     generator = torch.Generator().manual_seed(0)
     numbers = [torch.randn(count, generator=generator, dtype=torch.float64) for _ in piece.weights]
-    given = _SMALL * torch.randn([sizes[dim] for dim in x.dims], generator=generator, dtype=torch.float64)
-    weights = {one.value: own for one, own in zip(piece.weights, numbers, strict=True)}
-    result = _computed(piece.steps, {x: given, **weights}, sizes, flow)
+    inputs = _SMALL * torch.randn([sizes[dim] for dim in x.dims], generator=generator, dtype=torch.float64)
+    weights = {part.value: tensor for part, tensor in zip(piece.weights, numbers, strict=True)}
+    result = _computed(piece.steps, {x: inputs, **weights}, sizes, flow)
     if result is None or {*piece.makes.dims} != {*x.dims}:
         return False
     order = [dim for dim in x.dims if dim is not norm.over] + [norm.over]
-    moved, found = (
-        one.permute([dims.index(dim) for dim in order]) for one, dims in ((given, x.dims), (result, piece.makes.dims))
+    moved, normed = (
+        tensor.permute([dims.index(dim) for dim in order])
+        for tensor, dims in ((inputs, x.dims), (result, piece.makes.dims))
     )
     centred = moved - moved.mean(-1, keepdim=True) if norm.function == "layer" else moved
     plain = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + norm.eps)
     weight, shift = numbers[0], numbers[1] if len(numbers) > 1 else 0.0
-    return any(torch.allclose(found, plain * one + shift, rtol=_RTOL, atol=_ATOL) for one in (weight, 1 + weight))
+    return any(torch.allclose(normed, plain * scale + shift, rtol=_RTOL, atol=_ATOL) for scale in (weight, 1 + weight))
 
 
 def only_turns(piece: Piece, tables: Sequence[Traced], flow: SegmentFlow) -> bool:
@@ -91,31 +97,31 @@ def only_turns(piece: Piece, tables: Sequence[Traced], flow: SegmentFlow) -> boo
     (x,), generator = piece.reads, torch.Generator().manual_seed(0)
     dims = {dim for step in piece.steps for read in step.reads for dim in (*shape(read.positions), *step.makes.dims)}
     sizes = {dim: dim.size if dim is x.dims[-1] or dim not in x.dims else _NORMED for dim in dims}
-    sizes |= {dim: sizes[dim] for one in tables for dim in one.dims}
-    given = {
-        one: torch.randn([sizes[dim] for dim in one.dims], generator=generator, dtype=torch.float64)
-        for one in (x, *tables)
+    sizes |= {dim: sizes[dim] for table in tables for dim in table.dims}
+    inputs = {
+        value: torch.randn([sizes[dim] for dim in value.dims], generator=generator, dtype=torch.float64)
+        for value in (x, *tables)
     }
-    once, twice, none = (_computed(piece.steps, {**given, x: factor * given[x]}, sizes, flow) for factor in (1, 2, 0))
+    once, twice, none = (_computed(piece.steps, {**inputs, x: factor * inputs[x]}, sizes, flow) for factor in (1, 2, 0))
     if once is None or twice is None or none is None:
         return False
     return not none.any() and torch.allclose(twice, 2 * once, rtol=_RTOL, atol=_ATOL) and bool(once.any())
 
 
 def _computed(
-    steps: Sequence[TracedStep], given: Mapping[Traced, torch.Tensor], sizes: Mapping[Dim, int], flow: SegmentFlow
+    steps: Sequence[TracedStep], inputs: Mapping[Traced, torch.Tensor], sizes: Mapping[Dim, int], flow: SegmentFlow
 ) -> torch.Tensor | None:
-    """Run steps in double, without rounding; None where they read or make something else, or of other dims."""
+    """Return the result of steps in FP64; None where they read other tensors than these, or have other dims."""
     names = {dim: f"d{number}" for number, dim in enumerate(sizes)}
-    numbers, values = {value: place for place, value in enumerate(given)}, list(given.values())
+    numbers, values = {value: place for place, value in enumerate(inputs)}, list(inputs.values())
     for step in steps:
         if is_same(step):
             continue
-        read = [flow.root(one.value) for one in step.reads]
-        dims = {*step.makes.dims, *(dim for one in step.reads for dim in shape(one.positions))}
+        read = [flow.root(operand.value) for operand in step.reads]
+        dims = {*step.makes.dims, *(dim for operand in step.reads for dim in shape(operand.positions))}
         if not {*read} <= {*numbers} or not dims <= {*sizes} or step.function in (constant, expand):
             return None
-        one = Local(
+        local = Local(
             name=step.name, function=step.function, arguments=step.arguments, keywords=step.keywords,
             reads=tuple(
                 (numbers[value], tuple(names[dim] for dim in reading.dims), _along(reading.positions, names))
@@ -124,7 +130,7 @@ def _computed(
             gives=_along(step.makes.positions, names),
         )  # fmt: skip
         try:
-            values.append(one.run(values, {names[dim]: size for dim, size in sizes.items()}).double())
+            values.append(local.run(values, {names[dim]: size for dim, size in sizes.items()}).double())
         except (IndexError, RuntimeError, TypeError, ValueError):  # it needs the sizes of the code
             return None
         numbers[step.makes] = len(values) - 1

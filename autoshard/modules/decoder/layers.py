@@ -30,14 +30,16 @@ class WrittenPart:
     counts: Mapping[str, int]  # of the numbers of weights, in the code
 
 
-def written_layer(pieces: Sequence[Piece], segment: Segment, known: Mapping[Dim, str], attend: Attend) -> WrittenPart:
-    """Write a layer down; ``known`` names batch, sequence, hidden size and vocabulary."""
-    roles, dims = Roles.of(pieces, segment.name), dict(known)
-    heads = roles.heads([dim for dim, name in known.items() if name in ("batch", "seq")])
-    dims |= {dim: "head_dim" if name == "values" else name for name, some in heads.items() for dim in some}
+def written_layer(
+    pieces: Sequence[Piece], segment: Segment, shared_names: Mapping[Dim, str], attend: Attend
+) -> WrittenPart:
+    """Write a layer down; ``shared_names`` are those of batch, sequence, hidden size and vocabulary."""
+    roles, dims = Roles.of(pieces, segment.name), dict(shared_names)
+    heads = roles.heads([dim for dim, name in shared_names.items() if name in ("batch", "seq")])
+    dims |= {dim: "head_dim" if name == "values" else name for name, position in heads.items() for dim in position}
     for chain in roles.chains.values():  # a head that is only partly turned is put together again
-        own = tuple(dim for dim in chain[0].dims if dims.get(dim, "head_dim") == "head_dim") if chain else ()
-        dims |= dict.fromkeys(own if size_of(own) == size_of(heads["head_dim"]) else (), "head_dim")
+        head_dims = tuple(dim for dim in chain[0].dims if dims.get(dim, "head_dim") == "head_dim") if chain else ()
+        dims |= dict.fromkeys(head_dims if size_of(head_dims) == size_of(heads["head_dim"]) else (), "head_dim")
     experts = next((piece.experts for piece in pieces if piece.experts), None)
     widths = _widths(pieces, dims)
     ffn = experts.width if experts else widths[0].size if widths else segment.gives.dims[-1].size
@@ -84,8 +86,8 @@ def _notes(attend: Piece, pieces: Sequence[Piece]) -> Iterator[str]:
     more = sorted({*attend.functions} - {*_OF_ATTENTION})
     if more:
         yield f"layer: {', '.join(more)} of the scores of attention is not in the plan"
-    if attend.attention.others:
-        names = ", ".join(one.name for one in attend.attention.others)
+    if attend.attention.extras:
+        names = ", ".join(value.name for value in attend.attention.extras)
         yield f"layer: attention also reads {names}, which is not in the plan"
     for piece in pieces:
         if piece.experts and not piece.experts.is_normalised:
@@ -100,5 +102,5 @@ def _widths(pieces: Sequence[Piece], dims: Mapping[Dim, str]) -> list[Dim]:
     for piece in pieces:
         for weight in piece.weights if piece.sort == "product" else ():
             for dim in weight.dims:
-                counts[dim] += 0 if dim in dims else math.prod(one.size for one in weight.dims)
+                counts[dim] += 0 if dim in dims else math.prod(weight_dim.size for weight_dim in weight.dims)
     return [dim for dim, count in counts.most_common() if count]

@@ -52,7 +52,7 @@ def lift_decoder(captured: Captured, module: torch.nn.Module, *, name: str, sour
         num_parameters=1,
     )  # fmt: skip
     model = ModelSpec(name=name, source=source, **traits, traced=traced)
-    count, total = _graph(model).num_parameters(), sum(one.numel() for one in module.parameters())
+    count, total = _graph(model).num_parameters(), sum(parameter.numel() for parameter in module.parameters())
     notes = [*embed.notes, *layer.notes, *head.notes, *_left_out(model, stack, (embed, layer, head))]
     notes += [f"{total - count:,} of {total:,} parameters are not in the plan"] if count < total else []
     more = f"{count - total:,} parameters more than the {total:,} of the code: some are used more than once"
@@ -70,21 +70,29 @@ def lift_decoder(captured: Captured, module: torch.nn.Module, *, name: str, sour
 
 def _drops(module: torch.nn.Module) -> Iterator[str]:
     """Say that a module drops numbers in training: what was read is what it computes without."""
-    rates = {path: one.p for path, one in module.named_modules() if isinstance(one, _DropoutNd) and one.p}
+    rates = {
+        path: submodule.p
+        for path, submodule in module.named_modules()
+        if isinstance(submodule, _DropoutNd) and submodule.p
+    }
     for path, rate in [*rates.items()][:1]:
         yield f"dropout in training is not in the plan ({path}: {rate:g})"
 
 
 def _logits(captured: Captured) -> Traced:
-    """Return the logits among the results of a decoder: what is called so, or the first that each token has."""
-    made = {one.name: one.read.value for one in captured.program.results if one.read and not one.read.value.is_index}
-    of_tokens = (one for one in made.values() if len(one.dims) >= _LOGITS_DIMS)
-    found = made.get("logits") or next(of_tokens, None)
+    """Return the logits among a decoder's results: that of this name, or the first with numbers for each token."""
+    values = {
+        result.name: result.read.value
+        for result in captured.program.results
+        if result.read and not result.read.value.is_index
+    }
+    of_tokens = (value for value in values.values() if len(value.dims) >= _LOGITS_DIMS)
+    logits = values.get("logits") or next(of_tokens, None)
     message = (
         "returns no logits of each token, [batch, sequence, vocabulary]; let it return them, before or after a loss"
     )
-    require((found is not None, "module", message))
-    return cast(Traced, found)
+    require((logits is not None, "module", message))
+    return cast(Traced, logits)
 
 
 def _left_out(model: ModelSpec, stack: Stack, parts: Sequence[WrittenPart]) -> Iterator[str]:
@@ -101,7 +109,7 @@ def _left_out(model: ModelSpec, stack: Stack, parts: Sequence[WrittenPart]) -> I
     if model.num_experts:  # of which the code may compute more than are chosen
         return
     ours = sum(block.repeat * block.matrix_flops("F", graph.sizes) for block in graph.blocks)
-    steps = (step for one in (stack.embed, *stack.layers, stack.head) for step in one.steps)
+    steps = (step for segment in (stack.embed, *stack.layers, stack.head) for step in segment.steps)
     theirs = sum(2 * size_of(dims) for step in steps for dims in products_of(step))
     if ours != theirs:
         yield f"the plan counts {ours:,} FLOPs of products in a forward pass, and the code has {theirs:,}"
@@ -125,13 +133,13 @@ def _graph(model: ModelSpec) -> OpGraph:
 
 def _comparable(model: ModelSpec) -> set[str]:
     """Return the operations of a model, without the numbers of rotary tables, which are not read off code."""
-    found: set[str] = set()
+    operations: set[str] = set()
     for block in _graph(model).blocks:
         for op in written(block):
             kind = replace(op.kind, theta=1.0, scaling=None) if isinstance(op.kind, Rotary) else op.kind
-            found.add(f"{block.kind}: {replace(op, kind=kind)}")
+            operations.add(f"{block.kind}: {replace(op, kind=kind)}")
     sizes = {"layers": model.num_layers, **_graph(model).sizes}
-    return found | {f"{dim} = {size}" for dim, size in sizes.items()}
+    return operations | {f"{dim} = {size}" for dim, size in sizes.items()}
 
 
 def _pieces(segment: Segment) -> tuple[Piece, ...]:
@@ -147,7 +155,7 @@ def _branches_in_order(pieces: tuple[Piece, ...], segment: Segment) -> tuple[Pie
         readers = [piece for piece in pieces if inner and inner.makes in piece.reads]
         if inner and segment.takes in last.reads and segment.takes not in inner.reads and len(readers) == 1:
             places = {piece.makes: place for place, piece in enumerate(pieces)}
-            first, second = sorted(inner.reads, key=lambda one: places[one])
+            first, second = sorted(inner.reads, key=lambda value: places[value])
             changed = {
                 inner: replace(inner, reads=(cast(Traced, segment.takes), first)),
                 last: replace(last, reads=(inner.makes, second)),
@@ -159,13 +167,13 @@ def _branches_in_order(pieces: tuple[Piece, ...], segment: Segment) -> tuple[Pie
 def _ends(stack: Stack) -> tuple[Mapping[Dim, str], WrittenPart, WrittenPart]:
     """Return the embedding and the head, with the names of the dims that layers share with them."""
     embed, head = _pieces(stack.embed), _pieces(stack.head)
-    carried = zip((leaves(one)[0] for one in stack.carried), ("batch", "seq", "hidden"), strict=True)
+    carried = zip((leaves(position)[0] for position in stack.carried), ("batch", "seq", "hidden"), strict=True)
     dims: dict[Dim, str] = dict(carried)
     batch = next(dim for dim, name in dims.items() if name == "batch")
     rows = [piece for piece in embed if piece.sort == "rows"]
     words = next((piece for piece in rows if batch in piece.dims), None)
     products = [piece for piece in head if piece.sort == "product"]
-    attends = next((name for name, one in (("embed", embed), ("head", head)) if _has(one, "attend")), None)
+    attends = next((name for name, pieces in (("embed", embed), ("head", head)) if _has(pieces, "attend")), None)
     require(
         (attends is None, "module", f"attends in its {attends} too; all layers must be in one list"),
         (words is not None, "module", "looks no tokens up in a table of weights (nn.Embedding)"),
@@ -175,15 +183,15 @@ def _ends(stack: Stack) -> tuple[Mapping[Dim, str], WrittenPart, WrittenPart]:
     traits: dict[str, Any] = {"num_layers": len(stack.layers)}
     traits |= {"hidden": stack.carried[2][0].size, "positions": "rotary"}
     traits["tied_embeddings"] = products[-1].weights[0].value is words.weights[0].value
-    given = [dim for dim in head[-1].dims if dims.get(dim) not in ("batch", "seq")]
+    logit_dims = [dim for dim in head[-1].dims if dims.get(dim) not in ("batch", "seq")]
     shape = " ".join(dims.get(dim, str(dim.size)) for dim in head[-1].dims)
     message = f"returns [{shape}], not the logits of each token, [batch seq vocabulary]"
-    is_made = given == [dim for dim in products[-1].weights[0].dims if dim in products[-1].dims]
+    is_made = logit_dims == [dim for dim in products[-1].weights[0].dims if dim in products[-1].dims]
     require((len(head[-1].dims) == _LOGITS_DIMS and is_made, "module", message))
-    for dim in (*given, words.weights[0].dims[0]):
-        if dim.size == given[0].size:
+    for dim in (*logit_dims, words.weights[0].dims[0]):
+        if dim.size == logit_dims[0].size:
             dims.setdefault(dim, "vocab")
-    traits["vocab"] = given[0].size
+    traits["vocab"] = logit_dims[0].size
     names = {words: "embed"}
     for piece in rows:
         if piece is not words and batch not in piece.dims:
@@ -196,7 +204,7 @@ def _ends(stack: Stack) -> tuple[Mapping[Dim, str], WrittenPart, WrittenPart]:
 def _end(
     segment: Segment,
     pieces: Sequence[Piece],
-    known: Mapping[Piece, str],
+    fixed_names: Mapping[Piece, str],
     dims: dict[Dim, str],
     traits: Mapping[str, Any],
 ) -> WrittenPart:
@@ -206,7 +214,7 @@ def _end(
     usual = of_head if segment.takes else of_embed
     names, counts = dict[Piece, str](), Counter[str]()
     for piece in pieces:
-        base = known.get(piece) or usual.get(piece.sort) or own_name(piece)
+        base = fixed_names.get(piece) or usual.get(piece.sort) or own_name(piece)
         counts[base] += 1
         names[piece] = base if counts[base] == 1 else f"{base}_{counts[base]}"
     writer = LineWriter(segment=segment, names=names, dims=dims)
@@ -219,9 +227,9 @@ def _has(pieces: Sequence[Piece], sort: str) -> bool:
 
 
 def _layer(captured: Captured, stack: Stack, dims: Mapping[Dim, str]) -> WrittenPart:
-    """Return what all layers are, or say which layer is another."""
+    """Return the lines of a layer, which all layers must have; refuse the first layer that differs."""
     _refuse_shared(captured, stack)
-    layers, sights = [_pieces(one) for one in stack.layers], dict[tuple[Traced, ...], Sight]()
+    layers, sights = [_pieces(segment) for segment in stack.layers], dict[tuple[Traced, ...], Sight]()
     length = stack.carried[1][0].size
     seen: list[int | None] = []
     for pieces, segment in zip(layers, stack.layers, strict=True):
@@ -229,24 +237,24 @@ def _layer(captured: Captured, stack: Stack, dims: Mapping[Dim, str]) -> Written
         masks = tuple(mask for mask in attend.inputs if len(mask.dims) > 1 and mask.dims[-1].size == length)
         if masks not in sights:  # layers share them
             assert attend.attention, "attention is known"
-            seen_by_others = attend.attention.is_causal or bool(attend.attention.others)
+            seen_by_others = attend.attention.is_causal or bool(attend.attention.extras)
             require((bool(masks) or seen_by_others, segment.name, NOT_CAUSAL))
             sights[masks] = sight_of(captured, masks, segment.name) if masks else Sight(window=None)
         seen.append(sights[masks].window)
     counts, notes = Counter(seen), list[str]()
-    if any(one.is_biased for one in sights.values()):
+    if any(sight.is_biased for sight in sights.values()):
         notes.append("layer: what is added to the scores of attention by position is not in the plan")
     attend = Attend(window=seen[0]) if len(counts) == 1 else Attend(windows=tuple(counts.items()))
     if len(counts) > 1:
         said = " and ".join(
-            f"{count} of {len(seen)} layers see only {one} tokens" for one, count in counts.items() if one
+            f"{count} of {len(seen)} layers see only {window} tokens" for window, count in counts.items() if window
         )
         notes.append(f"{said}; each layer is planned with the mean time of all")
-    first, *others = (
+    first, *later = (
         written_layer(pieces, segment, dims, attend) for pieces, segment in zip(layers, stack.layers, strict=True)
     )
-    for one, segment in zip(others, stack.layers[1:], strict=True):
-        differing = sorted(_said(one) ^ _said(first))
+    for part, segment in zip(later, stack.layers[1:], strict=True):
+        differing = sorted(_said(part) ^ _said(first))
         what = f"differs from the first layer: {differing[0]}" if differing else ""
         require((not differing, segment.name, f"{what}. Only equal layers can be planned"))
     return replace(first, traits={**first.traits, "window": attend.window}, notes=(*first.notes, *notes))

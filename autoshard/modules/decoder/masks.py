@@ -44,8 +44,8 @@ def sight_of(captured: Captured, masks: Sequence[Traced], name: str) -> Sight:
         distance = torch.arange(length)[:, None] - torch.arange(length)
         expected = (distance >= 0) & (distance < window)
         if visible.shape[1:] == expected.shape and bool((visible == expected).all()):
-            added = [one.masked_fill(one <= _HIDDEN, 0) for one in values if one.is_floating_point()]
-            return Sight(window=window if window < length else None, is_biased=any(one.any() for one in added))
+            added = [mask.masked_fill(mask <= _HIDDEN, 0) for mask in values if mask.is_floating_point()]
+            return Sight(window=window if window < length else None, is_biased=any(bias.any() for bias in added))
     raise InputError.of(name, NOT_CAUSAL)
 
 
@@ -68,16 +68,16 @@ def _evaluated(captured: Captured, mask: Traced, name: str, fill: Callable[..., 
     specs = [spec for spec in exported.program.graph_signature.input_specs if spec.arg.name in used]
     if any(spec.kind.name == "BUFFER" and _has_no_values(buffers[spec.target]) for spec in specs):
         raise NoValues([Fault(where=name, message=_NO_VALUES)])
-    given = {
-        key: fill(one.shape, dtype=one.dtype) if isinstance(one, torch.Tensor) else one
-        for key, one in exported.arguments.items()
+    arguments = {
+        key: fill(argument.shape, dtype=argument.dtype) if isinstance(argument, torch.Tensor) else argument
+        for key, argument in exported.arguments.items()
     }
     try:
-        (found,) = exported.values(part, given, buffers)
+        (value,) = exported.values(part, arguments, buffers)
     except Exception as error:  # whatever torch raises where tensors without numbers meet others
         message = f"has a mask that cannot be computed: {type(error).__name__}: {error}"
         raise NoValues([Fault(where=name, message=message)]) from error
-    return found
+    return value
 
 
 def _has_no_values(tensor: torch.Tensor) -> bool:

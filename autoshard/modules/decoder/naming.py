@@ -26,24 +26,24 @@ class Roles:
     def of(cls, pieces: Sequence[Piece], name: str) -> "Roles":
         """Find attention, and what leads to and from it."""
         attends = [piece for piece in pieces if piece.sort == "attend"]
-        known = "softmax(q k) v in two products of two tensors each, or scaled_dot_product_attention"
-        message = f"has {len(attends)} places of attention that are recognised ({known}); a layer of a decoder has one"
+        forms = "softmax(q k) v in two products of two tensors each, or scaled_dot_product_attention"
+        message = f"has {len(attends)} places of attention that are recognised ({forms}); a layer of a decoder has one"
         require((len(attends) == 1, name, message))
         by_value = {piece.makes: piece for piece in pieces}
         chains = {letter: _chain(by_value, value) for letter, value in zip("qkv", attends[0].reads, strict=True)}
-        of_keys, left = set[Piece](), list(attends[0].reads[1:])
-        while left:
-            if piece := by_value.get(left.pop()):
-                found = piece.sort == "product"
-                of_keys |= {piece} if found else set()
-                left += () if found else piece.reads
-        known, out = {attends[0].makes}, None
+        of_keys, waiting = set[Piece](), list(attends[0].reads[1:])
+        while waiting:
+            if piece := by_value.get(waiting.pop()):
+                is_product = piece.sort == "product"
+                of_keys |= {piece} if is_product else set()
+                waiting += () if is_product else piece.reads
+        attended, out = {attends[0].makes}, None
         for piece in pieces:
-            if known & {*piece.reads} and out is None:
+            if attended & {*piece.reads} and out is None:
                 if piece.sort == "product":
                     out = piece
                 elif {*piece.dims} <= {*attends[0].dims}:
-                    known.add(piece.makes)  # a gate, or a norm, of what was attended
+                    attended.add(piece.makes)  # a gate, or a norm, of what was attended
         return cls(attend=attends[0], chains=chains, out=out, of_keys=frozenset(of_keys))
 
     def heads(self, tokens: Sequence[Dim]) -> Mapping[str, Position]:
@@ -63,12 +63,12 @@ class Roles:
 
 
 def _chain(by_value: Mapping[Traced, Piece], value: Traced) -> tuple[Piece, ...]:
-    """Return the pieces from the product that makes a value on; none if something else makes it."""
-    found: list[Piece] = []
+    """Return the pieces that lead from a product to a value, in order; none where no product leads to it."""
+    chain: list[Piece] = []
     while (piece := by_value.get(value)) and piece.sort in _CHAINED and len(piece.reads) == 1:
-        found.insert(0, piece)
+        chain.insert(0, piece)
         if piece.sort == "product":
-            return tuple(found)
+            return tuple(chain)
         value = piece.reads[0]
     return ()
 
@@ -121,7 +121,7 @@ def _role(
         gates = any(again.sort == "multiply" for reader in activated for again in readers.get(reader.makes, ()))
         return f"{prefix}{'gate' if gates else 'up'}"
     if piece.sort == "shift":
-        of = next((name for one, name in names.items() if one.makes is piece.reads[0]), "own")
+        of = next((name for maker, name in names.items() if maker.makes is piece.reads[0]), "own")
         return f"{of}_shift"
     usual = {"unary": f"{prefix}act", "multiply": f"{prefix}product"}
     return own_name(piece) if piece.sort == "opaque" else usual.get(piece.sort, piece.sort)
@@ -135,12 +135,12 @@ def own_name(piece: Piece) -> str:
 
 def _distinct(names: Mapping[Piece, str]) -> Mapping[Piece, str]:
     """Number the names that several operations have, after the first."""
-    found: dict[Piece, str] = {}
+    distinct: dict[Piece, str] = {}
     counts = Counter[str]()
     for piece, name in names.items():
         counts[name] += 1
-        found[piece] = name if counts[name] == 1 else f"{name}_{counts[name]}"
-    return found
+        distinct[piece] = name if counts[name] == 1 else f"{name}_{counts[name]}"
+    return distinct
 
 
 def in_order(dims: Sequence[str]) -> Dims:

@@ -39,7 +39,7 @@ class AttentionDetail:
 
     head: Position
     value_head: Position
-    others: tuple[Traced, ...]
+    extras: tuple[Traced, ...]
     is_causal: bool = False  # without a mask that says so
 
 
@@ -89,12 +89,12 @@ class SegmentFlow:
     @cached_property
     def readers(self) -> Mapping[Traced, Sequence[TracedStep]]:
         """The steps that read a value, whatever it is copied to before."""
-        found: dict[Traced, list[TracedStep]] = {}
+        readers: dict[Traced, list[TracedStep]] = {}
         for step in self.segment.steps:
             for read in step.reads:
                 if not is_same(step):
-                    found.setdefault(self.root(read.value), []).append(step)
-        return found
+                    readers.setdefault(self.root(read.value), []).append(step)
+        return readers
 
     def root(self, value: Traced) -> Traced:
         """Return the value of which this one is a copy, repeated or rounded."""
@@ -102,38 +102,38 @@ class SegmentFlow:
             value = step.reads[0].value
         return value
 
-    def made(self, step: TracedStep) -> tuple[Traced, ...]:
-        """Return what a step reads that operations make, in order."""
+    def operands(self, step: TracedStep) -> tuple[Traced, ...]:
+        """Return the operands of a step that operations make, in order."""
         roots = (self.root(read.value) for read in step.reads)
-        return tuple(one for one in roots if one.origin == "made")
+        return tuple(root for root in roots if root.origin == "made")
 
     def exits(self, steps: Iterable[TracedStep]) -> tuple[Traced, ...]:
-        """Return what some steps make that others read, or that the segment gives."""
-        inside, given = {*steps}, self.root(self.segment.gives)
-        found = [
+        """Return the values that some steps make for readers outside of them, or as the segment's result."""
+        inside, result = {*steps}, self.root(self.segment.gives)
+        values = [
             self.root(step.makes)
             for step in self.segment.steps
             if step in inside
-            and (given is step.makes or any(reader not in inside for reader in self.readers.get(step.makes, ())))
+            and (result is step.makes or any(reader not in inside for reader in self.readers.get(step.makes, ())))
         ]
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(values))
 
     def entries(self, steps: Iterable[TracedStep]) -> tuple[Traced, ...]:
         """Return what some steps read that they do not make, each once, in order."""
         inside = {step.makes for step in steps}
         reads = (self.root(read.value) for step in steps for read in step.reads)
-        return tuple(dict.fromkeys(one for one in reads if one not in inside))
+        return tuple(dict.fromkeys(value for value in reads if value not in inside))
 
     def closure(self, value: Traced, ends: Iterable[Traced]) -> tuple[TracedStep, ...]:
         """Return the steps that make a value out of some ends, of weights and of the batch."""
-        stops, found, left = {*ends}, set[TracedStep](), [value]
-        while left:
-            one = left.pop()
-            step = self.maker.get(one)
-            if one not in stops and step and step not in found:
-                found.add(step)
-                left += [read.value for read in step.reads]
-        return tuple(step for step in self.segment.steps if step in found)
+        stops, steps, waiting = {*ends}, set[TracedStep](), [value]
+        while waiting:
+            needed = waiting.pop()
+            step = self.maker.get(needed)
+            if needed not in stops and step and step not in steps:
+                steps.add(step)
+                waiting += [read.value for read in step.reads]
+        return tuple(step for step in self.segment.steps if step in steps)
 
 
 def name_of(step: TracedStep) -> str:
@@ -152,12 +152,12 @@ def is_same(step: TracedStep) -> bool:
 
 def parameters_of(steps: Sequence[TracedStep]) -> Iterator[Read]:
     """Yield how steps read parameters, each parameter once, in order."""
-    found: dict[Traced, Read] = {}
+    reads: dict[Traced, Read] = {}
     for step in steps:
         for read in step.reads:
             if read.value.origin == "parameter":
-                found.setdefault(read.value, read)
-    yield from found.values()
+                reads.setdefault(read.value, read)
+    yield from reads.values()
 
 
 def products_of(step: TracedStep) -> Iterator[Position]:
@@ -170,4 +170,4 @@ def products_of(step: TracedStep) -> Iterator[Position]:
 
 def shape(positions: Iterable[Position]) -> Position:
     """Return the dims of positions, outermost first."""
-    return leaves(one for position in positions for one in position)
+    return leaves(dim for position in positions for dim in position)

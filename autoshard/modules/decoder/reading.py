@@ -49,32 +49,32 @@ def read_decoder(
     is; on torch's meta device it needs no memory. ``traced`` of the result says what is not as in the code; it is None
     where a Hugging Face config says it all.
     """
-    device = next((one.device for one in module.parameters()), torch.device("cpu"))
-    given = inputs or _tokens(module, seq_len, device)
-    configs: list[Any] = [getattr(one, "config", None) for one in module.modules()]  # of Hugging Face
-    caching = [one for one in configs if getattr(one, "use_cache", None)]
-    modes = [(one, one.training) for one in module.modules()]
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    arguments = inputs or _tokens(module, seq_len, device)
+    configs: list[Any] = [getattr(submodule, "config", None) for submodule in module.modules()]  # of Hugging Face
+    caching = [config for config in configs if getattr(config, "use_cache", None)]
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
     try:
-        for one in caching:
-            one.use_cache = False  # what training does not return
+        for config in caching:
+            config.use_cache = False  # what training does not return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of torch to transformers
-            captured = capture(module.eval(), given)
+            captured = capture(module.eval(), arguments)
     finally:
-        for one, training in modes:
-            one.training = training
-        for one in caching:
-            one.use_cache = True
+        for submodule, training in modes:
+            submodule.training = training
+        for config in caching:
+            config.use_cache = True
     kind = type(module).__name__
     return lift_decoder(captured, module, name=name or kind, source=source or f"the code of {kind}")
 
 
-def _module_of(where: str, made: Any) -> tuple[torch.nn.Module, Mapping[str, Any]]:
+def _module_of(where: str, result: Any) -> tuple[torch.nn.Module, Mapping[str, Any]]:
     """Return what a function has made: a decoder, and its inputs if there are any."""
-    module, given = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
-    is_module = isinstance(module, torch.nn.Module) and isinstance(given, Mapping)
+    module, inputs = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    is_module = isinstance(module, torch.nn.Module) and isinstance(inputs, Mapping)
     require((is_module, OPTION, f"{where} must return a torch.nn.Module, or a module and its inputs by name"))
-    return cast(torch.nn.Module, module), cast(Mapping[str, Any], given)
+    return cast(torch.nn.Module, module), cast(Mapping[str, Any], inputs)
 
 
 def _made(where: str, function: Any, devices: Sequence[AbstractContextManager[Any]]) -> Any:
@@ -93,7 +93,7 @@ def _made(where: str, function: Any, devices: Sequence[AbstractContextManager[An
 
 def _tokens(module: torch.nn.Module, seq_len: int | None, device: torch.device) -> Mapping[str, Any]:
     """Return tokens under the name of the first argument of a module."""
-    names = [one.name for one in inspect.signature(module.forward).parameters.values()]
+    names = [parameter.name for parameter in inspect.signature(module.forward).parameters.values()]
     require((bool(names), OPTION, "has a forward without arguments; a decoder takes tokens"))
     config: Any = getattr(module, "config", None)
     usual = min(getattr(config, "max_position_embeddings", None) or _LONGEST, _LONGEST)

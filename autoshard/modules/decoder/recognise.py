@@ -29,16 +29,16 @@ _EXPERT_AXES = 3  # of a tensor that holds the weights of all experts
 
 
 def recognised(flow: SegmentFlow) -> tuple[Piece, ...]:
-    """Return what is recognised, in no order; no step is in two of them."""
-    found: list[Piece] = [*_experts(flow)]
-    taken = {step for piece in found for step in piece.steps}
-    for piece in (*_rows(flow), *_norms(flow, taken)):
-        found.append(piece)
-        taken |= {*piece.steps}
-    found += (piece for piece in _products(flow) if not taken & {*piece.steps})
-    ends = {piece.makes for piece in found}
+    """Return the pieces that are recognised, in no order; each step is in one of them at most."""
+    pieces: list[Piece] = [*_experts(flow)]
+    used_steps = {step for piece in pieces for step in piece.steps}
+    for piece in (*_rows(flow), *_norms(flow, used_steps)):
+        pieces.append(piece)
+        used_steps |= {*piece.steps}
+    pieces += (piece for piece in _products(flow) if not used_steps & {*piece.steps})
+    ends = {piece.makes for piece in pieces}
     attention = list(_attention(flow, ends))
-    return (*found, *attention)
+    return (*pieces, *attention)
 
 
 def _rows(flow: SegmentFlow) -> Iterator[Piece]:
@@ -54,23 +54,23 @@ def _rows(flow: SegmentFlow) -> Iterator[Piece]:
                 )  # fmt: skip
 
 
-def _norms(flow: SegmentFlow, taken: set[TracedStep]) -> Iterator[Piece]:
+def _norms(flow: SegmentFlow, used_steps: set[TracedStep]) -> Iterator[Piece]:
     """Norms over one dim with a weight of that dim: a function of torch, or all that a submodule does."""
     groups: dict[str, list[TracedStep]] = defaultdict(list)
     for step in flow.segment.steps:
         if name_of(step) in NORMS:
             groups[step.name].append(step)
-        elif step not in taken:
+        elif step not in used_steps:
             groups[step.path].append(step)
     for steps in groups.values():
         entries, exits, weights = flow.entries(steps), flow.exits(steps), list(parameters_of(steps))
-        made = [one for one in entries if one.origin == "made"]
-        if len(made) != 1 or len(exits) != 1 or any(one.origin == "input" for one in entries):
+        operands = [entry for entry in entries if entry.origin == "made"]
+        if len(operands) != 1 or len(exits) != 1 or any(entry.origin == "input" for entry in entries):
             continue
         if (over := averaged(steps)) and weights and all({*read.dims} == over for read in weights):
             piece = Piece(
-                sort="opaque", steps=tuple(steps), reads=(made[0],), makes=exits[0], whole=frozenset(over),
-                weights=tuple(WeightPart(value=read.value, dims=read.dims) for read in weights), dims=made[0].dims,
+                sort="opaque", steps=tuple(steps), reads=(operands[0],), makes=exits[0], whole=frozenset(over),
+                weights=tuple(WeightPart(value=read.value, dims=read.dims) for read in weights), dims=operands[0].dims,
             )  # fmt: skip
             yield as_norm(piece, flow)
 
@@ -79,10 +79,10 @@ def _products(flow: SegmentFlow) -> Iterator[Piece]:
     """Products with a weight, and the sums with their biases; one that is only read in parts is several."""
     for step in flow.segment.steps:
         reads = {flow.root(read.value): read for read in step.reads}
-        weights = [one for one in reads if one.origin == "parameter"]
+        weights = [value for value in reads if value.origin == "parameter"]
         if step.sort != "product" or len(weights) != 1 or len(reads) != 2:
             continue
-        (x,) = (one for one in reads if one.origin != "parameter")
+        (x,) = (value for value in reads if value.origin != "parameter")
         if x.origin != "made":  # rows of a table, taken by a product with ones and zeros
             continue
         weight = WeightPart(value=weights[0], dims=shape(reads[weights[0]].positions))
@@ -112,18 +112,18 @@ def _shift(flow: SegmentFlow, product: Piece) -> Piece | None:
 
 def _parts(flow: SegmentFlow, whole: Sequence[Piece]) -> Iterator[Piece]:
     """Yield the products that a fused one is read as: each has its part of the weight, and of the bias."""
-    product, made = whole[0], whole[-1].makes
-    readers = flow.readers.get(made, ())
-    kept = [dim for dim in product.dims if dim not in product.weights[0].dims]
-    fused = [name_of(step) in _PARTS and {*kept} <= {*step.makes.dims} for step in readers]
-    if len(readers) < 2 or not all(fused) or flow.root(flow.segment.gives) is made:
+    product, result = whole[0], whole[-1].makes
+    readers = flow.readers.get(result, ())
+    token_dims = [dim for dim in product.dims if dim not in product.weights[0].dims]
+    fused = [name_of(step) in _PARTS and {*token_dims} <= {*step.makes.dims} for step in readers]
+    if len(readers) < 2 or not all(fused) or flow.root(flow.segment.gives) is result:
         return
     if _are_joined(flow, [step.makes for step in readers]):
         return
     contracted = [dim for dim in product.weights[0].dims if dim not in product.dims]
     for step in readers:
-        own = tuple(dim for dim in step.makes.dims if dim not in kept)
-        part = WeightPart(value=product.weights[0].value, dims=(*own, *contracted))
+        part_dims = tuple(dim for dim in step.makes.dims if dim not in token_dims)
+        part = WeightPart(value=product.weights[0].value, dims=(*part_dims, *contracted))
         if len(whole) == 1:
             steps = (*product.steps, step)
             yield replace(product, steps=steps, makes=step.makes, dims=step.makes.dims, weights=(part,))
@@ -133,7 +133,7 @@ def _parts(flow: SegmentFlow, whole: Sequence[Piece]) -> Iterator[Piece]:
             format=step.makes.format,
         )  # fmt: skip
         yield replace(product, steps=product.steps, makes=before, dims=step.makes.dims, weights=(part,))
-        bias = WeightPart(value=whole[1].weights[0].value, dims=own)
+        bias = WeightPart(value=whole[1].weights[0].value, dims=part_dims)
         steps = (*whole[1].steps, step)
         yield replace(whole[1], steps=steps, reads=(before,), makes=step.makes, dims=step.makes.dims, weights=(bias,))
 
@@ -150,19 +150,19 @@ def _are_joined(flow: SegmentFlow, parts: Sequence[Traced]) -> bool:
 
 def _attention(flow: SegmentFlow, ends: set[Traced]) -> Iterator[Piece]:
     """Attention, as one function of torch or as two products around a softmax; and the positions of its inputs."""
-    for one in (*_fused_attention(flow), *_written_attention(flow)):
-        reads = tuple(flow.root(read.value) for read in one.reads)
+    for attention in (*_fused_attention(flow), *_written_attention(flow)):
+        reads = tuple(flow.root(read.value) for read in attention.reads)
         for root in reads:
             if turned := _rotary(flow, root, ends):
                 yield turned
-        others = tuple(value for value in flow.entries(one.steps) if value not in reads)
-        masks = tuple(value for value in others if value.origin == "input")
+        extras = tuple(value for value in flow.entries(attention.steps) if value not in reads)
+        masks = tuple(value for value in extras if value.origin == "input")
         yield Piece(
-            sort="attend", steps=one.steps, reads=reads, inputs=masks, makes=one.steps[-1].makes,
-            dims=one.steps[-1].makes.dims,
+            sort="attend", steps=attention.steps, reads=reads, inputs=masks, makes=attention.steps[-1].makes,
+            dims=attention.steps[-1].makes.dims,
             attention=AttentionDetail(
-                head=one.head, value_head=one.value_head, is_causal=one.is_causal,
-                others=tuple(value for value in others if value not in masks),
+                head=attention.head, value_head=attention.value_head, is_causal=attention.is_causal,
+                extras=tuple(value for value in extras if value not in masks),
             ),
         )  # fmt: skip
 
@@ -190,19 +190,19 @@ def _fused_attention(flow: SegmentFlow) -> Iterator[_AttentionSteps]:
 
 
 def _written_attention(flow: SegmentFlow) -> Iterator[_AttentionSteps]:
-    """Two products of things that are made, with a softmax between them."""
+    """Yield attention that is written as two products of activations, with a softmax between them."""
     products = [step for step in flow.segment.steps if step.sort == "product" and not [*parameters_of([step])]]
     for scores, mixed in itertools.permutations(products, 2):
         for number, read in enumerate(mixed.reads):
             between = flow.closure(read.value, [scores.makes])
             softmax = any(name_of(step) in ("softmax", "_softmax") for step in between)
-            if softmax and any(one.value is scores.makes for step in between for one in step.reads):
+            if softmax and any(operand.value is scores.makes for step in between for operand in step.reads):
                 query, key = scores.reads
-                made = {*scores.makes.dims}
+                score_dims = {*scores.makes.dims}
                 yield _AttentionSteps(
                     steps=(scores, *between, mixed), reads=(query, key, mixed.reads[1 - number]),
-                    head=tuple(dim for dim in shape(query.positions) if dim not in made),
-                    value_head=tuple(dim for dim in mixed.makes.dims if dim not in made),
+                    head=tuple(dim for dim in shape(query.positions) if dim not in score_dims),
+                    value_head=tuple(dim for dim in mixed.makes.dims if dim not in score_dims),
                 )  # fmt: skip
 
 
@@ -210,19 +210,19 @@ def _rotary(flow: SegmentFlow, value: Traced, ends: set[Traced]) -> Piece | None
     """Return what turns queries or keys by tables of the batch's positions; None where nothing does."""
     steps = [step for step in flow.closure(value, ends) if not is_same(step)]
     entries = flow.entries(steps)
-    tables = tuple(one for one in entries if one.origin == "input" and not one.is_index)
-    made = [one for one in entries if one.origin == "made"]
-    if not steps or len(made) != 1 or not tables or any(one.origin == "parameter" for one in entries):
+    tables = tuple(entry for entry in entries if entry.origin == "input" and not entry.is_index)
+    operands = [entry for entry in entries if entry.origin == "made"]
+    if not steps or len(operands) != 1 or not tables or any(entry.origin == "parameter" for entry in entries):
         return None
     head = value.dims[-1:]
     turned: dict[Traced, dict[Traced, int]] = defaultdict(dict)  # by table: what it multiplies, and how long that is
     for step in steps:
         roots = [flow.root(read.value) for read in step.reads]
         for table in {*roots} & {*tables}:
-            turned[table] |= {one: one.dims[-1].size for one in roots if one is not table}
-    share = max((sum(each.values()) for each in turned.values()), default=0) / head[0].size
+            turned[table] |= {root: root.dims[-1].size for root in roots if root is not table}
+    share = max((sum(lengths.values()) for lengths in turned.values()), default=0) / head[0].size
     piece = Piece(
-        sort="rotary", steps=tuple(steps), reads=(made[0],), makes=value, dims=value.dims, fraction=min(1.0, share)
+        sort="rotary", steps=tuple(steps), reads=(operands[0],), makes=value, dims=value.dims, fraction=min(1.0, share)
     )
     return piece if only_turns(piece, tables, flow) else None
 
@@ -240,7 +240,7 @@ def _experts(flow: SegmentFlow) -> Iterator[Piece]:
     ]  # fmt: skip
     if not stacked:
         return
-    path, weights = min(own for own, _ in stacked), list(dict.fromkeys(value for _, value in stacked))
+    path, weights = min(owner for owner, _ in stacked), list(dict.fromkeys(value for _, value in stacked))
     inside = [step for step in steps if step.path == path or step.path.startswith(f"{path}.")]
     exits = flow.exits(inside)
     topk = choices[_sizes(weights[0])[0]]
@@ -249,15 +249,15 @@ def _experts(flow: SegmentFlow) -> Iterator[Piece]:
     router = next((step for step in reversed(flow.closure(topk.makes, [])) if step.sort == "product"), None)
     if router is None:
         raise InputError.of(path, "has weights of several experts, but no product makes the logits of their router")
-    made = {step.makes for step in inside}
+    inner_values = {step.makes for step in inside}
     routing = [
         step
         for value in flow.entries(inside)
-        if value.origin == "made" and value not in made
+        if value.origin == "made" and value not in inner_values
         for step in flow.closure(value, [router.makes])
         if router.makes in _sources(flow, step.makes)
     ]
-    own = tuple(step for step in steps if step in {*inside, *routing, router})
+    expert_steps = tuple(step for step in steps if step in {*inside, *routing, router})
     x = next(flow.root(read.value) for read in router.reads if flow.root(read.value).origin == "made")
     table = next(read for read in router.reads if flow.root(read.value).origin == "parameter")
     weight = WeightPart(value=table.value, dims=shape(table.positions))
@@ -265,28 +265,28 @@ def _experts(flow: SegmentFlow) -> Iterator[Piece]:
     width, is_gated = _width([_sizes(value) for value in weights], hidden)
     detail = ExpertsDetail(
         num_experts=topk.reads[0].value.dims[-1].size, choices=topk.makes.dims[-1].size, width=width, is_gated=is_gated,
-        activation=next((one for step in inside if (one := _activation(flow, step))), None),
+        activation=next((function for step in inside if (function := _activation(flow, step))), None),
         is_normalised=any(name_of(step) == "div" for step in routing),
     )  # fmt: skip
     yield Piece(
-        sort="experts", steps=own, reads=(x,), makes=exits[0], dims=exits[0].dims, experts=detail,
+        sort="experts", steps=expert_steps, reads=(x,), makes=exits[0], dims=exits[0].dims, experts=detail,
         weights=(weight, *(WeightPart(value=value, dims=value.dims) for value in weights)),
     )  # fmt: skip
 
 
 def _width(shapes: Sequence[tuple[int, ...]], hidden: int) -> tuple[int, bool]:
     """Return how wide experts are, and whether they have a gate, which may lie in one tensor with what it gates."""
-    widths = [one[1] if one[2] == hidden else one[2] for one in shapes]
+    widths = [sizes[1] if sizes[2] == hidden else sizes[2] for sizes in shapes]
     is_fused = len(widths) == 2 and max(widths) == 2 * min(widths)
     return min(widths), is_fused or len(widths) > 2
 
 
 def _activation(flow: SegmentFlow, step: TracedStep) -> Activation | None:
     """Return which activation a step is."""
-    made = flow.made(step)
-    alone = len(made) == len(step.reads) == 1 and not is_same(step)
-    is_plain = alone and not step.whole and {*made[0].dims} == {*step.makes.dims} and not step.makes.is_index
-    return known_function((step,), made[0], flow) if is_plain and not made[0].is_index else None
+    operands = flow.operands(step)
+    alone = len(operands) == len(step.reads) == 1 and not is_same(step)
+    is_plain = alone and not step.whole and {*operands[0].dims} == {*step.makes.dims} and not step.makes.is_index
+    return known_function((step,), operands[0], flow) if is_plain and not operands[0].is_index else None
 
 
 def _sizes(value: Traced) -> tuple[int, ...]:

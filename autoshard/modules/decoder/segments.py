@@ -41,55 +41,57 @@ def stack_of(program: TracedProgram, logits: Traced) -> Stack:
     embed, *layers, head = parts
     names = [f"{path}.{number}".removeprefix(".") for number in range(len(layers))]
     require((bool(head), names[-1], "is followed by nothing; the list must hold layers only, and the head come after"))
-    taken = [_taken(one, name) for name, one in zip(names, layers, strict=True)]
-    given = [*taken[1:], _taken(head, "the head")]
-    for name, before, value in zip([*names, "the head"], [embed, *layers], [*taken, given[-1]], strict=True):
-        made = any(step.makes is value for step in before)
-        require((made, name, f"reads {value.name}, which is not made right before it; only one tensor goes on"))
-    shape = [leaves(position) for position in taken[0].positions]
-    sizes = ", ".join(str(size_of(one)) for one in shape)
+    hidden_states = [_taken(steps, name) for name, steps in zip(names, layers, strict=True)]
+    handed_on = [*hidden_states[1:], _taken(head, "the head")]
+    for name, before, value in zip(
+        [*names, "the head"], [embed, *layers], [*hidden_states, handed_on[-1]], strict=True
+    ):
+        is_made = any(step.makes is value for step in before)
+        require((is_made, name, f"reads {value.name}, which is not made right before it; only one tensor goes on"))
+    shape = [leaves(position) for position in hidden_states[0].positions]
+    sizes = ", ".join(str(size_of(position)) for position in shape)
     message = f"takes a tensor of [{sizes}]; the hidden state of a decoder is [batch, sequence, hidden]"
     require((len(shape) == 3, names[0], message), (all(shape), names[0], f"{message}, and none may have size 1 here"))
     message = f"{message}, and no function of it may split or merge these"
-    require((all(len(one) == 1 for one in shape), names[0], message))
+    require((all(len(position) == 1 for position in shape), names[0], message))
     return Stack(
-        embed=Segment(name="embed", steps=tuple(embed), takes=None, gives=taken[0]),
+        embed=Segment(name="embed", steps=tuple(embed), takes=None, gives=hidden_states[0]),
         layers=tuple(
-            Segment(name=name, steps=tuple(steps), takes=value, gives=made)
-            for name, steps, value, made in zip(names, layers, taken, given, strict=True)
+            Segment(name=name, steps=tuple(steps), takes=value, gives=state)
+            for name, steps, value, state in zip(names, layers, hidden_states, handed_on, strict=True)
         ),
-        head=Segment(name="head", steps=tuple(head), takes=given[-1], gives=logits),
+        head=Segment(name="head", steps=tuple(head), takes=handed_on[-1], gives=logits),
         carried=(shape[0], shape[1], shape[2]),
     )
 
 
 def _layers(steps: Sequence[TracedStep]) -> tuple[str, list[int], int]:
     """Return the path of the list that most steps belong to, where each of its members starts, and where all end."""
-    found: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    lists: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for place, step in enumerate(steps):
         match = _NUMBERED.fullmatch(step.path)
         if match:
-            found[match[1] or ""][int(match[2])].append(place)
-    if not found:
+            lists[match[1] or ""][int(match[2])].append(place)
+    if not lists:
         raise InputError.of(
             "module", "has no list of layers (nn.ModuleList or nn.Sequential), so it is no stack of layers"
         )
-    path, members = max(found.items(), key=lambda pair: sum(map(len, pair[1].values())))
+    path, members = max(lists.items(), key=lambda pair: sum(map(len, pair[1].values())))
     starts = [min(places) for places in members.values()]
     ends = [max(places) for places in members.values()]
-    apart = all(end < start for end, start in zip(ends, starts[1:], strict=False))
-    in_order = list(members) == list(range(len(members))) and apart
+    is_disjoint = all(end < start for end, start in zip(ends, starts[1:], strict=False))
+    in_order = list(members) == list(range(len(members))) and is_disjoint
     require((in_order, path or "module", "does not run its layers in order, each once"))
     return path, starts, max(place for places in members.values() for place in places) + 1
 
 
 def _taken(steps: Sequence[TracedStep], name: str) -> Traced:
-    """Return the one tensor of earlier parts that some steps read; what depends on no weight is no such."""
-    made = {step.makes for step in steps}
+    """Return the only tensor of earlier parts that some steps read; those that depend on no weight do not count."""
+    inner_values = {step.makes for step in steps}
     reads = [read.value for step in steps for read in step.reads]
-    found = list(dict.fromkeys(one for one in reads if one.origin == "made" and one not in made))
-    names = ", ".join(one.name for one in found)
+    states = list(dict.fromkeys(value for value in reads if value.origin == "made" and value not in inner_values))
+    names = ", ".join(value.name for value in states)
     message = "reads nothing that comes before; the list must hold layers only, and the embedding come before"
-    require((bool(found), name, message))
-    require((len(found) == 1, name, f"reads {len(found)} tensors of earlier parts ({names}); one can go on"))
-    return found[0]
+    require((bool(states), name, message))
+    require((len(states) == 1, name, f"reads {len(states)} tensors of earlier parts ({names}); one can go on"))
+    return states[0]

@@ -50,7 +50,7 @@ class LineWriter:
             self.laid[self.segment.takes] = "x", ("batch", "seq", "hidden")
         for piece in pieces:
             getattr(self, f"_{piece.sort}")(piece, self.names[piece])
-        return tuple(str(one) for one in (*self.ops, *self._delivers()))
+        return tuple(str(op) for op in (*self.ops, *self._delivers()))
 
     def _emit(self, piece: Piece, kind: OpKind, dims: Dims, *operands: str) -> None:
         name = self.names[piece]
@@ -80,54 +80,55 @@ class LineWriter:
         self._emit(piece, Lookup(), dims, self._weight(f"{name}.weight", weight), index)
 
     def _product(self, piece: Piece, name: str) -> None:
-        x, known = self.laid[piece.reads[0]]
+        x, x_dims = self.laid[piece.reads[0]]
         of_weight = self._named(piece.weights[0].dims)
-        made = self._named(piece.dims)
-        out, contracted = [one for one in of_weight if one in made], [one for one in of_weight if one not in made]
+        result_dims = self._named(piece.dims)
+        out, contracted = (
+            [dim for dim in of_weight if dim in result_dims],
+            [dim for dim in of_weight if dim not in result_dims],
+        )
         if self.roles and piece in self.roles.of_keys:
             out = out if "kv_heads" in out or "head_dim" not in out else ["kv_heads", *out]
         elif self.roles:
             out, contracted = _with_groups(out), _with_groups(contracted)
-        missing = [dim for dim in contracted if dim not in known]
+        missing = [dim for dim in contracted if dim not in x_dims]
         require((not missing, self.segment.name, f"{name} sums over {', '.join(missing)}, which {x} does not have"))
-        dims = tuple(dict.fromkeys((*(dim for dim in known if dim not in contracted), *in_order(out))))
+        dims = tuple(dict.fromkeys((*(dim for dim in x_dims if dim not in contracted), *in_order(out))))
         weight = self._weight(f"{name}.weight", piece.weights[0], (*in_order(out), *in_order(contracted)))
         self._emit(piece, Einsum(dims=dims), dims, x, weight)
 
     def _shift(self, piece: Piece, name: str) -> None:
-        x, known = self.laid[piece.reads[0]]
-        own = {*self._named(piece.weights[0].dims)}
-        own |= {"q_group", "kv_heads"} & {*known} if "head_dim" in own else set()
-        self._emit(piece, Add(), known, x, f"{name}.bias[{' '.join(dim for dim in known if dim in own)}]")
+        x, x_dims = self.laid[piece.reads[0]]
+        bias_dims = {*self._named(piece.weights[0].dims)}
+        bias_dims |= {"q_group", "kv_heads"} & {*x_dims} if "head_dim" in bias_dims else set()
+        self._emit(piece, Add(), x_dims, x, f"{name}.bias[{' '.join(dim for dim in x_dims if dim in bias_dims)}]")
 
     def _norm(self, piece: Piece, name: str) -> None:
-        x, known = self.laid[piece.reads[0]]
+        x, dims = self.laid[piece.reads[0]]
         assert piece.norm, "a norm is one"
         over = self._name(piece.norm.over)
         kind = Norm(function=piece.norm.function, over=over, eps=piece.norm.eps)
         suffixes = ("weight", "bias")[: len(piece.weights)]
-        self._emit(piece, kind, known, x, *(f"{name}.{one}[{over}]" for one in suffixes))
+        self._emit(piece, kind, dims, x, *(f"{name}.{suffix}[{over}]" for suffix in suffixes))
 
     def _rotary(self, piece: Piece, name: str) -> None:
-        x, known = self.laid[piece.reads[0]]
-        self._emit(piece, Rotary(fraction=piece.fraction, theta=_THETA), known, x, _POSITIONS)
+        x, dims = self.laid[piece.reads[0]]
+        self._emit(piece, Rotary(fraction=piece.fraction, theta=_THETA), dims, x, _POSITIONS)
 
     def _attend(self, piece: Piece, name: str) -> None:
         reads = [self.laid[value][0] for value in piece.reads]
         self._emit(piece, self.attend, _QUERY, *reads, _POSITIONS, _KEY_POSITIONS)
 
     def _add(self, piece: Piece, name: str) -> None:
-        (one, dims), (other, its) = (self.laid[value] for value in piece.reads)
+        (x, dims), (y, its) = (self.laid[value] for value in piece.reads)
         first = [value for value in piece.reads if value is self.segment.takes or self.laid[value][0] == "attn_add"]
         if first and first[0] is piece.reads[1]:
-            one, other = other, one
-        self._emit(piece, Add(), dims if len(dims) >= len(its) else its, one, other)
+            x, y = y, x
+        self._emit(piece, Add(), dims if len(dims) >= len(its) else its, x, y)
 
     def _multiply(self, piece: Piece, name: str) -> None:
-        (one, dims), (other, _) = sorted(
-            (self.laid[value] for value in piece.reads), key=lambda pair: "act" not in pair[0]
-        )
-        self._emit(piece, Multiply(), dims, one, other)
+        (x, dims), (y, _) = sorted((self.laid[value] for value in piece.reads), key=lambda pair: "act" not in pair[0])
+        self._emit(piece, Multiply(), dims, x, y)
 
     def _unary(self, piece: Piece, name: str) -> None:
         x, dims = self.laid[piece.reads[0]]
@@ -136,25 +137,25 @@ class LineWriter:
 
     def _opaque(self, piece: Piece, name: str) -> None:
         read = [self.laid[value] for value in piece.reads]
-        made = self._named(piece.dims)
+        result_dims = self._named(piece.dims)
         heads = {"kv_heads", "q_group"}  # of which one may be of size 1, and not be in the code
-        same = next((dims for _, dims in read if {*dims} - heads == {*made} - heads), None)
-        dims = same or in_order(made)
-        weights = [self._weight(f"{name}.weight{number or ''}", one) for number, one in enumerate(piece.weights)]
-        given = [
-            f"{name}.input{number or ''}[{' '.join(self._named(one.dims))}]:{'int64' if one.is_index else 'fp32'}"
-            for number, one in enumerate(one for one in piece.inputs if one.dims)
+        same = next((dims for _, dims in read if {*dims} - heads == {*result_dims} - heads), None)
+        dims = same or in_order(result_dims)
+        weights = [self._weight(f"{name}.weight{number or ''}", weight) for number, weight in enumerate(piece.weights)]
+        inputs = [
+            f"{name}.input{number or ''}[{' '.join(self._named(value.dims))}]:{'int64' if value.is_index else 'fp32'}"
+            for number, value in enumerate(value for value in piece.inputs if value.dims)
         ]
-        seen = {dim for _, own in read for dim in own} | {*dims}
-        seen |= {dim for one in (*piece.weights, *piece.inputs) for dim in self._named(one.dims)}
+        seen = {dim for _, value_dims in read for dim in value_dims} | {*dims}
+        seen |= {dim for operand in (*piece.weights, *piece.inputs) for dim in self._named(operand.dims)}
         whole = {self.dims[dim] for dim in piece.whole if dim in self.dims} & seen
         lost = seen - {*dims}
-        products = tuple(self._named(one) for step in piece.steps for one in step.products)
+        products = tuple(self._named(product) for step in piece.steps for product in step.products)
         kind = Opaque(
             does=".".join(piece.functions), dims=dims, whole=tuple(sorted(whole | lost)),
             num_functions=max(1, len(piece.functions)), products=products,
         )  # fmt: skip
-        self._emit(piece, kind, dims, *(one for one, _ in read), *weights, *given)
+        self._emit(piece, kind, dims, *(operand for operand, _ in read), *weights, *inputs)
 
     def _experts(self, piece: Piece, name: str) -> None:
         x, _ = self.laid[piece.reads[0]]
@@ -177,34 +178,38 @@ class LineWriter:
              ("product" if gated else "act", "down.weight[experts hidden ffn]")),
             ("combine", Combine(), ("down", "share", "choose.expert", "queue")),
         ]  # fmt: skip
-        self.ops += [WrittenOp(name=one, kind=kind, operands=operands) for one, kind, operands in lines]
+        self.ops += [WrittenOp(name=op_name, kind=kind, operands=operands) for op_name, kind, operands in lines]
         self.laid[piece.makes] = "combine", ("batch", "seq", "hidden")
 
     def _delivers(self) -> Iterator[WrittenOp]:
         """Yield the names under which tensors reach their readers in the tables of cards."""
-        made, found = {one.name: one for one in self.ops}, dict[str, WrittenOp]()
+        ops_by_name, delivers = {op.name: op for op in self.ops}, dict[str, WrittenOp]()
 
         def name(tensor: str, delivered: str, rename: tuple[tuple[str, str], ...] = ()) -> None:
-            if tensor not in found and delivered not in {one.name for one in found.values()}:
-                found[tensor] = WrittenOp(name=delivered, kind=Deliver(rename=rename), operands=(tensor,))
+            if tensor not in delivers and delivered not in {deliver.name for deliver in delivers.values()}:
+                delivers[tensor] = WrittenOp(name=delivered, kind=Deliver(rename=rename), operands=(tensor,))
 
         if self.segment.takes:
             name("x", "block_in" if self.roles else "head_in")
         if self.roles:
-            query, key, value = (self.laid[one][0] for one in self.roles.attend.reads)
+            query, key, value = (self.laid[read][0] for read in self.roles.attend.reads)
             name(query, "q_in")
             name(key, "k_in", _KEYS_ALONG)
             name(value, "v_in", _KEYS_ALONG)
         for tensor, delivered in _DELIVERED.items():
-            if tensor in made:
+            if tensor in ops_by_name:
                 name(tensor, delivered)
         for reader, delivered in (("down", "down_in"), ("attn_add", "attn_out"), ("mlp_add", "mlp_out")):
-            branch = [one for one in made[reader].operands if one not in ("x", "attn_add")] if reader in made else []
+            branch = (
+                [operand for operand in ops_by_name[reader].operands if operand not in ("x", "attn_add")]
+                if reader in ops_by_name
+                else []
+            )
             if branch:
                 name(branch[0], delivered)
-        if "dispatch" in made:
+        if "dispatch" in ops_by_name:
             name("down", "expert_out")
-        yield from found.values()
+        yield from delivers.values()
 
 
 def _with_groups(dims: Sequence[str]) -> list[str]:

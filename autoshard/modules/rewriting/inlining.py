@@ -16,7 +16,7 @@ _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 
 @contextmanager
 def gradients_inside_autocast(told: Callable[[], object]) -> Iterator[None]:
-    """Tell where gradients are switched inside of autocast: torch leaves that out of its graph."""
+    """Call ``told`` where gradients are switched inside of autocast, which torch leaves out of its graph."""
     cast: Any = torch.autocast
     switch: Any = torch.set_grad_enabled
     enter, leave, begin = cast.__enter__, cast.__exit__, switch.__init__
@@ -52,40 +52,40 @@ def inline(graph_module: torch.fx.GraphModule, device: str, autocast: torch.dtyp
         if node.op != "call_function" or node.target not in (_GRADIENTS, _AUTOCAST):
             continue
         if node.target is _GRADIENTS:
-            enabled, source, *given = node.args
+            enabled, source, *operands = node.args
         else:
-            kind, dtype, casts, _, source, *given = node.args
+            kind, dtype, casts, _, source, *operands = node.args
             enabled = True
             if kind == device and (dtype if casts else None) != autocast:
                 continue
         inside: torch.fx.GraphModule = getattr(graph_module, source.target)
         inline(inside, device, autocast)
-        _write_in(graph_module, node, inside, given, keeps_gradients=enabled)
+        _write_in(graph_module, node, inside, operands, keeps_gradients=enabled)
     graph_module.recompile()
 
 
 def _write_in(
-    outside: torch.fx.GraphModule, node: Node, inside: torch.fx.GraphModule, given: Sequence[Any], *,
+    outside: torch.fx.GraphModule, node: Node, inside: torch.fx.GraphModule, operands: Sequence[Any], *,
     keeps_gradients: bool,
 ) -> None:  # fmt: skip
     """Write the nodes of one graph into another, in the place of a node."""
-    graph, begun = outside.graph, inside.graph.find_nodes(op="placeholder")
-    copies = dict(zip(begun, given, strict=True))
+    graph, placeholders = outside.graph, inside.graph.find_nodes(op="placeholder")
+    copies = dict(zip(placeholders, operands, strict=True))
     with graph.inserting_before(node):
-        for one in inside.graph.nodes:
-            if one.op == "get_attr":
-                name = f"{node.name}_{one.target}"
-                setattr(outside, name, getattr(inside, one.target))
-                copies[one] = graph.get_attr(name)
-            elif one.op == "call_function":
-                copies[one] = graph.node_copy(one, copies.__getitem__)
+        for inner_node in inside.graph.nodes:
+            if inner_node.op == "get_attr":
+                name = f"{node.name}_{inner_node.target}"
+                setattr(outside, name, getattr(inside, inner_node.target))
+                copies[inner_node] = graph.get_attr(name)
+            elif inner_node.op == "call_function":
+                copies[inner_node] = graph.node_copy(inner_node, copies.__getitem__)
         (output,) = inside.graph.find_nodes(op="output")
-        made = [copies[one] for one in output.args[0]]
-        for number, one in enumerate(made if not keeps_gradients else ()):
-            made[number] = graph.call_function(torch.ops.aten.detach.default, (one,))
-            made[number].meta = {**one.meta}
+        results = [copies[result] for result in output.args[0]]
+        for number, result in enumerate(results if not keeps_gradients else ()):
+            results[number] = graph.call_function(torch.ops.aten.detach.default, (result,))
+            results[number].meta = {**result.meta}
     for reader in [*node.users]:
-        reader.replace_all_uses_with(made[reader.args[1]])
+        reader.replace_all_uses_with(results[reader.args[1]])
         graph.erase_node(reader)
     graph.erase_node(node)
 
@@ -94,9 +94,13 @@ def refused_casts(graph_module: torch.fx.GraphModule, node: Node, around: torch.
     """Say which part of a module has another autocast than there is around it."""
     _, dtype, casts, _, source, *_ = node.args
     inside: torch.fx.GraphModule = getattr(graph_module, source.target)
-    line = next((line_of(one) for one in inside.graph.nodes if one.op == "call_function"), line_of(node))
-    own, outside = (_named(one) for one in (dtype if casts else None, around))
-    message = f"runs with {own} inside of a module that is called with {outside}; call the module as it is inside"
+    line = next(
+        (line_of(inner_node) for inner_node in inside.graph.nodes if inner_node.op == "call_function"), line_of(node)
+    )
+    inner_cast, outside = (_named(cast) for cast in (dtype if casts else None, around))
+    message = (
+        f"runs with {inner_cast} inside of a module that is called with {outside}; call the module as it is inside"
+    )
     return InputError.of(line, message)
 
 

@@ -97,15 +97,15 @@ class _RandomWriter:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """Write an operation; return its result."""
 
-        def values(given: Any) -> Any:
-            if isinstance(given, list | tuple):
-                return [values(part) for part in given]
-            return given.meta["val"] if isinstance(given, torch.fx.Node) else given
+        def values(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return [values(part) for part in value]
+            return value.meta["val"] if isinstance(value, torch.fx.Node) else value
 
         node = self.graph.create_node("call_function", target, args, kwargs, self._name)
         node.meta = {
             **self._meta,
-            "val": target(*values(args), **{key: values(given) for key, given in kwargs.items()}),
+            "val": target(*values(args), **{key: values(value) for key, value in kwargs.items()}),
         }
         return node
 
@@ -219,20 +219,20 @@ def _rrelu(writer: _RandomWriter, node: Node) -> Node:
 
 def _attention(writer: _RandomWriter, node: Node) -> Node | None:
     """Attend as a fused kernel that drops would, in plain operations: the weights of all keys are held."""
-    given = {name: argument(node, name) for name in _ATTENTION}
-    query, key, value, mask, dropped = (given[name] for name in _ATTENTION[:5])
+    stated = {name: argument(node, name) for name in _ATTENTION}
+    query, key, value, mask, dropped = (stated[name] for name in _ATTENTION[:5])
     if not dropped:
         return None
-    if given["enable_gqa"]:
+    if stated["enable_gqa"]:
         key, value = (_repeated(writer, heads, query.meta["val"].shape[-3]) for heads in (key, value))
-    scale = given["scale"] or 1.0 / math.sqrt(query.meta["val"].shape[-1])
+    scale = stated["scale"] or 1.0 / math.sqrt(query.meta["val"].shape[-1])
     scores = writer.call(_aten.matmul.default, query, writer.call(_aten.transpose.int, key, -2, -1))
     scores = writer.call(_aten.mul.Tensor, scores, scale)
-    if given["is_causal"]:
+    if stated["is_causal"]:
         like = query.meta["val"]
         sizes = [like.shape[-2], key.meta["val"].shape[-2]]
-        every = writer.call(_aten.ones.default, sizes, dtype=torch.bool, device=like.device)
-        mask = writer.call(_aten.tril.default, every)
+        ones = writer.call(_aten.ones.default, sizes, dtype=torch.bool, device=like.device)
+        mask = writer.call(_aten.tril.default, ones)
     if mask is not None and mask.meta["val"].dtype == torch.bool:
         hidden = writer.call(_aten.logical_not.default, mask)
         scores = writer.call(_aten.masked_fill.Scalar, scores, hidden, -math.inf)
@@ -245,9 +245,9 @@ def _attention(writer: _RandomWriter, node: Node) -> Node | None:
 def _repeated(writer: _RandomWriter, x: Node, num_heads: int) -> Node:
     """Return the heads of keys or values as often as there are queries of each."""
     *batch, heads, length, size = x.meta["val"].shape
-    every = writer.call(_aten.unsqueeze.default, x, -3)
-    every = writer.call(_aten.expand.default, every, [*batch, heads, num_heads // heads, length, size])
-    return writer.call(_aten.reshape.default, every, [*batch, num_heads, length, size])
+    copies = writer.call(_aten.unsqueeze.default, x, -3)
+    copies = writer.call(_aten.expand.default, copies, [*batch, heads, num_heads // heads, length, size])
+    return writer.call(_aten.reshape.default, copies, [*batch, num_heads, length, size])
 
 
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")

@@ -52,7 +52,7 @@ _BY_RULE: Mapping[Rule, tuple[str, ...]] = {
     recurrent.recurrent: ("lstm", "gru", "rnn_tanh", "rnn_relu"),
     indexing.embedding: ("embedding",),
     indexing.one_hot: ("one_hot",),
-    indexing.taken: ("index_select", "index"),
+    indexing.take_rows: ("index_select", "index"),
     indexing.along: ("gather", "scatter", "scatter_add", "scatter_reduce"),
     indexing.put: ("index_add",),
     indexing.put_part: ("select_scatter", "slice_scatter"),

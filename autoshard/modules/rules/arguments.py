@@ -102,7 +102,9 @@ _BY_ARGUMENTS = {
     "self src dim start end step": "slice_scatter",
 }  # fmt: skip
 READ: Mapping[str, frozenset[str]] = {
-    name: frozenset(" ".join(own for own, others in _BY_ARGUMENTS.items() if name in others.split()).split())
+    name: frozenset(
+        " ".join(arguments for arguments, operations in _BY_ARGUMENTS.items() if name in operations.split()).split()
+    )
     for names in _BY_ARGUMENTS.values()
     for name in names.split()
 }
@@ -120,15 +122,15 @@ def understands(node: Node) -> bool:
     Sparse gradients are refused.
     """
     name, schema = node.target._opname, node.target._schema
-    known = READ.get(name)
-    if known is None:  # a pointwise operation, which is given all of them
+    understood = READ.get(name)
+    if understood is None:  # a pointwise operation, which is given all of them
         return True
-    changed = {one.name for one in schema.arguments if _is_changed(node, one)}
+    changed = {parameter.name for parameter in schema.arguments if _is_changed(node, parameter)}
     if changed & SPARSE:
         raise InputError.of(line_of(node), f"{name} makes a sparse gradient, which is not supported; leave sparse out")
-    return changed <= known | PLACING
+    return changed <= understood | PLACING
 
 
-def _is_changed(node: Node, one: Any) -> bool:
-    given = argument(node, one.name)
-    return not one.has_default_value() or isinstance(given, torch.fx.Node) or given != one.default_value
+def _is_changed(node: Node, parameter: Any) -> bool:
+    value = argument(node, parameter.name)
+    return not parameter.has_default_value() or isinstance(value, torch.fx.Node) or value != parameter.default_value

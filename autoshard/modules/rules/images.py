@@ -14,29 +14,29 @@ from autoshard.modules.rules.unknown import unknown
 
 
 def convolution(reader: Reader, node: Node) -> None:
-    """Convolve: the batch, the channels that are made, and those that are summed may be cut; or groups of both."""
+    """Convolve. The batch, output channels, and input channels (which are summed) may be cut; or groups of channels."""
     x, weight, *bias = reader.readings(node)
     places = len(weight.positions) - 2
-    channel, groups, made = len(x.positions) - places - 1, argument(node, "groups"), list(x.positions)
+    channel, groups, positions = len(x.positions) - places - 1, argument(node, "groups"), list(x.positions)
     is_turned = "transpose" in node.target._opname
-    made[channel + 1 :] = [fresh(size) for size in node.meta["val"].shape[channel + 1 :]]
-    whole = [*x.positions[channel + 1 :], *made[channel + 1 :], *weight.positions[2:]]
+    positions[channel + 1 :] = [fresh(size) for size in node.meta["val"].shape[channel + 1 :]]
+    whole = [*x.positions[channel + 1 :], *positions[channel + 1 :], *weight.positions[2:]]
     if groups > 1:
-        _grouped(reader, node, (x, weight, bias), (made, whole), channel)
+        _grouped(reader, node, (x, weight, bias), (positions, whole), channel)
         return
     weight.agree(1 - is_turned, x.positions[channel])
-    made[channel] = weight.positions[is_turned]
+    positions[channel] = weight.positions[is_turned]
     product = reader.step(
-        node, ([x, weight], made), whole=whole, summed=[x.positions[channel]], sort="sum",
-        name=f"{node.name}_product" if bias else "", products=[[*made, x.positions[channel], *weight.positions[2:]]],
-        arguments=arguments_of(node, bias=None),
+        node, ([x, weight], positions), whole=whole, summed=[x.positions[channel]], sort="sum",
+        name=f"{node.name}_product" if bias else "",
+        products=[[*positions, x.positions[channel], *weight.positions[2:]]], arguments=arguments_of(node, bias=None),
     )  # fmt: skip
-    for one in bias:
-        one.agree(0, made[channel])
+    for shift in bias:
+        shift.agree(0, positions[channel])
         shifted = functools.partial(_shifted, places=places)
         reader.local(
             node,
-            ([Reading(product, list(made)), one], made),
+            ([Reading(product, list(positions)), shift], positions),
             function=shifted,
             arguments=(TensorPlace(0), TensorPlace(1)),
         )
@@ -47,38 +47,38 @@ def _shifted(x: torch.Tensor, bias: torch.Tensor, *, places: int) -> torch.Tenso
     return x + bias.reshape(-1, *[1] * places)
 
 
-def _grouped(reader: Reader, node: Node, reads: Any, found: Any, channel: int) -> None:
-    """Convolve groups of channels apart: groups may be cut, and what each of them makes."""
-    (x, weight, bias), (made, whole), groups = reads, found, argument(node, "groups")
+def _grouped(reader: Reader, node: Node, reads: Any, results: Any, channel: int) -> None:
+    """Convolve each group of channels by itself: groups may be cut, and the output channels of a group."""
+    (x, weight, bias), (positions, whole), groups = reads, results, argument(node, "groups")
     if "transpose" in node.target._opname:
         unknown(reader, node)
         return
-    group, own = fresh(groups, "group"), fresh(size_of(x.positions[channel]) // groups)
-    x.agree(channel, (*group, *own))
+    group, inner = fresh(groups, "group"), fresh(size_of(x.positions[channel]) // groups)
+    x.agree(channel, (*group, *inner))
     weight.agree(0, (*group, *fresh(size_of(weight.positions[0]) // groups)))
-    weight.agree(1, own)
-    made[channel] = weight.positions[0]
-    for one in bias:
-        one.agree(0, weight.positions[0])
+    weight.agree(1, inner)
+    positions[channel] = weight.positions[0]
+    for shift in bias:
+        shift.agree(0, weight.positions[0])
     arguments = list(arguments_of(node, groups=None))
-    function = functools.partial(_convolved_in_groups, function=node.target, channels=size_of(own), axis=channel)
+    function = functools.partial(_convolved_in_groups, function=node.target, channels=size_of(inner), axis=channel)
     reader.local(
-        node, ([x, weight, *bias], made), [*whole, own], products=[[*made, *weight.positions[1:]]], function=function,
-        arguments=tuple(arguments[:-1]),
+        node, ([x, weight, *bias], positions), [*whole, inner], products=[[*positions, *weight.positions[1:]]],
+        function=function, arguments=tuple(arguments[:-1]),
     )  # fmt: skip
 
 
-def _convolved_in_groups(x: torch.Tensor, *others: Any, function: Any, channels: int, axis: int) -> torch.Tensor:
-    return function(x, *others, x.shape[axis] // channels)
+def _convolved_in_groups(x: torch.Tensor, *weights: Any, function: Any, channels: int, axis: int) -> torch.Tensor:
+    return function(x, *weights, x.shape[axis] // channels)
 
 
 def beside(reader: Reader, node: Node) -> None:
     """Read the last axes whole, as many as the name of the operation says (max_pool2d); others may be cut."""
     (reading,), shape = reader.readings(node), node.meta["val"].shape
     name = node.target._opname
-    count = next((int(one) for one in re.findall(r"(\d)d", name)), _LAST.get(name, 0))
-    made = [*reading.positions[:-count], *(fresh(size) for size in shape[-count:])]
-    reader.local(node, ([reading], made), [*reading.positions[-count:], *made[-count:]])
+    count = next((int(digit) for digit in re.findall(r"(\d)d", name)), _LAST.get(name, 0))
+    positions = [*reading.positions[:-count], *(fresh(size) for size in shape[-count:])]
+    reader.local(node, ([reading], positions), [*reading.positions[-count:], *positions[-count:]])
 
 
 _LAST = {"tril": 2, "triu": 2, "pixel_shuffle": 3, "pixel_unshuffle": 3}
@@ -88,7 +88,7 @@ def padded(reader: Reader, node: Node) -> None:
     """Read the axes that are padded whole."""
     (reading,), shape, pads = reader.readings(node), node.meta["val"].shape, argument(node, "pad")
     axes = [-1 - place for place in range(len(pads) // 2) if any(pads[2 * place : 2 * place + 2])]
-    made = list(reading.positions)
+    positions = list(reading.positions)
     for axis in axes:
-        made[axis] = fresh(shape[axis])
-    reader.local(node, ([reading], made), [one[axis] for axis in axes for one in (reading.positions, made)])
+        positions[axis] = fresh(shape[axis])
+    reader.local(node, ([reading], positions), [side[axis] for axis in axes for side in (reading.positions, positions)])

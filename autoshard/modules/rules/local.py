@@ -30,39 +30,41 @@ def local(reader: Reader, node: Node) -> None:
     if not dims.cut:
         reader.whole(node)
         return
-    slots = tuple(TensorPlace(number) for number in range(len(dims.given)))
+    slots = tuple(TensorPlace(number) for number in range(len(dims.inputs)))
     views: list[View] = []
-    for number, names in enumerate(dims.made):
-        readings, found = _read(reader, node, dims)
-        made = [found[name] if name in found else fresh(int(name)) for name in names]
-        whole = [one for name, one in found.items() if name not in dims.cut]
-        whole += [one for name, one in zip(names, made, strict=True) if name not in found]
-        summed = [found[name] for name in dims.cut if name not in names]
-        one = reader.step(
-            node, (readings, made), whole=whole, summed=summed, sort="sum" if summed else "local",
+    for number, names in enumerate(dims.results):
+        readings, positions = _read(reader, node, dims)
+        result_positions = [positions[name] if name in positions else fresh(int(name)) for name in names]
+        whole = [position for name, position in positions.items() if name not in dims.cut]
+        whole += [position for name, position in zip(names, result_positions, strict=True) if name not in positions]
+        summed = [positions[name] for name in dims.cut if name not in names]
+        view = reader.step(
+            node, (readings, result_positions), whole=whole, summed=summed, sort="sum" if summed else "local",
             function=functools.partial(_result, function=node.target, number=number), number=number,
             arguments=(slots, node.args[1]),
         )  # fmt: skip
-        views.append(one)
+        views.append(view)
     reader.views[node] = tuple(views)
 
 
 def _read(reader: Reader, node: Node, dims: LocalDims) -> tuple[list[Reading], Mapping[str, Position]]:
-    """Return how the tensors are read, and a position for each name; no other name has dims of one that may be cut."""
+    """Return the readings of the tensors, and each name's position; a name that may be cut shares no dim."""
     readings = [Reading(view, list(view.positions)) for view in map(reader.view_of, node.args[0])]
-    found: dict[str, Position] = {}
-    for reading, names in zip(readings, dims.given, strict=True):
+    positions: dict[str, Position] = {}
+    for reading, names in zip(readings, dims.inputs, strict=True):
         for axis, name in enumerate(names):
-            if name in found:
-                reading.agree(axis, found[name])
+            if name in positions:
+                reading.agree(axis, positions[name])
                 continue
-            own = {*leaves(reading.positions[axis])}
-            others = [one for other, one in found.items() if name in dims.cut or other in dims.cut]
-            if own & {*leaves(dim for one in others for dim in one)}:
+            axis_leaves = {*leaves(reading.positions[axis])}
+            other_positions = [
+                position for other_name, position in positions.items() if name in dims.cut or other_name in dims.cut
+            ]
+            if axis_leaves & {*leaves(dim for position in other_positions for dim in position)}:
                 reading.rename(axis)
-            found[name] = reading.positions[axis]
-    note(next(reader.numbers), [found[name] for name in dims.cut])  # so that they never become one
-    return readings, found
+            positions[name] = reading.positions[axis]
+    note(next(reader.numbers), [positions[name] for name in dims.cut])  # so that they never become one
+    return readings, positions
 
 
 def _result(tensors: Sequence[torch.Tensor], text: str, *, function: Callable[..., Any], number: int) -> torch.Tensor:
@@ -92,7 +94,7 @@ def _run(node: Node, tensors: Sequence[torch.Tensor], *, refuses: bool) -> tuple
 def _cut(dims: LocalDims, name: str) -> PartCut:
     """Return the axes that a name stands for."""
     inputs, results = (
-        tuple(names.index(name) if name in names else None for names in side) for side in (dims.given, dims.made)
+        tuple(names.index(name) if name in names else None for names in side) for side in (dims.inputs, dims.results)
     )
     return PartCut(inputs, results)
 
@@ -102,23 +104,23 @@ def _refuse_untrue(node: Node, dims: LocalDims) -> None:
 
     What cannot be run on small random inputs on a CPU is believed.
     """
-    given = [one.meta["val"] for one in node.args[0]]
-    lengths, random, title = dims.lengths(given), torch.Generator().manual_seed(0), node.target._opname
+    tensors = [source.meta["val"] for source in node.args[0]]
+    lengths, random, title = dims.lengths(tensors), torch.Generator().manual_seed(0), node.target._opname
     for first, step in _LENGTHS:
         small = {name: first + step * place for place, name in enumerate(dims.cut)}
         tried = {**lengths, **small}
-        is_short = sum(torch.Size(tried[name] for name in names).numel() for names in dims.given) > LARGEST
+        is_short = sum(torch.Size(tried[name] for name in names).numel() for names in dims.inputs) > LARGEST
         if is_short:
             tried = {name: min(size, _SMALL) for name, size in lengths.items()} | small
         function = functools.partial(_run, node, refuses=not is_short)
         for kind in ("normal", "ties"):
-            shapes = [[tried[name] for name in names] for names in dims.given]
-            inputs = [numbers(one, shape, kind, random) for one, shape in zip(given, shapes, strict=True)]
+            shapes = [[tried[name] for name in names] for names in dims.inputs]
+            inputs = [numbers(tensor, shape, kind, random) for tensor, shape in zip(tensors, shapes, strict=True)]
             run = ProbeRun.of(function, inputs, random)
             if run is None or not run.is_finite():
                 continue
             pairs = zip(run.results, function(inputs), strict=True)
-            if not all(torch.allclose(one, other, rtol=_ROUNDING, atol=_ROUNDING) for one, other in pairs):
+            if not all(torch.allclose(result, repeat, rtol=_ROUNDING, atol=_ROUNDING) for result, repeat in pairs):
                 raise InputError.of(
                     dims.where, f"{title} gives other numbers when it runs again; random ones are refused"
                 )

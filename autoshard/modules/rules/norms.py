@@ -33,7 +33,7 @@ def group_norm(reader: Reader, node: Node) -> None:
     x.agree(1, (*parts, *rest))
     for weight in weights:
         weight.agree(0, x.positions[1])
-    scale, shift = (argument(node, one) is not None for one in ("weight", "bias"))
+    scale, shift = (argument(node, name) is not None for name in ("weight", "bias"))
     function = functools.partial(
         _group_norm, channels=size_of(rest), eps=argument(node, "eps"), scale=scale, shift=shift
     )
@@ -50,24 +50,24 @@ def _group_norm(
 
 def batch_norm(reader: Reader, node: Node) -> None:
     """Normalise with the mean and the variance of all but the channels: those of training are sums that may wait."""
-    x, *others = reader.readings(node)
-    for one in others:
-        one.agree(0, x.positions[1])
+    x, *weights = reader.readings(node)
+    for weight in weights:
+        weight.agree(0, x.positions[1])
     if not argument(node, "training"):
         several = not isinstance(node.meta["val"], torch.Tensor)
-        found = reader.step(node, ([x, *others], x.positions), number=0 if several else None)
-        reader.views[node] = (found,) * 3 if several else found  # the others are empty, and nobody reads them
+        result = reader.step(node, ([x, *weights], x.positions), number=0 if several else None)
+        reader.views[node] = (result,) * 3 if several else result  # the others are empty, and nobody reads them
         return
     is_tracked = node.target._opname != "batch_norm"  # gives its statistics as well
-    given = {name: argument(node, name) for name in ("weight", "bias", "running_mean", "running_var")}
-    if given["running_mean"] is not None and not is_tracked:
+    nodes = {name: argument(node, name) for name in ("weight", "bias", "running_mean", "running_var")}
+    if nodes["running_mean"] is not None and not is_tracked:
         raise InputError.of(line_of(node), "batch norm in training changes its running statistics in place")
-    affine = [one for name in ("weight", "bias") for one in _reading(reader, given[name], x)]
+    affine = [reading for name in ("weight", "bias") for reading in _reading(reader, nodes[name], x)]
     mean, variance, count = _statistics(reader, node, x)
     function = functools.partial(
-        _normalised, eps=argument(node, "eps"), scale=given["weight"] is not None, shift=given["bias"] is not None
+        _normalised, eps=argument(node, "eps"), scale=nodes["weight"] is not None, shift=nodes["bias"] is not None
     )
-    made = reader.step(
+    result = reader.step(
         node, ([_again(x.view), _again(mean), _again(variance), *affine], x.positions), function=function,
         arguments=tuple(TensorPlace(number) for number in range(3 + len(affine))), name=f"{node.name}_result",
     )  # fmt: skip
@@ -77,22 +77,22 @@ def batch_norm(reader: Reader, node: Node) -> None:
         node, ([_again(variance)], variance.positions), number=2, arguments=(TensorPlace(0),),
         function=functools.partial(_inverse, eps=argument(node, "eps")),
     )  # fmt: skip
-    found = [made, mean, inverse]
+    views = [result, mean, inverse]
     for number, (name, new, factor) in enumerate(
         (("running_mean", mean, 1.0), ("running_var", variance, count / (count - 1))), start=3
     ):
         moved = functools.partial(_moved_average, momentum=argument(node, "momentum"), factor=factor)
-        reads = [*_reading(reader, given[name], x), _again(new)]
-        found.append(
+        reads = [*_reading(reader, nodes[name], x), _again(new)]
+        views.append(
             reader.step(
                 node, (reads, new.positions), number=number, function=moved, arguments=(TensorPlace(0), TensorPlace(1))
             )
         )
-    reader.views[node] = tuple(found)
+    reader.views[node] = tuple(views)
 
 
 def _reading(reader: Reader, node: Node | None, x: Reading) -> list[Reading]:
-    """Return how a tensor of numbers per channel is read; nothing where it is not given."""
+    """Return the reading of a tensor with a number per channel, aligned with x; none where there is no node."""
     if node is None:
         return []
     reading = _again(reader.view_of(node))
@@ -108,7 +108,7 @@ def _statistics(reader: Reader, node: Node, x: Reading) -> tuple[View, View, int
     """Return the mean and the variance of every channel, in FP32 at least, and of how many numbers they are."""
     axes = tuple(axis for axis in range(len(x.positions)) if axis != 1)
     channel, summed = [x.positions[1]], [x.positions[axis] for axis in axes]
-    count = math.prod(size_of(one) for one in summed)
+    count = math.prod(size_of(position) for position in summed)
     dtype = torch.promote_types(node.args[0].meta["val"].dtype, torch.float32)
     mean = reader.step(
         node, ([x], channel), summed=summed, sort="sum", name=f"{node.name}_mean", format=dtype,
@@ -143,7 +143,7 @@ def _normalised(
     x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, *weights: torch.Tensor, eps: float, scale: bool,
     shift: bool,
 ) -> torch.Tensor:  # fmt: skip
-    found = (x - _per_channel(mean, x.dim())) * _per_channel(torch.rsqrt(variance + eps), x.dim())
-    found = found * _per_channel(weights[0], x.dim()) if scale else found
-    found = found + _per_channel(weights[-1], x.dim()) if shift else found
-    return found.to(x.dtype)
+    numbers = (x - _per_channel(mean, x.dim())) * _per_channel(torch.rsqrt(variance + eps), x.dim())
+    numbers = numbers * _per_channel(weights[0], x.dim()) if scale else numbers
+    numbers = numbers + _per_channel(weights[-1], x.dim()) if shift else numbers
+    return numbers.to(x.dtype)

@@ -18,32 +18,35 @@ def linear(reader: Reader, node: Node) -> None:
     """Multiply by a weight [out, in], and add a bias."""
     x, weight, *bias = reader.readings(node)
     x.agree(-1, weight.positions[1])
-    made = [*x.positions[:-1], weight.positions[0]]
+    positions = [*x.positions[:-1], weight.positions[0]]
     if not bias:
-        reader.step(node, ([x, weight], made), sort="product")
+        reader.step(node, ([x, weight], positions), sort="product")
         return
-    product = reader.step(node, ([x, weight], made), sort="product", name=f"{node.name}_product", arguments=())
-    bias[0].agree(0, made[-1])
-    total, shift = Reading(product, list(made)), _in_format(reader, node, bias[0], node.args[2])
-    reader.local(node, ([total, shift], made), function=torch.add, arguments=(TensorPlace(0), TensorPlace(1)))
+    product = reader.step(node, ([x, weight], positions), sort="product", name=f"{node.name}_product", arguments=())
+    bias[0].agree(0, positions[-1])
+    total, shift = Reading(product, list(positions)), _in_format(reader, node, bias[0], node.args[2])
+    reader.local(node, ([total, shift], positions), function=torch.add, arguments=(TensorPlace(0), TensorPlace(1)))
 
 
 def addmm(reader: Reader, node: Node) -> None:
-    """Multiply matrices, or many of them, and add what is given first, each times a number."""
+    """Multiply matrices, or batches of them, and add the first argument; each of both has a factor."""
     batch = ["batch"] if node.meta["val"].dim() > 2 else []
     names = [*batch, "row", "inner"], [*batch, "inner", "column"], [*batch, "row", "column"]
     product = _product(reader, node, node.args[1:3], names, f"{node.name}_product")
     if product is None:
         return
-    made, shift = list(product.positions), reader.readings(node)[0]
+    positions, shift = list(product.positions), reader.readings(node)[0]
     for axis in range(-len(shift.positions), 0):
         if shift.positions[axis]:
-            shift.agree(axis, made[axis])
+            shift.agree(axis, positions[axis])
     shift = _in_format(reader, node, shift, node.args[0])
     factors = [node.kwargs.get(name, 1) for name in ("alpha", "beta")]
     function = torch.add if factors == [1, 1] else functools.partial(_weighted, factors=tuple(factors))
     reader.local(
-        node, ([Reading(product, made), shift], made), function=function, arguments=(TensorPlace(0), TensorPlace(1))
+        node,
+        ([Reading(product, positions), shift], positions),
+        function=function,
+        arguments=(TensorPlace(0), TensorPlace(1)),
     )
 
 
@@ -51,30 +54,30 @@ def _weighted(product: torch.Tensor, shift: torch.Tensor, *, factors: tuple[floa
     return factors[0] * product + factors[1] * shift
 
 
-def _in_format(reader: Reader, node: Node, bias: Reading, given: Node) -> Reading:
+def _in_format(reader: Reader, node: Node, bias: Reading, source: Node) -> Reading:
     """Return a bias as a product under autocast adds it."""
-    return reader.formatted(node, bias, given.meta["val"].dtype, f"{node.name}_bias")
+    return reader.formatted(node, bias, source.meta["val"].dtype, f"{node.name}_bias")
 
 
 def matmul(reader: Reader, node: Node) -> None:
     """Multiply matrices, or a vector; what stands before the last two axes goes along."""
-    shapes = [one.meta["val"].dim() for one in node.args[:2]]
+    shapes = [operand.meta["val"].dim() for operand in node.args[:2]]
     rank = max(*shapes, 2)
     batch = [f"batch {axis}" for axis in range(-rank, -2)]
-    left = [*batch[rank - shapes[0] :], "row", "inner"] if shapes[0] > 1 else ["inner"]
-    right = [*batch[rank - shapes[1] :], "inner", "column"] if shapes[1] > 1 else ["inner"]
+    first_names = [*batch[rank - shapes[0] :], "row", "inner"] if shapes[0] > 1 else ["inner"]
+    second_names = [*batch[rank - shapes[1] :], "inner", "column"] if shapes[1] > 1 else ["inner"]
     result = [*batch, *(["row"] if shapes[0] > 1 else []), *(["column"] if shapes[1] > 1 else [])]
-    _product(reader, node, node.args[:2], (left, right, result))
+    _product(reader, node, node.args[:2], (first_names, second_names, result))
 
 
 def einsum(reader: Reader, node: Node) -> None:
     """Multiply two tensors as an equation says, where each letter stands in two of the three."""
     equation, operands = node.args[0].replace(" ", ""), node.args[1]
-    given, arrow, result = equation.partition("->")
-    letters = [list(one) for one in given.split(",")]
+    operand_text, arrow, result = equation.partition("->")
+    letters = [list(text) for text in operand_text.split(",")]
     plain = arrow and len(operands) == 2 and "." not in equation and len(node.args) == 2
-    counts = Counter("".join(["".join({*one}) for one in letters] + [result]))
-    if not plain or min(counts.values()) < 2 or any(len({*one}) < len(one) for one in letters):
+    counts = Counter("".join(["".join({*names}) for names in letters] + [result]))
+    if not plain or min(counts.values()) < 2 or any(len({*names}) < len(names) for names in letters):
         unknown(reader, node)
         return
     _product(reader, node, operands, (*letters, list(result)))
@@ -84,30 +87,32 @@ def _product(
     reader: Reader, node: Node, operands: Sequence[Node], names: Sequence[Sequence[str]], called: str = ""
 ) -> View | None:
     """Multiply two tensors whose axes have names; what the result lacks is summed. None where both are one tensor."""
-    left, right = (Reading(view, list(view.positions)) for view in map(reader.view_of, operands))
-    found = dict(zip(names[0], left.positions, strict=True))
+    first, second = (Reading(view, list(view.positions)) for view in map(reader.view_of, operands))
+    positions = dict(zip(names[0], first.positions, strict=True))
     for axis, name in enumerate(names[1]):
-        if name in found and found[name] and right.positions[axis]:
-            right.agree(axis, found[name])
-    taken = leaves(one for one in found.values() for one in one)
+        if name in positions and positions[name] and second.positions[axis]:
+            second.agree(axis, positions[name])
+    first_dims = leaves(dim for position in positions.values() for dim in position)
     for axis, name in enumerate(names[1]):
-        if name not in found and {*taken} & {*leaves(right.positions[axis])}:
-            right.rename(axis)
-        found[name] = found.get(name) or right.positions[axis]
-    if left.view.value is right.view.value and not right.renamed:
+        if name not in positions and {*first_dims} & {*leaves(second.positions[axis])}:
+            second.rename(axis)
+        positions[name] = positions.get(name) or second.positions[axis]
+    if first.view.value is second.view.value and not second.renamed:
         reader.whole(node)
         return None
-    made = [found[name] for name in names[2]]
-    return reader.step(node, ([left, right], made), sort="product", name=called, arguments=() if called else None)
+    result_positions = [positions[name] for name in names[2]]
+    return reader.step(
+        node, ([first, second], result_positions), sort="product", name=called, arguments=() if called else None
+    )
 
 
 def attention(reader: Reader, node: Node) -> None:
     """Attend: batch and heads may be cut; keys are needed whole, and queries where a mask counts them."""
-    given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False))
-    given |= node.kwargs
-    if given.get("dropout_p"):
+    stated = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False))
+    stated |= node.kwargs
+    if stated.get("dropout_p"):
         raise InputError.of(line_of(node), "attention draws random numbers; call .eval()")
-    if len({given["query"], given["key"], given["value"]}) < 3:  # one tensor under several names
+    if len({stated["query"], stated["key"], stated["value"]}) < 3:  # one tensor under several names
         reader.whole(node)
         return
     query, key, value, *mask = reader.readings(node)
@@ -123,17 +128,17 @@ def attention(reader: Reader, node: Node) -> None:
     if {*leaves(query.positions[-2])} & {*leaves(key.positions[-2])}:
         key.rename(rank - 2)
     value.agree(rank - 2, key.positions[-2])
-    made = [*query.positions[:-1], value.positions[-1]]
-    if {*leaves(value.positions[-1])} & {*leaves(one for p in query.positions for one in p)}:
+    positions = [*query.positions[:-1], value.positions[-1]]
+    if {*leaves(value.positions[-1])} & {*leaves(dim for p in query.positions for dim in p)}:
         value.rename(rank - 1)
-        made[-1] = value.positions[-1]
-    for one in mask:
+        positions[-1] = value.positions[-1]
+    for mask_reading in mask:
         along = [*query.positions[:-1], key.positions[-2]]
-        for axis in range(-len(one.positions), 0):
-            if one.positions[axis]:
-                one.agree(axis, along[axis])
+        for axis in range(-len(mask_reading.positions), 0):
+            if mask_reading.positions[axis]:
+                mask_reading.agree(axis, along[axis])
     whole = [query.positions[-1], key.positions[-2], value.positions[-1]]
-    whole += [query.positions[-2]] if given.get("is_causal") else []
+    whole += [query.positions[-2]] if stated.get("is_causal") else []
     pairs = [*query.positions[:-1], key.positions[-2]]
     products = [[*pairs, query.positions[-1]], [*pairs, value.positions[-1]]]
-    reader.local(node, ([query, key, value, *mask], made), whole, products=products)
+    reader.local(node, ([query, key, value, *mask], positions), whole, products=products)

@@ -47,7 +47,7 @@ class Reader(Protocol):
     def local(
         self,
         node: Node,
-        found: tuple[Sequence[Reading], Sequence[Position]],
+        alignment: tuple[Sequence[Reading], Sequence[Position]],
         whole: Sequence[Position] = (),
         **more: Any,
     ) -> None:
@@ -61,7 +61,7 @@ class Reader(Protocol):
     def step(  # noqa: PLR0913
         self,
         node: Node,
-        found: tuple[Sequence[Reading], Sequence[Position]],
+        alignment: tuple[Sequence[Reading], Sequence[Position]],
         *,
         whole: Sequence[Position] = (),
         summed: Sequence[Position] = (),

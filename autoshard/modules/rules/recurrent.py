@@ -12,15 +12,15 @@ def recurrent(reader: Reader, node: Node) -> None:
         reader.whole(node)
         return
     states = node.args[1] if isinstance(node.args[1], list | tuple) else [node.args[1]]
-    axis, found = 0 if argument(node, "batch_first") else 1, list[View]()
+    axis, views = 0 if argument(node, "batch_first") else 1, list[View]()
     for number, value in enumerate(node.meta["val"]):
-        x, *others = reader.readings(node)
+        x, *operands = reader.readings(node)
         batch = x.positions[axis]
-        for state in others[: len(states)]:
+        for state in operands[: len(states)]:
             state.agree(1, batch)
-        made = [fresh(size) for size in value.shape]
-        made[axis if number == 0 else 1] = batch
-        every = [one for reading in (x, *others) for one in reading.positions] + made
-        whole = [one for one in every if leaves(one) != leaves(batch)]
-        found.append(reader.step(node, ([x, *others], made), whole=whole, number=number))
-    reader.views[node] = tuple(found)
+        positions = [fresh(size) for size in value.shape]
+        positions[axis if number == 0 else 1] = batch
+        all_positions = [position for reading in (x, *operands) for position in reading.positions] + positions
+        whole = [position for position in all_positions if leaves(position) != leaves(batch)]
+        views.append(reader.step(node, ([x, *operands], positions), whole=whole, number=number))
+    reader.views[node] = tuple(views)

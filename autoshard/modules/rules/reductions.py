@@ -23,21 +23,23 @@ def over(reader: Reader, node: Node) -> None:
         reader.whole(node)
         return
     view, whole = readings[0].view, [readings[0].positions[axis] for axis in axes]
-    found: list[View] = []
+    views: list[View] = []
     for number, result in enumerate([value] if isinstance(value, torch.Tensor) else value):
         reading = Reading(view, list(view.positions))
-        made = _kept(reading.positions, axes, result.shape)
-        changed = [one for one in made if one not in reading.positions]
+        positions = _kept(reading.positions, axes, result.shape)
+        changed = [position for position in positions if position not in reading.positions]
         several = None if isinstance(value, torch.Tensor) else number
-        found.append(reader.step(node, ([reading], made), whole=[*whole, *changed], number=several))
-    reader.views[node] = found[0] if isinstance(value, torch.Tensor) else tuple(found)
+        views.append(reader.step(node, ([reading], positions), whole=[*whole, *changed], number=several))
+    reader.views[node] = views[0] if isinstance(value, torch.Tensor) else tuple(views)
 
 
 def _kept(positions: Sequence[Position], axes: Sequence[int], shape: Sequence[int]) -> list[Position]:
     """Return the positions of a result: without some axes, or with these as they were, or in another length."""
     if len(shape) < len(positions):
-        return [one for axis, one in enumerate(positions) if axis not in axes]
-    return [one if size_of(one) == size else fresh(size) for one, size in zip(positions, shape, strict=True)]
+        return [position for axis, position in enumerate(positions) if axis not in axes]
+    return [
+        position if size_of(position) == size else fresh(size) for position, size in zip(positions, shape, strict=True)
+    ]
 
 
 def total(reader: Reader, node: Node) -> None:
@@ -48,7 +50,7 @@ def total(reader: Reader, node: Node) -> None:
     """
     (reading,), axes = reader.readings(node), axes_of(node)
     over_axes = [reading.positions[axis] for axis in axes]
-    count = math.prod(size_of(one) for one in over_axes) if node.target._opname == "mean" else 1
+    count = math.prod(size_of(position) for position in over_axes) if node.target._opname == "mean" else 1
     reader.step(
         node,
         ([reading], _kept(reading.positions, axes, node.meta["val"].shape)),
@@ -61,15 +63,15 @@ def total(reader: Reader, node: Node) -> None:
 
 def part_of_total(tensor: torch.Tensor, *, axes: Sequence[int], count: int, dtype: torch.dtype) -> torch.Tensor:
     """Return what a part of the numbers gives to their sum, over the count of all of them."""
-    found = tensor.sum(tuple(axes), dtype=dtype) if axes else tensor.to(dtype)
-    return found / count if count != 1 else found
+    part = tensor.sum(tuple(axes), dtype=dtype) if axes else tensor.to(dtype)
+    return part / count if count != 1 else part
 
 
-def _added(reader: Reader, node: Node, each: View, *, count: int = 1, name: str = "") -> View:
+def _added(reader: Reader, node: Node, view: View, *, count: int = 1, name: str = "") -> View:
     """Add up all numbers of a tensor of one dimension or more."""
-    axes, dtype = tuple(range(len(each.positions))), node.meta["val"].dtype
+    axes, dtype = tuple(range(len(view.positions))), node.meta["val"].dtype
     return reader.step(
-        node, ([Reading(each, list(each.positions))], []), summed=each.positions, sort="sum", name=name,
+        node, ([Reading(view, list(view.positions))], []), summed=view.positions, sort="sum", name=name,
         function=functools.partial(part_of_total, axes=axes, count=count, dtype=dtype), arguments=(TensorPlace(0),),
     )  # fmt: skip
 
@@ -81,12 +83,12 @@ def loss_of_each(reader: Reader, node: Node) -> None:
     if reader.shape_of(readings[1]) != tuple(first.shape):  # broadcast
         reader.whole(node)
         return
-    each = reader.step(
+    losses = reader.step(
         node, (readings, agreed(readings, rank, range(rank))), name=f"{node.name}_each",
         arguments=arguments_of(node, reduction=0),
     )  # fmt: skip
     if reduction:
-        _added(reader, node, each, count=first.numel() if reduction == 1 else 1)
+        _added(reader, node, losses, count=first.numel() if reduction == 1 else 1)
 
 
 def loss_of_classes(reader: Reader, node: Node) -> None:
@@ -97,14 +99,14 @@ def loss_of_classes(reader: Reader, node: Node) -> None:
         return
     target.agree(0, logits.positions[0])
     ignored, reduction = argument(node, "ignore_index"), argument(node, "reduction")
-    each: functools.partial[torch.Tensor] = functools.partial(F.nll_loss, reduction="none", ignore_index=ignored)
+    loss: functools.partial[torch.Tensor] = functools.partial(F.nll_loss, reduction="none", ignore_index=ignored)
     if node.target._opname == "cross_entropy_loss":
         smoothing = argument(node, "label_smoothing")
-        each = functools.partial(F.cross_entropy, reduction="none", ignore_index=ignored, label_smoothing=smoothing)
+        loss = functools.partial(F.cross_entropy, reduction="none", ignore_index=ignored, label_smoothing=smoothing)
     count = [logits.positions[0]]
     tokens = reader.step(
         node, ([logits, target], count), whole=[logits.positions[1]], name=f"{node.name}_tokens",
-        function=each, arguments=(TensorPlace(0), TensorPlace(1)),
+        function=loss, arguments=(TensorPlace(0), TensorPlace(1)),
     )  # fmt: skip
     if reduction == 0:
         return

@@ -22,11 +22,11 @@ def unknown(reader: Reader, node: Node) -> None:
         reader.whole(node)
         return
     value = node.meta["val"]
-    is_one, found = isinstance(value, torch.Tensor), list[View]()
-    for number, one in enumerate([value] if is_one else value):
+    is_one, views = isinstance(value, torch.Tensor), list[View]()
+    for number, result in enumerate([value] if is_one else value):
         readings = reader.readings(node)
-        made, summed = [fresh(size) for size in one.shape], []
-        taken, given = (
+        positions, summed = [fresh(size) for size in result.shape], []
+        cut_axes, read_axes = (
             {cut.results[number] for cut in cuts},
             [{cut.inputs[i] for cut in cuts} for i in range(len(readings))],
         )
@@ -38,45 +38,45 @@ def unknown(reader: Reader, node: Node) -> None:
             if (place := cut.results[number]) is None:
                 summed.append(first.positions[at])
             else:
-                made[place] = first.positions[at]
-        whole = [position for axis, position in enumerate(made) if axis not in taken]
-        for reading, axes in zip(readings, given, strict=True):
+                positions[place] = first.positions[at]
+        whole = [position for axis, position in enumerate(positions) if axis not in cut_axes]
+        for reading, axes in zip(readings, read_axes, strict=True):
             whole += [position for axis, position in enumerate(reading.positions) if axis not in axes]
-        found.append(
+        views.append(
             reader.step(
                 node,
-                (readings, made),
+                (readings, positions),
                 whole=whole,
                 summed=summed,
                 sort="sum" if summed else "local",
                 number=None if is_one else number,
             )
         )
-    reader.views[node] = found[0] if is_one else tuple(found)
+    reader.views[node] = views[0] if is_one else tuple(views)
 
 
 def probed(node: Node) -> tuple[PartCut, ...]:
     """Return the cuts of a node that probing finds."""
-    given = tensors_of((node.args, node.kwargs))
-    slots = {one: TensorPlace(number) for number, one in enumerate(given)}
+    sources = tensors_of((node.args, node.kwargs))
+    slots = {source: TensorPlace(number) for number, source in enumerate(sources)}
     arguments: Any = replaced((node.args, node.kwargs), slots)
 
     def run(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        keywords = {key: filled(one, tensors) for key, one in arguments[1].items()}
-        found = node.target(*(filled(one, tensors) for one in arguments[0]), **keywords)
-        return (found,) if isinstance(found, torch.Tensor) else tuple(found)
+        keywords = {key: filled(argument, tensors) for key, argument in arguments[1].items()}
+        results = node.target(*(filled(argument, tensors) for argument in arguments[0]), **keywords)
+        return (results,) if isinstance(results, torch.Tensor) else tuple(results)
 
     value = node.meta["val"]
     results = [value] if isinstance(value, torch.Tensor) else value
-    return found_cuts(run, [one.meta["val"] for one in given], results, tuple(_integers(arguments)))
+    return found_cuts(run, [source.meta["val"] for source in sources], results, tuple(_integers(arguments)))
 
 
 def _integers(arguments: Any) -> Iterator[int]:
     if isinstance(arguments, int) and not isinstance(arguments, bool):
         yield arguments
     elif isinstance(arguments, tuple | list):
-        for one in arguments:
-            yield from _integers(one)
+        for argument in arguments:
+            yield from _integers(argument)
     elif isinstance(arguments, dict):
-        for one in arguments.values():
-            yield from _integers(one)
+        for argument in arguments.values():
+            yield from _integers(argument)

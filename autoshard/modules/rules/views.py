@@ -15,13 +15,13 @@ from autoshard.modules.rules.unknown import unknown
 def reshape(reader: Reader, node: Node) -> None:
     """Group the dims otherwise; where the new positions are not made of the same dims, everything is kept whole."""
     view = reader.view_of(node.args[0])
-    made = tuple(fresh(size) for size in node.meta["val"].shape)
+    positions = tuple(fresh(size) for size in node.meta["val"].shape)
     try:
-        unify(tuple(one for position in view.positions for one in position), tuple(one for p in made for one in p))
+        unify(tuple(dim for position in view.positions for dim in position), tuple(dim for p in positions for dim in p))
     except (NotAligned, Collision):
         reader.whole(node)
         return
-    reader.views[node] = View(view.value, made)
+    reader.views[node] = View(view.value, positions)
 
 
 def moved(reader: Reader, node: Node) -> None:
@@ -39,11 +39,11 @@ def moved(reader: Reader, node: Node) -> None:
 
 
 def squeezed(reader: Reader, node: Node) -> None:
-    """Add or drop positions of size 1: those that are left keep their order."""
+    """Add or drop positions of size 1; all other positions keep their order."""
     view = reader.view_of(node.args[0])
-    real = iter([one for one in view.positions if one])
-    made = tuple(() if size == 1 else next(real) for size in node.meta["val"].shape)
-    reader.views[node] = View(view.value, made)
+    real = iter([position for position in view.positions if position])
+    positions = tuple(() if size == 1 else next(real) for size in node.meta["val"].shape)
+    reader.views[node] = View(view.value, positions)
 
 
 def expanded(reader: Reader, node: Node) -> None:
@@ -51,18 +51,20 @@ def expanded(reader: Reader, node: Node) -> None:
     if node.target._opname != "broadcast_tensors":
         reader.views[node] = _expanded(reader, node, node.args[0])
         return
-    reader.views[node] = tuple(_expanded(reader, node, one, number) for number, one in enumerate(node.args[0]))
+    reader.views[node] = tuple(_expanded(reader, node, source, number) for number, source in enumerate(node.args[0]))
 
 
 def _expanded(reader: Reader, node: Node, source: Node, number: int | None = None) -> View:
     view = reader.view_of(source)
     shape = (node.meta["val"] if number is None else node.meta["val"][number]).shape
     old = [*[()] * (len(shape) - len(view.positions)), *view.positions]
-    made = [fresh(size) if size > 1 and not one else one for one, size in zip(old, shape, strict=True)]
-    if made == list(view.positions):
+    positions = [
+        fresh(size) if size > 1 and not position else position for position, size in zip(old, shape, strict=True)
+    ]
+    if positions == list(view.positions):
         return view
     reading = Reading(view, list(view.positions))
-    return reader.step(node, ([reading], made), function=expand, arguments=(TensorPlace(0),), number=number)
+    return reader.step(node, ([reading], positions), function=expand, arguments=(TensorPlace(0),), number=number)
 
 
 def repeated(reader: Reader, node: Node) -> None:
@@ -78,29 +80,32 @@ def repeated(reader: Reader, node: Node) -> None:
     if axis is not None:
         times = [counts if place == axis % len(shape) else 1 for place in range(len(shape))]
     old = [*[()] * (len(shape) - len(view.positions)), *view.positions]
-    pairs = [(own, fresh(count)) if inside else (fresh(count), own) for own, count in zip(old, times, strict=True)]
-    reading = Reading(view, [one for own in old for one in ((own, ()) if inside else ((), own))])
-    made = [one for pair in pairs for one in pair]
-    found = reader.step(node, ([reading], made), function=expand, arguments=(TensorPlace(0),))
-    reader.views[node] = View(found.value, tuple((*first, *second) for first, second in pairs))
+    pairs = [
+        (position, fresh(count)) if inside else (fresh(count), position)
+        for position, count in zip(old, times, strict=True)
+    ]
+    reading = Reading(view, [part for position in old for part in ((position, ()) if inside else ((), position))])
+    positions = [position for pair in pairs for position in pair]
+    result = reader.step(node, ([reading], positions), function=expand, arguments=(TensorPlace(0),))
+    reader.views[node] = View(result.value, tuple((*first, *second) for first, second in pairs))
 
 
 def copied(reader: Reader, node: Node) -> None:
-    """Write numbers over all of a tensor, of which nothing is left but its shape and its format."""
+    """Overwrite a whole tensor with the numbers of another; only its shape and its format stay."""
     source = node.args[1]
     reader.rounded(node, _expanded(reader, node, source), source.meta["val"].dtype)
 
 
 def filled(reader: Reader, node: Node) -> None:
-    """Make a tensor of one number, whatever the tensor holds that it is like."""
+    """Make a tensor that holds one number everywhere, in the shape of the node."""
     value, name = node.meta["val"], node.target._opname
     number = argument(node, "fill_value") if "full" in name else int("ones" in name)
-    made = [fresh(size) for size in value.shape]
-    reader.step(node, ([], made), sort="cheap", function=constant, arguments=(number, value.dtype))
+    positions = [fresh(size) for size in value.shape]
+    reader.step(node, ([], positions), sort="cheap", function=constant, arguments=(number, value.dtype))
 
 
 def sliced(reader: Reader, node: Node) -> None:
-    """Take a part of one axis, or one place of it, which needs it whole."""
+    """Take a part of one axis, or one place of it; the axis is needed whole."""
     (reading,) = reader.readings(node)
     (axis,) = axes_of(node)
     shape, whole = node.meta["val"].shape, reading.positions[axis]
@@ -126,31 +131,31 @@ def sliced(reader: Reader, node: Node) -> None:
                 node, ([reading], [*rest[0], part, *rest[1]]), [parts], function=torch.select, arguments=chosen
             )
             return
-    made = fresh(length)
-    reader.local(node, ([reading], [*rest[0], made, *rest[1]]), [whole, made])
+    part_position = fresh(length)
+    reader.local(node, ([reading], [*rest[0], part_position, *rest[1]]), [whole, part_position])
 
 
 def parted(reader: Reader, node: Node) -> None:
     """Split an axis into parts: where they are equal its dims become (part, rest), and each result takes one part."""
     results, rank = node.meta["val"], node.args[0].meta["val"].dim()
     axis = argument(node, "dim") % rank
-    lengths = [] if node.target._opname == "unbind" else [one.shape[axis] for one in results]
-    view, start, found = reader.view_of(node.args[0]), 0, list[View]()
-    before, own, after = view.positions[:axis], view.positions[axis], view.positions[axis + 1 :]
+    lengths = [] if node.target._opname == "unbind" else [result.shape[axis] for result in results]
+    view, start, views = reader.view_of(node.args[0]), 0, list[View]()
+    before, axis_position, after = view.positions[:axis], view.positions[axis], view.positions[axis + 1 :]
     parts, rest = fresh(len(results)), fresh(max(lengths, default=1))
     try:
         if len(set(lengths)) > 1:
             raise NotAligned
-        unify(own, (*parts, *rest))
+        unify(axis_position, (*parts, *rest))
     except (NotAligned, Collision):
         for number, length in enumerate(lengths):
-            made = fresh(length)
+            part = fresh(length)
             reading, chosen = Reading(view, list(view.positions)), (TensorPlace(0), axis, start, length)
-            found.append(
+            views.append(
                 reader.step(
                     node,
-                    ([reading], [*before, made, *after]),
-                    whole=[own, made],
+                    ([reading], [*before, part, *after]),
+                    whole=[axis_position, part],
                     number=number,
                     function=torch.narrow,
                     arguments=chosen,
@@ -160,23 +165,25 @@ def parted(reader: Reader, node: Node) -> None:
     else:
         as_read = [*before, parts, *([rest] if lengths else []), *after]
         for number, _ in enumerate(results):
-            made = [*before, *([rest] if lengths else []), *after]
-            found.append(
+            positions = [*before, *([rest] if lengths else []), *after]
+            views.append(
                 reader.step(
                     node,
-                    ([Reading(view, list(as_read))], made),
+                    ([Reading(view, list(as_read))], positions),
                     whole=[parts],
                     number=number,
                     function=torch.select,
                     arguments=(TensorPlace(0), axis, number),
                 )
             )
-    reader.views[node] = tuple(found)
+    reader.views[node] = tuple(views)
 
 
 def joined(reader: Reader, node: Node) -> None:
     """Put tensors one after the other along an axis, which needs it whole; or along a new one."""
-    full = [one for one in node.args[0] if one.meta["val"].shape != (0,)]  # torch takes such a tensor for nothing
+    full = [
+        tensor for tensor in node.args[0] if tensor.meta["val"].shape != (0,)
+    ]  # torch takes such a tensor for nothing
     if len(full) == 1 < len(node.args[0]):
         reader.views[node] = reader.view_of(full[0])
         return
@@ -184,11 +191,11 @@ def joined(reader: Reader, node: Node) -> None:
     shape = node.meta["val"].shape
     axis = argument(node, "dim") % len(shape)
     is_new = node.target._opname == "stack"
-    first, *others = readings
-    for other in others:
-        for place in range(len(other.positions)):
-            if (is_new or place != axis) and other.positions[place]:
-                other.agree(place, first.positions[place])
-    whole = [] if is_new else [one.positions[axis] for one in readings]
-    made = [*first.positions[:axis], fresh(shape[axis]), *first.positions[axis + (not is_new) :]]
-    reader.local(node, (readings, made), [*whole, made[axis]])
+    first, *later = readings
+    for reading in later:
+        for place in range(len(reading.positions)):
+            if (is_new or place != axis) and reading.positions[place]:
+                reading.agree(place, first.positions[place])
+    whole = [] if is_new else [reading.positions[axis] for reading in readings]
+    positions = [*first.positions[:axis], fresh(shape[axis]), *first.positions[axis + (not is_new) :]]
+    reader.local(node, (readings, positions), [*whole, positions[axis]])

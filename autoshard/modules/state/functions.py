@@ -37,23 +37,25 @@ class CodeReads:
 
 @functools.cache
 def reads_of(code: types.CodeType) -> CodeReads:
-    """Return what a code reads, with the functions inside it."""
-    found: dict[bool, list[list[str]]] = {True: [], False: []}
+    """Return the names that a code object reads, those of its inner functions included."""
+    chains: dict[bool, list[list[str]]] = {True: [], False: []}
     attributes, chain = set[str](), list[str]()
-    for one in dis.get_instructions(code):
-        if one.opname in _READS:
-            chain = [str(one.argval)]
-            found[one.opname.endswith("DEREF")].append(chain)
-        elif one.opname in _ATTRIBUTES:
-            attributes.add(str(one.argval))
-            chain.append(str(one.argval))
-        elif one.opname not in ("CACHE", "PUSH_NULL", "PRECALL", "COPY"):
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in _READS:
+            chain = [str(instruction.argval)]
+            chains[instruction.opname.endswith("DEREF")].append(chain)
+        elif instruction.opname in _ATTRIBUTES:
+            attributes.add(str(instruction.argval))
+            chain.append(str(instruction.argval))
+        elif instruction.opname not in ("CACHE", "PUSH_NULL", "PRECALL", "COPY"):
             chain = []
-    inside = [reads_of(one) for one in code.co_consts if isinstance(one, types.CodeType)]
+    inside = [reads_of(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)]
     return CodeReads(
-        globals=tuple(dict.fromkeys([*map(tuple, found[False]), *(name for one in inside for name in one.globals)])),
-        cells=tuple(dict.fromkeys([*map(tuple, found[True]), *(name for one in inside for name in one.cells)])),
-        attributes=frozenset(attributes.union(*(one.attributes for one in inside))),
+        globals=tuple(
+            dict.fromkeys([*map(tuple, chains[False]), *(name for reads in inside for name in reads.globals)])
+        ),
+        cells=tuple(dict.fromkeys([*map(tuple, chains[True]), *(name for reads in inside for name in reads.cells)])),
+        attributes=frozenset(attributes.union(*(reads.attributes for reads in inside))),
     )
 
 
@@ -73,29 +75,29 @@ def functions_in(value: Any) -> Iterator[types.FunctionType]:
     elif not isinstance(value, torch.Tensor | types.ModuleType):
         kind = value if isinstance(value, type) else type(value)
         for name in _CALLED if is_own(kind) else ():
-            yield from (one for one in [static(kind, name)] if isinstance(one, types.FunctionType))
+            yield from (method for method in [static(kind, name)] if isinstance(method, types.FunctionType))
 
 
 def _wrapped(value: Any) -> Any:
-    own = getattr(value, "__dict__", {})
-    return own.get("__wrapped__") if isinstance(own, dict) else None
+    attributes = getattr(value, "__dict__", {})
+    return attributes.get("__wrapped__") if isinstance(attributes, dict) else None
 
 
-def methods_of(kind: type, begun: Sequence[str] = ("forward", "__call__")) -> dict[str, Any]:
-    """Return the attributes of a class that its forward may read: by names in codes of its methods, and all data."""
-    found, names = dict[str, Any](), [*begun]
-    for one in kind.__mro__:
-        if is_own(one):
-            names += [name for name, value in one.__dict__.items() if not name.startswith("__") and _is_data(value)]
+def methods_of(kind: type, first_names: Sequence[str] = ("forward", "__call__")) -> dict[str, Any]:
+    """Return the attributes of a class that its forward may read: those that its methods name, and all data."""
+    attributes, names = dict[str, Any](), [*first_names]
+    for base in kind.__mro__:
+        if is_own(base):
+            names += [name for name, value in base.__dict__.items() if not name.startswith("__") and _is_data(value)]
     while names:
         name = names.pop()
         value = static(kind, name)
-        if name in found or value is MISSING:
+        if name in attributes or value is MISSING:
             continue
-        found[name] = value
+        attributes[name] = value
         for function in functions_in(value):
             names.extend(reads_of(function.__code__).attributes)
-    return found
+    return attributes
 
 
 def _is_data(value: Any) -> bool:
@@ -114,7 +116,7 @@ MISSING = Missing()
 
 def static(kind: type, name: str) -> Any:
     """Return an attribute of a class as it was written there."""
-    for one in kind.__mro__:
-        if name in one.__dict__:
-            return one.__dict__[name]
+    for base in kind.__mro__:
+        if name in base.__dict__:
+            return base.__dict__[name]
     return MISSING

@@ -34,7 +34,7 @@ class StateChange:
 
     @property
     def is_lazy(self) -> bool:
-        """Whether something is found once, and kept."""
+        """Whether an attribute that was None has got a plain value, as a cache does."""
         return self.old is None and _is_plain(self.new)
 
     @property
@@ -47,24 +47,24 @@ class StateChange:
     def __str__(self) -> str:
         if _has_tensor(self.new):
             return f"{self._line()}forward leaves a tensor in {self.place}; return it as a result instead"
-        left = f"from {self.old!r:.60} to {self.new!r:.60}; only the first call would do that"
-        return f"{self._line()}forward changes {self.place} {left}: return it as a result instead, or change it outside"
+        what = f"from {self.old!r:.60} to {self.new!r:.60}; only the first call would do that"
+        return f"{self._line()}forward changes {self.place} {what}: return it as a result instead, or change it outside"
 
     def _line(self) -> str:
         """Return the line that writes an attribute."""
-        for one in methods_of(type(self.owner)).values() if self.name else ():
-            for function in functions_in(one):
-                found = _written(function.__code__, self.name)
-                if found:
-                    return f'File "{function.__code__.co_filename}", line {found}, in {function.__name__}: '
+        for method in methods_of(type(self.owner)).values() if self.name else ():
+            for function in functions_in(method):
+                line = _written(function.__code__, self.name)
+                if line:
+                    return f'File "{function.__code__.co_filename}", line {line}, in {function.__name__}: '
         return ""
 
 
 def _written(code: types.CodeType, name: str) -> int | None:
     line = code.co_firstlineno
-    for one in dis.get_instructions(code):
-        line = one.starts_line or line
-        if one.opname == "STORE_ATTR" and one.argval == name:
+    for instruction in dis.get_instructions(code):
+        line = instruction.starts_line or line
+        if instruction.opname == "STORE_ATTR" and instruction.argval == name:
             return int(line)
     return None
 
@@ -85,30 +85,32 @@ class Before:
     """Everything that a forward pass may change, as it was."""
 
     modules: Mapping[str, torch.nn.Module]
-    own: Sequence[tuple[str, Any, dict[str, Any]]]  # objects, with copies of their attributes
+    objects: Sequence[tuple[str, Any, dict[str, Any]]]  # objects, with copies of their attributes
     registered: Sequence[tuple[str, dict[str, Any], dict[str, Any]]]
     spaces: Sequence[StatePlace]
 
     @classmethod
     def of(cls, modules: Mapping[str, torch.nn.Module], visitor: Visitor) -> "Before":
-        """Copy what a visitor has found."""
-        spaces = [*visitor.found()]
-        paths = {id(one): f"{path}." if path else "" for path, one in modules.items()}
-        labels = paths | {id(one.owner): one.label for one in spaces if one.kind == "fields"}
+        """Copy the contents of all places that a visitor has reached."""
+        spaces = [*visitor.places()]
+        paths = {id(module): f"{path}." if path else "" for path, module in modules.items()}
+        labels = paths | {id(space.owner): space.label for space in spaces if space.kind == "fields"}
         return cls(
             modules=modules,
-            own=[(labels[id(one)], one, {**vars(one)}) for one in visitor.open if hasattr(one, "__dict__")],
+            objects=[
+                (labels[id(owner)], owner, {**vars(owner)}) for owner in visitor.open if hasattr(owner, "__dict__")
+            ],
             registered=[
-                (paths[id(one)], vars(one)[name], {**vars(one)[name]})
-                for one in modules.values()
+                (paths[id(module)], vars(module)[name], {**vars(module)[name]})
+                for module in modules.values()
                 for name in _REGISTERED
             ],
-            spaces=[one for one in spaces if one.kind not in ("function", "array") and not _is_own(one)],
+            spaces=[space for space in spaces if space.kind not in ("function", "array") and not _is_own(space)],
         )
 
     def changes(self, reads: Mapping[int, Names]) -> Iterator[StateChange]:
-        """Yield what is no longer as it was."""
-        for label, owner, old in self.own:
+        """Yield every change since the copy was made."""
+        for label, owner, old in self.objects:
             new = vars(owner)
             for name in own_names(owner, {**old, **new}):
                 pair = old.get(name, MISSING), new.get(name, MISSING)
@@ -126,13 +128,13 @@ class Before:
                 yield _changed(space, new)
 
     def undo(self) -> None:
-        """Put everything back."""
-        for _, owner, old in self.own:
+        """Write the copied contents back."""
+        for _, owner, old in self.objects:
             _refill(owner, old)
         for _, space, old in self.registered:
             for name in [name for name in space if name not in old]:
                 del space[name]
-            space.update({name: one for name, one in old.items() if name not in space})
+            space.update({name: value for name, value in old.items() if name not in space})
         for space in self.spaces:
             new = contents(space.kind, space.owner, space.names)
             if len(new) != len(space.values) or any(a is not b for a, b in zip(space.values, new, strict=True)):
@@ -146,7 +148,7 @@ def _is_own(space: StatePlace) -> bool:
 def _changed(space: StatePlace, new: tuple[Any, ...]) -> StateChange:
     label = space.label.rstrip(".")
     if space.names and len(new) == len(space.names):
-        at = next(number for number, one in enumerate(new) if not _is_same(space.values[number], one))
+        at = next(number for number, value in enumerate(new) if not _is_same(space.values[number], value))
         return StateChange(place=space.named(space.names[at]), old=space.values[at], new=new[at])
     return StateChange(place=label, old=list(space.values), new=list(new))
 
@@ -157,14 +159,14 @@ def _is_same(old: Any, new: Any) -> bool:
 
 def _refill(owner: Any, values: Mapping[str, Any]) -> None:
     """Let an object have these attributes again."""
-    own = vars(owner)
-    for name in own_names(owner, [name for name in own if name not in values]):
-        del own[name]
-    own.update({name: values[name] for name in own_names(owner, values)})
+    attributes = vars(owner)
+    for name in own_names(owner, [name for name in attributes if name not in values]):
+        del attributes[name]
+    attributes.update({name: values[name] for name in own_names(owner, values)})
 
 
 def _put_back(space: StatePlace) -> None:
-    """Let a space hold what it held."""
+    """Write the old contents of a place back."""
     owner: Any = space.owner
     match space.kind:
         case "dict" if not space.names:
@@ -172,7 +174,9 @@ def _put_back(space: StatePlace) -> None:
             dict.clear(owner)
             dict.update(owner, zip(space.values[:half], space.values[half:], strict=True))
         case "dict":
-            owner.update({name: one for name, one in zip(space.names, space.values, strict=True) if one is not MISSING})
+            owner.update(
+                {name: value for name, value in zip(space.names, space.values, strict=True) if value is not MISSING}
+            )
         case "items" | "set":
             owner.clear()
             (owner.extend if space.kind == "items" else owner.update)(space.values)
@@ -180,16 +184,16 @@ def _put_back(space: StatePlace) -> None:
             owner.cell_contents = space.values[0]
         case "class" | "fields":  # those in slots
             write: Any = type.__setattr__ if space.kind == "class" else object.__setattr__
-            for name, one in zip(space.names, space.values, strict=True):
-                if space.kind == "fields" or owner.__dict__.get(name, one) is not one:
-                    write(owner, name, one)
+            for name, value in zip(space.names, space.values, strict=True):
+                if space.kind == "fields" or owner.__dict__.get(name, value) is not value:
+                    write(owner, name, value)
         case _:
             pass
 
 
 @dataclass(slots=True, kw_only=True)
 class ForwardRecord:
-    """What was read and written."""
+    """The names that a forward pass reads and writes, by the id of the object that has them."""
 
     module: torch.nn.Module
     before: Before
@@ -208,20 +212,20 @@ class ForwardRecord:
         """Refuse what forward has changed, and put it back."""
         self.is_active = False
         changes = [*self.before.changes(self.reads)]
-        for one in changes:
-            if not (one.is_lazy or one.is_noted):
+        for change in changes:
+            if not (change.is_lazy or change.is_noted):
                 self.before.undo()
-                raise InputError.of("module", str(one))
+                raise InputError.of("module", str(change))
         self.changes += changes
-        self.after = [(one, {**vars(one)}) for one in self.before.modules.values()]
+        self.after = [(module, {**vars(module)}) for module in self.before.modules.values()]
 
     def put_back(self) -> None:
-        """Let everything hold what it held after forward, or before if there was no end; torch copies lists."""
+        """Restore contents as they were after forward, or before it where it did not end; torch copies lists."""
         self.is_active = False
         if not self.after:
             self.before.undo()
-        for owner, own in self.after:
-            _refill(owner, own)
+        for owner, attributes in self.after:
+            _refill(owner, attributes)
 
     def watched(self) -> WatchedState:
         """Return what was read, with what lies there now."""
@@ -229,22 +233,22 @@ class ForwardRecord:
         visitor = Visitor(self.reads, [*modules.values()])
         self.reads[id(self.module)]["forward"] = None
         fields: list[Fields] = []
-        for path, one in modules.items():
-            names = [*self.reads[id(one)]]
-            visitor.module(path, one, names)
-            for number, hook in enumerate(hooks_of(one) if path else ()):
+        for path, module in modules.items():
+            names = [*self.reads[id(module)]]
+            visitor.module(path, module, names)
+            for number, hook in enumerate(hooks_of(module) if path else ()):
                 visitor.value(hook, f"hook {number} of {path}")
-            fields.append(Fields.of(path, one, names))
+            fields.append(Fields.of(path, module, names))
         for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
             visitor.add(getattr(torch.nn.modules.module, name), "dict", name)
         for label, tensor in visitor.tensors:
             if tensor.requires_grad:
                 message = f"{label} holds a tensor with a gradient that is no parameter there; make it a parameter"
                 raise InputError.of("module", f"{message} or a submodule of the module, or an input")
-        paths = {id(one): path for path, one in modules.items()}
-        noted = [one for one in self.changes if one.is_noted and id(one.owner) in paths]
-        notes = [(paths[id(one.owner)], one.name, one.new) for one in noted]
-        return WatchedState.of(fields, [*visitor.found()], visitor.tensors, notes)
+        paths = {id(module): path for path, module in modules.items()}
+        noted = [change for change in self.changes if change.is_noted and id(change.owner) in paths]
+        notes = [(paths[id(change.owner)], change.name, change.new) for change in noted]
+        return WatchedState.of(fields, [*visitor.places()], visitor.tensors, notes)
 
 
 @contextmanager
@@ -252,29 +256,32 @@ def recorded(module: torch.nn.Module) -> Iterator[ForwardRecord]:
     """Record what the forward pass of a module reads and writes, by hooks of the module and of its classes."""
     modules: dict[str, torch.nn.Module] = dict(modules_of(module))
     visitor = Visitor(None, [*modules.values()])
-    for path, one in modules.items():
-        visitor.module(path, one, [*vars(one), *methods_of(type(one))])
-        for hook in hooks_of(one):
+    for path, submodule in modules.items():
+        visitor.module(path, submodule, [*vars(submodule), *methods_of(type(submodule))])
+        for hook in hooks_of(submodule):
             visitor.value(hook, f"a hook of {path}")
-    reads: dict[int, Names] = {id(one): {} for one in visitor.open if _is_patchable(type(one))}
+    reads: dict[int, Names] = {id(owner): {} for owner in visitor.open if _is_patchable(type(owner))}
     record = ForwardRecord(
         module=module, before=Before.of(modules, visitor), reads=reads, written={key: {} for key in reads},
         visitor=visitor,
     )  # fmt: skip
     handles = [module.register_forward_pre_hook(record.begin), module.register_forward_hook(record.end)]
-    kinds = {type(one): None for one in visitor.open if _is_patchable(type(one))}
-    made = {kind: _recorders(kind, record) for kind in kinds}
-    kept = {kind: {name: kind.__dict__[name] for name in own if name in kind.__dict__} for kind, own in made.items()}
+    kinds = {type(owner): None for owner in visitor.open if _is_patchable(type(owner))}
+    recorders = {kind: _recorders(kind, record) for kind in kinds}
+    originals = {
+        kind: {name: kind.__dict__[name] for name in methods if name in kind.__dict__}
+        for kind, methods in recorders.items()
+    }
     try:
-        for kind, own in made.items():
-            for name, one in own.items():
-                type.__setattr__(kind, name, one)
+        for kind, methods in recorders.items():
+            for name, method in methods.items():
+                type.__setattr__(kind, name, method)
         yield record
     finally:
-        for kind, own in made.items():
-            for name in own:
-                if name in kept[kind]:
-                    type.__setattr__(kind, name, kept[kind][name])
+        for kind, methods in recorders.items():
+            for name in methods:
+                if name in originals[kind]:
+                    type.__setattr__(kind, name, originals[kind][name])
                 else:
                     type.__delattr__(kind, name)
         for handle in handles:

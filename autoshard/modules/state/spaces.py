@@ -35,7 +35,7 @@ def own_names(owner: Any, names: Iterable[str]) -> list[str]:
 
 
 def is_simple(value: Any) -> bool:
-    """Say whether a value is one that compares with others by its numbers, and cannot change."""
+    """Say whether a value cannot change, and compares with others by its contents."""
     return isinstance(value, _SIMPLE) and not (isinstance(value, int | str) and hasattr(value, "__dict__"))
 
 
@@ -65,8 +65,8 @@ def contents(kind: Kind, owner: Any, names: Sequence[Any]) -> tuple[Any, ...]:
     """Return what a space holds by these names; of lists and dicts all that they hold."""
     match kind:
         case "fields":
-            own = _own(owner)
-            return tuple(own[name] if name in own else field_of(owner, name) for name in names)
+            attributes = _own(owner)
+            return tuple(attributes[name] if name in attributes else field_of(owner, name) for name in names)
         case "class":
             return tuple(static(owner, name) for name in names)
         case "dict" if names:
@@ -100,17 +100,17 @@ def _own(owner: Any) -> dict[str, Any]:
 
 def field_of(owner: Any, name: str) -> Any:
     """Return what an object holds itself by a name, also where its class looks it up in a way of its own."""
-    own = _own(owner)
-    if name in own:
-        return own[name]
-    found = static(type(owner), name)
-    if isinstance(found, types.MemberDescriptorType):  # a slot
-        return found.__get__(owner) if hasattr(owner, name) else MISSING
+    attributes = _own(owner)
+    if name in attributes:
+        return attributes[name]
+    static_value = static(type(owner), name)
+    if isinstance(static_value, types.MemberDescriptorType):  # a slot
+        return static_value.__get__(owner) if hasattr(owner, name) else MISSING
     if isinstance(owner, torch.nn.Module):
-        spaces = [own.get(one) or {} for one in ("_parameters", "_buffers", "_modules")]
-        return next((one[name] for one in spaces if name in one), MISSING)
+        spaces = [attributes.get(table) or {} for table in ("_parameters", "_buffers", "_modules")]
+        return next((space[name] for space in spaces if name in space), MISSING)
     looks_up = type(owner).__getattribute__ is not object.__getattribute__ or hasattr(type(owner), "__getattr__")
-    return getattr(owner, name, MISSING) if found is MISSING and looks_up else MISSING
+    return getattr(owner, name, MISSING) if static_value is MISSING and looks_up else MISSING
 
 
 def _kind_of(value: Any) -> Kind | None:
@@ -125,33 +125,37 @@ class Visitor:
 
     def __init__(self, reads: Mapping[int, Mapping[str, None]] | None, within: Sequence[torch.nn.Module]) -> None:
         self.reads, self.spaces = reads, dict[tuple[int, str], tuple[Any, Kind, str, dict[Any, None]]]()
-        self.within, self.seen, self.tensors = {id(one) for one in within}, set[int](), list[tuple[str, torch.Tensor]]()
+        self.within, self.seen, self.tensors = (
+            {id(module) for module in within},
+            set[int](),
+            list[tuple[str, torch.Tensor]](),
+        )
         self.open = [*within]  # the objects whose fields are state
         self.kept = list[Any]()  # so that no id is given twice
 
     def add(self, owner: Any, kind: Kind, label: str, names: Sequence[Any] = ()) -> None:
         """Add names to a space; values that lie there are visited by the caller."""
-        *_, known = self.spaces.setdefault((id(owner), kind), (owner, kind, label, {}))
-        known.update(dict.fromkeys(names))
+        *_, space_names = self.spaces.setdefault((id(owner), kind), (owner, kind, label, {}))
+        space_names.update(dict.fromkeys(names))
 
-    def module(self, path: str, one: torch.nn.Module, names: Sequence[str]) -> None:
+    def module(self, path: str, module: torch.nn.Module, names: Sequence[str]) -> None:
         """Visit what a module has: values of its own, and attributes of its class."""
         label = f"{path}." if path else ""
-        own = vars(one)
-        for name in own_names(one, [*own] if "__dict__" in names else names):
-            if name in own:
-                self.value(own[name], label + name)
+        attributes = vars(module)
+        for name in own_names(module, [*attributes] if "__dict__" in names else names):
+            if name in attributes:
+                self.value(attributes[name], label + name)
             else:
-                self.of_class(type(one), name)
+                self.of_class(type(module), name)
 
     def of_class(self, kind: type, name: str) -> None:
         """Visit an attribute of a class."""
-        found = static(kind, name)
+        value = static(kind, name)
         is_torch = name in vars(torch.nn.Module) and issubclass(kind, torch.nn.Module) and name != "forward"
-        if found is MISSING or is_torch or name.startswith("__") or isinstance(found, types.MemberDescriptorType):
+        if value is MISSING or is_torch or name.startswith("__") or isinstance(value, types.MemberDescriptorType):
             return
         self.add(kind, "class", f"{kind.__name__}.", [name])
-        self.value(found, f"{kind.__name__}.{name}")
+        self.value(value, f"{kind.__name__}.{name}")
 
     def value(self, value: Any, label: str, depth: int = 0) -> None:
         """Visit a value that something holds."""
@@ -168,8 +172,8 @@ class Visitor:
         elif isinstance(value, types.MethodType):
             self.value(value.__self__, f"{label}.", depth + 1)
         elif isinstance(value, functools.partial):
-            for one in (*value.args, value.keywords):
-                self.value(one, label, depth + 1)
+            for part in (*value.args, value.keywords):
+                self.value(part, label, depth + 1)
         elif is_open(value):
             self._fields(value, label, depth)
         for function in functions_in(value):
@@ -179,26 +183,26 @@ class Visitor:
         if len(value) > MOST:
             return
         self.add(value, kind, label)
-        for name, one in dict.items(value) if isinstance(value, dict) else enumerate(value):
-            self.value(one, f"{label}[{name!r}]", depth + 1)
+        for name, part in dict.items(value) if isinstance(value, dict) else enumerate(value):
+            self.value(part, f"{label}[{name!r}]", depth + 1)
         if is_open(value):  # a user's subclass of a dict or a list
             self._fields(value, label, depth)
 
     def _fields(self, value: Any, label: str, depth: int) -> None:
-        kind, own = type(value), getattr(value, "__dict__", None) or {}
+        kind, attributes = type(value), getattr(value, "__dict__", None) or {}
         self.open.append(value)
-        slots = [name for one in kind.__mro__ for name in one.__dict__.get("__slots__", ()) if name in one.__dict__]
+        slots = [name for base in kind.__mro__ for name in base.__dict__.get("__slots__", ()) if name in base.__dict__]
         read = None if self.reads is None else self.reads.get(id(value))
-        names = own_names(value, [*own, *slots] if read is None or "__dict__" in read else read)
+        names = own_names(value, [*attributes, *slots] if read is None or "__dict__" in read else read)
         self.add(value, "fields", f"{label}.", names)
         for name in names:
-            if (one := field_of(value, name)) is MISSING:
+            if (part := field_of(value, name)) is MISSING:
                 self.of_class(kind, name)
             else:
-                self.value(one, f"{label}.{name}", depth + 1)
+                self.value(part, f"{label}.{name}", depth + 1)
         if isinstance(value, torch.nn.Module):
-            for name, one in [*value.named_parameters(), *value.named_buffers()] if self.reads is None else ():
-                self.value(one, f"{label}.{name}", depth + 1)
+            for name, part in [*value.named_parameters(), *value.named_buffers()] if self.reads is None else ():
+                self.value(part, f"{label}.{name}", depth + 1)
 
     def function(self, function: types.FunctionType, depth: int = 0) -> None:
         """Visit what a function reads beside its arguments."""
@@ -206,8 +210,8 @@ class Visitor:
             return
         label = f"{function.__module__}.{function.__qualname__}"
         self.add(function, "function", f"the defaults of {label}")
-        for one in (function.__defaults__, function.__kwdefaults__):
-            self.value(one, f"the defaults of {label}", depth + 1)
+        for defaults in (function.__defaults__, function.__kwdefaults__):
+            self.value(defaults, f"the defaults of {label}", depth + 1)
         reads, space = reads_of(function.__code__), function.__globals__
         for name, *attributes in reads.globals:
             if name in space:
@@ -233,7 +237,7 @@ class Visitor:
         if not isinstance(value, types.ModuleType):
             self.value(value, label, depth + 1)
 
-    def found(self) -> Iterator[StatePlace]:
+    def places(self) -> Iterator[StatePlace]:
         """Yield the spaces with what they hold."""
         for owner, kind, label, names in self.spaces.values():
             yield StatePlace(

@@ -21,34 +21,37 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 def modules_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield a module and all below it, each once, with their paths: near ones first."""
-    found, seen = [("", module)], {module}
-    for path, one in found:
-        yield path, one
-        for name, child in one.__dict__["_modules"].items():
+    modules, seen = [("", module)], {module}
+    for path, submodule in modules:
+        yield path, submodule
+        for name, child in submodule.__dict__["_modules"].items():
             if child is not None and child not in seen:
                 seen.add(child)
-                found.append((f"{path}.{name}" if path else name, child))
+                modules.append((f"{path}.{name}" if path else name, child))
 
 
 def _walked(module: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules in the same order, without their paths, since every call asks."""
-    found, seen = [module], {module}
-    for one in found:
-        for child in one.__dict__["_modules"].values():
+    modules, seen = [module], {module}
+    for submodule in modules:
+        for child in submodule.__dict__["_modules"].values():
             if child is not None and child not in seen:
                 seen.add(child)
-                found.append(child)
-    return found
+                modules.append(child)
+    return modules
 
 
 def hooks_of(module: torch.nn.Module) -> list[Any]:
-    """Return what a module calls around its passes."""
-    own = module.__dict__
-    return [one for name in _HOOKS if own[name] for one in own[name].values()]
+    """Return the hooks that a module calls around its passes."""
+    attributes = module.__dict__
+    return [hook for name in _HOOKS if attributes[name] for hook in attributes[name].values()]
 
 
-def _buffers(own: Mapping[str, Any]) -> list[Any]:
-    return [one if one is None else (name, one.shape, one.dtype) for name, one in own["_buffers"].items()]
+def _buffers(attributes: Mapping[str, Any]) -> list[Any]:
+    return [
+        buffer if buffer is None else (name, buffer.shape, buffer.dtype)
+        for name, buffer in attributes["_buffers"].items()
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,20 +71,22 @@ class Fields:
     @classmethod
     def of(cls, path: str, module: torch.nn.Module, read: Sequence[str]) -> "Fields":
         """Return what a module has just now."""
-        own = module.__dict__
-        skipped = _OF_TORCH.union(*(own[name] for name in ("_parameters", "_buffers", "_modules")))
-        kept = [name for name in own_names(module, own if "__dict__" in read else read) if name not in skipped]
-        names = tuple(name for name in kept if name in own)
+        attributes = module.__dict__
+        skipped = _OF_TORCH.union(*(attributes[name] for name in ("_parameters", "_buffers", "_modules")))
+        watched = [
+            name for name in own_names(module, attributes if "__dict__" in read else read) if name not in skipped
+        ]
+        names = tuple(name for name in watched if name in attributes)
         return cls(
             path=path,
             kind=type(module),
             names=names,
-            values=tuple(own[name] for name in names),
-            absent=frozenset(name for name in kept if name not in own),
+            values=tuple(attributes[name] for name in names),
+            absent=frozenset(name for name in watched if name not in attributes),
             hooks=hooks_of(module) if path else [],
-            children=[*own["_modules"]],
-            lacks=[one is None for one in own["_parameters"].values()],
-            buffers=_buffers(own),
+            children=[*attributes["_modules"]],
+            lacks=[parameter is None for parameter in attributes["_parameters"].values()],
+            buffers=_buffers(attributes),
         )
 
     def place(self, name: str) -> str:
@@ -99,7 +104,7 @@ class WatchedState:
     named: tuple[
         tuple[StatePlace, Any, tuple[Any, ...], tuple[Any, ...]], ...
     ]  # with the read of each dict, names and values
-    others: tuple[StatePlace, ...]  # that can change, and are none of these
+    unnamed: tuple[StatePlace, ...]  # that can change, and are none of these
     columns: tuple[tuple[Any, list[Any], list[Any]], ...]  # one attribute of many functions or cells, with its values
     tensors: tuple[tuple[str, torch.Tensor, Any], ...]
     notes: tuple[tuple[str, str, Any], ...]  # what forward writes for others: path, name, value
@@ -114,51 +119,55 @@ class WatchedState:
     ) -> "WatchedState":
         """Return what is to be watched."""
         inside: dict[int, tuple[StatePlace, ...]] = {}
-        for one in spaces:
-            inside[id(one.owner)] = (*inside.get(id(one.owner), ()), one)
+        for space in spaces:
+            inside[id(space.owner)] = (*inside.get(id(space.owner), ()), space)
         columns: list[tuple[Any, list[Any], list[Any]]] = []
         for kind, names in _COLUMNS.items():
-            own = [one for one in spaces if one.kind == kind]
+            members = [space for space in spaces if space.kind == kind]
             for at, name in enumerate(names):
-                columns.append((attrgetter(name), [one.owner for one in own], [one.values[at] for one in own]))
+                columns.append(
+                    (attrgetter(name), [space.owner for space in members], [space.values[at] for space in members])
+                )
         return cls(
             fields=tuple(fields),
             spaces=tuple(spaces),
             inside=inside,
-            named=tuple((one, one.owner.get, one.names, one.values) for one in spaces if _is_named(one)),
-            others=tuple(one for one in spaces if not _is_named(one) and _may_change(one)),
+            named=tuple((space, space.owner.get, space.names, space.values) for space in spaces if _is_named(space)),
+            unnamed=tuple(space for space in spaces if not _is_named(space) and _may_change(space)),
             columns=tuple(columns),
-            tensors=tuple((label, one, _look(one)) for label, one in tensors),
+            tensors=tuple((label, tensor, _look(tensor)) for label, tensor in tensors),
             notes=tuple(notes),
         )
 
     def difference(self, module: torch.nn.Module) -> str | None:
-        """Return the place of something that is no longer as it was; None where there is none."""
+        """Return the place of the first change since the trace; None where nothing has changed."""
         modules = _walked(module)
         if len(modules) != len(self.fields):
             return "the submodules"
-        for one, known in zip(modules, self.fields, strict=True):
-            if (found := self._moved(one.__dict__, known)) is not None:
-                return found
-            if known.path and (type(one) is not known.kind or hooks_of(one) != known.hooks):
-                return f"{known.path} or its hooks"
+        for submodule, expected in zip(modules, self.fields, strict=True):
+            if (place := self._moved(submodule.__dict__, expected)) is not None:
+                return place
+            if expected.path and (type(submodule) is not expected.kind or hooks_of(submodule) != expected.hooks):
+                return f"{expected.path} or its hooks"
         for space in self._unlike():
             if not self._holds(space, contents(space.kind, space.owner, space.names)):
                 return space.label.rstrip(".")
-        return next((label for label, one, look in self.tensors if _look(one) != look), None)
+        return next((label for label, tensor, look in self.tensors if _look(tensor) != look), None)
 
-    def _moved(self, own: Mapping[str, Any], known: Fields) -> str | None:
-        """Return the place of something that a module no longer has as it was."""
-        if not all(map(is_, map(own.get, known.names, repeat(MISSING)), known.values)):
-            for name, value in zip(known.names, known.values, strict=True):
-                if not self._alike(value, own.get(name, MISSING)):
-                    return known.place(name)
-        if not own.keys().isdisjoint(known.absent):
-            return known.place(next(name for name in known.absent if name in own))
-        if [*own["_modules"]] != known.children or [p is None for p in own["_parameters"].values()] != known.lacks:
-            return f"what {known.path or 'the module'} has"
-        if own["_buffers"] and _buffers(own) != known.buffers:
-            return f"the shape of a buffer of {known.path or 'the module'}"
+    def _moved(self, attributes: Mapping[str, Any], expected: Fields) -> str | None:
+        """Return the place of the first attribute of a module that has changed; None where none has."""
+        if not all(map(is_, map(attributes.get, expected.names, repeat(MISSING)), expected.values)):
+            for name, value in zip(expected.names, expected.values, strict=True):
+                if not self._alike(value, attributes.get(name, MISSING)):
+                    return expected.place(name)
+        if not attributes.keys().isdisjoint(expected.absent):
+            return expected.place(next(name for name in expected.absent if name in attributes))
+        if [*attributes["_modules"]] != expected.children or [
+            p is None for p in attributes["_parameters"].values()
+        ] != expected.lacks:
+            return f"what {expected.path or 'the module'} has"
+        if attributes["_buffers"] and _buffers(attributes) != expected.buffers:
+            return f"the shape of a buffer of {expected.path or 'the module'}"
         return None
 
     def _unlike(self) -> Iterator[StatePlace]:
@@ -166,7 +175,7 @@ class WatchedState:
         for space, get, names, values in self.named:
             if not all(map(is_, map(get, names, repeat(MISSING)), values)):
                 yield space
-        for space in self.others:
+        for space in self.unnamed:
             now, values = contents(space.kind, space.owner, space.names), space.values
             if len(now) != len(values) or not all(map(is_, now, values)):
                 yield space
@@ -174,29 +183,31 @@ class WatchedState:
             same = all(all(map(is_, map(get, owners), values)) for get, owners, values in self.columns)
         except ValueError:  # a cell without contents
             same = False
-        yield from () if same else (one for one in self.spaces if one.kind in _COLUMNS)
+        yield from () if same else (space for space in self.spaces if space.kind in _COLUMNS)
 
     def _holds(self, space: StatePlace, now: tuple[Any, ...]) -> bool:
         same = len(now) == len(space.values)
         return same and (all(map(is_, now, space.values)) or all(map(self._alike, space.values, now)))
 
-    def _alike(self, kept: Any, now: Any) -> bool:
+    def _alike(self, before: Any, now: Any) -> bool:
         """Say whether two values are the same, or copies that hold the same."""
-        if kept is now:
+        if before is now:
             return True
-        if type(kept) is not type(now) or isinstance(kept, torch.Tensor):
+        if type(before) is not type(now) or isinstance(before, torch.Tensor):
             return False
-        if is_simple(kept):
-            return bool(kept == now) and repr(kept) == repr(now)  # -0.0 is not 0.0
-        if isinstance(kept, types.MethodType):
-            return kept.__func__ is now.__func__ and self._alike(kept.__self__, now.__self__)
-        if isinstance(kept, functools.partial):
-            pairs = zip((kept.func, *kept.args), (now.func, *now.args), strict=False)
-            given, others = kept.keywords, now.keywords
-            same = len(kept.args) == len(now.args) and given.keys() == others.keys()
-            return same and all(self._alike(*pair) for pair in (*pairs, *((given[key], others[key]) for key in given)))
-        spaces = [one for one in self.inside.get(id(kept), ()) if one.kind not in ("function", "class", "cell")]
-        return bool(spaces) and all(self._holds(one, contents(one.kind, now, one.names)) for one in spaces)
+        if is_simple(before):
+            return bool(before == now) and repr(before) == repr(now)  # -0.0 is not 0.0
+        if isinstance(before, types.MethodType):
+            return before.__func__ is now.__func__ and self._alike(before.__self__, now.__self__)
+        if isinstance(before, functools.partial):
+            pairs = zip((before.func, *before.args), (now.func, *now.args), strict=False)
+            keywords, now_keywords = before.keywords, now.keywords
+            same = len(before.args) == len(now.args) and keywords.keys() == now_keywords.keys()
+            return same and all(
+                self._alike(*pair) for pair in (*pairs, *((keywords[key], now_keywords[key]) for key in keywords))
+            )
+        spaces = [space for space in self.inside.get(id(before), ()) if space.kind not in ("function", "class", "cell")]
+        return bool(spaces) and all(self._holds(space, contents(space.kind, now, space.names)) for space in spaces)
 
     def note(self, module: torch.nn.Module) -> None:
         """Write what forward writes for others."""
@@ -214,7 +225,7 @@ def _may_change(space: StatePlace) -> bool:
 
 
 def _look(tensor: torch.Tensor) -> Any:
-    """Return what changes when a tensor does."""
+    """Return what differs once a tensor has changed: its version and its place in memory, or its shape."""
     if tensor.is_inference() or type(tensor) is not torch.Tensor:
         return tensor.shape
     return tensor._version, tensor.data_ptr()

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from autoshard.layout.table import Strategy
+from autoshard.plan.module_plan import proof
 from autoshard.report.page.document import document
 from autoshard.report.page.elements import Content, Markup, Node, facts, section, table, tag
 from autoshard.units import format_bytes, format_seconds
@@ -26,11 +27,13 @@ def module_page(data: Node) -> str:
 
 
 def _figures(data: Node) -> Markup:
-    bound = data["bound_s"].figure(format_seconds)
     ranks = math.prod(int(part.partition("=")[2]) for part in data["mesh"].value.split(","))
     batch = f"the batch is cut over {data['batch'].value}" if data["batch"].value else "the batch is whole"
     pairs: list[tuple[str, Content]] = [
-        ("forward and backward", (data["time_s"].figure(format_seconds), tag("small", "none takes less than ", bound))),
+        (
+            "forward and backward",
+            (data["time_s"].figure(format_seconds), tag("small", data["gap"].figure(proof))),
+        ),
         ("memory of a rank", data["memory_bytes"].figure(format_bytes)),
         ("ranks", (str(ranks), tag("small", data["mesh"].value))),
         ("format", (data["precision"].value, tag("small", batch))),
