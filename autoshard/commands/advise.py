@@ -14,7 +14,7 @@ from autoshard.errors import NoPlan, file_faults, require
 from autoshard.extensions import EXTENSIONS
 from autoshard.files import replace_text
 from autoshard.plan.codec import dump
-from autoshard.report.advice import STEPS, advice_json, advice_report
+from autoshard.report.advice import STEPS, advice_json, advice_sheets
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.recipe import DEFAULT_CLUSTER, QuestionOptions
 from autoshard.spec.record import encode
@@ -66,7 +66,7 @@ def advise(
         why = f"none of the {len(plans)} best plans may be made so small that it runs on {run_nodes} nodes"
         raise NoPlan(f"no run: {why}. Allow more with --run-nodes")
     found = advised(plans, runs, timed.samples, request.constants, budget)
-    print_answer(advice_json(found, total) if json else advice_report(found, total))
+    print_answer(advice_json(found, total) if json else advice_sheets(found, total))
     if out and found.proposals:
         _write(found, timed, rows, out)
         if not json:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autoshard.command_line import Counts, is_recipe
-from autoshard.commands.output import print_answer
+from autoshard.commands.output import print_answer, print_notes
 from autoshard.commands.progress import StatusLine, Watcher, watching
 from autoshard.commands.writing.places import place_checks
 from autoshard.commands.writing.resizing import request_like, resume_command, resuming_answer, size_of
@@ -21,9 +21,9 @@ from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
 from autoshard.plan.verify import NOT_RUN, verify as reasons_against
 from autoshard.report.answers import runners_up_of
+from autoshard.report.plan_sheets import frontier_sheets, plan_sheets, rejections_sheet
+from autoshard.report.sheet import Words
 from autoshard.report.structured import found_json, frontier_json, made_json
-from autoshard.report.tables import prose
-from autoshard.report.terminal import frontier_report, plan_report, rejections_report
 from autoshard.search.answers import NAMES, PlanResult, answers_of
 from autoshard.search.api import request_of
 from autoshard.search.choice.doubt import DOUBT, Within
@@ -218,7 +218,7 @@ def _show_answers(
         return to.end(answer.plan, written)
     named = [one for one in result.answers if not one.name.isdecimal()]
     print_answer(
-        plan_report(
+        plan_sheets(
             answer.plan,
             result.certificate.about(answer.plan),
             times=rank_times(answer.plan),
@@ -228,13 +228,13 @@ def _show_answers(
         )
     )
     if result.defaults:
-        print_answer(prose(result.defaults))
+        print_notes(result.defaults)
     if result.no_vendor:
-        print_answer(prose(f"no vendor's layout: {result.no_vendor}"))
+        print_notes(f"no vendor's layout: {result.no_vendor}")
     for remark in result.remarks:
-        print_answer(prose(remark, "yellow"))
+        print_notes(Words(remark, "warning"))
     others = "|".join(one.name for one in result.answers)
-    print_answer(prose(f"this is {answer.name}; --choose {others} writes another"))
+    print_notes(f"this is {answer.name}; --choose {others} writes another")
     better()
     if sentences:
         print(sentences)
@@ -245,7 +245,7 @@ def _print_better_sizes(request: Request, found: SearchResult, options: SearchOp
     """Say which number of nodes, or batch, the ranks share better, if there is time for that."""
     with watching(options.time_limit, format_seconds) as watch:
         for words in () if found.certificate.stopped else better_sizes(request, found.plans[0], watch):
-            print_answer(prose(f"odd number of nodes: {words}"))
+            print_notes(f"odd number of nodes: {words}")
 
 
 def _frontier(requests: Sequence[Request], options: SearchOptions, to: Target) -> int:
@@ -256,7 +256,7 @@ def _frontier(requests: Sequence[Request], options: SearchOptions, to: Target) -
             _refuse_unfinished(found.ended, watch)
             raise unanswered(requests[-1], search(requests[-1], watch=watch), helpful=True, watch=watch)
     written = to.write(found.plans[0])
-    print_answer((frontier_json if to.json else frontier_report)(found.plans, found.gap, found.ended))
+    print_answer((frontier_json if to.json else frontier_sheets)(found.plans, found.gap, found.ended))
     return to.end(found.plans[0], written, "the fastest, ")
 
 
@@ -322,11 +322,11 @@ def _one_candidate(request: Request, text: str, to: Target) -> int:
     if to.json:
         print_answer({**made_json(made, refused), "defaults": request.defaults})
     else:
-        print_answer(rejections_report(refused))
+        print_answer([rejections_sheet(refused)])
         next_step = "" if refused or written.refused else to.next_step
         print_answer(
-            plan_report(made, times=rank_times(made), next_step=next_step) if made else f"no estimate: {shapeless}"
+            plan_sheets(made, times=rank_times(made), next_step=next_step) if made else f"no estimate: {shapeless}"
         )
         if request.defaults:
-            print_answer(prose(request.defaults))
+            print_notes(request.defaults)
     return 1 if refused or made is None else to.end(made, written)

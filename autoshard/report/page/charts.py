@@ -221,27 +221,3 @@ def heat_map(
     )
     whole = tag("table", tag("caption", title), tag("thead", head), tag("tbody", body), class_="heat")
     return tag("div", whole, class_="scroll", tabindex=0, role="region", aria_label=title)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One part of a bar."""
-
-    size: float
-    kind: str
-    tip: str
-
-
-def stacked_bar(parts: Sequence[Part], whole: float, marks: Sequence[tuple[float, str]] = ()) -> Markup:
-    """Return parts side by side as shares of ``whole``, with marks at some sizes."""
-    drawn, start = list[Markup](), 0.0
-    for part in parts:
-        width = 1000 * part.size / whole
-        if width >= 0.5:
-            place = {"x": round(start, 1), "width": round(width, 1)}
-            drawn.append(tag("rect", y=0, height=20, class_=part.kind, data_tip=part.tip, **place))
-        start += width
-    for size, tip in marks:
-        across = round(1000 * size / whole, 1)
-        drawn.append(tag("line", x1=across, x2=across, y1=0, y2=20, class_="mark", data_tip=tip))
-    return tag("svg", drawn, viewBox="0 0 1000 20", preserveAspectRatio="none", class_="bar", aria_hidden="true")

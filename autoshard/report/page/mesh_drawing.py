@@ -1,9 +1,10 @@
 """The mesh on its nodes: a square for every rank, coloured by its place on an axis, with its groups to point at."""
 
 from autoshard.plan.plan import Plan
-from autoshard.report.page.elements import Content, Markup, Node, figure_of, section, table, tag
+from autoshard.report.page.elements import Markup, figure_of, section, table, tag
 from autoshard.report.page.shown import AXES
 from autoshard.report.page.timeline import shown_ranks
+from autoshard.report.sheet import Cell, Node, Table
 from autoshard.units import format_bytes, format_count
 
 MOST_RANKS = 640
@@ -13,11 +14,11 @@ _WORDS = {"tp": "tensor", "cp": "context", "ep": "expert", "pp": "pipeline", "dp
 
 def mesh_section(name: str, plan: Plan, data: Node) -> Markup:
     """Return the axes with their groups and links, and the nodes."""
-    rows = [
+    rows: list[tuple[Cell, ...]] = [
         (
-            tag("span", f"{axis['axis'].value} ({_WORDS[axis['axis'].value]})"),
+            f"{axis['axis'].value} ({_WORDS[axis['axis'].value]})",
             axis["size"].figure(str),
-            _spread(axis),
+            _spread(axis["num_nodes"]),
             axis["link"].value,
             axis["bandwidth_bytes_per_s"].figure(lambda rate: format_count(rate, "B/s")),
             axis["sent_bytes"].figure(format_bytes),
@@ -28,12 +29,11 @@ def mesh_section(name: str, plan: Plan, data: Node) -> Markup:
     columns = ("axis", ">ranks in a group", "spread", "slowest link crossed", ">its rate",
                ">busiest rank sends in a step", "group of rank 0")  # fmt: skip
     about = "Ranks that share a group exchange data. Point at a rank to see its group on the axis that is chosen."
-    axes = table(columns, rows, "Axes of the mesh") if rows else tag("p", "One rank: nothing is sent.")
+    axes = table(Table("Axes of the mesh", columns, rows)) if rows else tag("p", "One rank: nothing is sent.")
     return section(name, "Mesh", axes, _nodes(plan), about=about)
 
 
-def _spread(axis: Node) -> Content:
-    nodes = axis["num_nodes"]
+def _spread(nodes: Node) -> Cell:
     return "inside a node" if nodes.value == 1 else ("over ", nodes.figure(str), " nodes")
 
 
@@ -68,10 +68,10 @@ def _nodes(plan: Plan) -> Markup:
 def _places(plan: Plan, rank: int, axes: list[str]) -> list[int]:
     """Return the place of a rank in its group along each axis."""
     at, sizes = plan.mesh.coordinates(rank), dict(plan.mesh.axes)
-    found = list[int]()
+    places = list[int]()
     for axis in axes:
         place = 0
         for atom in plan.mesh.atoms_of(axis):
             place = place * sizes[atom] + at[atom]
-        found.append(place)
-    return found
+        places.append(place)
+    return places

@@ -1,22 +1,23 @@
 """A run beside the prediction of its plan: step by step, and part by part."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from autoshard.errors import inside, require
 from autoshard.plan.plan import Plan
 from autoshard.report.page.charts import Axis, Dot, Line, line_chart
-from autoshard.report.page.elements import Content, Markup, Node, section, table, tag
-from autoshard.report.terminal import prediction_of
+from autoshard.report.page.elements import Markup, sheet_section, tag
+from autoshard.report.run import run_sheet
+from autoshard.report.sheet import Node
 from autoshard.report.watch.content import read_run
-from autoshard.report.words import ranks_text
+from autoshard.report.words import prediction_of
 from autoshard.run.folder import PLAN, REPORT
 from autoshard.run.reports import with_nulls
 from autoshard.spec.files import read_data
 from autoshard.spec.record import decode
-from autoshard.units import format_bytes, format_count, format_seconds
+from autoshard.units import format_count, format_seconds
 
 _MOST_STEPS = 400  # that are drawn; of more, every second, third, ...
 
@@ -83,7 +84,7 @@ def _question(plan: Plan) -> tuple[object, ...]:
     return plan.model, plan.workload, plan.cluster.name, plan.cluster.num_nodes, str(plan.candidate)
 
 
-def run_section(name: str, plan: Plan, run: Node) -> Markup:
+def run_section(plan: Plan, run: Node) -> Markup:
     """Return the steps of a run against the predicted step, its losses, and its memory and traffic by part."""
     prediction, steps = prediction_of(plan), run["steps"]
     every = max(1, -(-len(steps.value) // _MOST_STEPS))
@@ -101,10 +102,8 @@ def run_section(name: str, plan: Plan, run: Node) -> Markup:
                                                       if step["loss"].value is not None])],
                    number, Axis(name="", text=lambda value: f"{value:.3g}")),
     ]  # fmt: skip
-    return section(
-        name, "Predicted and measured", tag("div", charts, class_="charts"), _comparison(run), _bytes(run),
-        about=_about(run),
-    )  # fmt: skip
+    sheet = replace(run_sheet(plan, run, comparable=run["same_machine"].value), about=_about(run))
+    return sheet_section(sheet, tag("div", charts, class_="charts"))
 
 
 def _about(run: Node) -> str:
@@ -120,29 +119,3 @@ def _point(step: Node, key: str, text: Any) -> Dot:
     value = step[key].value
     tip = f"step {step['step'].value}: {text(value)}, {format_count(step['tokens_per_s'].value, 'tokens/s')}"
     return Dot(x=step["step"].value, y=value, tip=tip)
-
-
-def _comparison(run: Node) -> Content:
-    step = run["step_time_s"]
-    if not step:
-        return tag("p", "The run has not ended: its comparison by part is written at the end.")
-    keys = ("predicted", "low", "high", "measured")
-    ratio = f"{step['measured'].value / step['predicted'].value:.2f}"
-    row = ("a step", *(step[key].figure(format_seconds) for key in keys), ratio)
-    return table(("", ">predicted", ">low", ">high", ">measured", ">measured / predicted"), [row])
-
-
-def _bytes(run: Node) -> Content:
-    rows: list[tuple[Content, ...]] = []
-    for group in run["ranks"]:
-        for key, words in (("memory_bytes", "memory"), ("sent_bytes", "sent in a step")):
-            for part, pair in group[key].entries():
-                predicted, measured = pair["predicted"], pair["measured"]
-                both = predicted.value and measured.value is not None
-                ratio = f"{measured.value / predicted.value:.2f}" if both else "-"
-                ranks = ranks_text(group["ranks"].value)
-                rows.append(
-                    (f"{words}: {part}", ranks, predicted.figure(format_bytes), measured.figure(format_bytes), ratio)
-                )
-    columns = ("part", "ranks", ">predicted", ">measured", ">measured / predicted")
-    return table(columns, rows, "Memory and traffic of a rank") if rows else None
