@@ -52,7 +52,7 @@ def answers_sheet(plan: Plan, answers: Sequence[Answer]) -> Sheet:
         words = f"{len(near)} of these ({', '.join(near)}) {lie} within the interval of this prediction"
         notes.append(Words(f"{words}, so measure before you rent for long", "warning"))
     tables = [answers_table(others, fastest, str(plan.candidate)), *_against_vendor(plan, answers)]
-    return Sheet(title="Answers", tables=tables, notes=notes)
+    return Sheet(tables=tables, notes=notes)
 
 
 def answers_table(answers: Sequence[Node], fastest: Node, candidate: str) -> Table:

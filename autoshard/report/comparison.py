@@ -16,7 +16,7 @@ _SHORT = 24  # characters of a value that stands in a table
 _MOST_CHARACTERS = 240  # of a value: action lists are long
 _LEAST_REASON = 0.1  # share of the difference; smaller parts are not named as reasons
 _TIMES = 2.0  # from this ratio on, a factor is clearer than a percentage
-_STACKED = ("of", "a", "b")  # columns of texts that are too long to share a line
+_STACKED = ("", "a", "b")  # columns of texts that are too long to share a line
 _MANY = 1e6  # of a count, from which on it has a unit
 _FIGURES: tuple[tuple[str, tuple[str, ...], Callable[[Any], str]], ...] = (
     ("step", ("step_time_s",), format_seconds),
@@ -192,13 +192,13 @@ def _changes(title: str, changes: Sequence[PlanChange]) -> Iterator[Table]:
     yield Table(title, ("", "a", "b"), [*short, *left_out])
     if long := [row for row in values if row not in short]:
         rows = [(name, *(Words(_cut(text), "code") for text in texts)) for name, *texts in long]
-        yield Table("", _STACKED, rows, stacked=True, whole=_STACKED)
+        yield Table("", _STACKED, rows, stacked=True, whole="ab")
 
 
 def _value(name: str, value: str | float | None) -> str:
-    if isinstance(value, float):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         return format_bytes(value) if name.endswith("_bytes") else f"{value:.12g}"
-    return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return "-" if value is None else str(value).lower() if isinstance(value, bool) else value
 
 
 def _cut(text: str) -> str:
@@ -265,4 +265,4 @@ def _lines(diff: Diff) -> Iterator[Table]:
         name, lines = ("a", block.a) if block.b is None else ("b", block.b)
         rows.append((f"{block.name}: only {name} has this block ({lines} lines)", "", ""))
     if rows:
-        yield Table(f"Layouts of operations{differs}", _STACKED, rows, stacked=True, whole=_STACKED)
+        yield Table(f"Layouts of operations{differs}", _STACKED, rows, stacked=True, whole="ab")

@@ -19,7 +19,7 @@ from autoshard.report.plan_sheets import (
     time_sheet,
 )
 from autoshard.report.sheet import Cell, Fact, Node, Sheet, Table, Words
-from autoshard.report.words import TIME_WORDS, prediction_of, program_of, signed_words
+from autoshard.report.words import TIME_WORDS, prediction_of, program_of
 from autoshard.spec.record import encode
 from autoshard.units import format_bytes, format_seconds
 
@@ -104,4 +104,4 @@ def _second_best(cut: Node, block_s: float) -> Cell:
     if not cut:
         return ""
     refused = f", but {cut['refused'].value}" if cut["refused"].value else ""
-    return f"{cut['cut'].value}: ", cut["more_s"].figure(lambda more_s: signed_words(more_s / block_s)), refused
+    return f"{cut['cut'].value}: ", cut["more_s"].figure(lambda more_s: f"{more_s / block_s:+.1%}"), refused

@@ -327,11 +327,14 @@ def refused_sheet(record: Node) -> Sheet:
         (refusal["rule_id"].value, refusal["num_points"].figure("{:,}".format), refusal["example"].value)
         for refusal in refusals
     ]
-    title = f"Of {record['num_points'].value:,} outer points {record['num_legal'].value:,} are legal"
-    table = Table(f"{title}; one may be refused by several Rules", ("rule", ">points", "for example"), rows,
-                  whole=("rule",), drop=(">points",))  # fmt: skip
-    notes = [record["statement"].value, Words(record["accounting"].value, "soft")]
-    return Sheet(name="refused", title="What was refused, and why", tables=[table] if rows else [], notes=notes)
+    about = f"Of {record['num_points'].value:,} outer points {record['num_legal'].value:,} are legal; "
+    return Sheet(
+        name="refused",
+        title="What was refused, and why",
+        about=f"{about}one may be refused by several Rules.",
+        tables=[Table("", ("rule", ">points", "for example"), rows, whole=("rule",), drop=(">points",))],
+        notes=[record["statement"].value, Words(record["accounting"].value, "soft")],
+    )
 
 
 def rejections_sheet(rejections: Sequence[Rejection]) -> Sheet:

@@ -120,7 +120,7 @@ def _table(rows: Sequence[Node], most: int) -> Table:
     ]  # fmt: skip
     ends: list[tuple[str, str, Callable[[Any], str]]] = []
     if any(row["usd_per_billion_tokens"] is not None for row in values):
-        ends.append((">$ / 1e9", "usd_per_billion_tokens", format_dollars))
+        ends.append((">$ / 1e9 tokens", "usd_per_billion_tokens", format_dollars))
     if any(row["status"] == "ran" for row in values):
         ends += [(">loss", "last_loss", "{:.4f}".format), (">measured", "measured_step_time_s", format_seconds)]
         ends += [(">/ predicted", "measured_over_predicted", "{:.2f}".format)]
@@ -138,7 +138,7 @@ def _table(rows: Sequence[Node], most: int) -> Table:
     names = [name.removeprefix("at.") for name in varied]
     columns = [*names, *(["answer"] if several else []), "layout", *(name for name, *_ in sizes)]
     columns += [*([">per rank"] if scales else []), *(name for name, *_ in ends)]
-    drop = [name for name in (">peak", ">MFU", ">per rank", ">tokens/s", ">$ / 1e9") if name in columns]
+    drop = [name for name in (">peak", ">MFU", ">per rank", ">tokens/s", ">$ / 1e9 tokens") if name in columns]
     return Table("", columns, lines, widths=dict.fromkeys(names, 24), drop=drop)
 
 

@@ -47,7 +47,7 @@ def _blocks(sheet: Sheet) -> Iterator[list[RenderableType]]:
 
 
 def _facts(facts: Sequence[Fact]) -> Iterator[RenderableType]:
-    indent = max([_LABEL, *(len(plain(fact.name)) + 1 for fact in facts)])
+    indent = max([_LABEL, *(len(plain(fact.name)) + 2 for fact in facts)])
     for fact in facts:
         value = Text.assemble(_text(fact.value, "bold"), _text(fact.beside)) if fact.beside else fact.value
         yield _line(fact.name, value, indent)
@@ -67,7 +67,7 @@ def _table_parts(table: Table) -> list[RenderableType]:
     if table.below:
         place = [table.named(number) for number in range(len(table.columns))].index(table.below)
         named = [(plain(row[0]), row[place]) for row in table.rows if plain(row[place])]
-        indent = max([3, *(len(name) + 1 for name, _ in named)])
+        indent = max((len(name) for name, _ in named), default=0) + 2
         parts += ["", *(_line(name, cell, indent) for name, cell in named)] if named else []
     return [prose(table.title, "bold"), *parts] if table.title else parts
 
@@ -167,11 +167,12 @@ class FittingTable:
         lines: list[RenderableType] = []
         for row in self.table.rows:
             for number in columns:
-                cell, name = _text(row[number]), self.table.named(number).ljust(indent)
+                cell, name = _text(row[number]), self.table.named(number)
+                name = name.ljust(indent) if name else ""
                 if cell.plain and self.table.is_whole(number):
                     lines.append(unbroken(Text.assemble(name, cell)))
                 elif cell.plain:
-                    lines.append(Labelled(name, cell, indent=indent))
+                    lines.append(Labelled(name, cell, indent=len(name)))
             lines.append("")
         return Group(*lines[:-1])
 

@@ -169,9 +169,9 @@ def _small(beside: Cell) -> Markup:
     return tag("small", first.lstrip(", ") if isinstance(first, str) else first, others)
 
 
-def details(summary: str, *content: Content) -> Markup:
+def details(summary: str, *content: Content, open: bool = False) -> Markup:
     """Return a part that opens when its summary is clicked."""
-    return tag("details", tag("summary", summary), content)
+    return tag("details", tag("summary", summary), content, open=open)
 
 
 def figure_of(caption: Content, *content: Content) -> Markup:

@@ -1,6 +1,7 @@
 """The page of one plan, or of several: the sheets of its answer with drawings, and what they rest on."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autoshard.plan.diff import Diff
 from autoshard.report.answers import answers_notes, answers_table
@@ -59,7 +60,7 @@ def plan_page(shown: Sequence[ShownPlan], data: Node, difference: Diff | None = 
         ("timeline", "Timeline", _timelines(shown)),
         ("memory", "Memory", _memory(first, figures)),
         ("mesh", "Mesh", mesh_section("mesh", first.plan, figures)),
-        ("blocks", "Operations", sheet_section(blocks_sheet(figures, first.explanation.blocks))),
+        ("blocks", "Operations", _blocks(first, figures)),
         ("pareto", "Trade-offs", _pareto(shown, data)),
         ("others", "Runners-up", sheet_section(_answers(figures))),
         ("refused", "Refused", sheet_section(_refused(figures))),
@@ -102,15 +103,22 @@ def _plans(shown: Sequence[ShownPlan], data: Node) -> Sheet:
 def _difference(difference: Diff, figures: Node, shown: Sequence[ShownPlan]) -> Markup:
     """Return how plan b differs from plan a, as ``compare`` says it."""
     first, second = shown[0].name, shown[1].name
-    sheets = list(comparison_sheets(difference, figures, (first, second)))
+    _, verdict, *others = comparison_sheets(difference, figures, (first, second))
     whole = Sheet(
         name="difference",
         title=f"b, {second}, against a, {first}",
-        about=sheets[1].title,
-        tables=[table for sheet in sheets for table in sheet.tables],
-        notes=[note for sheet in sheets for note in sheet.notes],
+        tables=[table for sheet in others for table in sheet.tables],
+        notes=[note for sheet in others for note in sheet.notes],
     )
-    return sheet_section(whole)
+    return sheet_section(whole, tag("p", verdict.title, class_="lead"), notes(verdict.notes))
+
+
+def _blocks(shown: ShownPlan, figures: Node) -> Markup:
+    """Return the operations of each block; the table of the largest block is open."""
+    sheet = blocks_sheet(figures, shown.explanation.blocks)
+    largest = max(sheet.tables, key=lambda block: len(block.rows), default=None)
+    drawn = [details(block.title, table(replace(block, title="")), open=block is largest) for block in sheet.tables]
+    return sheet_section(replace(sheet, tables=()), drawn)
 
 
 def _time(figures: Node) -> Markup:

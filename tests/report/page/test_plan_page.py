@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.plan.plan import Plan
-from autoshard.report.page.elements import Node, tag
+from autoshard.report.page.elements import tag
 from autoshard.report.page.timeline import MOST_ACTIONS, MOST_MEMORIES, memory_charts, timeline
+from autoshard.report.sheet import Node
 from autoshard.units import format_bytes, format_count, format_dollars, format_seconds
 from tests.report.page.pages import QUESTIONS, page_named, page_of, plan_named, read
 from tests.report.test_trace import CASES, case
@@ -41,7 +42,7 @@ def test_every_figure_of_a_page_is_the_one_of_its_json(name: str):
     texts = {figure.attributes["data-path"]: figure.whole_text for figure in figures}
     own, step = data["plans"][0], "plans.0.prediction"
     assert texts[f"{step}.step_time_s"] == format_seconds(own["prediction"]["step_time_s"])
-    assert texts[f"{step}.tokens_per_s"] == format_count(own["prediction"]["tokens_per_s"])
+    assert texts[f"{step}.tokens_per_s"] == format_count(own["prediction"]["tokens_per_s"], "tokens/s")
     assert texts["plans.0.peak_bytes"] == format_bytes(own["peak_bytes"])
     if own["dollars"]:
         assert texts["plans.0.dollars.usd_per_billion_tokens"] == format_dollars(
@@ -223,6 +224,6 @@ def test_any_text_comes_back_from_an_element_as_it_went_in(text: str, attribute:
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_a_figure_keeps_its_exact_value_and_its_place(value: float):
-    made = read(Node({"a": [value]})["a"][0].figure(format_seconds).text).every("data")[0]
+    made = read(tag("p", Node({"a": [value]})["a"][0].figure(format_seconds)).text).every("data")[0]
     assert (float(made.attributes["value"]), made.attributes["data-path"]) == (value, "a.0")
     assert made.whole_text == format_seconds(value)
