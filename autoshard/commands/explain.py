@@ -14,6 +14,7 @@ from autoshard.plan.codec import load
 from autoshard.plan.module_plan import is_module_plan, load_module_plan
 from autoshard.report.comparison import why_not_sheets
 from autoshard.report.explanation import explanation_sheets
+from autoshard.report.module_sheets import module_sheets
 from autoshard.report.sheet import Node
 from autoshard.report.structured import explanation_json, why_not_json
 from autoshard.report.trace import trace_text
@@ -46,8 +47,8 @@ def explain(
         require(
             *((one is None, name, f"is not for the plan of a module, as {plan} is") for name, one in options.items())
         )
-        known = load_module_plan(plan)
-        print_answer(encode(known) if json else str(known))
+        figures = encode(load_module_plan(plan))
+        print_answer(figures if json else module_sheets(Node(figures)))
         return 0
     constants = calibration and load_calibration(calibration)
     read = check_plan(load(plan), constants)

@@ -62,15 +62,6 @@ class ModulePlan:
         pairs = (part.split("=") for part in self.mesh.split(","))
         return {name: int(size) for name, size in pairs}
 
-    def __str__(self) -> str:
-        proof = f"none takes less than {self.bound_s * 1e3:.4g}"
-        head = f"{self.module} on {self.mesh} of {self.cluster}, {self.precision}"
-        cost = f"{self.time_s * 1e3:.4g} ms a step forward and backward ({proof}), {self.memory_bytes / 2**20:.4g} MiB"
-        lines = [head, cost, "", *(f"{name}: {line}" for name, line in self.strategies), ""]
-        lines += [f"{path} {layout}" for path, layout in self.parameters.items()]
-        lines += [f"weights of {name} rest in pieces over {over}" for name, over in self.rests.items()]
-        return "\n".join([*lines, *(f"kept whole: {line}" for line in self.kept_whole)])
-
 
 def load_module_plan(path: Path) -> ModulePlan:
     """Read the file."""

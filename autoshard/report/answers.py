@@ -7,7 +7,7 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.explanation import Answer, Certificate, NearestRun
 from autoshard.plan.found import FoundPlan
 from autoshard.plan.plan import Plan
-from autoshard.report.sheet import Bar, Cell, Node, Sheet, Table, Words
+from autoshard.report.sheet import Bar, Cell, Column, Node, Sheet, Table, Words, rows_of
 from autoshard.report.words import (
     TIME_WORDS,
     axes_words,
@@ -19,7 +19,7 @@ from autoshard.report.words import (
     time_bar,
 )
 from autoshard.spec.record import encode
-from autoshard.units import format_bytes, format_seconds
+from autoshard.units import format_seconds
 
 _LEAST_SHARE = 0.005  # of the vendor's step: smaller differences of a part are not listed
 _TITLE = "slower: what holds 80% of it, and how sure it is that the answer is slower"
@@ -61,19 +61,25 @@ def answers_table(answers: Sequence[Node], fastest: Node, candidate: str) -> Tab
     The layout of the plan that is shown, ``candidate``, stands elsewhere.
     """
     longest_s = max(answer["step_time_s"].value for answer in answers)
-    rows: list[list[Cell]] = []
-    for answer in answers:
-        layout, step_s = Candidate.parse(answer["candidate"].value), answer["step_time_s"].value
-        words = f"{axes_words(layout)}; {layout.schedule}; {recompute_words(layout)}"
-        bar = Bar(step_s / longest_s, 0, time_bar(answer["time_parts"].value, longest_s))
-        rows.append([
-            answer["name"].value, answer["step_time_s"].figure(format_seconds), *_slower(answer),
-            answer["peak_bytes"].figure(format_bytes), bar, words, _loses(answer, fastest),
-            "" if str(layout) == candidate else Words(str(layout), "code"),
-        ])  # fmt: skip
-    columns = ("name", ">step", ">slower", ">sure", ">memory", "where its time goes", "plan", "why", "layout")
+    columns: dict[str, Column] = {
+        "name": "name",
+        ">step": "step_time_s",
+        ">slower": _slower,
+        ">sure": lambda answer: answer["ratio"]["faster"].figure(lambda it: f"{1 - it:.0%}") if answer["ratio"] else "",
+        ">memory": "peak_bytes",
+        "where its time goes": lambda answer: Bar(1, 0, time_bar(answer["time_parts"].value, longest_s)),
+        "plan": _plan_words,
+        "why": lambda answer: _loses(answer, fastest),
+        "layout": lambda answer: "" if (text := answer["candidate"].value) == candidate else Words(text, "code"),
+    }
     names = "Runners-up" if all(answer["name"].value.isdecimal() for answer in answers) else "Answers"
-    return Table(f"{names}; {_TITLE}", columns, rows, whole=("name",), drop=("why",), below="layout")
+    rows = rows_of(answers, columns)
+    return Table(f"{names}; {_TITLE}", [*columns], rows, whole=("name",), drop=("why",), below="layout")
+
+
+def _plan_words(answer: Node) -> str:
+    layout = Candidate.parse(answer["candidate"].value)
+    return f"{axes_words(layout)}; {layout.schedule}; {recompute_words(layout)}"
 
 
 def answers_notes(answers: Sequence[Node]) -> Iterator[Cell]:
@@ -85,16 +91,13 @@ def answers_notes(answers: Sequence[Node]) -> Iterator[Cell]:
             yield Words(f"{name}: {answer['source'].value}", "soft")
 
 
-def _slower(answer: Node) -> tuple[Cell, Cell]:
-    """Return how much slower than the fastest an answer is with what holds 80% of that, and how sure that is.
-
-    The fastest itself is not slower.
-    """
+def _slower(answer: Node) -> Cell:
+    """Return how much slower than the fastest an answer is with what holds 80% of that; the fastest is not slower."""
     slower, ratio = answer["slower"].figure("{:+.1%}".format), answer["ratio"]
     if not ratio:
-        return slower if answer["slower"].value else "", ""
+        return slower if answer["slower"].value else ""
     low, high = (ratio[end].figure(lambda end: signed_words(end - 1)) for end in ("low", "high"))
-    return (slower, " (", low, " to ", high, ")"), ratio["faster"].figure(lambda chance: f"{1 - chance:.0%}")
+    return slower, " (", low, " to ", high, ")"
 
 
 def _loses(answer: Node, fastest: Node) -> str:

@@ -1,15 +1,14 @@
 """The sheets of a comparison of two plans, and of the answer to --why-not: sentences (also for JSON), then tables."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from autoshard.cost.doubt import compared
 from autoshard.plan.diff import Breakdown, Diff, PlanChange, Term
 from autoshard.plan.explanation import WhyNot
 from autoshard.plan.plan import Plan
-from autoshard.report.sheet import Cell, Fact, Node, Sheet, Table, Words
-from autoshard.report.words import TIME_WORDS, percent, ratio_words
-from autoshard.units import GIB, format_bytes, format_count, format_dollars, format_seconds
+from autoshard.report.sheet import Cell, Column, Fact, Node, Sheet, Table, Words, rows_of
+from autoshard.report.words import TIME_WORDS, ratio_words
+from autoshard.units import GIB, format_bytes, format_count, format_named, format_seconds
 
 _MOST_CHANGES, _MOST_LINES, _MOST_REASONS = 16, 6, 2
 _SHORT = 24  # characters of a value that stands in a table
@@ -18,18 +17,13 @@ _LEAST_REASON = 0.1  # share of the difference; smaller parts are not named as r
 _TIMES = 2.0  # from this ratio on, a factor is clearer than a percentage
 _STACKED = ("", "a", "b")  # columns of texts that are too long to share a line
 _MANY = 1e6  # of a count, from which on it has a unit
-_FIGURES: tuple[tuple[str, tuple[str, ...], Callable[[Any], str]], ...] = (
-    ("step", ("step_time_s",), format_seconds),
-    ("step, at least", ("low_s",), format_seconds),
-    ("step, at most", ("high_s",), format_seconds),
-    ("tokens/s", ("tokens_per_s",), format_count),
-    ("MFU", ("mfu",), percent),
-    ("peak memory of a rank", ("peak_bytes",), format_bytes),
-    ("memory that a rank may fill", ("capacity_bytes",), format_bytes),
-    ("dollars per step", ("dollars", "usd_per_step"), format_dollars),
-    ("dollars per billion tokens", ("dollars", "usd_per_billion_tokens"), format_dollars),
-    ("compiling before the first step", ("compile_s",), format_seconds),
-)  # what is predicted, and where it stands in the JSON of a side
+_FIGURES = {  # what is predicted -> its keys in the JSON of a side
+    "step": ("step_time_s",), "step, at least": ("low_s",), "step, at most": ("high_s",),
+    "tokens/s": ("tokens_per_s",), "MFU": ("mfu",), "peak memory of a rank": ("peak_bytes",),
+    "memory that a rank may fill": ("capacity_bytes",), "dollars per step": ("dollars", "usd_per_step"),
+    "dollars per billion tokens": ("dollars", "usd_per_billion_tokens"),
+    "compiling before the first step": ("compile_s",),
+}  # fmt: skip
 
 
 def sentences(diff: Diff) -> list[str]:
@@ -160,14 +154,17 @@ def why_not_sheets(plan: Plan, answer: WhyNot, figures: Node) -> Iterator[Sheet]
         return
     names = ("the plan", f"the {'best' if answer.fits else 'smallest'} with {answer.pins}")
     yield from comparison_sheets(compared(plan, answer.other), figures["difference"], names)
-    rows = [
-        (flip["name"].value, *(_quantity(flip, key) for key in ("now", "then")), flip["factor"].figure("{:.3g}".format))
-        for flip in figures["flips"]
-    ]
+    columns: dict[str, Column] = {
+        "what": "name",
+        ">now": lambda flip: _quantity(flip, "now"),
+        ">then": lambda flip: _quantity(flip, "then"),
+        ">times": lambda flip: flip["factor"].figure("{:.3g}".format),
+    }
+    rows = rows_of(figures["flips"], columns)
     title = "The smallest change of one thing after which b is faster, or fits where a does not"
     unmoved = f"a change of up to 16 times does not make b the faster: {', '.join(answer.unmoved)}"
     yield Sheet(
-        tables=[Table(title, ("what", ">now", ">then", ">times"), rows)] if rows else [],
+        tables=[Table(title, [*columns], rows)] if rows else [],
         notes=[Words(unmoved, "soft")] if answer.unmoved else [],
     )
 
@@ -196,9 +193,9 @@ def _changes(title: str, changes: Sequence[PlanChange]) -> Iterator[Table]:
 
 
 def _value(name: str, value: str | float | None) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return format_bytes(value) if name.endswith("_bytes") else f"{value:.12g}"
-    return "-" if value is None else str(value).lower() if isinstance(value, bool) else value
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "-" if value is None else value if isinstance(value, str) else format_named(name, value)
 
 
 def _cut(text: str) -> str:
@@ -208,14 +205,11 @@ def _cut(text: str) -> str:
 def _predicted(figures: Node) -> Table:
     """Return the figures of both plans side by side, without those that neither plan has."""
     rows: list[tuple[Cell, ...]] = []
-    for name, keys, text in _FIGURES:
-        sides = [figures["a"], figures["b"]]
-        for key in keys:
-            sides = [side[key] if side else side for side in sides]
-        a, b = (side.value for side in sides)
-        if a is not None or b is not None:
-            share = b / a - 1 if a and b is not None else 0.0
-            rows.append((name, *(side.figure(text) for side in sides), f"{share:+.1%}" if round(share, 9) else ""))
+    for name, keys in _FIGURES.items():
+        a, b = (figures[side].at(*keys) for side in "ab")
+        if a.value is not None or b.value is not None:
+            share = b.value / a.value - 1 if a.value and b.value is not None else 0.0
+            rows.append((name, a.figure(), b.figure(), f"{share:+.1%}" if round(share, 9) else ""))
     columns = ("", ">a", ">b", ">b against a")
     return Table("What is predicted", columns, rows, drop=columns[-1:])
 

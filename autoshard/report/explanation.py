@@ -9,11 +9,11 @@ from autoshard.plan.plan import Plan
 from autoshard.report.answers import answers_sheet, runners_up_of
 from autoshard.report.plan_sheets import (
     NOTHING,
+    day_fact,
     headroom_words,
     memory_table,
     plan_figures,
     plan_warnings,
-    price_words,
     refused_sheet,
     stage_table,
     time_sheet,
@@ -38,8 +38,8 @@ def explanation_sheets(
     """Yield what limits the plan, where time and memory go, every operation of its blocks, and the next best plans."""
     figures = Node({**plan_figures(plan, times), "blocks": encode(explanation.blocks), "rules": {**explanation.rules}})
     facts = [Fact("layout", Words(explanation.candidate, "code"))]
-    facts += [Fact("cost", price_words(plan.dollars))] if plan.dollars else []
-    yield Sheet(facts=[*facts, *_limits(plan, alternatives), Fact("headroom", headroom_words(plan))])
+    facts += [*_limits(plan, alternatives), Fact("headroom", headroom_words(plan)), day_fact(plan, figures["dollars"])]
+    yield Sheet(facts=facts)
     yield time_sheet(figures)
     yield Sheet(tables=[stage_table(plan, figures), memory_table(plan, figures)])
     yield blocks_sheet(figures, explanation.blocks)

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 from autoshard.cost.timeline import RankTime
 from autoshard.plan.explanation import Answer, Certificate
-from autoshard.plan.plan import Compiling, Dollars, Plan, Prediction
+from autoshard.plan.plan import Compiling, Plan, Prediction
 from autoshard.plan.rules.rule import Rejection
 from autoshard.report.answers import answers_sheet
-from autoshard.report.sheet import Bar, Cell, Fact, Node, Sheet, Table, Words
+from autoshard.report.sheet import Bar, Cell, Column, Fact, Node, Sheet, Table, Words, rows_of
 from autoshard.report.words import (
     TIME_WORDS,
     again_of,
@@ -89,16 +89,16 @@ def plan_sheets(
 def plan_headline(plan: Plan, figures: Node) -> Sheet:
     """Return the question, then the plan in words with its speed, memory and cost."""
     prediction, peak = figures["prediction"], figures["peak_bytes"]
-    step, low, high = (prediction[key].figure(format_seconds) for key in ("step_time_s", "low_s", "high_s"))
+    step, low, high = (prediction[key].figure() for key in ("step_time_s", "low_s", "high_s"))
     # By both conventions: with all pairs of attention, and with those that no mask hides.
     causal = prediction["mfu_causal"]
-    masked: Cell = (" (", causal.figure(percent), " causal)") if causal else ""
+    masked: Cell = (" (", causal.figure(), " causal)") if causal else ""
     missing = peak.value - prediction_of(plan).capacity_bytes
     kept_free = f", and a headroom of {plan.headroom:.0%}" if plan.headroom else ""
     room: Cell = f"{format_bytes(-missing)} free{kept_free}"
     if missing > 0:
         room = Words(f"{format_bytes(missing)} too much", "bad")
-    capacity = prediction["capacity_bytes"].figure(format_bytes)
+    capacity = prediction["capacity_bytes"].figure()
     return Sheet(
         title=_question(plan),
         about=_work_words(plan),
@@ -106,9 +106,9 @@ def plan_headline(plan: Plan, figures: Node) -> Sheet:
             Fact("plan", Words(layout_words(plan), "strong")),
             Fact("step", step, (f" of {program_of(plan)} (", low, " to ", high, ")")),
             Fact("speed", prediction["tokens_per_s"].figure(lambda count: format_count(count, "tokens/s")),
-                 (", MFU ", prediction["mfu"].figure(percent), masked)),
-            Fact("memory", peak.figure(format_bytes), (" of ", capacity, " on the fullest rank, ", room)),
-            _day(plan, figures["dollars"]),
+                 (", MFU ", prediction["mfu"].figure(), masked)),
+            Fact("memory", peak.figure(), (" of ", capacity, " on the fullest rank, ", room)),
+            day_fact(plan, figures["dollars"]),
         ],
     )  # fmt: skip
 
@@ -201,13 +201,13 @@ def _large(count: float) -> str:
     return f"{count / unit:,.2f}".rstrip("0").rstrip(".") + word
 
 
-def _day(plan: Plan, dollars: Node) -> Fact:
+def day_fact(plan: Plan, dollars: Node) -> Fact:
     """Say how many tokens a day trains on, and what it costs at which price."""
     tokens = f"{_large(prediction_of(plan).tokens_per_s * _DAY_S)} tokens"
     if not plan.dollars:
         return Fact("day", tokens)
     usd = plan.dollars.price_usd_per_node_hour * 24 * plan.cluster.num_nodes
-    billion = dollars["usd_per_billion_tokens"].figure(format_dollars)
+    billion = dollars["usd_per_billion_tokens"].figure()
     date = plan.dollars.price_date or "an unknown date"
     return Fact("day", tokens, (f" for {format_dollars(usd)}: ", billion, f" a billion (price of {date})"))
 
@@ -218,13 +218,6 @@ def _total_words(plan: Plan, total_tokens: float) -> str:
     took = f"{time_s / _DAY_S:,.1f} days" if time_s >= 2 * _DAY_S else format_seconds(time_s)
     cost = f" and {format_dollars(dollars.usd_per_billion_tokens * total_tokens / 1e9)}" if dollars else ""
     return f"{_large(total_tokens)} tokens take {took}{cost}"
-
-
-def price_words(dollars: Dollars) -> str:
-    """Say what a billion tokens cost, and how old the price is."""
-    date = f"as of {dollars.price_date}" if dollars.price_date else "undated"
-    price = f"{format_dollars(dollars.price_usd_per_node_hour)} a node hour on demand, {date}; check yours"
-    return f"{format_dollars(dollars.usd_per_billion_tokens)} per billion tokens ({price})"
 
 
 def _search_words(certificate: Certificate) -> str:
@@ -264,7 +257,7 @@ def stage_table(plan: Plan, figures: Node, most_rows: int = MOST_ROWS) -> Table:
         seconds: list[Cell] = []
         if times:
             busiest = max((times[rank] for rank in ranks), key=lambda rank: rank["work_s"].value)
-            seconds = [busiest[key].figure(format_seconds) for key in ("work_s", "sending_s", "idle_s")]
+            seconds = [busiest[key].figure() for key in ("work_s", "sending_s", "idle_s")]
         share = fullest / capacity
         rows.append([*_place(plan, ranks), again_of(plan, ranks), *seconds, _gib(fullest), f"{share:.0%}",
                      Bar(share, 10)])  # fmt: skip
@@ -323,16 +316,13 @@ def _row_groups(num_ranks: int, most_rows: int = MOST_ROWS) -> list[range]:
 def refused_sheet(record: Node) -> Sheet:
     """Return what was searched and proven, and what was refused; a search's record, or its certificate with words."""
     refusals = sorted(record["refusals"], key=lambda refusal: -refusal["num_points"].value)
-    rows = [
-        (refusal["rule_id"].value, refusal["num_points"].figure("{:,}".format), refusal["example"].value)
-        for refusal in refusals
-    ]
+    columns: dict[str, Column] = {"rule": "rule_id", ">points": "num_points", "for example": "example"}
     about = f"Of {record['num_points'].value:,} outer points {record['num_legal'].value:,} are legal; "
     return Sheet(
         name="refused",
         title="What was refused, and why",
         about=f"{about}one may be refused by several Rules.",
-        tables=[Table("", ("rule", ">points", "for example"), rows, whole=("rule",), drop=(">points",))],
+        tables=[Table("", [*columns], rows_of(refusals, columns), whole=("rule",), drop=(">points",))],
         notes=[record["statement"].value, Words(record["accounting"].value, "soft")],
     )
 
@@ -373,8 +363,7 @@ def frontier_sheets(plans: Sequence[Plan], gap: float, ended: str) -> Iterator[S
         rows.append([str(number), *figures, axes_words(plan.candidate), Words(str(plan.candidate), "code")])
     cost = "cost a step" if any(plan.dollars for plan in plans) else "node seconds"
     columns = (">plan", ">nodes", ">step", "", ">peak memory", "", f">{cost}", "layout", "candidate")
-    table = Table("What no other plan betters in time, memory and cost at once", columns, rows, drop=("layout",),
-                  below="candidate")  # fmt: skip
+    title = "What no other plan betters in time, memory and cost at once"
     words = f"each the fastest of its nodes and memory, within {format_at_most(gap)}; memory in steps of a tenth"
-    yield Sheet(tables=[table])
+    yield Sheet(tables=[Table(title, columns, rows, drop=("layout",), below="candidate")])
     yield Sheet(notes=[Words(words, "soft"), *(Words(line, "warning") for line in program_lines(plans[0]))])

@@ -1,8 +1,10 @@
 """An answer laid out once: facts, tables and notes, which ``terminal`` draws with rich and ``page`` as HTML."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, Union
+
+from autoshard.units import format_named
 
 Kind = Literal["strong", "code", "sent", "soft", "good", "warning", "bad"]
 
@@ -77,9 +79,34 @@ class Node:
     def __bool__(self) -> bool:
         return bool(self.value) or isinstance(self.value, int | float)
 
-    def figure(self, text: Callable[[Any], str]) -> Figure | str:
-        """Return a number as people read it; a dash where it is null."""
-        return "-" if self.value is None else Figure(text(self.value), self.value, self.path)
+    def at(self, *keys: str) -> "Node":
+        """Return what lies under these keys; null where one of them is missing."""
+        node = self
+        for key in keys:
+            node = node[key] if node.value is not None and key in node.value else Node(None)
+        return node
+
+    def figure(self, text: Callable[[Any], str] | None = None) -> Figure | str:
+        """Return a number as people read it: by the unit in its key, unless ``text`` says how; null is a dash."""
+        if self.value is None:
+            return "-"
+        words = text(self.value) if text else format_named(self.path.rpartition(".")[2], self.value)
+        return Figure(words, self.value, self.path)
+
+
+Column = str | tuple[str, ...] | Callable[[Node], Cell]
+
+
+def rows_of(nodes: Iterable[Node], columns: Mapping[str, Column]) -> list[list[Cell]]:
+    """Return a row for every object: for each column what lies under its keys, or what a function returns."""
+    return [[_cell(node, column) for column in columns.values()] for node in nodes]
+
+
+def _cell(node: Node, column: Column) -> Cell:
+    if callable(column):
+        return column(node)
+    value = node.at(*((column,) if isinstance(column, str) else column))
+    return value.value if isinstance(value.value, str) else value.figure()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,15 +1,13 @@
 """The sheets of a sweep: what varies, the best points, the layout of each with its scaling and its cost."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
-from autoshard.report.sheet import Cell, Fact, Node, Sheet, Table, Words
-from autoshard.report.words import percent
+from autoshard.report.sheet import Cell, Column, Fact, Node, Sheet, Table, Words, rows_of
 from autoshard.spec.recipe import TRAINING_KEYS
-from autoshard.units import format_bytes, format_count, format_dollars, format_seconds
 
 Row = Mapping[str, Any]
 
@@ -23,7 +21,7 @@ def sweep_sheets(name: str, rows: Sequence[Row], most: int = _MOST) -> dict[str,
     """Return the best points, a table of those that have a plan, and why others have none; a sweep may lack either."""
     figures = Node({"rows": list(rows)})["rows"]
     good = [row for row in figures if row["status"].value in GOOD]
-    bad = [row for row in rows if row["status"] not in GOOD]
+    bad = [row for row in figures if row["status"].value not in GOOD]
     varied = ", ".join(name.removeprefix("at.") for name in varied_in(rows)) or "nothing"
     sheets = {"head": Sheet(title=f"Sweep {name}", facts=[Fact("points", f"{len(rows)}; what varies: {varied}"),
                                                           *_bests(good)])}  # fmt: skip
@@ -31,14 +29,16 @@ def sweep_sheets(name: str, rows: Sequence[Row], most: int = _MOST) -> dict[str,
         sheets["points"] = Sheet(name="points", title="The points of the sweep", tables=[_table(good, most)],
                                  notes=_left_out(len(good), most))  # fmt: skip
     if bad:
-        whys = [str(row["message"]) for row in bad]
-        lines = [
-            (row["point"], Words(row["status"], "bad"), Words(why.partition("\n")[0], "soft", why))
-            for row, why in zip(bad[:most], whys, strict=False)
-        ]
-        sheets["failed"] = Sheet(name="failed", title="Points without a plan", notes=_left_out(len(bad), most),
-                                 tables=[Table("", ("point", "status", "why"), lines)])  # fmt: skip
+        lines = [(row["point"].value, Words(row["status"].value, "bad"), _why(row)) for row in bad[:most]]
+        table = Table("", ("point", "status", "why"), lines)
+        sheets["failed"] = Sheet(name="failed", title="Points without a plan", tables=[table],
+                                 notes=_left_out(len(bad), most))  # fmt: skip
     return sheets
+
+
+def _why(row: Node) -> Cell:
+    """Return the first line of what a point's planner says; a page shows the others under the pointer."""
+    return Words(str(row["message"].value).partition("\n")[0], "soft", str(row["message"].value))
 
 
 def _left_out(count: int, most: int) -> list[Cell]:
@@ -47,15 +47,12 @@ def _left_out(count: int, most: int) -> list[Cell]:
 
 def _bests(rows: Sequence[Node]) -> Iterator[Fact]:
     """Yield the fastest, the cheapest and the busiest point, and the least loss of every question."""
-    ways: tuple[tuple[str, str, Callable[[Any], str], int], ...] = (
-        ("most tokens a second", "tokens_per_s", format_count, 1),
-        ("cheapest billion tokens", "usd_per_billion_tokens", format_dollars, -1),
-        ("best MFU", "mfu", percent, 1),
-    )
-    for name, key, text, sign in ways:
-        if known := [row for row in rows if row[key].value is not None]:
-            best = max(known, key=lambda row: sign * row[key].value)
-            yield Fact(name, best[key].figure(text), f", predicted of {best['point'].value}")
+    ways = {"most tokens a second": ("tokens_per_s", max), "cheapest billion tokens": ("usd_per_billion_tokens", min),
+            "best MFU": ("mfu", max)}  # fmt: skip
+    for name, (key, best_of) in ways.items():
+        if valued := [row for row in rows if row[key].value is not None]:
+            best = best_of(valued, key=lambda row: row[key].value)
+            yield Fact(name, best[key].figure(), f", predicted of {best['point'].value}")
     for best, group in best_trained([row.value for row in rows])[:_MOST_LINES]:
         lengths = {row["num_steps"] for row in group}
         longer = f" (they took {min(lengths)} to {max(lengths)} steps)" if len(lengths) > 1 else ""
@@ -113,33 +110,22 @@ def series_of(row: Row) -> object:
 def _table(rows: Sequence[Node], most: int) -> Table:
     """Return a table of what varies, the plan and its figures; columns that few sweeps have come last."""
     values = [row.value for row in rows]
-    varied, shares = varied_in(values), efficiency(values)
-    sizes: list[tuple[str, str, Callable[[Any], str]]] = [
-        (">step", "step_time_s", format_seconds), (">tokens/s", "tokens_per_s", format_count), (">MFU", "mfu", percent),
-        (">peak", "peak_bytes", format_bytes),
-    ]  # fmt: skip
-    ends: list[tuple[str, str, Callable[[Any], str]]] = []
+    varied, shares = {name.removeprefix("at."): name for name in varied_in(values)}, efficiency(values)
+    columns: dict[str, Column] = {
+        **varied, **({"answer": "choice"} if any(row["choice"] > 1 for row in values) else {}),
+        "layout": lambda row: Words(short_layout(row.value), "strong", row["candidate"].value), ">step": "step_time_s",
+        ">tokens/s": "tokens_per_s", ">MFU": "mfu", ">peak": "peak_bytes",
+    }  # fmt: skip
+    if any(len({row.get(at) for row in values}) > 1 for at in SIZES):
+        columns[">per rank"] = lambda row: f"{shares[row['id'].value]:.0%}"
     if any(row["usd_per_billion_tokens"] is not None for row in values):
-        ends.append((">$ / 1e9 tokens", "usd_per_billion_tokens", format_dollars))
+        columns[">$ / 1e9 tokens"] = "usd_per_billion_tokens"
     if any(row["status"] == "ran" for row in values):
-        ends += [(">loss", "last_loss", "{:.4f}".format), (">measured", "measured_step_time_s", format_seconds)]
-        ends += [(">/ predicted", "measured_over_predicted", "{:.2f}".format)]
-    several = any(row["choice"] > 1 for row in values)
-    scales = any(len({row.get(at) for row in values}) > 1 for at in SIZES)
-    lines: list[list[Cell]] = []
-    for row in rows[:most]:
-        value = row.value
-        line: list[Cell] = ["-" if value.get(name) is None else str(value[name]) for name in varied]
-        line += [row["choice"].figure(str)] if several else []
-        line += [Words(short_layout(value), "strong", value["candidate"])]
-        line += [row[key].figure(text) for _, key, text in sizes]
-        line += [f"{shares[value['id']]:.0%}"] if scales else []
-        lines.append([*line, *(row[key].figure(text) if key in value else "-" for _, key, text in ends)])
-    names = [name.removeprefix("at.") for name in varied]
-    columns = [*names, *(["answer"] if several else []), "layout", *(name for name, *_ in sizes)]
-    columns += [*([">per rank"] if scales else []), *(name for name, *_ in ends)]
+        columns[">loss"] = lambda row: row.at("last_loss").figure("{:.4f}".format)
+        columns[">measured"] = "measured_step_time_s"
+        columns[">/ predicted"] = lambda row: row.at("measured_over_predicted").figure("{:.2f}".format)
     drop = [name for name in (">peak", ">MFU", ">per rank", ">tokens/s", ">$ / 1e9 tokens") if name in columns]
-    return Table("", columns, lines, widths=dict.fromkeys(names, 24), drop=drop)
+    return Table("", [*columns], rows_of(rows[:most], columns), widths=dict.fromkeys(varied, 24), drop=drop)
 
 
 def short_layout(row: Row) -> str:

@@ -258,7 +258,10 @@ def test_what_lies_within_the_interval_is_counted_and_named():
         ),
     )  # fmt: skip
     text = " ".join(printed(answers_sheet(plan, [vendor])).split())
-    assert "vendor: too little memory vendor: its page vendor: measured nearby: on 32 nodes: 3 runs, 128.00 s to 136.00 s" in text
+    assert (
+        "vendor: too little memory vendor: its page vendor: measured nearby: on 32 nodes: 3 runs, 128.00 s to 136.00 s"
+        in text
+    )
     assert "this model says 151.00 s" in text and "of these" not in text, "what may not run is not measured"
     assert vendor.nearest_run and "seen, not settled" not in text
     early = replace(vendor, unsettled_run=replace(vendor.nearest_run, high_s=137.0, unsettled="four steps"))

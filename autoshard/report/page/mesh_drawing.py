@@ -1,11 +1,12 @@
 """The mesh on its nodes: a square for every rank, coloured by its place on an axis, with its groups to point at."""
 
+from collections.abc import Sequence
+
 from autoshard.plan.plan import Plan
 from autoshard.report.page.elements import Markup, figure_of, section, table, tag
 from autoshard.report.page.shown import AXES
 from autoshard.report.page.timeline import shown_ranks
-from autoshard.report.sheet import Cell, Node, Table
-from autoshard.units import format_bytes, format_count
+from autoshard.report.sheet import Cell, Column, Node, Table, rows_of
 
 MOST_RANKS = 640
 _COLOURS = 8
@@ -14,23 +15,23 @@ _WORDS = {"tp": "tensor", "cp": "context", "ep": "expert", "pp": "pipeline", "dp
 
 def mesh_section(name: str, plan: Plan, data: Node) -> Markup:
     """Return the axes with their groups and links, and the nodes."""
-    rows: list[tuple[Cell, ...]] = [
-        (
-            f"{axis['axis'].value} ({_WORDS[axis['axis'].value]})",
-            axis["size"].figure(str),
-            _spread(axis["num_nodes"]),
-            axis["link"].value,
-            axis["bandwidth_bytes_per_s"].figure(lambda rate: format_count(rate, "B/s")),
-            axis["sent_bytes"].figure(format_bytes),
-            ", ".join(map(str, axis["neighbours"].value)) + (", ..." if axis["size"].value > 8 else ""),
-        )
-        for axis in data["axes"]
-    ]
-    columns = ("axis", ">ranks in a group", "spread", "slowest link crossed", ">its rate",
-               ">busiest rank sends in a step", "group of rank 0")  # fmt: skip
+    columns: dict[str, Column] = {
+        "axis": lambda axis: f"{axis['axis'].value} ({_WORDS[axis['axis'].value]})",
+        ">ranks in a group": "size",
+        "spread": lambda axis: _spread(axis["num_nodes"]),
+        "slowest link crossed": "link",
+        ">its rate": "bandwidth_bytes_per_s",
+        ">busiest rank sends in a step": "sent_bytes",
+        "group of rank 0": lambda axis: _listed(axis["neighbours"].value, axis["size"].value),
+    }
+    rows = rows_of(data["axes"], columns)
     about = "Ranks that share a group exchange data. Point at a rank to see its group on the axis that is chosen."
-    axes = table(Table("Axes of the mesh", columns, rows)) if rows else tag("p", "One rank: nothing is sent.")
+    axes = table(Table("Axes of the mesh", [*columns], rows)) if rows else tag("p", "One rank: nothing is sent.")
     return section(name, "Mesh", axes, _nodes(plan), about=about)
+
+
+def _listed(ranks: Sequence[int], count: int) -> str:
+    return ", ".join(map(str, ranks)) + (", ..." if count > len(ranks) else "")
 
 
 def _spread(nodes: Node) -> Cell:

@@ -34,9 +34,9 @@ from autoshard.report.plan_sheets import (
     stage_table,
     time_sheet,
 )
-from autoshard.report.sheet import Cell, Fact, Node, Sheet, Table, Words
-from autoshard.report.words import layout_words, percent, prediction_of, time_bar
-from autoshard.units import GIB, format_at_most, format_bytes, format_count, format_dollars, format_seconds
+from autoshard.report.sheet import Column, Fact, Node, Sheet, Table, Words, rows_of
+from autoshard.report.words import layout_words, prediction_of, time_bar
+from autoshard.units import GIB, format_at_most, format_dollars, format_seconds
 
 _STATE = ("weights", "gradients", "masters", "optimizer")
 _KEYS = {"activations": "activations, logits"}  # drawn as one area
@@ -86,18 +86,15 @@ def _distance(gap: float) -> str:
 
 
 def _plans(shown: Sequence[ShownPlan], data: Node) -> Sheet:
-    rows: list[Sequence[Cell]] = []
-    for plan, figures in zip(shown, data["plans"], strict=True):
-        prediction, dollars = figures["prediction"], figures["dollars"]
-        usd = dollars["usd_per_billion_tokens"].figure(format_dollars) if dollars else "-"
-        rows.append((
-            figures["name"].value, prediction["step_time_s"].figure(format_seconds),
-            prediction["tokens_per_s"].figure(format_count), prediction["mfu"].figure(percent),
-            figures["peak_bytes"].figure(format_bytes), usd, layout_words(plan.plan),
-        ))  # fmt: skip
-    columns = ("plan", ">step", ">tokens/s", ">MFU", ">fullest rank", ">$ / 1e9 tokens", "layout")
+    words = {figures.path: layout_words(plan.plan) for plan, figures in zip(shown, data["plans"], strict=True)}
+    columns: dict[str, Column] = {
+        "plan": "name", ">step": ("prediction", "step_time_s"), ">tokens/s": ("prediction", "tokens_per_s"),
+        ">MFU": ("prediction", "mfu"), ">memory": "peak_bytes",
+        ">$ / 1e9 tokens": ("dollars", "usd_per_billion_tokens"), "layout": lambda figures: words[figures.path],
+    }  # fmt: skip
     about = "The first is drawn below; the others beside it."
-    return Sheet(name="plans", title="The plans", about=about, tables=[Table("", columns, rows)])
+    tables = [Table("", [*columns], rows_of(data["plans"], columns))]
+    return Sheet(name="plans", title="The plans", about=about, tables=tables)
 
 
 def _difference(difference: Diff, figures: Node, shown: Sequence[ShownPlan]) -> Markup:

@@ -7,8 +7,8 @@ from typing import Any
 
 from autoshard.errors import inside, require
 from autoshard.plan.plan import Plan
-from autoshard.report.page.charts import Axis, Dot, Line, line_chart
-from autoshard.report.page.elements import Markup, sheet_section, tag
+from autoshard.report.page.charts import step_charts
+from autoshard.report.page.elements import Markup, sheet_section
 from autoshard.report.run import run_sheet
 from autoshard.report.sheet import Node
 from autoshard.report.watch.content import read_run
@@ -17,7 +17,6 @@ from autoshard.run.folder import PLAN, REPORT
 from autoshard.run.reports import with_nulls
 from autoshard.spec.files import read_data
 from autoshard.spec.record import decode
-from autoshard.units import format_count, format_seconds
 
 _MOST_STEPS = 400  # that are drawn; of more, every second, third, ...
 
@@ -86,24 +85,14 @@ def _question(plan: Plan) -> tuple[object, ...]:
 
 def run_section(plan: Plan, run: Node) -> Markup:
     """Return the steps of a run against the predicted step, its losses, and its memory and traffic by part."""
-    prediction, steps = prediction_of(plan), run["steps"]
-    every = max(1, -(-len(steps.value) // _MOST_STEPS))
-    drawn = [step for number, step in enumerate(steps) if number % every == 0]
-    steady = [step for step in drawn if step["phase"].value == "steady"] or drawn
-    number = Axis(name="step", text="{:g}".format, whole=True)
-    times = [_point(step, "time_s", format_seconds) for step in steady]
-    ends = (steady[0]["step"].value, steady[-1]["step"].value)
-    predicted = [Dot(x=end, y=prediction.step_time_s, tip="") for end in ends]
-    band, words = (prediction.low_s, prediction.high_s), "interval of the prediction"
-    charts = [
-        line_chart("Step time", [Line(name="measured", points=times), Line(name="predicted", points=predicted)],
-                   number, Axis(name="", text=format_seconds), band=band, band_name=words),
-        line_chart("Loss", [Line(name="loss", points=[_point(step, "loss", "{:.4f}".format) for step in drawn
-                                                      if step["loss"].value is not None])],
-                   number, Axis(name="", text=lambda value: f"{value:.3g}")),
-    ]  # fmt: skip
-    sheet = replace(run_sheet(plan, run, comparable=run["same_machine"].value), about=_about(run))
-    return sheet_section(sheet, tag("div", charts, class_="charts"))
+    prediction, steps = prediction_of(plan), run["steps"].value
+    drawn = steps[:: max(1, -(-len(steps) // _MOST_STEPS))]
+    steady = [step for step in drawn if step["phase"] == "steady"] or drawn
+    losses, times = (
+        [(step["step"], step[key]) for step in part] for key, part in (("loss", drawn), ("time_s", steady))
+    )
+    charts = step_charts(losses, times, (prediction.step_time_s, prediction.low_s, prediction.high_s))
+    return sheet_section(replace(run_sheet(plan, run, comparable=run["same_machine"].value), about=_about(run)), charts)
 
 
 def _about(run: Node) -> str:
@@ -113,9 +102,3 @@ def _about(run: Node) -> str:
         words += f" The times of {early} that warmed up or compiled are left out."
     other = " It ran on another machine than the one that the prediction is about, so that only bytes can be compared."
     return words + ("" if run["same_machine"].value else other)
-
-
-def _point(step: Node, key: str, text: Any) -> Dot:
-    value = step[key].value
-    tip = f"step {step['step'].value}: {text(value)}, {format_count(step['tokens_per_s'].value, 'tokens/s')}"
-    return Dot(x=step["step"].value, y=value, tip=tip)

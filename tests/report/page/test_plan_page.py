@@ -206,9 +206,9 @@ def test_a_run_stands_beside_its_prediction_step_by_step_and_part_by_part():
     assert [row.every("td")[-1].whole_text for row in run.every("tr")[1:] if row.every("td")][-2:] == ["2.00", "2.00"]
     charts = [one for one in run.every("figure") if one.attributes.get("class") == "chart"]
     tips = [[dot.attributes["data-tip"] for dot in chart.every("circle")] for chart in charts]
-    assert [len(own) for own in tips] == [3, 2]  # a loss that is not finite is left out
+    assert [len(own) for own in tips] == [2, 3]  # a loss that is not finite is left out
     assert data["run"]["steps"][0]["loss"] == 6.0
-    marks = [one.whole_text for one in charts[0].every("text") if one.attributes["class"] == "middle"]
+    marks = [one.whole_text for one in charts[1].every("text") if one.attributes["class"] == "middle"]
     assert marks == ["1", "2", "3"]  # no step and a half
     early = run_of(plan, [6.0, 5.5])
     early["steps"][0]["phase"] = "warm-up"
