@@ -1,10 +1,11 @@
 """The answers to a question side by side: how much slower each is, what of that is sure, what was measured of them."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from autoshard.cost.doubt import compared, ratio_of
 from autoshard.plan.candidate import Candidate
-from autoshard.plan.explanation import Answer, Certificate, NearestRun
+from autoshard.plan.explanation import Answer, Certificate, NearestRun, Ratio
 from autoshard.plan.found import FoundPlan
 from autoshard.plan.plan import Plan
 from autoshard.report.sheet import Bar, Cell, Column, Node, Sheet, Table, Words, rows_of
@@ -18,29 +19,29 @@ from autoshard.report.words import (
     signed_words,
     time_bar,
 )
-from autoshard.spec.record import encode
+from autoshard.spec.record import decode, encode
 from autoshard.units import format_seconds
 
 _LEAST_SHARE = 0.005  # of the vendor's step: smaller differences of a part are not listed
 _TITLE = "slower: what holds 80% of it, and how sure it is that the answer is slower"
 
 
-def runners_up_of(plan: Plan, others: Sequence[Plan]) -> list[Answer]:
+def runners_up_of(best: Plan, next_best: Sequence[Plan]) -> list[Answer]:
     """Return the next best plans as answers, which are compared with the best."""
-    best_s, runners_up = prediction_of(plan).step_time_s, list[Answer]()
-    for number, other in enumerate(others, 2):
-        slower = prediction_of(other).step_time_s / best_s - 1
-        runners_up.append(Answer(name=str(number), plan=other, why="", slower=slower, ratio=ratio_of(other, plan)))
-    return runners_up
+    best_s, answers = prediction_of(best).step_time_s, list[Answer]()
+    for number, plan in enumerate(next_best, 2):
+        slower = prediction_of(plan).step_time_s / best_s - 1
+        answers.append(Answer(name=str(number), plan=plan, why="", slower=slower, ratio=ratio_of(plan, best)))
+    return answers
 
 
 def answers_sheet(plan: Plan, answers: Sequence[Answer]) -> Sheet:
     """Return the answers to a question beside the plan, what was measured near them, and what to measure."""
     best = FoundPlan.of(Answer(name="", plan=plan, why="", slower=0.0), Certificate())
     records = Node(encode([best, *(FoundPlan.of(answer, Certificate()) for answer in answers)]))
-    first, *others = records
-    fastest = first if others[0]["name"].value.isdecimal() else others[0]
-    notes = list(answers_notes(others))
+    plan_record, *figures = records
+    fastest = plan_record if figures[0]["name"].value.isdecimal() else figures[0]
+    notes = list(answers_notes(figures))
     for answer in answers:
         runs = filter(None, (answer.nearest_run, answer.unsettled_run))
         notes += [Words(f"{answer.name}: {_run_words(run)}", "soft") for run in runs]
@@ -51,7 +52,8 @@ def answers_sheet(plan: Plan, answers: Sequence[Answer]) -> Sheet:
         lie = "lies" if len(near) == 1 else "lie"
         words = f"{len(near)} of these ({', '.join(near)}) {lie} within the interval of this prediction"
         notes.append(Words(f"{words}, so measure before you rent for long", "warning"))
-    tables = [answers_table(others, fastest, str(plan.candidate)), *_against_vendor(plan, answers)]
+    tables, vendor = [answers_table(figures, fastest, str(plan.candidate))], against_vendor(plan, answers)
+    tables += [_vendor_table(Node(vendor))] if vendor else []
     return Sheet(tables=tables, notes=notes)
 
 
@@ -113,21 +115,29 @@ def _loses(answer: Node, fastest: Node) -> str:
     return f"{format_seconds(more[part])} {'more' if sign > 0 else 'less'} {TIME_WORDS.get(part, part)}"
 
 
-def _against_vendor(plan: Plan, answers: Sequence[Answer]) -> Iterator[Table]:
-    """Yield how a plan compares with the layout that the vendor documents, part by part, if it is another."""
-    for vendor in answers:
-        if vendor.name != "vendor" or vendor.plan.candidate == plan.candidate:
-            continue
-        difference = compared(vendor.plan, plan)
-        rows: list[list[Cell]] = []
-        for part in difference.time.parts:
-            if abs(part.difference) >= _LEAST_SHARE * difference.time.total.a:
-                more = f"{'+' if part.difference > 0 else ''}{format_seconds(part.difference)}"
-                seconds = [format_seconds(part.a), format_seconds(part.b), more]
-                rows.append([TIME_WORDS.get(part.name, part.name), *seconds, difference.evidence.get(part.name, "")])
-        ratio = f": {ratio_words(difference.ratio)}" if difference.ratio else ""
-        columns = ("part", ">vendor", ">this", ">difference", "rests on")
-        yield Table(f"against the vendor's layout{ratio}", columns, rows, drop=("rests on",))
+def against_vendor(plan: Plan, answers: Sequence[Answer]) -> dict[str, Any] | None:
+    """Return the ratio of a plan's step to that of the layout that the vendor documents, if it is another, in parts."""
+    vendor = next((answer.plan for answer in answers if answer.name == "vendor"), plan)
+    if vendor.candidate == plan.candidate:
+        return None
+    difference = compared(vendor, plan)
+    parts = [{"name": part.name, "vendor": part.a, "this": part.b} for part in difference.time.parts]
+    return {**encode(difference.ratio), "parts": parts, "evidence": dict(difference.evidence)}
+
+
+def _vendor_table(figures: Node) -> Table:
+    """Return how a plan compares with the layout that the vendor documents, part by part; small parts are left out."""
+    whole_s = sum(part["vendor"].value for part in figures["parts"])
+    rows: list[tuple[Cell, ...]] = []
+    for part in figures["parts"]:
+        name, more_s = str(part["name"].value), part["this"].value - part["vendor"].value
+        if abs(more_s) >= _LEAST_SHARE * whole_s:
+            more = f"{'+' if more_s > 0 else ''}{format_seconds(more_s)}"
+            seconds = (part[side].figure(format_seconds) for side in ("vendor", "this"))
+            rows.append((TIME_WORDS.get(name, name), *seconds, more, figures["evidence"].value.get(name, "")))
+    ratio = decode(Ratio, {key: figures[key].value for key in ("value", "low", "high", "faster")})
+    columns = ("part", ">vendor", ">this", ">difference", "rests on")
+    return Table(f"against the vendor's layout: {ratio_words(ratio)}", columns, rows, drop=("rests on",))
 
 
 def _run_words(run: NearestRun) -> str:

@@ -278,8 +278,8 @@ def memory_table(
         parts = max((memories[rank]["parts"] for rank in ranks), key=lambda parts: sum(parts.value.values()))
         peak, listed = sum(parts.value.values()), {name for names in sizes.values() for name in names}
         cells = [_sum(parts, names) for names in sizes.values()]
-        others = [name for name in parts.value if name not in listed]
-        cells += [_sum(parts, others)] if sizes is _SIZES else []
+        unlisted = [name for name in parts.value if name not in listed]
+        cells += [_sum(parts, unlisted)] if sizes is _SIZES else []
         rows.append([*_place(plan, ranks), *cells, _gib(peak), f"{peak / capacity:.0%}", Bar(peak / capacity)])
     shared = "; of ranks that share a row, the fullest" if len(rows) < len(memories.value) else ""
     title = f"Memory per pipeline rank in GiB, of {_gib(capacity)}{shared}"

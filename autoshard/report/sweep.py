@@ -80,10 +80,10 @@ def best_trained(rows: Sequence[Row]) -> list[tuple[Row, list[Row]]]:
     groups: dict[object, list[Row]] = {}
     for row in rows:
         if row.get("last_loss") is not None:
-            others = [(name, row.get(name)) for name in varied_in(rows) if name not in training]
-            groups.setdefault(str(others), []).append(row)
-    alike = [group for group in groups.values() if training and len(group) > 1]
-    return [(min(group, key=lambda row: row["last_loss"]), group) for group in alike]
+            question = [(name, row.get(name)) for name in varied_in(rows) if name not in training]
+            groups.setdefault(str(question), []).append(row)
+    comparable = [group for group in groups.values() if training and len(group) > 1]
+    return [(min(group, key=lambda row: row["last_loss"]), group) for group in comparable]
 
 
 def efficiency(rows: Sequence[Row]) -> dict[str, float]:
@@ -103,8 +103,8 @@ def efficiency(rows: Sequence[Row]) -> dict[str, float]:
 
 def series_of(row: Row) -> object:
     """Return a key that is equal for rows that differ only in the number of nodes or ranks."""
-    others = {name: value for name, value in row.items() if name.startswith("at.") and name not in SIZES}
-    return (row["choice"], *sorted(others.items(), key=str))
+    varied = {name: value for name, value in row.items() if name.startswith("at.") and name not in SIZES}
+    return (row["choice"], *sorted(varied.items(), key=str))
 
 
 def _table(rows: Sequence[Node], most: int) -> Table:

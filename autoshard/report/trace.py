@@ -141,11 +141,11 @@ class _RankEvents:
         self.row, self.step, self.rank = row, row.step, row.rank
         self.left_out, self.drawn = row.left_out, row.positions
 
-    def _event(self, phase: str, lane: int, ticks: int, **others: Any) -> Event:
-        return {"ph": phase, "pid": self.row.number, "tid": lane, "ts": ticks / _TICKS_PER_US, **others}
+    def _event(self, phase: str, lane: int, ticks: int, **fields: Any) -> Event:
+        return {"ph": phase, "pid": self.row.number, "tid": lane, "ts": ticks / _TICKS_PER_US, **fields}
 
-    def _slice(self, lane: int, begin: int, end: int, category: str, **others: Any) -> Event:
-        return self._event("X", lane, begin, dur=(end - begin) / _TICKS_PER_US, cat=category, **others)
+    def _slice(self, lane: int, begin: int, end: int, category: str, **fields: Any) -> Event:
+        return self._event("X", lane, begin, dur=(end - begin) / _TICKS_PER_US, cat=category, **fields)
 
     def actions(self) -> Iterator[Event]:
         """Yield one slice per drawn action, and one slice with the sums of those that are left out."""
@@ -199,17 +199,17 @@ class _RankEvents:
         The slices use as few tracks as possible without overlap.
         """
         free, slices, ends = list[int](), list[Event](), list[Event]()  # free: when each lane ends
-        for begin, end, name, args, taken in self._messages():
+        for begin, end, name, args, receiver in self._messages():
             lane = next((lane for lane, ended in enumerate(free) if begin >= ended - 1), len(free))
             # the last tick of two sums of the same times may differ
             start = max([begin, *free[lane : lane + 1]])
             free[lane : lane + 1] = [max(end, start)]
             category = name.partition(" ")[0]
             slices.append(self._slice(_SENDS + lane, start, free[lane], category, name=name, args=args))
-            if taken is not None and taken in begins:
+            if receiver is not None and receiver in begins:
                 arrow = {"cat": "sends", "name": "sends", "id": next(numbers)}
                 ends.append(self._event("s", _SENDS + lane, start + _INSIDE, **arrow))
-                taken_from = self._event("f", _COMPUTE, _ticks(begins[taken]) + _INSIDE, bp="e", **arrow)
+                taken_from = self._event("f", _COMPUTE, _ticks(begins[receiver]) + _INSIDE, bp="e", **arrow)
                 ends.append({**taken_from, "pid": args["to"]})
         return slices, ends
 
@@ -223,8 +223,8 @@ class _RankEvents:
                 begin = _ticks(start_s - self.step.receive_s)
                 yield begin, _ticks(start_s), f"receive {name}", {"from": its.takes_from}, None
             if its.sends_to is not None and self.step.send_s:
-                taken = kind == "F", stage + (1 if kind == "F" else -1), micro_batch
-                yield _ticks(end_s), _ticks(end_s + self.step.send_s), f"send {name}", {"to": its.sends_to}, taken
+                receiver = kind == "F", stage + (1 if kind == "F" else -1), micro_batch
+                yield _ticks(end_s), _ticks(end_s + self.step.send_s), f"send {name}", {"to": its.sends_to}, receiver
 
     def phases(self) -> Iterator[Event]:
         """Yield the slices after the pipeline."""

@@ -147,7 +147,7 @@ def again_words(kind: Recompute) -> str:
 def again_of(plan: Plan, ranks: Sequence[int]) -> str:
     """Say what the stages of neighbouring pipeline ranks compute again."""
     texts: dict[str, None] = {}
-    for stage in (one for one in plan.stages if one.rank in ranks):
+    for stage in (stage for stage in plan.stages if stage.rank in ranks):
         fully, all_of_it = stage.recompute.num_layers, counted(stage.num_layers, "layer")
         texts[f"{min(fully, stage.num_layers)} of {all_of_it}" if fully else again_words(stage.recompute)] = None
     return "; ".join([*texts][:_MOST_KINDS]) + ("; ..." if len(texts) > _MOST_KINDS else "")
@@ -195,5 +195,5 @@ def program_lines(plan: Plan) -> list[str]:
     unlifted += [why] if (why := unrun_precision(plan)) else []
     if load_kernels(plan.kernels).engine:
         return unlifted
-    own = "`autoshard run` uses autoshard's torch engine, whose seconds are those of a plan without kernels="
-    return [*unlifted, f"time and memory are those of {program_of(plan)}; {own}"]
+    runs = "`autoshard run` uses autoshard's torch engine, whose seconds are those of a plan without kernels="
+    return [*unlifted, f"time and memory are those of {program_of(plan)}; {runs}"]

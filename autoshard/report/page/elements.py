@@ -165,8 +165,8 @@ def facts(shown: Iterable[Fact]) -> Markup:
 
 def _small(beside: Cell) -> Markup:
     """Return what stands under a figure, where in a line it follows a comma."""
-    first, *others = beside if isinstance(beside, tuple) else (beside,)
-    return tag("small", first.lstrip(", ") if isinstance(first, str) else first, others)
+    first, *more = beside if isinstance(beside, tuple) else (beside,)
+    return tag("small", first.lstrip(", ") if isinstance(first, str) else first, more)
 
 
 def details(summary: str, *content: Content, open: bool = False) -> Markup:

@@ -100,12 +100,12 @@ def _plans(shown: Sequence[ShownPlan], data: Node) -> Sheet:
 def _difference(difference: Diff, figures: Node, shown: Sequence[ShownPlan]) -> Markup:
     """Return how plan b differs from plan a, as ``compare`` says it."""
     first, second = shown[0].name, shown[1].name
-    _, verdict, *others = comparison_sheets(difference, figures, (first, second))
+    _, verdict, *tables = comparison_sheets(difference, figures, (first, second))
     whole = Sheet(
         name="difference",
         title=f"b, {second}, against a, {first}",
-        tables=[table for sheet in others for table in sheet.tables],
-        notes=[note for sheet in others for note in sheet.notes],
+        tables=[table for sheet in tables for table in sheet.tables],
+        notes=[note for sheet in tables for note in sheet.notes],
     )
     return sheet_section(whole, tag("p", verdict.title, class_="lead"), notes(verdict.notes))
 
@@ -126,11 +126,11 @@ def _time(figures: Node) -> Markup:
 
 def _timelines(shown: Sequence[ShownPlan]) -> Markup:
     """Return the steps of all plans on one axis."""
-    end_s = max(one.timeline.end_s for one in shown)
-    named = (one.name if len(shown) > 1 else "" for one in shown)
-    drawn = [timeline(one.plan, one.timeline, end_s, name) for one, name in zip(shown, named, strict=True)]
+    end_s = max(page.timeline.end_s for page in shown)
+    named = (page.name if len(shown) > 1 else "" for page in shown)
+    drawn = [timeline(page.plan, page.timeline, end_s, name) for page, name in zip(shown, named, strict=True)]
     about = "Ranks that differ only in tp, dp, cp or ep do the same at the same time, and share a row."
-    colours = timeline_legend([one.timeline for one in shown])
+    colours = timeline_legend([page.timeline for page in shown])
     return section("timeline", "The pipeline's timeline", drawn, colours, about=about)
 
 
@@ -190,37 +190,32 @@ def _pareto(shown: Sequence[ShownPlan], data: Node) -> Markup:
     record = first["search"]
     if not record and len(shown) == 1:
         return section("pareto", "Time, memory and dollars", tag("p", _NO_SEARCH))
-    found = [(one, "other", "") for one in record["layouts"]] if record else []
-    answers = record["answers"] if record else ()
-    found += [
-        (one, "answer", one["name"].value)
-        for one in answers
-        if not (one["name"].value.isdecimal() or one["against"].value)
-    ]
-    least_s = min((one["step_time_s"].value for one, _, _ in found), default=0.0)
-    near = [one for one in found if one[0]["step_time_s"].value <= _NEAR * least_s or one[2]]
+    layouts = [(layout, "other", "") for layout in record["layouts"]] if record else []
+    named = [answer for answer in record["answers"] if not answer["name"].value.isdecimal()] if record else []
+    layouts += [(answer, "answer", answer["name"].value) for answer in named if not answer["against"].value]
+    least_s = min((layout["step_time_s"].value for layout, _, _ in layouts), default=0.0)
+    near = [point for point in layouts if point[0]["step_time_s"].value <= _NEAR * least_s or point[2]]
     time_s, usd = first["prediction"]["step_time_s"].value, first["dollars"]
     memory, dollars = list[Dot](), list[Dot]()
-    for one, kind, name in near:
-        at_s, words = one["step_time_s"].value, one["candidate"].value
-        memory.append(_point(at_s, one["peak_bytes"].value / GIB, words, kind, name))
+    for layout, kind, name in near:
+        at_s, words = layout["step_time_s"].value, layout["candidate"].value
+        memory.append(_point(at_s, layout["peak_bytes"].value / GIB, words, kind, name))
         if usd:  # of the same nodes
             share = at_s / time_s
             dollars.append(_point(at_s, share * usd["usd_per_billion_tokens"].value, words, kind, name))
-    for own in data["plans"]:
-        at_s, words = own["prediction"]["step_time_s"].value, own["candidate"].value
-        memory.append(_point(at_s, own["peak_bytes"].value / GIB, words, "plan", own["name"].value))
-        if own["dollars"]:
-            own_usd = own["dollars"]["usd_per_billion_tokens"].value
-            dollars.append(_point(at_s, own_usd, words, "plan", own["name"].value))
+    for plan in data["plans"]:
+        at_s, words, name = plan["prediction"]["step_time_s"].value, plan["candidate"].value, plan["name"].value
+        memory.append(_point(at_s, plan["peak_bytes"].value / GIB, words, "plan", name))
+        if plan["dollars"]:
+            dollars.append(_point(at_s, plan["dollars"]["usd_per_billion_tokens"].value, words, "plan", name))
     step = Axis(name="a step", text=format_seconds)
     charts = [scatter("Time and memory", memory, step, Axis(name="fullest rank, GiB", text="{:g}".format))]
     if dollars:
         charts.append(scatter("Time and dollars", dollars, step, Axis(name="$ a billion tokens", text=format_dollars)))
-    sizes = {one.plan.cluster.num_nodes for one in shown}
+    sizes = {page.plan.cluster.num_nodes for page in shown}
     about = "Grey dots: the best plan of each layout that the search solved. " if record else ""
     about += "The line joins those that nothing betters."
-    about += f" {len(found) - len(near)} slower layouts are left out." if len(found) > len(near) else ""
+    about += f" {len(layouts) - len(near)} slower layouts are left out." if len(layouts) > len(near) else ""
     if dollars and len(sizes) == 1:
         about += " On one cluster dollars are proportional to time; report plans of several sizes to compare them."
     return section("pareto", "Time, memory and dollars", tag("div", charts, class_="charts"), about=about)

@@ -25,15 +25,15 @@ def run_data(folder: Path, plan: Plan) -> dict[str, Any]:
     """Return the steps of a run of a plan, and the comparison that the run wrote when it ended."""
     with inside("--run"):
         run = read_run(folder)
-    other = run.plan is not None and _question(run.plan) != _question(plan)
+    same = run.plan is None or _question(run.plan) == _question(plan)
     require(
         (bool(run.steps), f"--run {folder}", "has taken no step yet"),
-        (not other, f"--run {folder}", f"is a run of another plan, {folder / PLAN}. Report that one"),
+        (same, f"--run {folder}", f"is a run of another plan, {folder / PLAN}. Report that one"),
     )
     steps = [
-        with_nulls({"step": one.number, "loss": one.loss, "time_s": one.time_s, "tokens_per_s": one.tokens_per_s,
-                    "phase": one.phase})
-        for one in (logged.step for logged in run.steps)
+        with_nulls({"step": step.number, "loss": step.loss, "time_s": step.time_s, "tokens_per_s": step.tokens_per_s,
+                    "phase": step.phase})
+        for step in (logged.step for logged in run.steps)
     ]  # fmt: skip
     compared = any(logged.compared for logged in run.steps)
     with inside("--run"):
@@ -73,9 +73,9 @@ class _Ended:
 def _ended(path: Path) -> dict[str, object]:
     """Read the comparison of a run; one that has not ended has none. A file of another form is refused."""
     data = decode(dict[str, object], read_data(path), path) if path.is_file() else {}
-    known = {"step_time_s": data.get("step_time_s"), "ranks": data.get("ranks", [])}
-    decode(_Ended, known, path)
-    return known
+    comparison = {"step_time_s": data.get("step_time_s"), "ranks": data.get("ranks", [])}
+    decode(_Ended, comparison, path)
+    return comparison
 
 
 def _question(plan: Plan) -> tuple[object, ...]:
@@ -88,9 +88,8 @@ def run_section(plan: Plan, run: Node) -> Markup:
     prediction, steps = prediction_of(plan), run["steps"].value
     drawn = steps[:: max(1, -(-len(steps) // _MOST_STEPS))]
     steady = [step for step in drawn if step["phase"] == "steady"] or drawn
-    losses, times = (
-        [(step["step"], step[key]) for step in part] for key, part in (("loss", drawn), ("time_s", steady))
-    )
+    losses = [(step["step"], step["loss"]) for step in drawn]
+    times = [(step["step"], step["time_s"]) for step in steady]
     charts = step_charts(losses, times, (prediction.step_time_s, prediction.low_s, prediction.high_s))
     return sheet_section(replace(run_sheet(plan, run, comparable=run["same_machine"].value), about=_about(run)), charts)
 
@@ -100,5 +99,5 @@ def _about(run: Node) -> str:
     words = f"{len(steps)} steps of {run['folder'].value}. A run times steps, not their parts."
     if (early := sum(step["phase"] != "steady" for step in steps)) and early < len(steps):
         words += f" The times of {early} that warmed up or compiled are left out."
-    other = " It ran on another machine than the one that the prediction is about, so that only bytes can be compared."
-    return words + ("" if run["same_machine"].value else other)
+    elsewhere = " It ran on another machine than the prediction is about, so that only bytes can be compared."
+    return words + ("" if run["same_machine"].value else elsewhere)

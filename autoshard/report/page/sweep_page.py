@@ -35,13 +35,15 @@ def _scaling(rows: Sequence[Row]) -> Markup | None:
     lines: dict[object, list[Row]] = {}
     for row in rows:
         lines.setdefault(series_of(row), []).append(row)
-    series = {key: sorted(own, key=lambda row: row["ranks"]) for key, own in lines.items()}
-    series = {key: own for key, own in series.items() if len({row["ranks"] for row in own}) > 1}
+    series = {key: sorted(series_rows, key=lambda row: row["ranks"]) for key, series_rows in lines.items()}
+    series = {key: series_rows for key, series_rows in series.items() if len({row["ranks"] for row in series_rows}) > 1}
     if not series:
         return None
     shares = efficiency(rows)
     nodes = len({row["nodes"] for row in rows}) > 1
-    ticks = tuple(sorted({row["nodes" if nodes else "ranks"] for own in series.values() for row in own}))
+    ticks = tuple(
+        sorted({row["nodes" if nodes else "ranks"] for series_rows in series.values() for row in series_rows})
+    )
     across = Axis(name="nodes" if nodes else "ranks", text="{:g}".format, log=True, ticks=ticks)
     values: list[tuple[str, Axis, Callable[[Row], float | None]]] = [
         ("Speed", Axis(name="tokens/s", text=format_count, log=True), lambda row: row["tokens_per_s"]),
@@ -53,16 +55,15 @@ def _scaling(rows: Sequence[Row]) -> Markup | None:
     for title, axis, value in values:
         drawn = [
             Line(
-                name=_named(own[0]),
-                points=_over(own, axis, value, "nodes" if nodes else "ranks"),
+                name=_named(series_rows[0]),
+                points=_over(series_rows, axis, value, "nodes" if nodes else "ranks"),
                 kind=f"line c{number}",
             )
-            for number, own in enumerate(list(series.values())[:_MOST_LINES])
+            for number, series_rows in enumerate(list(series.values())[:_MOST_LINES])
         ]
         drawn = [line for line in drawn if line.points]  # each in its colour in all charts
         charts += [line_chart(title, drawn, across, axis)] if drawn else []
-    left = len(series) - _MOST_LINES
-    about = f"The first {_MOST_LINES} of {len(series)} series are drawn." if left > 0 else None
+    about = f"The first {_MOST_LINES} of {len(series)} series are drawn." if len(series) > _MOST_LINES else None
     return section("scaling", "How the points scale", tag("div", charts, class_="charts"), about=about)
 
 
@@ -88,9 +89,9 @@ def _sizes(rows: Sequence[Row]) -> Markup | None:
         words = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
         questions.setdefault(words, []).append(row)
     maps: list[Markup] = []
-    for words, own in questions.items():
+    for words, rows_of_question in questions.items():
         best: dict[tuple[str, str], Row] = {}
-        for row in sorted(own, key=lambda row: row["step_time_s"]):
+        for row in sorted(rows_of_question, key=lambda row: row["step_time_s"]):
             best.setdefault((str(row["tp"]), str(row["pp"])), row)
         if len(best) > _FEWEST_CELLS:
             cells = {at: _cell(row) for at, row in best.items()}
@@ -138,7 +139,7 @@ def _measured(rows: Sequence[Row]) -> Markup | None:
                 f"{format_seconds(row['measured_step_time_s'])}")
         for row in ran
     ]  # fmt: skip
-    ends = [f(one for dot in dots for one in (dot.x, dot.y)) for f in (min, max)]
+    ends = [end_of(size for dot in dots for size in (dot.x, dot.y)) for end_of in (min, max)]
     equal = [Dot(x=end, y=end, tip="") for end in ends]
     predicted, measured = (
         Axis(name=f"{word} step", text=format_seconds, log=True) for word in ("predicted", "measured")
