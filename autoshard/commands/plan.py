@@ -23,7 +23,7 @@ from autoshard.plan.verify import NOT_RUN, verify as reasons_against
 from autoshard.report.answers import runners_up_of
 from autoshard.report.plan_sheets import frontier_sheets, plan_sheets, rejections_sheet
 from autoshard.report.sheet import Words
-from autoshard.report.structured import found_json, frontier_json, made_json
+from autoshard.report.structured import answers_json, candidate_json, frontier_json
 from autoshard.search.answers import NAMES, PlanResult, answers_of
 from autoshard.search.api import request_of
 from autoshard.search.choice.doubt import DOUBT, Within
@@ -213,7 +213,7 @@ def _show_answers(
     written = to.write(answer.plan)
     data, sentences = about(answer.plan)
     if to.json:
-        found = found_json(answer, result.answers, result.certificate, result.no_vendor, result.remarks)
+        found = answers_json(answer, result.answers, result.certificate, result.no_vendor, result.remarks)
         print_answer({**found, "defaults": result.defaults, **data})
         return to.end(answer.plan, written)
     named = [one for one in result.answers if not one.name.isdecimal()]
@@ -320,7 +320,7 @@ def _one_candidate(request: Request, text: str, to: Target) -> int:
     refused = reasons_against(made) if made else refused
     written = to.write(made) if made and not refused else Written()
     if to.json:
-        print_answer({**made_json(made, refused), "defaults": request.defaults})
+        print_answer({**candidate_json(made, refused), "defaults": request.defaults})
     else:
         print_answer([rejections_sheet(refused)])
         next_step = "" if refused or written.refused else to.next_step

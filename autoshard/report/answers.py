@@ -1,4 +1,4 @@
-"""The answers to a question side by side: how much slower each is, what of that is sure, what was measured of them."""
+"""The answers to a question side by side: how much slower each is, how sure that is, and what was measured nearby."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ from autoshard.spec.record import decode, encode
 from autoshard.units import format_seconds
 
 _LEAST_SHARE = 0.005  # of the vendor's step: smaller differences of a part are not listed
-_TITLE = "slower: what holds 80% of it, and how sure it is that the answer is slower"
+_TITLE = "slower than the fastest, with its 80% interval; sure: the chance that it is slower"
 
 
 def runners_up_of(best: Plan, next_best: Sequence[Plan]) -> list[Answer]:
@@ -58,9 +58,9 @@ def answers_sheet(plan: Plan, answers: Sequence[Answer]) -> Sheet:
 
 
 def answers_table(answers: Sequence[Node], fastest: Node, candidate: str) -> Table:
-    """Return the answers of a search's record: with what each loses against the fastest, and its layout to paste.
+    """Return the answers that a search has noted, with what each loses against the fastest and its layout to paste.
 
-    The layout of the plan that is shown, ``candidate``, stands elsewhere.
+    The plan that is shown, ``candidate``, has its layout elsewhere.
     """
     longest_s = max(answer["step_time_s"].value for answer in answers)
     columns: dict[str, Column] = {
@@ -94,7 +94,7 @@ def answers_notes(answers: Sequence[Node]) -> Iterator[Cell]:
 
 
 def _slower(answer: Node) -> Cell:
-    """Return how much slower than the fastest an answer is with what holds 80% of that; the fastest is not slower."""
+    """Return how much slower than the fastest an answer is, with its 80% interval; nothing for the fastest itself."""
     slower, ratio = answer["slower"].figure("{:+.1%}".format), answer["ratio"]
     if not ratio:
         return slower if answer["slower"].value else ""

@@ -153,7 +153,7 @@ def _time_words(prediction: Prediction) -> str:
 
 
 def headroom_words(plan: Plan, certificate: Certificate | None = None) -> str:
-    """Say what stays free, and what the outer layout of the plan takes if its stages are filled again with less."""
+    """Say how much memory stays free, and how much faster the same mesh would be with less headroom."""
     words = f"leaves {_short_percent(plan.headroom)} of {format_bytes(plan.cluster.rank_memory_bytes)} free"
     words += " of tensors" if load_kernels(plan.kernels).reserved else ""
     step_s = prediction_of(plan).step_time_s
@@ -350,7 +350,7 @@ def proof_sheet(proof: "Proof") -> Sheet:
 
 
 def frontier_sheets(plans: Sequence[Plan], gap: float, ended: str) -> Iterator[Sheet]:
-    """Yield one row per plan, fastest first, with bars that are longer for more, and their candidates."""
+    """Yield a row for each plan, fastest first, with bars of its time and memory; then the candidates."""
     if ended != "complete":
         yield Sheet(notes=[Words(f"The search was not finished ({ended}): there may be more", "bad")])
     slowest_s, rows = max(prediction_of(plan).step_time_s for plan in plans), list[list[Cell]]()

@@ -36,7 +36,7 @@ def columns(values: Sequence[float | None], width: int, height: int = 1, *, asci
 
 
 def _bounds(count: int, width: int) -> list[tuple[int, int]]:
-    """Cut so many numbers into at most so many neighbourhoods."""
+    """Return where neighbourhoods of ``count`` numbers begin and end, at most ``width`` of them."""
     num = min(count, width)
     return [(count * place // num, count * (place + 1) // num) for place in range(num)]
 

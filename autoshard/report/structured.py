@@ -25,14 +25,14 @@ def _brief_json(plan: Plan) -> dict[str, Any]:
     return {"candidate": str(plan.candidate), "prediction": prediction, "dollars": dollars}
 
 
-def found_json(
+def answers_json(
     written: Answer,
     answers: Sequence[Answer],
     certificate: Certificate,
     no_vendor: str = "",
     remarks: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the plan that is written whole, all answers by candidate and prediction, and what was looked at."""
+    """Return the written plan whole, every answer by candidate and prediction, and what was searched."""
     rows = [_answer_json(answer, certificate) for answer in answers]
     return {
         "plan": plan_json(written.plan),
@@ -69,7 +69,7 @@ def frontier_json(plans: Sequence[Plan], gap: float, ended: str) -> dict[str, An
     return {"plans": rows, "gap": gap, "ended": ended}
 
 
-def made_json(plan: Plan | None, refused: Sequence[Rejection]) -> dict[str, Any]:
+def candidate_json(plan: Plan | None, refused: Sequence[Rejection]) -> dict[str, Any]:
     """Return why a candidate is refused, then its plan, if its shapes exist."""
     reasons = [rejection_json(reason) for reason in refused]
     return {"rejections": reasons, "plan": plan and plan_json(plan), "dollars": encode(plan and plan.dollars)}

@@ -72,7 +72,7 @@ def _section(name: str) -> str:
 
 
 def best_trained(rows: Sequence[Row]) -> list[tuple[Row, list[Row]]]:
-    """Return the run with the least loss, and all it is compared with, of every question whose training varies.
+    """Return for every question whose training varies the run with the least loss, and the runs it is compared with.
 
     Losses on other data, or of other questions, say nothing about each other.
     """

@@ -46,7 +46,7 @@ def counted(count: int, noun: str, plural: str = "s") -> str:
 
 
 def ratio_words(ratio: Ratio) -> str:
-    """Say how much less or more time one plan takes than another, what holds 80% of that, and the chance it is faster.
+    """Say how much less or more time one plan takes than another, the 80% interval, and the chance that it is faster.
 
     >>> ratio_words(Ratio(value=0.76, low=0.65, high=0.9, faster=0.98))
     '24% less time (10% to 35%), faster with 98%'

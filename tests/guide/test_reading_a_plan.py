@@ -14,7 +14,7 @@ from autoshard.plan.plan import Plan
 from autoshard.report.answers import runners_up_of
 from autoshard.report.explanation import explanation_sheets
 from autoshard.report.plan_sheets import plan_sheets
-from autoshard.report.structured import comparison_json, explanation_json, found_json, why_not_json
+from autoshard.report.structured import answers_json, comparison_json, explanation_json, why_not_json
 from autoshard.report.terminal import drawn
 from autoshard.report.words import TIME_WORDS
 from autoshard.schedule.builders import builders
@@ -112,7 +112,7 @@ def test_the_keys_of_json_are_documented():
     explained = explanation_json(plan, Explanation(candidate="", blocks=(), rules={}, basis=""), alternatives, ())
     why = why_not_json(plan, none)
     result = answers_of(QUESTIONS["tiny"](), found("tiny"))
-    answered = found_json(result.answers[0], result.answers, certificate)
+    answered = answers_json(result.answers[0], result.answers, certificate)
     for data in (answered, *answered["answers"], explained, why, why["difference"]):
         assert set(data) - documented == set()
     assert {field.name for field in dataclasses.fields(RankTime)} <= documented

@@ -29,7 +29,7 @@ from autoshard.report.plan_sheets import (
     time_sheet,
 )
 from autoshard.report.sheet import Bar, Node, Table, plain
-from autoshard.report.structured import found_json
+from autoshard.report.structured import answers_json
 from autoshard.report.terminal import drawn, make_console
 from autoshard.report.words import TIME_WORDS, ratio_words
 from autoshard.search.planner import SearchResult, search
@@ -278,13 +278,13 @@ def test_no_gain_over_a_vendor_stands_without_its_interval_and_its_chance():
     text = " ".join(printed(answers_sheet(plan, [vendor])).split())
     assert f"against the vendor's layout: {ratio_words(ratio_of(plan, theirs))}" in text and vendor.ratio
     assert re.search(r"\+10\.0% \([-+][\d.]+% to [-+][\d.]+%\) +\d+%", text)
-    data = found_json(Answer(name="simple", plan=plan, why="", slower=0.0), [vendor], certificate(bound=2.0))
+    data = answers_json(Answer(name="simple", plan=plan, why="", slower=0.0), [vendor], certificate(bound=2.0))
     assert data["against_vendor"].items() >= encode(ratio_of(plan, theirs)).items()
     assert data["against_vendor"]["evidence"].keys() == {one["name"] for one in data["against_vendor"]["parts"]}
     assert data["answers"][0]["ratio"]["low"] > 0 and "rests on" in text and "data sheet of the chip" in text
     same = replace(vendor, plan=plan, ratio=None, slower=0.0)
     assert "against the vendor's" not in printed(answers_sheet(plan, [same]))
-    assert found_json(same, [same], certificate(bound=2.0))["against_vendor"] is None
+    assert answers_json(same, [same], certificate(bound=2.0))["against_vendor"] is None
 
 
 def test_a_terminal_is_used_as_wide_as_it_is(monkeypatch: pytest.MonkeyPatch):

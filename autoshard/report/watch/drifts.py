@@ -26,7 +26,7 @@ def newest_steady(steps: Sequence[LoggedStep]) -> list[float]:
 def drifts_of(
     steps: Sequence[LoggedStep], plan: Plan | None, training: Training | None, saved_step: int | None
 ) -> tuple[str, ...]:
-    """Say what drifts in the steps of a start; of the last saved step None says that it cannot be known."""
+    """Say what drifts in the steps of a start; ``saved_step`` is None where checkpoints cannot be seen from here."""
     if not steps:
         return ()
     plan_of_machine = plan if steps[-1].compared else None  # else its prediction is about another machine

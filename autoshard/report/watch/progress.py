@@ -241,7 +241,7 @@ def _left_s(current: Sequence[LoggedStep], num_steps: int | None) -> float | Non
 
 
 def _evenly(steps: Sequence[LoggedStep]) -> list[TimedStep]:
-    """Return steps evenly chosen among those that are known, the last one among them."""
+    """Return steps at even distances, the last one included: as many as a curve needs."""
     span = range(steps[0].step.number, steps[-1].step.number + 1) if steps else range(0)
     distance = max(1, len(span) // _MOST_POINTS)
     return list({(logged.step.number - span.stop) // distance: logged.step for logged in steps}.values())
