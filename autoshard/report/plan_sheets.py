@@ -340,13 +340,13 @@ def rejections_sheet(rejections: Sequence[Rejection]) -> Sheet:
 
 def proof_sheet(proof: "Proof") -> Sheet:
     """Return per block what was executed and how far it is from the unsharded program."""
-    facts = [Fact("shrunk", Words(proof.candidate, "code"))]
+    facts = [Fact("", Words(proof.candidate, "code"))]
     for block in proof.blocks:
         counts = ", ".join(f"{count} {kind}" for kind, count in block.collectives.items()) or "no collectives"
         label = Words("equal", "good") if block.holds else Words("DIFFERS", "bad")
         facts.append(Fact(label, f"{block.name}: {block.num_results} results within {block.error:.0e}; {counts}"))
     notes = [Words(f"not kept: {feature}", "warning") for feature in proof.lost]
-    return Sheet(title="proof on virtual ranks", facts=facts, notes=notes)
+    return Sheet(title="proof on virtual ranks, shrunk to", facts=facts, notes=notes)
 
 
 def frontier_sheets(plans: Sequence[Plan], gap: float, ended: str) -> Iterator[Sheet]:

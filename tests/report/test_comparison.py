@@ -186,7 +186,7 @@ def test_another_layout_is_compared_and_what_would_turn_the_order_follows():
     assert [flip["factor"] for flip in data["flips"]] == [0.125, 0.5, 2.5]
     assert "the plan has these values already" in why_not(own, found_of(own))
     refused = found_of(None, fits=False, against=("--why-not tp=3: no",))
-    assert why_not(own, refused).strip() == "refused  --why-not tp=3: no"
+    assert why_not(own, refused).strip() == "refused --why-not tp=3: no"
     assert why_not_json(own, refused)["other"] is None
     text = why_not(own, found_of(other, fits=False, against=("too large",)))
-    assert "refused  too large" in text and "the smallest with tp=32" in text
+    assert "refused too large" in text and "the smallest with tp=32" in text

@@ -174,7 +174,7 @@ def test_what_looks_like_markup_is_text():
     )
     assert "[red]m[/red] (" in text and "on 1 x [bold]c[/]:" in text
     odd = Rejection(rule_id="x", message="[red]no[/red]", source="[link=a]b[/link]")
-    assert "refused  [red]no[/red]\n         [link=a]b[/link]\n" in printed(rejections_sheet([odd]))
+    assert "refused [red]no[/red]\n        [link=a]b[/link]\n" in printed(rejections_sheet([odd]))
 
 
 def test_every_part_of_the_time_has_words_of_its_own():
@@ -325,4 +325,4 @@ def test_a_proof_names_what_was_executed_what_was_left_out_and_differences():
     proof = Proof(candidate="tp=2,pp=1,dp=2", lost=("ep=8: not kept here",), blocks=(good, bad))
     text = printed(proof_sheet(proof))
     assert "tp=2,pp=1,dp=2" in text and "4 all_gather" in text and "not kept: ep=8" in text
-    assert "equal    layer" in text and "DIFFERS  head" in text and "no collectives" in text
+    assert "equal   layer" in text and "DIFFERS head" in text and "no collectives" in text
