@@ -114,11 +114,13 @@ def plan_headline(plan: Plan, figures: Node) -> Sheet:
 
 
 def plan_warnings(plan: Plan) -> list[Words]:
-    """Return what a plan does not promise, where it lies outside of what was measured, and what is compiled first."""
+    """Return whether a plan is too large, what it does not promise, what of it was never measured, what is compiled."""
     prediction = prediction_of(plan)
+    missing = prediction.peak_bytes - prediction.capacity_bytes
+    full = f"does not fit: {format_bytes(missing)} too much on the fullest rank"
     lines = [*program_lines(plan), *_outside_lines(prediction), *_reserved_lines(plan)]
     lines += [compiled_words(prediction.compiling)] if prediction.compiling else []
-    return [Words(line, "warning") for line in lines]
+    return [*([Words(full, "bad")] if missing > 0 else []), *(Words(line, "warning") for line in lines)]
 
 
 def _question(plan: Plan) -> Cell:
