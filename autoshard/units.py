@@ -67,6 +67,25 @@ def format_dollars(usd: float) -> str:
     return f"${usd:.{digits}f}"
 
 
+def format_named(name: str, value: float) -> str:
+    """Print a number by the unit in its name, and one without a unit as it is.
+
+    >>> format_named("step_time_s", 0.25), format_named("peak_bytes", 2**20), format_named("bandwidth_bytes_per_s", 1e9)
+    ('250.0 ms', '1.00 MiB', '1.00 GB/s')
+    >>> format_named("mfu", 0.381), format_named("usd_per_step", 22.037), format_named("layers", 1024)
+    ('38.1%', '$22.04', '1,024')
+    """
+    if name.endswith("_per_s"):
+        return format_count(value, "B/s" if name.endswith("_bytes_per_s") else "")
+    if "usd" in name.split("_"):
+        return format_dollars(value)
+    if name.startswith("mfu"):
+        return f"{value:.1%}"
+    texts = {"_bytes": format_bytes, "_s": format_seconds}
+    plain = f"{value:,}" if isinstance(value, int) else f"{value:.12g}"
+    return next((text(value) for unit, text in texts.items() if name.endswith(unit)), plain)
+
+
 def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
     power = 0
     while abs(value) >= base and power < len(units) - 1:

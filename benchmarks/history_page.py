@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from autoshard.report.page.charts import Axis, Dot, Line, line_chart
 from autoshard.report.page.document import document
-from autoshard.report.page.elements import Content, Markup, Node, section, table, tag
+from autoshard.report.page.elements import Markup, section, table, tag
+from autoshard.report.sheet import Cell, Node, Table, Words
 from benchmarks.history import Drift, PastResult, history_json
 from benchmarks.result import Result
 
@@ -34,7 +35,7 @@ def results_page(results: Sequence[Result]) -> str:
 
 def _result(one: Result, node: Node) -> Markup:
     lines: dict[str, dict[str, list[Dot]]] = {}
-    others: list[tuple[Content, ...]] = []
+    values: list[tuple[Cell, ...]] = []
     for key, value in node.entries():
         chart, _, rest = key.rpartition(".")[0].rpartition(".")
         x = key.rpartition(".")[2]
@@ -43,7 +44,7 @@ def _result(one: Result, node: Node) -> Markup:
             lines.setdefault(chart, {}).setdefault(rest, []).append(dot)
         else:
             is_number = isinstance(value.value, int | float) and not isinstance(value.value, bool)
-            others.append((key, value.figure("{:.6g}".format) if is_number else str(value.value)))
+            values.append((key, value.figure("{:.6g}".format) if is_number else str(value.value)))
     y = Axis(name="", text=lambda number: f"{number:.3g}", from_zero=True)
     charts = [
         line_chart(
@@ -55,7 +56,9 @@ def _result(one: Result, node: Node) -> Markup:
         for chart, found in lines.items()
     ]
     about = None if one.bar is None else f"bar {one.bar:.4g} {one.unit}: {'holds' if one.holds else 'is missed'}"
-    return section(one.name, one.name, tag("div", charts, class_="charts"), table(("", ">value"), others), about=about)
+    return section(
+        one.name, one.name, tag("div", charts, class_="charts"), table(Table("", ("", ">value"), values)), about=about
+    )
 
 
 def _machine(name: str, machine: str, found: Sequence[tuple[Drift, Node]]) -> Markup:
@@ -64,14 +67,14 @@ def _machine(name: str, machine: str, found: Sequence[tuple[Drift, Node]]) -> Ma
     rows = [_row(one, node) for one, node in ordered]
     columns = ("benchmark", ">last", "unit", ">bar", ">change", "drift", "commit")
     charts = tag("div", (_chart(one) for one, _ in ordered), class_="charts")
-    return section(name, machine, table(columns, rows, "The last values"), charts)
+    return section(name, machine, table(Table("The last values", columns, rows)), charts)
 
 
-def _row(one: Drift, node: Node) -> tuple[Content, ...]:
-    change: Content = node["change"].figure("{:+.1%}".format) if one.change is not None else "-"
+def _row(one: Drift, node: Node) -> tuple[Cell, ...]:
+    change: Cell = node["change"].figure("{:+.1%}".format) if one.change is not None else "-"
     held = "" if one.last.holds else " (missed)"
     bar = (node["bar"].figure("{:.4g}".format), held)
-    said = tag("strong", one.words) if one.words else None
+    said = Words(one.words, "strong") if one.words else ""
     return one.last.name, node["value"].figure("{:.4g}".format), one.last.unit, bar, change, said, one.last.commit
 
 

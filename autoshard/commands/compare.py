@@ -8,9 +8,10 @@ from autoshard.cost.doubt import compared
 from autoshard.cost.predict import CheckedPlan, check_plan
 from autoshard.errors import CheckFailed, Faults, InputError, inside
 from autoshard.plan.codec import load
-from autoshard.report.comparison import comparison_report
+from autoshard.report.comparison import comparison_sheets
+from autoshard.report.plan_sheets import rejections_sheet
+from autoshard.report.sheet import Node
 from autoshard.report.structured import comparison_json, rejection_json
-from autoshard.report.terminal import rejections_report
 
 
 def compare(a: Path, b: Path, fail_if_slower: str | None = None, json: bool = False) -> int:
@@ -24,7 +25,7 @@ def compare(a: Path, b: Path, fail_if_slower: str | None = None, json: bool = Fa
     """
     allowed, read = _read((a, b), fail_if_slower)
     # plans that do not fit in memory are compared as well
-    refused = [tuple(reason for reason in check.rejections if reason.rule_id != "memory") for check in read]
+    refused = [tuple(reason for reason in one.rejections if reason.rule_id != "memory") for one in read]
     if any(refused):
         if json:
             reasons = ([rejection_json(reason) for reason in against] for against in refused)
@@ -33,12 +34,12 @@ def compare(a: Path, b: Path, fail_if_slower: str | None = None, json: bool = Fa
         for path, against in zip((a, b), refused, strict=True):
             if against:
                 print(f"{path} cannot run, so it is not compared:")
-                print_answer(rejections_report(against))
+                print_answer([rejections_sheet(against)])
         return 1
-    difference = compared(*(check.plan for check in read))
-    remarks = [f"{path}: {check.remark}" for path, check in zip((a, b), read, strict=True) if check.remark]
-    names = str(a), str(b)
-    print_answer(comparison_json(difference, remarks) if json else comparison_report(difference, names, remarks))
+    difference = compared(*(one.plan for one in read))
+    remarks = [f"{path}: {one.remark}" for path, one in zip((a, b), read, strict=True) if one.remark]
+    figures = comparison_json(difference, remarks)
+    print_answer(figures if json else comparison_sheets(difference, Node(figures), (str(a), str(b))))
     if allowed is not None and difference.slower_by > allowed:
         slower, most = (f"{100 * share:.4g}%" for share in (difference.slower_by, allowed))
         per = "" if difference.same_tokens else " per token"

@@ -12,8 +12,10 @@ from autoshard.cost.timeline import rank_times, timeline_of
 from autoshard.errors import inside, require
 from autoshard.plan.codec import load
 from autoshard.plan.module_plan import is_module_plan, load_module_plan
-from autoshard.report.comparison import why_not_report
-from autoshard.report.explanation import explanation_report
+from autoshard.report.comparison import why_not_sheets
+from autoshard.report.explanation import explanation_sheets
+from autoshard.report.module_sheets import module_sheets
+from autoshard.report.sheet import Node
 from autoshard.report.structured import explanation_json, why_not_json
 from autoshard.report.trace import trace_text
 from autoshard.search.ask.what_if import alternatives, why_not as compared
@@ -45,8 +47,8 @@ def explain(
         require(
             *((one is None, name, f"is not for the plan of a module, as {plan} is") for name, one in options.items())
         )
-        known = load_module_plan(plan)
-        print_answer(encode(known) if json else str(known))
+        figures = encode(load_module_plan(plan))
+        print_answer(figures if json else module_sheets(Node(figures)))
         return 0
     constants = calibration and load_calibration(calibration)
     read = check_plan(load(plan), constants)
@@ -60,10 +62,12 @@ def explain(
     known = constants or calibration_of(read.plan)
     if why_not is None:
         found, others = explained(read.plan), alternatives(read.plan, known)
-        show = explanation_json if json else explanation_report
+        show = explanation_json if json else explanation_sheets
         print_answer(show(read.plan, found, others, rank_times(read.plan)))
     else:
-        print_answer((why_not_json if json else why_not_report)(read.plan, compared(read.plan, why_not, known)))
+        answer = compared(read.plan, why_not, known)
+        figures = why_not_json(read.plan, answer)
+        print_answer(figures if json else why_not_sheets(read.plan, answer, Node(figures)))
     if trace and not json:
         print(f"wrote {trace}; open it at https://ui.perfetto.dev")
     return 0

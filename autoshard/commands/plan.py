@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autoshard.command_line import Counts, is_recipe
-from autoshard.commands.output import print_answer
+from autoshard.commands.output import print_answer, print_notes
 from autoshard.commands.progress import StatusLine, Watcher, watching
 from autoshard.commands.writing.places import place_checks
 from autoshard.commands.writing.resizing import request_like, resume_command, resuming_answer, size_of
@@ -21,9 +21,9 @@ from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
 from autoshard.plan.verify import NOT_RUN, verify as reasons_against
 from autoshard.report.answers import runners_up_of
-from autoshard.report.structured import found_json, frontier_json, made_json
-from autoshard.report.tables import prose
-from autoshard.report.terminal import frontier_report, plan_report, rejections_report
+from autoshard.report.plan_sheets import frontier_sheets, plan_sheets, rejections_sheet
+from autoshard.report.sheet import Words
+from autoshard.report.structured import answers_json, candidate_json, frontier_json
 from autoshard.search.ask.answers import NAMES, PlanResult, answers_of
 from autoshard.search.ask.api import request_of
 from autoshard.search.ask.choice.doubt import DOUBT, Within
@@ -64,7 +64,7 @@ class SearchOptions:
 
     @property
     def simple_within(self) -> Within | None:
-        """The share of step time that a simple plan may cost; None if the objective is not time."""
+        """What share of time a simple plan may cost; None where another thing than time is minimised."""
         return None if self.objective == "memory" else DOUBT
 
     def requests(self, question: QuestionOptions, nodes: Counts, module: str | None = None) -> list[Request]:
@@ -142,16 +142,16 @@ def plan(
     )
     to = Target(out=out, force=force, open=open, json=json, total_tokens=token_total(tokens) if tokens else None)
     to.refuse_to_replace(like, searches=at is None)
-    count = max(top, int(choose) if choose in _NUMBERS else 1)
+    wanted = max(top, int(choose) if choose in _NUMBERS else 1), choose
     if like is not None:
-        return _answer_again(like, request_like(like, question, nodes), options, to, (count, choose))
-    request, *more = options.requests(question, nodes, module)
+        return _answer_again(like, request_like(like, question, nodes), options, to, wanted)
+    request, *others = options.requests(question, nodes, module)
     if pareto:
-        return _frontier([request, *more], options, to)
+        return _frontier([request, *others], options, to)
     if at is not None:
         return _one_candidate(request, at, to)
-    result = searched(request, count, options)
-    return _show_answers(answers_of(request, result, choose), to, partial(_print_sizes, request, result, options))
+    found = searched(request, wanted[0], options)
+    return _show_answers(answers_of(request, found, choose), to, partial(_print_better_sizes, request, found, options))
 
 
 def _read_off(module: str, question: QuestionOptions) -> ModelSpec:
@@ -182,7 +182,7 @@ def token_total(text: str) -> float:
 def _answer_again(
     path: Path, asked: tuple[Plan, Request], options: SearchOptions, to: Target, wanted: tuple[int, str | None]
 ) -> int:
-    """Ask a plan's question again for at most the nodes of the request; show the answers, write the chosen one."""
+    """Answer the question of a plan for at most so many nodes: show so many plans, and write the one that is chosen."""
     (old, request), (num_plans, choose) = asked, wanted
     with _searching(options) as watch:
 
@@ -207,18 +207,18 @@ def _show_answers(
     better: Callable[[], None] = lambda: None,
     about: Callable[[Plan], tuple[dict[str, Any], str]] = lambda _: ({}, ""),
 ) -> int:
-    """Write the chosen answer; print all answers, ``better`` sizes, and what ``about`` says of the chosen plan."""
+    """Write the answer that was chosen and show all, ``better`` sizes, and ``about`` it what else there is to say."""
     with inside("--choose"):
         answer = result.runnable(result.name)
     written = to.write(answer.plan)
     data, sentences = about(answer.plan)
     if to.json:
-        found = found_json(answer, result.answers, result.certificate, result.no_vendor, result.remarks)
+        found = answers_json(answer, result.answers, result.certificate, result.no_vendor, result.remarks)
         print_answer({**found, "defaults": result.defaults, **data})
         return to.end(answer.plan, written)
-    named = [named_answer for named_answer in result.answers if not named_answer.name.isdecimal()]
+    named = [one for one in result.answers if not one.name.isdecimal()]
     print_answer(
-        plan_report(
+        plan_sheets(
             answer.plan,
             result.certificate.about(answer.plan),
             times=rank_times(answer.plan),
@@ -228,35 +228,35 @@ def _show_answers(
         )
     )
     if result.defaults:
-        print_answer(prose(result.defaults))
+        print_notes(result.defaults)
     if result.no_vendor:
-        print_answer(prose(f"no vendor's layout: {result.no_vendor}"))
+        print_notes(f"no vendor's layout: {result.no_vendor}")
     for remark in result.remarks:
-        print_answer(prose(remark, "yellow"))
-    names = "|".join(named_answer.name for named_answer in result.answers)
-    print_answer(prose(f"this is {answer.name}; --choose {names} writes another"))
+        print_notes(Words(remark, "warning"))
+    others = "|".join(one.name for one in result.answers)
+    print_notes(f"this is {answer.name}; --choose {others} writes another")
     better()
     if sentences:
         print(sentences)
     return to.end(answer.plan, written)
 
 
-def _print_sizes(request: Request, result: SearchResult, options: SearchOptions) -> None:
-    """Print the numbers of nodes, and batches, that divide better among ranks, if time is left."""
+def _print_better_sizes(request: Request, found: SearchResult, options: SearchOptions) -> None:
+    """Say which number of nodes, or batch, the ranks share better, if there is time for that."""
     with watching(options.time_limit, format_seconds) as watch:
-        for words in () if result.certificate.stopped else better_sizes(request, result.plans[0], watch):
-            print_answer(prose(f"odd number of nodes: {words}"))
+        for words in () if found.certificate.stopped else better_sizes(request, found.plans[0], watch):
+            print_notes(f"odd number of nodes: {words}")
 
 
 def _frontier(requests: Sequence[Request], options: SearchOptions, to: Target) -> int:
-    """Print the Pareto frontier over numbers of nodes; if no plan fits on any, explain why for the last."""
+    """Show what cannot be bettered; where nothing fits on any number of nodes, say why on the last."""
     with watching(options.time_limit, format_seconds) as watch:
         found = frontier(requests, watch)
         if not found.plans:
             _refuse_unfinished(found.ended, watch)
             raise unanswered(requests[-1], search(requests[-1], watch=watch), helpful=True, watch=watch)
     written = to.write(found.plans[0])
-    print_answer((frontier_json if to.json else frontier_report)(found.plans, found.gap, found.ended))
+    print_answer((frontier_json if to.json else frontier_sheets)(found.plans, found.gap, found.ended))
     return to.end(found.plans[0], written, "the fastest, ")
 
 
@@ -265,9 +265,9 @@ def plan_of(path: Path, question: QuestionOptions, nodes: int | None) -> Plan:
     if not is_recipe(path):
         given = [*question.given, *(["nodes"] if nodes else [])]
         _refuse(given, f"is part of the question that {path} has answered. Plan again with it, or run a recipe")
-        plan = load(path)
-        require((plan.model.traced is None, str(path), f"{plan.model.name} was read off its code. {NOT_RUN}"))
-        return plan
+        found = load(path)
+        require((found.model.traced is None, str(path), f"{found.model.name} was read off its code. {NOT_RUN}"))
+        return found
     options = SearchOptions()
     return searched(options.requests(question, (nodes or 1,))[0], 1, options).preferred
 
@@ -279,24 +279,24 @@ def _refuse(names: Iterable[str], why: str) -> None:
 def searched(request: Request, num_plans: int, options: SearchOptions) -> SearchResult:
     """Search; where nothing fits, say by how much the best misses and what would help."""
     with _searching(options) as watch:
-        result = search(request, num_plans, watch, simple_within=options.simple_within)
-        _refuse_none(request, result, watch)
-    return result
+        found = search(request, num_plans, watch, simple_within=options.simple_within)
+        _refuse_none(request, found, watch)
+    return found
 
 
 def _searching(options: SearchOptions) -> AbstractContextManager[Watcher]:
     return watching(options.time_limit, format_bytes if options.objective == "memory" else format_seconds)
 
 
-def _refuse_none(request: Request, result: SearchResult, watch: Watcher) -> None:
+def _refuse_none(request: Request, found: SearchResult, watch: Watcher) -> None:
     """Refuse an answer without a plan."""
-    if not result.plans:
-        _refuse_unfinished(result.certificate.ended, watch)
-        raise unanswered(request, result, helpful=True, watch=watch)
+    if not found.plans:
+        _refuse_unfinished(found.certificate.ended, watch)
+        raise unanswered(request, found, helpful=True, watch=watch)
 
 
 def _refuse_unfinished(ended: str, watch: Watcher) -> None:
-    """Refuse, because the search was stopped before it had a plan; whether one exists is not known."""
+    """Say that a search which was stopped has found nothing yet; whether there is anything is not known."""
     if watch.interrupted:
         raise KeyboardInterrupt
     if ended != "complete":
@@ -305,30 +305,28 @@ def _refuse_unfinished(ended: str, watch: Watcher) -> None:
 
 def _one_candidate(request: Request, text: str, to: Target) -> int:
     """Evaluate one candidate: its rejections first, then an estimate where it has a shape."""
-    estimate, shapeless = None, ""
+    made, shapeless = None, ""
     with inside("--at"):
         lnc = parse_pins(text).get("lnc")
         request = request.with_lnc_of(lnc if isinstance(lnc, int) else None)
         candidate, engine = resolved(request, Candidate.parse(text, request.cluster.num_ranks))
         refused = rejections_of(request, candidate, engine)
         try:
-            estimate = request.plan(candidate, engine)
+            made = request.plan(candidate, engine)
         except InputError as error:
             if not refused:
                 raise
             shapeless = str(error)
-    refused = reasons_against(estimate) if estimate else refused
-    written = to.write(estimate) if estimate and not refused else Written()
+    refused = reasons_against(made) if made else refused
+    written = to.write(made) if made and not refused else Written()
     if to.json:
-        print_answer({**made_json(estimate, refused), "defaults": request.defaults})
+        print_answer({**candidate_json(made, refused), "defaults": request.defaults})
     else:
-        print_answer(rejections_report(refused))
+        print_answer([rejections_sheet(refused)])
         next_step = "" if refused or written.refused else to.next_step
         print_answer(
-            plan_report(estimate, times=rank_times(estimate), next_step=next_step)
-            if estimate
-            else f"no estimate: {shapeless}"
+            plan_sheets(made, times=rank_times(made), next_step=next_step) if made else f"no estimate: {shapeless}"
         )
         if request.defaults:
-            print_answer(prose(request.defaults))
-    return 1 if refused or estimate is None else to.end(estimate, written)
+            print_notes(request.defaults)
+    return 1 if refused or made is None else to.end(made, written)

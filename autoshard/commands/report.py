@@ -16,11 +16,11 @@ from autoshard.plan.codec import load
 from autoshard.plan.found import search_record
 from autoshard.plan.module_plan import is_module_plan, load_module_plan
 from autoshard.plan.plan import Plan
-from autoshard.report.page.elements import Node
 from autoshard.report.page.module_page import module_page
 from autoshard.report.page.plan_page import plan_page
 from autoshard.report.page.runs import run_data
 from autoshard.report.page.shown import ShownPlan, page_json
+from autoshard.report.sheet import Node
 from autoshard.spec.record import encode
 
 _MOST = 8  # plans of a page
@@ -61,7 +61,7 @@ def report(
     if json:
         print_answer(data)
         return 0
-    write_text(plan_page(shown, Node(data)), out)
+    write_text(plan_page(shown, Node(data), two), out)
     print(f"wrote {out}")
     if open:
         open_page(out)

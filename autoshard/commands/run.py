@@ -15,7 +15,8 @@ from autoshard.errors import require
 from autoshard.plan.environment import environment
 from autoshard.plan.plan import Plan
 from autoshard.plan.proof import shrink
-from autoshard.report.run import dry_json, dry_notes, dry_report
+from autoshard.report.run import dry_json, dry_notes, dry_sheet
+from autoshard.report.sheet import Node
 from autoshard.run.protocol import HOST, EngineMode, Run
 from autoshard.runtime.dry import dry_rank, telling_ranks
 from autoshard.runtime.launch import GivenRank, given_rank, put_environment
@@ -221,11 +222,12 @@ def _dry(plan: Plan, notes: Sequence[str], ranks: Sequence[int], *, json: bool) 
     if not json:
         print(f"{plan.model.name}: {plan.candidate}, dry: {len(tried)} of {last + 1} ranks, shapes without numbers")
     counted = [dry_rank(plan, rank, counts) for rank in tried]
-    notes = [*notes, *dry_notes(plan, counted)]
+    notes, figures = [*notes, *dry_notes(plan, counted)], dry_json(plan, counted)
     if json:
-        print_answer({"notes": notes, **dry_json(plan, counted)})
+        print_answer({"notes": notes, **figures})
         return 0
     for note in notes:
         print(f"note: {note}")
-    print_answer(dry_report(plan, counted))
+    print()
+    print_answer([dry_sheet(Node(figures))])
     return 0

@@ -13,7 +13,7 @@ from autoshard.errors import RunFailed, inside, require
 from autoshard.files import remove_asides, replace_text
 from autoshard.jobs.quoting import word, words
 from autoshard.report.page.sweep_page import sweep_page
-from autoshard.report.sweep import sweep_report
+from autoshard.report.sweep import sweep_sheets
 from autoshard.runtime.folder import locked
 from autoshard.sweep.on_wandb import agent_point, controller_text, log_sweep
 from autoshard.sweep.points import Sweep, load_sweep, points_of, sweep_path
@@ -142,7 +142,7 @@ def _conclude(
     if json:
         print_answer({"folder": str(folder), "rows": rows, "notes": notes})
     else:
-        print_answer(sweep_report(rows))
+        print_answer(sweep_sheets(source.stem, rows).values())
         print("\n" + "\n".join(notes))
     failures = [row for row in rows if row["status"] == "failed"]
     if failures:

@@ -8,7 +8,7 @@ from autoshard.calibration.suspects import suspects
 from autoshard.calibration.validate import validated
 from autoshard.commands.output import print_answer, print_left_out
 from autoshard.cost.calibration import load_calibration
-from autoshard.report.validation import validation_report
+from autoshard.report.validation import validation_sheets
 from autoshard.spec.record import encode
 
 
@@ -44,5 +44,5 @@ def validate(
     print_left_out(validation.left_out)
     named = suspects(report)
     data = {**encode(validation), "choices": encode(chosen), "splits": encode(frozen), "suspects": encode(named)}
-    print_answer(data if json else validation_report(validation, chosen, frozen, named))
+    print_answer(data if json else validation_sheets(validation, chosen, frozen, named))
     return 1 if validation.num_unread else 0

@@ -12,8 +12,8 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.proof import prove
 from autoshard.plan.rules.rule import Rejection
 from autoshard.plan.verify import notices
+from autoshard.report.plan_sheets import proof_sheet, rejections_sheet
 from autoshard.report.structured import rejection_json
-from autoshard.report.terminal import proof_report, rejections_report
 from autoshard.spec.record import encode
 
 
@@ -42,9 +42,9 @@ def verify(plan: Path, module: str | None = None, json: bool = False) -> int:
     else:
         may = "may run" if current.model.traced is None else "is legal"
         may_run = f"{plan}: {current.candidate} {may} on {current.cluster.name} with engine {current.engine}"
-        print_answer(rejections_report(rejections) if rejections else may_run)
+        print_answer([rejections_sheet(rejections)] if rejections else may_run)
         if proof:
-            print_answer(proof_report(proof))
+            print_answer([proof_sheet(proof)])
         for remark in remarks:
             print(f"note: {remark}")
     return 1 if rejections or (proof and not proof.holds) else 0

@@ -12,7 +12,7 @@ from rich.live import Live
 from autoshard.commands.output import print_answer, write_text
 from autoshard.commands.writing.places import place_checks
 from autoshard.errors import InputError, require
-from autoshard.report.tables import make_console
+from autoshard.report.terminal import make_console
 from autoshard.report.watch.content import read_run
 from autoshard.report.watch.progress import RunProgress, progress_of
 from autoshard.report.watch.structured import progress_json
@@ -52,7 +52,7 @@ def watch(folder: Path, once: bool = False, every: float = 2.0, html: Path | Non
     if json:
         print_answer(progress_json(now))
     else:
-        print_answer(progress_report(now))
+        make_console().print(progress_report(now), crop=False)
     return int(now.is_bad)
 
 

@@ -65,14 +65,6 @@ class ModulePlan:
         pairs = (part.split("=") for part in self.mesh.split(","))
         return {name: int(size) for name, size in pairs}
 
-    def __str__(self) -> str:
-        head = f"{self.module} on {self.mesh} of {self.cluster}, {self.precision}, {self.optimizer}"
-        cost = f"{self.time_s * 1e3:.4g} ms forward and backward, {self.memory_bytes / 2**20:.4g} MiB"
-        lines = [head, f"{cost} ({proof(self.gap)})", "", *(f"{name}: {line}" for name, line in self.strategies), ""]
-        lines += [f"{path} {layout}" for path, layout in self.parameters.items()]
-        lines += [f"weights of {name} rest in pieces over {over}" for name, over in self.rests.items()]
-        return "\n".join([*lines, *(f"kept whole: {line}" for line in self.kept_whole)])
-
 
 def proof(gap: float, *, fits: bool = True) -> str:
     """Say what is proven of layouts: by which share others may be cheaper, by the solver's price.

@@ -1,14 +1,14 @@
-"""The answers to a question side by side: how much slower each is, what of that is sure, what was measured of them."""
+"""The answers to a question side by side: how much slower each is, how sure that is, and what was measured nearby."""
 
-from collections.abc import Sequence
-
-from rich.console import RenderableType
-from rich.text import Text
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from autoshard.cost.doubt import compared, ratio_of
-from autoshard.plan.explanation import Answer, NearestRun
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.explanation import Answer, Certificate, NearestRun, Ratio
+from autoshard.plan.found import FoundPlan
 from autoshard.plan.plan import Plan
-from autoshard.report.tables import Cell, FittingTable, Labelled, prose, unbroken
+from autoshard.report.sheet import Bar, Cell, Column, Node, Sheet, Table, Words, rows_of
 from autoshard.report.words import (
     TIME_WORDS,
     axes_words,
@@ -16,80 +16,128 @@ from autoshard.report.words import (
     prediction_of,
     ratio_words,
     recompute_words,
-    slower_words,
+    signed_words,
+    time_bar,
 )
+from autoshard.spec.record import decode, encode
 from autoshard.units import format_seconds
 
 _LEAST_SHARE = 0.005  # of the vendor's step: smaller differences of a part are not listed
+_TITLE = "slower than the fastest, with its 80% interval; sure: the chance that it is slower"
 
 
-def runners_up_of(plan: Plan, others: Sequence[Plan]) -> list[Answer]:
-    """Return the next best plans with the part of the time by which each loses most."""
-    best, found = prediction_of(plan), list[Answer]()
-    for number, other in enumerate(others, 2):
-        its = prediction_of(other)
-        sign = 1 if its.step_time_s >= best.step_time_s else -1
-        more = {
-            part: sign * (its.time_parts.get(part, 0.0) - best.time_parts.get(part, 0.0))
-            for part in sorted(best.time_parts.keys() | its.time_parts.keys())
-        }
-        part = max(more, key=more.__getitem__)  # by which it loses most, or gains
-        why = f"{'more' if sign > 0 else 'less'} {TIME_WORDS.get(part, part)}"
-        slower = its.step_time_s / best.step_time_s - 1
-        found.append(Answer(name=str(number), plan=other, why=why, slower=slower, ratio=ratio_of(other, plan)))
-    return found
+def runners_up_of(best: Plan, next_best: Sequence[Plan]) -> list[Answer]:
+    """Return the next best plans as answers, which are compared with the best."""
+    best_s, answers = prediction_of(best).step_time_s, list[Answer]()
+    for number, plan in enumerate(next_best, 2):
+        slower = prediction_of(plan).step_time_s / best_s - 1
+        answers.append(Answer(name=str(number), plan=plan, why="", slower=slower, ratio=ratio_of(plan, best)))
+    return answers
 
 
-def answers_parts(plan: Plan, answers: Sequence[Answer]) -> list[RenderableType]:
-    """Return the answers to a question side by side, a line with the candidate of each, and what to measure."""
-    rows: list[list[Cell]] = []
+def answers_sheet(plan: Plan, answers: Sequence[Answer]) -> Sheet:
+    """Return the answers to a question beside the plan, what was measured near them, and what to measure."""
+    best = FoundPlan.of(Answer(name="", plan=plan, why="", slower=0.0), Certificate())
+    records = Node(encode([best, *(FoundPlan.of(answer, Certificate()) for answer in answers)]))
+    plan_record, *figures = records
+    fastest = plan_record if figures[0]["name"].value.isdecimal() else figures[0]
+    notes = list(answers_notes(figures))
     for answer in answers:
-        its = prediction_of(answer.plan)
-        share = its.peak_bytes / its.capacity_bytes
-        words = f"{axes_words(answer.plan)}; {answer.plan.schedule.builder}; {recompute_words(answer.plan)}"
-        certain = f"{1 - answer.ratio.faster:.0%}" if answer.ratio else ""
-        figures = format_seconds(its.step_time_s), slower_words(answer), certain, f"{share:.0%}"
-        rows.append([answer.name, *figures, words, answer.why])
-    columns = ("name", ">step", ">slower", ">sure", ">memory", "plan", "why")
-    title = "Answers" if any(not answer.name.isdigit() for answer in answers) else "Runners-up"
-    title += "; slower: what holds 80% of it, and how sure it is that the answer is slower"
-    parts: list[RenderableType] = [FittingTable(title, columns, rows, whole=("name",), drop=("why",)), ""]
-    named = max(8, *(len(answer.name) for answer in answers)) + 1
-    for answer in answers:
-        if answer.plan.candidate != plan.candidate:
-            parts.append(unbroken(Text.assemble(answer.name.ljust(named), (str(answer.plan.candidate), "green"))))
-        parts += [Labelled("", Text(reason, "red"), indent=named) for reason in answer.against]
-        if answer.source:
-            parts.append(Labelled("", Text(answer.source, "dim"), indent=named))
-        for run in filter(None, (answer.nearest_run, answer.unsettled_run)):
-            parts.append(Labelled("", Text(_run_words(run), "dim"), indent=named))
-    parts += _against_vendor(plan, answers)
-    best = prediction_of(plan)
-    near = [one.name for one in answers if one.plan.candidate != plan.candidate and not one.against
-            and best.low_s <= prediction_of(one.plan).step_time_s <= best.high_s]  # fmt: skip
+        runs = filter(None, (answer.nearest_run, answer.unsettled_run))
+        notes += [Words(f"{answer.name}: {_run_words(run)}", "soft") for run in runs]
+    predicted = prediction_of(plan)
+    near = [answer.name for answer in answers if answer.plan.candidate != plan.candidate and not answer.against
+            and predicted.low_s <= prediction_of(answer.plan).step_time_s <= predicted.high_s]  # fmt: skip
     if near:
         lie = "lies" if len(near) == 1 else "lie"
         words = f"{len(near)} of these ({', '.join(near)}) {lie} within the interval of this prediction"
-        parts.append(prose(f"{words}, so measure before you rent for long", "yellow"))
-    return parts
+        notes.append(Words(f"{words}, so measure before you rent for long", "warning"))
+    tables, vendor = [answers_table(figures, fastest, str(plan.candidate))], against_vendor(plan, answers)
+    tables += [_vendor_table(Node(vendor))] if vendor else []
+    return Sheet(tables=tables, notes=notes)
 
 
-def _against_vendor(plan: Plan, answers: Sequence[Answer]) -> list[RenderableType]:
-    """Return how a plan compares with the layout that the vendor documents, part by part, if it is another."""
-    others = [one.plan for one in answers if one.name == "vendor" and one.plan.candidate != plan.candidate]
-    if not others:
-        return []
-    found = compared(others[0], plan)
-    rows: list[list[Cell]] = []
-    for part in found.time.parts:
-        if abs(part.difference) >= _LEAST_SHARE * found.time.total.a:
-            more = f"{'+' if part.difference > 0 else ''}{format_seconds(part.difference)}"
-            seconds = [format_seconds(part.a), format_seconds(part.b), more]
-            rows.append([TIME_WORDS.get(part.name, part.name), *seconds, found.evidence.get(part.name, "")])
-    ratio = f": {ratio_words(found.ratio)}" if found.ratio else ""
+def answers_table(answers: Sequence[Node], fastest: Node, candidate: str) -> Table:
+    """Return the answers that a search has noted, with what each loses against the fastest and its layout to paste.
+
+    The plan that is shown, ``candidate``, has its layout elsewhere.
+    """
+    longest_s = max(answer["step_time_s"].value for answer in answers)
+    columns: dict[str, Column] = {
+        "name": "name",
+        ">step": "step_time_s",
+        ">slower": _slower,
+        ">sure": lambda answer: answer["ratio"]["faster"].figure(lambda it: f"{1 - it:.0%}") if answer["ratio"] else "",
+        ">memory": "peak_bytes",
+        "where its time goes": lambda answer: Bar(1, 0, time_bar(answer["time_parts"].value, longest_s)),
+        "plan": _plan_words,
+        "why": lambda answer: _loses(answer, fastest),
+        "layout": lambda answer: "" if (text := answer["candidate"].value) == candidate else Words(text, "code"),
+    }
+    names = "Runners-up" if all(answer["name"].value.isdecimal() for answer in answers) else "Answers"
+    rows = rows_of(answers, columns)
+    return Table(f"{names}; {_TITLE}", [*columns], rows, whole=("name",), drop=("why",), below="layout")
+
+
+def _plan_words(answer: Node) -> str:
+    layout = Candidate.parse(answer["candidate"].value)
+    return f"{axes_words(layout)}; {layout.schedule}; {recompute_words(layout)}"
+
+
+def answers_notes(answers: Sequence[Node]) -> Iterator[Cell]:
+    """Yield why answers may not run, and where a vendor's layout is documented."""
+    for answer in answers:
+        name = answer["name"].value
+        yield from (Words(f"{name}: {reason}", "bad") for reason in answer["against"].value)
+        if answer["source"].value:
+            yield Words(f"{name}: {answer['source'].value}", "soft")
+
+
+def _slower(answer: Node) -> Cell:
+    """Return how much slower than the fastest an answer is, with its 80% interval; nothing for the fastest itself."""
+    slower, ratio = answer["slower"].figure("{:+.1%}".format), answer["ratio"]
+    if not ratio:
+        return slower if answer["slower"].value else ""
+    low, high = (ratio[end].figure(lambda end: signed_words(end - 1)) for end in ("low", "high"))
+    return slower, " (", low, " to ", high, ")"
+
+
+def _loses(answer: Node, fastest: Node) -> str:
+    """Say what is promised of an answer with a name; of another one, by which part of the time it loses most."""
+    if answer["against"].value:
+        return "may not run"
+    if not answer["name"].value.isdecimal():
+        return answer["why"].value
+    parts, bests = answer["time_parts"].value, fastest["time_parts"].value
+    sign = 1 if answer["step_time_s"].value >= fastest["step_time_s"].value else -1
+    more = {name: sign * (parts.get(name, 0.0) - bests.get(name, 0.0)) for name in sorted({*parts, *bests})}
+    part = max(more, key=more.__getitem__)  # by which it loses most, or gains
+    return f"{format_seconds(more[part])} {'more' if sign > 0 else 'less'} {TIME_WORDS.get(part, part)}"
+
+
+def against_vendor(plan: Plan, answers: Sequence[Answer]) -> dict[str, Any] | None:
+    """Return the ratio of a plan's step to that of the layout that the vendor documents, if it is another, in parts."""
+    vendor = next((answer.plan for answer in answers if answer.name == "vendor"), plan)
+    if vendor.candidate == plan.candidate:
+        return None
+    difference = compared(vendor, plan)
+    parts = [{"name": part.name, "vendor": part.a, "this": part.b} for part in difference.time.parts]
+    return {**encode(difference.ratio), "parts": parts, "evidence": dict(difference.evidence)}
+
+
+def _vendor_table(figures: Node) -> Table:
+    """Return how a plan compares with the layout that the vendor documents, part by part; small parts are left out."""
+    whole_s = sum(part["vendor"].value for part in figures["parts"])
+    rows: list[tuple[Cell, ...]] = []
+    for part in figures["parts"]:
+        name, more_s = str(part["name"].value), part["this"].value - part["vendor"].value
+        if abs(more_s) >= _LEAST_SHARE * whole_s:
+            more = f"{'+' if more_s > 0 else ''}{format_seconds(more_s)}"
+            seconds = (part[side].figure(format_seconds) for side in ("vendor", "this"))
+            rows.append((TIME_WORDS.get(name, name), *seconds, more, figures["evidence"].value.get(name, "")))
+    ratio = decode(Ratio, {key: figures[key].value for key in ("value", "low", "high", "faster")})
     columns = ("part", ">vendor", ">this", ">difference", "rests on")
-    title = f"against the vendor's layout{ratio}"
-    return [FittingTable(title, columns, rows, drop=("rests on",)) if rows else prose(title), ""]
+    return Table(f"against the vendor's layout: {ratio_words(ratio)}", columns, rows, drop=("rests on",))
 
 
 def _run_words(run: NearestRun) -> str:
@@ -97,5 +145,5 @@ def _run_words(run: NearestRun) -> str:
     measured = f"{counted(run.num_runs, 'run')}, {format_seconds(run.low_s)} to {format_seconds(run.high_s)}"
     doubt = f" ({run.unsettled})" if run.unsettled else ""
     label = "seen, not settled" if run.unsettled else "measured nearby"
-    said = f"this model says {format_seconds(run.predicted_s)}"
-    return f"{label}: {run.run}: {measured}{doubt}; {said} ({run.source})"
+    predicted = f"this model says {format_seconds(run.predicted_s)}"
+    return f"{label}: {run.run}: {measured}{doubt}; {predicted} ({run.source})"

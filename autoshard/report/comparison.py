@@ -1,37 +1,29 @@
-"""The comparison of two plans, and the answer to --why-not: sentences (also for JSON), then tables."""
+"""The sheets of a comparison of two plans, and of the answer to --why-not: sentences (also for JSON), then tables."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
-from rich.console import Group, RenderableType
-from rich.text import Text
+from collections.abc import Callable, Iterator, Sequence
 
 from autoshard.cost.doubt import compared
-from autoshard.plan.diff import Breakdown, Diff, Figures, PlanChange, Term
-from autoshard.plan.explanation import Flip, WhyNot
+from autoshard.plan.diff import Breakdown, Diff, PlanChange, Term
+from autoshard.plan.explanation import WhyNot
 from autoshard.plan.plan import Plan
-from autoshard.report.tables import Cell, FittingTable, prose, unbroken
+from autoshard.report.sheet import Cell, Column, Fact, Node, Sheet, Table, Words, rows_of
 from autoshard.report.words import TIME_WORDS, ratio_words
-from autoshard.units import GIB, format_bytes, format_count, format_dollars, format_seconds
+from autoshard.units import GIB, format_bytes, format_count, format_named, format_seconds
 
 _MOST_CHANGES, _MOST_LINES, _MOST_REASONS = 16, 6, 2
 _SHORT = 24  # characters of a value that stands in a table
 _MOST_CHARACTERS = 240  # of a value: action lists are long
 _LEAST_REASON = 0.1  # share of the difference; smaller parts are not named as reasons
 _TIMES = 2.0  # from this ratio on, a factor is clearer than a percentage
-_FIGURES: tuple[tuple[str, Callable[[Figures], Any], Callable[[Any], str]], ...] = (
-    ("step", lambda side: side.step_time_s, format_seconds),
-    ("step, at least", lambda side: side.low_s, format_seconds),
-    ("step, at most", lambda side: side.high_s, format_seconds),
-    ("tokens/s", lambda side: side.tokens_per_s, format_count),
-    ("tokens/s per rank", lambda side: side.tokens_per_s / side.num_ranks, format_count),
-    ("MFU", lambda side: side.mfu, "{:.1%}".format),
-    ("peak memory of a rank", lambda side: side.peak_bytes, format_bytes),
-    ("memory that a rank may fill", lambda side: side.capacity_bytes, format_bytes),
-    ("dollars per step", lambda side: side.dollars and side.dollars.usd_per_step, format_dollars),
-    ("dollars per billion tokens", lambda side: side.dollars and side.dollars.usd_per_billion_tokens, format_dollars),
-    ("compiling before the first step", lambda side: side.compile_s, format_seconds),
-)
+_STACKED = ("", "a", "b")  # columns of texts that are too long to share a line
+_MANY = 1e6  # of a count, from which on it has a unit
+_FIGURES = {  # what is predicted -> its keys in the JSON of a side
+    "step": ("step_time_s",), "step, at least": ("low_s",), "step, at most": ("high_s",),
+    "tokens/s": ("tokens_per_s",), "MFU": ("mfu",), "peak memory of a rank": ("peak_bytes",),
+    "memory that a rank may fill": ("capacity_bytes",), "dollars per step": ("dollars", "usd_per_step"),
+    "dollars per billion tokens": ("dollars", "usd_per_billion_tokens"),
+    "compiling before the first step": ("compile_s",),
+}  # fmt: skip
 
 
 def sentences(diff: Diff) -> list[str]:
@@ -126,127 +118,145 @@ def _different_questions(diff: Diff) -> list[str]:
     return lines
 
 
-def comparison_report(diff: Diff, names: tuple[str, str], remarks: Sequence[str]) -> Group:
-    """Return the verdict, then tables of the choices that differ and of every part of the predictions."""
-    parts: list[RenderableType] = []
-    for letter, name, side in zip("ab", names, (diff.a, diff.b), strict=True):
-        parts.append(unbroken(Text.assemble((f"{letter}  ", "bold"), name)))
-        parts.append(unbroken(Text.assemble("   ", (side.candidate, "bold green"))))
-    verdict, *more = sentences(diff)
-    parts += ["", prose(verdict, "bold"), *map(prose, more), *(prose(line, "bold red") for line in misfits(diff))]
-    parts += [prose(f"note: {remark}", "yellow") for remark in remarks]
+def comparison_sheets(diff: Diff, figures: Node, names: tuple[str, str]) -> Iterator[Sheet]:
+    """Yield the verdict, then tables of the choices that differ and of every part of the predictions.
+
+    ``figures`` is the JSON of the comparison.
+    """
+    verdict, *more = figures["summary"].value
+    misfit = misfits(diff)
+    notes = [Words(line, "bad") if line in misfit else line for line in more]
+    remarks = [Words(f"note: {remark}", "warning") for remark in figures["remarks"].value]
+    sides = [Fact(letter, name) for letter, name in zip("ab", names, strict=True)]
+    sides[1:1] = [Fact("", Words(diff.a.candidate, "code"))]
+    yield Sheet(facts=[*sides, Fact("", Words(diff.b.candidate, "code"))])
+    yield Sheet(title=verdict, notes=[*notes, *remarks])
     if diff.is_nothing:
-        return Group(*parts)
-    tables: list[RenderableType] = [
-        *([_changes("The questions differ in", diff.question)] if diff.question else []),
-        *([_changes("The plans differ in", diff.choices)] if diff.choices else []),
-        _predicted(diff),
-    ]
+        return
+    tables = [
+        *_changes("The questions differ in", diff.question), *_changes("The plans differ in", diff.choices),
+        _predicted(figures), *_breakdowns(diff, figures), *_lines(diff),
+    ]  # fmt: skip
+    bases = [f"prediction of {name} {side.basis}" for name, side in (("a", diff.a), ("b", diff.b))]
+    bases = [f"predictions {diff.a.basis}"] if diff.a.basis == diff.b.basis else bases
+    yield Sheet(tables=tables)
+    yield Sheet(notes=[Words(basis, "warning") for basis in bases])
+
+
+def why_not_sheets(plan: Plan, answer: WhyNot, figures: Node) -> Iterator[Sheet]:
+    """Yield why the other layout is refused, or how it compares, then the changes that would make it the faster."""
+    if answer.against:
+        yield Sheet(facts=[Fact(Words("refused", "bad"), reason) for reason in answer.against])
+    if answer.other is None:
+        return
+    if answer.other.candidate == plan.candidate:
+        yield Sheet(notes=[Words(f"{answer.pins}: the plan has these values already", "strong")])
+        return
+    names = ("the plan", f"the {'best' if answer.fits else 'smallest'} with {answer.pins}")
+    yield from comparison_sheets(compared(plan, answer.other), figures["difference"], names)
+    columns: dict[str, Column] = {
+        "what": "name",
+        ">now": lambda flip: _quantity(flip, "now"),
+        ">then": lambda flip: _quantity(flip, "then"),
+        ">times": lambda flip: flip["factor"].figure("{:.3g}".format),
+    }
+    rows = rows_of(figures["flips"], columns)
+    title = "The smallest change of one thing after which b is faster, or fits where a does not"
+    unmoved = f"a change of up to 16 times does not make b the faster: {', '.join(answer.unmoved)}"
+    yield Sheet(
+        tables=[Table(title, [*columns], rows)] if rows else [],
+        notes=[Words(unmoved, "soft")] if answer.unmoved else [],
+    )
+
+
+def _quantity(flip: Node, key: str) -> Cell:
+    name = flip["name"].value
+    if name.startswith("memory"):
+        return flip[key].figure(lambda size: format_bytes(round(size)))
+    if name.startswith("bandwidth"):
+        return flip[key].figure("{:.0%}".format)
+    return flip[key].figure(lambda count: format_count(count) if count >= _MANY else f"{count:g}")
+
+
+def _changes(title: str, changes: Sequence[PlanChange]) -> Iterator[Table]:
+    """Yield a table of what differs; values that are too long for it stand below, so that they can be pasted."""
+    if not changes:
+        return
+    first = changes[:_MOST_CHANGES]
+    values = [(change.name, *(_value(change.name, value) for value in (change.a, change.b))) for change in first]
+    left_out = [(f"and {len(changes) - _MOST_CHANGES} more", "", "")] if len(changes) > _MOST_CHANGES else []
+    short = [row for row in values if max(map(len, row[1:])) <= _SHORT]
+    yield Table(title, ("", "a", "b"), [*short, *left_out])
+    if long := [row for row in values if row not in short]:
+        rows = [(name, *(Words(_cut(text), "code") for text in texts)) for name, *texts in long]
+        yield Table("", _STACKED, rows, stacked=True, whole="ab")
+
+
+def _value(name: str, value: str | float | None) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "-" if value is None else value if isinstance(value, str) else format_named(name, value)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+
+
+def _predicted(figures: Node) -> Table:
+    """Return the figures of both plans side by side, without those that neither plan has."""
+    rows: list[tuple[Cell, ...]] = []
+    for name, keys in _FIGURES.items():
+        a, b = (figures[side].at(*keys) for side in "ab")
+        if a.value is not None or b.value is not None:
+            share = b.value / a.value - 1 if a.value and b.value is not None else 0.0
+            rows.append((name, a.figure(), b.figure(), f"{share:+.1%}" if round(share, 9) else ""))
+    columns = ("", ">a", ">b", ">b against a")
+    return Table("What is predicted", columns, rows, drop=columns[-1:])
+
+
+def _breakdowns(diff: Diff, figures: Node) -> Iterator[Table]:
+    """Yield where the time goes and what it rests on, what the fullest rank holds, and what is sent."""
     ranks = diff.a.fullest_rank, diff.b.fullest_rank
     which = f"pipeline rank {ranks[0]}" if ranks[0] == ranks[1] else f"{ranks[0]} of a, {ranks[1]} of b"
     if any(term.difference for term in diff.time.parts):
         title = "Time of a step" if diff.same_tokens else "Time per million tokens"
-        tables.append(_breakdown(title, diff.time, format_seconds))
+        yield _breakdown(title, figures["time"], format_seconds)
         rests = [(TIME_WORDS.get(part.name, part.name), diff.evidence.get(part.name, "")) for part in diff.time.parts]
-        tables += [FittingTable("What each part rests on", ("part", "evidence"), rests)] if diff.evidence else []
+        if diff.evidence:
+            yield Table("What each part rests on", ("part", "evidence"), rests)
     if any(term.difference for term in diff.memory.parts):
-        tables.append(_breakdown(f"Memory of the fullest rank ({which})", diff.memory, format_bytes))
+        yield _breakdown(f"Memory of the fullest rank ({which})", figures["memory"], format_bytes)
     if any(term.difference for term in diff.sent):
-        rows = [(term.name, *_cells(term, format_bytes)) for term in diff.sent]
-        tables.append(FittingTable("Sent in a step by the busiest rank", ("axis", ">a", ">b", ">b - a"), rows))
-    if diff.lines or diff.blocks:
-        tables.append(_lines(diff))
-    bases = [f"prediction of {name} {side.basis}" for name, side in (("a", diff.a), ("b", diff.b))]
-    bases = [f"predictions {diff.a.basis}"] if diff.a.basis == diff.b.basis else bases
-    parts += [part for table in tables for part in ("", table)]
-    return Group(*parts, "", *(prose(one, "yellow") for one in bases))
+        rows = [(term["name"].value, *_cells(term, format_bytes)) for term in figures["sent"]]
+        yield Table("Sent in a step by the busiest rank", ("axis", ">a", ">b", ">b - a"), rows)
 
 
-def why_not_report(plan: Plan, found: WhyNot) -> Group:
-    """Return why the other layout is refused, or how it compares, then the changes that would make it the faster."""
-    parts: list[RenderableType] = [prose(Text.assemble(("refused ", "bold red"), reason)) for reason in found.against]
-    if found.other is None:
-        return Group(*parts)
-    if found.other.candidate == plan.candidate:
-        return Group(unbroken(f"{found.pins}: the plan has these values already", "bold"))
-    names = ("the plan", f"the {'best' if found.fits else 'smallest'} with {found.pins}")
-    parts += [*([""] if parts else []), comparison_report(compared(plan, found.other), names, ()), ""]
-    if found.flips:
-        title = "The smallest change of one thing after which b is faster, or fits where a does not"
-        numbers = ((flip, (_quantity(flip, value) for value in (flip.now, flip.then))) for flip in found.flips)
-        rows = [(flip.name, *quantities, f"{flip.factor:.3g}") for flip, quantities in numbers]
-        parts.append(FittingTable(title, ("what", ">now", ">then", ">times"), rows))
-    if found.unmoved:
-        parts.append(Text(f"a change of up to 16 times does not make b the faster: {', '.join(found.unmoved)}", "dim"))
-    return Group(*parts)
-
-
-def _quantity(flip: Flip, value: float) -> str:
-    if flip.name.startswith("memory"):
-        return format_bytes(round(value))
-    if flip.name.startswith("bandwidth"):
-        return f"{value:.0%}"
-    return format_count(value) if value >= 1e6 else f"{value:g}"
-
-
-def _changes(title: str, changes: Sequence[PlanChange]) -> Group:
-    """Return a table of what differs; values that are too long for it stand below, so that they can be pasted."""
-
-    def text(value: str | float | None) -> str:
-        return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-    first = changes[:_MOST_CHANGES]
-    long = [one for one in first if max(len(text(one.a)), len(text(one.b))) > _SHORT]
-    rows = [(one.name, text(one.a), text(one.b)) for one in first if one not in long]
-    parts: list[RenderableType] = [FittingTable(title, ("", "a", "b"), rows) if rows else Text(title, "bold")]
-    for one in long:
-        values = [text(value) for value in (one.a, one.b)]
-        cut = [value if len(value) <= _MOST_CHARACTERS else f"{value[:_MOST_CHARACTERS]}..." for value in values]
-        parts += [Text(one.name), unbroken(f"  a  {cut[0]}"), unbroken(f"  b  {cut[1]}")]
-    if len(changes) > _MOST_CHANGES:
-        parts.append(Text(f"and {len(changes) - _MOST_CHANGES} more", "dim"))
-    return Group(*parts)
-
-
-def _predicted(diff: Diff) -> FittingTable:
-    """Return the figures of both plans side by side, without those that neither plan has."""
-    rows: list[tuple[str, ...]] = []
-    for name, value, text in _FIGURES:
-        a, b = (value(side) for side in (diff.a, diff.b))
-        if a is not None or b is not None:
-            share = b / a - 1 if isinstance(a, float | int) and isinstance(b, float | int) else 0.0
-            cells = ["-" if one is None else text(one) for one in (a, b)]
-            rows.append((name, *cells, f"{share:+.1%}" if round(share, 9) else ""))
-    columns = ("", ">a", ">b", ">b against a")
-    return FittingTable("What is predicted", columns, rows, drop=columns[-1:])
-
-
-def _breakdown(title: str, whole: Breakdown, text: Callable[[float], str]) -> FittingTable:
+def _breakdown(title: str, whole: Node, text: Callable[[float], str]) -> Table:
     rows: list[tuple[Cell, ...]] = []
-    for part in whole.parts:
-        share = whole.share(part)
-        share_text = f"{round(share, 3) + 0.0:.1%}" if share else ""
-        rows.append((TIME_WORDS.get(part.name, part.name), *_cells(part, text), share_text))
-    total = [Text(cell, "bold") for cell in (whole.total.name, *_cells(whole.total, text))]
+    for part in whole["parts"]:
+        name, share = str(part["name"].value), part["share"].figure(lambda share: f"{round(share, 3) + 0.0:.1%}")
+        rows.append((TIME_WORDS.get(name, name), *_cells(part, text), share if part["share"].value else ""))
+    rows.append((whole["total"]["name"].value, *_cells(whole["total"], text), ""))
     columns = ("part", ">a", ">b", ">b - a", ">of the difference")
-    return FittingTable(title, columns, [*rows, (*total, "")], drop=columns[-1:], total=len(rows))
+    return Table(title, columns, rows, drop=columns[-1:], total=True)
 
 
-def _cells(term: Term, text: Callable[[float], str]) -> tuple[str, str, str]:
-    more = term.difference
-    return text(term.a), text(term.b), f"{'+' if more > 0 else ''}{text(more)}" if more else "same"
+def _cells(term: Node, text: Callable[[float], str]) -> tuple[Cell, ...]:
+    more = term["difference"].figure(lambda more: f"{'+' if more > 0 else ''}{text(more)}" if more else "same")
+    return term["a"].figure(text), term["b"].figure(text), more
 
 
-def _lines(diff: Diff) -> Group:
-    """Return the table lines that differ: first those with other collectives, then those with other layouts only."""
+def _lines(diff: Diff) -> Iterator[Table]:
+    """Yield the table lines that differ: first those with other collectives, then those with other layouts only."""
     count = len(diff.lines)
     first = f", the first {_MOST_LINES} are printed" if count > _MOST_LINES else ""
     differs = f": {count} {'line differs' if count == 1 else 'lines differ'}{first}" if count else ""
-    parts = [Text(f"Layouts of operations{differs}", "bold")]
-    for line in diff.lines[:_MOST_LINES]:
-        parts.append(Text(f"{line.block}, {line.op}"))
-        parts += [unbroken(f"  a  {line.a or '-'}"), unbroken(f"  b  {line.b or '-'}")]
+    rows: list[tuple[Cell, ...]] = [
+        (f"{line.block}, {line.op}", Words(line.a or "-", "code"), Words(line.b or "-", "code"))
+        for line in diff.lines[:_MOST_LINES]
+    ]
     for block in diff.blocks:
         name, lines = ("a", block.a) if block.b is None else ("b", block.b)
-        parts.append(Text(f"{block.name}: only {name} has this block ({lines} lines)"))
-    return Group(*parts)
+        rows.append((f"{block.name}: only {name} has this block ({lines} lines)", "", ""))
+    if rows:
+        yield Table(f"Layouts of operations{differs}", _STACKED, rows, stacked=True, whole="ab")

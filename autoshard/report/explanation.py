@@ -1,68 +1,62 @@
-"""The explanation of a plan for a terminal: limits, time, memory, and its blocks operation by operation."""
+"""The sheets of an explanation: what limits a plan, where time and memory go, and its blocks operation by operation."""
 
-from collections.abc import Sequence
-
-from rich.console import Group, RenderableType
-from rich.text import Text
+from collections.abc import Iterator, Sequence
 
 from autoshard.blocks.explain import ExplainedBlock, Explanation
 from autoshard.cost.timeline import RankTime
 from autoshard.plan.explanation import Alternatives
 from autoshard.plan.plan import Plan
-from autoshard.report.answers import answers_parts, runners_up_of
-from autoshard.report.tables import Cell, FittingTable, prose, unbroken
-from autoshard.report.terminal import (
+from autoshard.report.answers import answers_sheet, runners_up_of
+from autoshard.report.plan_sheets import (
     NOTHING,
-    certificate_parts,
+    day_fact,
     headroom_words,
     memory_table,
-    outside_lines,
-    prediction_of,
-    price_words,
+    plan_figures,
+    plan_warnings,
+    refused_sheet,
     stage_table,
-    time_table,
+    time_sheet,
 )
-from autoshard.report.words import TIME_WORDS, program_lines, program_of
+from autoshard.report.sheet import Cell, Fact, Node, Sheet, Table, Words
+from autoshard.report.words import TIME_WORDS, prediction_of, program_of
+from autoshard.spec.record import encode
 from autoshard.units import format_bytes, format_seconds
 
 _PASSES = ("F", "I", "W")
-_LEGEND = (
-    "Times of one micro-batch on one rank: F forward pass, I gradients of inputs, W gradients of weights. Second best: "
-    "another way to cut this operation, with all others solved again, and how much longer the block then takes."
+_SECOND = "second best; what is sent"
+_ABOUT = (
+    "Times of one micro-batch on one rank: F forward pass, I gradients of inputs, W gradients of weights. What has no "
+    "time runs in the kernel of an operation above it, or only sends. Second best: another way to cut this operation, "
+    "with all others solved again, and how much longer the block then takes."
 )
 
 
-def explanation_report(
+def explanation_sheets(
     plan: Plan, explanation: Explanation, alternatives: Alternatives, times: Sequence[RankTime] = ()
-) -> Group:
-    """Return what limits the plan, where time and memory go, every operation of its blocks, and the next best plans."""
-    prediction = prediction_of(plan)
-    parts: list[RenderableType] = [unbroken(Text.assemble("layout ", (explanation.candidate, "bold green")))]
-    parts += [prose(f"cost {price_words(plan.dollars)}")] if plan.dollars else []
-    parts += map(prose, _limits(plan, alternatives))
-    parts.append(prose(f"headroom {headroom_words(plan)}"))
-    tables = time_table(prediction), stage_table(plan, times), memory_table(plan)
-    parts += [part for table in tables for part in ("", table)]
-    parts += ["", prose(_LEGEND, "dim")]
-    for block in explanation.blocks:
-        parts += ["", _block(block)]
-    if explanation.rules:
-        parts.append("")
-        parts += [prose(Text.assemble((rule, "bold"), f": {remedy}")) for rule, remedy in explanation.rules.items()]
-    parts += ["", *answers_parts(plan, runners_up_of(plan, alternatives.others))] if alternatives.others else []
-    parts += ["", *certificate_parts(alternatives.certificate)] if alternatives.certificate else []
-    outside = (prose(line, "yellow") for line in (*program_lines(plan), *outside_lines(prediction)))
-    return Group(*parts, "", prose(f"seconds {explanation.basis}", "yellow"), *outside)
+) -> Iterator[Sheet]:
+    """Yield what limits the plan, where time and memory go, every operation of its blocks, and the next best plans."""
+    figures = Node({**plan_figures(plan, times), "blocks": encode(explanation.blocks), "rules": {**explanation.rules}})
+    facts = [Fact("layout", Words(explanation.candidate, "code"))]
+    facts += [*_limits(plan, alternatives), Fact("headroom", headroom_words(plan)), day_fact(plan, figures["dollars"])]
+    yield Sheet(facts=facts)
+    yield time_sheet(figures)
+    yield Sheet(tables=[stage_table(plan, figures), memory_table(plan, figures)])
+    yield blocks_sheet(figures, explanation.blocks)
+    if alternatives.others:
+        yield answers_sheet(plan, runners_up_of(plan, alternatives.others))
+    if proof := alternatives.certificate:
+        yield refused_sheet(Node({**encode(proof), "statement": proof.statement, "accounting": proof.accounting}))
+    yield Sheet(notes=[Words(f"seconds {explanation.basis}", "warning"), *plan_warnings(plan)])
 
 
-def _limits(plan: Plan, alternatives: Alternatives) -> list[str]:
+def _limits(plan: Plan, alternatives: Alternatives) -> list[Fact]:
     """Return what limits the speed of the plan: the largest part of its time, and memory."""
     prediction = prediction_of(plan)
     step_s, unlimited_s = prediction.step_time_s, alternatives.unlimited_s
     part, time_s = max(prediction.time_parts.items(), key=lambda entry: entry[1])
-    step = f"{format_seconds(step_s)} a step of {program_of(plan)}"
-    most = f"{step}, most of it {TIME_WORDS.get(part, part)}: {time_s / step_s:.0%}"
-    fullest = max(memory.total for memory in prediction.stage_memory) / prediction.capacity_bytes
+    most = f" of {program_of(plan)}, most of it {TIME_WORDS.get(part, part)}: {time_s / step_s:.0%}"
+    fullest = prediction.peak_bytes / prediction.capacity_bytes
     less = 1 - unlimited_s / step_s
     if fullest > 1:
         memory = f"is too small: the fullest rank needs {fullest:.0%} of what a plan may fill"
@@ -71,29 +65,43 @@ def _limits(plan: Plan, alternatives: Alternatives) -> list[str]:
     else:
         gain = f"with unlimited memory the same layout would take {format_seconds(unlimited_s)}, {less:.1%} less"
         memory = f"limits it ({fullest:.0%} of a rank is full): {gain}"
-    return [most, f"memory {memory}"]
+    return [Fact("step", format_seconds(step_s), most), Fact("memory", memory)]
 
 
-def _block(block: ExplainedBlock) -> FittingTable:
+def blocks_sheet(figures: Node, blocks: Sequence[ExplainedBlock]) -> Sheet:
+    """Return each block's operations with their layouts, Collectives and second-best cuts."""
+    tables = [_block(block, node) for block, node in zip(blocks, figures["blocks"], strict=True)]
+    rules = [(Words(name, "strong"), f": {remedy.value}") for name, remedy in figures["rules"].entries()]
+    return Sheet(name="blocks", title="Operations and what they send", about=_ABOUT, tables=tables, notes=rules)
+
+
+def _block(block: ExplainedBlock, node: Node) -> Table:
     """Return the table of a block; the title has its times, and those that are zero are left out."""
     times = "once" if block.count == 1 else f"{block.count} times"
     waiting = f", waiting {format_seconds(block.waiting_s)}" if block.waiting_s else ""
     hidden = f", {format_seconds(block.hidden_s)} of it hidden" if block.hidden_s else ""
     sums = f"compute {format_seconds(block.compute_s)}{waiting}, sending {format_seconds(block.sending_s)}{hidden}"
     title = f"{block.name}, {times}: {format_seconds(block.time_s)} ({sums})"
-    second = "second best; what is sent"
-    columns = ("operation", "gives, or sends", *(f">{name}" for name in _PASSES), second)
+    columns = ("operation", "gives, or sends", *(f">{name}" for name in _PASSES), _SECOND)
     rows: list[list[Cell]] = []
-    for step in block.steps:
-        otherwise = ""
-        if step.other:
-            refused = f", but {step.other.refused}" if step.other.refused else ""
-            otherwise = f"{step.other.cut}: {step.other.more_s / block.time_s:+.1%}{refused}"
-        if step.seconds or step.sent or step.other:  # a deliver that changes no layout is left out
-            cells = [Text(format_seconds(step.seconds[name]) if name in step.seconds else "") for name in _PASSES]
-            rows.append([Text(step.name, "bold"), step.gives, *cells, Text(otherwise, "dim")])
-        for one in step.sent:
-            cells = [Text(format_seconds(one.time_s) if name == one.pass_ else "", "cyan") for name in _PASSES]
-            where = f"{format_bytes(one.sent_bytes)}, {one.link} x {one.num_ranks}"
-            rows.append(["", Text(f"  {one.collective}", "cyan"), *cells, Text(where, "cyan")])
-    return FittingTable(title, columns, rows, whole=("operation",), widths={second: 31}, drop=(second,))
+    for step in node["steps"]:
+        if step["seconds"].value or step["sent"].value or step["other"]:  # else a deliver that changes no layout
+            seconds = step["seconds"]
+            cells = [seconds[name].figure(format_seconds) if name in seconds.value else "" for name in _PASSES]
+            second = _second_best(step["other"], block.time_s)
+            rows.append([Words(step["name"].value, "strong"), step["gives"].value, *cells, second])
+        for sent in step["sent"]:
+            time = sent["time_s"].figure(format_seconds)
+            cells = [time if sent["pass_"].value == name else "" for name in _PASSES]
+            link = f", {sent['link'].value} x {sent['num_ranks'].value}"
+            collective = Words(f"  {sent['collective'].value}", "sent")
+            rows.append(["", collective, *cells, (sent["sent_bytes"].figure(format_bytes), Words(link, "sent"))])
+    return Table(title, columns, rows, whole=("operation",), widths={_SECOND: 31}, drop=(_SECOND,))
+
+
+def _second_best(cut: Node, block_s: float) -> Cell:
+    """Return another way to cut an operation, and what the block then takes longer, as a share of its time."""
+    if not cut:
+        return ""
+    refused = f", but {cut['refused'].value}" if cut["refused"].value else ""
+    return f"{cut['cut'].value}: ", cut["more_s"].figure(lambda more_s: f"{more_s / block_s:+.1%}"), refused

@@ -90,9 +90,9 @@ def _recipes() -> list[Entry]:
 
     rows: list[Entry] = []
     for name, path in shipped_files(RECIPES).items():
-        one = load_recipe(path)
-        question = {"model": one.question.model, "cluster": one.question.cluster or DEFAULT_CLUSTER}
-        rows.append({"name": name, **question, "nodes": one.nodes, "about": about(path), "file": _as_typed(path)})
+        recipe = load_recipe(path)
+        question = {"model": recipe.question.model, "cluster": recipe.question.cluster or DEFAULT_CLUSTER}
+        rows.append({"name": name, **question, "nodes": recipe.nodes, "about": about(path), "file": _as_typed(path)})
     return rows
 
 
@@ -155,8 +155,8 @@ def _kernels() -> list[Entry]:
 
     tables = map(load_kernels, kernels_names())
     return [
-        {"name": one.name, "program": one.program, "selective recompute": ", ".join(sorted(one.selective))}
-        for one in tables
+        {"name": table.name, "program": table.program, "selective recompute": ", ".join(sorted(table.selective))}
+        for table in tables
     ]
 
 

@@ -1,16 +1,13 @@
-"""A run for a terminal: its steps, and the comparison of prediction and measurement at its end or after a dry run."""
+"""A run: the lines of its steps, and the sheet that compares what was predicted and measured at its end."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from autoshard.cost.predict import sent_by_stage
 from autoshard.plan.plan import Plan
-from autoshard.report.tables import Cell, FittingTable, prose
-from autoshard.report.terminal import compiled_words, prediction_of
-from autoshard.report.words import ranks_text
+from autoshard.report.plan_sheets import compiled_words
+from autoshard.report.sheet import Cell, Node, Sheet, Table, Words
+from autoshard.report.words import prediction_of, ranks_text
 from autoshard.run.reports import DryRank, Measured, RunReport, TimedStep, with_nulls
 from autoshard.spec.kernels import load_kernels
 from autoshard.units import format_bytes, format_count, format_seconds
@@ -24,6 +21,8 @@ _PARTS = {  # what an engine counts -> the predicted parts that it adds up
     **{name: (name,) for name in ("weights", "gradients", "masters", "optimizer")},
     "saved": ("activations", "logits"),
 }
+_STEP, _SIDES = ("predicted", "low", "high", "measured"), ("predicted", "measured")
+_BYTES = ("memory_bytes", "sent_bytes")
 _MEMORY, _SENT = "Memory of a rank", "Sent by a rank in a step (predicted for the largest share of its stage)"
 
 Pairs = dict[str, dict[str, int | None]]  # name -> predicted and measured bytes; None where not measured
@@ -93,41 +92,44 @@ def start_lines(plan: Plan, folder: str, host: str, *, tensorboard: bool) -> lis
     return lines
 
 
-def run_report(plan: Plan, report: RunReport, platform: str) -> Group:
-    """Return a run's predicted and measured time, memory and traffic; ``platform`` names the hardware that ran it.
+def run_sheet(plan: Plan, run: Node, *, comparable: bool) -> Sheet:
+    """Return a run's predicted and measured time, memory and traffic, from its JSON.
 
-    No ratio of times is given where the prediction is for other hardware.
+    No ratio of times stands there where the prediction is for other hardware than that which ran.
     """
-    prediction, measured_s, comparable = prediction_of(plan), report.step_time_s, plan.cluster.name == platform
-    inside = prediction.low_s <= measured_s <= prediction.high_s
-    ratio = f"{measured_s / prediction.step_time_s:.2f}" if comparable else "another machine"
-    predicted_s, low, high = map(format_seconds, (prediction.step_time_s, prediction.low_s, prediction.high_s))
-    speed = prediction.step_time_s / measured_s
-    tokens = [format_count(prediction.tokens_per_s * share, "tokens/s") for share in (1, speed)]
+    tables = [_step_table(plan, run["step_time_s"], comparable=comparable)] if run["step_time_s"] else []
+    notes = [] if tables else ["The run has not ended: its comparison by part is written at the end."]
+    for table, key in zip(bytes_tables(run["ranks"], "measured"), _BYTES, strict=True):
+        if any(pair["measured"].value is not None for group in run["ranks"] for _, pair in group[key].entries()):
+            tables.append(table)
+            notes += _saved_notes(plan) if key == "memory_bytes" else []
+    return Sheet(name="run", title="Predicted and measured", tables=tables, notes=notes)
+
+
+def _step_table(plan: Plan, step: Node, *, comparable: bool) -> Table:
+    predicted, low, high, measured = (step[key].figure(format_seconds) for key in _STEP)
+    predicted_s, low_s, high_s, measured_s = (step[key].value for key in _STEP)
+    inside, speed = low_s <= measured_s <= high_s, predicted_s / measured_s
+    ratio = f"{measured_s / predicted_s:.2f}" if comparable else "another machine"
+    kind = "good" if inside and comparable else "warning"
+    tokens = [format_count(prediction_of(plan).tokens_per_s * share, "tokens/s") for share in (1, speed)]
     rows: list[tuple[Cell, ...]] = [
-        ("step", predicted_s, f"{low} to {high}", format_seconds(measured_s),
-         Text(ratio, style="green" if inside and comparable else "yellow")),
+        ("step", predicted, (low, " to ", high), measured, Words(ratio, kind)),
         ("speed", tokens[0], "", tokens[1], f"{speed:.2f}" if comparable else ""),
-    ]  # fmt: skip
-    columns = ("", ">predicted", ">interval", ">measured", ">measured / predicted")
-    parts: list[RenderableType] = ["", FittingTable("Predicted and measured", columns, rows, drop=(">interval",))]
-    memory, sent = _bytes_tables(alike_ranks(plan, report.ranks), "measured")
-    if any(counted.memory_bytes for counted in report.ranks):
-        parts += ["", memory, *map(prose, _saved_notes(plan))]
-    parts += ["", sent] if any(counted.sent_bytes for counted in report.ranks) else []
-    return Group(*parts)
+    ]
+    return Table("", ("", ">predicted", ">interval", ">measured", ">measured / predicted"), rows, drop=(">interval",))
 
 
 def run_json(plan: Plan, report: RunReport) -> dict[str, Any]:
-    """Return the same as JSON; a loss or norm that is not finite is null, and ``nonfinite`` says what it was."""
+    """Return what a run took beside its prediction; a loss or norm that is not finite is null, and ``nonfinite`` it."""
     prediction = prediction_of(plan)
-    step = {"predicted": prediction.step_time_s, "low": prediction.low_s, "high": prediction.high_s}
+    times = {"predicted": prediction.step_time_s, "low": prediction.low_s, "high": prediction.high_s}
     return {
         "candidate": str(plan.candidate),
-        "step_time_s": {**step, "measured": report.step_time_s},
+        "step_time_s": {**times, "measured": report.step_time_s},
         "steps": [
-            with_nulls({"number": one.number, "loss": one.loss, "norm": one.norm, "time_s": one.time_s})
-            for one in report.steps
+            with_nulls({"number": step.number, "loss": step.loss, "norm": step.norm, "time_s": step.time_s})
+            for step in report.steps
         ],
         "ranks": [
             {"ranks": ranks, "memory_bytes": memory, "sent_bytes": sent}
@@ -142,30 +144,30 @@ def run_summary(plan: Plan, report: RunReport, platform: str) -> dict[str, Any]:
     No ratio of times is given where the prediction is for other hardware than ``platform``.
     """
     step = run_json(plan, report)["step_time_s"]
-    found: dict[str, Any] = {f"step_time_s/{name}": value for name, value in step.items()}
+    summary: dict[str, Any] = {f"step_time_s/{name}": value for name, value in step.items()}
     if plan.cluster.name == platform:
-        found["step_time_s/ratio"] = step["measured"] / step["predicted"]
-    found["mfu/predicted"] = prediction_of(plan).mfu
+        summary["step_time_s/ratio"] = step["measured"] / step["predicted"]
+    summary["mfu/predicted"] = prediction_of(plan).mfu
     for name, kind in (("memory", "memory_bytes"), ("sent", "sent_bytes")):
         groups: list[Pairs] = [getattr(group, name) for group in alike_ranks(plan, report.ranks)]
         for part in dict.fromkeys(part for pairs in groups for part in pairs):
             fullest = max((pairs[part] for pairs in groups if part in pairs), key=lambda pair: pair["measured"] or 0)
-            found |= {f"{kind}/{part}/{key}": value for key, value in fullest.items() if value is not None}
-    return found
+            summary |= {f"{kind}/{part}/{key}": value for key, value in fullest.items() if value is not None}
+    return summary
 
 
 def alike_ranks(plan: Plan, measured: Sequence[Measured]) -> list[AlikeRanks]:
     """Return the predicted and measured bytes of every rank; ranks with equal numbers form one group."""
-    found: list[AlikeRanks] = []
+    groups: list[AlikeRanks] = []
     sent = sent_by_stage(plan)
     for rank, counted in enumerate(measured):
-        one = _compared(plan, rank, counted, sent)
-        alike = next((group for group in found if group[1:] == one[1:]), None)
-        if alike:
-            alike.ranks.append(rank)
+        compared = _compared(plan, rank, counted, sent)
+        group = next((group for group in groups if group[1:] == compared[1:]), None)
+        if group:
+            group.ranks.append(rank)
         else:
-            found.append(one)
-    return found
+            groups.append(compared)
+    return groups
 
 
 def _compared(plan: Plan, rank: int, counted: Measured, by_stage: Sequence[Mapping[str, int]]) -> AlikeRanks:
@@ -173,8 +175,8 @@ def _compared(plan: Plan, rank: int, counted: Measured, by_stage: Sequence[Mappi
     place = plan.mesh.coordinates(rank).get("pp", 0)
     parts = prediction_of(plan).stage_memory[place].parts
     memory: Pairs = {
-        name: {"predicted": sum(parts.get(part, 0) for part in its), "measured": counted.memory_bytes.get(name)}
-        for name, its in _PARTS.items()
+        name: {"predicted": sum(parts.get(part, 0) for part in names), "measured": counted.memory_bytes.get(name)}
+        for name, names in _PARTS.items()
     }
     predicted, sent = by_stage[place], counted.sent_bytes
     axes = sorted(axis for axis in {*predicted, *sent} if predicted.get(axis) or sent.get(axis))
@@ -182,37 +184,37 @@ def _compared(plan: Plan, rank: int, counted: Measured, by_stage: Sequence[Mappi
     return AlikeRanks([rank], memory, pairs)
 
 
-def _bytes_tables(groups: Sequence[AlikeRanks], counted: str) -> tuple[FittingTable, FittingTable]:
+def bytes_tables(groups: Node, counted: str) -> tuple[Table, Table]:
     """Return tables of predicted and ``counted`` ("measured" or "counted") bytes by rank: of memory, and sent."""
 
-    def table(title: str, found: Sequence[Pairs]) -> FittingTable:
-        rows: list[tuple[str, ...]] = []
-        for group, pairs in zip(groups, found, strict=True):
-            for number, (name, pair) in enumerate(pairs.items()):
-                predicted, measured = pair["predicted"] or 0, pair["measured"]
-                text = "-" if measured is None else format_bytes(measured)
+    def table(title: str, key: str) -> Table:
+        rows: list[tuple[Cell, ...]] = []
+        for group in groups:
+            for number, (name, pair) in enumerate(group[key].entries()):
+                predicted, measured = pair["predicted"].value or 0, pair["measured"].value
                 ratio = "-" if measured is None or not predicted else f"{measured / predicted:.2f}"
-                rows.append(("" if number else ranks_text(group.ranks), name, format_bytes(predicted), text, ratio))
-        return FittingTable(title, ("ranks", "", ">predicted", f">{counted}", f">{counted} / predicted"), rows)
+                ranks = "" if number else ranks_text(group["ranks"].value)
+                rows.append((ranks, name, *(pair[side].figure(format_bytes) for side in _SIDES), ratio))
+        return Table(title, ("ranks", "", ">predicted", f">{counted}", f">{counted} / predicted"), rows)
 
-    return table(_MEMORY, [group.memory for group in groups]), table(_SENT, [group.sent for group in groups])
+    memory, sent = _BYTES
+    return table(_MEMORY, memory), table(_SENT, sent)
 
 
-def dry_report(plan: Plan, ranks: Sequence[DryRank]) -> Group:
-    """Return the counted bytes of a dry run's ranks and their predictions."""
-    by_stage = sent_by_stage(plan)
-    memory, sent = _bytes_tables([_compared(plan, one.rank, one.measured, by_stage) for one in ranks], "counted")
-    return Group("", memory, "", sent)
+def dry_sheet(run: Node) -> Sheet:
+    """Return the counted bytes of a dry run's ranks and their predictions, from its JSON."""
+    groups = [{**group, "ranks": [group["rank"]]} for group in run["ranks"].value]
+    return Sheet(tables=bytes_tables(Node(groups), "counted"))
 
 
 def dry_notes(plan: Plan, ranks: Sequence[DryRank]) -> list[str]:
     """Return which ranks each counted rank represents, how much of the step was executed, and what predictions mean."""
-    notes = [f"rank {one.rank} represents {len(one.alike)} ranks: {ranks_text(one.alike)}" for one in ranks]
-    known = {rank for one in ranks for rank in one.alike}
-    if missing := [rank for rank in range(plan.mesh.num_ranks) if rank not in known]:
+    notes = [f"rank {dry.rank} represents {len(dry.alike)} ranks: {ranks_text(dry.alike)}" for dry in ranks]
+    represented = {rank for dry in ranks for rank in dry.alike}
+    if missing := [rank for rank in range(plan.mesh.num_ranks) if rank not in represented]:
         notes.append(f"not executed: ranks {ranks_text(missing)}. Without --dry-ranks one rank of every kind is")
     whole = plan.schedule.num_micro_batches
-    if fewest := sorted({one.num_run for one in ranks if one.num_run < whole}):
+    if fewest := sorted({dry.num_run for dry in ranks if dry.num_run < whole}):
         notes.append(
             f"executed: {' or '.join(map(str, fewest))} of {whole} micro-batches, enough to reach the peak of memory; "
             "the traffic of the others is added"
@@ -230,10 +232,10 @@ def _saved_notes(plan: Plan) -> list[str]:
 
 
 def dry_json(plan: Plan, ranks: Sequence[DryRank]) -> dict[str, Any]:
-    """Return the same as JSON."""
+    """Return the counted bytes of a dry run's ranks, and their predictions."""
     rows, by_stage = list[dict[str, Any]](), sent_by_stage(plan)
-    for one in ranks:
-        _, memory, sent = _compared(plan, one.rank, one.measured, by_stage)
-        about = {"rank": one.rank, "stands_for": list(one.alike), "micro_batches_run": one.num_run}
+    for rank in ranks:
+        _, memory, sent = _compared(plan, rank.rank, rank.measured, by_stage)
+        about = {"rank": rank.rank, "stands_for": list(rank.alike), "micro_batches_run": rank.num_run}
         rows.append({**about, "memory_bytes": memory, "sent_bytes": sent})
     return {"candidate": str(plan.candidate), "ranks": rows}

@@ -21,8 +21,8 @@ def columns(values: Sequence[float | None], width: int, height: int = 1, *, asci
     """
     parts = _ASCII if ascii_only else _EIGHTHS
     means = [_mean(values[low:high]) for low, high in _bounds(len(values), width)]
-    known = [one for one in means if one is not None]
-    low, high = min(known, default=0.0), max(known, default=0.0)
+    finite = [mean for mean in means if mean is not None]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
     full = (len(parts) - 1) * height
 
     def cell(mean: float | None, line: int) -> str:
@@ -36,11 +36,11 @@ def columns(values: Sequence[float | None], width: int, height: int = 1, *, asci
 
 
 def _bounds(count: int, width: int) -> list[tuple[int, int]]:
-    """Cut so many numbers into at most so many neighbourhoods."""
+    """Return where neighbourhoods of ``count`` numbers begin and end, at most ``width`` of them."""
     num = min(count, width)
-    return [(count * one // num, count * (one + 1) // num) for one in range(num)]
+    return [(count * place // num, count * (place + 1) // num) for place in range(num)]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [one for one in values if one is not None and math.isfinite(one)]
-    return statistics.fmean(known) if len(known) == len(values) and known else None
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    return statistics.fmean(finite) if len(finite) == len(values) and finite else None

@@ -10,6 +10,7 @@ from autoshard.plan.diff import Breakdown, Diff, Term
 from autoshard.plan.explanation import Alternatives, Answer, Certificate, WhyNot
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.rule import Rejection
+from autoshard.report.answers import against_vendor
 from autoshard.report.comparison import misfits, sentences
 from autoshard.spec.record import encode
 
@@ -24,35 +25,26 @@ def _brief_json(plan: Plan) -> dict[str, Any]:
     return {"candidate": str(plan.candidate), "prediction": prediction, "dollars": dollars}
 
 
-def found_json(
+def answers_json(
     written: Answer,
     answers: Sequence[Answer],
     certificate: Certificate,
     no_vendor: str = "",
     remarks: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the plan that is written whole, all answers by candidate and prediction, and what was looked at."""
-    rows = [_answer_json(one, certificate) for one in answers]
-    vendor = next((one for one in answers if one.name == "vendor"), None)
-    differs = vendor is not None and vendor.plan.candidate != written.plan.candidate
+    """Return the written plan whole, every answer by candidate and prediction, and what was searched."""
+    rows = [_answer_json(answer, certificate) for answer in answers]
     return {
         "plan": plan_json(written.plan),
         "written": written.name,
         "dollars": encode(written.plan.dollars),
         "answers": rows,
         "no_vendor": no_vendor,
-        "against_vendor": _against_json(vendor.plan, written.plan) if vendor and differs else None,
+        "against_vendor": against_vendor(written.plan, answers),
         "remarks": list(remarks),
         "runners_up": [row for row in rows if row["name"].isdecimal()],
         "certificate": encode(certificate),
     }
-
-
-def _against_json(vendor: Plan, plan: Plan) -> dict[str, Any]:
-    """Return the ratio of a plan's step to that of the vendor's layout, and what the parts of both rest on."""
-    found = compared(vendor, plan)
-    parts = [{"name": one.name, "vendor": one.a, "this": one.b} for one in found.time.parts]
-    return {**encode(found.ratio), "parts": parts, "evidence": dict(found.evidence)}
 
 
 def _answer_json(answer: Answer, certificate: Certificate) -> dict[str, Any]:
@@ -77,10 +69,10 @@ def frontier_json(plans: Sequence[Plan], gap: float, ended: str) -> dict[str, An
     return {"plans": rows, "gap": gap, "ended": ended}
 
 
-def made_json(made: Plan | None, refused: Sequence[Rejection]) -> dict[str, Any]:
+def candidate_json(plan: Plan | None, refused: Sequence[Rejection]) -> dict[str, Any]:
     """Return why a candidate is refused, then its plan, if its shapes exist."""
     reasons = [rejection_json(reason) for reason in refused]
-    return {"rejections": reasons, "plan": made and plan_json(made), "dollars": encode(made and made.dollars)}
+    return {"rejections": reasons, "plan": plan and plan_json(plan), "dollars": encode(plan and plan.dollars)}
 
 
 def rejection_json(rejection: Rejection) -> dict[str, str]:
@@ -98,7 +90,7 @@ def explanation_json(
         "pipeline_ranks": encode(list(times)),
         "unlimited_s": alternatives.unlimited_s,
         "certificate": encode(alternatives.certificate),
-        "runners_up": [_brief_json(other) for other in alternatives.others],
+        "runners_up": list(map(_brief_json, alternatives.others)),
     }
 
 
@@ -109,8 +101,8 @@ def comparison_json(diff: Diff, remarks: Sequence[str]) -> dict[str, Any]:
         parts = [{**term(part), "share": both.share(part)} for part in both.parts]
         return {"total": term(both.total), "parts": parts}
 
-    def term(one: Term) -> dict[str, Any]:
-        return {"name": one.name, "a": one.a, "b": one.b, "difference": one.difference}
+    def term(part: Term) -> dict[str, Any]:
+        return {"name": part.name, "a": part.a, "b": part.b, "difference": part.difference}
 
     return {
         "summary": [*sentences(diff), *misfits(diff)],
@@ -120,16 +112,16 @@ def comparison_json(diff: Diff, remarks: Sequence[str]) -> dict[str, Any]:
         "seconds_of": "a step" if diff.same_tokens else "a million tokens",
         "time": whole(diff.time),
         "memory": whole(diff.memory),
-        "sent": [term(one) for one in diff.sent],
+        "sent": list(map(term, diff.sent)),
         "remarks": list(remarks),
     }
 
 
-def why_not_json(plan: Plan, found: WhyNot) -> dict[str, Any]:
+def why_not_json(plan: Plan, answer: WhyNot) -> dict[str, Any]:
     """Return the answer to --why-not."""
     return {
-        **encode(found),
-        "other": found.other and _brief_json(found.other),
-        "difference": found.other and comparison_json(compared(plan, found.other), ()),
-        "flips": [{**encode(flip), "factor": flip.factor} for flip in found.flips],
+        **encode(answer),
+        "other": answer.other and _brief_json(answer.other),
+        "difference": answer.other and comparison_json(compared(plan, answer.other), ()),
+        "flips": [{**encode(flip), "factor": flip.factor} for flip in answer.flips],
     }

@@ -1,40 +1,64 @@
-"""The summary of a sweep for a terminal: what varies, the best layout of each point, its scaling and its cost."""
+"""The sheets of a sweep: what varies, the best points, the layout of each with its scaling and its cost."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
-from autoshard.report.tables import FittingTable, prose
+from autoshard.report.sheet import Cell, Column, Fact, Node, Sheet, Table, Words, rows_of
 from autoshard.spec.recipe import TRAINING_KEYS
-from autoshard.units import format_bytes, format_count, format_dollars, format_seconds
 
 Row = Mapping[str, Any]
 
 SIZES = ("at.nodes", "at.ranks")
-_MOST = 200  # rows that are shown
-_MESSAGE = 110
+GOOD = ("planned", "ran")
+_MOST = 200  # rows that a terminal shows
 _MOST_LINES = 8
 
 
-def sweep_report(rows: Sequence[Row]) -> Group:
-    """Return a table of the points that have a plan, and the reasons of those that have none."""
-    good = [row for row in rows if row["status"] in ("planned", "ran")]
-    bad = [row for row in rows if row["status"] not in ("planned", "ran")]
-    parts: list[RenderableType] = ["", _table(good)] if good else []
-    parts += ["", *map(prose, least_losses(good)[:_MOST_LINES])] if least_losses(good) else []
-    parts += [""] if bad else []
-    for row in bad[:_MOST]:
-        line = str(row["message"]).partition("\n")[0]
-        line = line if len(line) <= _MESSAGE else f"{line[:_MESSAGE]}..."
-        parts.append(prose(Text.assemble((f"{row['status']}: ", "bold red"), f"{row['point']}: {line}")))
-    if max(len(good), len(bad)) > _MOST:
-        parts.append(Text(f"only the first {_MOST} rows are printed; the file has all", "dim"))
-    return Group(*parts)
+def sweep_sheets(name: str, rows: Sequence[Row], most: int = _MOST) -> dict[str, Sheet]:
+    """Return the best points, a table of those that have a plan, and why others have none; a sweep may lack either."""
+    figures = Node({"rows": list(rows)})["rows"]
+    good = [row for row in figures if row["status"].value in GOOD]
+    bad = [row for row in figures if row["status"].value not in GOOD]
+    varied = ", ".join(name.removeprefix("at.") for name in varied_in(rows)) or "nothing"
+    sheets = {"head": Sheet(title=f"Sweep {name}", facts=[Fact("points", f"{len(rows)}; what varies: {varied}"),
+                                                          *_bests(good)])}  # fmt: skip
+    if good:
+        sheets["points"] = Sheet(name="points", title="The points of the sweep", tables=[_table(good, most)],
+                                 notes=_left_out(len(good), most))  # fmt: skip
+    if bad:
+        lines = [(row["point"].value, Words(row["status"].value, "bad"), _why(row)) for row in bad[:most]]
+        table = Table("", ("point", "status", "why"), lines)
+        sheets["failed"] = Sheet(name="failed", title="Points without a plan", tables=[table],
+                                 notes=_left_out(len(bad), most))  # fmt: skip
+    return sheets
+
+
+def _why(row: Node) -> Cell:
+    """Return the first line of what a point's planner says; a page shows the others under the pointer."""
+    return Words(str(row["message"].value).partition("\n")[0], "soft", str(row["message"].value))
+
+
+def _left_out(count: int, most: int) -> list[Cell]:
+    return [Words(f"the first {most} of {count}; the file has all", "soft")] if count > most else []
+
+
+def _bests(rows: Sequence[Node]) -> Iterator[Fact]:
+    """Yield the fastest, the cheapest and the busiest point, and the least loss of every question."""
+    ways = {"most tokens a second": ("tokens_per_s", max), "cheapest billion tokens": ("usd_per_billion_tokens", min),
+            "best MFU": ("mfu", max)}  # fmt: skip
+    for name, (key, best_of) in ways.items():
+        if valued := [row for row in rows if row[key].value is not None]:
+            best = best_of(valued, key=lambda row: row[key].value)
+            yield Fact(name, best[key].figure(), f", predicted of {best['point'].value}")
+    for best, group in best_trained([row.value for row in rows])[:_MOST_LINES]:
+        lengths = {row["num_steps"] for row in group}
+        longer = f" (they took {min(lengths)} to {max(lengths)} steps)" if len(lengths) > 1 else ""
+        node = next(row for row in rows if row.value is best)
+        words = f" of {best['point']} after {best['num_steps']} steps, of {len(group)} runs{longer}"
+        yield Fact("least loss", node["last_loss"].figure("{:.4f}".format), words)
 
 
 def varied_in(rows: Sequence[Row], *, training: bool = False) -> list[str]:
@@ -48,7 +72,7 @@ def _section(name: str) -> str:
 
 
 def best_trained(rows: Sequence[Row]) -> list[tuple[Row, list[Row]]]:
-    """Return the run with the least loss, and all it is compared with, of every question whose training varies.
+    """Return for every question whose training varies the run with the least loss, and the runs it is compared with.
 
     Losses on other data, or of other questions, say nothing about each other.
     """
@@ -56,21 +80,10 @@ def best_trained(rows: Sequence[Row]) -> list[tuple[Row, list[Row]]]:
     groups: dict[object, list[Row]] = {}
     for row in rows:
         if row.get("last_loss") is not None:
-            others = [(name, row.get(name)) for name in varied_in(rows) if name not in training]
-            groups.setdefault(str(others), []).append(row)
-    alike = [group for group in groups.values() if training and len(group) > 1]
-    return [(min(group, key=lambda row: row["last_loss"]), group) for group in alike]
-
-
-def least_losses(rows: Sequence[Row]) -> list[str]:
-    """Say which way of training has come to the least loss, a sentence for every question."""
-    lines: list[str] = []
-    for best, group in best_trained(rows):
-        lengths = {row["num_steps"] for row in group}
-        longer = f" (they took {min(lengths)} to {max(lengths)} steps)" if len(lengths) > 1 else ""
-        loss, steps = f"{best['last_loss']:.4f}", f"{best['num_steps']} steps"
-        lines.append(f"best: {best['point']}, with loss {loss} after {steps}, the least of {len(group)} runs{longer}")
-    return lines
+            question = [(name, row.get(name)) for name in varied_in(rows) if name not in training]
+            groups.setdefault(str(question), []).append(row)
+    comparable = [group for group in groups.values() if training and len(group) > 1]
+    return [(min(group, key=lambda row: row["last_loss"]), group) for group in comparable]
 
 
 def efficiency(rows: Sequence[Row]) -> dict[str, float]:
@@ -90,37 +103,29 @@ def efficiency(rows: Sequence[Row]) -> dict[str, float]:
 
 def series_of(row: Row) -> object:
     """Return a key that is equal for rows that differ only in the number of nodes or ranks."""
-    others = {name: value for name, value in row.items() if name.startswith("at.") and name not in SIZES}
-    return (row["choice"], *sorted(others.items(), key=str))
+    varied = {name: value for name, value in row.items() if name.startswith("at.") and name not in SIZES}
+    return (row["choice"], *sorted(varied.items(), key=str))
 
 
-def _table(rows: Sequence[Row]) -> FittingTable:
+def _table(rows: Sequence[Node], most: int) -> Table:
     """Return a table of what varies, the plan and its figures; columns that few sweeps have come last."""
-    ran = any(row["status"] == "ran" for row in rows)
-    scales = any(len({row.get(at) for row in rows}) > 1 for at in SIZES)
-    priced = any(row["usd_per_billion_tokens"] is not None for row in rows)
-    shares = efficiency(rows)
-    varied = varied_in(rows)
-    columns: dict[str, Callable[[Row], str]] = {
-        **{name.removeprefix("at."): lambda row, name=name: _text(row.get(name), str) for name in varied},
-        "plan": short_layout,
-        ">step": lambda row: format_seconds(row["step_time_s"]),
-        ">tokens/s": lambda row: format_count(row["tokens_per_s"]),
-        ">MFU": lambda row: f"{row['mfu']:.1%}",
-        ">peak": lambda row: format_bytes(row["peak_bytes"]),
-    }
-    if scales:
-        columns[">per rank"] = lambda row: f"{shares[row['id']]:.0%}"
-    if priced:
-        columns[">$ / 1e9"] = lambda row: _text(row["usd_per_billion_tokens"], format_dollars)
-    if ran:
-        columns[">loss"] = lambda row: _text(row.get("last_loss"), "{:.4f}".format)
-        columns[">measured"] = lambda row: _text(row.get("measured_step_time_s"), format_seconds)
-        columns[">/ predicted"] = lambda row: _text(row.get("measured_over_predicted"), "{:.2f}".format)
-    cells = [[text(row) for text in columns.values()] for row in rows[:_MOST]]
-    widths = {name.removeprefix("at."): 24 for name in varied}
-    drop = [name for name in (">peak", ">MFU", ">per rank", ">tokens/s", ">$ / 1e9") if name in columns]
-    return FittingTable("The points of the sweep", tuple(columns), cells, widths=widths, drop=drop)
+    values = [row.value for row in rows]
+    varied, shares = {name.removeprefix("at."): name for name in varied_in(values)}, efficiency(values)
+    columns: dict[str, Column] = {
+        **varied, **({"answer": "choice"} if any(row["choice"] > 1 for row in values) else {}),
+        "layout": lambda row: Words(short_layout(row.value), "strong", row["candidate"].value), ">step": "step_time_s",
+        ">tokens/s": "tokens_per_s", ">MFU": "mfu", ">peak": "peak_bytes",
+    }  # fmt: skip
+    if any(len({row.get(at) for row in values}) > 1 for at in SIZES):
+        columns[">per rank"] = lambda row: f"{shares[row['id'].value]:.0%}"
+    if any(row["usd_per_billion_tokens"] is not None for row in values):
+        columns[">$ / 1e9 tokens"] = "usd_per_billion_tokens"
+    if any(row["status"] == "ran" for row in values):
+        columns[">loss"] = lambda row: row.at("last_loss").figure("{:.4f}".format)
+        columns[">measured"] = "measured_step_time_s"
+        columns[">/ predicted"] = lambda row: row.at("measured_over_predicted").figure("{:.2f}".format)
+    drop = [name for name in (">peak", ">MFU", ">per rank", ">tokens/s", ">$ / 1e9 tokens") if name in columns]
+    return Table("", [*columns], rows_of(rows[:most], columns), widths=dict.fromkeys(varied, 24), drop=drop)
 
 
 def short_layout(row: Row) -> str:
@@ -129,7 +134,3 @@ def short_layout(row: Row) -> str:
     kinds = dict.fromkeys(part.kind for recompute in candidate.recompute for part in recompute.kinds)
     again = "" if set(kinds) == {"none"} else f" recompute {'/'.join(kinds)}"
     return str(replace(candidate, recompute=(Recompute(),), stages=None, place=None)) + again
-
-
-def _text(value: Any, text: Callable[[Any], str]) -> str:
-    return "-" if value is None else text(value)

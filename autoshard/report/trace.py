@@ -13,7 +13,7 @@ from typing import Any
 
 from autoshard.cost.timeline import StepTimeline
 from autoshard.plan.plan import Plan, rounded
-from autoshard.report.words import nodes_of
+from autoshard.report.rank_row import PASSES, RankRow, rank_words
 from autoshard.spec.record import encode
 
 MOST_BYTES = 20_000_000  # both viewers open such a file at once
@@ -22,8 +22,6 @@ _TICKS_PER_US = 1024  # binary fractions: Perfetto cuts times to nanoseconds, an
 _INSIDE = 4  # ticks from where a slice begins to where an arrow meets it: at its very edge is another slice as well
 _SHORT = 1e-3  # of the pipelined part: waiting that is not drawn where space is short
 _MARGIN = 0.98  # of the size that is left: what does not shrink with the actions takes some of it
-
-_CATEGORIES = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 
 Event = dict[str, Any]
 Begins = dict[tuple[bool, int, int], float]
@@ -50,13 +48,13 @@ def trace_text(plan: Plan, trace: StepTimeline, most_bytes: int = MOST_BYTES) ->
 
 def _text(plan: Plan, trace: StepTimeline, keep: int, begins: Begins) -> str:
     """Write the trace with ``keep`` actions at each end of a rank; without ``begins`` there are no arrows."""
-    ranks = [_RankDrawing(trace, number, keep) for number in range(len(trace.ranks))]
+    ranks = [_RankEvents(RankRow(trace, number, keep)) for number in range(len(trace.ranks))]
     numbers, events, ends = count(), list[Event](), list[Event]()
     for rank in ranks:
-        slices, own_ends = rank.messages(begins, numbers)
-        events += _names(plan, rank.number, {event["tid"] for event in slices})
+        slices, arrows = rank.messages(begins, numbers)
+        events += _names(plan, rank.row.number, {event["tid"] for event in slices})
         events += [*rank.actions(), *rank.waiting(), *slices, *rank.phases(), *rank.memory()]
-        ends += own_ends
+        ends += arrows
     about = {**_about(plan, trace, ranks), "draws_arrows": bool(begins)}
     head = json.dumps({"displayTimeUnit": "ms", "otherData": about}, separators=(",", ":"))
     # the ends of arrows last: a viewer reads events of the same time in the order of the file
@@ -78,12 +76,8 @@ def _begins(trace: StepTimeline) -> Begins:
 
 def _names(plan: Plan, number: int, sends: Collection[int]) -> Iterator[Event]:
     """Name a rank's process, and its lanes from top to bottom."""
-    alike = len(plan.mesh.ranks_of({"pp": number}))
-    nodes = nodes_of(plan, range(number, number + 1))
-    where = nodes if nodes.endswith("nodes") else f"node{'s' if '-' in nodes else ''} {nodes}"
-    ranks = f"{alike} ranks alike" if alike > 1 else "1 rank"
     process = {"ph": "M", "pid": number, "tid": _COMPUTE, "ts": 0}
-    yield {**process, "name": "process_name", "args": {"name": f"pipeline rank {number} ({ranks}: {where})"}}
+    yield {**process, "name": "process_name", "args": {"name": rank_words(plan, number)}}
     yield {**process, "name": "process_sort_index", "args": {"sort_index": number}}
     lanes = {lane: f"sends {lane - _SENDS + 1}" if lane > _SENDS else "sends" for lane in sorted(sends)}
     for lane, name in {_COMPUTE: "compute", _AFTER: "after the pipeline", **lanes}.items():
@@ -91,7 +85,7 @@ def _names(plan: Plan, number: int, sends: Collection[int]) -> Iterator[Event]:
         yield {**process, "tid": lane, "name": "thread_sort_index", "args": {"sort_index": lane}}
 
 
-def _about(plan: Plan, trace: StepTimeline, ranks: Sequence["_RankDrawing"]) -> Event:
+def _about(plan: Plan, trace: StepTimeline, ranks: Sequence["_RankEvents"]) -> Event:
     """Return the metadata of the trace: plan, prediction, how to read it, and sums per rank."""
     prediction, sends = plan.prediction, "hold the sender, then the receiver" if trace.receive_s else "hold the sender"
     assert prediction, "only predicted plans are traced"
@@ -140,43 +134,37 @@ def _seconds(parts: Mapping[str, float]) -> dict[str, float]:
     return {f"{part}_s": rounded(time_s) for part, time_s in parts.items() if time_s}
 
 
-class _RankDrawing:
-    """Draws one pipeline rank: ``keep`` actions at each end."""
+class _RankEvents:
+    """The events of one pipeline rank."""
 
-    def __init__(self, trace: StepTimeline, number: int, keep: int) -> None:
-        self.trace, self.number, self.rank = trace, number, trace.ranks[number]
-        total = len(self.rank.kinds)
-        self.left_out = range(keep, total - keep) if total - 2 * keep > 1 else range(0)  # one by itself is drawn
-        self.drawn = [position for position in range(total) if position not in self.left_out]
+    def __init__(self, row: RankRow) -> None:
+        self.row, self.step, self.rank = row, row.step, row.rank
+        self.left_out, self.drawn = row.left_out, row.positions
 
-    def _event(self, phase: str, lane: int, ticks: int, **others: Any) -> Event:
-        return {"ph": phase, "pid": self.number, "tid": lane, "ts": ticks / _TICKS_PER_US, **others}
+    def _event(self, phase: str, lane: int, ticks: int, **fields: Any) -> Event:
+        return {"ph": phase, "pid": self.row.number, "tid": lane, "ts": ticks / _TICKS_PER_US, **fields}
 
-    def _slice(self, lane: int, begin: int, end: int, category: str, **others: Any) -> Event:
-        return self._event("X", lane, begin, dur=(end - begin) / _TICKS_PER_US, cat=category, **others)
-
-    def _place(self, position: int) -> tuple[str, int, int]:
-        """Return the kind, the stage and the micro-batch of an action."""
-        return self.rank.kinds[position], int(self.rank.stages[position]), int(self.rank.micro_batches[position])
+    def _slice(self, lane: int, begin: int, end: int, category: str, **fields: Any) -> Event:
+        return self._event("X", lane, begin, dur=(end - begin) / _TICKS_PER_US, cat=category, **fields)
 
     def actions(self) -> Iterator[Event]:
         """Yield one slice per drawn action, and one slice with the sums of those that are left out."""
-        rank, trace = self.rank, self.trace
+        rank, step = self.rank, self.step
         for position in self.drawn:
-            kind, stage, micro_batch = self._place(position)
+            kind, stage, micro_batch = self.row.action(position)
             begin, end = _ticks(rank.start_s[position]), _ticks(rank.end_s[position])
-            args = {"stage": stage, "micro_batch": micro_batch, **_seconds(trace.passes[kind, stage].parts)}
-            yield self._slice(_COMPUTE, begin, end, _CATEGORIES[kind], name=f"{kind}{stage}.{micro_batch}", args=args)
+            args = {"stage": stage, "micro_batch": micro_batch, **_seconds(step.passes[kind, stage].parts)}
+            yield self._slice(_COMPUTE, begin, end, PASSES[kind], name=f"{kind}{stage}.{micro_batch}", args=args)
         if not self.left_out:
             return
         first, last = self.left_out[0], self.left_out[-1]
-        counts = Counter(self._place(position)[:2] for position in self.left_out)
+        counts = Counter(self.row.action(position)[:2] for position in self.left_out)
         sums: Counter[str] = Counter()
-        send_s = 0.0 if trace.hides_sends else trace.send_s
+        send_s = 0.0 if step.hides_sends else step.send_s
         for key, times in counts.items():
-            one = trace.passes[key]
-            sends_s = send_s * (one.sends_to is not None) + trace.receive_s * (one.takes_from is not None)
-            values = {"busy": one.time_s, "sending": sends_s, **one.parts}
+            its = step.passes[key]
+            sends_s = send_s * (its.sends_to is not None) + step.receive_s * (its.takes_from is not None)
+            values = {"busy": its.time_s, "sending": sends_s, **its.parts}
             sums.update({part: times * time_s for part, time_s in values.items()})
         args = {f"{kind}{stage}": times for (kind, stage), times in sorted(counts.items())}
         name = f"{max(counts.values())} micro-batches, drawn as one"
@@ -188,20 +176,19 @@ class _RankDrawing:
 
         Where actions are left out for want of space, short ones are too.
         """
-        rank, trace, before_s = self.rank, self.trace, 0.0
+        rank, step, before_s = self.rank, self.step, 0.0
         for position in self.drawn:
-            kind, stage, _ = self._place(position)
-            one = trace.passes[kind, stage]
-            takes_s = trace.receive_s if one.takes_from is not None else 0.0
+            its = self.row.pass_of(position)
+            takes_s = step.receive_s if its.takes_from is not None else 0.0
             if not self.left_out or position != self.left_out[-1] + 1:
                 yield from self._wait(before_s, float(rank.start_s[position]) - takes_s)
-            sends_s = trace.send_s if one.sends_to is not None and not trace.hides_sends else 0.0
+            sends_s = step.send_s if its.sends_to is not None and not step.hides_sends else 0.0
             before_s = float(rank.end_s[position]) + sends_s
-        yield from self._wait(before_s, trace.makespan_s)
+        yield from self._wait(before_s, step.makespan_s)
 
     def _wait(self, begin_s: float, end_s: float) -> Iterator[Event]:
         begin, end = _ticks(begin_s), _ticks(end_s)
-        least = _ticks(self.trace.makespan_s * _SHORT) if self.left_out else 1  # one: sums of the same times may differ
+        least = _ticks(self.step.makespan_s * _SHORT) if self.left_out else 1  # one: sums of the same times may differ
         if end > begin + least:
             args = {"waiting_s": rounded(end_s - begin_s)}
             yield self._slice(_COMPUTE, begin, end, "waiting", name="waiting", args=args)
@@ -212,37 +199,37 @@ class _RankDrawing:
         The slices use as few tracks as possible without overlap.
         """
         free, slices, ends = list[int](), list[Event](), list[Event]()  # free: when each lane ends
-        for begin, end, name, args, taken in self._messages():
+        for begin, end, name, args, receiver in self._messages():
             lane = next((lane for lane, ended in enumerate(free) if begin >= ended - 1), len(free))
             # the last tick of two sums of the same times may differ
             start = max([begin, *free[lane : lane + 1]])
             free[lane : lane + 1] = [max(end, start)]
             category = name.partition(" ")[0]
             slices.append(self._slice(_SENDS + lane, start, free[lane], category, name=name, args=args))
-            if taken is not None and taken in begins:
+            if receiver is not None and receiver in begins:
                 arrow = {"cat": "sends", "name": "sends", "id": next(numbers)}
                 ends.append(self._event("s", _SENDS + lane, start + _INSIDE, **arrow))
-                taken_from = self._event("f", _COMPUTE, _ticks(begins[taken]) + _INSIDE, bp="e", **arrow)
+                taken_from = self._event("f", _COMPUTE, _ticks(begins[receiver]) + _INSIDE, bp="e", **arrow)
                 ends.append({**taken_from, "pid": args["to"]})
         return slices, ends
 
     def _messages(self) -> Iterator[tuple[int, int, str, Event, tuple[bool, int, int] | None]]:
         """Yield begin, end, name and arguments of each message, and the action that receives it."""
         for position in self.drawn:
-            kind, stage, micro_batch = self._place(position)
-            one, name = self.trace.passes[kind, stage], f"{kind}{stage}.{micro_batch}"
+            kind, stage, micro_batch = self.row.action(position)
+            its, name = self.row.pass_of(position), f"{kind}{stage}.{micro_batch}"
             start_s, end_s = self.rank.start_s[position], self.rank.end_s[position]
-            if one.takes_from is not None and self.trace.receive_s:
-                begin = _ticks(start_s - self.trace.receive_s)
-                yield begin, _ticks(start_s), f"receive {name}", {"from": one.takes_from}, None
-            if one.sends_to is not None and self.trace.send_s:
-                taken = kind == "F", stage + (1 if kind == "F" else -1), micro_batch
-                yield _ticks(end_s), _ticks(end_s + self.trace.send_s), f"send {name}", {"to": one.sends_to}, taken
+            if its.takes_from is not None and self.step.receive_s:
+                begin = _ticks(start_s - self.step.receive_s)
+                yield begin, _ticks(start_s), f"receive {name}", {"from": its.takes_from}, None
+            if its.sends_to is not None and self.step.send_s:
+                receiver = kind == "F", stage + (1 if kind == "F" else -1), micro_batch
+                yield _ticks(end_s), _ticks(end_s + self.step.send_s), f"send {name}", {"to": its.sends_to}, receiver
 
     def phases(self) -> Iterator[Event]:
         """Yield the slices after the pipeline."""
-        for phase in self.trace.phases:
-            time_s = phase.seconds[self.number]
+        for phase in self.step.phases:
+            time_s = phase.seconds[self.row.number]
             begin, end = _ticks(phase.start_s), _ticks(phase.start_s + time_s)
             args = {"part": phase.part, "time_s": rounded(time_s)}
             yield self._slice(_AFTER, begin, end, "after the pipeline", name=phase.name, args=args)
@@ -257,6 +244,6 @@ class _RankDrawing:
             size = int(rank.held_bytes[position])
             if size != moments[-1][1]:
                 moments.append((_ticks(rank.held_from_s[position]), size))
-        moments.append((_ticks(self.trace.end_s), moments[-1][1]))
+        moments.append((_ticks(self.step.end_s), moments[-1][1]))
         for ticks, size in moments:
             yield self._event("C", _COMPUTE, ticks, name="memory", args={"bytes": size})

@@ -1,19 +1,16 @@
-"""Predictions against measurements, and a fitted calibration, for a terminal."""
+"""The sheets of predictions against measurements, and a fitted calibration in words."""
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from autoshard.calibration.choices import Choices
 from autoshard.calibration.frozen import FrozenRows
 from autoshard.calibration.suspects import Suspect
 from autoshard.calibration.validate import LEAST_LAYOUTS, Accuracy, SetAccuracy, Validation
 from autoshard.cost.calibration import CONSTANTS, OPTIONAL, Calibration
-from autoshard.report.tables import Cell, FittingTable, prose
+from autoshard.report.sheet import Cell, Sheet, Table, Words
 from autoshard.units import format_seconds
 
 _COLUMNS = (
@@ -40,42 +37,41 @@ _CHOICES_LEGEND = (
 )
 
 
-def validation_report(
+def validation_sheets(
     validation: Validation,
     chosen: Sequence[Choices] = (),
     frozen: FrozenRows | None = None,
     named: Sequence[Suspect] = (),
-) -> Group:
-    """Return what choices cost, tables of the errors in time and memory, suspects, then the assumptions."""
+) -> Iterator[Sheet]:
+    """Yield what choices cost, tables of the errors in time and memory, suspects, then the assumptions."""
     sets = validation.sets
-    sizes = [(entry.name, entry.peak_memory) for entry in sets if entry.peak_memory]
-    stages = [(entry.name, entry.stage_memory) for entry in sets if entry.stage_memory]
-    parts: list[RenderableType] = [choices_table(chosen), ""] if chosen else []
-    parts += [_accuracies("Step time", [(entry.name, entry.step_time) for entry in sets]), ""]
-    for title, found in (("Peak memory", sizes), ("Peak memory by stage", stages)):
-        parts += [_accuracies(title, found), ""] if found else []
-    parts += [_fitting(sets), ""]
-    parts += [prose(_CHOICES_LEGEND, "dim")] if chosen else []
-    parts += [prose(frozen_words(frozen))] if frozen else []
-    parts += [prose(_LEGEND, "dim"), ""]
-    parts += [
-        Text(f"largest error of {what} in {entry.name}: {errors.worst_id}")
+    kinds = [("Step time", [(entry.name, entry.step_time) for entry in sets])]
+    kinds += [("Peak memory", [(entry.name, entry.peak_memory) for entry in sets if entry.peak_memory])]
+    kinds += [("Peak memory by stage", [(entry.name, entry.stage_memory) for entry in sets if entry.stage_memory])]
+    tables = [choices_table(chosen)] if chosen else []
+    tables += [_accuracies(title, errors) for title, errors in kinds if errors]
+    legends: list[Cell] = [Words(_CHOICES_LEGEND, "soft")] if chosen else []
+    legends += [frozen_words(frozen)] if frozen else []
+    yield Sheet(tables=[*tables, _fitting(sets)])
+    yield Sheet(notes=[*legends, Words(_LEGEND, "soft")])
+    yield Sheet(notes=[
+        f"largest error of {what} in {entry.name}: {errors.worst_id}"
         for entry in sets
         for what, errors in (("time", entry.step_time), ("memory", entry.stage_memory or entry.peak_memory))
         if errors
-    ]
-    parts += ["", *map(prose, suspect_lines(named))] if named else []
+    ])  # fmt: skip
+    yield Sheet(notes=list(suspect_lines(named)) if named else [])
     counts = Counter((column, says) for row in validation.rows for column, says in row.assumed.items())
     if counts:
         title = f"Assumed where rows do not say, of {len(validation.rows)} predicted rows"
         rows = [(column, says, str(count)) for (column, says), count in sorted(counts.items())]
-        parts += ["", FittingTable(title, ("column", "assumed", ">rows"), rows)]
+        yield Sheet(tables=[Table(title, ("column", "assumed", ">rows"), rows)])
     if validation.num_unread:
         num_rows = len(validation.rows) + validation.num_unread
         unused = f"{validation.num_unread} of {num_rows} rows could not be used and are in no figure"
-        parts += ["", Text(unused, "yellow")]
+        yield Sheet(notes=[Words(unused, "warning")])
     bases = dict.fromkeys(entry.basis for entry in sets)
-    return Group(*parts, "", *(prose(f"predictions {basis}", "yellow") for basis in bases))
+    yield Sheet(notes=[Words(f"predictions {basis}", "warning") for basis in bases])
 
 
 def frozen_words(frozen: FrozenRows) -> str:
@@ -94,22 +90,22 @@ def suspect_lines(named: Sequence[Suspect]) -> Iterator[str]:
     """Say which rows look wrong, and why: a line for each group, the first of its rows with their reasons."""
     yield f"{len(named)} rows look wrong; look at their sources before you fit anything to them (--json has all):"
     groups: dict[tuple[str, str], list[Suspect]] = {}
-    for one in sorted(named, key=lambda one: -abs(math.log(one.factor))):
-        groups.setdefault((one.set, one.group), []).append(one)
+    for suspect in sorted(named, key=lambda suspect: -abs(math.log(suspect.factor))):
+        groups.setdefault((suspect.set, suspect.group), []).append(suspect)
     for (name, group), rows in groups.items():
         more = f"; and {len(rows) - _MOST_NAMED} more" if len(rows) > _MOST_NAMED else ""
-        says = "; ".join(f"{one.id} {one.says}" for one in rows[:_MOST_NAMED])
+        says = "; ".join(f"{row.id} {row.says}" for row in rows[:_MOST_NAMED])
         yield f"{name}, {group}, {len(rows)} rows: {says}{more}" if len(rows) > 1 else f"{name}: {says}"
 
 
-def choices_table(chosen: Sequence[Choices]) -> FittingTable:
+def choices_table(chosen: Sequence[Choices]) -> Table:
     """Return what each way to choose costs, in groups of enough layouts."""
     columns = (
         "set", "who chooses", ">groups", ">regret", ">worst", ">to second", ">Spearman", ">error", ">inside", ">width",
     )  # fmt: skip
-    names = _short_names([one.who for one in chosen])
-    rows = [(one.set, names[one.who], *choices_cells(one)) for one in chosen]
-    return FittingTable("What a choice costs", columns, rows, drop=(">width", ">inside", ">to second", ">Spearman"))
+    names = _short_names([choices.who for choices in chosen])
+    rows = [(choices.set, names[choices.who], *choices_cells(choices)) for choices in chosen]
+    return Table("What a choice costs", columns, rows, drop=(">width", ">inside", ">to second", ">Spearman"))
 
 
 def _short_names(names: Sequence[str]) -> Mapping[str, str]:
@@ -124,32 +120,34 @@ def _short_names(names: Sequence[str]) -> Mapping[str, str]:
     return short if len({*short.values()}) == len(short) else {name: name for name in names}
 
 
-def choices_cells(one: Choices) -> tuple[str, ...]:
+def choices_cells(choices: Choices) -> tuple[str, ...]:
     """Return the figures of a way to choose; where no group is large enough, how many layouts the largest has."""
-    few = f"- ({one.most_layouts})"
-    costs = [few if cost is None else f"{cost:.1%}" for cost in (one.regret, one.worst_regret, one.regret_to_second)]
-    rank = few if one.regret is None else "-" if one.spearman is None else f"{one.spearman:.2f}"
-    shares = ["-" if share is None else f"{share:.0%}" for share in (one.mape, one.coverage)]
-    return (str(one.num_groups), *costs, rank, *shares, "-" if one.width is None else f"x{1 + one.width:.2f}")
+    few = f"- ({choices.most_layouts})"
+    regrets = choices.regret, choices.worst_regret, choices.regret_to_second
+    costs = [few if cost is None else f"{cost:.1%}" for cost in regrets]
+    rank = few if choices.regret is None else "-" if choices.spearman is None else f"{choices.spearman:.2f}"
+    shares = ["-" if share is None else f"{share:.0%}" for share in (choices.mape, choices.coverage)]
+    width = "-" if choices.width is None else f"x{1 + choices.width:.2f}"
+    return (str(choices.num_groups), *costs, rank, *shares, width)
 
 
-def _fitting(sets: Sequence[SetAccuracy]) -> FittingTable:
+def _fitting(sets: Sequence[SetAccuracy]) -> Table:
     """Return how many layouts are predicted to fit, of those that ran and of those that crashed, for any reason."""
     columns = ("set", ">ran", ">fit", ">crashed", ">do not fit")
-    found = [(one.name, one.fitting) for one in sets]
-    rows = [
-        (name, str(one.num_ran), str(one.ran_and_fit), str(one.num_crashed), str(one.num_crashed - one.crashed_and_fit))
-        for name, one in found
-    ]
-    return FittingTable("Predicted to fit", columns, rows)
+    rows: list[tuple[str, ...]] = []
+    for entry in sets:
+        fits = entry.fitting
+        counts = fits.num_ran, fits.ran_and_fit, fits.num_crashed, fits.num_crashed - fits.crashed_and_fit
+        rows.append((entry.name, *map(str, counts)))
+    return Table("Predicted to fit", columns, rows)
 
 
-def _accuracies(title: str, found: Sequence[tuple[str, Accuracy | None]]) -> FittingTable:
+def _accuracies(title: str, accuracies: Sequence[tuple[str, Accuracy | None]]) -> Table:
     def share(value: float | None) -> str:
         return "-" if value is None else f"{value:.1%}"
 
     rows: list[tuple[Cell, ...]] = []
-    for name, errors in found:
+    for name, errors in accuracies:
         if errors is None:
             rows.append((name, "0", "0", *["-"] * (len(_COLUMNS) - 3)))
             continue
@@ -159,7 +157,7 @@ def _accuracies(title: str, found: Sequence[tuple[str, Accuracy | None]]) -> Fit
         spearman = "-" if errors.spearman is None else f"{errors.spearman:.2f}"
         last = share(errors.coverage), spearman, regret_words(errors, "regret"), groups_words(errors)
         rows.append((name, *counts, *shares, *signed, *last))
-    return FittingTable(title, _COLUMNS, rows, drop=_LESS_NEEDED)
+    return Table(title, _COLUMNS, rows, drop=_LESS_NEEDED)
 
 
 def groups_words(errors: Accuracy) -> str:

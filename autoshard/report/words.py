@@ -1,12 +1,15 @@
 """Choices of a plan in words: how a model is cut, what is computed again, where layers lie."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from autoshard.plan.explanation import Answer, Ratio
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.explanation import Ratio
 from autoshard.plan.plan import Plan, Prediction
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.verify import unrun_precision
+from autoshard.report.sheet import Part
 from autoshard.spec.kernels import load_kernels
+from autoshard.units import format_seconds
 
 TIME_WORDS = {
     "compute": "compute",
@@ -43,7 +46,7 @@ def counted(count: int, noun: str, plural: str = "s") -> str:
 
 
 def ratio_words(ratio: Ratio) -> str:
-    """Say how much less or more time one plan takes than another, what holds 80% of that, and the chance it is faster.
+    """Say how much less or more time one plan takes than another, the 80% interval, and the chance that it is faster.
 
     >>> ratio_words(Ratio(value=0.76, low=0.65, high=0.9, faster=0.98))
     '24% less time (10% to 35%), faster with 98%'
@@ -79,22 +82,33 @@ def chance_words(chance: float) -> str:
     return "more than 99%" if chance > _SURE else "less than 1%" if chance < 1 - _SURE else f"{chance:.0%}"
 
 
-def slower_words(answer: Answer) -> str:
-    """Say how much slower than the fastest an answer is, and what holds 80% of that.
+def percent(share: float) -> str:
+    """Print a share to a tenth of a percent."""
+    return f"{share:.1%}"
 
-    The fastest itself is not slower.
+
+def time_bar(time_parts: Mapping[str, float], whole_s: float) -> tuple[Part, ...]:
+    """Return the parts of a step as shares of ``whole_s`` for a bar, always in the same order."""
+    step_s = sum(time_parts.values())
+    return tuple(
+        Part(
+            size=time_parts[name] / whole_s,
+            kind=f"t-{name}",
+            tip=f"{TIME_WORDS.get(name, name)}: {format_seconds(time_parts[name])}, {time_parts[name] / step_s:.1%}",
+        )
+        for name in sorted(time_parts, key=[*TIME_WORDS, *time_parts].index)
+    )
+
+
+def axes_words(candidate: Candidate) -> str:
+    """Say how many ranks work together in which way.
+
+    >>> axes_words(Candidate(tp=8, pp=4, dp=2, ep=2))
+    'tensor 8 x pipeline 4 x data 2, experts over 2'
     """
-    if answer.ratio is None:
-        return f"{answer.slower:+.1%}" if answer.slower else ""
-    low, high = (signed_words(end - 1) for end in (answer.ratio.low, answer.ratio.high))
-    return f"{answer.slower:+.1%} ({low} to {high})"
-
-
-def axes_words(plan: Plan) -> str:
-    """Say how many ranks work together in which way: ``tensor 8 x pipeline 8 x data 8``."""
-    sizes = [(word, getattr(plan.candidate, axis)) for axis, word in _AXES.items()]
+    sizes = [(word, getattr(candidate, axis)) for axis, word in _AXES.items()]
     words = " x ".join(f"{word} {size}" for word, size in sizes if size > 1) or "one rank"
-    return words + (f", experts over {plan.candidate.ep}" if plan.candidate.ep > 1 else "")
+    return words + (f", experts over {candidate.ep}" if candidate.ep > 1 else "")
 
 
 def layout_words(plan: Plan) -> str:
@@ -102,11 +116,11 @@ def layout_words(plan: Plan) -> str:
     candidate, schedule = plan.candidate, plan.schedule
     sizes = sorted({stage.num_layers for stage in plan.stages})
     batches = f"{counted(schedule.num_micro_batches, 'micro-batch', 'es')} of {counted(plan.micro_batch, 'sequence')}"
-    parts = [axes_words(plan), f"{schedule.builder} with {batches}"]
+    parts = [axes_words(candidate), f"{schedule.builder} with {batches}"]
     if len(plan.stages) > 1:
         layers = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
         parts.append(f"{len(plan.stages)} stages of {layers} layers")
-    parts.append(recompute_words(plan))
+    parts.append(recompute_words(candidate))
     if candidate.tp > 1 and not plan.sp:
         parts.append("no sequence parallelism")
     if candidate.cp > 1:
@@ -114,9 +128,9 @@ def layout_words(plan: Plan) -> str:
     return "; ".join(parts)
 
 
-def recompute_words(plan: Plan) -> str:
+def recompute_words(candidate: Candidate) -> str:
     """Say what a plan computes again for the backward pass, in a few words."""
-    kinds = dict.fromkeys(stage.recompute for stage in plan.stages)
+    kinds = dict.fromkeys(candidate.recompute)
     if len(kinds) > 1:
         return "recompute differs by stage"
     (kind,) = kinds
@@ -133,7 +147,7 @@ def again_words(kind: Recompute) -> str:
 def again_of(plan: Plan, ranks: Sequence[int]) -> str:
     """Say what the stages of neighbouring pipeline ranks compute again."""
     texts: dict[str, None] = {}
-    for stage in (one for one in plan.stages if one.rank in ranks):
+    for stage in (stage for stage in plan.stages if stage.rank in ranks):
         fully, all_of_it = stage.recompute.num_layers, counted(stage.num_layers, "layer")
         texts[f"{min(fully, stage.num_layers)} of {all_of_it}" if fully else again_words(stage.recompute)] = None
     return "; ".join([*texts][:_MOST_KINDS]) + ("; ..." if len(texts) > _MOST_KINDS else "")
@@ -181,5 +195,5 @@ def program_lines(plan: Plan) -> list[str]:
     unlifted += [why] if (why := unrun_precision(plan)) else []
     if load_kernels(plan.kernels).engine:
         return unlifted
-    own = "`autoshard run` uses autoshard's torch engine, whose seconds are those of a plan without kernels="
-    return [*unlifted, f"time and memory are those of {program_of(plan)}; {own}"]
+    runs = "`autoshard run` uses autoshard's torch engine, whose seconds are those of a plan without kernels="
+    return [*unlifted, f"time and memory are those of {program_of(plan)}; {runs}"]

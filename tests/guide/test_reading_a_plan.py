@@ -12,9 +12,10 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.explanation import Alternatives, Certificate, Refusal, WhyNot
 from autoshard.plan.plan import Plan
 from autoshard.report.answers import runners_up_of
-from autoshard.report.explanation import explanation_report
-from autoshard.report.structured import comparison_json, explanation_json, found_json, why_not_json
-from autoshard.report.terminal import plan_report
+from autoshard.report.explanation import explanation_sheets
+from autoshard.report.plan_sheets import plan_sheets
+from autoshard.report.structured import answers_json, comparison_json, explanation_json, why_not_json
+from autoshard.report.terminal import drawn
 from autoshard.report.words import TIME_WORDS
 from autoshard.schedule.builders import builders
 from autoshard.search.ask.answers import answers_of
@@ -42,7 +43,7 @@ def found(name: str) -> SearchResult:
 def shown(name: str) -> str:
     answer = found(name)
     plan, *others = answer.plans
-    report = plan_report(
+    sheets = plan_sheets(
         plan,
         answer.certificate,
         times=rank_times(plan),
@@ -51,7 +52,7 @@ def shown(name: str) -> str:
         next_step="x",
     )
     alternatives = Alternatives(others=tuple(others), unlimited_s=1.0, certificate=answer.certificate)
-    return printed(report) + printed(explanation_report(plan, explain(plan), alternatives, rank_times(plan)))
+    return printed(drawn(*sheets)) + printed(*explanation_sheets(plan, explain(plan), alternatives, rank_times(plan)))
 
 
 def headings(text: str) -> set[str]:
@@ -111,7 +112,7 @@ def test_the_keys_of_json_are_documented():
     explained = explanation_json(plan, Explanation(candidate="", blocks=(), rules={}, basis=""), alternatives, ())
     why = why_not_json(plan, none)
     result = answers_of(QUESTIONS["tiny"](), found("tiny"))
-    answered = found_json(result.answers[0], result.answers, certificate)
+    answered = answers_json(result.answers[0], result.answers, certificate)
     for data in (answered, *answered["answers"], explained, why, why["difference"]):
         assert set(data) - documented == set()
     assert {field.name for field in dataclasses.fields(RankTime)} <= documented

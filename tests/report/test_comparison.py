@@ -13,9 +13,11 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.diff import diff
 from autoshard.plan.explanation import Alternatives, Flip, WhyNot
 from autoshard.plan.plan import StageMemory
-from autoshard.report.comparison import comparison_report, misfits, sentences, why_not_report
-from autoshard.report.explanation import explanation_report
+from autoshard.report.comparison import comparison_sheets, misfits, sentences, why_not_sheets
+from autoshard.report.explanation import explanation_sheets
+from autoshard.report.sheet import Node
 from autoshard.report.structured import comparison_json, why_not_json
+from autoshard.report.terminal import drawn
 from autoshard.search.ask.what_if import alternatives
 from autoshard.search.bound.request import plan_at
 from tests.plan.cases import ask as question, plan_of
@@ -27,14 +29,16 @@ FEW = plan_of(question(nodes=8), "tp=32,pp=8")
 
 
 def compared(found, remarks=()):
-    return printed(comparison_report(found, ("old.json", "[red]new.json"), remarks))
+    return printed(
+        drawn(*comparison_sheets(found, Node(comparison_json(found, remarks)), ("old.json", "[red]new.json")))
+    )
 
 
 def test_the_whole_comparison_and_explanation(golden):
     request = ask("llama3-70b", "trn1.32xlarge", 16)
     a, b = (plan_at(request, Candidate.parse(text)) for text in ("tp=32,pp=8,dp=2", "tp=8,pp=8,dp=8,recompute=full"))
     golden("report/compare-llama3-70b-trn1-16.txt", compared(compared_plans(a, b), ["new.json: was edited"]))
-    report = explanation_report(a, explain(a), alternatives(a, calibration_of(a)))
+    report = drawn(*explanation_sheets(a, explain(a), alternatives(a, calibration_of(a))))
     golden("report/explain-llama3-70b-trn1-16.txt", printed(report))
 
 
@@ -47,7 +51,7 @@ def test_the_whole_comparison_and_explanation(golden):
 )
 def test_what_waits_and_what_hides_is_said_only_where_it_is(cluster, text, sums):
     plan = plan_at(ask("llama3-8b", cluster), Candidate.parse(text))
-    found = printed(explanation_report(plan, explain(plan), Alternatives(others=(), unlimited_s=1e-3)))
+    found = printed(*explanation_sheets(plan, explain(plan), Alternatives(others=(), unlimited_s=1e-3)))
     assert re.search(rf"^layer, 32 times: .* \({sums}\)$", found, re.MULTILINE)
 
 
@@ -161,10 +165,14 @@ def found_of(other, **changes):
     return WhyNot(**values)
 
 
+def why_not(plan, answer):
+    return printed(drawn(*why_not_sheets(plan, answer, Node(why_not_json(plan, answer)))))
+
+
 def test_another_layout_is_compared_and_what_would_turn_the_order_follows():
     own, other = predicted(), predicted(plan_of(question(), "tp=8,pp=8"), {"compute": 20.0})
     found = found_of(other, flips=FLIPS, unmoved=("sequence length",))
-    text = printed(why_not_report(own, found))
+    text = why_not(own, found)
     assert "the best with tp=32" in text and "b takes 2.0 times as long" in text
     for words in (
         " 0.125",
@@ -176,9 +184,9 @@ def test_another_layout_is_compared_and_what_would_turn_the_order_follows():
     data = json.loads(json.dumps(why_not_json(own, found)))
     assert data["other"]["candidate"] == str(other.candidate) and data["pins"] == "tp=32"
     assert [flip["factor"] for flip in data["flips"]] == [0.125, 0.5, 2.5]
-    assert "the plan has these values already" in printed(why_not_report(own, found_of(own)))
+    assert "the plan has these values already" in why_not(own, found_of(own))
     refused = found_of(None, fits=False, against=("--why-not tp=3: no",))
-    assert printed(why_not_report(own, refused)).strip() == "refused --why-not tp=3: no"
+    assert why_not(own, refused).strip() == "refused --why-not tp=3: no"
     assert why_not_json(own, refused)["other"] is None
-    text = printed(why_not_report(own, found_of(other, fits=False, against=("too large",))))
+    text = why_not(own, found_of(other, fits=False, against=("too large",)))
     assert "refused too large" in text and "the smallest with tp=32" in text

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from autoshard.plan.plan import Compiling
-from autoshard.report.run import alike_ranks, run_json, run_report, run_summary, start_lines, step_line
+from autoshard.report.run import alike_ranks, run_json, run_sheet, run_summary, start_lines, step_line
+from autoshard.report.sheet import Node, Sheet
 from autoshard.run.reports import Measured, RunReport, TimedStep
 from tests.report.printed import printed
 from tests.runtime.cases import tiny_plan
@@ -25,6 +26,10 @@ def report(*weights: int) -> RunReport:
     return RunReport(steps=steps, ranks=tuple(counted(size) for size in weights))
 
 
+def sheet_of(run: RunReport, *, comparable: bool = True) -> Sheet:
+    return run_sheet(PLAN, Node(run_json(PLAN, run)), comparable=comparable)
+
+
 def test_ranks_of_which_all_is_the_same_are_folded() -> None:
     groups = alike_ranks(PLAN, report(5, 5, 6, 5).ranks)
     assert [group.ranks for group in groups] == [[0, 1], [2], [3]], "the stages are predicted to hold different weights"
@@ -37,12 +42,12 @@ def test_ranks_of_which_all_is_the_same_are_folded() -> None:
 
 
 def test_the_report_puts_numbers_side_by_side_and_seconds_of_another_machine_are_not_divided() -> None:
-    text = printed(run_report(PLAN, report(5, 5, 5, 5), PLAN.cluster.name))
+    text = printed(sheet_of(report(5, 5, 5, 5)))
     assert "250.0 ms" in text and "Memory of a rank" in text and "Sent by a rank in a step" in text
     assert "0-1" in text and "2-3" in text and "4.00 KiB" in text and "another machine" not in text
-    assert "another machine" in printed(run_report(PLAN, report(5), "h100-80"))
+    assert "another machine" in printed(sheet_of(report(5), comparable=False))
     nothing = Measured(memory_bytes={}, sent_bytes={})
-    text = printed(run_report(PLAN, RunReport(steps=report(1).steps, ranks=(nothing,) * 4), PLAN.cluster.name))
+    text = printed(sheet_of(RunReport(steps=report(1).steps, ranks=(nothing,) * 4)))
     assert "Predicted and measured" in text and "Memory" not in text and "Sent" not in text
 
 

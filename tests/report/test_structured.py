@@ -14,7 +14,7 @@ from autoshard.plan.plan import Prediction
 from autoshard.plan.rules.check import all_rules
 from autoshard.plan.rules.rule import Rejection
 from autoshard.report.listing import entries, listing_text
-from autoshard.report.structured import explanation_json, found_json, made_json, rejection_json
+from autoshard.report.structured import answers_json, candidate_json, explanation_json, rejection_json
 from autoshard.schedule.builders import builders
 from autoshard.search.ask.answers import answers_of
 from autoshard.search.ask.planner import search
@@ -33,7 +33,7 @@ def test_a_search_as_data_holds_the_plan_the_runners_up_and_what_was_looked_at()
     request = ask("tiny-llama")
     found = search(request, num_plans=3, simple_within=0.02)
     result = answers_of(request, found, "2")
-    data = json.loads(json.dumps(found_json(result.named("fastest"), result.answers, found.certificate, "none")))
+    data = json.loads(json.dumps(answers_json(result.named("fastest"), result.answers, found.certificate, "none")))
     assert [row["name"] for row in data["answers"]] == ["fastest", "simple", "2", "3"]
     assert (data["written"], data["no_vendor"]) == ("fastest", "none")
     assert [row["slower"] for row in data["answers"]] == [answer.slower for answer in result.answers]
@@ -53,9 +53,9 @@ def test_dollars_stand_beside_every_plan():
     dollars = encode(plan.dollars)
     assert dollars["price_date"] == "2026-06-25"
     answers = [Answer(name=name, plan=plan, why="", slower=0.0) for name in ("fastest", "2")]
-    best = found_json(answers[0], answers, Certificate())
-    assert best["dollars"] == best["runners_up"][0]["dollars"] == made_json(plan, ())["dollars"] == dollars
-    assert made_json(None, ()) == {"rejections": [], "plan": None, "dollars": None}
+    best = answers_json(answers[0], answers, Certificate())
+    assert best["dollars"] == best["runners_up"][0]["dollars"] == candidate_json(plan, ())["dollars"] == dollars
+    assert candidate_json(None, ()) == {"rejections": [], "plan": None, "dollars": None}
     nothing = Explanation(candidate=str(plan.candidate), blocks=(), rules={}, basis="none")
     data = explanation_json(plan, nothing, Alternatives(others=(plan,), unlimited_s=1.0))
     assert data.items() >= {**encode(nothing), "dollars": dollars, "unlimited_s": 1.0}.items()

@@ -16,19 +16,21 @@ from autoshard.plan.explanation import Answer, Certificate, NearestRun, Refusal
 from autoshard.plan.plan import Plan
 from autoshard.plan.proof import BlockProof, Proof
 from autoshard.plan.rules.rule import Rejection
-from autoshard.report.answers import answers_parts, runners_up_of
-from autoshard.report.structured import found_json
-from autoshard.report.tables import Bar, FittingTable, make_console
-from autoshard.report.terminal import (
-    certificate_parts,
-    frontier_report,
+from autoshard.report.answers import answers_sheet, runners_up_of
+from autoshard.report.plan_sheets import (
+    frontier_sheets,
     memory_table,
-    plan_report,
-    proof_report,
-    rejections_report,
+    plan_figures,
+    plan_sheets,
+    proof_sheet,
+    refused_sheet,
+    rejections_sheet,
     stage_table,
-    time_table,
+    time_sheet,
 )
+from autoshard.report.sheet import Bar, Node, Table, plain
+from autoshard.report.structured import answers_json
+from autoshard.report.terminal import drawn, make_console
 from autoshard.report.words import TIME_WORDS, ratio_words
 from autoshard.search.ask.planner import SearchResult, search
 from autoshard.spec.record import encode
@@ -40,11 +42,12 @@ from tests.tabled import tabled
 
 def report(plan: Plan, found: SearchResult | None = None) -> str:
     certificate, others = (found.certificate, found.plans[1:]) if found else (None, ())
-    return printed(
-        plan_report(
-            plan, certificate, answers=runners_up_of(plan, others), times=rank_times(plan) if plan.strategies else ()
-        )
-    )
+    times = rank_times(plan) if plan.strategies else ()
+    return printed(drawn(*plan_sheets(plan, certificate, answers=runners_up_of(plan, others), times=times)))
+
+
+def figures(plan: Plan) -> Node:
+    return Node(plan_figures(plan, rank_times(plan)))
 
 
 def test_the_whole_report(golden):
@@ -73,7 +76,7 @@ def reported(name: str) -> str:
 
 
 def memory_rows(name: str) -> list[list[str]]:
-    table = printed(memory_table(made(name)))
+    table = printed(memory_table(made(name), figures(made(name))))
     return [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()[3:]]
 
 
@@ -122,18 +125,11 @@ NUMBER = re.compile(r"\d[\d.,]*")
 @pytest.mark.parametrize("name", PLANS)
 def test_on_narrow_terminals_numbers_and_candidates_stay_whole_and_ascii_is_ascii(name: str, width: int):
     plan = made(name)
-    tables = [stage_table(plan, rank_times(plan)), memory_table(plan)]
-    wide = {
-        number
-        for table in tables
-        for row in table.rows
-        for cell in row
-        if isinstance(cell, str)
-        for number in NUMBER.findall(cell)
-    }
+    tables = [stage_table(plan, figures(plan)), memory_table(plan, figures(plan))]
+    wide = {number for table in tables for row in table.rows for cell in row for number in NUMBER.findall(plain(cell))}
     for encoding in ("utf-8", "ascii"):
         text = printed(
-            plan_report(plan, answers=runners_up_of(plan, [plan]), times=rank_times(plan)),
+            drawn(*plan_sheets(plan, answers=runners_up_of(plan, [plan]), times=rank_times(plan))),
             width=width,
             encoding=encoding,
         )
@@ -157,7 +153,7 @@ NUMBERS_OF_TITLES = {"3.60", "14.40", "21.60", "71.19", "71.25", "85.52"}
 
 
 def test_bars_go_first_then_columns_in_their_order_then_rows_become_lines():
-    table = FittingTable(
+    table = Table(
         "T",
         ("name", ">share", "", ">cost"),
         [["alpha", "50%", Bar(0.5, 10), "1,234"]],
@@ -178,7 +174,7 @@ def test_what_looks_like_markup_is_text():
     )
     assert "[red]m[/red] (" in text and "on 1 x [bold]c[/]:" in text
     odd = Rejection(rule_id="x", message="[red]no[/red]", source="[link=a]b[/link]")
-    assert "refused [red]no[/red]\n        [link=a]b[/link]\n" in printed(rejections_report([odd]))
+    assert "refused [red]no[/red]\n        [link=a]b[/link]\n" in printed(rejections_sheet([odd]))
 
 
 def test_every_part_of_the_time_has_words_of_its_own():
@@ -188,8 +184,8 @@ def test_every_part_of_the_time_has_words_of_its_own():
     assert gpu.prediction and experts.prediction
     assert {*gpu.prediction.time_parts, *experts.prediction.time_parts} == set(TIME_WORDS)
     assert len(set(TIME_WORDS.values())) == len(TIME_WORDS)
-    assert "waiting in the pipeline" in printed(time_table(gpu.prediction))
-    assert "expert-parallel" in printed(time_table(experts.prediction))
+    assert "waiting in the pipeline" in printed(time_sheet(figures(gpu)))
+    assert "expert-parallel" in printed(time_sheet(figures(experts)))
 
 
 def test_the_headline_says_formats_padding_lnc_and_counts_of_one():
@@ -213,7 +209,7 @@ def test_refusals_come_by_number_and_the_statement_names_what_was_minimised_and_
     counts = {"few": 1, "many": 7, "some": 3}
     refusals = tuple(Refusal(rule_id=key, num_points=count, example=f"{key}=1: no") for key, count in counts.items())
     whole = certificate(refusals=refusals, num_solved=4, num_fitting=2)
-    text = printed(*certificate_parts(whole))
+    text = printed(refused_sheet(Node({**encode(whole), "statement": whole.statement, "accounting": whole.accounting})))
     assert re.findall(r"^(many|some|few) +([0-9]+)", text, re.MULTILINE) == [("many", "7"), ("some", "3"), ("few", "1")]
     words = " ".join(text.split())
     assert "or within 0.50% of it, of 5 legal outer points" in words
@@ -226,10 +222,10 @@ def test_refusals_come_by_number_and_the_statement_names_what_was_minimised_and_
 
 def test_the_first_lines_say_what_was_not_finished_and_how_much_better_a_plan_may_be():
     plan = made("uneven")
-    text = printed(plan_report(plan, certificate(ended="interrupted")))
+    text = printed(drawn(*plan_sheets(plan, certificate(ended="interrupted"))))
     assert text.startswith("The search was not finished (interrupted): this is the best plan so far")
     done = printed(
-        plan_report(plan, certificate(), total_tokens=2e12, next_step="autoshard verify plan.json"), width=80
+        drawn(*plan_sheets(plan, certificate(), total_tokens=2e12, next_step="autoshard verify plan.json")), width=80
     )
     first = done.splitlines()[:12]
     assert first[0].startswith("llama3-70b (70.55 G") and "next     autoshard verify plan.json" in first
@@ -240,7 +236,7 @@ def test_the_first_lines_say_what_was_not_finished_and_how_much_better_a_plan_ma
     assert (
         f"total    2 trillion tokens take {days:,.1f} days and ${2000 * dollars.usd_per_billion_tokens:,.0f}" in first
     )
-    assert "search   the fastest of 5 legal" in printed(plan_report(plan, certificate(bound=2.0)))
+    assert "search   the fastest of 5 legal" in printed(drawn(*plan_sheets(plan, certificate(bound=2.0))))
 
 
 def test_what_lies_within_the_interval_is_counted_and_named():
@@ -252,7 +248,7 @@ def test_what_lies_within_the_interval_is_counted_and_named():
         other = plan_of(ask(), f"tp=32,pp=4,stages={layers}/{31 - int(layers)}/23/26")
         own = {"step_time_s": time_s, "low_s": time_s, "high_s": time_s, "time_parts": {"compute": time_s}}
         others.append(with_prediction(other, **own))
-    text = " ".join(printed(*answers_parts(plan, runners_up_of(plan, others))).split())
+    text = " ".join(printed(answers_sheet(plan, runners_up_of(plan, others))).split())
     assert "3 of these (2, 3, 4) lie within the interval of this prediction" in text
     assert all(str(other.candidate) in text for other in others)
     vendor = Answer(
@@ -261,12 +257,15 @@ def test_what_lies_within_the_interval_is_counted_and_named():
             run="on 32 nodes", num_runs=3, low_s=128.0, high_s=136.0, predicted_s=151.0, source="a table"
         ),
     )  # fmt: skip
-    text = " ".join(printed(*answers_parts(plan, [vendor])).split())
-    assert "too little memory its page measured nearby: on 32 nodes: 3 runs, 128.00 s to 136.00 s" in text
+    text = " ".join(printed(answers_sheet(plan, [vendor])).split())
+    assert (
+        "vendor: too little memory vendor: its page vendor: measured nearby: on 32 nodes: 3 runs, 128.00 s to 136.00 s"
+        in text
+    )
     assert "this model says 151.00 s" in text and "of these" not in text, "what may not run is not measured"
     assert vendor.nearest_run and "seen, not settled" not in text
     early = replace(vendor, unsettled_run=replace(vendor.nearest_run, high_s=137.0, unsettled="four steps"))
-    text = " ".join(printed(*answers_parts(plan, [early])).split())
+    text = " ".join(printed(answers_sheet(plan, [early])).split())
     assert "seen, not settled: on 32 nodes: 3 runs, 128.00 s to 137.00 s (four steps); this model says 151" in text
 
 
@@ -276,16 +275,16 @@ def test_no_gain_over_a_vendor_stands_without_its_interval_and_its_chance():
     time_s = 1.1 * plan.prediction.step_time_s
     theirs = with_prediction(other, step_time_s=time_s, low_s=time_s, high_s=time_s, time_parts={"compute": time_s})
     vendor = Answer(name="vendor", plan=theirs, why="documented", slower=0.1, ratio=ratio_of(theirs, plan))
-    text = " ".join(printed(*answers_parts(plan, [vendor])).split())
+    text = " ".join(printed(answers_sheet(plan, [vendor])).split())
     assert f"against the vendor's layout: {ratio_words(ratio_of(plan, theirs))}" in text and vendor.ratio
     assert re.search(r"\+10\.0% \([-+][\d.]+% to [-+][\d.]+%\) +\d+%", text)
-    data = found_json(Answer(name="simple", plan=plan, why="", slower=0.0), [vendor], certificate(bound=2.0))
+    data = answers_json(Answer(name="simple", plan=plan, why="", slower=0.0), [vendor], certificate(bound=2.0))
     assert data["against_vendor"].items() >= encode(ratio_of(plan, theirs)).items()
     assert data["against_vendor"]["evidence"].keys() == {one["name"] for one in data["against_vendor"]["parts"]}
     assert data["answers"][0]["ratio"]["low"] > 0 and "rests on" in text and "data sheet of the chip" in text
     same = replace(vendor, plan=plan, ratio=None, slower=0.0)
-    assert "against the vendor's" not in printed(*answers_parts(plan, [same]))
-    assert found_json(same, [same], certificate(bound=2.0))["against_vendor"] is None
+    assert "against the vendor's" not in printed(answers_sheet(plan, [same]))
+    assert answers_json(same, [same], certificate(bound=2.0))["against_vendor"] is None
 
 
 def test_a_terminal_is_used_as_wide_as_it_is(monkeypatch: pytest.MonkeyPatch):
@@ -312,18 +311,18 @@ def test_a_price_shows_what_a_day_costs_and_how_old_it_is():
 
 def test_a_frontier_has_a_line_per_plan():
     plans = [made("uneven"), made("interleaved")]
-    text = printed(frontier_report(plans, 0.0005, "complete"))
+    text = printed(drawn(*frontier_sheets(plans, 0.0005, "complete")))
     assert text.count("tp=") == 2 and "cost a step" in text and "within 0.05%" in text
     assert "there may be more" not in " ".join(text.split())
-    stopped = printed(frontier_report(plans, 0.0, "stopped after 3 s"))
+    stopped = printed(drawn(*frontier_sheets(plans, 0.0, "stopped after 3 s")))
     assert "(stopped after 3 s): there may be more" in " ".join(stopped.split())
-    assert "node seconds" in printed(frontier_report([made("one stage")], 0.0, "complete"))
+    assert "node seconds" in printed(drawn(*frontier_sheets([made("one stage")], 0.0, "complete")))
 
 
 def test_a_proof_names_what_was_executed_what_was_left_out_and_differences():
     good = BlockProof(name="layer", error=2e-16, num_results=11, collectives={"all_gather": 4})
     bad = BlockProof(name="head", error=0.5, num_results=4, collectives={})
     proof = Proof(candidate="tp=2,pp=1,dp=2", lost=("ep=8: not kept here",), blocks=(good, bad))
-    text = printed(proof_report(proof))
+    text = printed(proof_sheet(proof))
     assert "tp=2,pp=1,dp=2" in text and "4 all_gather" in text and "not kept: ep=8" in text
-    assert "  equal   layer" in text and "  DIFFERS head" in text and "no collectives" in text
+    assert "equal   layer" in text and "DIFFERS head" in text and "no collectives" in text

@@ -177,9 +177,9 @@ def test_hidden_sends_that_meet_get_lanes_of_their_own():
 
 
 def test_a_process_says_which_ranks_it_stands_for_and_the_file_what_it_rests_on():
-    for name, count, words in (("1f1b", 4, "32 ranks alike"), ("alone", 1, "1 rank"), ("experts", 2, "8 ranks alike")):
+    for name, count, words in (("1f1b", 4, "32 ranks"), ("alone", 1, "1 rank"), ("experts", 2, "8 ranks")):
         names = [e["args"]["name"] for e in read(name)["traceEvents"] if e["name"] == "process_name"]
-        assert names == [f"pipeline rank {number} ({words}: node {number})" for number in range(count)]
+        assert names == [f"pipeline rank {number} ({words} on node {number})" for number in range(count)]
     plan, about = case("1f1b")[0], read("1f1b")["otherData"]
     assert about["basis"] == predicted(plan).basis and "(not measured)" in about["title"]
     assert (about["candidate"], about["cluster"]) == (str(plan.candidate), "4 x trn1.32xlarge")

@@ -9,7 +9,8 @@ import pytest
 
 from autoshard.calibration.validate import validate
 from autoshard.cost.calibration import CONSTANTS, uncalibrated
-from autoshard.report.validation import calibration_report, validation_report
+from autoshard.report.terminal import drawn
+from autoshard.report.validation import calibration_report, validation_sheets
 from tests.calibration.measured_cases import DATA, SMALL, TRAINIUM, published
 from tests.report.printed import printed
 
@@ -18,13 +19,13 @@ from tests.report.printed import printed
     ("name", "path"), [("trainium", TRAINIUM), pytest.param("published", DATA, marks=pytest.mark.slow)]
 )
 def test_the_rows_of_this_repository(name: str, path: Path, golden):
-    golden(f"report/validate-{name}.txt", printed(validation_report(published(path))))
+    golden(f"report/validate-{name}.txt", printed(drawn(*validation_sheets(published(path)))))
 
 
 def test_what_was_not_measured_has_no_error(tmp_path: Path):
     path = tmp_path / "runs.jsonl"
     path.write_text(json.dumps({**SMALL, "step_time_s": None, "peak_memory_gib": None}), encoding="utf-8")
-    text = printed(validation_report(validate(path)))
+    text = printed(drawn(*validation_sheets(validate(path))))
     assert "Peak memory" not in text
     assert "furthest off" not in text
     assert ["runs", "0", "0", *"-" * 10] in [line.split() for line in text.splitlines()]

@@ -18,7 +18,8 @@ from autoshard.errors import InputError, NotFinite, RunFailed, Stopped
 from autoshard.files import append_line, remove_asides, replace_text
 from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
-from autoshard.report.run import run_json, run_report, start_lines
+from autoshard.report.run import run_json, run_sheet, start_lines
+from autoshard.report.sheet import Node
 from autoshard.run.folder import PLAN, REPORT, TRAINING
 from autoshard.run.protocol import HOST, Builds, Run
 from autoshard.run.reports import RunReport, SavedStep, Started
@@ -282,11 +283,12 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay) -> i
         note_end(folder, signal.Signals(report.signal).name if report.signal else "")
     except OSError as error:
         failures.append(f"{error.filename or rows}: {error.strerror or error}")
+    measured = run_json(plan, report) if report.steps else {}
     if execution.json:
-        measured = run_json(plan, report) if report.steps else {}
         print_answer({"folder": str(folder), "notes": display.notes, **measured})
     elif report.steps:
-        print_answer(run_report(plan, report, execution.platform))
+        print()
+        print_answer([run_sheet(plan, Node(measured), comparable=plan.cluster.name == execution.platform)])
         print(f"\nwrote {folder}: plan.json, metrics.jsonl, measured.jsonl, report.json, checkpoints")
         clusters = f"--cluster {execution.platform} --out {execution.platform}.json"
         print(f"next: autoshard validate {rows}")

@@ -14,7 +14,7 @@ from autoshard.errors import file_faults
 from autoshard.files import replace_text
 from autoshard.plan.plan import Plan
 from autoshard.report.run import run_summary, step_line
-from autoshard.report.tables import make_console
+from autoshard.report.terminal import make_console
 from autoshard.report.trace import trace_text
 from autoshard.run.reports import RunReport, TimedStep
 from autoshard.runtime.metrics.log import MetricsLog, Pace, Paced, record_of

@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from autoshard.commands.output import print_answer
+from autoshard.commands.output import print_notes
 from autoshard.commands.writing.places import place_checks
 from autoshard.errors import InputError, inside, require
 from autoshard.extensions import EXTENSIONS
 from autoshard.plan.codec import refuse_to_replace, save
 from autoshard.plan.plan import Plan
-from autoshard.report.tables import prose
 
 _REMEDY = "Type --force to replace it"
 
@@ -71,7 +70,7 @@ class Target:
     def end(self, plan: Plan, written: Written, what: str = "") -> int:
         """Say what is unusual about the question, and where the plan is; or what to type where a file is kept."""
         for remark in () if self.json else _unusual(plan):
-            print_answer(prose(remark))
+            print_notes(remark)
         if written.refused:
             raise written.refused  # after the answer, which took a while to find
         if not self.json:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.report.page.elements import Content, Markup, tag
+from autoshard.units import format_seconds
 
 _WIDTH, _HEIGHT = 480, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 74, 20, 24, 44
@@ -80,31 +81,31 @@ class _Scale:
         if self.axis.log and high > _DECADE * low:
             powers = range(math.floor(self.low), math.ceil(self.high) + 1)
             steps = (1, 2, 5) if high < _DECADE**2 * low else (1,)
-            found = [step * 10.0**power for power in powers for step in steps]
-            return [one for one in found if low <= one <= high]
+            ticks = [step * 10.0**power for power in powers for step in steps]
+            return [tick for tick in ticks if low <= tick <= high]
         rough = max((high - low) / 5, 1.0 if self.axis.whole else 0.0)
         power = 10.0 ** math.floor(math.log10(rough))
-        step = next(power * one for one in (1, 2, 5, 10) if power * one >= rough)
+        step = next(power * times for times in (1, 2, 5, 10) if power * times >= rough)
         return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def _frame(x: _Scale, y: _Scale) -> list[Markup]:
     """Return the grid, the numbers and the names of both axes."""
-    found: list[Markup] = []
+    lines: list[Markup] = []
     for tick in y.ticks:
-        found.append(tag("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y(tick), y2=y(tick), class_="grid"))
-        found.append(tag("text", y.axis.text(tick), x=_LEFT - 6, y=y(tick) + 4, class_="end"))
+        lines.append(tag("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y(tick), y2=y(tick), class_="grid"))
+        lines.append(tag("text", y.axis.text(tick), x=_LEFT - 6, y=y(tick) + 4, class_="end"))
     end = 0.0
     for tick in x.ticks:
-        found.append(tag("line", x1=x(tick), x2=x(tick), y1=_TOP, y2=_HEIGHT - _BOTTOM, class_="grid"))
+        lines.append(tag("line", x1=x(tick), x2=x(tick), y1=_TOP, y2=_HEIGHT - _BOTTOM, class_="grid"))
         half = _LETTER * len(text := x.axis.text(tick)) / 2
         if x(tick) - half >= end and x(tick) + half <= _WIDTH:  # else it would lie over the one before, or be cut
-            found.append(tag("text", text, x=x(tick), y=_HEIGHT - _BOTTOM + 16, class_="middle"))
+            lines.append(tag("text", text, x=x(tick), y=_HEIGHT - _BOTTOM + 16, class_="middle"))
             end = x(tick) + half
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    found.append(tag("text", x.axis.name, x=middle, y=_HEIGHT - 6, class_="middle axis"))
-    found.append(tag("text", y.axis.name, x=4, y=12, class_="axis"))
-    return found
+    lines.append(tag("text", x.axis.name, x=middle, y=_HEIGHT - 6, class_="middle axis"))
+    lines.append(tag("text", y.axis.name, x=4, y=12, class_="axis"))
+    return lines
 
 
 def _figure(title: str, about: str, content: Content, legend: Content = None) -> Markup:
@@ -134,14 +135,14 @@ def _dots(points: Iterable[Dot], x: _Scale, y: _Scale) -> tuple[list[Markup], li
 
 def scatter(title: str, points: Sequence[Dot], x_axis: Axis, y_axis: Axis) -> Markup:
     """Return points, those with labels on top, and the frontier of those that nothing betters in both directions."""
-    x = _Scale.over(x_axis, [one.x for one in points], _LEFT, _WIDTH - _RIGHT)
-    y = _Scale.over(y_axis, [one.y for one in points], _HEIGHT - _BOTTOM, _TOP)
-    best = frontier([(one.x, one.y) for one in points])
+    x = _Scale.over(x_axis, [dot.x for dot in points], _LEFT, _WIDTH - _RIGHT)
+    y = _Scale.over(y_axis, [dot.y for dot in points], _HEIGHT - _BOTTOM, _TOP)
+    best = frontier([(dot.x, dot.y) for dot in points])
     path = "".join(
         f"{'H' if number else 'M'}{x(a)}{'V' if number else ' '}{y(b)}" for number, (a, b) in enumerate(best)
     )
     about = f"{len(points)} points, {len(best)} on the frontier"
-    ordered = sorted(points, key=lambda one: bool(one.label))
+    ordered = sorted(points, key=lambda dot: bool(dot.label))
     return _figure(title, about, [_frame(x, y), tag("path", d=path, class_="frontier"), *_dots(ordered, x, y)])
 
 
@@ -151,11 +152,11 @@ def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
     >>> frontier([(1, 5), (2, 3), (3, 4), (2, 3), (4, 1)])
     [(1, 5), (2, 3), (4, 1)]
     """
-    found: list[tuple[float, float]] = []
-    for one in sorted(set(points)):
-        if not found or one[1] < found[-1][1]:
-            found.append(one)
-    return found
+    best: list[tuple[float, float]] = []
+    for point in sorted(set(points)):
+        if not best or point[1] < best[-1][1]:
+            best.append(point)
+    return best
 
 
 def line_chart(
@@ -168,9 +169,9 @@ def line_chart(
     band_name: str = "",
 ) -> Markup:
     """Return lines over one axis, with a ``band`` of values behind them."""
-    every = [point for line in lines for point in line.points]
-    x = _Scale.over(x_axis, [point.x for point in every], _LEFT, _WIDTH - _RIGHT)
-    y = _Scale.over(y_axis, [*(point.y for point in every), *(band or ())], _HEIGHT - _BOTTOM, _TOP)
+    dots = [dot for line in lines for dot in line.points]
+    x = _Scale.over(x_axis, [dot.x for dot in dots], _LEFT, _WIDTH - _RIGHT)
+    y = _Scale.over(y_axis, [*(dot.y for dot in dots), *(band or ())], _HEIGHT - _BOTTOM, _TOP)
     drawn: list[Content] = []
     if band:
         top = y(band[1])
@@ -179,11 +180,11 @@ def line_chart(
         )
     for number, line in enumerate(lines):
         kind = line.kind or f"line c{number % _MOST_COLOURS}"
-        path = "".join(f"{'L' if place else 'M'}{x(one.x)} {y(one.y)}" for place, one in enumerate(line.points))
+        path = "".join(f"{'L' if place else 'M'}{x(dot.x)} {y(dot.y)}" for place, dot in enumerate(line.points))
         if line.joined:
             drawn.append(tag("path", d=path, class_=kind))
-        drawn.append([tag("circle", cx=x(one.x), cy=y(one.y), r=3.5, class_=kind, data_tip=one.tip)
-                      for one in line.points if one.tip])  # fmt: skip
+        drawn.append([tag("circle", cx=x(dot.x), cy=y(dot.y), r=3.5, class_=kind, data_tip=dot.tip)
+                      for dot in line.points if dot.tip])  # fmt: skip
     names = {line.name: line.kind or f"c{number % _MOST_COLOURS}" for number, line in enumerate(lines)}
     names |= {band_name: "band"} if band else {}
     about = "; ".join(line.name for line in lines)
@@ -223,25 +224,26 @@ def heat_map(
     return tag("div", whole, class_="scroll", tabindex=0, role="region", aria_label=title)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One part of a bar."""
+def step_charts(
+    losses: Iterable[tuple[int, float | None]],
+    times: Iterable[tuple[int, float]],
+    prediction: tuple[float, float, float] | None,
+) -> Markup:
+    """Return the losses and the times of steps; ``prediction`` says what a step takes, at least and at most.
 
-    size: float
-    kind: str
-    tip: str
-
-
-def stacked_bar(parts: Sequence[Part], whole: float, marks: Sequence[tuple[float, str]] = ()) -> Markup:
-    """Return parts side by side as shares of ``whole``, with marks at some sizes."""
-    drawn, start = list[Markup](), 0.0
-    for part in parts:
-        width = 1000 * part.size / whole
-        if width >= 0.5:
-            place = {"x": round(start, 1), "width": round(width, 1)}
-            drawn.append(tag("rect", y=0, height=20, class_=part.kind, data_tip=part.tip, **place))
-        start += width
-    for size, tip in marks:
-        across = round(1000 * size / whole, 1)
-        drawn.append(tag("line", x1=across, x2=across, y1=0, y2=20, class_="mark", data_tip=tip))
-    return tag("svg", drawn, viewBox="0 0 1000 20", preserveAspectRatio="none", class_="bar", aria_hidden="true")
+    A loss that is not finite is None, and no point.
+    """
+    number, charts = Axis(name="step", text="{:g}".format, whole=True), list[Markup]()
+    points = [Dot(x=step, y=loss, tip=f"step {step}: {loss:.4f}") for step, loss in losses if loss is not None]
+    measured = [Dot(x=step, y=time_s, tip=f"step {step}: {format_seconds(time_s)}") for step, time_s in times]
+    if points:
+        axis = Axis(name="", text=lambda value: f"{value:.3g}")
+        charts.append(line_chart("Loss", [Line(name="loss", points=points)], number, axis))
+    if measured:
+        lines, axis = [Line(name="measured", points=measured)], Axis(name="", text=format_seconds)
+        if prediction:
+            ends = [Dot(x=dot.x, y=prediction[0], tip="") for dot in (measured[0], measured[-1])]
+            lines.append(Line(name="predicted", points=ends))
+        band = prediction and prediction[1:]
+        charts.append(line_chart("Step time", lines, number, axis, band=band, band_name="interval of the prediction"))
+    return tag("div", charts, class_="charts")

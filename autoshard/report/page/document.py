@@ -31,7 +31,7 @@ def document(
             "body",
             tag("a", "skip to the content", href="#content", class_="skip"),
             tag("header", tag("nav", tag("strong", "autoshard"), tag("ul", links), theme, aria_label="sections")),
-            tag("main", head, (one for _, _, one in sections), id="content"),
+            tag("main", head, (section for _, _, section in sections), id="content"),
             tag("footer", tag("p", f"Written by autoshard {__version__}. Predicted figures are no measurements.")),
             tag("div", id="tip", role="tooltip", hidden=True),
             tag("script", Markup(script)),

@@ -1,10 +1,12 @@
 """The mesh on its nodes: a square for every rank, coloured by its place on an axis, with its groups to point at."""
 
+from collections.abc import Sequence
+
 from autoshard.plan.plan import Plan
-from autoshard.report.page.elements import Content, Markup, Node, figure_of, section, table, tag
+from autoshard.report.page.elements import Markup, figure_of, section, table, tag
 from autoshard.report.page.shown import AXES
 from autoshard.report.page.timeline import shown_ranks
-from autoshard.units import format_bytes, format_count
+from autoshard.report.sheet import Cell, Column, Node, Table, rows_of
 
 MOST_RANKS = 640
 _COLOURS = 8
@@ -13,27 +15,26 @@ _WORDS = {"tp": "tensor", "cp": "context", "ep": "expert", "pp": "pipeline", "dp
 
 def mesh_section(name: str, plan: Plan, data: Node) -> Markup:
     """Return the axes with their groups and links, and the nodes."""
-    rows = [
-        (
-            tag("span", f"{axis['axis'].value} ({_WORDS[axis['axis'].value]})"),
-            axis["size"].figure(str),
-            _spread(axis),
-            axis["link"].value,
-            axis["bandwidth_bytes_per_s"].figure(lambda rate: format_count(rate, "B/s")),
-            axis["sent_bytes"].figure(format_bytes),
-            ", ".join(map(str, axis["neighbours"].value)) + (", ..." if axis["size"].value > 8 else ""),
-        )
-        for axis in data["axes"]
-    ]
-    columns = ("axis", ">ranks in a group", "spread", "slowest link crossed", ">its rate",
-               ">busiest rank sends in a step", "group of rank 0")  # fmt: skip
+    columns: dict[str, Column] = {
+        "axis": lambda axis: f"{axis['axis'].value} ({_WORDS[axis['axis'].value]})",
+        ">ranks in a group": "size",
+        "spread": lambda axis: _spread(axis["num_nodes"]),
+        "slowest link crossed": "link",
+        ">its rate": "bandwidth_bytes_per_s",
+        ">busiest rank sends in a step": "sent_bytes",
+        "group of rank 0": lambda axis: _listed(axis["neighbours"].value, axis["size"].value),
+    }
+    rows = rows_of(data["axes"], columns)
     about = "Ranks that share a group exchange data. Point at a rank to see its group on the axis that is chosen."
-    axes = table(columns, rows, "Axes of the mesh") if rows else tag("p", "One rank: nothing is sent.")
+    axes = table(Table("Axes of the mesh", [*columns], rows)) if rows else tag("p", "One rank: nothing is sent.")
     return section(name, "Mesh", axes, _nodes(plan), about=about)
 
 
-def _spread(axis: Node) -> Content:
-    nodes = axis["num_nodes"]
+def _listed(ranks: Sequence[int], count: int) -> str:
+    return ", ".join(map(str, ranks)) + (", ..." if count > len(ranks) else "")
+
+
+def _spread(nodes: Node) -> Cell:
     return "inside a node" if nodes.value == 1 else ("over ", nodes.figure(str), " nodes")
 
 
@@ -68,10 +69,10 @@ def _nodes(plan: Plan) -> Markup:
 def _places(plan: Plan, rank: int, axes: list[str]) -> list[int]:
     """Return the place of a rank in its group along each axis."""
     at, sizes = plan.mesh.coordinates(rank), dict(plan.mesh.axes)
-    found = list[int]()
+    places = list[int]()
     for axis in axes:
         place = 0
         for atom in plan.mesh.atoms_of(axis):
             place = place * sizes[atom] + at[atom]
-        found.append(place)
-    return found
+        places.append(place)
+    return places

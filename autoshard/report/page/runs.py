@@ -1,22 +1,22 @@
 """A run beside the prediction of its plan: step by step, and part by part."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from autoshard.errors import inside, require
 from autoshard.plan.plan import Plan
-from autoshard.report.page.charts import Axis, Dot, Line, line_chart
-from autoshard.report.page.elements import Content, Markup, Node, section, table, tag
-from autoshard.report.terminal import prediction_of
+from autoshard.report.page.charts import step_charts
+from autoshard.report.page.elements import Markup, sheet_section
+from autoshard.report.run import run_sheet
+from autoshard.report.sheet import Node
 from autoshard.report.watch.content import read_run
-from autoshard.report.words import ranks_text
+from autoshard.report.words import prediction_of
 from autoshard.run.folder import PLAN, REPORT
 from autoshard.run.reports import with_nulls
 from autoshard.spec.files import read_data
 from autoshard.spec.record import decode
-from autoshard.units import format_bytes, format_count, format_seconds
 
 _MOST_STEPS = 400  # that are drawn; of more, every second, third, ...
 
@@ -25,15 +25,15 @@ def run_data(folder: Path, plan: Plan) -> dict[str, Any]:
     """Return the steps of a run of a plan, and the comparison that the run wrote when it ended."""
     with inside("--run"):
         run = read_run(folder)
-    other = run.plan is not None and _question(run.plan) != _question(plan)
+    same = run.plan is None or _question(run.plan) == _question(plan)
     require(
         (bool(run.steps), f"--run {folder}", "has taken no step yet"),
-        (not other, f"--run {folder}", f"is a run of another plan, {folder / PLAN}. Report that one"),
+        (same, f"--run {folder}", f"is a run of another plan, {folder / PLAN}. Report that one"),
     )
     steps = [
-        with_nulls({"step": one.number, "loss": one.loss, "time_s": one.time_s, "tokens_per_s": one.tokens_per_s,
-                    "phase": one.phase})
-        for one in (logged.step for logged in run.steps)
+        with_nulls({"step": step.number, "loss": step.loss, "time_s": step.time_s, "tokens_per_s": step.tokens_per_s,
+                    "phase": step.phase})
+        for step in (logged.step for logged in run.steps)
     ]  # fmt: skip
     compared = any(logged.compared for logged in run.steps)
     with inside("--run"):
@@ -73,9 +73,9 @@ class _Ended:
 def _ended(path: Path) -> dict[str, object]:
     """Read the comparison of a run; one that has not ended has none. A file of another form is refused."""
     data = decode(dict[str, object], read_data(path), path) if path.is_file() else {}
-    known = {"step_time_s": data.get("step_time_s"), "ranks": data.get("ranks", [])}
-    decode(_Ended, known, path)
-    return known
+    comparison = {"step_time_s": data.get("step_time_s"), "ranks": data.get("ranks", [])}
+    decode(_Ended, comparison, path)
+    return comparison
 
 
 def _question(plan: Plan) -> tuple[object, ...]:
@@ -83,28 +83,15 @@ def _question(plan: Plan) -> tuple[object, ...]:
     return plan.model, plan.workload, plan.cluster.name, plan.cluster.num_nodes, str(plan.candidate)
 
 
-def run_section(name: str, plan: Plan, run: Node) -> Markup:
+def run_section(plan: Plan, run: Node) -> Markup:
     """Return the steps of a run against the predicted step, its losses, and its memory and traffic by part."""
-    prediction, steps = prediction_of(plan), run["steps"]
-    every = max(1, -(-len(steps.value) // _MOST_STEPS))
-    drawn = [step for number, step in enumerate(steps) if number % every == 0]
-    steady = [step for step in drawn if step["phase"].value == "steady"] or drawn
-    number = Axis(name="step", text="{:g}".format, whole=True)
-    times = [_point(step, "time_s", format_seconds) for step in steady]
-    ends = (steady[0]["step"].value, steady[-1]["step"].value)
-    predicted = [Dot(x=end, y=prediction.step_time_s, tip="") for end in ends]
-    band, words = (prediction.low_s, prediction.high_s), "interval of the prediction"
-    charts = [
-        line_chart("Step time", [Line(name="measured", points=times), Line(name="predicted", points=predicted)],
-                   number, Axis(name="", text=format_seconds), band=band, band_name=words),
-        line_chart("Loss", [Line(name="loss", points=[_point(step, "loss", "{:.4f}".format) for step in drawn
-                                                      if step["loss"].value is not None])],
-                   number, Axis(name="", text=lambda value: f"{value:.3g}")),
-    ]  # fmt: skip
-    return section(
-        name, "Predicted and measured", tag("div", charts, class_="charts"), _comparison(run), _bytes(run),
-        about=_about(run),
-    )  # fmt: skip
+    prediction, steps = prediction_of(plan), run["steps"].value
+    drawn = steps[:: max(1, -(-len(steps) // _MOST_STEPS))]
+    steady = [step for step in drawn if step["phase"] == "steady"] or drawn
+    losses = [(step["step"], step["loss"]) for step in drawn]
+    times = [(step["step"], step["time_s"]) for step in steady]
+    charts = step_charts(losses, times, (prediction.step_time_s, prediction.low_s, prediction.high_s))
+    return sheet_section(replace(run_sheet(plan, run, comparable=run["same_machine"].value), about=_about(run)), charts)
 
 
 def _about(run: Node) -> str:
@@ -112,37 +99,5 @@ def _about(run: Node) -> str:
     words = f"{len(steps)} steps of {run['folder'].value}. A run times steps, not their parts."
     if (early := sum(step["phase"] != "steady" for step in steps)) and early < len(steps):
         words += f" The times of {early} that warmed up or compiled are left out."
-    other = " It ran on another machine than the one that the prediction is about, so that only bytes can be compared."
-    return words + ("" if run["same_machine"].value else other)
-
-
-def _point(step: Node, key: str, text: Any) -> Dot:
-    value = step[key].value
-    tip = f"step {step['step'].value}: {text(value)}, {format_count(step['tokens_per_s'].value, 'tokens/s')}"
-    return Dot(x=step["step"].value, y=value, tip=tip)
-
-
-def _comparison(run: Node) -> Content:
-    step = run["step_time_s"]
-    if not step:
-        return tag("p", "The run has not ended: its comparison by part is written at the end.")
-    keys = ("predicted", "low", "high", "measured")
-    ratio = f"{step['measured'].value / step['predicted'].value:.2f}"
-    row = ("a step", *(step[key].figure(format_seconds) for key in keys), ratio)
-    return table(("", ">predicted", ">low", ">high", ">measured", ">measured / predicted"), [row])
-
-
-def _bytes(run: Node) -> Content:
-    rows: list[tuple[Content, ...]] = []
-    for group in run["ranks"]:
-        for key, words in (("memory_bytes", "memory"), ("sent_bytes", "sent in a step")):
-            for part, pair in group[key].entries():
-                predicted, measured = pair["predicted"], pair["measured"]
-                both = predicted.value and measured.value is not None
-                ratio = f"{measured.value / predicted.value:.2f}" if both else "-"
-                ranks = ranks_text(group["ranks"].value)
-                rows.append(
-                    (f"{words}: {part}", ranks, predicted.figure(format_bytes), measured.figure(format_bytes), ratio)
-                )
-    columns = ("part", "ranks", ">predicted", ">measured", ">measured / predicted")
-    return table(columns, rows, "Memory and traffic of a rank") if rows else None
+    elsewhere = " It ran on another machine than the prediction is about, so that only bytes can be compared."
+    return words + ("" if run["same_machine"].value else elsewhere)

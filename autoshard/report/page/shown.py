@@ -9,8 +9,9 @@ from autoshard.cost.timeline import RankTime, StepTimeline
 from autoshard.plan.diff import Diff
 from autoshard.plan.found import SearchRecord
 from autoshard.plan.plan import Plan
+from autoshard.report.plan_sheets import plan_figures
 from autoshard.report.structured import comparison_json
-from autoshard.report.terminal import prediction_of
+from autoshard.report.words import prediction_of
 from autoshard.spec.record import encode
 
 AXES = ("tp", "cp", "ep", "pp", "dp")
@@ -31,9 +32,9 @@ class ShownPlan:
 
 def page_json(shown: Sequence[ShownPlan], difference: Diff | None, run: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return every figure of the page: of each plan, of two plans against each other, of a run."""
-    remarks = [f"{one.name}: {one.remark}" for one in shown if one.remark]
+    remarks = [f"{plan.name}: {plan.remark}" for plan in shown if plan.remark]
     return {
-        "plans": [_plan_json(one) for one in shown],
+        "plans": list(map(_plan_json, shown)),
         "difference": difference and comparison_json(difference, remarks),
         "run": run,
     }
@@ -44,14 +45,9 @@ def _plan_json(shown: ShownPlan) -> dict[str, Any]:
     record = encode(shown.record) if shown.record else None
     return {
         "name": shown.name,
-        "candidate": str(plan.candidate),
         "remark": shown.remark,
         "num_ranks": plan.cluster.num_ranks,
-        "prediction": encode(plan.prediction),
-        "peak_bytes": prediction_of(plan).peak_bytes,
-        "usable_bytes": plan.cluster.rank_memory_bytes,
-        "dollars": encode(plan.dollars),
-        "pipeline_ranks": encode(tuple(shown.times)),
+        **plan_figures(plan, shown.times),
         "axes": [_axis_json(plan, axis) for axis in AXES if plan.mesh.size(axis) > 1],
         "blocks": encode(shown.explanation.blocks),
         "rules": dict(shown.explanation.rules),

@@ -1,61 +1,33 @@
 """The page of a sweep: how its points scale, which sizes of tp and pp are best, the frontier, what was measured."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from autoshard.report.page.charts import Axis, Dot, Line, heat_map, line_chart, scatter
 from autoshard.report.page.document import document
-from autoshard.report.page.elements import Content, Markup, Node, facts, section, table, tag
-from autoshard.report.sweep import SIZES, Row, best_trained, efficiency, series_of, short_layout, varied_in
-from autoshard.units import GIB, format_bytes, format_count, format_dollars, format_seconds
+from autoshard.report.page.elements import Markup, section, sheet_head, sheet_section, tag
+from autoshard.report.sweep import GOOD, SIZES, Row, efficiency, series_of, short_layout, sweep_sheets, varied_in
+from autoshard.units import GIB, format_count, format_dollars, format_seconds
 
-_GOOD = ("planned", "ran")
+_MOST_ROWS = 500
 _MOST_LINES = 8  # of a chart
 _FEWEST_CELLS = 2  # of a map; so many are read faster in the table
-_MOST_ROWS = 500
 _OTHERS = ("fix.tp", "fix.pp", *SIZES)
 
 
 def sweep_page(name: str, rows: Sequence[Row]) -> str:
     """Return the page of a sweep's rows."""
-    good = [row for row in rows if row["status"] in _GOOD]
-    figures = Node({"rows": list(rows)})["rows"]
-    shown = [one for one in figures if one["status"].value in _GOOD]
+    good, sheets = [row for row in rows if row["status"] in GOOD], sweep_sheets(name, rows, _MOST_ROWS)
     sections = [
         ("scaling", "Scaling", _scaling(good)),
         ("sizes", "tp x pp", _sizes(good)),
         ("pareto", "Trade-offs", _pareto(good)),
         ("measured", "Measured", _measured(good)),
         ("losses", "Losses", _losses(good)),
-        ("points", "Points", _points(shown, efficiency(good)) if good else None),
-        ("failed", "No plan", _failed([row for row in rows if row["status"] not in _GOOD])),
-    ]
-    found = [(key, entry, part) for key, entry, part in sections if part is not None]
-    return document(f"sweep {name}", found, head=_headline(name, rows, shown))
-
-
-def _headline(name: str, rows: Sequence[Row], shown: Sequence[Node]) -> list[Content]:
-    varied = [key.removeprefix("at.") for key in varied_in(rows)]
-    words = f"{len(rows)} points; what varies: {', '.join(varied) or 'nothing'}"
-    pairs: list[tuple[str, Content]] = []
-    if shown:
-        fastest = max(shown, key=lambda one: one["tokens_per_s"].value)
-        pairs.append(("most tokens a second", _best(fastest, "tokens_per_s", format_count)))
-        priced = [one for one in shown if one["usd_per_billion_tokens"].value is not None]
-        if priced:
-            cheapest = min(priced, key=lambda one: one["usd_per_billion_tokens"].value)
-            pairs.append(("cheapest billion tokens", _best(cheapest, "usd_per_billion_tokens", format_dollars)))
-        busiest = max(shown, key=lambda one: one["mfu"].value)
-        pairs.append(("best MFU", _best(busiest, "mfu", lambda share: f"{share:.1%}")))
-        for best, group in best_trained([one.value for one in shown])[:_MOST_LINES]:
-            node = next(one for one in shown if one.value is best)
-            words = f"{best['point']}, after {best['num_steps']} steps, of {len(group)} runs"
-            pairs.append(("least loss", (node["last_loss"].figure("{:.4f}".format), tag("small", words))))
-    return [tag("h1", f"Sweep {name}", tag("small", words)), facts(pairs)]
-
-
-def _best(one: Node, key: str, text: Callable[[Any], str]) -> Content:
-    return one[key].figure(text), tag("small", f"predicted of {one['point'].value}")
+        *((key, words, sheet_section(sheets[key])) for key, words in (("points", "Points"), ("failed", "No plan"))
+          if key in sheets),
+    ]  # fmt: skip
+    drawn = [(key, entry, part) for key, entry, part in sections if part is not None]
+    return document(f"sweep {name}", drawn, head=sheet_head(sheets["head"]))
 
 
 def _scaling(rows: Sequence[Row]) -> Markup | None:
@@ -63,13 +35,15 @@ def _scaling(rows: Sequence[Row]) -> Markup | None:
     lines: dict[object, list[Row]] = {}
     for row in rows:
         lines.setdefault(series_of(row), []).append(row)
-    series = {key: sorted(own, key=lambda row: row["ranks"]) for key, own in lines.items()}
-    series = {key: own for key, own in series.items() if len({row["ranks"] for row in own}) > 1}
+    series = {key: sorted(series_rows, key=lambda row: row["ranks"]) for key, series_rows in lines.items()}
+    series = {key: series_rows for key, series_rows in series.items() if len({row["ranks"] for row in series_rows}) > 1}
     if not series:
         return None
     shares = efficiency(rows)
     nodes = len({row["nodes"] for row in rows}) > 1
-    ticks = tuple(sorted({row["nodes" if nodes else "ranks"] for own in series.values() for row in own}))
+    ticks = tuple(
+        sorted({row["nodes" if nodes else "ranks"] for series_rows in series.values() for row in series_rows})
+    )
     across = Axis(name="nodes" if nodes else "ranks", text="{:g}".format, log=True, ticks=ticks)
     values: list[tuple[str, Axis, Callable[[Row], float | None]]] = [
         ("Speed", Axis(name="tokens/s", text=format_count, log=True), lambda row: row["tokens_per_s"]),
@@ -81,16 +55,15 @@ def _scaling(rows: Sequence[Row]) -> Markup | None:
     for title, axis, value in values:
         drawn = [
             Line(
-                name=_named(own[0]),
-                points=_over(own, axis, value, "nodes" if nodes else "ranks"),
+                name=_named(series_rows[0]),
+                points=_over(series_rows, axis, value, "nodes" if nodes else "ranks"),
                 kind=f"line c{number}",
             )
-            for number, own in enumerate(list(series.values())[:_MOST_LINES])
+            for number, series_rows in enumerate(list(series.values())[:_MOST_LINES])
         ]
         drawn = [line for line in drawn if line.points]  # each in its colour in all charts
         charts += [line_chart(title, drawn, across, axis)] if drawn else []
-    left = len(series) - _MOST_LINES
-    about = f"The first {_MOST_LINES} of {len(series)} series are drawn." if left > 0 else None
+    about = f"The first {_MOST_LINES} of {len(series)} series are drawn." if len(series) > _MOST_LINES else None
     return section("scaling", "How the points scale", tag("div", charts, class_="charts"), about=about)
 
 
@@ -116,9 +89,9 @@ def _sizes(rows: Sequence[Row]) -> Markup | None:
         words = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
         questions.setdefault(words, []).append(row)
     maps: list[Markup] = []
-    for words, own in questions.items():
+    for words, rows_of_question in questions.items():
         best: dict[tuple[str, str], Row] = {}
-        for row in sorted(own, key=lambda row: row["step_time_s"]):
+        for row in sorted(rows_of_question, key=lambda row: row["step_time_s"]):
             best.setdefault((str(row["tp"]), str(row["pp"])), row)
         if len(best) > _FEWEST_CELLS:
             cells = {at: _cell(row) for at, row in best.items()}
@@ -166,7 +139,7 @@ def _measured(rows: Sequence[Row]) -> Markup | None:
                 f"{format_seconds(row['measured_step_time_s'])}")
         for row in ran
     ]  # fmt: skip
-    ends = [f(one for dot in dots for one in (dot.x, dot.y)) for f in (min, max)]
+    ends = [end_of(size for dot in dots for size in (dot.x, dot.y)) for end_of in (min, max)]
     equal = [Dot(x=end, y=end, tip="") for end in ends]
     predicted, measured = (
         Axis(name=f"{word} step", text=format_seconds, log=True) for word in ("predicted", "measured")
@@ -201,44 +174,3 @@ def _losses(rows: Sequence[Row]) -> Markup | None:
         return None
     about = "The loss of the last step: with one seed, of the same tokens for all runs that took as many steps."
     return section("losses", "Losses", tag("div", charts, class_="charts"), about=about)
-
-
-def _points(rows: Sequence[Node], shares: Mapping[str, float]) -> Markup:
-    """Return the table of the points that have a plan."""
-    varied = varied_in([one.value for one in rows])
-    ran = any(one["status"].value == "ran" for one in rows)
-    several = any(one["choice"].value > 1 for one in rows)
-    priced = any(one["usd_per_billion_tokens"].value is not None for one in rows)
-    lines: list[list[Content]] = []
-    for one in rows[:_MOST_ROWS]:
-        line: list[Content] = [_text(one.value.get(key)) for key in varied]
-        line += [one["choice"].figure(str)] if several else []
-        line.append(tag("code", short_layout(one.value), data_tip=one["candidate"].value))
-        line += [one["step_time_s"].figure(format_seconds), one["tokens_per_s"].figure(format_count)]
-        line += [one["mfu"].figure(lambda share: f"{share:.1%}"), one["peak_bytes"].figure(format_bytes)]
-        line.append(f"{shares[one['id'].value]:.0%}")
-        line += [one["usd_per_billion_tokens"].figure(format_dollars)] if priced else []
-        if ran:
-            has = one["status"].value == "ran"
-            line += [one["last_loss"].figure("{:.4f}".format) if one.value.get("last_loss") is not None else "-"]
-            line += [one["measured_step_time_s"].figure(format_seconds) if has else "-"]
-            line += [one["measured_over_predicted"].figure(lambda ratio: f"{ratio:.2f}") if has else "-"]
-        lines.append(line)
-    columns = [*(key.removeprefix("at.") for key in varied), *(["answer"] if several else []), "layout", ">step"]
-    columns += [">tokens/s", ">MFU", ">peak", ">per rank", *([">$ / 1e9 tokens"] if priced else [])]
-    columns += [">loss", ">measured", ">/ predicted"] if ran else []
-    more = f"The first {_MOST_ROWS} of {len(rows)}; the file has all." if len(rows) > _MOST_ROWS else None
-    return section("points", "The points", table(columns, lines), about=more)
-
-
-def _text(value: object) -> str:
-    return "-" if value is None else str(value)
-
-
-def _failed(rows: Sequence[Row]) -> Markup | None:
-    if not rows:
-        return None
-    lines = [
-        (row["point"], row["status"], tag("div", str(row["message"]), class_="lines")) for row in rows[:_MOST_ROWS]
-    ]
-    return section("failed", "Points without a plan", table(("point", "status", "why"), lines))

@@ -13,10 +13,10 @@ from autoshard.cost.timeline import RankTimeline, StepTimeline
 from autoshard.plan.plan import Plan
 from autoshard.report.page.charts import legend
 from autoshard.report.page.elements import Content, Markup, tag
-from autoshard.report.words import nodes_of, ranks_text
+from autoshard.report.rank_row import PASSES, RankRow, rank_words
+from autoshard.report.words import ranks_text
 from autoshard.units import format_bytes, format_seconds
 
-KINDS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 MOST_ACTIONS = 9000  # that are drawn, about ten bytes each
 MOST_ROWS = 32
 MOST_MEMORIES = 8
@@ -34,11 +34,11 @@ def timeline(plan: Plan, step: StepTimeline, end_s: float, name: str = "") -> Ma
     rows = shown_ranks(len(step.ranks), MOST_ROWS)
     keep = MOST_ACTIONS // (2 * len(rows))
     actions = [rank.end_s - rank.start_s for rank in step.ranks]
-    shortest = min(float(own[own > 0].min(initial=end_s)) for own in actions)
+    shortest = min(float(times_s[times_s > 0].min(initial=end_s)) for times_s in actions)
     units = int(np.clip(_UNITS_PER_ACTION * end_s / shortest, _LEAST_UNITS, _MOST_UNITS))
     per_s = units / end_s
     drawn = [
-        tag("g", _row(step, number, keep, per_s), transform=f"translate(0 {place * _ROW})", data_rank=number)
+        tag("g", _row(RankRow(step, number, keep), per_s), transform=f"translate(0 {place * _ROW})", data_rank=number)
         for place, number in enumerate(rows)
     ]
     about = f"timeline of a step of {plan.model.name}: {len(step.ranks)} pipeline ranks, {format_seconds(step.end_s)}"
@@ -52,7 +52,7 @@ def timeline(plan: Plan, step: StepTimeline, end_s: float, name: str = "") -> Ma
         class_="rows",
     )
     seconds = ";".join(
-        f"{kind}{stage}={one.time_s:.6g}" for (kind, stage), one in step.passes.items() if _runs(step, kind)
+        f"{kind}{stage}={its.time_s:.6g}" for (kind, stage), its in step.passes.items() if _runs(step, kind)
     )
     buttons = (
         tag("button", text, type="button", data_zoom=what, aria_label=label, data_tip=label)
@@ -73,7 +73,7 @@ def timeline(plan: Plan, step: StepTimeline, end_s: float, name: str = "") -> Ma
 
 def timeline_legend(steps: Sequence[StepTimeline]) -> Markup:
     """Return what the colours of timelines mean."""
-    kinds = {word: kind for kind, word in KINDS.items() if any(_runs(step, kind) for step in steps)}
+    kinds = {word: kind for kind, word in PASSES.items() if any(_runs(step, kind) for step in steps)}
     return legend(kinds | {"sends": "send", "after the pipeline": "phase", "waiting": "wait"})
 
 
@@ -94,7 +94,7 @@ def _notes(step: StepTimeline, rows: Sequence[int], keep: int) -> list[str]:
     notes = list[str]()
     if len(rows) < len(step.ranks):
         notes.append(f"Drawn are {len(rows)} of {len(step.ranks)} pipeline ranks: {ranks_text(rows)}.")
-    if any(len(rank.kinds) > 2 * keep for rank in step.ranks):
+    if any(RankRow(step, number, keep).left_out for number in rows):
         notes.append(
             f"Drawn are the first and the last {keep} actions of each rank; those between repeat the same pattern. "
             "autoshard explain --trace writes all of them for ui.perfetto.dev."
@@ -105,49 +105,41 @@ def _notes(step: StepTimeline, rows: Sequence[int], keep: int) -> list[str]:
 def _rank_tip(plan: Plan, step: StepTimeline, number: int) -> str:
     rank = step.ranks[number]
     idle_s = step.makespan_s - rank.busy_s - rank.sending_s
-    alike = len(plan.mesh.ranks_of({"pp": number}))
     return (
-        f"pipeline rank {number}: {alike} ranks on nodes {nodes_of(plan, range(number, number + 1))}; "
+        f"{rank_words(plan, number)} "
         f"works {format_seconds(rank.busy_s)}, sends {format_seconds(rank.sending_s)}, waits {format_seconds(idle_s)}"
     )
 
 
-def _row(step: StepTimeline, number: int, keep: int, per_s: float) -> list[Content]:
-    rank = step.ranks[number]
-    total = len(rank.kinds)
-    positions = np.arange(total)
-    drawn = positions[(positions < keep) | (positions >= total - keep)]
+def _row(row: RankRow, per_s: float) -> list[Content]:
+    rank, step, positions, left_out = row.rank, row.step, row.positions, row.left_out
     starts, ends = np.rint(rank.start_s * per_s).astype(int), np.rint(rank.end_s * per_s).astype(int)
     groups: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for place in drawn.tolist():
-        groups[rank.kinds[place], int(rank.stages[place])].append(place)
+    for position in positions:
+        groups[row.action(position)[:2]].append(position)
     middle = _ROW // 2
-    found: list[Content] = [
+    shapes: list[Content] = [
         tag("rect", x=0, y=middle - _BAR // 2, width=round(step.makespan_s * per_s), height=_BAR, class_="wait")
     ]
-    if len(drawn) < total:
-        left_out = rank.start_s[keep] * per_s, rank.end_s[total - keep - 1] * per_s
-        place = {"x": round(left_out[0]), "width": round(left_out[1] - left_out[0])}
-        found.append(tag("rect", y=middle - _BAR // 2, height=_BAR, class_="folded", data_tip="not drawn", **place))
+    if left_out:
+        first, last = round(rank.start_s[left_out[0]] * per_s), round(rank.end_s[left_out[-1]] * per_s)
+        place = {"x": first, "width": last - first}
+        shapes.append(tag("rect", y=middle - _BAR // 2, height=_BAR, class_="folded", data_tip="not drawn", **place))
     for (kind, stage), places in groups.items():
         numbers = rank.micro_batches[places].tolist()
-        first, even = numbers[0], numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-        batches = str(first) if even else " ".join(map(str, numbers))
+        in_turn = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        batches = str(numbers[0]) if in_turn else " ".join(map(str, numbers))
         path = _pieces([(int(starts[place]), int(ends[place])) for place in places], middle)
-        found.append(tag("path", d=path, class_=kind, data_stage=stage, data_batches=batches))
+        shapes.append(tag("path", d=path, class_=kind, data_stage=stage, data_batches=batches))
     if step.send_s:
-        sent_s = np.rint((rank.end_s + step.send_s) * per_s).astype(int)
-        sends = [
-            (int(ends[place]), int(sent_s[place]))
-            for place in drawn.tolist()
-            if step.passes[rank.kinds[place], int(rank.stages[place])].sends_to is not None
-        ]
-        found.append(tag("path", d=_pieces(sends, _ROW - 3, gap=0.0), class_="send"))
+        sent = np.rint((rank.end_s + step.send_s) * per_s).astype(int)
+        sends = [(int(ends[at]), int(sent[at])) for at in positions if row.pass_of(at).sends_to is not None]
+        shapes.append(tag("path", d=_pieces(sends, _ROW - 3, gap=0.0), class_="send"))
     for phase in step.phases:
-        start, end = round(phase.start_s * per_s), round((phase.start_s + phase.seconds[number]) * per_s)
-        tip = f"{phase.name}: {format_seconds(phase.seconds[number])}"
-        found.append(tag("path", d=f"M{start} {middle}h{end - start}", class_="phase", data_tip=tip))
-    return found
+        start, end = round(phase.start_s * per_s), round((phase.start_s + phase.seconds[row.number]) * per_s)
+        tip = f"{phase.name}: {format_seconds(phase.seconds[row.number])}"
+        shapes.append(tag("path", d=f"M{start} {middle}h{end - start}", class_="phase", data_tip=tip))
+    return shapes
 
 
 def _pieces(spans: Sequence[tuple[int, int]], height: int, gap: float = _GAP) -> str:
@@ -166,7 +158,7 @@ def memory_charts(plan: Plan, step: StepTimeline, end_s: float) -> Markup:
     assert prediction, "only predicted plans are drawn"
     capacity, usable = prediction.capacity_bytes, plan.cluster.rank_memory_bytes
     top = max(usable, *(rank.most_bytes for rank in step.ranks))
-    found: list[Markup] = []
+    drawings: list[Markup] = []
     numbers = shown_ranks(len(step.ranks), MOST_MEMORIES)
     fullest = max(range(len(step.ranks)), key=lambda number: step.ranks[number].most_bytes)
     if fullest not in numbers:
@@ -187,10 +179,10 @@ def memory_charts(plan: Plan, step: StepTimeline, end_s: float) -> Markup:
             "svg", area, _bands(rank, parts, top), marks, viewBox=f"0 0 1000 {_MEMORY_HEIGHT}", role="img",
             preserveAspectRatio="none", aria_label=f"memory of {title}",
         )  # fmt: skip
-        found.append(tag("figure", tag("figcaption", title), picture, class_="memory"))
-    left = len(step.ranks) - len(numbers)
+        drawings.append(tag("figure", tag("figcaption", title), picture, class_="memory"))
+    is_part = len(numbers) < len(step.ranks)
     note = f"Drawn are {len(numbers)} of {len(step.ranks)} pipeline ranks, with the fullest: {ranks_text(numbers)}."
-    return tag("div", tag("div", found, class_="memories"), tag("p", note, class_="about") if left else None)
+    return tag("div", tag("div", drawings, class_="memories"), tag("p", note, class_="about") if is_part else None)
 
 
 def _down(size: float, top: float) -> float:
@@ -199,15 +191,15 @@ def _down(size: float, top: float) -> float:
 
 def _bands(rank: RankTimeline, parts: Mapping[str, int], top: float) -> list[Markup]:
     """Return what a rank holds all the time, part on part."""
-    found, below = list[Markup](), 0
+    bands, below = list[Markup](), 0
     for name, size in parts.items():
         if size and name not in _IN_FLIGHT:
             place = {"y": _down(below + size, top), "height": round(_MEMORY_HEIGHT * size / top, 1)}
-            found.append(
+            bands.append(
                 tag("rect", x=0, width=1000, class_=f"m-{name}", data_tip=f"{name} {format_bytes(size)}", **place)
             )
             below += size
-    return found
+    return bands
 
 
 def _area(rank: RankTimeline, end_s: float, top: float) -> str:

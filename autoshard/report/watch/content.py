@@ -126,7 +126,8 @@ def read_run(folder: Path) -> RunFolder:
         starts=tuple(filter(_is_note, _objects(_text(folder / ATTEMPTS).encode()))), lock=lock,
         ranks=tuple(_ranks(folder / POSITIONS, started_at)), checkpoint=checkpoint, saving=saving,
         checkpoints_elsewhere="" if here or to in (None, "none") else to,
-        hang_reports=tuple(_text(one) for one in sorted(folder.glob(HANG_REPORTS)) if one.stat().st_mtime > started_at),
+        hang_reports=tuple(_text(path) for path in sorted(folder.glob(HANG_REPORTS))
+                           if path.stat().st_mtime > started_at),
     )  # fmt: skip
 
 
@@ -135,11 +136,11 @@ def _refuse_no_run(folder: Path) -> None:
     if folder.is_file():
         raise InputError.of(str(folder), f"is a file. Name the folder of a run, which holds {PLAN} and {METRICS}")
     if not folder.is_dir():
-        there = [one.name for one in folder.parent.iterdir() if one.is_dir()] if folder.parent.is_dir() else []
+        there = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
         raise InputError.of(str(folder), f"there is no such folder. {nearest(folder.name, there)}")
     paths = list(folder.iterdir())
     if not all(map(precedes_plan, paths)) and not {path.name for path in paths} & {PLAN, TRAINING, METRICS, ATTEMPTS}:
-        runs = sorted(str(one.parent) for one in folder.glob(f"*/{METRICS}"))
+        runs = sorted(str(path.parent) for path in folder.glob(f"*/{METRICS}"))
         remedy = f"It holds the runs {', '.join(runs[:5])}" if runs else "Name the --out of autoshard run"
         raise InputError.of(str(folder), f"holds no run: none of its files is {PLAN} or {METRICS}. {remedy}")
 
@@ -154,8 +155,8 @@ def _text(path: Path) -> str:
 def _objects(data: bytes) -> Iterator[Mapping[str, Any]]:
     """Yield the whole lines that are objects; a kill leaves half a line, and a sample begins and ends with one."""
     for line in data.split(b"\n")[:-1]:
-        if isinstance(one := json_line(line), dict):
-            yield cast(Mapping[str, Any], one)
+        if isinstance(record := json_line(line), dict):
+            yield cast(Mapping[str, Any], record)
 
 
 def _is_note(line: Mapping[str, Any]) -> bool:
@@ -168,18 +169,20 @@ def _steps(path: Path) -> tuple[tuple[LoggedStep, ...], float | None]:
     """Read a file of steps, and when it changed."""
     try:
         with path.open("rb") as file:
-            known = os.fstat(file.fileno())
-            if known.st_size <= _WHOLE_BYTES:
+            status = os.fstat(file.fileno())
+            if status.st_size <= _WHOLE_BYTES:
                 parts = [file.read()]
             else:
-                starts = [known.st_size * number // _NUM_SAMPLES for number in range(_NUM_SAMPLES)]
+                starts = [status.st_size * number // _NUM_SAMPLES for number in range(_NUM_SAMPLES)]
                 parts = [os.pread(file.fileno(), _SAMPLE_BYTES, start) for start in starts]
-                parts.append(os.pread(file.fileno(), _END_BYTES, known.st_size - _END_BYTES))
+                parts.append(os.pread(file.fileno(), _END_BYTES, status.st_size - _END_BYTES))
     except OSError:
         return (), None
-    records = (one for part in parts[:-1] for one in list(_objects(part))[:1])
-    found = {one.step.number: one for record in (*records, *_objects(parts[-1])) if (one := _logged(record))}
-    return tuple(found[number] for number in sorted(found)), known.st_mtime
+    records = (record for part in parts[:-1] for record in list(_objects(part))[:1])
+    by_number = {
+        logged.step.number: logged for record in (*records, *_objects(parts[-1])) if (logged := _logged(record))
+    }
+    return tuple(by_number[number] for number in sorted(by_number)), status.st_mtime
 
 
 def _logged(record: Mapping[str, Any]) -> LoggedStep | None:
@@ -216,21 +219,21 @@ def _count(value: Any) -> int:
 
 
 def _lock(path: Path) -> RunLock | None:
-    found = re.fullmatch(r"process (\d+) on (.+)", _text(path).strip())
-    if not found:
+    match = re.fullmatch(r"process (\d+) on (.+)", _text(path).strip())
+    if not match:
         return None
-    process, host, known = int(found[1]), found[2], path.stat()
+    process, host, status = int(match[1]), match[2], path.stat()
     held = None
     if host == socket.gethostname():
         locks = _text(_LOCKS)  # of this machine, by the numbers of files; a process' number may be another's by now
-        held = f":{known.st_ino} " in locks if _LOCKS.is_file() else is_alive(process)
-    return RunLock(process=process, host=host, at=known.st_mtime, held=held)
+        held = f":{status.st_ino} " in locks if _LOCKS.is_file() else is_alive(process)
+    return RunLock(process=process, host=host, at=status.st_mtime, held=held)
 
 
 def _ranks(positions: Path, started_at: float) -> Iterator[SeenRank]:
     """Yield the ranks that are inside a step; records of earlier starts are left out."""
     me, now_s = socket.gethostname(), time.monotonic()
-    for path in sorted(positions.glob("*/*"), key=lambda one: (one.parent.name, one.name.zfill(9))):
+    for path in sorted(positions.glob("*/*"), key=lambda path: (path.parent.name, path.name.zfill(9))):
         status = read_status(path) if path.name.isdecimal() else None
         if status is None or not status.step:
             continue
@@ -245,7 +248,7 @@ def _ranks(positions: Path, started_at: float) -> Iterator[SeenRank]:
 def _checkpoints(place: Path) -> tuple[SeenCheckpoint | None, int | None]:
     """Return the newest checkpoint that is complete, and the step of one that is being written."""
     try:
-        names = [one.name for one in place.iterdir()]
+        names = [path.name for path in place.iterdir()]
     except OSError:
         return None, None
     saving = max(
@@ -254,7 +257,7 @@ def _checkpoints(place: Path) -> tuple[SeenCheckpoint | None, int | None]:
     for step, name in sorted(((step, name) for name in names if (step := step_of(name)) is not None), reverse=True):
         try:
             at = (place / name / INDEX).stat().st_mtime
-            num_bytes = sum(one.stat().st_size for one in os.scandir(place / name))
+            num_bytes = sum(file.stat().st_size for file in os.scandir(place / name))
         except OSError:  # without an index, or pruned while we look
             continue
         return SeenCheckpoint(step=step, at=at, num_bytes=num_bytes), saving

@@ -20,47 +20,47 @@ _LATE, _SOON_S = 2.5, 60.0  # intervals without a checkpoint, and seconds in whi
 
 def newest_steady(steps: Sequence[LoggedStep]) -> list[float]:
     """Return the seconds of the last steady steps, with their waits for data."""
-    return [one.step.time_s + one.step.waited_s for one in steps if one.step.phase == "steady"][-WINDOW:]
+    return [logged.step.time_s + logged.step.waited_s for logged in steps if logged.step.phase == "steady"][-WINDOW:]
 
 
 def drifts_of(
     steps: Sequence[LoggedStep], plan: Plan | None, training: Training | None, saved_step: int | None
 ) -> tuple[str, ...]:
-    """Say what drifts in the steps of a start; of the last saved step None says that it cannot be known."""
+    """Say what drifts in the steps of a start; ``saved_step`` is None where checkpoints cannot be seen from here."""
     if not steps:
         return ()
-    known = plan if steps[-1].compared else None  # else its prediction is about another machine
+    plan_of_machine = plan if steps[-1].compared else None  # else its prediction is about another machine
     late = _late_checkpoint(steps, training, saved_step) if saved_step is not None and training else ()
-    return (*_loss(steps), *_speed(steps, known), *_memory(steps, known), *late)
+    return (*_loss(steps), *_speed(steps, plan_of_machine), *_memory(steps, plan_of_machine), *late)
 
 
 def _loss(steps: Sequence[LoggedStep]) -> Iterator[str]:
-    last = [one.step for one in steps[-WINDOW:]]
-    strange = [one for one in steps[-WINDOW:] if not is_finite(one.step)]
+    last = [logged.step for logged in steps[-WINDOW:]]
+    strange = [step for step in last if not is_finite(step)]
     if strange:
-        one = strange[-1].step
-        yield f"step {one.number}: loss {one.loss:g}, gradient norm {one.norm:g}"
-    if skipped := sum(not one.updated for one in last):
+        yield f"step {strange[-1].number}: loss {strange[-1].loss:g}, gradient norm {strange[-1].norm:g}"
+    if skipped := sum(not step.updated for step in last):
         yield f"{skipped} of the last {len(last)} updates were skipped"
     for number in range(len(steps) - 1, max(_FEW, len(steps) - WINDOW) - 1, -1):
-        before = [one.step.loss for one in steps[max(0, number - WINDOW) : number] if math.isfinite(one.step.loss)]
+        losses = [logged.step.loss for logged in steps[max(0, number - WINDOW) : number]]
+        before = list(filter(math.isfinite, losses))
         loss = steps[number].step.loss
         if len(before) < _FEW or not math.isfinite(loss):
             continue
         middle = statistics.median(before)
-        deviation = _SIGMA * statistics.median(abs(one - middle) for one in before)
+        deviation = _SIGMA * statistics.median(abs(earlier - middle) for earlier in before)
         if loss - middle > max(_DEVIATIONS * deviation, _JUMP * abs(middle)):
             yield f"step {steps[number].step.number}: the loss jumped to {loss:.4f}, from a median of {middle:.4f}"
             return
 
 
 def _speed(steps: Sequence[LoggedStep], plan: Plan | None) -> Iterator[str]:
-    steady = [one.step.time_s for one in steps if one.step.phase == "steady"]
+    steady = [logged.step.time_s for logged in steps if logged.step.phase == "steady"]
     if len(steady) < _FEW:
         return
-    median_s, known = statistics.median(steady[-WINDOW:]), plan.prediction if plan else None
-    if known and not known.low_s <= median_s <= known.high_s:
-        interval = f"{format_seconds(known.low_s)} to {format_seconds(known.high_s)}"
+    median_s, prediction = statistics.median(steady[-WINDOW:]), plan.prediction if plan else None
+    if prediction and not prediction.low_s <= median_s <= prediction.high_s:
+        interval = f"{format_seconds(prediction.low_s)} to {format_seconds(prediction.high_s)}"
         yield f"the last steps took {format_seconds(median_s)} (median), outside the predicted {interval}"
     first_s = statistics.median(steady[:WINDOW])
     if len(steady) >= 2 * WINDOW and median_s > SLOWER * first_s:
@@ -80,9 +80,10 @@ def _late_checkpoint(steps: Sequence[LoggedStep], training: Training, saved_step
     if not keeping.saves:
         return
     num_steps = steps[-1].step.number - since
-    passed_s = steps[-1].at - next((one.at for one in steps if one.step.number > since), steps[-1].at)
+    passed_s = steps[-1].at - next((logged.at for logged in steps if logged.step.number > since), steps[-1].at)
     by_steps = keeping.every_steps and num_steps > _LATE * keeping.every_steps and passed_s > _SOON_S
     by_time = keeping.every_minutes and passed_s > _LATE * 60 * keeping.every_minutes
     if by_steps or by_time:
-        asked = f"{keeping.every_steps} steps" if by_steps else f"{keeping.every_minutes:g} min"
-        yield f"no checkpoint for {num_steps} steps ({format_seconds(passed_s)}), though one every {asked} is asked for"
+        interval = f"{keeping.every_steps} steps" if by_steps else f"{keeping.every_minutes:g} min"
+        missing = f"no checkpoint for {num_steps} steps ({format_seconds(passed_s)})"
+        yield f"{missing}, though one every {interval} is asked for"

@@ -110,21 +110,21 @@ class RunProgress:
         return self.state in OVER
 
 
-def progress_of(found: RunFolder, now: float) -> RunProgress:
+def progress_of(folder: RunFolder, now: float) -> RunProgress:
     """Say how a run is doing, by what its folder holds; a pure function of that and of the time."""
-    plan, last = found.plan, found.steps[-1] if found.steps else None
-    begun = [one for one in found.starts if isinstance(one.get("from"), int)]
-    current = _of_last_start(found, float(begun[-1].get("at", 0.0)) if begun else 0.0)
-    state, reason, idle_s = _state(found, current, now)
-    pace, shown = _pace(plan, current), _evenly(found.steps)
-    checkpoint = found.checkpoint and CheckpointAge(
-        step=found.checkpoint.step, age_s=max(0.0, now - found.checkpoint.at), num_bytes=found.checkpoint.num_bytes
+    plan, last = folder.plan, folder.steps[-1] if folder.steps else None
+    starts = [start for start in folder.starts if isinstance(start.get("from"), int)]
+    current = _of_last_start(folder, float(starts[-1].get("at", 0.0)) if starts else 0.0)
+    state, reason, idle_s = _state(folder, current, now)
+    pace, shown = _pace(plan, current), _evenly(folder.steps)
+    checkpoint = folder.checkpoint and CheckpointAge(
+        step=folder.checkpoint.step, age_s=max(0.0, now - folder.checkpoint.at), num_bytes=folder.checkpoint.num_bytes
     )
     saved = checkpoint.step if checkpoint else 0
-    num_steps, step = found.training.steps if found.training else None, last.step.number if last else 0
+    num_steps, step = folder.training.steps if folder.training else None, last.step.number if last else 0
     under_way = state in ("running", "hangs", "silent")
     return RunProgress(
-        folder=str(found.path), at=now, state=state, reason=reason,
+        folder=str(folder.path), at=now, state=state, reason=reason,
         model=plan.model.name if plan else None, candidate=str(plan.candidate) if plan else None,
         num_ranks=plan.mesh.num_ranks if plan else None,
         step=step, num_steps=num_steps, left_s=_left_s(current, num_steps) if state == "running" else None,
@@ -132,42 +132,42 @@ def progress_of(found: RunFolder, now: float) -> RunProgress:
         losses=tuple((step.number, step.loss if math.isfinite(step.loss) else None) for step in shown),
         times=tuple((step.number, step.time_s) for step in shown if step.phase == "steady"),
         memory=_memory(plan, last), checkpoint=checkpoint,
-        saving=found.saving if under_way or state == "saving" else None,
-        checkpoints_elsewhere=found.checkpoints_elsewhere, starts=tuple(one["from"] for one in begun),
-        failures=tuple(str(one["failed"]) for one in found.starts if "failed" in one),
-        behind=_behind(found.ranks, plan) if state in ("hangs", "silent") or (idle_s or 0.0) > _LEAST_S else (),
-        drifts=drifts_of(current, plan, found.training, None if found.checkpoints_elsewhere else saved),
-        remarks=tuple(_remarks(found, state, now)),
+        saving=folder.saving if under_way or state == "saving" else None,
+        checkpoints_elsewhere=folder.checkpoints_elsewhere, starts=tuple(start["from"] for start in starts),
+        failures=tuple(str(start["failed"]) for start in folder.starts if "failed" in start),
+        behind=_behind(folder.ranks, plan) if state in ("hangs", "silent") or (idle_s or 0.0) > _LEAST_S else (),
+        drifts=drifts_of(current, plan, folder.training, None if folder.checkpoints_elsewhere else saved),
+        remarks=tuple(_remarks(folder, state, now)),
     )  # fmt: skip
 
 
-def _of_last_start(found: RunFolder, at: float) -> tuple[LoggedStep, ...]:
+def _of_last_start(folder: RunFolder, at: float) -> tuple[LoggedStep, ...]:
     """Return the steps that the last start has taken; the steps of others were maybe of another plan."""
-    return tuple(one for one in found.steps if one.at >= at)
+    return tuple(step for step in folder.steps if step.at >= at)
 
 
-def _state(found: RunFolder, current: Sequence[LoggedStep], now: float) -> tuple[State, str, float | None]:
+def _state(folder: RunFolder, current: Sequence[LoggedStep], now: float) -> tuple[State, str, float | None]:
     """Return the state, its reason, and how long no step has ended."""
-    lock, last = found.lock, _last_note(found)
+    lock, last = folder.lock, _last_note(folder)
     who = f"process {lock.process} on {lock.host}" if lock else "its process"
-    if lock is None and not found.steps and not found.starts:
+    if lock is None and not folder.steps and not folder.starts:
         return "not begun", "", None
     ended_at = float(last.get("at", 0.0)) if {"ended", "failed"} & last.keys() else None
     held = lock.held if lock else False
     if held is None and ended_at is not None and lock and ended_at >= lock.at - _CLOCK_S:
         held = False  # nobody writes after that, unless the run is started again
     if held is False:
-        return *_over(found, who), None
-    taken = current if {"from", "stepped"} & last.keys() else ()  # else the next start has not come so far
-    since = found.steps_at, lock.at if lock else None, float(last.get("at", 0.0))
-    newest = max(one for one in since if one is not None)
-    idle_s = max(0.0, min(now - newest, now - (taken[-1].at if taken else newest)))
-    done = found.training is not None and bool(taken) and taken[-1].step.number >= found.training.steps
-    limit_s = _UNKNOWN_S if done else _limit_s(found.plan, taken)
+        return *_over(folder, who), None
+    steps = current if {"from", "stepped"} & last.keys() else ()  # else the next start has not come so far
+    since = folder.steps_at, lock.at if lock else None, float(last.get("at", 0.0))
+    newest = max(moment for moment in since if moment is not None)
+    idle_s = max(0.0, min(now - newest, now - (steps[-1].at if steps else newest)))
+    done = folder.training is not None and bool(steps) and steps[-1].step.number >= folder.training.steps
+    limit_s = _UNKNOWN_S if done else _limit_s(folder.plan, steps)
     if held is None:
         limit_s = max(limit_s, _FAR_S)
     if idle_s > limit_s:
-        usual = newest_steady(taken)
+        usual = newest_steady(steps)
         takes = f", and its steps take {format_seconds(statistics.median(usual))}" if usual else ""
         still = f"no step has ended for {format_seconds(idle_s)}{takes}"
         if held:
@@ -175,23 +175,23 @@ def _state(found: RunFolder, current: Sequence[LoggedStep], now: float) -> tuple
         return "silent", f"{still}: it hangs or was killed; {who} cannot be looked at from here", idle_s
     if done:
         return "saving", "all steps are done", idle_s
-    if taken:
+    if steps:
         return "running", "", idle_s
     again = "failed" in last
     return "starting", f"again, after: {_first_line(str(last['failed']))}" if again else "no step has ended yet", idle_s
 
 
-def _over(found: RunFolder, who: str) -> tuple[State, str]:
+def _over(folder: RunFolder, who: str) -> tuple[State, str]:
     """Return how a run ended that nobody runs any more."""
-    last = _last_note(found)
+    last = _last_note(folder)
     if "failed" in last:
         return "failed", str(last["failed"])
     if "ended" in last:
-        done = not found.training or not found.steps or found.steps[-1].step.number >= found.training.steps
+        done = not folder.training or not folder.steps or folder.steps[-1].step.number >= folder.training.steps
         return ("ended", "") if done else ("stopped", f"by {last['ended'] or 'its end'}, before its last step")
-    if found.hang_reports:
-        return "failed", found.hang_reports[0].strip()
-    if found.plan is None and not found.starts:
+    if folder.hang_reports:
+        return "failed", folder.hang_reports[0].strip()
+    if folder.plan is None and not folder.starts:
         return "not begun", f"{who} ended before the run began"
     return "killed", f"{who} ended without a word, as a kill or a machine that fails ends it"
 
@@ -203,20 +203,21 @@ def _limit_s(plan: Plan | None, current: Sequence[LoggedStep]) -> float:
         return max(_LEAST_S, _STEPS * statistics.median(steady))
     if plan is not None and plan.engine == "nxd":
         return math.inf  # compiles, as long as it takes
-    known = plan.prediction if plan and current and current[-1].compared else None
-    return max(_LEAST_S, _STEPS * known.high_s) if known else _UNKNOWN_S
+    prediction = plan.prediction if plan and current and current[-1].compared else None
+    return max(_LEAST_S, _STEPS * prediction.high_s) if prediction else _UNKNOWN_S
 
 
 def _pace(plan: Plan | None, current: Sequence[LoggedStep]) -> SeenPace | None:
     if not current:
         return None
-    last = [one.step for one in current if one.step.phase == "steady"][-WINDOW:] or [current[-1].step]
-    known = plan.prediction if plan and current[-1].compared else None
+    last = [logged.step for logged in current if logged.step.phase == "steady"][-WINDOW:] or [current[-1].step]
+    prediction = plan.prediction if plan and current[-1].compared else None
     return SeenPace(
-        step_time_s=statistics.median(one.time_s for one in last),
-        tokens_per_s=statistics.median(one.tokens_per_s for one in last),
-        predicted_s=known.step_time_s if known else None, low_s=known.low_s if known else None,
-        high_s=known.high_s if known else None, predicted_tokens_per_s=known.tokens_per_s if known else None,
+        step_time_s=statistics.median(step.time_s for step in last),
+        tokens_per_s=statistics.median(step.tokens_per_s for step in last),
+        predicted_s=prediction.step_time_s if prediction else None, low_s=prediction.low_s if prediction else None,
+        high_s=prediction.high_s if prediction else None,
+        predicted_tokens_per_s=prediction.tokens_per_s if prediction else None,
     )  # fmt: skip
 
 
@@ -240,43 +241,45 @@ def _left_s(current: Sequence[LoggedStep], num_steps: int | None) -> float | Non
 
 
 def _evenly(steps: Sequence[LoggedStep]) -> list[TimedStep]:
-    """Return steps evenly chosen among those that are known, the last one among them."""
+    """Return steps at even distances, the last one included: as many as a curve needs."""
     span = range(steps[0].step.number, steps[-1].step.number + 1) if steps else range(0)
-    apart = max(1, len(span) // _MOST_POINTS)
-    return list({(one.step.number - span.stop) // apart: one.step for one in steps}.values())
+    distance = max(1, len(span) // _MOST_POINTS)
+    return list({(logged.step.number - span.stop) // distance: logged.step for logged in steps}.values())
 
 
 def _behind(ranks: Sequence[SeenRank], plan: Plan | None) -> tuple[str, ...]:
     """Say where ranks are; those that wait for the same share a line."""
-    found = {one.rank: one for one in ranks}
-    statuses, stills = ({rank: getattr(one, name) for rank, one in found.items()} for name in ("status", "still"))
+    by_number = {seen.rank: seen for seen in ranks}
+    statuses, stills = ({rank: getattr(seen, name) for rank, seen in by_number.items()} for name in ("status", "still"))
     lines: dict[str, list[int]] = {}
     for number, rank in enumerate(by_suspicion(statuses, stills)):
-        one = found[rank]
-        since = "" if one.still_s is None else f"there for {format_seconds(one.still_s)}"
-        about = [f"process {one.status.process} on {one.host}", *filter(None, [one.still, since])]
+        seen = by_number[rank]
+        since = "" if seen.still_s is None else f"there for {format_seconds(seen.still_s)}"
+        about = [f"process {seen.status.process} on {seen.host}", *filter(None, [seen.still, since])]
         if plan and rank < plan.mesh.num_ranks:
             about.insert(0, f"pipeline rank {plan.mesh.coordinates(rank).get('pp', 0)}")
-        text = f" ({', '.join(about)}) {one.status}" if number == 0 or one.still else f" {one.status}"
+        text = f" ({', '.join(about)}) {seen.status}" if number == 0 or seen.still else f" {seen.status}"
         lines.setdefault(text, []).append(rank)
     texts = [f"rank{'s' if len(those) > 1 else ''} {ranks_text(those)}{text}" for text, those in lines.items()]
     more = [f"and {len(texts) - _MOST_LINES} lines more"] if len(texts) > _MOST_LINES else []
     return (*texts[:_MOST_LINES], *more)
 
 
-def _remarks(found: RunFolder, state: State, now: float) -> list[str]:
-    remarks = list(found.faults)
-    newest = max((one.at for one in found.steps[-1:]), default=now)
+def _remarks(folder: RunFolder, state: State, now: float) -> list[str]:
+    remarks = list(folder.faults)
+    newest = max((logged.at for logged in folder.steps[-1:]), default=now)
     if newest - now > _CLOCK_S:
-        remarks.append(f"the clock of the machine that runs it is {format_seconds(newest - now)} ahead of the one here")
-    if found.lock and found.lock.held is None and state not in OVER:
-        remarks.append(f"it runs on {found.lock.host}, so it is judged by the times of its files, not by its processes")
+        ahead = f"{format_seconds(newest - now)} ahead of the one here"
+        remarks.append(f"the clock of the machine that runs it is {ahead}")
+    if folder.lock and folder.lock.held is None and state not in OVER:
+        judged = "so it is judged by the times of its files, not by its processes"
+        remarks.append(f"it runs on {folder.lock.host}, {judged}")
     return remarks
 
 
-def _last_note(found: RunFolder) -> Mapping[str, Any]:
+def _last_note(folder: RunFolder) -> Mapping[str, Any]:
     """Return what was noted last of the starts of a run."""
-    return found.starts[-1] if found.starts else {}
+    return folder.starts[-1] if folder.starts else {}
 
 
 def _first_line(text: str) -> str:

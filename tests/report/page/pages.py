@@ -12,9 +12,9 @@ from autoshard.cost.timeline import rank_times, timeline_of
 from autoshard.plan.diff import diff
 from autoshard.plan.found import search_record
 from autoshard.plan.plan import Plan
-from autoshard.report.page.elements import Node
 from autoshard.report.page.plan_page import plan_page
 from autoshard.report.page.shown import ShownPlan, page_json
+from autoshard.report.sheet import Node
 from autoshard.search.ask.answers import answers_of
 from autoshard.search.ask.choice.doubt import DOUBT
 from autoshard.search.ask.planner import search
@@ -48,8 +48,9 @@ def shown(name: str, plan: Plan) -> ShownPlan:
 def page_of(*plans: Plan, run: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
     """Return the page of plans and the JSON of its figures, as a file would hold it."""
     all_shown = [shown(f"plan{number}", plan) for number, plan in enumerate(plans)]
-    data = page_json(all_shown, diff(*plans[:2]) if len(plans) > 1 else None, run)
-    return plan_page(all_shown, Node(data)), json.loads(json.dumps(data))
+    difference = diff(*plans[:2]) if len(plans) > 1 else None
+    data = page_json(all_shown, difference, run)
+    return plan_page(all_shown, Node(data), difference), json.loads(json.dumps(data))
 
 
 @functools.cache

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.plan.plan import Plan
-from autoshard.report.page.elements import Node, tag
+from autoshard.report.page.elements import tag
 from autoshard.report.page.timeline import MOST_ACTIONS, MOST_MEMORIES, memory_charts, timeline
+from autoshard.report.sheet import Node
 from autoshard.units import format_bytes, format_count, format_dollars, format_seconds
 from tests.report.page.pages import QUESTIONS, page_named, page_of, plan_named, read
 from tests.report.test_trace import CASES, case
@@ -41,7 +42,7 @@ def test_every_figure_of_a_page_is_the_one_of_its_json(name: str):
     texts = {figure.attributes["data-path"]: figure.whole_text for figure in figures}
     own, step = data["plans"][0], "plans.0.prediction"
     assert texts[f"{step}.step_time_s"] == format_seconds(own["prediction"]["step_time_s"])
-    assert texts[f"{step}.tokens_per_s"] == format_count(own["prediction"]["tokens_per_s"])
+    assert texts[f"{step}.tokens_per_s"] == format_count(own["prediction"]["tokens_per_s"], "tokens/s")
     assert texts["plans.0.peak_bytes"] == format_bytes(own["peak_bytes"])
     if own["dollars"]:
         assert texts["plans.0.dollars.usd_per_billion_tokens"] == format_dollars(
@@ -205,9 +206,9 @@ def test_a_run_stands_beside_its_prediction_step_by_step_and_part_by_part():
     assert [row.every("td")[-1].whole_text for row in run.every("tr")[1:] if row.every("td")][-2:] == ["2.00", "2.00"]
     charts = [one for one in run.every("figure") if one.attributes.get("class") == "chart"]
     tips = [[dot.attributes["data-tip"] for dot in chart.every("circle")] for chart in charts]
-    assert [len(own) for own in tips] == [3, 2]  # a loss that is not finite is left out
+    assert [len(own) for own in tips] == [2, 3]  # a loss that is not finite is left out
     assert data["run"]["steps"][0]["loss"] == 6.0
-    marks = [one.whole_text for one in charts[0].every("text") if one.attributes["class"] == "middle"]
+    marks = [one.whole_text for one in charts[1].every("text") if one.attributes["class"] == "middle"]
     assert marks == ["1", "2", "3"]  # no step and a half
     early = run_of(plan, [6.0, 5.5])
     early["steps"][0]["phase"] = "warm-up"
@@ -223,6 +224,6 @@ def test_any_text_comes_back_from_an_element_as_it_went_in(text: str, attribute:
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_a_figure_keeps_its_exact_value_and_its_place(value: float):
-    made = read(Node({"a": [value]})["a"][0].figure(format_seconds).text).every("data")[0]
+    made = read(tag("p", Node({"a": [value]})["a"][0].figure(format_seconds)).text).every("data")[0]
     assert (float(made.attributes["value"]), made.attributes["data-path"]) == (value, "a.0")
     assert made.whole_text == format_seconds(value)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from autoshard.report.page.sweep_page import sweep_page
-from autoshard.report.sweep import best_trained, efficiency, least_losses, sweep_report
+from autoshard.report.sweep import best_trained, efficiency, sweep_sheets
 from tests.report.page.pages import Element, read
 from tests.report.page.test_plan_page import at
 from tests.report.printed import printed
@@ -58,8 +58,8 @@ def trained(rate: float, loss: float | None, **more: Any) -> dict[str, Any]:
 
 def test_a_sweep_of_training_has_losses_and_the_best_point():
     rows = [trained(0.1, 3.0), trained(0.01, 2.5), trained(0.001, 2.75), trained(0.2, None)]
-    page, words = sweep_page("mine", rows), printed(sweep_report(rows))
-    assert words.count("best:") == 1 and "loss 2.5000 after 20 steps, the least of 3 runs" in words
+    page, words = sweep_page("mine", rows), printed(*sweep_sheets("mine", rows).values())
+    assert words.count("least loss") == 1 and "2.5000 of learning_rate=0.01 {} after 20 steps, of 3 runs" in words
     assert all(loss in words for loss in (" 3.0000 ", " 2.5000 ", " 2.7500 "))
     dots = sections(page)["losses"].every("circle")
     assert len(dots) == 3 and "learning_rate" in sections(page)["losses"].whole_text
@@ -78,11 +78,12 @@ def test_a_sweep_of_training_has_losses_and_the_best_point():
 )
 def test_losses_of_other_questions_or_data_are_not_compared(rows: list[dict[str, Any]], bests: list[float]):
     assert [best["last_loss"] for best, _ in best_trained(rows)] == bests
-    assert ("(they took 20 to 40 steps)" in " ".join(least_losses(rows))) == (bests == [2.0])
+    words = printed(sweep_sheets("mine", rows)["head"])
+    assert ("(they took 20 to 40 steps)" in " ".join(words.split())) == (bests == [2.0])
 
 
 def test_plans_and_runs_of_one_training_name_no_best_loss():
-    assert best_trained(ROWS) == [] and "best:" not in printed(sweep_report(ROWS))
+    assert best_trained(ROWS) == [] and "least loss" not in printed(*sweep_sheets("mine", ROWS).values())
 
 
 def test_scaling_curves_go_through_every_point_of_a_series():

@@ -29,7 +29,7 @@ def test_its_figures_are_those_of_the_json(tmp_path: Path) -> None:
     paths = {figure.attributes["data-path"] for figure in figures}
     assert {"last.loss", "left_s", "pace.step_time_s", "pace.ratio", "pace.tokens_per_s", "checkpoint.step"} <= paths
     text = page.whole_text
-    for words in ("step 40 of 100 (40%)", "inside the interval", "step 39: loss nan", "judged by the times"):
+    for words in ("step 40 of 100 (40%)", "1.00, inside", "step 39: loss nan", "judged by the times"):
         assert words in text
     (loss, _) = page.every("svg")
     assert len(loss.every("circle")) == 39, "a loss that is no number is no point"
