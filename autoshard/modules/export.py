@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -121,6 +122,17 @@ class ExportedModule:
             paths={spec.arg.name: tied[str(spec.target)] for spec in specs if spec.kind.name == "PARAMETER"},
         )
 
+    @cached_property
+    def buffers(self) -> frozenset[str]:
+        """The paths of the buffers that it reads."""
+        specs = self.program.graph_signature.input_specs
+        return frozenset(spec.target for spec in specs if spec.kind.name == "BUFFER")
+
+    @cached_property
+    def structure(self) -> tree.TreeSpec:
+        """How the parts of a result are put together. Torch makes a new class whenever it is asked."""
+        return self.program.call_spec.out_spec
+
     @property
     def nodes(self) -> Iterator[Node]:
         """The graph in order."""
@@ -153,7 +165,7 @@ class ExportedModule:
         """Yield what it returns and the buffers that it changes: place or path, node or number, whether a buffer."""
         signature, (output,) = self.program.graph_signature, [node for node in self.nodes if node.op == "output"]
         count = len(signature.user_outputs)
-        numbered = tree.tree_unflatten(list(range(count)), self.program.call_spec.out_spec)
+        numbered = tree.tree_unflatten(list(range(count)), self.structure)
         try:
             places = {number: _place(path) for path, number in tree.tree_flatten_with_path(numbered)[0]}
         except ValueError:  # a class that torch takes apart, but of whose parts it knows no names
@@ -170,7 +182,7 @@ class ExportedModule:
 
     def result(self, flat: Sequence[Any]) -> Any:
         """Return what the module returns, made of its parts."""
-        return tree.tree_unflatten(list(flat), self.program.call_spec.out_spec)
+        return tree.tree_unflatten(list(flat), self.structure)
 
     def part(self, wanted: Sequence[Node]) -> torch.fx.GraphModule:
         """Return the part of the graph that makes some nodes, which depend on no parameter."""

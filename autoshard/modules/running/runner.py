@@ -39,6 +39,7 @@ class RankRunner:
         self.nodes = {one.name: one for one in nodes if one.name not in captured.exported.paths}
         self.part = self.exported.part([*self.nodes.values()])
         self.results = {one.name: one for one in captured.program.results}
+        self.buffers = {*self.exported.buffers, *(name for name, one in self.results.items() if one.is_buffer)}
         for place, (tensor, positions) in self.traced.results.items():
             layout = program.program.results[tensor].layout
             same = placeable(layout, positions, self.traced.sizes, program.atoms).dims == layout.dims
@@ -56,9 +57,9 @@ class RankRunner:
     def __call__(self, module: torch.nn.Module, flat: Sequence[Any]) -> Any:
         """Run the module for arguments one by one."""
         arguments = dict(zip(self.exported.arguments, flat, strict=True))
-        buffers, key = dict(module.named_buffers()), self._key()
+        buffers, key = {path: tensor_at(module, path) for path in self.buffers}, self._key()
         nodes = dict(zip(self.nodes, self.exported.values(self.part, arguments, buffers, key), strict=True))
-        tensors = [module.get_parameter(one.path) for one in self.program.weights.values()]
+        tensors = [tensor_at(module, weight.path) for weight in self.program.weights.values()]
         tensors += [arguments[name] for name in self.traced.block.takes]
         drawn = {} if key is None else dict.fromkeys(self.random, key)
         inputs = {name: nodes[name] for name in self.sharding.captured.inputs if name not in drawn} | drawn
@@ -92,7 +93,7 @@ class RankRunner:
                 one = self._as_torch(made[tensor], self.program.program.results[tensor].layout, positions)
             elif isinstance(one, torch.fx.Node):
                 path = self.exported.paths.get(one.name)
-                one = module.get_parameter(path) if path else nodes[one.name]
+                one = tensor_at(module, path) if path else nodes[one.name]
             if result.is_buffer:
                 buffers[place].copy_(one.detach())
             else:
@@ -213,13 +214,24 @@ class _ShardedCall(torch.autograd.Function):
         return None, None, *ctx.runner.backward(kept, ctx.tensors, upstream)
 
 
+def tensor_at(module: torch.nn.Module, path: str) -> torch.Tensor:
+    """Return the parameter or buffer at a path. Every call asks for all, so no method of the module is called."""
+    *modules, name = path.split(".")
+    for child in modules:
+        module = module.__dict__["_modules"][child]
+    parameter = module.__dict__["_parameters"].get(name)
+    return module.__dict__["_buffers"][name] if parameter is None else parameter
+
+
 def _like(parameter: torch.Tensor, local: torch.Tensor, where: Sequence[Placement]) -> DTensor:
     """Return a gradient, of which a rank has a part, as its parameter lies."""
     assert isinstance(parameter, DTensor), "parameters of a sharded module are DTensors"
-    found = DTensor.from_local(
+    if parameter.placements == tuple(where):
+        return DTensor(local, parameter._spec, requires_grad=False)  # pyright: ignore[reportPrivateUsage]
+    gradient = DTensor.from_local(
         local, parameter.device_mesh, where, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
-    return _laid(found, parameter.placements)
+    return gradient.redistribute(placements=parameter.placements)
 
 
 def _laid(tensor: DTensor, where: Sequence[Placement]) -> DTensor:
