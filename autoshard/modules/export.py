@@ -9,7 +9,7 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +25,7 @@ from autoshard.modules.rewriting.inlining import gradients_inside_autocast, inli
 from autoshard.modules.rewriting.randomness import RandomInput, draws, take_random_inputs
 from autoshard.modules.state.recording import recorded
 from autoshard.modules.state.watching import WatchedState
+from autoshard.run.protocol import HOST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +36,20 @@ class ModuleCall:
     looks: tuple[Any, ...]  # shape and format of tensors, and the other arguments themselves
     with_gradient: frozenset[int]  # which arguments get one
     modes: tuple[bool, ...]  # of all submodules: whether they train
-    trained: frozenset[str]  # paths of the parameters that get a gradient
+    trained: frozenset[str]  # all paths of the parameters that get a gradient
     autocast: torch.dtype | None
 
     @classmethod
     def of(cls, module: torch.nn.Module, layout: tree.TreeSpec, flat: Sequence[Any]) -> "ModuleCall":
         """Return how a module is called just now."""
-        device = _device(module)
+        modules = [*_paths(module)]
+        parameters = [
+            (f"{path}{name}", one)
+            for path, owner in modules
+            for name, one in owner.__dict__["_parameters"].items()
+            if one is not None
+        ]
+        device = parameters[0][1].device.type if parameters else HOST
         casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         tensors = {number: one for number, one in enumerate(flat) if isinstance(one, torch.Tensor)}
         return cls(
@@ -50,14 +58,16 @@ class ModuleCall:
             with_gradient=frozenset(
                 number for number, one in tensors.items() if one.requires_grad and torch.is_grad_enabled()
             ),
-            modes=tuple(one.training for one in module.modules()),
-            trained=frozenset(path for path, one in module.named_parameters() if one.requires_grad),
+            modes=tuple(one.training for _, one in modules),
+            trained=frozenset(path for path, one in parameters if one.requires_grad),
             autocast=torch.get_autocast_dtype(device) if casts else None,
         )
 
     def serves(self, other: "ModuleCall") -> bool:
         """Say whether what was traced for this call computes another one; gradients may be left out."""
-        return self == replace(other, with_gradient=self.with_gradient) and self.with_gradient >= other.with_gradient
+        names = (field.name for field in fields(self) if field.name != "with_gradient")
+        same = all(getattr(self, name) == getattr(other, name) for name in names)
+        return same and self.with_gradient >= other.with_gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +235,14 @@ class ExportedModule:
             given.append(one.whole(key) if one.name in used else None)
         with torch.set_grad_enabled(parameters is not None):
             return part(*given)
+
+
+def _paths(module: torch.nn.Module, path: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield a module and all below it under all their paths, faster than torch does: every call asks."""
+    yield path, module
+    for name, child in module.__dict__["_modules"].items():
+        if child is not None:
+            yield from _paths(child, f"{path}{name}.")
 
 
 def _device(module: torch.nn.Module) -> str:

@@ -9,25 +9,25 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from autoshard.engine.torch.execution import Values, execute
 from autoshard.errors import InputError, require
 from autoshard.layout.layout import Layout
 from autoshard.layout.program import Value
 from autoshard.modules.region import Positions
 from autoshard.modules.rewriting.randomness import new_key
-from autoshard.modules.running.compiling import PassCompiler
+from autoshard.modules.running.capturing import PassCapture
 from autoshard.modules.running.placing import placeable, placements
 from autoshard.modules.running.rank_program import RankProgram, local_shape
-from autoshard.modules.running.steps import Values, run_steps
 from autoshard.run.placement import dims_of
 
 
 class RankRunner:
     """Calls the program of a rank with parameters and inputs, and makes what the module returns."""
 
-    def __init__(self, program: RankProgram, device_mesh: DeviceMesh, compiler: PassCompiler | None) -> None:
+    def __init__(self, program: RankProgram, device_mesh: DeviceMesh, capture: PassCapture | None) -> None:
         sharding = program.sharding
-        self.passes, self.compiler = {True: program.trained, False: program.alone}, compiler
-        self.compiled = set[bool]()  # compilation begins when a pass is first run
+        self.passes, self.capture = {True: program.trained, False: program.alone}, capture
+        self.captured = set[bool]()  # a pass is captured when it is first run
         self.program, self.sharding, self.device_mesh = program, sharding, device_mesh
         captured = sharding.captured
         self.exported, self.traced = captured.exported, sharding.traced
@@ -122,11 +122,11 @@ class RankRunner:
             for value in self.program.given[name]:
                 values[value.name] = self._part_of(name, value, tensor.detach())
         trains = kept is not None
-        if self.compiler and trains not in self.compiled:
-            self.compiled.add(trains)
-            self.passes[trains] = self.compiler.compiled(self.passes[trains], values)
+        if self.capture and trains not in self.captured:
+            self.captured.add(trains)
+            self.passes[trains] = self.capture.captured(self.passes[trains], values)
         passes = self.passes[trains]
-        run_steps(passes.forward, values)
+        execute(passes.forward, values)
         if kept is not None:
             kept.update((name, values[name]) for name in passes.kept)
         found: list[torch.Tensor] = []
@@ -151,7 +151,7 @@ class RankRunner:
                 values[f"d.{name}"] = zero if gradient is None else gradient
         formats = self.exported.call.autocast
         with torch.autocast(self.device_mesh.device_type, dtype=formats, enabled=formats is not None):
-            run_steps(self.passes[True].backward, values)
+            execute(self.passes[True].backward, values)
         found: list[Any] = []
         for weight, parameter in zip(program.weights.values(), tensors, strict=False):
             if weight.made:
@@ -171,7 +171,8 @@ class RankRunner:
             if not isinstance(parameter, DTensor):
                 message = "was replaced by a plain tensor; change the numbers of the parameter instead"
                 raise InputError.of(weight.path, message)
-            found[weight.start] = _laid(parameter, weight.placements).to_local().detach().reshape(weight.shape)
+            local = _laid(parameter, weight.placements)._local_tensor  # pyright: ignore[reportPrivateUsage]
+            found[weight.start] = local.detach().view(weight.shape)
         return found
 
     def _part_of(self, name: str, value: Value, given: torch.Tensor) -> torch.Tensor:
