@@ -9,14 +9,14 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import require
 
-# They treat every number by itself, so a part is updated as the whole would be. Others (Adafactor, LBFGS, Muon) are not.
+# They treat every number by itself: a part is updated as the whole would be. Others (Adafactor, LBFGS, Muon) do not.
 _BY_NUMBER = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
 )  # fmt: skip
 
 
-def local_optimizer(
+def sharded_optimizer(
     kind: type[torch.optim.Optimizer], parameters: Iterable[torch.Tensor] | Iterable[Mapping[str, Any]], **options: Any
 ) -> torch.optim.Optimizer:
     """Return an optimizer of torch that updates this rank's parts of the parameters of a sharded module.
@@ -26,12 +26,14 @@ def local_optimizer(
     """
     known = ", ".join(optimizer.__name__ for optimizer in _BY_NUMBER)
     require((kind in _BY_NUMBER, "kind", f"is {kind.__name__}, which may need whole parameters; known: {known}"))
-    local: Any = type(f"Local{kind.__name__}", (_OnParts, kind), {"__module__": __name__})
-    return local(parameters, **options)
+    sharded: Any = type(f"Sharded{kind.__name__}", (_OnParts, kind), {"__module__": __name__, "kind": kind})
+    return sharded(parameters, **options)
 
 
 class _OnParts(torch.optim.Optimizer):
     """Steps on parts of DTensors: they stand in the groups and in the state while the optimizer of torch runs."""
+
+    kind: type[torch.optim.Optimizer]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take a step."""
@@ -46,7 +48,9 @@ class _OnParts(torch.optim.Optimizer):
             self.state = defaultdict(dict, {part: _parts_in(state[whole]) for whole, part in pairs if whole in state})
             for group, group_parts in zip(self.param_groups, parts, strict=True):
                 group["params"] = group_parts
-            super().step()  # pyright: ignore[reportUnknownMemberType]
+            update: Any = self.kind.step
+            # Torch calls the hooks of a step around this class's own step already.
+            (update.__wrapped__ if getattr(update, "hooked", False) else update)(self)
         finally:
             updated, self.state = self.state, state
             for group, whole in zip(self.param_groups, wholes, strict=True):
@@ -61,12 +65,12 @@ def _part_of(whole: torch.Tensor) -> torch.Tensor:
     """Return the part of a parameter that this rank holds, with its gradient."""
     if not isinstance(whole, DTensor):
         return whole
-    part = whole._local_tensor.detach()  # pyright: ignore[reportPrivateUsage]
-    gradient = whole.grad
+    part, gradient = whole._local_tensor.detach(), whole.grad  # pyright: ignore[reportPrivateUsage]
     if gradient is not None:
         assert isinstance(gradient, DTensor), "gradients of a sharded module are DTensors"
-        laid = gradient if gradient.placements == whole.placements else gradient.redistribute(placements=whole.placements)
-        part.grad = laid._local_tensor  # pyright: ignore[reportPrivateUsage]
+        if gradient.placements != whole.placements:
+            gradient = gradient.redistribute(placements=whole.placements)
+        part.grad = gradient._local_tensor  # pyright: ignore[reportPrivateUsage]
     return part
 
 
@@ -78,13 +82,17 @@ def _parts_in(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _take_over(state: dict[str, Any], updated: Mapping[str, Any], whole: torch.Tensor) -> None:
-    """Note what a step has made or replaced: what is laid out as the part of a parameter is a part, too."""
+    """Note what a step has made or replaced; what has the shape of the parameter's part is a part, too."""
+    known = _parts_in(state)
     for name, value in updated.items():
-        known = state.get(name)
-        if known is value or (isinstance(known, DTensor) and known._local_tensor is value):  # pyright: ignore
-            continue
-        is_part = isinstance(whole, DTensor) and isinstance(value, torch.Tensor) and value.dim() > 0
-        is_part = is_part and value.shape == whole._local_tensor.shape  # pyright: ignore
-        state[name] = DTensor.from_local(
-            value, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-        ) if is_part else value  # fmt: skip
+        if known.get(name) is not value:
+            state[name] = _like(value, whole) if isinstance(whole, DTensor) else value
+
+
+def _like(value: Any, whole: DTensor) -> Any:
+    part: torch.Tensor = whole._local_tensor  # pyright: ignore[reportPrivateUsage]
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape != part.shape:
+        return value
+    return DTensor.from_local(
+        value, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
