@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -149,8 +150,7 @@ class RankRunner:
                 layout = program.program.results[name].layout
                 zero = torch.zeros(program.place.shape(layout), dtype=tensors[0].dtype, device=tensors[0].device)
                 values[f"d.{name}"] = zero if gradient is None else gradient
-        formats = self.exported.call.autocast
-        with torch.autocast(self.device_mesh.device_type, dtype=formats, enabled=formats is not None):
+        with self._casts_of_forward():
             execute(self.passes[True].backward, values)
         found: list[Any] = []
         for weight, parameter in zip(program.weights.values(), tensors, strict=False):
@@ -164,6 +164,13 @@ class RankRunner:
             whole = self._as_torch(values[value.name], value.layout, self.traced.dims[name])
             found.append(whole.full_tensor() if isinstance(whole, DTensor) else whole)
         return found
+
+    def _casts_of_forward(self) -> AbstractContextManager[Any]:
+        """Let backward cast as forward did, wherever it is called."""
+        device, formats = self.device_mesh.device_type, self.exported.call.autocast
+        if formats is None and not torch.is_autocast_enabled(device):
+            return nullcontext()  # which takes a tenth of the time
+        return torch.autocast(device, dtype=formats, enabled=formats is not None)
 
     def _parameters(self, tensors: Sequence[torch.Tensor]) -> Values:
         found: Values = {}
