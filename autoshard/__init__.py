@@ -6,13 +6,16 @@
 True
 """
 
+import importlib
 import types
 from typing import TYPE_CHECKING, Any
 
 import autoshard.plan
 from autoshard.version import __version__
 
-__all__ = ["__version__", "local", "plan", "read_decoder", "shard", "shard_block", "shard_module"]
+__all__ = [
+    "__version__", "local", "plan", "read_decoder", "shard", "shard_block", "shard_module", "sharded_optimizer",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     import inspect
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from autoshard.blocks.shard_block import shard_block as shard_block
     from autoshard.modules.decoder.reading import read_decoder as read_decoder
     from autoshard.modules.local import local as local
+    from autoshard.modules.running.optimizer import sharded_optimizer as sharded_optimizer
     from autoshard.modules.shard import shard_module as shard_module
     from autoshard.modules.sharded import shard as shard
     from autoshard.search.ask.api import plan as plan
@@ -53,29 +57,22 @@ def _verb() -> "Callable[..., Any]":
     return plan
 
 
+# What shards blocks, and modules with torch, is imported when it is first asked for.
+_PLACES = {
+    "local": "autoshard.modules.local",
+    "read_decoder": "autoshard.modules.decoder.reading",
+    "shard": "autoshard.modules.sharded",
+    "shard_block": "autoshard.blocks.shard_block",
+    "shard_module": "autoshard.modules.shard",
+    "sharded_optimizer": "autoshard.modules.running.optimizer",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """Import what shards blocks, and modules (with torch), when it is first asked for."""
-    if name == "local":
-        from autoshard.modules.local import local
-
-        return local
-    if name == "read_decoder":
-        from autoshard.modules.decoder.reading import read_decoder
-
-        return read_decoder
-    if name == "shard_module":
-        from autoshard.modules.shard import shard_module
-
-        return shard_module
-    if name == "shard":
-        from autoshard.modules.sharded import shard
-
-        return shard
-    if name != "shard_block":
+    """Import a public name."""
+    if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from autoshard.blocks.shard_block import shard_block
-
-    return shard_block
+    return getattr(importlib.import_module(_PLACES[name]), name)
 
 
 if not TYPE_CHECKING:

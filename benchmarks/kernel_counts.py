@@ -28,6 +28,7 @@ import autoshard.engine.torch.joint as joint
 import autoshard.engine.torch.steps as steps
 from autoshard.engine.programs import BlockProgram, programs_of
 from autoshard.engine.torch.compiled import Piece, like, traced
+from autoshard.engine.torch.execution import RankStep
 from autoshard.engine.torch.fake import fake_world
 from autoshard.engine.torch.formats import NOWHERE, Formats, memory_of
 from autoshard.engine.torch.kernels import Rotations, attention
@@ -110,7 +111,7 @@ def counts(plan: Plan, kind: str = "layer") -> tuple[Count, Count]:
         pieces.append((piece, examples, sum(map(alone, recording.operations), Count())))
         return piece
 
-    def calling(step: steps.LocalStep) -> Any:
+    def calling(step: RankStep) -> Any:
         """Count what a call asks of torch that sends or multiplies rows of experts: the functions do not show it."""
         run = called(step)
 

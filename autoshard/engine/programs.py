@@ -1,6 +1,6 @@
 """The programs that ranks execute, read off a plan's table: per stage its blocks in order, split into passes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.engine.routing import counted_over
@@ -143,23 +143,24 @@ def parted(block: Block, program: Program) -> BlockProgram:
     )
 
 
-def _added_at_once(entries: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+def _added_at_once(entries: Sequence[Instruction]) -> tuple[Instruction, ...]:
     """Add every gradient to its sum as soon as it is computed, so that no two gradients are held at once."""
-    adding = {
-        entry.reads[1].name: entry
-        for entry in entries
-        if isinstance(entry, Compute) and isinstance(entry.op.kind, Accumulate)
-    }
-    sums = {entry.reads[0].name for entry in adding.values()}
-    given = {entry.value.name: entry for entry in entries if isinstance(entry, Given) and entry.value.name in sums}
-    moved = {id(entry) for entry in (*adding.values(), *given.values())}
-    found: list[Instruction] = []
-    for entry in entries:
-        if id(entry) not in moved:
-            found.append(entry)
-        for late in (adding[name] for name in written_by(entry) if name in adding):
-            found += [given[late.reads[0].name], late]
-    return tuple(found)
+    adding = [entry for entry in entries if isinstance(entry, Compute) and isinstance(entry.op.kind, Accumulate)]
+    sums = {entry.reads[0].name for entry in adding}
+    taking = (entry for entry in entries if isinstance(entry, Given) and entry.value.name in sums)
+    return early(entries, {id(entry) for entry in (*adding, *taking)})
+
+
+def early(entries: Sequence[Instruction], late: Collection[int]) -> tuple[Instruction, ...]:
+    """Move each instruction whose id is in ``late`` forward, right behind the last maker of what it reads."""
+    made_at: dict[str, int] = {}
+    placed: list[tuple[int, Instruction]] = []
+    for number, entry in enumerate(entries):
+        if id(entry) in late:
+            number = max((made_at.get(name, -1) for name in read_by(entry)), default=-1)
+        made_at |= dict.fromkeys(written_by(entry), number)
+        placed.append((number, entry))
+    return tuple(entry for _, entry in sorted(placed, key=lambda pair: pair[0]))
 
 
 def tied_instances(graph: OpGraph) -> Mapping[str, str]:

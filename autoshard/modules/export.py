@@ -9,7 +9,8 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from autoshard.modules.rewriting.inlining import gradients_inside_autocast, inli
 from autoshard.modules.rewriting.randomness import RandomInput, draws, take_random_inputs
 from autoshard.modules.state.recording import recorded
 from autoshard.modules.state.watching import WatchedState
+from autoshard.run.protocol import HOST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +36,20 @@ class ModuleCall:
     looks: tuple[Any, ...]  # shape and format of tensors, and the other arguments themselves
     with_gradient: frozenset[int]  # which arguments get one
     modes: tuple[bool, ...]  # of all submodules: whether they train
-    trained: frozenset[str]  # paths of the parameters that get a gradient
+    trained: frozenset[str]  # all paths of the parameters that get a gradient
     autocast: torch.dtype | None
 
     @classmethod
     def of(cls, module: torch.nn.Module, layout: tree.TreeSpec, flat: Sequence[Any]) -> "ModuleCall":
         """Return how a module is called just now."""
-        device = _device(module)
+        modules = [*_paths(module)]
+        parameters = [
+            (f"{path}{name}", one)
+            for path, owner in modules
+            for name, one in owner.__dict__["_parameters"].items()
+            if one is not None
+        ]
+        device = parameters[0][1].device.type if parameters else HOST
         casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         tensors = {number: value for number, value in enumerate(flat) if isinstance(value, torch.Tensor)}
         return cls(
@@ -52,14 +61,16 @@ class ModuleCall:
             with_gradient=frozenset(
                 number for number, tensor in tensors.items() if tensor.requires_grad and torch.is_grad_enabled()
             ),
-            modes=tuple(submodule.training for submodule in module.modules()),
-            trained=frozenset(path for path, parameter in module.named_parameters() if parameter.requires_grad),
+            modes=tuple(submodule.training for _, submodule in modules),
+            trained=frozenset(path for path, parameter in parameters if parameter.requires_grad),
             autocast=torch.get_autocast_dtype(device) if casts else None,
         )
 
-    def serves(self, call: "ModuleCall") -> bool:
-        """Say whether the program of this call serves another call, which may ask for fewer gradients."""
-        return self == replace(call, with_gradient=self.with_gradient) and self.with_gradient >= call.with_gradient
+    def serves(self, other: "ModuleCall") -> bool:
+        """Say whether what was traced for this call computes another one; gradients may be left out."""
+        names = (field.name for field in fields(self) if field.name != "with_gradient")
+        same = all(getattr(self, name) == getattr(other, name) for name in names)
+        return same and self.with_gradient >= other.with_gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +138,17 @@ class ExportedModule:
             paths={spec.arg.name: tied[str(spec.target)] for spec in specs if spec.kind.name == "PARAMETER"},
         )
 
+    @cached_property
+    def buffers(self) -> frozenset[str]:
+        """The paths of the buffers that it reads."""
+        specs = self.program.graph_signature.input_specs
+        return frozenset(spec.target for spec in specs if spec.kind.name == "BUFFER")
+
+    @cached_property
+    def structure(self) -> tree.TreeSpec:
+        """How the parts of a result are put together. Torch makes a new class whenever it is asked."""
+        return self.program.call_spec.out_spec
+
     @property
     def nodes(self) -> Iterator[Node]:
         """The graph in order."""
@@ -162,7 +184,7 @@ class ExportedModule:
         """Yield what it returns and the buffers that it changes: place or path, node or number, whether a buffer."""
         signature, (output,) = self.program.graph_signature, [node for node in self.nodes if node.op == "output"]
         count = len(signature.user_outputs)
-        numbered = tree.tree_unflatten(list(range(count)), self.program.call_spec.out_spec)
+        numbered = tree.tree_unflatten(list(range(count)), self.structure)
         try:
             places = {number: _place(path) for path, number in tree.tree_flatten_with_path(numbered)[0]}
         except ValueError:  # a class that torch takes apart, but of whose parts it knows no names
@@ -178,8 +200,8 @@ class ExportedModule:
                 raise InputError.of("module", f"changes its input {spec.target} in place; let it change a clone")
 
     def result(self, flat: Sequence[Any]) -> Any:
-        """Return the result of the module, put together from its flat parts."""
-        return tree.tree_unflatten(list(flat), self.program.call_spec.out_spec)
+        """Return what the module returns, made of its parts."""
+        return tree.tree_unflatten(list(flat), self.structure)
 
     def part(self, nodes: Sequence[Node]) -> torch.fx.GraphModule:
         """Return the part of the graph that computes these nodes."""
@@ -222,6 +244,14 @@ class ExportedModule:
             inputs.append(drawn.whole(key) if drawn.name in used else None)
         with torch.set_grad_enabled(parameters is not None):
             return part(*inputs)
+
+
+def _paths(module: torch.nn.Module, path: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield a module and all below it under all their paths, faster than torch does: every call asks."""
+    yield path, module
+    for name, child in module.__dict__["_modules"].items():
+        if child is not None:
+            yield from _paths(child, f"{path}{name}.")
 
 
 def _device(module: torch.nn.Module) -> str:

@@ -20,12 +20,13 @@ from autoshard.layout.layout import Layout
 from autoshard.modules.export import ExportedModule, ModuleCall, flattened
 from autoshard.modules.fingerprint import fingerprint
 from autoshard.modules.region import Positions
-from autoshard.modules.running.compiling import PassCompiler
+from autoshard.modules.running.capturing import PassCapture
+from autoshard.modules.running.functions import FunctionWriter
 from autoshard.modules.running.rank_program import RankProgram, local_shape
 from autoshard.modules.running.runner import RankRunner
 from autoshard.modules.shard import Inputs, ModuleSharding, shard_module, sharding_of, sizes_of
 from autoshard.plan.module_plan import ModulePlan, load_module_plan
-from autoshard.run.protocol import HOST
+from autoshard.run.protocol import HOST, EngineMode
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import load_cluster
 
@@ -84,22 +85,23 @@ def shard(
                 module, inputs, _cluster(cluster, count), sizes, precision=_PRECISIONS[dtype], **options
             )
         sharding.refuse_unfit()
-    return run_on(module, sharding, device_mesh, compiles=compile)
+    return run_on(module, sharding, device_mesh, mode="compiled" if compile else "generated")
 
 
 def run_on(
-    module: torch.nn.Module, sharding: ModuleSharding, device_mesh: DeviceMesh, *, compiles: bool = False
+    module: torch.nn.Module, sharding: ModuleSharding, device_mesh: DeviceMesh, *, mode: EngineMode = "generated"
 ) -> torch.nn.Module:
     """Let a module run as it was sharded on the ranks of a mesh; rank 0 gives the values of parameters and buffers."""
     _require_alike(sharding)
     dtype = next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), torch.float32)
     device = torch.device(device_mesh.device_type)
-    program = RankProgram(sharding, device_mesh.get_rank(), device, dtype, compiles=compiles)
-    compiler = PassCompiler(device=device) if compiles else None
+    program = RankProgram(sharding, device_mesh.get_rank(), device, dtype)
+    writer = FunctionWriter(device=device, compiles=mode == "compiled")
+    capture = None if mode == "literal" else PassCapture(writer=writer)
     _place_parameters(module, program, device_mesh)
     kind = type(module)
     module.__class__ = type(f"Sharded{kind.__name__}", (ShardedModule, kind), {"__module__": kind.__module__})
-    object.__setattr__(module, "autoshard", ShardedCalls(kind, RankRunner(program, device_mesh, compiler)))
+    object.__setattr__(module, "autoshard", ShardedCalls(kind, RankRunner(program, device_mesh, capture)))
     return module
 
 
@@ -149,9 +151,9 @@ class ShardedCalls:
         formats = first.context.formats
         program = RankProgram(
             sharding, first.place.rank, formats.device, torch.float64 if formats.exact else torch.float32,
-            compiles=self.first.compiler is not None, world=first.context.world,
+            world=first.context.world,
         )  # fmt: skip
-        self.runners.append(RankRunner(program, self.first.device_mesh, self.first.compiler))
+        self.runners.append(RankRunner(program, self.first.device_mesh, self.first.capture))
         if len(self.runners) == _MANY:
             warnings.warn(_TOO_MANY + (f"; {changed} changes: give it as an input" if changed else ""), stacklevel=3)
         return self.runners[-1]

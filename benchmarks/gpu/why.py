@@ -16,7 +16,8 @@ from torch.profiler import record_function
 from autoshard.blocks.explain import Explanation, explain
 from autoshard.engine.programs import BlockProgram, graph_of
 from autoshard.engine.torch import block as block_module
-from autoshard.engine.torch.steps import LocalStep, RankContext
+from autoshard.engine.torch.execution import RankStep
+from autoshard.engine.torch.steps import RankContext
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.attention import Attend
 from autoshard.graph.kinds.linear import Einsum
@@ -90,7 +91,7 @@ def marking_operations() -> Iterator[None]:
     """Mark while engines are built what each of their instructions does, as ``layer.I.up``."""
     steps_of = block_module.steps_of
 
-    def marked(context: RankContext, parts: BlockProgram, kind: str, kept: set[str]) -> Iterator[LocalStep]:
+    def marked(context: RankContext, parts: BlockProgram, kind: str, kept: set[str]) -> Iterator[RankStep]:
         for step in steps_of(context, parts, kind, kept):
             run, entry = step.run, step.entry
             single = isinstance(entry, Compute) and not step.few

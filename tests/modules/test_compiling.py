@@ -11,13 +11,15 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard.engine.torch.compiled as compiled
-import autoshard.modules.running.compiling as compiling
+import autoshard.modules.running.capturing as capturing
+import autoshard.modules.running.functions as functions
 from autoshard.modules.local import local
 from autoshard.modules.sharded import ShardedModule, run_on, shard
+from autoshard.run.protocol import EngineMode
 from autoshard.runtime.machine import missing_compiler
 from tests.modules.modules import MODULES, SINGLE
 from tests.modules.test_sharded import cut_at_random, difference, traced
-from tests.ranks.spawn import Replaced, on_ranks
+from tests.ranks.spawn import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 compiler = pytest.mark.skipif(bool(missing_compiler("cpu")), reason="no compiler here")
@@ -27,15 +29,15 @@ def as_they_are(_: torch.device) -> Callable[..., Any]:
     return lambda piece, _: piece
 
 
-def differences(names: Sequence[str]) -> dict[str, float]:
+def differences(names: Sequence[str], mode: EngineMode) -> dict[str, float]:
     devices = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
     found: dict[str, float] = {}
     for name in names:
         whole, inputs, sharding = traced(name, "a=2")
         plain, module = copy.deepcopy(whole), copy.deepcopy(whole)
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", ".*without being compiled")
-            run_on(module, cut_at_random(sharding, random.Random(0)), devices, compiles=True)
+            warnings.filterwarnings("error", ".*(without being compiled|step by step)")
+            run_on(module, cut_at_random(sharding, random.Random(0)), devices, mode=mode)
             found[name] = difference(plain, module, inputs)
         with torch.no_grad():
             wanted, own = plain(*inputs), module(*inputs)
@@ -43,8 +45,8 @@ def differences(names: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def hold(names: Sequence[str], *replaced: Replaced) -> None:
-    for found in on_ranks(2, differences, names, timeout_s=600, replaced=replaced):
+def hold(names: Sequence[str], mode: EngineMode) -> None:
+    for found in on_ranks(2, differences, names, mode, timeout_s=600):
         wrong = {
             name: one for name, one in found.items() if one > (1e-6 if name.removesuffix(" alone") in SINGLE else 1e-11)
         }
@@ -52,8 +54,8 @@ def hold(names: Sequence[str], *replaced: Replaced) -> None:
 
 
 @pytest.mark.parametrize("names", [tuple(MODULES)[3::12], pytest.param(tuple(MODULES), marks=pytest.mark.slow)])
-def test_functions_that_a_compiler_takes_compute_what_the_plain_module_does(names: Sequence[str]):
-    hold(names, (compiling, "compiler_of", as_they_are))
+def test_steps_without_functions_compute_what_the_plain_module_does(names: Sequence[str]):
+    hold(names, "literal")
 
 
 _COMPILED = (
@@ -65,7 +67,7 @@ _COMPILED = (
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _COMPILED)
 def test_compiled_modules_compute_what_the_plain_module_does(name: str):
-    hold([name])
+    hold([name], "compiled")
 
 
 class Layer(torch.nn.Module):
@@ -91,7 +93,7 @@ def num_compiled(layers: int) -> tuple[float, int]:
     module, x = stack(layers), batch()
     plain, given = copy.deepcopy(module), list[object]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiling, "compiler_of", lambda _: lambda piece, _: given.append(piece) or piece)
+        patch.setattr(functions, "compiler_of", lambda _: lambda piece, _: given.append(piece) or piece)
         worst = difference(plain, shard(module, [x], "a=2", compile=True), [x])
     return worst, len(given)
 
@@ -112,18 +114,18 @@ def failing(place: str) -> list[str]:
     module, x = stack(2), batch()
     plain = copy.deepcopy(module)
     with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiling if place == "make_fx" else compiled, place, fail)
+        patch.setattr(capturing if place == "make_fx" else compiled, place, fail)
         warnings.simplefilter("default")
         worst = difference(plain, shard(module, [x], "a=1", compile=True), [x])
     assert worst < 1e-12
-    return [str(one.message) for one in caught if "compiled" in str(one.message)]
+    return [str(one.message) for one in caught if "the module" in str(one.message)]
 
 
 @pytest.mark.parametrize(
     ("place", "says"),
     [
         ("compile_fx_inner", "a part of the module runs without being compiled: no such machine"),
-        ("make_fx", "the module runs without being compiled: no such machine"),
+        ("make_fx", "the module runs step by step, without functions: no such machine"),
     ],
 )
 def test_what_is_not_compiled_runs_as_it_is_with_one_warning(place: str, says: str):
@@ -153,7 +155,7 @@ def marked() -> float:
 
 
 def test_a_function_that_the_user_marks_is_called_as_it_is():
-    assert max(on_ranks(2, marked, replaced=[(compiling, "compiler_of", as_they_are)])) < 1e-12
+    assert max(on_ranks(2, marked, replaced=[(functions, "compiler_of", as_they_are)])) < 1e-12
 
 
 def most_values(layers: int) -> int:

@@ -8,15 +8,8 @@ import torch
 
 from autoshard.engine.programs import BlockProgram
 from autoshard.engine.rows import parted, read_whole
-from autoshard.engine.torch.steps import (
-    InputSource,
-    LocalStep,
-    RankContext,
-    Values,
-    execute,
-    routing_of,
-    steps_of,
-)
+from autoshard.engine.torch.execution import InputSource, RankStep, Values, execute
+from autoshard.engine.torch.steps import RankContext, routing_of, steps_of
 from autoshard.schedule.builders import ActionKind
 
 
@@ -45,7 +38,7 @@ class LiteralRun:
     """Executes the instructions one by one."""
 
     parts: BlockProgram
-    steps: Mapping[str, tuple[LocalStep, ...]]  # by kind of action
+    steps: Mapping[str, tuple[RankStep, ...]]  # by kind of action
     waiting: frozenset[str]  # values that I leaves for W
     handed_back: Mapping[str, str | None]  # by kind of action the value that is the gradient of the block's input
 

@@ -34,12 +34,12 @@ def communication(world: World, mesh_rank: MeshRank, change: Communicate) -> Cha
         case "all_gather":
             return _all_gather(group, axis, [mesh_rank.at(rank).shape(before)[axis] for rank in group.ranks])
         case "reduce_scatter":
-            spans = [_inside(mesh_rank.at(rank), axis, before, after) for rank in group.ranks]
+            spans = [span_inside(mesh_rank.at(rank), axis, before, after) for rank in group.ranks]
             return _reduce_scatter(group, axis, spans)
         case "all_to_all":
             return _all_to_all(group, mesh_rank, (axis, dims_of(before).index(collective.to_dim or "")), before, after)
         case "slice":
-            start, stop = _inside(mesh_rank, axis, before, after)
+            start, stop = span_inside(mesh_rank, axis, before, after)
             return lambda block: block.narrow(axis, start, stop - start).clone()
         case _:
             raise InputError.of(change.entry, f"{collective} is not executed by the torch engine yet")
@@ -76,7 +76,7 @@ def _all_to_all(group: RankGroup, mesh_rank: MeshRank, axes: tuple[int, int], be
     """Send parts cut along the second axis to the members; put the received parts together along the first."""
     axis, to_axis = axes
     members = [mesh_rank.at(rank) for rank in group.torch_order]
-    sent = [_inside(member, to_axis, before, after) for member in members]
+    sent = [span_inside(member, to_axis, before, after) for member in members]
     shape_after = mesh_rank.shape(after)
     shapes = [(*shape_after[:axis], member.shape(before)[axis], *shape_after[axis + 1 :]) for member in members]
     sizes = [torch.Size(shape).numel() for shape in shapes]
@@ -91,7 +91,7 @@ def _all_to_all(group: RankGroup, mesh_rank: MeshRank, axes: tuple[int, int], be
     return exchange
 
 
-def _inside(mesh_rank: MeshRank, axis: int, before: Layout, after: Layout) -> tuple[int, int]:
+def span_inside(mesh_rank: MeshRank, axis: int, before: Layout, after: Layout) -> tuple[int, int]:
     """Return where a rank's new block lies in its old block, along one dim."""
     offset = mesh_rank.bounds(before)[axis][0]
     start, stop = mesh_rank.bounds(after)[axis]

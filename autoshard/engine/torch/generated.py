@@ -16,21 +16,21 @@ import torch._dynamo  # which the first operation on shapes imports: once, befor
 from autoshard.engine.programs import BlockProgram
 from autoshard.engine.routing import CountRows
 from autoshard.engine.torch.block import LiteralRun
-from autoshard.engine.torch.formats import NOWHERE
-from autoshard.engine.torch.kernels import Kernel, Rotations
-from autoshard.engine.torch.recording import Operation, Recording, needed
-from autoshard.engine.torch.rows import rows_of
-from autoshard.engine.torch.steps import (
+from autoshard.engine.torch.execution import (
     ANY_COUNT,
     BY_BATCH,
-    NUMBERS,
     FewRows,
     InputSource,
-    LocalStep,
-    RankContext,
+    RankStep,
+    StepFunction,
     Values,
     fits,
 )
+from autoshard.engine.torch.formats import NOWHERE
+from autoshard.engine.torch.kernels import Rotations
+from autoshard.engine.torch.recording import Operation, Recording, needed
+from autoshard.engine.torch.rows import rows_of
+from autoshard.engine.torch.steps import NUMBERS, RankContext
 from autoshard.engine.torch.writing import NAMES, PassText, Statement, Step, Variables, module, piece, statement
 from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Value
 from autoshard.schedule.builders import ActionKind
@@ -41,7 +41,7 @@ class Function:
     """One pass of a block as a function."""
 
     run: Callable[..., Any]
-    calls: tuple[Kernel, ...]
+    calls: tuple[StepFunction, ...]
     constants: tuple[torch.Tensor, ...]
 
 
@@ -138,7 +138,7 @@ class Generator:
         return torch.empty(self.context.mesh_rank.shape(value.layout), dtype=dtype, device=NOWHERE)
 
 
-def _called(step: LocalStep) -> Kernel:
+def _called(step: RankStep) -> StepFunction:
     """Return a function to call; its results are contiguous, whatever strides the numbers of a batch gave them."""
     run = step.run
     assert run, "what is taken is not called"
@@ -155,9 +155,9 @@ class _RecordedSteps:
         self.name, self.variables = name, Variables()
         self.functions: dict[str, tuple[str, Sequence[torch.Tensor]]] = {}  # of a few rows, with what they are given
         self._recording = recording
-        self._steps: list[tuple[LocalStep, list[torch.Tensor], list[Operation]]] = []
+        self._steps: list[tuple[RankStep, list[torch.Tensor], list[Operation]]] = []
 
-    def record(self, step: LocalStep, values: Tensors) -> None:
+    def record(self, step: RankStep, values: Tensors) -> None:
         """Run a local step, and name its results."""
         self._recording.operations.clear()
         reads = [values[name] for name in step.reads]
@@ -167,7 +167,7 @@ class _RecordedSteps:
         self.keep(step, values, reads, made)
 
     def keep(
-        self, step: LocalStep, values: Tensors, reads: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+        self, step: RankStep, values: Tensors, reads: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
     ) -> None:
         """Note the results of a step."""
         for name, tensor, shape in zip(step.writes, made, step.shapes, strict=True):
@@ -184,7 +184,7 @@ class _RecordedSteps:
 
     def written_steps(self, alive: set[int]) -> tuple[Step, ...]:
         """Go backward to find the values that later steps read or that are ``alive``; then forward to name them."""
-        used: list[tuple[LocalStep, Sequence[torch.Tensor], list[Operation]]] = []
+        used: list[tuple[RankStep, Sequence[torch.Tensor], list[Operation]]] = []
         for step, tensors, operations in reversed(self._steps):
             if step.is_local and not step.few:
                 used.append((step, tensors, needed(operations, alive)))
@@ -217,7 +217,7 @@ class _RecordedSteps:
         name = self.variables.of(tensor)
         return Statement(text=f"{name} = given({', '.join(map(repr, tensors))})", writes=(name,))
 
-    def _by_rows(self, step: LocalStep, few: FewRows, tensors: Sequence[torch.Tensor]) -> list[Statement]:
+    def _by_rows(self, step: RankStep, few: FewRows, tensors: Sequence[torch.Tensor]) -> list[Statement]:
         """Write a function of a few rows; return the call of it for all."""
         inner = _RecordedSteps(self._recording, f"{self.name}_{len(self.functions) + 1}")
         some = [self._recording.name(rows_of(one).narrow(1, 0, few.rows)) for one in tensors]
@@ -293,7 +293,7 @@ class _RecordedPass(_RecordedSteps):
         if kind == "I":
             self.values = {value: tensor for value, tensor in values.items() if value in rehearsed.waiting}
 
-    def _step(self, generator: Generator, step: LocalStep) -> None:
+    def _step(self, generator: Generator, step: RankStep) -> None:
         if step.run and step.is_local and not step.few:
             self.record(step, self.values)
             return
@@ -333,9 +333,11 @@ class _RecordedPass(_RecordedSteps):
         )  # fmt: skip
 
 
-def _comment(entry: Instruction | CountRows) -> str:
+def _comment(entry: Instruction | CountRows | None) -> str:
     """Name an instruction as the table does."""
     match entry:
+        case None:
+            return ""
         case Given(value=value):
             return f"{value.tensor} {value.layout}"
         case Compute(op=op, writes=writes):

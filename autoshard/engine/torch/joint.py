@@ -14,8 +14,8 @@ from itertools import accumulate, pairwise
 import torch
 
 from autoshard.engine.programs import BlockProgram
+from autoshard.engine.torch.execution import RankStep
 from autoshard.engine.torch.formats import Formats
-from autoshard.engine.torch.kernels import Kernel
 from autoshard.engine.torch.kernels.products import add_product, adds_wide
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.kinds.optimizer import Accumulate
@@ -23,21 +23,7 @@ from autoshard.graph.op import Tensor
 from autoshard.layout.program import Compute, Given, Instruction, Sum, Value, pass_of, read_by, written_by
 from autoshard.run.placement import MeshRank, dims_of
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JointStep:
-    """A step in place of several instructions, in the terms of a ``LocalStep``."""
-
-    entry: Instruction  # one of them; if tensors are taken, the entry that takes the first
-    about: str
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    run: Kernel | None = None  # None: takes tensors from outside the block that lie one behind the other
-    adds: bool = False
-
-
-Placed = dict[int, Sequence[JointStep]]  # by the id of an instruction
+Placed = dict[int, Sequence[RankStep]]  # by the id of an instruction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +125,7 @@ class _Group:
             )
 
         taken, names = self._taken(entries, ""), tuple(value.name for value in made)
-        product = JointStep(
+        product = RankStep(
             entry=found[0], about=_about(found), reads=(found[0].reads[0].name, *taken.writes), writes=names,
             shapes=shapes, run=run,
         )  # fmt: skip
@@ -158,7 +144,7 @@ class _Group:
         alike = (made.layout, tensors[made.tensor].dtype) == (value.layout, tensors[value.tensor].dtype)
         return made if alike and not others and made.name in later else None
 
-    def _kept_together(self, entry: Instruction, values: Sequence[Value]) -> JointStep:
+    def _kept_together(self, entry: Instruction, values: Sequence[Value]) -> RankStep:
         """Lay values side by side under their own names."""
         names, shapes = tuple(one.name for one in values), tuple(self.mesh_rank.shape(one.layout) for one in values)
 
@@ -168,7 +154,7 @@ class _Group:
             return tuple(one.view(shape) for one, shape in zip(each, shapes, strict=True))
 
         about = f"{', '.join(names)}: side by side"
-        return JointStep(entry=entry, about=about, reads=names, writes=names, shapes=shapes, run=run)
+        return RankStep(entry=entry, about=about, reads=names, writes=names, shapes=shapes, run=run)
 
     def inputs(self, entries: Sequence[Instruction]) -> Joint:
         """Multiply gradients that lie side by side once, where the products are only added to each other."""
@@ -180,7 +166,7 @@ class _Group:
             return Joint(entries=entries)
         laid, taken, result = self._laid(found), self._taken(entries, ""), found[0].writes[0]
         shape = self.mesh_rank.shape(result.layout)
-        product = JointStep(
+        product = RankStep(
             entry=found[0], about=_about(found), reads=(*laid.writes, *taken.writes), writes=(result.name,),
             shapes=(shape,),
             run=lambda upstream, weights: (torch.mm(upstream, weights.view(-1, self.columns)).view(shape),),
@@ -214,7 +200,7 @@ class _Group:
                 whole.add_(torch.mm(upstream.t(), right))
             return (total,)
 
-        product = JointStep(
+        product = RankStep(
             entry=totals[0], about=_about(totals), reads=(*taken.writes, *laid.writes, found[0].reads[1].name),
             writes=(_joined(one.writes[0].name for one in totals),), shapes=taken.shapes, run=run, adds=adds,
         )  # fmt: skip
@@ -236,11 +222,11 @@ class _Group:
         wanted = (dims_of(forward[name].writes[0].layout) for name in self.weights)
         return mine if all(dims_of(one.reads[0].layout) == dims for one, dims in zip(mine, wanted, strict=True)) else ()
 
-    def _laid(self, found: Sequence[Compute]) -> JointStep:
+    def _laid(self, found: Sequence[Compute]) -> RankStep:
         """Lay the gradients that products read side by side."""
         names = tuple(one.reads[0].name for one in found)
         count = math.prod(self.mesh_rank.shape(found[0].reads[0].layout)) // self.rows[0]
-        return JointStep(
+        return RankStep(
             entry=found[0], about=f"{', '.join(names)}: side by side", reads=names, writes=(_joined(names),),
             shapes=((count, sum(self.rows)),), run=lambda *gradients: (self._beside(gradients),),
         )  # fmt: skip
@@ -248,11 +234,11 @@ class _Group:
     def _beside(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat([one.reshape(-1, width) for one, width in zip(tensors, self.rows, strict=True)], 1)
 
-    def _taken(self, entries: Sequence[Instruction], suffix: str) -> JointStep:
+    def _taken(self, entries: Sequence[Instruction], suffix: str) -> RankStep:
         """Take all weights, or the sums of their gradients, from the source."""
         names = tuple(f"{name}{suffix}" for name in self.weights)
         first = next(one for one in entries if isinstance(one, Given) and one.value.tensor == names[0])
-        return JointStep(
+        return RankStep(
             entry=first, about=f"{', '.join(names)}: side by side", reads=names, writes=(_joined(names),),
             shapes=((sum(self.rows) * self.columns,),),
         )  # fmt: skip

@@ -7,10 +7,11 @@ import torch
 from autoshard.engine.programs import BlockProgram, PlanPrograms
 from autoshard.engine.routing import is_counted
 from autoshard.engine.torch.block import BlockRun, LiteralRun
+from autoshard.engine.torch.execution import BY_BATCH, InputSource, Values
 from autoshard.engine.torch.formats import memory_of, own
 from autoshard.engine.torch.generated import Generator
 from autoshard.engine.torch.joint import side_by_side
-from autoshard.engine.torch.steps import BY_BATCH, NUMBERS, InputSource, RankContext, Values
+from autoshard.engine.torch.steps import NUMBERS, RankContext
 from autoshard.engine.torch.update import OpenedWeights, Store
 from autoshard.engine.torch.world import Arrival
 from autoshard.graph.kinds.dropout import DROPOUT_KEYS, dropout_keys

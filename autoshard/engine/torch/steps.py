@@ -1,7 +1,7 @@
 """Instructions of a block on one rank, each prepared to run: its kernel, its group, its shapes, the values it drops."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -12,18 +12,18 @@ from autoshard.engine.programs import BlockProgram
 from autoshard.engine.routing import CountRows, Routing, dispatches, holds_rows, moves_rows, multiplies
 from autoshard.engine.rows import is_wide, parted, read_whole, token_cuts
 from autoshard.engine.torch.collectives import around_ring, communication
+from autoshard.engine.torch.execution import ANY_COUNT, FewRows, RankStep, dropping
 from autoshard.engine.torch.formats import Formats
-from autoshard.engine.torch.joint import Joint, JointStep, joined
+from autoshard.engine.torch.joint import Joint, joined
 from autoshard.engine.torch.kernels import Kernel, KernelContext, Rotations, kernel_of
 from autoshard.engine.torch.kernels.kernel import laid_out
 from autoshard.engine.torch.kernels.products import adding, adds_wide
 from autoshard.engine.torch.routed import counting, exchange
-from autoshard.engine.torch.rows import by_rows, num_rows
+from autoshard.engine.torch.rows import num_rows
 from autoshard.engine.torch.world import World
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.kinds.optimizer import Accumulate
-from autoshard.graph.op import OpKind
 from autoshard.layout.layout import Layout
 from autoshard.layout.program import (
     Communicate,
@@ -41,12 +41,6 @@ from autoshard.layout.program import (
 )
 from autoshard.run.placement import MeshRank, dims_of
 
-Values = dict[str, torch.Tensor]  # what a rank holds while a program runs, by the values' names
-# Returns a weight, input or gradient from outside the block, by its tensor's name; several as one row of numbers.
-InputSource = Callable[..., torch.Tensor]
-# By documents the host decides what attends to what, for every batch anew.
-BY_BATCH = ("document_starts",)
-ANY_COUNT = -1  # the size of a dim of which nothing is known before a batch: rows of experts routed to this rank
 POSITIONS = ("positions", "key_positions")  # which the plan orders
 COUNTS = ("columns", "kv_numbers", "group_numbers")  # that number what lies along a dim
 NUMBERS = (*POSITIONS, *COUNTS)  # which no batch brings; they lie on the host
@@ -81,90 +75,7 @@ class RankContext:
         return {**self.mesh_rank.sizes, **own, **few}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalStep:
-    """A step that is ready to run: an instruction, a product that adds to a sum of gradients, or a run by rows.
-
-    Several products that are computed as one are one step, which has the names of all.
-    """
-
-    entry: Instruction | CountRows
-    run: Kernel | None  # None: takes a tensor from outside the block, or several that lie one behind the other
-    reads: tuple[str, ...]  # names of values; of a tensor from outside its own name
-    writes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    adds: bool = False  # a product into a sum
-    counted: bool = False  # works on as many rows as the host has counted
-    few: "FewRows | None" = None
-    drops: tuple[str, ...] = ()  # values without a later reader
-    about: str = ""  # for whoever reads what is written of it, if not what the entry is
-
-    @property
-    def touched(self) -> tuple[str, ...]:
-        """Every value that it reads or writes, once."""
-        return tuple(dict.fromkeys((*(self.reads if self.run else ()), *self.writes)))
-
-    @property
-    def is_local(self) -> bool:
-        """Whether it computes the same operations for every batch, and talks to no other rank.
-
-        A user's kernel may do either, so it is not local unless its class names an engine that it was checked with.
-        """
-        if self.counted:
-            return False
-        match self.entry:
-            case Compute(op=op, reads=reads, ring=ring):
-                kind = type(op.kind)
-                unchecked = kind.torch_kernel is not OpKind.torch_kernel and not vars(kind).get("engines")
-                return not (unchecked or ring or any(value.tensor in BY_BATCH for value in reads))
-            case CountOnce() | Sum():
-                return True
-            case _:
-                return False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FewRows:
-    """A run by rows, ready to run for ``rows`` of them at a time, and the formats of its results."""
-
-    steps: tuple[LocalStep, ...]
-    reads: tuple[str, ...]  # what is taken, and then the places of what is made
-    rows: int
-    dtypes: tuple[torch.dtype, ...]
-
-    def __call__(self, some: list[torch.Tensor]) -> None:
-        """Run for some rows of all inputs."""
-        execute(self.steps, dict(zip(self.reads, some, strict=True)))
-
-    def run(self, shapes: Sequence[tuple[int, ...]], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run for all rows."""
-        made = self.empty(shapes, tensors[0].device)
-        by_rows(self, (*tensors, *made), self.rows)
-        return made
-
-    def empty(self, shapes: Sequence[tuple[int, ...]], device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return memory for the results of all rows."""
-        return tuple(
-            torch.empty(one, dtype=dtype, device=device) for one, dtype in zip(shapes, self.dtypes, strict=True)
-        )
-
-
-def execute(steps: Sequence[LocalStep], values: Values, source: InputSource | None = None) -> None:
-    """Run one step after the other; values from outside come from a source."""
-    for step in steps:
-        if step.run is None:
-            assert source, "what runs by rows takes nothing from outside"
-            values[step.writes[0]] = source(*step.reads)
-        else:
-            made = step.run(*[values[name] for name in step.reads])
-            for name, tensor, shape in zip(step.writes, made, step.shapes, strict=True):
-                assert fits(tensor, shape), f"{name} is {tuple(tensor.shape)}, not {shape}"
-                values[name] = tensor
-        for name in step.drops:
-            del values[name]
-
-
-def steps_of(context: RankContext, parts: BlockProgram, kind: str, kept: set[str]) -> Iterator[LocalStep]:
+def steps_of(context: RankContext, parts: BlockProgram, kind: str, kept: set[str]) -> Iterator[RankStep]:
     """Prepare instructions; a value is dropped after its last reader, unless a later part reads it.
 
     Weights are not kept between parts: each takes them again.
@@ -178,16 +89,10 @@ def steps_of(context: RankContext, parts: BlockProgram, kind: str, kept: set[str
     joint = Joint(entries=(*again, *own))
     if context.joins and kind in "FB":
         joint = joined(context.mesh_rank, context.formats, parts, joint.entries, kept)
-    return _dropping(tuple(_local_steps(context, parts, joint, kept)), kept)
+    return dropping(tuple(_local_steps(context, parts, joint, kept)), kept)
 
 
-def _dropping(steps: Sequence[LocalStep], kept: Collection[str]) -> Iterator[LocalStep]:
-    last = {name: number for number, step in enumerate(steps) for name in step.touched}
-    for number, step in enumerate(steps):
-        yield replace(step, drops=tuple(name for name in step.touched if last[name] == number and name not in kept))
-
-
-def _local_steps(context: RankContext, parts: BlockProgram, joint: Joint, kept: set[str]) -> Iterator[LocalStep]:
+def _local_steps(context: RankContext, parts: BlockProgram, joint: Joint, kept: set[str]) -> Iterator[RankStep]:
     """Yield the steps; a gradient that only its sum reads is never held where one kernel can add it."""
     entries, routing = joint.entries, routing_of(context, parts)
     num_readers = Counter(name for entry in entries for name in read_by(entry))
@@ -201,7 +106,7 @@ def _local_steps(context: RankContext, parts: BlockProgram, joint: Joint, kept: 
             yield _by_rows(context, parts, (entry, *others), read_whole(every[number + 1 :]) | kept)
             continue
         if id(entry) in joint.instead:
-            yield from map(_of_several, joint.instead[id(entry)])
+            yield from joint.instead[id(entry)]
             continue
         writes = values_written(entry)
         adds, names = writes[0].name in added, written_by(entry)
@@ -216,24 +121,17 @@ def _local_steps(context: RankContext, parts: BlockProgram, joint: Joint, kept: 
         if isinstance(entry, Given):
             reads = (entry.value.tensor,)
         if reads or not adds:
-            yield LocalStep(
+            yield RankStep(
                 entry=entry, run=run, reads=reads, writes=names, adds=adds and isinstance(entry, Compute),
                 shapes=tuple(_shape(context, routing, value) for value in writes),
                 counted=routing is not None and routing.exchanges and (multiplies(entry) or moves_rows(entry)),
             )  # fmt: skip
-        yield from map(_of_several, joint.behind.get(id(entry), ()))
-
-
-def _of_several(one: JointStep) -> LocalStep:
-    return LocalStep(
-        entry=one.entry, run=one.run, reads=one.reads, writes=one.writes, shapes=one.shapes, adds=one.adds,
-        about=one.about,
-    )  # fmt: skip
+        yield from joint.behind.get(id(entry), ())
 
 
 def _by_rows(
     context: RankContext, parts: BlockProgram, entries: Sequence[Instruction], wanted: Collection[str]
-) -> LocalStep:
+) -> RankStep:
     """Return a step that executes a run for a few rows at a time, and makes the ``wanted`` values."""
     taken = tuple(value.name for value in inputs_of(entries))
     made = {value.name: value for entry in entries for value in values_written(entry) if value.name in wanted}
@@ -248,11 +146,11 @@ def _by_rows(
         for value in values_written(entry)
         if isinstance(entry, Compute) and entry.op.kind.owns_result and num_readers[value.name] == 1
     } - made.keys()
-    steps: list[LocalStep] = []
+    steps: list[RankStep] = []
     for entry in entries:
         values = values_written(entry)
         shapes = tuple((1, rows, *context.mesh_rank.shape(value.layout)[2:]) for value in values)
-        one = LocalStep(
+        one = RankStep(
             entry=entry, run=kernel_for(few, parts.block, entry, own), reads=read_by(entry), writes=written_by(entry),
             shapes=shapes,
         )  # fmt: skip
@@ -262,12 +160,12 @@ def _by_rows(
             place = f"{name}.all"
             steps.append(replace(one, run=_written, reads=(place, name), writes=(place,)))
     found = FewRows(
-        steps=tuple(_dropping(steps, ())), reads=(*taken, *(f"{name}.all" for name in made)), rows=rows,
+        steps=tuple(dropping(steps, ())), reads=(*taken, *(f"{name}.all" for name in made)), rows=rows,
         dtypes=tuple(context.formats.of(parts.block.tensors[value.tensor].dtype) for value in made.values()),
     )  # fmt: skip
     shapes = tuple(context.mesh_rank.shape(value.layout) for value in made.values())
     run = partial(found.run, shapes)
-    return LocalStep(entry=entries[-1], run=run, reads=taken, writes=tuple(made), shapes=shapes, few=found)
+    return RankStep(entry=entries[-1], run=run, reads=taken, writes=tuple(made), shapes=shapes, few=found)
 
 
 def _written(place: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor]:
@@ -279,13 +177,6 @@ def routing_of(context: RankContext, parts: BlockProgram) -> Routing | None:
     return Routing.of(context.mesh_rank, parts.program) if context.packed else None
 
 
-def fits(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor has a shape, as far as the shape is known."""
-    return len(shape) == tensor.dim() and all(
-        want in (have, ANY_COUNT) for have, want in zip(tensor.shape, shape, strict=True)
-    )
-
-
 def _shape(context: RankContext, routing: Routing | None, value: Value) -> tuple[int, ...]:
     shape = context.mesh_rank.shape(value.layout)
     if not routing or not holds_rows(value):
@@ -294,12 +185,12 @@ def _shape(context: RankContext, routing: Routing | None, value: Value) -> tuple
     return (1, ANY_COUNT if rows is None else rows, *shape[2:])
 
 
-def _count(context: RankContext, routing: Routing) -> LocalStep:
+def _count(context: RankContext, routing: Routing) -> RankStep:
     """Return the step that counts rows."""
     entry, place = CountRows(reads=routing.chosen, writes=routing.made), routing.place
     ends = [(len(range(*place.bounds(layout)[0])),) for layout in routing.multiplied]
     counts = [(place.sizes["experts"], place.sizes["slots"])] if routing.exchanges else []
-    return LocalStep(
+    return RankStep(
         entry=entry, run=counting(context.world, routing), reads=(routing.chosen.name,), writes=entry.writes,
         shapes=(*counts, *ends), counted=routing.exchanges,
     )  # fmt: skip

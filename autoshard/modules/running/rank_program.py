@@ -1,14 +1,15 @@
 """A sharded module on one rank: its program, forward and backward, on this rank's parts of parameters and inputs."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.tensor.placement_types import Placement  # pyright: ignore[reportMissingTypeStubs]
 
 from autoshard.blocks.problem import weights_of
+from autoshard.engine.programs import early
+from autoshard.engine.torch.execution import RankStep, StepFunction, dropping
 from autoshard.engine.torch.formats import Formats
 from autoshard.engine.torch.kernels import Rotations
 from autoshard.engine.torch.steps import RankContext, kernel_for
@@ -20,7 +21,6 @@ from autoshard.layout.program import (
     Compute,
     Given,
     Instruction,
-    PassInstructions,
     Value,
     read_by,
     values_written,
@@ -29,40 +29,12 @@ from autoshard.layout.program import (
 from autoshard.layout.redistribute import redistribute
 from autoshard.modules.region import Positions, Region, RegionGradient, Tape
 from autoshard.modules.repeats import layer_of
+from autoshard.modules.running.passes import Passes
 from autoshard.modules.running.placing import placements, resting
-from autoshard.modules.running.steps import Passes, RankStep, dropping
+from autoshard.modules.running.weights import GradientBucket, RestingWeight, buckets_of
 from autoshard.modules.shard import ModuleSharding
 from autoshard.run.activity import RankActivity
 from autoshard.run.placement import MeshRank
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestingWeight:
-    """A parameter: how it rests, how it comes to the layout in which the program takes it, and its gradient back.
-
-    ``made`` is the gradient as the program makes it; frozen parameters have none.
-    """
-
-    name: str
-    path: str
-    positions: Positions
-    rest: Layout
-    placements: tuple[Placement, ...]
-    shape: tuple[int, ...]  # of the part that rests on this rank, along dims
-    local_shape: tuple[int, ...]  # and as torch sees it
-    taken: Mapping[str, tuple[Communicate, ...]]  # by value of the program
-    made: Value | None
-    reduced: tuple[Communicate, ...]
-
-    @property
-    def start(self) -> str:
-        """The value of the part that rests on this rank."""
-        return f"{self.name} at rest"
-
-    @property
-    def gradient(self) -> str:
-        """The value of the gradient of that part."""
-        return f"{self.name} at rest, gradient"
 
 
 class RankProgram:
@@ -75,7 +47,6 @@ class RankProgram:
         device: torch.device,
         dtype: torch.dtype,
         *,
-        compiles: bool = False,
         world: World | None = None,  # of a program of the same module, whose groups serve this one too
     ) -> None:
         block = sharding.traced.block
@@ -105,8 +76,9 @@ class RankProgram:
             rotations=Rotations(),
         )
         kinds = [op.kind for op in block.ops if isinstance(op.kind, RegionGradient)]
-        # What torch keeps of the user's own functions no compiler sees: these run again instead.
-        self._taped = {one.region.name: one for one in kinds if not (compiles and one.region.is_own)}
+        self._bucket_of: dict[str, GradientBucket] = {}
+        self._taped = {kind.region.name: kind for kind in kinds}
+        self._own_reads: dict[str, list[torch.dtype]] = {}  # formats of what users' regions read
         self._layers = {name: layer_of(path) for name, path in sharding.traced.paths.items()}
         self._split()
 
@@ -120,11 +92,17 @@ class RankProgram:
         kept = {name for entry in parts.backward for name in self._reads(entry)} & made - self._uses.keys()
         back = [self.program.results[block.given_back(name)].name for name in block.takes]
         gradients = (*back, *(one.gradient for one in self.weights.values() if one.made))
+        backward = early(parts.backward, {id(entry) for entry in parts.weights})
+        makers = {weight.made.name: weight for weight in self.weights.values() if weight.made}
+        computed = [makers[name] for entry in backward for name in written_by(entry) if name in makers]
+        buckets = tuple(buckets_of(computed, self.context.world, self.place, self.context.formats))
+        self._bucket_of = {weight.name: bucket for bucket in buckets for weight in bucket.weights}
+        arriving = [bucket.arrive() for bucket in buckets]
         self.trained = Passes(
             forward=tuple(dropping(self._steps(parts.forward, taped=True), {*results, *kept})),
             results=results, kept=frozenset(kept), gradients=gradients,
             seeds={f"d.{name}": one for name, one in zip(block.gives, results, strict=True) if f"d.{name}" in tensors},
-            backward=tuple(dropping(self._steps(_soon(parts), taped=True), gradients)),
+            backward=tuple(dropping([*self._steps(backward, taped=True), *arriving], gradients)),
         )  # fmt: skip
         self.alone = Passes(forward=tuple(dropping(self._steps(parts.forward, taped=False), results)), results=results)
 
@@ -142,7 +120,7 @@ class RankProgram:
             made = sums.get(f"{name}.grad")
             reduced = _ordered(made.layout, rest) if made else rest
             yield RestingWeight(
-                name=name, path=path, positions=positions, rest=rest, made=made,
+                name=name, path=path, positions=positions, rest=rest, made=made, dtype=self.block.tensors[name].dtype,
                 placements=placements(rest, positions, sizes, self.atoms),
                 shape=self.place.shape(rest), local_shape=tuple(local_shape(self.place, rest, positions)),
                 taken={
@@ -170,7 +148,7 @@ class RankProgram:
     def _reads(self, entry: Instruction) -> tuple[str, ...]:
         """Return what an instruction reads; the gradient of a region reads what torch has kept of it."""
         kind = entry.op.kind if isinstance(entry, Compute) else None
-        if isinstance(kind, RegionGradient) and kind.region.name in self._taped:
+        if isinstance(kind, RegionGradient):
             return read_by(entry)[0], _tape(kind)
         return read_by(entry)[1:] if isinstance(kind, Accumulate) else read_by(entry)
 
@@ -206,63 +184,71 @@ class RankProgram:
 
     def _step(self, entry: Instruction, *, taped: bool) -> RankStep:
         kind = entry.op.kind if isinstance(entry, Compute) else None
-        if isinstance(kind, RegionGradient) and kind.region.name in self._taped and isinstance(entry, Compute):
-            return RankStep(run=self._gradients(entry, kind), reads=self._reads(entry), writes=written_by(entry))
         gradient = self._taped.get(entry.op.name) if taped and isinstance(entry, Compute) else None
-        if gradient and isinstance(entry, Compute):
-            sizes = self.context.sizes(entry)
+        writes = written_by(entry)
+        if isinstance(kind, RegionGradient) and isinstance(entry, Compute):
+            run = self._gradients(entry, kind)
+        elif gradient and isinstance(entry, Compute):
+            run, writes = self._recorded(entry, gradient), self._written(entry)
+        else:
+            run = kernel_for(self.context, self.block, entry, ())
+        assert run, f"{entry} is not given"
+        return RankStep(run=run, reads=self._reads(entry), writes=writes, stand_in=self._stand_in(entry, taped=taped))
 
-            def run(*tensors: torch.Tensor) -> Sequence[Any]:
-                tape = Tape.of(gradient, tensors, sizes)
-                return tape.result.detach(), tape
+    def _recorded(self, entry: Compute, kind: RegionGradient) -> StepFunction:
+        """Return a region with what torch keeps of it for its gradients."""
+        sizes = self.context.sizes(entry)
 
-            return RankStep(run=run, reads=read_by(entry), writes=self._written(entry))
-        kernel = kernel_for(self.context, self.block, entry, ())
-        assert kernel, f"{entry} is not given"
-        return RankStep(run=kernel, reads=read_by(entry), writes=written_by(entry), made=self._made(entry))
+        def run(*tensors: torch.Tensor) -> Sequence[Any]:
+            tape = Tape.of(kind, tensors, sizes)
+            return tape.result.detach(), tape
 
-    def _gradients(self, entry: Compute, kind: RegionGradient) -> Callable[..., Sequence[torch.Tensor]]:
+        return run
+
+    def _gradients(self, entry: Compute, kind: RegionGradient) -> StepFunction:
         dims = self.block.tensors[entry.op.inputs[0]].dims
         return lambda upstream, tape: tape.gradients(kind.laid_out(upstream, dims))
 
-    def _made(self, entry: Instruction) -> Callable[..., Sequence[torch.Tensor]] | None:
-        """Return a function that makes what an instruction makes, without its numbers, if no compiler may see it."""
+    def _stand_in(self, entry: Instruction, *, taped: bool) -> StepFunction | None:
+        """Return a function whose results look like those of an instruction that no graph of operations may see.
+
+        A tape looks like a tensor without numbers.
+        """
         shapes = [self.place.shape(value.layout) for value in values_written(entry)]
         if isinstance(entry, Communicate):
-            return lambda given: (given.new_empty(shapes[0]),)
+            return lambda part: (part.new_empty(shapes[0]),)
         kind = entry.op.kind if isinstance(entry, Compute) else None
         if isinstance(kind, Region) and kind.is_own:
-            return lambda *given: (torch.empty(shapes[0], dtype=kind.format, device=self.context.formats.device),)
+            device, reads = self.context.formats.device, self._own_reads
+            gradient = self._taped.get(kind.name) if taped else None
+
+            def result(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+                reads[kind.name] = [tensors[number].dtype for number in gradient.needed] if gradient else []
+                tapes = [torch.empty(0, device=device)] if gradient else []
+                return [torch.empty(shapes[0], dtype=kind.format, device=device), *tapes]
+
+            return result
         if isinstance(kind, RegionGradient) and kind.region.is_own:
-            needed = kind.needed
-            return lambda _, *given: [given[at].new_empty(shape) for at, shape in zip(needed, shapes, strict=True)]
+            reads, name = self._own_reads, kind.region.name
+            return lambda upstream, _: [
+                upstream.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, reads[name], strict=True)
+            ]
         return None
 
     def _reduced(self, weight: RestingWeight) -> Iterator[RankStep]:
         """Yield the steps from a gradient as it is computed to the layout in which its parameter rests."""
-        assert weight.made, "a frozen parameter has no gradient"
-        now = [dim for dim, _ in weight.made.layout.dims]
-        order = [now.index(dim) for dim, _ in weight.rest.dims]
-        first = weight.reduced[0].reads.name if weight.reduced else weight.gradient
-        yield RankStep(run=lambda one: (one.permute(order),), reads=(weight.made.name,), writes=(first,))
-        yield from (self._step(change, taped=False) for change in weight.reduced)
+        yield weight.laid_out()
+        bucket = self._bucket_of.get(weight.name)
+        if bucket is None:
+            yield from (self._step(change, taped=False) for change in weight.reduced)
+        elif bucket.weights[-1] is weight:
+            yield bucket.begin(self.context.world)
 
 
 def local_shape(place: MeshRank, layout: Layout, positions: Positions) -> list[int]:
     """Return the shape of a rank's part of a tensor as torch sees it."""
     sizes = dict(zip((dim for dim, _ in layout.dims), place.shape(layout), strict=True))
     return [math.prod(sizes[dim] for dim in position) for position in positions]
-
-
-def _soon(parts: PassInstructions) -> Sequence[Instruction]:
-    """Return the backward pass with each gradient of a weight as soon as it can be, so that less is kept for it."""
-    at = {name: number for number, entry in enumerate(parts.inputs) for name in written_by(entry)}
-    placed = [*enumerate(parts.inputs)]
-    for entry in parts.weights:
-        number = max((at.get(name, 0) for name in read_by(entry)), default=0)
-        at |= dict.fromkeys(written_by(entry), number)
-        placed.append((number, entry))
-    return [entry for _, entry in sorted(placed, key=lambda one: one[0])]
 
 
 def _ordered(layout: Layout, like: Layout) -> Layout:

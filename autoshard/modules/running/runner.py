@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -9,25 +10,25 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from autoshard.engine.torch.execution import Values, execute
 from autoshard.errors import InputError, require
 from autoshard.layout.layout import Layout
 from autoshard.layout.program import Value
 from autoshard.modules.region import Positions
 from autoshard.modules.rewriting.randomness import new_key
-from autoshard.modules.running.compiling import PassCompiler
+from autoshard.modules.running.capturing import PassCapture
 from autoshard.modules.running.placing import placeable, placements
 from autoshard.modules.running.rank_program import RankProgram, local_shape
-from autoshard.modules.running.steps import Values, run_steps
 from autoshard.run.placement import dims_of
 
 
 class RankRunner:
     """Calls the program of a rank with parameters and inputs, and makes what the module returns."""
 
-    def __init__(self, program: RankProgram, device_mesh: DeviceMesh, compiler: PassCompiler | None) -> None:
+    def __init__(self, program: RankProgram, device_mesh: DeviceMesh, capture: PassCapture | None) -> None:
         sharding = program.sharding
-        self.passes, self.compiler = {True: program.trained, False: program.alone}, compiler
-        self.compiled = set[bool]()  # compilation begins when a pass is first run
+        self.passes, self.capture = {True: program.trained, False: program.alone}, capture
+        self.captured = set[bool]()  # a pass is captured when it is first run
         self.program, self.sharding, self.device_mesh = program, sharding, device_mesh
         captured = sharding.captured
         self.exported, self.traced = captured.exported, sharding.traced
@@ -39,6 +40,7 @@ class RankRunner:
         self.nodes = {one.name: one for one in nodes if one.name not in captured.exported.paths}
         self.part = self.exported.part([*self.nodes.values()])
         self.results = {one.name: one for one in captured.program.results}
+        self.buffers = {*self.exported.buffers, *(name for name, one in self.results.items() if one.is_buffer)}
         for place, (tensor, positions) in self.traced.results.items():
             layout = program.program.results[tensor].layout
             same = placeable(layout, positions, self.traced.sizes, program.atoms).dims == layout.dims
@@ -56,9 +58,9 @@ class RankRunner:
     def __call__(self, module: torch.nn.Module, flat: Sequence[Any]) -> Any:
         """Run the module for arguments one by one."""
         arguments = dict(zip(self.exported.arguments, flat, strict=True))
-        buffers, key = dict(module.named_buffers()), self._key()
+        buffers, key = {path: tensor_at(module, path) for path in self.buffers}, self._key()
         nodes = dict(zip(self.nodes, self.exported.values(self.part, arguments, buffers, key), strict=True))
-        tensors = [module.get_parameter(one.path) for one in self.program.weights.values()]
+        tensors = [tensor_at(module, weight.path) for weight in self.program.weights.values()]
         tensors += [arguments[name] for name in self.traced.block.takes]
         drawn = {} if key is None else dict.fromkeys(self.random, key)
         inputs = {name: nodes[name] for name in self.sharding.captured.inputs if name not in drawn} | drawn
@@ -92,7 +94,7 @@ class RankRunner:
                 one = self._as_torch(made[tensor], self.program.program.results[tensor].layout, positions)
             elif isinstance(one, torch.fx.Node):
                 path = self.exported.paths.get(one.name)
-                one = module.get_parameter(path) if path else nodes[one.name]
+                one = tensor_at(module, path) if path else nodes[one.name]
             if result.is_buffer:
                 buffers[place].copy_(one.detach())
             else:
@@ -121,11 +123,11 @@ class RankRunner:
             for value in self.program.given[name]:
                 values[value.name] = self._part_of(name, value, tensor.detach())
         trains = kept is not None
-        if self.compiler and trains not in self.compiled:
-            self.compiled.add(trains)
-            self.passes[trains] = self.compiler.compiled(self.passes[trains], values)
+        if self.capture and trains not in self.captured:
+            self.captured.add(trains)
+            self.passes[trains] = self.capture.captured(self.passes[trains], values)
         passes = self.passes[trains]
-        run_steps(passes.forward, values)
+        execute(passes.forward, values)
         if kept is not None:
             kept.update((name, values[name]) for name in passes.kept)
         found: list[torch.Tensor] = []
@@ -148,9 +150,8 @@ class RankRunner:
                 layout = program.program.results[name].layout
                 zero = torch.zeros(program.place.shape(layout), dtype=tensors[0].dtype, device=tensors[0].device)
                 values[f"d.{name}"] = zero if gradient is None else gradient
-        formats = self.exported.call.autocast
-        with torch.autocast(self.device_mesh.device_type, dtype=formats, enabled=formats is not None):
-            run_steps(self.passes[True].backward, values)
+        with self._casts_of_forward():
+            execute(self.passes[True].backward, values)
         found: list[Any] = []
         for weight, parameter in zip(program.weights.values(), tensors, strict=False):
             if weight.made:
@@ -164,13 +165,21 @@ class RankRunner:
             found.append(whole.full_tensor() if isinstance(whole, DTensor) else whole)
         return found
 
+    def _casts_of_forward(self) -> AbstractContextManager[Any]:
+        """Let backward cast as forward did, wherever it is called."""
+        device, formats = self.device_mesh.device_type, self.exported.call.autocast
+        if formats is None and not torch.is_autocast_enabled(device):
+            return nullcontext()  # which takes a tenth of the time
+        return torch.autocast(device, dtype=formats, enabled=formats is not None)
+
     def _parameters(self, tensors: Sequence[torch.Tensor]) -> Values:
         found: Values = {}
         for weight, parameter in zip(self.program.weights.values(), tensors, strict=False):
             if not isinstance(parameter, DTensor):
                 message = "was replaced by a plain tensor; change the numbers of the parameter instead"
                 raise InputError.of(weight.path, message)
-            found[weight.start] = _laid(parameter, weight.placements).to_local().detach().reshape(weight.shape)
+            local = _laid(parameter, weight.placements)._local_tensor  # pyright: ignore[reportPrivateUsage]
+            found[weight.start] = local.detach().view(weight.shape)
         return found
 
     def _part_of(self, name: str, value: Value, given: torch.Tensor) -> torch.Tensor:
@@ -213,13 +222,24 @@ class _ShardedCall(torch.autograd.Function):
         return None, None, *ctx.runner.backward(kept, ctx.tensors, upstream)
 
 
+def tensor_at(module: torch.nn.Module, path: str) -> torch.Tensor:
+    """Return the parameter or buffer at a path. Every call asks for all, so no method of the module is called."""
+    *modules, name = path.split(".")
+    for child in modules:
+        module = module.__dict__["_modules"][child]
+    parameter = module.__dict__["_parameters"].get(name)
+    return module.__dict__["_buffers"][name] if parameter is None else parameter
+
+
 def _like(parameter: torch.Tensor, local: torch.Tensor, where: Sequence[Placement]) -> DTensor:
     """Return a gradient, of which a rank has a part, as its parameter lies."""
     assert isinstance(parameter, DTensor), "parameters of a sharded module are DTensors"
-    found = DTensor.from_local(
+    if parameter.placements == tuple(where):
+        return DTensor(local, parameter._spec, requires_grad=False)  # pyright: ignore[reportPrivateUsage]
+    gradient = DTensor.from_local(
         local, parameter.device_mesh, where, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
-    return _laid(found, parameter.placements)
+    return gradient.redistribute(placements=parameter.placements)
 
 
 def _laid(tensor: DTensor, where: Sequence[Placement]) -> DTensor:

@@ -1,0 +1,131 @@
+"""Prepared steps of a rank and their execution, for plans and sharded modules: values by name, dropped early."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from autoshard.engine.routing import CountRows
+from autoshard.engine.torch.rows import by_rows
+from autoshard.graph.op import OpKind
+from autoshard.layout.program import Compute, CountOnce, Instruction, Sum
+
+Values = dict[str, Any]  # what a rank holds while a program runs, by name: tensors, and what torch keeps of regions
+# Returns a weight, input or gradient from outside the block, by its tensor's name; several as one row of numbers.
+InputSource = Callable[..., torch.Tensor]
+StepFunction = Callable[..., Sequence[Any]]
+# By documents the host decides what attends to what, for every batch anew.
+BY_BATCH = ("document_starts",)
+ANY_COUNT = -1  # the size of a dim of which nothing is known before a batch: rows of experts routed to this rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStep:
+    """An instruction, or several that are computed as one, ready to run on a rank.
+
+    Without ``run`` the step takes a tensor from outside, or several that lie one behind the other; ``reads`` has their
+    names. Steps that a graph of torch's operations has to leave whole, since they talk to other ranks or are the
+    user's, say with ``stand_in`` how their results look.
+    """
+
+    run: StepFunction | None = None
+    reads: tuple[str, ...]  # names of values, in the order of the arguments of ``run``
+    writes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...] = ()  # of what is written, if they are known
+    drops: tuple[str, ...] = ()  # values without a later reader
+    empties: bool = False  # run gets one list, which it empties, so that what it drops is free while it runs
+    entry: Instruction | CountRows | None = None  # the instruction, or one of several
+    about: str = ""  # what generated text says of the step, if not what the entry is
+    adds: bool = False  # a product into a sum
+    counted: bool = False  # works on as many rows as the host has counted
+    few: "FewRows | None" = None  # a run by rows
+    layer: str = ""  # the submodule, one of several equal ones, for which the step runs
+    stand_in: StepFunction | None = None
+
+    @property
+    def touched(self) -> tuple[str, ...]:
+        """Every value that it reads or writes, once."""
+        return tuple(dict.fromkeys((*(self.reads if self.run else ()), *self.writes)))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it computes the same operations for every batch, and talks to no other rank.
+
+        A user's kernel may do either, so it is not local unless its class names an engine that it was checked with.
+        """
+        if self.counted:
+            return False
+        match self.entry:
+            case Compute(op=op, reads=reads, ring=ring):
+                kind = type(op.kind)
+                unchecked = kind.torch_kernel is not OpKind.torch_kernel and not vars(kind).get("engines")
+                return not (unchecked or ring or any(value.tensor in BY_BATCH for value in reads))
+            case CountOnce() | Sum():
+                return True
+            case _:
+                return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FewRows:
+    """A run by rows, ready to run for ``rows`` of them at a time, and the formats of its results."""
+
+    steps: tuple[RankStep, ...]
+    reads: tuple[str, ...]  # inputs, and then the places of results
+    rows: int
+    dtypes: tuple[torch.dtype, ...]
+
+    def __call__(self, few: list[torch.Tensor]) -> None:
+        """Run for a few rows of all inputs."""
+        execute(self.steps, dict(zip(self.reads, few, strict=True)))
+
+    def run(self, shapes: Sequence[tuple[int, ...]], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run for all rows."""
+        results = self.empty(shapes, tensors[0].device)
+        by_rows(self, (*tensors, *results), self.rows)
+        return results
+
+    def empty(self, shapes: Sequence[tuple[int, ...]], device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Return memory for the results of all rows."""
+        return tuple(
+            torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, self.dtypes, strict=True)
+        )
+
+
+def execute(steps: Iterable[RankStep], values: Values, source: InputSource | None = None) -> None:
+    """Run one step after the other; values from outside come from a source."""
+    for step in steps:
+        if step.run is None:
+            assert source, "nothing comes from outside here"
+            values[step.writes[0]] = source(*step.reads)
+            dropped = step.drops
+        elif step.empties:
+            reads = [values[name] for name in step.reads]
+            for name in step.drops:
+                values.pop(name, None)
+            values.update(zip(step.writes, step.run(reads), strict=True))
+            dropped = tuple(name for name in step.drops if name in step.writes)
+        else:
+            results = step.run(*[values[name] for name in step.reads])
+            for name, tensor, shape in zip(step.writes, results, step.shapes, strict=False):
+                assert fits(tensor, shape), f"{name} is {tuple(tensor.shape)}, not {shape}"
+            values.update(zip(step.writes, results, strict=True))
+            dropped = step.drops
+        for name in dropped:
+            del values[name]
+
+
+def dropping(steps: Iterable[RankStep], kept: Collection[str]) -> Iterator[RankStep]:
+    """Let each step drop the values that no later step reads, unless they are kept."""
+    listed = tuple(steps)
+    last = {name: number for number, step in enumerate(listed) for name in step.touched}
+    for number, step in enumerate(listed):
+        yield replace(step, drops=tuple(name for name in step.touched if last[name] == number and name not in kept))
+
+
+def fits(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor has a shape, as far as the shape is known."""
+    return len(shape) == tensor.dim() and all(
+        expected in (size, ANY_COUNT) for size, expected in zip(tensor.shape, shape, strict=True)
+    )

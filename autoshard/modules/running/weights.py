@@ -1,0 +1,165 @@
+"""Parameters of a sharded module on one rank: how they rest, and how their gradients come to rest, in buckets."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed.tensor.placement_types import Placement  # pyright: ignore[reportMissingTypeStubs]
+
+from autoshard.engine.torch.collectives import span_inside
+from autoshard.engine.torch.execution import RankStep
+from autoshard.engine.torch.formats import Formats
+from autoshard.engine.torch.world import Arrival, World
+from autoshard.layout.layout import Layout
+from autoshard.layout.program import Communicate, Value
+from autoshard.modules.region import Positions
+from autoshard.run.placement import MeshRank, dims_of
+from autoshard.spec.workload import Dtype
+
+# As much as DistributedDataParallel sums at a time: enough to fill a network, little enough to begin early.
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestingWeight:
+    """A parameter: how it rests, how it comes to the layout in which the program takes it, and its gradient back.
+
+    ``made`` is the gradient as the program makes it; frozen parameters have none.
+    """
+
+    name: str
+    path: str
+    positions: Positions
+    rest: Layout
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]  # of the part that rests on this rank, along dims
+    local_shape: tuple[int, ...]  # and as torch sees it
+    taken: Mapping[str, tuple[Communicate, ...]]  # by value of the program
+    made: Value | None
+    dtype: Dtype  # of the gradient
+    reduced: tuple[Communicate, ...]
+
+    @property
+    def start(self) -> str:
+        """The value of the part that rests on this rank."""
+        return f"{self.name} at rest"
+
+    @property
+    def gradient(self) -> str:
+        """The value of the gradient of that part."""
+        return f"{self.name} at rest, gradient"
+
+    @property
+    def unreduced(self) -> str:
+        """The value of the gradient before the first collective, along the dims of the parameter at rest."""
+        return self.reduced[0].reads.name if self.reduced else self.gradient
+
+    def laid_out(self) -> RankStep:
+        """Return the step that brings the gradient as it is made into the order of the parameter's dims."""
+        assert self.made, "a frozen parameter has no gradient"
+        now = dims_of(self.made.layout)
+        order = [now.index(dim) for dim in dims_of(self.rest)]
+        return RankStep(
+            run=lambda gradient: (gradient.permute(order),), reads=(self.made.name,), writes=(self.unreduced,)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientBucket:
+    """Gradients that one collective sums, for each rank whole or its part; it runs while others are computed."""
+
+    weights: tuple[RestingWeight, ...]
+    atoms: tuple[str, ...]
+    axes: tuple[int | None, ...]  # along which each weight is cut into parts; None: it stays whole
+    before: tuple[tuple[int, ...], ...]  # shapes
+    count: int  # of ranks
+
+    def __or__(self, other: "GradientBucket") -> "GradientBucket":
+        """Return the bucket with the weights of both."""
+        return replace(
+            self, weights=self.weights + other.weights, axes=self.axes + other.axes, before=self.before + other.before
+        )
+
+    @property
+    def name(self) -> str:
+        """The value that stands for what is under way."""
+        return f"gradients under way to {self.weights[0].name}"
+
+    def begin(self, world: World) -> RankStep:
+        """Return the step that lays the gradients side by side and begins to sum them."""
+        group, scatters = world.group(self.atoms), self.axes[0] is not None
+        assert group, "a sum is between several ranks"
+
+        def side_by_side(*gradients: torch.Tensor) -> torch.Tensor:
+            if not scatters:
+                return torch.cat([gradient.reshape(-1) for gradient in gradients])
+            parts = [gradient.movedim(axis or 0, 0) for gradient, axis in zip(gradients, self.axes, strict=True)]
+            return torch.cat([part.reshape(self.count, -1) for part in parts], 1).view(-1)
+
+        def run(*gradients: torch.Tensor) -> Sequence[Arrival]:
+            flat = side_by_side(*gradients)
+            return (group.begin_reduce_scatter(flat) if scatters else group.begin_all_reduce(flat),)
+
+        return RankStep(
+            run=run, reads=tuple(weight.unreduced for weight in self.weights), writes=(self.name,),
+            stand_in=lambda first, *_: (first.new_empty(0),),
+        )  # fmt: skip
+
+    def arrive(self) -> RankStep:
+        """Return the step that waits for the sums and takes them apart."""
+        shapes = [weight.shape for weight in self.weights]
+        moved = [
+            shape if axis is None else (shape[axis], *shape[:axis], *shape[axis + 1 :])
+            for shape, axis in zip(shapes, self.axes, strict=True)
+        ]
+
+        def run(arrival: Arrival) -> Sequence[torch.Tensor]:
+            flat = arrival()
+            counts = [shape.numel() for shape in map(torch.Size, shapes)]
+            return [
+                part.view(shape) if axis is None else part.view(shape).movedim(0, axis)
+                for part, shape, axis in zip(flat.split(counts), moved, self.axes, strict=True)
+            ]
+
+        return RankStep(
+            run=run, reads=(self.name,), writes=tuple(weight.gradient for weight in self.weights),
+            stand_in=lambda arrival: [arrival.new_empty(shape) for shape in shapes],
+        )  # fmt: skip
+
+
+def buckets_of(
+    weights: Iterable[RestingWeight], world: World, place: MeshRank, formats: Formats
+) -> Iterator[GradientBucket]:
+    """Collect weights, in the order in which their gradients are computed, whose gradients one collective may sum."""
+    filling: dict[object, GradientBucket] = {}
+    for weight in weights:
+        bucket = _alone(weight, world, place)
+        if bucket is None:
+            continue
+        key = bucket.atoms, bucket.axes[0] is None, weight.dtype
+        if key in filling:
+            bucket = filling.pop(key) | bucket
+        num_bytes = sum(map(math.prod, bucket.before)) * formats.of(weight.dtype).itemsize
+        if num_bytes < BUCKET_BYTES:
+            filling[key] = bucket
+        else:
+            yield bucket
+    yield from filling.values()
+
+
+def _alone(weight: RestingWeight, world: World, place: MeshRank) -> GradientBucket | None:
+    """Return the bucket of one weight; None if its gradient needs no sum, or several steps, or has uneven parts."""
+    if [change.collective.kind for change in weight.reduced] not in (["all_reduce"], ["reduce_scatter"]):
+        return None
+    (change,) = weight.reduced
+    before, after, group = change.reads.layout, change.writes.layout, world.group(change.collective.atoms)
+    assert group, "a sum is between several ranks"
+    axis = None if change.collective.kind == "all_reduce" else dims_of(before).index(change.collective.dim or "")
+    shape, count = place.shape(before), len(group.ranks)
+    if axis is not None:
+        size = shape[axis] // count
+        spans = [span_inside(place.at(rank), axis, before, after) for rank in group.ranks]
+        if spans != [(number * size, (number + 1) * size) for number in range(count)]:
+            return None
+    return GradientBucket(weights=(weight,), atoms=change.collective.atoms, axes=(axis,), before=(shape,), count=count)
