@@ -58,26 +58,25 @@ def test_no_candidate_is_faster_than_the_plan_and_the_certificate_accounts_for_e
         assert dump(plan_at(request, plan.candidate)) == dump(tabled(plan))
 
 
+SHORT = ask("llama3-8b", "trn1.32xlarge", pins="cp=1", global_batch=256)
+
+
 @pytest.mark.parametrize(
-    "request_",
+    ("request_", "most_gap"),  # where stages recompute, another choice than the fastest of a rank is only bounded
     [
-        ask("tiny-llama", global_batch=8, pins="cp=1"),
-        replace(EVEN, workload=replace(EVEN.workload, expert_imbalance=0.0), memory_bytes=2.27e9),
-        replace(
-            ask("llama3-8b", "trn1.32xlarge", pins="cp=1", global_batch=256),
-            model=replace(load_model("llama3-8b"), num_layers=12),
-            memory_bytes=8e9,
-        ),
+        (ask("tiny-llama", global_batch=8, pins="cp=1"), 1e-9),
+        (replace(EVEN, workload=replace(EVEN.workload, expert_imbalance=0.0), memory_bytes=2.27e9), 1e-9),
+        (replace(SHORT, model=replace(load_model("llama3-8b"), num_layers=12), memory_bytes=8e9), 3e-4),
     ],
     ids=["tiny-llama", "little memory", "stages that recompute"],
 )
-def test_bounds_leave_out_nothing_that_is_better(request_: Request):
+def test_bounds_leave_out_nothing_that_is_better(request_: Request, most_gap: float):
     pruned = search(replace(request_, effort=EVERYTHING))
     whole = search(replace(request_, effort=replace(EVERYTHING, exhaustive=True)))
     assert dump(whole.plans[0]) == dump(pruned.plans[0])
     assert whole.certificate.num_legal == pruned.certificate.num_legal
     assert (whole.certificate.num_too_large, whole.certificate.num_bounded) == (0, 0)
-    assert whole.certificate.gap < 1e-9 and pruned.certificate.gap < 1e-9
+    assert whole.certificate.gap < most_gap and pruned.certificate.gap < most_gap
     assert pruned.certificate.num_solved < whole.certificate.num_solved
 
 

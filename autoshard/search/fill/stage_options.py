@@ -28,7 +28,7 @@ class Effort:
 
     gap: float = 5e-3
     most_splits: int = 5_000  # of a candidate, all of which are timed where a gap is left
-    split_s: float = 1.0  # that splits may be looked for under schedules whose longest paths are not known
+    split_s: float = 2.0  # that splits may be looked for under schedules whose longest paths are not known
     most_idle: float = 64  # groups of points that are solved without a better answer, where they cannot raise the bound
     exhaustive: bool = False  # no point is left out because of its bound
 
