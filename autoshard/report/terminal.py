@@ -50,7 +50,7 @@ def _facts(facts: Sequence[Fact]) -> Iterator[RenderableType]:
     """Yield facts after their names; names that are verdicts, as ``refused``, stand a little nearer."""
     longest = max((len(plain(fact.name)) for fact in facts), default=0)
     are_verdicts = all(isinstance(fact.name, Words) or not fact.name for fact in facts)
-    indent = longest + 1 if are_verdicts else max(_LABEL, longest + 2)
+    indent = _LABEL - 1 if are_verdicts else max(_LABEL, longest + 2)
     for fact in facts:
         value = Text.assemble(_text(fact.value, "bold"), _text(fact.beside)) if fact.beside else fact.value
         yield _line(fact.name, value, indent)
