@@ -10,7 +10,7 @@ import torch
 
 from autoshard.cost.predict import predict
 from autoshard.engine.programs import graph_of
-from autoshard.engine.torch import rows
+from autoshard.engine.torch import execution as rows
 from autoshard.errors import RunFailed
 from autoshard.run.reports import WARM_UP
 from autoshard.runtime.data.indexed import OpenFiles, faults_inside, read_index

@@ -12,9 +12,9 @@ import torch
 from torch._inductor import config
 
 import autoshard.commands.run as run_command
+import autoshard.engine.torch.execution as rows
 import autoshard.engine.torch.generated as generated
 import autoshard.engine.torch.kernels.products as products
-import autoshard.engine.torch.rows as rows
 import autoshard.engine.torch.steps as steps
 from autoshard.commands.running.execution import Execution
 from autoshard.engine.torch.engine import TorchEngine, build

@@ -25,11 +25,11 @@ from autoshard.engine.torch.execution import (
     StepFunction,
     Values,
     fits,
+    rows_of,
 )
 from autoshard.engine.torch.formats import NOWHERE
 from autoshard.engine.torch.kernels import Rotations
 from autoshard.engine.torch.recording import Operation, Recording, needed
-from autoshard.engine.torch.rows import rows_of
 from autoshard.engine.torch.steps import NUMBERS, RankContext
 from autoshard.engine.torch.writing import NAMES, PassText, Statement, Step, Variables, module, piece, statement
 from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Value

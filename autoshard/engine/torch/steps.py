@@ -12,14 +12,13 @@ from autoshard.engine.programs import BlockProgram
 from autoshard.engine.routing import CountRows, Routing, dispatches, holds_rows, moves_rows, multiplies
 from autoshard.engine.rows import is_wide, parted, read_whole, token_cuts
 from autoshard.engine.torch.collectives import around_ring, communication
-from autoshard.engine.torch.execution import ANY_COUNT, FewRows, RankStep, dropping
+from autoshard.engine.torch.execution import ANY_COUNT, FewRows, RankStep, dropping, num_rows
 from autoshard.engine.torch.formats import Formats
 from autoshard.engine.torch.joint import Joint, joined
 from autoshard.engine.torch.kernels import Kernel, KernelContext, Rotations, kernel_of
 from autoshard.engine.torch.kernels.kernel import laid_out
 from autoshard.engine.torch.kernels.products import adding, adds_wide
 from autoshard.engine.torch.routed import counting, exchange
-from autoshard.engine.torch.rows import num_rows
 from autoshard.engine.torch.world import World
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.linear import Einsum

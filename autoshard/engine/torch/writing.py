@@ -23,7 +23,7 @@ from math import inf, nan
 
 import torch
 
-from autoshard.engine.torch.rows import by_rows
+from autoshard.engine.torch.execution import by_rows
 
 aten = torch.ops.aten
 device = torch.device("{device}")
