@@ -293,8 +293,9 @@ def memory_timeline(
 
     def turn(kernel: KernelRun) -> tuple[int, int]:
         first = kernel.ops[0]
-        is_sum = isinstance(first.kind, Accumulate)
-        return (maker[storages.root(first.inputs[1])], 1) if is_sum else (position[first.name], 0)
+        added = storages.root(first.inputs[1]) if isinstance(first.kind, Accumulate) else ""
+        # A gradient that the block is given, such as that of a last bias, has no maker here.
+        return (maker[added], 1) if added in maker else (position[first.name], 0)
 
     def takes_memory(entry: Fresh) -> bool:
         name = entry[1].name

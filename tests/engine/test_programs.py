@@ -76,8 +76,8 @@ def test_a_gradient_is_added_to_its_sum_as_soon_as_it_is_made(text):
             for number, entry in enumerate(entries):
                 if isinstance(entry, Compute) and isinstance(entry.op.kind, Accumulate):
                     total, gradient = read_by(entry)
-                    assert written_by(entries[number - 1]) == (total,)
-                    assert gradient in written_by(entries[number - 2])
+                    assert any(total in written_by(other) for other in entries[:number])
+                    assert gradient in written_by(entries[number - 1])
 
 
 def test_experts_that_drop_nothing_have_a_slot_for_every_token():

@@ -184,6 +184,11 @@ def test_a_module_without_numbers_lies_on_processors_where_no_accelerator_is_the
     assert max(on_ranks(4, without_numbers, "net", replaced=known)) < 2e-5
 
 
+def test_a_bias_whose_gradient_comes_from_outside_is_priced():
+    found = shard_module(nn.Linear(4, 4), [torch.ones(1, 4)], load_cluster("local", ranks=2), "data=2")
+    assert found.sharding.memory_bytes >= 4 * 20 and found.sharding.time_s > 0
+
+
 def many() -> list[str]:
     module = shard(nn.Linear(4, 4), [torch.ones(1, 4)], "data=2")
     with warnings.catch_warnings(record=True) as told:
