@@ -184,9 +184,35 @@ def test_a_module_without_numbers_lies_on_processors_where_no_accelerator_is_the
     assert max(on_ranks(4, without_numbers, "net", replaced=known)) < 2e-5
 
 
-def test_a_bias_whose_gradient_comes_from_outside_is_priced():
-    found = shard_module(nn.Linear(4, 4), [torch.ones(1, 4)], load_cluster("local", ranks=2), "data=2")
-    assert found.sharding.memory_bytes >= 4 * 20 and found.sharding.time_s > 0
+class Shifted(nn.Module):
+    """Its parameters are read by the last operations, so their gradients are given to the block or follow at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + self.shift
+
+
+LONE: Mapping[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(4, 4),
+    "linear without bias": lambda: nn.Linear(4, 4, bias=False),
+    "frozen linear": lambda: nn.Linear(4, 4).requires_grad_(False),
+    "norm": lambda: nn.LayerNorm(4),
+    "batch norm": lambda: nn.BatchNorm1d(4),
+    "activation first": lambda: nn.Sequential(nn.ReLU(), nn.Linear(4, 4)),
+    "shift": Shifted,
+}
+
+
+@pytest.mark.parametrize("trains_input", [False, True])
+@pytest.mark.parametrize("name", LONE)
+def test_a_module_of_one_operation_is_priced_as_every_other(name: str, trains_input: bool):
+    module, x = LONE[name](), torch.randn(4, 4, requires_grad=trains_input)
+    found = shard_module(module, [x], load_cluster("local", ranks=2), "data=2")
+    weights_bytes = sum(4 * one.numel() for one in module.parameters())
+    assert found.sharding.memory_bytes >= weights_bytes / 2 and found.sharding.time_s > 0
 
 
 def many() -> list[str]:
