@@ -287,7 +287,8 @@ def piece(name: str, steps: Sequence[Step], later: set[str]) -> tuple[str, tuple
     made = [name for step in steps for one in step.statements for name in one.writes]
     reads = tuple(dict.fromkeys(one for step in steps for one in step.reads if one not in made))
     writes = tuple(dict.fromkeys(one for one in made if one in later))
-    lines = [f"def {name}(some):", f"    {', '.join(reads)}, = some", "    some.clear()"]
+    taken = [f"    {', '.join(reads)}, = some", "    some.clear()"] if reads else []  # a rank may have only zeros
+    lines = [f"def {name}(some):", *taken]
     text = "\n".join([*lines, *_body(steps, set(writes)), f"    return [{', '.join(writes)}]", ""])
     given = Statement(text=f"some = [{', '.join(reads)}]", reads=reads, writes=("some",))
     left = f"{', '.join(writes)}, = " if writes else ""
