@@ -21,7 +21,7 @@ from autoshard.plan.plan import Plan
 from autoshard.run.protocol import Allows, Run, StepReport
 from autoshard.run.reports import SavedStep
 from autoshard.runtime.checkpoint.files import RunState
-from autoshard.runtime.checkpoint.loading import LoadRates, load
+from autoshard.runtime.checkpoint.loading import LoadRates, load_checkpoint
 from autoshard.runtime.checkpoint.saver import CheckpointLabel, Saver
 from autoshard.runtime.checkpoint.shelf import Shelf, folder_of
 from autoshard.runtime.checkpoint.storage import Storage
@@ -165,7 +165,7 @@ class _Rank:
 
     def load(self) -> None:
         """Load what is there."""
-        load(self.shelf, next(self.shelf.usable()), self.engine.pieces(), None, LoadRates.of(self.plan))
+        load_checkpoint(self.shelf, next(self.shelf.usable()), self.engine.pieces(), None, LoadRates.of(self.plan))
 
 
 def _state(number: int) -> RunState:

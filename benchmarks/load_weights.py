@@ -30,7 +30,7 @@ from autoshard.engine.torch.engine import build
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.run.protocol import Run
-from autoshard.runtime.checkpoint.loading import LoadRates, load
+from autoshard.runtime.checkpoint.loading import LoadRates, load_checkpoint
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.checkpoint.storage import Storage
 from autoshard.runtime.convert.converting import Conversion, convert, read_weights
@@ -203,7 +203,7 @@ def _on_rank(plan: Plan, first: Path, folder: Path, bucket: Bucket) -> Mapping[s
         shelf = Shelf(storage=Storage(SlowSystem(local.system, bucket), local.root))
 
         def operation() -> None:
-            load(shelf, index, pieces, group, rates)
+            load_checkpoint(shelf, index, pieces, group, rates)
 
         return operation
 

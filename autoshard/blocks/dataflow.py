@@ -96,7 +96,7 @@ class Dataflow:
         return sum(1 << place for place, atom in enumerate(self._atoms) if atom in atoms)
 
 
-def numbers(values: Sequence[object]) -> NDArray[np.intp]:
+def numbered(values: Sequence[object]) -> NDArray[np.intp]:
     """Return a number per value, alike for equal ones.
 
     >>> numbers(["b", "a", "b"])

@@ -16,7 +16,7 @@ from autoshard.errors import nearest, require
 from autoshard.graph.kinds.optimizer import UPDATES
 from autoshard.layout.layout import show_atoms, whole_axes
 from autoshard.layout.program import Program
-from autoshard.layout.table import strategies, written
+from autoshard.layout.table import strategies, strategy_lines
 from autoshard.plan.candidate import Candidate, parse_pins
 from autoshard.plan.lowering import KINDS
 from autoshard.plan.module_plan import proof
@@ -63,7 +63,7 @@ class BlockSharding:
         }
         price = block_price(problem, lowered, program, rests, platform)
         return cls(
-            table=written(strategies(program, block), atoms),
+            table=strategy_lines(strategies(program, block), atoms),
             rests={weight: f"flat/{show_atoms(whole_axes(over, atoms))}" for weight, over in rests.items()},
             time_s=price.time_s,
             memory_bytes=price.memory_bytes,

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.blocks.choices import OpChoice
-from autoshard.blocks.dataflow import Dataflow, numbers
+from autoshard.blocks.dataflow import Dataflow, numbered
 from autoshard.blocks.elimination import COLUMN, CostFactor, Table
 from autoshard.errors import InputError
 from autoshard.graph.kinds.linear import Deliver
@@ -158,7 +158,7 @@ class TensorEdge:
         if group not in self._joint:
             singles = [self.deliveries((name,)) if name in group else () for name in self._names]
             all_deliveries = [*itertools.chain.from_iterable(singles), *(self.deliveries(group) if group else ())]
-            layout_numbers, sums = numbers([delivery.taken for delivery in all_deliveries]), self._sums(all_deliveries)
+            layout_numbers, sums = numbered([delivery.taken for delivery in all_deliveries]), self._sums(all_deliveries)
             number = np.full((layout_numbers.max(initial=0) + 1, 1 << len(self.flow.problem.real_atoms)), -1)
             start = sum(map(len, singles))
             number[layout_numbers[start:], sums[start:]] = np.arange(len(all_deliveries) - start)
@@ -242,7 +242,7 @@ class TensorEdge:
         """Return where a reader's choice can take a delivery, and leaves no other sum pending."""
         choices = self.flow.choices[reader.name]
         layouts = [self.flow.wanted(reader, choice, self.tensor) for choice in choices]
-        number = numbers([*layouts, *(delivery.taken for delivery in deliveries)])
+        number = numbered([*layouts, *(delivery.taken for delivery in deliveries)])
         accepted, delivered = number[: len(layouts)], number[len(layouts) :]
         sends = np.array([self.flow.mask(self.flow.sends(reader, choice, self.tensor)) for choice in choices])
         return (delivered[:, None] == accepted) & ((sends & ~self._sums(deliveries)[:, None]) == 0)
@@ -259,7 +259,7 @@ class TensorEdge:
     def _as_made(self, deliveries: Sequence[Delivery]) -> Mask:
         """Return where a delivery is cut as a choice of the maker makes it, with nothing pending."""
         goals = (self._in_maker_dims(delivery.taken).dims for delivery in deliveries)
-        number = numbers([*(layout.dims for layout in self.made), *goals])
+        number = numbered([*(layout.dims for layout in self.made), *goals])
         made_numbers, delivered = number[: len(self.made)], number[len(self.made) :]
         return (made_numbers[:, None] == delivered) & ~self.pending[:, None]
 

@@ -22,11 +22,11 @@ from autoshard.plan.lowering import ATOMS
 from autoshard.search.bound.priced_layouts import ring_column
 from autoshard.search.bound.request import Request
 
-Asked = tuple[MeasuredRun, Calibration]
+CalibratedRun = tuple[MeasuredRun, Calibration]
 _MOST_COLUMNS = 64  # of one problem: its tables have an entry for each, so that more of them take more memory
 
 
-def request_of(run: MeasuredRun, calibration: Calibration) -> Request:
+def run_request(run: MeasuredRun, calibration: Calibration) -> Request:
     """Return the question whose answer a run was."""
     return Request(
         model=run.model,
@@ -37,15 +37,15 @@ def request_of(run: MeasuredRun, calibration: Calibration) -> Request:
     )
 
 
-def run_cuttings(questions: Iterable[Asked]) -> Mapping[Asked, Cutting]:
+def run_cuttings(questions: Iterable[CalibratedRun]) -> Mapping[CalibratedRun, Cutting]:
     """Return the cheapest cutting of every run under its constants, but of runs that have none."""
-    groups: dict[tuple[Question, Terms, object], list[Asked]] = defaultdict(list)
+    groups: dict[tuple[Question, Terms, object], list[CalibratedRun]] = defaultdict(list)
     for run, calibration in dict.fromkeys(questions):
-        question = request_of(run, calibration).question(run.candidate)
+        question = run_request(run, calibration).question(run.candidate)
         # Slots of experts may be cut otherwise where ep, or cp, cuts something.
         kind = (run.candidate.ep > 1, run.candidate.cp > 1) if run.model.num_experts else ()
         groups[question, Terms.of(run.candidate, run.cluster.engine), kind].append((run, calibration))
-    cuttings: dict[Asked, Cutting] = {}
+    cuttings: dict[CalibratedRun, Cutting] = {}
     for (question, terms, _), members in groups.items():
         for start in range(0, len(members), _MOST_COLUMNS):
             batch = members[start : start + _MOST_COLUMNS]

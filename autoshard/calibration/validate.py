@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.calibration.cuttings import request_of, run_cuttings
+from autoshard.calibration.cuttings import run_cuttings, run_request
 from autoshard.calibration.measured_run import MeasuredRun, run_of
 from autoshard.calibration.rows import MeasuredRow, MeasuredRows, measured_rows
 from autoshard.cost.calibration import Calibration
@@ -318,7 +318,7 @@ def predicted_run(run: MeasuredRun, calibration: Calibration, cutting: Cutting |
 
 def outlined_run(run: MeasuredRun, calibration: Calibration, cutting: Cutting | None = None) -> tuple[Plan, CutBlocks]:
     """Return the plan of a run, and its blocks in their best cut, which is found if it is not stated."""
-    engine, request = run.cluster.engine, request_of(run, calibration)
+    engine, request = run.cluster.engine, run_request(run, calibration)
     atoms, cutting = cut_atoms(run.candidate, run.model), cutting or request.cutting(run.candidate, engine)
     blocks = CutBlocks(step=request.question(run.candidate).step, cutting=cutting, atoms=atoms)
     return request.plan(run.candidate, engine, cutting, tables=False), blocks

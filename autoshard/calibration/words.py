@@ -43,7 +43,7 @@ class Word:
 
 
 @cache
-def words(column: str) -> tuple[Word, ...]:
+def column_words(column: str) -> tuple[Word, ...]:
     """Return the words of a column."""
     columns = json.loads((resources.files("autoshard.calibration") / "words.json").read_text("utf-8"))
     return tuple(record.decode(Word, word) for word in columns[column])
@@ -99,7 +99,7 @@ def _read(column: str, text: str | None, row: MeasuredRow) -> tuple[str | None, 
     if matched is None and column in _UNKNOWN:
         return None, f"{_UNKNOWN[column]}: {record.show_value(text)} is not known"
     names = {"platform": cluster_names(), "pipeline_schedule": builders(), "recompute": _RECOMPUTE}.get(column, ())
-    terms = dict.fromkeys([*names, *(say for word in words(column) for say in word.says if word.means)])
+    terms = dict.fromkeys([*names, *(say for word in column_words(column) for say in word.says if word.means)])
     why = f"{matched.assumed}. " if matched and matched.assumed else ""
     raise InputError.of("", f"cannot read {record.show_value(text)}. {why}{nearest(key, [*terms])}")
 
@@ -139,7 +139,7 @@ def _kernels(row: MeasuredRow) -> tuple[str | None, bool | None, str]:
 def _word(column: str, key: str, row: MeasuredRow) -> Word | None:
     """Return the first word of a column with a term in a text."""
     framework = _key(row.framework)
-    applicable = (word for word in words(column) if _contains(framework, word.of))
+    applicable = (word for word in column_words(column) if _contains(framework, word.of))
     return next((word for word in applicable if any(_contains(key, say) for say in word.says)), None)
 
 

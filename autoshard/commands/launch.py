@@ -19,7 +19,7 @@ from autoshard.jobs.quoting import word
 from autoshard.jobs.remarks import remarks
 from autoshard.jobs.shell import torchrun_files
 from autoshard.jobs.slurm import slurm_files
-from autoshard.plan.codec import fingerprint, load
+from autoshard.plan.codec import load, plan_hash
 from autoshard.plan.plan import Plan
 from autoshard.spec.recipe import QuestionOptions
 from autoshard.spec.training import Training
@@ -99,7 +99,7 @@ def _write(files: Files, out: Path, plan: Plan) -> None:
         node, read = out / NODE, out / PLAN
         is_job = node.is_file() and read.is_file() and _MADE in node.read_text(encoding="utf-8", errors="replace")
         require((is_job, f"--out {out}", "holds files that are not a job and are not overwritten. Name another folder"))
-        same = fingerprint(load(read)) == fingerprint(plan)
+        same = plan_hash(load(read)) == plan_hash(plan)
         require((same, f"--out {out}", "holds the job of another plan. Name another folder"))
         for old in (*out.glob("*.sbatch"), *out.glob("*.yaml"), *out.glob("*.sh")):
             old.unlink()

@@ -12,7 +12,7 @@ from autoshard.command_line import Counts, is_recipe
 from autoshard.commands.output import print_answer, print_notes
 from autoshard.commands.progress import StatusLine, Watcher, watching
 from autoshard.commands.writing.places import place_checks
-from autoshard.commands.writing.resizing import request_like, resume_command, resuming_answer, size_of
+from autoshard.commands.writing.resizing import planned_size, request_like, resume_command, resuming_answer
 from autoshard.commands.writing.target import Target, Written
 from autoshard.cost.timeline import rank_times
 from autoshard.errors import InputError, NoPlan, inside, require
@@ -189,7 +189,7 @@ def _answer_again(
         def ask(request: Request, known: Known) -> SearchResult:
             return search(request, num_plans, watch, simple_within=options.simple_within, known=known)
 
-        answer = at_most(options.applied(request), size_of(old), watch, ask)
+        answer = at_most(options.applied(request), planned_size(old), watch, ask)
         _refuse_none(answer.request, answer.found, watch)
     result = answers_of(answer.request, answer.found, choose)
 

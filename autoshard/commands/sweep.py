@@ -11,7 +11,7 @@ from autoshard.commands.progress import StatusLine
 from autoshard.commands.writing.places import folder_checks, place_checks
 from autoshard.errors import RunFailed, inside, require
 from autoshard.files import remove_asides, replace_text
-from autoshard.jobs.quoting import word, words
+from autoshard.jobs.quoting import shell_words, word
 from autoshard.report.page.sweep_page import sweep_page
 from autoshard.report.sweep import sweep_sheets
 from autoshard.runtime.folder import locked
@@ -27,7 +27,7 @@ from autoshard.sweep.table import (
     write_parquet,
     write_task,
 )
-from autoshard.sweep.work import Row, SweepJob, jobs_of, rows_of, work_through
+from autoshard.sweep.work import Row, SweepJob, job_rows, jobs_of, work_through
 from autoshard.units import format_seconds
 
 PAGE, CONTROLLER = "report.html", "wandb-sweep.yaml"
@@ -120,7 +120,7 @@ def _write_array(content: Sweep, jobs: Sequence[SweepJob], source: Path, folder:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "array.sbatch"
     replace_text(path, array_script(content, jobs, source, folder))
-    again = words(["autoshard", "sweep", str(source), "--out", str(folder)])
+    again = shell_words(["autoshard", "sweep", str(source), "--out", str(folder)])
     print(f"wrote {path}: {len(jobs)} tasks\nnext: sbatch {word(str(path))}")
     print(f"afterwards, to print the table and run the points that are missing: {again}")
     return 0
@@ -158,7 +158,7 @@ def _task(jobs: Sequence[SweepJob], number: int, folder: Path) -> int:
     if task_file(folder, name).exists() or {point.id for point in job.points} <= stored_rows(folder).keys():
         print(f"{job.name}: already done")
         return 0
-    rows = rows_of(job)
+    rows = job_rows(job)
     write_task(rows, folder, name)
     return _print_rows(rows)
 

@@ -114,7 +114,7 @@ def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration:
     # As many chips of several nodes as one node has are no whole node.
     num_chips = len({rank // cluster.ranks_per_chip for rank in inner}) if on_torus else 0
     wires = 0.5 if num_chips % cluster.chips_per_node else 1.0
-    reached = {link.domain: efficiency(link, calibration) for link in cluster.links}
+    reached = {link.domain: link_efficiency(link, calibration) for link in cluster.links}
     speeds: dict[Domain, float] = {
         link.domain: speed * reached[link.domain] * (wires if link.kind == "torus" else 1.0)
         for link, speed in zip(cluster.links, axis_levels_bytes_per_s(cluster, mesh, cut), strict=True)
@@ -157,7 +157,7 @@ def to_neighbours(atoms: tuple[str, ...]) -> bool:
     return "edp" not in atoms and any(atom in _NEIGHBOUR_AXES for atom in atoms)
 
 
-def efficiency(link: Link, calibration: Calibration) -> float:
+def link_efficiency(link: Link, calibration: Calibration) -> float:
     """Return which share of its bandwidth a link reaches."""
     return calibration.far_link_efficiency if link.domain == "cluster" else calibration.near_link_efficiency
 
@@ -204,7 +204,7 @@ def _neighbour_route(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calib
         if joins.any():
             wire = link.bandwidth_bytes_per_s / (_NEIGHBOURS if link.kind == "torus" else 1)
             most = int(np.bincount(senders[joins] // link.ranks_per_port).max())
-            slowest = max(slowest, most / (wire * efficiency(link, calibration)))
+            slowest = max(slowest, most / (wire * link_efficiency(link, calibration)))
             latency_s = max(latency_s, link.latency_s)
         senders, receivers = senders[~joins], receivers[~joins]
     return Route(seconds_per_byte=slowest, latency_s=latency_s)

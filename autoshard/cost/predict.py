@@ -26,7 +26,7 @@ from autoshard.cost.terms import term_entries, term_seconds, user_terms
 from autoshard.graph.block import OpGraph
 from autoshard.graph.decoder import num_slots
 from autoshard.graph.kinds.attention import Attend, AttendGradient
-from autoshard.plan.codec import fingerprint
+from autoshard.plan.codec import plan_hash
 from autoshard.plan.plan import Compiling, Plan, Prediction, StageMemory, rounded
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.rule import Rejection
@@ -81,7 +81,7 @@ def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks |
         outside={**outside, **_above(mfu_causal, question.calibration)},
         communication_bytes={axis: size for axis, size in _whole(cost.sent_bytes).items() if size},
         basis=question.calibration.basis,
-        of=fingerprint(plan),
+        of=plan_hash(plan),
         compiling=compiling(plan),
     )
 
@@ -258,7 +258,7 @@ def check_plan(read: Plan, calibration: Calibration | None = None, *, to_run: bo
         entries = {key: entry for key, entry in read.provenance.items() if not key.startswith("calibration")}
         read = replace(read, provenance={**entries, **calibration_entries(calibration)}, prediction=None)
     terms = [term for term in user_terms() if term.part in read.provenance]
-    if terms and read.prediction and read.prediction.of != fingerprint(read):  # edited: so are the seconds of its terms
+    if terms and read.prediction and read.prediction.of != plan_hash(read):  # edited: so are the seconds of its terms
         updated = term_entries(terms, read.candidate, read.model, read.cluster, read.workload, read.engine)
         read = replace(read, provenance={**read.provenance, **updated})
     bare, stored = replace(read, prediction=None), read.prediction
@@ -266,7 +266,7 @@ def check_plan(read: Plan, calibration: Calibration | None = None, *, to_run: bo
     if reasons:
         return CheckedPlan(plan=bare, rejections=reasons)
     current, remarks = predicted(bare), list[str]()
-    if stored is None or stored.of != fingerprint(read):
+    if stored is None or stored.of != plan_hash(read):
         remarks.append("prediction: the plan was edited after it was made, so it was predicted again here")
     elif stored != current.prediction:
         remarks.append("prediction: the numbers in the file are not what this version predicts; its own are used here")

@@ -16,7 +16,7 @@ from autoshard.layout.sharding import Sharding
 from autoshard.plan.lowering import KINDS, StepGraph, lowered, split_pending
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
-from autoshard.plan.tables import plan_programs, step_of, table_kinds, table_name
+from autoshard.plan.tables import plan_programs, step_graph_of, table_kinds, table_name
 from autoshard.spec.kernels import Kernels
 
 
@@ -154,7 +154,7 @@ Blocks = CutBlocks | ListedBlocks
 def _listed(plan: Plan) -> ListedBlocks:
     if not plan.strategies:
         raise InputError.of("strategies", "the table is empty, so nothing says what is sent. Make the plan again")
-    return ListedBlocks(step=step_of(plan), kinds=table_kinds(plan), programs=plan_programs(plan))
+    return ListedBlocks(step=step_graph_of(plan), kinds=table_kinds(plan), programs=plan_programs(plan))
 
 
 @cache  # cuttings often differ in one block only

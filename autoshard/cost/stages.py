@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from autoshard.cost.collective import Number, Ring, Route
 from autoshard.cost.schedule_counts import boundary_states, counts_of, most_kept
 from autoshard.cost.setting import BlockCost, Question, Setting
-from autoshard.cost.update import Weights, state_bytes
+from autoshard.cost.update import Weights, stored_bytes
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.spec.kernels import Kernels, load_kernels
@@ -255,7 +255,7 @@ def price_stages(blocks: PipelineBlocks, options: StageOptions) -> StagePrices:
     memory: dict[str, Any] = {
         "activations": most_kept(schedule, saved, waiting),
         **_other_memory(blocks, slots, options.plain_kind),
-        **state_bytes(weights, blocks.setting, blocks.question.workload),
+        **stored_bytes(weights, blocks.setting, blocks.question.workload),
     }
     kernels = load_kernels(blocks.question.kernels)
     share = kernels.reserved.share if kernels.reserved else 0.0

@@ -146,13 +146,13 @@ class PlanStep:
         ]
         kind, recomputed, plain = np.array(rows, dtype=np.int64)[counts_of(pipeline.schedule).stages[:, None]].T
         options = StageOptions(kind=kind.T, recomputed=recomputed.T, plain=plain.T, plain_kind=0)
-        blocks = plan_blocks(question, setting, pipeline, price, kinds)
+        blocks = priced_blocks(question, setting, pipeline, price, kinds)
         only = np.zeros((pipeline.schedule.num_ranks, 1), dtype=np.int64)
         prices = price_stages(blocks, options).of_options(only, only[0])
         return cls(blocks=blocks, prices=prices, seconds=step_seconds(blocks, prices))
 
 
-def plan_blocks(
+def priced_blocks(
     question: Question, setting: Setting, pipeline: PlanPipeline, price: Price, kinds: Sequence[Recompute]
 ) -> PipelineBlocks:
     """Return the blocks of a plan, its layers under some kinds of recompute, as columns of one candidate."""

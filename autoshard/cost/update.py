@@ -28,7 +28,7 @@ def num_shards(shards: tuple[str, ...], setting: Setting) -> Number:
     return math.prod(setting.atoms[atom] for atom in shards) // (setting.copies if "edp" in shards else 1)
 
 
-def state_bytes(weights: Weights, setting: Setting, workload: Workload) -> Mapping[str, Number]:
+def stored_bytes(weights: Weights, setting: Setting, workload: Workload) -> Mapping[str, Number]:
     """Return a rank's weights, gradients, masters and moments in bytes; ZeRO-1 divides the last two, ZeRO-3 all."""
     part_bytes = workload.precision.state_bytes(UPDATES[workload.optimizer].num_moments)
     parts: dict[str, Number] = dict.fromkeys(part_bytes, 0)

@@ -97,7 +97,7 @@ def programs_of(plan: Plan, *, packs: bool = False) -> PlanPrograms:
     empty = "the table is empty, so nothing says which collectives to execute. Make the plan again"
     require((not whole, "mesh", written), (bool(plan.strategies), "strategies", empty))
     graph, blocks = graph_of(plan), plan_blocks(plan)
-    parts = {name: parted(blocks[name], program) for name, program in plan_programs(plan).items()}
+    parts = {name: split_passes(blocks[name], program) for name, program in plan_programs(plan).items()}
     stages = tuple({name: parts[table] for name, table in _contents(stage, graph.num_layers)} for stage in plan.stages)
     packed = packs and plan.model.num_experts > 0 and plan.workload.expert_capacity is None
     return PlanPrograms(graph=graph, stages=stages, packed=packed)
@@ -126,7 +126,7 @@ def _contents(stage: Stage, num_layers: int) -> Iterator[tuple[str, str]]:
         yield "head.0", "head"
 
 
-def parted(block: Block, program: Program) -> BlockProgram:
+def split_passes(block: Block, program: Program) -> BlockProgram:
     """Divide a program into the instructions of each pass of a block."""
     handed_on = block.gives[0]
     parts = program.by_pass(handed_on)

@@ -38,7 +38,7 @@ def token_cuts(entry: Instruction) -> object:
     return next(value.layout.dims[:2] for value in (*values_read(entry), *values_written(entry)) if is_wide(value))
 
 
-def parted(entries: Iterable[Instruction]) -> Iterator[tuple[Instruction, ...]]:
+def runs_of(entries: Iterable[Instruction]) -> Iterator[tuple[Instruction, ...]]:
     """Yield the runs, and every other instruction by itself."""
     for cuts, found in groupby(entries, token_cuts):
         run = tuple(found)

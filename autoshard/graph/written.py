@@ -101,7 +101,7 @@ def emit_written(
     return emitted[-1].name
 
 
-def written(block: Block) -> tuple[WrittenOp, ...]:
+def block_lines(block: Block) -> tuple[WrittenOp, ...]:
     """Return the forward operations of a block as lines say them; delivers of the usual name need no line."""
     forward = block.select("micro_batch", "F")
     origin = {op.outputs[0]: op.inputs[0] for op in forward if isinstance(op.kind, Deliver)}

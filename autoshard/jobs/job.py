@@ -12,7 +12,7 @@ from autoshard.errors import require
 from autoshard.extensions import EXTENSIONS
 from autoshard.jobs.place import JobPlace
 from autoshard.jobs.quoting import folder_word, path_faults, remark, shell_faults
-from autoshard.plan.codec import dump, fingerprint
+from autoshard.plan.codec import dump, plan_hash
 from autoshard.plan.plan import Plan
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.record import encode
@@ -59,7 +59,7 @@ class Job:
     @property
     def hash(self) -> str:
         """The plan's hash, as its own prediction carries it."""
-        return fingerprint(self.plan)
+        return plan_hash(self.plan)
 
     @property
     def stopping_s(self) -> int:
@@ -119,7 +119,7 @@ class Files:
 def default_name(plan: Plan) -> str:
     """Name a job after its model and its plan, so that two plans of a model do not meet."""
     model = re.sub("[^a-z0-9]+", "-", plan.model.name.lower()).strip("-")
-    return f"{model[: _LONGEST_NAME - 7].rstrip('-')}-{fingerprint(plan)[:6]}"
+    return f"{model[: _LONGEST_NAME - 7].rstrip('-')}-{plan_hash(plan)[:6]}"
 
 
 def yaml_text(data: object) -> str:

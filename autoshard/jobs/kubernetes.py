@@ -8,7 +8,7 @@ from typing import Any
 from autoshard.errors import require
 from autoshard.extensions import EXTENSIONS
 from autoshard.jobs.job import FIRST, HERE, NODE, PLAN, STRICT, SUBMIT, TRAINING, Files, Job, yaml_text
-from autoshard.jobs.quoting import words
+from autoshard.jobs.quoting import shell_words
 from autoshard.jobs.shell import node_text
 
 FILES_AT = "/job"  # where the files of the job lie in a container
@@ -74,7 +74,7 @@ def kubernetes_files(job: Job) -> Files:
     names = NODE, PLAN, TRAINING, *(path.name for path in EXTENSIONS.files)
     rule = "a ConfigMap takes names of letters, digits, dots, - and _ only. Rename the file"
     require(*((bool(re.fullmatch(r"[-.\w]+", name, re.ASCII)), f"--extend {name}", rule) for name in names))
-    sources = words(f"--from-file={name}" for name in names)
+    sources = shell_words(f"--from-file={name}" for name in names)
     label = "jobset.sigs.k8s.io/jobset-name" if kind == "trainjob" else "training.kubeflow.org/job-name"
     selector = f"--selector {label}={job.name} --max-log-requests {job.num_nodes}"
     lines = [

@@ -16,7 +16,7 @@ def word(text: str) -> str:
     return shlex.quote(text)
 
 
-def words(texts: Iterable[str]) -> str:
+def shell_words(texts: Iterable[str]) -> str:
     """Return texts as words of one line of shell."""
     return " ".join(map(word, texts))
 

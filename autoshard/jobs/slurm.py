@@ -8,7 +8,7 @@ from autoshard.errors import require
 from autoshard.extensions import EXTENSIONS
 from autoshard.jobs.job import FIRST, HERE, NODE, STRICT, SUBMIT, Files, Job
 from autoshard.jobs.place import TO_SBATCH
-from autoshard.jobs.quoting import word, words
+from autoshard.jobs.quoting import shell_words, word
 from autoshard.jobs.shell import node_text, setup_lines
 from autoshard.units import format_seconds
 
@@ -155,7 +155,7 @@ def _replanned(job: Job) -> Iterator[str]:
     yield f'  autoshard plan --like plan.json{extend} --nodes "$left" --out "plan-$left.json" --force || return 1'
     folders = f'--out "on-$left-nodes" --run-folder {job.run_word}'
     yield f'  autoshard launch "plan-$left.json" --config training.yaml {folders} \\'
-    yield f"    {words(again)}"
+    yield f"    {shell_words(again)}"
     yield "}"
 
 

@@ -239,7 +239,7 @@ class TableSetting:
         return {dim: tuple(atom for atom in cut if self.atoms.get(atom, 1) > 1) for dim, cut in cuts.items()}
 
 
-def written(by_entry: Mapping[str, Strategy], atoms: Sizes) -> Table:
+def strategy_lines(by_entry: Mapping[str, Strategy], atoms: Sizes) -> Table:
     """Write Strategies as lines; an axis of which one atom is of size 1 is named whole."""
     return {name: str(_with_whole_axes(entry, atoms)) for name, entry in by_entry.items()}
 
@@ -254,7 +254,7 @@ def program_of(block: Block, table: Table, setting: TableSetting) -> Program:
     program = setting.lowered(block, cuts)
     derived, atoms = strategies(program, block), setting.atoms
     real = {name: _normal(line, atoms) for name, line in lines.items()}
-    absent, known_names = written(derived, atoms), list(derived)
+    absent, known_names = strategy_lines(derived, atoms), list(derived)
     wrong = [
         *(
             Fault(where=name, message=f"no operation of this name. {nearest(name, known_names)}")
@@ -275,7 +275,7 @@ def program_of(block: Block, table: Table, setting: TableSetting) -> Program:
     return program
 
 
-def fitted(table: Table, atoms: Sizes) -> Table:
+def table_for_sizes(table: Table, atoms: Sizes) -> Table:
     """Return a table for a mesh of other sizes: only the hops of rings are counted anew."""
     return {name: _fitted_line(text, atoms) if "permute" in text else text for name, text in table.items()}
 

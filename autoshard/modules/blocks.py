@@ -13,7 +13,7 @@ from autoshard.graph.kinds.indexing import Lookup
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.kinds.pointwise import Add
 from autoshard.graph.op import Dims
-from autoshard.modules.dims import Dim, Position, leaves, match_sizes
+from autoshard.modules.dims import Dim, Position, factors, match_sizes
 from autoshard.modules.grouping import outside_reads, regions
 from autoshard.modules.program import Read, Traced, TracedProgram, TracedStep, free_name
 from autoshard.modules.region import Alias, Local, Positions, Region
@@ -152,12 +152,12 @@ class _Writer:
                     for read in step.reads
                 ),
                 gives=self._positions(step.makes.positions),
-                products=tuple(self._dims(leaves(dims)) for dims in step.products),
+                products=tuple(self._dims(factors(dims)) for dims in step.products),
             )
             for step in steps
         )
         whole = {dim for step in steps for dim in step.whole_leaves()}
-        whole |= {dim for step in steps[:-1] for dim in leaves(step.summed)}  # no sum waits inside
+        whole |= {dim for step in steps[:-1] for dim in factors(step.summed)}  # no sum waits inside
         shown = {*steps[-1].makes.dims, *(dim for read in outside for dim in read.dims)}
         return Region(
             name=name, locals=functions, dims=self._dims(steps[-1].makes.dims),
@@ -185,7 +185,7 @@ class _Writer:
         return tuple(self.names[dim] for dim in dims)
 
     def _positions(self, positions: Sequence[Position]) -> Positions:
-        return tuple(self._dims(leaves(position)) for position in positions)
+        return tuple(self._dims(factors(position)) for position in positions)
 
 
 def _named(program: TracedProgram) -> Mapping[Dim, str]:
@@ -193,13 +193,13 @@ def _named(program: TracedProgram) -> Mapping[Dim, str]:
     reads = [read for step in program.steps for read in step.reads]
     renames = [pair for read in reads for pair in read.renamed.items()]
     before = -1
-    while before != (before := sum(len(leaves(pair)) for pair in renames)):  # a split of one may split another
+    while before != (before := sum(len(factors(pair)) for pair in renames)):  # a split of one may split another
         for old, new in renames:
             match_sizes(old, new)
     names: dict[Dim, str] = {}
     all_dims = [*(value.dims for value in program.values), *(read.dims for read in reads)]
-    all_dims += [leaves(step.whole) for step in program.steps] + [
-        leaves(dims) for step in program.steps for dims in step.products
+    all_dims += [factors(step.whole) for step in program.steps] + [
+        factors(dims) for step in program.steps for dims in step.products
     ]
     hidden = _hidden(program)
     for dim in (dim for dims in all_dims for dim in dims):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autoshard.errors import InputError, nearest, require
-from autoshard.modules.dims import Collision, NotAligned, Position, fresh, leaves, note, size_of
+from autoshard.modules.dims import Collision, NotAligned, Position, factors, fresh, note, size_of
 from autoshard.modules.export import ExportedModule
 from autoshard.modules.local import NAMESPACE
 from autoshard.modules.nodes import Node, argument, line_of, replaced, tensors_of
@@ -26,7 +26,7 @@ from autoshard.modules.program import (
     agreed,
     free_name,
 )
-from autoshard.modules.reach import moved, needed, reaching
+from autoshard.modules.reach import reaching, steps_to, trained_values
 from autoshard.modules.rewriting.inlining import refused_casts
 from autoshard.modules.rewriting.randomness import is_in_parts
 from autoshard.modules.rules import RULES
@@ -95,7 +95,7 @@ class ProgramReader:
     def captured(self, chosen: Sequence[str] | None) -> Captured:
         """Return the part of the program that the ``chosen`` results need; None stands for all results."""
         results = tuple(self._results(chosen))
-        steps = needed(self.steps, [result.read.value for result in results if result.read])
+        steps = steps_to(self.steps, [result.read.value for result in results if result.read])
         used = {read.value for step in steps for read in step.reads} | {end.read.value for end in results if end.read}
         values = tuple(value for value in self.values if value in used)
         trained = [value for value in values if self._is_trained(value)]
@@ -132,7 +132,7 @@ class ProgramReader:
         views = {place: self.views.get(node) for place, node, _ in returned if isinstance(node, torch.fx.Node)}
         values = {place: view for place, view in views.items() if isinstance(view, View)}
         trained = {value for value in self.values if self._is_trained(value)}
-        with_gradient = moved(self.steps, trained)
+        with_gradient = trained_values(self.steps, trained)
         floats = {
             place: view for place, view in values.items() if view.value in with_gradient and place in (chosen or places)
         }
@@ -285,8 +285,8 @@ class ProgramReader:
     def is_product(self, reading: Reading, axis: int) -> bool:
         """Say whether an axis is the whole output of a product with a weight, or of that product with its bias."""
         maker = next((step for step in self.steps if step.makes is reading.view.value), None)
-        last_leaves = leaves(reading.view.value.positions[-1])
-        if maker is None or leaves(reading.positions[axis]) != last_leaves:
+        last_leaves = factors(reading.view.value.positions[-1])
+        if maker is None or factors(reading.positions[axis]) != last_leaves:
             return False
         return maker.sort == "product" or maker.function is torch.add
 
@@ -377,9 +377,9 @@ class ProgramReader:
                     Read(value=use.view.value, positions=tuple(use.positions), renamed=use.renamed) for use in readings
                 ),
                 makes=value,
-                whole=frozenset(leaves(dim for position in whole for dim in position)),
-                summed=frozenset(leaves(dim for position in summed for dim in position)),
-                products=tuple(leaves(dim for position in product for dim in position) for product in products),
+                whole=frozenset(factors(dim for position in whole for dim in position)),
+                summed=frozenset(factors(dim for position in summed for dim in position)),
+                products=tuple(factors(dim for position in product for dim in position) for product in products),
             )
         )
         view = self.views[node] = View(value, positions)

@@ -39,12 +39,12 @@ class Dim:
         return dim
 
 
-def leaves(dims: Iterable[Dim]) -> Position:
+def factors(dims: Iterable[Dim]) -> Position:
     """Return the dims that a product is made of."""
     leaf_dims: list[Dim] = []
     for dim in dims:
         root = dim.root()
-        leaf_dims += leaves(root.parts) if root.parts is not None else [root]
+        leaf_dims += factors(root.parts) if root.parts is not None else [root]
     return tuple(leaf_dims)
 
 
@@ -55,7 +55,7 @@ def fresh(size: int, hint: str = "", *, is_given: bool = False) -> Position:
 
 def size_of(position: Position) -> int:
     """Return how long a position is."""
-    return math.prod(dim.size for dim in leaves(position))
+    return math.prod(dim.size for dim in factors(position))
 
 
 def unify(first: Position, second: Position) -> None:
@@ -68,7 +68,7 @@ def unify(first: Position, second: Position) -> None:
     """
     place = 0
     while True:
-        first_dims, second_dims = leaves(first), leaves(second)
+        first_dims, second_dims = factors(first), factors(second)
         if place == len(first_dims) == len(second_dims):
             return
         if place >= min(len(first_dims), len(second_dims)):
@@ -97,7 +97,7 @@ def match_sizes(first: Dim, second: Dim) -> None:
     """Split two dims into factors of the same sizes, without making them one."""
     place = 0
     while True:
-        first_dims, second_dims = leaves((first,)), leaves((second,))
+        first_dims, second_dims = factors((first,)), factors((second,))
         if place == len(first_dims) == len(second_dims):
             return
         a, b = first_dims[place], second_dims[place]
@@ -112,7 +112,7 @@ def match_sizes(first: Dim, second: Dim) -> None:
 
 def note(number: int, positions: Sequence[Position]) -> None:
     """Note that a tensor has these dims, which must be different ones."""
-    dims = leaves(itertools.chain(*positions))
+    dims = factors(itertools.chain(*positions))
     if len(set(dims)) < len(dims):
         raise Collision
     for dim in dims:

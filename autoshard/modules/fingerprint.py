@@ -8,7 +8,7 @@ from autoshard.modules.program import shown
 from autoshard.modules.region import Region
 
 
-def fingerprint(traced: TracedBlock) -> str:
+def block_hash(traced: TracedBlock) -> str:
     """Return the hash of all operations, their tensors and the sizes of dims."""
     return hashlib.sha256("\n".join(_lines(traced)).encode()).hexdigest()[:32]
 

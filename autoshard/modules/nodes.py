@@ -34,11 +34,11 @@ def replaced(arguments: Any, slots: Mapping[Node, TensorPlace]) -> Any:
     return arguments
 
 
-def filled(arguments: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def fill_slots(arguments: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Put tensors into their slots."""
     if isinstance(arguments, TensorPlace):
         return tensors[arguments.number]
-    return [filled(value, tensors) for value in arguments] if isinstance(arguments, tuple) else arguments
+    return [fill_slots(value, tensors) for value in arguments] if isinstance(arguments, tuple) else arguments
 
 
 def line_of(node: Node) -> str:

@@ -17,7 +17,7 @@ _EXAMPLE = '"[ffn/tp, hidden]": a dim for each axis of the tensor, and what cuts
 Places = Mapping[str, tuple[str, Positions]]  # by path a tensor of the block, as torch sees it
 
 
-def allowed_cuts(
+def pinned_cuts(
     block: Block, places: Places, atoms: Mapping[str, int], pins: Mapping[str, str]
 ) -> Mapping[str, tuple[Cuts, ...]]:
     """Return the cuts that pins leave to the operations that they touch; a path may be a pattern.

@@ -112,7 +112,7 @@ class _Probing:
             random, probe_runs = torch.Generator().manual_seed(0), list[ProbeRun]()
             for kind in ("normal", "far apart", "ties"):
                 inputs = [
-                    numbers(example, shape, kind, random)
+                    random_like(example, shape, kind, random)
                     for example, shape in zip(self.example_inputs, shapes, strict=False)
                 ]
                 run = ProbeRun.of(self.function, inputs, random)
@@ -125,7 +125,7 @@ class _Probing:
         return self.runs[shapes]
 
 
-def numbers(like: torch.Tensor, shape: Sequence[int], kind: str, random: torch.Generator) -> torch.Tensor:
+def random_like(like: torch.Tensor, shape: Sequence[int], kind: str, random: torch.Generator) -> torch.Tensor:
     """Return random numbers of a kind: whole ones or truth values where the tensor holds such, else FP64."""
     if like.dtype == torch.bool:
         return torch.randint(0, 2, tuple(shape), generator=random).bool()

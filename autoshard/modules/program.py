@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from autoshard.modules.dims import Collision, Dim, Position, fresh, leaves, separate, unify
+from autoshard.modules.dims import Collision, Dim, Position, factors, fresh, separate, unify
 
 Sort = Literal["product", "rows", "local", "cheap", "sum"]
 Origin = Literal["parameter", "input", "carried", "made"]
@@ -36,7 +36,7 @@ class Traced:
     @property
     def dims(self) -> Position:
         """Its dims, outermost first."""
-        return leaves(dim for position in self.positions for dim in position)
+        return factors(dim for position in self.positions for dim in position)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,7 +50,7 @@ class Read:
     @property
     def dims(self) -> Position:
         """The dims of the tensor in its own order, as this reader calls them."""
-        pairs = ((leaves((old,)), leaves((new,))) for old, new in self.renamed.items())
+        pairs = ((factors((old,)), factors((new,))) for old, new in self.renamed.items())
         names = {before: now for old, new in pairs for before, now in zip(old, new, strict=False)}
         return tuple(names.get(dim, dim) for dim in self.value.dims)
 
@@ -78,7 +78,7 @@ class TracedStep:
 
     def whole_leaves(self) -> frozenset[Dim]:
         """Return the dims that must not be cut."""
-        return frozenset(leaves(self.whole))
+        return frozenset(factors(self.whole))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -135,7 +135,7 @@ class Reading:
     def rename(self, axis: int) -> None:
         """Give the dims of a position new names, for this reading alone."""
         new: list[Dim] = []
-        for old in leaves(self.positions[axis]):
+        for old in factors(self.positions[axis]):
             (fresh_dim,) = fresh(old.size, old.hint)
             separate(fresh_dim, old)
             self.renamed[old] = fresh_dim
@@ -157,8 +157,8 @@ def agreed(readings: Sequence[Reading], rank: int, axes: Iterable[int]) -> list[
                 if together:
                     reading.agree(reading_axis, together)
                     continue
-                if {*leaves(reading.positions[reading_axis])} & {
-                    dim for position in positions for dim in leaves(position)
+                if {*factors(reading.positions[reading_axis])} & {
+                    dim for position in positions for dim in factors(position)
                 }:
                     reading.rename(reading_axis)
                 together = reading.positions[reading_axis]

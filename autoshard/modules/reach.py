@@ -7,7 +7,7 @@ import torch
 from autoshard.modules.program import Result, Traced, TracedStep
 
 
-def needed(steps: Sequence[TracedStep], targets: Iterable[Traced]) -> tuple[TracedStep, ...]:
+def steps_to(steps: Sequence[TracedStep], targets: Iterable[Traced]) -> tuple[TracedStep, ...]:
     """Return the steps that compute the targets, in order."""
     values, needed_steps = {*targets}, list[TracedStep]()
     for step in reversed(steps):
@@ -20,13 +20,13 @@ def needed(steps: Sequence[TracedStep], targets: Iterable[Traced]) -> tuple[Trac
 def reaching(steps: Sequence[TracedStep], results: Iterable[Result], trained: Iterable[Traced]) -> frozenset[Traced]:
     """Return the trained values that a gradient reaches from the results at which gradients begin."""
     passing = [step for step in steps if _hands_on(step)]
-    seeded = needed(passing, [result.read.value for result in results if result.read and result.is_seeded])
+    seeded = steps_to(passing, [result.read.value for result in results if result.read and result.is_seeded])
     read = {read.value for step in seeded for read in step.reads}
     read |= {result.read.value for result in results if result.read and result.is_seeded}
     return frozenset(read & {*trained})
 
 
-def moved(steps: Iterable[TracedStep], trained: Iterable[Traced]) -> set[Traced]:
+def trained_values(steps: Iterable[TracedStep], trained: Iterable[Traced]) -> set[Traced]:
     """Return the values that depend on a trained value through steps that hand gradients on."""
     values = {*trained}
     for step in steps:

@@ -10,7 +10,7 @@ import torch
 
 from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, OpKind, Output, Tensor
 from autoshard.modules.local import NAMESPACE
-from autoshard.modules.nodes import filled
+from autoshard.modules.nodes import fill_slots
 from autoshard.modules.program import shown
 from autoshard.spec.workload import Dtype
 
@@ -42,10 +42,10 @@ class Local:
     def run(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> torch.Tensor:
         """Call the function; the result is laid out along its dims."""
         read = [_along(tensors[number], dims, positions, sizes) for number, dims, positions in self.reads]
-        keywords = {key: filled(value, read) for key, value in self.keywords.items()}
+        keywords = {key: fill_slots(value, read) for key, value in self.keywords.items()}
         if self.function in (expand, constant):
             keywords["shape"] = _lengths(self.gives, sizes)
-        result = self.function(*(filled(argument, read) for argument in self.arguments), **keywords)
+        result = self.function(*(fill_slots(argument, read) for argument in self.arguments), **keywords)
         return result.reshape([sizes[dim] for position in self.gives for dim in position])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from autoshard.graph.block import Block
 from autoshard.layout.legal import cut_operations
-from autoshard.modules.dims import Collision, Position, leaves, unify
+from autoshard.modules.dims import Collision, Position, factors, unify
 from autoshard.modules.program import TracedStep, shown
 from autoshard.modules.region import Region
 
@@ -23,7 +23,7 @@ def merge_dims(groups: Sequence[Sequence[TracedStep]]) -> None:
     """Make the dims of equal submodules one, as far as no operation would have a dim twice."""
     for steps in groups:
         mark, positions = object(), [position for step in steps for position in _positions(step)]
-        for dim in leaves(dim for position in positions for dim in position):
+        for dim in factors(dim for position in positions for dim in position):
             dim.tensors.add(mark)
     steps = [step for group in groups for step in group]
     for first, *repeats in _equal({step.name: step.path for step in steps}, {step.name: _sort(step) for step in steps}):
@@ -32,7 +32,7 @@ def merge_dims(groups: Sequence[Sequence[TracedStep]]) -> None:
             (named[a], named[b]) for names in repeats for a, b in zip(first, names, strict=True)
         ):
             for first_position, second_position in zip(_positions(first_step), _positions(equal_step), strict=True):
-                if [dim.size for dim in leaves(first_position)] == [dim.size for dim in leaves(second_position)]:
+                if [dim.size for dim in factors(first_position)] == [dim.size for dim in factors(second_position)]:
                     try:
                         unify(first_position, second_position)
                     except Collision:
@@ -91,7 +91,7 @@ def _equal(paths: Mapping[str, str], sorts: Mapping[str, object]) -> Iterator[Se
 
 
 def _sort(step: TracedStep) -> object:
-    sizes = tuple(tuple(dim.size for dim in leaves(position)) for position in _positions(step))
+    sizes = tuple(tuple(dim.size for dim in factors(position)) for position in _positions(step))
     return step.sort, shown(step.function), shown(step.arguments), shown(step.keywords), sizes
 
 

@@ -29,8 +29,8 @@ from autoshard.layout.table import program_of
 from autoshard.modules.blocks import TracedBlock, traced_block
 from autoshard.modules.capture import Captured, capture, read
 from autoshard.modules.export import ExportedModule
-from autoshard.modules.fingerprint import fingerprint
-from autoshard.modules.pins import Places, allowed_cuts
+from autoshard.modules.fingerprint import block_hash
+from autoshard.modules.pins import Places, pinned_cuts
 from autoshard.modules.proof import ComparedTensor, ModuleRun
 from autoshard.modules.region import Alias
 from autoshard.modules.running.placing import resting
@@ -82,7 +82,7 @@ class ModuleSharding:
         }
         return ModulePlan(
             module=question.module,
-            fingerprint=fingerprint(self.traced),
+            fingerprint=block_hash(self.traced),
             cluster=question.cluster.name,
             mesh=",".join(f"{name}={size}" for name, size in self.mesh.axes),
             batch=question.batch,
@@ -197,7 +197,7 @@ def shard_module(  # noqa: PLR0913
     captured = capture(module, inputs, hints, results)
     problem, traced, laid = _traced_problem(question, captured, sizes_of(mesh))
     places = places_of(captured, traced)
-    allowed = allowed_cuts(traced.block, places, dict(laid.axes), pins or {})
+    allowed = pinned_cuts(traced.block, places, dict(laid.axes), pins or {})
     tied = {name: like for name, like in traced.tied.items() if allowed.get(name) == allowed.get(like)}
     problem = replace(problem, allowed=allowed, tied=tied, memory_limit_bytes=memory_bytes)
     solution = solve(problem)
@@ -219,7 +219,7 @@ def sharding_of(
     )  # fmt: skip
     captured = capture(module, inputs, results=results)
     problem, traced, mesh = _traced_problem(question, captured, plan.axes)
-    same = fingerprint(traced) == plan.fingerprint
+    same = block_hash(traced) == plan.fingerprint
     message = f"is that of another program than this {type(module).__name__} has for these inputs; shard it again"
     require((same, "fingerprint", message))
     with inside("strategies"):

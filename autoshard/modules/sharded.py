@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_map_only
 from autoshard.errors import InputError, require
 from autoshard.layout.layout import Layout
 from autoshard.modules.export import ExportedModule, ModuleCall, flattened
-from autoshard.modules.fingerprint import fingerprint
+from autoshard.modules.fingerprint import block_hash
 from autoshard.modules.region import Positions
 from autoshard.modules.running.capturing import PassCapture
 from autoshard.modules.running.functions import FunctionWriter
@@ -286,7 +286,7 @@ def _require_alike(sharding: ModuleSharding) -> None:
     """Refuse to run where ranks have sharded differently: they would wait for each other."""
     layouts = sharding.sharding
     lines = [*layouts.table.items(), *layouts.rests.items()]
-    signature = fingerprint(sharding.traced), hashlib.sha256(repr(sorted(lines)).encode()).hexdigest()
+    signature = block_hash(sharding.traced), hashlib.sha256(repr(sorted(lines)).encode()).hexdigest()
     signatures: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(signatures, signature)
     require(

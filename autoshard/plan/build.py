@@ -72,7 +72,7 @@ def build_plan(
         schedule=schedule,
         strategies={},
         boundary=candidate.boundary,
-        buckets=buckets_of(candidate, engine),
+        buckets=bucket_sizes(candidate, engine),
         padding=padding_of(model, candidate.tp),
         prediction=None,
         provenance=provenance or {},
@@ -112,7 +112,7 @@ def padding_of(model: ModelSpec, tp: int) -> Mapping[str, int]:
     return {} if padded == model.vocab else {"vocab": padded}
 
 
-def buckets_of(candidate: Candidate, engine: Engine) -> Buckets:
+def bucket_sizes(candidate: Candidate, engine: Engine) -> Buckets:
     """Return the sizes in which the engine sends gradients and parameters."""
     if engine == "torch":
         return Buckets(reduce_scatter_bytes=TORCH_BUCKET_MIB * _MIB, all_gather_bytes=TORCH_BUCKET_MIB * _MIB)

@@ -9,7 +9,14 @@ from typing import Any, Literal, cast, get_args
 
 from autoshard.errors import Faults, InputError, nearest, require
 from autoshard.layout.layout import Cuts, Layout
-from autoshard.plan.recompute import Recompute, compress, expand, parse_stages, split_outside_brackets, stages_text
+from autoshard.plan.recompute import (
+    Recompute,
+    compress,
+    expand_counts,
+    parse_stages,
+    split_outside_brackets,
+    stages_text,
+)
 from autoshard.schedule.builders import builders
 from autoshard.spec.cluster import Placement
 
@@ -237,7 +244,7 @@ READERS: Mapping[str, Callable[[str], object]] = {
     "zero_group": _count,
     "schedule": lambda raw: _choice(*builders())(raw),
     "recompute": parse_stages,
-    "stages": lambda raw: tuple(_count(item) for item in expand(raw)),
+    "stages": lambda raw: tuple(_count(item) for item in expand_counts(raw)),
     "place": Placement.parse,
     "kernels": lambda raw: _matching(raw, "[A-Za-z0-9_][A-Za-z0-9_.-]*", "a name"),
     "cp_kind": _choice(*get_args(CpKind)),

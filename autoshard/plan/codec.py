@@ -154,7 +154,7 @@ def load(source: str | Path, migrations: Migrations = MIGRATIONS) -> Plan:
         return decode(Plan, _migrated(data, migrations))
 
 
-def fingerprint(plan: Plan) -> str:
+def plan_hash(plan: Plan) -> str:
     """Hash all of a plan but its prediction; ``prediction.of`` holds it, so that an edit shows."""
     return _hash_of(encode(replace(plan, prediction=None)))
 

@@ -195,7 +195,7 @@ def _changes(a: Mapping[str, Value], b: Mapping[str, Value]) -> list[PlanChange]
 def _stated_changes(a: Plan, b: Plan) -> Iterator[PlanChange]:
     """Yield in what two plans answer different questions, prices included: model, workload, cluster."""
     for part in ("model", "workload", "cluster"):
-        changes = _changes(leaves(encode(getattr(a, part)), part), leaves(encode(getattr(b, part)), part))
+        changes = _changes(leaf_values(encode(getattr(a, part)), part), leaf_values(encode(getattr(b, part)), part))
         changes = [change for change in changes if "source" not in change.name]  # where a number is from costs nothing
         naming = [f"{part}.{name}" for name in _NAMING.get(part, ())]
         swapped = any(change.name in naming and not change.name.endswith("num_nodes") for change in changes)
@@ -215,8 +215,8 @@ def _choices(a: Plan, b: Plan) -> list[PlanChange]:
         }
         texts |= {"sp": plan.sp, "kernels": plan.kernels, "engine": plan.engine}
         for key in ("placement", "actions"):  # of a schedule its builder's name does not say
-            texts |= leaves(schedule[key], f"schedule.{key}") if schedule[key] is not None else {}
-        return {**texts, **leaves(encode(plan.buckets), "buckets"), **leaves(encode(plan.padding), "padding")}
+            texts |= leaf_values(schedule[key], f"schedule.{key}") if schedule[key] is not None else {}
+        return {**texts, **leaf_values(encode(plan.buckets), "buckets"), **leaf_values(encode(plan.padding), "padding")}
 
     notes = [change for change in _changes(a.provenance, b.provenance) if change.name not in ("model", SEARCH)]
     # Of another calibration its name says enough.
@@ -240,7 +240,7 @@ def _line_changes(a: Plan, b: Plan) -> tuple[LineChange, ...]:
     return tuple(sorted(changes, key=order))
 
 
-def leaves(data: Any, where: str = "") -> dict[str, Value]:
+def leaf_values(data: Any, where: str = "") -> dict[str, Value]:
     """Return every single value of JSON data by its path.
 
     >>> leaves({"lnc": None, "links": [{"ports": 2}]}, "cluster")
@@ -252,4 +252,4 @@ def leaves(data: Any, where: str = "") -> dict[str, Value]:
         pairs = [(f"{where}[{index}]", value) for index, value in enumerate(cast(list[Any], data))]
     else:
         return {where: "none" if data is None else data}
-    return {name: text for inner, value in pairs for name, text in leaves(value, inner).items()}
+    return {name: text for inner, value in pairs for name, text in leaf_values(value, inner).items()}

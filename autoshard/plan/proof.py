@@ -15,10 +15,10 @@ from autoshard.graph.decoder import dim_sizes
 from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.op import Array
 from autoshard.layout.interpret import Interpreter, queueing_apart
-from autoshard.layout.table import fitted
+from autoshard.layout.table import table_for_sizes
 from autoshard.plan.build import build_plan
 from autoshard.plan.plan import Plan
-from autoshard.plan.tables import plan_blocks, plan_programs, step_of, table_setting, with_strategies
+from autoshard.plan.tables import plan_blocks, plan_programs, step_graph_of, table_setting, with_strategies
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import ModelSpec
 
@@ -76,7 +76,7 @@ def shrink(plan: Plan, max_ranks: int = MAX_RANKS) -> tuple[Plan, tuple[str, ...
     )
     made = build_plan(small, model, cluster, workload, plan.engine, provenance={"shrunk from": str(plan.candidate)})
     blocks, atoms = plan_blocks(made), dict(made.mesh.axes)
-    tables = {name: fitted(table, atoms) for name, table in plan.strategies.items() if name in blocks}
+    tables = {name: table_for_sizes(table, atoms) for name, table in plan.strategies.items() if name in blocks}
     return with_strategies(made, tables), tuple(lost)
 
 
@@ -163,7 +163,7 @@ def prove(plan: Plan) -> Proof:
     # Every expert gets slots for all tokens, if none is to be dropped.
     capacity = small.workload.expert_capacity or float(small.model.num_experts) or None
     work = replace(small.workload, expert_capacity=capacity)
-    sizes = dim_sizes(small.model, work, step_of(small).platform, small.micro_batch * small.mesh.size("dp"))
+    sizes = dim_sizes(small.model, work, step_graph_of(small).platform, small.micro_batch * small.mesh.size("dp"))
     programs, generator, proofs = plan_programs(small), np.random.default_rng(0), list[BlockProof]()
     for name, block in plan_blocks(small).items():
         given = random_inputs(block, sizes, generator)

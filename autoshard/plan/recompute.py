@@ -32,7 +32,7 @@ def split_outside_brackets(text: str, separator: str) -> list[str]:
     return [*parts, text[start:]]
 
 
-def expand(text: str) -> tuple[str, ...]:
+def expand_counts(text: str) -> tuple[str, ...]:
     """Write out a run-length list.
 
     >>> expand("9/10*2/11")
@@ -123,7 +123,7 @@ class Recompute:
 
 def parse_stages(text: str) -> tuple[Recompute, ...]:
     """Read one Recompute for all stages, or one per stage: ``selective[attend]*7/full:4``."""
-    return tuple(Recompute.parse(item) for item in expand(text))
+    return tuple(Recompute.parse(item) for item in expand_counts(text))
 
 
 def stages_text(stages: tuple[Recompute, ...]) -> str:

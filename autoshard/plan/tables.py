@@ -12,9 +12,9 @@ from autoshard.graph.kinds.opaque import Opaque, OpaqueGradient
 from autoshard.graph.op import Op, OpKind
 from autoshard.layout.layout import Collective, Cutting, local_sizes, whole_axes
 from autoshard.layout.program import Program, written_by
-from autoshard.layout.table import Table, TableSetting, fitted, program_of, strategies, written
+from autoshard.layout.table import Table, TableSetting, program_of, strategies, strategy_lines, table_for_sizes
 from autoshard.plan.candidate import boundary_cuts
-from autoshard.plan.codec import fingerprint
+from autoshard.plan.codec import plan_hash
 from autoshard.plan.lowering import ATOMS, KINDS, NOMINAL_PRICE, StepGraph, lowered, nominal_sizes, split_pending
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
@@ -31,11 +31,11 @@ def with_tables(plan: Plan, cutting: Cutting) -> Plan:
     setting, tables = table_setting(plan), dict[str, Table]()
     real = frozenset(atom for atom, size in setting.atoms.items() if size > 1)
     for kind, drop in table_kinds(plan):
-        table = fitted(_table(step_of(plan), kind, drop, cutting.only(real), real), setting.atoms)
+        table = table_for_sizes(_table(step_graph_of(plan), kind, drop, cutting.only(real), real), setting.atoms)
         plain: Table = tables[kind] if drop.kind != "none" else {}
         tables[table_name(kind, drop)] = {entry: line for entry, line in table.items() if plain.get(entry) != line}
     full = with_strategies(plan, tables)
-    return replace(full, prediction=plan.prediction and replace(plan.prediction, of=fingerprint(full)))
+    return replace(full, prediction=plan.prediction and replace(plan.prediction, of=plan_hash(full)))
 
 
 def with_strategies(plan: Plan, tables: Mapping[str, Table]) -> Plan:
@@ -60,7 +60,7 @@ def units_of(plan: Plan) -> Mapping[str, str]:
         for tensor in block.parameters if name in KINDS else ():
             total = programs[name].results[f"{tensor.name}.sum"]
             shards = tuple(atom for atom in split_pending(total.layout.sums)[0] if atoms[atom] > 1)
-            count = tensor.num_elements(local_sizes(step_of(plan).graph.sizes, dict(total.layout.dims), atoms))
+            count = tensor.num_elements(local_sizes(step_graph_of(plan).graph.sizes, dict(total.layout.dims), atoms))
             if shards:
                 over = whole_axes(shards, atoms)
                 gather = Collective(kind="all_gather", dim="flat", atoms=over)
@@ -92,7 +92,7 @@ def plan_programs(plan: Plan) -> Mapping[str, Program]:
 
 def plan_blocks(plan: Plan) -> Mapping[str, Block]:
     """Return the blocks that have a table: embedding, layer, head, and the layer under every kind of recompute."""
-    return {table_name(kind, drop): step_of(plan).block(kind, drop) for kind, drop in table_kinds(plan)}
+    return {table_name(kind, drop): step_graph_of(plan).block(kind, drop) for kind, drop in table_kinds(plan)}
 
 
 def table_name(kind: str, drop: Recompute) -> str:
@@ -107,7 +107,7 @@ def table_setting(plan: Plan) -> TableSetting:
         atoms=atoms,
         price=NOMINAL_PRICE,
         boundary=boundary_cuts(plan.boundary, sequence_parallel=plan.sp),
-        keeps_gathered=step_of(plan).platform.keeps_gathered,
+        keeps_gathered=step_graph_of(plan).platform.keeps_gathered,
     )
 
 
@@ -118,7 +118,7 @@ def table_kinds(plan: Plan) -> tuple[tuple[str, Recompute], ...]:
     return (*((kind, Recompute()) for kind in KINDS), *(("layer", drop) for drop in again))
 
 
-def step_of(plan: Plan) -> StepGraph:
+def step_graph_of(plan: Plan) -> StepGraph:
     """Return what the graph of a plan is made of."""
     return StepGraph(model=plan.model, workload=plan.workload, kernels=plan.kernels)
 
@@ -126,7 +126,7 @@ def step_of(plan: Plan) -> StepGraph:
 @cache
 def _table(step: StepGraph, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> Table:
     program = lowered(step, kind, drop, cutting, atoms)
-    return written(strategies(program, step.block(kind, drop)), nominal_sizes(atoms))
+    return strategy_lines(strategies(program, step.block(kind, drop)), nominal_sizes(atoms))
 
 
 def check_kernels(blocks: Iterable[Block], engine: Engine) -> None:

@@ -7,14 +7,14 @@ from autoshard.errors import InputError
 from autoshard.layout.layout import Layout, whole_axes
 from autoshard.layout.program import Compute, Program
 from autoshard.plan.build import build_plan, padding_of
-from autoshard.plan.codec import fingerprint
+from autoshard.plan.codec import plan_hash
 from autoshard.plan.nxd.forms import SOURCE, plan_forms
 from autoshard.plan.plan import Plan, Prediction
 from autoshard.plan.rules.check import rejections
 from autoshard.plan.rules.nxd_engine import nxd_schedule
 from autoshard.plan.rules.rule import Rejection, Rule
 from autoshard.plan.rules.strategy import AtomCut, engine_rules
-from autoshard.plan.tables import plan_blocks, plan_programs, step_of, table_setting, units_of
+from autoshard.plan.tables import plan_blocks, plan_programs, step_graph_of, table_setting, units_of
 from autoshard.schedule.verify import verify_actions
 from autoshard.spec.workload import PRECISIONS
 from autoshard.units import format_bytes
@@ -172,7 +172,7 @@ def _strategy_misfits(plan: Plan) -> Iterator[Rejection]:
 def _tied_misfits(plan: Plan, programs: Mapping[str, Program]) -> Iterator[Rejection]:
     """Yield where two blocks that share a weight cut it differently."""
     sizes = table_setting(plan).atoms
-    for pair in step_of(plan).graph.tied.items():
+    for pair in step_graph_of(plan).graph.tied.items():
         names = [tensor.partition(".")[::2] for tensor in pair]
         cuts = [programs[kind].results[f"{weight}.sum"].layout.dims for kind, weight in names]
         if [cut for _, cut in cuts[0]] != [cut for _, cut in cuts[1]]:
@@ -185,7 +185,7 @@ def _prediction_misfits(plan: Plan, prediction: Prediction) -> Iterator[Rejectio
     capacity, ranks = prediction.capacity_bytes, plan.schedule.num_ranks
     usable = format_bytes(plan.cluster.rank_memory_bytes)
     left_free = f" ({usable} less {plan.headroom:.3g} of headroom)" if plan.headroom else ""
-    if prediction.of != fingerprint(plan):
+    if prediction.of != plan_hash(plan):
         message = (
             "prediction: was made for other choices than those that now stand in the plan. Predict again "
             f"with autoshard plan --at {plan.candidate}, or type prediction: null"

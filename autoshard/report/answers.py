@@ -8,7 +8,7 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.explanation import Answer, Certificate, NearestRun, Ratio
 from autoshard.plan.found import FoundPlan
 from autoshard.plan.plan import Plan
-from autoshard.report.sheet import Bar, Cell, Column, Node, Sheet, Table, Words, rows_of
+from autoshard.report.sheet import Bar, Cell, Column, Node, Sheet, Table, Words, sheet_rows
 from autoshard.report.words import (
     TIME_WORDS,
     axes_words,
@@ -75,7 +75,7 @@ def answers_table(answers: Sequence[Node], fastest: Node, candidate: str) -> Tab
         "layout": lambda answer: "" if (text := answer["candidate"].value) == candidate else Words(text, "code"),
     }
     names = "Runners-up" if all(answer["name"].value.isdecimal() for answer in answers) else "Answers"
-    rows = rows_of(answers, columns)
+    rows = sheet_rows(answers, columns)
     return Table(f"{names}; {_TITLE}", [*columns], rows, whole=("name",), drop=("why",), below="layout")
 
 

@@ -6,7 +6,7 @@ from autoshard.cost.doubt import compared
 from autoshard.plan.diff import Breakdown, Diff, PlanChange, Term
 from autoshard.plan.explanation import WhyNot
 from autoshard.plan.plan import Plan
-from autoshard.report.sheet import Cell, Column, Fact, Node, Sheet, Table, Words, rows_of
+from autoshard.report.sheet import Cell, Column, Fact, Node, Sheet, Table, Words, sheet_rows
 from autoshard.report.words import TIME_WORDS, ratio_words
 from autoshard.units import GIB, format_bytes, format_count, format_named, format_seconds
 
@@ -160,7 +160,7 @@ def why_not_sheets(plan: Plan, answer: WhyNot, figures: Node) -> Iterator[Sheet]
         ">then": lambda flip: _quantity(flip, "then"),
         ">times": lambda flip: flip["factor"].figure("{:.3g}".format),
     }
-    rows = rows_of(figures["flips"], columns)
+    rows = sheet_rows(figures["flips"], columns)
     title = "The smallest change of one thing after which b is faster, or fits where a does not"
     unmoved = f"a change of up to 16 times does not make b the faster: {', '.join(answer.unmoved)}"
     yield Sheet(

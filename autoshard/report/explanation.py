@@ -19,7 +19,7 @@ from autoshard.report.plan_sheets import (
     time_sheet,
 )
 from autoshard.report.sheet import Cell, Fact, Node, Sheet, Table, Words
-from autoshard.report.words import TIME_WORDS, prediction_of, program_of
+from autoshard.report.words import TIME_WORDS, prediction_of, software_of
 from autoshard.spec.record import encode
 from autoshard.units import format_bytes, format_seconds
 
@@ -55,7 +55,7 @@ def _limits(plan: Plan, alternatives: Alternatives) -> list[Fact]:
     prediction = prediction_of(plan)
     step_s, unlimited_s = prediction.step_time_s, alternatives.unlimited_s
     part, time_s = max(prediction.time_parts.items(), key=lambda entry: entry[1])
-    most = f" of {program_of(plan)}, most of it {TIME_WORDS.get(part, part)}: {time_s / step_s:.0%}"
+    most = f" of {software_of(plan)}, most of it {TIME_WORDS.get(part, part)}: {time_s / step_s:.0%}"
     fullest = prediction.peak_bytes / prediction.capacity_bytes
     less = 1 - unlimited_s / step_s
     if fullest > 1:

@@ -8,7 +8,7 @@ from autoshard.plan.explanation import Answer, Certificate
 from autoshard.plan.plan import Compiling, Plan, Prediction
 from autoshard.plan.rules.rule import Rejection
 from autoshard.report.answers import answers_sheet
-from autoshard.report.sheet import Bar, Cell, Column, Fact, Node, Sheet, Table, Words, rows_of
+from autoshard.report.sheet import Bar, Cell, Column, Fact, Node, Sheet, Table, Words, sheet_rows
 from autoshard.report.words import (
     TIME_WORDS,
     again_of,
@@ -20,8 +20,8 @@ from autoshard.report.words import (
     percent,
     prediction_of,
     program_lines,
-    program_of,
     ranks_text,
+    software_of,
     time_bar,
 )
 from autoshard.spec.cluster import LOCAL
@@ -104,7 +104,7 @@ def plan_headline(plan: Plan, figures: Node) -> Sheet:
         about=_work_words(plan),
         facts=[
             Fact("plan", Words(layout_words(plan), "strong")),
-            Fact("step", step, (f" of {program_of(plan)} (", low, " to ", high, ")")),
+            Fact("step", step, (f" of {software_of(plan)} (", low, " to ", high, ")")),
             Fact("speed", prediction["tokens_per_s"].figure(lambda count: format_count(count, "tokens/s")),
                  (", MFU ", prediction["mfu"].figure(), masked)),
             Fact("memory", peak.figure(), (" of ", capacity, " on the fullest rank, ", room)),
@@ -324,7 +324,7 @@ def refused_sheet(record: Node) -> Sheet:
         name="refused",
         title="What was refused, and why",
         about=f"{about}one may be refused by several Rules.",
-        tables=[Table("", [*columns], rows_of(refusals, columns), whole=("rule",), drop=(">points",))],
+        tables=[Table("", [*columns], sheet_rows(refusals, columns), whole=("rule",), drop=(">points",))],
         notes=[record["statement"].value, Words(record["accounting"].value, "soft")],
     )
 

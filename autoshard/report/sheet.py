@@ -97,7 +97,7 @@ class Node:
 Column = str | tuple[str, ...] | Callable[[Node], Cell]
 
 
-def rows_of(nodes: Iterable[Node], columns: Mapping[str, Column]) -> list[list[Cell]]:
+def sheet_rows(nodes: Iterable[Node], columns: Mapping[str, Column]) -> list[list[Cell]]:
     """Return a row for every object: for each column what lies under its keys, or what a function returns."""
     return [[_cell(node, column) for column in columns.values()] for node in nodes]
 

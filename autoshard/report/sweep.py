@@ -6,7 +6,7 @@ from typing import Any
 
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
-from autoshard.report.sheet import Cell, Column, Fact, Node, Sheet, Table, Words, rows_of
+from autoshard.report.sheet import Cell, Column, Fact, Node, Sheet, Table, Words, sheet_rows
 from autoshard.spec.recipe import TRAINING_KEYS
 
 Row = Mapping[str, Any]
@@ -86,7 +86,7 @@ def best_trained(rows: Sequence[Row]) -> list[tuple[Row, list[Row]]]:
     return [(min(group, key=lambda row: row["last_loss"]), group) for group in comparable]
 
 
-def efficiency(rows: Sequence[Row]) -> dict[str, float]:
+def scaling_efficiency(rows: Sequence[Row]) -> dict[str, float]:
     """Return by id the tokens/s per rank, over that of the same question on the fewest ranks.
 
     >>> row = {"choice": 1, "tokens_per_s": 100.0, "ranks": 4, "at.nodes": 1, "at.lnc": 1}
@@ -110,7 +110,7 @@ def series_of(row: Row) -> object:
 def _table(rows: Sequence[Node], most: int) -> Table:
     """Return a table of what varies, the plan and its figures; columns that few sweeps have come last."""
     values = [row.value for row in rows]
-    varied, shares = {name.removeprefix("at."): name for name in varied_in(values)}, efficiency(values)
+    varied, shares = {name.removeprefix("at."): name for name in varied_in(values)}, scaling_efficiency(values)
     columns: dict[str, Column] = {
         **varied, **({"answer": "choice"} if any(row["choice"] > 1 for row in values) else {}),
         "layout": lambda row: Words(short_layout(row.value), "strong", row["candidate"].value), ">step": "step_time_s",
@@ -125,7 +125,7 @@ def _table(rows: Sequence[Node], most: int) -> Table:
         columns[">measured"] = "measured_step_time_s"
         columns[">/ predicted"] = lambda row: row.at("measured_over_predicted").figure("{:.2f}".format)
     drop = [name for name in (">peak", ">MFU", ">per rank", ">tokens/s", ">$ / 1e9 tokens") if name in columns]
-    return Table("", [*columns], rows_of(rows[:most], columns), widths=dict.fromkeys(varied, 24), drop=drop)
+    return Table("", [*columns], sheet_rows(rows[:most], columns), widths=dict.fromkeys(varied, 24), drop=drop)
 
 
 def short_layout(row: Row) -> str:

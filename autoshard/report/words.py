@@ -184,7 +184,7 @@ def nodes_of(plan: Plan, ranks: Sequence[int]) -> str:
     return f"{len(nodes)} nodes" if "," in text else text
 
 
-def program_of(plan: Plan) -> str:
+def software_of(plan: Plan) -> str:
     """Say which program the seconds of a plan are about."""
     return load_kernels(plan.kernels).program
 
@@ -196,4 +196,4 @@ def program_lines(plan: Plan) -> list[str]:
     if load_kernels(plan.kernels).engine:
         return unlifted
     runs = "`autoshard run` uses autoshard's torch engine, whose seconds are those of a plan without kernels="
-    return [*unlifted, f"time and memory are those of {program_of(plan)}; {runs}"]
+    return [*unlifted, f"time and memory are those of {software_of(plan)}; {runs}"]

@@ -37,7 +37,7 @@ def folder_of(step: int) -> str:
     return f"step-{step:08}"
 
 
-def step_of(folder: str) -> int | None:
+def checkpoint_step(folder: str) -> int | None:
     """Return the step of a checkpoint's name; None if it is none."""
     before, _, number = PurePath(folder).name.partition("step-")
     return int(number) if not before and number.isdecimal() else None

@@ -41,9 +41,9 @@ def builder(engine: Engine = "torch") -> Builds:
 def counter() -> Callable[[Plan, int], Measured]:
     """Return the function that counts a step of one rank without the others."""
     require_torch()
-    from autoshard.engine.torch.fake import counted
+    from autoshard.engine.torch.fake import count_rank
 
-    return counted
+    return count_rank
 
 
 def require_torch() -> None:
@@ -95,9 +95,9 @@ def joined_device(device: str, local_rank: int) -> str:
     if device == HOST:
         return "gloo"
     if device == XLA:
-        from autoshard.engine.nxd.library import register
+        from autoshard.engine.nxd.library import register_xla
 
-        register()
+        register_xla()
         return XLA
     import torch
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autoshard.errors import InputError, require
-from autoshard.plan.diff import leaves
+from autoshard.plan.diff import leaf_values
 from autoshard.plan.plan import Plan
 from autoshard.run.folder import CHECKPOINTS, PLAN, TRAINING
 from autoshard.run.protocol import Resume
@@ -82,7 +82,7 @@ def _copy(folder: Path, to: str | None, name: str) -> tuple[str | None, str]:
     return text, f"it is that of the checkpoint of step {index.state.step}"
 
 
-def progress_of(place: str, resume: Resume) -> Progress | None:
+def resume_point(place: str, resume: Resume) -> Progress | None:
     """Return the checkpoint of a place that a start would go on from; None if there is none."""
     from autoshard.runtime.checkpoint.shelf import Shelf, newest
     from autoshard.runtime.checkpoint.storage import Storage, StorageError
@@ -100,7 +100,7 @@ def refuse_strange_place(folder: Path, training: Training, before: Training | No
     to = training.checkpoint.to
     option, outside = f"--checkpoint.to {to}", to not in (None, "none")
     if before is None:
-        strange = progress_of(place_of(folder, to), "auto") if outside and resume in ("auto", "never") else None
+        strange = resume_point(place_of(folder, to), "auto") if outside and resume in ("auto", "never") else None
         holds = f"holds the checkpoints of a run (newest: step {strange and strange.step}), and {folder} is new"
         remedy = "Name another place, or type --resume newest to go on with that run here"
         require((strange is None, option, f"{holds}. {remedy}"))
@@ -108,8 +108,8 @@ def refuse_strange_place(folder: Path, training: Training, before: Training | No
     place, place_before = place_of(folder, to), place_of(folder, before.checkpoint.to)
     if before.checkpoint.to == "none" or (place_before == place and to != "none"):
         return
-    old = progress_of(place_before, "auto")
-    if old and (to == "none" or progress_of(place, "auto") is None):
+    old = resume_point(place_before, "auto")
+    if old and (to == "none" or resume_point(place, "auto") is None):
         there = f"the checkpoints of this run lie in {place_before} (newest: step {old.step})"
         raise InputError.of(option, f"{there}, so that it would begin again. Leave the option out")
 
@@ -129,7 +129,7 @@ def settled(
         message = f"the run goes on from its checkpoint of step {done}, so that no weights from elsewhere are read"
         raise InputError.of("--init-weights", f"{message}. Leave it out, or begin in another --out")
     training, notes = _with_curve(training, stated, before, done)
-    was, now, usual = (leaves(record.encode(options)) for options in (before, training, Training()))
+    was, now, usual = (leaf_values(record.encode(options)) for options in (before, training, Training()))
     changed = {name for name in {**was, **now} if was.get(name) != now.get(name)}
     unchanged = [
         f"{name} {value}" for name, value in now.items()

@@ -13,7 +13,7 @@ from autoshard.run.placement import StatePiece
 from autoshard.run.protocol import Engine, Run
 from autoshard.runtime.checkpoint.agreed import from_all_ranks, from_first_rank
 from autoshard.runtime.checkpoint.files import CheckpointIndex, RunState
-from autoshard.runtime.checkpoint.loading import LoadRates, load
+from autoshard.runtime.checkpoint.loading import LoadRates, load_checkpoint
 from autoshard.runtime.checkpoint.shelf import Shelf, newest, refuse_other
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.runtime.convert.converting import is_foreign, read_weights
@@ -25,7 +25,7 @@ Value = TypeVar("Value")
 _TOKEN = ".token"
 
 
-def storage_of(run: Run) -> Storage:
+def run_storage(run: Run) -> Storage:
     """Return where a run's checkpoints lie."""
     return Storage.of(place_of(run.folder, run.training.checkpoint.to))
 
@@ -40,7 +40,7 @@ def usable(operation: Callable[[], Value]) -> Value:
 
 def require_storage(run: Run, group: Any) -> None:
     """Refuse a place that ranks do not share, or in which no files can be written and removed."""
-    storage = storage_of(run)
+    storage = run_storage(run)
 
     def write() -> bytes:
         token = uuid.uuid4().bytes
@@ -79,12 +79,12 @@ def begin(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun:
 
 def _continued(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun | None:
     """Load the newest checkpoint that can be read, or the named one; return None if there is none."""
-    shelf, pieces, remarks = Shelf(storage=storage_of(run)), engine.pieces(), list[str]()
+    shelf, pieces, remarks = Shelf(storage=run_storage(run)), engine.pieces(), list[str]()
     candidates = shelf.usable() if isinstance(run.resume, str) else (shelf.open(step) for step in (run.resume,))
     while index := from_first_rank(lambda: usable(lambda: next(candidates, None)), group):
         _refuse_other(index, pieces, shelf.storage)
         try:
-            note = load(shelf, index, pieces, group, LoadRates.of(plan))
+            note = load_checkpoint(shelf, index, pieces, group, LoadRates.of(plan))
         except StorageError as error:
             remarks.append(f"the checkpoint of step {index.state.step} is passed over: {error}")
             continue
@@ -123,5 +123,5 @@ def _initialised(path: str, plan: Plan, engine: Engine, group: Any) -> str:
         message = f"{path} holds neither a checkpoint of autoshard nor a config.json with safetensors or files of NxD"
         raise InputError.of("init_weights", "; ".join([message, *remarks]))
     _refuse_other(index, pieces, storage)
-    note = load(Shelf(storage=storage), index, pieces, group, LoadRates.of(plan))
+    note = load_checkpoint(Shelf(storage=storage), index, pieces, group, LoadRates.of(plan))
     return f"weights from step {index.state.step} of {path}{f': {note}' if note else ''}"

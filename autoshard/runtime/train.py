@@ -32,7 +32,7 @@ from autoshard.runtime.machine import CUDA, refuse_full_device
 from autoshard.runtime.out_of_memory import explained_when_full
 from autoshard.runtime.rescue import StateRescue
 from autoshard.runtime.restart import training_text
-from autoshard.runtime.resume import begin, require_storage, storage_of, usable
+from autoshard.runtime.resume import begin, require_storage, run_storage, usable
 from autoshard.runtime.watchdog import Watch
 
 Say = Callable[[Started | TimedStep | SavedStep | str], None]
@@ -88,7 +88,7 @@ class _Loop:
             model=plan.model.name, candidate=str(plan.candidate),
             texts={PLAN: dump(plan), TRAINING: training_text(run.training)} if dist.get_rank() == 0 else {},
         )  # fmt: skip
-        shelf = Shelf(storage=storage_of(run))
+        shelf = Shelf(storage=run_storage(run))
         steps = from_first_rank(lambda: usable(shelf.steps), self._hosts) if self._saves else []
         self._saver = Saver(shelf, run.folder / "spool", steps, keeping=keeping, group=saving, label=label)
         self._saved_step, self._saved_at_s, self._retry_s = self._state.step, time.monotonic(), 0.0

@@ -18,7 +18,7 @@ from autoshard.runtime.metrics.trackers import OnWandb
 from autoshard.spec.files import json_line
 from autoshard.sweep.points import Sweep, base_of, points_of_question
 from autoshard.sweep.table import PROGRAM
-from autoshard.sweep.work import Row, SweepJob, rows_of
+from autoshard.sweep.work import Row, SweepJob, job_rows
 
 _ID_LENGTH = 16
 _STATE = "wandb.json"  # the group's token, and which points and which table it has
@@ -171,7 +171,7 @@ def agent_point(sweep: Sweep, folder: Path, out: Path, project: str | None) -> R
         override |= sweep.axes[name][int(value)] if name in ("list", "zip") and name in sweep.axes else {name: value}
     try:
         point = points_of_question(sweep, base_of(sweep, folder), override, folder)[0]
-        row = rows_of(SweepJob(mode=sweep.mode, points=(point,), folder=out, rehearse=sweep.rehearse))[0]
+        row = job_rows(SweepJob(mode=sweep.mode, points=(point,), folder=out, rehearse=sweep.rehearse))[0]
     except InputError as error:
         tracker.finish({"message": str(error)}, failed=True)
         raise

@@ -15,7 +15,7 @@ from typing import cast
 from autoshard.errors import require
 from autoshard.extensions import EXTENSIONS
 from autoshard.files import replace_text
-from autoshard.jobs.quoting import remark, word, words
+from autoshard.jobs.quoting import remark, shell_words, word
 from autoshard.spec.files import json_line, read_data
 from autoshard.sweep.points import Sweep
 from autoshard.sweep.work import Row, SweepJob
@@ -123,7 +123,7 @@ set -euo pipefail
 cd {word(str(Path.cwd()))}
 task=$SLURM_ARRAY_TASK_ID
 unset SLURM_PROCID SLURM_NTASKS  # a run starts its own ranks here; it is no task of this job's
-exec {PROGRAM} sweep {words([str(source), *EXTENSIONS.options()])} --out {place} --task "$task"
+exec {PROGRAM} sweep {shell_words([str(source), *EXTENSIONS.options()])} --out {place} --task "$task"
 """
 
 

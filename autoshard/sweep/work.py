@@ -24,7 +24,7 @@ from autoshard.cost.predict import check_plan
 from autoshard.errors import AutoshardError, InputError, NoPlan
 from autoshard.extensions import EXTENSIONS, load_extension
 from autoshard.files import replace_text
-from autoshard.plan.codec import dump, fingerprint, load
+from autoshard.plan.codec import dump, load, plan_hash
 from autoshard.plan.plan import Plan
 from autoshard.search.ask.api import request_of
 from autoshard.search.ask.no_plan import unanswered
@@ -65,7 +65,7 @@ def jobs_of(
     return [SweepJob(mode=mode, points=tuple(group), folder=folder, rehearse=rehearse) for group in groups.values()]
 
 
-def rows_of(job: SweepJob, started: Start | None = None) -> list[Row]:
+def job_rows(job: SweepJob, started: Start | None = None) -> list[Row]:
     """Do a job; what goes wrong is a row with its message. ``started`` gets the process of a run."""
     before_s, cpu_s = time.perf_counter(), time.process_time()
     rows: list[Row] = []
@@ -137,7 +137,7 @@ def _plan_row(plan: Plan) -> Row:
     prediction, candidate, dollars = plan.prediction, plan.candidate, plan.dollars
     assert prediction, "a found plan has its prediction"
     return {
-        "plan_hash": fingerprint(plan), "model": plan.model.name, "cluster": plan.cluster.name,
+        "plan_hash": plan_hash(plan), "model": plan.model.name, "cluster": plan.cluster.name,
         "nodes": plan.cluster.num_nodes, "ranks": plan.cluster.num_ranks, "lnc": plan.cluster.lnc,
         "seq_len": plan.workload.seq_len, "global_batch": plan.workload.global_batch,
         "precision": plan.workload.precision.name, "engine": plan.engine, "kernels": plan.kernels,
@@ -274,6 +274,6 @@ def _work(pipe: Connection, extensions: Sequence[Path]) -> None:
 
     threading.Thread(target=listen, daemon=True).start()
     while True:
-        rows = rows_of(jobs.get(), running.append)
+        rows = job_rows(jobs.get(), running.append)
         running.clear()
         pipe.send(rows)

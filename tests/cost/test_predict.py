@@ -15,7 +15,7 @@ from autoshard.cost.timeline import timeline_of
 from autoshard.errors import InputError
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
-from autoshard.plan.codec import dump, fingerprint, load
+from autoshard.plan.codec import dump, load, plan_hash
 from autoshard.plan.rules.columns import Columns
 from autoshard.search.ask.api import Cost
 from autoshard.spec.kernels import load_kernels
@@ -55,7 +55,7 @@ class TestPrediction:
         question = ask()
         plan = predicted(plan_of(question, text))
         found = plan.prediction
-        assert found and found.of == fingerprint(plan)
+        assert found and found.of == plan_hash(plan)
         assert found.basis.startswith("calibrated on 42 rows of trn1.32xlarge")
         assert predict(plan, question.calibration).basis.startswith("uncalibrated")
         assert sum(found.time_parts.values()) == pytest.approx(found.step_time_s, rel=1e-8)
@@ -101,7 +101,7 @@ def test_products_in_a_format_of_their_own_are_faster_and_travel_with_the_plan()
     written, said, before = dump(plan), plan.prediction, plain.prediction
     assert json.loads(written)["workload"]["precision"]["products"] == "fp8" and load(written) == plan
     jsonschema.validate(json.loads(written), json.loads(schema_text()))
-    assert said and before and fingerprint(plain) != fingerprint(plan), "another plan"
+    assert said and before and plan_hash(plain) != plan_hash(plan), "another plan"
     assert said.step_time_s < before.step_time_s
     assert (said.stage_memory, said.communication_bytes) == (before.stage_memory, before.communication_bytes)
     # utilisation is of the peak that activations have, as published ones are

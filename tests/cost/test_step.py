@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from autoshard.cost.predict import plan_cost
 from autoshard.cost.schedule_counts import counts_of, most_kept
 from autoshard.cost.step import step_cost
-from autoshard.cost.update import num_shards, per_weight, state_bytes, update_cost
+from autoshard.cost.update import num_shards, per_weight, stored_bytes, update_cost
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import PipelineTimes, simulate
 from autoshard.spec.kernels import load_kernels
@@ -268,26 +268,26 @@ class TestStates:
         share = math.ceil(count / 16)
         one, rest = share if zero == 3 else count, share if divided else count
         expected = {"weights": 2 * one, "gradients": 4 * one, "masters": 4 * rest, "optimizer": 8 * rest}
-        found = state_bytes({EVERYONE: count}, here(zero=zero), BF16)
+        found = stored_bytes({EVERYONE: count}, here(zero=zero), BF16)
         assert found == expected and num_shards(EVERYONE, here(zero=zero)) == (16 if zero else 1)
-        assert state_bytes({EVERYONE: count}, here(zero=zero), replace(BF16, optimizer="sgd")) == {
+        assert stored_bytes({EVERYONE: count}, here(zero=zero), replace(BF16, optimizer="sgd")) == {
             **expected,
             "optimizer": 0,
         }
 
     @given(WEIGHTS)
     def test_without_masters_the_weights_are_updated_themselves(self, count):
-        parts = state_bytes({EVERYONE: count}, here(zero=0), FP32)
+        parts = stored_bytes({EVERYONE: count}, here(zero=0), FP32)
         assert parts == {"weights": 4 * count, "gradients": 4 * count, "masters": 0, "optimizer": 8 * count}
-        assert state_bytes({EVERYONE: count}, here(zero=0), FP16)["masters"] == 4 * count
+        assert stored_bytes({EVERYONE: count}, here(zero=0), FP16)["masters"] == 4 * count
 
     @given(WEIGHTS, WEIGHTS)
     def test_weights_are_divided_over_the_ranks_that_hold_the_same_ones_whatever_else_they_await(self, some, others):
         moe = setting(ask("mixtral-8x7b", "h100-80", 2), "tp=1,dp=16,ep=4")
-        parts = state_bytes({EVERYONE: some, ("edp", "cp"): others}, moe, BF16)
+        parts = stored_bytes({EVERYONE: some, ("edp", "cp"): others}, moe, BF16)
         assert parts["optimizer"] == 8 * (math.ceil(some / 16) + math.ceil(others / 4))
-        apart = state_bytes({NORMS: some, EVERYONE: others}, here(), BF16)
-        assert apart == state_bytes({EVERYONE: some + others}, here(), BF16)
+        apart = stored_bytes({NORMS: some, EVERYONE: others}, here(), BF16)
+        assert apart == stored_bytes({EVERYONE: some + others}, here(), BF16)
 
 
 def test_a_program_may_take_longer_for_each_rank_over_which_zero_divides():

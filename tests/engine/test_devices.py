@@ -9,7 +9,7 @@ import torch
 
 import autoshard.engine.torch.fake as fake
 import autoshard.engine.torch.kernels.attention as attention_kernels
-from autoshard.engine.torch.fake import counted, fake_world
+from autoshard.engine.torch.fake import count_rank, fake_world
 from autoshard.engine.torch.formats import NOWHERE
 from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.plan.plan import Plan
@@ -44,7 +44,7 @@ def test_a_step_on_a_device_takes_no_tensor_of_the_host(
     monkeypatch.setattr(fake, "batch_without_numbers", with_documents)
     plan = plan_of(text, model, **changes)
     for rank in (0, plan.mesh.num_ranks - 1):
-        memory = counted(plan, rank).memory_bytes
+        memory = count_rank(plan, rank).memory_bytes
         assert memory["saved"] and bool(memory["masters"]) == (changes is not ROUNDED)
         assert bool(memory["optimizer"]) == (plan.workload.optimizer != "sgd")
 

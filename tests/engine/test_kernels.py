@@ -16,7 +16,7 @@ import autoshard.engine.torch.kernels.products as products
 from autoshard.engine.nxd.blocks import COMPUTE
 from autoshard.engine.torch.formats import Formats
 from autoshard.engine.torch.kernels import KernelContext, Rotations, kernel_of
-from autoshard.engine.torch.kernels.attention import joined
+from autoshard.engine.torch.kernels.attention import join_parts
 from autoshard.engine.torch.kernels.products import adding
 from autoshard.errors import InputError
 from autoshard.graph import kinds
@@ -332,7 +332,7 @@ def test_parts_of_an_attention_join_as_the_graph_defines():
     parts = [(random.normal(size=(2, 3, 4, 5)), random.normal(size=(2, 3, 4))) for _ in range(2)]
     parts[0][1][0] = -np.inf
     expected = joined_attention(*parts)
-    found = joined(*((torch.from_numpy(one), torch.from_numpy(two)) for one, two in parts))
+    found = join_parts(*((torch.from_numpy(one), torch.from_numpy(two)) for one, two in parts))
     for tensor, array in zip(found, expected, strict=True):
         np.testing.assert_allclose(tensor.numpy(), array, rtol=1e-12)
 

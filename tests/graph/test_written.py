@@ -7,7 +7,7 @@ import pytest
 from autoshard.errors import InputError
 from autoshard.graph.block import Block, OpGraph
 from autoshard.graph.decoder import decoder_graph
-from autoshard.graph.written import WrittenOp, written
+from autoshard.graph.written import WrittenOp, block_lines
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec, TracedDecoder
 from autoshard.spec.model_catalogue import load_model, model_names
@@ -22,7 +22,7 @@ def graph(model: ModelSpec, table: str, documents: Documents = "joined", capacit
 
 
 def lines(block: Block, last: str = "") -> tuple[str, ...]:
-    ops = written(block)
+    ops = block_lines(block)
     names = [op.name for op in ops]
     return tuple(map(str, ops[: names.index(last) + 1] if last else ops))
 

@@ -1,7 +1,7 @@
 """Names stand for nouns: the share of placeholders among all bound names may only fall."""
 
 import ast
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +9,12 @@ PACKAGE = Path(__file__).parents[2] / "autoshard"
 PLACEHOLDERS = frozenset((
     "found", "one", "own", "some", "given", "made", "taken", "each", "mine", "kept", "wanted", "other", "others",
     "every", "known", "asked", "begun", "apart", "alike", "left",
+))  # fmt: skip
+MIRRORS = frozenset((
+    *("convert", "explain", "launch", "plan", "tokenize", "validate", "verify"),  # a command, and what it calls
+    *("build", "keeps", "philox"),  # both engines; a kernel in torch, and the same in numpy
+    *("local", "cp_heads"),  # what users write, and how it is read; a Rule of candidates, and of Strategies
+    "main",
 ))  # fmt: skip
 MOST = 0.0140  # of all bound names; lower it with every name that gets its noun
 
@@ -33,3 +39,13 @@ def test_fewer_names_are_placeholders_than_before() -> None:
     share = sum(placeholders.values()) / names.total()
     most = ", ".join(f"{name} {count}" for name, count in Counter(placeholders).most_common(5))
     assert share <= MOST, f"{share:.2%} of {names.total()} names are placeholders ({most}); give them nouns"
+
+
+def test_a_public_name_of_a_module_means_one_thing() -> None:
+    places: dict[str, set[str]] = defaultdict(set)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].add(str(path.relative_to(PACKAGE)))
+    repeated = {name: sorted(files) for name, files in places.items() if len(files) > 1}
+    assert repeated.keys() == MIRRORS, {name: repeated.get(name) for name in repeated.keys() ^ MIRRORS}

@@ -11,7 +11,7 @@ import yaml
 from autoshard.cli import main
 from autoshard.command_line import read_options
 from autoshard.commands import command_of
-from autoshard.plan.codec import dump, fingerprint, load
+from autoshard.plan.codec import dump, load, plan_hash
 from tests.jobs.cases import FIRST, plan_of
 from tests.runtime.cases import ROOT, write_tiny
 
@@ -51,10 +51,10 @@ def test_a_plan_becomes_a_folder(here: Path, capsys: pytest.CaptureFixture[str])
     files = ["plan.json", "training.yaml", "node.sh", "compile.sbatch", "train.sbatch", "submit.sh"]
     assert f"wrote job: {', '.join(files)}" in said and "for 100 steps" in said and "next: bash job/submit.sh" in said
     assert sorted(path.name for path in (here / "job").iterdir()) == sorted(files)
-    assert fingerprint(load(here / "job" / "plan.json")) == fingerprint(plan_of(FIRST))
+    assert plan_hash(load(here / "job" / "plan.json")) == plan_hash(plan_of(FIRST))
     assert typed(f"{TORCHRUN} --json --out by-hand") == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["plan"] == fingerprint(plan_of(FIRST)) and found["files"] == ["plan.json", "training.yaml", "node.sh"]
+    assert found["plan"] == plan_hash(plan_of(FIRST)) and found["files"] == ["plan.json", "training.yaml", "node.sh"]
 
 
 def test_a_recipe_is_planned_and_its_keys_go_to_the_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from autoshard.errors import InputError
 from autoshard.graph.decoder import decoder_graph
 from autoshard.layout.interpret import Interpreter
 from autoshard.layout.redistribute import bytes_price
-from autoshard.layout.table import Strategy, TableSetting, fitted, program_of, strategies, written
+from autoshard.layout.table import Strategy, TableSetting, program_of, strategies, strategy_lines, table_for_sizes
 from autoshard.plan.candidate import boundary_cuts
 from autoshard.plan.proof import random_inputs
 from autoshard.spec.kernels import load_kernels
@@ -34,7 +34,7 @@ def lowered(kind, atoms=ATOMS):
 
 
 def table(kind="layer", atoms=ATOMS):
-    return dict(written(strategies(lowered(kind, atoms), GRAPH.block(kind)), atoms))
+    return dict(strategy_lines(strategies(lowered(kind, atoms), GRAPH.block(kind)), atoms))
 
 
 def results(program, kind="layer"):
@@ -114,11 +114,11 @@ def test_a_ring_is_counted_anew_for_other_sizes():
     lines = table(atoms={**ATOMS, "cp": 4})
     ring = Strategy.parse(lines["attend"]).ring
     assert ring is not None and ring.repeat == 3
-    halved = Strategy.parse(fitted(lines, {**ATOMS, "cp": 2})["attend"])
+    halved = Strategy.parse(table_for_sizes(lines, {**ATOMS, "cp": 2})["attend"])
     assert halved.ring is not None and halved.ring.repeat == 1
     assert [chain[0].repeat for chain in halved.backward] == [2]
-    assert Strategy.parse(fitted(lines, {**ATOMS, "cp": 1})["attend"]).ring is None
-    assert fitted(lines, {**ATOMS, "cp": 2})["q"] == lines["q"]
+    assert Strategy.parse(table_for_sizes(lines, {**ATOMS, "cp": 1})["attend"]).ring is None
+    assert table_for_sizes(lines, {**ATOMS, "cp": 2})["q"] == lines["q"]
 
 
 def test_the_hops_of_a_ring_cannot_be_chosen():

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from autoshard.engine.torch.kernels.philox import Distribution, numbers, philox
+from autoshard.engine.torch.kernels.philox import Distribution, philox, random_part
 from autoshard.errors import InputError
 from autoshard.modules.export import ExportedModule
 from autoshard.modules.rewriting.randomness import new_key
@@ -55,18 +55,18 @@ def test_a_part_has_the_numbers_of_the_whole(data: st.DataObject):
     bounds = [tuple(sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2)))) for size in sizes]
     kind: Distribution = data.draw(st.sampled_from(["uniform", "normal"]))
     key = torch.tensor(data.draw(st.integers(0, 2**63 - 2)))
-    whole = numbers(kind, sizes, [(0, size) for size in sizes], 3, key)
-    inner = numbers(kind, [math.prod(sizes)], [(0, math.prod(sizes))], 3, key)
+    whole = random_part(kind, sizes, [(0, size) for size in sizes], 3, key)
+    inner = random_part(kind, [math.prod(sizes)], [(0, math.prod(sizes))], 3, key)
     assert torch.equal(whole.flatten(), inner) and len(inner.unique()) >= len(inner) - 3
     for axis, (start, stop) in enumerate(bounds):
         whole = whole.narrow(axis, start, stop - start)
-    assert torch.equal(numbers(kind, sizes, bounds, 3, key), whole)
+    assert torch.equal(random_part(kind, sizes, bounds, 3, key), whole)
 
 
 def test_numbers_are_as_good_as_random_and_those_of_other_streams_keys_and_places_tell_nothing():
     count, keys = 2**18, [torch.tensor(one) for one in (0, 1, 2**32, 2**62 + 12345)]
-    drawn = [numbers("uniform", [count], [(0, count)], stream, key) for key in keys for stream in (0, 1)]
-    drawn.append(numbers("uniform", [2**40], [(2**34, 2**34 + count)], 0, keys[0]))
+    drawn = [random_part("uniform", [count], [(0, count)], stream, key) for key in keys for stream in (0, 1)]
+    drawn.append(random_part("uniform", [2**40], [(2**34, 2**34 + count)], 0, keys[0]))
     expected = count / 64
     for one in drawn:
         assert float(one.min()) >= 0.0 and float(one.max()) < 1.0
@@ -76,7 +76,7 @@ def test_numbers_are_as_good_as_random_and_those_of_other_streams_keys_and_place
     shifted = [one.roll(places) for one in drawn[:1] for places in (1, 2, 3, 64, 4096)]
     for one, other in itertools.combinations([*drawn, *shifted], 2):
         assert abs(float(torch.corrcoef(torch.stack([one, other]))[0, 1])) < bound
-    normal = numbers("normal", [count], [(0, count)], 5, keys[0]).double()
+    normal = random_part("normal", [count], [(0, count)], 5, keys[0]).double()
     fours = torch.corrcoef(normal.reshape(-1, 4).T) - torch.eye(4)
     assert float(fours.abs().max()) < 2 * bound, "those of one counter"
     for power, moment in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 3.0)):
@@ -341,7 +341,7 @@ def test_two_tensors_of_a_call_and_those_of_two_calls_have_nothing_in_common():
 
 
 def off_by_one(kind: Any, sizes: Sequence[int], bounds: Sequence[tuple[int, int]], *others: Any) -> torch.Tensor:
-    return numbers(kind, sizes, [(start - bool(start), stop - bool(start)) for start, stop in bounds], *others)
+    return random_part(kind, sizes, [(start - bool(start), stop - bool(start)) for start, stop in bounds], *others)
 
 
 def test_a_rank_that_counts_places_wrongly_is_caught():

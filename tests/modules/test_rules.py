@@ -13,7 +13,7 @@ from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autoshard.modules.capture import Captured, capture
-from autoshard.modules.dims import Dim, leaves
+from autoshard.modules.dims import Dim, factors
 from autoshard.modules.probing import PartCut, candidates, found_cuts
 from autoshard.modules.rules import RULES
 from tests.modules.operations import samples
@@ -44,10 +44,10 @@ def rule_cuts(name: str) -> tuple[set[PartCut], set[PartCut]]:
     values = {one.name: one.positions for one in program.values}
     tensors = [*(values.get(one, ()) for one in names), result.read.positions]
     reads = [read for step in program.steps for read in step.reads]
-    apart = {dim for read in reads for pair in read.renamed.items() for dim in leaves(pair)}
+    apart = {dim for read in reads for pair in read.renamed.items() for dim in factors(pair)}
     apart |= {dim for step in program.steps for dim in step.whole_leaves()}
     found, inside = set[PartCut](), set[PartCut]()
-    for dim in dict.fromkeys(dim for positions in tensors for position in positions for dim in leaves(position)):
+    for dim in dict.fromkeys(dim for positions in tensors for position in positions for dim in factors(position)):
         axes = [_axis_of(dim, positions) for positions in tensors]
         if dim in apart or -1 in axes or axes[:-1] == [None] * len(names):
             continue
@@ -65,8 +65,8 @@ def rule_cuts(name: str) -> tuple[set[PartCut], set[PartCut]]:
 def _axis_of(dim: Dim, positions: Sequence[Any]) -> int | None:
     """Return the axis that a cut of a dim cuts in contiguous parts; -1 where it is an inner factor of one."""
     for axis, position in enumerate(positions):
-        if dim in leaves(position):
-            return axis if leaves(position)[0] is dim else -1
+        if dim in factors(position):
+            return axis if factors(position)[0] is dim else -1
     return None
 
 

@@ -17,10 +17,10 @@ from autoshard.errors import InputError
 from autoshard.layout.legal import cut_operations, op_dims
 from autoshard.layout.lower import lower
 from autoshard.layout.program import Communicate
-from autoshard.layout.table import strategies, written
+from autoshard.layout.table import strategies, strategy_lines
 from autoshard.modules.blocks import TracedBlock, traced_block
 from autoshard.modules.capture import Captured, capture
-from autoshard.modules.dims import Collision, NotAligned, fresh, leaves, note, separate, size_of, unify
+from autoshard.modules.dims import Collision, NotAligned, factors, fresh, note, separate, size_of, unify
 from autoshard.modules.proof import ComparedTensor, ModuleRun
 from autoshard.modules.shard import shard_module
 from autoshard.spec.cluster_catalogue import load_cluster
@@ -143,7 +143,7 @@ def test_megatron_comes_out_of_plain_code_where_weights_stay_and_better_where_th
     kept = replace(found.problem, cuts_rest=False, state_bytes_per_weight=0.0)
     megatron = solve(kept)
     program = kept.table_setting(has_inputs=True).lowered(kept.block, megatron.cuts)
-    table = written(strategies(program, kept.block), kept.atoms)
+    table = strategy_lines(strategies(program, kept.block), kept.atoms)
     heads = [found.dims[f"layer.self_attn.{one}_proj.weight"][0].split(".")[0] for one in "qkv"]
     assert all(f"{heads[0]}/tp" in table[f"layer_self_attn_{one}_proj"] for one in "qkv")
     assert "/tp, hidden]" in table["layer_mlp_up_proj"] and table["layer_mlp_down_proj"].endswith("+tp")
@@ -374,7 +374,7 @@ def test_products_that_are_made_equal_have_the_same_dims(sizes: list[int], data:
     first, second = (tuple(dim for position in positions for dim in position) for positions in (one, other))
     before = [size_of(position) for position in (*one, *other)]
     unify(first, second)
-    assert leaves(first) == leaves(second)
+    assert factors(first) == factors(second)
     assert [size_of(position) for position in (*one, *other)] == before
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from autoshard.layout.layout import local_sizes
 from autoshard.plan.plan import Plan
-from autoshard.plan.tables import plan_blocks, plan_programs, step_of, table_setting
+from autoshard.plan.tables import plan_blocks, plan_programs, step_graph_of, table_setting
 from tests.neuron.cases import PATIENCE_S, as_started, nxd_plan
 from tests.neuron.nxd_ranks import on_nxd_ranks
 from tests.ranks.cases import MIXTRAL, Task, llama
@@ -25,7 +25,7 @@ Sent = Counter[tuple[str, str, int]]  # pass, kind, elements of the larger side
 def listed(plan: Plan) -> Sent:
     """What the table lists of the run of experts; NxD sums gradients of shares for all experts, not for the chosen."""
     block, atoms = plan_blocks(plan)["layer"], table_setting(plan).atoms
-    sizes = step_of(plan).sizes(plan.micro_batch * plan.mesh.size("dp"))
+    sizes = step_graph_of(plan).sizes(plan.micro_batch * plan.mesh.size("dp"))
     found: Sent = Counter()
     for change in plan_programs(plan)["layer"].collectives():
         if change.entry in ENTRIES and change.collective.kind != "slice":

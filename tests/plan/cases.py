@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
-from autoshard.plan.codec import fingerprint
+from autoshard.plan.codec import plan_hash
 from autoshard.plan.plan import Prediction, StageMemory, rounded
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.check import rejections
@@ -76,7 +76,7 @@ def with_prediction(plan, **changes):
         "mfu": rounded(1 / 3),
         "communication_bytes": {"tp": 10**9, "dp": 10**8},
         "basis": "uncalibrated",
-        "of": fingerprint(plan),
+        "of": plan_hash(plan),
         **changes,
     }
     return dataclasses.replace(plan, prediction=Prediction(**values))

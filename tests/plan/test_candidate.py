@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
 from autoshard.plan.candidate import READERS, Candidate, parse_pins
-from autoshard.plan.recompute import MAX_ITEMS, Recompute, compress, expand, split_outside_brackets, stages_text
+from autoshard.plan.recompute import MAX_ITEMS, Recompute, compress, expand_counts, split_outside_brackets, stages_text
 from autoshard.schedule.builders import BUILDERS
 from autoshard.spec.cluster import Placement
 
@@ -139,5 +139,5 @@ def test_pins_are_typed_and_hold_only_what_was_said():
 
 @given(st.lists(st.sampled_from(["9", "10", "full:4", "selective[a,b]"]), min_size=1, max_size=20))
 def test_lists_round_trip(items):
-    assert expand(compress(items)) == tuple(items)
+    assert expand_counts(compress(items)) == tuple(items)
     assert split_outside_brackets("a[b,c],d(e,f)],g", ",") == ["a[b,c]", "d(e,f)]", "g"]

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 import autoshard.plan
 from autoshard.errors import InputError
 from autoshard.plan.build import build_plan
-from autoshard.plan.codec import MIGRATIONS, dump, fingerprint, load
+from autoshard.plan.codec import MIGRATIONS, dump, load, plan_hash
 from autoshard.plan.plan import Plan
 from autoshard.plan.verify import notices, verify
 from tests.json_schema import schema_text
@@ -47,7 +47,7 @@ def test_plans_round_trip_and_are_the_same_bytes_twice(case):
     for one in (plain, with_prediction(plain)):
         text = dump(one)
         assert load(text) == one and dump(load(text)) == text
-        assert fingerprint(one) == fingerprint(plain) != fingerprint(dataclasses.replace(one, micro_batch=7))
+        assert plan_hash(one) == plan_hash(plain) != plan_hash(dataclasses.replace(one, micro_batch=7))
 
 
 def test_the_shipped_json_schema_is_the_generated_one_and_plans_satisfy_it(request):
@@ -133,7 +133,7 @@ def test_a_plan_of_schema_5_divides_states_over_all_ranks():
     old = (GOLDEN / "plan" / "schema-5.json").read_text()
     read, was = load(old), json.loads(old)
     assert read.zero_group is None and read.prediction
-    assert read.prediction.of == fingerprint(read), "declare a new field with record.option, or write a migration"
+    assert read.prediction.of == plan_hash(read), "declare a new field with record.option, or write a migration"
     was["prediction"] |= {"of": read.prediction.of}
     assert json.loads(dump(read)) == {**was, "schema": 6, "zero_group": None}
 
@@ -141,7 +141,7 @@ def test_a_plan_of_schema_5_divides_states_over_all_ranks():
 def test_a_plan_of_schema_4_drops_nothing():
     old = (GOLDEN / "plan" / "schema-4.json").read_text()
     read, was = load(old), json.loads(old)
-    assert read.prediction and read.prediction.of == fingerprint(read)
+    assert read.prediction and read.prediction.of == plan_hash(read)
     was["model"] |= NOTHING_DROPPED
     was["prediction"] |= {"of": read.prediction.of}
     assert json.loads(dump(read)) == {**was, "schema": 6, "zero_group": None}
@@ -150,7 +150,7 @@ def test_a_plan_of_schema_4_drops_nothing():
 def test_a_plan_of_schema_3_is_that_of_a_card():
     old = (GOLDEN / "plan" / "schema-3.json").read_text()
     read, was = load(old), json.loads(old)
-    assert read.model.traced is None and read.prediction and read.prediction.of == fingerprint(read)
+    assert read.model.traced is None and read.prediction and read.prediction.of == plan_hash(read)
     was["model"] |= {"traced": None, **NOTHING_DROPPED}
     was["prediction"] |= {"of": read.prediction.of}
     assert json.loads(dump(read)) == {**was, "schema": 6, "zero_group": None}
@@ -161,7 +161,7 @@ def test_a_plan_of_an_old_schema_is_read_as_it_was_meant_and_stays_edited_if_it_
     old = (GOLDEN / "plan" / f"schema-{schema}.json").read_text()
     read = load(old)
     assert (read.workload.documents, read.headroom) == ("joined", 0.0), "it filled all memory"
-    assert read.prediction and read.prediction.of == fingerprint(read), "nobody has edited it"
+    assert read.prediction and read.prediction.of == plan_hash(read), "nobody has edited it"
     was, now = json.loads(old), json.loads(dump(read))
     assert list(now) == [field.name for field in dataclasses.fields(Plan)]
     assert read.workload.expert_imbalance == 0, "and routed evenly"
@@ -171,7 +171,7 @@ def test_a_plan_of_an_old_schema_is_read_as_it_was_meant_and_stays_edited_if_it_
     was["model"] |= {"traced": None, **NOTHING_DROPPED}
     assert now == {**was, "schema": 6, "headroom": 0.0, "zero_group": None}
     read = load(old.replace('"global_batch": 1024', '"global_batch": 2048'))
-    assert read.prediction and read.prediction.of != fingerprint(read)
+    assert read.prediction and read.prediction.of != plan_hash(read)
 
 
 PLANS = [

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from autoshard.cost.predict import check_plan
 from autoshard.errors import InputError
-from autoshard.plan.codec import dump, fingerprint, load
+from autoshard.plan.codec import dump, load, plan_hash
 from autoshard.plan.diff import diff
 from autoshard.plan.found import SearchRecord, SolvedLayout, search_record
 from autoshard.search.ask.answers import PlanResult, answers_of
@@ -46,7 +46,7 @@ def test_the_record_comes_back_from_the_plan_file_with_every_answer(result: Plan
 def test_the_record_is_no_part_of_what_is_predicted_or_compared(result: PlanResult):
     plan = result.plan
     bare = without_record(plan)
-    assert fingerprint(plan) == fingerprint(bare) == (plan.prediction and plan.prediction.of)
+    assert plan_hash(plan) == plan_hash(bare) == (plan.prediction and plan.prediction.of)
     assert diff(plan, bare).is_nothing and not check_plan(load(dump(plan))).remark
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from autoshard.engine.torch.fake import counted
+from autoshard.engine.torch.fake import count_rank
 from autoshard.engine.torch.world import World
 from autoshard.schedule.builders import Action
 from autoshard.spec.training import AdamWConstants, Training
@@ -131,7 +131,7 @@ def test_what_is_listed_for_units_is_what_zero_3_sends(schedule):
     unit = {name: sum(map(int, re.findall(r"(\d+) B", line))) for name, line in plan.units.items()}
     for rank, end in ((0, "embed"), (3, "head")):
         sent = plan.schedule.num_micro_batches * (2 * unit["layer"] + unit[end]) / 2
-        assert counted(plan, rank).sent_bytes["dp"] == sent
+        assert count_rank(plan, rank).sent_bytes["dp"] == sent
 
 
 LISTS = {
@@ -170,7 +170,7 @@ def test_messages_that_were_taken_are_kept_no_longer(schedule, most, monkeypatch
     plan = plan_of(f"tp=1,pp=2,dp=1,schedule={schedule}", llama(), global_batch=8)
     for rank in (0, 1):
         kept.clear()
-        assert counted(plan, rank) and max(kept) == most
+        assert count_rank(plan, rank) and max(kept) == most
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from autoshard.cost.predict import sent_by_stage
 from autoshard.engine.initial import InitialWeights, no_weights
 from autoshard.engine.programs import graph_of
 from autoshard.engine.torch.engine import TorchEngine
-from autoshard.engine.torch.fake import counted, fake_world
+from autoshard.engine.torch.fake import count_rank, fake_world
 from autoshard.engine.torch.formats import NOWHERE, Formats
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
@@ -62,7 +62,7 @@ def measure(plan: Plan) -> Measured:
 def test_a_dry_rank_counts_what_the_rank_itself_counts(text, model, global_batch: int) -> None:
     plan = plan_of(text, model, global_batch=global_batch)
     for rank, found in enumerate(on_ranks(plan.mesh.num_ranks, measure, plan)):
-        dry = dry_rank(plan, rank, counted).measured
+        dry = dry_rank(plan, rank, count_rank).measured
         assert without_rows(plan, dry) == without_rows(plan, found), f"rank {rank}"
 
 
@@ -70,7 +70,7 @@ def test_a_dry_rank_counts_what_the_rank_itself_counts(text, model, global_batch
 def test_a_dry_rank_counts_separate_documents_as_the_rank_does() -> None:
     plan = plan_of("tp=1,pp=1,cp=2,dp=1,cp_kind=all_to_all", llama(), documents="separate")
     for rank, found in enumerate(on_ranks(2, measure, plan)):
-        assert dry_rank(plan, rank, counted).measured == found, f"rank {rank}"
+        assert dry_rank(plan, rank, count_rank).measured == found, f"rank {rank}"
 
 
 def random_layout(seed: int) -> Plan:
@@ -94,7 +94,7 @@ def random_layout(seed: int) -> Plan:
 def test_random_layouts_send_what_is_predicted(seed: int) -> None:
     plan = random_layout(seed)
     for place, expected in enumerate(sent_by_stage(plan)):
-        found = counted(plan, plan.mesh.ranks_of({"pp": place})[0]).sent_bytes
+        found = count_rank(plan, plan.mesh.ranks_of({"pp": place})[0]).sent_bytes
         assert {axis for axis in found if found[axis]} == {axis for axis in expected if expected[axis]}
         for axis, size in found.items():  # a ratio of 1.00: flat tensors are padded, and each sends whole bytes
             assert size == pytest.approx(expected.get(axis, 0), rel=0.005), (str(plan.candidate), place, axis)

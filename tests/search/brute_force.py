@@ -18,7 +18,7 @@ from autoshard.cost.predict import plan_cost, priced
 from autoshard.cost.setting import BlockCost, Question, Setting, price_block, setting_of
 from autoshard.cost.sharded import CutBlocks
 from autoshard.cost.stages import PipelineBlocks, StageOptions, StagePrices, price_stages
-from autoshard.cost.step import Price, plan_blocks, step_seconds
+from autoshard.cost.step import Price, priced_blocks, step_seconds
 from autoshard.layout.layout import Cutting
 from autoshard.plan.build import build_plan, cut_atoms
 from autoshard.plan.candidate import Candidate, parse_pins
@@ -349,7 +349,7 @@ class Truth:
             question=question,
             plan=plan,
             blocks=blocks,
-            columns=plan_blocks(question, setting, pipeline, price, known),
+            columns=priced_blocks(question, setting, pipeline, price, known),
             known_kinds=known,
         )
 

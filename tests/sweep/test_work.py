@@ -12,21 +12,21 @@ import pytest
 
 import autoshard
 from autoshard.errors import InputError
-from autoshard.plan.codec import dump, fingerprint, load
+from autoshard.plan.codec import dump, load, plan_hash
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.sweep.points import Sweep
 from autoshard.sweep.table import RowFile, write_parquet, write_task
-from autoshard.sweep.work import SweepJob, rows_of, work_through
+from autoshard.sweep.work import SweepJob, job_rows, work_through
 from tests.sweep.sweep_cases import TINY, jobs, rows_in, tiny
 
 
 def test_a_row_is_the_plan_that_the_planner_finds(tmp_path: Path):
     (job,) = jobs(tiny(grid={"ranks": (2,)}, base={**TINY, "fix": "mbs=1"}), tmp_path)
-    (row,) = rows_of(job)
+    (row,) = job_rows(job)
     best = load(tmp_path / "plans" / f"{row['id']}.json")
     assert best.prediction and row["status"] == "planned"
     assert (row["plan_hash"], row["candidate"], row["step_time_s"]) == (
-        fingerprint(best), str(best.candidate), best.prediction.step_time_s,
+        plan_hash(best), str(best.candidate), best.prediction.step_time_s,
     )  # fmt: skip
     assert best.cluster == load_cluster("local", ranks=2)
     assert row["autoshard"] == autoshard.__version__ and row["at.ranks"] == 2
@@ -40,15 +40,15 @@ def test_a_plan_file_is_not_searched_again_and_one_that_may_not_run_says_why(tmp
     for name, plan in (("third.json", third), ("refused.json", refused)):
         (tmp_path / name).write_text(dump(plan), encoding="utf-8")
     found = jobs(Sweep(list=({"plan": "third.json"}, {"plan": "refused.json"})), tmp_path)
-    good, bad = (rows_of(job)[0] for job in found)
-    assert (good["status"], good["plan_hash"], good["point"]) == ("planned", fingerprint(third), "plan=third.json")
+    good, bad = (job_rows(job)[0] for job in found)
+    assert (good["status"], good["plan_hash"], good["point"]) == ("planned", plan_hash(third), "plan=third.json")
     assert bad["status"] == "no plan" and "is predicted to need" in bad["message"]
 
 
 def test_a_frontier_is_one_search_and_what_is_not_there_is_said(tmp_path: Path):
     found = jobs(tiny(frontier=3, grid={"ranks": (2,)}, base={**TINY, "fix": "tp=1,pp=1,mbs=1,zero=1"}), tmp_path)
     assert len(found) == 1
-    rows = rows_of(found[0])
+    rows = job_rows(found[0])
     good = [row for row in rows if row["status"] == "planned"]
     times = [row["step_time_s"] for row in good]
     assert times == sorted(times) and len({row["plan_hash"] for row in good}) == len(good)

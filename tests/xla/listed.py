@@ -8,7 +8,7 @@ from autoshard.layout.layout import local_sizes
 from autoshard.layout.program import Communicate, Program
 from autoshard.plan.lowering import split_pending
 from autoshard.plan.plan import Plan
-from autoshard.plan.tables import plan_blocks, plan_programs, step_of, table_name, table_setting
+from autoshard.plan.tables import plan_blocks, plan_programs, step_graph_of, table_name, table_setting
 from autoshard.spec.workload import DTYPE_BYTES
 from tests.xla.sent import Groups, Sent
 
@@ -21,7 +21,7 @@ class Listed:
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan = plan
         self.atoms, self.programs, self.blocks = table_setting(plan).atoms, plan_programs(plan), plan_blocks(plan)
-        self.sizes = step_of(plan).sizes(plan.micro_batch * plan.mesh.size("dp"))
+        self.sizes = step_graph_of(plan).sizes(plan.micro_batch * plan.mesh.size("dp"))
         self.place = plan.mesh.group_of(rank, "pp").index(rank)
         self.last = plan.mesh.size("pp") - 1
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autoshard.commands.output import print_answer
-from autoshard.commands.running.execution import free_name
+from autoshard.commands.running.execution import free_sibling
 from autoshard.cost.predict import MOST_INSTRUCTIONS, most_instructions
 from autoshard.errors import InputError, RunFailed, file_faults, require
 from autoshard.extensions import EXTENSIONS
@@ -86,7 +86,7 @@ def _conclude(compiled: Compiled, cache: str, log: Path, warnings: Sequence[str]
 def _make(place: Path) -> None:
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         what = "already holds files" if place.is_dir() else "is a file"
-        raise InputError.of(f"--out {place}", f"{what}, which are never overwritten. Type --out {free_name(place)}")
+        raise InputError.of(f"--out {place}", f"{what}, which are never overwritten. Type --out {free_sibling(place)}")
     with file_faults(f"--out {place}", "made"):
         place.mkdir(parents=True, exist_ok=True)
 

@@ -48,8 +48,8 @@ from autoshard.runtime.metrics.trackers import refuse_without_packages
 from autoshard.runtime.restart import (
     StartBefore,
     place_of,
-    progress_of,
     refuse_strange_place,
+    resume_point,
     settled,
     training_text,
 )
@@ -219,14 +219,14 @@ def _taken_over(execution: Execution) -> Execution:
     if holds_files(folder):
         if run.resume == "never":
             what = "already holds files" if folder.is_dir() else "is a file"
-            message = f"{what}, which a run never overwrites. Type --out {free_name(folder)}"
+            message = f"{what}, which a run never overwrites. Type --out {free_sibling(folder)}"
             raise InputError.of(f"--out {folder}", message)
         refuse_other_run(folder, before.plan, execution.plan)
     if execution.tried:
         return execution
     refuse_strange_place(folder, training, before.training, run.resume)
     saves = training.checkpoint.saves and run.resume != "never"
-    progress = progress_of(place_of(folder, training.checkpoint.to), run.resume) if saves else None
+    progress = resume_point(place_of(folder, training.checkpoint.to), run.resume) if saves else None
     training, notes = settled(training, execution.stated, before.training, progress)
     return replace(execution, run=replace(run, training=training), notes=(*execution.notes, *notes))
 
@@ -257,7 +257,7 @@ def _begin(execution: Execution, launched: GivenRank | None) -> None:
         print(f"note: {note}")
 
 
-def free_name(folder: Path) -> Path:
+def free_sibling(folder: Path) -> Path:
     """Return the name of a sibling folder that does not exist yet."""
     names = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
     return next(name for name in names if not name.exists())

@@ -18,7 +18,7 @@ from autoshard.plan.codec import load
 from autoshard.plan.diff import diff
 from autoshard.plan.plan import Plan
 from autoshard.run.folder import PLAN, TRAINING
-from autoshard.search.ask.api import engines_of, layouts_of, pins_of
+from autoshard.search.ask.api import engines_of, layouts_of, pins_from_text
 from autoshard.search.ask.planner import Size
 from autoshard.search.bound.request import Request
 from autoshard.spec.cluster import LOCAL, Cluster
@@ -42,14 +42,14 @@ def request_like(path: Path, question: QuestionOptions, nodes: Counts) -> tuple[
         workload=old.workload,
         headroom=old.headroom if question.headroom is None else question.headroom,
         engines=engines_of(old.cluster, question.engine or old.engine),
-        pins=pins_of(question.fix),
+        pins=pins_from_text(question.fix),
         layouts=layouts_of(question.pins),
         calibration=load_calibration(Path(constants)) if constants else calibration_of(old),
     )
     return old, request
 
 
-def size_of(plan: Plan) -> Size:
+def planned_size(plan: Plan) -> Size:
     """Return how long a step takes on the nodes of a plan."""
     assert plan.prediction, "a checked plan has one"
     return Size(num_nodes=plan.cluster.num_nodes, step_s=plan.prediction.step_time_s)

@@ -41,7 +41,7 @@ def trainer() -> Any:
     return importlib.import_module("neuronx_distributed")
 
 
-def register() -> None:
+def register_xla() -> None:
     """Make torch's world of Neuron devices known by its name, ``xla``."""
     importlib.import_module("torch_xla.distributed.xla_backend")
 

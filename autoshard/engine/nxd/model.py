@@ -29,7 +29,7 @@ from autoshard.graph.op import Array
 from autoshard.plan.nxd.forms import form_sizes
 from autoshard.plan.nxd.match import TP, Argument, Form, FormParameter
 from autoshard.plan.plan import Plan
-from autoshard.plan.tables import plan_blocks, step_of
+from autoshard.plan.tables import plan_blocks, step_graph_of
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Where the whole model lies until NxD has taken this rank's stages: on a host, layers would draw whole weights first.
@@ -159,7 +159,7 @@ class NxdModel:
     def __init__(self, plan: Plan, lowering: NxdLowering) -> None:
         """Make every layer with this rank's share."""
         self.rank = TpRank.of(plan.mesh, groups().get_tensor_model_parallel_rank())
-        self.sizes, self.whole = form_sizes(plan), step_of(plan).sizes(plan.micro_batch)
+        self.sizes, self.whole = form_sizes(plan), step_graph_of(plan).sizes(plan.micro_batch)
         length = plan.workload.seq_len // plan.mesh.size("cp")
         first = length * groups().get_context_model_parallel_rank()
         self.positions = range(first, first + length)

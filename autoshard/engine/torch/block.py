@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 
 from autoshard.engine.programs import BlockProgram
-from autoshard.engine.rows import parted, read_whole
-from autoshard.engine.torch.execution import InputSource, RankStep, Values, execute
+from autoshard.engine.rows import read_whole, runs_of
+from autoshard.engine.torch.execution import InputSource, RankStep, Values, run_steps
 from autoshard.engine.torch.steps import RankContext, routing_of, steps_of
 from autoshard.schedule.builders import ActionKind
 
@@ -47,7 +47,7 @@ class LiteralRun:
         """Prepare the instructions of every action."""
         results = {value.name for value in parts.program.results.values()}
         waiting, backward = (
-            frozenset(read_whole(parted(entries))) for entries in (parts.instructions("W"), parts.backward)
+            frozenset(read_whole(runs_of(entries))) for entries in (parts.instructions("W"), parts.backward)
         )
         if routing := routing_of(context, parts):
             waiting, backward = waiting | {*routing.made}, backward | {*routing.made}
@@ -63,12 +63,12 @@ class LiteralRun:
     def forward(self, source: InputSource) -> tuple[torch.Tensor, Values]:
         """Run the forward pass; return the block's output, and all values that backward reads."""
         values: Values = {}
-        execute(self.steps["F"], values, source)
+        run_steps(self.steps["F"], values, source)
         return (values[self.handed_on] if self.hands_on_what_it_keeps else values.pop(self.handed_on)), values
 
     def backward(self, kind: ActionKind, source: InputSource, values: Values) -> torch.Tensor | None:
         """Run B, or a half of it (I, W); return the gradient of the block's input."""
-        execute(self.steps[kind], values, source)
+        run_steps(self.steps[kind], values, source)
         name = self.handed_back[kind]
         result = values[name] if name else None
         if kind == "I":

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 
 from autoshard.engine.torch.kernels import Kernel
-from autoshard.engine.torch.kernels.attention import joined
+from autoshard.engine.torch.kernels.attention import join_parts
 from autoshard.engine.torch.world import RankGroup, World
 from autoshard.errors import InputError
 from autoshard.graph.kinds.attention import Attend
@@ -141,7 +141,7 @@ class _KeyRing:
         for number in range(self.hops + 1):
             following = self.hop((key, value), number + 1) if number < self.hops else None
             part, weight = self.attend(query, key, value, positions, self.keys_at(number), *more)
-            attention = joined(attention, (part, weight))
+            attention = join_parts(attention, (part, weight))
             if following:
                 key, value = following()
         assert attention, "a ring has at least one member"

@@ -82,7 +82,7 @@ class FewRows:
 
     def __call__(self, few: list[torch.Tensor]) -> None:
         """Run for a few rows of all inputs."""
-        execute(self.steps, dict(zip(self.reads, few, strict=True)))
+        run_steps(self.steps, dict(zip(self.reads, few, strict=True)))
 
     def run(self, shapes: Sequence[tuple[int, ...]], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run for all rows."""
@@ -97,7 +97,7 @@ class FewRows:
         )
 
 
-def execute(steps: Iterable[RankStep], values: Values, source: InputSource | None = None) -> None:
+def run_steps(steps: Iterable[RankStep], values: Values, source: InputSource | None = None) -> None:
     """Run one step after the other; values from outside come from a source."""
     for step in steps:
         if step.run is None:
@@ -147,13 +147,13 @@ def num_rows(count: int, width: int, device: torch.device) -> int:
 
 def by_rows(function: Callable[[list[torch.Tensor]], object], tensors: Sequence[torch.Tensor], rows: int) -> None:
     """Call a function with a few rows of each [batch, position, ...] at a time; the last rows overlap the others."""
-    whole = [rows_of(one) for one in tensors]
+    whole = [flat_rows(one) for one in tensors]
     count = whole[0].shape[1]
     for first in range(0, count, rows or 1):
         start = min(first, count - rows)
         function([one.narrow(1, start, rows) for one in whole])
 
 
-def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+def flat_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return [batch, position, ...] as one sequence."""
     return tensor.reshape(1, -1, *tensor.shape[2:])

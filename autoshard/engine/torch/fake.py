@@ -98,7 +98,7 @@ def fake_world(rank: int, num_ranks: int) -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def counted(plan: Plan, rank: int) -> Measured:
+def count_rank(plan: Plan, rank: int) -> Measured:
     """Build a rank of a plan, run a step, check its shapes, and return the bytes that it would have held and sent.
 
     Routing is taken to be even: all experts get equally many tokens.

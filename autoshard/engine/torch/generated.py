@@ -25,11 +25,11 @@ from autoshard.engine.torch.execution import (
     StepFunction,
     Values,
     fits,
-    rows_of,
+    flat_rows,
 )
 from autoshard.engine.torch.formats import NOWHERE
 from autoshard.engine.torch.kernels import Rotations
-from autoshard.engine.torch.recording import Operation, Recording, needed
+from autoshard.engine.torch.recording import Operation, Recording, live_operations
 from autoshard.engine.torch.steps import NUMBERS, RankContext
 from autoshard.engine.torch.writing import NAMES, PassText, Statement, Step, Variables, module, piece, statement
 from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Value
@@ -187,7 +187,7 @@ class _RecordedSteps:
         used: list[tuple[RankStep, Sequence[torch.Tensor], list[Operation]]] = []
         for step, tensors, operations in reversed(self._steps):
             if step.is_local and not step.few:
-                used.append((step, tensors, needed(operations, alive)))
+                used.append((step, tensors, live_operations(operations, alive)))
             elif not isinstance(step.entry, Given) or id(tensors[0]) in alive:
                 alive.update(map(id, tensors))
                 used.append((step, tensors, []))
@@ -220,7 +220,7 @@ class _RecordedSteps:
     def _by_rows(self, step: RankStep, few: FewRows, tensors: Sequence[torch.Tensor]) -> list[Statement]:
         """Write a function of a few rows; return the call of it for all."""
         inner = _RecordedSteps(self._recording, f"{self.name}_{len(self.functions) + 1}")
-        some = [self._recording.name(rows_of(one).narrow(1, 0, few.rows)) for one in tensors]
+        some = [self._recording.name(flat_rows(one).narrow(1, 0, few.rows)) for one in tensors]
         values = dict(zip(few.reads, some, strict=True))
         for name, one in values.items():
             inner.variables.call(one, name)

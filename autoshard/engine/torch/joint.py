@@ -63,7 +63,7 @@ def side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return tensors[0].as_strided((sum(one.numel() for one in tensors),), (1,))
 
 
-def joined(
+def joint_products(
     mesh_rank: MeshRank, formats: Formats, parts: BlockProgram, entries: Sequence[Instruction], kept: Collection[str]
 ) -> Joint:
     """Join the products of an action with weights that lie one behind the other; ``kept`` are values read later."""

@@ -134,7 +134,7 @@ def _changed(one: Any, number: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return torch.device(HOST) if isinstance(one, torch.device) else one
 
 
-def needed(operations: Sequence[Operation], alive: set[int]) -> list[Operation]:
+def live_operations(operations: Sequence[Operation], alive: set[int]) -> list[Operation]:
     """Return the operations that change a tensor, or make one that is read later.
 
     ``alive`` holds the ids of the tensors that are read later; those that the returned operations read are added.

@@ -10,11 +10,11 @@ import torch
 
 from autoshard.engine.programs import BlockProgram
 from autoshard.engine.routing import CountRows, Routing, dispatches, holds_rows, moves_rows, multiplies
-from autoshard.engine.rows import is_wide, parted, read_whole, token_cuts
+from autoshard.engine.rows import is_wide, read_whole, runs_of, token_cuts
 from autoshard.engine.torch.collectives import around_ring, communication
 from autoshard.engine.torch.execution import ANY_COUNT, FewRows, RankStep, dropping, num_rows
 from autoshard.engine.torch.formats import Formats
-from autoshard.engine.torch.joint import Joint, joined
+from autoshard.engine.torch.joint import Joint, joint_products
 from autoshard.engine.torch.kernels import Kernel, KernelContext, Rotations, kernel_of
 from autoshard.engine.torch.kernels.kernel import laid_out
 from autoshard.engine.torch.kernels.products import adding, adds_wide
@@ -87,7 +87,7 @@ def steps_of(context: RankContext, parts: BlockProgram, kind: str, kept: set[str
     kept = kept - weights
     joint = Joint(entries=(*again, *own))
     if context.joins and kind in "FB":
-        joint = joined(context.mesh_rank, context.formats, parts, joint.entries, kept)
+        joint = joint_products(context.mesh_rank, context.formats, parts, joint.entries, kept)
     return dropping(tuple(_local_steps(context, parts, joint, kept)), kept)
 
 
@@ -99,7 +99,7 @@ def _local_steps(context: RankContext, parts: BlockProgram, joint: Joint, kept: 
     alone = {name for name, entry in made.items() if num_readers[name] == 1} - kept
     added = dict(_added(context, parts, entries, {name: made[name] for name in made if name in alone}))
     own = {name for name in alone if made[name].op.kind.owns_result}
-    every = tuple(parted(entries))
+    every = tuple(runs_of(entries))
     for number, (entry, *others) in enumerate(every):
         if token_cuts(entry):
             yield _by_rows(context, parts, (entry, *others), read_whole(every[number + 1 :]) | kept)

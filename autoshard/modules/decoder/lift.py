@@ -13,7 +13,7 @@ from autoshard.errors import InputError, require
 from autoshard.graph.block import OpGraph
 from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.kinds.attention import Attend, Rotary
-from autoshard.graph.written import written
+from autoshard.graph.written import block_lines
 from autoshard.modules.capture import Captured
 from autoshard.modules.decoder.clusters import Clusters
 from autoshard.modules.decoder.layers import WrittenPart, opaque_notes, written_layer
@@ -23,7 +23,7 @@ from autoshard.modules.decoder.pieces import Piece, SegmentFlow, parameters_of, 
 from autoshard.modules.decoder.recognise import recognised
 from autoshard.modules.decoder.segments import Segment, Stack, stack_of
 from autoshard.modules.decoder.writing import LineWriter
-from autoshard.modules.dims import Dim, leaves, size_of
+from autoshard.modules.dims import Dim, factors, size_of
 from autoshard.modules.program import Traced
 from autoshard.spec.hf_config import MODEL_TYPES, spec_from_config
 from autoshard.spec.kernels import load_kernels
@@ -135,7 +135,7 @@ def _comparable(model: ModelSpec) -> set[str]:
     """Return the operations of a model, without the numbers of rotary tables, which are not read off code."""
     operations: set[str] = set()
     for block in _graph(model).blocks:
-        for op in written(block):
+        for op in block_lines(block):
             kind = replace(op.kind, theta=1.0, scaling=None) if isinstance(op.kind, Rotary) else op.kind
             operations.add(f"{block.kind}: {replace(op, kind=kind)}")
     sizes = {"layers": model.num_layers, **_graph(model).sizes}
@@ -167,7 +167,7 @@ def _branches_in_order(pieces: tuple[Piece, ...], segment: Segment) -> tuple[Pie
 def _ends(stack: Stack) -> tuple[Mapping[Dim, str], WrittenPart, WrittenPart]:
     """Return the embedding and the head, with the names of the dims that layers share with them."""
     embed, head = _pieces(stack.embed), _pieces(stack.head)
-    carried = zip((leaves(position)[0] for position in stack.carried), ("batch", "seq", "hidden"), strict=True)
+    carried = zip((factors(position)[0] for position in stack.carried), ("batch", "seq", "hidden"), strict=True)
     dims: dict[Dim, str] = dict(carried)
     batch = next(dim for dim, name in dims.items() if name == "batch")
     rows = [piece for piece in embed if piece.sort == "rows"]

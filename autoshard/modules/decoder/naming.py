@@ -9,7 +9,7 @@ from autoshard.errors import require
 from autoshard.graph.op import Dims
 from autoshard.modules.decoder.pieces import Piece
 from autoshard.modules.decoder.segments import Segment
-from autoshard.modules.dims import Dim, Position, leaves, size_of
+from autoshard.modules.dims import Dim, Position, factors, size_of
 from autoshard.modules.program import Traced
 
 
@@ -50,7 +50,7 @@ class Roles:
         """Return which dims are KV heads, the queries of each, and a head of keys and of values."""
         query, key = self.attend.reads[:2]
         assert self.attend.attention, "attention is known"
-        head, value_head = leaves(self.attend.attention.head), leaves(self.attend.attention.value_head)
+        head, value_head = factors(self.attend.attention.head), factors(self.attend.attention.value_head)
         message = f"has heads of {size_of(head)} for keys and of {size_of(value_head)} for values; they must be equal"
         require((size_of(head) == size_of(value_head), "attention", message))
         heads = [dim for dim in query.dims if dim not in (*head, *tokens)]

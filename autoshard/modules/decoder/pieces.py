@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from autoshard.modules.decoder.segments import Segment
-from autoshard.modules.dims import Dim, Position, leaves
+from autoshard.modules.dims import Dim, Position, factors
 from autoshard.modules.program import Read, Traced, TracedStep
 from autoshard.modules.region import expand
 from autoshard.spec.model import Activation
@@ -170,4 +170,4 @@ def products_of(step: TracedStep) -> Iterator[Position]:
 
 def shape(positions: Iterable[Position]) -> Position:
     """Return the dims of positions, outermost first."""
-    return leaves(dim for position in positions for dim in position)
+    return factors(dim for position in positions for dim in position)

@@ -19,7 +19,7 @@ from autoshard.modules.decoder.pieces import (
     parameters_of,
     shape,
 )
-from autoshard.modules.dims import Position, leaves
+from autoshard.modules.dims import Position, factors
 from autoshard.modules.program import Read, Traced, TracedStep
 from autoshard.spec.model import Activation
 
@@ -182,7 +182,7 @@ def _fused_attention(flow: SegmentFlow) -> Iterator[_AttentionSteps]:
     for step in flow.segment.steps:
         if name_of(step) == "scaled_dot_product_attention" and len(step.reads) > 2:  # of three tensors
             query, key, value = step.reads[:3]
-            head, value_head = leaves(query.positions[-1]), leaves(value.positions[-1])
+            head, value_head = factors(query.positions[-1]), factors(value.positions[-1])
             is_causal = True in (step.keywords.get("is_causal"), *step.arguments[_CAUSAL : _CAUSAL + 1])
             yield _AttentionSteps(
                 steps=(step,), reads=(query, key, value), head=head, value_head=value_head, is_causal=is_causal
@@ -290,7 +290,7 @@ def _activation(flow: SegmentFlow, step: TracedStep) -> Activation | None:
 
 
 def _sizes(value: Traced) -> tuple[int, ...]:
-    return tuple(math.prod(dim.size for dim in leaves(position)) for position in value.positions)
+    return tuple(math.prod(dim.size for dim in factors(position)) for position in value.positions)
 
 
 def _sources(flow: SegmentFlow, value: Traced) -> set[Traced]:

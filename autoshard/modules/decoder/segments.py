@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoshard.errors import InputError, require
-from autoshard.modules.dims import Position, leaves, size_of
+from autoshard.modules.dims import Position, factors, size_of
 from autoshard.modules.program import Traced, TracedProgram, TracedStep
 
 _NUMBERED = re.compile(r"(?:(.*?)\.)??(\d+)(?:\..*)?")
@@ -48,7 +48,7 @@ def stack_of(program: TracedProgram, logits: Traced) -> Stack:
     ):
         is_made = any(step.makes is value for step in before)
         require((is_made, name, f"reads {value.name}, which is not made right before it; only one tensor goes on"))
-    shape = [leaves(position) for position in hidden_states[0].positions]
+    shape = [factors(position) for position in hidden_states[0].positions]
     sizes = ", ".join(str(size_of(position)) for position in shape)
     message = f"takes a tensor of [{sizes}]; the hidden state of a decoder is [batch, sequence, hidden]"
     require((len(shape) == 3, names[0], message), (all(shape), names[0], f"{message}, and none may have size 1 here"))

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autoshard.engine.torch.kernels.philox import Distribution, numbers
+from autoshard.engine.torch.kernels.philox import Distribution, random_part
 from autoshard.errors import require
 from autoshard.modules.nodes import Node, argument, line_of
 
@@ -35,7 +35,7 @@ class RandomInput:
 
     def part(self, key: torch.Tensor, sizes: Sequence[int], bounds: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Return a part of the numbers of a call, whose key is given; the whole tensor has these sizes, row by row."""
-        return numbers(self.distribution, sizes, bounds, self.stream, key)
+        return random_part(self.distribution, sizes, bounds, self.stream, key)
 
     def whole(self, key: torch.Tensor) -> torch.Tensor:
         """Return all numbers of a call."""

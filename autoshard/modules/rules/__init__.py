@@ -9,17 +9,17 @@ from autoshard.modules.rules.reader import Reader
 Rule = Callable[[Reader, Node], None]
 _BY_RULE: Mapping[Rule, tuple[str, ...]] = {
     views.reshape: ("view", "view_as", "reshape", "reshape_as", "_unsafe_view", "flatten", "unflatten"),
-    views.moved: ("transpose", "permute", "t", "numpy_T", "mT"),
+    views.transposed: ("transpose", "permute", "t", "numpy_T", "mT"),
     views.squeezed: ("unsqueeze", "squeeze"),
     views.expanded: ("expand", "expand_as", "broadcast_to", "broadcast_tensors"),
     views.repeated: ("repeat_interleave", "repeat"),
     views.copied: ("copy",),
-    views.filled: (
+    views.full_tensor: (
         "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty",
     ),
     views.sliced: ("slice", "select", "narrow"),
-    views.parted: ("split", "split_with_sizes", "chunk", "unbind"),
-    views.joined: ("cat", "stack"),
+    views.split_axis: ("split", "split_with_sizes", "chunk", "unbind"),
+    views.concatenated: ("cat", "stack"),
     products.linear: ("linear",),
     products.addmm: ("addmm", "baddbmm"),
     products.matmul: ("matmul", "bmm", "mm", "mv", "dot"),
@@ -42,7 +42,7 @@ _BY_RULE: Mapping[Rule, tuple[str, ...]] = {
         "batch_norm", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
     ),
     images.convolution: tuple(f"conv{turned}{count}d" for turned in ("", "_transpose") for count in (1, 2, 3)),
-    images.beside: (
+    images.last_axes_whole: (
         "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d",
         "adaptive_avg_pool2d", "adaptive_avg_pool3d", "upsample_nearest1d", "upsample_nearest2d",
         "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d",

@@ -72,7 +72,7 @@ def _convolved_in_groups(x: torch.Tensor, *weights: Any, function: Any, channels
     return function(x, *weights, x.shape[axis] // channels)
 
 
-def beside(reader: Reader, node: Node) -> None:
+def last_axes_whole(reader: Reader, node: Node) -> None:
     """Read the last axes whole, as many as the name of the operation says (max_pool2d); others may be cut."""
     (reading,), shape = reader.readings(node), node.meta["val"].shape
     name = node.target._opname

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from autoshard.errors import InputError
-from autoshard.modules.dims import Position, fresh, leaves, note
+from autoshard.modules.dims import Position, factors, fresh, note
 from autoshard.modules.local import LocalDims
 from autoshard.modules.nodes import Node, line_of
-from autoshard.modules.probing import LARGEST, PartCut, ProbeRun, numbers
+from autoshard.modules.probing import LARGEST, PartCut, ProbeRun, random_like
 from autoshard.modules.program import Reading, TensorPlace, View
 from autoshard.modules.rules.reader import Reader
 
@@ -56,11 +56,11 @@ def _read(reader: Reader, node: Node, dims: LocalDims) -> tuple[list[Reading], M
             if name in positions:
                 reading.agree(axis, positions[name])
                 continue
-            axis_leaves = {*leaves(reading.positions[axis])}
+            axis_leaves = {*factors(reading.positions[axis])}
             other_positions = [
                 position for other_name, position in positions.items() if name in dims.cut or other_name in dims.cut
             ]
-            if axis_leaves & {*leaves(dim for position in other_positions for dim in position)}:
+            if axis_leaves & {*factors(dim for position in other_positions for dim in position)}:
                 reading.rename(axis)
             positions[name] = reading.positions[axis]
     note(next(reader.numbers), [positions[name] for name in dims.cut])  # so that they never become one
@@ -115,7 +115,7 @@ def _refuse_untrue(node: Node, dims: LocalDims) -> None:
         function = functools.partial(_run, node, refuses=not is_short)
         for kind in ("normal", "ties"):
             shapes = [[tried[name] for name in names] for names in dims.inputs]
-            inputs = [numbers(tensor, shape, kind, random) for tensor, shape in zip(tensors, shapes, strict=True)]
+            inputs = [random_like(tensor, shape, kind, random) for tensor, shape in zip(tensors, shapes, strict=True)]
             run = ProbeRun.of(function, inputs, random)
             if run is None or not run.is_finite():
                 continue

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from autoshard.errors import InputError
-from autoshard.modules.dims import fresh, leaves, size_of
+from autoshard.modules.dims import factors, fresh, size_of
 from autoshard.modules.nodes import Node, line_of
 from autoshard.modules.program import Reading, TensorPlace, View
 from autoshard.modules.rules.reader import Reader
@@ -92,9 +92,9 @@ def _product(
     for axis, name in enumerate(names[1]):
         if name in positions and positions[name] and second.positions[axis]:
             second.agree(axis, positions[name])
-    first_dims = leaves(dim for position in positions.values() for dim in position)
+    first_dims = factors(dim for position in positions.values() for dim in position)
     for axis, name in enumerate(names[1]):
-        if name not in positions and {*first_dims} & {*leaves(second.positions[axis])}:
+        if name not in positions and {*first_dims} & {*factors(second.positions[axis])}:
             second.rename(axis)
         positions[name] = positions.get(name) or second.positions[axis]
     if first.view.value is second.view.value and not second.renamed:
@@ -125,11 +125,11 @@ def attention(reader: Reader, node: Node) -> None:
         query.agree(rank - 3, (*key.positions[-3], *fresh(groups, "group")))
         value.agree(rank - 3, key.positions[-3])
     key.agree(rank - 1, query.positions[-1])
-    if {*leaves(query.positions[-2])} & {*leaves(key.positions[-2])}:
+    if {*factors(query.positions[-2])} & {*factors(key.positions[-2])}:
         key.rename(rank - 2)
     value.agree(rank - 2, key.positions[-2])
     positions = [*query.positions[:-1], value.positions[-1]]
-    if {*leaves(value.positions[-1])} & {*leaves(dim for p in query.positions for dim in p)}:
+    if {*factors(value.positions[-1])} & {*factors(dim for p in query.positions for dim in p)}:
         value.rename(rank - 1)
         positions[-1] = value.positions[-1]
     for mask_reading in mask:

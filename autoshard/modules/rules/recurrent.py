@@ -1,6 +1,6 @@
 """Rules of recurrent nets, whose steps need the whole state before."""
 
-from autoshard.modules.dims import fresh, leaves
+from autoshard.modules.dims import factors, fresh
 from autoshard.modules.nodes import Node, argument
 from autoshard.modules.program import View
 from autoshard.modules.rules.reader import Reader
@@ -21,6 +21,6 @@ def recurrent(reader: Reader, node: Node) -> None:
         positions = [fresh(size) for size in value.shape]
         positions[axis if number == 0 else 1] = batch
         all_positions = [position for reading in (x, *operands) for position in reading.positions] + positions
-        whole = [position for position in all_positions if leaves(position) != leaves(batch)]
+        whole = [position for position in all_positions if factors(position) != factors(batch)]
         views.append(reader.step(node, ([x, *operands], positions), whole=whole, number=number))
     reader.views[node] = tuple(views)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from autoshard.modules.dims import fresh
-from autoshard.modules.nodes import Node, filled, replaced, tensors_of
+from autoshard.modules.nodes import Node, fill_slots, replaced, tensors_of
 from autoshard.modules.probing import PartCut, found_cuts
 from autoshard.modules.program import TensorPlace, View
 from autoshard.modules.rules.reader import Reader
@@ -62,8 +62,8 @@ def probed(node: Node) -> tuple[PartCut, ...]:
     arguments: Any = replaced((node.args, node.kwargs), slots)
 
     def run(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        keywords = {key: filled(argument, tensors) for key, argument in arguments[1].items()}
-        results = node.target(*(filled(argument, tensors) for argument in arguments[0]), **keywords)
+        keywords = {key: fill_slots(argument, tensors) for key, argument in arguments[1].items()}
+        results = node.target(*(fill_slots(argument, tensors) for argument in arguments[0]), **keywords)
         return (results,) if isinstance(results, torch.Tensor) else tuple(results)
 
     value = node.meta["val"]

@@ -24,7 +24,7 @@ def reshape(reader: Reader, node: Node) -> None:
     reader.views[node] = View(view.value, positions)
 
 
-def moved(reader: Reader, node: Node) -> None:
+def transposed(reader: Reader, node: Node) -> None:
     """Put positions into another order: a transpose, or a permutation."""
     view = reader.view_of(node.args[0])
     order = list(range(len(view.positions)))
@@ -96,7 +96,7 @@ def copied(reader: Reader, node: Node) -> None:
     reader.rounded(node, _expanded(reader, node, source), source.meta["val"].dtype)
 
 
-def filled(reader: Reader, node: Node) -> None:
+def full_tensor(reader: Reader, node: Node) -> None:
     """Make a tensor that holds one number everywhere, in the shape of the node."""
     value, name = node.meta["val"], node.target._opname
     number = argument(node, "fill_value") if "full" in name else int("ones" in name)
@@ -135,7 +135,7 @@ def sliced(reader: Reader, node: Node) -> None:
     reader.local(node, ([reading], [*rest[0], part_position, *rest[1]]), [whole, part_position])
 
 
-def parted(reader: Reader, node: Node) -> None:
+def split_axis(reader: Reader, node: Node) -> None:
     """Split an axis into parts: where they are equal its dims become (part, rest), and each result takes one part."""
     results, rank = node.meta["val"], node.args[0].meta["val"].dim()
     axis = argument(node, "dim") % rank
@@ -179,7 +179,7 @@ def parted(reader: Reader, node: Node) -> None:
     reader.views[node] = tuple(views)
 
 
-def joined(reader: Reader, node: Node) -> None:
+def concatenated(reader: Reader, node: Node) -> None:
     """Put tensors one after the other along an axis, which needs it whole; or along a new one."""
     full = [
         tensor for tensor in node.args[0] if tensor.meta["val"].shape != (0,)

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 
-from autoshard.engine.torch.execution import RankStep, Values, dropping, execute
+from autoshard.engine.torch.execution import RankStep, Values, dropping, run_steps
 from autoshard.modules.running.functions import FunctionWriter
 from autoshard.modules.running.passes import Passes
 from autoshard.modules.running.views import PLACE, VALUE, changes_in_place, shorten_views
@@ -95,7 +95,7 @@ class _CapturedGraph:
 
     def _run(self, pass_: str, steps: Sequence[RankStep], values: Values) -> None:
         for step in steps:
-            execute([replace(step, run=partial(_called_whole, step)) if step.stand_in else step], values)
+            run_steps([replace(step, run=partial(_called_whole, step)) if step.stand_in else step], values)
             for node in reversed(_tracer().graph.nodes):
                 if PLACE in node.meta:
                     break

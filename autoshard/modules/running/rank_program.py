@@ -31,7 +31,7 @@ from autoshard.modules.region import Positions, Region, RegionGradient, Tape
 from autoshard.modules.repeats import layer_of
 from autoshard.modules.running.passes import Passes
 from autoshard.modules.running.placing import placements, resting
-from autoshard.modules.running.weights import GradientBucket, RestingWeight, buckets_of
+from autoshard.modules.running.weights import GradientBucket, RestingWeight, gradient_buckets
 from autoshard.modules.shard import ModuleSharding
 from autoshard.run.activity import RankActivity
 from autoshard.run.placement import MeshRank
@@ -95,7 +95,7 @@ class RankProgram:
         backward = early(parts.backward, {id(entry) for entry in parts.weights})
         makers = {weight.made.name: weight for weight in self.weights.values() if weight.made}
         computed = [makers[name] for entry in backward for name in written_by(entry) if name in makers]
-        buckets = tuple(buckets_of(computed, self.context.world, self.place, self.context.formats))
+        buckets = tuple(gradient_buckets(computed, self.context.world, self.place, self.context.formats))
         self._bucket_of = {weight.name: bucket for bucket in buckets for weight in bucket.weights}
         arriving = [bucket.arrive() for bucket in buckets]
         self.trained = Passes(

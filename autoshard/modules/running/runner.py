@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from autoshard.engine.torch.execution import Values, execute
+from autoshard.engine.torch.execution import Values, run_steps
 from autoshard.errors import InputError, require
 from autoshard.layout.layout import Layout
 from autoshard.layout.program import Value
@@ -127,7 +127,7 @@ class RankRunner:
             self.captured.add(trains)
             self.passes[trains] = self.capture.captured(self.passes[trains], values)
         passes = self.passes[trains]
-        execute(passes.forward, values)
+        run_steps(passes.forward, values)
         if kept is not None:
             kept.update((name, values[name]) for name in passes.kept)
         found: list[torch.Tensor] = []
@@ -151,7 +151,7 @@ class RankRunner:
                 zero = torch.zeros(program.place.shape(layout), dtype=tensors[0].dtype, device=tensors[0].device)
                 values[f"d.{name}"] = zero if gradient is None else gradient
         with self._casts_of_forward():
-            execute(self.passes[True].backward, values)
+            run_steps(self.passes[True].backward, values)
         found: list[Any] = []
         for weight, parameter in zip(program.weights.values(), tensors, strict=False):
             if weight.made:

@@ -128,7 +128,7 @@ class GradientBucket:
         )  # fmt: skip
 
 
-def buckets_of(
+def gradient_buckets(
     weights: Iterable[RestingWeight], world: World, place: MeshRank, formats: Formats
 ) -> Iterator[GradientBucket]:
     """Collect weights, in the order in which their gradients are computed, whose gradients one collective may sum."""

@@ -14,7 +14,7 @@ from autoshard.graph.op import Dims, Op, Tensor
 from autoshard.layout.program import Program
 from autoshard.plan.nxd.match import TP, Argument, BlockMatch, Form, FormParameter, FormPiece, Plain, Send, lists_text
 from autoshard.plan.plan import Plan
-from autoshard.plan.tables import plan_blocks, step_of
+from autoshard.plan.tables import plan_blocks, step_graph_of
 
 _RUN = ("einsum", "top_k", "softmax", "slot", "dispatch", "einsum", "einsum", "", "multiply", "einsum", "combine")
 _FUNCTIONS = ("silu", "relu", "gelu")  # that NxD calls the same
@@ -52,7 +52,7 @@ def plan_forms(plan: Plan, programs: Mapping[str, Program]) -> tuple[Mapping[str
 
 def form_sizes(plan: Plan) -> Mapping[str, int]:
     """Return the sizes of all dims, vocab padded."""
-    return {**step_of(plan).sizes(plan.micro_batch), **plan.padding}
+    return {**step_graph_of(plan).sizes(plan.micro_batch), **plan.padding}
 
 
 def _matcher(op: Op, block_match: BlockMatch) -> "Callable[[BlockMatch, Op], Form | None]":

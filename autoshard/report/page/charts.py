@@ -137,7 +137,7 @@ def scatter(title: str, points: Sequence[Dot], x_axis: Axis, y_axis: Axis) -> Ma
     """Return points, those with labels on top, and the frontier of those that nothing betters in both directions."""
     x = _Scale.over(x_axis, [dot.x for dot in points], _LEFT, _WIDTH - _RIGHT)
     y = _Scale.over(y_axis, [dot.y for dot in points], _HEIGHT - _BOTTOM, _TOP)
-    best = frontier([(dot.x, dot.y) for dot in points])
+    best = pareto_points([(dot.x, dot.y) for dot in points])
     path = "".join(
         f"{'H' if number else 'M'}{x(a)}{'V' if number else ' '}{y(b)}" for number, (a, b) in enumerate(best)
     )
@@ -146,7 +146,7 @@ def scatter(title: str, points: Sequence[Dot], x_axis: Axis, y_axis: Axis) -> Ma
     return _figure(title, about, [_frame(x, y), tag("path", d=path, class_="frontier"), *_dots(ordered, x, y)])
 
 
-def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+def pareto_points(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the points that no other equals or betters in both numbers, where less is better.
 
     >>> frontier([(1, 5), (2, 3), (3, 4), (2, 3), (4, 1)])

@@ -6,7 +6,7 @@ from autoshard.plan.plan import Plan
 from autoshard.report.page.elements import Markup, figure_of, section, table, tag
 from autoshard.report.page.shown import AXES
 from autoshard.report.page.timeline import shown_ranks
-from autoshard.report.sheet import Cell, Column, Node, Table, rows_of
+from autoshard.report.sheet import Cell, Column, Node, Table, sheet_rows
 
 MOST_RANKS = 640
 _COLOURS = 8
@@ -24,7 +24,7 @@ def mesh_section(name: str, plan: Plan, data: Node) -> Markup:
         ">busiest rank sends in a step": "sent_bytes",
         "group of rank 0": lambda axis: _listed(axis["neighbours"].value, axis["size"].value),
     }
-    rows = rows_of(data["axes"], columns)
+    rows = sheet_rows(data["axes"], columns)
     about = "Ranks that share a group exchange data. Point at a rank to see its group on the axis that is chosen."
     axes = table(Table("Axes of the mesh", [*columns], rows)) if rows else tag("p", "One rank: nothing is sent.")
     return section(name, "Mesh", axes, _nodes(plan), about=about)

@@ -34,7 +34,7 @@ from autoshard.report.plan_sheets import (
     stage_table,
     time_sheet,
 )
-from autoshard.report.sheet import Column, Fact, Node, Sheet, Table, Words, rows_of
+from autoshard.report.sheet import Column, Fact, Node, Sheet, Table, Words, sheet_rows
 from autoshard.report.words import layout_words, prediction_of, time_bar
 from autoshard.units import GIB, format_at_most, format_dollars, format_seconds
 
@@ -93,7 +93,7 @@ def _plans(shown: Sequence[ShownPlan], data: Node) -> Sheet:
         ">$ / 1e9 tokens": ("dollars", "usd_per_billion_tokens"), "layout": lambda figures: words[figures.path],
     }  # fmt: skip
     about = "The first is drawn below; the others beside it."
-    tables = [Table("", [*columns], rows_of(data["plans"], columns))]
+    tables = [Table("", [*columns], sheet_rows(data["plans"], columns))]
     return Sheet(name="plans", title="The plans", about=about, tables=tables)
 
 

@@ -5,7 +5,16 @@ from collections.abc import Callable, Sequence
 from autoshard.report.page.charts import Axis, Dot, Line, heat_map, line_chart, scatter
 from autoshard.report.page.document import document
 from autoshard.report.page.elements import Markup, section, sheet_head, sheet_section, tag
-from autoshard.report.sweep import GOOD, SIZES, Row, efficiency, series_of, short_layout, sweep_sheets, varied_in
+from autoshard.report.sweep import (
+    GOOD,
+    SIZES,
+    Row,
+    scaling_efficiency,
+    series_of,
+    short_layout,
+    sweep_sheets,
+    varied_in,
+)
 from autoshard.units import GIB, format_count, format_dollars, format_seconds
 
 _MOST_ROWS = 500
@@ -39,7 +48,7 @@ def _scaling(rows: Sequence[Row]) -> Markup | None:
     series = {key: series_rows for key, series_rows in series.items() if len({row["ranks"] for row in series_rows}) > 1}
     if not series:
         return None
-    shares = efficiency(rows)
+    shares = scaling_efficiency(rows)
     nodes = len({row["nodes"] for row in rows}) > 1
     ticks = tuple(
         sorted({row["nodes" if nodes else "ranks"] for series_rows in series.values() for row in series_rows})

@@ -25,8 +25,8 @@ from autoshard.run.folder import (
     PLAN,
     POSITIONS,
     TRAINING,
+    checkpoint_step,
     precedes_plan,
-    step_of,
 )
 from autoshard.run.reports import Phase, TimedStep
 from autoshard.spec.files import json_line, parsed_json
@@ -252,9 +252,12 @@ def _checkpoints(place: Path) -> tuple[SeenCheckpoint | None, int | None]:
     except OSError:
         return None, None
     saving = max(
-        (step for name in names if (step := step_of(name.removesuffix(PARTIAL))) and PARTIAL in name), default=None
+        (step for name in names if (step := checkpoint_step(name.removesuffix(PARTIAL))) and PARTIAL in name),
+        default=None,
     )
-    for step, name in sorted(((step, name) for name in names if (step := step_of(name)) is not None), reverse=True):
+    for step, name in sorted(
+        ((step, name) for name in names if (step := checkpoint_step(name)) is not None), reverse=True
+    ):
         try:
             at = (place / name / INDEX).stat().st_mtime
             num_bytes = sum(file.stat().st_size for file in os.scandir(place / name))
@@ -264,6 +267,6 @@ def _checkpoints(place: Path) -> tuple[SeenCheckpoint | None, int | None]:
     return None, saving
 
 
-def is_finite(step: TimedStep) -> bool:
+def step_is_finite(step: TimedStep) -> bool:
     """Say whether the numbers of a step are finite."""
     return math.isfinite(step.loss) and math.isfinite(step.norm)

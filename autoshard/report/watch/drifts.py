@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from autoshard.plan.plan import Plan
-from autoshard.report.watch.content import LoggedStep, is_finite
+from autoshard.report.watch.content import LoggedStep, step_is_finite
 from autoshard.run.reports import SLOWER, WINDOW
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.training import Training
@@ -36,7 +36,7 @@ def drifts_of(
 
 def _loss(steps: Sequence[LoggedStep]) -> Iterator[str]:
     last = [logged.step for logged in steps[-WINDOW:]]
-    strange = [step for step in last if not is_finite(step)]
+    strange = [step for step in last if not step_is_finite(step)]
     if strange:
         yield f"step {strange[-1].number}: loss {strange[-1].loss:g}, gradient norm {strange[-1].norm:g}"
     if skipped := sum(not step.updated for step in last):

@@ -90,7 +90,9 @@ class Needs:
         return self.read_bytes / rates.storage_bytes_per_s, shared_s
 
 
-def load(shelf: Shelf, index: CheckpointIndex, pieces: Sequence[StatePiece], group: Any, rates: LoadRates) -> str:
+def load_checkpoint(
+    shelf: Shelf, index: CheckpointIndex, pieces: Sequence[StatePiece], group: Any, rates: LoadRates
+) -> str:
     """Fill pieces from a checkpoint; every rank calls this, and it fails on all of them or on none.
 
     Return a note if boxes were read once and sent on.

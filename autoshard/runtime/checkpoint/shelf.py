@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, islice
 
 from autoshard.errors import InputError
-from autoshard.run.folder import INDEX, PARTIAL, folder_of, step_of
+from autoshard.run.folder import INDEX, PARTIAL, checkpoint_step, folder_of
 from autoshard.runtime.checkpoint.files import CheckpointIndex, load_index
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.spec.training import Checkpointing
@@ -20,7 +20,7 @@ class Shelf:
 
     def steps(self) -> list[int]:
         """Return the steps of all folders that have their final name, newest first."""
-        steps = (step_of(name) for name in self.storage.folders())
+        steps = (checkpoint_step(name) for name in self.storage.folders())
         return sorted((step for step in steps if step is not None), reverse=True)
 
     def usable(self, most: int | None = None) -> Iterator[CheckpointIndex]:

@@ -11,7 +11,7 @@ from autoshard.engine.patches import whole
 from autoshard.engine.programs import programs_of
 from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
-from autoshard.run.folder import CHECKPOINTS, INDEX, folder_of, step_of
+from autoshard.run.folder import CHECKPOINTS, INDEX, checkpoint_step, folder_of
 from autoshard.run.placement import MeshRank, StatePart, StatePiece
 from autoshard.runtime.checkpoint.files import (
     DTYPES,
@@ -35,7 +35,7 @@ _WITHOUT_PLAN_BYTES = 2**32  # of a file
 
 def checkpoint_of(path: Path) -> tuple[Path, CheckpointIndex] | None:
     """Return the newest checkpoint of a folder, a run's among them, or the one that the folder is; None without any."""
-    step = step_of(path.name)
+    step = checkpoint_step(path.name)
     if step is not None and (path / INDEX).is_file():
         return path, Shelf(storage=Storage.of(str(path.parent))).open(step)
     for folder in (path, path / CHECKPOINTS):

@@ -36,7 +36,7 @@ _CHUNK = 1 << 24  # bytes that a check reads at a time
 AGAIN = "copy it again from where it was made, or tokenize again"
 
 
-def beside(prefix: Path, suffix: str) -> Path:
+def sibling_file(prefix: Path, suffix: str) -> Path:
     """Return a file of a set: its name may hold dots."""
     return Path(f"{prefix}{suffix}")
 
@@ -54,17 +54,17 @@ class TokenIndex:
     @property
     def bin(self) -> Path:
         """The file of the tokens."""
-        return beside(self.prefix, ".bin")
+        return sibling_file(self.prefix, ".bin")
 
     @property
     def idx(self) -> Path:
         """The file of the index."""
-        return beside(self.prefix, ".idx")
+        return sibling_file(self.prefix, ".idx")
 
     @property
     def mask(self) -> Path:
         """The file that says which tokens are answers: one byte each, 1 or 0. Only conversations have one."""
-        return beside(self.prefix, ".mask.bin")
+        return sibling_file(self.prefix, ".mask.bin")
 
     @property
     def places_at(self) -> int:
@@ -79,7 +79,7 @@ class TokenIndex:
 
 def read_index(prefix: Path) -> TokenIndex:
     """Read an index, and check it against the sizes of both files; costs a few small reads for any size."""
-    idx, tokens = beside(prefix, ".idx"), beside(prefix, ".bin")
+    idx, tokens = sibling_file(prefix, ".idx"), sibling_file(prefix, ".bin")
     try:
         with idx.open("rb", buffering=0) as file:
             dtype, num_sequences, num_entries = _header(idx, file.read(_HEADER.size))
@@ -244,8 +244,8 @@ class IndexedWriter:
         self.prefix, self.num_tokens = prefix, 0
         self._dtype = np.dtype(dtype_of(vocab))
         self._lengths = array("i")
-        self._bin = beside(prefix, ".bin").open("wb")
-        self._mask = beside(prefix, ".mask.bin").open("wb") if masked else None
+        self._bin = sibling_file(prefix, ".bin").open("wb")
+        self._mask = sibling_file(prefix, ".mask.bin").open("wb") if masked else None
 
     def __enter__(self) -> "IndexedWriter":
         return self
@@ -272,7 +272,7 @@ class IndexedWriter:
 
     def close(self) -> tuple[Path, ...]:
         """Write the index, see all files onto the disk, and return them; nothing is left of a set without documents."""
-        idx = beside(self.prefix, ".idx").open("wb")
+        idx = sibling_file(self.prefix, ".idx").open("wb")
         idx.write(_HEADER.pack(_MAGIC, 1, _CODES[self._dtype.name], self.num_documents, self.num_documents + 1))
         lengths = np.array(self._lengths, np.int64)
         idx.write(lengths.astype(_LENGTH).tobytes())

@@ -16,10 +16,10 @@ from autoshard.runtime.data.indexed import (
     AGAIN,
     OpenFiles,
     TokenIndex,
-    beside,
     faults_inside,
     foreign_token,
     read_index,
+    sibling_file,
     wrong_size,
 )
 from autoshard.runtime.data.mixture import (
@@ -196,7 +196,7 @@ class _Opener:
             require((self.vocab > BYTES_EOS, name, small))
             return TextStream(name=name, path=path)
         prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-        there = beside(prefix, ".idx").is_file() or beside(prefix, ".bin").is_file()
+        there = sibling_file(prefix, ".idx").is_file() or sibling_file(prefix, ".bin").is_file()
         require((there, name, f"is neither a folder nor the prefix of a .bin and an .idx file. {_HOW}"))
         return self._without_manifest(name, [prefix])
 

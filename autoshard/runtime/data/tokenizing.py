@@ -22,7 +22,7 @@ from typing import Any
 from autoshard.errors import Fault, InputError, RunFailed, require
 from autoshard.files import remove_asides
 from autoshard.runtime.data.documents import FilePart, TextSource, Where, documents
-from autoshard.runtime.data.indexed import IndexedWriter, beside, dtype_of
+from autoshard.runtime.data.indexed import IndexedWriter, dtype_of, sibling_file
 from autoshard.runtime.data.opened import (
     NAME,
     SCHEMA,
@@ -231,7 +231,7 @@ class _WorkPiece:
 
     def kept(self) -> PieceRecord | None:
         """Return the record of an earlier start, if its files are there."""
-        path = beside(self.prefix, _DONE)
+        path = sibling_file(self.prefix, _DONE)
         if not path.exists():
             return None
         piece_record = record.decode(PieceRecord, read_data(path))
@@ -243,7 +243,7 @@ _opened = functools.cache(open_tokenizer)  # once in a process, for all its piec
 
 def _make(piece: _WorkPiece) -> PieceRecord:
     """Tokenize a piece into files; its record comes last, and says that they are whole."""
-    aside, tokenizer = beside(piece.prefix, ".partial"), _opened(piece.tokenizer)
+    aside, tokenizer = sibling_file(piece.prefix, ".partial"), _opened(piece.tokenizer)
     template = ChatTemplate(source=tokenizer.template or "", special=tokenizer.special)
     num_empty = 0
     with IndexedWriter(aside, tokenizer.record.vocab, masked=piece.kind == "chat") as writer:
@@ -267,7 +267,7 @@ def _make(piece: _WorkPiece) -> PieceRecord:
         num_empty=num_empty,
         files=files,
     )
-    write_record(done, beside(piece.prefix, _DONE))
+    write_record(done, sibling_file(piece.prefix, _DONE))
     return done
 
 

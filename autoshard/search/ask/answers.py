@@ -11,7 +11,7 @@ from autoshard.plan.codec import save
 from autoshard.plan.explanation import Answer, Certificate, Ratio
 from autoshard.plan.found import SearchRecord
 from autoshard.plan.plan import Plan
-from autoshard.search.ask.choice.doubt import known_schedules, percent
+from autoshard.search.ask.choice.doubt import known_schedules, short_percent
 from autoshard.search.ask.planner import SearchResult
 from autoshard.search.ask.vendor.answer import step_s, vendor_answer
 from autoshard.search.bound.request import Request
@@ -157,7 +157,7 @@ def _unmeasured(request: Request, result: SearchResult) -> list[str]:
     said = list[str]()
     if unknown_to[1]:
         who = f"nobody has measured {chosen.schedule.builder}{places[unknown_to[1]]}"
-        why = f"all that are better known are more than {percent(result.simple_within)} slower"
+        why = f"all that are better known are more than {short_percent(result.simple_within)} slower"
         said.append(f"{who}; it is chosen because {why}")
     if unknown_to[0] > unknown_to[1]:
         gain = f"{fastest.schedule.builder} would be {1 - step_s(fastest) / step_s(chosen):.1%} faster"
@@ -168,10 +168,8 @@ def _unmeasured(request: Request, result: SearchResult) -> list[str]:
 def _simple(fastest: Answer, result: SearchResult) -> Answer:
     """Return the simple plan as an answer; the fastest in its place where there is none."""
     if result.simple is None:
-        why = (
-            result.simple_ended
-            or f"nothing with one or two kinds of recompute is within {percent(result.simple_within)} of the fastest"
-        )
+        within = short_percent(result.simple_within)
+        why = result.simple_ended or f"nothing with one or two kinds of recompute is within {within} of the fastest"
         return Answer(name=SIMPLE, plan=fastest.plan, why=f"the fastest: {why}", slower=0.0)
     slower = step_s(result.simple) / step_s(fastest.plan) - 1
     return Answer(name=SIMPLE, plan=result.simple, why=result.simple_why, slower=slower)

@@ -99,7 +99,7 @@ def plan(  # noqa: PLR0913
         workload=replace(work, seq_len=seq_len or work.seq_len, global_batch=global_batch or work.global_batch),
         engines=engines_of(the_cluster, _usual_engine(the_model)),
         headroom=how.headroom,
-        pins=pins_of((fix if isinstance(fix, str) else pins_text(fix)) or None),
+        pins=pins_from_text((fix if isinstance(fix, str) else pins_text(fix)) or None),
         layouts=layout_pins(how.layouts, "Python"),
         calibration=constants_of(the_cluster, prices.calibration, prices.release),
         terms=prices.terms,
@@ -134,7 +134,7 @@ def request_of(question: QuestionOptions, nodes: int = 1, model: ModelSpec | Non
             return None
 
     model = model or look_up("model", lambda: load_model(question.model or ""))
-    pins = look_up("fix", lambda: pins_of(question.fix))
+    pins = look_up("fix", lambda: pins_from_text(question.fix))
     name, lnc = question.cluster or DEFAULT_CLUSTER, question.lnc
     if lnc is None and pins and "lnc" in pins:
         with suppress(InputError):  # a Rule says what is wrong with logical cores that are not offered
@@ -193,7 +193,7 @@ def layouts_of(layouts: Mapping[str, str]) -> tuple[Pin, ...]:
     return pins
 
 
-def pins_of(text: str | None) -> Pins:
+def pins_from_text(text: str | None) -> Pins:
     """Read what is pinned; None pins nothing."""
     pins: Pins = {} if text is None else parse_pins(text)
     if text is not None and not pins:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost.schedule_counts import counts_of, in_flight_of
 from autoshard.cost.stages import BlockTotals, PipelineBlocks
-from autoshard.cost.update import state_bytes, update_cost
+from autoshard.cost.update import stored_bytes, update_cost
 from autoshard.plan.candidate import Candidate, Zero
 from autoshard.schedule.builders import builders
 from autoshard.schedule.schedule import Schedule
@@ -30,7 +30,7 @@ _ROUNDED = 64.0  # bytes that rounding up of shards may add to the states of a b
 _ALONE = Schedule(builder="1f1b", num_ranks=1, num_micro_batches=1)
 
 
-def least_seconds(
+def bound_seconds(
     priced: PricedLayouts, rows: Ints, space: Space, capacity: float, limit_s: float = np.inf
 ) -> tuple[Floats, Floats]:
     """Return a lower bound of the step of every point, and the part of it beside micro-batches, without fixed seconds.
@@ -149,7 +149,7 @@ def least_in_flight(blocks: PipelineBlocks, rest_s: Floats, capacity: float) -> 
 
 def _states_bytes(blocks: PipelineBlocks, block: BlockTotals) -> Floats:
     """Return the least bytes of a block's states: without rounding, and without weights that meet their copies."""
-    parts = state_bytes(block.weights, blocks.setting, blocks.question.workload)
+    parts = stored_bytes(block.weights, blocks.setting, blocks.question.workload)
     return np.maximum(0.0, sum(parts.values()) - _ROUNDED * len(block.weights))
 
 

@@ -15,7 +15,7 @@ from autoshard.plan.candidate import Candidate, Zero, even_stages
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
-from autoshard.search.bound.bounds import least_bytes, least_in_flight, least_of_any, least_seconds
+from autoshard.search.bound.bounds import bound_seconds, least_bytes, least_in_flight, least_of_any
 from autoshard.search.bound.legal_space import RunVariant
 from autoshard.search.bound.priced_layouts import PricedLayouts, Row
 from autoshard.search.bound.space import SIZES
@@ -54,7 +54,7 @@ class Points:
         variant_rows = np.flatnonzero(number[variant.layouts] >= 0)
         rows, space = number[variant.layouts[variant_rows]], variant.space.only(variant_rows)
         limit = limit if goal.objective == "time" and not goal.effort.exhaustive else 0.0
-        bound, rest_s = least_seconds(priced, rows, space, cast(float, goal.capacity), limit)
+        bound, rest_s = bound_seconds(priced, rows, space, cast(float, goal.capacity), limit)
         if goal.effort.exhaustive:
             bound = np.zeros(len(rows))
         elif goal.objective == "memory":

@@ -12,7 +12,7 @@ from autoshard.cost.setting import BlockCost, Question, Setting, boundary_bytes,
 from autoshard.cost.sharded import CutBlocks, alike_without, atom_groups
 from autoshard.cost.stages import BlockTotals, PerCandidate, PipelineBlocks, Rows, Sends, only
 from autoshard.layout.layout import Cutting
-from autoshard.plan.build import buckets_of, mesh_of
+from autoshard.plan.build import bucket_sizes, mesh_of
 from autoshard.plan.candidate import Candidate, CpOrder
 from autoshard.plan.lowering import ATOMS, KINDS, split_pending
 from autoshard.plan.recompute import Recompute
@@ -102,7 +102,7 @@ class LayoutPricer:
             division.reshape(-1),
             [mesh_of(candidate, model, cluster) for candidate in candidates],
         )
-        buckets = [buckets_of(candidate, space.engine).total_bytes for candidate in candidates]
+        buckets = [bucket_sizes(candidate, space.engine).total_bytes for candidate in candidates]
         self._bucket_bytes = np.array(buckets, dtype=np.float64)[self._division]
         self._known: dict[object, Ring] = {}
         self._rings: dict[tuple[str, ...], Ring] = {}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from autoshard.report.page.sweep_page import sweep_page
-from autoshard.report.sweep import best_trained, efficiency, sweep_sheets
+from autoshard.report.sweep import best_trained, scaling_efficiency, sweep_sheets
 from tests.report.page.pages import Element, read
 from tests.report.page.test_plan_page import at
 from tests.report.printed import printed
@@ -89,7 +89,7 @@ def test_plans_and_runs_of_one_training_name_no_best_loss():
 def test_scaling_curves_go_through_every_point_of_a_series():
     drawn = sections(sweep_page("mine", ROWS))["scaling"]
     speed, shares, cost = drawn.every("figure")
-    per_rank = efficiency(ROWS)
+    per_rank = scaling_efficiency(ROWS)
     for chart, text in ((speed, "tokens"), (shares, "%"), (cost, "$")):
         tips = [dot.attributes["data-tip"] for dot in chart.every("circle")]
         assert len(tips) == len(ROWS) and chart.every("svg")[0].attributes["aria-label"]

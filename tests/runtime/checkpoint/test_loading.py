@@ -16,7 +16,7 @@ from autoshard.engine.torch.engine import build
 from autoshard.plan.plan import Plan
 from autoshard.run.protocol import Run
 from autoshard.runtime.checkpoint import loading
-from autoshard.runtime.checkpoint.loading import LoadRates, Needs, load
+from autoshard.runtime.checkpoint.loading import LoadRates, Needs, load_checkpoint
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.spec.cluster_catalogue import load_cluster
@@ -64,7 +64,7 @@ def loaded(plan: Plan, first: Path, rates: LoadRates, folder: Path) -> tuple[str
         patch.object(loading._Loading, "_read", counting),
         patch.object(socket, "gethostname", lambda: f"host {dist.get_rank()}"),
     ):
-        note = load(shelf, shelf.open(0), pieces, None, rates)
+        note = load_checkpoint(shelf, shelf.open(0), pieces, None, rates)
     return note, count[0], [piece.memory.clone() for piece in pieces]
 
 

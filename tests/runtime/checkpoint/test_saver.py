@@ -235,7 +235,7 @@ def test_a_place_that_ranks_do_not_share_is_found_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As with two nodes that have a folder of the same name each."""
-    real = resume.storage_of
+    real = resume.run_storage
 
     def own(run: Any) -> Storage:
         storage = real(run)

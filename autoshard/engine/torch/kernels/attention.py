@@ -17,7 +17,7 @@ from einops import einsum, rearrange
 
 from autoshard.engine.torch.formats import NOWHERE, wide
 from autoshard.engine.torch.kernels.dropout import keeps
-from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register
+from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register_kernels
 from autoshard.graph.kinds.attention import MOST_GROUPED, Attend, AttendGradient, where_and_draws
 from autoshard.graph.op import Call
 from autoshard.run.protocol import HOST
@@ -294,7 +294,7 @@ def _attend(kind: Attend, call: Call, context: KernelContext) -> Kernel:
         parts: dict[tuple[tuple[int, int], PositionRun], Part] = {}
         for seen in attention.pairs(heads, where[:2], *where[2:]):
             place = seen.rows, seen.queries
-            parts[place] = joined(parts.get(place), attention.forward(heads, seen, drawn))
+            parts[place] = join_parts(parts.get(place), attention.forward(heads, seen, drawn))
         whole = (0, len(query)), query.shape[1]
         if [(rows, len(queries.positions)) for rows, queries in parts] == [whole]:
             mixed, lse = next(iter(parts.values()))
@@ -332,7 +332,7 @@ def _attend_gradient(kind: AttendGradient, call: Call, context: KernelContext) -
     return run
 
 
-def joined(first: Part | None, second: Part) -> Part:
+def join_parts(first: Part | None, second: Part) -> Part:
     """Join two parts of an attention, each normalised on its own; a part without keys has weight 0."""
     if first is None:
         return second
@@ -343,4 +343,4 @@ def joined(first: Part | None, second: Part) -> Part:
     return (mixed * shares[0] + part * shares[1]).to(mixed.dtype), total
 
 
-register({Attend: _attend, AttendGradient: _attend_gradient})
+register_kernels({Attend: _attend, AttendGradient: _attend_gradient})

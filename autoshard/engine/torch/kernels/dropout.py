@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register
+from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register_kernels
 from autoshard.engine.torch.kernels.philox import MASK, philox
 from autoshard.graph.kinds.dropout import WORDS, Drop, dropped_below
 from autoshard.graph.op import Call
@@ -44,4 +44,4 @@ def consecutive(numbers: torch.Tensor) -> range:
     return range(first, first + len(numbers))
 
 
-register({Drop: _drop})
+register_kernels({Drop: _drop})

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.optim.adamw import adamw
 
 from autoshard.engine.torch.formats import wide
-from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, laid_out, register, shape_of
+from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, laid_out, register_kernels, shape_of
 from autoshard.graph.kinds.attention import Rotary
 from autoshard.graph.kinds.norm import Norm, NormGradient, NormWeightGradient, Softmax, SoftmaxGradient
 from autoshard.graph.kinds.optimizer import Accumulate, AdamW, Sgd, SquareSum
@@ -175,7 +175,7 @@ def _cast(kind: Cast, call: Call, context: KernelContext) -> Kernel:
     return lambda x: (x.to(dtype),)
 
 
-register({
+register_kernels({
     Unary: lambda kind, call, context: lambda x: (_VALUES[kind.function](x),),
     UnaryGradient: lambda kind, call, context: lambda upstream, x: (_GRADIENTS[kind.function](upstream, x),),
     Multiply: _multiply, Add: _add, Reduce: _reduce, Repeat: _repeat, Cast: _cast,

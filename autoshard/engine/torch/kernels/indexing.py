@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from einops import rearrange, repeat
 
-from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register, shape_of
+from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register_kernels, shape_of
 from autoshard.graph.kinds.experts import Combine, CombineGradient, Dispatch, DispatchGradient, Slot, TopK, TopKGradient
 from autoshard.graph.kinds.indexing import Lookup, Pick, Place, ScatterAdd, document_positions
 from autoshard.graph.op import Call, Dims
@@ -175,7 +175,7 @@ def _packed_fetched(slots: torch.Tensor, expert: torch.Tensor, place: torch.Tens
     return slots[0][place]
 
 
-register({
+register_kernels({
     Lookup: _lookup, ScatterAdd: _scatter_add, Pick: _pick, Place: _place,
     TopK: _top_k, TopKGradient: _top_k_gradient, Slot: _slot, Dispatch: _dispatch,
     DispatchGradient: _dispatch_gradient, Combine: _combine, CombineGradient: _combine_gradient,

@@ -68,7 +68,7 @@ def kernel_of(kind: OpKind, call: Call, context: KernelContext) -> Kernel:
     return kernel
 
 
-def register(kernels: Mapping[type[OpKind], Callable[[Any, Call, KernelContext], Kernel]]) -> None:
+def register_kernels(kernels: Mapping[type[OpKind], Callable[[Any, Call, KernelContext], Kernel]]) -> None:
     """Let ``kernel_of`` answer for these kinds."""
     for kind, make in kernels.items():
         kernel_of.register(kind, make)

@@ -38,7 +38,7 @@ def philox(counter: Sequence[Word], key: Sequence[Word]) -> tuple[torch.Tensor, 
     return tuple(word for word in (first, second, third, fourth) if isinstance(word, torch.Tensor))
 
 
-def numbers(
+def random_part(
     distribution: Distribution,
     sizes: Sequence[int],
     bounds: Sequence[tuple[int, int]],

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from autoshard.engine.torch.formats import NOWHERE
-from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register, shape_of
+from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register_kernels, shape_of
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.op import Call, Dims
 
@@ -172,4 +172,4 @@ def adds_wide(device: torch.device, factors: torch.dtype, total: torch.dtype) ->
     return bool((sum_of_ones == 17).all())
 
 
-register({Einsum: _einsum})
+register_kernels({Einsum: _einsum})

@@ -7,7 +7,7 @@ import numpy as np
 
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
-from autoshard.search.ask.choice.doubt import DOUBT, LEAST_DOUBT, Within, doubt_of, known_schedules, percent
+from autoshard.search.ask.choice.doubt import DOUBT, LEAST_DOUBT, Within, doubt_of, known_schedules, short_percent
 from autoshard.search.ask.choice.looking import best_of_kind, fastest_among, kinds_to_add
 from autoshard.search.ask.choice.searched import EngineResult, order_of
 from autoshard.search.ask.choice.simple import Simple, simplest, simplest_near
@@ -73,7 +73,7 @@ def _of_known(results: Sequence[EngineResult], within: float) -> Choice:
 
     Where all of them are too slow, the schedules that are measured elsewhere are taken in the same way, and then all.
     """
-    words, fastest = percent(within), fastest_of(results)
+    words, fastest = short_percent(within), fastest_of(results)
     for tier in range(_NUM_TIERS):
         plan = _simplest(results, within, tier, LEAST_DOUBT)
         if plan:
@@ -89,7 +89,7 @@ def _of_known(results: Sequence[EngineResult], within: float) -> Choice:
 
 def _of_all(results: Sequence[EngineResult], within: float, near: float = np.inf) -> Choice:
     """Return the simplest plan, whatever its schedule."""
-    why = f"the simplest within {percent(within)} of the fastest"
+    why = f"the simplest within {short_percent(within)} of the fastest"
     return Choice(plan=_simplest(results, within, None, near), why=why, within=within)
 
 

@@ -33,7 +33,7 @@ def doubt_of(prediction: Prediction) -> float:
     return round(min(_MOST, max(LEAST_DOUBT, _SHARE * width)), 3)
 
 
-def percent(share: float) -> str:
+def short_percent(share: float) -> str:
     """Print a share to a tenth of a percent.
 
     >>> percent(0.02), percent(0.026), percent(0.1)
