@@ -11,10 +11,13 @@ import types
 from typing import TYPE_CHECKING, Any
 
 import autoshard.plan
+import autoshard.report
+import autoshard.run
 from autoshard.version import __version__
 
 __all__ = [
-    "__version__", "local", "plan", "read_decoder", "shard", "shard_block", "shard_module", "sharded_optimizer",
+    "__version__", "compare", "explain", "load", "local", "plan", "read_decoder", "report", "run", "shard",
+    "shard_block", "shard_module", "sharded_optimizer", "verify",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -28,33 +31,43 @@ if TYPE_CHECKING:
     from autoshard.modules.shard import shard_module as shard_module
     from autoshard.modules.sharded import shard as shard
     from autoshard.search.ask.api import plan as plan
+    from autoshard.verbs import (
+        compare as compare,
+        explain as explain,
+        load as load,
+        report as report,
+        run as run,
+        verify as verify,
+    )
 
 
 class _CallablePackage(types.ModuleType):
-    """The folder ``autoshard/plan`` and the verb ``autoshard.plan(...)`` share a name; this makes both work.
+    """A folder and a verb that share a name, as ``autoshard/plan`` and ``autoshard.plan(...)``: this makes both work.
 
-    The planner is imported when it is first called, so that ``import autoshard`` stays cheap.
+    What the verb needs is imported when it is first called, so that ``import autoshard`` stays cheap.
     """
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Search: see ``autoshard.search.ask.api.plan``, whose signature and docstring this has."""
-        return _verb()(*args, **options)
+        """Call the verb, whose signature and docstring this has."""
+        return _verb(self.__name__)(*args, **options)
 
     @property
     def __signature__(self) -> "inspect.Signature":
         from inspect import signature
 
-        return signature(_verb())
+        return signature(_verb(self.__name__))
 
     @property
     def __doc__(self) -> str | None:  # pyright: ignore
-        return _verb().__doc__
+        return _verb(self.__name__).__doc__
 
 
-def _verb() -> "Callable[..., Any]":
-    from autoshard.search.ask.api import plan
+_VERBS = {"plan": "autoshard.search.ask.api", "report": "autoshard.verbs", "run": "autoshard.verbs"}
 
-    return plan
+
+def _verb(package: str) -> "Callable[..., Any]":
+    name = package.removeprefix("autoshard.")
+    return getattr(importlib.import_module(_VERBS[name]), name)
 
 
 # What shards blocks, and modules with torch, is imported when it is first asked for.
@@ -65,6 +78,7 @@ _PLACES = {
     "shard_block": "autoshard.blocks.shard_block",
     "shard_module": "autoshard.modules.shard",
     "sharded_optimizer": "autoshard.modules.running.optimizer",
+    **dict.fromkeys(("compare", "explain", "load", "verify"), "autoshard.verbs"),
 }
 
 
@@ -75,5 +89,11 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_PLACES[name]), name)
 
 
+def __dir__() -> list[str]:
+    """Name what is public, also before it is imported."""
+    return sorted(__all__)
+
+
 if not TYPE_CHECKING:
-    autoshard.plan.__class__ = _CallablePackage
+    for package in (autoshard.plan, autoshard.report, autoshard.run):
+        package.__class__ = _CallablePackage

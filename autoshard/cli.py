@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from autoshard.commands import COMMANDS, command_of
+from autoshard.commands import COMMANDS, EVERYDAY, EXAMPLES, command_of
 from autoshard.errors import AutoshardError, InputError, nearest
 from autoshard.version import __version__
 
@@ -67,22 +67,28 @@ def _complain(text: str) -> None:
 
 def _run(arguments: list[str]) -> int:
     first, *rest = arguments or [""]
-    if first == "--version":
+    if first in ("-V", "--version", "version"):
         print(f"autoshard {__version__}")
         return 0
-    if first in ("", "-h", "--help"):
+    if first == "help" and rest:
+        first, *rest = rest[0], "--help"
+    if first in ("", "-h", "--help", "help"):
         title = "autoshard: the fastest way to cut a training run over a cluster that fits in memory."
-        usage = "usage: autoshard COMMAND ...      (autoshard COMMAND --help says more)"
+        usage = "usage: autoshard COMMAND ...      (autoshard help COMMAND says more; autoshard --version)"
         rows = (f"  {name:<10} {summary}" for name, summary in COMMANDS.items())
         print(title, "", usage, "", *rows, sep="\n", file=sys.stdout if first else sys.stderr)
         return 0 if first else 2
     if first not in COMMANDS:
         raise InputError.of(first, f"not a command. {nearest(first, tuple(COMMANDS))}")
-    from autoshard.command_line import read_options  # takes longer than all of --help
-
     command = command_of(first)
-    values = read_options(first, command, rest)
-    return 0 if values is None else command(**values)
+    if {"-h", "--help"} & set(rest):
+        from autoshard.command_line.help import help_of
+
+        print(help_of(first, command, EVERYDAY.get(first, ()), EXAMPLES.get(first, ())), end="")
+        return 0
+    from autoshard.command_line.reading import read_options  # takes longer than all of --help
+
+    return command(**read_options(first, command, rest))
 
 
 if __name__ == "__main__":

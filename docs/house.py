@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 PICTURE = Path(__file__).parent / "house.svg"
 # A line per floor, the highest first, as in pyproject.toml: folders with what each holds.
 FLOORS: tuple[Mapping[str, str], ...] = (
-    {"commands": "one function per command; with cli and command_line"},
+    {"commands": "one function per command; with cli, verbs and command_line"},
     {"sweep": "many questions or runs, one table"},
     {
         "runtime": "ranks, training loop, checkpoints, data, metrics",
@@ -27,7 +27,7 @@ FLOORS: tuple[Mapping[str, str], ...] = (
     {"spec": "models, clusters, workloads, kernels"},
 )
 GROUND = ("errors", "units", "files", "version", "extensions")
-ENTRANCE = ("cli", "command_line", "commands")
+ENTRANCE = ("cli", "verbs", "command_line", "commands")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,82 @@ COMMANDS = {  # each is a function of its name, in a module of its name, whose d
     "completion": "print the script with which bash, zsh or fish completes commands and options",
 }
 
+EVERYDAY = {  # options that the help of a command with many shows first
+    "plan": ("model", "cluster", "nodes", "seq_len", "global_batch", "fix", "choose", "tokens", "out", "open"),
+    "run": ("steps", "learning_rate", "data.sets", "out", "resume", "restarts", "track.wandb", "dry_run"),
+    "launch": ("scheduler", "nodes", "out", "name", "run_folder", "steps", "learning_rate", "data.sets"),
+}
+EXAMPLES = {  # command lines that its help shows
+    "plan": (
+        "autoshard plan llama3-70b --nodes 16",
+        "autoshard plan llama3-8b --cluster p5 --nodes 4 --seq-len 32k --tokens 2T",
+    ),
+    "explain": (
+        "autoshard explain",
+        "autoshard explain plan.json --why-not tp=32,pp=8,dp=2",
+    ),
+    "report": (
+        "autoshard report --open",
+        "autoshard report plan.json --run runs/tiny-text",
+    ),
+    "compare": (
+        "autoshard compare plan.json edited.json",
+        "autoshard compare plan.json edited.json --fail-if-slower 2%",
+    ),
+    "verify": (
+        "autoshard verify",
+        "autoshard verify edited.json --json",
+    ),
+    "run": (
+        "autoshard run tiny-text",
+        "autoshard run plan.json --steps 1000 --data.set wikitext=1 --out runs/first",
+    ),
+    "watch": (
+        "autoshard watch runs/tiny-text",
+        "autoshard watch runs/tiny-text --html watch.html",
+    ),
+    "launch": (
+        "autoshard launch plan.json --scheduler slurm --nodes 16",
+        "autoshard launch llama3-70b-trn1-16 --scheduler torchrun --out job",
+    ),
+    "sweep": (
+        "autoshard sweep tiny",
+        "autoshard sweep llama3-70b-scaling-trn1 --wandb PROJECT",
+    ),
+    "tokenize": (
+        "autoshard tokenize text/ --tokenizer tokenizer.json --out data/text",
+        "autoshard tokenize chats.jsonl --tokenizer tokenizer.json --chat --out data/chats",
+    ),
+    "convert": (
+        "autoshard convert llama3-8b-hf/ weights/ --to autoshard",
+        "autoshard convert runs/first/step-1000 first-hf/ --to hf",
+    ),
+    "validate": (
+        "autoshard validate rows.jsonl",
+        "autoshard validate rows.jsonl --json",
+    ),
+    "calibrate": (
+        "autoshard calibrate rows.jsonl --cluster trn1 --out fitted.json",
+        "autoshard plan llama3-70b --nodes 16 --calibration fitted.json",
+    ),
+    "contribute": (
+        "autoshard contribute runs/first --out rows.jsonl",
+        "autoshard contribute runs/ --out rows.jsonl",
+    ),
+    "advise": (
+        "autoshard advise measured.jsonl --model llama3-8b --cluster p5 --nodes 4",
+        "autoshard advise measured.jsonl --model llama3-8b --nodes 16 --run-nodes 4 --out short-runs",
+    ),
+    "list": (
+        "autoshard list models",
+        "autoshard list clusters --here > here.json",
+    ),
+    "completion": (
+        "autoshard completion bash",
+        "autoshard completion fish",
+    ),
+}
+
 
 def command_of(name: str) -> Callable[..., int]:
     """Return the function of a command; only its own module is imported."""

@@ -8,8 +8,9 @@ from autoshard.calibration.advice import Advice, advised
 from autoshard.calibration.calibrate import TimedRows, timed_rows
 from autoshard.calibration.proposals import proposed_runs
 from autoshard.commands.output import print_answer, print_left_out
-from autoshard.commands.plan import SearchOptions, searched, token_total
+from autoshard.commands.plan import SearchOptions, searched
 from autoshard.commands.writing.places import folder_checks
+from autoshard.commands.writing.target import token_total
 from autoshard.errors import NoPlan, file_faults, require
 from autoshard.extensions import EXTENSIONS
 from autoshard.files import replace_text

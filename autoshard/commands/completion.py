@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from autoshard.command_line import Option, PlanOrRecipe, options_of
+from autoshard.command_line.options import Option, PlanOrRecipe, options_of
 from autoshard.commands import COMMANDS, command_of
 from autoshard.spec.cluster_catalogue import ALIASES, cluster_names
 from autoshard.spec.model_catalogue import model_names

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from autoshard.blocks.explain import explain as explained
+from autoshard.command_line.options import DEFAULT_PLAN
 from autoshard.commands.output import print_answer, print_refused, write_text
 from autoshard.commands.writing.places import place_checks
 from autoshard.cost.built_in import calibration_of
@@ -24,7 +25,7 @@ from autoshard.spec.record import encode
 
 
 def explain(
-    plan: Path,
+    plan: Path = DEFAULT_PLAN,
     why_not: Pins | None = None,
     calibration: Path | None = None,
     trace: Path | None = None,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from shutil import which
 
-from autoshard.command_line import PlanOrRecipe, is_recipe
+from autoshard.command_line.options import DEFAULT_PLAN, PlanOrRecipe, is_recipe
 from autoshard.commands.output import print_answer, print_refused
 from autoshard.commands.plan import plan_of
 from autoshard.cost.predict import check_plan
@@ -29,7 +29,7 @@ _MADE = "Made by autoshard launch."
 
 
 def launch(
-    plan: PlanOrRecipe,
+    plan: PlanOrRecipe = DEFAULT_PLAN,
     *,
     place: JobPlace,
     nodes: int | None = None,

@@ -1,6 +1,5 @@
 """``autoshard plan``: the best plan, exactly one candidate, or the question of a plan again for the nodes left."""
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -8,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from autoshard.command_line import Counts, is_recipe
+from autoshard.command_line.options import Counts, is_recipe
 from autoshard.commands.output import print_answer, print_notes
 from autoshard.commands.progress import StatusLine, Watcher, watching
 from autoshard.commands.writing.places import place_checks
@@ -18,9 +17,11 @@ from autoshard.cost.timeline import rank_times
 from autoshard.errors import InputError, NoPlan, inside, require
 from autoshard.plan.candidate import Candidate, parse_pins
 from autoshard.plan.codec import load
+from autoshard.plan.explanation import Answer
 from autoshard.plan.plan import Plan
 from autoshard.plan.verify import NOT_RUN, verify as reasons_against
 from autoshard.report.answers import runners_up_of
+from autoshard.report.brief import brief_sheets
 from autoshard.report.plan_sheets import frontier_sheets, plan_sheets, rejections_sheet
 from autoshard.report.sheet import Words
 from autoshard.report.structured import answers_json, candidate_json, frontier_json
@@ -38,7 +39,6 @@ from autoshard.units import format_bytes, format_seconds
 _MOST_PLANS = 100  # every plan that is shown is predicted in full, a few milliseconds each
 _NUMBERS = tuple(map(str, range(1, _MOST_PLANS + 1)))  # of runners-up
 _LONGEST_S = 10**6
-_MOST_TOKENS = 1e18  # ten thousand times what any model has read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +95,7 @@ class SearchOptions:
 def plan(
     question: QuestionOptions,
     options: SearchOptions,
+    to: Target,
     module: str | None = None,
     nodes: Counts = (),
     like: Path | None = None,
@@ -102,17 +103,13 @@ def plan(
     at: Pins | None = None,
     choose: str | None = None,
     top: int = 3,
-    tokens: str | None = None,
-    out: Path = Path("plan.json"),
-    force: bool = False,
-    open: bool = False,
-    json: bool = False,
 ) -> int:
     """Find the fastest layout of a training run that fits in memory, and a simple one; write a plan file.
 
     Args:
         question: The question.
         options: What is minimised, and how far the search goes.
+        to: Where the plan goes, and what is printed.
         module: Instead of --model, a torch.nn.Module that makes logits of tokens: FILE.py:FUNCTION, which returns it.
         nodes: How many nodes the cluster has; several with --pareto, e.g. 4,8,16. Default: 1.
         like: Ask what this plan file has answered again, for at most --nodes, and say what resuming costs.
@@ -122,11 +119,6 @@ def plan(
             layout that the vendor documents), smallest (where memory is minimised), or the number of a runner-up.
             Default: simple.
         top: How many plans to show, the best one included.
-        tokens: How many tokens the whole training reads, e.g. 2T or 300B; the answer says how many days and dollars.
-        out: The plan file to write.
-        force: Replace the plan file even if somebody has edited it, or if it holds something else.
-        open: Also draw the plan as a page, as `autoshard report` does, beside the plan file, and open it.
-        json: Print one JSON object instead of tables.
     """
     names = f"type {', '.join(NAMES)}, or a number up to {_MOST_PLANS}"
     require(
@@ -138,9 +130,8 @@ def plan(
         (1 <= top <= _MOST_PLANS, "--top", f"must be 1 to {_MOST_PLANS}, not {top}"),
         (choose is None or not (pareto or at), "--choose", "is for the answers of one search; leave it out"),
         (choose is None or choose in (*NAMES, *_NUMBERS), f"--choose {choose}", names),
-        *place_checks(out),
+        *place_checks(to.out),
     )
-    to = Target(out=out, force=force, open=open, json=json, total_tokens=token_total(tokens) if tokens else None)
     to.refuse_to_replace(like, searches=at is None)
     wanted = max(top, int(choose) if choose in _NUMBERS else 1), choose
     if like is not None:
@@ -164,19 +155,6 @@ def _read_off(module: str, question: QuestionOptions) -> ModelSpec:
         return decoder_of(module, question.seq_len)
     finally:
         line.clear()
-
-
-def token_total(text: str) -> float:
-    """Read a number of tokens.
-
-    >>> token_total("2T"), token_total("1.5e12"), token_total("300b")
-    (2000000000000.0, 1500000000000.0, 300000000000.0)
-    """
-    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?(?:e[0-9]{1,2})?)([kmbt]?)", text.strip().lower())
-    count = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]] if match else 0.0
-    message = f"{text!r} is not a number of tokens. Write it like 2T, 300B or 1.5e12"
-    require((0 < count < _MOST_TOKENS, "--tokens", message))
-    return count
 
 
 def _answer_again(
@@ -216,7 +194,13 @@ def _show_answers(
         found = answers_json(answer, result.answers, result.certificate, result.no_vendor, result.remarks)
         print_answer({**found, "defaults": result.defaults, **data})
         return to.end(answer.plan, written)
-    named = [one for one in result.answers if not one.name.isdecimal()]
+    if not to.verbose:
+        _show_briefly(result, answer, to)
+        better()
+        if sentences:
+            print(sentences)
+        return to.end(answer.plan, written)
+    named = [entry for entry in result.answers if not entry.name.isdecimal()]
     print_answer(
         plan_sheets(
             answer.plan,
@@ -239,6 +223,20 @@ def _show_answers(
     if sentences:
         print(sentences)
     return to.end(answer.plan, written)
+
+
+def _show_briefly(result: PlanResult, answer: Answer, to: Target) -> None:
+    """Print the first screen of an answer."""
+    certificate, plan = result.certificate.about(answer.plan), answer.plan
+    named = [entry for entry in result.answers if not entry.name.isdecimal()]
+    sheets = brief_sheets(
+        plan, certificate, named, written=answer.name, defaults=result.defaults, total_tokens=to.total_tokens
+    )
+    print_answer(sheets)
+    for remark in result.remarks:
+        print_notes(Words(remark, "warning"))
+    others = "|".join(entry.name for entry in result.answers if entry.name != answer.name)
+    print_notes(f"-v shows stages, runners-up, sources; --choose {others} writes another; next: {to.next_step}")
 
 
 def _print_better_sizes(request: Request, found: SearchResult, options: SearchOptions) -> None:

@@ -2,10 +2,12 @@
 
 import sys
 import webbrowser
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from autoshard.blocks.explain import explain
-from autoshard.command_line import Paths
+from autoshard.command_line.options import DEFAULT_PLAN, Paths
 from autoshard.commands.output import print_answer, print_refused, write_text
 from autoshard.commands.writing.places import place_checks
 from autoshard.cost.doubt import compared
@@ -13,6 +15,7 @@ from autoshard.cost.predict import CheckedPlan, check_plan
 from autoshard.cost.timeline import rank_times, timeline_of
 from autoshard.errors import Faults, inside, require
 from autoshard.plan.codec import load
+from autoshard.plan.diff import Diff
 from autoshard.plan.found import search_record
 from autoshard.plan.module_plan import is_module_plan, load_module_plan
 from autoshard.plan.plan import Plan
@@ -27,7 +30,11 @@ _MOST = 8  # plans of a page
 
 
 def report(
-    plans: Paths, run: Path | None = None, out: Path = Path("report.html"), open: bool = False, json: bool = False
+    plans: Paths = (DEFAULT_PLAN,),
+    run: Path | None = None,
+    out: Path = Path("report.html"),
+    open: bool = False,
+    json: bool = False,
 ) -> int:
     """Draw a plan as a page to look at: its step, memory, mesh, operations, runners-up, and what was refused.
 
@@ -55,9 +62,8 @@ def report(
         if misfits := [reason for reason in one.rejections if reason.rule_id != "memory"]:
             return print_refused(misfits, json=json)
     alone = len({path.stem for path in plans}) == len(plans)
-    shown = [_shown(path, path.stem if alone else str(path), one) for path, one in zip(plans, read, strict=True)]
-    two = compared(shown[0].plan, shown[1].plan) if len(shown) > 1 else None
-    data = page_json(shown, two, run_data(run, shown[0].plan) if run else None)
+    names = [path.stem if alone else str(path) for path in plans]
+    shown, two, data = _page_content(plans, names, read, run)
     if json:
         print_answer(data)
         return 0
@@ -66,6 +72,23 @@ def report(
     if open:
         open_page(out)
     return 0
+
+
+def _page_content(
+    places: Sequence[Path], names: Sequence[str], read: Sequence[CheckedPlan], run: Path | None
+) -> tuple[list[ShownPlan], Diff | None, dict[str, Any]]:
+    """Return what a page draws: plans, the difference between the first two, and all figures."""
+    shown = [_shown(*entry) for entry in zip(places, names, read, strict=True)]
+    two = compared(shown[0].plan, shown[1].plan) if len(shown) > 1 else None
+    return shown, two, page_json(shown, two, run_data(run, shown[0].plan) if run else None)
+
+
+def draw_page(plans: Mapping[str, CheckedPlan], run: Path | None, out: Path) -> Path:
+    """Draw plans by name, and a run of the first, as one page; return its path."""
+    names = [*plans]
+    shown, two, data = _page_content([*map(Path, names)], names, [*plans.values()], run)
+    write_text(plan_page(shown, Node(data), two), out)
+    return out
 
 
 def _module_report(plan: Path, out: Path, *, open: bool, json: bool) -> int:
@@ -82,9 +105,7 @@ def _module_report(plan: Path, out: Path, *, open: bool, json: bool) -> int:
 
 def draw_plan(plan: Plan, out: Path) -> None:
     """Draw a plan that was just made, and open the page in the browser."""
-    shown = [_shown(out, out.stem, CheckedPlan(plan=plan, rejections=()))]
-    write_text(plan_page(shown, Node(page_json(shown, None, None))), out)
-    open_page(out)
+    open_page(draw_page({out.stem: CheckedPlan(plan=plan, rejections=())}, None, out))
 
 
 def _shown(path: Path, name: str, read: CheckedPlan) -> ShownPlan:

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Literal
 
-from autoshard.command_line import Counts, PlanOrRecipe, Stated, is_recipe
+from autoshard.command_line.options import Counts, PlanOrRecipe, Stated, is_recipe
 from autoshard.commands.output import print_answer, print_refused
 from autoshard.commands.plan import plan_of
 from autoshard.commands.running.compiling import compile_ahead

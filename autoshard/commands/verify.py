@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from autoshard.command_line.options import DEFAULT_PLAN
 from autoshard.commands.output import print_answer
 from autoshard.cost.predict import check_plan
 from autoshard.errors import inside, require
@@ -17,7 +18,7 @@ from autoshard.report.structured import rejection_json
 from autoshard.spec.record import encode
 
 
-def verify(plan: Path, module: str | None = None, json: bool = False) -> int:
+def verify(plan: Path = DEFAULT_PLAN, module: str | None = None, json: bool = False) -> int:
     """Print every reason why a plan file cannot run; if there is none, prove that its sharding computes the same.
 
     The proof executes a shrunk plan on virtual ranks, with the collectives of the plan's own table, and compares loss

@@ -18,6 +18,7 @@ from autoshard.errors import InputError, in_range, require
 from autoshard.plan.plan import Plan
 from autoshard.spec import record
 from autoshard.spec.cluster import LOCAL, LONGEST_S
+from autoshard.spec.file_kinds import CALIBRATION_FILE, refuse_other_kinds
 from autoshard.spec.files import read_data
 from autoshard.spec.kernels import load_kernels
 
@@ -199,6 +200,7 @@ def uncalibrated() -> Calibration:
 def load_calibration(path: Path) -> Calibration:
     """Read a calibration file; every fault names the file."""
     data = read_data(path)
+    refuse_other_kinds(path, data, CALIBRATION_FILE)
     try:
         return record.decode(Calibration, data)
     except InputError as error:

@@ -53,6 +53,8 @@ def shard(
     ``options`` are those of ``shard_module``; a ``plan`` that it has saved is executed as it is. With ``compile`` what
     a rank computes between two collectives is compiled at the first call.
     """
+    kind = type(module)
+    require((issubclass(kind, torch.nn.Module), "module", f"must be a torch.nn.Module, not a {kind.__name__}"))
     require(
         (not isinstance(module, ShardedModule), "module", "is sharded already"),
         (

@@ -178,6 +178,20 @@ def boundary_fault(boundary: str | None) -> str:
     return f"{wrong[0]} is cut over cp, tp or cp.tp, or whole" if wrong else ""
 
 
+_AXES = {"tensor": "tp", "pipeline": "pp", "data": "dp", "context": "cp", "expert": "ep"}  # as plans say them in words
+_MEANT = {**_AXES, "micro_batch": "mbs", "sequence": "sp", "virtual": "vp", "fsdp": "zero"}
+
+
+def _meant(key: str) -> str:
+    """Say which key was meant by a word.
+
+    >>> _meant("tensor_parallel"), _meant("tpp")
+    ('Did you mean tp?', 'Did you mean tp or pp?')
+    """
+    word = key.lower().replace("-", "_").split("_parallel")[0].removesuffix("_model").removesuffix("_size")
+    return f"Did you mean {_MEANT[word]}?" if word in _MEANT else nearest(key, list(READERS))
+
+
 def parse_pins(text: str) -> Mapping[str, object]:
     """Read some keys of a candidate, typed, as after ``--fix``; every fault is reported at once.
 
@@ -190,7 +204,7 @@ def parse_pins(text: str) -> Mapping[str, object]:
         with faults.of(pair.strip()):
             require(
                 (bool(equals), "", "write key=value, for example tp=8"),
-                (not equals or key in READERS, "", f"unknown key {key!r}. {nearest(key, list(READERS))}"),
+                (not equals or key in READERS, "", f"unknown key {key!r}. {_meant(key)}"),
                 (key not in values, "", f"{key} is given twice; keep one"),
             )
             values[key] = READERS[key](raw)

@@ -11,6 +11,7 @@ from autoshard.errors import InputError, file_faults, inside, require
 from autoshard.extensions import require_extensions
 from autoshard.files import replace_text
 from autoshard.plan.plan import SCHEMA, SEARCH, Plan
+from autoshard.spec.file_kinds import MODULE_PLAN_FILE, PLAN_FILE, file_kind_of, refuse_other_kinds
 from autoshard.spec.files import parsed_json, read_data
 from autoshard.spec.record import decode, encode
 from autoshard.version import __version__
@@ -141,6 +142,8 @@ def _other_plan(before: str, now: str) -> str:
 def load(source: str | Path, migrations: Migrations = MIGRATIONS) -> Plan:
     """Read a plan from JSON text, or from the file at a Path; all faults are reported in one InputError."""
     found = parsed_json(source, "plan") if isinstance(source, str) else read_data(source)
+    if isinstance(source, Path) and file_kind_of(found) is not MODULE_PLAN_FILE:
+        refuse_other_kinds(source, found, PLAN_FILE)
     with inside("" if isinstance(source, str) else source):
         if not isinstance(found, dict):
             raise InputError.of("plan", "must be a JSON object")

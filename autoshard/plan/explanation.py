@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from autoshard.plan.plan import Plan, rounded
+from autoshard.plan.plan import Plan, Prediction, rounded
 from autoshard.units import format_at_most, format_bytes
 
 
@@ -163,6 +163,12 @@ class Answer:
     source: str = ""  # of a vendor's layout
     nearest_run: NearestRun | None = None
     unsettled_run: NearestRun | None = None  # of this very layout, whose times had not settled
+
+    @property
+    def prediction(self) -> Prediction:
+        """What the cost model says of the plan."""
+        assert self.plan.prediction, "every answer is predicted"
+        return self.plan.prediction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

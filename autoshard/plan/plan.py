@@ -13,6 +13,7 @@ from autoshard.spec.cluster import MAX_RANKS_PER_NODE, Cluster, headroom_check
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
+from autoshard.units import format_seconds
 
 SUM_TOLERANCE = 1e-6  # parts are rounded to nine digits one by one
 
@@ -157,7 +158,7 @@ class Buckets:
         return self.reduce_scatter_bytes + self.all_gather_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan:
     """One training run, decided: what lies where, in which order it runs, and what that will cost."""
 
@@ -193,6 +194,10 @@ class Plan:
             (bool(self.stages), "stages", "must hold at least one stage"),
             *((size >= 1, f"padding.{dim}", f"must be at least 1, not {size}") for dim, size in self.padding.items()),
         )
+
+    def __repr__(self) -> str:
+        seconds = f", {format_seconds(self.prediction.step_time_s)} a step" if self.prediction else ""
+        return f"<Plan: {self.model.name} on {self.cluster.num_nodes} x {self.cluster.name}, {self.candidate}{seconds}>"
 
     @property
     def candidate(self) -> Candidate:

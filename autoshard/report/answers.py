@@ -70,7 +70,7 @@ def answers_table(answers: Sequence[Node], fastest: Node, candidate: str) -> Tab
         ">sure": lambda answer: answer["ratio"]["faster"].figure(lambda it: f"{1 - it:.0%}") if answer["ratio"] else "",
         ">memory": "peak_bytes",
         "where its time goes": lambda answer: Bar(1, 0, time_bar(answer["time_parts"].value, longest_s)),
-        "plan": _plan_words,
+        "plan": lambda answer: plan_words(Candidate.parse(answer["candidate"].value)),
         "why": lambda answer: _loses(answer, fastest),
         "layout": lambda answer: "" if (text := answer["candidate"].value) == candidate else Words(text, "code"),
     }
@@ -79,8 +79,8 @@ def answers_table(answers: Sequence[Node], fastest: Node, candidate: str) -> Tab
     return Table(f"{names}; {_TITLE}", [*columns], rows, whole=("name",), drop=("why",), below="layout")
 
 
-def _plan_words(answer: Node) -> str:
-    layout = Candidate.parse(answer["candidate"].value)
+def plan_words(layout: Candidate) -> str:
+    """Say how a plan cuts the model, in which order it computes, and what it computes again."""
     return f"{axes_words(layout)}; {layout.schedule}; {recompute_words(layout)}"
 
 

@@ -72,12 +72,12 @@ def plan_sheets(
     if certificate and certificate.stopped:
         words = f"The search was not finished ({certificate.stopped}): this is the best plan so far, not a proven one"
         yield Sheet(notes=[Words(words, "bad")])
-    more = [Fact("total", _total_words(plan, total_tokens))] if total_tokens else []
-    more += [Fact("search", _search_words(certificate))] if certificate else []
+    more = [Fact("total", total_words(plan, total_tokens))] if total_tokens else []
+    more += [Fact("search", search_words(certificate))] if certificate else []
     more += [Fact("next", Words(next_step, "code"))] if next_step else []
     headline = plan_headline(plan, figures)
     yield Sheet(title=headline.title, about=headline.about, facts=[*headline.facts, *more])
-    yield Sheet(facts=[Fact("layout", Words(str(plan.candidate), "code")), Fact("time", _time_words(prediction))])
+    yield Sheet(facts=[Fact("layout", Words(str(plan.candidate), "code")), Fact("time", largest_parts(prediction))])
     yield Sheet(tables=[stage_table(plan, figures)], notes=[f"headroom {headroom_words(plan, certificate)}"])
     if answers:
         yield answers_sheet(plan, answers)
@@ -100,8 +100,8 @@ def plan_headline(plan: Plan, figures: Node) -> Sheet:
         room = Words(f"{format_bytes(missing)} too much", "bad")
     capacity = prediction["capacity_bytes"].figure()
     return Sheet(
-        title=_question(plan),
-        about=_work_words(plan),
+        title=question_words(plan),
+        about=work_words(plan),
         facts=[
             Fact("plan", Words(layout_words(plan), "strong")),
             Fact("step", step, (f" of {software_of(plan)} (", low, " to ", high, ")")),
@@ -123,7 +123,8 @@ def plan_warnings(plan: Plan) -> list[Words]:
     return [*([Words(full, "bad")] if missing > 0 else []), *(Words(line, "warning") for line in lines)]
 
 
-def _question(plan: Plan) -> Cell:
+def question_words(plan: Plan) -> Cell:
+    """Name the model, its size, and the ranks that it is planned for."""
     cluster = plan.cluster
     lnc = f" at lnc {cluster.lnc}" if cluster.lnc else ""
     place = f"{cluster.num_nodes} x {cluster.name}{lnc}" if cluster.name != LOCAL else "this machine"
@@ -131,7 +132,7 @@ def _question(plan: Plan) -> Cell:
     return Words(plan.model.name, "strong"), f"{size} on {place}: {counted(cluster.num_ranks, 'rank')}"
 
 
-def _work_words(plan: Plan) -> str:
+def work_words(plan: Plan) -> str:
     """Say what a step works through, in which formats."""
     workload, precision = plan.workload, plan.workload.precision
     masters = f" with {precision.masters} masters" if precision.masters else ""
@@ -147,7 +148,7 @@ def _work_words(plan: Plan) -> str:
     )
 
 
-def _time_words(prediction: Prediction) -> str:
+def largest_parts(prediction: Prediction) -> str:
     """Name the largest parts of the time."""
     parts = sorted(prediction.time_parts.items(), key=lambda part: -part[1])
     shares = [(TIME_WORDS.get(part, part), time_s / prediction.step_time_s) for part, time_s in parts]
@@ -214,7 +215,7 @@ def day_fact(plan: Plan, dollars: Node) -> Fact:
     return Fact("day", tokens, (f" for {format_dollars(usd)}: ", billion, f" a billion (price of {date})"))
 
 
-def _total_words(plan: Plan, total_tokens: float) -> str:
+def total_words(plan: Plan, total_tokens: float) -> str:
     """Say how long all of the tokens take, and what they cost."""
     time_s, dollars = total_tokens / prediction_of(plan).tokens_per_s, plan.dollars
     took = f"{time_s / _DAY_S:,.1f} days" if time_s >= 2 * _DAY_S else format_seconds(time_s)
@@ -222,7 +223,7 @@ def _total_words(plan: Plan, total_tokens: float) -> str:
     return f"{_large(total_tokens)} tokens take {took}{cost}"
 
 
-def _search_words(certificate: Certificate) -> str:
+def search_words(certificate: Certificate) -> str:
     """Say how good the plan is among what was searched."""
     more = {"time": "faster", "memory": "smaller", "dollars": "cheaper"}[certificate.objective]
     best = {"time": "fastest", "memory": "smallest", "dollars": "cheapest"}[certificate.objective]

@@ -26,6 +26,7 @@ from autoshard.spec.cluster import (
     PlacementRule,
     source_checks,
 )
+from autoshard.spec.file_kinds import CLUSTER_FILE, refuse_other_kinds
 from autoshard.spec.files import YAML_SUFFIXES, read_data
 from autoshard.spec.kernels import kernels_names
 from autoshard.spec.record import decode
@@ -257,6 +258,7 @@ def _read_node_type(path: Path) -> NodeType:
 def _file_data(path: Path, faults: list[Fault], over: tuple[Path, ...] = ()) -> object:
     """Return the data of a cluster file; chip and links may be names of the catalogue, ``base`` another cluster."""
     data = read_data(path)
+    refuse_other_kinds(path, data, CLUSTER_FILE)
 
     def found(part: object, folder: str, where: str) -> object:
         known_parts = _names(_CATALOGUE / folder)

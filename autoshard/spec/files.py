@@ -38,8 +38,10 @@ def named_file(typed: Path, folder: str) -> Path:
     if not typed.exists() and is_yaml and typed.stem in files:
         remedy = f"To use the one that comes with autoshard, type {typed.stem}"
         raise InputError.of(str(typed), f"there is no such file. {remedy}")
-    if not typed.exists() and typed.name == str(typed) and not typed.suffix:
-        raise InputError.of(str(typed), f"there is no such file. {nearest(typed.name, list(files))}")
+    if not typed.exists() and (is_yaml or (typed.name == str(typed) and not typed.suffix)):
+        meant = nearest(typed.stem, list(files))
+        listed = is_yaml and meant.startswith("Known")  # a path of the user's, and no name of ours
+        raise InputError.of(str(typed), "there is no such file" if listed else f"there is no such file. {meant}")
     return typed
 
 

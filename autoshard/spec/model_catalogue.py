@@ -3,9 +3,10 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from autoshard.errors import InputError, file_faults, inside, nearest, require
+from autoshard.spec.file_kinds import CONFIG_FILE, refuse_other_kinds
 from autoshard.spec.files import read_data, shipped
 from autoshard.spec.hf_config import spec_from_config
 from autoshard.spec.model import ModelSpec
@@ -27,13 +28,15 @@ def model_names() -> tuple[str, ...]:
 
 
 def load_model(name_or_path: str | Path) -> ModelSpec:
-    """Return a model by the name of its card, or by the path of a ``config.json`` or of its folder.
+    """Return a model by the name of its card or its name on the hub, or by the path of a ``config.json`` or its folder.
 
     >>> load_model("llama3-8b").num_parameters
     8030261248
     """
     names = model_names()
     text = str(name_or_path)
+    if text.count("/") == 1 and isinstance(name_or_path, str) and not os.path.lexists(text):
+        name_or_path = text = _hub_names().get(text.lower(), text)
     if text in names and isinstance(name_or_path, str):
         return _load(shipped("models") / f"{text}.json", text, is_card=True)
     looks_like_a_path = isinstance(name_or_path, Path) or text.endswith(".json") or "/" in text or os.sep in text
@@ -45,6 +48,15 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
         path = path / "config.json" if path.is_dir() else path
         name = path.stem if path.name != "config.json" else path.resolve().parent.name
     return _load(path, name or "model")
+
+
+def _hub_names() -> Mapping[str, str]:
+    """Return the names of cards by the names that their models have on the Hugging Face hub, in small letters."""
+    names: dict[str, str] = {}
+    for name in model_names():
+        header = cast(Mapping[str, Any], read_config(shipped("models") / f"{name}.json")[HEADER])
+        names |= {hub_name.lower(): name for hub_name in header.get("hub", ())}
+    return names
 
 
 def load_config(name_or_path: str | Path) -> Mapping[str, object]:
@@ -65,6 +77,7 @@ def read_config(path: Path) -> Mapping[str, object]:
         too_large = "is far too large for a config.json; is it a file of weights?"
         require((path.stat().st_size <= _MAX_CONFIG_BYTES, str(path), too_large))
     data = read_data(path)
+    refuse_other_kinds(path, data, CONFIG_FILE)
     not_object = f"must be a JSON object, as a Hugging Face config.json is, not {show_value(data)}"
     require((isinstance(data, dict), str(path), not_object))
     return cast(dict[str, object], data)

@@ -9,6 +9,7 @@ from typing import Any, Literal, NewType
 from autoshard.errors import Fault, Faults, InputError, inside, nearest, require
 from autoshard.spec import record
 from autoshard.spec.cluster import headroom_check
+from autoshard.spec.file_kinds import RECIPE_FILE, refuse_other_kinds
 from autoshard.spec.files import read_data, shipped_files
 from autoshard.spec.training import Training
 from autoshard.spec.workload import Documents, Optimizer, Precision
@@ -16,6 +17,7 @@ from autoshard.spec.workload import Documents, Optimizer, Precision
 DEFAULT_CLUSTER = "trn1.32xlarge"
 RECIPES, SWEEPS = "recipes", "recipes/sweeps"  # folders of data that come with autoshard
 EngineChoice = Literal["nxd", "torch", "any"]
+_TOKENS = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKMG])")  # of a batch
 Pins = NewType("Pins", str)  # keys of a candidate
 
 
@@ -31,8 +33,9 @@ class QuestionOptions:
         ranks: Processes on this machine, 1 to 64; only for the cluster `local`. Default: 4.
         seq_len: Tokens in a sequence. Default: what a vendor documents for this model on this cluster; without that
             the card's context, at most 8192.
-        global_batch: Sequences in an optimizer step. Default: what a vendor documents for this model, cluster and
-            length; without that the largest power of two with at most 4 M tokens, on `local` 32.
+        global_batch: Sequences in an optimizer step, or their tokens: 4M is 4,194,304. Default: what a vendor
+            documents for this model, cluster and length; without that the largest power of two with at most 4 M
+            tokens, on `local` 32.
         precision: Number format of weights and activations; bf16 and fp16 keep FP32 masters,
             bf16-sr keeps none and rounds its weights stochastically. Parts may have formats of their own:
             bf16,gradients=bf16,moments=bf16. Default: bf16.
@@ -55,7 +58,7 @@ class QuestionOptions:
     lnc: int | None = None
     ranks: int | None = None
     seq_len: int | None = None
-    global_batch: int | None = None
+    global_batch: int | str | None = None
     precision: str | None = None
     optimizer: Optimizer | None = None
     documents: Documents | None = None
@@ -72,12 +75,34 @@ class QuestionOptions:
             (self.model is None or bool(self.model.strip()), "model", "must name a card or a config.json"),
             (self.cluster is None or bool(self.cluster.strip()), "cluster", "must name a cluster or a cluster file"),
             headroom_check(self.headroom or 0.0),
+            (
+                not isinstance(self.global_batch, str) or bool(_TOKENS.fullmatch(self.global_batch)),
+                "global_batch",
+                f"expected sequences, a whole number, or tokens like 4M, found {self.global_batch!r}",
+            ),
         )
 
     @property
     def given(self) -> dict[str, Any]:
         """The options that are stated, by name."""
         return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) not in (None, {})}
+
+
+def sequences_of(global_batch: int | str, seq_len: int) -> int:
+    """Return the sequences of a batch, of which tokens may be stated: 1k is 1024.
+
+    >>> sequences_of("4M", 8192), sequences_of(512, 8192)
+    (512, 512)
+    """
+    if isinstance(global_batch, int):
+        return global_batch
+    match = _TOKENS.fullmatch(global_batch)
+    assert match, "checked by QuestionOptions"
+    tokens = float(match[1]) * 1024 ** ("kMG".index(match[2].replace("K", "k")) + 1)
+    if tokens < seq_len or tokens % seq_len:
+        message = f"{global_batch} are {tokens:,.0f} tokens, not a whole number of sequences of {seq_len:,} tokens"
+        raise InputError.of("global_batch", message)
+    return int(tokens) // seq_len
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +137,7 @@ def about(path: Path) -> str:
 def load_recipe(path: Path) -> Recipe:
     """Read a recipe from YAML or JSON; every fault names the file."""
     data = read_data(path)
+    refuse_other_kinds(path, data, RECIPE_FILE)
     with inside(path):
         return recipe_of(data)
 

@@ -68,7 +68,8 @@ def _decode(kind: Any, data: object) -> object:
     kind = getattr(kind, "__supertype__", kind)  # of a NewType
     origin, members = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        (member,) = (member for member in members if member is not type(None))
+        kinds = [member for member in members if member is not type(None)]
+        member = next((kind for kind in kinds if kind is type(data)), kinds[0])
         return None if data is None and type(None) in members else _decode(member, data)
     if origin is Literal:
         if not any(data == choice and type(data) is type(choice) for choice in members):

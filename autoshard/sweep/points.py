@@ -14,6 +14,7 @@ from autoshard.errors import Faults, require
 from autoshard.extensions import EXTENSIONS
 from autoshard.plan.codec import load
 from autoshard.spec import record
+from autoshard.spec.file_kinds import SWEEP_FILE, refuse_other_kinds
 from autoshard.spec.files import named_file, read_data
 from autoshard.spec.recipe import RECIPES, SWEEPS, TRAINING_KEYS, Recipe, recipe_of
 
@@ -133,6 +134,7 @@ def sweep_path(name: Path) -> Path:
 def load_sweep(path: Path) -> Sweep:
     """Read a sweep; every fault names the file."""
     data = read_data(path)
+    refuse_other_kinds(path, data, SWEEP_FILE)
     if isinstance(data, dict):  # a value in the place of a list has no other meaning
         for name in ("grid", "zip"):
             axes = cast(dict[str, Any], data).get(name)

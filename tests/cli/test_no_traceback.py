@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from autoshard import cli, command_line
+from autoshard import cli
 from autoshard.cli import main
+from autoshard.command_line import reading
 
 ROOT = Path(__file__).parents[2]
 LIST = [sys.executable, "-m", "autoshard.cli", "list", "models"]
@@ -99,7 +100,7 @@ def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "command_of", lambda _: interrupted)
-    monkeypatch.setattr(command_line, "read_options", lambda *_: {})
+    monkeypatch.setattr(reading, "read_options", lambda *_: {})
     assert main(["list"]) == 130
     assert capsys.readouterr().err == "autoshard: interrupted\n"
 

@@ -103,4 +103,4 @@ def test_what_is_wrong_is_said(words: str, data: dict[str, Any], says: str, type
 
 
 def test_a_sweep_that_is_nowhere_is_said(typed: Typed) -> None:
-    assert typed("sweep none.yaml")[2] == "autoshard: none.yaml: cannot be read: No such file or directory\n"
+    assert typed("sweep none.yaml")[2] == "autoshard: none.yaml: there is no such file\n"

@@ -12,6 +12,7 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.explanation import Alternatives, Certificate, Refusal, WhyNot
 from autoshard.plan.plan import Plan
 from autoshard.report.answers import runners_up_of
+from autoshard.report.brief import brief_sheets
 from autoshard.report.explanation import explanation_sheets
 from autoshard.report.plan_sheets import plan_sheets
 from autoshard.report.structured import answers_json, comparison_json, explanation_json, why_not_json
@@ -51,8 +52,15 @@ def shown(name: str) -> str:
         total_tokens=2e12,
         next_step="x",
     )
+    result = answers_of(QUESTIONS[name](), answer)
+    written = result.runnable(result.name)
+    first = brief_sheets(written.plan, answer.certificate, result.answers, written=written.name, total_tokens=2e12)
     alternatives = Alternatives(others=tuple(others), unlimited_s=1.0, certificate=answer.certificate)
-    return printed(drawn(*sheets)) + printed(*explanation_sheets(plan, explain(plan), alternatives, rank_times(plan)))
+    return (
+        printed(drawn(*first))
+        + printed(drawn(*sheets))
+        + printed(*explanation_sheets(plan, explain(plan), alternatives, rank_times(plan)))
+    )
 
 
 def headings(text: str) -> set[str]:

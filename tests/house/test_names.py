@@ -11,7 +11,8 @@ PLACEHOLDERS = frozenset((
     "every", "known", "asked", "begun", "apart", "alike", "left",
 ))  # fmt: skip
 MIRRORS = frozenset((
-    *("convert", "explain", "launch", "plan", "tokenize", "validate", "verify"),  # a command, and what it calls
+    # a command, what it calls, and the function of Python
+    *("compare", "convert", "explain", "launch", "load", "plan", "report", "run", "tokenize", "validate", "verify"),
     *("build", "keeps", "philox"),  # both engines; a kernel in torch, and the same in numpy
     *("local", "cp_heads"),  # what users write, and how it is read; a Rule of candidates, and of Strategies
     "main",

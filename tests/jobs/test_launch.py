@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from autoshard.cli import main
-from autoshard.command_line import read_options
+from autoshard.command_line.reading import read_options
 from autoshard.commands import command_of
 from autoshard.plan.codec import dump, load, plan_hash
 from tests.jobs.cases import FIRST, plan_of

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as some
 
 from autoshard.cli import main
-from autoshard.command_line import Stated
+from autoshard.command_line.options import Stated
 from autoshard.errors import InputError
 from autoshard.plan.codec import dump
 from autoshard.runtime.restart import (

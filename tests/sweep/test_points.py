@@ -85,7 +85,7 @@ FAULTY: list[tuple[dict[str, Any], str]] = [
     ({"base": TINY, "frontier": 0}, "frontier: must be 1 to 100, not 0"),
     ({"base": TINY, "gird": {}}, "gird: unknown key. Did you mean grid?"),
     ({"base": {"nodes": 1}}, "model: missing"),
-    ({"recipe": "nowhere.yaml"}, "nowhere.yaml: cannot be read"),
+    ({"recipe": "nowhere.yaml"}, "nowhere.yaml: there is no such file"),
     ({"base": TINY, "grid": {"nodes": list(range(1000)), "seq_len": list(range(1000))}}, "has at most 100000"),
     ({"base": TINY, "grid": {"schedule.shape": ["round"]}}, "schedule.shape: expected one of"),
     ({"base": TINY, "zip": {"nodes": [1, 2]}, "grid": {"nodes": [4]}}, "zip.nodes: sets the same as grid.nodes"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autoshard.command_line import Counts
+from autoshard.command_line.options import Counts
 from autoshard.cost.built_in import calibration_of
 from autoshard.cost.calibration import load_calibration
 from autoshard.cost.predict import check_plan

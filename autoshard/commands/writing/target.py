@@ -1,5 +1,6 @@
 """Where ``autoshard plan`` writes a plan and its page."""
 
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from autoshard.extensions import EXTENSIONS
 from autoshard.plan.codec import refuse_to_replace, save
 from autoshard.plan.plan import Plan
 
+_MOST_TOKENS = 1e18  # ten thousand times what any model has read
 _REMEDY = "Type --force to replace it"
 
 
@@ -25,13 +27,23 @@ class Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where a plan and the answer go."""
+    """Where a plan goes, and what is printed.
 
-    out: Path
-    force: bool
-    open: bool
-    json: bool
-    total_tokens: float | None
+    Args:
+        tokens: How many tokens the whole training reads, e.g. 2T or 300B; the answer says how many days and dollars.
+        out: The plan file to write.
+        force: Replace the plan file even if somebody has edited it, or if it holds something else.
+        open: Also draw the plan as a page, as `autoshard report` does, beside the plan file, and open it.
+        verbose: Print all that is known of the plan and the other answers, instead of the first screen.
+        json: Print one JSON object instead of tables.
+    """
+
+    tokens: str | None = None
+    out: Path = Path("plan.json")
+    force: bool = False
+    open: bool = False
+    verbose: bool = False
+    json: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a page in the place of the plan file or beside a device, and places where nothing can be written."""
@@ -39,6 +51,13 @@ class Target:
         where = "leaves no place beside it for the page of --open. Name a .json file"
         require((beside or not self.open, f"--out {self.out}", where))
         require(*(place_checks(self.page, "the page of --open") if self.open else ()))
+        if self.tokens is not None:
+            token_total(self.tokens)
+
+    @property
+    def total_tokens(self) -> float | None:
+        """The tokens of the whole training, if they are stated."""
+        return token_total(self.tokens) if self.tokens is not None else None
 
     @property
     def page(self) -> Path:
@@ -81,6 +100,19 @@ class Target:
 
             draw_plan(plan, self.page)
         return 0
+
+
+def token_total(text: str) -> float:
+    """Read a number of tokens.
+
+    >>> token_total("2T"), token_total("1.5e12"), token_total("300b")
+    (2000000000000.0, 1500000000000.0, 300000000000.0)
+    """
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?(?:e[0-9]{1,2})?)([kmbt]?)", text.strip().lower())
+    count = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]] if match else 0.0
+    message = f"{text!r} is not a number of tokens. Write it like 2T, 300B or 1.5e12"
+    require((0 < count < _MOST_TOKENS, "--tokens", message))
+    return count
 
 
 def _unusual(plan: Plan) -> Iterator[str]:

@@ -268,6 +268,9 @@ def _loaded(file: Path) -> Any:
         raise InputError.of(str(file), f"{message} ({what})") from None
     except (RuntimeError, OSError, EOFError, ValueError) as error:
         reason = str(error).partition("\n")[0]
+        if file.suffix in (".json", ".yaml", ".yml", ".txt", ".py"):
+            advice = "holds no weights; type a folder of weights, a checkpoint or a .pt file"
+            raise InputError.of(str(file), advice) from None
         raise InputError.of(str(file), f"is no whole file of torch.save ({reason}). Copy it again") from None
 
 

@@ -10,7 +10,7 @@ from autoshard.errors import InputError, NoPlan
 from autoshard.plan.codec import save
 from autoshard.plan.explanation import Answer, Certificate, Ratio
 from autoshard.plan.found import SearchRecord
-from autoshard.plan.plan import Plan
+from autoshard.plan.plan import Plan, Prediction
 from autoshard.search.ask.choice.doubt import known_schedules, short_percent
 from autoshard.search.ask.planner import SearchResult
 from autoshard.search.ask.vendor.answer import step_s, vendor_answer
@@ -41,6 +41,11 @@ class PlanResult:
     def plan(self) -> Plan:
         """The plan of the answer that was asked for."""
         return self.named(self.name).plan
+
+    @property
+    def prediction(self) -> Prediction:
+        """What the cost model says of ``plan``: ``step_time_s``, ``peak_bytes``, ``tokens_per_s``, ``mfu`` and more."""
+        return self.named(self.name).prediction
 
     @property
     def runners_up(self) -> tuple[Plan, ...]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from autoshard.cost.built_in import built_in
 from autoshard.cost.calibration import Calibration, load_calibration
 from autoshard.cost.terms import CostTerm
-from autoshard.errors import Fault, Faults, InputError
+from autoshard.errors import Fault, Faults, InputError, require
 from autoshard.layout.pin import Pin, pins_of as layout_pins
 from autoshard.plan.candidate import parse_pins, pins_text
 from autoshard.plan.lowering import ATOMS
@@ -19,16 +19,17 @@ from autoshard.search.ask.answers import PlanResult, answers_of
 from autoshard.search.ask.choice.doubt import DOUBT
 from autoshard.search.ask.no_plan import unanswered
 from autoshard.search.ask.planner import SearchResult, search as search_all
+from autoshard.search.ask.python_words import python_words
 from autoshard.search.ask.vendor.defaults import default_workload
-from autoshard.search.bound.request import Request
+from autoshard.search.bound.request import Objective, Request
 from autoshard.search.bound.space import Pins
 from autoshard.spec.cluster import HEADROOM, Cluster
 from autoshard.spec.cluster_catalogue import load_cluster, other_lnc
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
-from autoshard.spec.recipe import DEFAULT_CLUSTER, QuestionOptions
-from autoshard.spec.workload import Workload
+from autoshard.spec.recipe import DEFAULT_CLUSTER, QuestionOptions, sequences_of
+from autoshard.spec.workload import Precision, Workload
 
 Value = TypeVar("Value")
 
@@ -54,16 +55,20 @@ class Cost:
 
 def plan(  # noqa: PLR0913
     model: ModelSpec | str | Path,
-    cluster: Cluster | str | Path,
+    cluster: Cluster | str | Path = DEFAULT_CLUSTER,
     workload: Workload | None = None,
     *,
     nodes: int | None = None,
     seq_len: int | None = None,
-    global_batch: int | None = None,
+    global_batch: int | str | None = None,
     fix: Mapping[str, Any] | str = "",
     top: int = 3,
     cost: Cost | Calibration | None = None,
     search: Search | None = None,
+    precision: str | None = None,
+    headroom: float | None = None,
+    objective: Objective = "time",
+    choose: str | None = None,
 ) -> PlanResult:
     """Find the fastest layout of a training run that fits in memory, a simple one that is nearly as fast, the vendor's.
 
@@ -73,11 +78,15 @@ def plan(  # noqa: PLR0913
         workload: Sequence, batch, number formats, optimizer. Without: as on the command line, in bf16.
         nodes: How many nodes a cluster that is named has; 1 if not told otherwise.
         seq_len: Tokens in a sequence, if not those of the workload.
-        global_batch: Sequences in an optimizer step, if not those of the workload.
+        global_batch: Sequences in an optimizer step, or tokens: "4M"; if not those of the workload.
         fix: Keys of the layout that are pinned: ``{"tp": 32}``, or ``"tp=32,schedule=1f1b"`` as after ``--fix``.
         top: How many of the best layouts are answers, the best one included.
         cost: Constants and terms of your own.
         search: Pinned tensors, Rules and a search of your own.
+        precision: Number formats as after ``--precision``, if not those of the workload.
+        headroom: Which share of a rank's memory stays free; a tenth if not told otherwise.
+        objective: What is minimised: time, dollars or memory.
+        choose: Which answer ``result.plan`` is: fastest, simple, vendor, or the number of a runner-up.
 
     The plan of the result is the simple one. Raises NoPlan where nothing fits, and InputError where the question is
     wrong; both say what to change.
@@ -87,33 +96,59 @@ def plan(  # noqa: PLR0913
     >>> result.plan.mesh.size("tp"), [answer.name for answer in result.answers]
     (2, ['fastest', 'simple', '2', '3'])
     """
-    the_model = model if isinstance(model, ModelSpec) else load_model(model)
-    the_cluster = _cluster(cluster, nodes)
-    how = search or Search()
-    prices = cost if isinstance(cost, Cost) else Cost(calibration=cost)
-    options = QuestionOptions(seq_len=seq_len, global_batch=global_batch)
-    work, defaults = (workload, "") if workload else default_workload(the_model, the_cluster, options)
-    request = Request(
-        model=the_model,
-        cluster=the_cluster,
-        workload=replace(work, seq_len=seq_len or work.seq_len, global_batch=global_batch or work.global_batch),
-        engines=engines_of(the_cluster, _usual_engine(the_model)),
+    how, prices = search or Search(), cost if isinstance(cost, Cost) else Cost(calibration=cost)
+    how = how if headroom is None else replace(how, headroom=headroom)
+    options = QuestionOptions(seq_len=seq_len, global_batch=global_batch, precision=precision)
+    with python_words():
+        the_model = model if isinstance(model, ModelSpec) else load_model(model)
+        the_cluster = _cluster(cluster, nodes)
+        work, defaults = (
+            (_over(workload, options), "") if workload else default_workload(the_model, the_cluster, options)
+        )
+        pins = pins_from_text((fix if isinstance(fix, str) else pins_text(fix)) or None)
+        request = _request(the_model, the_cluster, work, how, prices)
+        request = replace(request, pins=pins, objective=objective, defaults=defaults)
+        return _searched(request, how, top, choose)
+
+
+def _request(model: ModelSpec, cluster: Cluster, work: Workload, how: Search, prices: Cost) -> Request:
+    """Return the question about a model on a cluster, with what a script brings along."""
+    return Request(
+        model=model,
+        cluster=cluster,
+        workload=work,
+        engines=engines_of(cluster, _usual_engine(model)),
         headroom=how.headroom,
-        pins=pins_from_text((fix if isinstance(fix, str) else pins_text(fix)) or None),
         layouts=layout_pins(how.layouts, "Python"),
-        calibration=constants_of(the_cluster, prices.calibration, prices.release),
+        calibration=constants_of(cluster, prices.calibration, prices.release),
         terms=prices.terms,
         extra_rules=how.rules,
-        defaults=defaults,
     )
-    result = how.method(request) if how.method else search_all(request, top, simple_within=DOUBT)
+
+
+def _searched(request: Request, how: Search, top: int, choose: str | None) -> PlanResult:
+    """Return the answers to a question; raise NoPlan where nothing fits."""
+    within = None if request.objective == "memory" else DOUBT
+    result = how.method(request) if how.method else search_all(request, top, simple_within=within)
     if not result.plans:
         raise unanswered(request, result)
-    return answers_of(request, result)
+    return answers_of(request, result, choose)
+
+
+def _over(work: Workload, options: QuestionOptions) -> Workload:
+    """Return a workload with what was stated beside it."""
+    length, batch = options.seq_len or work.seq_len, options.global_batch
+    return replace(
+        work,
+        seq_len=length,
+        global_batch=work.global_batch if batch is None else sequences_of(batch, length),
+        precision=Precision.named(options.precision) if options.precision else work.precision,
+    )
 
 
 def _cluster(cluster: Cluster | str | Path, nodes: int | None) -> Cluster:
     """Return a cluster, or the one of a name or a path, of as many nodes as wanted."""
+    require((type(nodes) in (int, type(None)), "nodes", f"must be a whole number, not {nodes!r}"))
     if isinstance(cluster, Cluster):
         return cluster if nodes is None else replace(cluster, num_nodes=nodes)
     return load_cluster(str(cluster), nodes or 1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from autoshard.search.ask.vendor.documented import VendorLayout, vendor_layouts
 from autoshard.spec.cluster import LOCAL, Cluster
 from autoshard.spec.model import ModelSpec
-from autoshard.spec.recipe import QuestionOptions
+from autoshard.spec.recipe import QuestionOptions, sequences_of
 from autoshard.spec.workload import Precision, Workload
 
 LONGEST_DEFAULT = 8192
@@ -27,7 +27,7 @@ class Sizes:
 
 
 def default_sizes(
-    model: ModelSpec, cluster: Cluster, *, seq_len: int | None = None, global_batch: int | None = None
+    model: ModelSpec, cluster: Cluster, *, seq_len: int | None = None, global_batch: int | str | None = None
 ) -> Sizes:
     """Return length and batch of a question, of which some may be stated.
 
@@ -44,7 +44,7 @@ def default_sizes(
     length = usual if seq_len is None else seq_len
     fixed = documented.global_batch if documented else LOCAL_BATCH if cluster.name == LOCAL else None
     batch = fixed or 2 ** max(0, int(math.log2(TOKENS / max(1, length))))
-    batch = batch if global_batch is None else global_batch
+    batch = batch if global_batch is None else sequences_of(global_batch, length)
     opened = [name for name, stated in (("length", seq_len), ("batch", global_batch)) if stated is None]
     if documented and opened:
         words = f"as {documented.vendor} documents for {documented.place(cluster.name)}"

@@ -1,0 +1,1 @@
+"""Command lines and files of options become the arguments of a function."""

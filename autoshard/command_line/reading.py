@@ -1,0 +1,138 @@
+"""Command lines and files of options become the arguments of a function.
+
+jsonargparse splits the line and checks every value against the type of its parameter. This module adds recipes in the
+place of plans, a model without its option, the right name of what is misspelled, and that all faults come at once.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast, get_args, get_origin
+
+from jsonargparse import ArgumentError
+
+from autoshard.command_line.entries import Entries, entries_of
+from autoshard.command_line.options import (
+    Option,
+    PlanOrRecipe,
+    Stated,
+    built,
+    flat_fields,
+    is_group,
+    is_recipe,
+    options_of,
+)
+from autoshard.command_line.parsing import COMMON, WORD, dest_of, parser_of
+from autoshard.command_line.suggesting import suggestion
+from autoshard.command_line.values import pairs_of, value_of
+from autoshard.errors import Fault, InputError, inside
+from autoshard.spec.files import named_file, shipped_files
+from autoshard.spec.model_catalogue import model_names
+from autoshard.spec.recipe import RECIPES
+
+
+def read_options(name: str, command: Callable[..., int], arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the values of a command's parameters.
+
+    A parameter whose type is a dataclass stands for its fields: each is an option. Options come from the line, from the
+    file after --config, and from a recipe in the place of a plan, in this order.
+    """
+    options = {option.name: option for option in options_of(command)}
+    line = _split(name, options, arguments)
+    faults = list[Fault]()
+    stated: Entries = {}
+    for where, path in _option_files(options, line):
+        stated |= entries_of(where, path, options, faults)
+    _load_extensions(line["extend"] or (), *stated.pop("extend", ("", ())))
+    for key, option in options.items():
+        raw = line[dest_of(option)]
+        if raw not in (None, False, []):
+            typed = pairs_of(option, raw, faults) if option.repeats else raw
+            in_file = stated[key][1] if option.kind == Mapping[str, str] and key in stated else None
+            stated[key] = (option.label, {**in_file, **typed} if isinstance(in_file, dict) else typed)
+    values = {key: value_of(option, stated.get(key), faults) for key, option in options.items()}
+    if faults:
+        raise InputError(faults)
+    return _arguments(command, options, values, stated)
+
+
+def _split(name: str, options: Mapping[str, Option], arguments: Sequence[str]) -> dict[str, Any]:
+    """Return what the line says of each option, as text."""
+    known = ["--help", *COMMON, *(option.flag for option in options.values() if not option.is_positional)]
+    flags = (argument.partition("=")[0] for argument in arguments if argument.startswith("--") and argument != "--")
+    faults = [
+        Fault(where=flag, message=f"unknown option. {suggestion(flag, known)} See autoshard {name} --help")
+        for flag in flags
+        if flag not in known  # the parser would take abbreviations, and name only the first that it does not know
+    ]
+    if faults:
+        raise InputError(faults)
+    try:
+        return dict(vars(parser_of(name, options).parse_args(arguments)))
+    except ArgumentError as error:
+        raise InputError.of("", f"{_in_our_words(str(error))}. See autoshard {name} --help") from None
+
+
+def _in_our_words(message: str) -> str:
+    """Return a fault of the parser as our other faults are said.
+
+    >>> _in_our_words("argument --model: expected one argument"), _in_our_words("unrecognized arguments: pp=8")
+    ('--model: a value is missing', 'pp=8: belongs to no option. Values of one option are joined by commas: tp=8,pp=2')
+    """
+    text = message.removeprefix("argument ").replace("expected one argument", "a value is missing")
+    extra = text.removeprefix("unrecognized arguments: ").removeprefix("Unrecognized arguments: ")
+    if extra == text:
+        return text
+    joined = ". Values of one option are joined by commas: tp=8,pp=2" if "=" in extra else ""
+    return f"{extra}: belongs to no option{joined}"
+
+
+def _option_files(options: Mapping[str, Option], line: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the files of options that a line names, with how faults name them.
+
+    They stand in the place of a plan or of a model, or after --config. A name of ours becomes its path in the line.
+    """
+    for key, option in options.items():
+        if option.kind is PlanOrRecipe and line[key] is not None:
+            line[key] = str(named_file(Path(line[key]), RECIPES))
+            if is_recipe(line[key]):
+                yield line[key], line[key]
+    word = line.get(WORD)
+    if word is not None and (is_recipe(word) or (word in shipped_files(RECIPES) and word not in model_names())):
+        yield word, str(named_file(Path(word), RECIPES))
+    elif word is not None:
+        if line["model"] is not None:
+            raise InputError.of("--model", f"is typed twice: {word} and {line['model']}")
+        line["model"] = word
+    if line["config"]:
+        with inside("--config"):
+            yield f"--config {line['config']}", str(named_file(Path(line["config"]), RECIPES))
+
+
+def _arguments(
+    command: Callable[..., int], options: Mapping[str, Option], values: Mapping[str, Any], entries: Entries
+) -> dict[str, Any]:
+    """Return the arguments of a command: values, dataclasses made of values, and the stated options of dataclasses."""
+    origins = {key: entries[key][0] if key in entries else option.label for key, option in options.items()}
+
+    def argument(name: str, kind: Any) -> object:
+        if get_origin(kind) is Stated:
+            group = get_args(kind)[0]
+            stated = {key: values[key] for key in flat_fields(group()) if key in entries}
+            return Stated(kind=group, values=stated, origins=origins)
+        return built(kind, "", values, origins) if is_group(kind) else values[name]
+
+    kinds = ((name, parameter.annotation) for name, parameter in inspect.signature(command).parameters.items())
+    return {name: argument(name, kind) for name, kind in kinds}
+
+
+def _load_extensions(typed: Sequence[str], file: str, listed: object) -> None:
+    """Load the user's Python files: those typed, and those that a file of options names, relative to it if need be."""
+    names = [str(name) for name in (cast(Sequence[object], listed) if isinstance(listed, list | tuple) else [listed])]
+    beside = ((Path(file).parent / name, Path(name)) for name in names)
+    paths = [*map(Path, typed), *(near if near.is_file() else path for near, path in beside)]
+    if paths:
+        from autoshard.extensions import load_extension
+
+        for path in paths:
+            load_extension(path)

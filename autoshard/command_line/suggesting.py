@@ -1,0 +1,40 @@
+"""What a user may have meant by an option that no command has: the words of other programs."""
+
+from collections.abc import Mapping, Sequence
+
+from autoshard.errors import nearest
+
+_SHARDING = "--fix {key}=N, with commas between several, such as --fix tp=8,pp=2"
+_MEANT: Mapping[str, str] = {  # words of torchrun, Megatron-LM, torchtitan, DeepSpeed and transformers -> ours
+    **dict.fromkeys(("--lr", "--max-lr", "--rate"), "--learning-rate"),
+    **dict.fromkeys(("--gpus", "--num-gpus", "--devices", "--world-size", "--nnodes", "--num-nodes", "--machines"),
+        "--nodes, of the machine that --cluster names"),
+    **dict.fromkeys(("--gpu", "--machine", "--instance", "--hardware", "--accelerator", "--device"), "--cluster"),
+    **dict.fromkeys(("--batch", "--batch-size", "--gbs", "--global-batch-size"), "--global-batch"),
+    **dict.fromkeys(("--seq", "--seqlen", "--seq-length", "--sequence-length", "--context", "--context-length"),
+        "--seq-len"),
+    **dict.fromkeys(("--train-iters", "--max-steps", "--iterations", "--num-steps"), "--steps"),
+    **dict.fromkeys(("--tp", "--tensor-parallel", "--tensor-model-parallel-size"), _SHARDING.format(key="tp")),
+    **dict.fromkeys(("--pp", "--pipeline-parallel", "--pipeline-model-parallel-size"), _SHARDING.format(key="pp")),
+    **dict.fromkeys(("--dp", "--data-parallel", "--fsdp"), _SHARDING.format(key="dp")),
+    **dict.fromkeys(("--cp", "--context-parallel", "--context-parallel-size"), _SHARDING.format(key="cp")),
+    **dict.fromkeys(("--ep", "--expert-parallel", "--expert-model-parallel-size"), _SHARDING.format(key="ep")),
+    **dict.fromkeys(("--mbs", "--micro-batch", "--micro-batch-size"), _SHARDING.format(key="mbs")),
+    **dict.fromkeys(("--zero", "--zero-stage"), _SHARDING.format(key="zero")),
+    **dict.fromkeys(("--dtype", "--mixed-precision", "--bf16", "--fp16"), "--precision"),
+    **dict.fromkeys(("--output", "--save", "--outdir", "--output-dir", "--to-file"), "--out"),
+    **dict.fromkeys(("--wandb", "--wandb-project"), "--track.wandb"),
+    **dict.fromkeys(("--memory-fraction", "--gpu-memory-utilization"), "--headroom"),
+}  # fmt: skip
+
+
+def suggestion(flag: str, known: Sequence[str]) -> str:
+    """Say which option was meant: the one that other programs call so, or those with a like name.
+
+    >>> suggestion("--lr", ["--learning-rate", "--lnc"]), suggestion("--lcn", ["--learning-rate", "--lnc"])
+    ('Type --learning-rate.', 'Did you mean --lnc?')
+    """
+    meant = _MEANT.get(flag)
+    if meant and meant.split()[0].rstrip(",") in known:
+        return f"Type {meant}."
+    return nearest(flag, known)

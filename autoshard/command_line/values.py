@@ -1,0 +1,108 @@
+"""Typed text becomes values of the options' types; what is wrong with it becomes faults."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from jsonargparse import ArgumentError, ArgumentParser
+
+from autoshard.command_line.options import DEFAULT_PLAN, REQUIRED, Counts, Option, Paths, PlanOrRecipe
+from autoshard.errors import Fault, nearest
+from autoshard.spec.recipe import Pins
+
+EXPECTED: dict[Any, tuple[str, str]] = {  # type -> how the help and how a fault names it
+    bool: ("", "true or false"),
+    int: ("N", "a whole number"),
+    float: ("X", "a number like 0.001, 1e-3 or 10%"),
+    int | str: ("N", "a whole number, or tokens like 4M"),
+    Counts: ("N[,N...]", "a whole number, or several like 4,8,16"),
+    Path: ("PATH", "a path"),
+    Paths: ("PATH", "paths"),
+    Pins: ("KEY=VALUE[,...]", "text"),
+}
+_LENGTHS = ("seq_len",)  # counted as contexts are named: 8k is 8192
+_UNITS = {"k": 1, "K": 1, "M": 2, "G": 3, "B": 3, "T": 4}
+_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKMGBT])")
+
+
+def pairs_of(option: Option, texts: Sequence[str], faults: list[Fault]) -> dict[str, str]:
+    """Split NAME=VALUE; a name alone weighs 1 where values are weights."""
+    pairs: dict[str, str] = {}
+    for text in texts:
+        weighs = option.kind == Mapping[str, float]
+        name, equals, value = text.rpartition("=") if weighs else text.partition("=")
+        name, value = (name, value) if equals else (text, "1" if weighs else "")
+        if name in pairs:
+            faults.append(Fault(where=f"{option.flag} {name}", message="is given twice; keep one"))
+        pairs[name.strip()] = value
+    return pairs
+
+
+def value_of(option: Option, stated: tuple[str, Any] | None, faults: list[Fault]) -> object:
+    """Return the value of an option in its type, or its default; what is wrong with it joins the faults."""
+    if stated is None:
+        faults += _missing(option)
+        return {} if option.repeats else None if option.default is REQUIRED else option.default
+    (where, raw), kind = stated, option.kind
+    if isinstance(raw, int | float) and not isinstance(raw, bool) and kind not in (int, float, int | str):
+        raw = str(raw)
+    if isinstance(raw, str) and (not raw.strip() or "\0" in raw):
+        faults.append(Fault(where=where, message="must not be empty"))
+        return None
+    reader = ArgumentParser(exit_on_error=False)
+    reader.add_argument("--value", type=getattr(kind, "__supertype__", kind))
+    try:
+        listed = f"[{raw}]" if kind == Counts and isinstance(raw, str) else _plain_number(option, raw)
+        value = reader.parse_object({"value": listed}, defaults=False).value
+    except ArgumentError:
+        value = None
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        faults.append(Fault(where=where, message=_mismatch(option, raw)))
+    return value
+
+
+def _missing(option: Option) -> list[Fault]:
+    """Return what is missing: an option without a default, or the plan file that is read where none is typed."""
+    if option.default is REQUIRED:
+        choices = f"; one of {', '.join(option.words)}" if option.words else ""
+        return [Fault(where=option.label, message=f"missing{choices}")]
+    reads_plan = option.is_positional and option.default in (DEFAULT_PLAN, (DEFAULT_PLAN,))
+    if reads_plan and not DEFAULT_PLAN.exists():
+        form = "a plan file or a recipe" if option.kind is PlanOrRecipe else "a plan file"
+        message = (
+            f"missing, and this folder has no {DEFAULT_PLAN}. Type {form}, or make one: autoshard plan MODEL --nodes N"
+        )
+        return [Fault(where=option.label, message=message)]
+    return []
+
+
+def _plain_number(option: Option, raw: object) -> object:
+    """Return text like 8k, 1.5M or 10% as the number that it stands for; anything else as it is.
+
+    >>> number = Option(name="seq_len", kind=int, default=1, words=(), repeats=False, flag="--seq-len", label="")
+    >>> _plain_number(number, "8k"), _plain_number(number, "8 thousand")
+    (8192, '8 thousand')
+    """
+    text = raw.strip() if isinstance(raw, str) else ""
+    if option.kind is float and re.fullmatch(r"[0-9.]+ ?%", text):
+        return repr(round(float(text.rstrip(" %")) / 100, 12)) if text.count(".") < 2 else raw
+    match = _NUMBER.fullmatch(text) if option.kind is int else None
+    if match is None:
+        return raw
+    number = float(match[1]) * (1024 if option.name in _LENGTHS else 1000) ** _UNITS[match[2]]
+    return int(number) if number.is_integer() else raw
+
+
+def _mismatch(option: Option, raw: object) -> str:
+    """Say what an option expects instead of what was typed."""
+    if option.repeats:
+        values = "numbers" if option.kind == Mapping[str, float] else "text in quotes"
+        return f"must map names to {values}, one `name: value` per line"
+    if isinstance(raw, dict | list | bool) and option.kind is not bool:
+        return "expected a single value"
+    if option.words and option.kind not in EXPECTED:
+        number = " A whole number is fine too." if int in get_args(option.kind) else ""
+        return f"{str(raw)!r} is not one of them. {nearest(str(raw), option.words)}{number}"
+    return f"expected {EXPECTED.get(option.kind, ('', 'text'))[1]}, found {str(raw)!r}"

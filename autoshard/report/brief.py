@@ -1,0 +1,128 @@
+"""The first answer to a question, on one screen: what, how fast, how full, how dear, how sure, and what comes next."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from autoshard.cost.doubt import ratio_of
+from autoshard.plan.explanation import Answer, Certificate
+from autoshard.plan.plan import Plan
+from autoshard.report.answers import plan_words
+from autoshard.report.plan_sheets import (
+    day_fact,
+    largest_parts,
+    plan_figures,
+    question_words,
+    search_words,
+    total_words,
+    work_words,
+)
+from autoshard.report.sheet import Cell, Fact, Node, Sheet, Table, Words
+from autoshard.report.words import layout_words, prediction_of, program_lines, signed_words, software_of
+from autoshard.units import format_bytes, format_count, format_seconds
+
+_FEATURES = {  # what rows may lack -> how a plan has it
+    "tp": "tensor parallelism over {}", "pp": "a pipeline over {}", "dp": "data parallelism over {}",
+    "cp": "context parallelism over {}", "ep": "expert parallelism over {}", "vp": "{} chunks a rank",
+    "recompute": "recompute {}", "schedule": "the schedule {}", "kernels": "the kernels {}",
+    "products": "products in {}", "experts": "{} experts", "sequence": "sequences of {} tokens", "nodes": "{} nodes",
+    "cluster": "the cluster {}",
+}  # fmt: skip
+_ROWS = ", and rows have "  # between what a plan has and what measured runs have
+_MOST_DOUBTS = 3  # that the first answer names
+
+
+def brief_sheets(
+    plan: Plan,
+    certificate: Certificate,
+    answers: Sequence[Answer],
+    *,
+    written: str,
+    defaults: str = "",
+    total_tokens: float | None = None,
+) -> Iterator[Sheet]:
+    """Yield the answer in about twenty lines; ``written`` is the name of the answer that the plan file gets."""
+    figures = Node(plan_figures(plan))
+    if certificate.stopped:
+        words = f"The search was not finished ({certificate.stopped}): this is the best plan so far, not a proven one"
+        yield Sheet(notes=[Words(words, "bad")])
+    assumed = f"assumed {defaults}" if defaults else ""
+    yield Sheet(title=question_words(plan), about=work_words(plan), notes=[Words(assumed, "soft")] if assumed else [])
+    yield Sheet(facts=[*_facts(plan, figures), *_sureness(plan, certificate, total_tokens)])
+    shown = shown_answers(answers, written)
+    if len(shown) > 1:
+        yield Sheet(tables=[_table(plan, shown, written)])
+    lines = [*program_lines(plan), *doubts(prediction_of(plan).outside)]
+    yield Sheet(notes=[*_misfit(plan), *(Words(line, "warning") for line in lines)])
+
+
+def shown_answers(answers: Sequence[Answer], written: str) -> list[Answer]:
+    """Return the answers of the first screen: what is written, what people run, and the fastest."""
+    named = {answer.name: answer for answer in answers}
+    usual = "vendor" if "vendor" in named else "other"
+    shown = [named[name] for name in dict.fromkeys((written, usual, "fastest", "smallest")) if name in named]
+    return [answer for place, answer in enumerate(shown) if answer.plan not in [other.plan for other in shown[:place]]]
+
+
+def doubts(outside: Mapping[str, str]) -> Iterator[str]:
+    """Say of what a prediction has no measured run.
+
+    >>> list(doubts({"recompute": "mixed, and rows have full, none", "mfu": "63% without masked pairs"}))
+    ['less certain: no measured run mixed recompute kinds', 'likely too fast: MFU 63% without masked pairs']
+    """
+    features = {feature: text for feature, text in outside.items() if feature != "mfu"}
+    for feature, text in [*features.items()][:_MOST_DOUBTS]:
+        value, _, rows = text.partition(_ROWS)
+        have = _FEATURES.get(feature, feature + " {}").format(value)
+        lacks = "mixed recompute kinds" if (feature, value) == ("recompute", "mixed") else f"had {have}"
+        runs = f" (they had {rows})" if rows and lacks.startswith("had") else ""
+        yield f"less certain: no measured run {lacks}{runs}"
+    if len(features) > _MOST_DOUBTS:
+        yield f"less certain in {len(features) - _MOST_DOUBTS} points more; -v names them"
+    if "mfu" in outside:
+        yield f"likely too fast: MFU {outside['mfu']}"
+
+
+def _facts(plan: Plan, figures: Node) -> Iterator[Fact]:
+    """Yield the plan in words, its speed, memory, price and the largest parts of its time."""
+    prediction, predicted = figures["prediction"], prediction_of(plan)
+    mfu = prediction["mfu_causal"] or prediction["mfu"]
+    low, high = (format_seconds(time_s) for time_s in (predicted.low_s, predicted.high_s))
+    per_second = prediction["tokens_per_s"].figure(lambda count: format_count(count, "tokens/s"))
+    yield Fact("plan", Words(layout_words(plan), "strong"))
+    yield Fact("layout", Words(str(plan.candidate), "code"))
+    yield Fact("step", prediction["step_time_s"].figure(), (f" ({low} to {high}), ", per_second, ", MFU ", mfu.figure(),
+               f" of {software_of(plan)}"))  # fmt: skip
+    yield Fact("time", largest_parts(predicted))
+    usable = format_bytes(plan.cluster.rank_memory_bytes)
+    kept_free = f"; {plan.headroom:.0%} is kept free on purpose" if plan.headroom else ""
+    yield Fact("memory", figures["peak_bytes"].figure(), f" of {usable} on the fullest rank{kept_free}")
+    yield day_fact(plan, figures["dollars"])
+
+
+def _sureness(plan: Plan, certificate: Certificate, total_tokens: float | None) -> Iterator[Fact]:
+    """Yield what all tokens take, and how good the plan is by the cost model."""
+    if total_tokens:
+        yield Fact("total", total_words(plan, total_tokens))
+    yield Fact("search", f"{search_words(certificate)}, by this cost model")
+
+
+def _table(plan: Plan, answers: Sequence[Answer], written: str) -> Table:
+    """Return the answers beside what is written: time, memory, layout, and why each stands here."""
+    rows: list[list[Cell]] = []
+    for answer in answers:
+        prediction = prediction_of(answer.plan)
+        more: Cell = ""
+        if answer.plan is not plan and not answer.against:
+            ratio = ratio_of(answer.plan, plan)
+            more = f"{signed_words(ratio.value - 1)} ({signed_words(ratio.low - 1)} to {signed_words(ratio.high - 1)})"
+        why = "written" if answer.name == written else answer.why.partition(", for ")[0]
+        why = f"may not run: {answer.against[0].partition('. ')[0]}" if answer.against else why
+        rows.append([answer.name, format_seconds(prediction.step_time_s), more, format_bytes(prediction.peak_bytes),
+                     plan_words(answer.plan.candidate), why])  # fmt: skip
+    title = "Answers; what each takes more than the written one, with the 80% interval of that"
+    return Table(title, ("name", ">step", ">more time", ">memory", "layout", "why"), rows, whole=("name",),
+                 drop=("why",))  # fmt: skip
+
+
+def _misfit(plan: Plan) -> list[Cell]:
+    missing = prediction_of(plan).peak_bytes - prediction_of(plan).capacity_bytes
+    return [Words(f"does not fit: {format_bytes(missing)} too much on the fullest rank", "bad")] if missing > 0 else []

@@ -1,0 +1,143 @@
+"""The commands as functions of Python: each takes plans or paths, and returns a value that prints itself."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autoshard.cost.predict import CheckedPlan, check_plan
+from autoshard.errors import NoPlan, RunFailed, inside
+from autoshard.plan.codec import load as read_plan
+from autoshard.plan.plan import Plan
+from autoshard.report.account import Account
+from autoshard.report.sheet import Fact, Node, Sheet, Words
+
+PlanLike = Plan | str | Path  # a plan, or the path of its file
+
+
+def load(path: str | Path) -> Plan:
+    """Read a plan file, with a prediction of this version.
+
+    Raises InputError where the file is no plan, and NoPlan where it cannot run.
+    """
+    return _checked(path).plan
+
+
+def explain(plan: PlanLike, *, why_not: Mapping[str, Any] | str | None = None) -> Account:
+    """Show where the time and memory of a plan go, every operation, and the next best plans.
+
+    Args:
+        plan: A plan, or the path of its file.
+        why_not: Keys of another layout, ``{"tp": 8}`` or ``"tp=8"``: compare with the best plan that has them.
+
+    >>> import autoshard
+    >>> account = autoshard.explain(autoshard.plan("tiny-llama", "local").plan)
+    >>> account.data["candidate"]
+    'tp=1,pp=1,dp=4,mbs=8'
+    """
+    from autoshard.blocks.explain import explain as explained
+    from autoshard.cost.built_in import calibration_of
+    from autoshard.cost.timeline import rank_times
+    from autoshard.plan.candidate import pins_text
+    from autoshard.report.comparison import why_not_sheets
+    from autoshard.report.explanation import explanation_sheets
+    from autoshard.report.structured import explanation_json, why_not_json
+    from autoshard.search.ask.what_if import alternatives, why_not as best_of
+    from autoshard.spec.recipe import Pins
+
+    read = _checked(plan).plan
+    constants, times = calibration_of(read), rank_times(read)
+    if why_not is None:
+        parts = read, explained(read), alternatives(read, constants), times
+        return Account(tuple(explanation_sheets(*parts)), explanation_json(*parts))
+    answer = best_of(read, Pins(why_not if isinstance(why_not, str) else pins_text(why_not)), constants)
+    data = why_not_json(read, answer)
+    return Account(tuple(why_not_sheets(read, answer, Node(data))), data)
+
+
+def compare(a: PlanLike, b: PlanLike) -> Account:
+    """Say which of two plans is predicted to be faster, and why: ``b`` against ``a``.
+
+    >>> import autoshard
+    >>> first, second = (autoshard.plan("tiny-llama", "local", fix={"tp": tp}).plan for tp in (1, 2))
+    >>> autoshard.compare(first, second).data["slower_by"] > 0
+    True
+    """
+    from autoshard.cost.doubt import compared
+    from autoshard.report.comparison import comparison_sheets
+    from autoshard.report.structured import comparison_json
+
+    checked = [_checked(plan) for plan in (a, b)]
+    difference = compared(*(entry.plan for entry in checked))
+    data = comparison_json(difference, [entry.remark for entry in checked if entry.remark])
+    names = tuple(str(plan) if isinstance(plan, str | Path) else name for plan, name in ((a, "a"), (b, "b")))
+    return Account(tuple(comparison_sheets(difference, Node(data), (names[0], names[1]))), data)
+
+
+def verify(plan: PlanLike) -> Account:
+    """Prove on virtual ranks that the sharding of a plan computes what the unsharded model computes.
+
+    ``data["holds"]`` says whether it does. Raises NoPlan with every reason why a plan cannot run.
+
+    >>> import autoshard
+    >>> autoshard.verify(autoshard.plan("tiny-llama", "local", fix={"tp": 2}).plan).data["holds"]
+    True
+    """
+    from autoshard.plan.proof import prove
+    from autoshard.report.plan_sheets import proof_sheet
+    from autoshard.spec.record import encode
+
+    read = _checked(plan, to_run=True).plan
+    if not read.strategies:
+        text = "the layouts are FSDP2's own, which its list of collectives in the plan does not change"
+        return Account((Sheet(facts=[Fact(Words("legal", "good"), text)]),), {"holds": True, "proof": None})
+    proof = prove(read)
+    return Account((proof_sheet(proof),), {"holds": proof.holds, "proof": encode(proof)})
+
+
+def report(*plans: PlanLike, run: str | Path | None = None, out: str | Path = "report.html") -> Path:
+    """Draw plans, and a run of the first, as one page of HTML; return its path."""
+    from autoshard.commands.report import draw_page
+
+    checked = [_checked(plan) for plan in plans]
+    names = [str(plan) if isinstance(plan, str | Path) else f"plan {place}" for place, plan in enumerate(plans, 1)]
+    return draw_page(dict(zip(names, checked, strict=True)), Path(run) if run else None, Path(out))
+
+
+def run(plan: str | Path, *, out: str | Path | None = None, **options: Any) -> Path:
+    """Train as a plan file or a recipe says, on ranks that start here; return the folder of the run.
+
+    Args:
+        plan: The path of a plan file, or a recipe by path or name.
+        out: The folder of the run. Default: as for ``autoshard run``.
+        options: Further options of ``autoshard run`` with underscores, two of them for a dot: ``steps=100``,
+            ``learning_rate=1e-3``, ``data__set={"poems.txt": 1}``.
+
+    Raises RunFailed where the run does not end well; what it printed says why.
+    """
+    from autoshard.command_line.reading import read_options
+    from autoshard.commands.run import run as run_command
+    from autoshard.spec.files import named_file
+    from autoshard.spec.recipe import RECIPES
+
+    file = named_file(Path(plan), RECIPES)
+    folder = Path(out) if out is not None else Path("runs") / file.stem
+    words = [str(file), "--out", str(folder)]
+    for name, value in options.items():
+        flag = f"--{name.replace('__', '.').replace('_', '-')}"
+        pairs = [f"{key}={entry}" for key, entry in value.items()] if isinstance(value, Mapping) else [str(value)]
+        words += [flag] if value is True else [word for pair in pairs for word in (flag, pair)]
+    if run_command(**read_options("run", run_command, words)):
+        raise RunFailed(f"the run in {folder} did not end well")
+    return folder
+
+
+def _checked(plan: PlanLike, *, to_run: bool = False) -> CheckedPlan:
+    """Return a plan with this version's prediction; refuse one that cannot run, but for its memory."""
+    where = "plan" if isinstance(plan, Plan) else str(plan)
+    content = plan if isinstance(plan, Plan) else read_plan(Path(plan))
+    with inside(where):
+        checked = check_plan(content, to_run=to_run)
+    misfits = [reason.message for reason in checked.rejections if reason.rule_id != "memory"]
+    if misfits:
+        raise NoPlan(f"{where}: {'; '.join(misfits)}")
+    return checked

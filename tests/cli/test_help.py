@@ -1,0 +1,78 @@
+"""The help of every command: everyday options first, examples that are read as they stand, words that lead on."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from autoshard.command_line.help import help_of
+from autoshard.command_line.options import options_of
+from autoshard.command_line.reading import read_options
+from autoshard.commands import COMMANDS, EVERYDAY, EXAMPLES, command_of
+from autoshard.errors import InputError
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_has_two_examples_that_are_read_without_a_fault(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("plan.json").write_text("{}")
+    assert len(EXAMPLES[name]) == 2
+    for line in EXAMPLES[name]:
+        program, command, *words = shlex.split(line.partition(" > ")[0])
+        assert program == "autoshard"
+        assert read_options(command, command_of(command), words)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_names_every_option_once_and_everyday_ones_first(name: str) -> None:
+    text = help_of(name, command_of(name), EVERYDAY.get(name, ()), EXAMPLES[name])
+    options = {option.name: option for option in options_of(command_of(name))}
+    lines = [line.strip() for line in text.splitlines()]
+    for option in options.values():
+        shown = option.label if option.is_positional else option.flag
+        starts = [line for line in lines if line.removeprefix("-v, ").split(" ")[0] == shown]
+        assert len(starts) == 1, shown
+    places = [text.index(f"  {options[key].flag} ") for key in EVERYDAY.get(name, ())]
+    assert places == sorted(places) and all(place < text.index("of every command:") for place in places)
+    assert max(map(len, text.partition("examples:")[0].splitlines())) <= 80
+    assert all(example in text for example in EXAMPLES[name])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--gpus 8", "--gpus: unknown option. Type --nodes"),
+        ("--tensor-parallel 8", "Type --fix tp=N"),
+        ("--lcn 2", "Did you mean --lnc"),
+        ("tiny-llama --model tiny-gpt", "--model: is typed twice"),
+        ("tiny-llama --fix tp=2 pp=2", "pp=2: belongs to no option. Values of one option are joined by commas"),
+        ("tiny-llama --headroom 5 %", "%: belongs to no option"),
+        ("tiny-llama --seq-len 8q", "--seq-len: expected a whole number, found '8q'"),
+        ("plan.json", ""),
+    ],
+)
+def test_words_that_are_wrong_lead_to_the_right_ones(words: str, message: str) -> None:
+    if message:
+        with pytest.raises(InputError) as raised:
+            read_options("plan", command_of("plan"), shlex.split(words))
+        assert message in "; ".join(map(str, raised.value.faults))
+    else:
+        assert read_options("plan", command_of("plan"), [words])["question"].model == words
+
+
+@pytest.mark.parametrize(
+    ("words", "option", "value"),
+    [
+        ("tiny-llama --seq-len 8k", "seq_len", 8192),
+        ("tiny-llama --headroom 5%", "headroom", 0.05),
+        ("tiny-llama --global-batch 4M", "global_batch", "4M"),
+        ("tiny-llama --global-batch 512", "global_batch", 512),
+        ("tiny-text", "seq_len", 128),
+    ],
+)
+def test_numbers_are_read_as_people_write_them(words: str, option: str, value: object) -> None:
+    question = read_options("plan", command_of("plan"), shlex.split(words))["question"]
+    assert getattr(question, option) == value
+    assert question.model == "tiny-llama"

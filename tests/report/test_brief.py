@@ -1,0 +1,64 @@
+"""The first screen of an answer: short, and true to the answers behind it."""
+
+from functools import cache
+
+import pytest
+
+from autoshard.cost.doubt import ratio_of
+from autoshard.plan.explanation import Answer
+from autoshard.plan.plan import Plan
+from autoshard.report.brief import brief_sheets, shown_answers
+from autoshard.report.terminal import drawn
+from autoshard.report.words import prediction_of, signed_words
+from autoshard.search.ask.answers import PlanResult, answers_of
+from autoshard.search.ask.choice.doubt import DOUBT
+from autoshard.search.ask.planner import search
+from autoshard.units import format_seconds
+from tests.report.printed import printed
+from tests.search.brute_force import ask as request
+
+QUESTIONS = {
+    "vendor": lambda: request("llama3-70b", "trn1.32xlarge", 16),
+    "other": lambda: request("tiny-llama", ranks=4, global_batch=8),
+}
+
+
+@cache
+def result_of(name: str) -> PlanResult:
+    question = QUESTIONS[name]()
+    return answers_of(question, search(question, num_plans=3, simple_within=DOUBT))
+
+
+def screen(name: str) -> str:
+    result = result_of(name)
+    written = result.runnable(result.name)
+    certificate = result.certificate.about(written.plan)
+    return printed(drawn(*brief_sheets(written.plan, certificate, result.answers, written=written.name)))
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_the_first_answer_fits_on_one_screen(name: str) -> None:
+    assert len(screen(name).splitlines()) <= 26
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_every_answer_shows_its_own_time_beside_what_is_written(name: str) -> None:
+    result, text = result_of(name), screen(name)
+    written = result.runnable(result.name)
+    shown = shown_answers(result.answers, written.name)
+    assert [answer.name for answer in shown][:2] == [written.name, name]
+    for answer in shown:
+        line = next(line for line in text.splitlines() if line.startswith(f"{answer.name} "))
+        assert format_seconds(prediction_of(answer.plan).step_time_s) in line
+        if answer.plan is not written.plan:
+            ratio = ratio_of(answer.plan, written.plan)
+            assert f"{signed_words(ratio.low - 1)} to {signed_words(ratio.high - 1)}" in line, (
+                "no gain without its interval"
+            )
+
+
+def test_an_answer_that_is_another_by_name_only_is_shown_once() -> None:
+    result = result_of("vendor")
+    plan: Plan = result.answers[0].plan
+    alike = [Answer(name=name, plan=plan, why="", slower=0.0) for name in ("simple", "vendor", "fastest")]
+    assert [answer.name for answer in shown_answers(alike, "simple")] == ["simple"]

@@ -1,0 +1,70 @@
+"""The commands as functions of Python: they return what the commands print, and raise what the commands say."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import autoshard
+from autoshard.cli import main
+from autoshard.errors import InputError, NoPlan
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return autoshard.plan("tiny-llama", "local", fix={"tp": 2}).save(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("verb", ["explain", "verify", "compare"])
+def test_a_verb_has_the_figures_of_its_command(verb: str, plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(plan_file)] * (2 if verb == "compare" else 1)
+    account = getattr(autoshard, verb)(*paths)
+    assert main([verb, *paths, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert account.data.items() & {"holds": True}.items() if verb == "verify" else True
+    shared = account.data.keys() & printed.keys()
+    assert shared >= ({"proof"} if verb == "verify" else printed.keys())
+    assert all(json.loads(json.dumps(account.data[key])) == printed[key] for key in shared)
+    assert str(account) and account._repr_html_().startswith("<div>")
+
+
+def test_a_plan_of_a_search_is_explained_without_a_file() -> None:
+    result = autoshard.plan("tiny-llama", "local")
+    account = autoshard.explain(result.plan, why_not={"tp": 4})
+    assert account.data["difference"]["slower_by"] > 0
+    assert result.prediction == result.plan.prediction == result.named("simple").prediction
+    assert len(repr(result.plan)) < 200
+
+
+def test_a_report_is_written_and_its_path_returned(plan_file: Path) -> None:
+    out = autoshard.report(plan_file, out="page.html")
+    assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_a_plan_that_cannot_run_is_refused_with_its_reason(plan_file: Path) -> None:
+    data = json.loads(plan_file.read_text())
+    data["micro_batch"] = 7
+    plan_file.write_text(json.dumps(data))
+    with pytest.raises(NoPlan, match="does not divide"):
+        autoshard.explain(plan_file)
+    with pytest.raises(InputError, match="cannot be read"):
+        autoshard.load("nothere.json")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fix": {"tp": 7}}, r"fix=\{'tp': 7\}: "),
+        ({"nodes": "2"}, "nodes: must be a whole number, not '2'"),
+        ({"global_batch": "4x"}, "global_batch: expected sequences"),
+        ({"fix": {"tensor": 8}}, "Did you mean tp?"),
+    ],
+)
+def test_faults_are_said_in_the_words_of_python(options: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        autoshard.plan("llama3-8b", "trn1", **options)  # pyright: ignore
+
+
+def test_what_is_public_is_listed_before_it_is_imported() -> None:
+    assert {"shard", "local", "explain", "compare", "verify", "report", "run", "load"} <= {*dir(autoshard)}
