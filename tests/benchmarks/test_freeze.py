@@ -1,11 +1,14 @@
 """The committed splits are those of the committed rows, and what the fits leave out together."""
 
+import pytest
+
 from autoshard.calibration.frozen import splits_beside
 from autoshard.calibration.rows import measured_rows
 from benchmarks.departures import DATA
 from benchmarks.freeze import frozen, timed
 
 
+@pytest.mark.slow
 def test_every_timed_row_is_in_a_split_that_the_fits_leave_out():
     committed = splits_beside(DATA)
     assert committed, "a new version of the rows needs `python -m benchmarks.freeze VERSION DATE`"
