@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from autoshard.engine.programs import graph_of, programs_of
 from autoshard.engine.routing import moves_rows
+from autoshard.engine.torch import compiled
 from autoshard.engine.torch.engine import TorchEngine
 from autoshard.engine.torch.formats import Formats
 from autoshard.graph.block import OpGraph
@@ -186,14 +187,23 @@ def run_steps(task: Task, formats: Formats = EXACT, mode: EngineMode = "literal"
     return [share_of(engine, task, step) for step in range(len(task.steps))]
 
 
-def run_twice(task: Task) -> tuple[list[StepShare], StepShare, Measured]:
+def run_twice(task: Task, joins: bool) -> tuple[list[StepShare], StepShare, Measured]:
     """Run all steps in double; and the first as it is planned, with what is held and sent.
 
-    Generated functions and the interpreter must agree to the last bit; on many ranks that would take long.
+    Generated functions and the interpreter must agree to the last bit; on many ranks that would take long. If
+    ``joins``, functions whose products are joined, as compiled ones are, agree nearly, and hold and send the same.
     """
-    exact, engine = run_steps(task, EXACT, "generated"), engine_of(task, AS_PLANNED, "generated")
+    generated, engine = engine_of(task, EXACT, "generated"), engine_of(task, AS_PLANNED, "generated")
+    exact = [share_of(generated, task, step) for step in range(len(task.steps))]
     if dist.get_world_size() <= FEW_RANKS:
         same(run_steps(replace(task, steps=task.steps[:1]))[0], exact[0])
+    if joins:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compiled, "compiler_of", lambda _: lambda piece, _: piece)
+            joined = engine_of(task, EXACT, "compiled")
+            shares = [share_of(joined, task, step) for step in range(len(task.steps))]
+        nearly(exact[0], shares[0], 1e-13)
+        assert joined.measured() == generated.measured()
     return exact, share_of(engine, task), engine.measured()
 
 
@@ -202,6 +212,14 @@ def same(one: StepShare, other: StepShare) -> None:
     assert (one.loss, one.norm) == (other.loss, other.norm)
     for name, held in one.gradients.items():
         np.testing.assert_array_equal(other.gradients[name].array, held.array, err_msg=name)
+
+
+def nearly(one: StepShare, other: StepShare, bound: float) -> None:
+    """Hold two modes against each other, within a share of the largest gradient."""
+    assert other.loss == pytest.approx(one.loss, rel=bound)
+    most = bound * max(np.abs(gradient.array).max(initial=0.0) for gradient in one.gradients.values())
+    for name, gradient in one.gradients.items():
+        np.testing.assert_allclose(other.gradients[name].array, gradient.array, rtol=0, atol=most, err_msg=name)
 
 
 def run_dropping(task: Task, name: str) -> list[StepShare]:
@@ -267,12 +285,13 @@ def whole(name: str, like: Array, shares: Sequence[StepShare], what: str) -> Arr
     return assemble(like.shape, [held[name] for share in shares if name in (held := getattr(share, what))])
 
 
-def hold(task: Task) -> tuple[StepResult, list[StepShare]]:
+def hold(task: Task, *, joins: bool = False) -> tuple[StepResult, list[StepShare]]:
     """Hold the steps of ranks against one process and PyTorch's AdamW, and what they hold and send against the plan.
 
-    Return the first step of one process, and that of the ranks in the formats of the plan.
+    If ``joins``, functions whose products are joined are tried as well. Return the first step of one process, and that
+    of the ranks in the formats of the plan.
     """
-    answers = on_ranks(task.plan.mesh.num_ranks, run_twice, task)
+    answers = on_ranks(task.plan.mesh.num_ranks, run_twice, task, joins)
     expected = list(by_one_process(task))
     for step, (result, weights) in enumerate(expected):
         compare(result, [exact[step] for exact, _, _ in answers], weights=weights)
