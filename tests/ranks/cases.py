@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,20 +21,18 @@ from autoshard.graph.block import OpGraph
 from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.op import Array
 from autoshard.layout.interpret import queueing_apart
-from autoshard.layout.pin import pins_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_programs, table_setting
 from autoshard.run.placement import sequence_order
 from autoshard.run.protocol import EngineMode, Run
 from autoshard.run.reports import Measured
-from autoshard.search.bound.request import Request, plan_at
-from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.search.bound.request import Request
 from autoshard.spec.mesh import Mesh, axis_of_atoms
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.training import AdamWConstants, Training
-from autoshard.spec.workload import Precision, Workload
+from tests.kit import NOTHING, local_plan, local_request
 from tests.ranks.shares import Held, assemble, gradients_of, weights_of
 from tests.ranks.spawn import on_ranks
 from tests.reference_step import StepResult, evaluate_step, random_weights
@@ -43,7 +40,7 @@ from tests.reference_step import StepResult, evaluate_step, random_weights
 Arrays = Mapping[str, Array]
 CLIP_NORM = 0.05  # far below the norm of every case, so that clipping matters
 LEARNING_RATE = 1e-2
-NOTHING: Mapping[str, str] = MappingProxyType({})
+SIZES: Mapping[str, Any] = {"seq_len": 8, "global_batch": 4, "clip_norm": CLIP_NORM}
 MIXTRAL = {"num_experts": 4, "experts_per_token": 2}
 # With sizes so small a search would rather leave ranks without keys than hold them twice.
 COPIED = {
@@ -71,25 +68,14 @@ def gpt(**changes: Any) -> ModelSpec:
     return llama(**(options | changes))
 
 
-@functools.cache
-def _request(candidate: Candidate, model: ModelSpec, changes: tuple[tuple[str, Any], ...]) -> Request:
-    usual: dict[str, Any] = {"seq_len": 8, "global_batch": 4, "precision": Precision.named("bf16")}
-    usual["clip_norm"] = CLIP_NORM
-    workload = Workload(**(usual | dict(changes)))
-    cluster = load_cluster("local", ranks=candidate.num_ranks)
-    return Request(model=model, cluster=cluster, workload=workload, engines=("torch",))
-
-
 def request_of(candidate: Candidate, model: ModelSpec, **changes: Any) -> Request:
     """The question whose answer is this candidate on this machine; ``changes`` are those of the workload."""
-    return _request(candidate, model, tuple(changes.items()))
+    return local_request(candidate, model, **{**SIZES, **changes})
 
 
 def plan_of(text: str, model: ModelSpec, pins: Mapping[str, str] = NOTHING, **changes: Any) -> Plan:
     """The plan of exactly this candidate on this machine; ``changes`` are those of the workload."""
-    candidate = Candidate.parse(text)
-    request = replace(request_of(candidate, model, **changes), layouts=pins_of(pins, "tests"))
-    return plan_at(request, candidate, even_refused=True)
+    return local_plan(text, model, pins, **{**SIZES, **changes})
 
 
 @dataclass(frozen=True, kw_only=True)
