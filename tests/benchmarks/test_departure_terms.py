@@ -6,7 +6,7 @@ import pytest
 
 from autoshard.calibration.pooled import ProgramRows
 from benchmarks.departure_terms import TERMS, LeftOut, left_out_of, lines, means, thinned
-from benchmarks.departures import departing_rows
+from tests.benchmarks.departing import departing_rows
 
 
 @pytest.fixture(scope="module")
