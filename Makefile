@@ -28,9 +28,9 @@ test: $(VENV)/.dev  ## the tests that need no accelerator, but the slow ones: se
 	$(PYTEST) -m "$(NO_ACCELERATOR) and not slow"
 
 test-all: $(VENV)/.dev  ## what `make test` leaves out, the slow tests: 25 minutes on two cores
-	$(PYTEST) -m "$(NO_ACCELERATOR) and slow and not thorough"
+	$(PYTEST) -m "$(NO_ACCELERATOR) and slow and not thorough" --hypothesis-profile more
 
-thorough: $(VENV)/.dev  ## every property with 200 examples instead of 25, every pair of features compiled: hours
+thorough: $(VENV)/.dev  ## every property with 200 examples instead of 10, every pair of features compiled: hours
 	$(PYTEST) -m "$(NO_ACCELERATOR) and (hypothesis or thorough)" --hypothesis-profile thorough -o faulthandler_timeout=7200
 
 gpu: $(VENV)/.dev  ## on a machine with GPUs: their tests, then what they measure (docs/gpus.md): half an hour
@@ -40,7 +40,7 @@ soak: $(VENV)/.dev  ## hunts for what breaks where users start it (docs/soak.md)
 	$(PY) -m tests.soak all --record
 
 coverage: $(VENV)/.dev  ## the lines and branches of the planner that its tests reach: at least 95%; ten minutes
-	$(PYTEST) -m "$(NO_ACCELERATOR) and not slow and not ranks" --cov $(PLANNER_TESTS)
+	$(PYTEST) -m "$(NO_ACCELERATOR) and not slow and not ranks" --hypothesis-profile more --cov $(PLANNER_TESTS)
 
 lint: $(VENV)/.dev  ## format, lint, types, floors
 	$(VENV)/bin/ruff format --check

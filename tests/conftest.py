@@ -1,7 +1,9 @@
 """What every test may rely on: hypothesis profiles, golden files, and the same surroundings wherever it is started."""
 
+import gc
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,14 +15,15 @@ from autoshard.spec import cluster_catalogue
 
 GOLDEN = Path(__file__).parent / "golden"
 
-# No deadlines: a test never judges time. `make thorough` asks for the profile `thorough`.
+# No deadlines: a test never judges time. `make test-all` and `make coverage` ask for the profile `more`.
 settings.register_profile(
     "usual",
-    max_examples=25,
+    max_examples=10,
     derandomize=bool(os.environ.get("CI")),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
+settings.register_profile("more", parent=settings.get_profile("usual"), max_examples=25)
 settings.register_profile("thorough", parent=settings.get_profile("usual"), max_examples=200, derandomize=True)
 settings.load_profile("usual")
 
@@ -29,7 +32,7 @@ settings.load_profile("usual")
 OBEYED = (
     "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "TERM", "COLORTERM",
     "LANG", "LC_ALL", "LC_CTYPE", "LC_MESSAGES", "LC_NUMERIC", "LC_TIME", "LANGUAGE", "BROWSER",
-    "PYTHONUNBUFFERED", "PYTHONUTF8", "PYTHONIOENCODING", "PYTHONHASHSEED", "PYTHONSAFEPATH",
+    "PYTHONUNBUFFERED", "PYTHONUTF8", "PYTHONIOENCODING", "PYTHONHASHSEED", "PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECODE",
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 SCHEDULERS = ("SLURM_", "SBATCH_", "TORCHELASTIC_", "WANDB_")
@@ -43,6 +46,7 @@ def pytest_configure() -> None:
     cluster_catalogue.machine_memory_bytes = lambda: 16 * 2**30
     heed_signals()
     forget_surroundings()
+    save_time()
 
 
 def heed_signals() -> None:
@@ -66,6 +70,22 @@ def forget_surroundings() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
+
+
+def save_time() -> None:
+    """Compile each file once, not in every process; and let torch use one thread, as tests fill the cores themselves.
+
+    Threads of torch wait for each other in a loop; the tensors of tests are too small for them.
+    """
+    sys.dont_write_bytecode = False
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_collection_finish() -> None:
+    """Keep what is imported by now out of every later search for garbage, and search less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,6 +13,7 @@ def rows() -> Rows:
     return Rows.of("b200")
 
 
+@pytest.mark.slow
 def test_advice_does_not_look_at_rows_that_it_does_not_choose(rows: Rows) -> None:
     chosen = rows.advised()
     assert len(set(chosen)) == len(chosen) == rows.sizes[-1]
@@ -30,6 +31,7 @@ def test_an_error_is_that_of_the_rows_that_were_not_chosen(rows: Rows) -> None:
     assert rows.error(chosen, constants) == pytest.approx(sum(rest) / len(rest))
 
 
+@pytest.mark.slow
 def test_every_choice_has_the_same_sizes_and_needs_some_part(rows: Rows) -> None:
     found = compared(rows, seeds=2)
     assert rows.sizes == [2, 3, 4, 6] and [len(set(rows.spread(size))) for size in rows.sizes] == rows.sizes

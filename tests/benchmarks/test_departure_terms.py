@@ -6,7 +6,7 @@ import pytest
 
 from autoshard.calibration.pooled import ProgramRows
 from benchmarks.departure_terms import TERMS, LeftOut, left_out_of, lines, means, thinned
-from benchmarks.departures import departing_rows
+from tests.benchmarks.departing import departing_rows
 
 
 @pytest.fixture(scope="module")
@@ -15,6 +15,7 @@ def b200() -> ProgramRows:
     return found
 
 
+@pytest.mark.slow
 def test_every_term_can_be_taken_away_and_without_it_is_nothing(b200: ProgramRows) -> None:
     whole = b200.rows.prior
     for name, change in TERMS.items():
@@ -27,11 +28,13 @@ def test_every_term_can_be_taken_away_and_without_it_is_nothing(b200: ProgramRow
     assert plain < before, "tiles and waves only add to a step"
 
 
+@pytest.mark.slow
 def test_what_is_left_out_has_an_error_and_a_regret_in_every_group(b200: ProgramRows) -> None:
     found = left_out_of(b200)
     assert 0 < found.mape < 0.1 and len(found.regrets) == len({one.group for one in b200.samples}) == 3
 
 
+@pytest.mark.slow
 def test_means_are_of_programs_and_of_groups_and_the_largest_program_is_left_out_once(b200: ProgramRows) -> None:
     small = LeftOut(framework="small", mape=0.1, regrets=(0.0, 0.3))
     large = LeftOut(framework="nanotron", mape=0.3, regrets=(0.6,))

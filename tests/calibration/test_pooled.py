@@ -16,7 +16,8 @@ from autoshard.calibration.prior import Array
 from autoshard.calibration.rows import measured_rows
 from autoshard.cost.departures import SHARES, departures, hardware, numbers_of
 from autoshard.errors import InputError
-from benchmarks.departures import departing_rows, fit_all
+from benchmarks.departures import fit_all
+from tests.benchmarks.departing import departing_rows
 from tests.calibration.measured_cases import ARCH, SMALL, written
 
 LARGE = {"arch": {**ARCH, "hidden": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8}, "seq_len": 4096,
@@ -150,6 +151,7 @@ def test_rows_without_a_framework_are_no_program(rows: ProgramRows):
         program_rows([sample], {})
 
 
+@pytest.mark.slow
 def test_the_file_names_every_program_of_the_rows_here():
     known = {(one.framework, one.cluster): {*one.fit.rows} for one in departures().programs}
     assert known == {(one.framework, one.cluster): {row.id for row in one.samples} for one in departing_rows()}

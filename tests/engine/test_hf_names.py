@@ -18,8 +18,8 @@ from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import HEADER, model_names
 from tests.engine.hf_whole import from_hf, to_hf
 from tests.engine.small_models import graph_of
+from tests.kit import small_config
 from tests.slower import rest_is_slow
-from tests.small_configs import small_config
 
 CARDS = Path(autoshard.__file__).parents[1] / "models"
 FORMS: tuple[Form, ...] = ("published", "module")

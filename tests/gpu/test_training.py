@@ -6,18 +6,16 @@ from typing import Any
 
 import pytest
 
-from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.run.protocol import Run
 from autoshard.runtime.checkpoint.files import load_index
 from autoshard.runtime.launch import GivenRank, Placing, launch
 from autoshard.runtime.machine import builder
 from autoshard.runtime.train import train
-from autoshard.search.bound.request import Request, plan_at
-from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.training import Checkpointing, Training
-from autoshard.spec.workload import Precision, Workload
+from autoshard.spec.workload import Precision
+from tests.kit import local_plan
 from tests.runtime.training_cases import Trained
 
 pytestmark = pytest.mark.gpu
@@ -26,11 +24,8 @@ pytestmark = pytest.mark.gpu
 @functools.cache
 def plan_of(precision: str, documents: Any) -> Plan:
     """One rank; the cluster's name does not matter to an engine."""
-    workload = Workload(seq_len=256, global_batch=8, precision=Precision.named(precision), documents=documents)
-    request = Request(
-        model=load_model("tiny-llama"), cluster=load_cluster("local", ranks=1), workload=workload, engines=("torch",)
-    )
-    return plan_at(request, Candidate.parse("tp=1,pp=1,dp=1,mbs=4"))
+    sizes = {"seq_len": 256, "global_batch": 8, "precision": Precision.named(precision), "documents": documents}
+    return local_plan("tp=1,pp=1,dp=1,mbs=4", load_model("tiny-llama"), **sizes)
 
 
 def start(plan: Plan, folder: Path, steps: int, port: int) -> Trained:

@@ -11,7 +11,7 @@ from autoshard.graph.op import Array
 from autoshard.spec.kernels import Kernels, kernels_names, load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision, Workload
-from tests.tiny_models import TINY, tiny
+from tests.kit import TINY, tiny
 
 
 @pytest.fixture(params=TINY)

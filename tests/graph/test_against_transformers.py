@@ -16,8 +16,8 @@ from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision, Workload
 from tests.engine.hf_whole import from_hf
+from tests.kit import SMALL_FAMILIES, small_config
 from tests.reference_step import StepResult, evaluate_step
-from tests.small_configs import SMALL_FAMILIES, small_config
 
 torch: Any = pytest.importorskip("torch")
 transformers: Any = pytest.importorskip("transformers")

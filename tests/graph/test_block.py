@@ -15,7 +15,7 @@ from autoshard.graph.op import Op
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision, Workload
-from tests.tiny_models import tiny
+from tests.kit import tiny
 
 WORKLOAD = Workload(seq_len=8, global_batch=4, precision=Precision.named("bf16"))
 GRAPH = decoder_graph(tiny(), WORKLOAD, load_kernels("te"), micro_batch=1)

@@ -14,8 +14,8 @@ from autoshard.spec.kernels import Kernels, load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import Precision, Workload
+from tests.kit import small_config
 from tests.slower import rest_is_slow
-from tests.small_configs import small_config
 
 GraphOf = Callable[..., OpGraph]
 

@@ -10,7 +10,7 @@ from autoshard.graph.block import Block, FusedOps, OpGraph
 from autoshard.graph.fusing import Flow, fuse, saved_tensors
 from autoshard.spec.kernels import Kernel, Kernels, load_kernels
 from autoshard.spec.model import ModelSpec
-from tests.tiny_models import tiny
+from tests.kit import tiny
 
 GraphOf = Callable[..., OpGraph]
 

@@ -23,8 +23,8 @@ from autoshard.layout.shards import Executor
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.workload import Precision, Workload
+from tests.kit import tiny
 from tests.layout.meaning import cuts_by_meaning
-from tests.tiny_models import tiny
 
 # Nothing divides by everything: some ranks hold less than others, or nothing.
 ODD = {"hidden": 6, "ffn": 10, "num_heads": 6, "num_kv_heads": 3, "head_dim": 4, "vocab": 14, "max_positions": 9}

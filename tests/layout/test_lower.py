@@ -7,8 +7,8 @@ from autoshard.layout.layout import Collective
 from autoshard.layout.legal import cut_operations, faults
 from autoshard.layout.program import Compute, CountOnce
 from autoshard.spec.mesh import Mesh
+from tests.kit import TINY
 from tests.layout.meaning import legal_cuts, random_mesh
-from tests.tiny_models import TINY
 
 BOUNDARY = ("batch", "seq", "hidden")
 NUM_CASES = 600 if settings().max_examples >= 200 else 32

@@ -6,7 +6,7 @@ from autoshard.layout.layout import Layout
 from autoshard.layout.pin import Pin, parse_pin, pin_constraints, pins_of
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.workload import Precision, Workload
-from tests.tiny_models import tiny
+from tests.kit import tiny
 
 WORKLOAD = Workload(seq_len=8, global_batch=8, precision=Precision.named("fp32"))
 QUERIES = "q.weight=[kv_heads/tp, q_group, head_dim, hidden]"

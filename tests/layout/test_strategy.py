@@ -12,7 +12,7 @@ from autoshard.spec.kernels import load_kernels
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload
-from tests.tiny_models import TINY
+from tests.kit import TINY
 
 LAYOUTS = st.sampled_from(
     ["[]", "[batch/dp, seq/cp.tp, hidden]", "[seq] +edp", "[batch, kv_seq] ^kv", "[ffn/tp] +dp ^cp"]

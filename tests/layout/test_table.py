@@ -15,8 +15,8 @@ from autoshard.plan.proof import random_inputs
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.workload import Precision, Workload
+from tests.kit import tiny
 from tests.layout.meaning import cuts_by_meaning
-from tests.tiny_models import tiny
 
 ATOMS = {"edp": 2, "ep": 1, "cp": 1, "kv": 2, "rep": 2}
 WORKLOAD = Workload(seq_len=8, global_batch=4, precision=Precision.named("fp32"))

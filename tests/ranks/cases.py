@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,26 +14,25 @@ import torch.distributed as dist
 
 from autoshard.engine.programs import graph_of, programs_of
 from autoshard.engine.routing import moves_rows
+from autoshard.engine.torch import compiled
 from autoshard.engine.torch.engine import TorchEngine
 from autoshard.engine.torch.formats import Formats
 from autoshard.graph.block import OpGraph
 from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.op import Array
 from autoshard.layout.interpret import queueing_apart
-from autoshard.layout.pin import pins_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_programs, table_setting
 from autoshard.run.placement import sequence_order
 from autoshard.run.protocol import EngineMode, Run
 from autoshard.run.reports import Measured
-from autoshard.search.bound.request import Request, plan_at
-from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.search.bound.request import Request
 from autoshard.spec.mesh import Mesh, axis_of_atoms
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.training import AdamWConstants, Training
-from autoshard.spec.workload import Precision, Workload
+from tests.kit import NOTHING, local_plan, local_request
 from tests.ranks.shares import Held, assemble, gradients_of, weights_of
 from tests.ranks.spawn import on_ranks
 from tests.reference_step import StepResult, evaluate_step, random_weights
@@ -42,7 +40,7 @@ from tests.reference_step import StepResult, evaluate_step, random_weights
 Arrays = Mapping[str, Array]
 CLIP_NORM = 0.05  # far below the norm of every case, so that clipping matters
 LEARNING_RATE = 1e-2
-NOTHING: Mapping[str, str] = MappingProxyType({})
+SIZES: Mapping[str, Any] = {"seq_len": 8, "global_batch": 4, "clip_norm": CLIP_NORM}
 MIXTRAL = {"num_experts": 4, "experts_per_token": 2}
 # With sizes so small a search would rather leave ranks without keys than hold them twice.
 COPIED = {
@@ -70,25 +68,14 @@ def gpt(**changes: Any) -> ModelSpec:
     return llama(**(options | changes))
 
 
-@functools.cache
-def _request(candidate: Candidate, model: ModelSpec, changes: tuple[tuple[str, Any], ...]) -> Request:
-    usual: dict[str, Any] = {"seq_len": 8, "global_batch": 4, "precision": Precision.named("bf16")}
-    usual["clip_norm"] = CLIP_NORM
-    workload = Workload(**(usual | dict(changes)))
-    cluster = load_cluster("local", ranks=candidate.num_ranks)
-    return Request(model=model, cluster=cluster, workload=workload, engines=("torch",))
-
-
 def request_of(candidate: Candidate, model: ModelSpec, **changes: Any) -> Request:
     """The question whose answer is this candidate on this machine; ``changes`` are those of the workload."""
-    return _request(candidate, model, tuple(changes.items()))
+    return local_request(candidate, model, **{**SIZES, **changes})
 
 
 def plan_of(text: str, model: ModelSpec, pins: Mapping[str, str] = NOTHING, **changes: Any) -> Plan:
     """The plan of exactly this candidate on this machine; ``changes`` are those of the workload."""
-    candidate = Candidate.parse(text)
-    request = replace(request_of(candidate, model, **changes), layouts=pins_of(pins, "tests"))
-    return plan_at(request, candidate, even_refused=True)
+    return local_plan(text, model, pins, **{**SIZES, **changes})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,14 +173,23 @@ def run_steps(task: Task, formats: Formats = EXACT, mode: EngineMode = "literal"
     return [share_of(engine, task, step) for step in range(len(task.steps))]
 
 
-def run_twice(task: Task) -> tuple[list[StepShare], StepShare, Measured]:
+def run_twice(task: Task, joins: bool) -> tuple[list[StepShare], StepShare, Measured]:
     """Run all steps in double; and the first as it is planned, with what is held and sent.
 
-    Generated functions and the interpreter must agree to the last bit; on many ranks that would take long.
+    Generated functions and the interpreter must agree to the last bit; on many ranks that would take long. If
+    ``joins``, functions whose products are joined, as compiled ones are, agree nearly, and hold and send the same.
     """
-    exact, engine = run_steps(task, EXACT, "generated"), engine_of(task, AS_PLANNED, "generated")
+    generated, engine = engine_of(task, EXACT, "generated"), engine_of(task, AS_PLANNED, "generated")
+    exact = [share_of(generated, task, step) for step in range(len(task.steps))]
     if dist.get_world_size() <= FEW_RANKS:
         same(run_steps(replace(task, steps=task.steps[:1]))[0], exact[0])
+    if joins:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compiled, "compiler_of", lambda _: lambda piece, _: piece)
+            joined = engine_of(task, EXACT, "compiled")
+            shares = [share_of(joined, task, step) for step in range(len(task.steps))]
+        nearly(exact[0], shares[0], 1e-13)
+        assert joined.measured() == generated.measured()
     return exact, share_of(engine, task), engine.measured()
 
 
@@ -202,6 +198,14 @@ def same(one: StepShare, other: StepShare) -> None:
     assert (one.loss, one.norm) == (other.loss, other.norm)
     for name, held in one.gradients.items():
         np.testing.assert_array_equal(other.gradients[name].array, held.array, err_msg=name)
+
+
+def nearly(one: StepShare, other: StepShare, bound: float) -> None:
+    """Hold two modes against each other, within a share of the largest gradient."""
+    assert other.loss == pytest.approx(one.loss, rel=bound)
+    most = bound * max(np.abs(gradient.array).max(initial=0.0) for gradient in one.gradients.values())
+    for name, gradient in one.gradients.items():
+        np.testing.assert_allclose(other.gradients[name].array, gradient.array, rtol=0, atol=most, err_msg=name)
 
 
 def run_dropping(task: Task, name: str) -> list[StepShare]:
@@ -267,12 +271,13 @@ def whole(name: str, like: Array, shares: Sequence[StepShare], what: str) -> Arr
     return assemble(like.shape, [held[name] for share in shares if name in (held := getattr(share, what))])
 
 
-def hold(task: Task) -> tuple[StepResult, list[StepShare]]:
+def hold(task: Task, *, joins: bool = False) -> tuple[StepResult, list[StepShare]]:
     """Hold the steps of ranks against one process and PyTorch's AdamW, and what they hold and send against the plan.
 
-    Return the first step of one process, and that of the ranks in the formats of the plan.
+    If ``joins``, functions whose products are joined are tried as well. Return the first step of one process, and that
+    of the ranks in the formats of the plan.
     """
-    answers = on_ranks(task.plan.mesh.num_ranks, run_twice, task)
+    answers = on_ranks(task.plan.mesh.num_ranks, run_twice, task, joins)
     expected = list(by_one_process(task))
     for step, (result, weights) in enumerate(expected):
         compare(result, [exact[step] for exact, _, _ in answers], weights=weights)

@@ -1,7 +1,7 @@
 """Run a function on several CPU processes joined by gloo, and hand back what each returned.
 
-Ranks are interpreters of their own, as torchrun, srun and Kubernetes start them: each has its own hash seed, and
-nothing of the process that tests.
+Ranks are interpreters without anything of the process that tests, as torchrun, srun and Kubernetes start them, of two
+hash seeds.
 """
 
 import os
@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from importlib import import_module
@@ -28,9 +29,8 @@ import dill
 import pytest
 
 ROOT = Path(__file__).parents[2]
-_SEEDS = (1, 4, 2, 3, 5, 6, 7, 8)  # of the ranks' hashes: the first two order names of one layer differently
-
-_READY = "ready"
+_SEEDS = (4, 7)  # of the ranks' hashes: neighbours along an axis of two order names of a layer differently
+_IMPORTED = ("autoshard.engine.torch.engine", "autoshard.modules.sharded", "tests.ranks.cases")
 
 Replaced = tuple[Any, str, Any]
 
@@ -49,9 +49,9 @@ def on_ranks(
 ) -> list[Any]:
     """Call ``body(*args)`` on every rank of a gloo world; raise what went wrong first, with its rank.
 
-    Interpreters stay for the next case, since they take seconds to start; after a failure all are new. What is
-    ``replaced`` on the ranks meanwhile are attributes: of which object, its name, its value. Libraries that a process
-    can begin only once are imported by ``prepare``; every case is then a fork of its interpreter.
+    Ranks stay for the next case; after a failure all are new. What is ``replaced`` on the ranks meanwhile are
+    attributes: of which object, its name, its value. Libraries that a process can begin only once are imported by
+    ``prepare``; every case is then a fork of its rank.
     """
     named = [(place.__name__ if isinstance(place, ModuleType) else place, *other) for place, *other in replaced]
     ranks, work, first = _pool().first(num_ranks), dill.dumps((body, args, named)), dill.dumps(prepare)
@@ -74,43 +74,70 @@ def _pool() -> "_Pool":
     return _Pool()
 
 
+@dataclass(frozen=True)
+class _Template:
+    """An interpreter that has imported what ranks need, and where it is asked for a fork."""
+
+    process: "subprocess.Popen[bytes]"
+    requests: socket.socket
+
+    @classmethod
+    def start(cls, seed: int) -> "_Template":
+        """Start one whose strings have the hashes of this seed."""
+        here, there = socket.socketpair()
+        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        variables = {"PYTHONHASHSEED": str(seed), "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, "-X", "faulthandler", "-m", "tests.ranks.spawn", str(there.fileno())]
+        with there:
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **variables, "OMP_NUM_THREADS": "1"},
+                cwd=ROOT,
+                pass_fds=[there.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        return cls(process, here)
+
+    def fork(self) -> Connection:
+        """Ask for a rank; it says its number as a process when it is there."""
+        here, there = socket.socketpair()
+        with there:
+            socket.send_fds(self.requests, [b"1"], [there.fileno()])
+        return Connection(here.detach())
+
+
 class _Pool:
-    """Interpreters that wait for work, and how to talk to each; they end with this process."""
+    """Ranks that wait for work, each a fork of an interpreter that stays; all end with this process.
+
+    A rank that follows a failure is there at once, since its interpreter has imported torch already.
+    """
 
     def __init__(self) -> None:
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._templates: list[_Template] = []
         self._connections: list[Connection] = []
-        self._ready = 0
+        self._processes: list[int] = []
 
     def first(self, count: int) -> Sequence[Connection]:
         """Start as many as are missing; return the first ones."""
-        for rank in range(len(self._processes), count):
-            here, there = socket.socketpair()
-            with there:
-                paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-                own = {"PYTHONHASHSEED": str(_SEEDS[rank % len(_SEEDS)]), "PYTHONPATH": paths}
-                environment = {**os.environ, **own, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-                command = [sys.executable, "-X", "faulthandler", "-m", "tests.ranks.spawn", str(there.fileno())]
-                self._processes.append(
-                    subprocess.Popen(
-                        command, env=environment, cwd=ROOT, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL
-                    )
-                )
-            self._connections.append(Connection(here.detach()))
-        for rank in range(self._ready, count):
-            assert self._connections[rank].recv() == _READY
-        self._ready = max(self._ready, count)
+        for seed in _SEEDS[len(self._templates) : count]:
+            self._templates.append(_Template.start(seed))
+        for rank in range(len(self._connections), count):
+            self._connections.append(self._templates[rank.bit_count() % len(_SEEDS)].fork())
+        for connection in self._connections[len(self._processes) : count]:
+            self._processes.append(connection.recv())
         return self._connections[:count]
 
     def stop(self, by: signal.Signals = signal.SIGKILL) -> None:
-        """End all."""
+        """End all ranks; a connection ends with its rank."""
         for process in self._processes:
-            process.send_signal(by)
-        for process in self._processes:
-            process.wait()
+            with suppress(ProcessLookupError):
+                os.kill(process, by)
         for connection in self._connections:
+            with suppress(EOFError, OSError):
+                while connection.poll(10.0):
+                    connection.recv_bytes()
             connection.close()
-        self._processes, self._connections, self._ready = [], [], 0
+        self._connections, self._processes = [], []
 
 
 def _collected(ends: dict[Connection, int], what: str, timeout_s: float) -> list[Any]:
@@ -141,13 +168,29 @@ def _answer(end: Connection) -> tuple[float, str, Any]:
         return time.monotonic(), "the process ended without an answer", None
 
 
-def be_a_rank(number: int) -> None:
-    """Do what is sent until nobody is there to send."""
-    end = Connection(number)
+def be_a_template(number: int) -> None:
+    """Import what most ranks need; then be forked as often as somebody asks."""
     import torch
 
+    for name in _IMPORTED:
+        import_module(name)
     torch.set_num_threads(1)
-    end.send(_READY)
+    with socket.socket(fileno=number) as requests:
+        while (received := socket.recv_fds(requests, 1, 1))[0]:
+            (asked,) = received[1]
+            if not os.fork():
+                requests.close()
+                _be_a_rank(Connection(asked))
+                os._exit(0)
+            os.close(asked)
+            with suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+
+
+def _be_a_rank(end: Connection) -> None:
+    """Do what is sent until nobody is there to send."""
+    end.send(os.getpid())
     prepared = set[bytes]()
     with suppress(EOFError, OSError):
         while True:
@@ -197,6 +240,6 @@ def _end_with_parent(parent: int, done: threading.Event) -> None:
 
 
 if __name__ == "__main__":
-    from tests.ranks.spawn import be_a_rank as main  # whose classes have the names that pickles know
+    from tests.ranks.spawn import be_a_template as main  # whose classes have the names that pickles know
 
     main(int(sys.argv[1]))

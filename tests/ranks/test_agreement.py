@@ -74,7 +74,7 @@ def refusal(plan: Plan) -> str:
 
 @pytest.mark.ranks
 def test_an_order_that_follows_from_hashes_is_one_message_on_all_ranks_before_anything_is_sent(tmp_path: Path) -> None:
-    """Interpreters 1 and 4 order the weights of a layer differently, which forks of one process never do."""
+    """Ranks whose hashes have other seeds order the weights of a layer differently."""
     plan = plan_of("tp=2,pp=2,dp=2,mbs=2,zero=1", llama())
     said = on_ranks(
         8, refusal, plan, replaced=[(Store, "close", close_by_hash), (TorchEngine, "write_functions", nothing)]

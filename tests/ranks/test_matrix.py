@@ -91,7 +91,7 @@ def test_two_steps_are_those_of_one_process_and_hold_and_send_what_was_promised(
     FP32. Routers choose otherwise when rounded, so experts are left out.
     """
     task = task_of(row, num_steps=2)
-    expected, shares = hold(task)
+    expected, shares = hold(task, joins=True)
     assert (expected.norm > task.plan.workload.clip_norm) == (row["clip"] == "yes")
     if row["experts"] == "dense":
         most = BF16 * roundings(task.plan) ** 0.5

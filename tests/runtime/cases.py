@@ -12,13 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
-from autoshard.search.bound.request import Request, plan_at
-from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
-from autoshard.spec.workload import Precision, Workload
+from autoshard.spec.workload import Precision
+from tests.kit import local_plan
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0  # far beyond what anything here takes; a test that waits so long has failed
@@ -27,12 +25,8 @@ OUTSIDE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"
 
 def tiny_plan(text: str, *, seq_len: int = 16, global_batch: int = 4, precision: str = "bf16", **changes: Any) -> Plan:
     """The plan of exactly this candidate for tiny-llama, or one with other sizes, on this machine."""
-    candidate = Candidate.parse(text)
-    workload = Workload(seq_len=seq_len, global_batch=global_batch, precision=Precision.named(precision))
-    model = replace(load_model("tiny-llama"), **changes)
-    cluster = load_cluster("local", ranks=candidate.num_ranks)
-    request = Request(model=model, cluster=cluster, workload=workload, engines=("torch",))
-    return plan_at(request, candidate, even_refused=True)
+    sizes = {"seq_len": seq_len, "global_batch": global_batch, "precision": Precision.named(precision)}
+    return local_plan(text, replace(load_model("tiny-llama"), **changes), **sizes)
 
 
 def write_tiny(folder: Path, text: str = "tp=1,pp=1,dp=2") -> Path:

@@ -11,7 +11,7 @@ from autoshard.errors import InputError
 from autoshard.spec.hf_config import spec_from_config
 from autoshard.spec.hf_writing import config_of
 from autoshard.spec.model_catalogue import load_model, model_names
-from tests.small_configs import SMALL_FAMILIES, small_config
+from tests.kit import SMALL_FAMILIES, small_config
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -21,10 +21,10 @@ from autoshard.runtime.convert.converting import read_weights
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.training import Training
 from autoshard.spec.workload import Precision
+from tests.kit import SMALL_FAMILIES, small_config
 from tests.ranks.cases import plan_of
 from tests.ranks.spawn import on_ranks
 from tests.slower import rest_is_slow
-from tests.small_configs import SMALL_FAMILIES, small_config
 
 transformers: Any = pytest.importorskip("transformers")
 safetensors: Any = pytest.importorskip("safetensors.torch")

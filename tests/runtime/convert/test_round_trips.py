@@ -22,12 +22,12 @@ from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import Precision, Workload
+from tests.kit import SMALL_FAMILIES
 from tests.ranks.cases import plan_of
 from tests.runtime.convert.cases import converted, cut, read, reduced, same, written
 from tests.runtime.convert.test_opening import module_of
 from tests.runtime.training_cases import plan_of as run_plan, trained
 from tests.slower import rest_is_slow
-from tests.small_configs import SMALL_FAMILIES
 
 transformers: Any = pytest.importorskip("transformers")
 

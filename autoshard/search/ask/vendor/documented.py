@@ -52,8 +52,10 @@ class VendorLayout:
 
     def suits(self, model: ModelSpec, cluster: Cluster) -> bool:
         """Say whether the layout is for a model of this shape, on these chips."""
+        if cluster.chip.name not in self.chips:
+            return False
         card = load_model(self.model)
-        return cluster.chip.name in self.chips and all(getattr(card, name) == getattr(model, name) for name in _SHAPE)
+        return all(getattr(card, name) == getattr(model, name) for name in _SHAPE)
 
     def distance(self, request: Request) -> tuple[float, ...]:
         """Return the distance of a question from the documented one; simpler layouts come before others."""

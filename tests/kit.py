@@ -1,0 +1,96 @@
+"""What many tests share: tiny models and configurations that have every option, and plans of models on this machine."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from autoshard.layout.pin import pins_of
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.plan import Plan
+from autoshard.search.bound.request import Request, plan_at
+from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.workload import Precision, Workload
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+# -- tiny models that together have every option of ModelSpec ------------------------------------------
+
+_SIZES: Mapping[str, Any] = {
+    "name": "tiny", "source": "made for this test", "num_layers": 2, "hidden": 16, "ffn": 24, "num_heads": 4,
+    "num_kv_heads": 2, "head_dim": 4, "vocab": 32, "max_positions": 64, "norm": "rms", "norm_eps": 1e-5,
+    "activation": "silu", "gated_mlp": True, "positions": "rotary",
+}  # fmt: skip
+_BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "norm": "layer", "gated_mlp": False}
+TINY: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "mixtral": {"num_experts": 4, "experts_per_token": 2},
+    "gpt": {**_BIASES, "activation": "gelu_tanh", "positions": "learned", "tied_embeddings": True, "num_kv_heads": 4},
+    "neox": {**_BIASES, "activation": "gelu", "parallel_residual": True, "rotary_fraction": 0.5, "num_kv_heads": 1},
+    "qwen": {"qk_norm": True, "qkv_bias": True, "window": 3},
+}
+
+
+def tiny(name: str = "llama", **changes: Any) -> ModelSpec:
+    """Return a tiny model; a number of heads that is changed counts for keys as well where they are not shared."""
+    own = {**_SIZES, **TINY[name], **changes}
+    if name == "gpt":
+        own["num_kv_heads"] = own["num_heads"]
+    elif name == "neox":
+        own["num_kv_heads"] = 1
+    return ModelSpec(**own)
+
+
+# -- configurations in the form of transformers, of every architecture at reduced width ----------------
+
+_CONFIG_SIZES: Mapping[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 19,
+    "max_position_embeddings": 16,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+    "attention_dropout": 0.0,
+}
+_FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"num_key_value_heads": 2},
+    "mistral": {"num_key_value_heads": 2, "sliding_window": 3},
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt2": {"n_inner": 24, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "qwen2": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
+}
+SMALL_FAMILIES = tuple(_FAMILIES)
+
+
+def small_config(family: str, **changes: Any) -> dict[str, Any]:
+    """Return the small configuration of an architecture; no two of its sizes are alike where they need not be."""
+    inner = {} if family == "gpt2" else {"intermediate_size": 24}
+    return {"model_type": family, **_CONFIG_SIZES, **inner, **_FAMILIES[family], **changes}
+
+
+# -- plans for the torch engine on this machine --------------------------------------------------------
+
+
+@functools.cache
+def _request(candidate: Candidate, model: ModelSpec, workload: Workload) -> Request:
+    cluster = load_cluster("local", ranks=candidate.num_ranks)
+    return Request(model=model, cluster=cluster, workload=workload, engines=("torch",))
+
+
+def local_request(candidate: Candidate, model: ModelSpec, **sizes: Any) -> Request:
+    """The question whose answer is this candidate on this machine; ``sizes`` are those of the workload."""
+    usual: dict[str, Any] = {"precision": Precision.named("bf16")}
+    return _request(candidate, model, Workload(**(usual | sizes)))
+
+
+def local_plan(text: str, model: ModelSpec, pins: Mapping[str, str] = NOTHING, **sizes: Any) -> Plan:
+    """The plan of exactly this candidate on this machine, whatever Rules say; ``sizes`` are those of the workload."""
+    candidate = Candidate.parse(text)
+    request = replace(local_request(candidate, model, **sizes), layouts=pins_of(pins, "tests"))
+    return plan_at(request, candidate, even_refused=True)
