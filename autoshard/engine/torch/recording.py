@@ -20,13 +20,13 @@ _SAME = (_aten.detach.default, _aten.alias.default)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Operation:
-    """One call of torch; each tensor among its arguments was recorded, or is a constant."""
+    """A call of torch; each tensor among its arguments was recorded, or is a constant."""
 
     func: Any
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    found: tuple[Any, ...]  # all that it returns
-    results: tuple[torch.Tensor, ...]  # of it new tensors; what is changed in place is none
+    returned: tuple[Any, ...]
+    results: tuple[torch.Tensor, ...]  # the new tensors among what it returned: what it changes in place is not new
 
     @property
     def reads(self) -> Iterator[torch.Tensor]:
@@ -42,7 +42,7 @@ class Operation:
     @property
     def is_list(self) -> bool:
         """Whether it returns a list, even of one tensor."""
-        return any(isinstance(one.type, torch.ListType) for one in self.func._schema.returns)
+        return any(isinstance(value.type, torch.ListType) for value in self.func._schema.returns)
 
     @property
     def is_same(self) -> bool:
@@ -57,12 +57,13 @@ class Operation:
 
 @dataclass(slots=True, eq=False)
 class Recording(TorchDispatchMode):
-    """While it is entered, operations that touch ``known`` tensors are recorded; all others are computed.
+    """While it is entered, operations that read ``variables`` are recorded; operations on the host are computed.
 
-    Tensors are told apart by identity, and kept, so that no later tensor gets the identity of an earlier one.
+    Tensors go by their identities. The recording holds all of them, so that no later tensor gets the identity of an
+    earlier one.
     """
 
-    known: dict[int, torch.Tensor] = field(default_factory=dict)
+    variables: dict[int, torch.Tensor] = field(default_factory=dict)  # what depends on a batch or a weight
     constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # with their numbers
     operations: list[Operation] = field(default_factory=list)
 
@@ -71,8 +72,8 @@ class Recording(TorchDispatchMode):
         TorchDispatchMode.__init__(self)
 
     def name(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Let a tensor be known."""
-        self.known[id(tensor)] = tensor
+        """Note that a tensor depends on a batch or a weight; return it."""
+        self.variables[id(tensor)] = tensor
         return tensor
 
     def number(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -83,24 +84,24 @@ class Recording(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Record or compute an operation."""
-        given = {**kwargs} if kwargs else {}
-        taken = list(tensors_in((*args, *given.values())))
-        found = func(*args, **given)
-        made = [one for one in tensors_in([found]) if all(one is not other for other in taken)]
-        on_device = any(one.is_meta for one in (*taken, *made))
-        if not on_device:
-            return found  # of the host's own
-        if taken and not any(id(one) in self.known for one in taken):
-            there = func(*_with(args, self.number), **_with_values(given, self.number))
-            for one, number in zip(tensors_in([found]), tensors_in([there]), strict=True):
-                self.constants[id(one)] = one, number
-            return found
-        every = tuple(found) if isinstance(found, list | tuple) else (found,)
-        made = tuple(map(self.name, made))
-        for one in made if any(map(is_uneven, taken)) else ():  # element by element
-            torch._dynamo.mark_dynamic(one, 1)
-        self.operations.append(Operation(func=func, args=args, kwargs=given, found=every, results=made))
-        return found
+        options = {**kwargs} if kwargs else {}
+        operands = list(tensors_in((*args, *options.values())))
+        returned = func(*args, **options)
+        results = [tensor for tensor in tensors_in([returned]) if all(tensor is not operand for operand in operands)]
+        if not any(tensor.is_meta for tensor in (*operands, *results)):
+            return returned  # the host computes it in a step, too
+        if operands and not any(id(operand) in self.variables for operand in operands):
+            numbers = func(*_on_host(args, self.number), **_options_on_host(options, self.number))
+            for tensor, number in zip(tensors_in([returned]), tensors_in([numbers]), strict=True):
+                self.constants[id(tensor)] = tensor, number
+            return returned
+        for tensor in results:
+            self.name(tensor)
+            if any(map(is_uneven, operands)):  # element by element
+                torch._dynamo.mark_dynamic(tensor, 1)
+        values = tuple(returned) if isinstance(returned, list | tuple) else (returned,)
+        self.operations.append(Operation(func=func, args=args, kwargs=options, returned=values, results=tuple(results)))
+        return returned
 
 
 def is_uneven(example: torch.Tensor) -> bool:
@@ -108,40 +109,43 @@ def is_uneven(example: torch.Tensor) -> bool:
     return hasattr(example, "_dynamo_dynamic_indices")
 
 
-def tensors_in(given: Sequence[Any]) -> Iterator[torch.Tensor]:
+def tensors_in(arguments: Sequence[Any]) -> Iterator[torch.Tensor]:
     """Yield all tensors among arguments, in order."""
-    for one in given:
-        if isinstance(one, torch.Tensor):
-            yield one
-        elif isinstance(one, list | tuple):
-            yield from tensors_in(one)
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from tensors_in(argument)
 
 
-def _with(given: Sequence[Any], number: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+Numbers = Callable[[torch.Tensor], torch.Tensor]  # a constant's tensor with its numbers
+
+
+def _on_host(arguments: Sequence[Any], numbers: Numbers) -> list[Any]:
     """Return arguments for the host: each tensor replaced by its numbers, and each device by the host."""
-    return [_changed(one, number) for one in given]
+    return [_argument_on_host(argument, numbers) for argument in arguments]
 
 
-def _with_values(given: Mapping[str, Any], number: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    return {name: _changed(one, number) for name, one in given.items()}
+def _options_on_host(options: Mapping[str, Any], numbers: Numbers) -> dict[str, Any]:
+    return {name: _argument_on_host(option, numbers) for name, option in options.items()}
 
 
-def _changed(one: Any, number: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(one, torch.Tensor):
-        return number(one)
-    if isinstance(one, list | tuple):
-        return _with(one, number)
-    return torch.device(HOST) if isinstance(one, torch.device) else one
+def _argument_on_host(argument: Any, numbers: Numbers) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return numbers(argument)
+    if isinstance(argument, list | tuple):
+        return _on_host(argument, numbers)
+    return torch.device(HOST) if isinstance(argument, torch.device) else argument
 
 
 def live_operations(operations: Sequence[Operation], alive: set[int]) -> list[Operation]:
-    """Return the operations that change a tensor, or make one that is read later.
+    """Return the operations that change a tensor, or make a tensor that is read later.
 
     ``alive`` holds the ids of the tensors that are read later; those that the returned operations read are added.
     """
-    found: list[Operation] = []
-    for one in reversed(operations):
-        if one.changes or any(id(result) in alive for result in one.results):
-            alive.update(map(id, one.reads))
-            found.append(one)
-    return found[::-1]
+    live: list[Operation] = []
+    for operation in reversed(operations):
+        if operation.changes or any(id(result) in alive for result in operation.results):
+            alive.update(map(id, operation.reads))
+            live.append(operation)
+    return live[::-1]

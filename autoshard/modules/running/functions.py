@@ -99,7 +99,7 @@ def _operation(node: Node) -> Operation:
     returns = node.target._schema.returns  # pyright: ignore
     results = () if in_place and len(returns) == 1 and returns[0].alias_info else returned
     return Operation(
-        func=node.target, args=args, kwargs=kwargs, found=returned,
+        func=node.target, args=args, kwargs=kwargs, returned=returned,
         results=tuple(result for result in results if isinstance(result, torch.Tensor)),
     )  # fmt: skip
 
