@@ -86,7 +86,7 @@ class _CapturedGraph:
         if self.steps.backward:
             values = (
                 inputs
-                | {name: values[name] for name in self.steps.kept}
+                | {name: values[name] for name in self.steps.saved}
                 | {name: self._seed(name, dict(zip(self.steps.results, results, strict=True))[result])
                    for name, result in self.steps.seeds.items()}
             )  # fmt: skip
@@ -121,7 +121,7 @@ class _CapturedGraph:
         names = {node: f"%{node.name}" for node in self.nodes} | {node: name for name, node in outside.items()}
         ends = {*self.named.values()}
         steps: dict[str, list[RankStep]] = {"F": [], "B": []}
-        taken: dict[str, dict[str, torch.dtype]] = {"F": {}, "B": {}}
+        formats: dict[str, dict[str, torch.dtype]] = {"F": {}, "B": {}}  # of what comes from outside
         for number, nodes in enumerate(groups):
             pass_ = nodes[0].meta[PLACE][0]
             if _STEP in nodes[0].meta:
@@ -132,16 +132,16 @@ class _CapturedGraph:
                 reads, writes = (tuple(names[node] for node in ends_) for ends_ in (function.reads, function.writes))
                 step = RankStep(run=function.run, reads=reads, writes=writes, empties=True)
             steps[pass_].append(step)
-            taken[pass_] |= {name: outside[name].meta[VALUE].dtype for name in step.reads if name in outside}
+            formats[pass_] |= {name: outside[name].meta[VALUE].dtype for name in step.reads if name in outside}
         made_forward = {name for step in steps["F"] for name in step.writes} | self.inputs.keys()
-        kept = frozenset(name for step in steps["B"] for name in step.reads if name in made_forward)
+        saved = frozenset(name for step in steps["B"] for name in step.reads if name in made_forward)
         forward, backward = (
-            [_even(taken["F"]), *steps["F"], *self._renamed(self.steps.results, names)],
-            [_even(taken["B"]), *steps["B"], *self._renamed(self.steps.gradients, names)],
+            [_even(formats["F"]), *steps["F"], *self._renamed(self.steps.results, names)],
+            [_even(formats["B"]), *steps["B"], *self._renamed(self.steps.gradients, names)],
         )
         return replace(
-            self.steps, kept=kept,
-            forward=tuple(dropping(forward, {*self.steps.results, *kept})),
+            self.steps, saved=saved,
+            forward=tuple(dropping(forward, {*self.steps.results, *saved})),
             backward=tuple(dropping(backward, self.steps.gradients)),
         )  # fmt: skip
 
