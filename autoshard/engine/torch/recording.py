@@ -1,15 +1,16 @@
-"""Records the calls of torch that kernels make, as operations on named tensors that have shapes and no numbers.
+"""Records the calls of torch that prepared steps make, as operations on tensors that have shapes and no numbers.
 
 Values that depend on no batch and no weight (positions, the angles of rotary embeddings) are computed at once, and are
 constants of the recording.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch._dynamo
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.run.protocol import HOST
@@ -78,7 +79,13 @@ class Recording(TorchDispatchMode):
 
     def number(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the numbers of a constant; a tensor of the host is one itself."""
-        return self.constants[id(tensor)][1] if tensor.is_meta else tensor
+        return tensor if has_numbers(tensor) else self.constants[id(tensor)][1]
+
+    def _on_host(self, argument: Any) -> Any:
+        """Return an argument for the host: the numbers of a tensor, and the host for a device."""
+        if isinstance(argument, torch.Tensor):
+            return self.number(argument)
+        return torch.device(HOST) if isinstance(argument, torch.device) else argument
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -88,10 +95,10 @@ class Recording(TorchDispatchMode):
         operands = list(tensors_in((*args, *options.values())))
         returned = func(*args, **options)
         results = [tensor for tensor in tensors_in([returned]) if all(tensor is not operand for operand in operands)]
-        if not any(tensor.is_meta for tensor in (*operands, *results)):
+        if all(map(has_numbers, (*operands, *results))):
             return returned  # the host computes it in a step, too
         if operands and not any(id(operand) in self.variables for operand in operands):
-            numbers = func(*_on_host(args, self.number), **_options_on_host(options, self.number))
+            numbers = func(*changed(args, self._on_host), **changed_options(options, self._on_host))
             for tensor, number in zip(tensors_in([returned]), tensors_in([numbers]), strict=True):
                 self.constants[id(tensor)] = tensor, number
             return returned
@@ -118,24 +125,30 @@ def tensors_in(arguments: Sequence[Any]) -> Iterator[torch.Tensor]:
             yield from tensors_in(argument)
 
 
-Numbers = Callable[[torch.Tensor], torch.Tensor]  # a constant's tensor with its numbers
+def has_numbers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in memory."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
-def _on_host(arguments: Sequence[Any], numbers: Numbers) -> list[Any]:
-    """Return arguments for the host: each tensor replaced by its numbers, and each device by the host."""
-    return [_argument_on_host(argument, numbers) for argument in arguments]
+def changed(arguments: Sequence[Any], change: Callable[[Any], Any]) -> list[Any]:
+    """Change each argument, also in lists; torch's own tree_map leaves cycles behind, which hold tensors for long."""
+    return [
+        changed(argument, change) if isinstance(argument, list | tuple) else change(argument) for argument in arguments
+    ]
 
 
-def _options_on_host(options: Mapping[str, Any], numbers: Numbers) -> dict[str, Any]:
-    return {name: _argument_on_host(option, numbers) for name, option in options.items()}
+def changed_options(options: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Change each argument that goes by its name."""
+    return dict(zip(options, changed([*options.values()], change), strict=True))
 
 
-def _argument_on_host(argument: Any, numbers: Numbers) -> Any:
-    if isinstance(argument, torch.Tensor):
-        return numbers(argument)
-    if isinstance(argument, list | tuple):
-        return _on_host(argument, numbers)
-    return torch.device(HOST) if isinstance(argument, torch.device) else argument
+def with_stand_ins(operation: Operation, stand_ins: Mapping[int, torch.Tensor]) -> Operation:
+    """Return an operation that reads other tensors, those that stand in for tensors by their ids."""
+
+    def change(argument: Any) -> Any:
+        return stand_ins.get(id(argument), argument)
+
+    return replace(operation, args=changed(operation.args, change), kwargs=changed_options(operation.kwargs, change))
 
 
 def live_operations(operations: Sequence[Operation], alive: set[int]) -> list[Operation]:
