@@ -31,7 +31,7 @@ from autoshard.engine.torch.formats import NOWHERE
 from autoshard.engine.torch.kernels import Rotations
 from autoshard.engine.torch.recording import Operation, Recording, live_operations
 from autoshard.engine.torch.steps import NUMBERS, RankContext
-from autoshard.engine.torch.writing import NAMES, PassText, Statement, Step, Variables, module, piece, statement
+from autoshard.engine.torch.writing import NAMES, PassText, Statement, Step, Variables, module, piece, statements
 from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Value
 from autoshard.schedule.builders import ActionKind
 
@@ -198,9 +198,10 @@ class _RecordedSteps:
             (step, tensors, [operation for operation in operations if not self._shares_name(operation)])
             for step, tensors, operations in reversed(live)
         ]
-        num_readers = Counter(
-            id(tensor) for _, _, operations in live for operation in operations for tensor in operation.reads
-        )
+        reads = [tensor for _, _, operations in live for operation in operations for tensor in operation.reads]
+        self._name_constants(reads)
+        read_once = {tensor for tensor, count in Counter(map(id, reads)).items() if count == 1}
+        read_once -= self.variables.names.keys()  # values of the table have statements of their own
         steps, num_calls = list[Step](), 0
         for step, tensors, operations in live:
             if isinstance(step.entry, Given):
@@ -208,7 +209,7 @@ class _RecordedSteps:
             elif step.few:
                 lines = self._by_rows(step, step.few, tensors)
             elif step.is_local:
-                lines = [line for operation in operations if (line := self._operation(operation, num_readers))]
+                lines = [*statements(operations, self.variables, read_once)]
             else:
                 count = len(step.reads)
                 lines = [self._call(num_calls, tensors[:count], tensors[count:])]
@@ -235,8 +236,8 @@ class _RecordedSteps:
         }
         for row_step in few.steps:
             inner.record(row_step, values)
-        assert not inner.variables.constants, "what follows from the plan alone is as long as all rows"
         text, reads, _ = piece(inner.name, inner.written_steps(set()), set())
+        assert not inner.variables.constants, "what follows from the plan alone is as long as all rows"
         self.functions[inner.name] = text, [inner.variables.tensors[name] for name in reads]
         results = {self.variables.of(tensor): tensor for tensor in tensors[len(step.reads) :]}
         lines = [
@@ -250,9 +251,7 @@ class _RecordedSteps:
         return [*lines, Statement(text=call, reads=arguments)]
 
     def _call(self, number: int, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Statement:
-        for tensor in reads:
-            if not self._is_variable(tensor):
-                self.variables.constant(tensor, tensor)
+        self._name_constants(reads)
         arguments, targets = (tuple(map(self.variables.of, tensors)) for tensors in (reads, writes))
         text = f"{', '.join(targets)}, = calls[{number}]({', '.join(arguments)})"
         return Statement(text=text, reads=arguments, writes=targets)
@@ -271,17 +270,10 @@ class _RecordedSteps:
             return names[before] == names[after]
         return False
 
-    def _operation(self, operation: Operation, num_readers: Mapping[int, int]) -> Statement | None:
-        """Write an operation; a view with one reader stands with it, unless it is a value of the table."""
-        for tensor in operation.reads:
+    def _name_constants(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
             if not self._is_variable(tensor):
                 self.variables.constant(tensor, self._recording.number(tensor))
-        result = id(operation.results[0]) if operation.results else 0
-        is_view = operation.is_view and not operation.is_list
-        if is_view and num_readers[result] == 1 and result not in self.variables.names:
-            self.variables.inline(operation)
-            return None
-        return statement(operation, self.variables)
 
 
 class _RecordedPass(_RecordedSteps):

@@ -3,7 +3,7 @@
 import keyword
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,7 +106,16 @@ class Variables:
 # -- one operation -------------------------------------------------------------------------------------
 
 
-def statement(operation: Operation, variables: Variables) -> Statement:
+def statements(operations: Iterable[Operation], variables: Variables, read_once: Container[int]) -> Iterator[Statement]:
+    """Write operations; a view that is ``read_once``, by the id of its result, stands where it is read."""
+    for operation in operations:
+        if operation.is_view and not operation.is_list and id(operation.results[0]) in read_once:
+            variables.inline(operation)
+        else:
+            yield _statement(operation, variables)
+
+
+def _statement(operation: Operation, variables: Variables) -> Statement:
     """Write an operation as a method of its first tensor where torch has one, else by its full name."""
     reads = tuple(name for tensor in operation.reads for name in variables.behind(tensor))
     writes = tuple(map(variables.of, operation.results))

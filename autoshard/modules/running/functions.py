@@ -10,7 +10,7 @@ import torch
 
 from autoshard.engine.torch.compiled import Piece, compiler_of
 from autoshard.engine.torch.recording import Operation
-from autoshard.engine.torch.writing import Statement, Step, Variables, piece, statement
+from autoshard.engine.torch.writing import Step, Variables, piece, statements
 
 _FEWEST = 2  # operations that a compiler can make something of
 
@@ -38,13 +38,7 @@ class FunctionWriter:
         results = {id(result) for operation in operations for result in operation.results}
         sources = {variables.of(read): read for read in all_reads if id(read) not in results}
         once = {tensor for tensor, count in Counter(map(id, all_reads)).items() if count == 1} - {*map(id, read_later)}
-        statements = list[Statement]()
-        for operation in operations:
-            if operation.is_view and not operation.is_list and id(operation.results[0]) in once:
-                variables.inline(operation)  # where it is read
-            else:
-                statements.append(statement(operation, variables))
-        step = Step(comment="", statements=tuple(statements))
+        step = Step(comment="", statements=tuple(statements(operations, variables, once)))
         writes = {variables.of(tensor): tensor for tensor in read_later}
         text, names, call = piece("part", [step], {*writes})
         reads, casts = tuple(sources[name] for name in names), torch.is_autocast_enabled(self.device.type)
