@@ -112,10 +112,10 @@ def statements(operations: Iterable[Operation], variables: Variables, read_once:
         if operation.is_view and not operation.is_list and id(operation.results[0]) in read_once:
             variables.inline(operation)
         else:
-            yield _statement(operation, variables)
+            yield statement(operation, variables)
 
 
-def _statement(operation: Operation, variables: Variables) -> Statement:
+def statement(operation: Operation, variables: Variables) -> Statement:
     """Write an operation as a method of its first tensor where torch has one, else by its full name."""
     reads = tuple(name for tensor in operation.reads for name in variables.behind(tensor))
     writes = tuple(map(variables.of, operation.results))
