@@ -28,7 +28,7 @@ from autoshard.spec.mesh import ATOMS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockProgram:
-    """A block as ranks run it: the program, parted into what runs forward and what runs backward."""
+    """A block as ranks run it: its program, and the instructions of its forward and of its backward pass."""
 
     block: Block
     program: Program
@@ -43,23 +43,23 @@ class BlockProgram:
 
     @property
     def handed_back(self) -> str | None:
-        """The gradient that the backward pass hands to the block before, if there is one."""
+        """The gradient that the backward pass hands to the block before; None in the first block."""
         sums = {f"{tensor.name}.sum" for tensor in self.block.parameters}
         return next((name for name in self.program.results if name not in {*sums, self.handed_on}), None)
 
     def instructions(self, kind: str) -> tuple[Instruction, ...]:
-        """Return the instructions of an action of some kind."""
+        """Return the instructions of a kind of action."""
         split = self.num_input
         by_kind = {"F": self.forward, "B": self.backward, "I": self.backward[:split], "W": self.backward[split:]}
         return by_kind[kind]
 
-    def made(self, kind: str) -> Mapping[str, Value]:
-        """Return the results of such an action, by tensor."""
+    def results(self, kind: str) -> Mapping[str, Value]:
+        """Return the results of a kind of action, by tensor."""
         names = {name for entry in self.instructions(kind) for name in written_by(entry)}
         return {tensor: value for tensor, value in self.program.results.items() if value.name in names}
 
-    def given(self, tensor: str) -> Value:
-        """Return a tensor with the layout in which the program takes it."""
+    def input_value(self, tensor: str) -> Value:
+        """Return the value of a tensor that comes from outside the block, with the layout that the program expects."""
         values = (entry.value for entry in self.program.instructions if isinstance(entry, Given))
         return next(value for value in values if value.tensor == tensor)
 
@@ -74,17 +74,17 @@ class PlanPrograms:
 
     def group_atoms(self) -> frozenset[tuple[str, ...]]:
         """Return the atoms of every collective of a plan: of programs, rings, and sums of weights' gradients."""
-        found: set[tuple[str, ...]] = set()
+        groups: set[tuple[str, ...]] = set()
         for parts in (parts for blocks in self.stages for parts in blocks.values()):
             for entry in parts.program.instructions:
                 if isinstance(entry, Communicate):
-                    found.add(entry.collective.atoms)
+                    groups.add(entry.collective.atoms)
                 elif isinstance(entry, Compute):
-                    found |= {hop.atoms for hop in entry.ring}
-            found |= {counted_over(parts.program)} if self.packed else set()
+                    groups |= {hop.atoms for hop in entry.ring}
+            groups |= {counted_over(parts.program)} if self.packed else set()
             for tensor in parts.block.parameters:
-                found |= {*split_pending(parts.program.results[f"{tensor.name}.sum"].layout.sums)}
-        return frozenset(found)
+                groups |= {*split_pending(parts.program.results[f"{tensor.name}.sum"].layout.sums)}
+        return frozenset(groups)
 
 
 def programs_of(plan: Plan, *, packs: bool = False) -> PlanPrograms:
@@ -147,23 +147,25 @@ def _added_at_once(entries: Sequence[Instruction]) -> tuple[Instruction, ...]:
     """Add every gradient to its sum as soon as it is computed, so that no two gradients are held at once."""
     adding = [entry for entry in entries if isinstance(entry, Compute) and isinstance(entry.op.kind, Accumulate)]
     sums = {entry.reads[0].name for entry in adding}
-    taking = (entry for entry in entries if isinstance(entry, Given) and entry.value.name in sums)
-    return early(entries, {id(entry) for entry in (*adding, *taking)})
+    inputs = (entry for entry in entries if isinstance(entry, Given) and entry.value.name in sums)
+    return early(entries, {id(entry) for entry in (*adding, *inputs)})
 
 
 def early(entries: Sequence[Instruction], late: Collection[int]) -> tuple[Instruction, ...]:
     """Move each instruction whose id is in ``late`` forward, right behind the last maker of what it reads."""
-    made_at: dict[str, int] = {}
+    places: dict[str, int] = {}  # of the makers of values
     placed: list[tuple[int, Instruction]] = []
     for number, entry in enumerate(entries):
-        if id(entry) in late:
-            number = max((made_at.get(name, -1) for name in read_by(entry)), default=-1)
-        made_at |= dict.fromkeys(written_by(entry), number)
-        placed.append((number, entry))
+        place = max((places.get(name, -1) for name in read_by(entry)), default=-1) if id(entry) in late else number
+        places |= dict.fromkeys(written_by(entry), place)
+        placed.append((place, entry))
     return tuple(entry for _, entry in sorted(placed, key=lambda pair: pair[0]))
 
 
 def tied_instances(graph: OpGraph) -> Mapping[str, str]:
-    """Return which weight has the values of which other, as ``OpGraph.instances`` names them."""
+    """Return the weights that have the values of another weight, with the weight that owns them.
+
+    Both have the names that ``OpGraph.instances`` gives them.
+    """
     # Their blocks occur once: ``head.unembed.weight`` is of ``head.0``.
-    return {other.replace(".", ".0.", 1): owner.replace(".", ".0.", 1) for other, owner in graph.tied.items()}
+    return {copy.replace(".", ".0.", 1): owner.replace(".", ".0.", 1) for copy, owner in graph.tied.items()}

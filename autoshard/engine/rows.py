@@ -32,7 +32,7 @@ def works_by_rows(entry: Instruction) -> bool:
 
 
 def token_cuts(entry: Instruction) -> object:
-    """Return how the tokens of an instruction that works by rows are cut; a run has one such cut."""
+    """Return how the tokens of an instruction that works by rows are cut: the same in a whole run. None for others."""
     if not works_by_rows(entry):
         return None
     return next(value.layout.dims[:2] for value in (*values_read(entry), *values_written(entry)) if is_wide(value))
@@ -40,8 +40,8 @@ def token_cuts(entry: Instruction) -> object:
 
 def runs_of(entries: Iterable[Instruction]) -> Iterator[tuple[Instruction, ...]]:
     """Yield the runs, and every other instruction by itself."""
-    for cuts, found in groupby(entries, token_cuts):
-        run = tuple(found)
+    for cuts, group in groupby(entries, token_cuts):
+        run = tuple(group)
         yield from [run] if cuts else zip(run)
 
 
@@ -66,30 +66,31 @@ def in_runs(passes: Sequence[Sequence[Instruction]]) -> Iterator[tuple[Instructi
 
 def _sorted(entries: Sequence[Instruction], makers: Mapping[str, Instruction]) -> Iterator[Instruction]:
     """Yield the instructions that need no run, the first run, those that need this run, and so on; else in order."""
-    waits: dict[str, int] = {}  # for how many runs a value waits
-    made: set[str] = set()  # by runs
+    num_runs: dict[str, int] = {}  # that come before a value is there
+    run_results: set[str] = set()
     parts: dict[int, tuple[list[Instruction], list[Instruction]]] = {}
     for entry in entries:
         by_rows = works_by_rows(entry)
-        count = max((waits.get(name, 0) + (name in made and not by_rows) for name in read_by(entry)), default=0)
-        waits |= dict.fromkeys(written_by(entry), count)
-        made.update(written_by(entry) if by_rows else ())
+        counts = (num_runs.get(name, 0) + (name in run_results and not by_rows) for name in read_by(entry))
+        count = max(counts, default=0)
+        num_runs |= dict.fromkeys(written_by(entry), count)
+        run_results.update(written_by(entry) if by_rows else ())
         parts.setdefault(count, ([], []))[by_rows].append(entry)
     for count in sorted(parts):
-        others, run = parts[count]
-        yield from others
+        whole, run = parts[count]
+        yield from whole
         for cuts in dict.fromkeys(map(token_cuts, run)):
-            yield from _with_makers([one for one in run if token_cuts(one) == cuts], makers).values()
+            yield from _with_makers([entry for entry in run if token_cuts(entry) == cuts], makers).values()
 
 
 def _with_makers(run: Sequence[Instruction], makers: Mapping[str, Instruction]) -> Mapping[str, Instruction]:
     """Return the instructions of a run by their first result, after the makers of the wide values that they read."""
-    found: dict[str, Instruction] = {}
+    ordered: dict[str, Instruction] = {}
     for entry in run:
-        before = [makers[name] for name in read_by(entry) if name in makers]
-        found |= {name: one for name, one in _with_makers(before, makers).items() if name not in found}
-        found.setdefault(written_by(entry)[0], entry)
-    return found
+        before = _with_makers([makers[name] for name in read_by(entry) if name in makers], makers)
+        ordered |= {name: maker for name, maker in before.items() if name not in ordered}
+        ordered.setdefault(written_by(entry)[0], entry)
+    return ordered
 
 
 def is_wide(value: Value) -> bool:

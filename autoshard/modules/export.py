@@ -44,10 +44,10 @@ class ModuleCall:
         """Return how a module is called just now."""
         modules = [*_paths(module)]
         parameters = [
-            (f"{path}{name}", one)
+            (f"{path}{name}", parameter)
             for path, owner in modules
-            for name, one in owner.__dict__["_parameters"].items()
-            if one is not None
+            for name, parameter in owner.__dict__["_parameters"].items()
+            if parameter is not None
         ]
         device = parameters[0][1].device.type if parameters else HOST
         casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
@@ -66,11 +66,11 @@ class ModuleCall:
             autocast=torch.get_autocast_dtype(device) if casts else None,
         )
 
-    def serves(self, other: "ModuleCall") -> bool:
-        """Say whether what was traced for this call computes another one; gradients may be left out."""
+    def serves(self, later: "ModuleCall") -> bool:
+        """Say whether what was traced for this call computes a later call, which may need fewer gradients."""
         names = (field.name for field in fields(self) if field.name != "with_gradient")
-        same = all(getattr(self, name) == getattr(other, name) for name in names)
-        return same and self.with_gradient >= other.with_gradient
+        same = all(getattr(self, name) == getattr(later, name) for name in names)
+        return same and self.with_gradient >= later.with_gradient
 
 
 @dataclass(frozen=True, kw_only=True)

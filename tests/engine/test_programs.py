@@ -65,8 +65,8 @@ def test_the_passes_are_the_whole_program_and_none_waits_for_a_later_one(text):
             assert all((one.pass_ == "F") == (kind == "F") for one in entries if isinstance(one, Communicate))
         again = {entry.op.name for entry in parts.backward if isinstance(entry, Compute) and entry.op.again}
         assert again <= {entry.op.name for entry in inputs if isinstance(entry, Compute)}
-        assert parts.handed_back is None or parts.handed_back in parts.made("I")
-        assert all(tensor.endswith(".weight.sum") for tensor in parts.made("W"))
+        assert parts.handed_back is None or parts.handed_back in parts.results("I")
+        assert all(tensor.endswith(".weight.sum") for tensor in parts.results("W"))
 
 
 @pytest.mark.parametrize("text", TEXTS[::3])

@@ -114,7 +114,7 @@ def failing(place: str) -> list[str]:
     module, x = stack(2), batch()
     plain = copy.deepcopy(module)
     with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capturing if place == "make_fx" else compiled, place, fail)
+        patch.setattr(capturing if place == "Recording" else compiled, place, fail)
         warnings.simplefilter("default")
         worst = difference(plain, shard(module, [x], "a=1", compile=True), [x])
     assert worst < 1e-12
@@ -125,7 +125,7 @@ def failing(place: str) -> list[str]:
     ("place", "says"),
     [
         ("compile_fx_inner", "a part of the module runs without being compiled: no such machine"),
-        ("make_fx", "the module runs step by step, without functions: no such machine"),
+        ("Recording", "the module runs step by step, without functions: no such machine"),
     ],
 )
 def test_what_is_not_compiled_runs_as_it_is_with_one_warning(place: str, says: str):

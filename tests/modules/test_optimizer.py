@@ -108,5 +108,5 @@ def test_a_closure_is_called_before_the_step():
 
 
 def test_an_optimizer_that_needs_whole_parameters_is_refused():
-    with pytest.raises(InputError, match="kind: is LBFGS, which may need whole parameters; known: SGD, Adam"):
+    with pytest.raises(InputError, match="kind: is LBFGS, which may need whole parameters; these do not: SGD, Adam"):
         autoshard.sharded_optimizer(torch.optim.LBFGS, stack(1).parameters())

@@ -13,9 +13,9 @@ from torch._inductor import config
 
 import autoshard.commands.run as run_command
 import autoshard.engine.torch.execution as rows
-import autoshard.engine.torch.generated as generated
 import autoshard.engine.torch.kernels.products as products
 import autoshard.engine.torch.steps as steps
+import autoshard.engine.torch.writing as writing
 from autoshard.commands.running.execution import Execution
 from autoshard.engine.torch.engine import TorchEngine, build
 from autoshard.engine.torch.fake import fake_world
@@ -171,16 +171,16 @@ def test_a_function_without_one_of_its_operations_is_caught(name, monkeypatch: p
     task = Task.of(plan_of("tp=1,pp=1,dp=1", llama(num_layers=1), global_batch=1))
     dropped = list[Operation]()
 
-    def dropping(operation: Operation, variables: generated.Variables) -> generated.Statement:
+    def dropping(operation: Operation, variables: writing.Variables) -> writing.Statement:
         found = written(operation, variables)
         if operation.func.overloadpacket.__name__ != name or dropped:
             return found
         dropped.append(operation)
         unchanged = f"{', '.join(found.writes)} = {found.reads[0]}" if found.writes else "pass"
-        return generated.Statement(text=unchanged, reads=found.reads, writes=found.writes)
+        return writing.Statement(text=unchanged, reads=found.reads, writes=found.writes)
 
-    written = generated.statement
-    monkeypatch.setattr(generated, "statement", dropping)
+    written = writing.statement
+    monkeypatch.setattr(writing, "statement", dropping)
     with fake_world(0, 1):
         shares = run_steps(task, EXACT, "generated")
     assert dropped

@@ -55,9 +55,9 @@ class LiteralRun:
             "F": backward | {parts.program.results[parts.handed_on].name},
             "B": results, "I": waiting | results, "W": results,
         }  # fmt: skip
-        steps = {kind: tuple(steps_of(context, parts, kind, kept)) for kind, kept in later.items()}
-        made = {kind: parts.made(kind).get(parts.handed_back or "") for kind in later}
-        handed_back = {kind: value and value.name for kind, value in made.items()}
+        steps = {kind: tuple(steps_of(context, parts, kind, read_later)) for kind, read_later in later.items()}
+        gradients = {kind: parts.results(kind).get(parts.handed_back or "") for kind in later}
+        handed_back = {kind: value and value.name for kind, value in gradients.items()}
         return cls(parts=parts, steps=steps, waiting=waiting, handed_back=handed_back)
 
     def forward(self, source: InputSource) -> tuple[torch.Tensor, Values]:

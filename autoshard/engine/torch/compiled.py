@@ -28,22 +28,22 @@ _THREADS_OF_HOST = 1  # ranks of one machine compile at the same time, and worke
 def compiler_of(device: torch.device) -> Callable[[Piece, Sequence[torch.Tensor]], Piece]:
     """Return a device's compiler, which takes a piece, and tensors with the shapes and strides of its inputs."""
     settings = {"compile_threads": _THREADS_OF_HOST} if device.type == HOST else {}
-    even, own = FakeTensorMode(), device.type in list_backends()
+    even, registered = FakeTensorMode(), device.type in list_backends()
 
     def compiled(piece: Piece, examples: Sequence[torch.Tensor]) -> Piece:
-        uneven = [one for one in examples if is_uneven(one)]
+        uneven = [example for example in examples if is_uneven(example)]
         fake = FakeTensorMode(shape_env=ShapeEnv()) if uneven else even
-        count = _some_count(uneven[0].shape[1], fake) if uneven else 0
+        count = _symbolic_count(uneven[0].shape[1], fake) if uneven else 0
         with fake:
-            given = [like(one, device, count if is_uneven(one) else None) for one in examples]
+            inputs = [like(example, device, count if is_uneven(example) else None) for example in examples]
         try:
             with config.patch(settings), torch.no_grad():
-                if own:
-                    graph = traced(piece, given, fake, decomposes=False)
-                    return _taking_a_list(lookup_backend(device.type)(graph, given))
-                found: Any = compile_fx_inner(traced(piece, given, fake), given)
-                found = found.current_callable or found  # without what notes each call
-                return _for_many_rows(found, piece, examples) if uneven else found
+                if registered:
+                    graph = traced(piece, inputs, fake, decomposes=False)
+                    return _taking_a_list(lookup_backend(device.type)(graph, inputs))
+                code: Any = compile_fx_inner(traced(piece, inputs, fake), inputs)
+                code = code.current_callable or code  # without what notes each call
+                return _for_many_rows(code, piece, examples) if uneven else code
         except Exception as error:  # compilers raise anything; the piece gives the same numbers without them
             name = getattr(piece, "__name__", "a piece")
             reason = next(iter(str(error).splitlines()), type(error).__name__)  # some errors say nothing
@@ -53,17 +53,17 @@ def compiler_of(device: torch.device) -> Callable[[Piece, Sequence[torch.Tensor]
     return compiled
 
 
-def _some_count(usual: int, fake: FakeTensorMode) -> torch.SymInt | int:
+def _symbolic_count(usual: int, fake: FakeTensorMode) -> torch.SymInt | int:
     """Return a symbolic number of rows, of which a compiler knows only the usual range."""
     context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     return fake.from_tensor(torch.empty(usual, device="meta"), symbolic_context=context).shape[0]
 
 
-def _for_many_rows(found: Piece, piece: Piece, examples: Sequence[torch.Tensor]) -> Piece:
-    """Call the compiled piece unless there are fewer rows than it expects, or more than its indices count."""
-    number = next(number for number, one in enumerate(examples) if is_uneven(one))
-    most = _MOST_NUMBERS // max(one.shape[2] for one in examples if is_uneven(one))
-    return lambda some: (found if 1 < some[number].shape[1] <= most else piece)(some)
+def _for_many_rows(code: Piece, piece: Piece, examples: Sequence[torch.Tensor]) -> Piece:
+    """Run the compiled code, or the piece for fewer rows than the code expects or more than its indices count."""
+    number = next(number for number, example in enumerate(examples) if is_uneven(example))
+    most = _MOST_NUMBERS // max(example.shape[2] for example in examples if is_uneven(example))
+    return lambda inputs: (code if 1 < inputs[number].shape[1] <= most else piece)(inputs)
 
 
 def like(example: torch.Tensor, device: torch.device, count: torch.SymInt | int | None = None) -> torch.Tensor:
@@ -78,16 +78,16 @@ def like(example: torch.Tensor, device: torch.device, count: torch.SymInt | int 
 
 
 def _taking_a_list(function: Callable[..., Any]) -> Piece:
-    def run(some: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        given = tuple(some)
-        some.clear()
-        return function(*given)
+    def run(inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        arguments = tuple(inputs)
+        inputs.clear()
+        return function(*arguments)
 
     return run
 
 
 def traced(
-    piece: Piece, given: Sequence[torch.Tensor], fake: FakeTensorMode, *, decomposes: bool = True
+    piece: Piece, examples: Sequence[torch.Tensor], fake: FakeTensorMode, *, decomposes: bool = True
 ) -> GraphModule:
     """Return the graph that a compiler takes: no operation changes a tensor in place, except the inputs.
 
@@ -99,7 +99,7 @@ def traced(
 
     functional: Any = torch.func.functionalize(run, remove="mutations")
     with fake:
-        graph = make_fx(functional, decomposition_table=select_decomp_table() if decomposes else {})(*given)
-    made: Any = graph.graph.output_node()
-    made.meta["user_visible_output_idxs"] = list(range(len(made.args[0])))  # their strides are as traced
+        graph = make_fx(functional, decomposition_table=select_decomp_table() if decomposes else {})(*examples)
+    output: Any = graph.graph.output_node()
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # their strides are as traced
     return graph

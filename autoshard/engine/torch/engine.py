@@ -37,7 +37,7 @@ from autoshard.spec.training import Training
 Whole = Callable[[str], Array]  # a whole weight by its name, as in ``OpGraph.instances``
 _AS_PLANNED = Formats()
 _USUAL = Training()
-_MOST_SUSPECTS = 3  # that a rank names of what it found
+_MOST_SUSPECTS = 3  # losses and gradients that a rank names
 
 
 def build(plan: Plan, run: Run) -> "TorchEngine":
@@ -61,9 +61,9 @@ class TorchEngine:
         world: World | None = None,
         packs: bool | None = None,
     ) -> None:
-        """Take this rank's part of whole weights; in a ``world`` that is there, or in one that is made for the plan.
+        """Take this rank's part of whole weights, in a running ``world`` or in a world that is built for the plan.
 
-        Whether it ``packs`` rows of experts follows from the device, if it is not said.
+        Without ``packs``, the device decides whether rows of experts are packed.
         """
         training, mode = (run.training, run.mode) if run else (_USUAL, "literal")
         self.formats, self.packs = formats, groups_products(formats.device) if packs is None else packs
@@ -82,13 +82,13 @@ class TorchEngine:
         self.graph = programs.graph
         self._pipeline = RankPipeline(plan, programs, context, mode, training.seed)
         ties = tied_instances(programs.graph)
-        self.weights = {one.instance: one for one in self._weights_here(ties, training)}
-        blocks = {name: mesh_rank.block(whole(name), one.layout) for name, one in self.weights.items()}
-        here = {other: owner for other, owner in ties.items() if other in self.weights and owner in self.weights}
+        self.weights = {weight.instance: weight for weight in self._weights_here(ties, training)}
+        blocks = {name: mesh_rank.block(whole(name), weight.layout) for name, weight in self.weights.items()}
+        ties_here = {copy: owner for copy, owner in ties.items() if {copy, owner} <= self.weights.keys()}
         bucket_bytes = plan.buckets.reduce_scatter_bytes
-        owned = (one for name, one in self.weights.items() if name not in here)
-        self.store = Store(flats=flats(self.world, owned, blocks, formats, here, bucket_bytes), ties=here)
-        self.gradients: list[torch.Tensor] = []  # of every flat this rank's piece, reduced; after an update clipped
+        in_memory = (weight for name, weight in self.weights.items() if name not in ties_here)
+        self.store = Store(flats=flats(self.world, in_memory, blocks, formats, ties_here, bucket_bytes), ties=ties_here)
+        self.gradients: list[torch.Tensor] = []  # this rank's piece of every flat, reduced; after an update clipped
         self.clip, self._num_updates, self._saved_bytes = 1.0, 0, 0
 
     def step(
@@ -102,17 +102,16 @@ class TorchEngine:
         world.sent_bytes.clear()
         self.store.clear()
         counts = not self._saved_bytes  # every step keeps as much as the first
-        made, saved_bytes = self._pipeline.run(self.store, micro_batches, counts=counts)
+        device_losses, saved_bytes = self._pipeline.run(self.store, micro_batches, counts=counts)
         self._saved_bytes = self._saved_bytes or saved_bytes
         world.activity.act("reduction of gradients")
         self._tie_gradients()
         self.gradients = self.store.reduced()
-        numbers = [flat.square(piece) for flat, piece in zip(flats, self.gradients, strict=True)]
-        known = (
-            torch.stack([*numbers, *made.values()]).to(HOST).tolist()
-        )  # a step waits for its device here, and nowhere else
-        losses = dict(zip(made, known[len(flats) :], strict=True))
-        squares = [flat.share(square) for flat, square in zip(flats, known, strict=False)]
+        device_squares = [flat.square(piece) for flat, piece in zip(flats, self.gradients, strict=True)]
+        # A step waits for its device here, and nowhere else.
+        numbers = torch.stack([*device_squares, *device_losses.values()]).to(HOST).tolist()
+        losses = dict(zip(device_losses, numbers[len(flats) :], strict=True))
+        squares = [flat.share(square) for flat, square in zip(flats, numbers, strict=False)]
         both = torch.tensor([sum(squares), sum(losses.values())], dtype=torch.float64)
         total, loss = world.total(both).tolist()
         world.activity.act("update")
@@ -132,14 +131,14 @@ class TorchEngine:
 
     def _suspects(self, losses: Mapping[int, float], squares: Sequence[float]) -> tuple[str, ...]:
         """Return the first few losses of micro-batches and gradients of weights that are not finite, by rank."""
-        mine = [f"loss of micro-batch {number}" for number, loss in losses.items() if not math.isfinite(loss)]
+        suspects = [f"loss of micro-batch {number}" for number, loss in losses.items() if not math.isfinite(loss)]
         for flat, piece, square in zip(self.store.flats, self.gradients, squares, strict=True):
             for weight, (low, high), first in flat.ranges(len(piece)) if not math.isfinite(square) else ():
                 if not piece[first : first + high - low].isfinite().all():
-                    mine.append(f"gradient of {weight.instance}")
-        found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(found, mine[:_MOST_SUSPECTS])
-        return tuple(f"rank {rank}: {', '.join(its)}" for rank, its in enumerate(found) if its)
+                    suspects.append(f"gradient of {weight.instance}")
+        by_rank: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(by_rank, suspects[:_MOST_SUSPECTS])
+        return tuple(f"rank {rank}: {', '.join(names)}" for rank, names in enumerate(by_rank) if names)
 
     def write_functions(self, folder: Path) -> None:
         """Write this rank's functions to files if it is the first rank of its stages: the others run the same."""
@@ -177,20 +176,20 @@ class TorchEngine:
 
     def _weights_here(self, ties: Mapping[str, str], training: Training) -> Iterator[Weight]:
         pipeline, mesh_rank = self._pipeline, self._pipeline.context.mesh_rank
-        parts = {name: run.parts for name, run in pipeline.blocks.items()}
-        names = {f"{name}.{tensor.name}" for name, one in parts.items() for tensor in one.block.parameters}
-        apart = {other: owner for other, owner in ties.items() if (other in names) != (owner in names)}
-        roles: dict[str, Tied] = {**dict.fromkeys(apart, "copy"), **dict.fromkeys(apart.values(), "owner")}
-        for name, one in parts.items():
-            late = one.made("W") if pipeline.plan.schedule.splits_backward else {}
-            for number, tensor in (
-                (number, tensor) for group in neighbours(one) for number, tensor in enumerate(group)
-            ):
-                layout, given = one.program.results[f"{tensor.name}.sum"].layout, one.given(tensor.name).layout
-                assert mesh_rank.bounds(layout) == mesh_rank.bounds(given), f"{layout} cannot update {given}"
+        programs = {name: run.parts for name, run in pipeline.blocks.items()}
+        names = {f"{name}.{tensor.name}" for name, parts in programs.items() for tensor in parts.block.parameters}
+        split_ties = {copy: owner for copy, owner in ties.items() if (copy in names) != (owner in names)}
+        roles: dict[str, Tied] = {**dict.fromkeys(split_ties, "copy"), **dict.fromkeys(split_ties.values(), "owner")}
+        for name, parts in programs.items():
+            late = parts.results("W") if pipeline.plan.schedule.splits_backward else {}
+            tensors = [(number, tensor) for group in neighbours(parts) for number, tensor in enumerate(group)]
+            for number, tensor in tensors:
+                layout = parts.program.results[f"{tensor.name}.sum"].layout
+                forward = parts.input_value(tensor.name).layout
+                assert mesh_rank.bounds(layout) == mesh_rank.bounds(forward), f"{layout} cannot update {forward}"
                 spread, summed = split_pending(layout.sums)
                 instance = f"{name}.{tensor.name}"
-                owner = apart.get(instance, instance)
+                owner = split_ties.get(instance, instance)
                 kind, _, parameter = owner.split(".", 2)
                 yield Weight(
                     instance=instance, owner=owner, name=parameter, block=self.graph.block(kind), layout=layout,
@@ -201,19 +200,21 @@ class TorchEngine:
     def _tie_gradients(self) -> None:
         """Add up the gradients of two stages for weights that share their values; both stages make the same update.
 
-        The copy sends first and the owner takes first: devices that never talked wait for each other to connect.
+        The copy sends first and the owner receives first: devices that never talked wait for each other to connect.
         """
         world, pipeline = self.world, self._pipeline
         for number, flat in enumerate(flat for flat in self.store.flats if flat.tied):
-            back, other = flat.tied == "copy", torch.empty_like(flat.sums)
-            sent, taken = (pipeline.tag(len(pipeline.plan.stages) + number, 0, back=way) for way in (back, not back))
+            back, received = flat.tied == "copy", torch.empty_like(flat.sums)
+            to_tag, from_tag = (
+                pipeline.tag(len(pipeline.plan.stages) + number, 0, back=way) for way in (back, not back)
+            )
             rank = pipeline.rank_of(0 if back else pipeline.last_stage)
             if back:
-                world.send(flat.sums, rank, sent)
-            world.begin_receiving(other, rank, taken)()
+                world.send(flat.sums, rank, to_tag)
+            world.begin_receiving(received, rank, from_tag)()
             if not back:
-                world.send(flat.sums, rank, sent)
-            flat.sums.add_(other)
+                world.send(flat.sums, rank, to_tag)
+            flat.sums.add_(received)
 
 
 def _world_of(plan: Plan, programs: PlanPrograms, formats: Formats, run: Run | None) -> World:

@@ -120,12 +120,12 @@ def run_steps(steps: Iterable[RankStep], values: Values, source: InputSource | N
             del values[name]
 
 
-def dropping(steps: Iterable[RankStep], kept: Collection[str]) -> Iterator[RankStep]:
-    """Let each step drop the values that no later step reads, unless they are kept."""
+def dropping(steps: Iterable[RankStep], ends: Collection[str]) -> Iterator[RankStep]:
+    """Let each step drop the values that no later step reads, except the ``ends`` of all steps."""
     listed = tuple(steps)
     last = {name: number for number, step in enumerate(listed) for name in step.touched}
     for number, step in enumerate(listed):
-        yield replace(step, drops=tuple(name for name in step.touched if last[name] == number and name not in kept))
+        yield replace(step, drops=tuple(name for name in step.touched if last[name] == number and name not in ends))
 
 
 def fits(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
@@ -147,11 +147,11 @@ def num_rows(count: int, width: int, device: torch.device) -> int:
 
 def by_rows(function: Callable[[list[torch.Tensor]], object], tensors: Sequence[torch.Tensor], rows: int) -> None:
     """Call a function with a few rows of each [batch, position, ...] at a time; the last rows overlap the others."""
-    whole = [flat_rows(one) for one in tensors]
+    whole = [flat_rows(tensor) for tensor in tensors]
     count = whole[0].shape[1]
     for first in range(0, count, rows or 1):
         start = min(first, count - rows)
-        function([one.narrow(1, start, rows) for one in whole])
+        function([tensor.narrow(1, start, rows) for tensor in whole])
 
 
 def flat_rows(tensor: torch.Tensor) -> torch.Tensor:

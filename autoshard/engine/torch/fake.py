@@ -3,7 +3,7 @@
 One process stands for one rank of many, in a world that is not there; its device holds shapes but no numbers.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from autoshard.engine.initial import no_memory, no_weights
 from autoshard.engine.programs import graph_of
 from autoshard.engine.torch.engine import TorchEngine
 from autoshard.engine.torch.formats import NOWHERE, Formats
+from autoshard.engine.torch.recording import changed, tensors_in
 from autoshard.plan.plan import Plan
 from autoshard.run.protocol import HOST, Batch
 from autoshard.run.reports import Measured
@@ -42,15 +43,14 @@ class NoNumbers(TorchDispatchMode):
     ) -> Any:
         options = {**kwargs} if kwargs else {}
         if func.namespace == "c10d":  # knows nothing of tensors without memory, and does not look at others here
-            sent = _changed(args, lambda _: torch.empty(0))
+            sent = changed(args, lambda argument: torch.empty(0) if isinstance(argument, torch.Tensor) else argument)
             counts = [
                 isinstance(argument, list) and all(isinstance(size, int) for size in argument) for argument in sent
             ]
             return func(
                 *([] if is_counts else argument for argument, is_counts in zip(sent, counts, strict=True)), **options
             )
-        tensors: list[torch.Tensor] = []
-        _changed((*args, *options.values()), lambda argument: tensors.append(argument) or argument)
+        tensors = list(tensors_in((*args, *options.values())))
         if func is _READ and tensors[0].is_meta:  # a loss or a norm: any number, but one that may be divided by
             return 1.0 if tensors[0].is_floating_point() else 1
         if func in _COPIES and tensors[0].is_meta and options.get("device") == torch.device(HOST):
@@ -58,16 +58,6 @@ class NoNumbers(TorchDispatchMode):
         if func not in _COPIES and len({argument.device for argument in tensors if argument.dim()}) > 1:
             raise RuntimeError(f"{func} takes tensors of the host and of a device")
         return func(*args, **options)
-
-
-def _changed(arguments: Sequence[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
-    """Change all tensors; torch's own tree_map leaves cycles behind, which keep large tensors alive for long."""
-    return [
-        change(argument) if isinstance(argument, torch.Tensor)
-        else _changed(argument, change) if isinstance(argument, list | tuple)
-        else argument
-        for argument in arguments
-    ]  # fmt: skip
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from autoshard.engine.torch.formats import NOWHERE
 from autoshard.engine.torch.kernels import Rotations
 from autoshard.engine.torch.recording import Operation, Recording, live_operations
 from autoshard.engine.torch.steps import NUMBERS, RankContext
-from autoshard.engine.torch.writing import NAMES, PassText, Statement, Step, Variables, module, piece, statement
+from autoshard.engine.torch.writing import NAMES, PassText, Statement, Step, Variables, module, piece, statements
 from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Value
 from autoshard.schedule.builders import ActionKind
 
@@ -66,9 +66,9 @@ class GeneratedRun:
 
 
 Tensors = dict[str, torch.Tensor]
-# Takes a piece of a function, which empties a list of tensors, and tensors like those that it will be given.
+# Takes a piece of a function, which empties its list of inputs, and tensors that look like these inputs.
 Compiler = Callable[[Callable[..., Any], Sequence[torch.Tensor]], Callable[..., Any]]
-_BEFORE: Mapping[str, str] = {"F": "", "B": "F", "I": "F", "W": "I"}  # whose values a pass finds
+_BEFORE: Mapping[str, str] = {"F": "", "B": "F", "I": "F", "W": "I"}  # the pass whose values a pass reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,31 +86,31 @@ class Generator:
         """Record all passes of the program of these blocks, write them down, and read what was written."""
         context = replace(self.context, joins=self.compiler is not None)
         silent = replace(context, world=self.context.world.silent(), rotations=self.rotations)
-        own, rehearsed = LiteralRun.of(context, parts), LiteralRun.of(silent, parts)
+        talking, rehearsed = LiteralRun.of(context, parts), LiteralRun.of(silent, parts)
         passes: dict[str, _RecordedPass] = {}
         for kind in self.kinds:
             before = passes[_BEFORE[kind]].values if _BEFORE[kind] else {}
             passes[kind] = _RecordedPass(kind, rehearsed, self, dict(before))
-        written = {kind: one.written() for kind, one in passes.items()}
+        written = {kind: recorded.written() for kind, recorded in passes.items()}
         texts, examples = list[str](), dict[str, Sequence[torch.Tensor]]()
-        for kind, one in written.items():
-            text, pieces = one.in_pieces() if self.compiler else (one.whole(), {})
-            named = passes[kind].variables.tensors
-            texts += [*(other for other, _ in passes[kind].functions.values()), text]
-            examples |= {name: given for name, (_, given) in passes[kind].functions.items()}
-            examples |= {name: [named[one] for one in reads] for name, reads in pieces.items()}
+        for kind, pass_text in written.items():
+            text, pieces = pass_text.in_pieces() if self.compiler else (pass_text.whole(), {})
+            tensors, by_rows = passes[kind].variables.tensors, passes[kind].functions
+            texts += [*(row_text for row_text, _ in by_rows.values()), text]
+            examples |= {name: row_inputs for name, (_, row_inputs) in by_rows.items()}
+            examples |= {name: [tensors[variable] for variable in reads] for name, reads in pieces.items()}
         whole, space = module(names, self.context.formats.device, texts), dict[str, Any]()
         file_name = names[0].replace(".", "_")
         exec(compile(whole, f"generated/{file_name}.py", "exec"), space)
         if self.compiler:
-            space |= {name: self.compiler(space[name], given) for name, given in examples.items()}
+            space |= {name: self.compiler(space[name], inputs) for name, inputs in examples.items()}
         functions = {
             kind: Function(
-                run=space[one.name],
-                calls=tuple(_called(step) for step in own.steps[kind] if step.run and not step.is_local),
-                constants=tuple(self._placed(passes[kind].variables.constants[name]) for name in one.constants),
+                run=space[pass_text.name],
+                calls=tuple(_called(step) for step in talking.steps[kind] if step.run and not step.is_local),
+                constants=tuple(self._placed(passes[kind].variables.constants[name]) for name in pass_text.constants),
             )
-            for kind, one in written.items()
+            for kind, pass_text in written.items()
         }
         return GeneratedRun(parts=parts, file_name=file_name, text=whole, functions=functions)
 
@@ -126,7 +126,7 @@ class Generator:
         return self.memories[key].as_strided(numbers.shape, numbers.stride(), numbers.storage_offset())
 
     def example(self, parts: BlockProgram, entry: Given) -> torch.Tensor:
-        """Return a tensor without numbers for a value that the block is given."""
+        """Return a tensor without numbers for a value that the block takes from outside."""
         context, layout, name = self.context, entry.value.layout, entry.value.tensor
         if name in BY_BATCH:
             return torch.zeros(context.mesh_rank.shape(layout), dtype=torch.int64)
@@ -141,19 +141,19 @@ class Generator:
 def _called(step: RankStep) -> StepFunction:
     """Return a function to call; its results are contiguous, whatever strides the numbers of a batch gave them."""
     run = step.run
-    assert run, "what is taken is not called"
+    assert run, "a step that takes a tensor from outside is not called"
     if not isinstance(step.entry, Compute):
         return run
-    return lambda *given: tuple(one.contiguous() for one in run(*given))
+    return lambda *inputs: tuple(result.contiguous() for result in run(*inputs))
 
 
 class _RecordedSteps:
     """Steps that were rehearsed on shapes, each with its inputs, its results and its operations."""
 
     def __init__(self, recording: Recording, name: str) -> None:
-        """Begin without steps, to write a function of this name."""
+        """Start without steps; they are written as a function of this name."""
         self.name, self.variables = name, Variables()
-        self.functions: dict[str, tuple[str, Sequence[torch.Tensor]]] = {}  # of a few rows, with what they are given
+        self.functions: dict[str, tuple[str, Sequence[torch.Tensor]]] = {}  # of a few rows: text, inputs
         self._recording = recording
         self._steps: list[tuple[RankStep, list[torch.Tensor], list[Operation]]] = []
 
@@ -163,90 +163,100 @@ class _RecordedSteps:
         reads = [values[name] for name in step.reads]
         assert step.run, "an operation runs"
         with self._recording:
-            made = step.run(*reads)
-        self.keep(step, values, reads, made)
+            results = step.run(*reads)
+        self.note(step, values, reads, results)
 
-    def keep(
-        self, step: RankStep, values: Tensors, reads: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+    def note(
+        self, step: RankStep, values: Tensors, reads: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
     ) -> None:
-        """Note the results of a step."""
-        for name, tensor, shape in zip(step.writes, made, step.shapes, strict=True):
+        """Note a step with its inputs and results; name the results, and drop the values that the step drops."""
+        for name, tensor, shape in zip(step.writes, results, step.shapes, strict=True):
             assert fits(tensor, shape), f"{name} is {tuple(tensor.shape)}, not {shape}"
             values[name] = tensor
             if self._is_variable(tensor):
                 self.variables.call(tensor, name)
-        self._steps.append((step, [*reads, *made], list(self._recording.operations)))
+        self._steps.append((step, [*reads, *results], list(self._recording.operations)))
         for name in step.drops:
             del values[name]
 
     def _is_variable(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._recording.known
+        return id(tensor) in self._recording.variables
 
     def written_steps(self, alive: set[int]) -> tuple[Step, ...]:
-        """Go backward to find the values that later steps read or that are ``alive``; then forward to name them."""
-        used: list[tuple[RankStep, Sequence[torch.Tensor], list[Operation]]] = []
+        """Return the steps as statements, without operations whose results nobody reads.
+
+        Results are read by later steps, or are ``alive``: so the steps are searched backward, and then named forward.
+        """
+        live: list[tuple[RankStep, Sequence[torch.Tensor], list[Operation]]] = []
         for step, tensors, operations in reversed(self._steps):
             if step.is_local and not step.few:
-                used.append((step, tensors, live_operations(operations, alive)))
+                live.append((step, tensors, live_operations(operations, alive)))
             elif not isinstance(step.entry, Given) or id(tensors[0]) in alive:
                 alive.update(map(id, tensors))
-                used.append((step, tensors, []))
-        used = [
-            (step, tensors, [one for one in each if not self._named_alike(one)]) for step, tensors, each in used[::-1]
+                live.append((step, tensors, []))
+        live = [
+            (step, tensors, [operation for operation in operations if not self._shares_name(operation)])
+            for step, tensors, operations in reversed(live)
         ]
-        num_readers = Counter(id(one) for _, _, operations in used for each in operations for one in each.reads)
-        found, num_calls = list[Step](), 0
-        for step, tensors, operations in used:
+        reads = [tensor for _, _, operations in live for operation in operations for tensor in operation.reads]
+        self._name_constants(reads)
+        read_once = {tensor for tensor, count in Counter(map(id, reads)).items() if count == 1}
+        read_once -= self.variables.names.keys()  # values of the table have statements of their own
+        steps, num_calls = list[Step](), 0
+        for step, tensors, operations in live:
             if isinstance(step.entry, Given):
-                lines = [self._taken(step.reads, tensors[0])] if self._is_variable(tensors[0]) else []
+                lines = [self._from_source(step.reads, tensors[0])] if self._is_variable(tensors[0]) else []
             elif step.few:
                 lines = self._by_rows(step, step.few, tensors)
             elif step.is_local:
-                lines = [line for one in operations if (line := self._operation(one, num_readers))]
+                lines = [*statements(operations, self.variables, read_once)]
             else:
                 count = len(step.reads)
                 lines = [self._call(num_calls, tensors[:count], tensors[count:])]
                 num_calls += 1
-            found.append(Step(
+            steps.append(Step(
                 comment=step.about or _comment(step.entry), statements=tuple(lines),
                 takes=step.run is None, compiles=step.is_local and not (step.adds or step.few),
             ))  # fmt: skip
-        return tuple(found)
+        return tuple(steps)
 
-    def _taken(self, tensors: Sequence[str], tensor: torch.Tensor) -> Statement:
-        name = self.variables.of(tensor)
-        return Statement(text=f"{name} = given({', '.join(map(repr, tensors))})", writes=(name,))
+    def _from_source(self, names: Sequence[str], tensor: torch.Tensor) -> Statement:
+        variable = self.variables.of(tensor)
+        return Statement(text=f"{variable} = source({', '.join(map(repr, names))})", writes=(variable,))
 
     def _by_rows(self, step: RankStep, few: FewRows, tensors: Sequence[torch.Tensor]) -> list[Statement]:
-        """Write a function of a few rows; return the call of it for all."""
+        """Write a function of a few rows; return the statements that call it for all rows."""
         inner = _RecordedSteps(self._recording, f"{self.name}_{len(self.functions) + 1}")
-        some = [self._recording.name(flat_rows(one).narrow(1, 0, few.rows)) for one in tensors]
-        values = dict(zip(few.reads, some, strict=True))
-        for name, one in values.items():
-            inner.variables.call(one, name)
-        whole = {inner.variables.of(one): self.variables.of(other) for one, other in zip(some, tensors, strict=True)}
-        for each in few.steps:
-            inner.record(each, values)
-        assert not inner.variables.constants, "what follows from the plan alone is as long as all rows"
+        rows = [self._recording.name(flat_rows(tensor).narrow(1, 0, few.rows)) for tensor in tensors]
+        values = dict(zip(few.reads, rows, strict=True))
+        for name, tensor in values.items():
+            inner.variables.call(tensor, name)
+        whole = {
+            inner.variables.of(part): self.variables.of(tensor) for part, tensor in zip(rows, tensors, strict=True)
+        }
+        for row_step in few.steps:
+            inner.record(row_step, values)
         text, reads, _ = piece(inner.name, inner.written_steps(set()), set())
+        assert not inner.variables.constants, "what follows from the plan alone is as long as all rows"
         self.functions[inner.name] = text, [inner.variables.tensors[name] for name in reads]
+        results = {self.variables.of(tensor): tensor for tensor in tensors[len(step.reads) :]}
         lines = [
-            Statement(text=f"{name} = torch.empty({[*one.shape]}, dtype={one.dtype}, device=device)", writes=(name,))
-            for one in tensors[len(step.reads) :]
-            for name in (self.variables.of(one),)
+            Statement(
+                text=f"{name} = torch.empty({[*result.shape]}, dtype={result.dtype}, device=device)", writes=(name,)
+            )
+            for name, result in results.items()
         ]
-        given = tuple(whole[name] for name in reads)
-        text = f"by_rows({inner.name}, [{', '.join(given)}], {few.rows})"
-        return [*lines, Statement(text=text, reads=given)]
+        arguments = tuple(whole[name] for name in reads)
+        call = f"by_rows({inner.name}, [{', '.join(arguments)}], {few.rows})"
+        return [*lines, Statement(text=call, reads=arguments)]
 
     def _call(self, number: int, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Statement:
-        for tensor in reads:
-            if not self._is_variable(tensor):
-                self.variables.constant(tensor, tensor)
-        taken, made = (tuple(map(self.variables.of, tensors)) for tensors in (reads, writes))
-        return Statement(text=f"{', '.join(made)}, = calls[{number}]({', '.join(taken)})", reads=taken, writes=made)
+        self._name_constants(reads)
+        arguments, targets = (tuple(map(self.variables.of, tensors)) for tensors in (reads, writes))
+        text = f"{', '.join(targets)}, = calls[{number}]({', '.join(arguments)})"
+        return Statement(text=text, reads=arguments, writes=targets)
 
-    def _named_alike(self, operation: Operation) -> bool:
+    def _shares_name(self, operation: Operation) -> bool:
         """Give the result of an operation that copies nothing (detach, alias) its input's name.
 
         Return whether the operation need not be written: both tensors have one name.
@@ -260,24 +270,17 @@ class _RecordedSteps:
             return names[before] == names[after]
         return False
 
-    def _operation(self, operation: Operation, num_readers: Mapping[int, int]) -> Statement | None:
-        """Write an operation; a view with one reader stands with it, unless it is a value of the table."""
-        for tensor in operation.reads:
+    def _name_constants(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
             if not self._is_variable(tensor):
                 self.variables.constant(tensor, self._recording.number(tensor))
-        result = id(operation.results[0]) if operation.results else 0
-        is_view = operation.is_view and not operation.is_list
-        if is_view and num_readers[result] == 1 and result not in self.variables.names:
-            self.variables.inline(operation)
-            return None
-        return statement(operation, self.variables)
 
 
 class _RecordedPass(_RecordedSteps):
     """A pass rehearsed on shapes, and the values left at the end."""
 
     def __init__(self, kind: str, rehearsed: LiteralRun, generator: Generator, values: Tensors) -> None:
-        """Run all steps."""
+        """Run all steps on the values that an earlier pass left."""
         super().__init__(generator.recording, NAMES[kind])
         self.kind, self.values = kind, values
         self._run, self._before = rehearsed, dict(values)
@@ -304,30 +307,35 @@ class _RecordedPass(_RecordedSteps):
             tensor = generator.example(self._run.parts, step.entry)
             if len(step.reads) > 1:
                 tensor = tensor.new_empty(step.shapes[0])
-            made = (recording.name(tensor) if tensor.is_meta or step.entry.value.tensor in BY_BATCH else tensor,)
+            varies = tensor.is_meta or step.entry.value.tensor in BY_BATCH
+            results = (recording.name(tensor) if varies else tensor,)
         elif step.few:
-            made = tuple(map(recording.name, step.few.empty(step.shapes, NOWHERE)))
+            results = tuple(map(recording.name, step.few.empty(step.shapes, NOWHERE)))
         elif isinstance(step.entry, Communicate) and step.entry.writes.tensor in NUMBERS:
-            # Every rank knows them; they are sent, and kept, because the table says so.
-            made = (recording.name(generator.context.numbers(step.entry.writes.tensor, step.entry.writes.layout)),)
+            # All ranks have them already; they are sent, and stay in memory, because the table says so.
+            results = (recording.name(generator.context.numbers(step.entry.writes.tensor, step.entry.writes.layout)),)
         elif isinstance(step.entry, Compute) and not step.counted:
-            made = tuple(recording.name(generator.empty(self._run.parts, value)) for value in step.entry.writes)
+            results = tuple(recording.name(generator.empty(self._run.parts, value)) for value in step.entry.writes)
         else:
-            made = tuple(map(recording.name, _called(step)(*reads)))
-            for one, shape in zip(made, step.shapes, strict=True):
+            results = tuple(map(recording.name, _called(step)(*reads)))
+            for result, shape in zip(results, step.shapes, strict=True):
                 if ANY_COUNT in shape:
-                    torch._dynamo.mark_dynamic(one, shape.index(ANY_COUNT))
-        self.keep(step, values, reads, made)
+                    torch._dynamo.mark_dynamic(result, shape.index(ANY_COUNT))
+        self.note(step, values, reads, results)
 
     def written(self) -> PassText:
-        """Return the text of the pass, without operations that nothing reads."""
-        mine = {value: self.variables.of(one) for value, one in self.values.items() if self._is_variable(one)}
-        before = {value: self.variables.of(one) for value, one in self._before.items() if self._is_variable(one)}
-        alive = {id(one) for one in (*self.values.values(), *([] if self.result is None else [self.result]))}
+        """Return the text of the pass, without operations whose results nobody reads."""
+        after, before = (
+            {value: self.variables.of(tensor) for value, tensor in values.items() if self._is_variable(tensor)}
+            for values in (self.values, self._before)
+        )
+        alive = {id(tensor) for tensor in (*self.values.values(), *([] if self.result is None else [self.result]))}
         steps = self.written_steps(alive)
         return PassText(
-            pass_=self.kind, steps=steps, taken=before, stays=frozenset(mine if self.kind == "I" else ()),
-            kept={value: name for value, name in mine.items() if value not in before and self.kind in ("F", "I")},
+            pass_=self.kind, steps=steps, reads=before, stays=frozenset(after if self.kind == "I" else ()),
+            writes={
+                value: name for value, name in after.items() if value not in before and self.kind in ("F", "I")
+            },
             result="None" if self.result is None else self.variables.of(self.result),
             constants=tuple(self.variables.constants),
         )  # fmt: skip

@@ -25,34 +25,34 @@ from autoshard.schedule.builders import Action
 def _runs_of(
     blocks: Mapping[str, BlockProgram], context: RankContext, mode: EngineMode, kinds: Collection[str]
 ) -> Mapping[str, BlockRun]:
-    """Return the executor of each of a rank's blocks, by name; equal layers share one."""
+    """Return the executor of each of a rank's blocks, by name; equal layers share an executor."""
     compiler = None
     if mode == "compiled":
         from autoshard.engine.torch.compiled import compiler_of  # which takes a second
 
         compiler = compiler_of(context.formats.device)
     generator = Generator(context=context, kinds=[kind for kind in "FBIW" if kind in kinds], compiler=compiler)
-    alike: dict[int, list[str]] = {}
+    names_of: dict[int, list[str]] = {}  # equal layers have one program
     for name, parts in blocks.items():
-        alike.setdefault(id(parts), []).append(name)
-    found: dict[str, BlockRun] = {}
-    for names in alike.values():
+        names_of.setdefault(id(parts), []).append(name)
+    runs: dict[str, BlockRun] = {}
+    for names in names_of.values():
         parts = blocks[names[0]]
         run = LiteralRun.of(context, parts) if mode == "literal" else generator.generate(parts, names)
-        found |= dict.fromkeys(names, run)
-    return {name: found[name] for name in blocks}
+        runs |= dict.fromkeys(names, run)
+    return {name: runs[name] for name in blocks}
 
 
 def _places(name: str, parts: BlockProgram) -> Iterator[tuple[str, tuple[str, str, Layout]]]:
-    """Yield every tensor that a block is given: its role, its name among the weights, and its layout."""
+    """Yield every tensor that a block takes from outside, with its role, its name among the weights, and its layout."""
     for entry in parts.program.instructions:
         if isinstance(entry, Given):
             tensor = entry.value.tensor
-            owned = tensor.removesuffix(".grad")
+            weight = tensor.removesuffix(".grad")
             role = "passed" if tensor in (parts.block.carry_in, f"d.{parts.handed_on}") else "sum"
-            if owned == tensor and role != "passed":
+            if weight == tensor and role != "passed":
                 role = "parameter" if parts.block.tensors[tensor].role == "parameter" else "input"
-            yield tensor, (role, f"{name}.{owned}", entry.value.layout)
+            yield tensor, (role, f"{name}.{weight}", entry.value.layout)
 
 
 class RankPipeline:
@@ -65,18 +65,19 @@ class RankPipeline:
         place = context.mesh_rank.coordinate("pp")
         here = [stage for stage in range(len(plan.stages)) if plan.schedule.place_of(stage)[0] == place]
         self._actions = tuple(plan.schedule.action_lists()[place])
-        taken = {action.kind for action in self._actions}
-        self.blocks = _runs_of(
-            {name: one for stage in here for name, one in programs.stages[stage].items()}, context, mode, taken
-        )
+        kinds = {action.kind for action in self._actions}
+        blocks = {name: parts for stage in here for name, parts in programs.stages[stage].items()}
+        self.blocks = _runs_of(blocks, context, mode, kinds)
         self.stages = {stage: {name: self.blocks[name] for name in programs.stages[stage]} for stage in here}
         # By kind of action the weights to whose gradients a block adds.
         self._adds = {
             (kind, name): tuple(
-                f"{name}.{made.removesuffix('.sum')}" for made in run.parts.made(kind) if made != run.parts.handed_back
+                f"{name}.{result.removesuffix('.sum')}"
+                for result in run.parts.results(kind)
+                if result != run.parts.handed_back
             )
             for name, run in self.blocks.items()
-            for kind in taken
+            for kind in kinds
         }
         # The number of the action after which the gradient of a weight is complete.
         self._complete_at = {
@@ -88,7 +89,7 @@ class RankPipeline:
         }
         self._following = self._blocks_that_read()
         self._places = {name: dict(_places(name, run.parts)) for name, run in self.blocks.items()}
-        # Way back or not, stage, micro-batch -> number of its rank's action.
+        # By way (back or not), stage and micro-batch the number of the action in its rank's list.
         self._turns = {
             (action.kind != "F", action.stage, action.micro_batch): number
             for actions in plan.schedule.action_lists()
@@ -101,8 +102,8 @@ class RankPipeline:
         self._inputs: dict[tuple[str, str, int, Layout], torch.Tensor] = {}
         self._values: dict[tuple[str, int], Values] = {}  # of blocks that wait for their backward pass
         self._losses: dict[int, torch.Tensor] = {}  # read at the end: no device is waited for meanwhile
-        self._kept: dict[int, torch.Tensor] = {}  # by tag: messages between two stages of this rank
-        self._expected: dict[int, Arrival] = {}  # by tag: those of other ranks that are on their way
+        self._handed_over: dict[int, torch.Tensor] = {}  # by tag: messages between two stages of this rank
+        self._expected: dict[int, Arrival] = {}  # by tag: messages of other ranks that are on their way
 
     def rank_of(self, stage: int) -> int:
         """Return the rank that runs a stage for the same part of the batch as this one."""
@@ -140,10 +141,12 @@ class RankPipeline:
     def _saved_bytes(self, store: Store) -> int:
         """Count the bytes kept for backward, each memory once, without weights, batch, and a few counts."""
         resting = (tensor for flat in store.flats for tensor in (flat.values, flat.sums))
-        there = {memory_of(tensor) for tensor in (*resting, *self._inputs.values(), self.context.positions)}
-        kept = (tensor for values in self._values.values() for name, tensor in values.items() if not is_counted(name))
-        saved = {memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in kept}
-        return sum(size for place, size in saved.items() if place not in there)
+        present = {memory_of(tensor) for tensor in (*resting, *self._inputs.values(), self.context.positions)}
+        waiting = (
+            tensor for values in self._values.values() for name, tensor in values.items() if not is_counted(name)
+        )
+        saved = {memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in waiting}
+        return sum(size for memory, size in saved.items() if memory not in present)
 
     def _links(self) -> set[tuple[bool, int, int]]:
         """Return the links of this pipeline over which a step sends: backward or not, sender, receiver."""
@@ -163,7 +166,8 @@ class RankPipeline:
             if action.kind != "W"
             for name in (list if action.kind == "F" else reversed)(list(self.stages[action.stage]))
         ]
-        return {one: other[1] if other else None for one, other in zip(order, (*order[1:], None), strict=True)}
+        following = [name for _, name in order[1:]]
+        return dict(zip(order, [*following, None], strict=True))
 
     def _forward(self, store: Store, turn: int) -> None:
         stage, number = self._actions[turn].stage, self._actions[turn].micro_batch
@@ -171,8 +175,8 @@ class RankPipeline:
         run = None
         for name, run in self.stages[stage].items():
             opened = store.opened(name, reads=True, following=self._following[turn, name])
-            made, self._values[name, number] = run.forward(self._source(name, run, number, hidden, opened))
-            hidden = made.contiguous()  # blocks expect nothing else
+            output, self._values[name, number] = run.forward(self._source(name, run, number, hidden, opened))
+            hidden = output.contiguous()  # blocks expect nothing else
         assert hidden is not None and run, "a stage has blocks"
         if stage < self.last_stage:
             self._send(hidden, stage, stage + 1, number, back=False)
@@ -196,10 +200,10 @@ class RankPipeline:
             opened = store.opened(name, reads=kind != "W", adds=adds, following=self._following.get((turn, name)))
             source = self._source(name, run, number, upstream, opened)
             values = self._values[name, number] if kind == "I" else self._values.pop((name, number))
-            made = run.backward(kind, source, values)
+            gradient = run.backward(kind, source, values)
             store.close(opened, [weight for weight in adds if self._complete_at[weight] == turn])
-            if made is not None:
-                upstream = made.contiguous()
+            if gradient is not None:
+                upstream = gradient.contiguous()
         if stage and kind != "W":
             assert upstream is not None, "every stage but the first hands a gradient back"
             self._send(upstream, stage, stage - 1, number, back=True)
@@ -210,22 +214,22 @@ class RankPipeline:
         """Return the source of a block's weights, sums of gradients, part of the batch, and neighbour's tensor."""
         places = self._places[name]
 
-        # Not by recursion: a function that names itself is a cycle, which would keep its tensors until Python looks.
-        def give(tensor: str, *others: str) -> torch.Tensor:
-            return side_by_side([one(tensor), *map(one, others)]) if others else one(tensor)
+        # Not by recursion: a function that names itself is a cycle, which would hold its tensors until Python looks.
+        def source(first: str, *more: str) -> torch.Tensor:
+            return side_by_side([tensor(first), *map(tensor, more)]) if more else tensor(first)
 
-        def one(tensor: str) -> torch.Tensor:
-            role, found, layout = places[tensor]
+        def tensor(name_in_block: str) -> torch.Tensor:
+            role, weight, layout = places[name_in_block]
             if role == "parameter":
-                return opened.weights[found]
+                return opened.weights[weight]
             if role == "sum":
-                return opened.sums[found]
+                return opened.sums[weight]
             if role == "input":
-                return self._input(name, run, tensor, layout, number)
-            assert passed is not None, f"{tensor} is passed on by a neighbour"
+                return self._input(name, run, name_in_block, layout, number)
+            assert passed is not None, f"{name_in_block} is passed on by a neighbour"
             return passed
 
-        return give
+        return source
 
     def _input(self, name: str, run: BlockRun, tensor: str, layout: Layout, number: int) -> torch.Tensor:
         """Return this rank's part of an input of a block, which is cut once in a step."""
@@ -248,7 +252,7 @@ class RankPipeline:
     def _send(self, tensor: torch.Tensor, stage: int, to_stage: int, number: int, *, back: bool) -> None:
         rank, tag = self.rank_of(to_stage), self.tag(stage, number, back=back)
         if rank == self.context.mesh_rank.rank:
-            self._kept[tag] = tensor
+            self._handed_over[tag] = tensor
         else:
             self.context.world.send(tensor, rank, tag, self._turns[back, to_stage, number])
 
@@ -272,14 +276,14 @@ class RankPipeline:
         parts = list(self.stages[action.stage].values())[-1 if back else 0].parts
         tensor = f"d.{parts.handed_on}" if back else parts.block.carry_in
         assert tensor, "the first stage takes nothing"
-        formats, shape = self.context.formats, self.context.mesh_rank.shape(parts.given(tensor).layout)
+        formats, shape = self.context.formats, self.context.mesh_rank.shape(parts.input_value(tensor).layout)
         memory = torch.empty(shape, dtype=formats.of(parts.block.tensors[tensor].dtype), device=formats.device)
-        made_at = self._turns[back, stage, action.micro_batch]
-        self._expected[tag] = self.context.world.begin_receiving(memory, rank, tag, made_at)
+        turn = self._turns[back, stage, action.micro_batch]
+        self._expected[tag] = self.context.world.begin_receiving(memory, rank, tag, turn)
 
     def _receive(self, action: Action) -> torch.Tensor:
         """Return the hidden state that an action takes, or its gradient."""
         message = self._message(action)
         assert message, f"{action} takes nothing"
         tag = message[1]
-        return self._expected.pop(tag)() if tag in self._expected else self._kept.pop(tag)
+        return self._expected.pop(tag)() if tag in self._expected else self._handed_over.pop(tag)

@@ -69,40 +69,44 @@ class RankContext:
 
     def sizes(self, compute: Compute) -> Mapping[str, int]:
         """Return the sizes of all dims as this rank computes."""
-        own = {dim: stop - start for dim, (start, stop) in self.bounds(compute).items()}
+        local = {dim: stop - start for dim, (start, stop) in self.bounds(compute).items()}
         few = {} if self.rows is None else {"batch": 1, "seq": self.rows}
-        return {**self.mesh_rank.sizes, **own, **few}
+        return {**self.mesh_rank.sizes, **local, **few}
 
 
-def steps_of(context: RankContext, parts: BlockProgram, kind: str, kept: set[str]) -> Iterator[RankStep]:
-    """Prepare instructions; a value is dropped after its last reader, unless a later part reads it.
+def steps_of(context: RankContext, parts: BlockProgram, kind: str, read_later: set[str]) -> Iterator[RankStep]:
+    """Prepare the instructions of an action; a value is dropped after its last reader, unless it is ``read_later``.
 
-    Weights are not kept between parts: each takes them again.
+    Weights are not held between actions: each action takes them from outside again.
     """
-    weights, own = {tensor.name for tensor in parts.block.parameters}, parts.instructions(kind)
-    taken = {name for entry in own if isinstance(entry, Given) for name in written_by(entry)}
-    missing = {name for entry in own for name in read_by(entry)} - taken
-    given = (entry for entry in parts.program.instructions if isinstance(entry, Given))
-    again = (entry for entry in given if entry.value.tensor in weights and entry.value.name in missing)
-    kept = kept - weights
-    joint = Joint(entries=(*again, *own))
+    weights, instructions = {tensor.name for tensor in parts.block.parameters}, parts.instructions(kind)
+    present = {name for entry in instructions if isinstance(entry, Given) for name in written_by(entry)}
+    missing = {name for entry in instructions for name in read_by(entry)} - present
+    inputs = (entry for entry in parts.program.instructions if isinstance(entry, Given))
+    again = (entry for entry in inputs if entry.value.tensor in weights and entry.value.name in missing)
+    read_later = read_later - weights
+    joint = Joint(entries=(*again, *instructions))
     if context.joins and kind in "FB":
-        joint = joint_products(context.mesh_rank, context.formats, parts, joint.entries, kept)
-    return dropping(tuple(_local_steps(context, parts, joint, kept)), kept)
+        joint = joint_products(context.mesh_rank, context.formats, parts, joint.entries, read_later)
+    return dropping(tuple(_local_steps(context, parts, joint, read_later)), read_later)
 
 
-def _local_steps(context: RankContext, parts: BlockProgram, joint: Joint, kept: set[str]) -> Iterator[RankStep]:
+def _local_steps(context: RankContext, parts: BlockProgram, joint: Joint, read_later: set[str]) -> Iterator[RankStep]:
     """Yield the steps; a gradient that only its sum reads is never held where one kernel can add it."""
     entries, routing = joint.entries, routing_of(context, parts)
     num_readers = Counter(name for entry in entries for name in read_by(entry))
-    made = {one.writes[0].name: one for one in entries if isinstance(one, Compute) and id(one) not in joint.instead}
-    alone = {name for name, entry in made.items() if num_readers[name] == 1} - kept
-    added = dict(_added(context, parts, entries, {name: made[name] for name in made if name in alone}))
-    own = {name for name in alone if made[name].op.kind.owns_result}
-    every = tuple(runs_of(entries))
-    for number, (entry, *others) in enumerate(every):
+    makers = {
+        entry.writes[0].name: entry
+        for entry in entries
+        if isinstance(entry, Compute) and id(entry) not in joint.instead
+    }
+    read_once = {name: entry for name, entry in makers.items() if num_readers[name] == 1 and name not in read_later}
+    added = dict(_added(context, parts, entries, read_once))
+    overwritable = {name for name, entry in read_once.items() if entry.op.kind.owns_result}
+    runs = tuple(runs_of(entries))
+    for number, (entry, *more) in enumerate(runs):
         if token_cuts(entry):
-            yield _by_rows(context, parts, (entry, *others), read_whole(every[number + 1 :]) | kept)
+            yield _by_rows(context, parts, (entry, *more), read_whole(runs[number + 1 :]) | read_later)
             continue
         if id(entry) in joint.instead:
             yield from joint.instead[id(entry)]
@@ -113,10 +117,10 @@ def _local_steps(context: RankContext, parts: BlockProgram, joint: Joint, kept: 
             yield _count(context, routing)
         if adds:
             run, reads = added[names[0]]
-        elif routing and (found := _routed(context, parts, routing, entry)):
-            run, reads = found
+        elif routing and (by_counts := _routed(context, parts, routing, entry)):
+            run, reads = by_counts
         else:
-            run, reads = kernel_for(context, parts.block, entry, own), read_by(entry)
+            run, reads = kernel_for(context, parts.block, entry, overwritable), read_by(entry)
         if isinstance(entry, Given):
             reads = (entry.value.tensor,)
         if reads or not adds:
@@ -129,42 +133,39 @@ def _local_steps(context: RankContext, parts: BlockProgram, joint: Joint, kept: 
 
 
 def _by_rows(
-    context: RankContext, parts: BlockProgram, entries: Sequence[Instruction], wanted: Collection[str]
+    context: RankContext, parts: BlockProgram, entries: Sequence[Instruction], read_later: Collection[str]
 ) -> RankStep:
-    """Return a step that executes a run for a few rows at a time, and makes the ``wanted`` values."""
-    taken = tuple(value.name for value in inputs_of(entries))
-    made = {value.name: value for entry in entries for value in values_written(entry) if value.name in wanted}
+    """Return a step that executes a run for a few rows at a time, and writes the values that are ``read_later``."""
+    reads = tuple(value.name for value in inputs_of(entries))
+    results = {value.name: value for entry in entries for value in values_written(entry) if value.name in read_later}
     num_readers = Counter(name for entry in entries for name in read_by(entry))
     wide = next(value for entry in entries for value in (*values_read(entry), *values_written(entry)) if is_wide(value))
     batch, positions, width = context.mesh_rank.shape(wide.layout)
     rows = num_rows(batch * positions, width, context.formats.device)
     few = replace(context, rows=rows)
-    own = {
+    overwritable = {
         value.name
         for entry in entries
         for value in values_written(entry)
         if isinstance(entry, Compute) and entry.op.kind.owns_result and num_readers[value.name] == 1
-    } - made.keys()
+    } - results.keys()
     steps: list[RankStep] = []
     for entry in entries:
-        values = values_written(entry)
-        shapes = tuple((1, rows, *context.mesh_rank.shape(value.layout)[2:]) for value in values)
-        one = RankStep(
-            entry=entry, run=kernel_for(few, parts.block, entry, own), reads=read_by(entry), writes=written_by(entry),
-            shapes=shapes,
-        )  # fmt: skip
-        steps.append(one)
-        if made.keys() & set(one.writes):
-            (name,) = one.writes
+        shapes = tuple((1, rows, *context.mesh_rank.shape(value.layout)[2:]) for value in values_written(entry))
+        run, writes = kernel_for(few, parts.block, entry, overwritable), written_by(entry)
+        step = RankStep(entry=entry, run=run, reads=read_by(entry), writes=writes, shapes=shapes)
+        steps.append(step)
+        if results.keys() & set(writes):
+            (name,) = writes
             place = f"{name}.all"
-            steps.append(replace(one, run=_written, reads=(place, name), writes=(place,)))
-    found = FewRows(
-        steps=tuple(dropping(steps, ())), reads=(*taken, *(f"{name}.all" for name in made)), rows=rows,
-        dtypes=tuple(context.formats.of(parts.block.tensors[value.tensor].dtype) for value in made.values()),
+            steps.append(replace(step, run=_written, reads=(place, name), writes=(place,)))
+    few_rows = FewRows(
+        steps=tuple(dropping(steps, ())), reads=(*reads, *(f"{name}.all" for name in results)), rows=rows,
+        dtypes=tuple(context.formats.of(parts.block.tensors[value.tensor].dtype) for value in results.values()),
     )  # fmt: skip
-    shapes = tuple(context.mesh_rank.shape(value.layout) for value in made.values())
-    run = partial(found.run, shapes)
-    return RankStep(entry=entries[-1], run=run, reads=taken, writes=tuple(made), shapes=shapes, few=found)
+    shapes = tuple(context.mesh_rank.shape(value.layout) for value in results.values())
+    run = partial(few_rows.run, shapes)
+    return RankStep(entry=entries[-1], run=run, reads=reads, writes=tuple(results), shapes=shapes, few=few_rows)
 
 
 def _written(place: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor]:
@@ -207,27 +208,27 @@ def _routed(
 
 
 def _added(
-    context: RankContext, parts: BlockProgram, entries: Sequence[Instruction], alone: Mapping[str, Compute]
+    context: RankContext, parts: BlockProgram, entries: Sequence[Instruction], read_once: Mapping[str, Compute]
 ) -> Iterator[tuple[str, tuple[Kernel, tuple[str, ...]]]]:
     """Yield, by value, the kernels that add a product to a sum, with their inputs; nothing for what these replace.
 
-    ``alone`` are values that only one instruction reads: a sum of gradients over micro-batches, or of several readers.
+    ``read_once`` has the makers of values that only one instruction reads, by value. That instruction may be a sum of
+    gradients over micro-batches, or of several readers.
     """
     for entry in entries:
         if isinstance(entry, Compute) and isinstance(entry.op.kind, Accumulate):
             (total, gradient), (name,) = read_by(entry), written_by(entry)
-            product = alone.get(gradient)
+            product = read_once.get(gradient)
             if product and (run := _adding(context, parts, product, entry.writes[0])):
                 yield name, (run, (total, *read_by(product)))
                 yield gradient, (run, ())
         elif isinstance(entry, Sum):
-            products = [
-                name for name in alone if name in read_by(entry) and _adding(context, parts, alone[name], entry.writes)
-            ]
+            terms = {name: product for name, product in read_once.items() if name in read_by(entry)}
+            products = [name for name in terms if _adding(context, parts, terms[name], entry.writes)]
             for before, name in pairwise(products):
-                run = _adding(context, parts, alone[name], entry.writes)
+                run = _adding(context, parts, terms[name], entry.writes)
                 assert run, "a product adds to a sum"
-                yield name, (run, (before, *read_by(alone[name])))
+                yield name, (run, (before, *read_by(terms[name])))
             if products[1:]:
                 reads = [value for value in entry.reads if value.name not in products[:-1]]
                 yield entry.writes.name, (_sum(reads, entry.writes, products), tuple(value.name for value in reads))
@@ -244,8 +245,8 @@ def _adding(context: RankContext, parts: BlockProgram, product: Compute, total: 
     return adding(product.op.kind, parts.block.call(product.op, context.sizes(product)), packed=context.packed)
 
 
-def kernel_for(context: RankContext, block: Block, entry: Instruction, own: Collection[str]) -> Kernel | None:
-    """Return the kernel of an instruction; a sum may overwrite ``own`` values, which nothing else reads."""
+def kernel_for(context: RankContext, block: Block, entry: Instruction, overwritable: Collection[str]) -> Kernel | None:
+    """Return the kernel of an instruction; a sum may overwrite ``overwritable`` values, which nothing else reads."""
     match entry:
         case Given():
             return None
@@ -256,9 +257,10 @@ def kernel_for(context: RankContext, block: Block, entry: Instruction, own: Coll
                 rotations=context.rotations,
                 packed=context.packed,
             )
-            found = kernel_of(entry.op.kind, block.call(entry.op, context.sizes(entry)), local)
-            ring = entry.ring
-            return around_ring(context.world, context.mesh_rank, entry, found, context.positions) if ring else found
+            kernel = kernel_of(entry.op.kind, block.call(entry.op, context.sizes(entry)), local)
+            if not entry.ring:
+                return kernel
+            return around_ring(context.world, context.mesh_rank, entry, kernel, context.positions)
         case Communicate():
             change = communication(context.world, context.mesh_rank, entry)
             return lambda block: (change(block),)
@@ -266,16 +268,16 @@ def kernel_for(context: RankContext, block: Block, entry: Instruction, own: Coll
             first = context.mesh_rank.is_first(atoms)
             return lambda block: (block if first else torch.zeros_like(block),)
         case Sum(reads=reads, writes=writes):
-            return _sum(reads, writes, own)
+            return _sum(reads, writes, overwritable)
 
 
-def _sum(reads: Sequence[Value], writes: Value, own: Collection[str]) -> Kernel:
+def _sum(reads: Sequence[Value], writes: Value, overwritable: Collection[str]) -> Kernel:
     """Return a kernel that adds values, in the memory of one of the first two if that may be overwritten."""
     dims = dims_of(writes.layout)
     lays = [laid_out(dims_of(value.layout), dims) for value in reads]
     if len(reads) == 1:
         return lambda block: (lays[0](block),)
-    free = [value.name in own and dims_of(value.layout) == dims for value in reads[:2]]
+    free = [value.name in overwritable and dims_of(value.layout) == dims for value in reads[:2]]
 
     def add(*blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
         first, second, *more = (lay(block) for lay, block in zip(lays, blocks, strict=True))

@@ -26,7 +26,8 @@ from autoshard.run.placement import Bounds, MeshRank, StatePart, StatePiece, pla
 from autoshard.spec.training import Training
 
 Tensors = Mapping[str, torch.Tensor]
-Tied = Literal["", "owner", "copy"]  # what a weight is of two on different stages that share their values
+# The role of a weight that shares its values with a weight of another stage: "" if it shares them with none.
+Tied = Literal["", "owner", "copy"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class Weight:
     """One weight on this rank: its block, and the atoms over whose ranks its gradient waits to be summed."""
 
     instance: str  # as in ``OpGraph.instances``: ``layer.3.up.weight``
-    owner: str  # the instance whose values it has: its own, but for a tied weight on another stage
+    owner: str  # the instance whose values it has: itself, or the weight of another stage to which it is tied
     name: str  # in the block that says how it is updated: ``up.weight``
     block: Block
     layout: Layout  # of the weight, and of its gradient's sum
@@ -43,7 +44,7 @@ class Weight:
     spread: tuple[str, ...]  # atoms over which the batch is spread
     zero: Zero  # what each of those ranks has a piece of: nothing, the optimizer's state, or all of it
     training: Training
-    late: bool = False  # whether its gradient is made by W, apart from I
+    late: bool = False  # whether W computes its gradient, after I
     follows: bool = False  # whether it lies right behind the weight before it
     tied: Tied = ""
 
@@ -63,16 +64,16 @@ class Weight:
         return tuple(self.mesh_rank.sizes[dim] for dim, _ in self.layout.dims)
 
     @property
-    def alike(self) -> tuple[str, ...]:
+    def replicated(self) -> tuple[str, ...]:
         """Atoms along which the ranks of a stage update the same numbers: its replicas."""
-        apart = {atom for _, atoms in self.layout.dims for atom in atoms} | set(self.spread if self.zero else ())
-        return tuple(atom for atom, _ in self.mesh_rank.mesh.axes if atom not in {"pp", *apart})
+        cut = {atom for _, atoms in self.layout.dims for atom in atoms} | set(self.spread if self.zero else ())
+        return tuple(atom for atom, _ in self.mesh_rank.mesh.axes if atom not in {"pp", *cut})
 
     @property
     def saves(self) -> bool:
-        """Whether this rank writes the weight to checkpoints. The replicas of a stage share its weights out evenly."""
+        """Whether this rank writes the weight to checkpoints; each replica of a stage writes an equal share."""
         number, count = 0, 1
-        for atom in self.alike:
+        for atom in self.replicated:
             number, count = number + count * self.mesh_rank.coordinate(atom), count * self.mesh_rank.mesh.size(atom)
         return self.tied != "copy" and saves_alone(self.owner, number, count)
 
@@ -113,15 +114,18 @@ class Flat:
         """Lay weights with these blocks side by side, without memory of earlier steps."""
         first = weights[0]
         spread, master = world.group(first.spread, "dp"), first.dtype("master", formats)
-        used = [formats.tensor(blocks[one.instance], first.block.tensors[first.name].dtype) for one in weights]
-        values = torch.cat([one.reshape(-1) for one in used])
-        exact = torch.cat([own(blocks[one.instance], device=formats.staging).reshape(-1) for one in weights])
-        ours = _piece(exact if master else values, spread if first.zero else None)
+        arrays, dtype = [blocks[weight.instance] for weight in weights], first.block.tensors[first.name].dtype
+        values = torch.cat([formats.tensor(array, dtype).reshape(-1) for array in arrays])
+        exact = torch.cat([own(array, device=formats.staging).reshape(-1) for array in arrays])
+        updated = _piece(exact if master else values, spread if first.zero else None)
         if first.zero == 3:
             values = _piece(values, spread)
-        moment, context = first.dtype("moment1", formats), KernelContext(formats=formats)
-        calls = {one.optimizer: one.block.call(one.block.op(f"{one.name}.update"), one.mesh_rank.sizes)
-                 for one in weights}  # fmt: skip
+        moment, num_moments = first.dtype("moment1", formats), first.optimizer.num_moments
+        context = KernelContext(formats=formats)
+        calls = {
+            weight.optimizer: weight.block.call(weight.block.op(f"{weight.name}.update"), weight.mesh_rank.sizes)
+            for weight in weights
+        }
         return cls(
             weights=tuple(weights),
             values=values,
@@ -130,11 +134,9 @@ class Flat:
             spread=spread,
             zero=first.zero,
             tied=first.tied,
-            num_copies=world.num_ranks(first.alike),
-            master=ours.to(formats.device, master, copy=True) if master else None,
-            moments=tuple(
-                torch.zeros(len(ours), dtype=moment, device=formats.device) for _ in range(first.optimizer.num_moments)
-            ),
+            num_copies=world.num_ranks(first.replicated),
+            master=updated.to(formats.device, master, copy=True) if master else None,
+            moments=tuple(torch.zeros(len(updated), dtype=moment, device=formats.device) for _ in range(num_moments)),
             stepping={kind: kernel_of(kind, call, context) for kind, call in calls.items()},
         )
 
@@ -149,10 +151,10 @@ class Flat:
         return self.spread if self.zero == 3 else None
 
     def views(self, flat: torch.Tensor) -> Tensors:
-        """Return by instance the part of each weight of opened values or sums, in its shape."""
-        counts = [math.prod(one.shape) for one in self.weights]
+        """Return the part of each weight in opened values or sums, in the shape of the weight, by instance."""
+        counts = [math.prod(weight.shape) for weight in self.weights]
         parts = flat[: sum(counts)].split(counts)
-        return {one.instance: part.view(one.shape) for one, part in zip(self.weights, parts, strict=True)}
+        return {weight.instance: part.view(weight.shape) for weight, part in zip(self.weights, parts, strict=True)}
 
     def begin_reducing(self) -> Arrival:
         """Begin to sum the gradients over the ranks that wait for them, for this rank's piece, padded with zeros."""
@@ -175,46 +177,45 @@ class Flat:
 
     def update(self, piece: torch.Tensor, scalars: Mapping[str, float]) -> None:
         """Take a step with this rank's piece of the gradient, and gather the new values."""
-        mine = self._mine()
-        if mine.dtype == torch.bfloat16:
-            self._step_rounding(mine, piece, scalars)
+        updated = self._updated()
+        if updated.dtype == torch.bfloat16:
+            self._step_rounding(updated, piece, scalars)
         else:
-            for kind, group in groupby(self.ranges(len(mine)), key=lambda found: found[0].optimizer):
+            for kind, group in groupby(self.ranges(len(updated)), key=lambda weight_range: weight_range[0].optimizer):
                 places = [(first, first + high - low) for _, (low, high), first in group if low < high]
                 if places:
                     where = slice(places[0][0], places[-1][1])
-                    self._step(kind, mine[where], where, piece, scalars)
-        self._publish(mine)
+                    self._step(kind, updated[where], where, piece, scalars)
+        self._publish(updated)
 
     def _step(
         self, kind: Update, weight: torch.Tensor, where: slice, piece: torch.Tensor, scalars: Mapping[str, float]
     ) -> None:
         """Take a step of a part of this rank's piece, of weights and moments in place."""
-        state = (one[where] for one in (*self.moments, piece))
+        state = (tensor[where] for tensor in (*self.moments, piece))
         self.stepping[kind](weight, *state, *(scalars[name] for name in kind.scalars))
 
-    def _step_rounding(self, mine: torch.Tensor, piece: torch.Tensor, scalars: Mapping[str, float]) -> None:
+    def _step_rounding(self, updated: torch.Tensor, piece: torch.Tensor, scalars: Mapping[str, float]) -> None:
         """Take a step of BF16 weights without masters in FP32, chunk by chunk, and round by chance."""
-        for weight, (low, high), first in self.ranges(len(mine)):
-            rounding = RoundingBits(
-                seed=weight.training.seed, update=int(scalars["step_number"]), weight=weight.owner, whole=weight.whole
-            )
+        for weight, (low, high), first in self.ranges(len(updated)):
+            seed, number = weight.training.seed, int(scalars["step_number"])
+            rounding = RoundingBits(seed=seed, update=number, weight=weight.owner, whole=weight.whole)
             for start, stop in chunks(low, high):
                 where = slice(first + start - low, first + stop - low)
-                exact = mine[where].float()
+                exact = updated[where].float()
                 self._step(weight.optimizer, exact, where, piece, scalars)
-                round_into(mine[where], exact, rounding.bits(weight.bounds, start, stop, mine.device))
+                round_into(updated[where], exact, rounding.bits(weight.bounds, start, stop, updated.device))
 
-    def _mine(self) -> torch.Tensor:
+    def _updated(self) -> torch.Tensor:
         """Return the tensor that this rank updates: its masters, its piece of the values, or all values."""
         if self.master is not None:
             return self.master
         return self.values if self.parted else _piece(self.values, self.shared)
 
-    def _publish(self, mine: torch.Tensor) -> None:
+    def _publish(self, updated: torch.Tensor) -> None:
         """Copy the numbers that this rank has updated to the values that blocks read."""
         if self.shared and not self.parted:
-            self.values.copy_(self.shared.all_gather(mine.to(self.values.dtype))[: len(self.values)])
+            self.values.copy_(self.shared.all_gather(updated.to(self.values.dtype))[: len(self.values)])
         elif self.master is not None:
             self.values.copy_(self.master)
 
@@ -224,10 +225,10 @@ class Flat:
         if self.shared and not self.parted:
             length = max(1, -(-length // len(self.shared.ranks)))  # as ``_piece`` pads it, without copying anything
             start = length * self.shared.number
-        mine = self.values[start : start + length] if self.master is None else self.master
+        updated = self.values[start : start + length] if self.master is None else self.master
         reads = bool(self.zero) or self.spread is None or self.spread.number == 0
         parts: tuple[StatePart, ...] = ("weight", "moment1", "moment2")
-        for part, memory in zip(parts, (mine, *self.moments), strict=False):
+        for part, memory in zip(parts, (updated, *self.moments), strict=False):
             for weight, (low, high), first in self.ranges(length):
                 for offsets, lengths, where in placed_boxes(weight.bounds, low, high):
                     yield StatePiece(
@@ -238,15 +239,15 @@ class Flat:
     def restored(self) -> None:
         """Take over the numbers that were loaded into the views of ``state``."""
         if self.spread and not self.zero:
-            for one in (self._mine(), *self.moments):
-                self.spread.broadcast(one)
-        self._publish(self._mine())
+            for state in (self._updated(), *self.moments):
+                self.spread.broadcast(state)
+        self._publish(self._updated())
 
     def ranges(self, length: int) -> Iterator[tuple[Weight, tuple[int, int], int]]:
         """Yield which range of each weight lies in this rank's piece of a length, and where the range begins there."""
         start = length * (self.shared.number if self.shared else 0)
-        ends = accumulate((math.prod(one.shape) for one in self.weights), initial=0)
-        for weight, offset in zip(self.weights, ends, strict=False):
+        offsets = accumulate((math.prod(weight.shape) for weight in self.weights), initial=0)
+        for weight, offset in zip(self.weights, offsets, strict=False):
             low, high = (min(max(end - offset, 0), math.prod(weight.shape)) for end in (start, start + length))
             yield weight, (low, high), max(offset + low - start, 0)
 
@@ -259,25 +260,26 @@ def flats(
     ties: Mapping[str, str],
     bucket_bytes: int,
 ) -> tuple[Flat, ...]:
-    """Lay weights side by side that are reduced over the same ranks, count alike in the norm, and have one optimizer.
+    """Return flats of weights that are reduced over the same ranks, and have as many replicas and one optimizer.
 
-    Weights that the optimizer treats alike follow each other. A flat is full when its gradients are ``bucket_bytes``.
-    ``ties`` is as in ``Store``.
+    Weights with the same constants of the optimizer follow each other. A flat is full when its gradients take
+    ``bucket_bytes``. ``ties`` is as in ``Store``.
     """
     read_twice = frozenset(ties.values())
     groups: dict[object, dict[Update, list[Weight]]] = {}
     sizes = defaultdict[object, int](int)
     key: tuple[object, ...] = ()
-    for one in weights:
-        # ZeRO-3 opens block by block, what I adds to apart from what W adds to, and a table that the head reads, too,
-        # apart from the embedding's other weights.
-        unit = [*one.instance.split(".")[:2], one.late, one.instance in read_twice] if one.zero == 3 else []
-        dtypes = tuple(one.dtype(part, formats) for part in ("", "sum", "master", "moment1"))
-        alike = (*unit, one.tied, one.summed, one.spread, one.alike, type(one.optimizer), dtypes)
-        full = 0 if one.zero == 3 else sizes[alike] // bucket_bytes
-        key = key if one.follows else (full, *alike)
-        sizes[alike] += math.prod(one.shape) * (dtypes[1] or formats.of("fp32")).itemsize
-        groups.setdefault(key, {}).setdefault(one.optimizer, []).append(one)
+    for weight in weights:
+        # ZeRO-3 opens block by block. What I adds to and what W adds to are opened at different times, and a table that
+        # the head reads, too, at other times than the embedding's other weights.
+        unit = [*weight.instance.split(".")[:2], weight.late, weight.instance in read_twice] if weight.zero == 3 else []
+        dtypes = tuple(weight.dtype(part, formats) for part in ("", "sum", "master", "moment1"))
+        ranks = weight.summed, weight.spread, weight.replicated
+        form = (*unit, weight.tied, *ranks, type(weight.optimizer), dtypes)
+        number = 0 if weight.zero == 3 else sizes[form] // bucket_bytes
+        key = key if weight.follows else (number, *form)
+        sizes[form] += math.prod(weight.shape) * (dtypes[1] or formats.of("fp32")).itemsize
+        groups.setdefault(key, {}).setdefault(weight.optimizer, []).append(weight)
     return tuple(Flat.of(world, list(chain(*kinds.values())), blocks, formats) for kinds in groups.values())
 
 
@@ -310,15 +312,15 @@ class Store:
     """
 
     def __init__(self, flats: Sequence[Flat], ties: Mapping[str, str]) -> None:
-        """List once the weights that rest whole (``whole``), and by block those of which this rank has a piece."""
+        """Note which weights rest whole (``whole``), and for each block the flats of which this rank has a piece."""
         self.flats, self.ties = flats, ties
         weights: dict[str, torch.Tensor] = {}
         sums: dict[str, torch.Tensor] = {}
         self._parted: dict[str, list[tuple[Flat, RankGroup]]] = defaultdict(list)
         self._flat_of: dict[str, Flat] = {}  # of weights whose gradients are reduced as soon as they are complete
         for flat in flats:
-            names = {one.instance for one in flat.weights}
-            names |= {other for other, owner in ties.items() if owner in names}
+            names = {weight.instance for weight in flat.weights}
+            names |= {copy for copy, owner in ties.items() if owner in names}
             if flat.parted:
                 for block in {name.rsplit(".", 2)[0] for name in names}:
                     self._parted[block].append((flat, flat.parted))
@@ -359,7 +361,7 @@ class Store:
         pending: list[tuple[Flat, RankGroup, torch.Tensor]] = []
         owners = {self.ties.get(name, name) for name in adds}
         for flat, group in self._parted[block]:
-            if owners.intersection(one.instance for one in flat.weights):
+            if owners.intersection(weight.instance for weight in flat.weights):
                 pending.append((flat, group, flat.sums.new_zeros(len(flat.sums) * len(group.ranks))))
                 sums |= flat.views(pending[-1][2])
         return self._with_ties(values, sums, *pending)
@@ -378,8 +380,8 @@ class Store:
 
     def reduced(self) -> list[torch.Tensor]:
         """Return this rank's piece of every flat's gradient, summed over the ranks that wait for it."""
-        begun = [self._reducing.pop(flat, None) or flat.begin_reducing() for flat in self.flats]
-        return [arrive() for arrive in begun]
+        arrivals = [self._reducing.pop(flat, None) or flat.begin_reducing() for flat in self.flats]
+        return [arrive() for arrive in arrivals]
 
     def _begin_gathers(self, block: str) -> Sequence[Arrival]:
         return [group.begin_all_gather(flat.values) for flat, group in self._parted[block]]
@@ -393,5 +395,6 @@ class Store:
     def _with_ties(
         self, weights: Tensors, sums: Tensors, *pending: tuple[Flat, RankGroup, torch.Tensor]
     ) -> OpenedWeights:
-        found = ({other: one[owner] for other, owner in self.ties.items() if owner in one} for one in (weights, sums))
-        return OpenedWeights(weights={**weights, **next(found)}, sums={**sums, **next(found)}, pending=pending)
+        ties, all_tensors = self.ties.items(), (weights, sums)
+        copies = ({copy: tensors[owner] for copy, owner in ties if owner in tensors} for tensors in all_tensors)
+        return OpenedWeights(weights={**weights, **next(copies)}, sums={**sums, **next(copies)}, pending=pending)

@@ -58,42 +58,45 @@ class RankGroup:
 
     def all_reduce(self, total: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
         """Sum the tensors of all members, or take the maximum, in place."""
-        return self.begin_all_reduce(total, largest=largest, apart=False)()
+        return self.begin_all_reduce(total, largest=largest, overlaps=False)()
 
     def all_gather(self, piece: torch.Tensor) -> torch.Tensor:
         """Put equal pieces together along their first dim, in the order of the members."""
-        return self.begin_all_gather(piece, apart=False)()
+        return self.begin_all_gather(piece, overlaps=False)()
 
     def reduce_scatter(self, whole: torch.Tensor) -> torch.Tensor:
         """Sum a tensor whose first dim the members divide; return this member's piece."""
-        return self.begin_reduce_scatter(whole, apart=False)()
+        return self.begin_reduce_scatter(whole, overlaps=False)()
 
-    def begin_all_reduce(self, total: torch.Tensor, *, largest: bool = False, apart: bool = True) -> Arrival:
-        """Begin to sum in place; unless ``apart``, nothing is computed meanwhile. The same holds for those below."""
+    def begin_all_reduce(self, total: torch.Tensor, *, largest: bool = False, overlaps: bool = True) -> Arrival:
+        """Begin to sum in place; unless it ``overlaps`` what follows, nothing is computed meanwhile.
+
+        The same holds for the other collectives that begin.
+        """
         self._note("all_reduce_max" if largest else "all_reduce", total)
         with self._waiting("all_reduce"):
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-            work = dist.all_reduce(total, op=op, group=self.handle, async_op=apart)
+            work = dist.all_reduce(total, op=op, group=self.handle, async_op=overlaps)
         self._count(2 * total.nbytes)
         return self._arrival("all_reduce", work, (total,), lambda: total)
 
-    def begin_all_gather(self, piece: torch.Tensor, *, apart: bool = True) -> Arrival:
+    def begin_all_gather(self, piece: torch.Tensor, *, overlaps: bool = True) -> Arrival:
         """Begin to put pieces together."""
         self._note("all_gather", piece)
         joined = piece.new_empty((len(self.ranks) * len(piece), *piece.shape[1:]))
         contiguous = piece.contiguous()
         with self._waiting("all_gather"):
-            work = dist.all_gather_single(joined, contiguous, group=self.handle, async_op=apart)
+            work = dist.all_gather_single(joined, contiguous, group=self.handle, async_op=overlaps)
         self._count(joined.nbytes)
         return self._arrival("all_gather", work, (contiguous,), lambda: _ordered(joined, self.torch_order, self.ranks))
 
-    def begin_reduce_scatter(self, whole: torch.Tensor, *, apart: bool = True) -> Arrival:
+    def begin_reduce_scatter(self, whole: torch.Tensor, *, overlaps: bool = True) -> Arrival:
         """Begin to sum, for every member its piece."""
         self._note("reduce_scatter", whole)
         pieces = _ordered(whole.contiguous(), self.ranks, self.torch_order)
         piece = pieces.new_empty((len(pieces) // len(self.ranks), *pieces.shape[1:]))
         with self._waiting("reduce_scatter"):
-            work = dist.reduce_scatter_single(piece, pieces, group=self.handle, async_op=apart)
+            work = dist.reduce_scatter_single(piece, pieces, group=self.handle, async_op=overlaps)
         self._count(pieces.nbytes)
         return self._arrival("reduce_scatter", work, (pieces,), lambda: piece)
 
@@ -118,7 +121,7 @@ class RankGroup:
 
     def all_to_all(self, flat: torch.Tensor, counts: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
         """Exchange parts of flat tensors, which stand in torch's order of the members."""
-        self._note("all_to_all", flat, alike=False)
+        self._note("all_to_all", flat, equal_shapes=False)
         received = flat.new_empty(sum(counts))
         with self._waiting("all_to_all"):
             dist.all_to_all_single(received, flat, list(counts), list(sent), group=self.handle)
@@ -134,7 +137,7 @@ class RankGroup:
         Return a function that waits until they are sent, and returns the received tensors.
         """
         for tensor in tensors:
-            self._note("permute", tensor, alike=False)
+            self._note("permute", tensor, equal_shapes=False)
         following, before = self.ranks[(self.number + 1) % len(self.ranks)], self.ranks[self.number - 1]
         messages = [dist.P2POp(dist.isend, tensor.contiguous(), following, self.handle) for tensor in tensors]
         messages += [dist.P2POp(dist.irecv, memory, before, self.handle) for memory in arriving]
@@ -154,10 +157,10 @@ class RankGroup:
         """Record while it lasts which collective this rank is in."""
         return self.activity.waiting(f"{kind} over {self.axis} of ranks {self.torch_order}")
 
-    def _note(self, kind: str, tensor: torch.Tensor, *, alike: bool = True) -> None:
-        """Note that a collective begins; unless tensors are ``alike``, members may have other shapes."""
+    def _note(self, kind: str, tensor: torch.Tensor, *, equal_shapes: bool = True) -> None:
+        """Note that a collective begins; without ``equal_shapes`` members may send tensors of different shapes."""
         if self.ledger.is_kept:
-            form = str(tensor.dtype).removeprefix("torch.") + (str(list(tensor.shape)) if alike else "")
+            form = str(tensor.dtype).removeprefix("torch.") + (str(list(tensor.shape)) if equal_shapes else "")
             self.ledger.entries.append(BegunCollective(kind=kind, ranks=self.torch_order, form=form))
 
     def _count(self, whole_bytes: int) -> None:
@@ -168,24 +171,24 @@ class RankGroup:
 class SilentGroup(RankGroup):
     """A group of the same ranks that sends nothing: received tensors are zero."""
 
-    def begin_all_reduce(self, total: torch.Tensor, *, largest: bool = False, apart: bool = True) -> Arrival:
+    def begin_all_reduce(self, total: torch.Tensor, *, largest: bool = False, overlaps: bool = True) -> Arrival:
         """Return the tensor unchanged."""
         self._note("all_reduce_max" if largest else "all_reduce", total)
         return lambda: total
 
-    def begin_all_gather(self, piece: torch.Tensor, *, apart: bool = True) -> Arrival:
+    def begin_all_gather(self, piece: torch.Tensor, *, overlaps: bool = True) -> Arrival:
         """Return zeros with the shape of all pieces together."""
         self._note("all_gather", piece)
         return lambda: piece.new_zeros((len(self.ranks) * len(piece), *piece.shape[1:]))
 
-    def begin_reduce_scatter(self, whole: torch.Tensor, *, apart: bool = True) -> Arrival:
+    def begin_reduce_scatter(self, whole: torch.Tensor, *, overlaps: bool = True) -> Arrival:
         """Return zeros with the shape of a piece."""
         self._note("reduce_scatter", whole)
         return lambda: whole.new_zeros((len(whole) // len(self.ranks), *whole.shape[1:]))
 
     def all_to_all(self, flat: torch.Tensor, counts: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
         """Return memory with the size of the parts that would arrive."""
-        self._note("all_to_all", flat, alike=False)
+        self._note("all_to_all", flat, equal_shapes=False)
         return flat.new_empty(sum(counts))
 
     def pass_on(
@@ -193,7 +196,7 @@ class SilentGroup(RankGroup):
     ) -> Callable[[], Sequence[torch.Tensor]]:
         """Return memory with the shapes of the tensors that would arrive."""
         for tensor in tensors:
-            self._note("permute", tensor, alike=False)
+            self._note("permute", tensor, equal_shapes=False)
         return lambda: arriving
 
 

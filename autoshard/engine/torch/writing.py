@@ -3,7 +3,7 @@
 import keyword
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +12,12 @@ import torch
 from autoshard.engine.torch.recording import Operation
 
 NAMES: Mapping[str, str] = {"F": "forward", "B": "backward", "I": "input_gradients", "W": "weight_gradients"}
-_TAKEN = ("given", "calls", "constants", "values", "some", "torch", "aten", "device", "inf", "nan")
+# Names that functions use for something else than tensors of the block.
+_RESERVED = ("source", "calls", "constants", "values", "inputs", "torch", "aten", "device", "inf", "nan")
 _HEAD = '''"""What a rank runs of {title}, made from the table of the plan.
 
-given(name) is a weight, a sum of gradients, or what another block hands over. calls are collectives and what differs by
-batch, constants what follows from the plan alone. values are kept from a forward pass for its backward pass.
+source(name) returns a weight, a sum of gradients, or what another block hands over. calls are collectives and what
+differs by batch, constants what follows from the plan alone. A forward pass leaves values for its backward pass.
 """
 
 from math import inf, nan
@@ -51,7 +52,7 @@ class Step:
     @property
     def reads(self) -> Iterator[str]:
         """Every variable that it reads."""
-        return (name for one in self.statements for name in one.reads)
+        return (name for line in self.statements for name in line.reads)
 
 
 @dataclass(slots=True)
@@ -68,12 +69,14 @@ class Variables:
         """Name a tensor after a value, unless it has a name."""
         if id(tensor) not in self.names:
             name = re.sub(r"\W", "_", value)
-            while keyword.iskeyword(name) or name in self.tensors or name in _TAKEN or re.match(r"[tc_\d]\d*$", name):
+            while (
+                keyword.iskeyword(name) or name in self.tensors or name in _RESERVED or re.match(r"[tc_\d]\d*$", name)
+            ):
                 name = f"{name}_"
             self._set(tensor, name)
 
     def of(self, tensor: torch.Tensor) -> str:
-        """Return the name of a tensor: one of its own, if it has none."""
+        """Return the name of a tensor; a tensor without a name gets a number."""
         if id(tensor) not in self.names:
             self.num_unnamed += 1
             self._set(tensor, f"t{self.num_unnamed}")
@@ -81,7 +84,7 @@ class Variables:
 
     def inline(self, operation: Operation) -> None:
         """Write a view in place, where its result is read."""
-        reads = tuple(name for one in operation.reads for name in self.behind(one))
+        reads = tuple(name for tensor in operation.reads for name in self.behind(tensor))
         self.inlined[id(operation.results[0])] = _Text(self).call(operation), reads
 
     def behind(self, tensor: torch.Tensor) -> tuple[str, ...]:
@@ -103,15 +106,24 @@ class Variables:
 # -- one operation -------------------------------------------------------------------------------------
 
 
+def statements(operations: Iterable[Operation], variables: Variables, read_once: Container[int]) -> Iterator[Statement]:
+    """Write operations; a view that is ``read_once``, by the id of its result, stands where it is read."""
+    for operation in operations:
+        if operation.is_view and not operation.is_list and id(operation.results[0]) in read_once:
+            variables.inline(operation)
+        else:
+            yield statement(operation, variables)
+
+
 def statement(operation: Operation, variables: Variables) -> Statement:
     """Write an operation as a method of its first tensor where torch has one, else by its full name."""
-    reads = tuple(name for one in operation.reads for name in variables.behind(one))
-    writes = tuple(variables.of(one) for one in operation.results)
+    reads = tuple(name for tensor in operation.reads for name in variables.behind(tensor))
+    writes = tuple(map(variables.of, operation.results))
     text = _Text(variables).call(operation)
     if not writes:
         return Statement(text=text, reads=reads)
     several = operation.is_list or len(operation.func._schema.returns) > 1
-    places = [variables.of(one) if isinstance(one, torch.Tensor) else "_" for one in operation.found]
+    places = [variables.of(value) if isinstance(value, torch.Tensor) else "_" for value in operation.returned]
     return Statement(text=f"{', '.join(places)}{',' if several else ''} = {text}", reads=reads, writes=writes)
 
 
@@ -123,38 +135,44 @@ class _Text:
         """Return the call of an operation."""
         func, args = operation.func, list(operation.args)
         special = _SPECIAL.get(str(func))
-        if special and (found := special(self, operation)):
-            return found
-        named = [f"{name}={self.argument(one)}" for name, one in operation.kwargs.items() if not _is_default(name, one)]
+        if special and (text := special(self, operation)):
+            return text
+        options = [f"{name}={self.argument(option)}" for name, option in _options(operation).items()]
         name, schema = func.overloadpacket.__name__, func._schema
-        owned = bool(schema.arguments) and schema.arguments[0].name == "self" and hasattr(torch.Tensor, name)
-        if owned and args and isinstance(args[0], torch.Tensor) and "out" not in operation.kwargs:
-            return f"{self.argument(args[0])}.{name}({', '.join([*map(self.argument, args[1:]), *named])})"
-        return f"aten.{name}.{func._overloadname}({', '.join([*map(self.argument, args), *named])})"
+        is_method = bool(schema.arguments) and schema.arguments[0].name == "self" and hasattr(torch.Tensor, name)
+        if is_method and args and isinstance(args[0], torch.Tensor) and "out" not in operation.kwargs:
+            return f"{self.argument(args[0])}.{name}({', '.join([*map(self.argument, args[1:]), *options])})"
+        return f"aten.{name}.{func._overloadname}({', '.join([*map(self.argument, args), *options])})"
 
-    def argument(self, one: Any) -> str:
+    def argument(self, argument: Any) -> str:
         """Return an argument."""
-        match one:
+        match argument:
             case torch.Tensor():
-                inlined = self.variables.inlined.get(id(one))
-                return inlined[0] if inlined else self.variables.of(one)
+                inlined = self.variables.inlined.get(id(argument))
+                return inlined[0] if inlined else self.variables.of(argument)
             case torch.device():
                 return "device"
             case list() | tuple():
-                return f"[{', '.join(map(self.argument, one))}]"
-            case float() if math.isinf(one) or math.isnan(one):
-                return str(one)
+                return f"[{', '.join(map(self.argument, argument))}]"
+            case float() if math.isinf(argument) or math.isnan(argument):
+                return str(argument)
             case _:
-                return repr(one)
+                return repr(argument)
 
 
-def _is_default(name: str, one: Any) -> bool:
-    return one is None or (name == "pin_memory" and not one) or (name == "layout" and one == torch.strided)
+def _options(operation: Operation) -> Mapping[str, Any]:
+    """Return the options of an operation that differ from torch's defaults."""
+    defaults = (("pin_memory", False), ("layout", torch.strided))
+    return {
+        name: option
+        for name, option in operation.kwargs.items()
+        if option is not None and (name, option) not in defaults
+    }
 
 
 def _narrow(text: _Text, operation: Operation) -> str:
-    missing: tuple[Any, ...] = (None, 0, 0, None, 1)[len(operation.args) :]
-    x, dim, start, _, step = (*operation.args, *missing)
+    defaults: tuple[Any, ...] = (None, 0, 0, None, 1)
+    x, dim, start, _, step = (*operation.args, *defaults[len(operation.args) :])
     if step != 1:
         return ""
     size = x.shape[dim]
@@ -164,14 +182,14 @@ def _narrow(text: _Text, operation: Operation) -> str:
 
 def _index(text: _Text, operation: Operation) -> str:
     x, index = operation.args
-    if any(one is None for one in index):
+    if any(numbers is None for numbers in index):
         return ""
     return f"{text.argument(x)}[{', '.join(map(text.argument, index))}]"
 
 
 def _cast(text: _Text, operation: Operation) -> str:
-    given = {name: one for name, one in operation.kwargs.items() if not _is_default(name, one)}
-    return f"{text.argument(operation.args[0])}.to({given['dtype']})" if given.keys() == {"dtype"} else ""
+    options = _options(operation)
+    return f"{text.argument(operation.args[0])}.to({options['dtype']})" if options.keys() == {"dtype"} else ""
 
 
 _SPECIAL: Mapping[str, Callable[[_Text, Operation], str]] = {
@@ -187,14 +205,17 @@ _SPECIAL: Mapping[str, Callable[[_Text, Operation], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassText:
-    """A pass of a block: its steps, the ``values`` that it takes and leaves, and its result."""
+    """A pass of a block: its steps, which of the ``values`` it reads and writes, and its result.
+
+    ``reads`` and ``writes`` map values to the variables of the function that hold them.
+    """
 
     pass_: str
     steps: tuple[Step, ...]
-    taken: Mapping[str, str]  # variables by the values that they are
-    stays: frozenset[str]  # values that are not taken out
-    kept: Mapping[str, str]  # variables by the values that they are, which are made here and left for later
-    result: str  # the variable returned, or None
+    reads: Mapping[str, str]
+    stays: frozenset[str]  # values that a later pass reads, too: others are removed when they are read
+    writes: Mapping[str, str]
+    result: str  # the variable that is returned, or None
     constants: tuple[str, ...]
 
     @property
@@ -207,10 +228,10 @@ class PassText:
         return self._function(self.steps)
 
     def in_pieces(self) -> tuple[str, Mapping[str, tuple[str, ...]]]:
-        """Return functions of the pieces that a compiler may take, one that calls them, and what each reads."""
+        """Return functions of the pieces that a compiler may take, one that calls them, and what each piece reads."""
         functions, pieces = list[str](), dict[str, tuple[str, ...]]()
         steps, together = list[Step](), list[Step]()
-        wanted = {self.result, *self.kept.values()}
+        ends = {self.result, *self.writes.values()}
         for number, step in enumerate((*self.steps, None)):
             if step and step.compiles:
                 together.append(step)
@@ -220,7 +241,7 @@ class PassText:
                 if _num_computing(together) < _FEWEST:
                     steps += together
                 else:
-                    later = {name for step in self.steps[number:] for name in step.reads} | wanted
+                    later = {name for step in self.steps[number:] for name in step.reads} | ends
                     name = f"{self.name}_part_{len(functions) + 1}"
                     text, pieces[name], call = piece(name, together, later)
                     functions.append(text)
@@ -231,23 +252,23 @@ class PassText:
 
     def _function(self, steps: Sequence[Step]) -> str:
         values = ", values" if self.pass_ != "F" else ""
-        head = [f"def {self.name}(given, calls, constants{values}):"]
+        head = [f"def {self.name}(source, calls, constants{values}):"]
         if self.constants:
             head.append(f"    {', '.join(self.constants)}, = constants")
-        ends = {self.result, *self.kept.values()}
+        ends = {self.result, *self.writes.values()}
         used = {name for step in steps for name in step.reads} | ends
-        for value, variable in self.taken.items():
-            found = f"values[{value!r}]" if value in self.stays else f"values.pop({value!r})"
+        for value, variable in self.reads.items():
+            text = f"values[{value!r}]" if value in self.stays else f"values.pop({value!r})"
             if variable in used:
-                head.append(f"    {variable} = {found}")
+                head.append(f"    {variable} = {text}")
             elif value not in self.stays:
-                head.append(f"    {found}")
+                head.append(f"    {text}")
         body = _body(steps, ends)
         if self.pass_ == "F":
-            kept = ", ".join(f"{value!r}: {variable}" for value, variable in self.kept.items())
-            return "\n".join([*head, *body, f"    return {self.result}, {{{kept}}}", ""])
-        left = [f"    values[{value!r}] = {variable}" for value, variable in self.kept.items()]
-        return "\n".join([*head, *body, *left, f"    return {self.result}", ""])
+            items = ", ".join(f"{value!r}: {variable}" for value, variable in self.writes.items())
+            return "\n".join([*head, *body, f"    return {self.result}, {{{items}}}", ""])
+        tail = [f"    values[{value!r}] = {variable}" for value, variable in self.writes.items()]
+        return "\n".join([*head, *body, *tail, f"    return {self.result}", ""])
 
 
 _FEWEST = 2  # operations that a compiler can make something of
@@ -256,26 +277,24 @@ _FEWEST = 2  # operations that a compiler can make something of
 def _num_computing(steps: Iterable[Step]) -> int:
     """Count statements that are not only views of tensors."""
     views = re.compile(r"\.(view|t|expand|unsqueeze|squeeze|permute|transpose|narrow|select|detach)\(.*\)$")
-    return sum(not views.search(one.text) for step in steps for one in step.statements)
+    return sum(not views.search(line.text) for step in steps for line in step.statements)
 
 
 def _body(steps: Sequence[Step], ends: set[str]) -> Iterator[str]:
     """Yield the lines of statements; a variable is deleted after the last line that reads it."""
     last: dict[str, int] = {}
-    flat = [one for step in steps for one in step.statements]
-    for number, one in enumerate(flat):
-        last |= dict.fromkeys((*one.reads, *one.writes), number)
+    for number, line in enumerate(line for step in steps for line in step.statements):
+        last |= dict.fromkeys((*line.reads, *line.writes), number)
     number = 0
     for step in steps:
         if step.statements:
             yield f"    # {step.comment}"
-        for one in step.statements:
-            yield f"    {one.text}"
-            gone = [
-                name for name in dict.fromkeys((*one.reads, *one.writes)) if last[name] == number and name not in ends
-            ]
-            if gone:
-                yield f"    del {', '.join(gone)}"
+        for line in step.statements:
+            yield f"    {line.text}"
+            names = dict.fromkeys((*line.reads, *line.writes))
+            unread = [name for name in names if last[name] == number and name not in ends]
+            if unread:
+                yield f"    del {', '.join(unread)}"
             number += 1
 
 
@@ -284,17 +303,18 @@ def piece(name: str, steps: Sequence[Step], later: set[str]) -> tuple[str, tuple
 
     Return its text, the names of the inputs, and the step that calls it.
     """
-    made = [name for step in steps for one in step.statements for name in one.writes]
-    reads = tuple(dict.fromkeys(one for step in steps for one in step.reads if one not in made))
-    writes = tuple(dict.fromkeys(one for one in made if one in later))
-    taken = [f"    {', '.join(reads)}, = some", "    some.clear()"] if reads else []  # a rank may have only zeros
-    lines = [f"def {name}(some):", *taken]
-    text = "\n".join([*lines, *_body(steps, set(writes)), f"    return [{', '.join(writes)}]", ""])
-    given = Statement(text=f"some = [{', '.join(reads)}]", reads=reads, writes=("some",))
-    left = f"{', '.join(writes)}, = " if writes else ""
-    call = Statement(text=f"{left}{name}(some)", reads=("some",), writes=writes)
+    results = dict.fromkeys(name for step in steps for line in step.statements for name in line.writes)
+    reads = tuple(dict.fromkeys(name for step in steps for name in step.reads if name not in results))
+    writes = tuple(name for name in results if name in later)
+    # A rank may have only zeros, and read nothing.
+    unpacked = [f"    {', '.join(reads)}, = inputs", "    inputs.clear()"] if reads else []
+    head = [f"def {name}(inputs):", *unpacked]
+    text = "\n".join([*head, *_body(steps, set(writes)), f"    return [{', '.join(writes)}]", ""])
+    packed = Statement(text=f"inputs = [{', '.join(reads)}]", reads=reads, writes=("inputs",))
+    targets = f"{', '.join(writes)}, = " if writes else ""
+    call = Statement(text=f"{targets}{name}(inputs)", reads=("inputs",), writes=writes)
     names = ", ".join(dict.fromkeys(step.comment.split(" ")[0].rstrip(":") for step in steps))
-    return text, reads, Step(comment=names, statements=(given, call))
+    return text, reads, Step(comment=names, statements=(packed, call))
 
 
 def module(blocks: Sequence[str], device: torch.device, functions: Iterable[str]) -> str:

@@ -24,8 +24,9 @@ def sharded_optimizer(
     It is used, saved and loaded as ``kind(parameters, **options)``, and gives the same numbers: its groups have the
     parameters, and its state has DTensors. A step takes what it takes on plain tensors.
     """
-    known = ", ".join(optimizer.__name__ for optimizer in _BY_NUMBER)
-    require((kind in _BY_NUMBER, "kind", f"is {kind.__name__}, which may need whole parameters; known: {known}"))
+    by_number = ", ".join(optimizer.__name__ for optimizer in _BY_NUMBER)
+    need = f"is {kind.__name__}, which may need whole parameters; these do not: {by_number}"
+    require((kind in _BY_NUMBER, "kind", need))
     sharded: Any = type(f"Sharded{kind.__name__}", (_OnParts, kind), {"__module__": __name__, "kind": kind})
     return sharded(parameters, **options)
 
@@ -82,10 +83,10 @@ def _parts_in(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _take_over(state: dict[str, Any], updated: Mapping[str, Any], whole: torch.Tensor) -> None:
-    """Note what a step has made or replaced; what has the shape of the parameter's part is a part, too."""
-    known = _parts_in(state)
+    """Note the state that a step has added or replaced; what has the shape of the parameter's part is a part, too."""
+    before = _parts_in(state)
     for name, value in updated.items():
-        if known.get(name) is not value:
+        if before.get(name) is not value:
             state[name] = _like(value, whole) if isinstance(whole, DTensor) else value
 
 

@@ -19,28 +19,28 @@ def resting(
     sizes: Mapping[str, int],
     atoms: Mapping[str, int],
     weight: str,
-    given: Layout,
+    used: Layout,
     rest: Sequence[str],
 ) -> Layout:
-    """Return the layout in which a parameter rests that is used in a ``given`` one, and rests in pieces over some axes.
+    """Return the layout in which a parameter rests, from the layout in which the program uses it.
 
-    Its placements can be said by DTensor.
+    Ranks along the axes in ``rest`` hold a piece each, as far as DTensor's placements can say so.
     """
-    return placeable(_in_pieces(given, rest, sizes, atoms), places[weight], sizes, atoms)
+    return placeable(_in_pieces(used, rest, sizes, atoms), places[weight], sizes, atoms)
 
 
-def _in_pieces(given: Layout, rest: Sequence[str], sizes: Mapping[str, int], atoms: Mapping[str, int]) -> Layout:
-    """Return a layout in which ranks that use the same part of a parameter hold equal pieces of it, if one divides.
+def _in_pieces(used: Layout, rest: Sequence[str], sizes: Mapping[str, int], atoms: Mapping[str, int]) -> Layout:
+    """Return a layout in which ranks that use the same part of a parameter hold equal pieces of it, if a dim divides.
 
     Dims that nothing cuts yet come first: then a piece is a plain slice.
     """
     count = math.prod(atoms[atom] for atom in rest)
-    local = {dim: sizes[dim] / math.prod(atoms[atom] for atom in cut) for dim, cut in given.dims}
-    fitting = [(bool(cut), place) for place, (dim, cut) in enumerate(given.dims) if local[dim] % count == 0]
+    local = {dim: sizes[dim] / math.prod(atoms[atom] for atom in cut) for dim, cut in used.dims}
+    fitting = [(bool(cut), place) for place, (dim, cut) in enumerate(used.dims) if local[dim] % count == 0]
     if not rest or not fitting:
-        return given
+        return used
     chosen = min(fitting)[1]
-    dims = ((dim, (*cut, *rest) if place == chosen else cut) for place, (dim, cut) in enumerate(given.dims))
+    dims = ((dim, (*cut, *rest) if place == chosen else cut) for place, (dim, cut) in enumerate(used.dims))
     return Layout(dims=tuple(dims))
 
 
@@ -57,27 +57,27 @@ def placeable(layout: Layout, positions: Positions, sizes: Mapping[str, int], at
     Such cuts would be strided: torch 2.13 does not save strided placements in checkpoints, and joins two of them
     wrongly. Only the largest cut of the outermost dim is kept.
     """
-    kept: dict[str, tuple[str, ...]] = {}
+    sayable: dict[str, tuple[str, ...]] = {}
     for position in positions:
         cuts = {dim: layout.cuts.get(dim, ()) for dim in position}
         even = all(sizes[dim] % math.prod(atoms[atom] for atom in cut) == 0 for dim, cut in cuts.items())
         if not even and not (len(position) == 1 and _in_order(cuts[position[0]], atoms)):
             cuts = dict.fromkeys(position, ())
         several = [atom for cut in cuts.values() for atom in cut]
-        own = [_placed(atom, layout, positions, sizes, atoms) for atom in atoms if atom in several]
-        blocks = [getattr(found, "split_factor", 1) for one in own for found in one]
+        places = (_placed(atom, layout, positions, sizes, atoms) for atom in atoms if atom in several)
+        blocks = [getattr(placement, "split_factor", 1) for place in places for placement in place]
         inside = math.prod(atoms[atom] for atom in several[:-1])  # as FSDP cuts what tensor parallelism has cut
         nested = [inside] + [1] * (len(several) - 1) if len([cut for cut in cuts.values() if cut]) == 1 else []
         if blocks not in ([1] * len(several), nested):
             first = position[0]  # a plain slice
             largest = max(cuts[first], key=lambda atom: atoms[atom], default=None)
             cuts = {dim: (largest,) if dim == first and largest else () for dim in position}
-        kept |= cuts
-    return Layout(dims=tuple((dim, kept[dim]) for dim, _ in layout.dims))
+        sayable |= cuts
+    return Layout(dims=tuple((dim, sayable[dim]) for dim, _ in layout.dims))
 
 
 def _in_order(cut: Sequence[str], atoms: Mapping[str, int]) -> bool:
-    return list(cut) == [one for one in atoms if one in cut]
+    return list(cut) == [atom for atom in atoms if atom in cut]
 
 
 def placements(
@@ -99,7 +99,7 @@ def _placed(
         for dim in position:
             cut = layout.cuts.get(dim, ())
             if atom in cut:
-                outer = [one for one in cut[: cut.index(atom)] if one not in before]
-                blocks *= math.prod(atoms[one] for one in outer)
+                outer = [name for name in cut[: cut.index(atom)] if name not in before]
+                blocks *= math.prod(atoms[name] for name in outer)
                 yield Shard(axis) if blocks == 1 else _StridedShard(axis, split_factor=blocks)
-            blocks *= sizes[dim] // math.prod(atoms[one] for one in cut if one in before)
+            blocks *= sizes[dim] // math.prod(atoms[name] for name in cut if name in before)

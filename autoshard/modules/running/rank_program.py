@@ -52,17 +52,19 @@ class RankProgram:
         block = sharding.traced.block
         self.sharding, self.block, self.program = sharding, block, sharding.program
         self.atoms = dict(sharding.mesh.axes)
-        given = [one.value for one in self.program.instructions if isinstance(one, Given)]
-        self.given = {value.tensor: [one for one in given if one.tensor == value.tensor] for value in given}
+        self.inputs: dict[str, list[Value]] = {}  # by tensor
+        for entry in self.program.instructions:
+            if isinstance(entry, Given):
+                self.inputs.setdefault(entry.value.tensor, []).append(entry.value)
         computes = (entry for entry in self.program.instructions if isinstance(entry, Compute))
-        # What adds gradients to those of micro-batches before: here autograd does that.
-        self._sums = {one.op.name: one for one in computes if isinstance(one.op.kind, Accumulate)}
+        # Operations that add gradients to those of earlier micro-batches: here autograd does that.
+        self._sums = {entry.op.name: entry for entry in computes if isinstance(entry.op.kind, Accumulate)}
         self.place = MeshRank(mesh=sharding.mesh, rank=rank, sizes=sharding.traced.sizes)
-        self.weights = {one.name: one for one in self._weights()}
-        self._uses = {value: one for one in self.weights.values() for value in one.taken}
+        self.weights = {weight.name: weight for weight in self._weights()}
+        self._uses = {value: weight for weight in self.weights.values() for value in weight.gathers}
         chains = [
-            *(one.taken[value] for value, one in self._uses.items()),
-            *(one.reduced for one in self.weights.values()),
+            *(weight.gathers[value] for value, weight in self._uses.items()),
+            *(weight.reduced for weight in self.weights.values()),
         ]
         changes = [change for chain in chains for change in chain]
         groups = {change.collective.atoms for change in (*self.program.collectives(), *changes)}
@@ -78,30 +80,32 @@ class RankProgram:
         kinds = [op.kind for op in block.ops if isinstance(op.kind, RegionGradient)]
         self._bucket_of: dict[str, GradientBucket] = {}
         self._taped = {kind.region.name: kind for kind in kinds}
-        self._own_reads: dict[str, list[torch.dtype]] = {}  # formats of what users' regions read
+        self._users_reads: dict[str, list[torch.dtype]] = {}  # formats of what users' regions read
         self._layers = {name: layer_of(path) for name, path in sharding.traced.paths.items()}
         self._split()
 
     def _split(self) -> None:
         """Prepare the forward pass, with what backward needs and without, and the backward pass."""
         parts, block, tensors = self.program.by_pass(*self.block.gives), self.block, self.block.tensors
-        made = {name for entry in parts.forward for name in self._written(entry)} | {
-            one.value.name for one in parts.forward if isinstance(one, Given)
+        forward = {name for entry in parts.forward for name in self._written(entry)} | {
+            entry.value.name for entry in parts.forward if isinstance(entry, Given)
         }
         results = tuple(self.program.results[name].name for name in block.gives)
-        kept = {name for entry in parts.backward for name in self._reads(entry)} & made - self._uses.keys()
+        saved = {name for entry in parts.backward for name in self._reads(entry)} & forward - self._uses.keys()
         back = [self.program.results[block.given_back(name)].name for name in block.takes]
-        gradients = (*back, *(one.gradient for one in self.weights.values() if one.made))
+        gradients = (*back, *(weight.gradient for weight in self.weights.values() if weight.computed))
         backward = early(parts.backward, {id(entry) for entry in parts.weights})
-        makers = {weight.made.name: weight for weight in self.weights.values() if weight.made}
+        makers = {weight.computed.name: weight for weight in self.weights.values() if weight.computed}
         computed = [makers[name] for entry in backward for name in written_by(entry) if name in makers]
         buckets = tuple(gradient_buckets(computed, self.context.world, self.place, self.context.formats))
         self._bucket_of = {weight.name: bucket for bucket in buckets for weight in bucket.weights}
         arriving = [bucket.arrive() for bucket in buckets]
         self.trained = Passes(
-            forward=tuple(dropping(self._steps(parts.forward, taped=True), {*results, *kept})),
-            results=results, kept=frozenset(kept), gradients=gradients,
-            seeds={f"d.{name}": one for name, one in zip(block.gives, results, strict=True) if f"d.{name}" in tensors},
+            forward=tuple(dropping(self._steps(parts.forward, taped=True), {*results, *saved})),
+            results=results, saved=frozenset(saved), gradients=gradients,
+            seeds={
+                f"d.{name}": end for name, end in zip(block.gives, results, strict=True) if f"d.{name}" in tensors
+            },
             backward=tuple(dropping([*self._steps(backward, taped=True), *arriving], gradients)),
         )  # fmt: skip
         self.alone = Passes(forward=tuple(dropping(self._steps(parts.forward, taped=False), results)), results=results)
@@ -115,17 +119,17 @@ class RankProgram:
         }
         sums = {entry.reads[0].tensor: entry.reads[1] for entry in self._sums.values()}
         for name, path in sharding.captured.parameters.items():
-            layout, positions = self.given[name][0].layout, sharding.traced.dims[name]
+            layout, positions = self.inputs[name][0].layout, sharding.traced.dims[name]
             rest = resting(sharding.traced.dims, sizes, self.atoms, name, layout, rests.get(name, ()))
-            made = sums.get(f"{name}.grad")
-            reduced = _ordered(made.layout, rest) if made else rest
+            gradient = sums.get(f"{name}.grad")
+            reduced = _ordered(gradient.layout, rest) if gradient else rest
             yield RestingWeight(
-                name=name, path=path, positions=positions, rest=rest, made=made, dtype=self.block.tensors[name].dtype,
-                placements=placements(rest, positions, sizes, self.atoms),
+                name=name, path=path, positions=positions, rest=rest, computed=gradient,
+                dtype=self.block.tensors[name].dtype, placements=placements(rest, positions, sizes, self.atoms),
                 shape=self.place.shape(rest), local_shape=tuple(local_shape(self.place, rest, positions)),
-                taken={
+                gathers={
                     value.name: self._changes(f"{name} at rest", value.name, rest, value.layout)
-                    for value in self.given[name]
+                    for value in self.inputs[name]
                 },
                 reduced=self._changes(f"{name}, gradient as made", f"{name} at rest, gradient", reduced, rest),
             )  # fmt: skip
@@ -158,29 +162,31 @@ class RankProgram:
 
     def _steps(self, entries: Sequence[Instruction], *, taped: bool) -> Iterator[RankStep]:
         """Prepare instructions; a weight is put together before its first reader, and its gradient goes to its rest."""
-        ready, made, layer = set[str](), {one.made.name: one for one in self.weights.values() if one.made}, ""
+        gradients = {weight.computed.name: weight for weight in self.weights.values() if weight.computed}
+        ready, layer = set[str](), ""
         for entry in entries:
             if isinstance(entry, Compute):
                 layer = self._layers.get(entry.op.source, layer)
-            for step in self._with_weights(entry, ready, made, taped=taped):
+            for step in self._with_weights(entry, ready, gradients, taped=taped):
                 yield replace(step, layer=layer)
 
     def _with_weights(
-        self, entry: Instruction, ready: set[str], made: Mapping[str, RestingWeight], *, taped: bool
+        self, entry: Instruction, ready: set[str], gradients: Mapping[str, RestingWeight], *, taped: bool
     ) -> Iterator[RankStep]:
+        """Yield the steps of an instruction, of weights that it reads first, and of gradients that it computes."""
         for name in () if isinstance(entry, Given) else self._reads(entry):
             if name in self._uses and name not in ready:
                 ready.add(name)
                 weight = self._uses[name]
-                if not weight.taken[name]:
+                if not weight.gathers[name]:
                     yield RankStep(run=_as_it_rests, reads=(weight.start,), writes=(name,))
-                yield from (self._step(change, taped=False) for change in weight.taken[name])
+                yield from (self._step(change, taped=False) for change in weight.gathers[name])
         adds = isinstance(entry, Compute) and entry.op.name in self._sums
         if not adds and not isinstance(entry, Given):
             yield self._step(entry, taped=taped)
         for name in written_by(entry):
-            if name in made:
-                yield from self._reduced(made[name])
+            if name in gradients:
+                yield from self._reduced(gradients[name])
 
     def _step(self, entry: Instruction, *, taped: bool) -> RankStep:
         kind = entry.op.kind if isinstance(entry, Compute) else None
@@ -219,7 +225,7 @@ class RankProgram:
             return lambda part: (part.new_empty(shapes[0]),)
         kind = entry.op.kind if isinstance(entry, Compute) else None
         if isinstance(kind, Region) and kind.is_own:
-            device, reads = self.context.formats.device, self._own_reads
+            device, reads = self.context.formats.device, self._users_reads
             gradient = self._taped.get(kind.name) if taped else None
 
             def result(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -229,7 +235,7 @@ class RankProgram:
 
             return result
         if isinstance(kind, RegionGradient) and kind.region.is_own:
-            reads, name = self._own_reads, kind.region.name
+            reads, name = self._users_reads, kind.region.name
             return lambda upstream, _: [
                 upstream.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, reads[name], strict=True)
             ]

@@ -28,47 +28,48 @@ class RankRunner:
     def __init__(self, program: RankProgram, device_mesh: DeviceMesh, capture: PassCapture | None) -> None:
         sharding = program.sharding
         self.passes, self.capture = {True: program.trained, False: program.alone}, capture
-        self.captured = set[bool]()  # a pass is captured when it is first run
+        self.captured = set[bool]()  # a pass is captured before it first runs
         self.program, self.sharding, self.device_mesh = program, sharding, device_mesh
         captured = sharding.captured
         self.exported, self.traced = captured.exported, sharding.traced
-        apart = [one.otherwise for one in captured.program.results if one.read is None]
-        random = {one.name: one for one in self.exported.random}
+        results = captured.program.results
+        outside = [result.otherwise for result in results if result.read is None]  # of what is sharded
+        random = {draw.name: draw for draw in self.exported.random}
         self.random = {name: random[node.name] for name, node in captured.inputs.items() if node.name in random}
         inputs = [node for name, node in captured.inputs.items() if name not in self.random]
-        nodes = [*inputs, *(one for one in apart if isinstance(one, torch.fx.Node))]
-        self.nodes = {one.name: one for one in nodes if one.name not in captured.exported.paths}
+        nodes = [*inputs, *(node for node in outside if isinstance(node, torch.fx.Node))]
+        self.nodes = {node.name: node for node in nodes if node.name not in captured.exported.paths}
         self.part = self.exported.part([*self.nodes.values()])
-        self.results = {one.name: one for one in captured.program.results}
-        self.buffers = {*self.exported.buffers, *(name for name, one in self.results.items() if one.is_buffer)}
+        self.results = {result.name: result for result in results}
+        self.buffers = {*self.exported.buffers, *(name for name, result in self.results.items() if result.is_buffer)}
         for place, (tensor, positions) in self.traced.results.items():
             layout = program.program.results[tensor].layout
             same = placeable(layout, positions, self.traced.sizes, program.atoms).dims == layout.dims
             require((same, f"results.{place}", "is cut as DTensor cannot say; choose another batch axis"))
-        trained = [name for name, one in self.results.items() if one.is_trained and name in self.traced.results]
+        trained = [result.name for result in results if result.is_trained and result.name in self.traced.results]
         self.moved = {self.traced.results[name][0] for name in trained}
 
     def without_gradient(self, tensor: str) -> str:
-        """Say that no gradient begins at a result, and what to ask for."""
+        """Say that no gradient begins at a result, and how to shard the module so that one does."""
         places = [place for place, (name, _) in self.traced.results.items() if name == tensor]
-        begun = [place for place, one in self.results.items() if one.is_seeded]
-        remedy = f"shard it with results={[*begun, *places]}"
-        return f"gradients of a sharded module begin at {', '.join(begun)}, not at {', '.join(places)}; {remedy}"
+        seeded = [place for place, result in self.results.items() if result.is_seeded]
+        remedy = f"shard it with results={[*seeded, *places]}"
+        return f"gradients of a sharded module begin at {', '.join(seeded)}, not at {', '.join(places)}; {remedy}"
 
     def __call__(self, module: torch.nn.Module, flat: Sequence[Any]) -> Any:
-        """Run the module for arguments one by one."""
+        """Run the module; ``flat`` has its arguments, those in lists and mappings one by one."""
         arguments = dict(zip(self.exported.arguments, flat, strict=True))
         buffers, key = {path: tensor_at(module, path) for path in self.buffers}, self._key()
         nodes = dict(zip(self.nodes, self.exported.values(self.part, arguments, buffers, key), strict=True))
         tensors = [tensor_at(module, weight.path) for weight in self.program.weights.values()]
         tensors += [arguments[name] for name in self.traced.block.takes]
-        drawn = {} if key is None else dict.fromkeys(self.random, key)
-        inputs = {name: nodes[name] for name in self.sharding.captured.inputs if name not in drawn} | drawn
+        keys = {} if key is None else dict.fromkeys(self.random, key)
+        inputs = {name: nodes[name] for name in self.sharding.captured.inputs if name not in keys} | keys
         if torch.is_grad_enabled():
-            made: Sequence[Any] = _ShardedCall.apply(self, inputs, *tensors)  # pyright: ignore[reportUnknownMemberType]
+            parts: Sequence[Any] = _ShardedCall.apply(self, inputs, *tensors)  # pyright: ignore[reportUnknownMemberType]
         else:
-            made = self.forward(inputs, tensors, None)
-        return self._returned(module, dict(zip(self.traced.block.gives, made, strict=True)), nodes, buffers)
+            parts = self.forward(inputs, tensors, None)
+        return self._returned(module, dict(zip(self.traced.block.gives, parts, strict=True)), nodes, buffers)
 
     def _key(self) -> torch.Tensor | None:
         """Return the key of a call that draws random numbers: that of rank 0, since generators may differ."""
@@ -81,69 +82,72 @@ class RankRunner:
     def _returned(
         self,
         module: torch.nn.Module,
-        made: Mapping[str, Any],
+        parts: Mapping[str, Any],
         nodes: Mapping[str, Any],
         buffers: Mapping[str, torch.Tensor],
     ) -> Any:
-        """Return what the module returns, and write the buffers that it changes."""
+        """Return what the module returns, from this rank's parts of it, and write the buffers that it changes."""
         flat: list[Any] = []
         for place, result in self.results.items():
-            one = result.otherwise
+            value = result.otherwise
             if place in self.traced.results:
                 tensor, positions = self.traced.results[place]
-                one = self._as_torch(made[tensor], self.program.program.results[tensor].layout, positions)
-            elif isinstance(one, torch.fx.Node):
-                path = self.exported.paths.get(one.name)
-                one = tensor_at(module, path) if path else nodes[one.name]
+                value = self._as_torch(parts[tensor], self.program.program.results[tensor].layout, positions)
+            elif isinstance(value, torch.fx.Node):
+                path = self.exported.paths.get(value.name)
+                value = tensor_at(module, path) if path else nodes[value.name]
             if result.is_buffer:
-                buffers[place].copy_(one.detach())
+                buffers[place].copy_(value.detach())
             else:
-                flat.append(one)
+                flat.append(value)
         return self.exported.result(flat)
 
     def _as_torch(self, local: torch.Tensor, layout: Layout, positions: Positions) -> torch.Tensor:
         """Lay a rank's part of a result out as the module does; a DTensor where it is cut."""
         order = [dims_of(layout).index(dim) for position in positions for dim in position]
-        one = local.permute(order).reshape(local_shape(self.program.place, layout, positions))
+        part = local.permute(order).reshape(local_shape(self.program.place, layout, positions))
         if not layout.cuts:
-            return one
+            return part
         sizes = self.traced.sizes
         shape = torch.Size(math.prod(sizes[dim] for dim in position) for position in positions)
         where = placements(layout, positions, sizes, self.program.atoms)
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(one, self.device_mesh, where, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(part, self.device_mesh, where, run_check=False, shape=shape, stride=stride)
 
     def forward(
-        self, inputs: Mapping[str, torch.Tensor], tensors: Sequence[torch.Tensor], kept: Values | None
+        self, inputs: Mapping[str, torch.Tensor], tensors: Sequence[torch.Tensor], saved: Values | None
     ) -> list[torch.Tensor]:
-        """Run the forward pass; what backward reads is added to ``kept``, if there will be one."""
+        """Run the forward pass; if ``saved`` is a dict, the values that a backward pass reads are added to it."""
         program, block = self.program, self.traced.block
         values = self._parameters(tensors)
         for name, tensor in (*inputs.items(), *zip(block.takes, tensors[len(program.weights) :], strict=True)):
-            for value in self.program.given[name]:
+            for value in self.program.inputs[name]:
                 values[value.name] = self._part_of(name, value, tensor.detach())
-        trains = kept is not None
+        trains = saved is not None
         if self.capture and trains not in self.captured:
             self.captured.add(trains)
             self.passes[trains] = self.capture.captured(self.passes[trains], values)
         passes = self.passes[trains]
         run_steps(passes.forward, values)
-        if kept is not None:
-            kept.update((name, values[name]) for name in passes.kept)
-        found: list[torch.Tensor] = []
+        if saved is not None:
+            saved.update((name, values[name]) for name in passes.saved)
+        results: list[torch.Tensor] = []
         for value in (program.program.results[name] for name in block.gives):
             sums, maxima = (program.context.world.group(atoms) for atoms in (value.layout.sums, value.layout.maxima))
-            one = values[value.name]  # parts of a single number are still apart
-            one = sums.all_reduce(one.clone()) if sums else one
-            found.append(maxima.all_reduce(one.clone(), largest=True) if maxima else one)
-        return found
+            result = values[value.name]  # ranks have terms of it, if it is a single number
+            result = sums.all_reduce(result.clone()) if sums else result
+            results.append(maxima.all_reduce(result.clone(), largest=True) if maxima else result)
+        return results
 
     def backward(
-        self, kept: Values, tensors: Sequence[torch.Tensor], upstream: Sequence[torch.Tensor | None]
+        self, values: Values, tensors: Sequence[torch.Tensor], upstream: Sequence[torch.Tensor | None]
     ) -> list[Any]:
-        """Run the backward pass from the gradients of results to those of parameters and inputs."""
+        """Run the backward pass from the gradients of results to those of parameters and inputs.
+
+        ``values`` are those that the forward pass saved; nobody else may hold them, so that their memory is free as
+        soon as they are dropped.
+        """
         program, block = self.program, self.traced.block
-        values = kept  # so that nothing else holds what is dropped on the way
         values.update(self._parameters(tensors))
         for name, gradient in zip(block.gives, upstream, strict=True):
             if f"d.{name}" in block.tensors:
@@ -152,18 +156,18 @@ class RankRunner:
                 values[f"d.{name}"] = zero if gradient is None else gradient
         with self._casts_of_forward():
             run_steps(self.passes[True].backward, values)
-        found: list[Any] = []
+        gradients: list[Any] = []
         for weight, parameter in zip(program.weights.values(), tensors, strict=False):
-            if weight.made:
+            if weight.computed:
                 gradient = values[weight.gradient].reshape(weight.local_shape)
-                found.append(_like(parameter, gradient.to(parameter.dtype), weight.placements))
+                gradients.append(_like(parameter, gradient.to(parameter.dtype), weight.placements))
             else:
-                found.append(None)
+                gradients.append(None)
         for name in block.takes:
             value = program.program.results[block.given_back(name)]
             whole = self._as_torch(values[value.name], value.layout, self.traced.dims[name])
-            found.append(whole.full_tensor() if isinstance(whole, DTensor) else whole)
-        return found
+            gradients.append(whole.full_tensor() if isinstance(whole, DTensor) else whole)
+        return gradients
 
     def _casts_of_forward(self) -> AbstractContextManager[Any]:
         """Let backward cast as forward did, wherever it is called."""
@@ -173,27 +177,28 @@ class RankRunner:
         return torch.autocast(device, dtype=formats, enabled=formats is not None)
 
     def _parameters(self, tensors: Sequence[torch.Tensor]) -> Values:
-        found: Values = {}
+        """Return this rank's parts of the parameters, as they rest."""
+        parts: Values = {}
         for weight, parameter in zip(self.program.weights.values(), tensors, strict=False):
             if not isinstance(parameter, DTensor):
                 message = "was replaced by a plain tensor; change the numbers of the parameter instead"
                 raise InputError.of(weight.path, message)
             local = _laid(parameter, weight.placements)._local_tensor  # pyright: ignore[reportPrivateUsage]
-            found[weight.start] = local.detach().view(weight.shape)
-        return found
+            parts[weight.start] = local.detach().view(weight.shape)
+        return parts
 
-    def _part_of(self, name: str, value: Value, given: torch.Tensor) -> torch.Tensor:
-        """Return a rank's part of an input as the program takes it; of random numbers the key is given."""
+    def _part_of(self, name: str, value: Value, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a rank's part of an input as the program takes it; for random numbers ``tensor`` is their key."""
         dims = [dim for position in self.traced.dims[value.tensor] for dim in position]
-        sizes, laid = [self.traced.sizes[dim] for dim in dims], dims_of(value.layout)
-        bounds, order = self.program.place.bounds(value.layout), [dims.index(dim) for dim in laid]
+        sizes, program_dims = [self.traced.sizes[dim] for dim in dims], dims_of(value.layout)
+        bounds, order = self.program.place.bounds(value.layout), [dims.index(dim) for dim in program_dims]
         if name in self.random:
-            own = [bounds[laid.index(dim)] for dim in dims]
-            return self.random[name].part(given, sizes, own).permute(order)
-        found = given.reshape(sizes).permute(order)
+            ordered_bounds = [bounds[program_dims.index(dim)] for dim in dims]
+            return self.random[name].part(tensor, sizes, ordered_bounds).permute(order)
+        part = tensor.reshape(sizes).permute(order)
         for axis, (start, stop) in enumerate(bounds):
-            found = found.narrow(axis, start, stop - start)
-        return found
+            part = part.narrow(axis, start, stop - start)
+        return part
 
 
 class _ShardedCall(torch.autograd.Function):
@@ -201,25 +206,24 @@ class _ShardedCall(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, runner: RankRunner, inputs: Mapping[str, torch.Tensor], *tensors: torch.Tensor) -> Any:  # pyright: ignore
-        ctx.runner, ctx.tensors, ctx.kept = runner, tensors, Values()
-        found = runner.forward(inputs, tensors, ctx.kept)
-        gives = runner.traced.block.gives
-        ctx.mark_non_differentiable(*(one for name, one in zip(gives, found, strict=True) if name not in runner.moved))
+        ctx.runner, ctx.tensors, ctx.saved = runner, tensors, Values()
+        results = dict(zip(runner.traced.block.gives, runner.forward(inputs, tensors, ctx.saved), strict=True))
+        ctx.mark_non_differentiable(*(result for name, result in results.items() if name not in runner.moved))
         ctx.set_materialize_grads(False)
-        return tuple(found)
+        return tuple(results.values())
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if ctx.kept is None:
+        if ctx.saved is None:
             raise RuntimeError("a sharded module has run backward for this result already; call it again")
         if torch.is_grad_enabled():
             raise RuntimeError("a sharded module has no gradients of gradients; leave create_graph=True out")
         runner: RankRunner = ctx.runner
-        for name, one in zip(runner.traced.block.gives, upstream, strict=True):
-            if one is not None and f"d.{name}" not in runner.traced.block.tensors:
+        for name, gradient in zip(runner.traced.block.gives, upstream, strict=True):
+            if gradient is not None and f"d.{name}" not in runner.traced.block.tensors:
                 raise RuntimeError(runner.without_gradient(name))
-        kept, ctx.kept = ctx.kept, None
-        return None, None, *ctx.runner.backward(kept, ctx.tensors, upstream)
+        values, ctx.saved = ctx.saved, None
+        return None, None, *ctx.runner.backward(values, ctx.tensors, upstream)
 
 
 def tensor_at(module: torch.nn.Module, path: str) -> torch.Tensor:

@@ -23,9 +23,10 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestingWeight:
-    """A parameter: how it rests, how it comes to the layout in which the program takes it, and its gradient back.
+    """A parameter as it rests on this rank, and the collectives between rest and the program.
 
-    ``made`` is the gradient as the program makes it; frozen parameters have none.
+    ``gathers`` bring the parameter into each layout in which the program reads it. ``reduced`` bring its gradient from
+    the layout in which the program computes it to rest; frozen parameters have no ``computed`` gradient.
     """
 
     name: str
@@ -35,8 +36,8 @@ class RestingWeight:
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]  # of the part that rests on this rank, along dims
     local_shape: tuple[int, ...]  # and as torch sees it
-    taken: Mapping[str, tuple[Communicate, ...]]  # by value of the program
-    made: Value | None
+    gathers: Mapping[str, tuple[Communicate, ...]]  # by value of the program
+    computed: Value | None
     dtype: Dtype  # of the gradient
     reduced: tuple[Communicate, ...]
 
@@ -56,12 +57,12 @@ class RestingWeight:
         return self.reduced[0].reads.name if self.reduced else self.gradient
 
     def laid_out(self) -> RankStep:
-        """Return the step that brings the gradient as it is made into the order of the parameter's dims."""
-        assert self.made, "a frozen parameter has no gradient"
-        now = dims_of(self.made.layout)
+        """Return the step that brings the computed gradient into the order of the parameter's dims."""
+        assert self.computed, "a frozen parameter has no gradient"
+        now = dims_of(self.computed.layout)
         order = [now.index(dim) for dim in dims_of(self.rest)]
         return RankStep(
-            run=lambda gradient: (gradient.permute(order),), reads=(self.made.name,), writes=(self.unreduced,)
+            run=lambda gradient: (gradient.permute(order),), reads=(self.computed.name,), writes=(self.unreduced,)
         )
 
 
@@ -75,11 +76,10 @@ class GradientBucket:
     before: tuple[tuple[int, ...], ...]  # shapes
     count: int  # of ranks
 
-    def __or__(self, other: "GradientBucket") -> "GradientBucket":
+    def __or__(self, more: "GradientBucket") -> "GradientBucket":
         """Return the bucket with the weights of both."""
-        return replace(
-            self, weights=self.weights + other.weights, axes=self.axes + other.axes, before=self.before + other.before
-        )
+        weights, axes, before = self.weights + more.weights, self.axes + more.axes, self.before + more.before
+        return replace(self, weights=weights, axes=axes, before=before)
 
     @property
     def name(self) -> str:

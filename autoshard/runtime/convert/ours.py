@@ -142,7 +142,7 @@ def _first_owners(plan: Plan, weights: Iterable[str]) -> Iterator[tuple[int, str
                 continue
             for name, parts in blocks.items():
                 for tensor in parts.block.parameters:
-                    owned = f"{name}.{tensor.name}", standing.bounds(parts.given(tensor.name).layout)
+                    owned = f"{name}.{tensor.name}", standing.bounds(parts.input_value(tensor.name).layout)
                     if owned[0] in names and owned not in seen and all(start < stop for start, stop in owned[1]):
                         seen.add(owned)
                         yield rank, *owned
