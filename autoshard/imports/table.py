@@ -1,0 +1,159 @@
+"""What a table of a program's keys is made of: entries that read facts from keys, and write keys from facts.
+
+A fact is a value under a name of autoshard's: ``layout.tp`` (keys of a Candidate), ``work.seq_len`` (of the workload),
+``cluster.nodes``, ``model.hidden_size`` (keys of a Hugging Face config.json).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autoshard.errors import InputError
+from autoshard.spec.record import show_value
+
+Facts = Mapping[str, Any]
+Keys = Mapping[str, Any]
+_TRUE, _FALSE = ("true", "yes", "1"), ("false", "no", "0", "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Some keys of a program and the facts that they state; ``reads`` gets only the keys that a file has."""
+
+    keys: tuple[str, ...]
+    reads: Callable[[Keys], Facts]
+    writes: Callable[[Facts], Keys] = lambda facts: {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a program can express of a layout; what it cannot is exported as the nearest that it can.
+
+    ``axes`` are those that it has, ``schedules`` ours with their names there, ``selective`` the sets of operations that
+    it can name (None: those of its kernels), ``stages`` whether cuts are free, free with one stage a rank, or even.
+    """
+
+    axes: tuple[str, ...]
+    schedules: Mapping[str, str]
+    zero: tuple[int, ...]
+    stages: str
+    recompute: tuple[str, ...]  # of none, selective, full and part: full for some layers of each stage
+    selective: tuple[tuple[str, ...], ...] | None = None
+    zero_group: bool = False
+    cp_kinds: tuple[str, ...] = ("ring",)
+    cp_orders: tuple[str, ...] = ("zigzag",)
+    sp: tuple[bool, ...] = (True, False)
+    precisions: tuple[str, ...] = ("bf16",)
+    unsaid: Mapping[str, str] = field(default_factory=dict[str, str])  # fact -> where a user states it instead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """One program: its table, what of its files changes neither the time nor the memory of a step, and its limits."""
+
+    name: str
+    title: str
+    entries: tuple[Entry, ...]
+    harmless: tuple[str, ...]
+    defaults: Facts  # what the program does where a file says nothing, with the names of facts
+    cluster: str  # where a file names none
+    kernels: str  # with which an export is priced
+    limits: Limits
+    form: str  # of the file that is written
+    stages: Callable[[int, int, Facts], tuple[int, ...] | None] = lambda layers, stages, facts: None
+    source: str = ""
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """All keys of the table."""
+        return frozenset(key for entry in self.entries for key in entry.keys)
+
+
+def same(key: str, fact: str, convert: Callable[[Any], Any] | None = None) -> Entry:
+    """Return the entry of a key that has the value of one fact.
+
+    >>> same("tensor_parallel_degree", "layout.tp").writes({"layout.tp": 8})
+    {'tensor_parallel_degree': 8}
+    """
+    read = convert or whole
+    return Entry(
+        keys=(key,),
+        reads=lambda keys: {} if keys[key] is None else {fact: read(keys[key])},
+        writes=lambda facts: {key: facts[fact]} if fact in facts else {},
+    )
+
+
+def read_only(*keys: str, reads: Callable[[Keys], Facts]) -> Entry:
+    """Return an entry that is never written: an older spelling, or what another entry writes."""
+    return Entry(keys=keys, reads=reads)
+
+
+def alias(key: str, fact: str, convert: Callable[[Any], Any] | None = None) -> Entry:
+    """Return the entry of another spelling of a key, which is read and never written."""
+    return read_only(key, reads=same(key, fact, convert).reads)
+
+
+def whole(value: object) -> int:
+    """Read a whole number, also from text.
+
+    >>> whole("8"), whole(8.0)
+    (8, 8)
+    """
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    text = str(value).strip().replace("_", "")
+    if not text.removeprefix("-").isdecimal() or len(text) > 18:
+        raise InputError.of("", f"expected a whole number, found {show_value(value)}")
+    return int(text)
+
+
+def truth(value: object) -> bool:
+    """Read true or false, also from text; None is false.
+
+    >>> truth("True"), truth(0), truth(None)
+    (True, False, False)
+    """
+    text = "" if value is None else str(value).strip().lower()
+    if text not in (*_TRUE, *_FALSE):
+        raise InputError.of("", f"expected true or false, found {show_value(value)}")
+    return text in _TRUE
+
+
+def number(value: object) -> float:
+    """Read a number, also from text."""
+    try:
+        return float(str(value))
+    except ValueError:
+        raise InputError.of("", f"expected a number, found {show_value(value)}") from None
+
+
+def words(value: object) -> tuple[str, ...]:
+    """Read a list of words: a list, or text with blanks or commas between them.
+
+    >>> words("core_attn mlp"), words(["a"]), words(None)
+    (('core_attn', 'mlp'), ('a',), ())
+    """
+    if value is None:
+        return ()
+    if isinstance(value, list | tuple):
+        return tuple(str(item) for item in value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return tuple(str(value).replace(",", " ").split())
+
+
+def matching(path: str, key: str) -> bool:
+    """Say whether the path of a value in a file ends in a key.
+
+    >>> matching("model.optim.name", "optim.name"), matching("model.rename", "name")
+    (True, False)
+    """
+    return path == key or path.endswith(f".{key}")
+
+
+def placed(program: Program, values: Keys) -> Iterator[tuple[str, str]]:
+    """Yield each path of a file that the table has, with the key: the longest that fits."""
+    for path in values:
+        fits = [key for key in program.keys if matching(path, key)]
+        if fits:
+            yield path, max(fits, key=len)
