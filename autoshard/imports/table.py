@@ -60,6 +60,7 @@ class Program:
     kernels: str  # with which an export is priced
     limits: Limits
     form: str  # of the file that is written
+    marks: tuple[str, ...]  # keys by which its files are told from those of others: any of these
     stages: Callable[[int, int, Facts], tuple[int, ...] | None] = lambda layers, stages, facts: None
     source: str = ""
 
@@ -143,12 +144,12 @@ def words(value: object) -> tuple[str, ...]:
 
 
 def matching(path: str, key: str) -> bool:
-    """Say whether the path of a value in a file ends in a key.
+    """Say whether the path of a value in a file ends in a key; a key that begins with / is the whole path.
 
-    >>> matching("model.optim.name", "optim.name"), matching("model.rename", "name")
-    (True, False)
+    >>> matching("model.optim.name", "optim.name"), matching("model.rename", "name"), matching("model.name", "/name")
+    (True, False, False)
     """
-    return path == key or path.endswith(f".{key}")
+    return path == key.removeprefix("/") or path.endswith(f".{key}")
 
 
 def placed(program: Program, values: Keys) -> Iterator[tuple[str, str]]:

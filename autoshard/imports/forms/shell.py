@@ -29,6 +29,7 @@ class _Script:
     variables: dict[str, str] = field(default_factory=dict[str, str])
     commands: list[str] = field(default_factory=list[str])
     undecided: list[str] = field(default_factory=list[str])
+    doubt: str = ""  # the condition under which lines are left out
     beside: Callable[[str], str | None] = lambda name: None  # the text of a script that this one reads in
 
     def expanded(self, text: str) -> str:
@@ -181,14 +182,17 @@ def _run(script: _Script, lines: Sequence[str]) -> None:
         word, _, rest = line.partition(" ")
         if word in ("if", "elif", "else", "then", "fi"):
             _branch(script, branches, word, rest.strip())
+            script.doubt = script.doubt if any(not follows for follows, _ in branches) else ""
             continue
         if word in ("case", "for", "while", "until", "function"):
-            script.undecided.append(line)
+            script.doubt = line
             branches.append([False, True])
         elif word in ("esac", "done") and branches:
             branches.pop()
         elif all(follows for follows, _ in branches):
             _follow(script, line)
+        elif "--" in line and script.doubt and script.doubt not in script.undecided:
+            script.undecided.append(script.doubt)
 
 
 def _branch(script: _Script, branches: list[list[bool]], word: str, rest: str) -> None:
@@ -197,7 +201,7 @@ def _branch(script: _Script, branches: list[list[bool]], word: str, rest: str) -
         outer = branches if word == "if" else branches[:-1]
         result = script.holds(test) if all(follows for follows, _ in outer) else False
         if result is None:
-            script.undecided.append(f"if {test}")
+            script.doubt = f"if {test}"
         done = word == "elif" and branches[-1][1]
         state = [bool(result) and not done, bool(result) or done or result is None]
         branches[len(branches) - (word == "elif") :] = [state]

@@ -1,0 +1,411 @@
+"""Megatron-LM's arguments, and the same names as fields of recipes of Megatron-Bridge and NeMo.
+
+NVIDIA/Megatron-LM d98e8a6 (megatron/training/arguments.py), NVIDIA-NeMo/Megatron-Bridge 067f987
+(src/megatron/bridge/recipes), NVIDIA/NeMo 8cfedd7 (nemo/collections/llm/recipes).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from autoshard.errors import InputError
+from autoshard.imports.programs.shared import (
+    BATCH,
+    FULL,
+    MESH,
+    NONE,
+    SIZES,
+    part,
+    precision_flags,
+    recompute_of,
+    rope,
+    selective,
+)
+from autoshard.imports.table import (
+    Entry,
+    Facts,
+    Keys,
+    Limits,
+    Program,
+    alias,
+    number,
+    read_only,
+    same,
+    truth,
+    whole,
+    words,
+)
+
+_SETS: Mapping[str, str] = {  # --recompute-modules -> sets of the kernels `te`
+    "core_attn": "core_attn", "layernorm": "layernorm", "mlp": "mlp", "moe_act": "mlp_act",
+}  # fmt: skip
+_REPEATED_PARTS, _REPEATED_LETTER = re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)")
+_MOST_PARTS = 65_536
+
+
+def stages_of_layout(text: str) -> tuple[int, ...]:
+    """Return the layers of each stage of ``--pipeline-model-parallel-layout``.
+
+    >>> stages_of_layout("Et*3|(tt|)*29,m|L")[:3], stages_of_layout("Ettt|tttL")
+    ((3, 2, 2), (3, 3))
+    """
+    text = text.replace(",", "").strip()
+    for pattern in (_REPEATED_PARTS, _REPEATED_LETTER):
+        counts = [int(match[2][:9]) for match in pattern.finditer(text)]
+        if sum(counts) > _MOST_PARTS:
+            raise InputError.of("", f"repeats more than {_MOST_PARTS} parts")
+        text = pattern.sub(lambda match: match[1] * int(match[2][:9]), text)
+    if not text or set(text) - set("EtmL|"):
+        raise InputError.of("", f"{text!r} is not a layout such as 'Ettt|ttL'")
+    return tuple(stage.count("t") for stage in text.split("|"))
+
+
+def layout_of_stages(stages: tuple[int, ...]) -> str:
+    """Write stages as a layout.
+
+    >>> layout_of_stages((3, 4, 4, 3))
+    'Et*3|t*4|t*4|t*3L'
+    """
+    cut = [f"t*{count}" for count in stages]
+    return "E" + "|".join(cut) + "L"
+
+
+def _layout(keys: Keys) -> Facts:
+    value = keys["pipeline_model_parallel_layout"]
+    if value is None or value == "":
+        return {}
+    if isinstance(value, list):
+        rows: list[list[str]] = value
+        stages = tuple(sum(name == "decoder" for name in row) for row in rows)
+    else:
+        stages = stages_of_layout(str(value))
+    return {"layout.stages": stages, "layout.num_stages": len(stages)}
+
+
+def _chunks(keys: Keys) -> Facts:
+    if (chunks := keys.get("num_virtual_stages_per_pipeline_rank")) is not None:
+        return {"layout.vp": whole(chunks)}
+    if (chunks := keys.get("virtual_pipeline_model_parallel_size")) is not None:
+        return {"layout.vp": whole(chunks)}
+    layers = keys.get("num_layers_per_virtual_pipeline_stage")
+    return {} if layers is None else {"layout.layers_per_stage": whole(layers)}
+
+
+def _written_stages(facts: Facts) -> Keys:
+    stages, vp = facts["layout.stages"], facts.get("layout.vp", 1)
+    if len(stages) > 1 and len(set(stages)) > 1:
+        return {"pipeline_model_parallel_layout": layout_of_stages(stages)}
+    return {"num_virtual_stages_per_pipeline_rank": vp} if vp > 1 else {}
+
+
+def _recompute(keys: Keys) -> Facts:
+    kind, method = keys.get("recompute_granularity"), keys.get("recompute_method")
+    old = keys.get("activations_checkpoint_method")
+    if keys.get("recompute_activations") or kind == "selective":
+        names = words(keys.get("recompute_modules")) or ("core_attn",)
+        return {"layout.recompute": selective(tuple(_SETS[name] for name in names if name in _SETS)),
+                "unread": [f"recompute_modules: {name}" for name in names if name not in _SETS]}  # fmt: skip
+    if kind == "full" or old or keys.get("checkpoint_activations"):
+        count = keys.get("recompute_num_layers")
+        return {"layout.recompute": part(whole(count)) if "block" in (method, old) and count is not None else FULL}
+    return {"layout.recompute": NONE}
+
+
+def _written_recompute(facts: Facts) -> Keys:
+    recompute = recompute_of(facts)
+    if recompute.kind == "none":
+        return {}
+    if recompute.kind == "selective":
+        theirs = {ours: name for name, ours in _SETS.items()}
+        names = [theirs[name] for name in recompute.ops]
+        return {"recompute_granularity": "selective", "recompute_modules": names}
+    count = recompute.num_layers
+    method = {"recompute_method": "uniform", "recompute_num_layers": 1}
+    if count is not None:
+        method = {"recompute_method": "block", "recompute_num_layers": count}
+    return {"recompute_granularity": "full", **method}
+
+
+_RECOMPUTE = (
+    "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules", "recompute_activations",
+    "activations_checkpoint_method", "checkpoint_activations", "activations_checkpoint_granularity",
+    "activations_checkpoint_num_layers",
+)  # fmt: skip
+
+
+def _nemo_recompute(keys: Keys) -> Keys:
+    """Give the names of NeMo's YAML those of Megatron-LM."""
+    kind = keys.get("activations_checkpoint_granularity")
+    layers = keys.get("activations_checkpoint_num_layers")
+    return {**keys, **({"recompute_granularity": kind} if kind else {}),
+            **({"recompute_num_layers": layers} if layers is not None else {}),
+            **({"recompute_method": keys.get("activations_checkpoint_method")} if kind else {})}  # fmt: skip
+
+
+def _sharding(keys: Keys) -> Facts:
+    strategy = str(keys.get("data_parallel_sharding_strategy") or "no_shard")
+    if truth(keys.get("use_torch_fsdp2")):
+        return {"layout.zero": 3}
+    if truth(keys.get("use_megatron_fsdp")) or truth(keys.get("use_custom_fsdp")):
+        zero = 3 if strategy == "optim_grads_params" else 1 if strategy.startswith("optim") else 0
+        return {"layout.zero": zero}
+    if "use_distributed_optimizer" in keys:
+        return {"layout.zero": int(truth(keys["use_distributed_optimizer"]))}
+    return {}
+
+
+def _written_sharding(facts: Facts) -> Keys:
+    zero = facts.get("layout.zero", 0)
+    if zero == 3:
+        fsdp = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+        return {"use_distributed_optimizer": True, **fsdp}
+    return {"use_distributed_optimizer": True} if zero else {}
+
+
+def _precision(keys: Keys) -> Facts:
+    plugin = " ".join(str(keys[key]) for key in _MIXED if key in keys)
+    fp16 = truth(keys.get("fp16")) or "fp16" in plugin or str(keys.get("trainer.precision")) == "16"
+    bf16 = truth(keys.get("bf16")) or "bf16" in plugin or "bf16" in str(keys.get("trainer.precision"))
+    if not (bf16 or fp16):
+        return {"work.precision": "fp32"}
+    reduces_bf16 = truth(keys.get("grad_reduce_in_bf16")) or (
+        "grad_reduce_in_fp32" in keys and not truth(keys["grad_reduce_in_fp32"])
+    )
+    sums = truth(keys.get("accumulate_allreduce_grads_in_fp32"))
+    name = "fp16" if fp16 else "bf16"
+    parts = [f"gradients={name}"] if reduces_bf16 or (fp16 and not sums) else []
+    eight = keys.get("fp8_format") or keys.get("fp8") or keys.get("fp8_hybrid") or "fp8" in plugin
+    return {"work.precision": ",".join([name, *parts, *(["products=fp8"] if eight else [])])}
+
+
+def _written_precision(facts: Facts) -> Keys:
+    text = str(facts.get("work.precision", "bf16"))
+    keys = dict(precision_flags(facts))
+    if "fp16" in keys and "gradients=fp16" not in text:
+        keys["accumulate_allreduce_grads_in_fp32"] = True
+    keys |= {"grad_reduce_in_bf16": True} if "gradients=bf16" in text else {}
+    return {**keys, **({"fp8_format": "hybrid"} if "products=fp8" in text else {})}
+
+
+_MIXED = ("mixed_precision", "mixed_precision.call", "mixed_precision.args", "plugins.call")
+_PRECISION = (
+    "bf16", "fp16", "fp8_format", "fp8", "fp8_hybrid", "grad_reduce_in_bf16", "grad_reduce_in_fp32",
+    "accumulate_allreduce_grads_in_fp32", "trainer.precision", *_MIXED,
+)  # fmt: skip
+
+
+def _model(keys: Keys) -> Facts:
+    """Read the flags that decide the architecture, with Megatron-LM's defaults: layer norms, learned positions, GELU.
+
+    They mean something only where the sizes of a model are written out.
+    """
+    if not {"swiglu", "normalization", "num_layers", "position_embedding_type"} & keys.keys():
+        return {}
+    gated = truth(keys.get("swiglu"))
+    positions = str(keys.get("position_embedding_type", "learned_absolute"))
+    rotary = positions == "rope" or truth(keys.get("use_rotary_position_embeddings"))
+    bias = not truth(keys.get("disable_bias_linear")) and not ("add_bias_linear" in keys and not keys["add_bias_linear"])
+    act = "silu" if gated else "relu" if truth(keys.get("squared_relu")) else "gelu"
+    facts = {
+        "model.norm": "rms" if str(keys.get("normalization", "")).lower() == "rmsnorm" else "layer",
+        "model.positions": "rotary" if rotary else "learned",
+        "model.gated": gated,
+        "model.hidden_act": act,
+        "model.bias": bias,
+        "model.tie_word_embeddings": not truth(keys.get("untie_embeddings_and_output_weights")),
+    }
+    if truth(keys.get("add_qkv_bias")):
+        facts["model.qkv_bias"] = True
+    if truth(keys.get("qk_layernorm")):
+        facts["model.qk_norm"] = True
+    return facts
+
+
+def _written_model(facts: Facts) -> Keys:
+    keys: dict[str, Any] = {}
+    keys |= {"normalization": "RMSNorm"} if facts.get("model.norm") == "rms" else {}
+    keys |= {"position_embedding_type": "rope"} if facts.get("model.positions") == "rotary" else {}
+    keys |= {"swiglu": True} if facts.get("model.gated") else {}
+    keys |= {} if facts.get("model.bias") else {"disable_bias_linear": True}
+    keys |= {} if facts.get("model.tie_word_embeddings") else {"untie_embeddings_and_output_weights": True}
+    keys |= {"add_qkv_bias": True} if facts.get("model.qkv_bias") and not facts.get("model.bias") else {}
+    return {**keys, **({"qk_layernorm": True} if facts.get("model.qk_norm") else {})}
+
+
+_MODEL = (
+    "swiglu", "normalization", "position_embedding_type", "use_rotary_position_embeddings", "disable_bias_linear",
+    "add_bias_linear", "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "squared_relu",
+    "num_layers",
+)  # fmt: skip
+
+
+def _heads(keys: Keys) -> Facts:
+    groups = keys.get("num_query_groups")
+    is_grouped = truth(keys.get("group_query_attention")) or "group_query_attention" not in keys
+    return {"model.num_key_value_heads": whole(groups)} if is_grouped and groups is not None else {}
+
+
+def _written_heads(facts: Facts) -> Keys:
+    groups = facts.get("model.num_key_value_heads")
+    is_grouped = groups is not None and groups != facts.get("model.num_attention_heads")
+    return {"group_query_attention": True, "num_query_groups": groups} if is_grouped else {}
+
+
+def _name(keys: Keys) -> Facts:
+    """Read the name of a model: of Hugging Face, or the class of NeMo that holds its sizes."""
+    for value in keys.values():
+        for item in value if isinstance(value, list) else [value]:  # pyright: ignore[reportUnknownVariableType]
+            text = str(getattr(item, "text", item))  # pyright: ignore[reportUnknownArgumentType]
+            if match := re.search(r"\b(\w+?)Config(\d\w*)\b", text):
+                return {"model.name": f"{match[1]}-{match[2]}"}
+            if "/" in text and not text.startswith((".", "/")):
+                return {"model.name": text}
+    return {}
+
+
+def _kernels(keys: Keys) -> Facts:
+    overlaps = truth(keys.get("overlap_grad_reduce")) or truth(keys.get("ddp.overlap_grad_reduce"))
+    return {"layout.kernels": "mcore" if overlaps else "te"}
+
+
+def _cp_kind(keys: Keys) -> Facts:
+    kind = str(keys["cp_comm_type"])
+    return {"layout.cp_kind": "all_to_all" if kind == "a2a" else "ring"}
+
+
+def _instances(keys: Keys) -> Facts:
+    count = whole(keys["num_distributed_optimizer_instances"] or 1)
+    return {"layout.replicas": count} if count > 1 else {}
+
+
+def _written_instances(facts: Facts) -> Keys:
+    group = facts.get("layout.zero_group")
+    ranks = facts.get("layout.dp", 1) * facts.get("layout.cp", 1)
+    return {"num_distributed_optimizer_instances": ranks // group} if group else {}
+
+
+MEGATRON = Program(
+    name="megatron",
+    title="Megatron-LM",
+    form="arguments",
+    marks=("tensor_model_parallel_size", "num_layers", "micro_batch_size", "model.hidden_size"),
+    cluster="h100-80",
+    kernels="mcore",
+    source="NVIDIA/Megatron-LM d98e8a6",
+    entries=(
+        same("nnodes", "cluster.nodes"),
+        alias("trainer.num_nodes", "cluster.nodes"),
+        alias("nodes", "cluster.nodes"),
+        same("nproc_per_node", "cluster.per_node"),
+        alias("trainer.devices", "cluster.per_node"),
+        alias("world_size", "cluster.ranks"),
+        *MESH,
+        Entry(
+            keys=(
+                "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+                "virtual_pipeline_model_parallel_size",
+            ),
+            reads=_chunks,
+        ),
+        Entry(keys=("pipeline_model_parallel_layout",), reads=_layout, writes=_written_stages),
+        alias("decoder_first_pipeline_num_layers", "layout.first"),
+        alias("num_layers_in_first_pipeline_stage", "layout.first"),
+        alias("decoder_last_pipeline_num_layers", "layout.last"),
+        alias("num_layers_in_last_pipeline_stage", "layout.last"),
+        Entry(
+            keys=("sequence_parallel",),
+            reads=lambda keys: {"layout.sp": truth(keys["sequence_parallel"])},
+            writes=lambda facts: {"sequence_parallel": True} if facts.get("layout.sp") else {},
+        ),
+        Entry(
+            keys=("cp_comm_type",),
+            reads=_cp_kind,
+            writes=lambda facts: {"cp_comm_type": "a2a"} if facts.get("layout.cp_kind") == "all_to_all" else {},
+        ),
+        Entry(
+            keys=(
+                "use_distributed_optimizer", "use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2",
+                "data_parallel_sharding_strategy",
+            ),
+            reads=_sharding,
+            writes=_written_sharding,
+        ),
+        Entry(keys=("num_distributed_optimizer_instances",), reads=_instances, writes=_written_instances),
+        Entry(
+            keys=("overlap_grad_reduce",),
+            reads=_kernels,
+            writes=lambda facts: {"overlap_grad_reduce": True, "overlap_param_gather": True}
+            if facts.get("layout.zero") else {"overlap_grad_reduce": True},
+        ),
+        *BATCH,
+        same("seq_length", "work.seq_len"),
+        alias("encoder_seq_length", "work.seq_len"),
+        *SIZES,
+        same("ffn_hidden_size", "model.intermediate_size"),
+        Entry(keys=("group_query_attention", "num_query_groups"), reads=_heads, writes=_written_heads),
+        same("kv_channels", "model.head_dim"),
+        same("vocab_size", "model.vocab_size"),
+        read_only("tokenizer_type", reads=lambda keys: {"model.tokenizer": str(keys["tokenizer_type"])}),
+        *rope(),
+        same("norm_epsilon", "model.rms_norm_eps", number),
+        same("hidden_dropout", "model.hidden_dropout", number),
+        same("attention_dropout", "model.attention_dropout", number),
+        Entry(keys=_MODEL, reads=_model, writes=_written_model),
+        same("num_experts", "model.num_local_experts"),
+        same("moe_router_topk", "model.num_experts_per_tok"),
+        alias("moe_ffn_hidden_size", "model.intermediate_size"),
+        Entry(
+            keys=("moe_expert_capacity_factor",),
+            reads=lambda keys: {} if keys["moe_expert_capacity_factor"] is None
+            else {"work.expert_capacity": number(keys["moe_expert_capacity_factor"])},
+        ),
+        Entry(keys=_RECOMPUTE, reads=lambda keys: _recompute(_nemo_recompute(keys)), writes=_written_recompute),
+        Entry(keys=_PRECISION, reads=_precision, writes=_written_precision),
+        read_only("/model.args", "/model.config.args", "/args", reads=_name),
+    ),
+    harmless=(
+        "lr*", "*.lr*", "min_lr", "*_lr", "train_iters", "train_samples", "weight_decay*", "adam_*", "init_method_*",
+        "clip_grad", "log_*", "*log_*", "save*", "load*", "eval_*", "tensorboard*", "wandb*", "data_*", "vocab_file",
+        "merge_file", "tokenizer_model", "split", "master_*", "node_rank", "*ckpt*", "manual_gc*", "exit_*", "seed",
+        "num_workers", "mock_data", "logger.*", "checkpoint.*", "scheduler.*", "optimizer.*", "validation.*", "rng.*",
+        "dataset.*", "tokenizer.*", "env_vars.*", "train.*", "log.*", "optim.*", "resume.*", "use_mcore_models",
+        "transformer_impl", "*cross_entropy*", "*.call", "call", "*.args", "attention_backend", "model.attention_backend",
+        "distributed_*", "timing_*", "no_load_*", "no_save_*", "make_vocab_size_divisible_by", "override_*", "bias_*",
+        "no_masked_softmax_fusion", "no_position_embedding", "rotary_percent", "moe_aux_loss_coeff", "calculate_per_*",
+        "moe_router_load_balancing_type", "moe_grouped_gemm", "moe_token_dispatcher_type", "profile*", "loss_scale",
+        "overlap_param_gather", "job_name", "export", "*exp_manager*", "trainer.*", "data.*", "use_flash_attn",
+        "no_create_attention_mask_in_dataloader", "no_mmap_bin_files", "*nccl*", "dist_ckpt*", "distributed_backend",
+        "*check_for_nan*", "*average_in_collective", "ddp.overlap_param_gather", "*.pipeline_dtype", "decoupled_*",
+        "*cuda_graph_*", "account*", "partition", "dist.*", "comm_overlap.*", "start_weight_decay", "end_weight_decay",
+        "tiktoken_pattern", "no_rope_fusion", "rope_*", "use_rope_scaling", "ddp.*", "*should_pad_vocab",
+        "peft", "model.transformer_impl", "model.moe_token_dispatcher_type", "use_checkpoint*", "*gradient_as_bucket*",
+        "trainer.strategy.*", "fp8_amax*", "fp8_*gather", "conditions_none", "async_save", "use_persistent*",
+        "deterministic_mode", "empty_unused*", "no_gradient_accumulation_fusion", "attention_softmax_in_fp32",
+        "enable_*_timing", "*.fine_grained*", "*.offload_modules",
+    ),
+    defaults={"layout.zero": 0, "layout.sp": False, "layout.cp_order": "zigzag", "layout.kernels": "te"},
+    limits=Limits(
+        axes=("tp", "pp", "cp", "ep", "dp", "vp", "mbs"),
+        schedules={"1f1b": "1f1b", "interleaved": "interleaved"},
+        zero=(0, 1, 3),
+        stages="free",
+        recompute=("none", "selective", "full", "part"),
+        selective=(("core_attn",), ("layernorm",), ("mlp",), ("mlp_act",)),
+        zero_group=True,
+        cp_kinds=("ring", "all_to_all"),
+        precisions=("bf16", "bf16,gradients=bf16", "fp16", "fp16,gradients=fp16", "fp32", "bf16,products=fp8",
+                    "bf16,gradients=bf16,products=fp8"),
+    ),
+)  # fmt: skip
+
+# Recipes add to functions of other files, whose values are these: recipes/common.py _pretrain_common of Megatron-Bridge,
+# recipes/optim/adam.py of NeMo.
+BRIDGE = replace(
+    MEGATRON,
+    name="bridge",
+    title="Megatron-Bridge or NeMo",
+    marks=("model.tensor_model_parallel_size", "strategy.tensor_model_parallel_size", "train.micro_batch_size",
+           "data.micro_batch_size"),
+    defaults={**MEGATRON.defaults, "layout.zero": 1, "layout.kernels": "mcore"},
+)  # fmt: skip

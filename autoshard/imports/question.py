@@ -1,0 +1,297 @@
+"""From a configuration to the question of a planner, and the candidate that it states; what is assumed is said."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from autoshard.errors import InputError
+from autoshard.imports.imported import ImportedRun
+from autoshard.imports.model import model_of
+from autoshard.imports.table import Facts
+from autoshard.plan.candidate import Candidate, even_stages, parse_pins
+from autoshard.plan.recompute import Recompute
+from autoshard.plan.rules.columns import Engine
+from autoshard.search.ask.api import request_of
+from autoshard.search.bound.request import Request, resolved
+from autoshard.spec.cluster import Cluster
+from autoshard.spec.cluster_catalogue import cluster_names, load_cluster
+from autoshard.spec.kernels import load_kernels
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.recipe import QuestionOptions
+
+_CHIPS = re.compile(r"(?<![a-z])(gb200|gb300|b300|b200|h100|h200|a100|trn1n?|trn2u?|trn3|vr200|r100)(?![0-9])", re.IGNORECASE)
+_GPUS = re.compile(r"(?<![0-9])(\d{1,6})gpus?(?![a-z])", re.IGNORECASE)
+_NEAREST = {"gb200": "b200", "gb300": "b200", "b300": "b200", "vr200": "b200", "r100": "b200"}  # no cluster file has them
+_AXES = ("tp", "pp", "cp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumed:
+    """What a file leaves open: what was taken, why, and the option that sets it."""
+
+    what: str
+    why: str
+    option: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}{f' ({self.option} sets it)' if self.option else ''}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportedQuestion:
+    """The question of a configuration, and its answer to it."""
+
+    run: ImportedRun
+    request: Request
+    candidate: Candidate
+    engine: Engine
+    model_from: str
+    assumed: tuple[Assumed, ...]
+
+
+def question_of(run: ImportedRun, options: QuestionOptions, nodes: int | None = None) -> ImportedQuestion:
+    """Return the question of a configuration; what is typed goes before what the file says."""
+    model, model_from = model_of(run, options.model)
+    builder = _Builder(run=run, options=options, nodes=nodes, model=model)
+    return builder.question(model_from)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Builder:
+    """Collects what is assumed on the way."""
+
+    run: ImportedRun
+    options: QuestionOptions
+    nodes: int | None
+    model: ModelSpec
+    assumed: list[Assumed] = field(default_factory=list[Assumed])
+
+    def assume(self, what: str, why: str, option: str = "") -> None:
+        self.assumed.append(Assumed(what=what, why=why, option=option))
+
+    @property
+    def facts(self) -> Facts:
+        """The facts of the file, with what was typed about the layout over them."""
+        pins = parse_pins(self.options.fix) if self.options.fix else {}
+        return {**self.run.facts, **{f"layout.{key}": value for key, value in pins.items()}}
+
+    def question(self, model_from: str) -> ImportedQuestion:
+        """Return the question and the candidate."""
+        facts = self.facts
+        sizes = {axis: int(facts.get(f"layout.{axis}", 1)) for axis in _AXES}
+        name, lnc = self._cluster_name()
+        cluster = self._cluster(name, lnc, sizes, facts)
+        dp = cluster.num_ranks // math.prod(sizes.values()) or 1
+        work = self._work(facts, dp)
+        stated = QuestionOptions(
+            model=self.model.name, cluster=name, lnc=lnc, seq_len=work["seq_len"], global_batch=work["global_batch"],
+            precision=work["precision"], headroom=self.options.headroom, calibration=self.options.calibration,
+            release=self.options.release, optimizer=self.options.optimizer, documents=self.options.documents,
+            expert_imbalance=self.options.expert_imbalance, engine=self.options.engine, pins=self.options.pins,
+        )  # fmt: skip
+        request = request_of(stated, cluster.num_nodes, self.model)
+        request = replace(request, cluster=cluster, other_lnc=())
+        capacity = facts.get("work.expert_capacity") if self.model.num_experts else None
+        request = replace(request, workload=replace(request.workload, expert_capacity=capacity))
+        if request.defaults:
+            self.assume("length and batch", request.defaults, "--seq-len, --global-batch")
+        candidate, engine = resolved(request, self._candidate(facts, sizes, dp, cluster))
+        return ImportedQuestion(
+            run=self.run,
+            request=replace(request, pins={"kernels": candidate.kernels or cluster.kernels}),
+            candidate=candidate,
+            engine=engine,
+            model_from=model_from,
+            assumed=tuple(self.assumed),
+        )
+
+    def _cluster_name(self) -> tuple[str, int | None]:
+        """Return the name of the cluster and its logical cores."""
+        lnc = self.options.lnc or self.run.facts.get("cluster.lnc")
+        if self.options.cluster:
+            return self.options.cluster, self.options.lnc
+        if name := self.run.facts.get("cluster.name"):
+            self.assume(f"cluster {name}", f"its nodes have {self.run.facts['cluster.per_node']} ranks", "--cluster")
+            return name, lnc
+        match = _CHIPS.search(f"{self.run.hints} {self.run.file}")
+        if match is None:
+            self.assume(f"cluster {self.run.program.cluster}", "the file names none", "--cluster")
+            return self.run.program.cluster, lnc
+        word = match[1].lower()
+        name = _NEAREST.get(word, word)
+        name = load_cluster(name).name
+        why = f"{word} in the file's name" if name in cluster_names() and word not in _NEAREST else (
+            f"no cluster file has the {word} of the file's name"
+        )  # fmt: skip
+        self.assume(f"cluster {name}", why, "--cluster")
+        return name, lnc
+
+    def _cluster(self, name: str, lnc: int | None, sizes: Mapping[str, int], facts: Facts) -> Cluster:
+        """Return the cluster with as many nodes as are typed or stated, or as few as the layout needs."""
+        node = load_cluster(name, lnc=lnc)
+        need = math.prod(sizes.values()) * self._least_dp(facts)
+        if self.nodes is not None:
+            return load_cluster(name, self.nodes, lnc=lnc)
+        ranks, why = self._stated_ranks(node.ranks_per_node)
+        if ranks is None or ranks % need:
+            nodes = -(-need // node.ranks_per_node)
+            while node.ranks_per_node > 1 and nodes * node.ranks_per_node % need and nodes < need:
+                nodes += 1
+            said = f"the file says {ranks} ranks, but " if ranks else ""
+            if nodes == 1 and node.ranks_per_node % need == 0 or ranks is None:
+                said = said or "the file names no number of nodes; "
+            self.assume(f"{nodes} {'node' if nodes == 1 else 'nodes'}", f"{said}the layout needs {need} ranks", "--nodes")
+            return load_cluster(name, nodes, lnc=lnc)
+        if why:
+            self.assume(f"{ranks} ranks", why, "--nodes")
+        per_node = node.ranks_per_node
+        if ranks % per_node == 0:
+            return load_cluster(name, ranks // per_node, lnc=lnc)
+        per_chip = node.ranks_per_chip
+        nodes = -(-ranks // per_node)
+        if ranks % nodes or ranks // nodes % per_chip:
+            raise InputError.of("--nodes", f"missing: {ranks} ranks do not fill nodes of {name} evenly. Type a number")
+        whole = load_cluster(name, nodes, lnc=lnc)
+        return replace(whole, chips_per_node=ranks // nodes // per_chip, placements=())
+
+    def _least_dp(self, facts: Facts) -> int:
+        """Return how many replicas a layout has at least."""
+        shards = int(facts.get("layout.shards", 1)) * int(facts.get("layout.replicas", 1))
+        dp = int(facts.get("layout.dp", 1))
+        return math.lcm(int(facts.get("layout.ep", 1)), shards if "layout.shards" in facts else 1, dp)
+
+    def _stated_ranks(self, per_node: int) -> tuple[int | None, str]:
+        """Return how many ranks a file states, and where if that is not a key."""
+        facts = self.run.facts
+        if ranks := facts.get("cluster.ranks"):
+            return int(ranks), ""
+        nodes = facts.get("cluster.nodes")
+        if nodes is not None:
+            return int(nodes) * int(facts.get("cluster.per_node", per_node)), ""
+        match = _GPUS.search(self.run.hints)
+        return (int(match[1]), f"{match[0]} in the name") if match else (None, "")
+
+    def _work(self, facts: Facts, dp: int) -> dict[str, Any]:
+        """Return length, batch and number formats; None where they are left open."""
+        batch = facts.get("work.global_batch")
+        if batch is None and "work.accumulation" in facts:
+            mbs = int(facts.get("layout.mbs", 1))
+            batch = dp * mbs * int(facts["work.accumulation"])
+            if self.options.global_batch is None:
+                count = facts["work.accumulation"]
+                self.assume(f"batch {batch}", f"{dp} replicas x {mbs} sequences x {count} micro-batches",
+                            "--global-batch")  # fmt: skip
+        return {
+            "seq_len": self.options.seq_len or facts.get("work.seq_len"),
+            "global_batch": self.options.global_batch or batch,
+            "precision": self.options.precision or facts.get("work.precision") or "bf16",
+        }
+
+    def _candidate(self, facts: Facts, sizes: Mapping[str, int], dp: int, cluster: Cluster) -> Candidate:
+        """Return the layout that the file states, on so many ranks."""
+        if "layout.mbs" not in facts:
+            self.assume("micro-batch 1", "the file does not say", "--fix mbs=N")
+        piped, (vp, schedule) = sizes["pp"] > 1, self._pipeline(facts, sizes["pp"])
+        zero, group = self._sharding(facts, dp, sizes["cp"], cluster)
+        kernels, recompute = self._kernels(facts, cluster)
+        names = {"cp_kind": "ring", "cp_order": "contiguous"}
+        ring = {key: facts.get(f"layout.{key}", value) if sizes["cp"] > 1 else value for key, value in names.items()}
+        ring["cp_order"] = "contiguous" if cluster.engine == "nxd" else ring["cp_order"]
+        stages = self._stages(facts, sizes["pp"] * vp) if piped else None
+        layers = stages or even_stages(self.model.num_layers, sizes["pp"] * vp)
+        return Candidate(
+            **sizes,
+            dp=dp,
+            ep=int(facts.get("layout.ep", 1)) if self.model.num_experts else 1,
+            vp=vp,
+            mbs=int(facts.get("layout.mbs", 1)),
+            sp=facts.get("layout.sp") if sizes["tp"] > 1 else None,
+            zero=cast(Any, zero),
+            zero_group=group,
+            schedule=schedule,
+            stages=stages,
+            recompute=_per_stage(recompute, layers, facts.get("layout.every")),
+            kernels=kernels,
+            lnc=cluster.lnc,
+            **cast(Any, ring),
+        )
+
+    def _pipeline(self, facts: Facts, pp: int) -> tuple[int, str]:
+        """Return the chunks of a rank, and the schedule."""
+        if pp == 1:
+            return 1, "1f1b"
+        layers, vp = self.model.num_layers, int(facts.get("layout.vp", 1))
+        if "layout.num_stages" in facts and "layout.vp" not in facts:
+            vp = max(1, int(facts["layout.num_stages"]) // pp)
+        elif "layout.layers_per_stage" in facts and "layout.vp" not in facts:
+            vp = max(1, layers // (pp * int(facts["layout.layers_per_stage"])))
+        elif "layout.vp" not in facts:
+            vp = int(facts.get("layout.vp_of_schedule", 1))
+        return vp, str(facts.get("layout.schedule") or ("interleaved" if vp > 1 else "1f1b"))
+
+    def _stages(self, facts: Facts, num_stages: int) -> tuple[int, ...] | None:
+        """Return the layers of each stage, None for the even split."""
+        layers = self.model.num_layers
+        stages: tuple[int, ...] | None = facts.get("layout.stages")
+        if cuts := facts.get("layout.cuts"):
+            ends = [0, *(cut + 1 for cut in cuts), layers]
+            stages = tuple(end - start for start, end in zip(ends, ends[1:], strict=False))
+        first, last = facts.get("layout.first"), facts.get("layout.last")
+        if stages is None and (first or last):
+            stages = _with_ends(layers, num_stages, first, last)
+        if stages is None:
+            stages = self.run.program.stages(layers, num_stages, facts)
+        return None if stages is None or stages == even_stages(layers, num_stages) else stages
+
+    def _sharding(self, facts: Facts, dp: int, cp: int, cluster: Cluster) -> tuple[int, int | None]:
+        """Return the stage of ZeRO, and the ranks over which it divides states where that is not all of dp and cp."""
+        zero, whole = int(facts.get("layout.zero", 0)), dp * cp
+        shards, replicas = facts.get("layout.shards"), int(facts.get("layout.replicas", 1))
+        if shards == 1 and cp == 1 and "layout.shards" in facts and self.run.program.name == "torchtitan":
+            zero = 0
+        if whole == 1:
+            return (1 if zero == 1 else 0), None
+        group = whole // replicas if replicas > 1 and whole % replicas == 0 else None
+        if facts.get("layout.shards_in_node"):
+            inner = max(1, cluster.ranks_per_node // int(facts.get("layout.tp", 1)))
+            group = inner if whole % inner == 0 and inner < whole else None
+        group = facts.get("layout.zero_group", group)
+        if zero == 3 and group == 1:
+            return 0, None
+        return zero, group if zero and group not in (None, whole) else None
+
+    def _kernels(self, facts: Facts, cluster: Cluster) -> tuple[str | None, tuple[Recompute, ...]]:
+        """Return the kernels of the program, or the cluster's own where it has no such devices."""
+        kernels = str(facts.get("layout.kernels", cluster.kernels))
+        recompute: tuple[Recompute, ...] = facts.get("layout.recompute", (Recompute(),))
+        if (load_kernels(kernels).engine == "nxd") == (cluster.engine == "nxd"):
+            return (None if kernels == cluster.kernels else kernels), recompute
+        program = load_kernels(cluster.kernels).program
+        self.assume(f"kernels {cluster.kernels}", f"{self.run.program.title} does not run on {cluster.name}; {program} does")
+        resolve = load_kernels(kernels).resolve
+        return None, tuple(replace(kind, ops=resolve(kind.ops)) if kind.ops else kind for kind in recompute)
+
+
+def _per_stage(
+    recompute: tuple[Recompute, ...], layers: Sequence[int], every: int | None
+) -> tuple[Recompute, ...]:
+    """Return the recompute of stages with so many layers: of every n-th layer, or of no more layers than there are."""
+    kind = recompute[0]
+    if every:
+        counts = [max(1, -(-size // every)) for size in layers]
+        return tuple(Recompute(kind="full", num_layers=count) for count in counts)
+    if len(recompute) > 1 or kind.num_layers is None or all(size > kind.num_layers for size in layers):
+        return recompute
+    full = Recompute(kind="full")
+    return tuple(full if size <= (kind.num_layers or 0) else kind for size in layers)
+
+
+def _with_ends(layers: int, num_stages: int, first: int | None, last: int | None) -> tuple[int, ...]:
+    """Return stages of which the first and the last have so many layers, and the others the same number."""
+    inner = num_stages - (first is not None) - (last is not None)
+    rest = layers - (first or 0) - (last or 0)
+    if inner < 0 or rest < 0 or (inner and rest % inner) or (not inner and rest):
+        raise InputError.of("stages", f"{rest} layers between first and last stage do not fill {inner} stages evenly")
+    return (*([first] if first is not None else []), *([rest // inner] * inner), *([last] if last is not None else []))
