@@ -1,13 +1,13 @@
 """What a configuration of another program states: the value between reading a file and answering it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from autoshard.errors import Faults, InputError
-from autoshard.imports.forms.documents import chosen, documents, split_name
+from autoshard.imports.forms.documents import chosen, comment_of, documents, split_name
 from autoshard.imports.forms.python import Unread
 from autoshard.imports.programs.accelerate import ACCELERATE
 from autoshard.imports.programs.deepspeed import DEEPSPEED
@@ -33,11 +33,12 @@ class ImportedRun:
     unread: tuple[str, ...]  # which may change time or memory
     harmless: tuple[str, ...]  # which change neither
     remarks: tuple[str, ...]
+    comment: str = ""  # the first line of the file, if it is one: "a preset for 64 A100 GPUs"
 
     @property
     def hints(self) -> str:
         """The words by which people name files and functions: llama3_70b_pretrain_32gpu_h100."""
-        return f"{Path(self.file).parent.name}/{Path(self.file).stem} {self.name}".strip()
+        return f"{Path(self.file).parent.name}/{Path(self.file).stem} {self.name} {self.comment}".strip()
 
 
 def read_run(typed: str) -> ImportedRun:
@@ -50,7 +51,7 @@ def read_run(typed: str) -> ImportedRun:
         advice = "Known by their keys: " + titles
         raise InputError.of(str(path), f"is no configuration of a training run that autoshard reads. {advice}")
     key, values = chosen({key: found[key] for key in programs}, path, name)
-    return _run(programs[key], typed if name is None else str(path), key, values)
+    return replace(_run(programs[key], str(path), key, values), comment=comment_of(path))
 
 
 def _program_of(values: Mapping[str, Any]) -> Program | None:

@@ -2,13 +2,14 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from autoshard.errors import InputError
 from autoshard.imports.imported import ImportedRun
 from autoshard.imports.model import model_of
+from autoshard.imports.stages import recompute_of_stages, with_ends
 from autoshard.imports.table import Facts
 from autoshard.plan.candidate import Candidate, even_stages, parse_pins
 from autoshard.plan.recompute import Recompute
@@ -22,7 +23,7 @@ from autoshard.spec.model import ModelSpec
 from autoshard.spec.recipe import QuestionOptions
 
 _CHIPS = re.compile(r"(?<![a-z])(gb200|gb300|b300|b200|h100|h200|a100|trn1n?|trn2u?|trn3|vr200|r100)(?![0-9])", re.IGNORECASE)
-_GPUS = re.compile(r"(?<![0-9])(\d{1,6})gpus?(?![a-z])", re.IGNORECASE)
+_GPUS = re.compile(r"(?<![0-9])(\d{1,6})[ _]?(?:[a-z]{1,2}\d{3} )?gpus?(?![a-z])", re.IGNORECASE)
 _NEAREST = {"gb200": "b200", "gb300": "b200", "b300": "b200", "vr200": "b200", "r100": "b200"}  # no cluster file has them
 _AXES = ("tp", "pp", "cp")
 
@@ -122,7 +123,7 @@ class _Builder:
         word = match[1].lower()
         name = _NEAREST.get(word, word)
         name = load_cluster(name).name
-        why = f"{word} in the file's name" if name in cluster_names() and word not in _NEAREST else (
+        why = f"{word} in the file's name or first comment" if name in cluster_names() and word not in _NEAREST else (
             f"no cluster file has the {word} of the file's name"
         )  # fmt: skip
         self.assume(f"cluster {name}", why, "--cluster")
@@ -171,7 +172,7 @@ class _Builder:
         if nodes is not None:
             return int(nodes) * int(facts.get("cluster.per_node", per_node)), ""
         match = _GPUS.search(self.run.hints)
-        return (int(match[1]), f"{match[0]} in the name") if match else (None, "")
+        return (int(match[1]), f"the file's name or first comment says {match[0]}") if match else (None, "")
 
     def _work(self, facts: Facts, dp: int) -> dict[str, Any]:
         """Return length, batch and number formats; None where they are left open."""
@@ -212,7 +213,7 @@ class _Builder:
             zero_group=group,
             schedule=schedule,
             stages=stages,
-            recompute=_per_stage(recompute, layers, facts.get("layout.every")),
+            recompute=recompute_of_stages(recompute, layers, facts.get("layout.every")),
             kernels=kernels,
             lnc=cluster.lnc,
             **cast(Any, ring),
@@ -240,7 +241,7 @@ class _Builder:
             stages = tuple(end - start for start, end in zip(ends, ends[1:], strict=False))
         first, last = facts.get("layout.first"), facts.get("layout.last")
         if stages is None and (first or last):
-            stages = _with_ends(layers, num_stages, first, last)
+            stages = with_ends(layers, num_stages, first, last)
         if stages is None:
             stages = self.run.program.stages(layers, num_stages, facts)
         return None if stages is None or stages == even_stages(layers, num_stages) else stages
@@ -272,26 +273,3 @@ class _Builder:
         self.assume(f"kernels {cluster.kernels}", f"{self.run.program.title} does not run on {cluster.name}; {program} does")
         resolve = load_kernels(kernels).resolve
         return None, tuple(replace(kind, ops=resolve(kind.ops)) if kind.ops else kind for kind in recompute)
-
-
-def _per_stage(
-    recompute: tuple[Recompute, ...], layers: Sequence[int], every: int | None
-) -> tuple[Recompute, ...]:
-    """Return the recompute of stages with so many layers: of every n-th layer, or of no more layers than there are."""
-    kind = recompute[0]
-    if every:
-        counts = [max(1, -(-size // every)) for size in layers]
-        return tuple(Recompute(kind="full", num_layers=count) for count in counts)
-    if len(recompute) > 1 or kind.num_layers is None or all(size > kind.num_layers for size in layers):
-        return recompute
-    full = Recompute(kind="full")
-    return tuple(full if size <= (kind.num_layers or 0) else kind for size in layers)
-
-
-def _with_ends(layers: int, num_stages: int, first: int | None, last: int | None) -> tuple[int, ...]:
-    """Return stages of which the first and the last have so many layers, and the others the same number."""
-    inner = num_stages - (first is not None) - (last is not None)
-    rest = layers - (first or 0) - (last or 0)
-    if inner < 0 or rest < 0 or (inner and rest % inner) or (not inner and rest):
-        raise InputError.of("stages", f"{rest} layers between first and last stage do not fill {inner} stages evenly")
-    return (*([first] if first is not None else []), *([rest // inner] * inner), *([last] if last is not None else []))

@@ -44,7 +44,8 @@ class Limits:
     cp_orders: tuple[str, ...] = ("zigzag",)
     sp: tuple[bool, ...] = (True, False)
     precisions: tuple[str, ...] = ("bf16",)
-    unsaid: Mapping[str, str] = field(default_factory=dict[str, str])  # fact -> where a user states it instead
+    shards_with_axes: bool = False  # whether tp and cp need shards of weights beside them
+    unsaid: Mapping[str, str] = field(default_factory=dict[str, str])  # what the file does not hold -> where it stands
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +62,15 @@ class Program:
     limits: Limits
     form: str  # of the file that is written
     marks: tuple[str, ...]  # keys by which its files are told from those of others: any of these
+    sections: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])  # of keys that are written
     stages: Callable[[int, int, Facts], tuple[int, ...] | None] = lambda layers, stages, facts: None
     source: str = ""
+
+    def place(self, key: str) -> str:
+        """Return the whole path of a key in a file that is written."""
+        name = key.removeprefix("/")
+        section = next((section for section, keys in self.sections.items() if key in keys), "")
+        return f"{section}.{name}" if section else name
 
     @property
     def keys(self) -> frozenset[str]:

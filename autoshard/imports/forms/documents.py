@@ -13,6 +13,7 @@ from autoshard.spec.files import YAML_SUFFIXES, read_data
 
 _MOST_BYTES = 4 * 2**20
 _ARGUMENTS = "MODEL_ARGS"  # in files of Megatron-LM's tests: arguments as keys
+_FIRST_LINES = 3
 _LISTED = 12  # functions that a refusal names
 
 
@@ -62,6 +63,14 @@ def _of_data(data: object, path: Path) -> Mapping[str, Any]:
         named = {name.removeprefix(f"{_ARGUMENTS}."): value for name, value in values.items()}
         return {name.lstrip("-").replace("-", "_"): value for name, value in named.items() if name.startswith("--")}
     return resolved(values)
+
+
+def comment_of(path: Path) -> str:
+    """Return the comment in the first lines of a TOML or YAML file, where people say what it is for."""
+    if path.suffix.lower() not in (".toml", *YAML_SUFFIXES):
+        return ""
+    lines = _text(path).splitlines()[:_FIRST_LINES]
+    return " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
 
 
 def _text(path: Path) -> str:

@@ -122,6 +122,7 @@ ACCELERATE = Program(
         stages="even",
         recompute=("none", "full"),
         zero_group=True,
+        shards_with_axes=True,
         sp=(False,),
         precisions=tuple(_PRECISIONS.values()),
         unsaid={"model": "your script", "work.seq_len": "your script", "layout.mbs": "the batch size of your loader"},

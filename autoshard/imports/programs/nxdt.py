@@ -14,7 +14,6 @@ from autoshard.imports.programs.shared import (
     SIZES,
     module_names,
     recompute_of,
-    rope,
     selective,
 )
 from autoshard.imports.table import Entry, Facts, Keys, Limits, Program, alias, number, read_only, same, truth, whole
@@ -158,7 +157,7 @@ NXDT = Program(
         same("ffn_hidden_size", "model.intermediate_size"),
         same("num_kv_heads", "model.num_key_value_heads"),
         alias("kv_channels", "model.head_dim"),
-        *rope(),
+        same("rope_theta", "model.rope_theta", number),
         same("layernorm_epsilon", "model.rms_norm_eps", number),
         same("share_embeddings_and_output_weights", "model.tie_word_embeddings", truth),
         alias("sliding_window_size", "model.sliding_window"),
@@ -193,6 +192,20 @@ NXDT = Program(
         "*.transpose_nki_inputs", "precision.parallel_layers_reduce_dtype", "*.moe.frequency", "*.moe.dropout",
         "*.ffn_dropout", "precision.fp32_grads_cc",
     ),
+    sections={
+        "distributed_strategy": (
+            "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+            "context_parallel_size", "expert_model_parallel_size", "zero1", "sequence_parallel", "kv_replicator",
+        ),
+        "data": ("micro_batch_size", "global_batch_size"),
+        "model": (
+            "encoder_seq_length", "num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings",
+            "ffn_hidden_size", "num_kv_heads", "rope_theta", "rotary_base", "layernorm_epsilon", "pipeline_cuts",
+            "share_embeddings_and_output_weights", "activations_checkpoint_granularity",
+            "activations_checkpoint_recompute", "fusions.flash_attention", "fusions.ring_attention",
+            "hidden_dropout", "attention_dropout", "rope_theta",
+        ),
+    },
     defaults={"layout.zero": 1, "layout.kernels": "nxd_core", "layout.cp_order": "contiguous"},
     stages=even_at_the_end,
     limits=Limits(

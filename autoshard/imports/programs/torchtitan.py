@@ -3,12 +3,14 @@
 Meanings are those of torchtitan/config/configs.py, job_config.py and distributed/pipeline_parallel.py there.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from autoshard.errors import InputError
 from autoshard.imports.programs.shared import FULL, NONE, recompute_of, selective
 from autoshard.imports.table import Entry, Facts, Keys, Limits, Program, alias, read_only, same, truth, whole
+from autoshard.spec.model import ModelSpec
 from autoshard.spec.record import show_value
 
 # What SelectiveAC computes again: all but the costly products, as autoshard's rows of torchtitan read it
@@ -241,6 +243,18 @@ TORCHTITAN = Program(
         "experimental.custom_import", "training.seed", "training.deterministic", "*.spmd_backend", "compile.backend",
         "memory_estimation.*", "training.mixed_precision_reduce",
     ),
+    sections={
+        "parallelism": (
+            "tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree",
+            "data_parallel_replicate_degree", "data_parallel_shard_degree", "enable_sequence_parallel",
+            "pipeline_parallel_schedule", "module_fqns_per_model_part", "context_parallel_load_balancer",
+            "num_pp_microbatches",
+        ),
+        "training": (
+            "num_tokens_per_microbatch_per_dp_rank", "num_tokens_per_train_step", "max_context_length",
+            "mixed_precision_param",
+        ),
+    },
     defaults={"layout.cp_order": "zigzag", "layout.kernels": "torch_cuda", "layout.sp": True, "layout.zero": 3},
     stages=split_layers,
     limits=Limits(
@@ -256,3 +270,16 @@ TORCHTITAN = Program(
         unsaid={"model": "the flavor of model_registry(...)"},
     ),
 )  # fmt: skip
+
+_BASES = {  # card -> the function of config_registry.py that has a model of this size
+    "llama3-8b": "llama3_8b", "llama3.1-8b": "llama3_8b", "llama3-70b": "llama3_70b", "llama3.1-70b": "llama3_70b",
+    "llama3.1-405b": "llama3_405b", "qwen3-8b": "qwen3_8b",
+}  # fmt: skip
+
+
+def base_of(model: ModelSpec) -> tuple[str, str]:
+    """Return the module and the function of the configuration that a plan's changes; of other models, a name for it."""
+    base = _BASES.get(model.name)
+    if base is None:
+        return "your_models", re.sub(r"[^a-z0-9]", "_", model.name.lower())
+    return f"torchtitan.models.{base.partition('_')[0]}.config_registry", base
