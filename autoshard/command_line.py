@@ -26,7 +26,7 @@ Given = dict[str, tuple[str, Any]]  # option -> how faults name the place where 
 Group = TypeVar("Group")  # a dataclass whose fields are options
 
 # `list models`, not `list --what models`
-_POSITIONAL = ("plan", "plans", "rows", "folder", "source", "target", "what", "shell", "a", "b")
+_POSITIONAL = ("plan", "plans", "rows", "file", "folder", "source", "target", "what", "shell", "a", "b")
 _REQUIRED = inspect.Parameter.empty
 _EXPECTED: dict[Any, tuple[str, str]] = {  # type -> how the help and how a fault names it
     bool: ("", "true or false"),

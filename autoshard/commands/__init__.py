@@ -2,12 +2,15 @@
 
 import importlib
 from collections.abc import Callable
+from keyword import iskeyword
 
 COMMANDS = {  # each is a function of its name, in a module of its name, whose docstring is its help
     "plan": "find the fastest layout of a training run that fits in memory",
     "explain": "show where the time and the memory of a plan go, and what comes next to it",
     "report": "draw plans, and a run beside its prediction, as a page to look at",
     "compare": "say which of two plans is predicted to be faster, and why",
+    "import": "predict a configuration of Megatron, torchtitan, NxD Training, ...; name a better plan",
+    "export": "write a plan as a configuration of another program",
     "verify": "say why a plan cannot run, or prove that its sharding computes the same",
     "run": "train as a plan or a recipe says; put the prediction beside the measurement",
     "watch": "show how a run is doing, from any machine that sees its folder",
@@ -25,5 +28,6 @@ COMMANDS = {  # each is a function of its name, in a module of its name, whose d
 
 
 def command_of(name: str) -> Callable[..., int]:
-    """Return the function of a command; only its own module is imported."""
-    return getattr(importlib.import_module(f"autoshard.commands.{name}"), name)
+    """Return the function of a command; only its own module is imported. Words of Python get a line at their end."""
+    function = f"{name}_" if iskeyword(name) else name
+    return getattr(importlib.import_module(f"autoshard.commands.{function}"), function)
