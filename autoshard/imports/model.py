@@ -32,12 +32,12 @@ def squeezed(name: str) -> str:
     """Return a name without what people write differently.
 
     >>> squeezed("meta-llama/Meta-Llama-3-70B-Instruct"), squeezed("Mixtral-8x7B-v0.1"), squeezed("llama3.1-8b")
-    ('llama370b', 'mixtral8x7b', 'llama3.18b')
+    ('llama370b', 'mixtral8x7b', 'llama318b')
     """
     text = name.rpartition("/")[2].lower().removeprefix("meta-")
     while match := _SUFFIX.search(text):
         text = text[: match.start()]
-    return re.sub(r"[^a-z0-9.]", "", text)
+    return re.sub(r"[^a-z0-9]", "", text)
 
 
 @cache
@@ -54,12 +54,18 @@ def model_of(run: ImportedRun, typed: str | None) -> tuple[ModelSpec, str]:
         spec = load_model(typed)
         against = _contradictions(facts, spec)
         return spec, f"as typed{f', though the file says {against}' if against else ''}"
-    for name in _names(facts):
+    if unmodelled := facts.get("unmodelled"):
+        keys = ", ".join(unmodelled)
+        raise InputError.of("--model", f"missing: autoshard does not model {keys} of this file. Type what is nearest to it")
+    names = _names(facts, run)
+    for name in names:
         if spec := _named(name):
             against = _contradictions(facts, spec)
             return spec, f"{name} of the file{f', which also says {against}' if against else ''}"
     if not all(key in facts for key in _ENOUGH):
-        said = f"{next(iter(_names(facts)))} has no card" if _names(facts) else "the file names none"
+        if spec := _hinted(run):
+            return spec, f"{spec.name} in the name of the file or the function"
+        said = f"{names[0]} has no card" if names else "the file names none"
         raise InputError.of("--model", f"missing: {said}. Type a card (autoshard list models) or a config.json")
     cards = [load_model(name) for name in model_names()]
     fits = [card for card in cards if not _contradictions(facts, card)]
@@ -68,9 +74,17 @@ def model_of(run: ImportedRun, typed: str | None) -> tuple[ModelSpec, str]:
     return _written_out(facts, run)
 
 
-def _names(facts: Mapping[str, Any]) -> list[str]:
-    """Return the names that a file gives its model."""
+def _hinted(run: ImportedRun) -> ModelSpec | None:
+    """Return the card whose name is part of that of the file or the function, the longest of several."""
+    words = squeezed(run.hints.replace("/", "-"))
+    cards = [card for card in (*model_names(), *_shapes()) if squeezed(card) in words]
+    return _named(max(cards, key=len)) if cards else None
+
+
+def _names(facts: Mapping[str, Any], run: ImportedRun) -> list[str]:
+    """Return the names that a file gives its model; a flavor belongs to the family of the folder if no other is named."""
     family, _, flavor = str(facts.get("flavor", "")).partition(":")
+    family = family or run.hints.partition("/")[0]
     flavored = [f"{_FLAVORS.get(family, family)}-{flavor}"] if family and flavor else []
     named = [str(facts["name"])] if "name" in facts else []
     return [*flavored, *named]
@@ -88,6 +102,8 @@ def _named(name: str) -> ModelSpec | None:
 
 def _contradictions(facts: Mapping[str, Any], spec: ModelSpec) -> str:
     pairs = [(key, facts[key], getattr(spec, name)) for key, name in _FIELDS.items() if key in facts]
+    if "num_local_experts" not in facts and "gated" in facts:
+        pairs.append(("num_local_experts", 0, spec.num_experts))
     if "num_key_value_heads" not in facts and {"num_attention_heads", "gated"} <= facts.keys():
         pairs.append(("num_key_value_heads", facts["num_attention_heads"], spec.num_kv_heads))
     return ", ".join(f"{key} {value}" for key, value, card_value in pairs if value != card_value)
@@ -101,13 +117,15 @@ def _chosen(fits: list[ModelSpec], facts: Mapping[str, Any], hints: str) -> tupl
     """Return the card that fits best: by its rotary base and positions, and by the words of the file's name."""
     words = squeezed(hints.replace("/", "-"))
 
-    def distance(card: ModelSpec) -> tuple[bool, bool, bool, int]:
+    def distance(card: ModelSpec) -> tuple[bool, bool, bool, bool, int]:
         other_base = facts.get("rope_theta") not in (None, card.rotary_theta)
         other_positions = facts.get("max_position_embeddings") not in (None, card.max_positions)
-        return other_base, squeezed(card.name) not in words, other_positions, len(card.name)
+        family = re.match("[a-z]+", card.name)
+        of_family = family is not None and family[0] in words
+        return other_base, squeezed(card.name) not in words, not of_family, other_positions, len(card.name)
 
     best = min(fits, key=distance)
-    rivals = [card.name for card in fits if distance(card)[:3] == distance(best)[:3] and _shape(card) != _shape(best)]
+    rivals = [card.name for card in fits if distance(card)[:4] == distance(best)[:4] and _shape(card) != _shape(best)]
     if rivals:
         listed = ", ".join([best.name, *rivals])
         raise InputError.of("--model", f"missing: the sizes in the file are those of {listed}. Type one")

@@ -13,6 +13,7 @@ from autoshard.errors import InputError
 _ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)?|local\s+)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*|\d+)(?:\[@\]|\[\*\])?(?::?[-=]([^{}]*))?\}|\$([A-Za-z_]\w*|\d+)")
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
+_NAME = re.compile(r"(?<![$\w{])[A-Za-z_]\w*")
 _OPERATION = re.compile(r"(\d+)\s*([*/+-])\s*(\d+)")
 _TEST = re.compile(r"\[\[?\s+(.*?)\s+\]\]?$", re.DOTALL)
 _OPTION = re.compile(r"--?[A-Za-z][\w-]*")
@@ -37,10 +38,13 @@ class _Script:
         for _ in range(8):
             before = text
             text = _VARIABLE.sub(self._value, text)
-            text = _ARITHMETIC.sub(lambda match: _computed(match[1]), text)
+            text = _ARITHMETIC.sub(lambda match: _computed(_NAME.sub(self._bare, match[1])), text)
             if text == before or len(text) > _MOST_LETTERS:
                 break
         return text
+
+    def _bare(self, match: re.Match[str]) -> str:
+        return self.variables.get(match[0], match[0])
 
     def _value(self, match: re.Match[str]) -> str:
         name, default = match[1] or match[3], match[2]

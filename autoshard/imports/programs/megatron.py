@@ -11,6 +11,7 @@ from typing import Any
 
 from autoshard.errors import InputError
 from autoshard.imports.programs.shared import (
+    ADAPTERS,
     BATCH,
     FULL,
     MESH,
@@ -204,7 +205,7 @@ def _model(keys: Keys) -> Facts:
         return {}
     gated = truth(keys.get("swiglu"))
     positions = str(keys.get("position_embedding_type", "learned_absolute"))
-    rotary = positions == "rope" or truth(keys.get("use_rotary_position_embeddings"))
+    rotary = positions in ("rope", "yarn", "mrope") or truth(keys.get("use_rotary_position_embeddings"))
     bias = not truth(keys.get("disable_bias_linear")) and not ("add_bias_linear" in keys and not keys["add_bias_linear"])
     act = "silu" if gated else "relu" if truth(keys.get("squared_relu")) else "gelu"
     facts = {
@@ -238,6 +239,23 @@ _MODEL = (
     "add_bias_linear", "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "squared_relu",
     "num_layers",
 )  # fmt: skip
+
+
+# What makes of a decoder another one than autoshard models: latent attention, shared experts, layers of other kinds.
+_OTHER_MODELS = (
+    "multi_latent_attention", "moe_shared_expert_intermediate_size", "hybrid_layer_pattern", "hybrid_override_pattern",
+    "moe_layer_freq", "mtp_num_layers", "spec",
+)  # fmt: skip
+_ADAPTERS = ("peft", "peft.call", "peft.dim", "peft_scheme", "lora_rank")
+
+
+def _split(num_layers: int, num_stages: int, facts: Facts) -> tuple[int, ...] | None:
+    """Split layers evenly, where embedding and loss may count as a layer each."""
+    first, last = facts.get("layout.first_less", 0), facts.get("layout.last_less", 0)
+    size, rest = divmod(num_layers + first + last, num_stages)
+    if rest or not (first or last):
+        return None
+    return (size - first, *([size] * (num_stages - 2)), size - last)
 
 
 def _heads(keys: Keys) -> Facts:
@@ -362,6 +380,14 @@ MEGATRON = Program(
         ),
         Entry(keys=_RECOMPUTE, reads=lambda keys: _recompute(_nemo_recompute(keys)), writes=_written_recompute),
         Entry(keys=_PRECISION, reads=_precision, writes=_written_precision),
+        Entry(keys=("account_for_embedding_in_pipeline_split",), reads=lambda keys: {
+            "layout.first_less": int(truth(keys["account_for_embedding_in_pipeline_split"]))
+        }),
+        Entry(keys=("account_for_loss_in_pipeline_split",), reads=lambda keys: {
+            "layout.last_less": int(truth(keys["account_for_loss_in_pipeline_split"]))
+        }),
+        read_only(*_OTHER_MODELS, reads=lambda keys: {"model.unmodelled": [key for key in keys if keys[key]]}),
+        read_only(*_ADAPTERS, reads=lambda keys: {"remarks": [ADAPTERS]} if any(keys.values()) else {}),
         read_only("/model.args", "/model.config.args", "/args", reads=_name),
     ),
     harmless=(
@@ -377,14 +403,15 @@ MEGATRON = Program(
         "overlap_param_gather", "job_name", "export", "*exp_manager*", "trainer.*", "data.*", "use_flash_attn",
         "no_create_attention_mask_in_dataloader", "no_mmap_bin_files", "*nccl*", "dist_ckpt*", "distributed_backend",
         "*check_for_nan*", "*average_in_collective", "ddp.overlap_param_gather", "*.pipeline_dtype", "decoupled_*",
-        "*cuda_graph_*", "account*", "partition", "dist.*", "comm_overlap.*", "start_weight_decay", "end_weight_decay",
-        "tiktoken_pattern", "no_rope_fusion", "rope_*", "use_rope_scaling", "ddp.*", "*should_pad_vocab",
-        "peft", "model.transformer_impl", "model.moe_token_dispatcher_type", "use_checkpoint*", "*gradient_as_bucket*",
+        "*cuda_graph_*", "partition", "dist.*", "comm_overlap.*", "start_weight_decay", "end_weight_decay",
+        "tiktoken_pattern", "no_rope_fusion", "rope_*", "use_rope_scaling", "ddp.*", "peft.*", "*should_pad_vocab",
+        "model.transformer_impl", "model.moe_token_dispatcher_type", "use_checkpoint*", "*gradient_as_bucket*",
         "trainer.strategy.*", "fp8_amax*", "fp8_*gather", "conditions_none", "async_save", "use_persistent*",
         "deterministic_mode", "empty_unused*", "no_gradient_accumulation_fusion", "attention_softmax_in_fp32",
         "enable_*_timing", "*.fine_grained*", "*.offload_modules",
     ),
     defaults={"layout.zero": 0, "layout.sp": False, "layout.cp_order": "zigzag", "layout.kernels": "te"},
+    stages=_split,
     limits=Limits(
         axes=("tp", "pp", "cp", "ep", "dp", "vp", "mbs"),
         schedules={"1f1b": "1f1b", "interleaved": "interleaved"},

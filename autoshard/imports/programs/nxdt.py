@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoshard.imports.programs.shared import (
+    ADAPTERS,
     BATCH,
     FULL,
     MESH,
@@ -179,12 +180,18 @@ NXDT = Program(
         Entry(
             keys=("precision.type", "master_weights", "fp32_grad_acc"), reads=_precision, writes=_written_precision
         ),
+        read_only("peft.lora_rank", reads=lambda keys: {"remarks": [ADAPTERS]}),
+        Entry(
+            keys=("qkv_linear",),
+            reads=lambda keys: {},
+            writes=lambda facts: {"qkv_linear": True} if facts.get("layout.tp", 1) > 1 else {},
+        ),
         read_only("model_config", reads=lambda keys: {"model.path": str(keys["model_config"])}),
         Entry(keys=("/name",), reads=lambda keys: {"model.label": str(keys["/name"])}),
     ),
     harmless=(
         "seed", "model_source", "exp_manager.*", "trainer.*", "*.optim.*", "compiler_*", "aync_exec_*", "neuron_*",
-        "bucket_size_collectives", "data.*", "*.init_method_std", "*.use_scaled_init_method", "*.qkv_linear",
+        "bucket_size_collectives", "data.*", "*.init_method_std", "*.use_scaled_init_method", "*.peft.*",
         "*.fuse_qkv", "*.use_cpu_initialization", "*.do_layer_norm_weight_decay", "*.fusions.softmax",
         "*.persist_layer_norm", "*.make_vocab_size_divisible_by", "*.weight_init_only", "*.moe.router_aux_loss_coef",
         "*.moe.output_router_logits", "*.moe.normalize_top_k_affinities", "*.moe.routing_algorithm", "precision.xla_*",
@@ -203,7 +210,7 @@ NXDT = Program(
             "ffn_hidden_size", "num_kv_heads", "rope_theta", "rotary_base", "layernorm_epsilon", "pipeline_cuts",
             "share_embeddings_and_output_weights", "activations_checkpoint_granularity",
             "activations_checkpoint_recompute", "fusions.flash_attention", "fusions.ring_attention",
-            "hidden_dropout", "attention_dropout", "rope_theta",
+            "hidden_dropout", "attention_dropout", "qkv_linear",
         ),
     },
     defaults={"layout.zero": 1, "layout.kernels": "nxd_core", "layout.cp_order": "contiguous"},
@@ -216,5 +223,7 @@ NXDT = Program(
         recompute=("none", "selective", "full"),
         cp_orders=("contiguous",),
         precisions=tuple(dict.fromkeys(PRECISIONS.values())),
+        unsaid={"model_config": "model.model_config, the path of the model's config.json",
+                "data": "data.train_dir and the rest of your recipe"},
     ),
 )  # fmt: skip

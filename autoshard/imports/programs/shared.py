@@ -19,6 +19,7 @@ SIZES = (
     same("num_attention_heads", "model.num_attention_heads"),
     same("max_position_embeddings", "model.max_position_embeddings"),
 )
+ADAPTERS = "trains adapters; priced as training of all weights, which takes more time and memory"
 FULL, NONE = (Recompute(kind="full"),), (Recompute(),)
 
 
