@@ -34,7 +34,7 @@ def import_(
     """Predict a configuration of NxD Training, Megatron, NeMo, torchtitan, Accelerate or DeepSpeed; name a better plan.
 
     Args:
-        file: The configuration: YAML, JSON, TOML, a shell script with arguments, or FILE.py:FUNCTION. Nothing of it runs.
+        file: The configuration: YAML, JSON, TOML, a shell script, or FILE.py:FUNCTION. It is read, and never run.
         question: What the file leaves open, or is to be changed; --fix sets keys of the layout.
         nodes: How many nodes the cluster has. Default: what the file says, or as few as its layout needs.
         no_search: Only predict; look for no better plan.

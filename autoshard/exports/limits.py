@@ -98,8 +98,7 @@ def _named(ops: Sequence[str], kernels: str) -> tuple[str, ...]:
     """Return the names of sets that hold these operations and no others; () where there are none."""
     sets = {name: set(held) for name, held in load_kernels(kernels).selective.items() if held}
     names = [name for name, held in sets.items() if held <= set(ops)]
-    union: set[str] = set().union(*(sets[name] for name in names))
-    if union != set(ops):
+    if {op for name in names for op in sets[name]} != set(ops):
         return ()
     # a set inside another says nothing more
     return tuple(name for name in names if not any(sets[name] < sets[larger] for larger in names))
@@ -160,7 +159,8 @@ def _stages(change: _Change) -> None:
     even = program.stages(layers, count, {})
     if even is not None and even != change.layers:
         words = f"layers per stage {_words(change.layers)}"
-        change.become(words, f"its own split, {_words(even)}", stages=None if even == even_stages(layers, count) else even)
+        stages = None if even == even_stages(layers, count) else even
+        change.become(words, f"its own split, {_words(even)}", stages=stages)
 
 
 def _words(layers: Sequence[int]) -> str:
@@ -279,7 +279,8 @@ def _placing(change: _Change) -> None:
     """Leave out what no program can say: the layout between blocks, and the order of the ranks of a node."""
     candidate = change.candidate
     if candidate.boundary is not None:
-        change.become(f"boundary {candidate.boundary}", "the hidden state between blocks as it usually lies", boundary=None)
+        usual = "the hidden state between blocks as it usually lies"
+        change.become(f"boundary {candidate.boundary}", usual, boundary=None)
     if change.candidate.place is not None:
         change.become(f"place {candidate.place}", "its own order of the ranks of a node", place=None)
 

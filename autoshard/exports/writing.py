@@ -2,8 +2,8 @@
 
 import json
 import shlex
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from autoshard.exports.limits import Expressed
 from autoshard.imports.programs.torchtitan import base_of
@@ -19,7 +19,7 @@ _LAUNCHER = ("nnodes", "nproc_per_node")
 def facts_of(plan: Plan, expressed: Expressed) -> Facts:
     """Return a plan as facts, with the layout that a program can express."""
     model, work, cluster, layout = plan.model, plan.workload, plan.cluster, expressed.candidate
-    facts: dict[str, Any] = {
+    facts: dict[str, Any] = _model_facts(plan) | {
         f"layout.{key}": getattr(layout, key)
         for key in ("tp", "pp", "cp", "ep", "dp", "vp", "mbs", "zero", "zero_group", "schedule", "cp_kind", "cp_order")
     }
@@ -40,10 +40,10 @@ def facts_of(plan: Plan, expressed: Expressed) -> Facts:
         "work.precision": expressed.precision,
         "model.label": model.name,
     }
-    return facts | _model_facts(plan)
+    return facts
 
 
-def _model_facts(plan: Plan) -> Facts:
+def _model_facts(plan: Plan) -> dict[str, Any]:
     model = plan.model
     facts = {
         "num_hidden_layers": model.num_layers, "hidden_size": model.hidden, "intermediate_size": model.ffn,
@@ -93,13 +93,14 @@ def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:
         section = data
         for part in sections:
             section = section.setdefault(part, {})
-        section[name] = list(value) if isinstance(value, tuple) else value
+        section[name] = value
     return data
 
 
 def _script(keys: Mapping[str, Any]) -> str:
     """Write arguments as a list of a shell script, and the line that starts them."""
-    lines = [f"    {_argument(key, value)}" for key, value in keys.items() if key not in _LAUNCHER and value is not None]
+    stated = {key: value for key, value in keys.items() if key not in _LAUNCHER and value is not None}
+    lines = [f"    {_argument(key, value)}" for key, value in stated.items()]
     launch = " ".join(_argument(key, keys[key]).replace("_", "-") for key in _LAUNCHER if key in keys)
     start = f'torchrun {launch} pretrain_gpt.py "${{ARGUMENTS[@]}}" "$@"'
     return "\n".join(["ARGUMENTS=(", *lines, ")", start, ""])
@@ -109,8 +110,8 @@ def _argument(key: str, value: Any) -> str:
     flag = f"--{key.replace('_', '-')}"
     if value is True:
         return flag
-    values = value if isinstance(value, list | tuple) else [value]
-    return " ".join([flag, *(shlex.quote(str(item)) for item in values)])  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    items = cast(Sequence[object], value) if isinstance(value, list | tuple) else [value]
+    return " ".join([flag, *(shlex.quote(str(item)) for item in items)])
 
 
 def _python(keys: Mapping[str, Any], plan: Plan) -> str:
@@ -119,11 +120,10 @@ def _python(keys: Mapping[str, Any], plan: Plan) -> str:
     kinds = sorted({str(value).partition(".")[0] for key, value in keys.items() if key == "activation_checkpoint.call"})
     imports = [f"from torchtitan.distributed.activation_checkpoint import {kind}" for kind in kinds]
     fp8 = "model_spec.converters" in keys
-    lines = [
+    lines: list[str] = [
         "from torchtitan.config import CompileConfig, ParallelismConfig", *imports,
         f"from {module} import {base}", "from torchtitan.trainer import Trainer", "", "",
         f"def {base}_planned() -> Trainer.Config:", f"    config = {base}()",
-        *([] if fp8 else []),
     ]  # fmt: skip
     for section, kind in (("parallelism", "ParallelismConfig"), ("compile", "CompileConfig")):
         inner = {key.partition(".")[2]: value for key, value in keys.items() if key.startswith(f"{section}.")}
@@ -134,5 +134,6 @@ def _python(keys: Mapping[str, Any], plan: Plan) -> str:
     kind = keys.get("activation_checkpoint.call")
     lines.append(f"    config.activation_checkpoint = {f'{kind}()' if kind else None}")
     if fp8:
-        lines.append('    config.model_spec.converters = ["Float8LinearConverter"]  # pass to model_registry(converters=...)')
+        lines.append("    # an option of model_registry(...)")
+        lines.append('    config.model_spec.converters = ["Float8LinearConverter"]')
     return "\n".join([*lines, "    return config", ""])

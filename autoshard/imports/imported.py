@@ -86,7 +86,10 @@ def _run(program: Program, file: str, name: str, values: Mapping[str, Any]) -> I
                 facts |= stated
     faults.refuse()
     rest = [path for path in values if path not in {place for place, _ in placed(program, values)}]
-    harmless = [path for path in rest if values[path] in _OFF or any(fnmatchcase(path, pattern) for pattern in program.harmless)]
+    patterns = program.harmless
+    harmless = [
+        path for path in rest if values[path] in _OFF or any(fnmatchcase(path, pattern) for pattern in patterns)
+    ]
     unread += [f"{path} = {_short(values[path])}" for path in rest if path not in set(harmless)]
     return ImportedRun(
         program=program,

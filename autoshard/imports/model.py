@@ -56,7 +56,7 @@ def model_of(run: ImportedRun, typed: str | None) -> tuple[ModelSpec, str]:
         return spec, f"as typed{f', though the file says {against}' if against else ''}"
     if unmodelled := facts.get("unmodelled"):
         keys = ", ".join(unmodelled)
-        raise InputError.of("--model", f"missing: autoshard does not model {keys} of this file. Type what is nearest to it")
+        raise InputError.of("--model", f"missing: autoshard does not model {keys} of this file. Type the nearest card")
     names = _names(facts, run)
     for name in names:
         if spec := _named(name):
@@ -82,7 +82,7 @@ def _hinted(run: ImportedRun) -> ModelSpec | None:
 
 
 def _names(facts: Mapping[str, Any], run: ImportedRun) -> list[str]:
-    """Return the names that a file gives its model; a flavor belongs to the family of the folder if no other is named."""
+    """Return the names that a file gives its model; a flavor without a family is of that of the folder."""
     family, _, flavor = str(facts.get("flavor", "")).partition(":")
     family = family or run.hints.partition("/")[0]
     flavored = [f"{_FLAVORS.get(family, family)}-{flavor}"] if family and flavor else []

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, cast
 
 from autoshard.errors import InputError
@@ -22,9 +23,13 @@ from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.recipe import QuestionOptions
 
-_CHIPS = re.compile(r"(?<![a-z])(gb200|gb300|b300|b200|h100|h200|a100|trn1n?|trn2u?|trn3|vr200|r100)(?![0-9])", re.IGNORECASE)
+_CHIPS = re.compile(
+    r"(?<![a-z])(gb200|gb300|b300|b200|h100|h200|a100|trn1n?|trn2u?|trn3|vr200|r100)(?![0-9])", re.IGNORECASE
+)
 _GPUS = re.compile(r"(?<![0-9])(\d{1,6})[ _]?(?:[a-z]{1,2}\d{3} )?gpus?(?![a-z])", re.IGNORECASE)
-_NEAREST = {"gb200": "b200", "gb300": "b200", "b300": "b200", "vr200": "b200", "r100": "b200"}  # no cluster file has them
+_NEAREST: Mapping[str, str] = dict.fromkeys(
+    ("gb200", "gb300", "b300", "vr200", "r100"), "b200"
+)  # no cluster file has these
 _AXES = ("tp", "pp", "cp")
 
 
@@ -75,7 +80,7 @@ class _Builder:
     @property
     def facts(self) -> Facts:
         """The facts of the file, with what was typed about the layout over them."""
-        pins = parse_pins(self.options.fix) if self.options.fix else {}
+        pins = parse_pins(self.options.fix or "")
         return {**self.run.facts, **{f"layout.{key}": value for key, value in pins.items()}}
 
     def question(self, model_from: str) -> ImportedQuestion:
@@ -141,9 +146,9 @@ class _Builder:
             while node.ranks_per_node > 1 and nodes * node.ranks_per_node % need and nodes < need:
                 nodes += 1
             said = f"the file says {ranks} ranks, but " if ranks else ""
-            if nodes == 1 and node.ranks_per_node % need == 0 or ranks is None:
-                said = said or "the file names no number of nodes; "
-            self.assume(f"{nodes} {'node' if nodes == 1 else 'nodes'}", f"{said}the layout needs {need} ranks", "--nodes")
+            said = said or "the file names no number of nodes; "
+            count = f"{nodes} {'node' if nodes == 1 else 'nodes'}"
+            self.assume(count, f"{said}the layout needs {need} ranks", "--nodes")
             return load_cluster(name, nodes, lnc=lnc)
         if why:
             self.assume(f"{ranks} ranks", why, "--nodes")
@@ -238,7 +243,7 @@ class _Builder:
         stages: tuple[int, ...] | None = facts.get("layout.stages")
         if cuts := facts.get("layout.cuts"):
             ends = [0, *(cut + 1 for cut in cuts), layers]
-            stages = tuple(end - start for start, end in zip(ends, ends[1:], strict=False))
+            stages = tuple(end - start for start, end in pairwise(ends))
         first, last = facts.get("layout.first"), facts.get("layout.last")
         if stages is None and (first or last):
             stages = with_ends(layers, num_stages, first, last)
@@ -270,6 +275,7 @@ class _Builder:
         if (load_kernels(kernels).engine == "nxd") == (cluster.engine == "nxd"):
             return (None if kernels == cluster.kernels else kernels), recompute
         program = load_kernels(cluster.kernels).program
-        self.assume(f"kernels {cluster.kernels}", f"{self.run.program.title} does not run on {cluster.name}; {program} does")
+        why = f"{self.run.program.title} does not run on {cluster.name}; {program} does"
+        self.assume(f"kernels {cluster.kernels}", why)
         resolve = load_kernels(kernels).resolve
         return None, tuple(replace(kind, ops=resolve(kind.ops)) if kind.ops else kind for kind in recompute)

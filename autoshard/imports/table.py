@@ -4,9 +4,9 @@ A fact is a value under a name of autoshard's: ``layout.tp`` (keys of a Candidat
 ``cluster.nodes``, ``model.hidden_size`` (keys of a Hugging Face config.json).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from autoshard.errors import InputError
 from autoshard.spec.record import show_value
@@ -62,7 +62,7 @@ class Program:
     limits: Limits
     form: str  # of the file that is written
     marks: tuple[str, ...]  # keys by which its files are told from those of others: any of these
-    sections: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])  # of keys that are written
+    sections: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])  # of written keys
     stages: Callable[[int, int, Facts], tuple[int, ...] | None] = lambda layers, stages, facts: None
     source: str = ""
 
@@ -147,7 +147,7 @@ def words(value: object) -> tuple[str, ...]:
     if value is None:
         return ()
     if isinstance(value, list | tuple):
-        return tuple(str(item) for item in value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return tuple(map(str, cast(Sequence[object], value)))
     return tuple(str(value).replace(",", " ").split())
 
 

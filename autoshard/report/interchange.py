@@ -1,4 +1,4 @@
-"""The sheets of ``import`` and ``export``: a configuration of another program beside its prediction and the best plan."""
+"""The sheets of ``import`` and ``export``: others' configurations, their predictions, and what they cannot say."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -129,7 +129,8 @@ def export_sheets(answer: ExportAnswer, figures: Node) -> Iterator[Sheet]:
     program, differences = answer.program.title, answer.expressed.differences
     lost = [Fact(Words("cannot say", "warning"), one.what, f"; instead: {one.instead}") for one in differences]
     lost = lost or [Fact(Words("says all", "good"), f"{program} can express every choice of this layout")]
-    unsaid = [Fact("not in it", what.rpartition(".")[2], f": {where}") for what, where in answer.program.limits.unsaid.items()]
+    missing = answer.program.limits.unsaid.items()
+    unsaid = [Fact("not in it", what.rpartition(".")[2], f": {where}") for what, where in missing]
     price: list[Fact] = []
     if answer.planned and answer.as_run:
         planned, run = (figures[key]["step_time_s"].figure() for key in ("planned", "as_run"))

@@ -57,8 +57,9 @@ def _of_data(data: object, path: Path) -> Mapping[str, Any]:
     """Return the values of parsed data; a list of words is a list of arguments."""
     if isinstance(data, list) and all(isinstance(item, str | int | float) for item in cast(list[object], data)):
         return arguments_of(" ".join(map(str, cast(list[object], data))), str(path))
-    require((isinstance(data, dict) and bool(data), str(path), "must hold keys with values"))
-    values = flat({str(key): value for key, value in cast(dict[Any, Any], data).items()})
+    items = cast(dict[Any, Any], data) if isinstance(data, dict) else {}
+    require((bool(items), str(path), "must hold keys with values"))
+    values = flat({str(key): value for key, value in items.items()})
     if any(name.startswith(f"{_ARGUMENTS}.") for name in values):
         named = {name.removeprefix(f"{_ARGUMENTS}."): value for name, value in values.items()}
         return {name.lstrip("-").replace("-", "_"): value for name, value in named.items() if name.startswith("--")}

@@ -159,8 +159,8 @@ def _arithmetic(node: ast.BinOp, a: Any, b: Any) -> Any:
         return a**b if 0 <= b <= 64 and abs(a) <= 1024 else _unread(node)
     if isinstance(node.op, ast.FloorDiv | ast.Div):
         return _unread(node) if b == 0 else a // b if isinstance(node.op, ast.FloorDiv) else a / b
-    results = {ast.Mult: a * b, ast.Add: a + b, ast.Sub: a - b}
-    return results.get(type(node.op), _unread(node))  # pyright: ignore[reportArgumentType, reportCallIssue]
+    results: dict[type[ast.operator], Any] = {ast.Mult: a * b, ast.Add: a + b, ast.Sub: a - b}
+    return results.get(type(node.op), _unread(node))
 
 
 def _unread(node: ast.expr) -> Unread:

@@ -23,6 +23,10 @@ _UNKNOWN = re.compile(r"[$`]")
 _MOST_LETTERS = 2**20
 
 
+def _nothing(name: str) -> str | None:
+    """Read no other script."""
+
+
 @dataclass(slots=True)
 class _Script:
     """Variables as they stand at a line, the words of commands, and the conditions that could not be decided."""
@@ -31,7 +35,7 @@ class _Script:
     commands: list[str] = field(default_factory=list[str])
     undecided: list[str] = field(default_factory=list[str])
     doubt: str = ""  # the condition under which lines are left out
-    beside: Callable[[str], str | None] = lambda name: None  # the text of a script that this one reads in
+    beside: Callable[[str], str | None] = _nothing  # the text of a script that this one reads in
 
     def expanded(self, text: str) -> str:
         """Put values in the place of variables; those without one stay."""
@@ -117,7 +121,7 @@ def _unquoted(text: str) -> str:
 
 
 def arguments_of(
-    text: str, where: str, beside: Callable[[str], str | None] = lambda name: None
+    text: str, where: str, beside: Callable[[str], str | None] = _nothing
 ) -> dict[str, str | bool | list[str]]:
     """Return the options of a script's commands by name, with ``_`` for ``-``; those without a value are true.
 
@@ -221,7 +225,7 @@ def _follow(script: _Script, line: str) -> None:
     reads = _READ_IN.fullmatch(line)
     text = script.beside(reads[1]) if reads else None
     if text is not None:
-        before, script.beside = script.beside, lambda name: None  # what that script reads in is left out
+        before, script.beside = script.beside, _nothing  # what that script reads in is left out
         _run(script, list(_statements(text)))
         script.beside = before
         return

@@ -10,8 +10,13 @@ from autoshard.imports.table import Entry, Facts, Keys, Limits, Program, alias, 
 
 _STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 1, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 1}
 _NUMBERED = tuple(_STAGES)  # version 0.11 wrote numbers from 1 on
-_DISTRIBUTED = ("distributed_type", "fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_config.sharding_strategy",
-                "deepspeed_config.zero_stage")  # fmt: skip
+_DISTRIBUTED = (
+    "distributed_type",
+    "fsdp_sharding_strategy",
+    "fsdp_reshard_after_forward",
+    "fsdp_config.sharding_strategy",
+    "deepspeed_config.zero_stage",
+)
 _PRECISIONS = {"no": "fp32", "fp16": "fp16,gradients=fp32", "bf16": "bf16", "fp8": "bf16,products=fp8"}
 
 
@@ -107,11 +112,12 @@ ACCELERATE = Program(
     harmless=(
         "compute_environment", "debug", "downcast_bf16", "enable_cpu_affinity", "machine_rank", "main_*", "rdzv_*",
         "same_network", "tpu_*", "use_cpu", "fsdp_config.fsdp_auto_wrap_policy", "fsdp_config.fsdp_state_dict_type",
-        "fsdp_config.fsdp_cpu_ram*", "fsdp_config.fsdp_sync*", "fsdp_config.fsdp_use_orig*", "fsdp_config.fsdp_version",
-        "fsdp_config.fsdp_transformer*", "fsdp_config.fsdp_backward_prefetch*", "fsdp_config.fsdp_forward_prefetch",
-        "fsdp_config.fsdp_ignored*", "command_file", "commands", "dynamo_*", "gpu_ids", "main_training_function",
-        "deepspeed_config.zero3_init_flag", "deepspeed_config.deepspeed_multinode_launcher", "use_mps_device",
-        "deepspeed_config.zero3_save_16bit_model", "*gradient_clipping", "fp8_config.*", "fsdp_config.min_num_params",
+        "fsdp_config.fsdp_cpu_ram*", "fsdp_config.fsdp_sync*", "fsdp_config.fsdp_use_orig*",
+        "fsdp_config.fsdp_version", "fsdp_config.fsdp_transformer*", "fsdp_config.fsdp_backward_prefetch*",
+        "fsdp_config.fsdp_forward_prefetch", "fsdp_config.fsdp_ignored*", "command_file", "commands", "dynamo_*",
+        "gpu_ids", "main_training_function", "deepspeed_config.zero3_init_flag",
+        "deepspeed_config.deepspeed_multinode_launcher", "use_mps_device", "deepspeed_config.zero3_save_16bit_model",
+        "*gradient_clipping", "fp8_config.*", "fsdp_config.min_num_params",
     ),
     defaults={"layout.zero": 0, "layout.kernels": "torch_cuda", "layout.sp": False, "layout.cp_order": "zigzag",
               "layout.cp_kind": "ring", "work.precision": "fp32"},

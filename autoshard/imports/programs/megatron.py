@@ -7,9 +7,10 @@ NVIDIA/Megatron-LM d98e8a6 (megatron/training/arguments.py), NVIDIA-NeMo/Megatro
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 from autoshard.errors import InputError
+from autoshard.imports.programs.megatron_model import MODEL, heads, model, name, written_heads, written_model
 from autoshard.imports.programs.shared import (
     ADAPTERS,
     BATCH,
@@ -77,7 +78,7 @@ def _layout(keys: Keys) -> Facts:
     if value is None or value == "":
         return {}
     if isinstance(value, list):
-        rows: list[list[str]] = value
+        rows = cast(list[list[str]], value)
         stages = tuple(sum(name == "decoder" for name in row) for row in rows)
     else:
         stages = stages_of_layout(str(value))
@@ -105,8 +106,8 @@ def _recompute(keys: Keys) -> Facts:
     old = keys.get("activations_checkpoint_method")
     if keys.get("recompute_activations") or kind == "selective":
         names = words(keys.get("recompute_modules")) or ("core_attn",)
-        return {"layout.recompute": selective(tuple(_SETS[name] for name in names if name in _SETS)),
-                "unread": [f"recompute_modules: {name}" for name in names if name not in _SETS]}  # fmt: skip
+        unread = [f"recompute_modules: {name}" for name in names if name not in _SETS]
+        return {"layout.recompute": selective(tuple(_SETS[name] for name in names if name in _SETS)), "unread": unread}
     if kind == "full" or old or keys.get("checkpoint_activations"):
         count = keys.get("recompute_num_layers")
         return {"layout.recompute": part(whole(count)) if "block" in (method, old) and count is not None else FULL}
@@ -196,51 +197,6 @@ _PRECISION = (
 )  # fmt: skip
 
 
-def _model(keys: Keys) -> Facts:
-    """Read the flags that decide the architecture, with Megatron-LM's defaults: layer norms, learned positions, GELU.
-
-    They mean something only where the sizes of a model are written out.
-    """
-    if not {"swiglu", "normalization", "num_layers", "position_embedding_type"} & keys.keys():
-        return {}
-    gated = truth(keys.get("swiglu"))
-    positions = str(keys.get("position_embedding_type", "learned_absolute"))
-    rotary = positions in ("rope", "yarn", "mrope") or truth(keys.get("use_rotary_position_embeddings"))
-    bias = not truth(keys.get("disable_bias_linear")) and not ("add_bias_linear" in keys and not keys["add_bias_linear"])
-    act = "silu" if gated else "relu" if truth(keys.get("squared_relu")) else "gelu"
-    facts = {
-        "model.norm": "rms" if str(keys.get("normalization", "")).lower() == "rmsnorm" else "layer",
-        "model.positions": "rotary" if rotary else "learned",
-        "model.gated": gated,
-        "model.hidden_act": act,
-        "model.bias": bias,
-        "model.tie_word_embeddings": not truth(keys.get("untie_embeddings_and_output_weights")),
-    }
-    if truth(keys.get("add_qkv_bias")):
-        facts["model.qkv_bias"] = True
-    if truth(keys.get("qk_layernorm")):
-        facts["model.qk_norm"] = True
-    return facts
-
-
-def _written_model(facts: Facts) -> Keys:
-    keys: dict[str, Any] = {}
-    keys |= {"normalization": "RMSNorm"} if facts.get("model.norm") == "rms" else {}
-    keys |= {"position_embedding_type": "rope"} if facts.get("model.positions") == "rotary" else {}
-    keys |= {"swiglu": True} if facts.get("model.gated") else {}
-    keys |= {} if facts.get("model.bias") else {"disable_bias_linear": True}
-    keys |= {} if facts.get("model.tie_word_embeddings") else {"untie_embeddings_and_output_weights": True}
-    keys |= {"add_qkv_bias": True} if facts.get("model.qkv_bias") and not facts.get("model.bias") else {}
-    return {**keys, **({"qk_layernorm": True} if facts.get("model.qk_norm") else {})}
-
-
-_MODEL = (
-    "swiglu", "normalization", "position_embedding_type", "use_rotary_position_embeddings", "disable_bias_linear",
-    "add_bias_linear", "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "squared_relu",
-    "num_layers",
-)  # fmt: skip
-
-
 # What makes of a decoder another one than autoshard models: latent attention, shared experts, layers of other kinds.
 _OTHER_MODELS = (
     "multi_latent_attention", "moe_shared_expert_intermediate_size", "hybrid_layer_pattern", "hybrid_override_pattern",
@@ -256,30 +212,6 @@ def _split(num_layers: int, num_stages: int, facts: Facts) -> tuple[int, ...] | 
     if rest or not (first or last):
         return None
     return (size - first, *([size] * (num_stages - 2)), size - last)
-
-
-def _heads(keys: Keys) -> Facts:
-    groups = keys.get("num_query_groups")
-    is_grouped = truth(keys.get("group_query_attention")) or "group_query_attention" not in keys
-    return {"model.num_key_value_heads": whole(groups)} if is_grouped and groups is not None else {}
-
-
-def _written_heads(facts: Facts) -> Keys:
-    groups = facts.get("model.num_key_value_heads")
-    is_grouped = groups is not None and groups != facts.get("model.num_attention_heads")
-    return {"group_query_attention": True, "num_query_groups": groups} if is_grouped else {}
-
-
-def _name(keys: Keys) -> Facts:
-    """Read the name of a model: of Hugging Face, or the class of NeMo that holds its sizes."""
-    for value in keys.values():
-        for item in value if isinstance(value, list) else [value]:  # pyright: ignore[reportUnknownVariableType]
-            text = str(getattr(item, "text", item))  # pyright: ignore[reportUnknownArgumentType]
-            if match := re.search(r"\b(\w+?)Config(\d\w*)\b", text):
-                return {"model.name": f"{match[1]}-{match[2]}"}
-            if "/" in text and not text.startswith((".", "/")):
-                return {"model.name": text}
-    return {}
 
 
 def _kernels(keys: Keys) -> Facts:
@@ -361,7 +293,7 @@ MEGATRON = Program(
         alias("encoder_seq_length", "work.seq_len"),
         *SIZES,
         same("ffn_hidden_size", "model.intermediate_size"),
-        Entry(keys=("group_query_attention", "num_query_groups"), reads=_heads, writes=_written_heads),
+        Entry(keys=("group_query_attention", "num_query_groups"), reads=heads, writes=written_heads),
         same("kv_channels", "model.head_dim"),
         same("vocab_size", "model.vocab_size"),
         read_only("tokenizer_type", reads=lambda keys: {"model.tokenizer": str(keys["tokenizer_type"])}),
@@ -369,7 +301,7 @@ MEGATRON = Program(
         same("norm_epsilon", "model.rms_norm_eps", number),
         same("hidden_dropout", "model.hidden_dropout", number),
         same("attention_dropout", "model.attention_dropout", number),
-        Entry(keys=_MODEL, reads=_model, writes=_written_model),
+        Entry(keys=MODEL, reads=model, writes=written_model),
         same("num_experts", "model.num_local_experts"),
         same("moe_router_topk", "model.num_experts_per_tok"),
         alias("moe_ffn_hidden_size", "model.intermediate_size"),
@@ -386,9 +318,11 @@ MEGATRON = Program(
         Entry(keys=("account_for_loss_in_pipeline_split",), reads=lambda keys: {
             "layout.last_less": int(truth(keys["account_for_loss_in_pipeline_split"]))
         }),
-        read_only(*_OTHER_MODELS, reads=lambda keys: {"model.unmodelled": [key for key in keys if keys[key]]}),
+        read_only(
+            *_OTHER_MODELS, reads=lambda keys: {"model.unmodelled": [key for key, value in keys.items() if value]}
+        ),
         read_only(*_ADAPTERS, reads=lambda keys: {"remarks": [ADAPTERS]} if any(keys.values()) else {}),
-        read_only("/model.args", "/model.config.args", "/args", reads=_name),
+        read_only("/model.args", "/model.config.args", "/args", reads=name),
     ),
     harmless=(
         "lr*", "*.lr*", "min_lr", "*_lr", "train_iters", "train_samples", "weight_decay*", "adam_*", "init_method_*",
@@ -396,15 +330,16 @@ MEGATRON = Program(
         "merge_file", "tokenizer_model", "split", "master_*", "node_rank", "*ckpt*", "manual_gc*", "exit_*", "seed",
         "num_workers", "mock_data", "logger.*", "checkpoint.*", "scheduler.*", "optimizer.*", "validation.*", "rng.*",
         "dataset.*", "tokenizer.*", "env_vars.*", "train.*", "log.*", "optim.*", "resume.*", "use_mcore_models",
-        "transformer_impl", "*cross_entropy*", "*.call", "call", "*.args", "attention_backend", "model.attention_backend",
-        "distributed_*", "timing_*", "no_load_*", "no_save_*", "make_vocab_size_divisible_by", "override_*", "bias_*",
-        "no_masked_softmax_fusion", "no_position_embedding", "rotary_percent", "moe_aux_loss_coeff", "calculate_per_*",
-        "moe_router_load_balancing_type", "moe_grouped_gemm", "moe_token_dispatcher_type", "profile*", "loss_scale",
-        "overlap_param_gather", "job_name", "export", "*exp_manager*", "trainer.*", "data.*", "use_flash_attn",
-        "no_create_attention_mask_in_dataloader", "no_mmap_bin_files", "*nccl*", "dist_ckpt*", "distributed_backend",
-        "*check_for_nan*", "*average_in_collective", "ddp.overlap_param_gather", "*.pipeline_dtype", "decoupled_*",
-        "*cuda_graph_*", "partition", "dist.*", "comm_overlap.*", "start_weight_decay", "end_weight_decay",
-        "tiktoken_pattern", "no_rope_fusion", "rope_*", "use_rope_scaling", "ddp.*", "peft.*", "*should_pad_vocab",
+        "transformer_impl", "*cross_entropy*", "*.call", "call", "*.args", "attention_backend",
+        "model.attention_backend", "distributed_*", "timing_*", "no_load_*", "no_save_*",
+        "make_vocab_size_divisible_by", "override_*", "bias_*", "no_masked_softmax_fusion", "no_position_embedding",
+        "rotary_percent", "moe_aux_loss_coeff", "calculate_per_*", "moe_router_load_balancing_type",
+        "moe_grouped_gemm", "moe_token_dispatcher_type", "profile*", "loss_scale", "overlap_param_gather", "job_name",
+        "export", "*exp_manager*", "trainer.*", "data.*", "use_flash_attn", "no_create_attention_mask_in_dataloader",
+        "no_mmap_bin_files", "*nccl*", "dist_ckpt*", "distributed_backend", "*check_for_nan*",
+        "*average_in_collective", "ddp.overlap_param_gather", "*.pipeline_dtype", "decoupled_*", "*cuda_graph_*",
+        "partition", "dist.*", "comm_overlap.*", "start_weight_decay", "end_weight_decay", "tiktoken_pattern",
+        "no_rope_fusion", "rope_*", "use_rope_scaling", "ddp.*", "peft.*", "*should_pad_vocab",
         "model.transformer_impl", "model.moe_token_dispatcher_type", "use_checkpoint*", "*gradient_as_bucket*",
         "trainer.strategy.*", "fp8_amax*", "fp8_*gather", "conditions_none", "async_save", "use_persistent*",
         "deterministic_mode", "empty_unused*", "no_gradient_accumulation_fusion", "attention_softmax_in_fp32",

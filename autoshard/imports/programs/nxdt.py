@@ -41,16 +41,17 @@ def _precision(keys: Keys) -> Facts:
 
 
 def _written_precision(facts: Facts) -> Keys:
-    kinds = {text: kind for kind, text in reversed(PRECISIONS.items())}
-    return {"precision.type": kinds.get(str(facts.get("work.precision", "bf16")), "mixed_precision")}
+    text = str(facts.get("work.precision", "bf16"))
+    kind = next((kind for kind, precision in PRECISIONS.items() if precision == text), "mixed_precision")
+    return {"precision.type": kind}
 
 
 def _recompute(keys: Keys) -> Facts:
     kind = keys.get("activations_checkpoint_granularity")
     names = module_names(keys.get("activations_checkpoint_recompute")) or ("CoreAttention",)
     if kind == "selective":
-        return {"layout.recompute": selective(tuple(name for name in names if name in _SETS)),
-                "unread": [f"activations_checkpoint_recompute: {name}" for name in names if name not in _SETS]}  # fmt: skip
+        unread = [f"activations_checkpoint_recompute: {name}" for name in names if name not in _SETS]
+        return {"layout.recompute": selective(tuple(name for name in names if name in _SETS)), "unread": unread}
     return {"layout.recompute": FULL if kind == "full" else NONE}
 
 
@@ -191,9 +192,9 @@ NXDT = Program(
     ),
     harmless=(
         "seed", "model_source", "exp_manager.*", "trainer.*", "*.optim.*", "compiler_*", "aync_exec_*", "neuron_*",
-        "bucket_size_collectives", "data.*", "*.init_method_std", "*.use_scaled_init_method", "*.peft.*",
-        "*.fuse_qkv", "*.use_cpu_initialization", "*.do_layer_norm_weight_decay", "*.fusions.softmax",
-        "*.persist_layer_norm", "*.make_vocab_size_divisible_by", "*.weight_init_only", "*.moe.router_aux_loss_coef",
+        "bucket_size_collectives", "data.*", "*.init_method_std", "*.use_scaled_init_method", "*.peft.*", "*.fuse_qkv",
+        "*.use_cpu_initialization", "*.do_layer_norm_weight_decay", "*.fusions.softmax", "*.persist_layer_norm",
+        "*.make_vocab_size_divisible_by", "*.weight_init_only", "*.moe.router_aux_loss_coef",
         "*.moe.output_router_logits", "*.moe.normalize_top_k_affinities", "*.moe.routing_algorithm", "precision.xla_*",
         "precision.neuron_*", "*.apply_query_key_layer_scaling", "*.transformer_block_type", "*.rotary_percentage",
         "*.transpose_nki_inputs", "precision.parallel_layers_reduce_dtype", "*.moe.frequency", "*.moe.dropout",

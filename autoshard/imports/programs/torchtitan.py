@@ -237,11 +237,11 @@ TORCHTITAN = Program(
     ),
     harmless=(
         "job.*", "profiling.*", "profiler.*", "metrics.*", "optimizer.*", "lr_scheduler.*", "checkpoint.*", "comm.*",
-        "validation.*", "validator.*", "loss.*", "dataloader.*", "*.call", "call", "training.steps", "training.dataset*",
-        "training.max_norm", "training.warmup_steps", "training.gc_*", "compile.components", "quantize.*", "float8.*",
-        "model.tokenizer_path", "model.norm_type", "debug.*", "fault_tolerance.*", "*.per_op_sac*", "activation_checkp*",
-        "experimental.custom_import", "training.seed", "training.deterministic", "*.spmd_backend", "compile.backend",
-        "memory_estimation.*", "training.mixed_precision_reduce",
+        "validation.*", "validator.*", "loss.*", "dataloader.*", "*.call", "call", "training.steps",
+        "training.dataset*", "training.max_norm", "training.warmup_steps", "training.gc_*", "compile.components",
+        "quantize.*", "float8.*", "model.tokenizer_path", "model.norm_type", "debug.*", "fault_tolerance.*",
+        "*.per_op_sac*", "activation_checkp*", "experimental.custom_import", "training.seed", "training.deterministic",
+        "*.spmd_backend", "compile.backend", "memory_estimation.*", "training.mixed_precision_reduce",
     ),
     sections={
         "parallelism": (
