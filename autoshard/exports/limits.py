@@ -187,7 +187,7 @@ def _recompute(change: _Change) -> None:
             return
     what = f"recompute {stages_text(candidate.recompute)}"
     nearest = _nearest(change, _heaviest(change))
-    stages = recompute_of_stages((nearest,), change.layers, None)
+    stages = recompute_of_stages((nearest,), change.layers)
     change.become(what, f"{stages_text(stages)} in all stages", recompute=stages)
 
 
@@ -196,7 +196,7 @@ def _is_part(change: _Change) -> bool:
     counts = [kind.num_layers for kind in change.candidate.recompute if kind.num_layers]
     if not counts:
         return False
-    written = recompute_of_stages((Recompute(kind="full", num_layers=max(counts)),), change.layers, None)
+    written = recompute_of_stages((Recompute(kind="full", num_layers=max(counts)),), change.layers)
     return written == change.candidate.recompute
 
 
@@ -247,7 +247,7 @@ def _zero(change: _Change) -> None:
         if candidate.zero not in limits.zero:
             change.candidate = replace(candidate, zero=0, zero_group=None)  # there is nothing to divide
         return
-    inner = candidate.tp * candidate.cp > 1 and limits.shards_with_axes and candidate.zero == 0
+    inner = candidate.zero == 0 and any(getattr(candidate, axis) > 1 for axis in limits.shards_with)
     if candidate.zero not in limits.zero or inner:
         nearest = 3 if inner or candidate.zero == 1 else max(stage for stage in limits.zero if stage < 3)
         words = {0: "plain data parallelism", 1: "ZeRO-1", 3: "ZeRO-3"}

@@ -74,16 +74,17 @@ def _run(program: Program, file: str, name: str, values: Mapping[str, Any]) -> I
             read[key], places[key] = value, path
         elif value is not None and value != read[key]:
             unread.append(f"{path} = {_short(value)}, beside {places[key]} = {_short(read[key])}")
+    stated = {**program.implied, **read}
     facts = dict(program.defaults)
     faults, remarks = Faults(), list[str]()
     for entry in program.entries:
-        present = {key: read[key] for key in entry.keys if key in read}
+        present = {key: stated[key] for key in entry.keys if key in stated}
         if present:
-            with faults.of(f"{file}: {places[next(iter(present))]}"):
-                stated = dict(entry.reads(present))
-                unread += stated.pop("unread", ())
-                remarks += stated.pop("remarks", ())
-                facts |= stated
+            with faults.of(f"{file}: {places.get(next(iter(present)), next(iter(present)))}"):
+                meant = dict(entry.reads(present))
+                unread += meant.pop("unread", ())
+                remarks += meant.pop("remarks", ())
+                facts |= meant
     faults.refuse()
     rest = [path for path in values if path not in {place for place, _ in placed(program, values)}]
     patterns = program.harmless
@@ -91,6 +92,9 @@ def _run(program: Program, file: str, name: str, values: Mapping[str, Any]) -> I
         path for path in rest if values[path] in _OFF or any(fnmatchcase(path, pattern) for pattern in patterns)
     ]
     unread += [f"{path} = {_short(values[path])}" for path in rest if path not in set(harmless)]
+    base = values.get("call")
+    if isinstance(base, str) and base.islower() and "." not in base and base not in program.bases:
+        unread.append(f"{base}(), of another file, to which this adds")
     return ImportedRun(
         program=program,
         file=file,

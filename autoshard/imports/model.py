@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -70,7 +70,10 @@ def model_of(run: ImportedRun, typed: str | None) -> tuple[ModelSpec, str]:
     cards = [load_model(name) for name in model_names()]
     fits = [card for card in cards if not _contradictions(facts, card)]
     if fits:
-        return _chosen(fits, facts, run.hints)
+        card = _chosen(fits, facts, run.hints)
+        window = facts.get("sliding_window", card.window)
+        differs = f", with a window of {window} tokens" if window != card.window else ""
+        return replace(card, window=window), f"the card with these sizes{differs}"
     return _written_out(facts, run)
 
 
@@ -113,7 +116,7 @@ def _shape(spec: ModelSpec) -> tuple[object, ...]:
     return tuple(getattr(spec, entry.name) for entry in fields(ModelSpec) if entry.name not in _NOT_SHAPE)
 
 
-def _chosen(fits: list[ModelSpec], facts: Mapping[str, Any], hints: str) -> tuple[ModelSpec, str]:
+def _chosen(fits: list[ModelSpec], facts: Mapping[str, Any], hints: str) -> ModelSpec:
     """Return the card that fits best: by its rotary base and positions, and by the words of the file's name."""
     words = squeezed(hints.replace("/", "-"))
 
@@ -129,7 +132,7 @@ def _chosen(fits: list[ModelSpec], facts: Mapping[str, Any], hints: str) -> tupl
     if rivals:
         listed = ", ".join([best.name, *rivals])
         raise InputError.of("--model", f"missing: the sizes in the file are those of {listed}. Type one")
-    return best, "the card with these sizes"
+    return best
 
 
 def _written_out(facts: Mapping[str, Any], run: ImportedRun) -> tuple[ModelSpec, str]:

@@ -7,7 +7,7 @@ from autoshard.plan.recompute import Recompute
 
 
 def recompute_of_stages(
-    recompute: tuple[Recompute, ...], layers: Sequence[int], every: int | None
+    recompute: tuple[Recompute, ...], layers: Sequence[int], every: int | None = None
 ) -> tuple[Recompute, ...]:
     """Return the recompute of stages with so many layers: of every n-th layer, or of no more layers than there are.
 

@@ -44,7 +44,7 @@ class Limits:
     cp_orders: tuple[str, ...] = ("zigzag",)
     sp: tuple[bool, ...] = (True, False)
     precisions: tuple[str, ...] = ("bf16",)
-    shards_with_axes: bool = False  # whether tp and cp need shards of weights beside them
+    shards_with: tuple[str, ...] = ()  # axes beside which weights are always sharded
     unsaid: Mapping[str, str] = field(default_factory=dict[str, str])  # what the file does not hold -> where it stands
 
 
@@ -57,6 +57,8 @@ class Program:
     entries: tuple[Entry, ...]
     harmless: tuple[str, ...]
     defaults: Facts  # what the program does where a file says nothing, with the names of facts
+    bases: tuple[str, ...] = ()  # functions of other files whose values are the implied ones
+    implied: Keys = field(default_factory=dict[str, Any])  # values of keys that a file does not state
     cluster: str  # where a file names none
     kernels: str  # with which an export is priced
     limits: Limits

@@ -34,7 +34,9 @@ class _Reader:
         """Return what a function of the file returns for such arguments."""
         parameters = function.args
         names = [parameter.arg for parameter in (*parameters.posonlyargs, *parameters.args)]
-        local: dict[str, Any] = dict.fromkeys((*names, *(one.arg for one in parameters.kwonlyargs)), Unread("argument"))
+        local: dict[str, Any] = dict.fromkeys(
+            (*names, *(parameter.arg for parameter in parameters.kwonlyargs)), Unread("argument")
+        )
         pairs = zip(names[len(names) - len(parameters.defaults) :], parameters.defaults, strict=True)
         keyword_pairs = zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True)
         local |= {name: self.value(node, {}) for name, node in pairs}
@@ -69,11 +71,14 @@ class _Reader:
         return False, None
 
     def changed(self, call: ast.Call, local: dict[str, Any]) -> None:
-        """Follow a call of a function of the file that changes its argument."""
+        """Follow a call that changes its argument: of a function of the file, or note that of another file."""
         function = self.functions.get(call.func.id) if isinstance(call.func, ast.Name) else None
+        arguments = [self.value(argument, local) for argument in call.args]
         if function is not None:
-            named = {one.arg: self.value(one.value, local) for one in call.keywords if one.arg}
-            self.called(function, [self.value(argument, local) for argument in call.args], named)
+            named = {keyword.arg: self.value(keyword.value, local) for keyword in call.keywords if keyword.arg}
+            self.called(function, arguments, named)
+        elif isinstance(call.func, ast.Name) and arguments and isinstance(arguments[0], dict):
+            cast(dict[str, Any], arguments[0])["changed_by"] = call.func.id
 
     def assign(self, target: ast.expr, value: Any, local: dict[str, Any]) -> None:
         """Set a name, or an attribute of a configuration."""
@@ -101,7 +106,7 @@ class _Reader:
         if isinstance(node, ast.BinOp | ast.UnaryOp | ast.Compare | ast.BoolOp | ast.IfExp):
             return self.computed(node, local)
         if isinstance(node, ast.Dict):
-            keys = [one.value if isinstance(one, ast.Constant) else None for one in node.keys]
+            keys = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]
             return {str(key): self.value(item, local) for key, item in zip(keys, node.values, strict=True) if key}
         return _unread(node)
 
@@ -114,7 +119,7 @@ class _Reader:
 
     def call(self, node: ast.Call, local: Mapping[str, Any]) -> Any:
         """Return what a function of the file returns; of any other call its name and its arguments."""
-        named = {one.arg: self.value(one.value, local) for one in node.keywords if one.arg}
+        named = {keyword.arg: self.value(keyword.value, local) for keyword in node.keywords if keyword.arg}
         positional = [self.value(argument, local) for argument in node.args]
         function = self.functions.get(node.func.id) if isinstance(node.func, ast.Name) else None
         if function is not None:
@@ -144,7 +149,7 @@ class _Reader:
             is_not = isinstance(node.ops[0], ast.IsNot | ast.NotEq)
             return a != b if is_not and not isinstance(a, Unread) and not isinstance(b, Unread) else _unread(node)
         if isinstance(node, ast.BoolOp):
-            values = [self.value(one, local) for one in node.values]
+            values = [self.value(operand, local) for operand in node.values]
             if all(isinstance(value, bool) or value is None for value in values):
                 return any(values) if isinstance(node.op, ast.Or) else all(values)
         if isinstance(node, ast.BinOp):

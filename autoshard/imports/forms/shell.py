@@ -20,6 +20,7 @@ _OPTION = re.compile(r"--?[A-Za-z][\w-]*")
 _SIZES = re.compile(r"--(num-layers|[\w-]*parallel-size)")  # without these, a script hands its arguments to another
 _READ_IN = re.compile(r"(?:\.|source)\s+\S*?([\w.-]+)\s*$")
 _UNKNOWN = re.compile(r"[$`]")
+_NO_VALUES = ("\\", "&&", "|", "&", ">", "$@", "$*")
 _MOST_LETTERS = 2**20
 
 
@@ -128,7 +129,7 @@ def arguments_of(
     >>> arguments_of('''TP=8
     ... ARGS=(--tensor-model-parallel-size $TP --bf16)
     ... torchrun --nnodes 2 pretrain_gpt.py ${ARGS[@]} --lr -1e-4''', "")
-    {'nnodes': '2', 'tensor_model_parallel_size': '8', 'bf16': True, 'lr': '-1e-4'}
+    {'tensor_model_parallel_size': '8', 'bf16': True, 'lr': '-1e-4', 'nnodes': '2'}
     """
     script = _Script(beside=beside)
     _run(script, list(_statements(text)))
@@ -245,7 +246,7 @@ def _split(text: str, where: str) -> list[str]:
 
 def _options(items: Sequence[str]) -> Mapping[str, str | bool | list[str]]:
     """Return the options among words; quoted words may hold an option with its value."""
-    parts = [part for item in items for part in (item.split() if item.startswith("--") and " " in item else [item])]
+    parts = [part for item in items for part in (_words(item) if item.lstrip().startswith("--") else [item])]
     options: dict[str, str | bool | list[str]] = {}
     name = ""
     for part in parts:
@@ -253,7 +254,7 @@ def _options(items: Sequence[str]) -> Mapping[str, str | bool | list[str]]:
             name, equals, value = part.lstrip("-").partition("=")
             name = name.replace("-", "_")
             options[name] = value if equals else True
-        elif name and part not in ("\\", "&&", "|", "&", ">"):
+        elif name and part not in _NO_VALUES:
             before = options[name]
             options[name] = part if before is True else [*(before if isinstance(before, list) else [str(before)]), part]
         else:
@@ -261,6 +262,14 @@ def _options(items: Sequence[str]) -> Mapping[str, str | bool | list[str]]:
     return {key: value for key, value in options.items() if not _trailing_script(value)} | {
         key: value[0] for key, value in options.items() if isinstance(value, list) and _trailing_script(value)
     }
+
+
+def _words(item: str) -> list[str]:
+    """Return the words of a quoted list, which may have quotes inside."""
+    try:
+        return shlex.split(item)
+    except ValueError:
+        return item.split()
 
 
 def _trailing_script(value: str | bool | list[str]) -> bool:

@@ -17,7 +17,7 @@ _DISTRIBUTED = (
     "fsdp_config.sharding_strategy",
     "deepspeed_config.zero_stage",
 )
-_PRECISIONS = {"no": "fp32", "fp16": "fp16,gradients=fp32", "bf16": "bf16", "fp8": "bf16,products=fp8"}
+_PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "bf16,products=fp8"}
 
 
 def _zero(keys: Keys) -> Facts:
@@ -128,7 +128,7 @@ ACCELERATE = Program(
         stages="even",
         recompute=("none", "full"),
         zero_group=True,
-        shards_with_axes=True,
+        shards_with=("tp", "cp"),
         sp=(False,),
         precisions=tuple(_PRECISIONS.values()),
         unsaid={"model": "your script", "work.seq_len": "your script", "layout.mbs": "the batch size of your loader"},

@@ -224,6 +224,19 @@ def _cp_kind(keys: Keys) -> Facts:
     return {"layout.cp_kind": "all_to_all" if kind == "a2a" else "ring"}
 
 
+_STATES = (
+    "use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype",
+)  # fmt: skip
+
+
+def _states(keys: Keys) -> Facts:
+    """Name the formats of the optimizer's states, where they are others than FP32."""
+    if not truth(keys.get("use_precision_aware_optimizer")):
+        return {}
+    stated = {key: str(value) for key, value in keys.items() if key.endswith("dtype")}
+    return {"unread": [f"{key} = {text}" for key, text in stated.items() if text not in ("fp32", "float32")]}
+
+
 def _instances(keys: Keys) -> Facts:
     count = whole(keys["num_distributed_optimizer_instances"] or 1)
     return {"layout.replicas": count} if count > 1 else {}
@@ -321,6 +334,7 @@ MEGATRON = Program(
         read_only(
             *_OTHER_MODELS, reads=lambda keys: {"model.unmodelled": [key for key, value in keys.items() if value]}
         ),
+        read_only(*_STATES, reads=_states),
         read_only(*_ADAPTERS, reads=lambda keys: {"remarks": [ADAPTERS]} if any(keys.values()) else {}),
         read_only("/model.args", "/model.config.args", "/args", reads=name),
     ),
@@ -346,6 +360,7 @@ MEGATRON = Program(
         "enable_*_timing", "*.fine_grained*", "*.offload_modules",
     ),
     defaults={"layout.zero": 0, "layout.sp": False, "layout.cp_order": "zigzag", "layout.kernels": "te"},
+    implied={"bf16": False},
     stages=_split,
     limits=Limits(
         axes=("tp", "pp", "cp", "ep", "dp", "vp", "mbs"),
@@ -361,13 +376,17 @@ MEGATRON = Program(
     ),
 )  # fmt: skip
 
-# Recipes add to functions of other files, whose values are these: recipes/common.py _pretrain_common of Megatron-Bridge,
-# recipes/optim/adam.py of NeMo.
+# Recipes add to functions of other files, whose values are these: recipes/common.py _pretrain_common of
+# Megatron-Bridge, recipes/optim/adam.py of NeMo.
 BRIDGE = replace(
     MEGATRON,
     name="bridge",
     title="Megatron-Bridge or NeMo",
     marks=("model.tensor_model_parallel_size", "strategy.tensor_model_parallel_size", "train.micro_batch_size",
            "data.micro_batch_size"),
-    defaults={**MEGATRON.defaults, "layout.zero": 1, "layout.kernels": "mcore"},
+    bases=("_pretrain_common",),
+    implied={
+        "mixed_precision": "bf16_mixed", "use_distributed_optimizer": True, "overlap_grad_reduce": True,
+        "grad_reduce_in_fp32": True,
+    },
 )  # fmt: skip

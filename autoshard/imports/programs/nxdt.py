@@ -90,6 +90,12 @@ def even_at_the_end(num_layers: int, num_stages: int, facts: Facts) -> tuple[int
     return tuple(least + (stage >= num_stages - rest) for stage in range(num_stages))
 
 
+def _length(keys: Keys) -> Facts:
+    lengths = [whole(keys[key]) for key in ("encoder_seq_length", "seq_length") if keys.get(key) is not None]
+    unread = [f"seq_length = {lengths[-1]}, beside encoder_seq_length = {lengths[0]}"] if len(set(lengths)) > 1 else []
+    return {**({"work.seq_len": lengths[0]} if lengths else {}), "unread": unread}
+
+
 def _attention(keys: Keys) -> Facts:
     ring = truth(keys.get("fusions.ring_attention"))
     return {"layout.kernels": "nxd" if ring or truth(keys.get("fusions.flash_attention")) else "nxd_core"}
@@ -153,8 +159,11 @@ NXDT = Program(
         same("sequence_parallel", "layout.sp", truth),
         same("kv_replicator", "cluster.kv_replicas"),
         *BATCH,
-        same("encoder_seq_length", "work.seq_len"),
-        alias("seq_length", "work.seq_len"),
+        Entry(
+            keys=("encoder_seq_length", "seq_length"),
+            reads=_length,
+            writes=lambda facts: {"encoder_seq_length": facts["work.seq_len"]},
+        ),
         *SIZES,
         same("ffn_hidden_size", "model.intermediate_size"),
         same("num_kv_heads", "model.num_key_value_heads"),

@@ -265,6 +265,7 @@ TORCHTITAN = Program(
         recompute=("none", "selective", "full"),
         selective=(_AGAIN,),
         zero_group=True,
+        shards_with=("cp",),
         cp_orders=("zigzag", "contiguous"),
         precisions=("bf16", "bf16,products=fp8", "fp32", "bf16,gradients=bf16,masters=none,moments=bf16"),
         unsaid={"model": "the flavor of model_registry(...)"},
