@@ -7,9 +7,8 @@ from autoshard.commands.output import print_answer
 from autoshard.commands.progress import watching
 from autoshard.commands.writing.target import Target, Written
 from autoshard.errors import require
-from autoshard.imports.answer import answered
+from autoshard.imports.answer import answered, fitting_question
 from autoshard.imports.imported import read_run
-from autoshard.imports.question import question_of
 from autoshard.report.interchange import import_json, import_sheets
 from autoshard.report.sheet import Node
 from autoshard.search.ask.choice.doubt import DOUBT
@@ -48,7 +47,7 @@ def import_(
         (nodes is None or nodes >= 1, "--nodes", f"must be at least 1, not {nodes}"),
         (question.ranks is None, "--ranks", "is for the cluster local; name --nodes"),
     )
-    asked = question_of(read_run(file), question, nodes)
+    asked = fitting_question(read_run(file), question, nodes)
 
     def best(request: Request) -> SearchResult:
         with watching(time_limit, format_seconds) as watch:

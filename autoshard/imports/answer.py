@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 from autoshard.cost.doubt import ratio_of
 from autoshard.errors import InputError
-from autoshard.imports.question import ImportedQuestion
+from autoshard.imports.imported import ImportedRun
+from autoshard.imports.question import Assumed, ImportedQuestion, question_of
 from autoshard.imports.table import Program
 from autoshard.plan.explanation import Ratio
 from autoshard.plan.plan import Plan
@@ -15,8 +16,10 @@ from autoshard.plan.verify import verify as reasons_against
 from autoshard.search.ask.no_plan import why_none
 from autoshard.search.ask.planner import SearchResult
 from autoshard.search.bound.request import Request, rejections_of
+from autoshard.spec.recipe import QuestionOptions
 
-_OF_AUTOSHARD = ("zero-group-engine",)  # Rules about engines of autoshard's alone: another program runs this
+_OF_AUTOSHARD = ("zero-group-engine", "recompute-ops")  # about engines of autoshard alone
+_MOST_DOUBLINGS = 7  # of nodes, until a layout fits
 _LAYOUT = ("tp", "pp", "cp", "ep", "vp")
 
 
@@ -36,6 +39,30 @@ class ImportAnswer:
     def runs(self) -> bool:
         """Whether nothing speaks against the configuration as it is."""
         return self.plan is not None and not self.refused
+
+
+def fitting_question(run: ImportedRun, options: QuestionOptions, nodes: int | None = None) -> ImportedQuestion:
+    """Return the question of a configuration; if it leaves nodes open, on the fewest doublings of them where it fits."""
+    first = question_of(run, options, nodes)
+    if not first.opens_nodes:
+        return first
+    question, count = first, first.request.cluster.num_nodes
+    for doubling in range(_MOST_DOUBLINGS):
+        if _fits(question):
+            return question
+        more = count << (doubling + 1)
+        why = "the file names no number of nodes; with half as many the layout does not fit in memory"
+        question = question_of(run, options, more, Assumed(what=f"{more} nodes", why=why, option="--nodes"))
+    return question if _fits(question) else first
+
+
+def _fits(question: ImportedQuestion) -> bool:
+    request = question.request
+    try:
+        plan = request.plan(question.candidate, question.engine, tables=False)
+    except InputError:  # it has no shape, on more nodes neither
+        return True
+    return plan.prediction is None or plan.prediction.peak_bytes <= request.capacity_bytes(plan.kernels)
 
 
 def answered(question: ImportedQuestion, search: Callable[[Request], SearchResult] | None) -> ImportAnswer:
@@ -67,9 +94,11 @@ def _best(question: ImportedQuestion, search: Callable[[Request], SearchResult])
     request = question.request
     rules = (*request.extra_rules, runs_in(question.run.program))
     result = search(replace(request, engines=(question.engine,), extra_rules=rules))
-    if not result.plans:
-        return None, why_none(request, result)
-    return result.preferred, ""
+    if result.plans:
+        return result.preferred, ""
+    if result.certificate.stopped:
+        return None, f"the search was not finished ({result.certificate.stopped}); give it more time"
+    return None, why_none(request, result)
 
 
 def runs_in(program: Program) -> Rule:

@@ -55,12 +55,18 @@ class ImportedQuestion:
     engine: Engine
     model_from: str
     assumed: tuple[Assumed, ...]
+    opens_nodes: bool  # whether neither file nor user states a number of ranks
 
 
-def question_of(run: ImportedRun, options: QuestionOptions, nodes: int | None = None) -> ImportedQuestion:
-    """Return the question of a configuration; what is typed goes before what the file says."""
+def question_of(
+    run: ImportedRun, options: QuestionOptions, nodes: int | None = None, why: Assumed | None = None
+) -> ImportedQuestion:
+    """Return the question of a configuration; what is typed goes before what the file says.
+
+    ``why`` is said of a number of nodes that nobody typed.
+    """
     model, model_from = model_of(run, options.model)
-    builder = _Builder(run=run, options=options, nodes=nodes, model=model)
+    builder = _Builder(run=run, options=options, nodes=nodes, model=model, assumed=[why] if why else [])
     return builder.question(model_from)
 
 
@@ -111,6 +117,7 @@ class _Builder:
             engine=engine,
             model_from=model_from,
             assumed=tuple(self.assumed),
+            opens_nodes=self.nodes is None and self._stated_ranks(cluster.ranks_per_node)[0] is None,
         )
 
     def _cluster_name(self) -> tuple[str, int | None]:

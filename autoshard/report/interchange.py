@@ -1,6 +1,7 @@
 """The sheets of ``import`` and ``export``: others' configurations, their predictions, and what they cannot say."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from autoshard.exports.price import ExportAnswer
@@ -71,8 +72,14 @@ def _verdict(answer: ImportAnswer) -> Iterator[Fact]:
     """Yield the layout in text, and every reason why it cannot run."""
     if answer.plan is not None:
         yield Fact("layout", Words(str(answer.plan.candidate), "code"))
-    for reason in answer.refused:
-        yield Fact(Words("cannot run", "bad"), str(reason))
+    for name, reasons in groupby(answer.refused, lambda reason: reason.rule_id):
+        first, *others = reasons
+        if name == "memory":
+            text = first.message.partition(": ")[2]
+            more = f" Likewise on {len(others)} more." if others else ""
+            yield Fact(Words("cannot run", "bad"), f"{text}.{more}")
+            continue
+        yield from (Fact(Words("cannot run", "bad"), str(reason)) for reason in (first, *others))
     if answer.runs:
         yield Fact(Words("runs", "good"), "no Rule speaks against it, and it fits in memory")
 

@@ -357,7 +357,7 @@ MEGATRON = Program(
         "model.transformer_impl", "model.moe_token_dispatcher_type", "use_checkpoint*", "*gradient_as_bucket*",
         "trainer.strategy.*", "fp8_amax*", "fp8_*gather", "conditions_none", "async_save", "use_persistent*",
         "deterministic_mode", "empty_unused*", "no_gradient_accumulation_fusion", "attention_softmax_in_fp32",
-        "enable_*_timing", "*.fine_grained*", "*.offload_modules",
+        "enable_*_timing", "*.fine_grained*", "DDP_impl", "*.offload_modules",
     ),
     defaults={"layout.zero": 0, "layout.sp": False, "layout.cp_order": "zigzag", "layout.kernels": "te"},
     implied={"bf16": False},
