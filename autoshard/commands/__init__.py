@@ -25,9 +25,11 @@ COMMANDS = {  # each is a function of its name, in a module of its name, whose d
     "list": "list the names that options take: models, clusters, engines, schedules, ...",
     "completion": "print the script with which bash, zsh or fish completes commands and options",
 }
+_FOLDERS = {"import": "interchange", "export": "interchange"}  # of commands that have one
 
 
 def command_of(name: str) -> Callable[..., int]:
     """Return the function of a command; only its own module is imported. Words of Python get a line at their end."""
     function = f"{name}_" if iskeyword(name) else name
-    return getattr(importlib.import_module(f"autoshard.commands.{function}"), function)
+    folder = f"{_FOLDERS[name]}." if name in _FOLDERS else ""
+    return getattr(importlib.import_module(f"autoshard.commands.{folder}{function}"), function)

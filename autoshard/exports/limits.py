@@ -6,7 +6,7 @@ from itertools import combinations
 from typing import Any, cast
 
 from autoshard.imports.stages import recompute_of_stages
-from autoshard.imports.table import Program
+from autoshard.imports.table import OtherProgram
 from autoshard.plan.candidate import Candidate, even_stages
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute, stages_text
@@ -36,11 +36,11 @@ class Expressed:
 
 
 @dataclass(slots=True)
-class _Change:
+class _Rewriting:
     """A candidate that becomes expressible step by step."""
 
     plan: Plan
-    program: Program
+    program: OtherProgram
     kernels: str
     candidate: Candidate
     differences: list[Difference]
@@ -56,12 +56,12 @@ class _Change:
         return self.candidate.stages or even_stages(self.plan.model.num_layers, count)
 
 
-def expressed(plan: Plan, program: Program) -> Expressed:
+def expressed(plan: Plan, program: OtherProgram) -> Expressed:
     """Return the nearest layout to that of a plan that a program can express."""
     kernels = program.kernels
     if plan.kernels.startswith(("nxd", "torch_async", "torch_comp", "torch_cuda")) and _same_family(plan, program):
         kernels = plan.kernels
-    change = _Change(plan, program, kernels, _with_kernels(plan, kernels), [])
+    change = _Rewriting(plan, program, kernels, _with_kernels(plan, kernels), [])
     planned = change.candidate
     for step in _STEPS:
         step(change)
@@ -78,7 +78,7 @@ def expressed(plan: Plan, program: Program) -> Expressed:
     )
 
 
-def _same_family(plan: Plan, program: Program) -> bool:
+def _same_family(plan: Plan, program: OtherProgram) -> bool:
     return plan.kernels.startswith(program.kernels.partition("_")[0])
 
 
@@ -104,7 +104,7 @@ def _named(ops: Sequence[str], kernels: str) -> tuple[str, ...]:
     return tuple(name for name in names if not any(sets[name] < sets[larger] for larger in names))
 
 
-def _axes(change: _Change) -> None:
+def _axes(change: _Rewriting) -> None:
     """Give the ranks of axes that a program does not have to data parallelism."""
     limits, candidate = change.program.limits, change.candidate
     for axis in _AXES:
@@ -134,7 +134,7 @@ def _micro_batch(batch: int, dp: int, mbs: int) -> int:
     return max(fitting, default=mbs)
 
 
-def _schedule(change: _Change) -> None:
+def _schedule(change: _Rewriting) -> None:
     candidate, limits = change.candidate, change.program.limits
     if candidate.pp == 1 or candidate.schedule in limits.schedules:
         return
@@ -149,7 +149,7 @@ def _schedule(change: _Change) -> None:
         change.become(what, "1f1b", schedule="1f1b")
 
 
-def _stages(change: _Change) -> None:
+def _stages(change: _Rewriting) -> None:
     """Use the program's own split where its cuts are not free."""
     candidate, program = change.candidate, change.program
     free = program.limits.stages == "free" or (program.limits.stages == "one a rank" and candidate.vp == 1)
@@ -167,7 +167,7 @@ def _words(layers: Sequence[int]) -> str:
     return Candidate(pp=len(layers), stages=tuple(layers)).__str__().partition("stages=")[2]
 
 
-def _heaviest(change: _Change) -> Recompute:
+def _heaviest(change: _Rewriting) -> Recompute:
     """Return the recompute of a plan's stages that computes most again: what fits with another fits with it."""
 
     def weight(kind: Recompute) -> tuple[int, int]:
@@ -177,7 +177,7 @@ def _heaviest(change: _Change) -> Recompute:
     return max(change.candidate.recompute, key=weight)
 
 
-def _recompute(change: _Change) -> None:
+def _recompute(change: _Rewriting) -> None:
     """Use one kind for all stages, of those that the program has."""
     candidate, limits = change.candidate, change.program.limits
     if all(kind in kinds for kinds in [tuple(_kinds(change))] for kind in candidate.recompute):
@@ -191,7 +191,7 @@ def _recompute(change: _Change) -> None:
     change.become(what, f"{stages_text(stages)} in all stages", recompute=stages)
 
 
-def _is_part(change: _Change) -> bool:
+def _is_part(change: _Rewriting) -> bool:
     """Say whether stages recompute the same number of layers, or all where they have no more."""
     counts = [kind.num_layers for kind in change.candidate.recompute if kind.num_layers]
     if not counts:
@@ -200,7 +200,7 @@ def _is_part(change: _Change) -> bool:
     return written == change.candidate.recompute
 
 
-def _kinds(change: _Change) -> Iterator[Recompute]:
+def _kinds(change: _Rewriting) -> Iterator[Recompute]:
     """Yield the kinds of the candidate's recompute that the program can say."""
     limits = change.program.limits
     for kind in set(change.candidate.recompute):
@@ -214,7 +214,7 @@ def _kinds(change: _Change) -> Iterator[Recompute]:
             yield kind
 
 
-def _is_nameable(change: _Change, kind: Recompute) -> bool:
+def _is_nameable(change: _Rewriting, kind: Recompute) -> bool:
     choices = change.program.limits.selective
     if choices is None:
         return set(kind.ops) <= set(load_kernels(change.kernels).selective)
@@ -224,7 +224,7 @@ def _is_nameable(change: _Change, kind: Recompute) -> bool:
     )
 
 
-def _nearest(change: _Change, kind: Recompute) -> Recompute:
+def _nearest(change: _Rewriting, kind: Recompute) -> Recompute:
     """Return the kind that computes as much again or more, and can be said."""
     limits, table = change.program.limits, load_kernels(change.kernels)
     if kind in set(_kinds(change)):
@@ -240,7 +240,7 @@ def _nearest(change: _Change, kind: Recompute) -> Recompute:
     return _FULL
 
 
-def _zero(change: _Change) -> None:
+def _zero(change: _Rewriting) -> None:
     candidate, limits = change.candidate, change.program.limits
     whole = candidate.dp * candidate.cp
     if whole == 1:
@@ -257,7 +257,7 @@ def _zero(change: _Change) -> None:
         change.become(f"ZeRO over groups of {group} ranks", f"over all {whole} ranks", zero_group=None)
 
 
-def _ring(change: _Change) -> None:
+def _ring(change: _Rewriting) -> None:
     candidate, limits = change.candidate, change.program.limits
     if candidate.cp == 1:
         return
@@ -268,14 +268,14 @@ def _ring(change: _Change) -> None:
         change.become(f"cp_order {candidate.cp_order}", order, cp_order=cast(Any, order))
 
 
-def _sequence(change: _Change) -> None:
+def _sequence(change: _Rewriting) -> None:
     candidate = change.candidate
     if candidate.tp > 1 and candidate.sequence_parallel not in change.program.limits.sp:
         now = candidate.sequence_parallel
         change.become(f"sp={str(now).lower()}", f"sp={str(not now).lower()}", sp=not now)
 
 
-def _placing(change: _Change) -> None:
+def _placing(change: _Rewriting) -> None:
     """Leave out what no program can say: the layout between blocks, and the order of the ranks of a node."""
     candidate = change.candidate
     if candidate.boundary is not None:
@@ -285,6 +285,6 @@ def _placing(change: _Change) -> None:
         change.become(f"place {candidate.place}", "its own order of the ranks of a node", place=None)
 
 
-_STEPS: tuple[Callable[[_Change], None], ...] = (
+_STEPS: tuple[Callable[[_Rewriting], None], ...] = (
     _axes, _schedule, _stages, _recompute, _zero, _ring, _sequence, _placing,
 )  # fmt: skip

@@ -7,7 +7,7 @@ from autoshard.cost.doubt import ratio_of
 from autoshard.errors import InputError
 from autoshard.exports.limits import Expressed, expressed
 from autoshard.exports.writing import text_of
-from autoshard.imports.table import Program
+from autoshard.imports.table import OtherProgram
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.explanation import Ratio
 from autoshard.plan.plan import Plan
@@ -22,7 +22,7 @@ from autoshard.spec.workload import Precision
 class ExportAnswer:
     """A plan in the form of a program; both plans have the program's kernels, and None is one without a price."""
 
-    program: Program
+    program: OtherProgram
     text: str
     expressed: Expressed
     planned: Plan | None
@@ -32,7 +32,7 @@ class ExportAnswer:
     ratio: Ratio | None  # as it is run, against as it was planned
 
 
-def exported(plan: Plan, program: Program) -> ExportAnswer:
+def exported(plan: Plan, program: OtherProgram) -> ExportAnswer:
     """Write a plan for a program, and price what it cannot express."""
     found = expressed(plan, program)
     request = request_of_plan(plan, calibration_of(plan))

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from autoshard.exports.limits import Expressed
 from autoshard.imports.programs.torchtitan import base_of
-from autoshard.imports.table import Facts, Program
+from autoshard.imports.table import Facts, OtherProgram
 from autoshard.plan.candidate import even_stages
 from autoshard.plan.plan import Plan
 from autoshard.version import __version__
@@ -59,7 +59,7 @@ def _model_facts(plan: Plan) -> dict[str, Any]:
     return {f"model.{key}": value for key, value in {**facts, **(experts if model.num_experts else {})}.items()}
 
 
-def keys_of(program: Program, facts: Facts) -> dict[str, Any]:
+def keys_of(program: OtherProgram, facts: Facts) -> dict[str, Any]:
     """Return the keys that a program's table writes for facts, by their whole paths."""
     keys: dict[str, Any] = {}
     for entry in program.entries:
@@ -67,7 +67,7 @@ def keys_of(program: Program, facts: Facts) -> dict[str, Any]:
     return keys
 
 
-def text_of(program: Program, plan: Plan, expressed: Expressed) -> str:
+def text_of(program: OtherProgram, plan: Plan, expressed: Expressed) -> str:
     """Return the text of the file."""
     keys = keys_of(program, facts_of(plan, expressed))
     about = f"Written by autoshard {__version__} export for {program.title} ({program.source}): {plan.model.name} on "

@@ -7,7 +7,7 @@ from autoshard.cost.doubt import ratio_of
 from autoshard.errors import InputError
 from autoshard.imports.imported import ImportedRun
 from autoshard.imports.question import Assumed, ImportedQuestion, question_of
-from autoshard.imports.table import Program
+from autoshard.imports.table import OtherProgram
 from autoshard.plan.explanation import Ratio
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.columns import Columns
@@ -42,7 +42,7 @@ class ImportAnswer:
 
 
 def fitting_question(run: ImportedRun, options: QuestionOptions, nodes: int | None = None) -> ImportedQuestion:
-    """Return the question of a configuration; if it leaves nodes open, on the fewest doublings of them where it fits."""
+    """Return the question of a configuration; nodes that it leaves open are doubled until the layout fits."""
     first = question_of(run, options, nodes)
     if not first.opens_nodes:
         return first
@@ -101,7 +101,7 @@ def _best(question: ImportedQuestion, search: Callable[[Request], SearchResult])
     return None, why_none(request, result)
 
 
-def runs_in(program: Program) -> Rule:
+def runs_in(program: OtherProgram) -> Rule:
     """Return the Rule that a program refuses the axes, schedules and stages of ZeRO that it does not have."""
     limits, schedules = program.limits, tuple(program.limits.schedules)
     absent = tuple(axis for axis in _LAYOUT if axis not in limits.axes)

@@ -14,7 +14,7 @@ from autoshard.imports.programs.deepspeed import DEEPSPEED
 from autoshard.imports.programs.megatron import BRIDGE, MEGATRON
 from autoshard.imports.programs.nxdt import NXDT
 from autoshard.imports.programs.torchtitan import TORCHTITAN
-from autoshard.imports.table import Facts, Program, matching, placed
+from autoshard.imports.table import Facts, OtherProgram, matching, placed
 
 PROGRAMS = (NXDT, ACCELERATE, DEEPSPEED, TORCHTITAN, BRIDGE, MEGATRON)
 _LONGEST = 60
@@ -25,7 +25,7 @@ _OFF: tuple[object, ...] = (None, False, 0, "", "none", [], "no", "false")  # of
 class ImportedRun:
     """The facts of one configuration, and which of its keys say nothing, or nothing that could be read."""
 
-    program: Program
+    program: OtherProgram
     file: str
     name: str  # of the function of a Python file; "" elsewhere
     facts: Facts = field(hash=False)
@@ -54,7 +54,7 @@ def read_run(typed: str) -> ImportedRun:
     return replace(_run(programs[key], str(path), key, values), comment=comment_of(path))
 
 
-def _program_of(values: Mapping[str, Any]) -> Program | None:
+def _program_of(values: Mapping[str, Any]) -> OtherProgram | None:
     """Return the first program of which a file has a key that tells it."""
     for program in PROGRAMS:
         if any(matching(path, mark) for path in values for mark in program.marks):
@@ -62,7 +62,7 @@ def _program_of(values: Mapping[str, Any]) -> Program | None:
     return None
 
 
-def _run(program: Program, file: str, name: str, values: Mapping[str, Any]) -> ImportedRun:
+def _run(program: OtherProgram, file: str, name: str, values: Mapping[str, Any]) -> ImportedRun:
     read: dict[str, Any] = {}
     unread: list[str] = []
     places: dict[str, str] = {}

@@ -1,15 +1,15 @@
 """Which model a configuration is about: a card by name, a card by shape, or sizes that are written out."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, cast
 
 from autoshard.errors import InputError
 from autoshard.imports.imported import ImportedRun
+from autoshard.spec.files import parsed_json
 from autoshard.spec.hf_config import spec_from_config
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
@@ -44,7 +44,7 @@ def squeezed(name: str) -> str:
 def _shapes() -> Mapping[str, Mapping[str, Any]]:
     """Return the configs of models that have no card, by their names on Hugging Face."""
     text = (resources.files("autoshard.imports") / "models.json").read_text("utf-8")
-    return json.loads(text)["models"]
+    return cast(dict[str, Any], parsed_json(text, "models.json"))["models"]
 
 
 def model_of(run: ImportedRun, typed: str | None) -> tuple[ModelSpec, str]:

@@ -5,18 +5,19 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, cast
 
-from autoshard.errors import InputError
+from autoshard.errors import InputError, require
 from autoshard.imports.imported import ImportedRun
 from autoshard.imports.model import model_of
 from autoshard.imports.stages import recompute_of_stages, with_ends
 from autoshard.imports.table import Facts
 from autoshard.plan.candidate import Candidate, even_stages, parse_pins
-from autoshard.plan.recompute import Recompute
+from autoshard.plan.recompute import MAX_ITEMS, Recompute
 from autoshard.plan.rules.columns import Engine
 from autoshard.search.ask.api import request_of
-from autoshard.search.bound.request import Request, resolved
+from autoshard.search.bound.request import MOST_RANKS, Request, resolved
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import cluster_names, load_cluster
 from autoshard.spec.kernels import load_kernels
@@ -66,12 +67,31 @@ def question_of(
     ``why`` is said of a number of nodes that nobody typed.
     """
     model, model_from = model_of(run, options.model)
-    builder = _Builder(run=run, options=options, nodes=nodes, model=model, assumed=[why] if why else [])
+    builder = _QuestionBuilder(run=run, options=options, nodes=nodes, model=model, assumed=[why] if why else [])
     return builder.question(model_from)
 
 
+def _refuse_counts(facts: Facts, file: str) -> None:
+    """Refuse counts that no run can have, and pipelines that nobody could list."""
+    counts = {name: facts[name] for name in _COUNTS if facts.get(name) is not None}
+    stages = int(facts.get("layout.pp", 1)) * int(facts.get("layout.vp", 1))
+    where = Path(file).name
+    require(
+        *((1 <= int(count) <= MOST_RANKS, where, f"{name.partition('.')[2]} must be 1 to {MOST_RANKS}, not {count}")
+          for name, count in counts.items()),
+        (stages <= MAX_ITEMS, where, f"{stages} stages; a pipeline has at most {MAX_ITEMS}"),
+    )  # fmt: skip
+
+
+_COUNTS = (
+    *(f"layout.{key}" for key in ("tp", "pp", "cp", "ep", "dp", "vp", "mbs", "replicas", "shards", "layers_per_stage")),
+    *("layout.every", "layout.zero_group", "cluster.nodes", "cluster.per_node", "cluster.ranks", "work.accumulation"),
+    *("work.seq_len", "work.global_batch"),
+)
+
+
 @dataclass(slots=True, kw_only=True)
-class _Builder:
+class _QuestionBuilder:
     """Collects what is assumed on the way."""
 
     run: ImportedRun
@@ -92,6 +112,7 @@ class _Builder:
     def question(self, model_from: str) -> ImportedQuestion:
         """Return the question and the candidate."""
         facts = self.facts
+        _refuse_counts(facts, self.run.file)
         sizes = {axis: int(facts.get(f"layout.{axis}", 1)) for axis in _AXES}
         name, lnc = self._cluster_name()
         cluster = self._cluster(name, lnc, sizes, facts)
@@ -149,9 +170,7 @@ class _Builder:
             return load_cluster(name, self.nodes, lnc=lnc)
         ranks, why = self._stated_ranks(node.ranks_per_node)
         if ranks is None or ranks % need:
-            nodes = -(-need // node.ranks_per_node)
-            while node.ranks_per_node > 1 and nodes * node.ranks_per_node % need and nodes < need:
-                nodes += 1
+            nodes = math.lcm(need, node.ranks_per_node) // node.ranks_per_node
             said = f"the file says {ranks} ranks, but " if ranks else ""
             said = said or "the file names no number of nodes; "
             count = f"{nodes} {'node' if nodes == 1 else 'nodes'}"

@@ -17,7 +17,7 @@ _TRUE, _FALSE = ("true", "yes", "1"), ("false", "no", "0", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class KeyEntry:
     """Some keys of a program and the facts that they state; ``reads`` gets only the keys that a file has."""
 
     keys: tuple[str, ...]
@@ -49,12 +49,12 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class OtherProgram:
     """One program: its table, what of its files changes neither the time nor the memory of a step, and its limits."""
 
     name: str
     title: str
-    entries: tuple[Entry, ...]
+    entries: tuple[KeyEntry, ...]
     harmless: tuple[str, ...]
     defaults: Facts  # what the program does where a file says nothing, with the names of facts
     bases: tuple[str, ...] = ()  # functions of other files whose values are the implied ones
@@ -62,6 +62,7 @@ class Program:
     cluster: str  # where a file names none
     kernels: str  # with which an export is priced
     limits: Limits
+    engine: str = "torch"  # of the plans that it takes
     form: str  # of the file that is written
     marks: tuple[str, ...]  # keys by which its files are told from those of others: any of these
     sections: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])  # of written keys
@@ -80,26 +81,26 @@ class Program:
         return frozenset(key for entry in self.entries for key in entry.keys)
 
 
-def same(key: str, fact: str, convert: Callable[[Any], Any] | None = None) -> Entry:
+def same(key: str, fact: str, convert: Callable[[Any], Any] | None = None) -> KeyEntry:
     """Return the entry of a key that has the value of one fact.
 
     >>> same("tensor_parallel_degree", "layout.tp").writes({"layout.tp": 8})
     {'tensor_parallel_degree': 8}
     """
     read = convert or whole
-    return Entry(
+    return KeyEntry(
         keys=(key,),
         reads=lambda keys: {} if keys[key] is None else {fact: read(keys[key])},
         writes=lambda facts: {key: facts[fact]} if fact in facts else {},
     )
 
 
-def read_only(*keys: str, reads: Callable[[Keys], Facts]) -> Entry:
+def read_only(*keys: str, reads: Callable[[Keys], Facts]) -> KeyEntry:
     """Return an entry that is never written: an older spelling, or what another entry writes."""
-    return Entry(keys=keys, reads=reads)
+    return KeyEntry(keys=keys, reads=reads)
 
 
-def alias(key: str, fact: str, convert: Callable[[Any], Any] | None = None) -> Entry:
+def alias(key: str, fact: str, convert: Callable[[Any], Any] | None = None) -> KeyEntry:
     """Return the entry of another spelling of a key, which is read and never written."""
     return read_only(key, reads=same(key, fact, convert).reads)
 
@@ -162,7 +163,7 @@ def matching(path: str, key: str) -> bool:
     return path == key.removeprefix("/") or path.endswith(f".{key}")
 
 
-def placed(program: Program, values: Keys) -> Iterator[tuple[str, str]]:
+def placed(program: OtherProgram, values: Keys) -> Iterator[tuple[str, str]]:
     """Yield each path of a file that the table has, with the key: the longest that fits."""
     for path in values:
         fits = [key for key in program.keys if matching(path, key)]

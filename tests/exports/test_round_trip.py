@@ -13,7 +13,7 @@ from autoshard.exports.writing import SUFFIXES, text_of
 from autoshard.imports.imported import PROGRAMS, read_run
 from autoshard.imports.programs.megatron import layout_of_stages, stages_of_layout
 from autoshard.imports.question import ImportedQuestion, question_of
-from autoshard.imports.table import Program
+from autoshard.imports.table import OtherProgram
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
@@ -21,7 +21,7 @@ from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model_catalogue import load_model
-from autoshard.spec.recipe import QuestionOptions
+from autoshard.spec.recipe import Pins, QuestionOptions
 from autoshard.spec.workload import Precision, Workload
 
 WRITTEN = {program.name: program for program in PROGRAMS if program.name != "bridge"}
@@ -40,13 +40,13 @@ def plan_at(model: str, candidate: Candidate, precision: str = "bf16", cluster: 
     return build_plan(candidate, load_model(model), machine, workload(precision), engine)
 
 
-def imported(program: Program, plan: Plan, found: Expressed) -> ImportedQuestion:
+def imported(program: OtherProgram, plan: Plan, found: Expressed) -> ImportedQuestion:
     """Write a plan for a program and read it again, as somebody does who knows what does not stand in the file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{plan.model.name}.{SUFFIXES[program.form]}"
         path.write_text(text_of(program, plan, found), encoding="utf-8")
         unsaid = program.limits.unsaid
-        fix = f"mbs={found.candidate.mbs}" if "layout.mbs" in unsaid else None
+        fix = Pins(f"mbs={found.candidate.mbs}") if "layout.mbs" in unsaid else None
         options = QuestionOptions(
             model=plan.model.name, cluster=plan.cluster.name, seq_len=2048, fix=fix,
             lnc=plan.cluster.lnc, global_batch=256 if "work.seq_len" in unsaid else None,
@@ -90,7 +90,7 @@ def test_an_exported_layout_is_imported_as_what_was_said(name: str, chosen: tupl
     (model, candidate), program = chosen, WRITTEN[name]
     cluster = "trn1.32xlarge" if name == "nxdt" else "h100"
     if name == "nxdt":
-        names = dict(zip(("attention", "norms", "mlp"), ("CoreAttention", "LlamaRMSNorm", "LlamaMLP"), strict=True))
+        names: dict[str, str] = {"attention": "CoreAttention", "norms": "LlamaRMSNorm", "mlp": "LlamaMLP"}
         kinds = [replace(kind, ops=tuple(names[op] for op in kind.ops)) for kind in candidate.recompute]
         ranks = load_cluster(cluster).ranks_per_node
         nodes = -(-candidate.num_ranks // ranks)

@@ -71,4 +71,5 @@ def test_every_command_of_the_page_about_other_programs_runs(
     for words in lines("interchange"):
         code = main(words)
         assert code == 0, f"{words}\n{capsys.readouterr()}"
-    assert {path.name for path in tmp_path.iterdir()} >= {"plan.json", "mine.nxdt.yaml", "train.sh"}
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written >= {"plan.json", "plan.nxdt.yaml", "train.sh", "mine.torchtitan.py"}

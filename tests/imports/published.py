@@ -50,7 +50,7 @@ distributed_strategy:
   kv_replicator: 4
 data: {micro_batch_size: 1, global_batch_size: 1024}
 model:
-  model_config: /home/ubuntu/config.json
+  model_config: config.json
   encoder_seq_length: 8192
   max_position_embeddings: 8192
   num_layers: 80

@@ -23,7 +23,7 @@ class Unread:
 
 
 @dataclass(slots=True)
-class _Reader:
+class _RecipeReader:
     """The functions and constants of one file."""
 
     functions: Mapping[str, ast.FunctionDef]
@@ -190,7 +190,7 @@ def configurations(text: str, where: str) -> dict[str, dict[str, Any]]:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InputError.of(where, f"is not Python that can be read: {error}") from None
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    reader = _Reader(functions)
+    reader = _RecipeReader(functions)
     results: dict[str, dict[str, Any]] = {}
     try:
         for node in tree.body:

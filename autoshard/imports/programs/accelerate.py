@@ -6,7 +6,7 @@ Length and micro-batch stand in the training script, and are options of the impo
 from typing import Any
 
 from autoshard.imports.programs.shared import FULL, NONE, accumulated, accumulation, recompute_of
-from autoshard.imports.table import Entry, Facts, Keys, Limits, Program, alias, read_only, same, truth, whole
+from autoshard.imports.table import Facts, KeyEntry, Keys, Limits, OtherProgram, alias, read_only, same, truth, whole
 
 _STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 1, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 1}
 _NUMBERED = tuple(_STAGES)  # version 0.11 wrote numbers from 1 on
@@ -78,7 +78,7 @@ def _written_precision(facts: Facts) -> Keys:
     return {"mixed_precision": names.get(str(facts.get("work.precision", "bf16")), "bf16")}
 
 
-ACCELERATE = Program(
+ACCELERATE = OtherProgram(
     name="accelerate",
     title="Accelerate",
     form="yaml",
@@ -89,23 +89,23 @@ ACCELERATE = Program(
     entries=(
         same("num_machines", "cluster.nodes"),
         same("num_processes", "cluster.ranks"),
-        Entry(keys=_DISTRIBUTED, reads=_zero, writes=_written_zero),
+        KeyEntry(keys=_DISTRIBUTED, reads=_zero, writes=_written_zero),
         alias("parallelism_config_tp_size", "layout.tp"),
         alias("parallelism_config_cp_size", "layout.cp"),
-        Entry(
+        KeyEntry(
             keys=("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"),
             reads=_sizes,
             writes=_written_sizes,
         ),
-        Entry(keys=("fsdp_activation_checkpointing",), reads=_recompute, writes=_written_recompute),
-        Entry(
+        KeyEntry(keys=("fsdp_activation_checkpointing",), reads=_recompute, writes=_written_recompute),
+        KeyEntry(
             keys=("mixed_precision",),
             reads=lambda keys: {"work.precision": _PRECISIONS[str(keys["mixed_precision"]).lower()]}
             if str(keys["mixed_precision"]).lower() in _PRECISIONS
             else {"unread": [f"mixed_precision: {keys['mixed_precision']}"]},
             writes=_written_precision,
         ),
-        Entry(keys=("gradient_accumulation_steps",), reads=accumulated, writes=accumulation),
+        KeyEntry(keys=("gradient_accumulation_steps",), reads=accumulated, writes=accumulation),
         read_only("megatron_lm_tp_degree", reads=same("megatron_lm_tp_degree", "layout.tp").reads),
         alias("megatron_lm_pp_degree", "layout.pp"),
     ),

@@ -6,20 +6,20 @@ The model, the length of its sequences and the stages of a pipeline stand in the
 from typing import Any
 
 from autoshard.imports.programs.shared import FULL, NONE, accumulated, accumulation, recompute_of
-from autoshard.imports.table import Entry, Facts, Keys, Limits, Program, read_only, truth, whole
+from autoshard.imports.table import Facts, KeyEntry, Keys, Limits, OtherProgram, read_only, truth, whole
 
 _AUTO = "auto"
 
 
 def _zero(keys: Keys) -> Facts:
-    stage = whole(keys["zero_optimization.stage"])
+    stage = whole(keys.get("zero_optimization.stage") or 0)
     group = keys.get("zero_hpz_partition_size")
     unread = [] if group in (None, 1) else [f"zero_hpz_partition_size: {group}"]
     return {"layout.zero": 3 if stage == 3 else min(stage, 1), "work.stage": stage, "unread": unread}
 
 
-def _count(key: str, fact: str) -> Entry:
-    return Entry(
+def _count(key: str, fact: str) -> KeyEntry:
+    return KeyEntry(
         keys=(key,),
         reads=lambda keys: {} if keys[key] in (None, _AUTO) else {fact: whole(keys[key])},
         writes=lambda facts: {key: facts[fact]} if fact in facts else {},
@@ -66,7 +66,7 @@ def _written_recompute(facts: Facts) -> Keys:
 _RECOMPUTE = ("activation_checkpointing.partition_activations", "activation_checkpointing.cpu_checkpointing",
               "activation_checkpointing.contiguous_memory_optimization",
               "activation_checkpointing.number_checkpoints")  # fmt: skip
-DEEPSPEED = Program(
+DEEPSPEED = OtherProgram(
     name="deepspeed",
     title="DeepSpeed",
     form="json",
@@ -77,12 +77,12 @@ DEEPSPEED = Program(
     entries=(
         _count("train_batch_size", "work.global_batch"),
         _count("train_micro_batch_size_per_gpu", "layout.mbs"),
-        Entry(keys=("gradient_accumulation_steps",), reads=accumulated, writes=accumulation),
-        Entry(keys=("zero_optimization.stage", "zero_hpz_partition_size"), reads=_zero,
+        KeyEntry(keys=("gradient_accumulation_steps",), reads=accumulated, writes=accumulation),
+        KeyEntry(keys=("zero_optimization.stage", "zero_hpz_partition_size"), reads=_zero,
               writes=lambda facts: {"zero_optimization.stage": facts.get("layout.zero", 0)}),
         _count("tensor_parallel.autotp_size", "layout.tp"),
-        Entry(keys=_PRECISION, reads=_precision, writes=_written_precision),
-        Entry(keys=_RECOMPUTE, reads=lambda keys: {
+        KeyEntry(keys=_PRECISION, reads=_precision, writes=_written_precision),
+        KeyEntry(keys=_RECOMPUTE, reads=lambda keys: {
             "layout.recompute": FULL,
             "remarks": ["activation_checkpointing says how; that your script does it for all layers is assumed"],
         }, writes=_written_recompute),

@@ -25,11 +25,11 @@ from autoshard.imports.programs.shared import (
     selective,
 )
 from autoshard.imports.table import (
-    Entry,
     Facts,
+    KeyEntry,
     Keys,
     Limits,
-    Program,
+    OtherProgram,
     alias,
     number,
     read_only,
@@ -78,8 +78,8 @@ def _layout(keys: Keys) -> Facts:
     if value is None or value == "":
         return {}
     if isinstance(value, list):
-        rows = cast(list[list[str]], value)
-        stages = tuple(sum(name == "decoder" for name in row) for row in rows)
+        rows = cast(list[object], value)
+        stages = tuple(words(row).count("decoder") for row in rows)
     else:
         stages = stages_of_layout(str(value))
     return {"layout.stages": stages, "layout.num_stages": len(stages)}
@@ -248,7 +248,7 @@ def _written_instances(facts: Facts) -> Keys:
     return {"num_distributed_optimizer_instances": ranks // group} if group else {}
 
 
-MEGATRON = Program(
+MEGATRON = OtherProgram(
     name="megatron",
     title="Megatron-LM",
     form="arguments",
@@ -264,29 +264,29 @@ MEGATRON = Program(
         alias("trainer.devices", "cluster.per_node"),
         alias("world_size", "cluster.ranks"),
         *MESH,
-        Entry(
+        KeyEntry(
             keys=(
                 "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
                 "virtual_pipeline_model_parallel_size",
             ),
             reads=_chunks,
         ),
-        Entry(keys=("pipeline_model_parallel_layout",), reads=_layout, writes=_written_stages),
+        KeyEntry(keys=("pipeline_model_parallel_layout",), reads=_layout, writes=_written_stages),
         alias("decoder_first_pipeline_num_layers", "layout.first"),
         alias("num_layers_in_first_pipeline_stage", "layout.first"),
         alias("decoder_last_pipeline_num_layers", "layout.last"),
         alias("num_layers_in_last_pipeline_stage", "layout.last"),
-        Entry(
+        KeyEntry(
             keys=("sequence_parallel",),
             reads=lambda keys: {"layout.sp": truth(keys["sequence_parallel"])},
             writes=lambda facts: {"sequence_parallel": True} if facts.get("layout.sp") else {},
         ),
-        Entry(
+        KeyEntry(
             keys=("cp_comm_type",),
             reads=_cp_kind,
             writes=lambda facts: {"cp_comm_type": "a2a"} if facts.get("layout.cp_kind") == "all_to_all" else {},
         ),
-        Entry(
+        KeyEntry(
             keys=(
                 "use_distributed_optimizer", "use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2",
                 "data_parallel_sharding_strategy",
@@ -294,8 +294,8 @@ MEGATRON = Program(
             reads=_sharding,
             writes=_written_sharding,
         ),
-        Entry(keys=("num_distributed_optimizer_instances",), reads=_instances, writes=_written_instances),
-        Entry(
+        KeyEntry(keys=("num_distributed_optimizer_instances",), reads=_instances, writes=_written_instances),
+        KeyEntry(
             keys=("overlap_grad_reduce",),
             reads=_kernels,
             writes=lambda facts: {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -306,7 +306,7 @@ MEGATRON = Program(
         alias("encoder_seq_length", "work.seq_len"),
         *SIZES,
         same("ffn_hidden_size", "model.intermediate_size"),
-        Entry(keys=("group_query_attention", "num_query_groups"), reads=heads, writes=written_heads),
+        KeyEntry(keys=("group_query_attention", "num_query_groups"), reads=heads, writes=written_heads),
         same("kv_channels", "model.head_dim"),
         same("vocab_size", "model.vocab_size"),
         read_only("tokenizer_type", reads=lambda keys: {"model.tokenizer": str(keys["tokenizer_type"])}),
@@ -314,21 +314,21 @@ MEGATRON = Program(
         same("norm_epsilon", "model.rms_norm_eps", number),
         same("hidden_dropout", "model.hidden_dropout", number),
         same("attention_dropout", "model.attention_dropout", number),
-        Entry(keys=MODEL, reads=model, writes=written_model),
+        KeyEntry(keys=MODEL, reads=model, writes=written_model),
         same("num_experts", "model.num_local_experts"),
         same("moe_router_topk", "model.num_experts_per_tok"),
         alias("moe_ffn_hidden_size", "model.intermediate_size"),
-        Entry(
+        KeyEntry(
             keys=("moe_expert_capacity_factor",),
             reads=lambda keys: {} if keys["moe_expert_capacity_factor"] is None
             else {"work.expert_capacity": number(keys["moe_expert_capacity_factor"])},
         ),
-        Entry(keys=_RECOMPUTE, reads=lambda keys: _recompute(_nemo_recompute(keys)), writes=_written_recompute),
-        Entry(keys=_PRECISION, reads=_precision, writes=_written_precision),
-        Entry(keys=("account_for_embedding_in_pipeline_split",), reads=lambda keys: {
+        KeyEntry(keys=_RECOMPUTE, reads=lambda keys: _recompute(_nemo_recompute(keys)), writes=_written_recompute),
+        KeyEntry(keys=_PRECISION, reads=_precision, writes=_written_precision),
+        KeyEntry(keys=("account_for_embedding_in_pipeline_split",), reads=lambda keys: {
             "layout.first_less": int(truth(keys["account_for_embedding_in_pipeline_split"]))
         }),
-        Entry(keys=("account_for_loss_in_pipeline_split",), reads=lambda keys: {
+        KeyEntry(keys=("account_for_loss_in_pipeline_split",), reads=lambda keys: {
             "layout.last_less": int(truth(keys["account_for_loss_in_pipeline_split"]))
         }),
         read_only(

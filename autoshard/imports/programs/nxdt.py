@@ -17,7 +17,20 @@ from autoshard.imports.programs.shared import (
     recompute_of,
     selective,
 )
-from autoshard.imports.table import Entry, Facts, Keys, Limits, Program, alias, number, read_only, same, truth, whole
+from autoshard.imports.table import (
+    Facts,
+    KeyEntry,
+    Keys,
+    Limits,
+    OtherProgram,
+    alias,
+    number,
+    read_only,
+    same,
+    truth,
+    whole,
+    words,
+)
 from autoshard.spec.kernels import load_kernels
 
 PRECISIONS: Mapping[str, str] = {
@@ -32,12 +45,12 @@ _ACTIVATIONS = {"swiglu": "silu", "gelu": "gelu"}
 
 
 def _precision(keys: Keys) -> Facts:
-    kind = str(keys["precision.type"])
+    kind = str(keys.get("precision.type", "mixed_precision"))
     if kind == "manual":
         masters, sums = truth(keys.get("master_weights")), truth(keys.get("fp32_grad_acc"))
         parts = [*([] if masters else ["masters=none"]), *([] if sums else ["gradients=bf16"])]
         return {"work.precision": ",".join(["bf16", *parts])}
-    return {"work.precision": PRECISIONS[kind]} if kind in PRECISIONS else {}
+    return {"work.precision": PRECISIONS[kind]} if kind in PRECISIONS else {"unread": [f"precision.type: {kind}"]}
 
 
 def _written_precision(facts: Facts) -> Keys:
@@ -69,7 +82,7 @@ def _cuts(keys: Keys) -> Facts:
     cuts = keys["pipeline_cuts"]
     if not cuts:
         return {}
-    return {"layout.cuts": tuple(whole(str(name).rpartition(".")[2]) for name in cuts)}
+    return {"layout.cuts": tuple(whole(name.rpartition(".")[2]) for name in words(cuts))}
 
 
 def _written_cuts(facts: Facts) -> Keys:
@@ -107,10 +120,13 @@ def _written_attention(facts: Facts) -> Keys:
 
 
 def _devices(keys: Keys) -> Facts:
-    lnc, devices = keys.get("trainer.lnc"), whole(keys["trainer.devices"])
+    lnc = keys.get("trainer.lnc")
+    if keys.get("trainer.devices") is None:
+        return {} if lnc is None else {"cluster.lnc": whole(lnc)}
+    devices = whole(keys["trainer.devices"])
     facts: dict[str, Any] = {"cluster.per_node": devices}
     if lnc is not None or devices in (64, 128):
-        return {**facts, "cluster.name": "trn2.48xlarge", "cluster.lnc": whole(lnc or 128 // devices)}
+        return {**facts, "cluster.name": "trn2.48xlarge", "cluster.lnc": whole(lnc or 128 // max(1, devices))}
     return {**facts, "cluster.name": "trn1.32xlarge"} if devices == 32 else facts
 
 
@@ -131,35 +147,38 @@ def _model(keys: Keys) -> Facts:
     if "position_embedding_type" in keys:
         facts["model.positions"] = "rotary" if keys["position_embedding_type"] == "rope" else "learned"
     if "activation" in keys:
-        facts |= {"model.gated": keys["activation"] == "swiglu", "model.hidden_act": _ACTIVATIONS[keys["activation"]]}
+        name = str(keys["activation"])
+        facts |= {"model.gated": name == "swiglu", "model.hidden_act": _ACTIVATIONS.get(name, name)}
     if "has_bias" in keys:
         facts["model.bias"] = truth(keys["has_bias"])
     return facts
 
 
+_ATTENTION = ("fusions.flash_attention", "fusions.ring_attention")
 _MODEL = ("normalization", "position_embedding_type", "activation", "has_bias")
-NXDT = Program(
+NXDT = OtherProgram(
     name="nxdt",
     title="NxD Training",
     form="yaml",
+    engine="nxd",
     marks=("zero1", "distributed_strategy.tensor_model_parallel_size"),
     cluster="trn1.32xlarge",
     kernels="nxd",
     source="aws-neuron/neuronx-distributed-training 9169aa0",
     entries=(
-        Entry(keys=("trainer.devices", "trainer.lnc"), reads=_devices, writes=_written_devices),
+        KeyEntry(keys=("trainer.devices", "trainer.lnc"), reads=_devices, writes=_written_devices),
         same("trainer.num_nodes", "cluster.nodes"),
         *MESH,
-        Entry(
+        KeyEntry(
             keys=("virtual_pipeline_model_parallel_size",),
             reads=lambda keys: {"layout.vp": whole(keys["virtual_pipeline_model_parallel_size"] or 1)},
             writes=lambda facts: {"virtual_pipeline_model_parallel_size": facts.get("layout.vp", 1)},
         ),
-        Entry(keys=("zero1",), reads=_zero, writes=lambda facts: {"zero1": facts.get("layout.zero", 1) == 1}),
+        KeyEntry(keys=("zero1",), reads=_zero, writes=lambda facts: {"zero1": facts.get("layout.zero", 1) == 1}),
         same("sequence_parallel", "layout.sp", truth),
         same("kv_replicator", "cluster.kv_replicas"),
         *BATCH,
-        Entry(
+        KeyEntry(
             keys=("encoder_seq_length", "seq_length"),
             reads=_length,
             writes=lambda facts: {"encoder_seq_length": facts["work.seq_len"]},
@@ -180,24 +199,24 @@ NXDT = Program(
         read_only("moe.capacity_factor", "moe.dropless", reads=lambda keys: {
             "work.expert_capacity": None if truth(keys.get("moe.dropless")) else number(keys["moe.capacity_factor"])
         } if keys.get("moe.capacity_factor") is not None else {}),
-        Entry(
+        KeyEntry(
             keys=("activations_checkpoint_granularity", "activations_checkpoint_recompute"),
             reads=_recompute,
             writes=_written_recompute,
         ),
-        Entry(keys=("pipeline_cuts",), reads=_cuts, writes=_written_cuts),
-        Entry(keys=("fusions.flash_attention", "fusions.ring_attention"), reads=_attention, writes=_written_attention),
-        Entry(
+        KeyEntry(keys=("pipeline_cuts",), reads=_cuts, writes=_written_cuts),
+        KeyEntry(keys=_ATTENTION, reads=_attention, writes=_written_attention),
+        KeyEntry(
             keys=("precision.type", "master_weights", "fp32_grad_acc"), reads=_precision, writes=_written_precision
         ),
         read_only("peft.lora_rank", reads=lambda keys: {"remarks": [ADAPTERS]}),
-        Entry(
+        KeyEntry(
             keys=("qkv_linear",),
             reads=lambda keys: {},
             writes=lambda facts: {"qkv_linear": True} if facts.get("layout.tp", 1) > 1 else {},
         ),
         read_only("model_config", reads=lambda keys: {"model.path": str(keys["model_config"])}),
-        Entry(keys=("/name",), reads=lambda keys: {"model.label": str(keys["/name"])}),
+        KeyEntry(keys=("/name",), reads=lambda keys: {"model.label": str(keys["/name"])}),
     ),
     harmless=(
         "seed", "model_source", "exp_manager.*", "trainer.*", "*.optim.*", "compiler_*", "aync_exec_*", "neuron_*",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from autoshard.imports.table import Entry, Facts, Keys, alias, number, same, whole, words
+from autoshard.imports.table import Facts, KeyEntry, Keys, alias, number, same, whole, words
 from autoshard.plan.recompute import Recompute
 
 MESH = (
@@ -39,7 +39,7 @@ def recompute_of(facts: Facts) -> Recompute:
     return stages[0]
 
 
-def rope() -> tuple[Entry, ...]:
+def rope() -> tuple[KeyEntry, ...]:
     """Return the entries of the base of rotary positions."""
     return same("rotary_base", "model.rope_theta", number), alias("rope_theta", "model.rope_theta", number)
 

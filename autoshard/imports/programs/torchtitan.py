@@ -5,11 +5,23 @@ Meanings are those of torchtitan/config/configs.py, job_config.py and distribute
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from autoshard.errors import InputError
 from autoshard.imports.programs.shared import FULL, NONE, recompute_of, selective
-from autoshard.imports.table import Entry, Facts, Keys, Limits, Program, alias, read_only, same, truth, whole
+from autoshard.imports.table import (
+    Facts,
+    KeyEntry,
+    Keys,
+    Limits,
+    OtherProgram,
+    alias,
+    read_only,
+    same,
+    truth,
+    whole,
+    words,
+)
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.record import show_value
 
@@ -71,12 +83,13 @@ def _written_schedule(facts: Facts) -> Keys:
 
 
 def _parts(keys: Keys) -> Facts:
-    parts: Any = keys["module_fqns_per_model_part"]
+    parts = keys["module_fqns_per_model_part"]
     if not parts:
         return {}
-    if not all(isinstance(names, list) for names in parts):
+    if not isinstance(parts, list) or not all(isinstance(names, list) for names in cast(list[object], parts)):
         raise InputError.of("", f"expected a list of lists of names, found {show_value(parts)}")
-    stages = tuple(sum(str(name).startswith(_LAYER) for name in names) for names in parts)
+    rows = [words(names) for names in cast(list[object], parts)]
+    stages = tuple(sum(name.startswith(_LAYER) for name in names) for names in rows)
     return {"layout.stages": stages, "layout.num_stages": len(stages)}
 
 
@@ -177,8 +190,8 @@ def _written_precision(facts: Facts) -> Keys:
 def _model(keys: Keys) -> Facts:
     """Read which model: its family and flavor, or the folder of its tokenizer."""
     path = str(keys.get("hf_assets_path") or "")
-    arguments: Any = keys.get("model_spec.args") or [keys.get("model.flavor")]
-    flavor, family = str(arguments[0] or ""), str(keys.get("model.name") or "")
+    arguments = (*words(keys.get("model_spec.args")), *words(keys.get("model.flavor")))
+    flavor, family = arguments[0] if arguments else "", str(keys.get("model.name") or "")
     facts: dict[str, Any] = {"model.flavor": f"{family}:{flavor}"} if flavor else {}
     return {**facts, "model.name": path.rpartition("/")[2]} if "assets/hf/" in path else facts
 
@@ -195,7 +208,7 @@ def _written_balancer(facts: Facts) -> Keys:
 
 _SIZES = ("local_batch_size", "training.global_batch_size", "pipeline_parallel_microbatch_size",
           "training.batch_size", "pipeline_parallel_degree")  # fmt: skip
-TORCHTITAN = Program(
+TORCHTITAN = OtherProgram(
     name="torchtitan",
     title="torchtitan",
     form="python",
@@ -208,18 +221,18 @@ TORCHTITAN = Program(
         same("pipeline_parallel_degree", "layout.pp"),
         same("context_parallel_degree", "layout.cp"),
         same("expert_parallel_degree", "layout.ep"),
-        Entry(keys=("data_parallel_replicate_degree", "data_parallel_shard_degree"), reads=_data_parallel,
+        KeyEntry(keys=("data_parallel_replicate_degree", "data_parallel_shard_degree"), reads=_data_parallel,
               writes=_written_data_parallel),
         same("enable_sequence_parallel", "layout.sp", truth),
-        Entry(keys=("pipeline_parallel_schedule",), reads=_schedule, writes=_written_schedule),
-        Entry(keys=("module_fqns_per_model_part",), reads=_parts, writes=_written_parts),
+        KeyEntry(keys=("pipeline_parallel_schedule",), reads=_schedule, writes=_written_schedule),
+        KeyEntry(keys=("module_fqns_per_model_part",), reads=_parts, writes=_written_parts),
         alias("pipeline_parallel_layers_per_stage", "layout.layers_per_stage"),
         alias("pipeline_parallel_first_stage_less_layers", "layout.first_less"),
         alias("pipeline_parallel_last_stage_less_layers", "layout.last_less"),
-        Entry(
+        KeyEntry(
             keys=("context_parallel_load_balancer", "load_balance"), reads=_load_balancer, writes=_written_balancer
         ),
-        Entry(
+        KeyEntry(
             keys=("num_tokens_per_microbatch_per_dp_rank", "num_tokens_per_train_step", "max_context_length",
                   "num_pp_microbatches"),
             reads=_tokens,
@@ -227,11 +240,11 @@ TORCHTITAN = Program(
         ),
         alias("training.seq_len", "work.seq_len"),
         read_only(*_SIZES, reads=lambda keys: _batch(keys) if keys.keys() - {"pipeline_parallel_degree"} else {}),
-        Entry(keys=("activation_checkpoint.call", "activation_checkpoint.mode", "selective_ac_option"),
+        KeyEntry(keys=("activation_checkpoint.call", "activation_checkpoint.mode", "selective_ac_option"),
               reads=_recompute, writes=_written_recompute),
-        Entry(keys=("compile.enable", "training.compile", "enable_async_tensor_parallel"), reads=_compiled,
+        KeyEntry(keys=("compile.enable", "training.compile", "enable_async_tensor_parallel"), reads=_compiled,
               writes=_written_compiled),
-        Entry(keys=("converters", "model_spec.converters", "enable_float8_linear", "training.dtype",
+        KeyEntry(keys=("converters", "model_spec.converters", "enable_float8_linear", "training.dtype",
                     "mixed_precision_param"), reads=_precision, writes=_written_precision),
         read_only("model_spec.args", "model.name", "model.flavor", "hf_assets_path", reads=_model),
     ),

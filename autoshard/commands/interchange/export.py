@@ -36,7 +36,11 @@ def export(
     target = out or plan.with_name(f"{plan.stem}.{to}.{SUFFIXES[program.form]}")
     require(*place_checks(target))
     read = load(plan)
-    require((read.model.traced is None, str(plan), f"{read.model.name} was read off its code. {NOT_RUN}"))
+    advice = "Plan for GPUs (--cluster h100)" if read.engine == "nxd" else "Plan for Trainium (--cluster trn1)"
+    require(
+        (read.model.traced is None, str(plan), f"{read.model.name} was read off its code. {NOT_RUN}"),
+        (read.engine == program.engine, f"--to {to}", f"{program.title} does not run on {read.cluster.name}. {advice}"),
+    )
     answer = exported(check_plan(read).plan, program)
     differs = target.is_file() and target.read_text(encoding="utf-8", errors="replace") != answer.text
     require((force or not differs, f"--out {target}", "holds something else, and is kept. Type --force to replace it"))
