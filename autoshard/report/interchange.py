@@ -60,7 +60,7 @@ def import_sheets(answer: ImportAnswer, figures: Node, next_step: str) -> Iterat
         question = f"{request.model.name} on {request.cluster.num_nodes} x {request.cluster.name}"
         layout = Fact("layout", Words(str(answer.question.candidate), "code"))
         yield Sheet(title=question, facts=[layout, *_verdict(answer)])
-    best = [Fact("best", cell) for cell in _best_words(answer, figures)]
+    best = [Fact("" if number else "best", cell) for number, cell in enumerate(_best_words(answer, figures))]
     model = Fact("model", request.model.name, f": {answer.question.model_from}")
     notes = [*_reading_notes(run.unread, len(run.harmless)), *(Words(remark, "warning") for remark in run.remarks)]
     notes = [*notes, *(Words(f"assumed {one}", "soft") for one in answer.question.assumed)]

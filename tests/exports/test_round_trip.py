@@ -49,7 +49,7 @@ def imported(program: OtherProgram, plan: Plan, found: Expressed) -> ImportedQue
         fix = Pins(f"mbs={found.candidate.mbs}") if "layout.mbs" in unsaid else None
         options = QuestionOptions(
             model=plan.model.name, cluster=plan.cluster.name, seq_len=2048, fix=fix,
-            lnc=plan.cluster.lnc, global_batch=256 if "work.seq_len" in unsaid else None,
+            lnc=plan.cluster.lnc, global_batch=256 if "work.global_batch" in unsaid else None,
         )  # fmt: skip
         return question_of(read_run(str(path)), options, plan.cluster.num_nodes)
 

@@ -5,7 +5,7 @@ Length and micro-batch stand in the training script, and are options of the impo
 
 from typing import Any
 
-from autoshard.imports.programs.shared import FULL, NONE, accumulated, accumulation, recompute_of
+from autoshard.imports.programs.shared import FULL, NONE, accumulated, recompute_of
 from autoshard.imports.table import Facts, KeyEntry, Keys, Limits, OtherProgram, alias, read_only, same, truth, whole
 
 _STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 1, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 1}
@@ -73,6 +73,10 @@ def _written_recompute(facts: Facts) -> Keys:
     return {"fsdp_config.fsdp_activation_checkpointing": full}
 
 
+def _accumulated(keys: Keys) -> Facts:
+    return accumulated({"gradient_accumulation_steps": keys["deepspeed_config.gradient_accumulation_steps"]})
+
+
 def _written_precision(facts: Facts) -> Keys:
     names = {ours: name for name, ours in _PRECISIONS.items()}
     return {"mixed_precision": names.get(str(facts.get("work.precision", "bf16")), "bf16")}
@@ -105,7 +109,7 @@ ACCELERATE = OtherProgram(
             else {"unread": [f"mixed_precision: {keys['mixed_precision']}"]},
             writes=_written_precision,
         ),
-        KeyEntry(keys=("gradient_accumulation_steps",), reads=accumulated, writes=accumulation),
+        read_only("deepspeed_config.gradient_accumulation_steps", reads=_accumulated),
         read_only("megatron_lm_tp_degree", reads=same("megatron_lm_tp_degree", "layout.tp").reads),
         alias("megatron_lm_pp_degree", "layout.pp"),
     ),
@@ -131,6 +135,11 @@ ACCELERATE = OtherProgram(
         shards_with=("tp", "cp"),
         sp=(False,),
         precisions=tuple(_PRECISIONS.values()),
-        unsaid={"model": "your script", "work.seq_len": "your script", "layout.mbs": "the batch size of your loader"},
+        unsaid={
+            "model": "your script",
+            "work.seq_len": "your script",
+            "work.global_batch": "your script",
+            "layout.mbs": "the batch size of your loader",
+        },
     ),
 )  # fmt: skip

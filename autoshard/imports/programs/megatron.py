@@ -312,6 +312,7 @@ MEGATRON = OtherProgram(
         read_only("tokenizer_type", reads=lambda keys: {"model.tokenizer": str(keys["tokenizer_type"])}),
         *rope(),
         same("norm_epsilon", "model.rms_norm_eps", number),
+        alias("layernorm_epsilon", "model.rms_norm_eps", number),
         same("hidden_dropout", "model.hidden_dropout", number),
         same("attention_dropout", "model.attention_dropout", number),
         KeyEntry(keys=MODEL, reads=model, writes=written_model),
