@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from autoshard.cost.doubt import ratio_of
 from autoshard.errors import InputError
 from autoshard.imports.imported import ImportedRun
-from autoshard.imports.question import Assumed, ImportedQuestion, question_of
+from autoshard.imports.question import Assumed, ImportedQuestion, ImportOptions, question_of
 from autoshard.imports.table import OtherProgram
 from autoshard.plan.explanation import Ratio
 from autoshard.plan.plan import Plan
@@ -16,7 +16,6 @@ from autoshard.plan.verify import verify as reasons_against
 from autoshard.search.ask.no_plan import why_none
 from autoshard.search.ask.planner import SearchResult
 from autoshard.search.bound.request import Request, rejections_of
-from autoshard.spec.recipe import QuestionOptions
 
 _OF_AUTOSHARD = ("zero-group-engine", "recompute-ops")  # about engines of autoshard alone
 _MOST_DOUBLINGS = 7  # of nodes, until a layout fits
@@ -41,7 +40,7 @@ class ImportAnswer:
         return self.plan is not None and not self.refused
 
 
-def fitting_question(run: ImportedRun, options: QuestionOptions, nodes: int | None = None) -> ImportedQuestion:
+def fitting_question(run: ImportedRun, options: ImportOptions, nodes: int | None = None) -> ImportedQuestion:
     """Return the question of a configuration; nodes that it leaves open are doubled until the layout fits."""
     first = question_of(run, options, nodes)
     if not first.opens_nodes:

@@ -18,11 +18,11 @@ from autoshard.plan.recompute import MAX_ITEMS, Recompute
 from autoshard.plan.rules.columns import Engine
 from autoshard.search.ask.api import request_of
 from autoshard.search.bound.request import MOST_RANKS, Request, resolved
-from autoshard.spec.cluster import Cluster
+from autoshard.spec.cluster import Cluster, headroom_check
 from autoshard.spec.cluster_catalogue import cluster_names, load_cluster
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
-from autoshard.spec.recipe import QuestionOptions
+from autoshard.spec.recipe import Pins, QuestionOptions
 
 _CHIPS = re.compile(
     r"(?<![a-z])(gb200|gb300|b300|b200|h100|h200|a100|trn1n?|trn2u?|trn3|vr200|r100)(?![0-9])", re.IGNORECASE
@@ -32,6 +32,40 @@ _NEAREST: Mapping[str, str] = dict.fromkeys(
     ("gb200", "gb300", "b300", "vr200", "r100"), "b200"
 )  # no cluster file has these
 _AXES = ("tp", "pp", "cp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportOptions:
+    """What a user says of a configuration beside its file; None where the file decides.
+
+    Args:
+        model: A model card by name (see `autoshard list models`), or the path of a Hugging Face config.json. Default:
+            what the file says, or the card with its sizes.
+        cluster: A cluster by name (see `autoshard list clusters`), or the path of a cluster file. Default: what the
+            file or its name says, or h100-80; for NxD Training trn1.32xlarge.
+        lnc: Logical NeuronCore configuration of trn2 and trn3: 1 or 2. Default: what the file says.
+        seq_len: Tokens in a sequence. Default: what the file says.
+        global_batch: Sequences in an optimizer step. Default: what the file says.
+        precision: Number format of weights and activations, as for `autoshard plan`. Default: what the file says.
+        headroom: The share of a rank's usable memory that stays free: 0.1 is 10 %, 0 none. Default: 0.1.
+        calibration: A calibration file, made by `autoshard calibrate`. Default: the one that comes with the cluster.
+        release: The release of the platform's software, e.g. 2.17 of the Neuron SDK.
+        fix: Keys of the layout that the file leaves open, or that are to be others, e.g. mbs=4,recompute=full.
+    """
+
+    model: str | None = None
+    cluster: str | None = None
+    lnc: int | None = None
+    seq_len: int | None = None
+    global_batch: int | None = None
+    precision: str | None = None
+    headroom: float | None = None
+    calibration: str | None = None
+    release: str | None = None
+    fix: Pins | None = None
+
+    def __post_init__(self) -> None:
+        require(headroom_check(self.headroom or 0.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +94,7 @@ class ImportedQuestion:
 
 
 def question_of(
-    run: ImportedRun, options: QuestionOptions, nodes: int | None = None, why: Assumed | None = None
+    run: ImportedRun, options: ImportOptions, nodes: int | None = None, why: Assumed | None = None
 ) -> ImportedQuestion:
     """Return the question of a configuration; what is typed goes before what the file says.
 
@@ -95,7 +129,7 @@ class _QuestionBuilder:
     """Collects what is assumed on the way."""
 
     run: ImportedRun
-    options: QuestionOptions
+    options: ImportOptions
     nodes: int | None
     model: ModelSpec
     assumed: list[Assumed] = field(default_factory=list[Assumed])
@@ -121,8 +155,7 @@ class _QuestionBuilder:
         stated = QuestionOptions(
             model=self.model.name, cluster=name, lnc=lnc, seq_len=work["seq_len"], global_batch=work["global_batch"],
             precision=work["precision"], headroom=self.options.headroom, calibration=self.options.calibration,
-            release=self.options.release, optimizer=self.options.optimizer, documents=self.options.documents,
-            expert_imbalance=self.options.expert_imbalance, engine=self.options.engine, pins=self.options.pins,
+            release=self.options.release,
         )  # fmt: skip
         request = request_of(stated, cluster.num_nodes, self.model)
         request = replace(request, cluster=cluster, other_lnc=())

@@ -12,7 +12,7 @@ from autoshard.exports.limits import Expressed, expressed
 from autoshard.exports.writing import SUFFIXES, text_of
 from autoshard.imports.imported import PROGRAMS, read_run
 from autoshard.imports.programs.megatron import layout_of_stages, stages_of_layout
-from autoshard.imports.question import ImportedQuestion, question_of
+from autoshard.imports.question import ImportedQuestion, ImportOptions, question_of
 from autoshard.imports.table import OtherProgram
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
@@ -21,7 +21,7 @@ from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model_catalogue import load_model
-from autoshard.spec.recipe import Pins, QuestionOptions
+from autoshard.spec.recipe import Pins
 from autoshard.spec.workload import Precision, Workload
 
 WRITTEN = {program.name: program for program in PROGRAMS if program.name != "bridge"}
@@ -47,7 +47,7 @@ def imported(program: OtherProgram, plan: Plan, found: Expressed) -> ImportedQue
         path.write_text(text_of(program, plan, found), encoding="utf-8")
         unsaid = program.limits.unsaid
         fix = Pins(f"mbs={found.candidate.mbs}") if "layout.mbs" in unsaid else None
-        options = QuestionOptions(
+        options = ImportOptions(
             model=plan.model.name, cluster=plan.cluster.name, seq_len=2048, fix=fix,
             lnc=plan.cluster.lnc, global_batch=256 if "work.global_batch" in unsaid else None,
         )  # fmt: skip

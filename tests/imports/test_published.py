@@ -7,8 +7,7 @@ import pytest
 
 from autoshard.errors import InputError
 from autoshard.imports.imported import read_run
-from autoshard.imports.question import ImportedQuestion, question_of
-from autoshard.spec.recipe import QuestionOptions
+from autoshard.imports.question import ImportedQuestion, ImportOptions, question_of
 from benchmarks.aws_recipes import AwsRecipe, load_aws_recipes
 from tests.imports.published import PUBLISHED, Published
 
@@ -20,7 +19,7 @@ def asked(folder: Path, case: Published) -> ImportedQuestion:
     options: dict[str, Any] = dict(case.options)
     nodes = options.pop("nodes", None)
     name = f"{path}:{case.function}" if case.function else str(path)
-    return question_of(read_run(name), QuestionOptions(**options), nodes)
+    return question_of(read_run(name), ImportOptions(**options), nodes)
 
 
 @pytest.mark.parametrize("case", PUBLISHED, ids=lambda case: f"{case.program}-{case.file}")
@@ -71,7 +70,7 @@ def nxdt_text(recipe: AwsRecipe) -> str:
 def test_the_recipes_of_aws_give_the_recorded_layouts(tmp_path: Path, recipe: AwsRecipe) -> None:
     path = tmp_path / recipe.name
     path.write_text(nxdt_text(recipe), encoding="utf-8")
-    question = question_of(read_run(str(path)), QuestionOptions(model=recipe.model))
+    question = question_of(read_run(str(path)), ImportOptions(model=recipe.model))
     told, request = question.candidate, recipe.request()
     assert str(told).replace(f",lnc={told.lnc}", "") == str(recipe.candidate())
     assert (question.request.workload, question.request.cluster) == (request.workload, request.cluster)
@@ -102,7 +101,7 @@ def test_bad_input_is_refused_in_a_line(tmp_path: Path, name: str, text: str | N
     if text is not None:
         path.write_text(text, encoding="utf-8")
     with pytest.raises(InputError) as caught:
-        question_of(read_run(str(path)), QuestionOptions())
+        question_of(read_run(str(path)), ImportOptions())
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -9,12 +9,12 @@ from autoshard.commands.writing.target import Target, Written
 from autoshard.errors import require
 from autoshard.imports.answer import answered, fitting_question
 from autoshard.imports.imported import read_run
+from autoshard.imports.question import ImportOptions
 from autoshard.report.interchange import import_json, import_sheets
 from autoshard.report.sheet import Node
 from autoshard.search.ask.choice.doubt import DOUBT
 from autoshard.search.ask.planner import SearchResult, search
 from autoshard.search.bound.request import Request
-from autoshard.spec.recipe import QuestionOptions
 from autoshard.units import format_seconds
 
 _LONGEST_S = 10**6
@@ -22,7 +22,7 @@ _LONGEST_S = 10**6
 
 def import_(
     file: str,
-    question: QuestionOptions,
+    question: ImportOptions,
     nodes: int | None = None,
     no_search: bool = False,
     time_limit: int | None = None,
@@ -34,7 +34,7 @@ def import_(
 
     Args:
         file: The configuration: YAML, JSON, TOML, a shell script, or FILE.py:FUNCTION. It is read, and never run.
-        question: What the file leaves open, or is to be changed; --fix sets keys of the layout.
+        question: What the file leaves open, or is to be changed.
         nodes: How many nodes the cluster has. Default: what the file says, or as few as its layout needs.
         no_search: Only predict; look for no better plan.
         time_limit: Stop the search after so many seconds, with the best plan until then.
@@ -45,7 +45,6 @@ def import_(
     require(
         (time_limit is None or 1 <= time_limit <= _LONGEST_S, "--time-limit", f"must be 1 to {_LONGEST_S}"),
         (nodes is None or nodes >= 1, "--nodes", f"must be at least 1, not {nodes}"),
-        (question.ranks is None, "--ranks", "is for the cluster local; name --nodes"),
     )
     asked = fitting_question(read_run(file), question, nodes)
 
