@@ -29,10 +29,16 @@ class ImportAnswer:
     question: ImportedQuestion
     plan: Plan | None
     refused: tuple[Rejection, ...]
+    foreign: tuple[Rejection, ...]  # reasons for which only the other program runs it
     shapeless: str
     best: Plan | None
     ratio: Ratio | None  # of the best plan against the imported one
     why_no_best: str
+
+    @property
+    def is_plan(self) -> bool:
+        """Whether an engine of autoshard runs the configuration, so that it can be kept as a plan."""
+        return self.runs and not self.foreign
 
     @property
     def runs(self) -> bool:
@@ -81,6 +87,7 @@ def answered(question: ImportedQuestion, search: Callable[[Request], SearchResul
         question=question,
         plan=plan,
         refused=tuple(reason for reason in refused if reason.rule_id not in _OF_AUTOSHARD),
+        foreign=tuple(reason for reason in refused if reason.rule_id in _OF_AUTOSHARD),
         shapeless=shapeless,
         best=best,
         ratio=ratio_of(best, plan) if best and plan and best.candidate != plan.candidate else None,

@@ -39,6 +39,7 @@ def import_json(answer: ImportAnswer) -> dict[str, Any]:
         "remarks": list(run.remarks),
         "assumed": [{"what": one.what, "why": one.why, "option": one.option} for one in question.assumed],
         "rejections": [rejection_json(reason) for reason in answer.refused],
+        "only_there": [rejection_json(reason) for reason in answer.foreign],
         "no_estimate": answer.shapeless,
         "imported": answer.plan and plan_figures(answer.plan),
         "best": answer.best and plan_figures(answer.best),
@@ -81,7 +82,8 @@ def _verdict(answer: ImportAnswer) -> Iterator[Fact]:
             continue
         yield from (Fact(Words("cannot run", "bad"), str(reason)) for reason in (first, *others))
     if answer.runs:
-        yield Fact(Words("runs", "good"), "no Rule speaks against it, and it fits in memory")
+        only = f", in {answer.question.run.program.title} only" if answer.foreign else ""
+        yield Fact(Words("runs", "good"), f"no Rule speaks against it, and it fits in memory{only}")
 
 
 def _best_words(answer: ImportAnswer, figures: Node) -> Iterator[Cell]:

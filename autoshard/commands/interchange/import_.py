@@ -54,12 +54,13 @@ def import_(
 
     answer = answered(asked, None if no_search else best)
     to = Target(out=out or Path("plan.json"), force=force, open=False, json=json, total_tokens=None)
-    written = to.write(answer.plan) if out and answer.plan and answer.runs else Written()
+    written = to.write(answer.plan) if out and answer.plan and answer.is_plan else Written()
     figures = import_json(answer)
-    keeps = answer.runs and not out
-    next_step = shlex.join(["autoshard", "import", file, "--out", "plan.json"]) if keeps else ""
-    next_step = to.next_step if out and answer.runs else next_step
+    next_step = to.next_step if out else shlex.join(["autoshard", "import", file, "--out", "plan.json"])
+    next_step = next_step if answer.is_plan else ""
     print_answer(figures if json else import_sheets(answer, Node(figures), next_step))
     if not answer.runs:
         return 1
+    kept = "is not kept as a plan, because no engine of autoshard runs it"
+    require(*((out is None, file, f"{kept}: {reason.message}") for reason in answer.foreign))
     return to.end(answer.plan, written) if out and answer.plan else 0
