@@ -16,11 +16,14 @@ _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _NAME = re.compile(r"(?<![$\w{])[A-Za-z_]\w*")
 _OPERATION = re.compile(r"(\d+)\s*([*/+-])\s*(\d+)")
 _TEST = re.compile(r"\[\[?\s+(.*?)\s+\]\]?$", re.DOTALL)
+_DOUBLE = re.compile(r"\[\[\s+((?:(?!\]\]).)*)\s+\]\]", re.DOTALL)
+_QUOTED_LIST = re.compile(r'"(\$\{\w+\[@\]\}|\$@)"')
 _OPTION = re.compile(r"--?[A-Za-z][\w-]*")
 _SIZES = re.compile(r"--(num-layers|[\w-]*parallel-size)")  # without these, a script hands its arguments to another
 _READ_IN = re.compile(r"(?:\.|source)\s+\S*?([\w.-]+)\s*$")
 _UNKNOWN = re.compile(r"[$`]")
 _NO_VALUES = ("\\", "&&", "|", "&", ">", "$@", "$*")
+_STARTED = (".py", ".sh", "torchrun", "python", "bash")
 _MOST_LETTERS = 2**20
 
 
@@ -59,14 +62,15 @@ class _Script:
     def assign(self, name: str, value: str, *, appends: bool) -> None:
         """Set a variable; a list is kept as the text of its words."""
         text = value.strip()
-        text = text[1:-1].strip() if text[:1] == "(" else _unquoted(text)
+        text = _QUOTED_LIST.sub(r"\1", text[1:-1].strip()) if text[:1] == "(" else _unquoted(text)
         text = self.expanded(text)
         self.variables[name] = f"{self.variables.get(name, '')} {text}" if appends else text
 
     def holds(self, test: str) -> bool | None:
         """Say whether a condition holds, of several joined by || or &&; None where the script does not say."""
         for joint, decides in (("||", True), ("&&", False)):
-            parts = test.split(joint)
+            whole = _DOUBLE.fullmatch(test.strip())
+            parts = [f"[ {part} ]" for part in whole[1].split(joint)] if whole else test.split(joint)
             if len(parts) > 1:
                 results = [self.holds(part) for part in parts]
                 return decides if decides in results else None if None in results else not decides
@@ -137,7 +141,7 @@ def arguments_of(
     stated = any(_SIZES.search(script.expanded(command)) for command in script.commands)
     unused = [] if stated else [value for value in script.variables.values() if "--" in value]
     for command in (*unused, *script.commands):
-        options |= _options(_split(script.expanded(command), where))
+        options |= _options(_split(script.expanded(_QUOTED_LIST.sub(r"\1", command)), where))
     return options | ({"conditions": script.undecided} if script.undecided else {})
 
 
@@ -274,4 +278,4 @@ def _words(item: str) -> list[str]:
 
 def _trailing_script(value: str | bool | list[str]) -> bool:
     """Say whether the name of the program that a launcher starts follows a value: ``--nnodes 2 pretrain_gpt.py``."""
-    return isinstance(value, list) and len(value) > 1 and value[1].endswith((".py", "torchrun", "python", "bash"))
+    return isinstance(value, list) and len(value) > 1 and value[1].endswith(_STARTED)
