@@ -15,6 +15,8 @@ FLOORS: tuple[Mapping[str, str], ...] = (
         "report": "tables, pages, timelines, a run that is watched",
         "jobs": "files for Slurm, Kubernetes, torchrun",
     },
+    {"exports": "plans as configurations of other programs"},
+    {"imports": "configurations of other programs, as questions"},
     {"calibration": "measured runs, and the constants fitted to them"},
     {"search": "the best plan, with a certificate", "modules": "torch modules without a card, read and run"},
     {"blocks": "the cheapest layout of every operation of a block"},
@@ -54,7 +56,13 @@ PRODUCTS = (
         title="jobs and pages",
         folders=("report", "jobs", "sweep"),
         reads=("spec", "plan", "run", "cost"),
-        glances=("layout", "schedule", "blocks", "search", "calibration", "runtime"),
+        glances=("layout", "schedule", "blocks", "search", "calibration", "runtime", "imports", "exports"),
+    ),
+    Product(
+        title="other programs",
+        folders=("imports", "exports"),
+        reads=("spec", "plan"),
+        glances=("cost", "search"),
     ),
 )
 

@@ -18,7 +18,7 @@ Group = TypeVar("Group")  # a dataclass whose fields are options
 DEFAULT_PLAN = PlanOrRecipe(Path("plan.json"))  # what `autoshard plan` writes, and what is read where no plan is typed
 REQUIRED = inspect.Parameter.empty
 # `list models`, not `list --what models`
-_POSITIONAL = ("plan", "plans", "rows", "folder", "source", "target", "what", "shell", "a", "b")
+_POSITIONAL = ("plan", "plans", "rows", "file", "folder", "source", "target", "what", "shell", "a", "b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,15 @@
 
 import importlib
 from collections.abc import Callable
+from keyword import iskeyword
 
 COMMANDS = {  # each is a function of its name, in a module of its name, whose docstring is its help
     "plan": "find the fastest layout of a training run that fits in memory",
     "explain": "show where the time and the memory of a plan go, and what comes next to it",
     "report": "draw plans, and a run beside its prediction, as a page to look at",
     "compare": "say which of two plans is predicted to be faster, and why",
+    "import": "predict a configuration of Megatron, torchtitan, NxD Training, ...; name a better plan",
+    "export": "write a plan as a configuration of another program",
     "verify": "say why a plan cannot run, or prove that its sharding computes the same",
     "run": "train as a plan or a recipe says; put the prediction beside the measurement",
     "watch": "show how a run is doing, from any machine that sees its folder",
@@ -22,6 +25,7 @@ COMMANDS = {  # each is a function of its name, in a module of its name, whose d
     "list": "list the names that options take: models, clusters, engines, schedules, ...",
     "completion": "print the script with which bash, zsh or fish completes commands and options",
 }
+_FOLDERS = {"import": "interchange", "export": "interchange"}  # of commands that have one
 
 EVERYDAY = {  # options that the help of a command with many shows first
     "plan": ("model", "cluster", "nodes", "seq_len", "global_batch", "fix", "choose", "tokens", "out", "open"),
@@ -29,6 +33,14 @@ EVERYDAY = {  # options that the help of a command with many shows first
     "launch": ("scheduler", "nodes", "out", "name", "run_folder", "steps", "learning_rate", "data.sets"),
 }
 EXAMPLES = {  # command lines that its help shows
+    "import": (
+        "autoshard import hf_llama3_70B_config.yaml --nodes 16",
+        "autoshard import pretrain_gpt.sh --cluster h100 --out theirs.json",
+    ),
+    "export": (
+        "autoshard export --to nxdt",
+        "autoshard export plan.json --to torchtitan --out train.toml",
+    ),
     "plan": (
         "autoshard plan llama3-70b --nodes 16",
         "autoshard plan llama3-8b --cluster p5 --nodes 4 --seq-len 32k --tokens 2T",
@@ -101,5 +113,7 @@ EXAMPLES = {  # command lines that its help shows
 
 
 def command_of(name: str) -> Callable[..., int]:
-    """Return the function of a command; only its own module is imported."""
-    return getattr(importlib.import_module(f"autoshard.commands.{name}"), name)
+    """Return the function of a command; only its own module is imported. Words of Python get a line at their end."""
+    function = f"{name}_" if iskeyword(name) else name
+    folder = f"{_FOLDERS[name]}." if name in _FOLDERS else ""
+    return getattr(importlib.import_module(f"autoshard.commands.{folder}{function}"), function)

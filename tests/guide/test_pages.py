@@ -59,3 +59,17 @@ def test_every_command_of_the_page_about_sweeps_runs(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "autoshard.cli", *words]
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900, check=False)
         assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr}"
+
+
+@pytest.mark.slow
+def test_every_command_of_the_page_about_other_programs_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (text,) = re.findall(r"```yaml\n(.*?)```", page("interchange"), re.DOTALL)
+    (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
+    for words in lines("interchange"):
+        code = main(words)
+        assert code == 0, f"{words}\n{capsys.readouterr()}"
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written >= {"plan.json", "plan.nxdt.yaml", "train.sh", "mine.torchtitan.py"}

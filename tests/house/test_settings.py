@@ -16,7 +16,7 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 
 FLOORS = {
     *("errors", "files", "units", "extensions", "spec", "graph", "layout", "schedule", "plan", "run", "cost"),
-    *("blocks", "search", "calibration", "report", "jobs"),
+    *("blocks", "search", "calibration", "imports", "exports", "report", "jobs"),
 }
 
 

@@ -1,0 +1,1 @@
+"""The commands about configurations of other programs."""

@@ -1,0 +1,66 @@
+"""``autoshard import``: what other programs' configurations will take, what cannot run of them, and what is better."""
+
+import shlex
+from pathlib import Path
+
+from autoshard.commands.output import print_answer
+from autoshard.commands.progress import watching
+from autoshard.commands.writing.target import Target, Written
+from autoshard.errors import require
+from autoshard.imports.answer import answered, fitting_question
+from autoshard.imports.imported import read_run
+from autoshard.imports.question import ImportOptions
+from autoshard.report.interchange import import_json, import_sheets
+from autoshard.report.sheet import Node
+from autoshard.search.ask.choice.doubt import DOUBT
+from autoshard.search.ask.planner import SearchResult, search
+from autoshard.search.bound.request import Request
+from autoshard.units import format_seconds
+
+_LONGEST_S = 10**6
+
+
+def import_(
+    file: str,
+    question: ImportOptions,
+    nodes: int | None = None,
+    no_search: bool = False,
+    time_limit: int | None = None,
+    out: Path | None = None,
+    force: bool = False,
+    json: bool = False,
+) -> int:
+    """Predict a configuration of NxD Training, Megatron, NeMo, torchtitan, Accelerate or DeepSpeed; name a better plan.
+
+    Args:
+        file: The configuration: YAML, JSON, TOML, a shell script, or FILE.py:FUNCTION. It is read, and never run.
+        question: What the file leaves open, or is to be changed.
+        nodes: How many nodes the cluster has. Default: what the file says, or as few as its layout needs.
+        no_search: Only predict; look for no better plan.
+        time_limit: Stop the search after so many seconds, with the best plan until then.
+        out: Keep the configuration as a plan file, if it can run.
+        force: Replace the plan file even if somebody has edited it, or if it holds something else.
+        json: Print one JSON object instead of tables.
+    """
+    require(
+        (time_limit is None or 1 <= time_limit <= _LONGEST_S, "--time-limit", f"must be 1 to {_LONGEST_S}"),
+        (nodes is None or nodes >= 1, "--nodes", f"must be at least 1, not {nodes}"),
+    )
+    asked = fitting_question(read_run(file), question, nodes)
+
+    def best(request: Request) -> SearchResult:
+        with watching(time_limit, format_seconds) as watch:
+            return search(request, 1, watch, simple_within=DOUBT)
+
+    answer = answered(asked, None if no_search else best)
+    to = Target(out=out or Path("plan.json"), force=force, open=False, json=json, total_tokens=None)
+    written = to.write(answer.plan) if out and answer.plan and answer.is_plan else Written()
+    figures = import_json(answer)
+    next_step = to.next_step if out else shlex.join(["autoshard", "import", file, "--out", "plan.json"])
+    next_step = next_step if answer.is_plan else ""
+    print_answer(figures if json else import_sheets(answer, Node(figures), next_step))
+    if not answer.runs:
+        return 1
+    kept = "is not kept as a plan, because no engine of autoshard runs it"
+    require(*((out is None, file, f"{kept}: {reason.message}") for reason in answer.foreign))
+    return to.end(answer.plan, written) if out and answer.plan else 0

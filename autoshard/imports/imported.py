@@ -1,0 +1,112 @@
+"""What a configuration of another program states: the value between reading a file and answering it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from autoshard.errors import Faults, InputError
+from autoshard.imports.forms.documents import chosen, comment_of, documents, split_name
+from autoshard.imports.forms.python import Unread
+from autoshard.imports.programs.accelerate import ACCELERATE
+from autoshard.imports.programs.deepspeed import DEEPSPEED
+from autoshard.imports.programs.megatron import BRIDGE, MEGATRON
+from autoshard.imports.programs.nxdt import NXDT
+from autoshard.imports.programs.torchtitan import TORCHTITAN
+from autoshard.imports.table import Facts, OtherProgram, matching, placed
+
+PROGRAMS = (NXDT, ACCELERATE, DEEPSPEED, TORCHTITAN, BRIDGE, MEGATRON)
+_LONGEST = 60
+_OFF: tuple[object, ...] = (None, False, 0, "", "none", [], "no", "false")  # of an option that is not in use
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportedRun:
+    """The facts of one configuration, and which of its keys say nothing, or nothing that could be read."""
+
+    program: OtherProgram
+    file: str
+    name: str  # of the function of a Python file; "" elsewhere
+    facts: Facts = field(hash=False)
+    stated: int  # keys that were read
+    unread: tuple[str, ...]  # which may change time or memory
+    harmless: tuple[str, ...]  # which change neither
+    remarks: tuple[str, ...]
+    comment: str = ""  # the first line of the file, if it is one: "a preset for 64 A100 GPUs"
+
+    @property
+    def hints(self) -> str:
+        """The words by which people name files and functions: llama3_70b_pretrain_32gpu_h100."""
+        return f"{Path(self.file).parent.name}/{Path(self.file).stem} {self.name} {self.comment}".strip()
+
+
+def read_run(typed: str) -> ImportedRun:
+    """Read a configuration: a file, or FILE.py:FUNCTION."""
+    path, name = split_name(typed)
+    found = documents(path)
+    programs = {key: program for key, values in found.items() if (program := _program_of(values))}
+    if not programs:
+        titles = ", ".join(program.title for program in PROGRAMS)
+        advice = "Known by their keys: " + titles
+        raise InputError.of(str(path), f"is no configuration of a training run that autoshard reads. {advice}")
+    key, values = chosen({key: found[key] for key in programs}, path, name)
+    return replace(_run(programs[key], str(path), key, values), comment=comment_of(path))
+
+
+def _program_of(values: Mapping[str, Any]) -> OtherProgram | None:
+    """Return the first program of which a file has a key that tells it."""
+    for program in PROGRAMS:
+        if any(matching(path, mark) for path in values for mark in program.marks):
+            return program
+    return None
+
+
+def _run(program: OtherProgram, file: str, name: str, values: Mapping[str, Any]) -> ImportedRun:
+    read: dict[str, Any] = {}
+    unread: list[str] = []
+    places: dict[str, str] = {}
+    for path, key in placed(program, values):
+        value = values[path]
+        if isinstance(value, Unread) or (isinstance(value, str) and value.startswith("$")):
+            unread.append(f"{path} = {getattr(value, 'text', value)}")
+        elif key not in read or read[key] is None:
+            read[key], places[key] = value, path
+        elif value is not None and value != read[key]:
+            unread.append(f"{path} = {_short(value)}, beside {places[key]} = {_short(read[key])}")
+    stated = {**program.implied, **read}
+    facts = dict(program.defaults)
+    faults, remarks = Faults(), list[str]()
+    for entry in program.entries:
+        present = {key: stated[key] for key in entry.keys if key in stated}
+        if present:
+            with faults.of(f"{file}: {places.get(next(iter(present)), next(iter(present)))}"):
+                meant = dict(entry.reads(present))
+                unread += meant.pop("unread", ())
+                remarks += meant.pop("remarks", ())
+                facts |= meant
+    faults.refuse()
+    rest = [path for path in values if path not in {place for place, _ in placed(program, values)}]
+    patterns = program.harmless
+    harmless = [
+        path for path in rest if values[path] in _OFF or any(fnmatchcase(path, pattern) for pattern in patterns)
+    ]
+    unread += [f"{path} = {_short(values[path])}" for path in rest if path not in set(harmless)]
+    base = values.get("call")
+    if isinstance(base, str) and base.islower() and "." not in base and base not in program.bases:
+        unread.append(f"{base}(), of another file, to which this adds")
+    return ImportedRun(
+        program=program,
+        file=file,
+        name=name,
+        facts=facts,
+        stated=len(read),
+        unread=tuple(unread),
+        harmless=tuple(harmless),
+        remarks=tuple(remarks),
+    )
+
+
+def _short(value: object) -> str:
+    text = str(getattr(value, "text", value))
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -1,0 +1,187 @@
+"""Which model a configuration is about: a card by name, a card by shape, or sizes that are written out."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from functools import cache
+from importlib import resources
+from typing import Any, cast
+
+from autoshard.errors import InputError
+from autoshard.imports.imported import ImportedRun
+from autoshard.spec.files import parsed_json
+from autoshard.spec.hf_config import spec_from_config
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.model_catalogue import load_model, model_names
+
+_FIELDS: Mapping[str, str] = {  # facts -> fields of ModelSpec by which cards are told from each other
+    "num_hidden_layers": "num_layers", "hidden_size": "hidden", "intermediate_size": "ffn",
+    "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads", "vocab_size": "vocab",
+    "num_local_experts": "num_experts", "gated": "gated_mlp", "norm": "norm", "positions": "positions",
+    "tie_word_embeddings": "tied_embeddings",
+}  # fmt: skip
+_ENOUGH = ("num_hidden_layers", "hidden_size")
+_NOT_SHAPE = ("name", "source", "max_positions", "norm_eps", "rotary_theta", "rotary_scaling", "window")
+_SUFFIX = re.compile(r"[-_](hf|instruct|chat|base|v\d+(\.\d+)?)$")
+_FFN_STEP = 64  # of gated models: megatron/training/arguments.py rounds 8/3 of the hidden size down to a multiple
+_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "Llama3Tokenizer": 128256}
+_FLAVORS = {"llama3": "llama3.1"}  # torchtitan trains the models of release 3.1 under the older name
+
+
+def squeezed(name: str) -> str:
+    """Return a name without what people write differently.
+
+    >>> squeezed("meta-llama/Meta-Llama-3-70B-Instruct"), squeezed("Mixtral-8x7B-v0.1"), squeezed("llama3.1-8b")
+    ('llama370b', 'mixtral8x7b', 'llama318b')
+    """
+    text = name.rpartition("/")[2].lower().removeprefix("meta-")
+    while match := _SUFFIX.search(text):
+        text = text[: match.start()]
+    return re.sub(r"[^a-z0-9]", "", text)
+
+
+@cache
+def _shapes() -> Mapping[str, Mapping[str, Any]]:
+    """Return the configs of models that have no card, by their names on Hugging Face."""
+    text = (resources.files("autoshard.imports") / "models.json").read_text("utf-8")
+    return cast(dict[str, Any], parsed_json(text, "models.json"))["models"]
+
+
+def model_of(run: ImportedRun, typed: str | None) -> tuple[ModelSpec, str]:
+    """Return the model of a configuration, or the one that is typed, and how it was found."""
+    facts = {key.removeprefix("model."): value for key, value in run.facts.items() if key.startswith("model.")}
+    if typed is not None:
+        spec = load_model(typed)
+        against = _contradictions(facts, spec)
+        return spec, f"as typed{f', though the file says {against}' if against else ''}"
+    if unmodelled := facts.get("unmodelled"):
+        keys = ", ".join(unmodelled)
+        raise InputError.of("--model", f"missing: autoshard does not model {keys} of this file. Type the nearest card")
+    names = _names(facts, run)
+    for name in names:
+        if spec := _named(name):
+            against = _contradictions(facts, spec)
+            return spec, f"{name} of the file{f', which also says {against}' if against else ''}"
+    if not all(key in facts for key in _ENOUGH):
+        if spec := _hinted(run):
+            return spec, f"{spec.name} in the name of the file or the function"
+        said = f"{names[0]} has no card" if names else "the file names none"
+        raise InputError.of("--model", f"missing: {said}. Type a card (autoshard list models) or a config.json")
+    cards = [load_model(name) for name in model_names()]
+    fits = [card for card in cards if not _contradictions(facts, card)]
+    if fits:
+        card = _chosen(fits, facts, run.hints)
+        window = facts.get("sliding_window", card.window)
+        differs = f", with a window of {window} tokens" if window != card.window else ""
+        return replace(card, window=window), f"the card with these sizes{differs}"
+    return _written_out(facts, run)
+
+
+def _hinted(run: ImportedRun) -> ModelSpec | None:
+    """Return the card whose name is part of that of the file or the function, the longest of several."""
+    words = squeezed(run.hints.replace("/", "-"))
+    cards = [card for card in (*model_names(), *_shapes()) if squeezed(card) in words]
+    return _named(max(cards, key=len)) if cards else None
+
+
+def _names(facts: Mapping[str, Any], run: ImportedRun) -> list[str]:
+    """Return the names that a file gives its model; a flavor without a family is of that of the folder."""
+    family, _, flavor = str(facts.get("flavor", "")).partition(":")
+    family = family or run.hints.partition("/")[0]
+    flavored = [f"{_FLAVORS.get(family, family)}-{flavor}"] if family and flavor else []
+    named = [str(facts["name"])] if "name" in facts else []
+    return [*flavored, *named]
+
+
+def _named(name: str) -> ModelSpec | None:
+    """Return the card, or the config, of a name."""
+    key = squeezed(name)
+    card = next((card for card in model_names() if squeezed(card) == key), None)
+    if card:
+        return load_model(card)
+    shape = next((shape for shape in _shapes() if squeezed(shape) == key), None)
+    return spec_from_config(_shapes()[shape], name=key, source=f"https://huggingface.co/{shape}") if shape else None
+
+
+def _contradictions(facts: Mapping[str, Any], spec: ModelSpec) -> str:
+    pairs = [(key, facts[key], getattr(spec, name)) for key, name in _FIELDS.items() if key in facts]
+    if "num_local_experts" not in facts and "gated" in facts:
+        pairs.append(("num_local_experts", 0, spec.num_experts))
+    if "num_key_value_heads" not in facts and {"num_attention_heads", "gated"} <= facts.keys():
+        pairs.append(("num_key_value_heads", facts["num_attention_heads"], spec.num_kv_heads))
+    return ", ".join(f"{key} {value}" for key, value, card_value in pairs if value != card_value)
+
+
+def _shape(spec: ModelSpec) -> tuple[object, ...]:
+    return tuple(getattr(spec, entry.name) for entry in fields(ModelSpec) if entry.name not in _NOT_SHAPE)
+
+
+def _chosen(fits: list[ModelSpec], facts: Mapping[str, Any], hints: str) -> ModelSpec:
+    """Return the card that fits best: by its rotary base and positions, and by the words of the file's name."""
+    words = squeezed(hints.replace("/", "-"))
+
+    def distance(card: ModelSpec) -> tuple[bool, bool, bool, bool, int]:
+        other_base = facts.get("rope_theta") not in (None, card.rotary_theta)
+        other_positions = facts.get("max_position_embeddings") not in (None, card.max_positions)
+        family = re.match("[a-z]+", card.name)
+        of_family = family is not None and family[0] in words
+        return other_base, squeezed(card.name) not in words, not of_family, other_positions, len(card.name)
+
+    best = min(fits, key=distance)
+    rivals = [card.name for card in fits if distance(card)[:4] == distance(best)[:4] and _shape(card) != _shape(best)]
+    if rivals:
+        listed = ", ".join([best.name, *rivals])
+        raise InputError.of("--model", f"missing: the sizes in the file are those of {listed}. Type one")
+    return best
+
+
+def _written_out(facts: Mapping[str, Any], run: ImportedRun) -> tuple[ModelSpec, str]:
+    """Return the model of the sizes in a file, completed where it leaves some open."""
+    if "num_attention_heads" not in facts or "gated" not in facts:
+        raise InputError.of("--model", "missing: no card has the sizes in the file, which leaves others open. Type one")
+    gated, said = facts["gated"], list[str]()
+    ffn = 4 * facts["hidden_size"]
+    config = {key: value for key, value in facts.items() if key in _CONFIG and value is not None}
+    if "intermediate_size" not in config:
+        config["intermediate_size"] = ffn * 2 // 3 // _FFN_STEP * _FFN_STEP if gated else ffn
+        said.append(f"MLP width {config['intermediate_size']}, the default of {run.program.title}")
+    if "vocab_size" not in config:
+        config["vocab_size"] = _VOCABULARIES.get(str(facts.get("tokenizer")), 32000 if gated else 50257)
+        said.append(f"vocabulary {config['vocab_size']}, since the tokenizer's size is not in the file")
+    config.setdefault("max_position_embeddings", run.facts.get("work.seq_len", 4096))
+    config |= _kind(facts)
+    spec = spec_from_config(config, name=run.name or _label(run), source=f"the user's {run.file.rpartition('/')[2]}")
+    return spec, "; ".join(["the sizes in the file, of which no card is", *said])
+
+
+_CONFIG = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "max_position_embeddings", "rope_theta", "rms_norm_eps", "tie_word_embeddings", "num_local_experts",
+    "num_experts_per_tok", "hidden_act",
+)  # fmt: skip
+
+
+def _kind(facts: Mapping[str, Any]) -> dict[str, object]:
+    """Return the model_type of Hugging Face that has such norms, positions and MLP, and what it needs beside sizes."""
+    traits = facts.get("norm", "rms"), facts.get("positions", "rotary"), facts["gated"]
+    bias = bool(facts.get("bias"))
+    if facts.get("num_local_experts") and traits == ("rms", "rotary", True):
+        return {"model_type": "mixtral", "sliding_window": None}
+    if traits == ("rms", "rotary", True):
+        if facts.get("qk_norm"):
+            return {"model_type": "qwen3", "attention_bias": bias}
+        if facts.get("qkv_bias") and not bias:
+            return {"model_type": "qwen2"}
+        return {"model_type": "llama", "attention_bias": bias, "mlp_bias": bias}
+    grouped = facts.get("num_key_value_heads") not in (None, facts["num_attention_heads"])
+    if facts.get("norm") == "layer" and not facts["gated"] and not grouped:
+        if facts.get("positions") == "learned":
+            return {"model_type": "gpt2"}
+        return {"model_type": "gpt_neox", "partial_rotary_factor": 1.0, "use_parallel_residual": False}
+    norm, positions, gated = traits
+    words = f"{norm} norms, {positions} positions and a {'gated' if gated else 'plain'} MLP"
+    raise InputError.of("--model", f"missing: no family of models that autoshard knows has {words}. Type a config.json")
+
+
+def _label(run: ImportedRun) -> str:
+    return run.file.rpartition("/")[2].partition(".")[0] or "model"

@@ -1,0 +1,114 @@
+"""DeepSpeed: its JSON (deepspeedai/DeepSpeed docs/_pages/config-json.md; deepspeedai/DeepSpeedExamples 45b4b71).
+
+The model, the length of its sequences and the stages of a pipeline stand in the training script.
+"""
+
+from typing import Any
+
+from autoshard.imports.programs.shared import FULL, NONE, accumulated, accumulation, recompute_of
+from autoshard.imports.table import Facts, KeyEntry, Keys, Limits, OtherProgram, read_only, truth, whole
+
+_AUTO = "auto"
+
+
+def _zero(keys: Keys) -> Facts:
+    stage = whole(keys.get("zero_optimization.stage") or 0)
+    group = keys.get("zero_hpz_partition_size")
+    unread = [] if group in (None, 1) else [f"zero_hpz_partition_size: {group}"]
+    return {"layout.zero": 3 if stage == 3 else min(stage, 1), "work.stage": stage, "unread": unread}
+
+
+def _count(key: str, fact: str) -> KeyEntry:
+    return KeyEntry(
+        keys=(key,),
+        reads=lambda keys: {} if keys[key] in (None, _AUTO) else {fact: whole(keys[key])},
+        writes=lambda facts: {key: facts[fact]} if fact in facts else {},
+    )
+
+
+def _enabled(keys: Keys, key: str) -> bool:
+    return str(keys.get(f"{key}.enabled", False)).lower() == "true"
+
+
+def _precision(keys: Keys) -> Facts:
+    sums = str(keys.get("data_types.grad_accum_dtype") or "")
+    if _enabled(keys, "bf16"):
+        if truth(keys.get("bf16.bf16_optimizer_states")):
+            return {"work.precision": "bf16,gradients=bf16,masters=none,moments=bf16"}
+        return {"work.precision": "bf16" if sums == "fp32" else "bf16,gradients=bf16"}
+    if _enabled(keys, "fp16"):
+        return {"work.precision": "fp16,gradients=fp32" if sums == "fp32" else "fp16,gradients=fp16"}
+    if {str(keys.get("bf16.enabled")), str(keys.get("fp16.enabled"))} & {_AUTO}:
+        return {}
+    return {"work.precision": "fp32"}
+
+
+_PRECISION = ("bf16.enabled", "fp16.enabled", "data_types.grad_accum_dtype", "bf16.bf16_optimizer_states",
+              "bf16.bf16_master_weights_and_grads")  # fmt: skip
+
+
+def _written_precision(facts: Facts) -> Keys:
+    text = str(facts.get("work.precision", "bf16"))
+    if text.startswith("fp32"):
+        return {}
+    name = "fp16" if text.startswith("fp16") else "bf16"
+    keys: dict[str, Any] = {f"{name}.enabled": True}
+    if "moments=bf16" in text:
+        return {**keys, "bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True}
+    return keys if "gradients=" in text and "fp32" not in text else {**keys, "data_types.grad_accum_dtype": "fp32"}
+
+
+def _written_recompute(facts: Facts) -> Keys:
+    full = recompute_of(facts).kind == "full"
+    return {"activation_checkpointing.partition_activations": False} if full else {}
+
+
+_RECOMPUTE = ("activation_checkpointing.partition_activations", "activation_checkpointing.cpu_checkpointing",
+              "activation_checkpointing.contiguous_memory_optimization",
+              "activation_checkpointing.number_checkpoints")  # fmt: skip
+DEEPSPEED = OtherProgram(
+    name="deepspeed",
+    title="DeepSpeed",
+    form="json",
+    marks=("zero_optimization.stage", "train_batch_size", "train_micro_batch_size_per_gpu"),
+    cluster="h100-80",
+    kernels="torch_cuda",
+    source="deepspeedai/DeepSpeed docs/_pages/config-json.md",
+    entries=(
+        _count("train_batch_size", "work.global_batch"),
+        _count("train_micro_batch_size_per_gpu", "layout.mbs"),
+        KeyEntry(keys=("gradient_accumulation_steps",), reads=accumulated, writes=accumulation),
+        KeyEntry(keys=("zero_optimization.stage", "zero_hpz_partition_size"), reads=_zero,
+              writes=lambda facts: {"zero_optimization.stage": facts.get("layout.zero", 0)}),
+        _count("tensor_parallel.autotp_size", "layout.tp"),
+        KeyEntry(keys=_PRECISION, reads=_precision, writes=_written_precision),
+        KeyEntry(keys=_RECOMPUTE, reads=lambda keys: {
+            "layout.recompute": FULL,
+            "remarks": ["activation_checkpointing says how; that your script does it for all layers is assumed"],
+        }, writes=_written_recompute),
+        read_only("pipeline.stages", reads=lambda keys: {} if keys["pipeline.stages"] == _AUTO
+                  else {"layout.pp": whole(keys["pipeline.stages"])}),
+    ),
+    harmless=(
+        "optimizer.*", "scheduler.*", "steps_per_print", "wall_clock_breakdown", "gradient_clipping", "dump_state",
+        "prescale_gradients", "tensorboard.*", "wandb.*", "csv_monitor.*", "fp16.*", "bf16.*", "memory_breakdown",
+        "zero_allow_untested_optimizer", "flops_profiler.*", "comms_logger.*", "*overlap_comm", "*_bucket_size",
+        "*contiguous_gradients", "*reduce_scatter", "*allgather_partitions", "zero_optimization.stage3_*",
+        "zero_optimization.sub_group_size", "zero_optimization.round_robin_gradients", "communication_data_type",
+        "autotuning.*", "torch_autocast.*", "checkpoint.*", "disable_allgather", "gradient_predivide_factor",
+    ),
+    defaults={"layout.zero": 0, "layout.kernels": "torch_cuda", "layout.sp": False, "layout.recompute": NONE,
+              "work.precision": "fp32", "layout.cp_order": "contiguous"},
+    limits=Limits(
+        axes=("tp", "dp", "mbs"),
+        schedules={"1f1b": ""},
+        zero=(0, 1, 3),
+        stages="even",
+        recompute=("none", "full"),
+        sp=(False,),
+        precisions=("bf16", "bf16,gradients=bf16", "fp16,gradients=fp16", "fp16,gradients=fp32", "fp32",
+                    "bf16,gradients=bf16,masters=none,moments=bf16"),
+        unsaid={"model": "your script", "work.seq_len": "your script",
+                "layout.recompute": "torch.utils.checkpoint in your model"},
+    ),
+)  # fmt: skip

@@ -1,0 +1,393 @@
+"""Megatron-LM's arguments, and the same names as fields of recipes of Megatron-Bridge and NeMo.
+
+NVIDIA/Megatron-LM d98e8a6 (megatron/training/arguments.py), NVIDIA-NeMo/Megatron-Bridge 067f987
+(src/megatron/bridge/recipes), NVIDIA/NeMo 8cfedd7 (nemo/collections/llm/recipes).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import cast
+
+from autoshard.errors import InputError
+from autoshard.imports.programs.megatron_model import MODEL, heads, model, name, written_heads, written_model
+from autoshard.imports.programs.shared import (
+    ADAPTERS,
+    BATCH,
+    FULL,
+    MESH,
+    NONE,
+    SIZES,
+    part,
+    precision_flags,
+    recompute_of,
+    rope,
+    selective,
+)
+from autoshard.imports.table import (
+    Facts,
+    KeyEntry,
+    Keys,
+    Limits,
+    OtherProgram,
+    alias,
+    number,
+    read_only,
+    same,
+    truth,
+    whole,
+    words,
+)
+
+_SETS: Mapping[str, str] = {  # --recompute-modules -> sets of the kernels `te`
+    "core_attn": "core_attn", "layernorm": "layernorm", "mlp": "mlp", "moe_act": "mlp_act",
+}  # fmt: skip
+_REPEATED_PARTS, _REPEATED_LETTER = re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)")
+_MOST_PARTS = 65_536
+
+
+def stages_of_layout(text: str) -> tuple[int, ...]:
+    """Return the layers of each stage of ``--pipeline-model-parallel-layout``.
+
+    >>> stages_of_layout("Et*3|(tt|)*29,m|L")[:3], stages_of_layout("Ettt|tttL")
+    ((3, 2, 2), (3, 3))
+    """
+    text = text.replace(",", "").strip()
+    for pattern in (_REPEATED_PARTS, _REPEATED_LETTER):
+        counts = [int(match[2][:9]) for match in pattern.finditer(text)]
+        if sum(counts) > _MOST_PARTS:
+            raise InputError.of("", f"repeats more than {_MOST_PARTS} parts")
+        text = pattern.sub(lambda match: match[1] * int(match[2][:9]), text)
+    if not text or set(text) - set("EtmL|"):
+        raise InputError.of("", f"{text!r} is not a layout such as 'Ettt|ttL'")
+    return tuple(stage.count("t") for stage in text.split("|"))
+
+
+def layout_of_stages(stages: tuple[int, ...]) -> str:
+    """Write stages as a layout.
+
+    >>> layout_of_stages((3, 4, 4, 3))
+    'Et*3|t*4|t*4|t*3L'
+    """
+    cut = [f"t*{count}" for count in stages]
+    return "E" + "|".join(cut) + "L"
+
+
+def _layout(keys: Keys) -> Facts:
+    value = keys["pipeline_model_parallel_layout"]
+    if value is None or value == "":
+        return {}
+    if isinstance(value, list):
+        rows = cast(list[object], value)
+        stages = tuple(words(row).count("decoder") for row in rows)
+    else:
+        stages = stages_of_layout(str(value))
+    return {"layout.stages": stages, "layout.num_stages": len(stages)}
+
+
+def _chunks(keys: Keys) -> Facts:
+    if (chunks := keys.get("num_virtual_stages_per_pipeline_rank")) is not None:
+        return {"layout.vp": whole(chunks)}
+    if (chunks := keys.get("virtual_pipeline_model_parallel_size")) is not None:
+        return {"layout.vp": whole(chunks)}
+    layers = keys.get("num_layers_per_virtual_pipeline_stage")
+    return {} if layers is None else {"layout.layers_per_stage": whole(layers)}
+
+
+def _written_stages(facts: Facts) -> Keys:
+    stages, vp = facts["layout.stages"], facts.get("layout.vp", 1)
+    if len(stages) > 1 and len(set(stages)) > 1:
+        return {"pipeline_model_parallel_layout": layout_of_stages(stages)}
+    return {"num_virtual_stages_per_pipeline_rank": vp} if vp > 1 else {}
+
+
+def _recompute(keys: Keys) -> Facts:
+    kind, method = keys.get("recompute_granularity"), keys.get("recompute_method")
+    old = keys.get("activations_checkpoint_method")
+    if keys.get("recompute_activations") or kind == "selective":
+        names = words(keys.get("recompute_modules")) or ("core_attn",)
+        unread = [f"recompute_modules: {name}" for name in names if name not in _SETS]
+        return {"layout.recompute": selective(tuple(_SETS[name] for name in names if name in _SETS)), "unread": unread}
+    if kind == "full" or old or keys.get("checkpoint_activations"):
+        count = keys.get("recompute_num_layers")
+        return {"layout.recompute": part(whole(count)) if "block" in (method, old) and count is not None else FULL}
+    return {"layout.recompute": NONE}
+
+
+def _written_recompute(facts: Facts) -> Keys:
+    recompute = recompute_of(facts)
+    if recompute.kind == "none":
+        return {}
+    if recompute.kind == "selective":
+        theirs = {ours: name for name, ours in _SETS.items()}
+        names = [theirs[name] for name in recompute.ops]
+        return {"recompute_granularity": "selective", "recompute_modules": names}
+    count = recompute.num_layers
+    method = {"recompute_method": "uniform", "recompute_num_layers": 1}
+    if count is not None:
+        method = {"recompute_method": "block", "recompute_num_layers": count}
+    return {"recompute_granularity": "full", **method}
+
+
+_RECOMPUTE = (
+    "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules", "recompute_activations",
+    "activations_checkpoint_method", "checkpoint_activations", "activations_checkpoint_granularity",
+    "activations_checkpoint_num_layers",
+)  # fmt: skip
+
+
+def _nemo_recompute(keys: Keys) -> Keys:
+    """Give the names of NeMo's YAML those of Megatron-LM."""
+    kind = keys.get("activations_checkpoint_granularity")
+    layers = keys.get("activations_checkpoint_num_layers")
+    return {**keys, **({"recompute_granularity": kind} if kind else {}),
+            **({"recompute_num_layers": layers} if layers is not None else {}),
+            **({"recompute_method": keys.get("activations_checkpoint_method")} if kind else {})}  # fmt: skip
+
+
+def _sharding(keys: Keys) -> Facts:
+    strategy = str(keys.get("data_parallel_sharding_strategy") or "no_shard")
+    if truth(keys.get("use_torch_fsdp2")):
+        return {"layout.zero": 3}
+    if truth(keys.get("use_megatron_fsdp")) or truth(keys.get("use_custom_fsdp")):
+        zero = 3 if strategy == "optim_grads_params" else 1 if strategy.startswith("optim") else 0
+        return {"layout.zero": zero}
+    if "use_distributed_optimizer" in keys:
+        return {"layout.zero": int(truth(keys["use_distributed_optimizer"]))}
+    return {}
+
+
+def _written_sharding(facts: Facts) -> Keys:
+    zero = facts.get("layout.zero", 0)
+    if zero == 3:
+        fsdp = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+        return {"use_distributed_optimizer": True, **fsdp}
+    return {"use_distributed_optimizer": True} if zero else {}
+
+
+def _precision(keys: Keys) -> Facts:
+    plugin = " ".join(str(keys[key]) for key in _MIXED if key in keys)
+    fp16 = truth(keys.get("fp16")) or "fp16" in plugin or str(keys.get("trainer.precision")) == "16"
+    bf16 = truth(keys.get("bf16")) or "bf16" in plugin or "bf16" in str(keys.get("trainer.precision"))
+    if not (bf16 or fp16):
+        return {"work.precision": "fp32"}
+    reduces_bf16 = truth(keys.get("grad_reduce_in_bf16")) or (
+        "grad_reduce_in_fp32" in keys and not truth(keys["grad_reduce_in_fp32"])
+    )
+    sums = truth(keys.get("accumulate_allreduce_grads_in_fp32"))
+    name = "fp16" if fp16 else "bf16"
+    parts = [f"gradients={name}"] if reduces_bf16 or (fp16 and not sums) else []
+    eight = keys.get("fp8_format") or keys.get("fp8") or keys.get("fp8_hybrid") or "fp8" in plugin
+    return {"work.precision": ",".join([name, *parts, *(["products=fp8"] if eight else [])])}
+
+
+def _written_precision(facts: Facts) -> Keys:
+    text = str(facts.get("work.precision", "bf16"))
+    keys = dict(precision_flags(facts))
+    if "fp16" in keys and "gradients=fp16" not in text:
+        keys["accumulate_allreduce_grads_in_fp32"] = True
+    keys |= {"grad_reduce_in_bf16": True} if "gradients=bf16" in text else {}
+    return {**keys, **({"fp8_format": "hybrid"} if "products=fp8" in text else {})}
+
+
+_MIXED = ("mixed_precision", "mixed_precision.call", "mixed_precision.args", "plugins.call")
+_PRECISION = (
+    "bf16", "fp16", "fp8_format", "fp8", "fp8_hybrid", "grad_reduce_in_bf16", "grad_reduce_in_fp32",
+    "accumulate_allreduce_grads_in_fp32", "trainer.precision", *_MIXED,
+)  # fmt: skip
+
+
+# What makes of a decoder another one than autoshard models: latent attention, shared experts, layers of other kinds.
+_OTHER_MODELS = (
+    "multi_latent_attention", "moe_shared_expert_intermediate_size", "hybrid_layer_pattern", "hybrid_override_pattern",
+    "moe_layer_freq", "mtp_num_layers", "spec",
+)  # fmt: skip
+_ADAPTERS = ("peft", "peft.call", "peft.dim", "peft_scheme", "lora_rank")
+
+
+def _split(num_layers: int, num_stages: int, facts: Facts) -> tuple[int, ...] | None:
+    """Split layers evenly, where embedding and loss may count as a layer each."""
+    first, last = facts.get("layout.first_less", 0), facts.get("layout.last_less", 0)
+    size, rest = divmod(num_layers + first + last, num_stages)
+    if rest or not (first or last):
+        return None
+    return (size - first, *([size] * (num_stages - 2)), size - last)
+
+
+def _kernels(keys: Keys) -> Facts:
+    overlaps = truth(keys.get("overlap_grad_reduce")) or truth(keys.get("ddp.overlap_grad_reduce"))
+    return {"layout.kernels": "mcore" if overlaps else "te"}
+
+
+def _cp_kind(keys: Keys) -> Facts:
+    kind = str(keys["cp_comm_type"])
+    return {"layout.cp_kind": "all_to_all" if kind == "a2a" else "ring"}
+
+
+_STATES = (
+    "use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype",
+)  # fmt: skip
+
+
+def _states(keys: Keys) -> Facts:
+    """Name the formats of the optimizer's states, where they are others than FP32."""
+    if not truth(keys.get("use_precision_aware_optimizer")):
+        return {}
+    stated = {key: str(value) for key, value in keys.items() if key.endswith("dtype")}
+    return {"unread": [f"{key} = {text}" for key, text in stated.items() if text not in ("fp32", "float32")]}
+
+
+def _instances(keys: Keys) -> Facts:
+    count = whole(keys["num_distributed_optimizer_instances"] or 1)
+    return {"layout.replicas": count} if count > 1 else {}
+
+
+def _written_instances(facts: Facts) -> Keys:
+    group = facts.get("layout.zero_group")
+    ranks = facts.get("layout.dp", 1) * facts.get("layout.cp", 1)
+    return {"num_distributed_optimizer_instances": ranks // group} if group else {}
+
+
+MEGATRON = OtherProgram(
+    name="megatron",
+    title="Megatron-LM",
+    form="arguments",
+    marks=("tensor_model_parallel_size", "num_layers", "micro_batch_size", "model.hidden_size"),
+    cluster="h100-80",
+    kernels="mcore",
+    source="NVIDIA/Megatron-LM d98e8a6",
+    entries=(
+        same("nnodes", "cluster.nodes"),
+        alias("trainer.num_nodes", "cluster.nodes"),
+        alias("nodes", "cluster.nodes"),
+        same("nproc_per_node", "cluster.per_node"),
+        alias("trainer.devices", "cluster.per_node"),
+        alias("world_size", "cluster.ranks"),
+        *MESH,
+        KeyEntry(
+            keys=(
+                "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+                "virtual_pipeline_model_parallel_size",
+            ),
+            reads=_chunks,
+        ),
+        KeyEntry(keys=("pipeline_model_parallel_layout",), reads=_layout, writes=_written_stages),
+        alias("decoder_first_pipeline_num_layers", "layout.first"),
+        alias("num_layers_in_first_pipeline_stage", "layout.first"),
+        alias("decoder_last_pipeline_num_layers", "layout.last"),
+        alias("num_layers_in_last_pipeline_stage", "layout.last"),
+        KeyEntry(
+            keys=("sequence_parallel",),
+            reads=lambda keys: {"layout.sp": truth(keys["sequence_parallel"])},
+            writes=lambda facts: {"sequence_parallel": True} if facts.get("layout.sp") else {},
+        ),
+        KeyEntry(
+            keys=("cp_comm_type",),
+            reads=_cp_kind,
+            writes=lambda facts: {"cp_comm_type": "a2a"} if facts.get("layout.cp_kind") == "all_to_all" else {},
+        ),
+        KeyEntry(
+            keys=(
+                "use_distributed_optimizer", "use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2",
+                "data_parallel_sharding_strategy",
+            ),
+            reads=_sharding,
+            writes=_written_sharding,
+        ),
+        KeyEntry(keys=("num_distributed_optimizer_instances",), reads=_instances, writes=_written_instances),
+        KeyEntry(
+            keys=("overlap_grad_reduce",),
+            reads=_kernels,
+            writes=lambda facts: {"overlap_grad_reduce": True, "overlap_param_gather": True}
+            if facts.get("layout.zero") else {"overlap_grad_reduce": True},
+        ),
+        *BATCH,
+        same("seq_length", "work.seq_len"),
+        alias("encoder_seq_length", "work.seq_len"),
+        *SIZES,
+        same("ffn_hidden_size", "model.intermediate_size"),
+        KeyEntry(keys=("group_query_attention", "num_query_groups"), reads=heads, writes=written_heads),
+        same("kv_channels", "model.head_dim"),
+        same("vocab_size", "model.vocab_size"),
+        read_only("tokenizer_type", reads=lambda keys: {"model.tokenizer": str(keys["tokenizer_type"])}),
+        *rope(),
+        same("norm_epsilon", "model.rms_norm_eps", number),
+        alias("layernorm_epsilon", "model.rms_norm_eps", number),
+        same("hidden_dropout", "model.hidden_dropout", number),
+        same("attention_dropout", "model.attention_dropout", number),
+        KeyEntry(keys=MODEL, reads=model, writes=written_model),
+        same("num_experts", "model.num_local_experts"),
+        same("moe_router_topk", "model.num_experts_per_tok"),
+        alias("moe_ffn_hidden_size", "model.intermediate_size"),
+        KeyEntry(
+            keys=("moe_expert_capacity_factor",),
+            reads=lambda keys: {} if keys["moe_expert_capacity_factor"] is None
+            else {"work.expert_capacity": number(keys["moe_expert_capacity_factor"])},
+        ),
+        KeyEntry(keys=_RECOMPUTE, reads=lambda keys: _recompute(_nemo_recompute(keys)), writes=_written_recompute),
+        KeyEntry(keys=_PRECISION, reads=_precision, writes=_written_precision),
+        KeyEntry(keys=("account_for_embedding_in_pipeline_split",), reads=lambda keys: {
+            "layout.first_less": int(truth(keys["account_for_embedding_in_pipeline_split"]))
+        }),
+        KeyEntry(keys=("account_for_loss_in_pipeline_split",), reads=lambda keys: {
+            "layout.last_less": int(truth(keys["account_for_loss_in_pipeline_split"]))
+        }),
+        read_only(
+            *_OTHER_MODELS, reads=lambda keys: {"model.unmodelled": [key for key, value in keys.items() if value]}
+        ),
+        read_only(*_STATES, reads=_states),
+        read_only(*_ADAPTERS, reads=lambda keys: {"remarks": [ADAPTERS]} if any(keys.values()) else {}),
+        read_only("/model.args", "/model.config.args", "/args", reads=name),
+    ),
+    harmless=(
+        "lr*", "*.lr*", "min_lr", "*_lr", "train_iters", "train_samples", "weight_decay*", "adam_*", "init_method_*",
+        "clip_grad", "log_*", "*log_*", "save*", "load*", "eval_*", "tensorboard*", "wandb*", "data_*", "vocab_file",
+        "merge_file", "tokenizer_model", "split", "master_*", "node_rank", "*ckpt*", "manual_gc*", "exit_*", "seed",
+        "num_workers", "mock_data", "logger.*", "checkpoint.*", "scheduler.*", "optimizer.*", "validation.*", "rng.*",
+        "dataset.*", "tokenizer.*", "env_vars.*", "train.*", "log.*", "optim.*", "resume.*", "use_mcore_models",
+        "transformer_impl", "*cross_entropy*", "*.call", "call", "*.args", "attention_backend",
+        "model.attention_backend", "distributed_*", "timing_*", "no_load_*", "no_save_*",
+        "make_vocab_size_divisible_by", "override_*", "bias_*", "no_masked_softmax_fusion", "no_position_embedding",
+        "rotary_percent", "moe_aux_loss_coeff", "calculate_per_*", "moe_router_load_balancing_type",
+        "moe_grouped_gemm", "moe_token_dispatcher_type", "profile*", "loss_scale", "overlap_param_gather", "job_name",
+        "export", "*exp_manager*", "trainer.*", "data.*", "use_flash_attn", "no_create_attention_mask_in_dataloader",
+        "no_mmap_bin_files", "*nccl*", "dist_ckpt*", "distributed_backend", "*check_for_nan*",
+        "*average_in_collective", "ddp.overlap_param_gather", "*.pipeline_dtype", "decoupled_*", "*cuda_graph_*",
+        "partition", "dist.*", "comm_overlap.*", "start_weight_decay", "end_weight_decay", "tiktoken_pattern",
+        "no_rope_fusion", "rope_*", "use_rope_scaling", "ddp.*", "peft.*", "*should_pad_vocab",
+        "model.transformer_impl", "model.moe_token_dispatcher_type", "use_checkpoint*", "*gradient_as_bucket*",
+        "trainer.strategy.*", "fp8_amax*", "fp8_*gather", "conditions_none", "async_save", "use_persistent*",
+        "deterministic_mode", "empty_unused*", "no_gradient_accumulation_fusion", "attention_softmax_in_fp32",
+        "enable_*_timing", "*.fine_grained*", "DDP_impl", "*.offload_modules",
+    ),
+    defaults={"layout.zero": 0, "layout.sp": False, "layout.cp_order": "zigzag", "layout.kernels": "te"},
+    implied={"bf16": False},
+    stages=_split,
+    limits=Limits(
+        axes=("tp", "pp", "cp", "ep", "dp", "vp", "mbs"),
+        schedules={"1f1b": "1f1b", "interleaved": "interleaved"},
+        zero=(0, 1, 3),
+        stages="free",
+        recompute=("none", "selective", "full", "part"),
+        selective=(("core_attn",), ("layernorm",), ("mlp",), ("mlp_act",)),
+        zero_group=True,
+        cp_kinds=("ring", "all_to_all"),
+        precisions=("bf16", "bf16,gradients=bf16", "fp16", "fp16,gradients=fp16", "fp32", "bf16,products=fp8",
+                    "bf16,gradients=bf16,products=fp8"),
+    ),
+)  # fmt: skip
+
+# Recipes add to functions of other files, whose values are these: recipes/common.py _pretrain_common of
+# Megatron-Bridge, recipes/optim/adam.py of NeMo.
+BRIDGE = replace(
+    MEGATRON,
+    name="bridge",
+    title="Megatron-Bridge or NeMo",
+    marks=("model.tensor_model_parallel_size", "strategy.tensor_model_parallel_size", "train.micro_batch_size",
+           "data.micro_batch_size"),
+    bases=("_pretrain_common",),
+    implied={
+        "mixed_precision": "bf16_mixed", "use_distributed_optimizer": True, "overlap_grad_reduce": True,
+        "grad_reduce_in_fp32": True,
+    },
+)  # fmt: skip

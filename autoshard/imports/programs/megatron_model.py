@@ -1,0 +1,80 @@
+"""The keys of Megatron-LM that say which model is trained: flags, heads and names."""
+
+import re
+from typing import Any
+
+from autoshard.imports.table import Facts, Keys, truth, whole
+
+
+def model(keys: Keys) -> Facts:
+    """Read the flags that decide the architecture, with Megatron-LM's defaults: layer norms, learned positions, GELU.
+
+    They mean something only where the sizes of a model are written out.
+    """
+    if not {"swiglu", "normalization", "num_layers", "position_embedding_type"} & keys.keys():
+        return {}
+    gated = truth(keys.get("swiglu"))
+    positions = str(keys.get("position_embedding_type", "learned_absolute"))
+    rotary = positions in ("rope", "yarn", "mrope") or truth(keys.get("use_rotary_position_embeddings"))
+    bias = not truth(keys.get("disable_bias_linear")) and not (
+        "add_bias_linear" in keys and not keys["add_bias_linear"]
+    )
+    act = "silu" if gated else "relu" if truth(keys.get("squared_relu")) else "gelu"
+    facts = {
+        "model.norm": "rms" if str(keys.get("normalization", "")).lower() == "rmsnorm" else "layer",
+        "model.positions": "rotary" if rotary else "learned",
+        "model.gated": gated,
+        "model.hidden_act": act,
+        "model.bias": bias,
+        "model.tie_word_embeddings": not truth(keys.get("untie_embeddings_and_output_weights")),
+    }
+    if truth(keys.get("add_qkv_bias")):
+        facts["model.qkv_bias"] = True
+    if truth(keys.get("qk_layernorm")):
+        facts["model.qk_norm"] = True
+    return facts
+
+
+def written_model(facts: Facts) -> Keys:
+    """Write these flags."""
+    keys: dict[str, Any] = {}
+    keys |= {"normalization": "RMSNorm"} if facts.get("model.norm") == "rms" else {}
+    keys |= {"position_embedding_type": "rope"} if facts.get("model.positions") == "rotary" else {}
+    keys |= {"swiglu": True} if facts.get("model.gated") else {}
+    keys |= {} if facts.get("model.bias") else {"disable_bias_linear": True}
+    keys |= {} if facts.get("model.tie_word_embeddings") else {"untie_embeddings_and_output_weights": True}
+    keys |= {"add_qkv_bias": True} if facts.get("model.qkv_bias") and not facts.get("model.bias") else {}
+    return {**keys, **({"qk_layernorm": True} if facts.get("model.qk_norm") else {})}
+
+
+MODEL = (
+    "swiglu", "normalization", "position_embedding_type", "use_rotary_position_embeddings", "disable_bias_linear",
+    "add_bias_linear", "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "squared_relu",
+    "num_layers",
+)  # fmt: skip
+
+
+def heads(keys: Keys) -> Facts:
+    """Read the key/value heads; there are as many as query heads where they are not grouped."""
+    groups = keys.get("num_query_groups")
+    is_grouped = truth(keys.get("group_query_attention")) or "group_query_attention" not in keys
+    return {"model.num_key_value_heads": whole(groups)} if is_grouped and groups is not None else {}
+
+
+def written_heads(facts: Facts) -> Keys:
+    """Write the key/value heads where they are fewer."""
+    groups = facts.get("model.num_key_value_heads")
+    is_grouped = groups is not None and groups != facts.get("model.num_attention_heads")
+    return {"group_query_attention": True, "num_query_groups": groups} if is_grouped else {}
+
+
+def name(keys: Keys) -> Facts:
+    """Read the name of a model: of Hugging Face, or the class of NeMo that holds its sizes."""
+    for value in keys.values():
+        for item in value if isinstance(value, list) else [value]:  # pyright: ignore[reportUnknownVariableType]
+            text = str(getattr(item, "text", item))  # pyright: ignore[reportUnknownArgumentType]
+            if match := re.search(r"\b(\w+?)Config(\d\w*)\b", text):
+                return {"model.name": f"{match[1]}-{match[2]}"}
+            if "/" in text and not text.startswith((".", "/")):
+                return {"model.name": text}
+    return {}

@@ -1,0 +1,68 @@
+"""Entries that several programs share: sizes of the mesh and the batch as Megatron-LM names them, recompute, models."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from autoshard.imports.table import Facts, KeyEntry, Keys, alias, number, same, whole, words
+from autoshard.plan.recompute import Recompute
+
+MESH = (
+    same("tensor_model_parallel_size", "layout.tp"),
+    same("pipeline_model_parallel_size", "layout.pp"),
+    same("context_parallel_size", "layout.cp"),
+    same("expert_model_parallel_size", "layout.ep"),
+)
+BATCH = (same("micro_batch_size", "layout.mbs"), same("global_batch_size", "work.global_batch"))
+SIZES = (
+    same("num_layers", "model.num_hidden_layers"),
+    same("hidden_size", "model.hidden_size"),
+    same("num_attention_heads", "model.num_attention_heads"),
+    same("max_position_embeddings", "model.max_position_embeddings"),
+)
+ADAPTERS = "trains adapters; priced as training of all weights, which takes more time and memory"
+FULL, NONE = (Recompute(kind="full"),), (Recompute(),)
+
+
+def selective(names: tuple[str, ...]) -> tuple[Recompute, ...]:
+    """Return selective recompute of these sets; none of no set."""
+    return (Recompute(kind="selective", ops=names),) if names else NONE
+
+
+def part(num_layers: int) -> tuple[Recompute, ...]:
+    """Return full recompute of so many layers of each stage."""
+    return (Recompute(kind="full", num_layers=num_layers),)
+
+
+def recompute_of(facts: Facts) -> Recompute:
+    """Return the only recompute of facts."""
+    stages: tuple[Recompute, ...] = facts.get("layout.recompute", NONE)
+    return stages[0]
+
+
+def rope() -> tuple[KeyEntry, ...]:
+    """Return the entries of the base of rotary positions."""
+    return same("rotary_base", "model.rope_theta", number), alias("rope_theta", "model.rope_theta", number)
+
+
+def accumulated(keys: Keys) -> Facts:
+    """Read how many micro-batches a step has on each replica."""
+    value = keys["gradient_accumulation_steps"]
+    return {} if value in (None, "auto") else {"work.accumulation": whole(value)}
+
+
+def accumulation(facts: Facts) -> Mapping[str, Any]:
+    """Write how many micro-batches a step has on each replica."""
+    replicas = facts.get("layout.dp", 1) * facts.get("layout.mbs", 1)
+    batch = facts.get("work.global_batch")
+    return {} if batch is None else {"gradient_accumulation_steps": max(1, batch // replicas)}
+
+
+def precision_flags(facts: Facts) -> Mapping[str, Any]:
+    """Write the number format as two flags, bf16 and fp16."""
+    name = str(facts.get("work.precision", "bf16")).split(",")[0]
+    return {flag: True for flag in ("bf16", "fp16") if name == flag}
+
+
+def module_names(value: object) -> tuple[str, ...]:
+    """Read the names of modules without their paths."""
+    return tuple(name.rpartition(".")[2] for name in words(value))

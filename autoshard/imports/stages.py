@@ -1,0 +1,33 @@
+"""What a program says once for all stages, for stages with different numbers of layers."""
+
+from collections.abc import Sequence
+
+from autoshard.errors import InputError
+from autoshard.plan.recompute import Recompute
+
+
+def recompute_of_stages(
+    recompute: tuple[Recompute, ...], layers: Sequence[int], every: int | None = None
+) -> tuple[Recompute, ...]:
+    """Return the recompute of stages with so many layers: of every n-th layer, or of no more layers than there are.
+
+    >>> [str(kind) for kind in recompute_of_stages((Recompute.parse("full:4"),), [4, 5])]
+    ['full', 'full:4']
+    """
+    kind = recompute[0]
+    if every:
+        counts = [max(1, -(-size // every)) for size in layers]
+        return tuple(Recompute(kind="full", num_layers=count) for count in counts)
+    if len(recompute) > 1 or kind.num_layers is None or all(size > kind.num_layers for size in layers):
+        return recompute
+    full = Recompute(kind="full")
+    return tuple(full if size <= (kind.num_layers or 0) else kind for size in layers)
+
+
+def with_ends(layers: int, num_stages: int, first: int | None, last: int | None) -> tuple[int, ...]:
+    """Return stages of which the first and the last have so many layers, and the others the same number."""
+    inner = num_stages - (first is not None) - (last is not None)
+    rest = layers - (first or 0) - (last or 0)
+    if inner < 0 or rest < 0 or (inner and rest % inner) or (not inner and rest):
+        raise InputError.of("stages", f"{rest} layers between first and last stage do not fill {inner} stages evenly")
+    return (*([first] if first is not None else []), *([rest // inner] * inner), *([last] if last is not None else []))

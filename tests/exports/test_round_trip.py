@@ -1,0 +1,146 @@
+"""What is exported is imported as the same layout, for every layout; and what a program cannot say is said."""
+
+import tempfile
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from autoshard.exports.limits import Expressed, expressed
+from autoshard.exports.writing import SUFFIXES, text_of
+from autoshard.imports.imported import PROGRAMS, read_run
+from autoshard.imports.programs.megatron import layout_of_stages, stages_of_layout
+from autoshard.imports.question import ImportedQuestion, ImportOptions, question_of
+from autoshard.imports.table import OtherProgram
+from autoshard.plan.build import build_plan
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.plan import Plan
+from autoshard.plan.recompute import Recompute
+from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.kernels import load_kernels
+from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.recipe import Pins
+from autoshard.spec.workload import Precision, Workload
+
+WRITTEN = {program.name: program for program in PROGRAMS if program.name != "bridge"}
+SETTINGS = {"llama3-8b": 32, "mixtral-8x7b": 32, "gpt3-6.7b": 32}
+OURS = (*(f"full:{count}" for count in (1, 2)), "full", "none", "selective[attention]", "selective[norms,mlp]")
+
+
+@cache
+def workload(precision: str = "bf16") -> Workload:
+    return Workload(seq_len=2048, global_batch=256, precision=Precision.named(precision))
+
+
+def plan_at(model: str, candidate: Candidate, precision: str = "bf16", cluster: str = "h100") -> Plan:
+    machine = load_cluster(cluster, max(1, candidate.num_ranks // load_cluster(cluster).ranks_per_node))
+    engine = "nxd" if machine.engine == "nxd" else "torch"
+    return build_plan(candidate, load_model(model), machine, workload(precision), engine)
+
+
+def imported(program: OtherProgram, plan: Plan, found: Expressed) -> ImportedQuestion:
+    """Write a plan for a program and read it again, as somebody does who knows what does not stand in the file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{plan.model.name}.{SUFFIXES[program.form]}"
+        path.write_text(text_of(program, plan, found), encoding="utf-8")
+        unsaid = program.limits.unsaid
+        fix = Pins(f"mbs={found.candidate.mbs}") if "layout.mbs" in unsaid else None
+        options = ImportOptions(
+            model=plan.model.name, cluster=plan.cluster.name, seq_len=2048, fix=fix,
+            lnc=plan.cluster.lnc, global_batch=256 if "work.global_batch" in unsaid else None,
+        )  # fmt: skip
+        return question_of(read_run(str(path)), options, plan.cluster.num_nodes)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[str, Candidate]:
+    """A model with any layout of it on nodes of H100 that has a shape."""
+    model = draw(st.sampled_from(sorted(SETTINGS)))
+    layers, powers = SETTINGS[model], st.sampled_from((1, 2, 4))
+    tp, pp, cp = draw(powers), draw(powers), draw(st.sampled_from((1, 2)))
+    inner = tp * pp * cp
+    dp = draw(st.sampled_from([size for size in (1, 2, 4, 8, 16) if inner * size % 8 == 0]))
+    schedule = draw(st.sampled_from(("1f1b", "interleaved", "zb_v", "zb_h1", "gpipe"))) if pp > 1 else "1f1b"
+    vp = 2 if schedule in ("interleaved", "zb_v") else 1
+    zero = draw(st.sampled_from((0, 1, 3) if dp * cp > 1 else (0, 1)))
+    groups = [group for group in (2, 4, 8) if group % cp == 0 and dp * cp % group == 0 and group < dp * cp]
+    stages = draw(st.lists(st.integers(-1, 1), min_size=pp * vp, max_size=pp * vp)) if pp > 1 else [0]
+    even = [layers // (pp * vp) + change for change in stages]
+    even[0] += layers - sum(even)
+    kinds = draw(st.lists(st.sampled_from(OURS), min_size=1, max_size=2))
+    recompute = [Recompute.parse(kinds[stage % len(kinds)]) for stage in range(pp * vp)]
+    return model, Candidate(
+        tp=tp, pp=pp, cp=cp, dp=dp, vp=vp, schedule=schedule, zero=zero,
+        mbs=draw(st.sampled_from((1, 2))),
+        sp=draw(st.booleans()) if tp > 1 else None,
+        ep=draw(st.sampled_from((1, 2))) if "mixtral" in model and dp % 2 == 0 else 1,
+        zero_group=draw(st.sampled_from((None, *groups))) if zero else None,
+        stages=tuple(even) if pp > 1 and draw(st.booleans()) and min(even) >= 3 else None,
+        recompute=tuple(recompute),
+        cp_order=draw(st.sampled_from(("contiguous", "zigzag"))) if cp > 1 else "contiguous",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@settings(max_examples=25, deadline=None)
+@given(chosen=layouts())
+def test_an_exported_layout_is_imported_as_what_was_said(name: str, chosen: tuple[str, Candidate]) -> None:
+    (model, candidate), program = chosen, WRITTEN[name]
+    cluster = "trn1.32xlarge" if name == "nxdt" else "h100"
+    if name == "nxdt":
+        names: dict[str, str] = {"attention": "CoreAttention", "norms": "LlamaRMSNorm", "mlp": "LlamaMLP"}
+        kinds = [replace(kind, ops=tuple(names[op] for op in kind.ops)) for kind in candidate.recompute]
+        ranks = load_cluster(cluster).ranks_per_node
+        nodes = -(-candidate.num_ranks // ranks)
+        dp = nodes * ranks // (candidate.num_ranks // candidate.dp)
+        candidate = replace(candidate, dp=dp, recompute=tuple(kinds), zero_group=None)
+    plan = plan_at(model, candidate, cluster=cluster)
+    found = expressed(plan, program)
+    question = imported(program, plan, found)
+    assert str(question.candidate) == str(replace(found.candidate, lnc=None)), text_of(program, plan, found)
+    assert question.request.workload.global_batch == 256
+    assert [key for key in question.run.unread if "of another file" not in key] == []
+    again = expressed(plan_at(model, question.candidate, cluster=cluster), program)
+    assert again.candidate == found.candidate and again.differences == (), "what a program can say, it says whole"
+
+
+@pytest.mark.parametrize("program", WRITTEN)
+def test_every_precision_of_a_program_is_read_again(program: str) -> None:
+    model, cluster = "llama3-8b", "trn1.32xlarge" if program == "nxdt" else "h100"
+    candidate = Candidate(dp=load_cluster(cluster).ranks_per_node, zero=0)
+    for name in WRITTEN[program].limits.precisions:
+        plan = plan_at(model, candidate, name, cluster)
+        found = expressed(plan, WRITTEN[program])
+        assert not [change for change in found.differences if "precision" in change.what]
+        question = imported(WRITTEN[program], plan, found)
+        assert question.request.workload.precision == Precision.named(name)
+
+
+def test_differences_say_what_is_lost_and_what_is_done_instead() -> None:
+    stages = tuple(map(Recompute.parse, ("full", "full:1", "none", "selective[norms]")))
+    layout = Candidate(tp=2, pp=4, dp=1, schedule="zb_h1", recompute=stages, stages=(7, 8, 8, 9))
+    plan = plan_at("llama3-8b", layout)
+    by_name = {name: expressed(plan, program) for name, program in WRITTEN.items() if name != "nxdt"}
+    words = {name: [f"{one.what} -> {one.instead}" for one in found.differences] for name, found in by_name.items()}
+    assert words["megatron"] == [
+        "schedule zb_h1 -> 1f1b",
+        "recompute full/full:1/none/selective[layernorm] -> full in all stages",
+    ]
+    assert "zb_h1 -> 1f1b" in words["torchtitan"][0] and by_name["torchtitan"].candidate.stages == (7, 8, 8, 9)
+    assert words["accelerate"][0] == "pipeline stages (pp=4) -> these ranks are replicas with ZeRO-3"
+    assert by_name["deepspeed"].candidate.dp == 4
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_sets_of_a_program_are_those_of_its_kernels(name: str) -> None:
+    known = load_kernels(WRITTEN[name].kernels)
+    operations = {op for ops in known.selective.values() for op in ops}
+    sets = [choice for choice in WRITTEN[name].limits.selective or () if len(choice) == 1]
+    assert all(choice[0] in known.selective for choice in sets), f"{operations} have other names"
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12))
+def test_stages_survive_the_layout_of_megatron(stages: list[int]) -> None:
+    assert stages_of_layout(layout_of_stages(tuple(stages))) == tuple(stages)

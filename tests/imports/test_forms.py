@@ -1,0 +1,152 @@
+"""Scripts and recipes are followed as far as they decide themselves; the rest is named, and nothing runs."""
+
+from pathlib import Path
+
+import pytest
+
+from autoshard.errors import InputError
+from autoshard.imports.forms.documents import documents
+from autoshard.imports.forms.flat import resolved
+from autoshard.imports.forms.python import Unread, configurations
+from autoshard.imports.forms.shell import arguments_of
+
+SCRIPT = """#!/bin/bash
+SIZE=8B   # a comment
+TP=2
+if [ ${SIZE} == "70B" ]; then
+    PP=8
+elif [ ${SIZE} == "8B" ]; then
+    PP=2
+else
+    PP=4
+fi
+if [[ "$TP" -gt 1 && -n "$PP" ]]; then EXTRA="--sequence-parallel"; fi
+if [ -z "$SIZE" ] || [ ! $TP != 2 ]; then
+    BOTH=1
+fi
+WORLD=$((TP*PP/1+4-0))
+ARGS=(
+    --num-layers $((3*PP))
+    "--hidden-size 4096"
+)
+ARGS+=(--world-size ${WORLD} --micro-batch-size=${MBS:-2})
+if [ -n "${WANDB}" ]; then
+    ARGS+=(--wandb-project x)
+fi
+for layer in 1 2; do
+    ARGS+=(--lost $layer)
+done
+torchrun --nnodes 2 pretrain.py "${ARGS[@]}" $EXTRA --pipeline-model-parallel-size $PP
+"""
+
+
+def test_a_script_is_followed_as_far_as_it_decides_itself() -> None:
+    assert arguments_of(SCRIPT, "") == {
+        "num_layers": "6", "hidden_size": "4096", "world_size": "8", "micro_batch_size": "2", "nnodes": "2",
+        "sequence_parallel": True, "pipeline_model_parallel_size": "2",
+        "conditions": ['if [ -n "${WANDB}" ]', "for layer in 1 2"],
+    }  # fmt: skip
+
+
+def test_a_script_reads_in_another_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "CONFIG.sh").write_text('export ARGS=" --num-layers ${NLS} --fp16 "\n', encoding="utf-8")
+    (tmp_path / "run.sh").write_text("NLS=24\n. `pwd`/CONFIG.sh\nsbatch --nodes=4 RUN.sh\n", encoding="utf-8")
+    assert documents(tmp_path / "run.sh")[""] == {"num_layers": "24", "fp16": True, "nodes": "4"}
+
+
+@pytest.mark.parametrize(
+    ("test", "holds"),
+    [
+        ("[ 3 -ge 3 ]", True), ("[ 3 -lt 3 ]", False), ("[ 3 -le 2 ]", False), ("[ a -gt b ]", None),
+        ("[ -z '' ]", True),
+        ("[ a -nt b ]", None), ("[ ! a == a ]", False), ("[ a != b ] || [ $x == y ]", True), ("[ $x == y ]", None),
+        ("[ a == b ] && [ $x == y ]", False), ("[ 'a == b ]", None),
+    ],
+)  # fmt: skip
+def test_conditions_hold_or_not_or_are_open(test: str, holds: bool | None) -> None:
+    script = f"if {test}; then\nA=--yes\nelse\nA=--no\nfi\nrun --num-layers 1 $A\n"
+    options = arguments_of(script, "")
+    assert options.get("yes", False) is (holds is True) and options.get("no", False) is (holds is False)
+
+
+RECIPE = '''
+import os
+LENGTH: int = 4 * 1024
+WIDE = -1
+SIZES = {"small": 2, "large": 8}
+
+def _common(tp=2):
+    cfg = Config(model=Model(tp=tp), train=dict(size=LENGTH // 2, power=2 ** 3, share=1 / 4))
+    return cfg
+
+def _tuned(cfg, scale=3):
+    """Change a configuration."""
+    cfg.train.size = scale * 100
+    cfg.new.inner = "made"
+
+def recipe(num_nodes: int = 2, *, fast: bool = False, name=None):
+    cfg = _common(tp=4)
+    _tuned(cfg, scale=1)
+    other_file(cfg)
+    if fast:
+        cfg.train.size = 0
+    elif name is None:
+        cfg.model.pp = num_nodes + 1
+    if os.environ:
+        cfg.model.pp = 99
+    cfg.model.same = cfg.model.tp == 4
+    cfg.model.differs = cfg.model.tp is not None
+    cfg.model.both = fast or not name
+    cfg.model.neither = fast and True
+    cfg.model.chosen = 7 if name is None else 8
+    cfg.model.open = 7 if os else 8
+    cfg.model.negative, cfg.model.wide = -num_nodes, WIDE
+    cfg.model.list = [num_nodes, (1, 2)]
+    cfg.model.dtype = torch.bfloat16
+    cfg.model.unknown = LENGTHS[0] + 1
+    cfg.model.call = other.make("x", size=3)
+    cfg.model.hub = Bridge.load("org/name").config()
+    cfg.model.zero = 1 // 0
+    return cfg
+
+def early(flag: bool = True):
+    if flag:
+        return Config(size=1)
+    return Config(size=2)
+
+def endless():
+    return endless()
+'''
+
+
+def test_a_recipe_is_followed_through_the_functions_of_its_file() -> None:
+    found = configurations(RECIPE, "")
+    cfg = found["recipe"]
+    model, train = cfg["model"], cfg["train"]
+    assert (model["tp"], model["pp"], model["same"], model["differs"], model["both"], model["neither"]) == (
+        4, 3, True, True, True, False,
+    )  # fmt: skip
+    assert (model["chosen"], model["list"], model["dtype"]) == (7, [2, [1, 2]], "bfloat16")
+    assert isinstance(model["unknown"], Unread) and isinstance(model["open"], Unread)
+    assert isinstance(model["zero"], Unread)
+    assert model["hub"]["args"] == ["org/name"] and model["call"] == {"call": "other.make", "args": ["x"], "size": 3}
+    assert (train["size"], train["power"], train["share"]) == (100, 8, 0.25)
+    assert cfg["changed_by"] == "other_file" and cfg["new"] == {"inner": "made"}
+    assert found["early"]["size"] == 1 and "endless" not in found and "_common" not in found
+
+
+def test_references_lead_to_values_or_stay() -> None:
+    values = {"a.b": "${.c}", "a.c": "${d}", "d": 3, "e": "${nowhere}", "f": "${f}", "g": "x${d}"}
+    assert resolved(values) == {"a.b": 3, "a.c": 3, "d": 3, "e": "${nowhere}", "f": "${f}", "g": "x${d}"}
+
+
+def test_lists_of_arguments_and_files_without_suffix_are_read(tmp_path: Path) -> None:
+    (tmp_path / "args.json").write_text('["--num-layers", 4, "--bf16"]', encoding="utf-8")
+    (tmp_path / "deepspeed").write_text('{"train_batch_size": 8}', encoding="utf-8")
+    assert documents(tmp_path / "args.json")[""] == {"num_layers": "4", "bf16": True}
+    assert documents(tmp_path / "deepspeed")[""] == {"train_batch_size": 8}
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    (tmp_path / "large.yaml").write_bytes(b"#" * (5 * 2**20))
+    for name, says in (("bytes.toml", "is not text in UTF-8"), ("large.yaml", "is far too large")):
+        with pytest.raises(InputError, match=says):
+            documents(tmp_path / name)

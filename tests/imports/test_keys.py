@@ -1,0 +1,179 @@
+"""Keys with their meanings, one by one: what a program's table reads from them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from autoshard.errors import InputError
+from autoshard.imports.imported import read_run
+from autoshard.imports.programs.megatron import stages_of_layout
+from autoshard.imports.question import ImportOptions, question_of
+from autoshard.imports.table import number, truth, whole, words
+from autoshard.plan.recompute import Recompute
+from autoshard.spec.recipe import Pins
+
+NXDT = {"zero1": True}
+MEGATRON = {"num_layers": 32, "hidden_size": 4096}
+TITAN: dict[str, Any] = {"training": {"seq_len": 2048}}
+ACCELERATE = {"distributed_type": "FSDP"}
+DEEPSPEED = {"train_batch_size": 8}
+
+READ = [
+    (NXDT, {"precision": {"type": "manual", "master_weights": True, "fp32_grad_acc": False}}, "work.precision",
+     "bf16,gradients=bf16"),
+    (NXDT, {"precision": {"type": "manual", "fp32_grad_acc": True}}, "work.precision", "bf16,masters=none"),
+    (NXDT, {"precision": {"type": "bf16SR"}}, "work.precision", "bf16-sr,gradients=bf16,moments=bf16"),
+    (NXDT, {"trainer": {"lnc": 1}}, "cluster.lnc", 1),
+    (NXDT, {"trainer": {"devices": 128}}, "cluster.lnc", 1),
+    (NXDT, {"normalization": "layernorm"}, "model.norm", "layer"),
+    (NXDT, {"position_embedding_type": "rope"}, "model.positions", "rotary"),
+    (NXDT, {"activation": "swiglu"}, "model.gated", True),
+    (NXDT, {"has_bias": False}, "model.bias", False),
+    (NXDT, {"moe": {"capacity_factor": 2.0, "dropless": False}}, "work.expert_capacity", 2.0),
+    (NXDT, {"moe": {"capacity_factor": 2.0, "dropless": True}}, "work.expert_capacity", None),
+    (MEGATRON, {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 4},
+     "layout.recompute", (Recompute(kind="full", num_layers=4),)),
+    (MEGATRON, {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe_act"]}, "layout.recompute",
+     (Recompute(kind="selective", ops=("mlp", "mlp_act")),)),
+    (MEGATRON, {"recompute_activations": True}, "layout.recompute",
+     (Recompute(kind="selective", ops=("core_attn",)),)),
+    (MEGATRON, {"activations_checkpoint_granularity": "full", "activations_checkpoint_method": "block",
+                "activations_checkpoint_num_layers": 2}, "layout.recompute", (Recompute(kind="full", num_layers=2),)),
+    (MEGATRON, {"use_torch_fsdp2": True}, "layout.zero", 3),
+    (MEGATRON, {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim"}, "layout.zero", 1),
+    (MEGATRON, {"use_megatron_fsdp": True}, "layout.zero", 0),
+    (MEGATRON, {"num_virtual_stages_per_pipeline_rank": 3}, "layout.vp", 3),
+    (MEGATRON, {"num_layers_per_virtual_pipeline_stage": 4}, "layout.layers_per_stage", 4),
+    (MEGATRON, {"pipeline_model_parallel_layout": [["embedding", "decoder"], ["decoder", "loss"]]}, "layout.stages",
+     (1, 1)),
+    (MEGATRON, {"cp_comm_type": "a2a"}, "layout.cp_kind", "all_to_all"),
+    (MEGATRON, {"num_distributed_optimizer_instances": 2}, "layout.replicas", 2),
+    (MEGATRON, {"fp16": True, "accumulate_allreduce_grads_in_fp32": True}, "work.precision", "fp16"),
+    (MEGATRON, {"bf16": True, "fp8_format": "hybrid", "grad_reduce_in_bf16": True}, "work.precision",
+     "bf16,gradients=bf16,products=fp8"),
+    (MEGATRON, {"moe_expert_capacity_factor": 1.5}, "work.expert_capacity", 1.5),
+    (MEGATRON, {"add_qkv_bias": True, "swiglu": True}, "model.qkv_bias", True),
+    (MEGATRON, {"qk_layernorm": True, "swiglu": True}, "model.qk_norm", True),
+    (TITAN, {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}}, "layout.every", 2),
+    (TITAN, {"parallelism": {"pipeline_parallel_schedule": "ZBVZeroBubble"}}, "layout.schedule", "zb_v"),
+    (TITAN, {"parallelism": {"context_parallel_load_balancer": None}}, "layout.cp_order", "contiguous"),
+    (TITAN, {"training": {"seq_len": 2048, "global_batch_size": 64}}, "work.global_batch", 64),
+    (TITAN, {"float8": {"enable_float8_linear": True}}, "work.precision", "bf16,products=fp8"),
+    (TITAN, {"training": {"seq_len": 2048, "mixed_precision_param": "float32"}}, "work.precision", "fp32"),
+    (ACCELERATE, {"fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}}, "layout.zero", 1),
+    (ACCELERATE, {"fsdp_config": {"sharding_strategy": 3}}, "layout.zero", 0),
+    (ACCELERATE, {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, "layout.shards_in_node", True),
+    (ACCELERATE, {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}, "layout.zero", 1),
+    (ACCELERATE, {"distributed_type": "DEEPSPEED", "deepspeed_config": {"gradient_accumulation_steps": 4}},
+     "work.accumulation", 4),
+    (ACCELERATE, {"fsdp_config": {"fsdp_reshard_after_forward": False}}, "layout.zero", 1),
+    (DEEPSPEED, {"fp16": {"enabled": True}}, "work.precision", "fp16,gradients=fp16"),
+    (DEEPSPEED, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, "work.precision", "bf16"),
+    (DEEPSPEED, {"tensor_parallel": {"autotp_size": 2}}, "layout.tp", 2),
+    (DEEPSPEED, {"pipeline": {"stages": 4}}, "layout.pp", 4),
+    (DEEPSPEED, {"bf16": {"enabled": "auto"}}, "work.precision", "fp32"),
+    (DEEPSPEED, {"activation_checkpointing": {"number_checkpoints": 4}}, "layout.recompute",
+     (Recompute(kind="full"),)),
+]  # fmt: skip
+
+UNREAD = [
+    (NXDT, {"precision": {"type": "fp4"}}, "precision.type: fp4"),
+    (MEGATRON, {"recompute_granularity": "selective", "recompute_modules": "moe"}, "recompute_modules: moe"),
+    (MEGATRON, {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}, "exp_avg_dtype = bf16"),
+    (TITAN, {"parallelism": {"pipeline_parallel_schedule": "LoopedBFS"}}, "pipeline_parallel_schedule: LoopedBFS"),
+    (TITAN, {"activation_checkpoint": {"mode": "memory_budget"}}, "activation_checkpoint: memory_budget"),
+    (ACCELERATE, {"mixed_precision": "int8"}, "mixed_precision: int8"),
+    (DEEPSPEED, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "zero_hpz_partition_size: 8"),
+]
+
+
+def run_of(folder: Path, *parts: dict[str, Any]):
+    path = folder / "run.yaml"
+    data: dict[str, Any] = {}
+    for part in parts:
+        data |= part
+    path.write_text(yaml.safe_dump(data), encoding="utf-8")
+    return read_run(str(path))
+
+
+@pytest.mark.parametrize(("base", "keys", "fact", "value"), READ, ids=lambda item: str(item)[:60])
+def test_keys_mean(tmp_path: Path, base: dict[str, Any], keys: dict[str, Any], fact: str, value: object) -> None:
+    assert run_of(tmp_path, base, keys).facts[fact] == value
+
+
+@pytest.mark.parametrize(("base", "keys", "says"), UNREAD, ids=lambda item: str(item)[:60])
+def test_values_that_are_not_known_are_named(
+    tmp_path: Path, base: dict[str, Any], keys: dict[str, Any], says: str
+) -> None:
+    assert says in run_of(tmp_path, base, keys).unread
+
+
+LLAMA = {
+    "num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32, "swiglu": True,
+    "num_query_groups": 8, "normalization": "RMSNorm", "position_embedding_type": "rope", "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True, "seq_length": 2048, "global_batch_size": 64, "rotary_base": 500000,
+    "vocab_size": 128256, "max_position_embeddings": 8192, "bf16": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keys", "candidate"),
+    [
+        ({"pipeline_model_parallel_size": 4, "decoder_first_pipeline_num_layers": 5,
+          "decoder_last_pipeline_num_layers": 7}, "tp=1,pp=4,dp=2,zero=0,stages=5/10*2/7,kernels=te"),
+        ({"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 4},
+         "tp=1,pp=2,dp=4,vp=4,zero=0,schedule=interleaved,kernels=te"),
+        ({"pipeline_model_parallel_size": 2, "recompute_granularity": "full", "recompute_method": "block",
+          "recompute_num_layers": 16}, "tp=1,pp=2,dp=4,zero=0,recompute=full,kernels=te"),
+        ({"pipeline_model_parallel_size": 2, "account_for_embedding_in_pipeline_split": True,
+          "account_for_loss_in_pipeline_split": True}, "tp=1,pp=2,dp=4,zero=0,kernels=te"),
+        ({"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et*14|t*18L"},
+         "tp=1,pp=2,dp=4,zero=0,stages=14/18,kernels=te"),
+    ],
+)  # fmt: skip
+def test_stages_are_those_of_megatron(tmp_path: Path, keys: dict[str, Any], candidate: str) -> None:
+    assert str(question_of(run_of(tmp_path, LLAMA, keys), ImportOptions()).candidate) == candidate
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"num_layers": 30}, "rms"), ({"num_layers": 30, "add_qkv_bias": True}, "rms"),
+        ({"num_layers": 30, "qk_layernorm": True}, "rms"),
+        ({"normalization": "LayerNorm", "swiglu": False, "num_query_groups": 32}, "layer"),
+        ({"normalization": "LayerNorm", "swiglu": False, "num_query_groups": 32, "disable_bias_linear": False,
+          "position_embedding_type": "learned_absolute", "tokenizer_type": "GPT2BPETokenizer"}, "layer"),
+        ({"num_layers": 30, "num_experts": 4, "moe_router_topk": 2}, "rms"),
+    ],
+)  # fmt: skip
+def test_models_that_have_no_card_are_made_of_their_sizes(tmp_path: Path, changes: dict[str, Any], kind: str) -> None:
+    sizes = {key: value for key, value in LLAMA.items() if key not in ("vocab_size", "ffn_hidden_size")}
+    question = question_of(run_of(tmp_path, sizes, {"ffn_hidden_size": 11008} | changes), ImportOptions())
+    assert question.request.model.norm == kind and "of which no card is" in question.model_from
+
+
+def test_what_is_typed_goes_before_the_file(tmp_path: Path) -> None:
+    options = ImportOptions(model="llama2-7b", cluster="a100", fix=Pins("mbs=2,recompute=full"), seq_len=1024)
+    question = question_of(run_of(tmp_path, LLAMA), options, 2)
+    assert str(question.candidate) == "tp=1,pp=1,dp=16,mbs=2,zero=0,recompute=full,kernels=te"
+    assert question.request.workload.seq_len == 1024 and "though the file says" in question.model_from
+
+
+def test_ranks_that_fill_no_nodes_and_ends_that_leave_no_even_rest_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="do not fill nodes of h100-80 evenly"):
+        question_of(run_of(tmp_path, LLAMA, {"nnodes": 1, "nproc_per_node": 9}), ImportOptions())
+    keys = {"pipeline_model_parallel_size": 4, "decoder_first_pipeline_num_layers": 6}
+    with pytest.raises(InputError, match="do not fill 3 stages evenly"):
+        question_of(run_of(tmp_path, LLAMA, {"decoder_last_pipeline_num_layers": None}, keys, {"num_layers": 33}),
+                    ImportOptions(model="llama3-8b", fix=Pins("pp=4")))  # fmt: skip
+    with pytest.raises(InputError, match="tp must be 1 to"):
+        question_of(run_of(tmp_path, LLAMA, {"tensor_model_parallel_size": 0}), ImportOptions())
+
+
+def test_words_that_are_no_values_are_refused() -> None:
+    for read, value in ((whole, "x"), (truth, "maybe"), (number, "x"), (stages_of_layout, "t*99999999")):
+        with pytest.raises(InputError):
+            read(value)  # type: ignore[operator]
+    assert words(("a", "b")) == ("a", "b") and whole(-1) == -1
