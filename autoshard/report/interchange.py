@@ -10,7 +10,7 @@ from autoshard.plan.plan import Plan
 from autoshard.report.plan_sheets import plan_figures, plan_headline
 from autoshard.report.sheet import Cell, Fact, Node, Sheet, Words
 from autoshard.report.structured import rejection_json
-from autoshard.report.words import counted, layout_words, prediction_of, program_of, ratio_words
+from autoshard.report.words import counted, layout_words, prediction_of, software_of, ratio_words
 from autoshard.spec.record import encode
 
 _MOST_NAMED = 12  # keys that were not read; --json has them all
@@ -143,9 +143,9 @@ def export_sheets(answer: ExportAnswer, figures: Node) -> Iterator[Sheet]:
     price: list[Fact] = []
     if answer.planned and answer.as_run:
         planned, run = (figures[key]["step_time_s"].figure() for key in ("planned", "as_run"))
-        price = [Fact("step", run, (f" of {program_of(answer.as_run)} as {program} will run it"))]
+        price = [Fact("step", run, (f" of {software_of(answer.as_run)} as {program} will run it"))]
         if differences:
-            price = [Fact("as planned", planned, f" of {program_of(answer.planned)}"), Fact("as it runs", run)]
+            price = [Fact("as planned", planned, f" of {software_of(answer.planned)}"), Fact("as it runs", run)]
         price += [Fact("price", f"{ratio_words(answer.ratio)} (80% interval)")] if answer.ratio else []
     elif answer.unpriced:
         price = [Fact("price", f"not known: {answer.unpriced}")]

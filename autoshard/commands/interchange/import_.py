@@ -53,7 +53,7 @@ def import_(
             return search(request, 1, watch, simple_within=DOUBT)
 
     answer = answered(asked, None if no_search else best)
-    to = Target(out=out or Path("plan.json"), force=force, open=False, json=json, total_tokens=None)
+    to = Target(out=out or Path("plan.json"), force=force, json=json)
     written = to.write(answer.plan) if out and answer.plan and answer.is_plan else Written()
     figures = import_json(answer)
     next_step = to.next_step if out else shlex.join(["autoshard", "import", file, "--out", "plan.json"])
