@@ -246,7 +246,7 @@ class _QuestionBuilder:
             batch = dp * mbs * int(facts["work.accumulation"])
             if self.options.global_batch is None:
                 count = facts["work.accumulation"]
-                self.assume(f"batch {batch}", f"{dp} replicas x {mbs} sequences x {count} micro-batches",
+                self.assume(f"batch {batch}", f"dp {dp} x mbs {mbs} x accumulation {count}",
                             "--global-batch")  # fmt: skip
         return {
             "seq_len": self.options.seq_len or facts.get("work.seq_len"),

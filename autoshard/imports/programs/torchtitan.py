@@ -86,9 +86,10 @@ def _parts(keys: Keys) -> Facts:
     parts = keys["module_fqns_per_model_part"]
     if not parts:
         return {}
-    if not isinstance(parts, list) or not all(isinstance(names, list) for names in cast(list[object], parts)):
-        raise InputError.of("", f"expected a list of lists of names, found {show_value(parts)}")
-    rows = [words(names) for names in cast(list[object], parts)]
+    listed = cast(list[object], parts) if isinstance(parts, list) else []
+    if not listed or not all(isinstance(names, list) for names in listed):
+        raise InputError.of("", f"expected a list of lists of names, found {show_value(cast(object, parts))}")
+    rows = [words(names) for names in listed]
     stages = tuple(sum(name.startswith(_LAYER) for name in names) for names in rows)
     return {"layout.stages": stages, "layout.num_stages": len(stages)}
 
