@@ -39,7 +39,7 @@ class PassCapture:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Part:
+class _RecordedPart:
     """The operations of one function, or a step that is called as it is, with the tensors that it reads and makes."""
 
     pass_: str
@@ -54,7 +54,7 @@ class _RecordedPasses:
     """The operations of both passes, in parts that become functions."""
 
     def __init__(self, passes: Passes, values: Values) -> None:
-        self.steps, self.recording, self.parts = passes, Recording(), list[_Part]()
+        self.steps, self.recording, self.parts = passes, Recording(), list[_RecordedPart]()
         self.outside: dict[str, torch.Tensor] = {}
         with FakeTensorMode(), torch.no_grad(), disable_autocast_cache():
             self.ends = self._recorded({name: self._from_outside(name, value) for name, value in values.items()})
@@ -98,7 +98,7 @@ class _RecordedPasses:
         """Note a step that is called as it is; return how its results look."""
         assert step.stand_in, "it is called as it is"
         results = [*map(self.recording.name, step.stand_in(*reads))]
-        self.parts.append(_Part(pass_=pass_, layer=step.layer, step=step, reads=reads, writes=results))
+        self.parts.append(_RecordedPart(pass_=pass_, layer=step.layer, step=step, reads=reads, writes=results))
         return results
 
     def _computed(self, pass_: str, step: RankStep, *reads: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -109,7 +109,7 @@ class _RecordedPasses:
         if self.recording.operations:
             last = self.parts[-1] if self.parts else None
             if last is None or last.step or (last.pass_, last.layer) != (pass_, step.layer):
-                self.parts.append(_Part(pass_=pass_, layer=step.layer))
+                self.parts.append(_RecordedPart(pass_=pass_, layer=step.layer))
             self.parts[-1].operations += self.recording.operations
             self.recording.operations.clear()
         return results
