@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 import autoshard.engine.torch.generated as generated
 import autoshard.engine.torch.joint as joint
 import autoshard.engine.torch.steps as steps
+import autoshard.engine.torch.writing as text_writing
 from autoshard.engine.programs import BlockProgram, programs_of
 from autoshard.engine.torch.compiled import Piece, like, traced
 from autoshard.engine.torch.execution import RankStep
@@ -99,7 +100,7 @@ def plan_of(model: str, text: str) -> Plan:
 def counts(plan: Plan, kind: str = "layer") -> tuple[Count, Count]:
     """Return what the interpreter starts for a block of the plan, and what is left when its functions are compiled."""
     written, pieces = list[Operation](), list[tuple[Piece, Sequence[torch.Tensor], Count]]()
-    statement = generated.statement
+    statement = text_writing.statement
 
     def writing(operation: Operation, variables: Any) -> Any:
         written.append(operation)
@@ -130,8 +131,8 @@ def counts(plan: Plan, kind: str = "layer") -> tuple[Count, Count]:
         return sum(map(alone, written), Count()), text
 
     called = generated._called
-    patches = mock.patch.multiple(generated, statement=writing, _called=calling)
-    with _rank_of(plan) as (context, blocks), patches:
+    patches = mock.patch.object(text_writing, "statement", writing), mock.patch.object(generated, "_called", calling)
+    with _rank_of(plan) as (context, blocks), patches[0], patches[1]:
         with mock.patch.object(steps, "_adding", lambda *_: None):  # every instruction of the table by itself
             literal, _ = generate()
         left, text = generate(counting)

@@ -10,7 +10,7 @@ from autoshard.plan.plan import Plan
 from autoshard.report.plan_sheets import plan_figures, plan_headline
 from autoshard.report.sheet import Cell, Fact, Node, Sheet, Words
 from autoshard.report.structured import rejection_json
-from autoshard.report.words import counted, layout_words, prediction_of, software_of, ratio_words
+from autoshard.report.words import counted, layout_words, prediction_of, ratio_words, software_of
 from autoshard.spec.record import encode
 
 _MOST_NAMED = 12  # keys that were not read; --json has them all
