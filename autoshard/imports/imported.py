@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from autoshard.errors import Faults, InputError
+from autoshard.errors import Faults, InputError, require
 from autoshard.imports.forms.documents import chosen, comment_of, documents, split_name
 from autoshard.imports.forms.python import Unread
 from autoshard.imports.programs.accelerate import ACCELERATE
@@ -45,6 +45,10 @@ def read_run(typed: str) -> ImportedRun:
     """Read a configuration: a file, or FILE.py:FUNCTION."""
     path, name = split_name(typed)
     found = documents(path)
+    is_plan = any({"schema", "headroom", "kernels"} <= values.keys() for values in found.values())
+    require(
+        (not is_plan, str(path), f"is a plan. `autoshard export {path} --to PROGRAM` writes it for another program")
+    )
     programs = {key: program for key, values in found.items() if (program := _program_of(values))}
     if not programs:
         titles = ", ".join(program.title for program in PROGRAMS)

@@ -59,6 +59,7 @@ def test_an_import_is_kept_as_a_plan_and_exported_again(typed: Typed, recipe: Pa
     assert typed(f"import {recipe} --no-search --out plan.json")[0] == 0
     plan = load(Path("plan.json"))
     assert str(plan.candidate) == "tp=8,pp=1,dp=4,recompute=full"
+    assert "is a plan. `autoshard export plan.json" in typed("import plan.json")[2]
     code, out, _ = typed("export plan.json --to nxdt")
     assert code == 0 and "says all" in out and "wrote plan.nxdt.yaml" in out
     data = json.loads(typed("import plan.nxdt.yaml --no-search --json")[1])
