@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from autoshard.exports.limits import Expressed
-from autoshard.imports.programs.torchtitan import base_of
+from autoshard.imports.programs.torchtitan import defaults_of
 from autoshard.imports.table import Facts, OtherProgram
 from autoshard.plan.candidate import even_stages
 from autoshard.plan.plan import Plan
@@ -116,7 +116,7 @@ def _argument(key: str, value: Any) -> str:
 
 def _python(keys: Mapping[str, Any], plan: Plan) -> str:
     """Write a function of torchtitan that changes the configuration of a model."""
-    module, base = base_of(plan.model)
+    module, base = defaults_of(plan.model)
     kinds = sorted({str(value).partition(".")[0] for key, value in keys.items() if key == "activation_checkpoint.call"})
     imports = [f"from torchtitan.distributed.activation_checkpoint import {kind}" for kind in kinds]
     fp8 = "model_spec.converters" in keys

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from autoshard.cost.doubt import ratio_of
 from autoshard.errors import InputError
 from autoshard.imports.imported import ImportedRun
-from autoshard.imports.question import Assumed, ImportedQuestion, ImportOptions, question_of
+from autoshard.imports.question import Assumed, ImportedQuestion, ImportOptions, imported_question
 from autoshard.imports.table import OtherProgram
 from autoshard.plan.explanation import Ratio
 from autoshard.plan.plan import Plan
@@ -48,7 +48,7 @@ class ImportAnswer:
 
 def fitting_question(run: ImportedRun, options: ImportOptions, nodes: int | None = None) -> ImportedQuestion:
     """Return the question of a configuration; nodes that it leaves open are doubled until the layout fits."""
-    first = question_of(run, options, nodes)
+    first = imported_question(run, options, nodes)
     if not first.opens_nodes:
         return first
     question, count = first, first.request.cluster.num_nodes
@@ -57,7 +57,7 @@ def fitting_question(run: ImportedRun, options: ImportOptions, nodes: int | None
             return question
         more = count << (doubling + 1)
         why = "the file names no number of nodes; with half as many the layout does not fit in memory"
-        question = question_of(run, options, more, Assumed(what=f"{more} nodes", why=why, option="--nodes"))
+        question = imported_question(run, options, more, Assumed(what=f"{more} nodes", why=why, option="--nodes"))
     return question if _fits(question) else first
 
 

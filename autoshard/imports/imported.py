@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.errors import Faults, InputError, require
-from autoshard.imports.forms.documents import chosen, comment_of, documents, split_name
+from autoshard.imports.forms.documents import chosen, comment_of, parsed_documents, split_name
 from autoshard.imports.forms.python import Unread
 from autoshard.imports.programs.accelerate import ACCELERATE
 from autoshard.imports.programs.deepspeed import DEEPSPEED
@@ -41,10 +41,10 @@ class ImportedRun:
         return f"{Path(self.file).parent.name}/{Path(self.file).stem} {self.name} {self.comment}".strip()
 
 
-def read_run(typed: str) -> ImportedRun:
+def imported_run(typed: str) -> ImportedRun:
     """Read a configuration: a file, or FILE.py:FUNCTION."""
     path, name = split_name(typed)
-    found = documents(path)
+    found = parsed_documents(path)
     is_plan = any({"schema", "headroom", "kernels"} <= values.keys() for values in found.values())
     require(
         (not is_plan, str(path), f"is a plan. `autoshard export {path} --to PROGRAM` writes it for another program")

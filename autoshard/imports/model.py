@@ -28,7 +28,7 @@ _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "Llama3Tok
 _FLAVORS = {"llama3": "llama3.1"}  # torchtitan trains the models of release 3.1 under the older name
 
 
-def squeezed(name: str) -> str:
+def without_separators(name: str) -> str:
     """Return a name without what people write differently.
 
     >>> squeezed("meta-llama/Meta-Llama-3-70B-Instruct"), squeezed("Mixtral-8x7B-v0.1"), squeezed("llama3.1-8b")
@@ -79,8 +79,8 @@ def model_of(run: ImportedRun, typed: str | None) -> tuple[ModelSpec, str]:
 
 def _hinted(run: ImportedRun) -> ModelSpec | None:
     """Return the card whose name is part of that of the file or the function, the longest of several."""
-    words = squeezed(run.hints.replace("/", "-"))
-    cards = [card for card in (*model_names(), *_shapes()) if squeezed(card) in words]
+    words = without_separators(run.hints.replace("/", "-"))
+    cards = [card for card in (*model_names(), *_shapes()) if without_separators(card) in words]
     return _named(max(cards, key=len)) if cards else None
 
 
@@ -95,11 +95,11 @@ def _names(facts: Mapping[str, Any], run: ImportedRun) -> list[str]:
 
 def _named(name: str) -> ModelSpec | None:
     """Return the card, or the config, of a name."""
-    key = squeezed(name)
-    card = next((card for card in model_names() if squeezed(card) == key), None)
+    key = without_separators(name)
+    card = next((card for card in model_names() if without_separators(card) == key), None)
     if card:
         return load_model(card)
-    shape = next((shape for shape in _shapes() if squeezed(shape) == key), None)
+    shape = next((shape for shape in _shapes() if without_separators(shape) == key), None)
     return spec_from_config(_shapes()[shape], name=key, source=f"https://huggingface.co/{shape}") if shape else None
 
 
@@ -118,14 +118,14 @@ def _shape(spec: ModelSpec) -> tuple[object, ...]:
 
 def _chosen(fits: list[ModelSpec], facts: Mapping[str, Any], hints: str) -> ModelSpec:
     """Return the card that fits best: by its rotary base and positions, and by the words of the file's name."""
-    words = squeezed(hints.replace("/", "-"))
+    words = without_separators(hints.replace("/", "-"))
 
     def distance(card: ModelSpec) -> tuple[bool, bool, bool, bool, int]:
         other_base = facts.get("rope_theta") not in (None, card.rotary_theta)
         other_positions = facts.get("max_position_embeddings") not in (None, card.max_positions)
         family = re.match("[a-z]+", card.name)
         of_family = family is not None and family[0] in words
-        return other_base, squeezed(card.name) not in words, not of_family, other_positions, len(card.name)
+        return other_base, without_separators(card.name) not in words, not of_family, other_positions, len(card.name)
 
     best = min(fits, key=distance)
     rivals = [card.name for card in fits if distance(card)[:4] == distance(best)[:4] and _shape(card) != _shape(best)]

@@ -93,7 +93,7 @@ class ImportedQuestion:
     opens_nodes: bool  # whether neither file nor user states a number of ranks
 
 
-def question_of(
+def imported_question(
     run: ImportedRun, options: ImportOptions, nodes: int | None = None, why: Assumed | None = None
 ) -> ImportedQuestion:
     """Return the question of a configuration; what is typed goes before what the file says.

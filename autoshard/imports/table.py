@@ -87,7 +87,7 @@ def same(key: str, fact: str, convert: Callable[[Any], Any] | None = None) -> Ke
     >>> same("tensor_parallel_degree", "layout.tp").writes({"layout.tp": 8})
     {'tensor_parallel_degree': 8}
     """
-    read = convert or whole
+    read = convert or whole_number
     return KeyEntry(
         keys=(key,),
         reads=lambda keys: {} if keys[key] is None else {fact: read(keys[key])},
@@ -105,7 +105,7 @@ def alias(key: str, fact: str, convert: Callable[[Any], Any] | None = None) -> K
     return read_only(key, reads=same(key, fact, convert).reads)
 
 
-def whole(value: object) -> int:
+def whole_number(value: object) -> int:
     """Read a whole number, also from text.
 
     >>> whole("8"), whole(8.0)

@@ -29,7 +29,7 @@ def test_a_command_has_two_examples_that_are_read_without_a_fault(
 def test_the_help_names_every_option_once_and_everyday_ones_first(name: str) -> None:
     text = help_of(name, command_of(name), EVERYDAY.get(name, ()), EXAMPLES[name])
     options = {option.name: option for option in options_of(command_of(name))}
-    lines = [line.strip() for line in text.splitlines()]
+    lines = [line.strip() for line in text.partition("\n\n")[2].splitlines()]
     for option in options.values():
         shown = option.label if option.is_positional else option.flag
         starts = [line for line in lines if line.removeprefix("-v, ").split(" ")[0] == shown]

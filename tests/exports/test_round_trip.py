@@ -10,9 +10,9 @@ from hypothesis import given, settings, strategies as st
 
 from autoshard.exports.limits import Expressed, expressed
 from autoshard.exports.writing import SUFFIXES, text_of
-from autoshard.imports.imported import PROGRAMS, read_run
+from autoshard.imports.imported import PROGRAMS, imported_run
 from autoshard.imports.programs.megatron import layout_of_stages, stages_of_layout
-from autoshard.imports.question import ImportedQuestion, ImportOptions, question_of
+from autoshard.imports.question import ImportedQuestion, ImportOptions, imported_question
 from autoshard.imports.table import OtherProgram
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
@@ -51,7 +51,7 @@ def imported(program: OtherProgram, plan: Plan, found: Expressed) -> ImportedQue
             model=plan.model.name, cluster=plan.cluster.name, seq_len=2048, fix=fix,
             lnc=plan.cluster.lnc, global_batch=256 if "work.global_batch" in unsaid else None,
         )  # fmt: skip
-        return question_of(read_run(str(path)), options, plan.cluster.num_nodes)
+        return imported_question(imported_run(str(path)), options, plan.cluster.num_nodes)
 
 
 @st.composite

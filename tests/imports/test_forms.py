@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from autoshard.errors import InputError
-from autoshard.imports.forms.documents import documents
-from autoshard.imports.forms.flat import resolved
+from autoshard.imports.forms.documents import parsed_documents
+from autoshard.imports.forms.flat import resolved_keys
 from autoshard.imports.forms.python import Unread, configurations
-from autoshard.imports.forms.shell import arguments_of
+from autoshard.imports.forms.shell import shell_arguments
 
 SCRIPT = """#!/bin/bash
 SIZE=8B   # a comment
@@ -41,7 +41,7 @@ torchrun --nnodes 2 pretrain.py "${ARGS[@]}" $EXTRA --pipeline-model-parallel-si
 
 
 def test_a_script_is_followed_as_far_as_it_decides_itself() -> None:
-    assert arguments_of(SCRIPT, "") == {
+    assert shell_arguments(SCRIPT, "") == {
         "num_layers": "6", "hidden_size": "4096", "world_size": "8", "micro_batch_size": "2", "nnodes": "2",
         "sequence_parallel": True, "pipeline_model_parallel_size": "2",
         "conditions": ['if [ -n "${WANDB}" ]', "for layer in 1 2"],
@@ -51,7 +51,7 @@ def test_a_script_is_followed_as_far_as_it_decides_itself() -> None:
 def test_a_script_reads_in_another_beside_it(tmp_path: Path) -> None:
     (tmp_path / "CONFIG.sh").write_text('export ARGS=" --num-layers ${NLS} --fp16 "\n', encoding="utf-8")
     (tmp_path / "run.sh").write_text("NLS=24\n. `pwd`/CONFIG.sh\nsbatch --nodes=4 RUN.sh\n", encoding="utf-8")
-    assert documents(tmp_path / "run.sh")[""] == {"num_layers": "24", "fp16": True, "nodes": "4"}
+    assert parsed_documents(tmp_path / "run.sh")[""] == {"num_layers": "24", "fp16": True, "nodes": "4"}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_script_reads_in_another_beside_it(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_conditions_hold_or_not_or_are_open(test: str, holds: bool | None) -> None:
     script = f"if {test}; then\nA=--yes\nelse\nA=--no\nfi\nrun --num-layers 1 $A\n"
-    options = arguments_of(script, "")
+    options = shell_arguments(script, "")
     assert options.get("yes", False) is (holds is True) and options.get("no", False) is (holds is False)
 
 
@@ -137,16 +137,16 @@ def test_a_recipe_is_followed_through_the_functions_of_its_file() -> None:
 
 def test_references_lead_to_values_or_stay() -> None:
     values = {"a.b": "${.c}", "a.c": "${d}", "d": 3, "e": "${nowhere}", "f": "${f}", "g": "x${d}"}
-    assert resolved(values) == {"a.b": 3, "a.c": 3, "d": 3, "e": "${nowhere}", "f": "${f}", "g": "x${d}"}
+    assert resolved_keys(values) == {"a.b": 3, "a.c": 3, "d": 3, "e": "${nowhere}", "f": "${f}", "g": "x${d}"}
 
 
 def test_lists_of_arguments_and_files_without_suffix_are_read(tmp_path: Path) -> None:
     (tmp_path / "args.json").write_text('["--num-layers", 4, "--bf16"]', encoding="utf-8")
     (tmp_path / "deepspeed").write_text('{"train_batch_size": 8}', encoding="utf-8")
-    assert documents(tmp_path / "args.json")[""] == {"num_layers": "4", "bf16": True}
-    assert documents(tmp_path / "deepspeed")[""] == {"train_batch_size": 8}
+    assert parsed_documents(tmp_path / "args.json")[""] == {"num_layers": "4", "bf16": True}
+    assert parsed_documents(tmp_path / "deepspeed")[""] == {"train_batch_size": 8}
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     (tmp_path / "large.yaml").write_bytes(b"#" * (5 * 2**20))
     for name, says in (("bytes.toml", "is not text in UTF-8"), ("large.yaml", "is far too large")):
         with pytest.raises(InputError, match=says):
-            documents(tmp_path / name)
+            parsed_documents(tmp_path / name)

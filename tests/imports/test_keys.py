@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 from autoshard.errors import InputError
-from autoshard.imports.imported import read_run
+from autoshard.imports.imported import imported_run
 from autoshard.imports.programs.megatron import stages_of_layout
-from autoshard.imports.question import ImportOptions, question_of
-from autoshard.imports.table import number, truth, whole, words
+from autoshard.imports.question import ImportOptions, imported_question
+from autoshard.imports.table import number, truth, whole_number, words
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.recipe import Pins
 
@@ -95,7 +95,7 @@ def run_of(folder: Path, *parts: dict[str, Any]):
     for part in parts:
         data |= part
     path.write_text(yaml.safe_dump(data), encoding="utf-8")
-    return read_run(str(path))
+    return imported_run(str(path))
 
 
 @pytest.mark.parametrize(("base", "keys", "fact", "value"), READ, ids=lambda item: str(item)[:60])
@@ -134,7 +134,7 @@ LLAMA = {
     ],
 )  # fmt: skip
 def test_stages_are_those_of_megatron(tmp_path: Path, keys: dict[str, Any], candidate: str) -> None:
-    assert str(question_of(run_of(tmp_path, LLAMA, keys), ImportOptions()).candidate) == candidate
+    assert str(imported_question(run_of(tmp_path, LLAMA, keys), ImportOptions()).candidate) == candidate
 
 
 @pytest.mark.parametrize(
@@ -150,30 +150,30 @@ def test_stages_are_those_of_megatron(tmp_path: Path, keys: dict[str, Any], cand
 )  # fmt: skip
 def test_models_that_have_no_card_are_made_of_their_sizes(tmp_path: Path, changes: dict[str, Any], kind: str) -> None:
     sizes = {key: value for key, value in LLAMA.items() if key not in ("vocab_size", "ffn_hidden_size")}
-    question = question_of(run_of(tmp_path, sizes, {"ffn_hidden_size": 11008} | changes), ImportOptions())
+    question = imported_question(run_of(tmp_path, sizes, {"ffn_hidden_size": 11008} | changes), ImportOptions())
     assert question.request.model.norm == kind and "of which no card is" in question.model_from
 
 
 def test_what_is_typed_goes_before_the_file(tmp_path: Path) -> None:
     options = ImportOptions(model="llama2-7b", cluster="a100", fix=Pins("mbs=2,recompute=full"), seq_len=1024)
-    question = question_of(run_of(tmp_path, LLAMA), options, 2)
+    question = imported_question(run_of(tmp_path, LLAMA), options, 2)
     assert str(question.candidate) == "tp=1,pp=1,dp=16,mbs=2,zero=0,recompute=full,kernels=te"
     assert question.request.workload.seq_len == 1024 and "though the file says" in question.model_from
 
 
 def test_ranks_that_fill_no_nodes_and_ends_that_leave_no_even_rest_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="do not fill nodes of h100-80 evenly"):
-        question_of(run_of(tmp_path, LLAMA, {"nnodes": 1, "nproc_per_node": 9}), ImportOptions())
+        imported_question(run_of(tmp_path, LLAMA, {"nnodes": 1, "nproc_per_node": 9}), ImportOptions())
     keys = {"pipeline_model_parallel_size": 4, "decoder_first_pipeline_num_layers": 6}
     with pytest.raises(InputError, match="do not fill 3 stages evenly"):
-        question_of(run_of(tmp_path, LLAMA, {"decoder_last_pipeline_num_layers": None}, keys, {"num_layers": 33}),
+        imported_question(run_of(tmp_path, LLAMA, {"decoder_last_pipeline_num_layers": None}, keys, {"num_layers": 33}),
                     ImportOptions(model="llama3-8b", fix=Pins("pp=4")))  # fmt: skip
     with pytest.raises(InputError, match="tp must be 1 to"):
-        question_of(run_of(tmp_path, LLAMA, {"tensor_model_parallel_size": 0}), ImportOptions())
+        imported_question(run_of(tmp_path, LLAMA, {"tensor_model_parallel_size": 0}), ImportOptions())
 
 
 def test_words_that_are_no_values_are_refused() -> None:
-    for read, value in ((whole, "x"), (truth, "maybe"), (number, "x"), (stages_of_layout, "t*99999999")):
+    for read, value in ((whole_number, "x"), (truth, "maybe"), (number, "x"), (stages_of_layout, "t*99999999")):
         with pytest.raises(InputError):
             read(value)  # type: ignore[operator]
-    assert words(("a", "b")) == ("a", "b") and whole(-1) == -1
+    assert words(("a", "b")) == ("a", "b") and whole_number(-1) == -1

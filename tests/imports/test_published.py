@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from autoshard.errors import InputError
-from autoshard.imports.imported import read_run
-from autoshard.imports.question import ImportedQuestion, ImportOptions, question_of
+from autoshard.imports.imported import imported_run
+from autoshard.imports.question import ImportedQuestion, ImportOptions, imported_question
 from benchmarks.aws_recipes import AwsRecipe, load_aws_recipes
 from tests.imports.published import PUBLISHED, Published
 
@@ -19,7 +19,7 @@ def asked(folder: Path, case: Published) -> ImportedQuestion:
     options: dict[str, Any] = dict(case.options)
     nodes = options.pop("nodes", None)
     name = f"{path}:{case.function}" if case.function else str(path)
-    return question_of(read_run(name), ImportOptions(**options), nodes)
+    return imported_question(imported_run(name), ImportOptions(**options), nodes)
 
 
 @pytest.mark.parametrize("case", PUBLISHED, ids=lambda case: f"{case.program}-{case.file}")
@@ -70,7 +70,7 @@ def nxdt_text(recipe: AwsRecipe) -> str:
 def test_the_recipes_of_aws_give_the_recorded_layouts(tmp_path: Path, recipe: AwsRecipe) -> None:
     path = tmp_path / recipe.name
     path.write_text(nxdt_text(recipe), encoding="utf-8")
-    question = question_of(read_run(str(path)), ImportOptions(model=recipe.model))
+    question = imported_question(imported_run(str(path)), ImportOptions(model=recipe.model))
     told, request = question.candidate, recipe.request()
     assert str(told).replace(f",lnc={told.lnc}", "") == str(recipe.candidate())
     assert (question.request.workload, question.request.cluster) == (request.workload, request.cluster)
@@ -101,7 +101,7 @@ def test_bad_input_is_refused_in_a_line(tmp_path: Path, name: str, text: str | N
     if text is not None:
         path.write_text(text, encoding="utf-8")
     with pytest.raises(InputError) as caught:
-        question_of(read_run(str(path)), ImportOptions())
+        imported_question(imported_run(str(path)), ImportOptions())
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -110,16 +110,16 @@ def test_a_file_of_several_configurations_names_them(tmp_path: Path) -> None:
     code = "def {}():\n    return Trainer.Config(parallelism=ParallelismConfig(tensor_parallel_degree=2))\n"
     path.write_text(code.format("a") + code.format("b"), encoding="utf-8")
     with pytest.raises(InputError, match=r"holds 2 configurations: a, b\. Type .*two\.py:a"):
-        read_run(str(path))
+        imported_run(str(path))
     with pytest.raises(InputError, match="there is no such function"):
-        read_run(f"{path}:c")
-    assert read_run(f"{path}:b").facts["layout.tp"] == 2
+        imported_run(f"{path}:c")
+    assert imported_run(f"{path}:b").facts["layout.tp"] == 2
 
 
 def test_keys_that_are_not_read_are_listed_and_those_without_effect_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     text = "zero1: true\nseed: 1\nnew_option: 7\nold_option: false\nactivations_checkpoint_granularity: selective\n"
     path.write_text(f"{text}activations_checkpoint_recompute: [Other, LlamaMLP]\n", encoding="utf-8")
-    run = read_run(str(path))
+    run = imported_run(str(path))
     assert run.unread == ("activations_checkpoint_recompute: Other", "new_option = 7")
     assert set(run.harmless) == {"seed", "old_option"}

@@ -8,7 +8,7 @@ from autoshard.commands.progress import watching
 from autoshard.commands.writing.target import Target, Written
 from autoshard.errors import require
 from autoshard.imports.answer import answered, fitting_question
-from autoshard.imports.imported import read_run
+from autoshard.imports.imported import imported_run
 from autoshard.imports.question import ImportOptions
 from autoshard.report.interchange import import_json, import_sheets
 from autoshard.report.sheet import Node
@@ -46,7 +46,7 @@ def import_(
         (time_limit is None or 1 <= time_limit <= _LONGEST_S, "--time-limit", f"must be 1 to {_LONGEST_S}"),
         (nodes is None or nodes >= 1, "--nodes", f"must be at least 1, not {nodes}"),
     )
-    asked = fitting_question(read_run(file), question, nodes)
+    asked = fitting_question(imported_run(file), question, nodes)
 
     def best(request: Request) -> SearchResult:
         with watching(time_limit, format_seconds) as watch:

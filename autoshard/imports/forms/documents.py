@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from autoshard.errors import InputError, file_faults, nearest, require
-from autoshard.imports.forms.flat import flat, resolved
+from autoshard.imports.forms.flat import flat, resolved_keys
 from autoshard.imports.forms.python import configurations
-from autoshard.imports.forms.shell import arguments_of
+from autoshard.imports.forms.shell import shell_arguments
 from autoshard.spec.files import YAML_SUFFIXES, read_data
 
 _MOST_BYTES = 4 * 2**20
@@ -27,7 +27,7 @@ def split_name(typed: str) -> tuple[Path, str | None]:
     return (Path(file), name) if colon and name.isidentifier() else (Path(typed), None)
 
 
-def documents(path: Path) -> Mapping[str, Mapping[str, Any]]:
+def parsed_documents(path: Path) -> Mapping[str, Mapping[str, Any]]:
     """Return the configurations of a file; only Python files hold more than one."""
     with file_faults(str(path), "read"):
         require((path.is_file(), str(path), "there is no such file" if not path.exists() else "is not a file"))
@@ -45,7 +45,7 @@ def documents(path: Path) -> Mapping[str, Mapping[str, Any]]:
         return {name: flat(values) for name, values in configurations(text, str(path)).items()}
     if text.lstrip()[:1] == "{":
         return {"": _of_data(read_data(path), path)}
-    return {"": arguments_of(text, str(path), lambda name: _beside(path, name))}
+    return {"": shell_arguments(text, str(path), lambda name: _beside(path, name))}
 
 
 def _beside(path: Path, name: str) -> str | None:
@@ -56,14 +56,14 @@ def _beside(path: Path, name: str) -> str | None:
 def _of_data(data: object, path: Path) -> Mapping[str, Any]:
     """Return the values of parsed data; a list of words is a list of arguments."""
     if isinstance(data, list) and all(isinstance(item, str | int | float) for item in cast(list[object], data)):
-        return arguments_of(" ".join(map(str, cast(list[object], data))), str(path))
+        return shell_arguments(" ".join(map(str, cast(list[object], data))), str(path))
     items = cast(dict[Any, Any], data) if isinstance(data, dict) else {}
     require((bool(items), str(path), "must hold keys with values"))
     values = flat({str(key): value for key, value in items.items()})
     if any(name.startswith(f"{_ARGUMENTS}.") for name in values):
         named = {name.removeprefix(f"{_ARGUMENTS}."): value for name, value in values.items()}
         return {name.lstrip("-").replace("-", "_"): value for name, value in named.items() if name.startswith("--")}
-    return resolved(values)
+    return resolved_keys(values)
 
 
 def comment_of(path: Path) -> str:

@@ -26,7 +26,7 @@ def _flat(data: Mapping[str, Any], before: str) -> Iterator[tuple[str, Any]]:
             yield path, value
 
 
-def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
+def resolved_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """Follow references of OmegaConf, ``${trainer.max_steps}`` and ``${.beside}``; others stay as they are.
 
     >>> resolved({"model.length": 8, "model.positions": "${.length}", "data.length": "${model.positions}"})

@@ -125,7 +125,7 @@ def _unquoted(text: str) -> str:
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
 
 
-def arguments_of(
+def shell_arguments(
     text: str, where: str, beside: Callable[[str], str | None] = _nothing
 ) -> dict[str, str | bool | list[str]]:
     """Return the options of a script's commands by name, with ``_`` for ``-``; those without a value are true.

@@ -6,7 +6,18 @@ Length and micro-batch stand in the training script, and are options of the impo
 from typing import Any
 
 from autoshard.imports.programs.shared import FULL, NONE, accumulated, recompute_of
-from autoshard.imports.table import Facts, KeyEntry, Keys, Limits, OtherProgram, alias, read_only, same, truth, whole
+from autoshard.imports.table import (
+    Facts,
+    KeyEntry,
+    Keys,
+    Limits,
+    OtherProgram,
+    alias,
+    read_only,
+    same,
+    truth,
+    whole_number,
+)
 
 _STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 1, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 1}
 _NUMBERED = tuple(_STAGES)  # version 0.11 wrote numbers from 1 on
@@ -23,7 +34,7 @@ _PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "bf16,produc
 def _zero(keys: Keys) -> Facts:
     kind = str(keys.get("distributed_type", "MULTI_GPU")).upper()
     if kind == "DEEPSPEED":
-        stage = whole(keys.get("deepspeed_config.zero_stage") or 0)
+        stage = whole_number(keys.get("deepspeed_config.zero_stage") or 0)
         return {"layout.zero": 3 if stage == 3 else min(stage, 1), "work.stage": stage}
     if kind != "FSDP":
         return {"layout.zero": 0}
@@ -50,7 +61,7 @@ def _sizes(keys: Keys) -> Facts:
     for key, fact in (("parallelism_config_dp_replicate_size", "layout.replicas"),
                       ("parallelism_config_dp_shard_size", "layout.shards")):  # fmt: skip
         if keys.get(key) is not None:
-            facts[fact] = whole(keys[key])
+            facts[fact] = whole_number(keys[key])
     return facts
 
 

@@ -6,13 +6,13 @@ The model, the length of its sequences and the stages of a pipeline stand in the
 from typing import Any
 
 from autoshard.imports.programs.shared import FULL, NONE, accumulated, accumulation, recompute_of
-from autoshard.imports.table import Facts, KeyEntry, Keys, Limits, OtherProgram, read_only, truth, whole
+from autoshard.imports.table import Facts, KeyEntry, Keys, Limits, OtherProgram, read_only, truth, whole_number
 
 _AUTO = "auto"
 
 
 def _zero(keys: Keys) -> Facts:
-    stage = whole(keys.get("zero_optimization.stage") or 0)
+    stage = whole_number(keys.get("zero_optimization.stage") or 0)
     group = keys.get("zero_hpz_partition_size")
     unread = [] if group in (None, 1) else [f"zero_hpz_partition_size: {group}"]
     return {"layout.zero": 3 if stage == 3 else min(stage, 1), "work.stage": stage, "unread": unread}
@@ -21,7 +21,7 @@ def _zero(keys: Keys) -> Facts:
 def _count(key: str, fact: str) -> KeyEntry:
     return KeyEntry(
         keys=(key,),
-        reads=lambda keys: {} if keys[key] in (None, _AUTO) else {fact: whole(keys[key])},
+        reads=lambda keys: {} if keys[key] in (None, _AUTO) else {fact: whole_number(keys[key])},
         writes=lambda facts: {key: facts[fact]} if fact in facts else {},
     )
 
@@ -87,7 +87,7 @@ DEEPSPEED = OtherProgram(
             "remarks": ["activation_checkpointing says how; that your script does it for all layers is assumed"],
         }, writes=_written_recompute),
         read_only("pipeline.stages", reads=lambda keys: {} if keys["pipeline.stages"] == _AUTO
-                  else {"layout.pp": whole(keys["pipeline.stages"])}),
+                  else {"layout.pp": whole_number(keys["pipeline.stages"])}),
     ),
     harmless=(
         "optimizer.*", "scheduler.*", "steps_per_print", "wall_clock_breakdown", "gradient_clipping", "dump_state",

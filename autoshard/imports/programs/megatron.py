@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import cast
 
 from autoshard.errors import InputError
-from autoshard.imports.programs.megatron_model import MODEL, heads, model, name, written_heads, written_model
+from autoshard.imports.programs.megatron_model import MODEL, head_facts, model, name, written_heads, written_model
 from autoshard.imports.programs.shared import (
     ADAPTERS,
     BATCH,
@@ -35,7 +35,7 @@ from autoshard.imports.table import (
     read_only,
     same,
     truth,
-    whole,
+    whole_number,
     words,
 )
 
@@ -87,11 +87,11 @@ def _layout(keys: Keys) -> Facts:
 
 def _chunks(keys: Keys) -> Facts:
     if (chunks := keys.get("num_virtual_stages_per_pipeline_rank")) is not None:
-        return {"layout.vp": whole(chunks)}
+        return {"layout.vp": whole_number(chunks)}
     if (chunks := keys.get("virtual_pipeline_model_parallel_size")) is not None:
-        return {"layout.vp": whole(chunks)}
+        return {"layout.vp": whole_number(chunks)}
     layers = keys.get("num_layers_per_virtual_pipeline_stage")
-    return {} if layers is None else {"layout.layers_per_stage": whole(layers)}
+    return {} if layers is None else {"layout.layers_per_stage": whole_number(layers)}
 
 
 def _written_stages(facts: Facts) -> Keys:
@@ -110,7 +110,9 @@ def _recompute(keys: Keys) -> Facts:
         return {"layout.recompute": selective(tuple(_SETS[name] for name in names if name in _SETS)), "unread": unread}
     if kind == "full" or old or keys.get("checkpoint_activations"):
         count = keys.get("recompute_num_layers")
-        return {"layout.recompute": part(whole(count)) if "block" in (method, old) and count is not None else FULL}
+        return {
+            "layout.recompute": part(whole_number(count)) if "block" in (method, old) and count is not None else FULL
+        }
     return {"layout.recompute": NONE}
 
 
@@ -238,7 +240,7 @@ def _states(keys: Keys) -> Facts:
 
 
 def _instances(keys: Keys) -> Facts:
-    count = whole(keys["num_distributed_optimizer_instances"] or 1)
+    count = whole_number(keys["num_distributed_optimizer_instances"] or 1)
     return {"layout.replicas": count} if count > 1 else {}
 
 
@@ -306,7 +308,7 @@ MEGATRON = OtherProgram(
         alias("encoder_seq_length", "work.seq_len"),
         *SIZES,
         same("ffn_hidden_size", "model.intermediate_size"),
-        KeyEntry(keys=("group_query_attention", "num_query_groups"), reads=heads, writes=written_heads),
+        KeyEntry(keys=("group_query_attention", "num_query_groups"), reads=head_facts, writes=written_heads),
         same("kv_channels", "model.head_dim"),
         same("vocab_size", "model.vocab_size"),
         read_only("tokenizer_type", reads=lambda keys: {"model.tokenizer": str(keys["tokenizer_type"])}),

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from autoshard.imports.table import Facts, Keys, truth, whole
+from autoshard.imports.table import Facts, Keys, truth, whole_number
 
 
 def model(keys: Keys) -> Facts:
@@ -54,11 +54,11 @@ MODEL = (
 )  # fmt: skip
 
 
-def heads(keys: Keys) -> Facts:
+def head_facts(keys: Keys) -> Facts:
     """Read the key/value heads; there are as many as query heads where they are not grouped."""
     groups = keys.get("num_query_groups")
     is_grouped = truth(keys.get("group_query_attention")) or "group_query_attention" not in keys
-    return {"model.num_key_value_heads": whole(groups)} if is_grouped and groups is not None else {}
+    return {"model.num_key_value_heads": whole_number(groups)} if is_grouped and groups is not None else {}
 
 
 def written_heads(facts: Facts) -> Keys:

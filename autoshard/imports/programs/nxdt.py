@@ -28,7 +28,7 @@ from autoshard.imports.table import (
     read_only,
     same,
     truth,
-    whole,
+    whole_number,
     words,
 )
 from autoshard.spec.kernels import load_kernels
@@ -82,7 +82,7 @@ def _cuts(keys: Keys) -> Facts:
     cuts = keys["pipeline_cuts"]
     if not cuts:
         return {}
-    return {"layout.cuts": tuple(whole(name.rpartition(".")[2]) for name in words(cuts))}
+    return {"layout.cuts": tuple(whole_number(name.rpartition(".")[2]) for name in words(cuts))}
 
 
 def _written_cuts(facts: Facts) -> Keys:
@@ -104,7 +104,7 @@ def even_at_the_end(num_layers: int, num_stages: int, facts: Facts) -> tuple[int
 
 
 def _length(keys: Keys) -> Facts:
-    lengths = [whole(keys[key]) for key in ("encoder_seq_length", "seq_length") if keys.get(key) is not None]
+    lengths = [whole_number(keys[key]) for key in ("encoder_seq_length", "seq_length") if keys.get(key) is not None]
     unread = [f"seq_length = {lengths[-1]}, beside encoder_seq_length = {lengths[0]}"] if len(set(lengths)) > 1 else []
     return {**({"work.seq_len": lengths[0]} if lengths else {}), "unread": unread}
 
@@ -122,11 +122,11 @@ def _written_attention(facts: Facts) -> Keys:
 def _devices(keys: Keys) -> Facts:
     lnc = keys.get("trainer.lnc")
     if keys.get("trainer.devices") is None:
-        return {} if lnc is None else {"cluster.lnc": whole(lnc)}
-    devices = whole(keys["trainer.devices"])
+        return {} if lnc is None else {"cluster.lnc": whole_number(lnc)}
+    devices = whole_number(keys["trainer.devices"])
     facts: dict[str, Any] = {"cluster.per_node": devices}
     if lnc is not None or devices in (64, 128):
-        return {**facts, "cluster.name": "trn2.48xlarge", "cluster.lnc": whole(lnc or 128 // max(1, devices))}
+        return {**facts, "cluster.name": "trn2.48xlarge", "cluster.lnc": whole_number(lnc or 128 // max(1, devices))}
     return {**facts, "cluster.name": "trn1.32xlarge"} if devices == 32 else facts
 
 
@@ -171,7 +171,7 @@ NXDT = OtherProgram(
         *MESH,
         KeyEntry(
             keys=("virtual_pipeline_model_parallel_size",),
-            reads=lambda keys: {"layout.vp": whole(keys["virtual_pipeline_model_parallel_size"] or 1)},
+            reads=lambda keys: {"layout.vp": whole_number(keys["virtual_pipeline_model_parallel_size"] or 1)},
             writes=lambda facts: {"virtual_pipeline_model_parallel_size": facts.get("layout.vp", 1)},
         ),
         KeyEntry(keys=("zero1",), reads=_zero, writes=lambda facts: {"zero1": facts.get("layout.zero", 1) == 1}),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from autoshard.imports.table import Facts, KeyEntry, Keys, alias, number, same, whole, words
+from autoshard.imports.table import Facts, KeyEntry, Keys, alias, number, same, whole_number, words
 from autoshard.plan.recompute import Recompute
 
 MESH = (
@@ -47,7 +47,7 @@ def rope() -> tuple[KeyEntry, ...]:
 def accumulated(keys: Keys) -> Facts:
     """Read how many micro-batches a step has on each replica."""
     value = keys["gradient_accumulation_steps"]
-    return {} if value in (None, "auto") else {"work.accumulation": whole(value)}
+    return {} if value in (None, "auto") else {"work.accumulation": whole_number(value)}
 
 
 def accumulation(facts: Facts) -> Mapping[str, Any]:

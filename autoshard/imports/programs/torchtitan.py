@@ -19,7 +19,7 @@ from autoshard.imports.table import (
     read_only,
     same,
     truth,
-    whole,
+    whole_number,
     words,
 )
 from autoshard.spec.model import ModelSpec
@@ -35,7 +35,7 @@ _NO_ONE = (None, -1)
 _EMBED, _HEAD, _LAYER = "tok_embeddings", ("norm", "lm_head"), "layers."
 
 
-def split_layers(num_layers: int, num_stages: int, facts: Facts) -> tuple[int, ...] | None:
+def layers_by_part(num_layers: int, num_stages: int, facts: Facts) -> tuple[int, ...] | None:
     """Split layers as torchtitan does: embedding and head count as a layer each, what is left goes to the first stages.
 
     >>> split_layers(32, 4, {})
@@ -52,10 +52,10 @@ def split_layers(num_layers: int, num_stages: int, facts: Facts) -> tuple[int, .
 
 
 def _data_parallel(keys: Keys) -> Facts:
-    replicas = whole(keys.get("data_parallel_replicate_degree") or 1)
+    replicas = whole_number(keys.get("data_parallel_replicate_degree") or 1)
     shards = keys.get("data_parallel_shard_degree")
     facts: dict[str, Any] = {"layout.replicas": replicas} if replicas > 1 else {}
-    return facts if shards in _NO_ONE else {**facts, "layout.shards": whole(shards)}
+    return facts if shards in _NO_ONE else {**facts, "layout.shards": whole_number(shards)}
 
 
 def _written_data_parallel(facts: Facts) -> Keys:
@@ -109,13 +109,13 @@ def _written_parts(facts: Facts) -> Keys:
 
 def _tokens(keys: Keys) -> Facts:
     """Read the token budget of the Python form: slots of a micro-batch of one replica, and of a step."""
-    length = whole(keys.get("max_context_length") or 2048)
-    slots = whole(keys.get("num_tokens_per_microbatch_per_dp_rank") or 16384)
+    length = whole_number(keys.get("max_context_length") or 2048)
+    slots = whole_number(keys.get("num_tokens_per_microbatch_per_dp_rank") or 16384)
     facts: dict[str, Any] = {"work.seq_len": length, "layout.mbs": max(1, slots // length)}
     step = keys.get("num_tokens_per_train_step")
     if step not in _NO_ONE:
-        return {**facts, "work.global_batch": max(1, whole(step) // length)}
-    return {**facts, "work.accumulation": whole(keys.get("num_pp_microbatches") or 1)}
+        return {**facts, "work.global_batch": max(1, whole_number(step) // length)}
+    return {**facts, "work.accumulation": whole_number(keys.get("num_pp_microbatches") or 1)}
 
 
 def _written_tokens(facts: Facts) -> Keys:
@@ -132,13 +132,13 @@ def _written_tokens(facts: Facts) -> Keys:
 
 def _batch(keys: Keys) -> Facts:
     """Read the batch of the TOML form: without a pipeline, a micro-batch is the local batch."""
-    local = whole(keys.get("local_batch_size") or keys.get("training.batch_size") or 8)
-    pp = whole(keys.get("pipeline_parallel_degree") or 1)
-    size = whole(keys.get("pipeline_parallel_microbatch_size") or 1) if pp > 1 else local
+    local = whole_number(keys.get("local_batch_size") or keys.get("training.batch_size") or 8)
+    pp = whole_number(keys.get("pipeline_parallel_degree") or 1)
+    size = whole_number(keys.get("pipeline_parallel_microbatch_size") or 1) if pp > 1 else local
     facts: dict[str, Any] = {"layout.mbs": size}
     total = keys.get("training.global_batch_size")
     if total not in _NO_ONE:
-        return {**facts, "work.global_batch": whole(total)}
+        return {**facts, "work.global_batch": whole_number(total)}
     return {**facts, "work.accumulation": max(1, local // size)}
 
 
@@ -147,7 +147,7 @@ def _recompute(keys: Keys) -> Facts:
     mode = str(keys.get("activation_checkpoint.mode") or call.partition(".")[0].removesuffix("AC")).lower()
     option = str(keys.get("selective_ac_option") or "op")
     if mode == "selective" and option != "op":
-        return {"layout.recompute": FULL, "layout.every": whole(option)}
+        return {"layout.recompute": FULL, "layout.every": whole_number(option)}
     if mode in ("selective", "full", "none", ""):
         return {"layout.recompute": {"selective": selective(_AGAIN), "full": FULL}.get(mode, NONE)}
     return {"unread": [f"activation_checkpoint: {mode}"]}
@@ -270,7 +270,7 @@ TORCHTITAN = OtherProgram(
         ),
     },
     defaults={"layout.cp_order": "zigzag", "layout.kernels": "torch_cuda", "layout.sp": True, "layout.zero": 3},
-    stages=split_layers,
+    stages=layers_by_part,
     limits=Limits(
         axes=("tp", "pp", "cp", "ep", "dp", "vp", "mbs"),
         schedules={ours: name for name, ours in _SCHEDULES.items()},
@@ -292,7 +292,7 @@ _BASES = {  # card -> the function of config_registry.py that has a model of thi
 }  # fmt: skip
 
 
-def base_of(model: ModelSpec) -> tuple[str, str]:
+def defaults_of(model: ModelSpec) -> tuple[str, str]:
     """Return the module and the function of the configuration that a plan's changes; of other models, a name for it."""
     base = _BASES.get(model.name)
     if base is None:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 
 from autoshard.report.sheet import Node
-from autoshard.report.sparkline import columns
 from autoshard.report.terminal import drawn, unbroken
 from autoshard.report.watch.progress import RunProgress
 from autoshard.report.watch.sheets import failures_sheet, headline_sheet, ranks_sheet, steps_sheet
+from autoshard.report.watch.sparkline import columns
 from autoshard.report.watch.structured import progress_json
 
 _HEIGHT, _MOST_WIDTH, _INDENT = 6, 100, 12  # of the curve, in characters; where it begins
