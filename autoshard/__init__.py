@@ -16,8 +16,8 @@ import autoshard.run
 from autoshard.version import __version__
 
 __all__ = [
-    "__version__", "compare", "explain", "load", "local", "plan", "read_decoder", "report", "run", "shard",
-    "shard_block", "shard_module", "sharded_optimizer", "verify",
+    "__version__", "compare", "explain", "export", "import_", "load", "local", "plan", "read_decoder", "report", "run",
+    "shard", "shard_block", "shard_module", "sharded_optimizer", "verify",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from autoshard.verbs import (
         compare as compare,
         explain as explain,
+        export as export,
+        import_ as import_,
         load as load,
         report as report,
         run as run,
@@ -78,7 +80,7 @@ _PLACES = {
     "shard_block": "autoshard.blocks.shard_block",
     "shard_module": "autoshard.modules.shard",
     "sharded_optimizer": "autoshard.modules.running.optimizer",
-    **dict.fromkeys(("compare", "explain", "load", "verify"), "autoshard.verbs"),
+    **dict.fromkeys(("compare", "explain", "export", "import_", "load", "verify"), "autoshard.verbs"),
 }
 
 

@@ -1,15 +1,17 @@
 """The commands as functions of Python: each takes plans or paths, and returns a value that prints itself."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from autoshard.cost.predict import CheckedPlan, check_plan
-from autoshard.errors import NoPlan, RunFailed, inside
+from autoshard.errors import NoPlan, RunFailed, inside, nearest, require
 from autoshard.plan.codec import load as read_plan
 from autoshard.plan.plan import Plan
 from autoshard.report.account import Account
 from autoshard.report.sheet import Fact, Node, Sheet, Words
+from autoshard.search.ask.python_words import python_words
 
 PlanLike = Plan | str | Path  # a plan, or the path of its file
 
@@ -101,6 +103,50 @@ def report(*plans: PlanLike, run: str | Path | None = None, out: str | Path = "r
     checked = [_checked(plan) for plan in plans]
     names = [str(plan) if isinstance(plan, str | Path) else f"plan {place}" for place, plan in enumerate(plans, 1)]
     return draw_page(dict(zip(names, checked, strict=True)), Path(run) if run else None, Path(out))
+
+
+def import_(file: str | Path, *, search: bool = True, nodes: int | None = None, **options: Any) -> Account:
+    """Predict a configuration of another program, and name a better plan; ``data`` has both.
+
+    Args:
+        file: The configuration, or ``FILE.py:FUNCTION``. It is read, and never run.
+        search: Look for a better plan.
+        nodes: How many nodes the cluster has, if not those that the file says.
+        options: What the file leaves open, as after ``autoshard import``: ``cluster="h100"``, ``model="llama3-8b"``.
+    """
+    from autoshard.imports.answer import answered, fitting_question
+    from autoshard.imports.imported import imported_run
+    from autoshard.imports.question import ImportOptions
+    from autoshard.report.interchange import import_json, import_sheets
+    from autoshard.search.ask.choice.doubt import DOUBT
+    from autoshard.search.ask.planner import search as best
+
+    with python_words():
+        question = fitting_question(imported_run(str(file)), ImportOptions(**options), nodes)
+        answer = answered(question, partial(best, num_plans=1, simple_within=DOUBT) if search else None)
+    data = import_json(answer)
+    return Account(tuple(import_sheets(answer, Node(data), "")), data)
+
+
+def export(plan: PlanLike, to: str) -> Account:
+    """Return a plan as a configuration of another program; ``data["text"]`` is its file.
+
+    Args:
+        plan: A plan, or the path of its file.
+        to: The program: nxdt, megatron, torchtitan, accelerate or deepspeed.
+    """
+    from autoshard.exports.price import exported
+    from autoshard.imports.imported import PROGRAMS
+    from autoshard.report.interchange import export_json, export_sheets
+
+    programs = {program.name: program for program in PROGRAMS}
+    require((to in programs, "to", f"{to!r} is not known. {nearest(to, tuple(programs))}"))
+    read, program = _checked(plan).plan, programs[to]
+    right_engine = read.engine == program.engine
+    require((right_engine, "to", f"{program.title} does not run on {read.cluster.name}, which the plan is for"))
+    answer = exported(read, program)
+    data = export_json(answer, "")
+    return Account(tuple(export_sheets(answer, Node(data))), data)
 
 
 def run(plan: str | Path, *, out: str | Path | None = None, **options: Any) -> Path:

@@ -37,6 +37,16 @@ def test_a_plan_of_a_search_is_explained_without_a_file() -> None:
     assert len(repr(result.plan)) < 200
 
 
+def test_a_plan_goes_into_the_file_of_another_program_and_comes_back(plan_file: Path) -> None:
+    account = autoshard.export(plan_file, "torchtitan")
+    out = plan_file.with_name("train.py")
+    out.write_text(account.data["text"])
+    back = autoshard.import_(out, search=False, model="tiny-llama", cluster="local")
+    assert back.data["plan"]["candidate"].startswith("tp=2,pp=1,dp=2")
+    with pytest.raises(InputError, match="does not run on local"):
+        autoshard.export(plan_file, "nxdt")
+
+
 def test_a_report_is_written_and_its_path_returned(plan_file: Path) -> None:
     out = autoshard.report(plan_file, out="page.html")
     assert out.read_text(encoding="utf-8").startswith("<!doctype html>")

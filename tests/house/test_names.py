@@ -12,7 +12,8 @@ PLACEHOLDERS = frozenset((
 ))  # fmt: skip
 MIRRORS = frozenset((
     # a command, what it calls, and the function of Python
-    *("compare", "convert", "explain", "launch", "load", "plan", "report", "run", "tokenize", "validate", "verify"),
+    *("compare", "convert", "explain", "export", "import_", "launch", "load", "plan", "report"),
+    *("run", "tokenize", "validate", "verify"),
     *("build", "keeps", "philox"),  # both engines; a kernel in torch, and the same in numpy
     *("local", "cp_heads"),  # what users write, and how it is read; a Rule of candidates, and of Strategies
     "main",
