@@ -19,7 +19,7 @@ from autoshard.cost.departures import matrix_units
 from autoshard.cost.kernel_run import KernelRun, bytes_in, rank_sizes, saved_bytes, working_bytes
 from autoshard.cost.sharded import Blocks, LoweredBlock, atom_groups
 from autoshard.cost.terms import CostTerm
-from autoshard.layout.layout import local_sizes
+from autoshard.layout.layout import Collective, local_sizes
 from autoshard.layout.sharding import Message
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
@@ -32,6 +32,7 @@ from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import DTYPE_BYTES, Precision, Workload
 
 PASSES = ("F", "I", "W")
+TP = ("kv", "rep")
 _SURE = 1 - 1e-12  # the share of a count that no rounding makes more than it is
 _IN_PIECES = ("all_gather", "reduce_scatter")  # one for each rank, of which a product can wait for the first alone
 
@@ -109,7 +110,7 @@ class Setting(BlockSizes):
     """One layout's numbers: its blocks, their sizes, its rings; or columns of them."""
 
     blocks: Blocks
-    rings: Mapping[tuple[str, ...], Ring]  # of every group of ranks that some message or weight's gradient needs
+    rings: Mapping[tuple[str, ...], Ring]  # of every group of ranks that something is sent in
     zero: Literal[0, 1, 3]
     copies: int = 1  # of the states that ZeRO divides; rings over edp are then those of one copy
 
@@ -135,6 +136,7 @@ def setting_of(question: Question, candidate: Candidate, blocks: Blocks) -> Sett
     rings_mesh = with_copies(mesh, copies)
     if copies > 1:
         groups |= {COPIES}
+    groups |= stage_groups(load_kernels(question.kernels))
     return Setting(
         blocks=blocks,
         sizes=question.sizes(candidate.mbs * candidate.dp, candidate.ep),
@@ -283,6 +285,22 @@ def block_cost(work: BlockWork, rings: Mapping[tuple[str, ...], Ring], rates: Ra
 def price_block(question: Question, setting: Setting, kind: str, drop: Recompute) -> BlockCost:
     """Price one block of a layout."""
     return block_cost(work_of(question, setting, kind, drop), setting.rings, question.rates)
+
+
+def stage_groups(kernels: Kernels) -> frozenset[tuple[str, ...]]:
+    """Return the groups of ranks in which a hidden state is handed from stage to stage."""
+    return frozenset([("pp",), TP] if kernels.parts_sends else [("pp",)])
+
+
+def handed_on(setting: Setting, kernels: Kernels) -> tuple[Number, Number]:
+    """Return for how long the hidden state of one micro-batch is on its way to the next stage, and the bytes sent."""
+    whole_bytes, links = boundary_bytes(setting), setting.rings["pp",]
+    boundary = setting.blocks.block("layer", Recompute()).sharding.boundary
+    if not kernels.parts_sends or any({*TP} & {*cut} for cut in boundary.values()):
+        return links.send_s(whole_bytes), whole_bytes
+    part_bytes, gather = whole_bytes / setting.rings[TP].size, Collective(kind="all_gather", dim=None, atoms=TP)
+    gathers_s = setting.rings[TP].time_s(gather, whole_bytes) * (setting.rings[TP].size > 1)
+    return links.send_s(part_bytes) + gathers_s, part_bytes
 
 
 def boundary_bytes(setting: Setting) -> Number:
