@@ -149,12 +149,12 @@ def priced(plan: Plan, question: Question, blocks: Blocks | None = None) -> tupl
     """Return what the price of a plan's step is made of: its numbers, its pipeline, and the price of every block."""
     setting = setting_of(question, plan.candidate, blocks or ListedBlocks.of(plan))
     kernels = load_kernels(plan.kernels)
-    send_s, _ = handed_on(setting, kernels)
+    send_s, share = handed_on(setting, kernels)
     pipeline = PlanPipeline(
         schedule=plan.schedule,
         stages=_stages(plan),
         boundary_bytes=boundary_bytes(setting),
-        sends=Sends.of(send_s, plan.schedule.builder, kernels),
+        sends=replace(Sends.of(send_s, plan.schedule.builder, kernels), share=share),
         bucket_bytes=plan.buckets.total_bytes,
     )
     return setting, pipeline, cache(partial(price_block, question, setting))

@@ -293,14 +293,14 @@ def stage_groups(kernels: Kernels) -> frozenset[tuple[str, ...]]:
 
 
 def handed_on(setting: Setting, kernels: Kernels) -> tuple[Number, Number]:
-    """Return for how long the hidden state of one micro-batch is on its way to the next stage, and the bytes sent."""
+    """Return how long a micro-batch's hidden state is on its way to the next stage, and which share a rank sends."""
     whole_bytes, links = boundary_bytes(setting), setting.rings["pp",]
     boundary = setting.blocks.block("layer", Recompute()).sharding.boundary
     if not kernels.parts_sends or any({*TP} & {*cut} for cut in boundary.values()):
-        return links.send_s(whole_bytes), whole_bytes
-    part_bytes, gather = whole_bytes / setting.rings[TP].size, Collective(kind="all_gather", dim=None, atoms=TP)
-    gathers_s = setting.rings[TP].time_s(gather, whole_bytes) * (setting.rings[TP].size > 1)
-    return links.send_s(part_bytes) + gathers_s, part_bytes
+        return links.send_s(whole_bytes), 1.0
+    ring, gather = setting.rings[TP], Collective(kind="all_gather", dim=None, atoms=TP)
+    gathers_s = ring.time_s(gather, whole_bytes) * (ring.size > 1)
+    return links.send_s(whole_bytes / ring.size) + gathers_s, 1.0 / ring.size
 
 
 def boundary_bytes(setting: Setting) -> Number:

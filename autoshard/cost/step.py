@@ -8,7 +8,7 @@ import numpy as np
 
 from autoshard.cost.collective import Number
 from autoshard.cost.schedule_counts import counts_of, most_kept
-from autoshard.cost.setting import BlockCost, Question, Setting, handed_on
+from autoshard.cost.setting import BlockCost, Question, Setting
 from autoshard.cost.stages import (
     BlockTotals,
     PerCandidate,
@@ -24,7 +24,6 @@ from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import delays_of, makespan_s
 from autoshard.schedule.waves import KINDS, Delays, Floats
-from autoshard.spec.kernels import load_kernels
 from autoshard.spec.workload import DTYPE_BYTES
 
 Price = Callable[[str, Recompute], BlockCost]  # block kind and recompute -> cost
@@ -256,8 +255,7 @@ def _sent(step: PlanStep, blocks: Sequence[Sequence[tuple[int, BlockCost]]]) -> 
     # Gradients of tied weights go from one end to the other, unless one rank has both.
     tied = sum(float(np.max(size)) for size in summed_weights(step.blocks.head.tied_weights, setting).values())
     tied *= DTYPE_BYTES[step.blocks.question.workload.precision.gradients]
-    _, hidden_bytes = handed_on(setting, load_kernels(step.blocks.question.kernels))
-    counts = counts_of(schedule)
+    hidden_bytes, counts = float(step.blocks.sends.share * step.blocks.boundary_bytes[0]), counts_of(schedule)
     by_rank: list[Mapping[str, float]] = []
     for rank, costs in enumerate(blocks):
         sent = {axis: float(sizes[rank]) for axis, sizes in step_phase.items()}
@@ -267,7 +265,7 @@ def _sent(step: PlanStep, blocks: Sequence[Sequence[tuple[int, BlockCost]]]) -> 
         if counts.ends[rank] == 2 and setting.zero == 3:
             sent["dp"] = sent.get("dp", 0.0) + count * _opened_again(step)
         if schedule.num_ranks > 1:
-            sent["pp"] = count * float(counts.sends[rank]) * float(hidden_bytes) + float(counts.ends[rank] == 1) * tied
+            sent["pp"] = count * float(counts.sends[rank]) * hidden_bytes + float(counts.ends[rank] == 1) * tied
         by_rank.append(sent)
     return tuple(by_rank)
 
