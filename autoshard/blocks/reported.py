@@ -49,7 +49,7 @@ def block_price(
         if isinstance(entry, Given) and problem.is_weight(entry.value.tensor)
     }
     sizes = BlockSizes(sizes=problem.sizes, atoms=problem.atoms, cp_order=platform.cp_order)
-    work = block_work(lowered, lowered, sizes, problem.rates.units)
+    work = block_work(lowered, lowered, sizes, problem.rates.matrix_tile)
     held = tuple(_held_weights(problem, lowered, layouts, rests, platform.split))
     groups = {message.collective.atoms for message, _ in work.messages}
     groups.update(atoms for weight in held for atoms in (weight.shared, weight.summed) if atoms)

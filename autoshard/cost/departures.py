@@ -29,7 +29,6 @@ Basis = Literal["rows", "other machines", "other programs"]
 class ChipShares:
     """Which share of each rate of its data sheet a chip reaches, and where that was measured."""
 
-    matrix_units: int  # that each work on one tile of a product at a time
     shares: Mapping[str, float] = field(hash=False)
     sources: Mapping[str, str] = field(hash=False)
 
@@ -39,7 +38,6 @@ class Hardware:
     """Shares of chips, by the first part of their names, and what hosts take where no program says otherwise."""
 
     chips: Mapping[str, ChipShares] = field(hash=False)
-    matrix_tile: int
     hosts: Mapping[str, float] = field(hash=False)
     sources: Mapping[str, str] = field(hash=False)
 
@@ -88,16 +86,6 @@ def chip_family(chip: str) -> str:
     """Return the first part of a chip's name; an H200 computes as an H100 does."""
     family = chip.partition("-")[0]
     return {"h200": "h100"}.get(family, family)
-
-
-def matrix_units(chip: str) -> tuple[int, int]:
-    """Return into tiles of how many rows and columns a chip cuts products, and how many units have one each.
-
-    >>> matrix_units("h200"), matrix_units("cpu")
-    ((128, 132), (1, 1))
-    """
-    chip_shares = hardware().chips.get(chip_family(chip))
-    return (hardware().matrix_tile, chip_shares.matrix_units) if chip_shares else (1, 1)
 
 
 def is_measured(chip: str) -> bool:

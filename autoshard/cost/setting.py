@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.collective import Number, Ring, mesh_ring
-from autoshard.cost.compute import KernelWork, MatrixUnits, Rates, kernel_time, kernel_work, waiting_time
-from autoshard.cost.departures import matrix_units
+from autoshard.cost.compute import KernelWork, Rates, kernel_time, kernel_work, waiting_time
 from autoshard.cost.kernel_run import KernelRun, bytes_in, rank_sizes, saved_bytes, working_bytes
 from autoshard.cost.sharded import Blocks, LoweredBlock, atom_groups
 from autoshard.cost.terms import CostTerm
@@ -25,7 +24,7 @@ from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.lowering import ATOMS, StepGraph
 from autoshard.plan.recompute import Recompute
-from autoshard.spec.cluster import Chip, Cluster
+from autoshard.spec.cluster import Cluster
 from autoshard.spec.kernels import Kernels, load_kernels
 from autoshard.spec.mesh import Mesh, axis_of_atoms
 from autoshard.spec.model import ModelSpec
@@ -82,18 +81,11 @@ def rank_rates(cluster: Cluster, precision: Precision, calibration: Calibration,
         memory_bytes_per_s=cluster.rank_memory_bandwidth_bytes_per_s * calibration.memory_efficiency,
         products_ratio=products / peak,
         attention_ratio=calibration.attention_efficiency / calibration.matrix_efficiency,
-        units=_units(cluster.chip),
+        matrix_tile=cluster.chip.matrix_tile,
         launch_s=calibration.launch_s,
         layer_s=calibration.layer_s,
         host_computes=kernels.host_computes,
     )
-
-
-def _units(chip: Chip) -> MatrixUnits:
-    if chip.matrix_tile > 1:  # of a systolic array
-        return MatrixUnits(tile=chip.matrix_tile)
-    tile, count = matrix_units(chip.name)
-    return MatrixUnits(tile=tile, count=count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,10 +183,10 @@ class BlockCost:
 def work_of(question: Question, setting: Setting, kind: str, drop: Recompute) -> BlockWork:
     """Count what one block of a layout does."""
     whole = setting.blocks.block(kind, Recompute())
-    return block_work(setting.blocks.block(kind, drop), whole, setting, question.rates.units)
+    return block_work(setting.blocks.block(kind, drop), whole, setting, question.cluster.chip.matrix_tile)
 
 
-def block_work(sharded: LoweredBlock, whole: LoweredBlock, sizes: BlockSizes, units: MatrixUnits) -> BlockWork:
+def block_work(sharded: LoweredBlock, whole: LoweredBlock, sizes: BlockSizes, matrix_tile: int) -> BlockWork:
     """Count what a block does, sends and holds; ``whole`` is it without recompute."""
     block, sharding, atoms = sharded.block, sharded.sharding, sizes.atoms
     sizes_of = rank_sizes(sizes.sizes, atoms)
@@ -226,7 +218,7 @@ def block_work(sharded: LoweredBlock, whole: LoweredBlock, sizes: BlockSizes, un
         tied_weights=weights[True],
     )
     seq_len = sizes.sizes.get("seq", 1)  # only attention asks
-    kernels = [(run, kernel_work(block, run, op_sizes, units, seq_len, stretches)) for run in sharded.runs]
+    kernels = [(run, kernel_work(block, run, op_sizes, matrix_tile, seq_len, stretches)) for run in sharded.runs]
     for run, values in sharded.sums:
         moved = sum(sizes_of(value.layout.cuts).num_bytes(block.tensors[value.tensor]) for value in values)
         kernels.append((run, KernelWork(moved_bytes=moved, launches=run.launches)))
