@@ -25,7 +25,7 @@ class ProgramRows:
     samples: tuple[Sample, ...]
     newest: str
     chip: str  # whose shares the fit starts from
-    without: tuple[str, ...] = ()  # constants that are taken to be nothing
+    without: tuple[str, ...] = ()  # constants that are taken to add nothing
     suspected: frozenset[str] = frozenset()  # ids of rows that look wrong
 
     @cached_property
