@@ -13,10 +13,10 @@ from statistics import fmean
 import numpy as np
 
 from autoshard.calibration.fitting import FittedUnknowns, left_out_residuals
-from autoshard.calibration.pooled import ProgramRows
 from autoshard.calibration.validate import Compared, accuracy
 from benchmarks.departures import PAGE, departing_rows
 from benchmarks.pages import head, line, with_table
+from benchmarks.pooled import ProgramRows
 from benchmarks.result import Extra, Result
 
 _LEAST, _MOST, _EVERY = 10, 200, 6  # rows of a program, those that are all used, and which of more

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from autoshard.cost.departures import departures
+from autoshard.cost.departures import EFFICIENCIES, departures
 from autoshard.cost.outside import UNSEEN_OFF, Fit, Seen, features_of
 from autoshard.errors import InputError, in_range, require
 from autoshard.plan.plan import Plan
@@ -21,10 +21,6 @@ from autoshard.spec.cluster import LOCAL, LONGEST_S
 from autoshard.spec.files import read_data
 from autoshard.spec.kernels import load_kernels
 
-EFFICIENCIES = (
-    "matrix_efficiency", "attention_efficiency", "vector_efficiency", "memory_efficiency",
-    "near_link_efficiency", "far_link_efficiency",
-)  # fmt: skip
 _LEAST = 1e-6  # efficiency; less is a typing error, under which a step would take for ever
 SECONDS = ("launch_s", "collective_s", "step_s")
 CONSTANTS = (*EFFICIENCIES, *SECONDS)

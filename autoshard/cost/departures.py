@@ -17,9 +17,9 @@ from autoshard.cost.outside import Fit, Seen
 from autoshard.spec import record
 from autoshard.spec.files import parsed_json
 
-SHARES = (
-    "matrix_efficiency", "attention_efficiency", "vector_efficiency", "memory_efficiency", "near_link_efficiency",
-    "far_link_efficiency",
+EFFICIENCIES = (
+    "matrix_efficiency", "attention_efficiency", "vector_efficiency", "memory_efficiency",
+    "near_link_efficiency", "far_link_efficiency",
 )  # fmt: skip
 MOST = 0.97  # of a rate, whatever the program
 Basis = Literal["rows", "other machines", "other programs"]
@@ -134,6 +134,6 @@ def mean_constants(programs: Sequence[Departure]) -> Mapping[str, float]:
     means: dict[str, float] = {}
     for name in programs[0].constants if programs else ():
         values = [program.constants[name] for program in programs]
-        is_share = name in SHARES
+        is_share = name in EFFICIENCIES
         means[name] = math.exp(sum(map(math.log, values)) / len(values)) if is_share else sum(values) / len(values)
     return means

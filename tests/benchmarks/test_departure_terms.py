@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.calibration.pooled import ProgramRows
 from autoshard.cost.calibration import RATIOS
 from benchmarks.departure_terms import TERMS, LeftOut, left_out_of, lines, means, thinned
 from benchmarks.departures import departing_rows
+from benchmarks.pooled import ProgramRows
 
 
 @pytest.fixture(scope="module")
