@@ -56,7 +56,7 @@ def block_price(
     rings = {atoms: platform.ring(atoms) for atoms in sorted(groups)}
     cost = block_cost(work, rings, problem.rates)
     pass_s = sum(sum(cost.seconds[name].values()) for name in PASSES)
-    sums_s = held_weights_s(held, rings, platform.kernels, pass_s, problem.num_micro_batches)
+    sums_s = held_weights_s(held, rings, platform.kernels, pass_s, problem.num_micro_batches, problem.rates.dp_ratio)
     states = sum(resting_bytes(problem, name, layout, rests.get(name, ())) for name, layout in layouts.items())
     return BlockPrice(time_s=float(pass_s + sums_s), memory_bytes=float(states + cost.memory.saved_bytes))
 

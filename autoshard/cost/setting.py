@@ -84,6 +84,7 @@ def rank_rates(cluster: Cluster, precision: Precision, calibration: Calibration,
         matrix_tile=cluster.chip.matrix_tile,
         launch_s=calibration.launch_s,
         layer_s=calibration.layer_s,
+        dp_ratio=calibration.dp_ratio,
         host_computes=kernels.host_computes,
     )
 

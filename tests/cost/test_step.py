@@ -11,7 +11,7 @@ from autoshard.cost.predict import plan_cost
 from autoshard.cost.schedule_counts import counts_of, most_kept
 from autoshard.cost.setting import TP, boundary_bytes, handed_on
 from autoshard.cost.step import step_cost
-from autoshard.cost.update import num_shards, per_weight, state_bytes, update_cost
+from autoshard.cost.update import HeldWeight, held_weights_s, num_shards, per_weight, state_bytes, update_cost
 from autoshard.layout.layout import Collective
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import PipelineTimes, simulate
@@ -313,6 +313,15 @@ def test_a_program_may_take_longer_than_links_say_for_what_data_parallelism_send
     )
     assert twice["dp"] == pytest.approx(2 * once["dp"]) and once["dp"] > 0
     assert (twice["tp"], twice["update"]) == (once["tp"], once["update"])
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_a_block_that_is_reported_alone_takes_as_much_longer_for_its_weights(in_pieces):
+    rings = setting(ask(), "tp=8,dp=16").rings
+    weights = 1e9 * np.ones(1)
+    held = HeldWeight(weight_bytes=weights, gradient_bytes=weights, shared=EVERYONE, summed=(), in_pieces=in_pieces)
+    once, twice = (held_weights_s([held], rings, load_kernels("nxd"), 0.0, 4, ratio) for ratio in (1.0, 2.0))
+    assert twice == pytest.approx(2 * once) and once > 0
 
 
 def test_where_a_program_sends_parts_each_rank_of_tp_sends_its_own_and_the_next_stage_gathers_them():
