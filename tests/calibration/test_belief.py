@@ -162,6 +162,7 @@ class TestBeliefOfRuns:
 
     def test_runs_that_lie_outside_the_rows_in_the_same_way_are_off_together(self) -> None:
         fitted = built_in("h100-80", "mcore")
+        fitted = replace(fitted, seen={**fitted.seen, "schedule": replace(fitted.seen["schedule"], off=0.2)})
         zb = {"pipeline_schedule": "ZB-H1", "pp": 2, "dp": 1}
         ring = {"tp": 2, "pp": 1, "cp": 4, "dp": 1}
         inside, one, two, wide = runs(LAYOUTS[2], {"tp": 4, **zb}, {"tp": 4, **zb, "micro_batch": 2}, ring)
