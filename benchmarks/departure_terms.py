@@ -12,11 +12,11 @@ from statistics import fmean
 
 import numpy as np
 
-from autoshard.calibration.fitting import FittedUnknowns, Sample, left_out_residuals
-from autoshard.calibration.pooled import ProgramRows
+from autoshard.calibration.fitting import FittedUnknowns, left_out_residuals
 from autoshard.calibration.validate import Compared, accuracy
 from benchmarks.departures import PAGE, departing_rows
 from benchmarks.pages import head, line, with_table
+from benchmarks.pooled import ProgramRows
 from benchmarks.result import Extra, Result
 
 _LEAST, _MOST, _EVERY = 10, 200, 6  # rows of a program, those that are all used, and which of more
@@ -42,18 +42,8 @@ def thinned(programs: Sequence[ProgramRows]) -> list[ProgramRows]:
 
 
 def without_constants(*names: str) -> Callable[[ProgramRows], ProgramRows]:
-    """Return how to take constants to be nothing."""
+    """Return how to take constants to add nothing."""
     return lambda program: replace(program, without=names)
-
-
-def without_tiles(program: ProgramRows) -> ProgramRows:
-    """Take products to lose nothing to tiles and waves: on a chip of a name that nobody knows."""
-
-    def plain(sample: Sample) -> Sample:
-        chip = replace(sample.run.cluster.chip, name="plain")
-        return replace(sample, run=replace(sample.run, cluster=replace(sample.run.cluster, chip=chip)))
-
-    return replace(program, samples=tuple(map(plain, program.samples)), chip=program.chip)
 
 
 TERMS: Mapping[str, Callable[[ProgramRows], ProgramRows]] = {
@@ -61,7 +51,7 @@ TERMS: Mapping[str, Callable[[ProgramRows], ProgramRows]] = {
     "ranks that join a collective": without_constants("joined_s"),
     "ranks over which ZeRO divides": without_constants("shard_s"),
     "start of a collective": without_constants("collective_s"),
-    "tiles and waves": without_tiles,
+    "ratio of data parallelism to its links": without_constants("dp_ratio"),
     "seconds of hosts for a layer": without_constants("layer_s"),
 }
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from autoshard.calibration.fitting import Sample
 from autoshard.calibration.measured_run import run_of
-from autoshard.calibration.pooled import ProgramRows, departure_of, program_rows
 from autoshard.calibration.prior import Array
 from autoshard.calibration.suspects import suspects
 from autoshard.calibration.validate import validated
@@ -23,6 +22,7 @@ from autoshard.cost.outside import holding
 from autoshard.plan.plan import rounded
 from autoshard.spec import record
 from benchmarks.pages import ROOT, head, line, with_table
+from benchmarks.pooled import ProgramRows, departure_of, program_rows
 from benchmarks.result import Extra, Result
 
 DATA = ROOT / "benchmarks" / "data"

@@ -42,7 +42,7 @@ def test_a_plan_goes_into_the_file_of_another_program_and_comes_back(plan_file: 
     out = plan_file.with_name("train.py")
     out.write_text(account.data["text"])
     back = autoshard.import_(out, search=False, model="tiny-llama", cluster="local")
-    assert back.data["plan"]["candidate"].startswith("tp=2,pp=1,dp=2")
+    assert back.data["candidate"].startswith("tp=2,pp=1,dp=2")
     with pytest.raises(InputError, match="does not run on local"):
         autoshard.export(plan_file, "nxdt")
 

@@ -49,14 +49,14 @@ def block_price(
         if isinstance(entry, Given) and problem.is_weight(entry.value.tensor)
     }
     sizes = BlockSizes(sizes=problem.sizes, atoms=problem.atoms, cp_order=platform.cp_order)
-    work = block_work(lowered, lowered, sizes, problem.rates.units)
+    work = block_work(lowered, lowered, sizes, problem.rates.matrix_tile)
     held = tuple(_held_weights(problem, lowered, layouts, rests, platform.split))
     groups = {message.collective.atoms for message, _ in work.messages}
     groups.update(atoms for weight in held for atoms in (weight.shared, weight.summed) if atoms)
     rings = {atoms: platform.ring(atoms) for atoms in sorted(groups)}
     cost = block_cost(work, rings, problem.rates)
     pass_s = sum(sum(cost.seconds[name].values()) for name in PASSES)
-    sums_s = held_weights_s(held, rings, platform.kernels, pass_s, problem.num_micro_batches)
+    sums_s = held_weights_s(held, rings, platform.kernels, pass_s, problem.num_micro_batches, problem.rates.dp_ratio)
     states = sum(resting_bytes(problem, name, layout, rests.get(name, ())) for name, layout in layouts.items())
     return BlockPrice(time_s=float(pass_s + sums_s), memory_bytes=float(states + cost.memory.saved_bytes))
 

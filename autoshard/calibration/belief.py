@@ -17,6 +17,7 @@ from autoshard.calibration.prior import Array, believed_prior
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.doubt import TO_DEVIATION, alike, beyond, model_error
 from autoshard.plan.build import build_plan
+from autoshard.plan.plan import Plan
 
 # Of the logarithm of a row, as a standard deviation. Rows of several releases of a platform's software are 0.058 apart
 # on average where they repeat a layout (trn1, docs/accuracy.md), those of one program 0.000 (a100-80); a run of one's
@@ -47,10 +48,6 @@ class Belief:
         mean = self.mean + gain @ (np.log(seconds) - self.mean[numbers])
         return replace(self, mean=mean, covariance=self.covariance - gain @ self.covariance[numbers])
 
-    def telling(self) -> Array:
-        """Return by how much one more measurement of each run lowers the variances of all runs together."""
-        return (self.covariance**2).sum(axis=0) / (self.covariance.diagonal() + self.noise**2)
-
     def regrets(self, options: Sequence[int], measured: Sequence[Sequence[int]]) -> list[float]:
         """Return, for each set of runs, the expected regret of the choice among options after these are measured.
 
@@ -74,19 +71,18 @@ class Belief:
 
 def belief_of(runs: Sequence[MeasuredRun], constants: Calibration) -> Belief:
     """Return what is believed of runs where nothing was measured, around what some constants predict."""
-    prior = believed_prior(constants, runs)
+    prior, plans = believed_prior(constants, runs), plans_of(runs)
     nothing = log_seconds(runs, prior.centre)
     steps = np.eye(len(prior.unknowns)) * _STEP
     slopes = np.stack([log_seconds(runs, prior.constants(step)) - nothing for step in steps], axis=1) / _STEP
     moved = slopes * prior.deviations
-    covariance = moved @ moved.T + model_error(constants) ** 2 * alike(runs)
+    covariance = moved @ moved.T + model_error(constants) ** 2 * alike(plans)
     if constants.fit:
-        covariance += beyond_rows(runs, constants)
+        covariance += beyond(plans, constants)
     noise = np.array([_NOISE_OF_RELEASES if run.release else _NOISE for run in runs])
     return Belief(mean=log_seconds(runs, constants), covariance=covariance, noise=noise)
 
 
-def beyond_rows(runs: Sequence[MeasuredRun], constants: Calibration) -> Array:
-    """Return what intervals are wider by where runs lie outside the rows of a fit, as a covariance."""
-    plans = [build_plan(run.candidate, run.model, run.cluster, run.workload, run.cluster.engine) for run in runs]
-    return beyond(plans, constants)
+def plans_of(runs: Sequence[MeasuredRun]) -> list[Plan]:
+    """Return the plans of runs, without predictions."""
+    return [build_plan(run.candidate, run.model, run.cluster, run.workload, run.cluster.engine) for run in runs]

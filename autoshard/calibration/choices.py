@@ -14,7 +14,7 @@ from statistics import fmean, median
 from typing import Any, TypeAlias
 
 from autoshard.calibration.measured_run import MeasuredRun
-from autoshard.calibration.validate import LEAST_LAYOUTS, TimedRun, regret, spearman
+from autoshard.calibration.validate import LEAST_LAYOUTS, TimedRun, spearman
 from autoshard.errors import InputError, require
 from autoshard.extensions import user_function
 from autoshard.plan.plan import rounded
@@ -143,7 +143,7 @@ def _predicted(
 ) -> Choices:
     """Choose the layouts with the smallest predictions; ``rows`` have stated intervals."""
     pairs = list(zip(groups, seconds, strict=True))
-    costs = [_of_predictions(group.measured, guesses) for group, guesses in pairs if group.counts]
+    costs = [_of_places(group.measured, _smallest(guesses)) for group, guesses in pairs if group.counts]
     ranks = [
         rank for group, guesses in pairs if group.counts and (rank := spearman(guesses, group.measured)) is not None
     ]
@@ -166,21 +166,17 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return rounded(fmean(numbers)) if numbers else None
 
 
-def _of_predictions(measured: Sequence[float], guesses: Sequence[float]) -> tuple[float, float]:
-    """Return the regret of the smallest prediction, against the fastest and against the second fastest."""
+def _smallest(guesses: Sequence[float]) -> list[int]:
+    """Return the places of the smallest prediction."""
     least = min(guesses)
-    places = [place for place, guess in enumerate(guesses) if guess == least]
-    return regret(guesses, measured), _to_second(measured, places)
+    return [place for place, guess in enumerate(guesses) if guess == least]
 
 
 def _of_places(measured: Sequence[float], places: Sequence[int]) -> tuple[float, float]:
-    mean = fmean(measured[place] for place in places)
-    return rounded(mean / min(measured) - 1), _to_second(measured, places)
-
-
-def _to_second(measured: Sequence[float], places: Sequence[int]) -> float:
-    second = sorted(measured)[1]
-    return rounded(fmean(max(measured[place] / second - 1, 0.0) for place in places))
+    """Return the mean regret of some layouts, against the fastest and against the second fastest."""
+    fastest, second, *_ = sorted(measured)
+    to_second = fmean(max(measured[place] / second - 1, 0.0) for place in places)
+    return rounded(fmean(measured[place] for place in places) / fastest - 1), rounded(to_second)
 
 
 def _summed(

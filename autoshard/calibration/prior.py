@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from autoshard.calibration.measured_run import MeasuredRun
 from autoshard.cost.built_in import known_before
-from autoshard.cost.calibration import EFFICIENCIES, Calibration, Reach, Software
-from autoshard.cost.departures import MOST, hardware, is_measured
+from autoshard.cost.calibration import Calibration, Reach, Software
+from autoshard.cost.departures import EFFICIENCIES, MOST, hardware, is_measured
 from autoshard.spec import record
 from autoshard.spec.files import parsed_json
 from autoshard.spec.kernels import load_kernels
@@ -124,12 +124,6 @@ class Prior:
             for unknown in self.unknowns
         )
         return replace(self, unknowns=tuple(wide))
-
-    def without(self, *names: str) -> "Prior":
-        """Return it with some constants that are known to be nothing."""
-        nothing = dict.fromkeys(names, 0.0)
-        unknowns = tuple(unknown for unknown in self.unknowns if unknown.names[0] not in names)
-        return Prior(centre=replace(self.centre, **nothing), unknowns=unknowns)
 
 
 def kind_of(run: MeasuredRun) -> Kind:

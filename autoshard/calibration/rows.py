@@ -163,7 +163,6 @@ class MeasuredRow:
         texts = (
             self.recompute,
             self.sharding,
-            self.zero_group,
             self.precision,
             self.pipeline_schedule,
             self.candidate,

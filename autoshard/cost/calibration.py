@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from autoshard.cost.departures import departures
+from autoshard.cost.departures import EFFICIENCIES, departures
 from autoshard.cost.outside import UNSEEN_OFF, Fit, Seen, features_of
 from autoshard.errors import InputError, in_range, require
 from autoshard.plan.plan import Plan
@@ -22,10 +22,6 @@ from autoshard.spec.file_kinds import CALIBRATION_FILE, refuse_other_kinds
 from autoshard.spec.files import read_data
 from autoshard.spec.kernels import load_kernels
 
-EFFICIENCIES = (
-    "matrix_efficiency", "attention_efficiency", "vector_efficiency", "memory_efficiency",
-    "near_link_efficiency", "far_link_efficiency",
-)  # fmt: skip
 _LEAST = 1e-6  # efficiency; less is a typing error, under which a step would take for ever
 SECONDS = ("launch_s", "collective_s", "step_s")
 CONSTANTS = (*EFFICIENCIES, *SECONDS)
@@ -34,7 +30,8 @@ _SOFTWARE = ("kernels", "products")  # features that stand for a framework and f
 NUMBERS = (*CONSTANTS, "interval")
 WIDEST = 2.0  # an interval: a third of the predicted time to three times that
 _MORE_SECONDS = ("task_s", "layer_s", "joined_s", "shard_s")
-OPTIONAL = _MORE_SECONDS  # of plans and files that do not state it, nothing was known
+RATIOS = ("dp_ratio",)
+OPTIONAL = (*_MORE_SECONDS, *RATIOS)  # of plans and files that do not state it, nothing was known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +129,7 @@ class Calibration:
     layer_s: float = 0.0  # of hosts, for each layer that goes forward or backward, beside its launches
     joined_s: float = 0.0  # of hosts, for each rank of a collective, in a pipeline over several nodes
     shard_s: float = 0.0  # of every step, for each rank over which ZeRO divides the weights
+    dp_ratio: float = 1.0  # of what data parallelism sends in a step: how often as long as links say
     interval: float  # what is promised lies within a factor of 1 + this, either way
     basis: str
     reach: Reach | None = None  # None where nothing was measured
@@ -152,6 +150,7 @@ class Calibration:
                 for name in EFFICIENCIES
             ),
             *in_range(self, *SECONDS, *_MORE_SECONDS, high=LONGEST_S),
+            *in_range(self, *RATIOS),
             (0 <= self.interval < 1, "interval", "must lie in [0, 1)"),
             *((bool(self.sources.get(name)), f"sources.{name}", "say where this number is from") for name in NUMBERS),
         )

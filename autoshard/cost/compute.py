@@ -15,14 +15,6 @@ from autoshard.graph.op import Call, Op
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MatrixUnits:
-    """How a chip cuts matrix products: into tiles of so many rows and columns, of which each unit has one at a time."""
-
-    tile: int = 1
-    count: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
     """What one rank reaches per second, and what a host takes to start a kernel."""
 
@@ -31,9 +23,10 @@ class Rates:
     memory_bytes_per_s: float
     products_ratio: float = 1.0  # of activations with the weights of layers, over other matrix products
     attention_ratio: float = 1.0  # of attention, over other matrix products
-    units: MatrixUnits = MatrixUnits()
+    matrix_tile: int = 1  # rows and columns of a systolic array, which works on whole tiles
     launch_s: float = 0.0
     layer_s: float = 0.0  # of a host for a block, each way, beside the launches
+    dp_ratio: float = 1.0  # of what data parallelism sends: how often as long as links say
     host_computes: bool = False  # it starts nothing while a kernel runs
 
 
@@ -54,16 +47,15 @@ def kernel_work(
     block: Block,
     run: KernelRun,
     op_sizes: Mapping[str, RankSizes],
-    units: MatrixUnits,
+    matrix_tile: int,
     seq_len: Number,
     stretches: Number,
 ) -> KernelWork:
-    """Count what a kernel run does on such matrix units.
+    """Count what a kernel run does, its products in whole tiles of a systolic array.
 
     Sequences are cut into so many stretches in a row; 1 where every rank has as many unmasked pairs as any other.
     """
     matrix: Number = 0.0
-    tiles: Number = 0.0
     attention: Number = 0.0
     vector: Number = 0.0
     for op in run.ops:
@@ -74,11 +66,8 @@ def kernel_work(
                 share = seen_share(op.kind, seq_len, stretches, run.mask_tile)
             attention = attention + run.flops_ratio * share * op.kind.matrix_flops(call)
         else:
-            padded, count = _tiled(op, call, units)
-            matrix, tiles = matrix + padded * op.kind.matrix_flops(call), tiles + count
+            matrix = matrix + _padding(op, call, matrix_tile) * op.kind.matrix_flops(call)
         vector = vector + share * op.kind.vector_flops(call)
-    if units.count > 1:
-        matrix = matrix * _waves_share(tiles / units.count)
     moved = run.traffic_ratio * sum(op_sizes[op].num_bytes(tensor) for op, tensor in run.touched)
     if run.score_bytes:
         moved = moved + run.score_bytes * math.prod(op_sizes[run.ops[0].name][dim] for dim in SCORES)
@@ -116,34 +105,20 @@ def waiting_time(busy_s: Number, started_s: Number, rates: Rates) -> Number:
     return started_s + 0.0 * busy_s if rates.host_computes else np.hypot(busy_s, started_s) - busy_s
 
 
-def _tiled(op: Op, call: Call, units: MatrixUnits) -> tuple[Number, Number]:
-    """Return how much more is computed because some tiles are not full, and how many tiles of the result there are.
+def _padding(op: Op, call: Call, tile: int) -> Number:
+    """Return how many times as much is computed because some tiles are not full.
 
-    A single unit is a systolic array, which holds a tile of one factor, summed dims along one side, and streams the
-    other factor through; the side whose padding is smaller is held (AWS Neuron docs,
-    nki/guides/architecture/trainium_inferentia2_arch.rst). Many units have a tile of the result each.
+    A systolic array holds a tile of one factor, summed dims along one side, and streams the other factor through; the
+    side whose padding is smaller is held (AWS Neuron docs, nki/guides/architecture/trainium_inferentia2_arch.rst).
     """
-    if units.tile == 1 or not isinstance(op.kind, Einsum):
-        return 1.0, 0.0
+    if tile == 1 or not isinstance(op.kind, Einsum):
+        return 1.0
     left, right, out = (frozenset(tensor.dims) for tensor in (*call.inputs, *call.outputs))
     summed, rows, columns = (
         call.elements(sorted(dims)) for dims in ((left & right) - out, (left - right) & out, (right - left) & out)
     )
-    full = [np.ceil(size / units.tile) for size in (summed, rows, columns)]
-    summed_share, *shares = (
-        count * units.tile / size for count, size in zip(full, (summed, rows, columns), strict=True)
-    )
-    if units.count == 1:
-        return summed_share * np.minimum(*shares), 0.0
-    return shares[0] * shares[1], full[1] * full[2] * call.elements(sorted(left & right & out))
-
-
-def _waves_share(waves: Number) -> Number:
-    """Return how much longer products take because the units get whole tiles: half a wave on average, at least one.
-
-    What is no product has no waves, and takes nothing more.
-    """
-    return np.where(waves > 0, np.maximum(1.0, waves + 0.5) / np.maximum(waves, 1e-9), 1.0)
+    summed_share, *shares = (np.ceil(size / tile) * tile / size for size in (summed, rows, columns))
+    return summed_share * np.minimum(*shares)
 
 
 def seen_share(kind: Attend | AttendGradient, seq_len: Number, stretches: Number, tile: int) -> Number:

@@ -17,9 +17,9 @@ from autoshard.cost.outside import Fit, Seen
 from autoshard.spec import record
 from autoshard.spec.files import parsed_json
 
-SHARES = (
-    "matrix_efficiency", "attention_efficiency", "vector_efficiency", "memory_efficiency", "near_link_efficiency",
-    "far_link_efficiency",
+EFFICIENCIES = (
+    "matrix_efficiency", "attention_efficiency", "vector_efficiency", "memory_efficiency",
+    "near_link_efficiency", "far_link_efficiency",
 )  # fmt: skip
 MOST = 0.97  # of a rate, whatever the program
 Basis = Literal["rows", "other machines", "other programs"]
@@ -29,7 +29,6 @@ Basis = Literal["rows", "other machines", "other programs"]
 class ChipShares:
     """Which share of each rate of its data sheet a chip reaches, and where that was measured."""
 
-    matrix_units: int  # that each work on one tile of a product at a time
     shares: Mapping[str, float] = field(hash=False)
     sources: Mapping[str, str] = field(hash=False)
 
@@ -39,7 +38,6 @@ class Hardware:
     """Shares of chips, by the first part of their names, and what hosts take where no program says otherwise."""
 
     chips: Mapping[str, ChipShares] = field(hash=False)
-    matrix_tile: int
     hosts: Mapping[str, float] = field(hash=False)
     sources: Mapping[str, str] = field(hash=False)
 
@@ -90,16 +88,6 @@ def chip_family(chip: str) -> str:
     return {"h200": "h100"}.get(family, family)
 
 
-def matrix_units(chip: str) -> tuple[int, int]:
-    """Return into tiles of how many rows and columns a chip cuts products, and how many units have one each.
-
-    >>> matrix_units("h200"), matrix_units("cpu")
-    ((128, 132), (1, 1))
-    """
-    chip_shares = hardware().chips.get(chip_family(chip))
-    return (hardware().matrix_tile, chip_shares.matrix_units) if chip_shares else (1, 1)
-
-
 def is_measured(chip: str) -> bool:
     """Say whether shares of a chip are known."""
     return chip_family(chip) in hardware().chips
@@ -146,6 +134,6 @@ def mean_constants(programs: Sequence[Departure]) -> Mapping[str, float]:
     means: dict[str, float] = {}
     for name in programs[0].constants if programs else ():
         values = [program.constants[name] for program in programs]
-        is_share = name in SHARES
+        is_share = name in EFFICIENCIES
         means[name] = math.exp(sum(map(math.log, values)) / len(values)) if is_share else sum(values) / len(values)
     return means

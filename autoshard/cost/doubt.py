@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import NormalDist
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +17,9 @@ from autoshard.cost.built_in import calibration_of
 from autoshard.cost.calibration import WIDEST, Calibration, excesses_of
 from autoshard.cost.evidence import evidence_of
 from autoshard.cost.outside import features_of
-from autoshard.plan.candidate import Candidate
 from autoshard.plan.diff import Diff, diff
 from autoshard.plan.explanation import Ratio
 from autoshard.plan.plan import Plan, rounded
-from autoshard.spec.cluster import Cluster
-from autoshard.spec.model import ModelSpec
-from autoshard.spec.workload import Workload
 
 Array = NDArray[np.float64]
 EIGHTY_PERCENT = 1.2816  # standard deviations either way hold 80% of a normal distribution
@@ -48,30 +43,6 @@ _RATES: Mapping[float, tuple[str, ...]] = {
 }
 
 
-class AnyLayout(Protocol):
-    """A layout of a question: a plan, or a run that was measured."""
-
-    @property
-    def model(self) -> ModelSpec:
-        """The model that is trained."""
-        ...
-
-    @property
-    def cluster(self) -> Cluster:
-        """What it runs on."""
-        ...
-
-    @property
-    def workload(self) -> Workload:
-        """The work of a step."""
-        ...
-
-    @property
-    def candidate(self) -> Candidate:
-        """The layout."""
-        ...
-
-
 def model_error(constants: Calibration) -> float:
     """Return the standard deviation of what no constants explain, of a mean error over the rows of the fit and others.
 
@@ -81,16 +52,16 @@ def model_error(constants: Calibration) -> float:
     return TO_DEVIATION * math.sqrt((_OTHERS * UNFITTED_ERROR**2 + count * fit_error**2) / (_OTHERS + count))
 
 
-def alike(runs: Sequence[AnyLayout]) -> Array:
-    """Return which part of the model's error two runs share: half of it for each step between them.
+def alike(plans: Sequence[Plan]) -> Array:
+    """Return which part of the model's error two plans share: half of it for each step between them.
 
     A step is a factor of 2 in an axis or in the micro-batch, or another width of the model, kind of recompute,
     schedule, ZeRO stage, table of kernels or format of products. More replicas and more layers are none: they repeat
     the same work.
     """
-    sizes = np.log2([[getattr(run.candidate, axis) for axis in _AXES] for run in runs])
+    sizes = np.log2([[getattr(plan.candidate, axis) for axis in _AXES] for plan in plans])
     steps = np.abs(sizes[:, None] - sizes[None]).sum(axis=2)
-    words = list(map(_words, runs))
+    words = list(map(_words, plans))
     steps += [[sum(a != b for a, b in zip(first, second, strict=True)) for second in words] for first in words]
     return _SHARED**steps
 
@@ -148,7 +119,7 @@ def _shares(plan: Plan) -> list[float]:
     return [sum(parts.get(part, 0.0) for part in moved) / busy_s for moved in _RATES.values()]
 
 
-def _words(run: AnyLayout) -> tuple[object, ...]:
-    features = features_of(run.candidate, run.model, run.cluster, run.workload)
-    width = (run.model.hidden, run.model.ffn, run.model.num_experts)
-    return width, run.candidate.zero, *(features[name] for name in ("recompute", "schedule", "kernels", "products"))
+def _words(plan: Plan) -> tuple[object, ...]:
+    features = features_of(plan.candidate, plan.model, plan.cluster, plan.workload)
+    width = (plan.model.hidden, plan.model.ffn, plan.model.num_experts)
+    return width, plan.candidate.zero, *(features[name] for name in ("recompute", "schedule", "kernels", "products"))

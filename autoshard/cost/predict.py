@@ -14,6 +14,7 @@ from autoshard.cost.setting import (
     Setting,
     block_cost,
     boundary_bytes,
+    handed_on,
     price_block,
     setting_of,
     with_copies,
@@ -147,13 +148,13 @@ def plan_cost(plan: Plan, question: Question, blocks: Blocks | None = None) -> S
 def priced(plan: Plan, question: Question, blocks: Blocks | None = None) -> tuple[Setting, PlanPipeline, Price]:
     """Return what the price of a plan's step is made of: its numbers, its pipeline, and the price of every block."""
     setting = setting_of(question, plan.candidate, blocks or ListedBlocks.of(plan))
-    size = boundary_bytes(setting)
-    send_s = mesh_ring(plan.cluster, plan.mesh, ("pp",), question.calibration).send_s(size)
+    kernels = load_kernels(plan.kernels)
+    send_s, share = handed_on(setting, kernels)
     pipeline = PlanPipeline(
         schedule=plan.schedule,
         stages=_stages(plan),
-        boundary_bytes=size,
-        sends=Sends.of(send_s, plan.schedule.builder, load_kernels(plan.kernels)),
+        boundary_bytes=boundary_bytes(setting),
+        sends=replace(Sends.of(send_s, plan.schedule.builder, kernels), share=share),
         bucket_bytes=plan.buckets.total_bytes,
     )
     return setting, pipeline, cache(partial(price_block, question, setting))
@@ -175,9 +176,10 @@ def step_timer(plan: Plan, blocks: Blocks) -> Callable[[Calibration], float]:
 
     @lru_cache(maxsize=2)  # a fit moves one constant at a time
     def linked(links: Calibration) -> tuple[Setting, PlanPipeline]:
-        rings = {atoms: mesh_ring(plan.cluster, mesh, atoms, links) for atoms in (*setting.rings, ("pp",))}
-        sends = replace(whole.sends, time_s=rings["pp",].send_s(whole.boundary_bytes))
-        return replace(setting, rings=rings), replace(whole, sends=sends)
+        rings = {atoms: mesh_ring(plan.cluster, mesh, atoms, links) for atoms in setting.rings}
+        there = replace(setting, rings=rings)
+        send_s, _ = handed_on(there, load_kernels(plan.kernels))
+        return there, replace(whole, sends=replace(whole.sends, time_s=send_s))
 
     def time_s(calibration: Calibration) -> float:
         question = replace(nominal, calibration=calibration)

@@ -14,24 +14,24 @@ from numpy.typing import NDArray
 
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.collective import Number, Ring, mesh_ring
-from autoshard.cost.compute import KernelWork, MatrixUnits, Rates, kernel_time, kernel_work, waiting_time
-from autoshard.cost.departures import matrix_units
+from autoshard.cost.compute import KernelWork, Rates, kernel_time, kernel_work, waiting_time
 from autoshard.cost.kernel_run import KernelRun, bytes_in, rank_sizes, saved_bytes, working_bytes
 from autoshard.cost.sharded import Blocks, LoweredBlock, atom_groups
 from autoshard.cost.terms import CostTerm
-from autoshard.layout.layout import local_sizes
+from autoshard.layout.layout import Collective, local_sizes
 from autoshard.layout.sharding import Message
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.lowering import ATOMS, StepGraph
 from autoshard.plan.recompute import Recompute
-from autoshard.spec.cluster import Chip, Cluster
+from autoshard.spec.cluster import Cluster
 from autoshard.spec.kernels import Kernels, load_kernels
 from autoshard.spec.mesh import Mesh, axis_of_atoms
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import DTYPE_BYTES, Precision, Workload
 
 PASSES = ("F", "I", "W")
+TP = ("kv", "rep")
 _SURE = 1 - 1e-12  # the share of a count that no rounding makes more than it is
 _IN_PIECES = ("all_gather", "reduce_scatter")  # one for each rank, of which a product can wait for the first alone
 
@@ -81,18 +81,12 @@ def rank_rates(cluster: Cluster, precision: Precision, calibration: Calibration,
         memory_bytes_per_s=cluster.rank_memory_bandwidth_bytes_per_s * calibration.memory_efficiency,
         products_ratio=products / peak,
         attention_ratio=calibration.attention_efficiency / calibration.matrix_efficiency,
-        units=_units(cluster.chip),
+        matrix_tile=cluster.chip.matrix_tile,
         launch_s=calibration.launch_s,
         layer_s=calibration.layer_s,
+        dp_ratio=calibration.dp_ratio,
         host_computes=kernels.host_computes,
     )
-
-
-def _units(chip: Chip) -> MatrixUnits:
-    if chip.matrix_tile > 1:  # of a systolic array
-        return MatrixUnits(tile=chip.matrix_tile)
-    tile, count = matrix_units(chip.name)
-    return MatrixUnits(tile=tile, count=count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +103,7 @@ class Setting(BlockSizes):
     """One layout's numbers: its blocks, their sizes, its rings; or columns of them."""
 
     blocks: Blocks
-    rings: Mapping[tuple[str, ...], Ring]  # of every group of ranks that some message or weight's gradient needs
+    rings: Mapping[tuple[str, ...], Ring]  # of every group of ranks that something is sent in
     zero: Literal[0, 1, 3]
     copies: int = 1  # of the states that ZeRO divides; rings over edp are then those of one copy
 
@@ -135,6 +129,7 @@ def setting_of(question: Question, candidate: Candidate, blocks: Blocks) -> Sett
     rings_mesh = with_copies(mesh, copies)
     if copies > 1:
         groups |= {COPIES}
+    groups |= stage_groups(load_kernels(question.kernels))
     return Setting(
         blocks=blocks,
         sizes=question.sizes(candidate.mbs * candidate.dp, candidate.ep),
@@ -189,10 +184,10 @@ class BlockCost:
 def work_of(question: Question, setting: Setting, kind: str, drop: Recompute) -> BlockWork:
     """Count what one block of a layout does."""
     whole = setting.blocks.block(kind, Recompute())
-    return block_work(setting.blocks.block(kind, drop), whole, setting, question.rates.units)
+    return block_work(setting.blocks.block(kind, drop), whole, setting, question.cluster.chip.matrix_tile)
 
 
-def block_work(sharded: LoweredBlock, whole: LoweredBlock, sizes: BlockSizes, units: MatrixUnits) -> BlockWork:
+def block_work(sharded: LoweredBlock, whole: LoweredBlock, sizes: BlockSizes, matrix_tile: int) -> BlockWork:
     """Count what a block does, sends and holds; ``whole`` is it without recompute."""
     block, sharding, atoms = sharded.block, sharded.sharding, sizes.atoms
     sizes_of = rank_sizes(sizes.sizes, atoms)
@@ -224,7 +219,7 @@ def block_work(sharded: LoweredBlock, whole: LoweredBlock, sizes: BlockSizes, un
         tied_weights=weights[True],
     )
     seq_len = sizes.sizes.get("seq", 1)  # only attention asks
-    kernels = [(run, kernel_work(block, run, op_sizes, units, seq_len, stretches)) for run in sharded.runs]
+    kernels = [(run, kernel_work(block, run, op_sizes, matrix_tile, seq_len, stretches)) for run in sharded.runs]
     for run, values in sharded.sums:
         moved = sum(sizes_of(value.layout.cuts).num_bytes(block.tensors[value.tensor]) for value in values)
         kernels.append((run, KernelWork(moved_bytes=moved, launches=run.launches)))
@@ -283,6 +278,22 @@ def block_cost(work: BlockWork, rings: Mapping[tuple[str, ...], Ring], rates: Ra
 def price_block(question: Question, setting: Setting, kind: str, drop: Recompute) -> BlockCost:
     """Price one block of a layout."""
     return block_cost(work_of(question, setting, kind, drop), setting.rings, question.rates)
+
+
+def stage_groups(kernels: Kernels) -> frozenset[tuple[str, ...]]:
+    """Return the groups of ranks in which a hidden state is handed from stage to stage."""
+    return frozenset([("pp",), TP] if kernels.parts_sends else [("pp",)])
+
+
+def handed_on(setting: Setting, kernels: Kernels) -> tuple[Number, Number]:
+    """Return how long a micro-batch's hidden state is on its way to the next stage, and which share a rank sends."""
+    whole_bytes, links = boundary_bytes(setting), setting.rings["pp",]
+    boundary = setting.blocks.block("layer", Recompute()).sharding.boundary
+    if not kernels.parts_sends or any({*TP} & {*cut} for cut in boundary.values()):
+        return links.send_s(whole_bytes), 1.0
+    ring, gather = setting.rings[TP], Collective(kind="all_gather", dim=None, atoms=TP)
+    gathers_s = ring.time_s(gather, whole_bytes) * (ring.size > 1)
+    return links.send_s(whole_bytes / ring.size) + gathers_s, 1.0 / ring.size
 
 
 def boundary_bytes(setting: Setting) -> Number:

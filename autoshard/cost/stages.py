@@ -64,6 +64,7 @@ class Sends(PerCandidate):
     time_s: Number
     hidden: bool  # both compute meanwhile
     receives_apart: bool  # otherwise a rank receives while it sends the other way
+    share: Number = 1.0  # of the hidden state that one rank sends
 
     @classmethod
     def of(cls, time_s: Number, builder: str, kernels: Kernels) -> "Sends":

@@ -255,7 +255,7 @@ def _sent(step: PlanStep, blocks: Sequence[Sequence[tuple[int, BlockCost]]]) -> 
     # Gradients of tied weights go from one end to the other, unless one rank has both.
     tied = sum(float(np.max(size)) for size in summed_weights(step.blocks.head.tied_weights, setting).values())
     tied *= DTYPE_BYTES[step.blocks.question.workload.precision.gradients]
-    hidden_bytes, counts = float(step.blocks.boundary_bytes[0]), counts_of(schedule)
+    hidden_bytes, counts = float(step.blocks.sends.share * step.blocks.boundary_bytes[0]), counts_of(schedule)
     by_rank: list[Mapping[str, float]] = []
     for rank, costs in enumerate(blocks):
         sent = {axis: float(sizes[rank]) for axis, sizes in step_phase.items()}

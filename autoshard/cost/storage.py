@@ -61,7 +61,10 @@ class Stopping:
 
     @property
     def reserved_s(self) -> int:
-        """How long everything that could kill the run must wait."""
+        """How long torchrun, schedulers and a run of this machine must wait before they kill the run.
+
+        A step at the high end of the prediction, a save that is under way, the last save, and a reserve.
+        """
         return math.ceil(self.step_s + _SAVES * self.save_s + _ENDING_S)
 
     @property
@@ -77,11 +80,3 @@ def stopping(plan: Plan) -> Stopping:
     """
     assert plan.prediction, "a checked plan has one"
     return Stopping(step_s=plan.prediction.high_s, save_s=resuming(plan).read_s)
-
-
-def stopping_s(plan: Plan) -> int:
-    """Return the one figure from which torchrun, schedulers and a run of this machine learn how long to wait.
-
-    A step at the high end of the prediction, a save that is under way, the last save, and a reserve.
-    """
-    return stopping(plan).reserved_s

@@ -99,7 +99,7 @@ def update_cost(
     sums_s: Number = 0.0
     for part, collective, size, times in messages:
         ring = setting.rings[collective.atoms]
-        taken_s = times * ring.time_s(collective, size)
+        taken_s = times * ring.time_s(collective, size) * (rates.dp_ratio if part == "dp" else 1.0)
         seconds[part] = seconds[part] + taken_s
         sent[part] = sent[part] + times * ring.sent_bytes(collective, size)
         sums_s = sums_s + taken_s * (part == "dp" and collective.kind != "all_gather")
@@ -152,11 +152,13 @@ def held_weights_s(
     kernels: Kernels,
     pass_s: Number,
     num_micro_batches: Number,
+    dp_ratio: float = 1.0,
 ) -> Number:
     """Return the seconds of one micro-batch in which the weights of a block are gathered, and their gradients summed.
 
     Weights that rest in pieces send as under ZeRO-3, all others as under ZeRO-0: once per step, of which this is a
     micro-batch's share. What goes over the same atoms travels as one, and a part may hide behind the block's passes.
+    What replicas send takes ``dp_ratio`` times as long as links say.
     """
     units: dict[tuple[str, ...], list[Number]] = defaultdict(lambda: [0.0, 0.0])
     sums: dict[tuple[str, ...], Number] = defaultdict(float)
@@ -173,11 +175,12 @@ def held_weights_s(
     for atoms, (gradient_bytes, weight_bytes) in units.items():
         for kind, size, times in _unit_sends(gradient_bytes, weight_bytes, num_micro_batches):
             time_s = rings[atoms].time_s(Collective(kind=kind, dim=None, atoms=atoms), size)
-            units_s = units_s + (size > 0) * times * time_s
+            units_s = units_s + (size > 0) * times * time_s * dp_ratio
     sums_s, last_s = (
         sum(rings[atoms].time_s(_all_reduce(atoms), size) for atoms, size in sizes.items() if atoms)
         for sizes in (sums, last)
     )
+    sums_s = sums_s * dp_ratio
     units_s = units_s - _hidden_s(kernels, 3, (units_s, units_s), num_micro_batches * pass_s)
     sums_s = sums_s - _hidden_s(kernels, 0, (sums_s, sums_s), pass_s)
     return (units_s + sums_s + last_s) / num_micro_batches

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from autoshard.cost.storage import stopping_s
+from autoshard.cost.storage import stopping
 from autoshard.errors import require
 from autoshard.extensions import EXTENSIONS
 from autoshard.jobs.place import JobPlace
@@ -65,7 +65,7 @@ class Job:
     def stopping_s(self) -> int:
         """How long the ranks may take to end a step and save it, after SIGTERM."""
         grace_s = self.training.checkpoint.grace_seconds
-        return stopping_s(self.plan) if grace_s is None else math.ceil(grace_s)
+        return stopping(self.plan).reserved_s if grace_s is None else math.ceil(grace_s)
 
     @property
     def notice_s(self) -> int:

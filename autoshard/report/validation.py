@@ -9,7 +9,7 @@ from autoshard.calibration.choices import Choices
 from autoshard.calibration.frozen import FrozenRows
 from autoshard.calibration.suspects import Suspect
 from autoshard.calibration.validate import LEAST_LAYOUTS, Accuracy, SetAccuracy, Validation
-from autoshard.cost.calibration import CONSTANTS, OPTIONAL, Calibration
+from autoshard.cost.calibration import CONSTANTS, OPTIONAL, RATIOS, Calibration
 from autoshard.report.sheet import Cell, Sheet, Table, Words
 from autoshard.units import format_seconds
 
@@ -184,7 +184,7 @@ def calibration_report(calibration: Calibration) -> str:
     constants = {
         name: format_seconds(value) if name.endswith("_s") else f"{value:.3f}"
         for name, value in values.items()
-        if value or name in CONSTANTS
+        if name in CONSTANTS or value != float(name in RATIOS)
     }
     return "\n".join([f"{calibration.name}: {calibration.basis}", *_aligned(constants)])
 

@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from autoshard.cost.storage import stopping, stopping_s
+from autoshard.cost.storage import stopping
 from autoshard.errors import AutoshardError, Fault, InputError, RunFailed, require
 from autoshard.plan.environment import COMPILER_FLAGS
 from autoshard.plan.plan import Plan
@@ -152,14 +152,16 @@ def patience_s(plan: Plan, keeping: Checkpointing, *, here: bool) -> float:
     """Return how long forked ranks get to heed a signal; ``here``: the plan's seconds are those of this machine."""
     if keeping.grace_seconds is not None:
         return keeping.grace_seconds
-    return stopping_s(plan) if here else max(stopping_s(plan), _UNKNOWN_S)
+    needed_s = stopping(plan).reserved_s
+    return needed_s if here else max(needed_s, _UNKNOWN_S)
 
 
 def patience_notes(
     launched: GivenRank | None, plan: Plan, environment: Mapping[str, str] = os.environ, command: str | None = None
 ) -> list[str]:
     """Say that this rank would be killed before a step and a save are over; ``command``: how its parent was started."""
-    needed_s, busy_s = stopping_s(plan), stopping(plan).busy_s
+    stop = stopping(plan)
+    needed_s, busy_s = stop.reserved_s, stop.busy_s
     if launched is None or busy_s <= USUAL_PATIENCE_S:
         return []
     needs = f"a step and a save may take {format_seconds(busy_s)}, and whoever started this rank kills it"

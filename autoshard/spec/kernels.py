@@ -107,8 +107,9 @@ class Kernels:
 
     Pipelines: ``waits_for_sends`` names the schedules (``*``: all) in which a rank waits while it sends; in all
     others, those of users included, it computes meanwhile. ``receives_apart``: a rank does not receive from a
-    neighbour while it sends to it, so that it spends the time of both. ``keeps_outputs``: a stage keeps what it sent
-    until the backward of that micro-batch.
+    neighbour while it sends to it, so that it spends the time of both. ``parts_sends``: of a hidden state that all
+    ranks of tp hold whole, each sends its part, and the next stage gathers it over tp. ``keeps_outputs``: a stage keeps
+    what it sent until the backward of that micro-batch.
 
     Memory: ``placeholders`` lists the products whose kernels add their weight gradients to the sums themselves;
     products that share a weight tensor form one entry. For each shape of these tensors, one buffer in the format of
@@ -155,6 +156,7 @@ class Kernels:
     sums_whole: bool = False
     queued_starts: int = 0
     queued_over_nodes: int = 0
+    parts_sends: bool = False
     keeps_outputs: bool = False
     uncounted: tuple[str, ...] = ()
     seconds_per_graph: float = 0.0

@@ -3,8 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
 
-from benchmarks.advice import BAR, Rows, compared, judge
+from autoshard.calibration.belief import Belief
+from benchmarks.advice import BAR, Rows, compared, judge, lowered_variance
+from tests.calibration.test_belief import beliefs
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +32,12 @@ def test_an_error_is_that_of_the_rows_that_were_not_chosen(rows: Rows) -> None:
     alone = [rows.error([other for other in range(count) if other != one], constants) for one in range(count)]
     rest = [error for number, error in enumerate(alone) if number not in chosen]
     assert rows.error(chosen, constants) == pytest.approx(sum(rest) / len(rest))
+
+
+@given(beliefs())
+def test_the_run_that_is_chosen_next_is_the_one_after_which_variances_are_least(belief: Belief) -> None:
+    left = [belief.given([row], [1.0]).covariance.trace() for row in range(len(belief.mean))]
+    assert belief.covariance.trace() - lowered_variance(belief) == pytest.approx(left)
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ from autoshard.cli import main
 from autoshard.cost.built_in import built_in
 from autoshard.cost.calibration import (
     CONSTANTS,
-    EFFICIENCIES,
     Calibration,
     Reach,
     Software,
@@ -26,7 +25,7 @@ from autoshard.cost.calibration import (
     load_calibration,
     uncalibrated,
 )
-from autoshard.cost.departures import departures
+from autoshard.cost.departures import EFFICIENCIES, departures
 from autoshard.errors import InputError
 from autoshard.spec import record
 from tests.calibration.measured_cases import ARCH, DATA, SMALL, TRAINIUM, written

@@ -86,7 +86,7 @@ def priced(question, text, kind="layer", drop="none", rates=None):
 
 def block_price(sharded, whole, here, rates):
     """The cost of a block; the matrix units are those of the rates."""
-    return block_cost(block_work(sharded, whole, here, rates.units), here.rings, rates)
+    return block_cost(block_work(sharded, whole, here, rates.matrix_tile), here.rings, rates)
 
 
 def only(sharded, pass_, *ops):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from autoshard.cost.compute import KernelWork, MatrixUnits, Rates, kernel_time, waiting_time
+from autoshard.cost.compute import KernelWork, Rates, kernel_time, waiting_time
 from autoshard.cost.setting import PASSES
 from autoshard.spec.workload import Precision
 from tests.cost.cases import ask, flops, moved_bytes, priced, rates, seconds_of
@@ -61,7 +61,7 @@ class TestRates:
         assert found.attention_ratio * found.matrix_flops_per_s == pytest.approx(0.3 * 667e12 / 4)
         assert found.vector_flops_per_s == pytest.approx(0.5 * 2.21e12 / 4)
         assert found.memory_bytes_per_s == pytest.approx(0.6 * 2.9e12 / 4)
-        assert (found.units.tile, found.launch_s, found.host_computes) == (128, 1e-6, False)
+        assert (found.matrix_tile, found.launch_s, found.host_computes) == (128, 1e-6, False)
 
 
 class TestRoofline:
@@ -112,28 +112,7 @@ class TestTiles:
                 return len(range(0, inner, 128)) * len(range(0, held, 128)) * streamed
 
             expected = count * 2 * 128 * 128 * min(cycles(rows, columns), cycles(columns, rows))
-            assert flops(question, text, pass_, op, units=MatrixUnits(tile=128)) == pytest.approx(expected), pass_
-
-
-class TestWaves:
-    """Many units have a tile of the result each, and the last ones are idle while others finish."""
-
-    def test_a_product_of_few_tiles_leaves_units_idle_and_a_large_one_half_a_wave(self):
-        full = flops(ask(kernels="te"), "tp=1,dp=128", "F", "down")
-        rows, columns = 8192 // 128, HIDDEN // 128
-        for units in (1000, 4 * rows * columns):
-            waves = rows * columns / units
-            found = flops(ask(kernels="te"), "tp=1,dp=128", "F", "down", units=MatrixUnits(tile=128, count=units))
-            assert found == pytest.approx(full * max(1.0, waves + 0.5) / waves)
-
-    @given(st.integers(1, 64), st.integers(2, 200))
-    def test_more_units_are_never_slower_and_never_as_much_faster_as_there_are_more(self, pieces, count):
-        question = ask(kernels="te", seq_len=128 * pieces)
-        few, many = (
-            flops(question, "tp=8,dp=16", "F", "o", units=MatrixUnits(tile=128, count=units)) / units
-            for units in (count, 2 * count)
-        )
-        assert few / 2 <= many * (1 + 1e-9) and many <= few * (1 + 1e-9)
+            assert flops(question, text, pass_, op, matrix_tile=128) == pytest.approx(expected), pass_
 
 
 class TestMasks:

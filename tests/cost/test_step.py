@@ -9,8 +9,10 @@ from hypothesis import given, strategies as st
 
 from autoshard.cost.predict import plan_cost
 from autoshard.cost.schedule_counts import counts_of, most_kept
+from autoshard.cost.setting import TP, boundary_bytes, handed_on
 from autoshard.cost.step import step_cost
-from autoshard.cost.update import num_shards, per_weight, stored_bytes, update_cost
+from autoshard.cost.update import HeldWeight, held_weights_s, num_shards, per_weight, stored_bytes, update_cost
+from autoshard.layout.layout import Collective
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import PipelineTimes, simulate
 from autoshard.spec.kernels import load_kernels
@@ -299,6 +301,40 @@ def test_a_program_may_take_longer_for_each_rank_over_which_zero_divides():
             for one in (question, slow)
         )
         assert later - once == pytest.approx(others * 1e-3)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_program_may_take_longer_than_links_say_for_what_data_parallelism_sends(zero):
+    question = ask()
+    slow = replace(question, calibration=replace(question.calibration, dp_ratio=2.0))
+    once, twice = (
+        update_cost({EVERYONE: 10**6}, here(zero=zero, question=one), one, 0.0, 8, 5).seconds
+        for one in (question, slow)
+    )
+    assert twice["dp"] == pytest.approx(2 * once["dp"]) and once["dp"] > 0
+    assert (twice["tp"], twice["update"]) == (once["tp"], once["update"])
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_a_block_that_is_reported_alone_takes_as_much_longer_for_its_weights(in_pieces):
+    rings = setting(ask(), "tp=8,dp=16").rings
+    weights = 1e9 * np.ones(1)
+    held = HeldWeight(weight_bytes=weights, gradient_bytes=weights, shared=EVERYONE, summed=(), in_pieces=in_pieces)
+    once, twice = (held_weights_s([held], rings, load_kernels("nxd"), 0.0, 4, ratio) for ratio in (1.0, 2.0))
+    assert twice == pytest.approx(2 * once) and once > 0
+
+
+def test_where_a_program_sends_parts_each_rank_of_tp_sends_its_own_and_the_next_stage_gathers_them():
+    text, te, parts = "tp=8,pp=4,dp=1,mbs=2", load_kernels("te"), load_kernels("megatron")
+    question = ask(kernels="megatron", cluster_name="a100-80", nodes=4)
+    for sp, cut in (("", 1), (",sp=false", 8)):
+        split = setting(question, text + sp)
+        whole_s, whole = handed_on(split, te)
+        seconds, share = handed_on(split, parts)
+        assert (whole, share) == (1, 1 / cut)
+        size, gather = boundary_bytes(split), Collective(kind="all_gather", dim=None, atoms=TP)
+        gathers_s = split.rings[TP].time_s(gather, size) if cut > 1 else 0.0
+        assert seconds == pytest.approx(split.rings["pp",].send_s(size / cut) + gathers_s) and seconds <= whole_s
 
 
 def test_hosts_take_their_time_for_each_layer_each_way():

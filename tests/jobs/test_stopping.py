@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from autoshard.cost.storage import stopping_s
+from autoshard.cost.storage import stopping
 from autoshard.errors import InputError
 from autoshard.jobs.job import Job
 from autoshard.jobs.place import limit_s
@@ -35,7 +35,7 @@ def slow(plan: Plan, step_s: float) -> Plan:
 def test_whatever_could_kill_the_ranks_waits_so_long(under: str, grace_s: float | None) -> None:
     training = Training(steps=9, checkpoint=Checkpointing(grace_seconds=grace_s))
     job = job_of(plan_of(FIRST), under, training=training)
-    texts, wait_s = files_of(job).texts, stopping_s(plan_of(FIRST)) if grace_s is None else 78
+    texts, wait_s = files_of(job).texts, stopping(plan_of(FIRST)).reserved_s if grace_s is None else 78
     assert f'export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${{TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-{wait_s}}}"' in texts["node.sh"]
     if under.startswith("slurm"):
         assert f"#SBATCH --signal=TERM@{wait_s + 60}\n" in texts["train.sbatch"]

@@ -95,7 +95,7 @@ def test_products_and_attention_are_cut_as_the_card_says_and_take_as_long():
 def reported(problem: OperatorProblem, lowered: LoweredBlock) -> tuple[BlockWork, Mapping[tuple[str, str], float]]:
     """What a block does, and the seconds of its kernels by pass and first operation."""
     sizes = BlockSizes(sizes=problem.sizes, atoms=problem.atoms, cp_order="contiguous")
-    work = block_work(lowered, lowered, sizes, problem.rates.units)
+    work = block_work(lowered, lowered, sizes, problem.rates.matrix_tile)
     return work, {
         (run.pass_, run.ops[0].source): float(kernel_time(kernel, problem.rates)) for run, kernel in work.kernels
     }

@@ -40,3 +40,4 @@ def test_constants_are_shown_as_times_or_shares_and_names_stand_in_one_column():
     assert (shown["launch_s"], shown["collective_s"], shown["step_s"]) == ("7.2 us", "0 s", "500.0 ms")
     assert shown["memory_efficiency"] == "0.812"
     assert len({len(line) - len(line.split(maxsplit=1)[1]) for line in lines}) == 1
+    assert "dp_ratio 2.000" in re.sub(" +", " ", calibration_report(replace(slow, dp_ratio=2.0)))

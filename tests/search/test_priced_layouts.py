@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoshard.cost.calibration import CONSTANTS, EFFICIENCIES, SECONDS, uncalibrated
+from autoshard.cost.calibration import CONSTANTS, SECONDS, uncalibrated
+from autoshard.cost.departures import EFFICIENCIES
 from autoshard.cost.predict import plan_cost, step_timer
 from autoshard.cost.sharded import CutBlocks
 from autoshard.cost.stages import only

@@ -8,7 +8,15 @@ from numpy.typing import NDArray
 
 from autoshard.blocks.cutting import Meshes, Terms, shared_cuttings
 from autoshard.cost.collective import Ring, Route, mesh_ring, to_neighbours
-from autoshard.cost.setting import BlockCost, Question, Setting, boundary_bytes, price_block
+from autoshard.cost.setting import (
+    BlockCost,
+    Question,
+    Setting,
+    boundary_bytes,
+    handed_on,
+    price_block,
+    stage_groups,
+)
 from autoshard.cost.sharded import CutBlocks, alike_without, atom_groups
 from autoshard.cost.stages import BlockTotals, PerCandidate, PipelineBlocks, Rows, Sends, only
 from autoshard.layout.layout import Cutting
@@ -37,7 +45,7 @@ class PricedLayouts(PerCandidate):
     orders: NDArray[np.str_]  # of the sequence over cp
     setting: Setting  # of the step phase
     priced_in: Setting  # of the blocks
-    links: Ring  # of the pipelines
+    sends_s: Floats  # of the hidden state of a micro-batch
     boundary_bytes: Floats
     bucket_bytes: Floats
     kinds: tuple[Recompute, ...]
@@ -54,14 +62,12 @@ class PricedLayouts(PerCandidate):
 
     def pipeline_blocks(self, rows: Rows, schedule: Schedule, base: Candidate) -> PipelineBlocks:
         """Return the blocks of some of its layouts, run with a schedule and the ZeRO of a candidate."""
-        boundary_bytes, count = self.boundary_bytes[rows], len(self.numbers[rows])
-        time_s = np.broadcast_to(only(self.links, rows).send_s(boundary_bytes), count)
         return PipelineBlocks(
             question=self.question,
             setting=replace(only(self.setting, rows), zero=base.zero),
             schedule=schedule,
-            sends=Sends.of(time_s, schedule.builder, load_kernels(self.question.kernels)),
-            boundary_bytes=boundary_bytes,
+            sends=Sends.of(self.sends_s[rows], schedule.builder, load_kernels(self.question.kernels)),
+            boundary_bytes=self.boundary_bytes[rows],
             bucket_bytes=self.bucket_bytes[rows],
             fixed_s=self.fixed_s(rows, replace(base, schedule=schedule.builder), schedule.num_chunks),
             embed=self.embed.only(rows),
@@ -149,14 +155,15 @@ class LayoutPricer:
     def _without_recompute(
         self, space: Space, cutting: Cutting, layouts: Mapping[CpOrder, Ints], *, apart: bool
     ) -> Iterator[PricedLayouts]:
-        question = self.question
+        question, kernels = self.question, load_kernels(self.question.kernels)
         numbers = np.concatenate(list(layouts.values()))
         orders = np.repeat(list(layouts), [len(column) for column in layouts.values()])
         whole = space.only(numbers)
         for indices, blocks in lowered_alike(question, whole, cutting, apart=apart):
             part, count, rows = whole.only(indices), len(indices), numbers[indices]
             self.between()
-            rings = {group: only(self._ring(group), rows) for group in (("pp",), *atom_groups(blocks.every()))}
+            groups = atom_groups(blocks.every()) | stage_groups(kernels)
+            rings = {group: only(self._ring(group), rows) for group in groups}
             setting = Setting(
                 blocks=blocks,
                 sizes=question.sizes((part.rows["mbs"] * part.rows["dp"]).astype(np.float64), part.rows["ep"]),
@@ -168,6 +175,7 @@ class LayoutPricer:
             embed, layer, head = (
                 BlockTotals.of([price_block(question, setting, kind, Recompute())], count) for kind in KINDS
             )
+            send_s, _ = handed_on(setting, kernels)
             weights = (
                 block_weights for block in (layer, embed, head) for block_weights in (block.weights, block.tied_weights)
             )
@@ -181,7 +189,7 @@ class LayoutPricer:
                 # The step phase asks for the rings over which sums of gradients are pending, and for no sizes.
                 setting=replace(setting, sizes={}, rings={atoms: rings[atoms] for atoms in rings if atoms in summed}),
                 priced_in=setting,
-                links=rings["pp",],
+                sends_s=np.broadcast_to(send_s, count),
                 boundary_bytes=np.broadcast_to(boundary_bytes(setting), count),
                 bucket_bytes=self._bucket_bytes[rows],
                 kinds=(Recompute(),),

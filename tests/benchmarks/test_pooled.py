@@ -11,12 +11,12 @@ from hypothesis import given, settings, strategies as st
 from autoshard.calibration import fitting
 from autoshard.calibration.fitting import FitRows, FittedUnknowns, Sample, fitted, fitted_without, interval_of
 from autoshard.calibration.measured_run import run_of
-from autoshard.calibration.pooled import ProgramRows, departure_of, program_rows
 from autoshard.calibration.prior import Array
 from autoshard.calibration.rows import measured_rows
-from autoshard.cost.departures import SHARES, departures, hardware, numbers_of
+from autoshard.cost.departures import EFFICIENCIES, departures, hardware, numbers_of
 from autoshard.errors import InputError
 from benchmarks.departures import fit_all
+from benchmarks.pooled import ProgramRows, departure_of, program_rows
 from tests.benchmarks.departing import departing_rows
 from tests.calibration.measured_cases import ARCH, SMALL, written
 
@@ -96,10 +96,10 @@ def test_a_fit_without_some_rows_does_not_see_them_and_is_that_of_the_others(row
 
 def test_without_rows_that_say_otherwise_a_program_is_its_hardware(rows: ProgramRows):
     found = departed(rows, unknowns(rows))
-    assert {found[name] for name in found if name in SHARES} == {1.0}
+    assert {found[name] for name in found if name in EFFICIENCIES} == {1.0}
     assert all(found[name] == usual for name, usual in hardware().hosts.items() if name in found)
     fastest = departed(rows, np.full(len(rows.rows.prior.unknowns), -9.0))
-    assert max(numbers_of("h100-80", fastest)[name] for name in SHARES) <= 0.97 and min(fastest.values()) >= 0
+    assert max(numbers_of("h100-80", fastest)[name] for name in EFFICIENCIES) <= 0.97 and min(fastest.values()) >= 0
 
 
 def test_constants_that_are_taken_to_be_nothing_stay_so(rows: ProgramRows):

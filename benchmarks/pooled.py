@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoshard.calibration.fitting import FitRows, Sample, judged
-from autoshard.calibration.prior import prior_around, reach_of
-from autoshard.cost.calibration import Calibration, uncalibrated
+from autoshard.calibration.prior import Prior, prior_around, reach_of
+from autoshard.cost.calibration import RATIOS, Calibration, uncalibrated
 from autoshard.cost.departures import Departure, numbers_of
 from autoshard.errors import InputError
 
@@ -25,7 +25,7 @@ class ProgramRows:
     samples: tuple[Sample, ...]
     newest: str
     chip: str  # whose shares the fit starts from
-    without: tuple[str, ...] = ()  # constants that are taken to be nothing
+    without: tuple[str, ...] = ()  # constants that are taken to add nothing
     suspected: frozenset[str] = frozenset()  # ids of rows that look wrong
 
     @cached_property
@@ -38,7 +38,10 @@ class ProgramRows:
         """The rows of a fit that starts from the hardware."""
         runs = [sample.run for sample in self.samples]
         prior = prior_around(replace(uncalibrated(), **self.hardware), runs, self.chip)
-        return FitRows(samples=self.samples, prior=prior.without(*self.without), suspected=self.suspected)
+        nothing = {name: float(name in RATIOS) for name in self.without}
+        unknowns = tuple(unknown for unknown in prior.unknowns if unknown.names[0] not in nothing)
+        prior = Prior(centre=replace(prior.centre, **nothing), unknowns=unknowns)
+        return FitRows(samples=self.samples, prior=prior, suspected=self.suspected)
 
     def departed(self, constants: Calibration) -> Mapping[str, float]:
         """Return factors of shares and seconds of hosts, as files state them."""
