@@ -20,7 +20,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from autoshard.errors import InputError, require
-from autoshard.report.sparkline import columns
+from autoshard.report.watch.sparkline import columns
 from autoshard.spec.record import decode
 from benchmarks.measure import yardstick_s
 from benchmarks.result import Result
