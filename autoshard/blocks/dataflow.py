@@ -99,7 +99,7 @@ class Dataflow:
 def numbered(values: Sequence[object]) -> NDArray[np.intp]:
     """Return a number per value, alike for equal ones.
 
-    >>> numbers(["b", "a", "b"])
+    >>> numbered(["b", "a", "b"])
     array([0, 1, 0])
     """
     number = {value: index for index, value in enumerate(dict.fromkeys(values))}

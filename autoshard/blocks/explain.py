@@ -103,7 +103,7 @@ class Explanation:
 
 
 def explain(plan: Plan) -> Explanation:
-    """Explain every block of a plan with a table."""
+    """Explain each kind of block that a plan uses: how often, its time line by line, the second-best cuts."""
     question = question_of(plan, calibration_of(plan))
     blocks = ListedBlocks.of(plan)
     setting = setting_of(question, plan.candidate, blocks)

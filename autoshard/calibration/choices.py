@@ -193,7 +193,7 @@ def _summed(
 
 
 def _together(set_choices: Sequence[Choices], sizes: Counter[str]) -> Iterator[Choices]:
-    """Yield the means over all sets, each of which counts once, and over all but the largest."""
+    """Yield for each chooser the mean over all sets, and over all but that with most rows; the worst is a maximum."""
     (largest, _), *smaller_sets = sizes.most_common()
     for name, out in ((EVERY, ""), (BUT + largest, largest)) if smaller_sets else ():
         for who in dict.fromkeys(choice.who for choice in set_choices):

@@ -30,6 +30,7 @@ _FOLDERS = {"import": "interchange", "export": "interchange"}  # of commands tha
 EVERYDAY = {  # options that the help of a command with many shows first
     "plan": ("model", "cluster", "nodes", "seq_len", "global_batch", "fix", "choose", "tokens", "out", "open"),
     "run": ("steps", "learning_rate", "data.sets", "out", "resume", "restarts", "track.wandb", "dry_run"),
+    "import": ("out", "no_search", "nodes", "cluster", "model", "seq_len", "global_batch", "fix"),
     "launch": ("scheduler", "nodes", "out", "name", "run_folder", "steps", "learning_rate", "data.sets"),
 }
 EXAMPLES = {  # command lines that its help shows

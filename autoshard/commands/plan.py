@@ -17,7 +17,6 @@ from autoshard.cost.timeline import rank_times
 from autoshard.errors import InputError, NoPlan, inside, require
 from autoshard.plan.candidate import Candidate, parse_pins
 from autoshard.plan.codec import load
-from autoshard.plan.explanation import Answer
 from autoshard.plan.plan import Plan
 from autoshard.plan.verify import NOT_RUN, verify as reasons_against
 from autoshard.report.answers import runners_up_of
@@ -194,8 +193,11 @@ def _show_answers(
         found = answers_json(answer, result.answers, result.certificate, result.no_vendor, result.remarks)
         print_answer({**found, "defaults": result.defaults, **data})
         return to.end(answer.plan, written)
+    next_step = "" if written.refused else to.next_step
     if not to.verbose:
-        _show_briefly(result, answer, to)
+        for remark in result.remarks:
+            print_notes(Words(remark, "warning"))
+        print_answer(brief_sheets(result, answer, total_tokens=to.total_tokens, next_step=next_step))
         better()
         if sentences:
             print(sentences)
@@ -208,7 +210,7 @@ def _show_answers(
             times=rank_times(answer.plan),
             answers=[*named, *runners_up_of(result.answers[0].plan, result.runners_up)],
             total_tokens=to.total_tokens,
-            next_step="" if written.refused else to.next_step,
+            next_step=next_step,
         )
     )
     if result.defaults:
@@ -223,20 +225,6 @@ def _show_answers(
     if sentences:
         print(sentences)
     return to.end(answer.plan, written)
-
-
-def _show_briefly(result: PlanResult, answer: Answer, to: Target) -> None:
-    """Print the first screen of an answer."""
-    certificate, plan = result.certificate.about(answer.plan), answer.plan
-    named = [entry for entry in result.answers if not entry.name.isdecimal()]
-    sheets = brief_sheets(
-        plan, certificate, named, written=answer.name, defaults=result.defaults, total_tokens=to.total_tokens
-    )
-    print_answer(sheets)
-    for remark in result.remarks:
-        print_notes(Words(remark, "warning"))
-    others = "|".join(entry.name for entry in result.answers if entry.name != answer.name)
-    print_notes(f"-v shows stages, runners-up, sources; --choose {others} writes another; next: {to.next_step}")
 
 
 def _print_better_sizes(request: Request, found: SearchResult, options: SearchOptions) -> None:

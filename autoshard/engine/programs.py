@@ -127,23 +127,28 @@ def _contents(stage: Stage, num_layers: int) -> Iterator[tuple[str, str]]:
 
 
 def split_passes(block: Block, program: Program) -> BlockProgram:
-    """Divide a program into the instructions of each pass of a block."""
+    """Split a block's program into forward, I (gradients of inputs) and W (gradients of weights).
+
+    Work by rows is gathered into runs, and each gradient is added as soon as it is there.
+    """
     handed_on = block.gives[0]
     parts = program.by_pass(handed_on)
     upstream = f"d.{handed_on}"
-    assert upstream not in {name for entry in parts.forward for name in read_by(entry)}, f"{block.kind}: F waits"
-    forward, inputs, weights = in_runs((parts.forward, parts.inputs, parts.weights))
-    inputs, weights = _added_at_once(inputs), _added_at_once(weights)
+    assert upstream not in {name for entry in parts.forward for name in read_by(entry)}, (
+        f"{block.kind}: forward reads the gradient of its own result"
+    )
+    forward, input_pass, weight_pass = in_runs((parts.forward, parts.inputs, parts.weights))
+    input_pass, weight_pass = _added_immediately(input_pass), _added_immediately(weight_pass)
     return BlockProgram(
         block=block,
         program=program,
         forward=forward,
-        backward=(*inputs, *weights),
-        num_input=len(inputs),
+        backward=(*input_pass, *weight_pass),
+        num_input=len(input_pass),
     )
 
 
-def _added_at_once(entries: Sequence[Instruction]) -> tuple[Instruction, ...]:
+def _added_immediately(entries: Sequence[Instruction]) -> tuple[Instruction, ...]:
     """Add every gradient to its sum as soon as it is computed, so that no two gradients are held at once."""
     adding = [entry for entry in entries if isinstance(entry, Compute) and isinstance(entry.op.kind, Accumulate)]
     sums = {entry.reads[0].name for entry in adding}

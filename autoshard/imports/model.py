@@ -31,8 +31,8 @@ _FLAVORS = {"llama3": "llama3.1"}  # torchtitan trains the models of release 3.1
 def without_separators(name: str) -> str:
     """Return a name without what people write differently.
 
-    >>> squeezed("meta-llama/Meta-Llama-3-70B-Instruct"), squeezed("Mixtral-8x7B-v0.1"), squeezed("llama3.1-8b")
-    ('llama370b', 'mixtral8x7b', 'llama318b')
+    >>> [without_separators(name) for name in ("meta-llama/Meta-Llama-3-70B-Instruct", "Mixtral-8x7B-v0.1")]
+    ['llama370b', 'mixtral8x7b']
     """
     text = name.rpartition("/")[2].lower().removeprefix("meta-")
     while match := _SUFFIX.search(text):

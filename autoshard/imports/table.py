@@ -108,7 +108,7 @@ def alias(key: str, fact: str, convert: Callable[[Any], Any] | None = None) -> K
 def whole_number(value: object) -> int:
     """Read a whole number, also from text.
 
-    >>> whole("8"), whole(8.0)
+    >>> whole_number("8"), whole_number(8.0)
     (8, 8)
     """
     if isinstance(value, float) and value.is_integer():

@@ -63,7 +63,7 @@ def unify(first: Position, second: Position) -> None:
 
     >>> whole, outer, inner = fresh(12), fresh(4), fresh(3)
     >>> unify(whole, (*outer, *inner))
-    >>> leaves(whole) == leaves((*outer, *inner))
+    >>> factors(whole) == factors((*outer, *inner))
     True
     """
     place = 0

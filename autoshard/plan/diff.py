@@ -243,7 +243,7 @@ def _line_changes(a: Plan, b: Plan) -> tuple[LineChange, ...]:
 def leaf_values(data: Any, where: str = "") -> dict[str, Value]:
     """Return every single value of JSON data by its path.
 
-    >>> leaves({"lnc": None, "links": [{"ports": 2}]}, "cluster")
+    >>> leaf_values({"lnc": None, "links": [{"ports": 2}]}, "cluster")
     {'cluster.lnc': 'none', 'cluster.links[0].ports': 2}
     """
     if isinstance(data, dict):

@@ -27,9 +27,9 @@ class FoundPlan:
     usd_per_step: float | None
     why: str
     slower: float
-    gap: float  # by which share of it something better may exist, in what is minimised
-    against: tuple[str, ...]
-    source: str
+    gap: float  # how much better a plan that was not searched could be, as a share of what is minimised
+    against: tuple[str, ...]  # why it may not run
+    source: str  # of a vendor's layout
     ratio: Ratio | None = None  # of its step to that of the fastest
 
     @classmethod

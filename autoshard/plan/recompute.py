@@ -35,7 +35,7 @@ def split_outside_brackets(text: str, separator: str) -> list[str]:
 def expand_counts(text: str) -> tuple[str, ...]:
     """Write out a run-length list.
 
-    >>> expand("9/10*2/11")
+    >>> expand_counts("9/10*2/11")
     ('9', '10', '10', '11')
     """
     runs: list[tuple[str, int]] = []

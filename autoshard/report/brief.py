@@ -17,6 +17,7 @@ from autoshard.report.plan_sheets import (
 )
 from autoshard.report.sheet import Cell, Fact, Node, Sheet, Table, Words
 from autoshard.report.words import layout_words, prediction_of, program_lines, signed_words, software_of
+from autoshard.search.ask.answers import PlanResult
 from autoshard.units import format_bytes, format_count, format_seconds
 
 _FEATURES = {  # what rows may lack -> how a plan has it
@@ -31,15 +32,11 @@ _MOST_DOUBTS = 3  # that the first answer names
 
 
 def brief_sheets(
-    plan: Plan,
-    certificate: Certificate,
-    answers: Sequence[Answer],
-    *,
-    written: str,
-    defaults: str = "",
-    total_tokens: float | None = None,
+    result: PlanResult, answer: Answer, *, total_tokens: float | None = None, next_step: str = ""
 ) -> Iterator[Sheet]:
-    """Yield the answer in about twenty lines; ``written`` is the name of the answer that the plan file gets."""
+    """Yield the answers to a question in about twenty lines; ``answer`` is the one that the plan file gets."""
+    plan, written, answers, defaults = answer.plan, answer.name, result.answers, result.defaults
+    certificate = result.certificate.about(plan)
     figures = Node(plan_figures(plan))
     if certificate.stopped:
         words = f"The search was not finished ({certificate.stopped}): this is the best plan so far, not a proven one"
@@ -51,7 +48,11 @@ def brief_sheets(
     if len(shown) > 1:
         yield Sheet(tables=[_table(plan, shown, written)])
     lines = [*program_lines(plan), *doubts(prediction_of(plan).outside)]
-    yield Sheet(notes=[*_misfit(plan), *(Words(line, "warning") for line in lines)])
+    basis = Words(f"prediction {prediction_of(plan).basis.partition(':')[0]}", "soft")
+    yield Sheet(notes=[*_misfit(plan), *(Words(line, "warning") for line in lines), basis])
+    choices = "|".join(answer.name for answer in answers if answer.name != written)
+    more = Fact("more", f"-v shows stages, runners-up and sources; --choose {choices} writes another answer")
+    yield Sheet(facts=[*([Fact("next", Words(next_step, "code"))] if next_step else []), more])
 
 
 def shown_answers(answers: Sequence[Answer], written: str) -> list[Answer]:

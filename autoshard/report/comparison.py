@@ -135,7 +135,7 @@ def comparison_sheets(diff: Diff, figures: Node, names: tuple[str, str]) -> Iter
         return
     tables = [
         *_changes("The questions differ in", diff.question), *_changes("The plans differ in", diff.choices),
-        _predicted(figures), *_breakdowns(diff, figures), *_lines(diff),
+        _predicted(figures), *_breakdowns(diff, figures), *_line_table(diff),
     ]  # fmt: skip
     bases = [f"prediction of {name} {side.basis}" for name, side in (("a", diff.a), ("b", diff.b))]
     bases = [f"predictions {diff.a.basis}"] if diff.a.basis == diff.b.basis else bases
@@ -189,7 +189,7 @@ def _changes(title: str, changes: Sequence[PlanChange]) -> Iterator[Table]:
     yield Table(title, ("", "a", "b"), [*short, *left_out])
     if long := [row for row in values if row not in short]:
         rows = [(name, *(Words(_cut(text), "code") for text in texts)) for name, *texts in long]
-        yield Table("", _STACKED, rows, stacked=True, whole="ab")
+        yield Table("", _STACKED, rows, stacked=True, whole=("a", "b"))
 
 
 def _value(name: str, value: str | float | None) -> str:
@@ -246,8 +246,8 @@ def _cells(term: Node, text: Callable[[float], str]) -> tuple[Cell, ...]:
     return term["a"].figure(text), term["b"].figure(text), more
 
 
-def _lines(diff: Diff) -> Iterator[Table]:
-    """Yield the table lines that differ: first those with other collectives, then those with other layouts only."""
+def _line_table(diff: Diff) -> Iterator[Table]:
+    """Yield a table of the lines that differ, in the order of the difference, and of blocks that one plan lacks."""
     count = len(diff.lines)
     first = f", the first {_MOST_LINES} are printed" if count > _MOST_LINES else ""
     differs = f": {count} {'line differs' if count == 1 else 'lines differ'}{first}" if count else ""
@@ -259,4 +259,4 @@ def _lines(diff: Diff) -> Iterator[Table]:
         name, lines = ("a", block.a) if block.b is None else ("b", block.b)
         rows.append((f"{block.name}: only {name} has this block ({lines} lines)", "", ""))
     if rows:
-        yield Table(f"Layouts of operations{differs}", _STACKED, rows, stacked=True, whole="ab")
+        yield Table(f"Layouts of operations{differs}", _STACKED, rows, stacked=True, whole=("a", "b"))

@@ -91,7 +91,7 @@ def scaling_efficiency(rows: Sequence[Row]) -> dict[str, float]:
 
     >>> row = {"choice": 1, "tokens_per_s": 100.0, "ranks": 4, "at.nodes": 1, "at.lnc": 1}
     >>> more = {**row, "id": "b", "ranks": 16, "at.nodes": 4, "tokens_per_s": 300.0}
-    >>> efficiency([more, {**row, "id": "a"}])
+    >>> scaling_efficiency([more, {**row, "id": "a"}])
     {'b': 0.75, 'a': 1.0}
     """
     speeds = {row["id"]: row["tokens_per_s"] / row["ranks"] for row in rows}

@@ -22,10 +22,19 @@ _STYLES: Mapping[Kind, str] = {
 }  # fmt: skip
 
 
+class PipedConsole(Console):
+    """A console whose reader may go away, as ``head`` does; rich would end the process with an error."""
+
+    def on_broken_pipe(self) -> None:
+        """Let the command line end as it does for other output."""
+        self.quiet = True
+        raise BrokenPipeError
+
+
 def make_console() -> Console:
     """Return a console; names are never read as markup."""
-    console = Console(markup=False, highlight=False, emoji=False)
-    return console if console.is_terminal else Console(markup=False, highlight=False, emoji=False, width=WIDTH)
+    console = PipedConsole(markup=False, highlight=False, emoji=False)
+    return console if console.is_terminal else PipedConsole(markup=False, highlight=False, emoji=False, width=WIDTH)
 
 
 def drawn(*sheets: Sheet) -> Group:

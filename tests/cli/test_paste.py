@@ -97,5 +97,5 @@ def test_a_plain_c_locale_gets_ascii(typed: Typed, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("LC_ALL", "C")
     for name in ("PYTHONIOENCODING", "PYTHONUTF8"):
         monkeypatch.delenv(name, raising=False)
-    text = typed("plan --model tiny-llama --cluster local --top 1 --fix tp=2,mbs=8")[1]
+    text = typed("plan --model tiny-llama --cluster local --top 1 --fix tp=2,mbs=8 -v")[1]
     assert text.isascii() and "\n-----" in text and "#" in text

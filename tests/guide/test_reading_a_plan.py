@@ -53,8 +53,7 @@ def shown(name: str) -> str:
         next_step="x",
     )
     result = answers_of(QUESTIONS[name](), answer)
-    written = result.runnable(result.name)
-    first = brief_sheets(written.plan, answer.certificate, result.answers, written=written.name, total_tokens=2e12)
+    first = brief_sheets(result, result.runnable(result.name), total_tokens=2e12, next_step="x")
     alternatives = Alternatives(others=tuple(others), unlimited_s=1.0, certificate=answer.certificate)
     return (
         printed(drawn(*first))

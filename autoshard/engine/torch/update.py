@@ -157,7 +157,10 @@ class Flat:
         return {weight.instance: part.view(weight.shape) for weight, part in zip(self.weights, parts, strict=True)}
 
     def begin_reducing(self) -> Arrival:
-        """Begin to sum the gradients over the ranks that wait for them, for this rank's piece, padded with zeros."""
+        """Sum gradients over the ranks that hold copies of the weights, then begin to sum them over those of the batch.
+
+        Under ZeRO-1 a rank gets its piece, padded with zeros; without ZeRO it gets all. ZeRO-3 has summed them before.
+        """
         if self.summed:
             self.summed.all_reduce(self.sums)
         if self.shared and not self.parted:

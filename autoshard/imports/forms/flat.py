@@ -29,7 +29,7 @@ def _flat(data: Mapping[str, Any], before: str) -> Iterator[tuple[str, Any]]:
 def resolved_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """Follow references of OmegaConf, ``${trainer.max_steps}`` and ``${.beside}``; others stay as they are.
 
-    >>> resolved({"model.length": 8, "model.positions": "${.length}", "data.length": "${model.positions}"})
+    >>> resolved_keys({"model.length": 8, "model.positions": "${.length}", "data.length": "${model.positions}"})
     {'model.length': 8, 'model.positions': 8, 'data.length': 8}
     """
     return {path: _followed(values, path) for path in values}

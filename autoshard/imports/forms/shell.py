@@ -130,7 +130,7 @@ def shell_arguments(
 ) -> dict[str, str | bool | list[str]]:
     """Return the options of a script's commands by name, with ``_`` for ``-``; those without a value are true.
 
-    >>> arguments_of('''TP=8
+    >>> shell_arguments('''TP=8
     ... ARGS=(--tensor-model-parallel-size $TP --bf16)
     ... torchrun --nnodes 2 pretrain_gpt.py ${ARGS[@]} --lr -1e-4''', "")
     {'tensor_model_parallel_size': '8', 'bf16': True, 'lr': '-1e-4', 'nnodes': '2'}

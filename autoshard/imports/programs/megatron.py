@@ -39,7 +39,7 @@ from autoshard.imports.table import (
     words,
 )
 
-_SETS: Mapping[str, str] = {  # --recompute-modules -> sets of the kernels `te`
+_OPS_OF_MODULES: Mapping[str, str] = {  # --recompute-modules -> sets of the kernels `te`
     "core_attn": "core_attn", "layernorm": "layernorm", "mlp": "mlp", "moe_act": "mlp_act",
 }  # fmt: skip
 _REPEATED_PARTS, _REPEATED_LETTER = re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)")
@@ -106,8 +106,11 @@ def _recompute(keys: Keys) -> Facts:
     old = keys.get("activations_checkpoint_method")
     if keys.get("recompute_activations") or kind == "selective":
         names = words(keys.get("recompute_modules")) or ("core_attn",)
-        unread = [f"recompute_modules: {name}" for name in names if name not in _SETS]
-        return {"layout.recompute": selective(tuple(_SETS[name] for name in names if name in _SETS)), "unread": unread}
+        unread = [f"recompute_modules: {name}" for name in names if name not in _OPS_OF_MODULES]
+        return {
+            "layout.recompute": selective(tuple(_OPS_OF_MODULES[name] for name in names if name in _OPS_OF_MODULES)),
+            "unread": unread,
+        }
     if kind == "full" or old or keys.get("checkpoint_activations"):
         count = keys.get("recompute_num_layers")
         return {
@@ -117,11 +120,12 @@ def _recompute(keys: Keys) -> Facts:
 
 
 def _written_recompute(facts: Facts) -> Keys:
+    """Return Megatron's keys for recompute of ours."""
     recompute = recompute_of(facts)
     if recompute.kind == "none":
         return {}
     if recompute.kind == "selective":
-        theirs = {ours: name for name, ours in _SETS.items()}
+        theirs = {ours: name for name, ours in _OPS_OF_MODULES.items()}
         names = [theirs[name] for name in recompute.ops]
         return {"recompute_granularity": "selective", "recompute_modules": names}
     count = recompute.num_layers

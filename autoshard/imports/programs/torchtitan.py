@@ -38,7 +38,7 @@ _EMBED, _HEAD, _LAYER = "tok_embeddings", ("norm", "lm_head"), "layers."
 def layers_by_part(num_layers: int, num_stages: int, facts: Facts) -> tuple[int, ...] | None:
     """Split layers as torchtitan does: embedding and head count as a layer each, what is left goes to the first stages.
 
-    >>> split_layers(32, 4, {})
+    >>> layers_by_part(32, 4, {})
     (8, 9, 8, 7)
     """
     first, last = facts.get("layout.first_less", 1), facts.get("layout.last_less", 1)

@@ -29,7 +29,7 @@ class Clusters:
                 pieces[piece] = None
                 waiting += piece.reads
         places = {step: place for place, step in enumerate(self.flow.segment.steps)}
-        return tuple(sorted(pieces, key=lambda piece: (places[piece.steps[-1]], piece.sort == "shift")))
+        return tuple(sorted(pieces, key=lambda piece: (places[piece.steps[-1]], piece.kind == "shift")))
 
     def _from(self, value: Traced) -> frozenset[Traced]:
         """Return the results of pieces, and the segment's input, that a value is a function of."""
@@ -42,14 +42,14 @@ class Clusters:
         """Let a step be a piece of its own where it brings several tensors together."""
         operands = self.flow.operands(step)
         sources = frozenset[Traced]().union(*(self._from(operand) for operand in operands))
-        sort = {"add": "add", "mul": "multiply"}.get(name_of(step))
+        kind = {"add": "add", "mul": "multiply"}.get(name_of(step))
         several = len(operands) == 2 and all(self._from(operand) for operand in operands)
         dims = [{*operand.dims} for operand in operands]
-        like = several and {*step.makes.dims} in dims and (dims[0] == dims[1] or sort == "add")
+        like = several and {*step.makes.dims} in dims and (dims[0] == dims[1] or kind == "add")
         plain = not step.keywords and len(step.reads) == 2
-        if len(sources) > 1 and sort and like and plain and self._from(operands[0]) != self._from(operands[1]):
+        if len(sources) > 1 and kind and like and plain and self._from(operands[0]) != self._from(operands[1]):
             self.by_value[step.makes] = Piece(
-                sort="add" if sort == "add" else "multiply", steps=(step,), reads=operands, makes=step.makes,
+                kind="add" if kind == "add" else "multiply", steps=(step,), reads=operands, makes=step.makes,
                 dims=step.makes.dims,
             )  # fmt: skip
         elif len(sources) > 1:
@@ -79,7 +79,7 @@ class Clusters:
         alone = len(operands) == 1 and not inputs and not weights and {*operands[0].dims} == {*makes.dims} and not whole
         function = known_function(steps, operands[0], self.flow) if alone else None
         piece = Piece(
-            sort="unary" if function else "opaque", steps=steps, reads=operands, makes=makes, inputs=inputs,
+            kind="unary" if function else "opaque", steps=steps, reads=operands, makes=makes, inputs=inputs,
             weights=weights, dims=makes.dims, function=function, whole=frozenset(whole),
         )  # fmt: skip
         return as_norm(piece, self.flow) if len(operands) == 1 and weights and not inputs else piece

@@ -46,7 +46,7 @@ def as_norm(piece: Piece, flow: SegmentFlow) -> Piece:
         return piece
     is_layer = len(piece.weights) > 1 or sum(name in _MEANS for name in names) > 1 or "layer_norm" in names
     norm = NormDetail(function="layer" if is_layer else "rms", over=next(iter(over)), eps=_eps(piece.steps))
-    return replace(piece, sort="norm", norm=norm) if _is_norm(piece, norm, flow) else piece
+    return replace(piece, kind="norm", norm=norm) if _is_norm(piece, norm, flow) else piece
 
 
 def averaged(steps: Sequence[TracedStep]) -> set[Dim]:

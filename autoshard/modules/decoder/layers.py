@@ -76,7 +76,7 @@ def written_layer(
 def opaque_notes(part: str, names: Mapping[Piece, str]) -> Iterator[str]:
     """Say which operations of a part the planner knows by their work alone."""
     for piece, name in names.items():
-        if piece.sort == "opaque":
+        if piece.kind == "opaque":
             yield f"{part}: {name} ({', '.join(dict.fromkeys(piece.functions))}) is planned by its work alone"
 
 
@@ -100,7 +100,7 @@ def _widths(pieces: Sequence[Piece], dims: Mapping[Dim, str]) -> list[Dim]:
     """Return the dims of products that have no name yet, those of the largest weights first."""
     counts = Counter[Dim]()
     for piece in pieces:
-        for weight in piece.weights if piece.sort == "product" else ():
+        for weight in piece.weights if piece.kind == "product" else ():
             for dim in weight.dims:
                 counts[dim] += 0 if dim in dims else math.prod(weight_dim.size for weight_dim in weight.dims)
     return [dim for dim, count in counts.most_common() if count]

@@ -149,7 +149,7 @@ def _pieces(segment: Segment) -> tuple[Piece, ...]:
 
 def _branches_in_order(pieces: tuple[Piece, ...], segment: Segment) -> tuple[Piece, ...]:
     """Let a layer that adds two branches to its input at once add one after the other, as cards write it."""
-    adds = {piece.makes: piece for piece in pieces if piece.sort == "add"}
+    adds = {piece.makes: piece for piece in pieces if piece.kind == "add"}
     for last in adds.values():
         inner = next((adds[value] for value in last.reads if value in adds), None)
         readers = [piece for piece in pieces if inner and inner.makes in piece.reads]
@@ -170,9 +170,9 @@ def _ends(stack: Stack) -> tuple[Mapping[Dim, str], WrittenPart, WrittenPart]:
     carried = zip((factors(position)[0] for position in stack.carried), ("batch", "seq", "hidden"), strict=True)
     dims: dict[Dim, str] = dict(carried)
     batch = next(dim for dim, name in dims.items() if name == "batch")
-    rows = [piece for piece in embed if piece.sort == "rows"]
+    rows = [piece for piece in embed if piece.kind == "rows"]
     words = next((piece for piece in rows if batch in piece.dims), None)
-    products = [piece for piece in head if piece.sort == "product"]
+    products = [piece for piece in head if piece.kind == "product"]
     attends = next((name for name, pieces in (("embed", embed), ("head", head)) if _has(pieces, "attend")), None)
     require(
         (attends is None, "module", f"attends in its {attends} too; all layers must be in one list"),
@@ -210,11 +210,11 @@ def _end(
 ) -> WrittenPart:
     """Write the embedding or the head down."""
     of_head = {"norm": "final_norm", "product": "unembed", "shift": "unembed_shift", "add": "embed_add"}
-    of_embed = {sort: f"embed_{sort}" for sort in (*of_head, "unary", "multiply")}
+    of_embed = {kind: f"embed_{kind}" for kind in (*of_head, "unary", "multiply")}
     usual = of_head if segment.takes else of_embed
     names, counts = dict[Piece, str](), Counter[str]()
     for piece in pieces:
-        base = fixed_names.get(piece) or usual.get(piece.sort) or own_name(piece)
+        base = fixed_names.get(piece) or usual.get(piece.kind) or own_name(piece)
         counts[base] += 1
         names[piece] = base if counts[base] == 1 else f"{base}_{counts[base]}"
     writer = LineWriter(segment=segment, names=names, dims=dims)
@@ -222,8 +222,8 @@ def _end(
     return WrittenPart(lines=writer.write(pieces), traits=traits, sizes=writer.sizes, notes=notes, counts=writer.counts)
 
 
-def _has(pieces: Sequence[Piece], sort: str) -> bool:
-    return any(piece.sort == sort for piece in pieces)
+def _has(pieces: Sequence[Piece], kind: str) -> bool:
+    return any(piece.kind == kind for piece in pieces)
 
 
 def _layer(captured: Captured, stack: Stack, dims: Mapping[Dim, str]) -> WrittenPart:

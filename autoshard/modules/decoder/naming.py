@@ -25,7 +25,7 @@ class Roles:
     @classmethod
     def of(cls, pieces: Sequence[Piece], name: str) -> "Roles":
         """Find attention, and what leads to and from it."""
-        attends = [piece for piece in pieces if piece.sort == "attend"]
+        attends = [piece for piece in pieces if piece.kind == "attend"]
         forms = "softmax(q k) v in two products of two tensors each, or scaled_dot_product_attention"
         message = f"has {len(attends)} places of attention that are recognised ({forms}); a layer of a decoder has one"
         require((len(attends) == 1, name, message))
@@ -34,13 +34,13 @@ class Roles:
         of_keys, waiting = set[Piece](), list(attends[0].reads[1:])
         while waiting:
             if piece := by_value.get(waiting.pop()):
-                is_product = piece.sort == "product"
+                is_product = piece.kind == "product"
                 of_keys |= {piece} if is_product else set()
                 waiting += () if is_product else piece.reads
         attended, out = {attends[0].makes}, None
         for piece in pieces:
             if attended & {*piece.reads} and out is None:
-                if piece.sort == "product":
+                if piece.kind == "product":
                     out = piece
                 elif {*piece.dims} <= {*attends[0].dims}:
                     attended.add(piece.makes)  # a gate, or a norm, of what was attended
@@ -65,9 +65,9 @@ class Roles:
 def _chain(by_value: Mapping[Traced, Piece], value: Traced) -> tuple[Piece, ...]:
     """Return the pieces that lead from a product to a value, in order; none where no product leads to it."""
     chain: list[Piece] = []
-    while (piece := by_value.get(value)) and piece.sort in _CHAINED and len(piece.reads) == 1:
+    while (piece := by_value.get(value)) and piece.kind in _CHAINED and len(piece.reads) == 1:
         chain.insert(0, piece)
-        if piece.sort == "product":
+        if piece.kind == "product":
             return tuple(chain)
         value = piece.reads[0]
     return ()
@@ -80,21 +80,21 @@ def layer_names(pieces: Sequence[Piece], roles: Roles, segment: Segment) -> Mapp
     """Name the operations of a layer as a card would."""
     names: dict[Piece, str] = {roles.attend: "attend"}
     for letter, chain in roles.chains.items():
-        names |= {piece: f"{letter}{_CHAINED[piece.sort]}" for piece in chain if piece not in names}
+        names |= {piece: f"{letter}{_CHAINED[piece.kind]}" for piece in chain if piece not in names}
     readers: dict[Traced, list[Piece]] = {}
     for piece in pieces:
         for value in piece.reads:
             readers.setdefault(value, []).append(piece)
-    adds = [piece for piece in pieces if piece.sort == "add" and {*piece.dims} == {*segment.gives.dims}]
+    adds = [piece for piece in pieces if piece.kind == "add" and {*piece.dims} == {*segment.gives.dims}]
     before = pieces.index(roles.out) if roles.out else len(pieces)
     after = [piece for piece in adds if pieces.index(piece) > before]
     if roles.out:
         names[roles.out] = "o"
-        names |= {piece: "o_shift" for piece in readers.get(roles.out.makes, ()) if piece.sort == "shift"}
+        names |= {piece: "o_shift" for piece in readers.get(roles.out.makes, ()) if piece.kind == "shift"}
     if after:
         names[after[0]] = "attn_add"
         names |= {after[-1]: "mlp_add"} if len(after) > 1 else {}
-    prefix = "shared_" if any(piece.sort == "experts" for piece in pieces) else ""
+    prefix = "shared_" if any(piece.kind == "experts" for piece in pieces) else ""
     for piece in pieces:
         if piece not in names:
             names[piece] = _role(piece, names, readers, segment, prefix)
@@ -106,25 +106,25 @@ def _role(
 ) -> str:
     """Name an operation by what reads it."""
     hidden, by = {*segment.gives.dims}, readers.get(piece.makes, ())
-    if piece.sort == "norm" and {*piece.dims} == hidden:
+    if piece.kind == "norm" and {*piece.dims} == hidden:
         if any(names.get(reader) in ("q", "k", "v") for reader in by):
             return "attn_norm"
-        if any(reader.sort in ("product", "experts") for reader in by):
+        if any(reader.kind in ("product", "experts") for reader in by):
             return "mlp_norm"
         added = next((names[reader] for reader in by if names.get(reader, "").endswith("_add")), "")
         return f"{added.removesuffix('add')}post_norm"
-    if piece.sort == "product":
+    if piece.kind == "product":
         if {*piece.dims} == hidden:
             return f"{prefix}down"
-        shifted = [again for reader in by if reader.sort == "shift" for again in readers.get(reader.makes, ())]
-        activated = [reader for reader in (*by, *shifted) if reader.sort in ("unary", "opaque")]
-        gates = any(again.sort == "multiply" for reader in activated for again in readers.get(reader.makes, ()))
+        shifted = [again for reader in by if reader.kind == "shift" for again in readers.get(reader.makes, ())]
+        activated = [reader for reader in (*by, *shifted) if reader.kind in ("unary", "opaque")]
+        gates = any(again.kind == "multiply" for reader in activated for again in readers.get(reader.makes, ()))
         return f"{prefix}{'gate' if gates else 'up'}"
-    if piece.sort == "shift":
+    if piece.kind == "shift":
         of = next((name for maker, name in names.items() if maker.makes is piece.reads[0]), "own")
         return f"{of}_shift"
     usual = {"unary": f"{prefix}act", "multiply": f"{prefix}product"}
-    return own_name(piece) if piece.sort == "opaque" else usual.get(piece.sort, piece.sort)
+    return own_name(piece) if piece.kind == "opaque" else usual.get(piece.kind, piece.kind)
 
 
 def own_name(piece: Piece) -> str:

@@ -13,7 +13,9 @@ from autoshard.modules.program import Read, Traced, TracedStep
 from autoshard.modules.region import expand
 from autoshard.spec.model import Activation
 
-Sort = Literal["rows", "product", "shift", "norm", "rotary", "attend", "experts", "add", "multiply", "unary", "opaque"]
+PieceKind = Literal[
+    "rows", "product", "shift", "norm", "rotary", "attend", "experts", "add", "multiply", "unary", "opaque"
+]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,7 +61,7 @@ class ExpertsDetail:
 class Piece:
     """One operation to be: the steps that it stands for, what it reads in order, and what it makes."""
 
-    sort: Sort
+    kind: PieceKind
     steps: tuple[TracedStep, ...]
     reads: tuple[Traced, ...]
     makes: Traced

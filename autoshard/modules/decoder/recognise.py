@@ -49,7 +49,7 @@ def _rows(flow: SegmentFlow) -> Iterator[Piece]:
             if table.origin == "parameter" and index.origin == "input":
                 dims = shape(step.reads[0].positions)
                 yield Piece(
-                    sort="rows", steps=(step,), reads=(), inputs=(index,), makes=step.makes, dims=step.makes.dims,
+                    kind="rows", steps=(step,), reads=(), inputs=(index,), makes=step.makes, dims=step.makes.dims,
                     weights=(WeightPart(value=table, dims=dims),),
                 )  # fmt: skip
 
@@ -69,7 +69,7 @@ def _norms(flow: SegmentFlow, used_steps: set[TracedStep]) -> Iterator[Piece]:
             continue
         if (over := averaged(steps)) and weights and all({*read.dims} == over for read in weights):
             piece = Piece(
-                sort="opaque", steps=tuple(steps), reads=(operands[0],), makes=exits[0], whole=frozenset(over),
+                kind="opaque", steps=tuple(steps), reads=(operands[0],), makes=exits[0], whole=frozenset(over),
                 weights=tuple(WeightPart(value=read.value, dims=read.dims) for read in weights), dims=operands[0].dims,
             )  # fmt: skip
             yield as_norm(piece, flow)
@@ -87,7 +87,7 @@ def _products(flow: SegmentFlow) -> Iterator[Piece]:
             continue
         weight = WeightPart(value=weights[0], dims=shape(reads[weights[0]].positions))
         product = Piece(
-            sort="product", steps=(step,), reads=(x,), makes=step.makes, weights=(weight,), dims=step.makes.dims
+            kind="product", steps=(step,), reads=(x,), makes=step.makes, weights=(weight,), dims=step.makes.dims
         )
         shift = _shift(flow, product)
         whole = [product] if shift is None else [product, shift]
@@ -105,7 +105,7 @@ def _shift(flow: SegmentFlow, product: Piece) -> Piece | None:
         return None
     weight = WeightPart(value=flow.root(bias[0].value), dims=bias[0].dims)
     return Piece(
-        sort="shift", steps=(readers[0],), reads=(product.makes,), makes=readers[0].makes, weights=(weight,),
+        kind="shift", steps=(readers[0],), reads=(product.makes,), makes=readers[0].makes, weights=(weight,),
         dims=product.dims,
     )  # fmt: skip
 
@@ -158,7 +158,7 @@ def _attention(flow: SegmentFlow, ends: set[Traced]) -> Iterator[Piece]:
         extras = tuple(value for value in flow.entries(attention.steps) if value not in reads)
         masks = tuple(value for value in extras if value.origin == "input")
         yield Piece(
-            sort="attend", steps=attention.steps, reads=reads, inputs=masks, makes=attention.steps[-1].makes,
+            kind="attend", steps=attention.steps, reads=reads, inputs=masks, makes=attention.steps[-1].makes,
             dims=attention.steps[-1].makes.dims,
             attention=AttentionDetail(
                 head=attention.head, value_head=attention.value_head, is_causal=attention.is_causal,
@@ -222,7 +222,7 @@ def _rotary(flow: SegmentFlow, value: Traced, ends: set[Traced]) -> Piece | None
             turned[table] |= {root: root.dims[-1].size for root in roots if root is not table}
     share = max((sum(lengths.values()) for lengths in turned.values()), default=0) / head[0].size
     piece = Piece(
-        sort="rotary", steps=tuple(steps), reads=(operands[0],), makes=value, dims=value.dims, fraction=min(1.0, share)
+        kind="rotary", steps=tuple(steps), reads=(operands[0],), makes=value, dims=value.dims, fraction=min(1.0, share)
     )
     return piece if only_turns(piece, tables, flow) else None
 
@@ -269,7 +269,7 @@ def _experts(flow: SegmentFlow) -> Iterator[Piece]:
         is_normalised=any(name_of(step) == "div" for step in routing),
     )  # fmt: skip
     yield Piece(
-        sort="experts", steps=expert_steps, reads=(x,), makes=exits[0], dims=exits[0].dims, experts=detail,
+        kind="experts", steps=expert_steps, reads=(x,), makes=exits[0], dims=exits[0].dims, experts=detail,
         weights=(weight, *(WeightPart(value=value, dims=value.dims) for value in weights)),
     )  # fmt: skip
 

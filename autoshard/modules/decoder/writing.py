@@ -49,7 +49,7 @@ class LineWriter:
         if self.segment.takes:
             self.laid[self.segment.takes] = "x", ("batch", "seq", "hidden")
         for piece in pieces:
-            getattr(self, f"_{piece.sort}")(piece, self.names[piece])
+            getattr(self, f"_{piece.kind}")(piece, self.names[piece])
         return tuple(str(op) for op in (*self.ops, *self._delivers()))
 
     def _emit(self, piece: Piece, kind: OpKind, dims: Dims, *operands: str) -> None:

@@ -72,7 +72,10 @@ def _result(tensors: Sequence[torch.Tensor], text: str, *, function: Callable[..
 
 
 def _run(node: Node, tensors: Sequence[torch.Tensor], *, refuses: bool) -> tuple[torch.Tensor, ...]:
-    """Run an operation in other sizes and numbers, where it may fail in its own way, or never end."""
+    """Run the user's function on probe tensors; raise RuntimeError where it fails, or takes too many lines of Python.
+
+    Its InputErrors pass where ``refuses``.
+    """
     count, before = itertools.count(), sys.gettrace()
 
     def counted(*_: Any) -> Any:
@@ -109,10 +112,10 @@ def _refuse_untrue(node: Node, dims: LocalDims) -> None:
     for first, step in _LENGTHS:
         small = {name: first + step * place for place, name in enumerate(dims.cut)}
         tried = {**lengths, **small}
-        is_short = sum(torch.Size(tried[name] for name in names).numel() for names in dims.inputs) > LARGEST
-        if is_short:
+        is_too_large = sum(torch.Size(tried[name] for name in names).numel() for names in dims.inputs) > LARGEST
+        if is_too_large:
             tried = {name: min(size, _SMALL) for name, size in lengths.items()} | small
-        function = functools.partial(_run, node, refuses=not is_short)
+        function = functools.partial(_run, node, refuses=not is_too_large)
         for kind in ("normal", "ties"):
             shapes = [[tried[name] for name in names] for names in dims.inputs]
             inputs = [random_like(tensor, shape, kind, random) for tensor, shape in zip(tensors, shapes, strict=True)]

@@ -69,7 +69,7 @@ class RankRunner:
             parts: Sequence[Any] = _ShardedCall.apply(self, inputs, *tensors)  # pyright: ignore[reportUnknownMemberType]
         else:
             parts = self.forward(inputs, tensors, None)
-        return self._returned(module, dict(zip(self.traced.block.gives, parts, strict=True)), nodes, buffers)
+        return self._assemble_outputs(module, dict(zip(self.traced.block.gives, parts, strict=True)), nodes, buffers)
 
     def _key(self) -> torch.Tensor | None:
         """Return the key of a call that draws random numbers: that of rank 0, since generators may differ."""
@@ -79,14 +79,14 @@ class RankRunner:
         dist.broadcast(key, 0)
         return key
 
-    def _returned(
+    def _assemble_outputs(
         self,
         module: torch.nn.Module,
         parts: Mapping[str, Any],
         nodes: Mapping[str, Any],
         buffers: Mapping[str, torch.Tensor],
     ) -> Any:
-        """Return what the module returns, from this rank's parts of it, and write the buffers that it changes."""
+        """Assemble the module's outputs from this rank's parts of the results; copy changed buffers into the module."""
         flat: list[Any] = []
         for place, result in self.results.items():
             value = result.otherwise

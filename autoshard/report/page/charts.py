@@ -149,7 +149,7 @@ def scatter(title: str, points: Sequence[Dot], x_axis: Axis, y_axis: Axis) -> Ma
 def pareto_points(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the points that no other equals or betters in both numbers, where less is better.
 
-    >>> frontier([(1, 5), (2, 3), (3, 4), (2, 3), (4, 1)])
+    >>> pareto_points([(1, 5), (2, 3), (3, 4), (2, 3), (4, 1)])
     [(1, 5), (2, 3), (4, 1)]
     """
     best: list[tuple[float, float]] = []

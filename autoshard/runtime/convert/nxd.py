@@ -167,7 +167,7 @@ def _order(ranks: Ranks, orders: Mapping[str, Tables], source_plan: SourcePlan |
     """Return the order of ranks: that of the numbers, or that of a plan where numbers fit both orders."""
     if len(orders) == 1:
         return next(iter(orders))
-    seen = _order_of_numbers(ranks, orders)
+    seen = _order_by_values(ranks, orders)
     planned = _order_of_plan(orders, source_plan.plan) if source_plan else None
     if seen and source_plan and source_plan.saved and planned and planned != seen:
         message = f"its copies of keys lie in the order of {seen}, and those of the plan in that of {planned}"
@@ -178,8 +178,8 @@ def _order(ranks: Ranks, orders: Mapping[str, Tables], source_plan: SourcePlan |
     raise InputError.of(str(folder), f"{message}. Type --plan with the plan under which it was saved, and --to")
 
 
-def _order_of_numbers(ranks: Ranks, orders: Mapping[str, Tables]) -> str | None:
-    """Return the order in which all copies of a head are equal; None where they are in both."""
+def _order_by_values(ranks: Ranks, orders: Mapping[str, Tables]) -> str | None:
+    """Return the order, trn1's or trn2's, in which all copies of a key or value head are equal; None if both are."""
     names = _keys_and_values(orders["trn1"][0])
     for name, stage in product(names, sorted({stage for _, stage in ranks})):
         if name not in ranks[0, stage]:

@@ -241,7 +241,7 @@ def test_a_place_that_ranks_do_not_share_is_found_before_the_first_step(
         storage = real(run)
         return Storage(storage.system, f"{storage.root}-{torch.distributed.get_rank()}")
 
-    monkeypatch.setattr(resume, "storage_of", own)
+    monkeypatch.setattr(resume, "run_storage", own)
     with pytest.raises(InputError, match=r"rank 1: .* does not see what rank 0 writes there.*that all nodes share"):
         two_ranks(tmp_path)
     assert not list((tmp_path / "checkpoints-0").iterdir()), "nothing is left"

@@ -172,7 +172,7 @@ def test_a_reader_that_takes_the_wrong_order_is_caught_twice(tmp_path: Path, mon
     """Seeded: the order of trn1 for files of trn2. Copies differ; where nobody looks at them, sums of squares do."""
     first = written(tmp_path / "first", config_of(*HARD))
     converted(first, tmp_path / "nxd", form="nxd", plan=cut("tp=8,pp=1,dp=1", load_model(first), "trn2"))
-    monkeypatch.setattr(nxd, "_order_of_numbers", lambda ranks, orders: "trn1")
+    monkeypatch.setattr(nxd, "_order_by_values", lambda ranks, orders: "trn1")
     with pytest.raises(InputError, match=r"holds the same numbers of layer\.0\.k\.weight"):
         converted(tmp_path / "nxd", tmp_path / "last")
     monkeypatch.setattr(stored, "same_bits", lambda numbers, others: True)
@@ -198,7 +198,7 @@ def test_the_hunt_for_conversions_holds_and_catches_a_seeded_fault(
     """Seeded: trn1's order for all, and nobody who compares; what comes back is another model."""
     result = hunt(8, 3, tmp_path)
     assert result.held > 4 and not result.failures, result
-    monkeypatch.setattr(nxd, "_order_of_numbers", lambda ranks, orders: "trn1")
+    monkeypatch.setattr(nxd, "_order_by_values", lambda ranks, orders: "trn1")
     monkeypatch.setattr(stored, "same_bits", lambda numbers, others: True)
     monkeypatch.setattr(converting, "refuse_other_sums", lambda *_: None)
     broken = hunt(8, 3, tmp_path).failures

@@ -36,7 +36,7 @@ def doubt_of(prediction: Prediction) -> float:
 def short_percent(share: float) -> str:
     """Print a share to a tenth of a percent.
 
-    >>> percent(0.02), percent(0.026), percent(0.1)
+    >>> short_percent(0.02), short_percent(0.026), short_percent(0.1)
     ('2%', '2.6%', '10%')
     """
     return f"{100 * share:.3g}%"
