@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from autoshard.cost.doubt import ratio_of
 from autoshard.plan.explanation import Answer, Certificate
 from autoshard.plan.plan import Plan
-from autoshard.report.answers import plan_words
 from autoshard.report.plan_sheets import (
     day_fact,
     largest_parts,
@@ -16,7 +15,7 @@ from autoshard.report.plan_sheets import (
     work_words,
 )
 from autoshard.report.sheet import Cell, Fact, Node, Sheet, Table, Words
-from autoshard.report.words import layout_words, prediction_of, program_lines, signed_words, software_of
+from autoshard.report.words import axes_words, layout_words, prediction_of, program_lines, signed_words, software_of
 from autoshard.search.ask.answers import PlanResult
 from autoshard.units import format_bytes, format_count, format_seconds
 
@@ -110,15 +109,16 @@ def _table(plan: Plan, answers: Sequence[Answer], written: str) -> Table:
     """Return the answers beside what is written: time, memory, layout, and why each stands here."""
     rows: list[list[Cell]] = []
     for answer in answers:
-        prediction = prediction_of(answer.plan)
+        prediction, layout = prediction_of(answer.plan), answer.plan.candidate
         more: Cell = ""
         if answer.plan is not plan and not answer.against:
             ratio = ratio_of(answer.plan, plan)
             more = f"{signed_words(ratio.value - 1)} ({signed_words(ratio.low - 1)} to {signed_words(ratio.high - 1)})"
-        why = "written" if answer.name == written else answer.why.partition(", for ")[0]
+        why = "written" if answer.name == written else "" if answer.name in ("fastest", "smallest") else answer.why
+        why = why.partition(", for ")[0]
         why = f"may not run: {answer.against[0].partition('. ')[0]}" if answer.against else why
         rows.append([answer.name, format_seconds(prediction.step_time_s), more, format_bytes(prediction.peak_bytes),
-                     plan_words(answer.plan.candidate), why])  # fmt: skip
+                     f"{axes_words(layout)}; {layout.schedule}", why])  # fmt: skip
     title = "Answers; what each takes more than the written one, with the 80% interval of that"
     return Table(title, ("name", ">step", ">more time", ">memory", "layout", "why"), rows, whole=("name",),
                  drop=("why",))  # fmt: skip

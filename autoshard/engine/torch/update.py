@@ -157,10 +157,7 @@ class Flat:
         return {weight.instance: part.view(weight.shape) for weight, part in zip(self.weights, parts, strict=True)}
 
     def begin_reducing(self) -> Arrival:
-        """Sum gradients over the ranks that hold copies of the weights, then begin to sum them over those of the batch.
-
-        Under ZeRO-1 a rank gets its piece, padded with zeros; without ZeRO it gets all. ZeRO-3 has summed them before.
-        """
+        """Sum over ranks with copies of weights; begin to sum over the batch: all, or under ZeRO-1 a padded piece."""
         if self.summed:
             self.summed.all_reduce(self.sums)
         if self.shared and not self.parted:
