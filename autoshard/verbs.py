@@ -9,7 +9,7 @@ from autoshard.cost.predict import CheckedPlan, check_plan
 from autoshard.errors import NoPlan, RunFailed, inside, nearest, require
 from autoshard.plan.codec import load as read_plan
 from autoshard.plan.plan import Plan
-from autoshard.report.account import Account
+from autoshard.report.page.account import Account
 from autoshard.report.sheet import Fact, Node, Sheet, Words
 from autoshard.search.ask.python_words import python_words
 

@@ -10,11 +10,12 @@ from typing import Any, Literal
 from autoshard.command_line.options import Counts, is_recipe
 from autoshard.commands.output import print_answer, print_notes
 from autoshard.commands.progress import StatusLine, Watcher, watching
+from autoshard.commands.writing.machines import compare_machines, sized
 from autoshard.commands.writing.places import place_checks
 from autoshard.commands.writing.resizing import planned_size, request_like, resume_command, resuming_answer
 from autoshard.commands.writing.target import Target, Written
 from autoshard.cost.timeline import rank_times
-from autoshard.errors import InputError, NoPlan, inside, require
+from autoshard.errors import Check, InputError, NoPlan, inside, require
 from autoshard.plan.candidate import Candidate, parse_pins
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
@@ -128,6 +129,7 @@ def plan(
         (pareto or len(nodes) <= 1, "--nodes", "takes several numbers with --pareto only; name one"),
         (1 <= top <= _MOST_PLANS, "--top", f"must be 1 to {_MOST_PLANS}, not {top}"),
         (choose is None or not (pareto or at), "--choose", "is for the answers of one search; leave it out"),
+        *_machine_checks(question, to, alone=not (module or like or pareto or at), nodes=nodes),
         (choose is None or choose in (*NAMES, *_NUMBERS), f"--choose {choose}", names),
         *place_checks(to.out),
     )
@@ -135,6 +137,8 @@ def plan(
     wanted = max(top, int(choose) if choose in _NUMBERS else 1), choose
     if like is not None:
         return _answer_again(like, request_like(like, question, nodes), options, to, wanted)
+    if "," in (question.cluster or "") or to.deadline or to.budget:
+        return _of_machines(question, options, to, nodes, wanted)
     request, *others = options.requests(question, nodes, module)
     if pareto:
         return _frontier([request, *others], options, to)
@@ -142,6 +146,37 @@ def plan(
         return _one_candidate(request, at, to)
     found = searched(request, wanted[0], options)
     return _show_answers(answers_of(request, found, choose), to, partial(_print_better_sizes, request, found, options))
+
+
+def _machine_checks(question: QuestionOptions, to: Target, *, alone: bool, nodes: Counts) -> list[Check]:
+    """Check what several clusters, a deadline and a budget go with."""
+    several, sizes = "," in (question.cluster or ""), bool(to.deadline or to.budget)
+    return [
+        (
+            alone or not (several or sizes),
+            "--cluster" if several else "--deadline",
+            "stands without --module, --like, --pareto, --at",
+        ),
+        (not (several and sizes), "--deadline and --budget", "are for one --cluster"),
+        (not (sizes and nodes), "--nodes", "is what --deadline and --budget find; leave it out"),
+    ]
+
+
+def _of_machines(
+    question: QuestionOptions, options: SearchOptions, to: Target, nodes: Counts, wanted: tuple[int, str | None]
+) -> int:
+    """Compare several clusters; or answer on as many nodes as a deadline or a budget asks for."""
+    with _searching(options) as watch:
+
+        def ask(request: Request) -> SearchResult:
+            return search(request, 1, watch, simple_within=options.simple_within)
+
+        if "," in (question.cluster or ""):
+            return compare_machines(question, (*nodes, 1)[0], options.applied, ask, to)
+        size = sized(question, options.applied, ask, to)
+    found = searched(size.request, wanted[0], options)
+    print_notes(Words(f"on {size.request.cluster.num_nodes} nodes: {size.why}", "strong"))
+    return _show_answers(answers_of(size.request, found, wanted[1]), to)
 
 
 def _read_off(module: str, question: QuestionOptions) -> ModelSpec:

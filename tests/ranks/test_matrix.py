@@ -154,7 +154,7 @@ def in_order(name: str) -> Any:
     return lambda step: [{**batch, name: batch[name][:, back]} for batch in step]
 
 
-def own_part(group: RankGroup, whole: torch.Tensor, *, apart: bool = True) -> Arrival:
+def own_part(group: RankGroup, whole: torch.Tensor, *, overlaps: bool = True) -> Arrival:
     """A reduce-scatter without the reduction."""
     mine = whole.contiguous().chunk(len(group.ranks))[group.number].clone()
     return lambda: mine

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from autoshard.commands.output import print_notes
 from autoshard.commands.writing.places import place_checks
-from autoshard.errors import InputError, inside, require
+from autoshard.errors import Faults, InputError, inside, require
 from autoshard.extensions import EXTENSIONS
 from autoshard.plan.codec import refuse_to_replace, save
 from autoshard.plan.plan import Plan
 
+DAY_S = 86_400
 _MOST_TOKENS = 1e18  # ten thousand times what any model has read
 _REMEDY = "Type --force to replace it"
 
@@ -31,6 +32,8 @@ class Target:
 
     Args:
         tokens: How many tokens the whole training reads, e.g. 2T or 300B; the answer says how many days and dollars.
+        deadline: With --tokens: plan on the fewest nodes that train so fast, e.g. 30d, 6w or 48h.
+        budget: With --tokens: plan on no more nodes than these dollars pay for, e.g. 2M or 500k.
         out: The plan file to write.
         force: Replace the plan file even if somebody has edited it, or if it holds something else.
         open: Also draw the plan as a page, as `autoshard report` does, beside the plan file, and open it.
@@ -39,6 +42,8 @@ class Target:
     """
 
     tokens: str | None = None
+    deadline: str | None = None
+    budget: str | None = None
     out: Path = Path("plan.json")
     force: bool = False
     open: bool = False
@@ -51,13 +56,29 @@ class Target:
         where = "leaves no place beside it for the page of --open. Name a .json file"
         require((beside or not self.open, f"--out {self.out}", where))
         require(*(place_checks(self.page, "the page of --open") if self.open else ()))
-        if self.tokens is not None:
-            token_total(self.tokens)
+        sized = self.deadline is not None or self.budget is not None
+        require((not sized or self.tokens is not None, "--tokens", "missing; --deadline and --budget need it, e.g. 2T"))
+        faults = Faults()
+        for value in (token_total, self.tokens), (seconds_of, self.deadline), (dollars_of, self.budget):
+            read, text = value
+            with faults.of():
+                _ = read(text) if text is not None else None
+        faults.refuse()
 
     @property
     def total_tokens(self) -> float | None:
         """The tokens of the whole training, if they are stated."""
         return token_total(self.tokens) if self.tokens is not None else None
+
+    @property
+    def deadline_s(self) -> float | None:
+        """Within which time the training must end."""
+        return seconds_of(self.deadline) if self.deadline is not None else None
+
+    @property
+    def budget_usd(self) -> float | None:
+        """What the training may cost."""
+        return dollars_of(self.budget) if self.budget is not None else None
 
     @property
     def page(self) -> Path:
@@ -113,6 +134,30 @@ def token_total(text: str) -> float:
     message = f"{text!r} is not a number of tokens. Write it like 2T, 300B or 1.5e12"
     require((0 < count < _MOST_TOKENS, "--tokens", message))
     return count
+
+
+def seconds_of(text: str) -> float:
+    """Read a time.
+
+    >>> seconds_of("30d"), seconds_of("2w") / DAY_S, seconds_of("48 h")
+    (2592000.0, 14.0, 172800.0)
+    """
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?) ?([hdw])", text.strip().lower())
+    require((match is not None, "--deadline", f"{text!r} is not a time. Write it like 30d, 6w or 48h"))
+    assert match
+    return float(match[1]) * {"h": 3600, "d": DAY_S, "w": 7 * DAY_S}[match[2]]
+
+
+def dollars_of(text: str) -> float:
+    """Read a sum of dollars.
+
+    >>> dollars_of("2M"), dollars_of("$500k")
+    (2000000.0, 500000.0)
+    """
+    match = re.fullmatch(r"\$?([0-9]{1,12}(?:\.[0-9]{1,6})?)([kmb]?)", text.strip().lower())
+    require((match is not None, "--budget", f"{text!r} is not a sum of dollars. Write it like 2M or 500k"))
+    assert match
+    return float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]]
 
 
 def _unusual(plan: Plan) -> Iterator[str]:

@@ -1,0 +1,101 @@
+"""Which machine, and how many nodes of it: several clusters in one table, and nodes for a deadline or a budget."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from autoshard.commands.output import print_answer
+from autoshard.commands.writing.target import DAY_S, Target
+from autoshard.errors import InputError, NoPlan
+from autoshard.plan.plan import Plan
+from autoshard.report.machines import MachineAnswer, machines_json, machines_sheets
+from autoshard.search.ask.api import request_of
+from autoshard.search.ask.no_plan import why_none
+from autoshard.search.ask.planner import SearchResult
+from autoshard.search.bound.request import Request
+from autoshard.spec.recipe import QuestionOptions
+from autoshard.units import format_dollars
+
+_SIZES = tuple(2**exponent for exponent in range(11))  # nodes that are tried for a deadline or a budget
+
+Search = Callable[[Request], SearchResult]
+
+
+def compare_machines(question: QuestionOptions, nodes: int, applied: Callable[[Request], Request], search: Search,
+                     to: Target) -> int:  # fmt: skip
+    """Plan one question on each of several clusters, and print a row for each; 1 if nothing fits on any."""
+    names = [name.strip() for name in (question.cluster or "").split(",")]
+    if len(set(names)) < len(names) or not all(names):
+        raise InputError.of("--cluster", f"{question.cluster}: name each cluster once, with commas between them")
+    first = request_of(replace(question, cluster=names[0]), nodes).workload
+    sizes = replace(question, seq_len=first.seq_len, global_batch=first.global_batch)
+    requests = [applied(request_of(replace(sizes, cluster=name), nodes)) for name in names]
+    answers = [_machine_answer(request, search(request)) for request in requests]
+    answers.sort(key=lambda answer: answer.step_s)
+    if to.json:
+        print_answer(machines_json(answers, to.total_tokens))
+    else:
+        print_answer(machines_sheets(answers, to.total_tokens))
+    return 0 if answers[0].plan else 1
+
+
+def _machine_answer(request: Request, result: SearchResult) -> MachineAnswer:
+    plan = result.preferred if result.plans else None
+    return MachineAnswer(cluster=request.cluster, plan=plan, why_none="" if plan else why_none(request, result))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizedRequest:
+    """The question on the number of nodes that meets what was asked."""
+
+    request: Request
+    why: str
+
+
+def sized(question: QuestionOptions, applied: Callable[[Request], Request], search: Search, to: Target) -> SizedRequest:
+    """Return the question on the fewest nodes that meet the deadline; without one, on the most that the budget pays."""
+    tokens, met, least_usd = to.total_tokens, list[tuple[Request, Plan]](), math.inf
+    assert tokens, "checked by Target"
+    work = request_of(question, _SIZES[0]).workload
+    question = replace(question, seq_len=work.seq_len, global_batch=work.global_batch)
+    for nodes in _SIZES:
+        request = applied(request_of(question, nodes))
+        result = search(request)
+        if result.certificate.stopped:
+            break
+        if not result.plans:
+            continue
+        plan = result.preferred
+        days, usd = _cost(plan, tokens)
+        if to.budget_usd is not None and usd is None:
+            raise InputError.of("--budget", f"no price of {plan.cluster.name} is known")
+        if to.budget_usd is not None and usd is not None and usd > to.budget_usd:
+            if usd > least_usd:  # more nodes cost more from here on
+                break
+            least_usd = usd
+            continue
+        met.append((request, plan))
+        if to.deadline_s is not None and days * DAY_S <= to.deadline_s:
+            return SizedRequest(request=request, why=f"the fewest nodes of a power of two that take {days:.1f} days")
+    if met and to.deadline_s is None:
+        request, plan = met[-1]
+        days, usd = _cost(plan, tokens)
+        return SizedRequest(request=request, why=f"the most nodes that the budget pays: {format_dollars(usd or 0.0)}")
+    raise NoPlan(_missed(met, tokens, to))
+
+
+def _cost(plan: Plan, tokens: float) -> tuple[float, float | None]:
+    """Return how many days all tokens take, and what they cost."""
+    assert plan.prediction, "every plan of a search is predicted"
+    days = tokens / plan.prediction.tokens_per_s / DAY_S
+    return days, plan.dollars and plan.dollars.usd_per_billion_tokens * tokens / 1e9
+
+
+def _missed(met: Sequence[tuple[Request, Plan]], tokens: float, to: Target) -> str:
+    """Say how near the largest size comes to what was asked."""
+    if not met:
+        return f"no plan: on no number of nodes up to {_SIZES[-1]} does a plan fit in memory, and in the budget"
+    days, usd = _cost(met[-1][1], tokens)
+    nodes = met[-1][0].cluster.num_nodes
+    cost = f" for {format_dollars(usd)}" if usd is not None else ""
+    return f"no plan: {nodes} nodes, the most that were tried or paid, take {days:.1f} days{cost}"

@@ -1,0 +1,77 @@
+"""The answers to one question on several machines, side by side."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard.plan.plan import Plan
+from autoshard.report.plan_sheets import total_words, work_words
+from autoshard.report.sheet import Cell, Sheet, Table, Words
+from autoshard.report.words import axes_words, prediction_of
+from autoshard.spec.cluster import Cluster
+from autoshard.spec.record import encode
+from autoshard.units import format_bytes, format_count, format_dollars, format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineAnswer:
+    """The plan of one machine; without one, why nothing fits."""
+
+    cluster: Cluster
+    plan: Plan | None
+    why_none: str
+
+    @property
+    def step_s(self) -> float:
+        """The predicted step; infinite without a plan."""
+        return prediction_of(self.plan).step_time_s if self.plan else math.inf
+
+
+def machines_json(answers: Sequence[MachineAnswer], total_tokens: float | None) -> dict[str, Any]:
+    """Return a row for each machine, fastest first."""
+    return {"machines": [_row(answer) for answer in answers], "tokens": total_tokens}
+
+
+def _row(answer: MachineAnswer) -> Mapping[str, Any]:
+    plan, cluster = answer.plan, answer.cluster
+    where = {"cluster": cluster.name, "nodes": cluster.num_nodes, "ranks": cluster.num_ranks}
+    if plan is None:
+        return {**where, "plan": None, "why_none": answer.why_none}
+    dollars = encode(plan.dollars)
+    return {**where, "plan": str(plan.candidate), "prediction": encode(plan.prediction), "dollars": dollars}
+
+
+def machines_sheets(answers: Sequence[MachineAnswer], total_tokens: float | None) -> Iterator[Sheet]:
+    """Yield a table with a row for each machine, fastest first, and what is to be typed for one of them."""
+    rows: list[list[Cell]] = []
+    for answer in answers:
+        plan, cluster = answer.plan, answer.cluster
+        place = [cluster.name, str(cluster.num_nodes), str(cluster.num_ranks)]
+        if plan is None:
+            rows.append([*place, *["-"] * (6 if total_tokens else 5), "nothing fits"])
+            continue
+        predicted = prediction_of(plan)
+        total = [total_words(plan, total_tokens).partition(" take ")[2]] if total_tokens else []
+        rows.append([
+            *place, format_seconds(predicted.step_time_s), format_seconds(predicted.high_s),
+            format_count(predicted.tokens_per_s, "tokens/s"),
+            format_dollars(plan.dollars.usd_per_billion_tokens) if plan.dollars else "-",
+            *total, format_bytes(predicted.peak_bytes), f"{axes_words(plan.candidate)}; {plan.schedule.builder}",
+        ])  # fmt: skip
+    planned = next((answer.plan for answer in answers if answer.plan), None)
+    about = work_words(planned) if planned else ""
+    title = (Words(planned.model.name, "strong"), " on several machines") if planned else question_title(answers)
+    whole = [">all tokens"] if total_tokens else []
+    columns = ("cluster", ">nodes", ">ranks", ">step", ">up to", ">speed", ">a billion", *whole, ">memory", "plan")
+    table = Table("", columns, rows, whole=("cluster",), drop=(">ranks", ">memory", ">speed"))
+    reasons = [
+        f"{answer.cluster.name}: {' '.join(answer.why_none.split())}" for answer in answers if answer.plan is None
+    ]
+    words = "fastest first; up to: the slow end of the 80% interval; a billion: dollars of so many tokens, on demand"
+    yield Sheet(title=title, about=about, tables=[table], notes=[*reasons, Words(words, "soft")])
+
+
+def question_title(answers: Sequence[MachineAnswer]) -> Cell:
+    """Say that nothing fits on any machine."""
+    return f"nothing fits on any of {len(answers)} machines"
