@@ -175,7 +175,8 @@ def _of_machines(
             return compare_machines(question, (*nodes, 1)[0], options.applied, ask, to)
         size = sized(question, options.applied, ask, to)
     found = searched(size.request, wanted[0], options)
-    print_notes(Words(f"on {size.request.cluster.num_nodes} nodes: {size.why}", "strong"))
+    if not to.json:
+        print_notes(Words(f"on {size.request.cluster.num_nodes} nodes: {size.why}", "strong"))
     return _show_answers(answers_of(size.request, found, wanted[1]), to)
 
 

@@ -16,11 +16,11 @@ from autoshard.units import format_bytes, format_count, format_dollars, format_s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineAnswer:
-    """The plan of one machine; without one, why nothing fits."""
+    """The plan of one machine; ``remark`` says why there is none, or that its search was not finished."""
 
     cluster: Cluster
     plan: Plan | None
-    why_none: str
+    remark: str
 
     @property
     def step_s(self) -> float:
@@ -37,9 +37,15 @@ def _row(answer: MachineAnswer) -> Mapping[str, Any]:
     plan, cluster = answer.plan, answer.cluster
     where = {"cluster": cluster.name, "nodes": cluster.num_nodes, "ranks": cluster.num_ranks}
     if plan is None:
-        return {**where, "plan": None, "why_none": answer.why_none}
+        return {**where, "plan": None, "remark": answer.remark}
     dollars = encode(plan.dollars)
-    return {**where, "plan": str(plan.candidate), "prediction": encode(plan.prediction), "dollars": dollars}
+    return {
+        **where,
+        "plan": str(plan.candidate),
+        "prediction": encode(plan.prediction),
+        "dollars": dollars,
+        "remark": answer.remark,
+    }
 
 
 def machines_sheets(answers: Sequence[MachineAnswer], total_tokens: float | None) -> Iterator[Sheet]:
@@ -49,7 +55,7 @@ def machines_sheets(answers: Sequence[MachineAnswer], total_tokens: float | None
         plan, cluster = answer.plan, answer.cluster
         place = [cluster.name, str(cluster.num_nodes), str(cluster.num_ranks)]
         if plan is None:
-            rows.append([*place, *["-"] * (6 if total_tokens else 5), "nothing fits"])
+            rows.append([*place, *["-"] * (6 if total_tokens else 5), "no plan"])
             continue
         predicted = prediction_of(plan)
         total = [total_words(plan, total_tokens).partition(" take ")[2]] if total_tokens else []
@@ -65,9 +71,7 @@ def machines_sheets(answers: Sequence[MachineAnswer], total_tokens: float | None
     whole = [">all tokens"] if total_tokens else []
     columns = ("cluster", ">nodes", ">ranks", ">step", ">up to", ">speed", ">a billion", *whole, ">memory", "plan")
     table = Table("", columns, rows, whole=("cluster",), drop=(">ranks", ">memory", ">speed"))
-    reasons = [
-        f"{answer.cluster.name}: {' '.join(answer.why_none.split())}" for answer in answers if answer.plan is None
-    ]
+    reasons = [f"{answer.cluster.name}: {' '.join(answer.remark.split())}" for answer in answers if answer.remark]
     words = "fastest first; up to: the slow end of the 80% interval; a billion: dollars of so many tokens, on demand"
     yield Sheet(title=title, about=about, tables=[table], notes=[*reasons, Words(words, "soft")])
 

@@ -30,7 +30,17 @@ def test_machines_stand_side_by_side_fastest_first(typed: Typed) -> None:
 
 def test_a_machine_on_which_nothing_fits_says_why(typed: Typed) -> None:
     code, text, _ = typed("plan llama3.1-405b --cluster trn1,h100 --nodes 16")
-    assert code == 0 and "nothing fits" in text and "trn1.32xlarge: no plan: none of the" in " ".join(text.split())
+    assert code == 0 and "no plan" in text and "trn1.32xlarge: no plan: none of the" in " ".join(text.split())
+
+
+def test_a_search_that_is_stopped_is_not_said_to_find_that_nothing_fits(typed: Typed) -> None:
+    _, text, _ = typed("plan llama3.1-405b --cluster trn1,h100 --nodes 64 --time-limit 1")
+    assert "the search was not finished" in " ".join(text.split()) and "none of the" not in text
+
+
+def test_json_is_one_object_also_where_nodes_are_found(typed: Typed) -> None:
+    data = json.loads(typed(f"{ASKED} --deadline 60d --json --force")[1])
+    assert data["plan"]["cluster"]["num_nodes"] > 1
 
 
 def test_a_deadline_is_met_by_the_fewest_nodes(typed: Typed) -> None:

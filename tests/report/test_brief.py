@@ -8,7 +8,7 @@ from autoshard.cost.doubt import ratio_of
 from autoshard.plan.explanation import Answer
 from autoshard.plan.plan import Plan
 from autoshard.report.brief import brief_sheets, shown_answers
-from autoshard.report.terminal import drawn
+from autoshard.report.terminal import drawn, make_console
 from autoshard.report.words import prediction_of, signed_words
 from autoshard.search.ask.answers import PlanResult, answers_of
 from autoshard.search.ask.choice.doubt import DOUBT
@@ -61,3 +61,16 @@ def test_an_answer_that_is_another_by_name_only_is_shown_once() -> None:
     plan: Plan = result.answers[0].plan
     alike = [Answer(name=name, plan=plan, why="", slower=0.0) for name in ("simple", "vendor", "fastest")]
     assert [answer.name for answer in shown_answers(alike, "simple")] == ["simple"]
+
+
+def test_a_reader_that_goes_away_ends_the_answer_and_not_the_program_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    console = make_console()
+
+    def gone(_: str) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(console.file, "write", gone, raising=False)
+    with pytest.raises(BrokenPipeError):
+        console.print("text")

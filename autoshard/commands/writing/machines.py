@@ -40,8 +40,12 @@ def compare_machines(question: QuestionOptions, nodes: int, applied: Callable[[R
 
 
 def _machine_answer(request: Request, result: SearchResult) -> MachineAnswer:
-    plan = result.preferred if result.plans else None
-    return MachineAnswer(cluster=request.cluster, plan=plan, why_none="" if plan else why_none(request, result))
+    stopped = result.certificate.stopped
+    if result.plans:
+        unfinished = f"the search was not finished ({stopped}): the best plan so far" if stopped else ""
+        return MachineAnswer(cluster=request.cluster, plan=result.preferred, remark=unfinished)
+    why = f"the search was not finished ({stopped}), and had no plan yet" if stopped else why_none(request, result)
+    return MachineAnswer(cluster=request.cluster, plan=None, remark=why)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
