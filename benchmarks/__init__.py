@@ -6,6 +6,7 @@ from collections.abc import Mapping
 BENCHMARKS: Mapping[str, str] = {
     "accuracy": "benchmarks.accuracy:run",
     "sweep_choices": "benchmarks.sweep_choices:run",
+    "few_rows": "benchmarks.few_rows:run",
     "validate_speed": "benchmarks.validate_speed:run",
     "departures": "benchmarks.departures:run",
     "departure_terms": "benchmarks.departure_terms:run",

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from autoshard.calibration.belief import Belief, belief_of
+from autoshard.calibration.belief import Belief, belief_of, believed_seconds
 from autoshard.calibration.fitting import Sample
 from autoshard.calibration.measured_run import MeasuredRun
 from autoshard.cost.calibration import Calibration
-from autoshard.cost.doubt import EIGHTY_PERCENT
 from autoshard.plan.plan import Plan, rounded
 
 _NOTHING = 0.01  # of today's regret: a run that lowers it by less tells nothing
@@ -33,8 +32,7 @@ class BelievedPlan:
     @classmethod
     def of(cls, plan: Plan, mean: float, variance: float) -> "BelievedPlan":
         """Return a plan with what is believed of the logarithm of its step."""
-        half = EIGHTY_PERCENT * math.sqrt(max(variance, 0.0))
-        low_s, step_s, high_s = (rounded(math.exp(mean + side * half)) for side in (-1, 0, 1))
+        low_s, step_s, high_s = believed_seconds(mean, variance)
         return cls(plan=plan, step_s=step_s, low_s=low_s, high_s=high_s)
 
 
@@ -80,7 +78,7 @@ def advised(
     mean = prior.mean.copy()
     mean[list(options)] = [math.log(_step_s(plan)) for plan in plans]  # with its own cuts and terms
     prior = replace(prior, mean=mean)
-    belief = prior.given(range(len(measured_runs)), [sample.step_time_s for sample in rows]) if rows else prior
+    belief = prior.given_robustly([sample.step_time_s for sample in rows]) if rows else prior
     believed = tuple(
         BelievedPlan.of(plan, belief.mean[number], belief.covariance[number, number])
         for plan, number in zip(plans, options, strict=True)

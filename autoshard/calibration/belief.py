@@ -6,18 +6,19 @@ through the cost model. And the cost model is wrong by an error of its own, whic
 with a layout, and layouts that are alike share part of it. What lies outside the rows of a fit is off by more.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.calibration.fitting import log_seconds
+from autoshard.calibration.fitting import HUBER, log_seconds
 from autoshard.calibration.measured_run import MeasuredRun
 from autoshard.calibration.prior import Array, believed_prior
 from autoshard.cost.calibration import Calibration
-from autoshard.cost.doubt import TO_DEVIATION, alike, beyond, model_error
+from autoshard.cost.doubt import EIGHTY_PERCENT, TO_DEVIATION, alike, beyond, model_error
 from autoshard.plan.build import build_plan
-from autoshard.plan.plan import Plan
+from autoshard.plan.plan import Plan, rounded
 
 # Of the logarithm of a row, as a standard deviation. Rows of several releases of a platform's software are 0.058 apart
 # on average where they repeat a layout (trn1, docs/accuracy.md), those of one program 0.000 (a100-80); a run of one's
@@ -47,6 +48,20 @@ class Belief:
         gain, numbers = self.gain(measured), list(measured)
         mean = self.mean + gain @ (np.log(seconds) - self.mean[numbers])
         return replace(self, mean=mean, covariance=self.covariance - gain @ self.covariance[numbers])
+
+    def given_robustly(self, seconds: Sequence[float]) -> "Belief":
+        """Return what is believed once the first runs have taken so many seconds, any of which may be wrong.
+
+        A result that is far from what is expected of it counts by its distance, as in a fit: its noise grows until it
+        is 1.345 standard deviations away.
+        """
+        first = slice(len(seconds))
+        variances = self.covariance.diagonal()[first]
+        expected = variances + self.noise[first] ** 2
+        away = np.abs(np.log(seconds) - self.mean[first]) / np.sqrt(expected)
+        noise = self.noise.copy()
+        noise[first] = np.sqrt(expected * np.maximum(away / HUBER, 1.0) ** 2 - variances)
+        return replace(replace(self, noise=noise).given(range(len(seconds)), seconds), noise=self.noise)
 
     def regrets(self, options: Sequence[int], measured: Sequence[Sequence[int]]) -> list[float]:
         """Return, for each set of runs, the expected regret of the choice among options after these are measured.
@@ -81,6 +96,17 @@ def belief_of(runs: Sequence[MeasuredRun], constants: Calibration) -> Belief:
         covariance += beyond(plans, constants)
     noise = np.array([_NOISE_OF_RELEASES if run.release else _NOISE for run in runs])
     return Belief(mean=log_seconds(runs, constants), covariance=covariance, noise=noise)
+
+
+def believed_seconds(mean: float, variance: float) -> tuple[float, float, float]:
+    """Return the seconds of a logarithm that is believed: its median, between the bounds that hold 80 %.
+
+    >>> believed_seconds(0.0, 0.0)
+    (1.0, 1.0, 1.0)
+    """
+    half = EIGHTY_PERCENT * math.sqrt(max(variance, 0.0))
+    low_s, step_s, high_s = (rounded(math.exp(mean + side * half)) for side in (-1, 0, 1))
+    return low_s, step_s, high_s
 
 
 def plans_of(runs: Sequence[MeasuredRun]) -> list[Plan]:

@@ -21,7 +21,8 @@ from autoshard.cost.outside import Fit, Seen, features_of, holding, seen_in
 from autoshard.cost.predict import step_timer
 from autoshard.plan.plan import rounded
 
-_HUBER, _SCALE, _LEAST_SCALE = 1.345, 1.4826, 0.05
+HUBER = 1.345  # standard deviations from which on a residual counts by its distance
+_SCALE, _LEAST_SCALE = 1.4826, 0.05
 _STEP, _STEPS = 0.02, 16
 _LONGEST, _SHORTEST = 1.0, 1e-3  # steps of a fit, in units of what moves most
 _ENOUGH = 3e-4  # of the loss: a fit that gains less has ended
@@ -165,13 +166,13 @@ def _walked(rows: FitRows, numbers: Sequence[int], here: Array, slopes: Array, s
 
     def loss(residuals: Array, values: Array) -> float:
         sizes = np.abs(residuals) / scale
-        huber = np.where(sizes < _HUBER, 0.5 * sizes**2, _HUBER * (sizes - 0.5 * _HUBER))
+        huber = np.where(sizes < HUBER, 0.5 * sizes**2, HUBER * (sizes - 0.5 * HUBER))
         return float(huber.sum() + 0.5 * ((values / widths) ** 2).sum())
 
     residuals, slopes = rows.residuals(here, numbers), slopes / rows.prior.speeds(here)
     start = current = loss(residuals, here)
     for _ in range(_STEPS):
-        weights = np.sqrt(_HUBER / np.maximum(np.abs(residuals) / scale, _HUBER)) / scale
+        weights = np.sqrt(HUBER / np.maximum(np.abs(residuals) / scale, HUBER)) / scale
         matrix = np.vstack([weights[:, None] * slopes * rows.prior.speeds(here), np.diag(1 / widths)])
         target = np.concatenate([-weights * residuals, -here / widths])
         step = np.linalg.lstsq(matrix, target, rcond=None)[0]

@@ -18,6 +18,7 @@ from benchmarks import (
     cold_start,
     convert_stream,
     estimate_batch,
+    few_rows,
     local_prediction,
     metrics_cost,
     plan_all,
@@ -202,6 +203,15 @@ def test_the_regret_of_the_planner_is_held_against_the_bar_and_against_whoever_e
     found += [Choices(set="sweep", who="b", regret=0.0, **counts), Choices(set=EVERY, who="c", mape=0.1, **counts)]
     result = sweep_choices.judge(found, 1.0)
     assert (result.value, result.holds) == (own, holds)
+
+
+def test_three_rows_may_not_make_a_choice_worse_on_average_over_sweeps() -> None:
+    def draws(before: float, after: float, count: int) -> list[few_rows.Draw]:
+        return [few_rows.Draw(regret=before, regret_with=after, error=0.2, error_with=0.1)] * count
+
+    result = few_rows.judge({("a", "the group"): draws(0.1, 0.0, 1), ("b", "the group"): draws(0.0, 0.04, 9)}, 1.0)
+    assert (result.value, result.holds) == (-0.03, True), "each sweep counts once"
+    assert not few_rows.judge({("b", "the group"): draws(0.0, 0.04, 1)}, 1.0).holds
 
 
 def test_validating_many_rows_has_a_bar_of_cpu_seconds() -> None:
