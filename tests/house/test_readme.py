@@ -16,7 +16,7 @@ from autoshard.cli import main
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
-MOST_WORDS = 900
+MOST_WORDS = 700
 
 
 def shell_blocks(page: Path) -> list[str]:

@@ -14,7 +14,7 @@ from tests.house.test_readme import README, shell_blocks
 from tests.house.test_without_torch import ABSENT
 
 ROOT = Path(__file__).parents[2]
-LONG = ("sweep", "run", "watch", "convert")  # commands of the README that take more than two seconds, or need those
+LONG = ("sweep", "run", "watch")  # commands of the README that take more than two seconds, or need those
 
 
 def run(*command: str | Path, cwd: Path, path: Path | None = None) -> str:
@@ -79,7 +79,7 @@ def commands_of_the_readme() -> list[tuple[str, str]]:
 
 
 def environments(installed: Path, folder: Path) -> Mapping[bool, dict[str, str]]:
-    """Environments in which the wheel is installed: with torch, and without it."""
+    """Environments in which the wheel is installed: with torch and other extras, and without them."""
     absent = folder / "absent"
     absent.mkdir()
     (absent / "sitecustomize.py").write_text(ABSENT, encoding="utf-8")
@@ -91,19 +91,21 @@ def environments(installed: Path, folder: Path) -> Mapping[bool, dict[str, str]]
 
 
 def type_in(folder: Path, commands: Sequence[tuple[str, str]], env: Mapping[bool, dict[str, str]]) -> None:
-    """Type commands in a folder, those that are not marked where torch is not installed; each has to end well."""
+    """Type commands in a folder, those without a mark where no extra is installed; each has to end well."""
     for command, about in commands:
         words = ["bash", "-c", command]
-        done = subprocess.run(words, cwd=folder, env=env["(torch)" in about], capture_output=True, text=True,
-                              timeout=300, check=False)  # fmt: skip
+        surroundings = env["(torch)" in about or "(wandb)" in about]
+        done = subprocess.run(words, cwd=folder, env=surroundings, capture_output=True, text=True, timeout=300,
+                              check=False)  # fmt: skip
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
 def test_the_install_lines_of_the_readme_name_this_clone_and_extras_that_exist() -> None:
     text = "\n".join(shell_blocks(README))
     installs = re.findall(r"^pip install (.*?)\s*(?:#.*)?$", text, flags=re.MULTILINE)
-    assert installs == [".", "'.[torch]'"], "until there is a release, an index has nothing to install"
-    assert re.search(r"^torch = \[", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert installs == ["'.[torch,wandb]'"], "until there is a release, an index has nothing to install"
+    extras = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert all(re.search(rf"^{extra} = \[", extras, flags=re.MULTILINE) for extra in ("torch", "wandb"))
 
 
 def test_the_readme_shows_commands_in_an_order_that_works_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
@@ -123,4 +125,4 @@ def test_the_longer_commands_of_the_readme_work_in_an_empty_folder_too(installed
     folder = tmp_path / "empty"
     folder.mkdir()
     type_in(folder, longer, environments(installed, tmp_path))
-    assert (folder / "weights" / "config.json").is_file(), "the run was read, its model and its weights"
+    assert (folder / "runs" / "tiny-text").is_dir() and (folder / "sweeps" / "llama3-70b-scaling-trn1").is_dir()

@@ -191,8 +191,8 @@ def test_frozen_weights_count_in_memory_and_are_cut_where_it_is_short():
 
 
 def example() -> str:
-    """The README's script that shards a Hugging Face model."""
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    """The script of the page that shards a Hugging Face model."""
+    text = (Path(__file__).parents[2] / "docs" / "any-module.md").read_text(encoding="utf-8")
     return next(one for one in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "autoshard.shard(" in one)
 
 
@@ -203,7 +203,7 @@ def losses_of(script: str) -> list[float]:
     return space["losses"]
 
 
-def test_the_example_of_the_readme_trains_as_one_process_does():
+def test_the_example_of_the_page_trains_as_one_process_does():
     script = example()
     alone = re.sub(r"model = autoshard.shard\(.*?\)\n", "", script, flags=re.DOTALL)
     assert alone != script and "AdamW" in script
