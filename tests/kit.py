@@ -64,13 +64,17 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gpt_neox": {"rotary_pct": 0.5},
     "qwen2": {"num_key_value_heads": 2},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
-}
+    "qwen3_moe": {
+        "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
+    },
+}  # fmt: skip
 SMALL_FAMILIES = tuple(_FAMILIES)
 
 
 def small_config(family: str, **changes: Any) -> dict[str, Any]:
     """Return the small configuration of an architecture; no two of its sizes are alike where they need not be."""
-    inner = {} if family == "gpt2" else {"intermediate_size": 24}
+    widths = {"gpt2": (), "qwen3_moe": ("moe_intermediate_size",)}
+    inner = dict.fromkeys(widths.get(family, ("intermediate_size",)), 24)
     return {"model_type": family, **_CONFIG_SIZES, **inner, **_FAMILIES[family], **changes}
 
 

@@ -84,6 +84,12 @@ _EXPERTS_APART: Names = (
     ("block_sparse_moe.experts.{expert}.w3.weight", "ffn hidden", "up.weight"),
     ("block_sparse_moe.experts.{expert}.w2.weight", "hidden ffn", "down.weight"),
 )
+_EXPERTS_NAMED: Names = (
+    ("mlp.gate.weight", "experts hidden", "router.weight"),
+    ("mlp.experts.{expert}.gate_proj.weight", "ffn hidden", "gate.weight"),
+    ("mlp.experts.{expert}.up_proj.weight", "ffn hidden", "up.weight"),
+    ("mlp.experts.{expert}.down_proj.weight", "hidden ffn", "down.weight"),
+)
 _EXPERTS_STACKED: Names = (
     ("mlp.gate.weight", "experts hidden", "router.weight"),
     ("mlp.experts.gate_up_proj", "experts (gate_up:0 ffn) hidden", "gate.weight"),
@@ -120,13 +126,16 @@ _GPT2: Names = (
     *_norm("ln_f", "head.0.final_norm"),
 )
 _LLAMA_LIKE = (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _LLAMA_ATTENTION + _LLAMA_MLP))
-_MIXTRAL = (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _LLAMA_ATTENTION))
+_MIXTURE = (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _LLAMA_ATTENTION))
 _HEAD: Names = (("lm_head.weight", "vocab hidden", "head.0.unembed.weight"),)
 HF_NAMES: Mapping[str, Mapping[Form, Names]] = {
     **{family: {"published": _LLAMA_LIKE, "module": _LLAMA_LIKE} for family in ("llama", "mistral", "qwen2", "qwen3")},
-    "mixtral": {
-        "published": _MIXTRAL + _under("model.layers.{layer}.", "layer.{layer}.", _EXPERTS_APART),
-        "module": _MIXTRAL + _under("model.layers.{layer}.", "layer.{layer}.", _EXPERTS_STACKED),
+    **{
+        family: {
+            "published": _MIXTURE + _under("model.layers.{layer}.", "layer.{layer}.", experts),
+            "module": _MIXTURE + _under("model.layers.{layer}.", "layer.{layer}.", _EXPERTS_STACKED),
+        }
+        for family, experts in (("mixtral", _EXPERTS_APART), ("qwen3_moe", _EXPERTS_NAMED))
     },
     "gpt2": {"published": _GPT2 + _HEAD, "module": _under("transformer.", "", _GPT2) + _HEAD},
     "gpt_neox": {

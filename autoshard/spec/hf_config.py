@@ -28,7 +28,9 @@ class ModelType:
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
     defaults: Mapping[str, Any]
     grouped_heads: bool = True
-    window: Literal["none", "all layers", "some layers"] = "none"
+    window: Literal["none", "all layers", "all layers if used", "some layers"] = "none"
+    width: str = "intermediate_size"  # the field with the width of an MLP
+    stated: Mapping[str, object] = field(default_factory=dict[str, object])  # must be stated, as it has another default
 
 
 SHARED_DEFAULTS: Mapping[str, Any] = {
@@ -88,6 +90,17 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         defaults={**_QWEN, "head_dim": 128, "attention_bias": False},
         window="some layers",
     ),
+    "qwen3_moe": ModelType(
+        architecture="Qwen3MoeForCausalLM",
+        fixed={"qk_norm": True},
+        defaults={
+            "max_position_embeddings": 32768, "num_key_value_heads": 4, "attention_bias": False,
+            "num_experts_per_tok": 8, "sliding_window": 4096,
+        },
+        window="all layers if used",
+        width="moe_intermediate_size",
+        stated={"norm_topk_prob": True},
+    ),
 }  # fmt: skip
 # Other names of fields in GPT-2, GPT-NeoX and older Mixtral cards.
 ALIASES: Mapping[str, tuple[str, ...]] = {
@@ -114,7 +127,7 @@ _BLAMED: Mapping[str, tuple[str, ...]] = {
     **{field.name: (name,) for name, field in NAMED_FIELDS.items()},
     "num_layers": ("num_hidden_layers",),
     "hidden": ("hidden_size",),
-    "ffn": ("intermediate_size", "hidden_size"),
+    "ffn": ("intermediate_size", "moe_intermediate_size", "hidden_size"),
     "num_heads": ("num_attention_heads",),
     "num_kv_heads": ("num_key_value_heads", "num_attention_heads"),
     "head_dim": ("head_dim", "partial_rotary_factor", "hidden_size", "num_attention_heads"),
@@ -186,6 +199,9 @@ def spec_from_config(config: Mapping[str, object], *, name: str, source: str) ->
     reader = _ConfigReader(config, {**usual, **SHARED_DEFAULTS, **kind.defaults})
     for name_of_field, off in UNMODELLED.items():
         reader.only(name_of_field, off, "autoshard does not model this option")
+    for name_of_field in kind.stated.keys() - config.keys():
+        value = show_value(kind.stated[name_of_field])
+        reader.refuse(name_of_field, f"missing. Only {value} is modelled, and {kind.architecture} has another default")
     reader.only("architectures", ([kind.architecture], [], None), "the architecture of this model_type")
     traits: dict[str, Any] = {"norm": "rms", "gated_mlp": True, "positions": "rotary", "mlp_bias": False, **kind.fixed}
     for option, flags in _FLAGS.items():
@@ -283,7 +299,7 @@ class _ConfigReader:
 
 def _sizes(reader: _ConfigReader, kind: ModelType) -> dict[str, int]:
     hidden, heads = reader.whole("hidden_size"), reader.whole("num_attention_heads")
-    ffn = (reader.whole_or_null if "intermediate_size" in reader.defaults else reader.whole)("intermediate_size")
+    ffn = (reader.whole_or_null if kind.width in reader.defaults else reader.whole)(kind.width)
     stated = reader.whole_or_null("head_dim")
     head_dim = max(1, hidden // heads) if stated is None else stated
     kv_heads = reader.whole_or_null("num_key_value_heads") or heads

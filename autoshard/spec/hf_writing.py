@@ -21,6 +21,7 @@ from autoshard.spec.model import ModelSpec
 # Which of the ALIASES an architecture has; the others have the first name of every field.
 _SPELLED: Mapping[str, Mapping[str, str]] = {
     "gpt2": {name: others[0] for name, others in ALIASES.items()} | {"rms_norm_eps": "layer_norm_epsilon"},
+    "qwen3_moe": {"num_local_experts": "num_experts"},
     "gpt_neox": {
         "rms_norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"
     },
@@ -53,7 +54,8 @@ def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
     fields: dict[str, Any] = {
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.hidden,
-        "intermediate_size": model.ffn,
+        kind.width: model.ffn,
+        **kind.stated,
         "num_attention_heads": model.num_heads,
         "vocab_size": model.vocab,
         "max_position_embeddings": model.max_positions,
@@ -80,11 +82,10 @@ def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
         fields |= {"num_local_experts": model.num_experts, "num_experts_per_tok": model.experts_per_token}
     if kind.window != "none":
         fields["sliding_window"] = model.window
+    if kind.window in ("some layers", "all layers if used"):
+        fields["use_sliding_window"] = model.window is not None
     if kind.window == "some layers":
-        fields |= {
-            "use_sliding_window": model.window is not None,
-            "max_window_layers": 0 if model.window else model.num_layers,
-        }
+        fields["max_window_layers"] = 0 if model.window else model.num_layers
     spelled = {_SPELLED.get(name, {}).get(field, field): value for field, value in fields.items()}
     return {"model_type": name, "architectures": [kind.architecture], **spelled}
 

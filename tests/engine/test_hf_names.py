@@ -43,15 +43,15 @@ def configs(draw: st.DrawFn) -> Mapping[str, Any]:
         "hidden_size": heads * head_dim,
         "num_attention_heads": heads,
         "vocab_size": draw(small),
-        "n_inner" if family == "gpt2" else "intermediate_size": draw(small),
+        {"gpt2": "n_inner", "qwen3_moe": "moe_intermediate_size"}.get(family, "intermediate_size"): draw(small),
         "max_position_embeddings": draw(small),
     }
     if not single:
         config |= {"num_key_value_heads": kv_heads, "head_dim": head_dim, "hidden_size": draw(small)}
     if family == "gpt_neox":
         config["rotary_pct"] = 1.0
-    if family == "mixtral":
-        config |= {"num_local_experts": draw(st.integers(2, 4)), "num_experts_per_tok": 1}
+    if family in ("mixtral", "qwen3_moe"):
+        config |= {"norm_topk_prob": True, "num_local_experts": draw(st.integers(2, 4)), "num_experts_per_tok": 1}
     flags = FLAGS.get(family, ("tie_word_embeddings",))
     return config | {flag: draw(st.booleans()) for flag in flags}
 

@@ -29,6 +29,12 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "gpt_neox": SIZES | {"num_attention_heads": 8, "hidden_size": 128},
     "qwen2": SIZES | {"num_attention_heads": 32},
     "qwen3": SIZES | {"num_attention_heads": 32},
+    "qwen3_moe": {
+        **{key: size for key, size in SIZES.items() if key != "intermediate_size"},
+        "moe_intermediate_size": 176,
+        "num_experts": 8,
+        "norm_topk_prob": True,
+    },
 }
 LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -93,6 +99,9 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 16}
         ("qwen2", {**SLIDING, "layer_types": ["sliding_attention"] * 3}, {"window": 16}),
         ("qwen3", {"layer_types": ["full_attention"] * 3, "sliding_window": None}, {"window": None}),
         ("llama", {"sliding_window": 16, "use_sliding_window": False}, {"window": None}),
+        ("qwen3_moe", {"intermediate_size": 99, "num_experts_per_tok": 3, "head_dim": 32},
+         {"ffn": 176, "num_experts": 8, "experts_per_token": 3, "qk_norm": True, "window": None, "head_dim": 32}),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 16}, {"window": 16}),
     ],
 )  # fmt: skip
 def test_the_options_of_each_family_reach_the_model(family: str, changes: dict[str, Any], expected: dict[str, Any]):

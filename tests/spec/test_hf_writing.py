@@ -25,6 +25,7 @@ OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("qwen2", {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 0}),
     ("qwen3", {"attention_bias": True}),
     ("mixtral", {"sliding_window": 3}),
+    ("qwen3_moe", {"sliding_window": 3, "use_sliding_window": True}),
     ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     ("gpt2", {"tie_word_embeddings": False, "activation_function": "relu"}),
 )
@@ -54,6 +55,6 @@ def test_transformers_computes_the_same_with_the_written_config(
 
 
 def test_a_model_that_no_architecture_computes_is_refused() -> None:
-    odd = replace(load_model("tiny-llama"), qk_norm=True, window=4, num_experts=4, experts_per_token=2)
+    odd = replace(load_model("tiny-llama"), parallel_residual=True, num_experts=4, experts_per_token=2)
     with pytest.raises(InputError, match=r"no architecture of transformers .* Type --model with the config\.json of"):
         config_of(odd)

@@ -44,7 +44,7 @@ CASES = [
     ("llama", "tp=2,pp=2,dp=1", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     ("mixtral", "tp=2,pp=1,dp=2,ep=2", {}),
     ("gpt_neox", "tp=1,pp=2,dp=1", {"use_parallel_residual": False, "tie_word_embeddings": True}),
-    ("mixtral", "tp=1,pp=1,dp=4,ep=4", {}),
+    ("qwen3_moe", "tp=1,pp=1,dp=4,ep=4", {}),
     ("mixtral", "tp=1,pp=2,dp=2,ep=2", {"tie_word_embeddings": True}),
     ("gpt2", "tp=1,pp=2,dp=2,zero=3", {}),
     *((family, text, {}) for family in SMALL_FAMILIES for text in LAYOUTS),

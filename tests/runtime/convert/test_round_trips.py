@@ -147,7 +147,7 @@ def test_a_run_of_a_model_without_a_card_gets_the_configuration_of_its_plan(tmp_
     assert not list(load_model(tmp_path / "out").differences(mine.model))
     module = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     same(dict(module.state_dict()), read(tmp_path / "out"))
-    odd = replace(mine, model=replace(mine.model, qk_norm=True, window=4, num_experts=4, experts_per_token=2))
+    odd = replace(mine, model=replace(mine.model, parallel_residual=True, num_experts=4, experts_per_token=2))
     (tmp_path / "run" / "plan.json").write_text(dump(odd))
     with pytest.raises(InputError, match=r"run: model: no architecture of transformers that is known .* Type --model"):
         converted(tmp_path / "run", tmp_path / "other")
