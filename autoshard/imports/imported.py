@@ -55,7 +55,10 @@ def imported_run(typed: str) -> ImportedRun:
         advice = "Known by their keys: " + titles
         raise InputError.of(str(path), f"is no configuration of a training run that autoshard reads. {advice}")
     key, values = chosen({key: found[key] for key in programs}, path, name)
-    return replace(_run(programs[key], str(path), key, values), comment=comment_of(path))
+    run = replace(_run(programs[key], str(path), key, values), comment=comment_of(path))
+    for key, program in run.program.files.items():
+        run = _with_file(run, key, values.get(key), program)
+    return run
 
 
 def _program_of(values: Mapping[str, Any]) -> OtherProgram | None:
@@ -64,6 +67,25 @@ def _program_of(values: Mapping[str, Any]) -> OtherProgram | None:
         if any(matching(path, mark) for path in values for mark in program.marks):
             return program
     return None
+
+
+def _with_file(run: ImportedRun, key: str, named: object, program: OtherProgram) -> ImportedRun:
+    """Add what the file of another program says that a configuration names; such a file decides."""
+    if not isinstance(named, str):
+        return run
+    path = Path(run.file).parent / named
+    if not path.is_file():
+        return replace(run, unread=(*run.unread, f"{key} = {named}, which is not beside the file"))
+    values = next(iter(parsed_documents(path).values()))
+    said = _run(replace(program, defaults={}), str(path), "", values)
+    return replace(
+        run,
+        facts={**run.facts, **said.facts},
+        stated=run.stated + said.stated,
+        unread=run.unread + said.unread,
+        harmless=run.harmless + said.harmless,
+        remarks=run.remarks + said.remarks,
+    )
 
 
 def _run(program: OtherProgram, file: str, name: str, values: Mapping[str, Any]) -> ImportedRun:

@@ -66,6 +66,7 @@ class OtherProgram:
     form: str  # of the file that is written
     marks: tuple[str, ...]  # keys by which its files are told from those of others: any of these
     sections: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])  # of written keys
+    files: Mapping[str, "OtherProgram"] = field(default_factory=dict[str, "OtherProgram"])  # keys that name a file
     stages: Callable[[int, int, Facts], tuple[int, ...] | None] = lambda layers, stages, facts: None
     source: str = ""
 

@@ -1,5 +1,6 @@
 """Keys with their meanings, one by one: what a program's table reads from them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +178,15 @@ def test_words_that_are_no_values_are_refused() -> None:
         with pytest.raises(InputError):
             read(value)  # type: ignore[operator]
     assert words(("a", "b")) == ("a", "b") and whole_number(-1) == -1
+
+
+def test_a_file_of_deepspeed_that_accelerate_names_decides(tmp_path: Path) -> None:
+    stated = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "x": 1}
+    (tmp_path / "zero.json").write_text(json.dumps(stated), encoding="utf-8")
+    named = {**ACCELERATE, "distributed_type": "DEEPSPEED", "mixed_precision": "fp16"}
+    run = run_of(tmp_path, named, {"deepspeed_config": {"deepspeed_config_file": "zero.json"}})
+    facts = (run.facts["layout.zero"], run.facts["layout.mbs"], run.facts["work.precision"])
+    assert facts == (3, 4, "bf16,gradients=bf16") and run.unread == ("x = 1",)
+    absent = run_of(tmp_path, named, {"deepspeed_config": {"deepspeed_config_file": "gone/zero.json"}})
+    said = "deepspeed_config.deepspeed_config_file = gone/zero.json, which is not beside the file"
+    assert absent.unread == (said,) and absent.facts["layout.zero"] == 0

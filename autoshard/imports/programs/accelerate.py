@@ -5,6 +5,7 @@ Length and micro-batch stand in the training script, and are options of the impo
 
 from typing import Any
 
+from autoshard.imports.programs.deepspeed import DEEPSPEED
 from autoshard.imports.programs.shared import FULL, NONE, accumulated, recompute_of
 from autoshard.imports.table import (
     Facts,
@@ -98,6 +99,7 @@ ACCELERATE = OtherProgram(
     title="Accelerate",
     form="yaml",
     marks=("distributed_type", "compute_environment"),
+    files={"deepspeed_config.deepspeed_config_file": DEEPSPEED},
     cluster="h100-80",
     kernels="torch_cuda",
     source="huggingface/accelerate 16cb6eb",
@@ -132,7 +134,7 @@ ACCELERATE = OtherProgram(
         "fsdp_config.fsdp_forward_prefetch", "fsdp_config.fsdp_ignored*", "command_file", "commands", "dynamo_*",
         "gpu_ids", "main_training_function", "deepspeed_config.zero3_init_flag",
         "deepspeed_config.deepspeed_multinode_launcher", "use_mps_device", "deepspeed_config.zero3_save_16bit_model",
-        "*gradient_clipping", "fp8_config.*", "fsdp_config.min_num_params",
+        "*gradient_clipping", "fp8_config.*", "deepspeed_config.deepspeed_config_file", "fsdp_config.min_num_params",
     ),
     defaults={"layout.zero": 0, "layout.kernels": "torch_cuda", "layout.sp": False, "layout.cp_order": "zigzag",
               "layout.cp_kind": "ring", "work.precision": "fp32"},
