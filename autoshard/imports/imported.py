@@ -34,6 +34,7 @@ class ImportedRun:
     harmless: tuple[str, ...]  # which change neither
     remarks: tuple[str, ...]
     comment: str = ""  # the first line of the file, if it is one: "a preset for 64 A100 GPUs"
+    said: frozenset[str] = frozenset()  # names of facts that a key of the file states
 
     @property
     def hints(self) -> str:
@@ -49,16 +50,16 @@ def imported_run(typed: str) -> ImportedRun:
     require(
         (not is_plan, str(path), f"is a plan. `autoshard export {path} --to PROGRAM` writes it for another program")
     )
-    programs = {key: program for key, values in found.items() if (program := _program_of(values))}
+    programs = {key: program for key, values in found.items() if (program := program_of(values))}
     if not programs:
         titles = ", ".join(program.title for program in PROGRAMS)
         advice = "Known by their keys: " + titles
         raise InputError.of(str(path), f"is no configuration of a training run that autoshard reads. {advice}")
     key, values = chosen({key: found[key] for key in programs}, path, name)
-    return replace(_run(programs[key], str(path), key, values), comment=comment_of(path))
+    return replace(run_of_values(programs[key], str(path), key, values), comment=comment_of(path))
 
 
-def _program_of(values: Mapping[str, Any]) -> OtherProgram | None:
+def program_of(values: Mapping[str, Any]) -> OtherProgram | None:
     """Return the first program of which a file has a key that tells it."""
     for program in PROGRAMS:
         if any(matching(path, mark) for path in values for mark in program.marks):
@@ -66,7 +67,8 @@ def _program_of(values: Mapping[str, Any]) -> OtherProgram | None:
     return None
 
 
-def _run(program: OtherProgram, file: str, name: str, values: Mapping[str, Any]) -> ImportedRun:
+def run_of_values(program: OtherProgram, file: str, name: str, values: Mapping[str, Any]) -> ImportedRun:
+    """Return what keys with values state for a program."""
     read: dict[str, Any] = {}
     unread: list[str] = []
     places: dict[str, str] = {}
@@ -79,7 +81,7 @@ def _run(program: OtherProgram, file: str, name: str, values: Mapping[str, Any])
         elif value is not None and value != read[key]:
             unread.append(f"{path} = {_short(value)}, beside {places[key]} = {_short(read[key])}")
     stated = {**program.implied, **read}
-    facts = dict(program.defaults)
+    facts, said = dict(program.defaults), set[str]()
     faults, remarks = Faults(), list[str]()
     for entry in program.entries:
         present = {key: stated[key] for key in entry.keys if key in stated}
@@ -89,6 +91,7 @@ def _run(program: OtherProgram, file: str, name: str, values: Mapping[str, Any])
                 unread += meant.pop("unread", ())
                 remarks += meant.pop("remarks", ())
                 facts |= meant
+                said |= meant.keys() if read.keys() & present.keys() else set()
     faults.refuse()
     rest = [path for path in values if path not in {place for place, _ in placed(program, values)}]
     patterns = program.harmless
@@ -108,6 +111,7 @@ def _run(program: OtherProgram, file: str, name: str, values: Mapping[str, Any])
         unread=tuple(unread),
         harmless=tuple(harmless),
         remarks=tuple(remarks),
+        said=frozenset(said),
     )
 
 

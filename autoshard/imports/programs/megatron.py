@@ -208,6 +208,7 @@ _OTHER_MODELS = (
     "multi_latent_attention", "moe_shared_expert_intermediate_size", "hybrid_layer_pattern", "hybrid_override_pattern",
     "moe_layer_freq", "mtp_num_layers", "spec",
 )  # fmt: skip
+_EVERY_LAYER = "moe_layer_freq", "1"  # has experts, which autoshard models
 _ADAPTERS = ("peft", "peft.call", "peft.dim", "peft_scheme", "lora_rank")
 
 
@@ -339,7 +340,9 @@ MEGATRON = OtherProgram(
             "layout.last_less": int(truth(keys["account_for_loss_in_pipeline_split"]))
         }),
         read_only(
-            *_OTHER_MODELS, reads=lambda keys: {"model.unmodelled": [key for key, value in keys.items() if value]}
+            *_OTHER_MODELS, reads=lambda keys: {"model.unmodelled": [
+                key for key, value in keys.items() if value and (key, str(value)) != _EVERY_LAYER
+            ]}
         ),
         read_only(*_STATES, reads=_states),
         read_only(*_ADAPTERS, reads=lambda keys: {"remarks": [ADAPTERS]} if any(keys.values()) else {}),

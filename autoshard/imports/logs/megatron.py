@@ -1,0 +1,101 @@
+"""Text logs of Megatron-LM and what is built on it: Megatron-DeepSpeed, GPT-NeoX, Megatron-Bridge.
+
+NVIDIA/Megatron-LM 001b00c (megatron/training/training.py training_log, utils.py report_memory); the forks add samples
+and tokens per second, and some write seconds in the place of milliseconds.
+"""
+
+import ast
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from autoshard.imports.logs.lines import LogLine
+from autoshard.imports.logs.log import LoggedStep, RateUnit
+from autoshard.imports.logs.text import GIB_OF_MIB, TextReader, as_number
+
+_STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|")
+_TIME = re.compile(r"elapsed time per iteration \((ms|s)\):\s*([\d.]+)\s*\|")
+_BATCH = re.compile(r"global batch size:\s*(\d+)\s*\|")
+_TOKENS = re.compile(
+    r"(?:tokens per gpu per second \(tgs\)|tokens/sec/gpu|tokens per GPU \(tokens/s/GPU\)):\s*([\d.]+)"
+)
+_SAMPLES = re.compile(r"(?:samples per second|samples/sec):\s*([\d.]+)\s*\|")
+_MEMORY = re.compile(
+    r"\[Rank (\d+)\] \(after (\d+) iterations\) memory \(MB\) \| allocated: [\d.]+ \| max allocated: ([\d.]+) \|"
+    r" reserved: [\d.]+ \| max reserved: ([\d.]+)"
+)
+_BEGIN, _END = re.compile(r"-{8,} arguments -{8,}"), re.compile(r"-{8,} end of (?:arguments|Arguments) -{8,}")
+_ARGUMENT = re.compile(r"(?:^|[\s:])([A-Za-z_]\w*) \.{2,} ?(.*)$")
+_GIT = re.compile(r"git_hash=(\w+)")
+_SETTLED = 2  # iterations after which the states of the optimizer are there: training_log says so
+_MOST_ARGUMENTS = 4096
+
+
+@dataclass(slots=True)
+class MegatronReader(TextReader):
+    """Reads lines of Megatron-LM."""
+
+    program: ClassVar[str] = "Megatron-LM"
+    configurations: ClassVar[tuple[str, ...]] = ("megatron", "bridge")
+    marks: ClassVar[str] = (
+        r"elapsed time per iteration|\] \(after \d+ iterations\)| \.{2,} |-{8} (?:end of )?arg|git_hash="
+    )
+
+    in_arguments: bool = False
+
+    def take(self, line: LogLine) -> None:
+        """Read a report, the memory of ranks, or one of the arguments that rank 0 prints first."""
+        text = line.text
+        if _BEGIN.search(text):
+            self.restart()
+            self.config.clear()
+            self.in_arguments = True
+        elif _END.search(text):
+            self.in_arguments = False
+        elif match := _STEP.search(text):
+            self._step(line, int(match[1]), int(match[2]))
+        elif "memory (MB)" in text:
+            for match in _MEMORY.finditer(text):
+                self._memory(*match.groups())
+        elif git := _GIT.search(text):
+            self.version = f"git {git[1][:12]}"
+        elif self.in_arguments and (match := _ARGUMENT.search(text)) and len(self.config) < _MOST_ARGUMENTS:
+            self.config[match[1]] = value_of_text(match[2].strip())
+
+    def _step(self, line: LogLine, number: int, total: int) -> None:
+        time, batch = _TIME.search(line.text), _BATCH.search(line.text)
+        tokens, samples = _TOKENS.search(line.text), _SAMPLES.search(line.text)
+        if time is None:
+            return
+        seconds = as_number(time[2])
+        rate = tokens or samples
+        if rate is not None:
+            what = "tokens" if tokens else "sequences"
+            self.rate = RateUnit(what=what, per_rank=bool(tokens))
+        self.num_steps = total
+        report = LoggedStep(
+            number=number,
+            time_s=seconds and seconds * (1e-3 if time[1] == "ms" else 1.0),
+            rate=as_number(rate[1]) if rate else None,
+            batch=int(batch[1]) if batch else None,
+        )
+        self.add(line, report)
+
+    def _memory(self, rank: str, after: str, allocated: str, reserved: str) -> None:
+        if int(after) < _SETTLED:
+            self.remarks["memory after 1 iteration lacks states of the optimizer, and is left out"] = None
+            return
+        self.peak(int(rank), float(allocated) * GIB_OF_MIB, "allocated", int(after))
+        self.peak(int(rank), float(reserved) * GIB_OF_MIB, "reserved", int(after))
+
+
+def value_of_text(text: str) -> Any:
+    """Return what an argument is whose text Python has printed.
+
+    >>> [value_of_text(text) for text in ("None", "True", "8", "['attend']", "torch.bfloat16")]
+    [None, True, 8, ['attend'], 'torch.bfloat16']
+    """
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return text

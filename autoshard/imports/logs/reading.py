@@ -1,0 +1,53 @@
+"""Which program wrote a log, told by its content, and the log."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from autoshard.errors import InputError, file_faults, require
+from autoshard.imports.logs.deepspeed import DeepSpeedReader, TrainerReader
+from autoshard.imports.logs.lightning import LightningReader
+from autoshard.imports.logs.lines import ReadSoFar, log_lines
+from autoshard.imports.logs.log import TrainingLog
+from autoshard.imports.logs.megatron import MegatronReader
+from autoshard.imports.logs.tensorboard import event_log, is_event_file
+from autoshard.imports.logs.text import TextReader
+from autoshard.imports.logs.torchtitan import TorchtitanReader
+from autoshard.imports.logs.wandb_run import HEAD, wandb_log
+
+# In this order: Megatron-DeepSpeed writes lines of both, and the Trainer's bar runs beside DeepSpeed's reports.
+READERS: tuple[type[TextReader], ...] = (
+    MegatronReader, TorchtitanReader, LightningReader, DeepSpeedReader, TrainerReader,
+)  # fmt: skip
+READ = "Megatron-LM, torchtitan, NxD Training, NeMo, DeepSpeed, event files of TensorBoard, offline runs of W&B"
+_HEAD_BYTES = 12
+
+
+def training_log(path: Path, report: Callable[[ReadSoFar], None] = lambda _: None) -> TrainingLog | None:
+    """Return the log of a run; None where a file is no log that is known."""
+    with file_faults(str(path), "read"):
+        require((path.is_file(), str(path), "there is no such file" if not path.exists() else "is not a file"))
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    if head.startswith(HEAD):
+        return wandb_log(path)
+    return event_log(path) if is_event_file(head) else _text_log(path, report)
+
+
+def read_log(path: Path, report: Callable[[ReadSoFar], None] = lambda _: None) -> TrainingLog:
+    """Return the log of a run, or refuse the file."""
+    log = training_log(path, report)
+    if log is None:
+        raise InputError.of(str(path), f"holds no report of a step that is known. Logs of {READ} are read")
+    return log
+
+
+def _text_log(path: Path, report: Callable[[ReadSoFar], None]) -> TrainingLog | None:
+    readers = [reader() for reader in READERS]
+    marks = [re.compile(reader.marks) for reader in READERS]
+    for line in log_lines(path, re.compile("|".join(reader.marks for reader in READERS)), report):
+        for reader, mark in zip(readers, marks, strict=True):
+            if mark.search(line.text):
+                reader.take(line)
+    logs = (reader.log(str(path)) for reader in readers)
+    return next((log for log in logs if log is not None), None)
