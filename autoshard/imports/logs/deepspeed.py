@@ -95,9 +95,14 @@ class TrainerReader(TextReader):
             bar = self.bars.setdefault(total, StepSeries())
             bar.add(line.rank, LoggedStep(number=number, stamp_s=float(seconds_of(match[3]))))
 
+    @property
+    def has_reports(self) -> bool:
+        """Whether there was a bar, and losses that show that it is of a training."""
+        return self.has_losses and bool(self.bars)
+
     def log(self, file: str) -> TrainingLog | None:
-        """Return the log of the longest bar, where losses show that it is of a training."""
-        if not (self.has_losses and self.bars):
+        """Return the log of the longest bar."""
+        if not self.has_reports:
             return None
         self.num_steps, self.series = max(self.bars.items(), key=lambda bar: len(bar[1].steps))
         return super(TrainerReader, self).log(file)

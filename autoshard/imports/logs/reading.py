@@ -1,13 +1,13 @@
 """Which program wrote a log, told by its content, and the log."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from autoshard.errors import InputError, file_faults, require
 from autoshard.imports.logs.deepspeed import DeepSpeedReader, TrainerReader
 from autoshard.imports.logs.lightning import LightningReader
-from autoshard.imports.logs.lines import ReadSoFar, log_lines
+from autoshard.imports.logs.lines import LogLine, ReadSoFar, log_lines
 from autoshard.imports.logs.log import TrainingLog
 from autoshard.imports.logs.megatron import MegatronReader
 from autoshard.imports.logs.tensorboard import event_log, is_event_file
@@ -23,31 +23,51 @@ READ = "Megatron-LM, torchtitan, NxD Training, NeMo, DeepSpeed, event files of T
 _HEAD_BYTES = 12
 
 
-def training_log(path: Path, report: Callable[[ReadSoFar], None] = lambda _: None) -> TrainingLog | None:
-    """Return the log of a run; None where a file is no log that is known."""
-    with file_faults(str(path), "read"):
-        require((path.is_file(), str(path), "there is no such file" if not path.exists() else "is not a file"))
-        with path.open("rb") as file:
-            head = file.read(_HEAD_BYTES)
-    if head.startswith(HEAD):
-        return wandb_log(path)
-    return event_log(path) if is_event_file(head) else _text_log(path, report)
+def holds_log(path: Path) -> bool:
+    """Say whether a file is a log; the reading ends at its first report."""
+    if not path.is_file():
+        return False
+    head = _head_of(path)
+    if head.startswith(HEAD) or is_event_file(head):
+        return True
+    readers = tuple(reader() for reader in READERS)
+    return any(any(reader.has_reports for reader in readers) for _ in _taken(path, readers))
 
 
 def read_log(path: Path, report: Callable[[ReadSoFar], None] = lambda _: None) -> TrainingLog:
     """Return the log of a run, or refuse the file."""
-    log = training_log(path, report)
+    with file_faults(str(path), "read"):
+        require((path.is_file(), str(path), "there is no such file" if not path.exists() else "is not a file"))
+    head = _head_of(path)
+    if head.startswith(HEAD):
+        log = wandb_log(path)
+    else:
+        log = event_log(path) if is_event_file(head) else _text_log(path, report)
     if log is None:
         raise InputError.of(str(path), f"holds no report of a step that is known. Logs of {READ} are read")
     return log
 
 
+def _head_of(path: Path) -> bytes:
+    with file_faults(str(path), "read"), path.open("rb") as file:
+        return file.read(_HEAD_BYTES)
+
+
 def _text_log(path: Path, report: Callable[[ReadSoFar], None]) -> TrainingLog | None:
-    readers = [reader() for reader in READERS]
-    marks = [re.compile(reader.marks) for reader in READERS]
-    for line in log_lines(path, re.compile("|".join(reader.marks for reader in READERS)), report):
+    readers = tuple(reader() for reader in READERS)
+    for _ in _taken(path, readers, report):
+        pass
+    logs = (reader.log(str(path)) for reader in readers)
+    return next((log for log in logs if log is not None), None)
+
+
+def _taken(
+    path: Path, readers: Sequence[TextReader], report: Callable[[ReadSoFar], None] = lambda _: None
+) -> Iterator[LogLine]:
+    """Yield the lines that say something, each when the readers have taken it."""
+    marks = [re.compile(reader.marks) for reader in readers]
+    for line in log_lines(path, re.compile("|".join(reader.marks for reader in readers)), report):
         for reader, mark in zip(readers, marks, strict=True):
             if mark.search(line.text):
                 reader.take(line)
-    logs = (reader.log(str(path)) for reader in readers)
-    return next((log for log in logs if log is not None), None)
+        yield line

@@ -40,7 +40,7 @@ def masked_checksum(data: bytes) -> int:
     """Return the checksum that records carry.
 
     >>> hex(masked_checksum(b"123456789"))
-    '0xc77a8e4e'
+    '0xc78ab0e5'
     """
     value, table = 0xFFFFFFFF, _table()
     for byte in data:

@@ -63,6 +63,11 @@ class TextReader(ABC):
         """Whether a report is the mean since the one before it."""
         return True
 
+    @property
+    def has_reports(self) -> bool:
+        """Whether a line was a report of a step."""
+        return bool(self.series.streams)
+
     def log(self, file: str) -> TrainingLog | None:
         """Return the log; None where no line was a report of a step."""
         steps = self.series.steps

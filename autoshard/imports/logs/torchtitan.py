@@ -23,6 +23,7 @@ _BATCH = re.compile(
 _MESH = re.compile(r"Building \d+-D device mesh with (\[[^\]]*\]), (\[[\d, ]*\])")
 _MODEL = re.compile(r"Building (\w+) (\w+) with ")
 _RECOMPUTE = re.compile(r"Applied (\w+) activation checkpointing")
+_CHIP = re.compile(r"CUDA capacity: (.+?) with ([\d.]+)GiB memory")
 _TOTAL = re.compile(r"total steps (\d+)")
 _DEGREES: Mapping[str, str] = {
     "dp_replicate": "data_parallel_replicate_degree", "dp_shard": "data_parallel_shard_degree",
@@ -39,7 +40,7 @@ class TorchtitanReader(TextReader):
     configurations: ClassVar[tuple[str, ...]] = ("torchtitan",)
     marks: ClassVar[str] = (
         r"step:\s*\d|device mesh with|local batch size|Building \w+ \w+ with|activation checkpointing|"
-        r"with torch\.compile"
+        r"with torch\.compile|CUDA capacity: "
     )
 
     def take(self, line: LogLine) -> None:
@@ -59,6 +60,8 @@ class TorchtitanReader(TextReader):
             self.config |= {"training.global_batch_size": int(batch)} if batch else {}
             total = _TOTAL.search(text)
             self.num_steps = int(total[1]) if total else self.num_steps
+        elif match := _CHIP.search(text):
+            self.facts |= {"chip": match[1], "chip_gib": float(match[2])}
         elif match := _MODEL.search(text):
             self.config |= {"model.name": match[1], "model.flavor": match[2]}
         elif match := _RECOMPUTE.search(text):

@@ -10,7 +10,15 @@ from dataclasses import replace
 from typing import cast
 
 from autoshard.errors import InputError
-from autoshard.imports.programs.megatron_model import MODEL, head_facts, model, name, written_heads, written_model
+from autoshard.imports.programs.megatron_model import (
+    FOREIGN,
+    MODEL,
+    head_facts,
+    model,
+    name,
+    written_heads,
+    written_model,
+)
 from autoshard.imports.programs.shared import (
     ADAPTERS,
     BATCH,
@@ -203,12 +211,6 @@ _PRECISION = (
 )  # fmt: skip
 
 
-# What makes of a decoder another one than autoshard models: latent attention, shared experts, layers of other kinds.
-_OTHER_MODELS = (
-    "multi_latent_attention", "moe_shared_expert_intermediate_size", "hybrid_layer_pattern", "hybrid_override_pattern",
-    "moe_layer_freq", "mtp_num_layers", "spec",
-)  # fmt: skip
-_EVERY_LAYER = "moe_layer_freq", "1"  # has experts, which autoshard models
 _ADAPTERS = ("peft", "peft.call", "peft.dim", "peft_scheme", "lora_rank")
 
 
@@ -339,11 +341,7 @@ MEGATRON = OtherProgram(
         KeyEntry(keys=("account_for_loss_in_pipeline_split",), reads=lambda keys: {
             "layout.last_less": int(truth(keys["account_for_loss_in_pipeline_split"]))
         }),
-        read_only(
-            *_OTHER_MODELS, reads=lambda keys: {"model.unmodelled": [
-                key for key, value in keys.items() if value and (key, str(value)) != _EVERY_LAYER
-            ]}
-        ),
+        FOREIGN,
         read_only(*_STATES, reads=_states),
         read_only(*_ADAPTERS, reads=lambda keys: {"remarks": [ADAPTERS]} if any(keys.values()) else {}),
         read_only("/model.args", "/model.config.args", "/args", reads=name),
