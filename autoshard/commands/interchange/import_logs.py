@@ -3,6 +3,7 @@
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from autoshard.commands.output import print_answer, write_text
@@ -47,7 +48,8 @@ def import_logs(
         write_text(content.text, rows, "--rows")
         wrote = f"{rows}: {content.added} rows added, {content.replaced} replaced"
     figures = logs_json(answers)
-    next_step = _next_step(files, config, rows, len(measured))
+    next_step = _next_step(files, config, options, nodes) if measured else ""
+    next_step = shlex.join(["autoshard", _command(len(measured)), str(rows)]) if measured and rows else next_step
     print_answer(figures if json else log_sheets(answers, Node(figures), wrote, next_step))
     for answer in answers:
         for fault in answer.refused.faults if answer.refused else ():
@@ -56,11 +58,18 @@ def import_logs(
     return 1 if any(answer.refused for answer in answers) else 0
 
 
-def _next_step(files: Sequence[Path], config: str | None, rows: Path | None, count: int) -> str:
-    """Return what to type next: keep the rows, or set them beside predictions."""
-    if not count:
-        return ""
-    if rows is None:
-        of_config = ["--config", config] if config else []
-        return shlex.join(["autoshard", "import", *map(str, files), *of_config, "--rows", "rows.jsonl"])
-    return shlex.join(["autoshard", "calibrate" if count >= _ENOUGH else "validate", str(rows)])
+def _next_step(files: Sequence[Path], config: str | None, options: ImportOptions, nodes: int | None) -> str:
+    """Return the same line with a file for the rows."""
+    values = {
+        "config": config,
+        "nodes": nodes,
+        **{entry.name: getattr(options, entry.name) for entry in fields(options)},
+    }
+    typed = [(f"--{name.replace('_', '-')}", str(value)) for name, value in values.items() if value is not None]
+    words = [word for pair in typed for word in pair]
+    return shlex.join(["autoshard", "import", *map(str, files), *words, "--rows", "rows.jsonl"])
+
+
+def _command(count: int) -> str:
+    """Return what rows are for: a fit, where they are enough, or else a look at the errors."""
+    return "calibrate" if count >= _ENOUGH else "validate"

@@ -15,10 +15,10 @@ from autoshard.imports.logs.megatron import value_of_text
 from autoshard.imports.logs.steps import StepSeries
 from autoshard.imports.logs.text import TextReader, as_number
 
-_STEP = re.compile(r"\bstep=(\d+), skipped=\d+")
+_STEP = re.compile(r"\bstep=(\d+), skipped=(\d+)")
 _TIMER = re.compile(r"(?:global_step=(\d+)|\b\d+/(\d+)), .*?(CurrSamplesPerSec|SamplesPerSec)=([\d.]+(?:e[+-]\d+)?),")
 _MEMORY = re.compile(r"MaxMemAllocated=([\d.]+)GB")
-_PRINTED = re.compile(r"\[config\.py:\d+:print\]\s+(\w+) \.{2,} ?(.*)$")
+_PRINTED = re.compile(r"\[config\.py:\d+:print\]\s+(\w+)(?: \.{2,} ?|  )(.*)$")
 _STAGE = re.compile(r"stage\W{1,3}(\d)")
 _VERSION = re.compile(r"DeepSpeed info: version=([\w.+-]+)")
 _NAMES = {
@@ -38,6 +38,7 @@ class DeepSpeedReader(TextReader):
     marks: ClassVar[str] = r"step=\d+, skipped=|SamplesPerSec=|\[config\.py:\d+:print\]|DeepSpeed info: version="
 
     number: int | None = None  # of the last line that names a step
+    num_skipped: int = 0  # until then
 
     @property
     def are_means(self) -> bool:
@@ -48,8 +49,8 @@ class DeepSpeedReader(TextReader):
         """Read a report, or a value of the configuration, which the engine prints at its start."""
         text = line.text
         if match := _STEP.search(text):
-            self.number = int(match[1])
-            self.add(line, LoggedStep(number=self.number))
+            self.number, before, self.num_skipped = int(match[1]), self.num_skipped, int(match[2])
+            self.add(line, LoggedStep(number=self.number, skipped=self.num_skipped > before))
         elif match := _TIMER.search(text):
             self._rate(line, match)
         elif match := _PRINTED.search(text):

@@ -16,6 +16,7 @@ class LoggedStep:
     rate: float | None = None  # tokens or sequences in a second: RateUnit
     stamp_s: float | None = None  # of the clock beside the report
     batch: int | None = None  # sequences in the step
+    skipped: bool = False  # whether the optimizer left a step out, since a gradient was not finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

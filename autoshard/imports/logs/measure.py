@@ -11,7 +11,7 @@ from statistics import median, quantiles
 
 from autoshard.errors import InputError
 from autoshard.imports.logs.log import LoggedStep, PeakMemory, TrainingLog
-from autoshard.imports.logs.steps import numbers_of, of_one_batch
+from autoshard.imports.logs.steps import comparable, numbers_of
 from autoshard.units import format_seconds
 
 WARM = 0.1  # warm-up ends where the time of a report is this near to the median of the later half of all
@@ -19,6 +19,7 @@ LEAST_STEPS = 5  # that the reports behind the warm-up cover
 _LEAST_REPORTS = 2
 AGREEMENT = 0.05  # by which two statements of a log may differ
 _TICKS = 40  # of its clock that a time between two reports must take
+_SKIPPED = ", of steps that the optimizer left out"
 _TIME, _RATE, _CLOCK = "time of a step", "rate", "clock"
 
 
@@ -61,7 +62,7 @@ class _Reading:
 
 def measured_step(log: TrainingLog, work: StepWork) -> MeasuredStep:
     """Return the seconds of a step; an InputError says why a log gives none."""
-    steps = of_one_batch(log.steps)
+    steps = comparable(log.steps)
     _refuse_batch(log, steps, work)
     readings = [reading for reading in _readings(log, steps, work) if reading.times]
     if not readings:
@@ -86,7 +87,7 @@ def measured_step(log: TrainingLog, work: StepWork) -> MeasuredStep:
         reports=len(used),
         first=used[0][0].number,
         last=used[-1][0].number,
-        basis=first.basis,
+        basis=f"{first.basis}{_SKIPPED if all(step.skipped for step, _ in used) else ''}",
         checks=checks,
     )
 

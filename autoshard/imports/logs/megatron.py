@@ -20,13 +20,15 @@ _TOKENS = re.compile(
     r"(?:tokens per gpu per second \(tgs\)|tokens/sec/gpu|tokens per GPU \(tokens/s/GPU\)):\s*([\d.]+)"
 )
 _SAMPLES = re.compile(r"(?:samples per second|samples/sec):\s*([\d.]+)\s*\|")
+_SKIPPED = re.compile(r"number of skipped iterations:\s*(\d+)\s*\|")
 _MEMORY = re.compile(
-    r"\[Rank (\d+)\] \(after (\d+) iterations\) memory \(MB\) \| allocated: [\d.]+ \| max allocated: ([\d.]+) \|"
+    r"(?:\[Rank (\d+)\] \()?after (\d+) iterations\)? memory \(MB\) \| allocated: [\d.]+ \| max allocated: ([\d.]+) \|"
     r" reserved: [\d.]+ \| max reserved: ([\d.]+)"
 )
 _BEGIN, _END = re.compile(r"-{8,} arguments -{8,}"), re.compile(r"-{8,} end of (?:arguments|Arguments) -{8,}")
 _ARGUMENT = re.compile(r"(?:^|[\s:])([A-Za-z_]\w*) \.{2,} ?(.*)$")
 _GIT = re.compile(r"git_hash=(\w+)")
+FORK = "Megatron-DeepSpeed"
 _SETTLED = 2  # iterations after which the states of the optimizer are there: training_log says so
 _MOST_ARGUMENTS = 4096
 
@@ -38,7 +40,7 @@ class MegatronReader(TextReader):
     program: ClassVar[str] = "Megatron-LM"
     configurations: ClassVar[tuple[str, ...]] = ("megatron", "bridge")
     marks: ClassVar[str] = (
-        r"elapsed time per iteration|\] \(after \d+ iterations\)| \.{2,} |-{8} (?:end of )?arg|git_hash="
+        r"elapsed time per iteration|after \d+ iterations\)? mem| \.{2,} |-{8} (?:end of )?arg|git_hash="
     )
 
     in_arguments: bool = False
@@ -64,6 +66,7 @@ class MegatronReader(TextReader):
 
     def _step(self, line: LogLine, number: int, total: int) -> None:
         time, batch = _TIME.search(line.text), _BATCH.search(line.text)
+        skipped = _SKIPPED.search(line.text)
         tokens, samples = _TOKENS.search(line.text), _SAMPLES.search(line.text)
         if time is None:
             return
@@ -73,20 +76,24 @@ class MegatronReader(TextReader):
             what = "tokens" if tokens else "sequences"
             self.rate = RateUnit(what=what, per_rank=bool(tokens))
         self.num_steps = total
+        if "consumed tokens:" in line.text:  # whose kernels are older than TransformerEngine
+            self.facts |= {"program": FORK, "layout.kernels": "megatron"}
         report = LoggedStep(
             number=number,
             time_s=seconds and seconds * (1e-3 if time[1] == "ms" else 1.0),
             rate=as_number(rate[1]) if rate else None,
             batch=int(batch[1]) if batch else None,
+            skipped=bool(skipped and int(skipped[1])),
         )
         self.add(line, report)
 
-    def _memory(self, rank: str, after: str, allocated: str, reserved: str) -> None:
+    def _memory(self, named: str | None, after: str, allocated: str, reserved: str) -> None:
         if int(after) < _SETTLED:
             self.remarks["memory after 1 iteration lacks states of the optimizer, and is left out"] = None
             return
-        self.peak(int(rank), float(allocated) * GIB_OF_MIB, "allocated", int(after))
-        self.peak(int(rank), float(reserved) * GIB_OF_MIB, "reserved", int(after))
+        rank = int(named) if named else None
+        self.peak(rank, float(allocated) * GIB_OF_MIB, "allocated", int(after))
+        self.peak(rank, float(reserved) * GIB_OF_MIB, "reserved", int(after))
 
 
 def value_of_text(text: str) -> Any:

@@ -18,6 +18,7 @@ _LAYOUT = (
     "work.seq_len", "work.global_batch", "work.precision", "cluster.ranks",
 )  # fmt: skip
 _OF_DEEPSPEED: Mapping[Any, int] = {0: 0, 1: 1, 2: 1, 3: 3}  # stages as autoshard counts them
+_NO_EXPERTS = ("num_experts", [1])  # as Megatron-DeepSpeed counts them
 _LONGEST_HINT = 200
 _NEAR_GIB = 3.0
 
@@ -45,7 +46,7 @@ def log_question(
 
 def printed_run(log: TrainingLog) -> ImportedRun | None:
     """Return the configuration that a log prints, if it does."""
-    values = log.config
+    values = {key: value for key, value in log.config.items() if (key, value) != _NO_EXPERTS}
     program = next((program for program in PROGRAMS if _is_of(program, log)), None)
     if program is None:
         return None
@@ -54,10 +55,16 @@ def printed_run(log: TrainingLog) -> ImportedRun | None:
     if values.get("deepspeed") is True:  # Megatron-DeepSpeed, whose kernels are older than TransformerEngine
         facts |= {"layout.kernels": "megatron", "layout.zero": _OF_DEEPSPEED.get(values.get("zero_stage", 0), 0)}
         said |= {"layout.kernels", "layout.zero"}
-    elif values.get("transformer_impl") == "local":
+    elif program.name == "megatron" and values.get("transformer_impl") != "transformer_engine":
         facts["layout.kernels"] = "megatron"
-    facts |= {name: value for name, value in log.facts.items() if name.startswith("cluster.")}
-    return replace(run, facts=facts, said=frozenset(said | (log.facts.keys() & facts.keys())))
+        said.add("layout.kernels")
+    facts |= _facts_of(log)
+    return replace(run, facts=facts, said=frozenset(said | _facts_of(log).keys()))
+
+
+def _facts_of(log: TrainingLog) -> Mapping[str, Any]:
+    """Return what a log says in the names of facts of configurations."""
+    return {name: value for name, value in log.facts.items() if "." in name}
 
 
 def _is_of(program: OtherProgram, log: TrainingLog) -> bool:
@@ -82,8 +89,8 @@ def _joined(log: TrainingLog, config: ImportedRun | None, printed: ImportedRun |
         more = {name: printed.facts[name] for name in printed.said if name not in config.said}
         run = replace(config, facts={**config.facts, **more}, said=config.said | more.keys())
     elif config is not None:
-        facts = {name: value for name, value in log.facts.items() if name.startswith("cluster.")}
-        run = replace(config, facts={**config.facts, **facts}, said=config.said | facts.keys())
+        more = {name: value for name, value in _facts_of(log).items() if name not in config.said}
+        run = replace(config, facts={**config.facts, **more}, said=config.said | more.keys())
     return replace(run, comment=f"{run.comment} {log.file}"[:_LONGEST_HINT].strip())
 
 

@@ -18,6 +18,7 @@ from autoshard.imports.logs.measure import (
     measured_peak,
     measured_step,
 )
+from autoshard.imports.logs.megatron import FORK
 from autoshard.imports.question import ImportedQuestion
 from autoshard.spec import record
 from autoshard.spec.cluster_catalogue import NodeType
@@ -62,8 +63,8 @@ def logged_run(
 def framework_of(log: TrainingLog, question: ImportedQuestion) -> str:
     """Name the program of a run as rows do, so that its constants are those of rows of the same program."""
     program = question.run.program.name
-    if log.config.get("deepspeed") is True:
-        return "Megatron-DeepSpeed"
+    if FORK in (log.program, log.config.get("deepspeed") is True and FORK):
+        return FORK
     kernels = question.candidate.kernels or question.request.cluster.kernels
     return _TITLES.get(program) or _FRAMEWORKS.get(kernels, question.run.program.title)
 

@@ -79,10 +79,15 @@ class StepSeries:
         return (f"{runs} runs in the file; the last is read, which begins at step {steps[0].number}",)
 
 
-def of_one_batch(steps: Sequence[LoggedStep]) -> Sequence[LoggedStep]:
-    """Return the reports with the batch of the last one, where a batch grows over a run."""
+def comparable(steps: Sequence[LoggedStep]) -> Sequence[LoggedStep]:
+    """Return the reports with the batch of the last one, and without steps that the optimizer left out, if it took any.
+
+    >>> [step.number for step in comparable([LoggedStep(number=1, skipped=True), LoggedStep(number=2)])]
+    [2]
+    """
     last = next((step.batch for step in reversed(steps) if step.batch is not None), None)
-    return [step for step in steps if last is None or step.batch in (None, last)]
+    same = [step for step in steps if last is None or step.batch in (None, last)]
+    return [step for step in same if not step.skipped] or same
 
 
 def numbers_of(steps: Iterable[LoggedStep]) -> str:

@@ -74,7 +74,7 @@ class TextReader(ABC):
         if not steps:
             return None
         return TrainingLog(
-            program=self.program,
+            program=self.facts.get("program", self.program),
             file=file,
             configurations=self.configurations,
             steps=steps,

@@ -18,7 +18,7 @@ _STEP = re.compile(
     r"(?<!validate )step:\s*(\d+)\s+loss:.*?memory:\s*([\d.]+)GiB\([\d.]+%\)\s+(?:tps|wps):\s*([\d,]+)\s+\w"
 )
 _BATCH = re.compile(
-    r"local batch size (\d+),(?: global batch size (\d+), gradient accumulation steps (\d+),)? sequence length (\d+)"
+    r"local batch size (\d+),(?: global batch size (\d+),)?(?: gradient accumulation steps \d+,)? sequence length (\d+)"
 )
 _MESH = re.compile(r"Building \d+-D device mesh with (\[[^\]]*\]), (\[[\d, ]*\])")
 _MODEL = re.compile(r"Building (\w+) (\w+) with ")
@@ -55,7 +55,7 @@ class TorchtitanReader(TextReader):
         elif match := _MESH.search(text):
             self._mesh(match[1], match[2])
         elif match := _BATCH.search(text):
-            local, batch, _, length = match.groups()
+            local, batch, length = match.groups()
             self.config |= {"training.local_batch_size": int(local), "training.seq_len": int(length)}
             self.config |= {"training.global_batch_size": int(batch)} if batch else {}
             total = _TOTAL.search(text)

@@ -229,8 +229,7 @@ def _kernels(keys: Keys) -> Facts:
 
 
 def _cp_kind(keys: Keys) -> Facts:
-    kind = str(keys["cp_comm_type"])
-    return {"layout.cp_kind": "all_to_all" if kind == "a2a" else "ring"}
+    return {"layout.cp_kind": "all_to_all" if words(keys["cp_comm_type"])[:1] == ("a2a",) else "ring"}
 
 
 _STATES = (
