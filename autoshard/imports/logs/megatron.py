@@ -76,8 +76,8 @@ class MegatronReader(TextReader):
             what = "tokens" if tokens else "sequences"
             self.rate = RateUnit(what=what, per_rank=bool(tokens))
         self.num_steps = total
-        if "consumed tokens:" in line.text:  # whose kernels are older than TransformerEngine
-            self.facts |= {"program": FORK, "layout.kernels": "megatron"}
+        if "consumed tokens:" in line.text:
+            self.facts["program"] = FORK
         report = LoggedStep(
             number=number,
             time_s=seconds and seconds * (1e-3 if time[1] == "ms" else 1.0),

@@ -8,6 +8,7 @@ from typing import Any
 from autoshard.errors import InputError, require
 from autoshard.imports.imported import PROGRAMS, ImportedRun, run_of_values
 from autoshard.imports.logs.log import TrainingLog
+from autoshard.imports.logs.megatron import FORK
 from autoshard.imports.question import ImportedQuestion, ImportOptions, imported_question
 from autoshard.imports.table import OtherProgram, matching
 from autoshard.spec.cluster_catalogue import cluster_names, load_node_type
@@ -35,7 +36,7 @@ def log_question(
     if config is None and printed is None:
         message = f"is of {log.program}, and prints no configuration. Type --config FILE, that with which it ran"
         raise InputError.of(log.file, message)
-    run = _joined(log, config, printed)
+    run = _with_kernels(_joined(log, config, printed), log)
     if options.cluster is None and (name := _cluster_of(log)):
         options = replace(options, cluster=name)
     question = imported_question(run, options, nodes)
@@ -52,12 +53,9 @@ def printed_run(log: TrainingLog) -> ImportedRun | None:
         return None
     run = run_of_values(program, log.file, "", values)
     facts, said = dict(run.facts), set(run.said)
-    if values.get("deepspeed") is True:  # Megatron-DeepSpeed, whose kernels are older than TransformerEngine
-        facts |= {"layout.kernels": "megatron", "layout.zero": _OF_DEEPSPEED.get(values.get("zero_stage", 0), 0)}
-        said |= {"layout.kernels", "layout.zero"}
-    elif program.name == "megatron" and values.get("transformer_impl") != "transformer_engine":
-        facts["layout.kernels"] = "megatron"
-        said.add("layout.kernels")
+    if is_fork(log):
+        facts["layout.zero"] = _OF_DEEPSPEED.get(values.get("zero_stage", 0), 0)
+        said.add("layout.zero")
     facts |= _facts_of(log)
     return replace(run, facts=facts, said=frozenset(said | _facts_of(log).keys()))
 
@@ -65,6 +63,19 @@ def printed_run(log: TrainingLog) -> ImportedRun | None:
 def _facts_of(log: TrainingLog) -> Mapping[str, Any]:
     """Return what a log says in the names of facts of configurations."""
     return {name: value for name, value in log.facts.items() if "." in name}
+
+
+def is_fork(log: TrainingLog) -> bool:
+    """Say whether Megatron-DeepSpeed wrote a log."""
+    return log.program == FORK or log.config.get("deepspeed") is True
+
+
+def _with_kernels(run: ImportedRun, log: TrainingLog) -> ImportedRun:
+    """Return a run of Megatron-LM with its older kernels, where the log shows that it had no others."""
+    printed = "tensor_model_parallel_size" in log.config
+    older = is_fork(log) or (printed and log.config.get("transformer_impl") != "transformer_engine")
+    is_megatron = run.program.name == "megatron" and not run.facts.get("layout.flash")
+    return replace(run, facts={**run.facts, "layout.kernels": "megatron"}) if older and is_megatron else run
 
 
 def _is_of(program: OtherProgram, log: TrainingLog) -> bool:

@@ -19,6 +19,7 @@ from autoshard.imports.logs.measure import (
     measured_step,
 )
 from autoshard.imports.logs.megatron import FORK
+from autoshard.imports.logs.question import is_fork
 from autoshard.imports.question import ImportedQuestion
 from autoshard.spec import record
 from autoshard.spec.cluster_catalogue import NodeType
@@ -63,7 +64,7 @@ def logged_run(
 def framework_of(log: TrainingLog, question: ImportedQuestion) -> str:
     """Name the program of a run as rows do, so that its constants are those of rows of the same program."""
     program = question.run.program.name
-    if FORK in (log.program, log.config.get("deepspeed") is True and FORK):
+    if is_fork(log):
         return FORK
     kernels = question.candidate.kernels or question.request.cluster.kernels
     return _TITLES.get(program) or _FRAMEWORKS.get(kernels, question.run.program.title)

@@ -302,6 +302,7 @@ MEGATRON = OtherProgram(
             reads=_sharding,
             writes=_written_sharding,
         ),
+        read_only("use_flash_attn", reads=lambda keys: {"layout.flash": truth(keys["use_flash_attn"])}),
         KeyEntry(keys=("num_distributed_optimizer_instances",), reads=_instances, writes=_written_instances),
         KeyEntry(
             keys=("overlap_grad_reduce",),
@@ -356,7 +357,7 @@ MEGATRON = OtherProgram(
         "make_vocab_size_divisible_by", "override_*", "bias_*", "no_masked_softmax_fusion", "no_position_embedding",
         "rotary_percent", "moe_aux_loss_coeff", "calculate_per_*", "moe_router_load_balancing_type",
         "moe_grouped_gemm", "moe_token_dispatcher_type", "profile*", "loss_scale", "overlap_param_gather", "job_name",
-        "export", "*exp_manager*", "trainer.*", "data.*", "use_flash_attn", "no_create_attention_mask_in_dataloader",
+        "export", "*exp_manager*", "trainer.*", "data.*", "no_create_attention_mask_in_dataloader",
         "no_mmap_bin_files", "*nccl*", "dist_ckpt*", "distributed_backend", "*check_for_nan*",
         "*average_in_collective", "ddp.overlap_param_gather", "*.pipeline_dtype", "decoupled_*", "*cuda_graph_*",
         "partition", "dist.*", "comm_overlap.*", "start_weight_decay", "end_weight_decay", "tiktoken_pattern",
