@@ -16,7 +16,7 @@ from autoshard.imports.logs.steps import StepSeries
 from autoshard.imports.logs.text import TextReader, as_number
 
 _STEP = re.compile(r"\bstep=(\d+), skipped=(\d+)")
-_TIMER = re.compile(r"(?:global_step=(\d+)|\b\d+/(\d+)), .*?(CurrSamplesPerSec|SamplesPerSec)=([\d.]+(?:e[+-]\d+)?),")
+_TIMER = re.compile(r"(?:global_step=(\d+)|\b\d+/(\d+)), .*?\b(CurrSamplesPerSec|SamplesPerSec)=([\d.]+(?:e[+-]\d+)?),")
 _MEMORY = re.compile(r"MaxMemAllocated=([\d.]+)GB")
 _PRINTED = re.compile(r"\[config\.py:\d+:print\]\s+(\w+)(?: \.{2,} ?|  )(.*)$")
 _STAGE = re.compile(r"stage\W{1,3}(\d)")

@@ -15,6 +15,7 @@ from autoshard.imports.logs.text import TextReader, as_number, fields_of
 
 _LINE = re.compile(r"Training epoch \d+, iteration (\d+)/(\d+) \|(.*)$")
 _BAR = re.compile(r"Epoch \d+:.*?\s(\d+)/(\d+) \[((?:\d+:)*\d+:\d\d)<[^\]]*?\b(reduced_train_loss=[^\]]*)\]")
+_MEMORY = {"peak_memory_usage": "allocated", "max_memory_allocated": "allocated", "max_memory_reserved": "reserved"}
 _BYTES_OF_GIB = 1 << 30
 _FIRST_STEPS = 2
 
@@ -69,6 +70,8 @@ class LightningReader(TextReader):
         self.num_steps = total if total > number else self.num_steps or total
         report = LoggedStep(number=number, time_s=time, rate=rate, batch=int(batch) if batch else None)
         self.add(line, report, bar_s=bar_s)
-        peak = as_number(fields.get("peak_memory_usage", ""))
-        if peak and number >= _FIRST_STEPS:
-            self.peak(int(line.rank) if line.rank else None, peak / _BYTES_OF_GIB, "allocated", number)
+        rank = int(line.rank) if line.rank else None
+        for name, kind in _MEMORY.items():
+            peak = as_number(fields.get(name, ""))
+            if peak and number >= _FIRST_STEPS:
+                self.peak(rank, peak / _BYTES_OF_GIB, kind, number)

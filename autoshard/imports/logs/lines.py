@@ -3,6 +3,7 @@
 import gzip
 import io
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -78,5 +79,5 @@ def log_lines(
                 if marks.search(line):
                     plain = _COLOUR.sub("", line) if "\x1b" in line else line
                     yield LogLine(plain.rstrip("\n"), line.endswith("\n"))
-        except (EOFError, gzip.BadGzipFile) as error:
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise InputError.of(str(path), f"is packed, and its end is missing or broken: {error}") from None

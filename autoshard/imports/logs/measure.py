@@ -15,6 +15,7 @@ from autoshard.imports.logs.steps import comparable, numbers_of
 from autoshard.units import format_seconds
 
 WARM = 0.1  # warm-up ends where the time of a report is this near to the median of the later half of all
+_LATE = 10  # from this step on, a log begins in the middle of a run
 LEAST_STEPS = 5  # that the reports behind the warm-up cover
 _LEAST_REPORTS = 2
 AGREEMENT = 0.05  # by which two statements of a log may differ
@@ -66,10 +67,10 @@ def measured_step(log: TrainingLog, work: StepWork) -> MeasuredStep:
     _refuse_batch(log, steps, work)
     readings = [reading for reading in _readings(log, steps, work) if reading.times]
     if not readings:
-        why = f"says no time of a step: {len(steps)} reports without seconds, rates or a clock that tells them apart"
-        raise InputError.of(log.file, f"{why}. Log the time of each step, or lines with their time of day")
+        why = f"{len(steps)} reports without seconds or rates, and too few for a clock of {log.clock_s:g} s"
+        raise InputError.of(log.file, f"says no time of a step: {why}. Run it for longer, or log the time of each step")
     first = readings[0]
-    used = _behind_warm_up(first.times)
+    used = _behind_warm_up(first.times, are_means=log.are_means or first.kind == _CLOCK)
     covered = _covered(log, [step for step, _ in used])
     if covered < LEAST_STEPS or len(used) < _LEAST_REPORTS:
         dropped = len(first.times) - len(used)
@@ -135,10 +136,16 @@ def _by_clock(steps: Sequence[LoggedStep], clock_s: float) -> tuple[tuple[Logged
     )
 
 
-def _behind_warm_up(times: Sequence[tuple[LoggedStep, float]]) -> Sequence[tuple[LoggedStep, float]]:
-    """Drop the first report, and the next ones until one is near to the median of the later half; at most half."""
+def _behind_warm_up(
+    times: Sequence[tuple[LoggedStep, float]], *, are_means: bool
+) -> Sequence[tuple[LoggedStep, float]]:
+    """Drop the first report, and the next ones until one is near to the median of the later half; at most half.
+
+    Where each report is of its step alone, and the first is of a late step, that one counts if it is near as well.
+    """
     settled = median(value for _, value in times[len(times) // 2 :])
-    start = min(1, len(times) - 1)
+    begins = are_means or times[0][0].number < _LATE
+    start = min(int(begins), len(times) - 1)
     most = max(start, len(times) // 2)
     while start < most and abs(times[start][1] / settled - 1) > WARM:
         start += 1

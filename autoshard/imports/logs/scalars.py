@@ -53,7 +53,10 @@ FORMS = (
     ScalarForm(
         program="NeMo", configurations=("bridge", "megatron", "nxdt"),
         marks=("train_step_timing in s", "train_step_timing"), time=("train_step_timing in s", "train_step_timing"),
-        batch=("global_batch_size",), memory={"peak_memory_usage": ("allocated", _GIB)}, are_means=False,
+        batch=("global_batch_size",), are_means=False, memory={
+            "peak_memory_usage": ("allocated", _GIB), "max_memory_allocated": ("allocated", _GIB),
+            "max_memory_reserved": ("reserved", _GIB),
+        },
     ),
     ScalarForm(
         program="the Trainer of Hugging Face", configurations=("accelerate", "deepspeed"), marks=("train/global_step",),
