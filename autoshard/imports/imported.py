@@ -50,7 +50,7 @@ def imported_run(typed: str) -> ImportedRun:
     require(
         (not is_plan, str(path), f"is a plan. `autoshard export {path} --to PROGRAM` writes it for another program")
     )
-    programs = {key: program for key, values in found.items() if (program := program_of(values))}
+    programs = {key: program for key, values in found.items() if (program := other_program(values))}
     if not programs:
         titles = ", ".join(program.title for program in PROGRAMS)
         advice = "Known by their keys: " + titles
@@ -59,7 +59,7 @@ def imported_run(typed: str) -> ImportedRun:
     return replace(run_of_values(programs[key], str(path), key, values), comment=comment_of(path))
 
 
-def program_of(values: Mapping[str, Any]) -> OtherProgram | None:
+def other_program(values: Mapping[str, Any]) -> OtherProgram | None:
     """Return the first program of which a file has a key that tells it."""
     for program in PROGRAMS:
         if any(matching(path, mark) for path in values for mark in program.marks):

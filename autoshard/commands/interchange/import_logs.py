@@ -15,7 +15,7 @@ from autoshard.imports.logs.answer import log_answers, with_rows
 from autoshard.imports.logs.log import TrainingLog
 from autoshard.imports.logs.reading import read_log
 from autoshard.imports.question import ImportOptions
-from autoshard.report.logs import log_sheets, logs_json
+from autoshard.report.interchange import log_sheets, logs_json
 from autoshard.report.sheet import Node
 
 _LARGE_BYTES = 1 << 26  # from which on a log shows how far it is read

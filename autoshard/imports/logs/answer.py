@@ -56,8 +56,8 @@ def _answer(
         log = read(file)
         question = log_question(log, config, options, nodes)
         name = question.request.cluster.name
-        own = None if name in cluster_names() or options.cluster is None else load_node_type(options.cluster)
-        logged = logged_run(log, question, own, options.release)
+        node_type = None if name in cluster_names() or options.cluster is None else load_node_type(options.cluster)
+        logged = logged_run(log, question, node_type, options.release)
         run = logged.run
         constants = (question.request.calibration or run.constants).running(run.framework, run.release)
         predicted = predicted_row(logged.row.id, run, predicted_run(run, constants))
@@ -67,7 +67,7 @@ def _answer(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowFile:
+class RowLines:
     """The new content of a file of rows, and how many of them it has that it did not have before."""
 
     text: str
@@ -75,7 +75,7 @@ class RowFile:
     replaced: int
 
 
-def with_rows(path: Path, rows: Sequence[MeasuredRow]) -> RowFile:
+def with_rows(path: Path, rows: Sequence[MeasuredRow]) -> RowLines:
     """Return a file with rows added; a row takes the place of the one with the same id, other lines stay."""
     with file_faults(str(path), "read"):
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
@@ -85,7 +85,7 @@ def with_rows(path: Path, rows: Sequence[MeasuredRow]) -> RowFile:
     for name in replaced:
         lines[places[name]] = news[name]
     lines += [text for name, text in news.items() if name not in replaced]
-    return RowFile(
+    return RowLines(
         text="".join(f"{line}\n" for line in lines if line.strip()),
         added=len(news) - len(replaced),
         replaced=len(replaced),

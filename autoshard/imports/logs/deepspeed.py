@@ -8,9 +8,9 @@ import re
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from autoshard.imports.logs.lightning import seconds_of
+from autoshard.imports.logs.lightning import bar_seconds
 from autoshard.imports.logs.lines import LogLine
-from autoshard.imports.logs.log import LoggedStep, RateUnit, TrainingLog
+from autoshard.imports.logs.log import RateUnit, StepReport, TrainingLog
 from autoshard.imports.logs.megatron import value_of_text
 from autoshard.imports.logs.steps import StepSeries
 from autoshard.imports.logs.text import TextReader, as_number
@@ -35,7 +35,7 @@ class DeepSpeedReader(TextReader):
 
     program: ClassVar[str] = "DeepSpeed"
     configurations: ClassVar[tuple[str, ...]] = ("deepspeed", "accelerate", "megatron")
-    marks: ClassVar[str] = r"step=\d+, skipped=|SamplesPerSec=|\[config\.py:\d+:print\]|DeepSpeed info: version="
+    marks: ClassVar[tuple[str, ...]] = (", skipped=", "SamplesPerSec=", "[config.py:", "DeepSpeed info: version=")
 
     number: int | None = None  # of the last line that names a step
     num_skipped: int = 0  # until then
@@ -50,7 +50,7 @@ class DeepSpeedReader(TextReader):
         text = line.text
         if match := _STEP.search(text):
             self.number, before, self.num_skipped = int(match[1]), self.num_skipped, int(match[2])
-            self.add(line, LoggedStep(number=self.number, skipped=self.num_skipped > before))
+            self.add(line, StepReport(number=self.number, skipped=self.num_skipped > before))
         elif match := _TIMER.search(text):
             self._rate(line, match)
         elif match := _PRINTED.search(text):
@@ -69,7 +69,7 @@ class DeepSpeedReader(TextReader):
             return
         is_of_step = match[3] == "CurrSamplesPerSec"  # the other is a mean since the start
         self.rate = RateUnit(what="sequences", per_rank=False)
-        self.add(line, LoggedStep(number=number, rate=as_number(match[4]) if is_of_step else None))
+        self.add(line, StepReport(number=number, rate=as_number(match[4]) if is_of_step else None))
         if memory := _MEMORY.search(line.text):
             self.peak(0, float(memory[1]), "allocated", number)
 
@@ -80,7 +80,7 @@ class TrainerReader(TextReader):
 
     program: ClassVar[str] = "the Trainer of Hugging Face"
     configurations: ClassVar[tuple[str, ...]] = ("accelerate", "deepspeed")
-    marks: ClassVar[str] = r"%\|.*(?:s/it|it/s)\]|\{'loss': |'train_runtime': "
+    marks: ClassVar[tuple[str, ...]] = ("s/it]", "it/s]", "{'loss': ")
 
     bars: dict[int, StepSeries] = field(default_factory=dict[int, StepSeries])
     has_losses: bool = False
@@ -94,7 +94,7 @@ class TrainerReader(TextReader):
         number, total = int(match[1]), int(match[2])
         if number and (total in self.bars or len(self.bars) < 64):
             bar = self.bars.setdefault(total, StepSeries())
-            bar.add(line.rank, LoggedStep(number=number, stamp_s=float(seconds_of(match[3]))))
+            bar.add(line.rank, StepReport(number=number, stamp_s=float(bar_seconds(match[3]))))
 
     @property
     def has_reports(self) -> bool:

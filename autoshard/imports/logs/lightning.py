@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from autoshard.imports.logs.lines import LogLine
-from autoshard.imports.logs.log import LoggedStep, RateUnit
+from autoshard.imports.logs.log import RateUnit, StepReport
 from autoshard.imports.logs.text import TextReader, as_number, fields_of
 
 _LINE = re.compile(r"Training epoch \d+, iteration (\d+)/(\d+) \|(.*)$")
@@ -20,10 +20,10 @@ _BYTES_OF_GIB = 1 << 30
 _FIRST_STEPS = 2
 
 
-def seconds_of(clock: str) -> int:
+def bar_seconds(clock: str) -> int:
     """Return the seconds of the clock of a bar.
 
-    >>> seconds_of("59:12"), seconds_of("1:00:01")
+    >>> bar_seconds("59:12"), bar_seconds("1:00:01")
     (3552, 3601)
     """
     total = 0
@@ -38,7 +38,7 @@ class LightningReader(TextReader):
 
     program: ClassVar[str] = "NeMo"
     configurations: ClassVar[tuple[str, ...]] = ("nxdt", "bridge", "megatron")
-    marks: ClassVar[str] = r"Training epoch \d|reduced_train_loss="
+    marks: ClassVar[tuple[str, ...]] = ("Training epoch ", "reduced_train_loss=")
 
     of_steps: bool = True
 
@@ -54,7 +54,7 @@ class LightningReader(TextReader):
             self._report(line, int(match[1]), int(match[2]), dict(fields_of(text, "|", ":")), None)
         elif match := _BAR.search(line.text):
             fields = dict(fields_of(match[4], ",", "="))
-            self._report(line, int(match[1]), int(match[2]), fields, float(seconds_of(match[3])))
+            self._report(line, int(match[1]), int(match[2]), fields, float(bar_seconds(match[3])))
 
     def _report(self, line: LogLine, number: int, total: int, fields: dict[str, str], bar_s: float | None) -> None:
         time = as_number(fields.get("train_step_timing in s", ""))
@@ -68,7 +68,7 @@ class LightningReader(TextReader):
         self.of_steps = time is not None or rate is not None
         batch = as_number(fields.get("global_batch_size", ""))
         self.num_steps = total if total > number else self.num_steps or total
-        report = LoggedStep(number=number, time_s=time, rate=rate, batch=int(batch) if batch else None)
+        report = StepReport(number=number, time_s=time, rate=rate, batch=int(batch) if batch else None)
         self.add(line, report, bar_s=bar_s)
         rank = int(line.rank) if line.rank else None
         for name, kind in _MEMORY.items():

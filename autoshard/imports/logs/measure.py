@@ -10,8 +10,8 @@ from itertools import pairwise
 from statistics import median, quantiles
 
 from autoshard.errors import InputError
-from autoshard.imports.logs.log import LoggedStep, PeakMemory, TrainingLog
-from autoshard.imports.logs.steps import comparable, numbers_of
+from autoshard.imports.logs.log import PeakMemory, StepReport, TrainingLog
+from autoshard.imports.logs.steps import comparable, step_range
 from autoshard.units import format_seconds
 
 WARM = 0.1  # warm-up ends where the time of a report is this near to the median of the later half of all
@@ -53,23 +53,23 @@ class MeasuredStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Reading:
+class _Statement:
     """One statement of a log: seconds of a step by report."""
 
     kind: str
     basis: str
-    times: tuple[tuple[LoggedStep, float], ...]
+    times: tuple[tuple[StepReport, float], ...]
 
 
 def measured_step(log: TrainingLog, work: StepWork) -> MeasuredStep:
     """Return the seconds of a step; an InputError says why a log gives none."""
     steps = comparable(log.steps)
     _refuse_batch(log, steps, work)
-    readings = [reading for reading in _readings(log, steps, work) if reading.times]
-    if not readings:
+    statements = [reading for reading in _statements(log, steps, work) if reading.times]
+    if not statements:
         why = f"{len(steps)} reports without seconds or rates, and too few for a clock of {log.clock_s:g} s"
         raise InputError.of(log.file, f"says no time of a step: {why}. Run it for longer, or log the time of each step")
-    first = readings[0]
+    first = statements[0]
     used = _behind_warm_up(first.times, are_means=log.are_means or first.kind == _CLOCK)
     covered = _covered(log, [step for step, _ in used])
     if covered < LEAST_STEPS or len(used) < _LEAST_REPORTS:
@@ -79,7 +79,7 @@ def measured_step(log: TrainingLog, work: StepWork) -> MeasuredStep:
     values = [value for _, value in used]
     middle = median(values)
     low, _, high = quantiles(values, n=4, method="inclusive")
-    beside = _readings(log, [step for step, _ in used], work)
+    beside = _statements(log, [step for step, _ in used], work)
     checks = tuple(_agreeing(log, first, middle, other) for other in beside if other.times and other.kind != first.kind)
     return MeasuredStep(
         time_s=middle,
@@ -93,17 +93,17 @@ def measured_step(log: TrainingLog, work: StepWork) -> MeasuredStep:
     )
 
 
-def _refuse_batch(log: TrainingLog, steps: Sequence[LoggedStep], work: StepWork) -> None:
+def _refuse_batch(log: TrainingLog, steps: Sequence[StepReport], work: StepWork) -> None:
     batch = next((step.batch for step in reversed(steps) if step.batch is not None), None)
     if batch not in (None, work.sequences):
         message = f"says {batch} sequences in a step, its configuration {work.sequences}. Type --global-batch {batch}"
         raise InputError.of(log.file, f"{message} if the log is right")
 
 
-def _readings(log: TrainingLog, steps: Sequence[LoggedStep], work: StepWork) -> Sequence[_Reading]:
+def _statements(log: TrainingLog, steps: Sequence[StepReport], work: StepWork) -> Sequence[_Statement]:
     """Return what a log says of the seconds of a step, the best statement first."""
     timed = tuple((step, step.time_s) for step in steps if step.time_s)
-    unit, rated = log.rate, tuple[tuple[LoggedStep, float], ...]()
+    unit, rated = log.rate, tuple[tuple[StepReport, float], ...]()
     basis = ""
     if unit is not None:
         parts = (work.sequences, work.seq_len, work.ranks)
@@ -112,13 +112,13 @@ def _readings(log: TrainingLog, steps: Sequence[LoggedStep], work: StepWork) -> 
         over = f" over {work.ranks} ranks" if unit.per_rank else ""
         basis = f"{unit}: {work.sequences} sequences{of_tokens} in a step{over}, by the configuration"
     return (
-        _Reading(kind=_TIME, basis="the time of a step in the log", times=timed),
-        _Reading(kind=_RATE, basis=basis, times=rated),
-        _Reading(kind=_CLOCK, basis="the clock between reports", times=_by_clock(steps, log.clock_s)),
+        _Statement(kind=_TIME, basis="the time of a step in the log", times=timed),
+        _Statement(kind=_RATE, basis=basis, times=rated),
+        _Statement(kind=_CLOCK, basis="the clock between reports", times=_by_clock(steps, log.clock_s)),
     )
 
 
-def _by_clock(steps: Sequence[LoggedStep], clock_s: float) -> tuple[tuple[LoggedStep, float], ...]:
+def _by_clock(steps: Sequence[StepReport], clock_s: float) -> tuple[tuple[StepReport, float], ...]:
     """Return the seconds of a step by the clock, between reports so far apart that its ticks do not matter."""
     stamped = [(step, step.stamp_s) for step in steps if step.stamp_s is not None]
     if len(stamped) < _LEAST_REPORTS:
@@ -137,8 +137,8 @@ def _by_clock(steps: Sequence[LoggedStep], clock_s: float) -> tuple[tuple[Logged
 
 
 def _behind_warm_up(
-    times: Sequence[tuple[LoggedStep, float]], *, are_means: bool
-) -> Sequence[tuple[LoggedStep, float]]:
+    times: Sequence[tuple[StepReport, float]], *, are_means: bool
+) -> Sequence[tuple[StepReport, float]]:
     """Drop the first report, and the next ones until one is near to the median of the later half; at most half.
 
     Where each report is of its step alone, and the first is of a late step, that one counts if it is near as well.
@@ -152,7 +152,7 @@ def _behind_warm_up(
     return times[start:]
 
 
-def _covered(log: TrainingLog, used: Sequence[LoggedStep]) -> int:
+def _covered(log: TrainingLog, used: Sequence[StepReport]) -> int:
     """Return how many steps the reports are of."""
     if not log.are_means:
         return len(used)
@@ -160,14 +160,14 @@ def _covered(log: TrainingLog, used: Sequence[LoggedStep]) -> int:
     return len(used) * min(gaps, default=1)
 
 
-def _agreeing(log: TrainingLog, first: _Reading, middle: float, other: _Reading) -> str:
+def _agreeing(log: TrainingLog, first: _Statement, middle: float, second: _Statement) -> str:
     """Say that another statement agrees, or refuse the log with both figures."""
-    beside = median(value for _, value in other.times)
+    beside = median(value for _, value in second.times)
     if abs(beside / middle - 1) > AGREEMENT:
-        said = f"{format_seconds(middle)} a step by {first.basis}, {format_seconds(beside)} by {other.basis}"
+        said = f"{format_seconds(middle)} a step by {first.basis}, {format_seconds(beside)} by {second.basis}"
         advice = "Check length, batch and ranks of the configuration, and what ran between the steps"
         raise InputError.of(log.file, f"contradicts itself: {said}. {advice}")
-    return f"{format_seconds(beside)} by {other.basis}"
+    return f"{format_seconds(beside)} by {second.basis}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,4 +206,4 @@ def _rank_words(peak: PeakMemory) -> str:
 
 def dropped_words(log: TrainingLog, step: MeasuredStep) -> str:
     """Say which steps of a log count."""
-    return f"{step.steps} of {numbers_of(log.steps)}"
+    return f"{step.steps} of {step_range(log.steps)}"

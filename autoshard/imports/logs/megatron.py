@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from autoshard.imports.logs.lines import LogLine
-from autoshard.imports.logs.log import LoggedStep, RateUnit
+from autoshard.imports.logs.log import RateUnit, StepReport
 from autoshard.imports.logs.text import GIB_OF_MIB, TextReader, as_number
 
 _STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|")
 _TIME = re.compile(r"elapsed time per iteration \((ms|s)\):\s*([\d.]+)\s*\|")
 _BATCH = re.compile(r"global batch size:\s*(\d+)\s*\|")
 _TOKENS = re.compile(
-    r"(?:tokens per gpu per second \(tgs\)|tokens/sec/gpu|tokens per GPU \(tokens/s/GPU\)):\s*([\d.]+)"
+    r"(?:tokens per gpu per second \(tgs\)|tokens/sec/gpu|tokens per GPU \(tokens/s/GPU\)):\s*([\d.]+)\s*\|"
 )
 _SAMPLES = re.compile(r"(?:samples per second|samples/sec):\s*([\d.]+)\s*\|")
 _SKIPPED = re.compile(r"number of skipped iterations:\s*(\d+)\s*\|")
@@ -39,9 +39,9 @@ class MegatronReader(TextReader):
 
     program: ClassVar[str] = "Megatron-LM"
     configurations: ClassVar[tuple[str, ...]] = ("megatron", "bridge")
-    marks: ClassVar[str] = (
-        r"elapsed time per iteration|after \d+ iterations\)? mem| \.{2,} |-{8} (?:end of )?arg|git_hash="
-    )
+    marks: ClassVar[tuple[str, ...]] = (
+        "elapsed time per iteration", " memory (MB) |", " ..", "-------- arguments", "-------- end of arg", "git_hash=",
+    )  # fmt: skip
 
     in_arguments: bool = False
 
@@ -70,15 +70,14 @@ class MegatronReader(TextReader):
         tokens, samples = _TOKENS.search(line.text), _SAMPLES.search(line.text)
         if time is None:
             return
-        seconds = as_number(time[2])
-        rate = tokens or samples
-        if rate is not None:
-            what = "tokens" if tokens else "sequences"
-            self.rate = RateUnit(what=what, per_rank=bool(tokens))
+        seconds, rate = as_number(time[2]), tokens or samples
+        unit = rate and RateUnit(what="tokens" if tokens else "sequences", per_rank=bool(tokens))
+        self.rate = self.rate or unit
+        rate = rate if unit == self.rate else None  # a line that was cut has the first of both only
         self.num_steps = total
         if "consumed tokens:" in line.text:
             self.facts["program"] = FORK
-        report = LoggedStep(
+        report = StepReport(
             number=number,
             time_s=seconds and seconds * (1e-3 if time[1] == "ms" else 1.0),
             rate=as_number(rate[1]) if rate else None,

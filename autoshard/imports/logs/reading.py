@@ -1,6 +1,5 @@
 """Which program wrote a log, told by its content, and the log."""
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -65,9 +64,9 @@ def _taken(
     path: Path, readers: Sequence[TextReader], report: Callable[[ReadSoFar], None] = lambda _: None
 ) -> Iterator[LogLine]:
     """Yield the lines that say something, each when the readers have taken it."""
-    marks = [re.compile(reader.marks) for reader in readers]
-    for line in log_lines(path, re.compile("|".join(reader.marks for reader in readers)), report):
-        for reader, mark in zip(readers, marks, strict=True):
-            if mark.search(line.text):
+    marks = tuple(dict.fromkeys(mark for reader in readers for mark in reader.marks))
+    for line in log_lines(path, marks, report):
+        for reader in readers:
+            if any(mark in line.text for mark in reader.marks):
                 reader.take(line)
         yield line

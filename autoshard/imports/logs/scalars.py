@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from autoshard.imports.logs.log import LoggedStep, MemoryKind, PeakMemory, RateUnit, TrainingLog
+from autoshard.imports.logs.log import MemoryKind, PeakMemory, RateUnit, StepReport, TrainingLog
 
 _MOST = 50_000  # steps that are held, the last ones
 _GIB = 1 << 30
@@ -79,16 +79,16 @@ class ScalarTable:
 
     def add(self, step: int, name: str, value: float, stamp_s: float) -> None:
         """Take a value; a tag of torchtitan may stand before its name."""
-        known = name if name in NAMES else next((known for known in NAMES if name.endswith(f"/{known}")), None)
-        if known is None or step < 0:
+        listed = name if name in NAMES else next((tag for tag in NAMES if name.endswith(f"/{tag}")), None)
+        if listed is None or step < 0:
             return
-        if known == _STEP_NAME:
+        if listed == _STEP_NAME:
             step = int(value)
         if step not in self.rows and len(self.rows) >= 2 * _MOST:
             for old in [*self.rows][:_MOST]:
                 del self.rows[old]
                 self.stamps.pop(old, None)
-        self.rows.setdefault(step, {})[known] = value
+        self.rows.setdefault(step, {})[listed] = value
         if stamp_s > 0:
             self.stamps.setdefault(step, stamp_s)
 
@@ -116,14 +116,14 @@ class ScalarTable:
             remarks=tuple(self.remarks),
         )
 
-    def _step(self, form: ScalarForm, number: int) -> LoggedStep:
+    def _step(self, form: ScalarForm, number: int) -> StepReport:
         row = self.rows[number]
 
         def value(names: tuple[str, ...]) -> float | None:
             return next((row[name] for name in names if row.get(name, 0) > 0), None)
 
         batch = value(form.batch)
-        return LoggedStep(
+        return StepReport(
             number=number, time_s=value(form.time), rate=value(form.rate), stamp_s=self.stamps.get(number),
             batch=int(batch) if batch else None,
         )  # fmt: skip

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from autoshard.imports.logs.log import LoggedStep
+from autoshard.imports.logs.log import StepReport
 
 _MOST = 50_000  # reports that are held; of longer runs the last ones
 _MOST_STREAMS = 512
@@ -15,11 +15,11 @@ _FIELDS = ("time_s", "rate", "stamp_s", "batch")
 class _Stream:
     """The reports of one rank."""
 
-    steps: deque[LoggedStep] = field(default_factory=lambda: deque[LoggedStep](maxlen=_MOST))
+    steps: deque[StepReport] = field(default_factory=lambda: deque[StepReport](maxlen=_MOST))
     runs: int = 1
     before: int = -1  # the number before the last one
 
-    def add(self, step: LoggedStep) -> bool:
+    def add(self, step: StepReport) -> bool:
         """Take a report; return whether another run begins with it."""
         if not self.steps:
             self.steps.append(step)
@@ -43,7 +43,7 @@ class _Stream:
             self.runs, self.before = self.runs + 1, -1
 
 
-def _joined(first: LoggedStep, second: LoggedStep) -> LoggedStep:
+def _joined(first: StepReport, second: StepReport) -> StepReport:
     missing = {name: getattr(second, name) for name in _FIELDS if getattr(first, name) is None}
     return replace(first, **missing) if missing else first
 
@@ -54,7 +54,7 @@ class StepSeries:
 
     streams: dict[str, _Stream] = field(default_factory=dict[str, _Stream])
 
-    def add(self, rank: str, step: LoggedStep) -> bool:
+    def add(self, rank: str, step: StepReport) -> bool:
         """Take one report, of which the first holds for a step; return whether another run begins with it."""
         if rank not in self.streams and len(self.streams) >= _MOST_STREAMS:
             return False
@@ -66,7 +66,7 @@ class StepSeries:
             stream.restart()
 
     @property
-    def steps(self) -> tuple[LoggedStep, ...]:
+    def steps(self) -> tuple[StepReport, ...]:
         """The reports of the last run, by the rank with the most."""
         return tuple(max((stream.steps for stream in self.streams.values()), key=len, default=()))
 
@@ -79,10 +79,10 @@ class StepSeries:
         return (f"{runs} runs in the file; the last is read, which begins at step {steps[0].number}",)
 
 
-def comparable(steps: Sequence[LoggedStep]) -> Sequence[LoggedStep]:
+def comparable(steps: Sequence[StepReport]) -> Sequence[StepReport]:
     """Return the reports with the batch of the last one, and without steps that the optimizer left out, if it took any.
 
-    >>> [step.number for step in comparable([LoggedStep(number=1, skipped=True), LoggedStep(number=2)])]
+    >>> [step.number for step in comparable([StepReport(number=1, skipped=True), StepReport(number=2)])]
     [2]
     """
     last = next((step.batch for step in reversed(steps) if step.batch is not None), None)
@@ -90,10 +90,10 @@ def comparable(steps: Sequence[LoggedStep]) -> Sequence[LoggedStep]:
     return [step for step in same if not step.skipped] or same
 
 
-def numbers_of(steps: Iterable[LoggedStep]) -> str:
+def step_range(steps: Iterable[StepReport]) -> str:
     """Return the range of the steps.
 
-    >>> numbers_of([LoggedStep(number=20), LoggedStep(number=30)])
+    >>> step_range([StepReport(number=20), StepReport(number=30)])
     '20..30'
     """
     numbers = [step.number for step in steps]

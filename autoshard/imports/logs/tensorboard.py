@@ -14,7 +14,7 @@ from autoshard.errors import file_faults
 from autoshard.imports.logs.log import TrainingLog
 from autoshard.imports.logs.megatron import value_of_text
 from autoshard.imports.logs.scalars import ScalarTable
-from autoshard.imports.logs.wire import BrokenMessage, double_of, float_of, signed, text_of, wire_fields
+from autoshard.imports.logs.wire import BrokenMessage, decoded_text, double_of, float_of, signed, wire_fields
 
 _WALL_TIME, _STEP, _SUMMARY = 1, 2, 5  # of an Event
 _VALUE = 1  # of a Summary
@@ -87,11 +87,11 @@ def _event(message: bytes, table: ScalarTable) -> None:
         if field != _VALUE or not isinstance(value, bytes):
             continue
         parts = dict(wire_fields(value))
-        tag, tensor = text_of(parts.get(_TAG, b"")), parts.get(_TENSOR)
+        tag, tensor = decoded_text(parts.get(_TAG, b"")), parts.get(_TENSOR)
         if _SIMPLE in parts:
             table.add(step, tag, float_of(parts[_SIMPLE]), stamp_s)
         elif isinstance(tensor, bytes) and tag.endswith(_TEXT):
-            texts = [text_of(part) for number, part in wire_fields(tensor) if number == _STRINGS]
+            texts = [decoded_text(part) for number, part in wire_fields(tensor) if number == _STRINGS]
             if texts:
                 table.config[tag.removesuffix(_TEXT)] = value_of_text(texts[0])
         elif isinstance(tensor, bytes):

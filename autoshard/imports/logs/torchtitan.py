@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from autoshard.imports.logs.lines import LogLine
-from autoshard.imports.logs.log import LoggedStep, RateUnit
+from autoshard.imports.logs.log import RateUnit, StepReport
 from autoshard.imports.logs.text import TextReader, as_number
 
 _STEP = re.compile(
@@ -38,10 +38,10 @@ class TorchtitanReader(TextReader):
 
     program: ClassVar[str] = "torchtitan"
     configurations: ClassVar[tuple[str, ...]] = ("torchtitan",)
-    marks: ClassVar[str] = (
-        r"step:\s*\d|device mesh with|local batch size|Building \w+ \w+ with|activation checkpointing|"
-        r"with torch\.compile|CUDA capacity: "
-    )
+    marks: ClassVar[tuple[str, ...]] = (
+        "step:", "device mesh with", "local batch size", "Building ", "activation checkpointing", "torch.compile",
+        "CUDA capacity: ",
+    )  # fmt: skip
 
     def take(self, line: LogLine) -> None:
         """Read a line."""
@@ -49,7 +49,7 @@ class TorchtitanReader(TextReader):
         if match := _STEP.search(text):
             rank = int(line.rank) if line.rank else None
             self.rate = RateUnit(what="tokens", per_rank=True)
-            self.add(line, LoggedStep(number=int(match[1]), rate=as_number(match[3])))
+            self.add(line, StepReport(number=int(match[1]), rate=as_number(match[3])))
             if int(match[1]) > 1:
                 self.peak(rank, float(match[2]), "reserved", int(match[1]))
         elif match := _MESH.search(text):

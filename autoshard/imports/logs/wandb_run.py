@@ -13,7 +13,7 @@ from autoshard.errors import file_faults
 from autoshard.imports.forms.flat import flat
 from autoshard.imports.logs.log import TrainingLog
 from autoshard.imports.logs.scalars import ScalarTable
-from autoshard.imports.logs.wire import BrokenMessage, double_of, signed, text_of, wire_fields
+from autoshard.imports.logs.wire import BrokenMessage, decoded_text, double_of, signed, wire_fields
 from autoshard.spec.files import json_line
 
 HEAD = b":W&B"
@@ -101,9 +101,9 @@ def _item(message: bytes) -> tuple[str, Any]:
     names, content = list[str](), None
     for field, value in wire_fields(message):
         if field in (_KEY, _NESTED):
-            names.append(text_of(value))
+            names.append(decoded_text(value))
         elif field == _JSON:
-            content = json_line(text_of(value))
+            content = json_line(decoded_text(value))
         elif field == _INTEGER:
             content = signed(value)
         elif field == _NUMBER:

@@ -66,6 +66,6 @@ def signed(value: int | bytes) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-def text_of(value: int | bytes) -> str:
+def decoded_text(value: int | bytes) -> str:
     """Return the text in a field."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else ""
