@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from autoshard.imports.logs.lightning import bar_seconds
 from autoshard.imports.logs.lines import LogLine
-from autoshard.imports.logs.log import RateUnit, StepReport, TrainingLog
+from autoshard.imports.logs.log import LogReport, RateUnit, TrainingLog
 from autoshard.imports.logs.megatron import value_of_text
 from autoshard.imports.logs.steps import StepSeries
 from autoshard.imports.logs.text import TextReader, as_number
@@ -50,7 +50,7 @@ class DeepSpeedReader(TextReader):
         text = line.text
         if match := _STEP.search(text):
             self.number, before, self.num_skipped = int(match[1]), self.num_skipped, int(match[2])
-            self.add(line, StepReport(number=self.number, skipped=self.num_skipped > before))
+            self.add(line, LogReport(number=self.number, skipped=self.num_skipped > before))
         elif match := _TIMER.search(text):
             self._rate(line, match)
         elif match := _PRINTED.search(text):
@@ -69,7 +69,7 @@ class DeepSpeedReader(TextReader):
             return
         is_of_step = match[3] == "CurrSamplesPerSec"  # the other is a mean since the start
         self.rate = RateUnit(what="sequences", per_rank=False)
-        self.add(line, StepReport(number=number, rate=as_number(match[4]) if is_of_step else None))
+        self.add(line, LogReport(number=number, rate=as_number(match[4]) if is_of_step else None))
         if memory := _MEMORY.search(line.text):
             self.peak(0, float(memory[1]), "allocated", number)
 
@@ -94,7 +94,7 @@ class TrainerReader(TextReader):
         number, total = int(match[1]), int(match[2])
         if number and (total in self.bars or len(self.bars) < 64):
             bar = self.bars.setdefault(total, StepSeries())
-            bar.add(line.rank, StepReport(number=number, stamp_s=float(bar_seconds(match[3]))))
+            bar.add(line.rank, LogReport(number=number, stamp_s=float(bar_seconds(match[3]))))
 
     @property
     def has_reports(self) -> bool:

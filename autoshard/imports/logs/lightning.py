@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from autoshard.imports.logs.lines import LogLine
-from autoshard.imports.logs.log import RateUnit, StepReport
+from autoshard.imports.logs.log import LogReport, RateUnit
 from autoshard.imports.logs.text import TextReader, as_number, fields_of
 
 _LINE = re.compile(r"Training epoch \d+, iteration (\d+)/(\d+) \|(.*)$")
@@ -68,7 +68,7 @@ class LightningReader(TextReader):
         self.of_steps = time is not None or rate is not None
         batch = as_number(fields.get("global_batch_size", ""))
         self.num_steps = total if total > number else self.num_steps or total
-        report = StepReport(number=number, time_s=time, rate=rate, batch=int(batch) if batch else None)
+        report = LogReport(number=number, time_s=time, rate=rate, batch=int(batch) if batch else None)
         self.add(line, report, bar_s=bar_s)
         rank = int(line.rank) if line.rank else None
         for name, kind in _MEMORY.items():

@@ -8,7 +8,7 @@ MemoryKind = Literal["allocated", "reserved", "in use"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
+class LogReport:
     """One report of a step; a mean over the steps since the report before, or of this step alone."""
 
     number: int
@@ -56,7 +56,7 @@ class TrainingLog:
     program: str
     file: str
     configurations: tuple[str, ...]  # names of the programs whose configurations such a run may have
-    steps: tuple[StepReport, ...]
+    steps: tuple[LogReport, ...]
     are_means: bool  # whether a report is the mean since the one before it
     rate: RateUnit | None = None
     memory: tuple[PeakMemory, ...] = ()

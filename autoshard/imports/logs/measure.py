@@ -10,7 +10,7 @@ from itertools import pairwise
 from statistics import median, quantiles
 
 from autoshard.errors import InputError
-from autoshard.imports.logs.log import PeakMemory, StepReport, TrainingLog
+from autoshard.imports.logs.log import LogReport, PeakMemory, TrainingLog
 from autoshard.imports.logs.steps import comparable, step_range
 from autoshard.units import format_seconds
 
@@ -53,12 +53,12 @@ class MeasuredStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Statement:
+class _StepTimes:
     """One statement of a log: seconds of a step by report."""
 
     kind: str
     basis: str
-    times: tuple[tuple[StepReport, float], ...]
+    times: tuple[tuple[LogReport, float], ...]
 
 
 def measured_step(log: TrainingLog, work: StepWork) -> MeasuredStep:
@@ -80,7 +80,9 @@ def measured_step(log: TrainingLog, work: StepWork) -> MeasuredStep:
     middle = median(values)
     low, _, high = quantiles(values, n=4, method="inclusive")
     beside = _statements(log, [step for step, _ in used], work)
-    checks = tuple(_agreeing(log, first, middle, other) for other in beside if other.times and other.kind != first.kind)
+    checks = tuple(
+        _agreeing(log, first, middle, second) for second in beside if second.times and second.kind != first.kind
+    )
     return MeasuredStep(
         time_s=middle,
         low_s=low,
@@ -93,17 +95,17 @@ def measured_step(log: TrainingLog, work: StepWork) -> MeasuredStep:
     )
 
 
-def _refuse_batch(log: TrainingLog, steps: Sequence[StepReport], work: StepWork) -> None:
+def _refuse_batch(log: TrainingLog, steps: Sequence[LogReport], work: StepWork) -> None:
     batch = next((step.batch for step in reversed(steps) if step.batch is not None), None)
     if batch not in (None, work.sequences):
         message = f"says {batch} sequences in a step, its configuration {work.sequences}. Type --global-batch {batch}"
         raise InputError.of(log.file, f"{message} if the log is right")
 
 
-def _statements(log: TrainingLog, steps: Sequence[StepReport], work: StepWork) -> Sequence[_Statement]:
+def _statements(log: TrainingLog, steps: Sequence[LogReport], work: StepWork) -> Sequence[_StepTimes]:
     """Return what a log says of the seconds of a step, the best statement first."""
     timed = tuple((step, step.time_s) for step in steps if step.time_s)
-    unit, rated = log.rate, tuple[tuple[StepReport, float], ...]()
+    unit, rated = log.rate, tuple[tuple[LogReport, float], ...]()
     basis = ""
     if unit is not None:
         parts = (work.sequences, work.seq_len, work.ranks)
@@ -112,13 +114,13 @@ def _statements(log: TrainingLog, steps: Sequence[StepReport], work: StepWork) -
         over = f" over {work.ranks} ranks" if unit.per_rank else ""
         basis = f"{unit}: {work.sequences} sequences{of_tokens} in a step{over}, by the configuration"
     return (
-        _Statement(kind=_TIME, basis="the time of a step in the log", times=timed),
-        _Statement(kind=_RATE, basis=basis, times=rated),
-        _Statement(kind=_CLOCK, basis="the clock between reports", times=_by_clock(steps, log.clock_s)),
+        _StepTimes(kind=_TIME, basis="the time of a step in the log", times=timed),
+        _StepTimes(kind=_RATE, basis=basis, times=rated),
+        _StepTimes(kind=_CLOCK, basis="the clock between reports", times=_by_clock(steps, log.clock_s)),
     )
 
 
-def _by_clock(steps: Sequence[StepReport], clock_s: float) -> tuple[tuple[StepReport, float], ...]:
+def _by_clock(steps: Sequence[LogReport], clock_s: float) -> tuple[tuple[LogReport, float], ...]:
     """Return the seconds of a step by the clock, between reports so far apart that its ticks do not matter."""
     stamped = [(step, step.stamp_s) for step in steps if step.stamp_s is not None]
     if len(stamped) < _LEAST_REPORTS:
@@ -136,9 +138,7 @@ def _by_clock(steps: Sequence[StepReport], clock_s: float) -> tuple[tuple[StepRe
     )
 
 
-def _behind_warm_up(
-    times: Sequence[tuple[StepReport, float]], *, are_means: bool
-) -> Sequence[tuple[StepReport, float]]:
+def _behind_warm_up(times: Sequence[tuple[LogReport, float]], *, are_means: bool) -> Sequence[tuple[LogReport, float]]:
     """Drop the first report, and the next ones until one is near to the median of the later half; at most half.
 
     Where each report is of its step alone, and the first is of a late step, that one counts if it is near as well.
@@ -152,7 +152,7 @@ def _behind_warm_up(
     return times[start:]
 
 
-def _covered(log: TrainingLog, used: Sequence[StepReport]) -> int:
+def _covered(log: TrainingLog, used: Sequence[LogReport]) -> int:
     """Return how many steps the reports are of."""
     if not log.are_means:
         return len(used)
@@ -160,7 +160,7 @@ def _covered(log: TrainingLog, used: Sequence[StepReport]) -> int:
     return len(used) * min(gaps, default=1)
 
 
-def _agreeing(log: TrainingLog, first: _Statement, middle: float, second: _Statement) -> str:
+def _agreeing(log: TrainingLog, first: _StepTimes, middle: float, second: _StepTimes) -> str:
     """Say that another statement agrees, or refuse the log with both figures."""
     beside = median(value for _, value in second.times)
     if abs(beside / middle - 1) > AGREEMENT:

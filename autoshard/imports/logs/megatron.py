@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from autoshard.imports.logs.lines import LogLine
-from autoshard.imports.logs.log import RateUnit, StepReport
+from autoshard.imports.logs.log import LogReport, RateUnit
 from autoshard.imports.logs.text import GIB_OF_MIB, TextReader, as_number
 
 _STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|")
@@ -77,7 +77,7 @@ class MegatronReader(TextReader):
         self.num_steps = total
         if "consumed tokens:" in line.text:
             self.facts["program"] = FORK
-        report = StepReport(
+        report = LogReport(
             number=number,
             time_s=seconds and seconds * (1e-3 if time[1] == "ms" else 1.0),
             rate=as_number(rate[1]) if rate else None,

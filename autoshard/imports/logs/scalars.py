@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from autoshard.imports.logs.log import MemoryKind, PeakMemory, RateUnit, StepReport, TrainingLog
+from autoshard.imports.logs.log import LogReport, MemoryKind, PeakMemory, RateUnit, TrainingLog
 
 _MOST = 50_000  # steps that are held, the last ones
 _GIB = 1 << 30
@@ -116,14 +116,14 @@ class ScalarTable:
             remarks=tuple(self.remarks),
         )
 
-    def _step(self, form: ScalarForm, number: int) -> StepReport:
+    def _step(self, form: ScalarForm, number: int) -> LogReport:
         row = self.rows[number]
 
         def value(names: tuple[str, ...]) -> float | None:
             return next((row[name] for name in names if row.get(name, 0) > 0), None)
 
         batch = value(form.batch)
-        return StepReport(
+        return LogReport(
             number=number, time_s=value(form.time), rate=value(form.rate), stamp_s=self.stamps.get(number),
             batch=int(batch) if batch else None,
         )  # fmt: skip

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from autoshard.imports.logs.log import StepReport
+from autoshard.imports.logs.log import LogReport
 
 _MOST = 50_000  # reports that are held; of longer runs the last ones
 _MOST_STREAMS = 512
@@ -15,11 +15,11 @@ _FIELDS = ("time_s", "rate", "stamp_s", "batch")
 class _Stream:
     """The reports of one rank."""
 
-    steps: deque[StepReport] = field(default_factory=lambda: deque[StepReport](maxlen=_MOST))
+    steps: deque[LogReport] = field(default_factory=lambda: deque[LogReport](maxlen=_MOST))
     runs: int = 1
     before: int = -1  # the number before the last one
 
-    def add(self, step: StepReport) -> bool:
+    def add(self, step: LogReport) -> bool:
         """Take a report; return whether another run begins with it."""
         if not self.steps:
             self.steps.append(step)
@@ -43,7 +43,7 @@ class _Stream:
             self.runs, self.before = self.runs + 1, -1
 
 
-def _joined(first: StepReport, second: StepReport) -> StepReport:
+def _joined(first: LogReport, second: LogReport) -> LogReport:
     missing = {name: getattr(second, name) for name in _FIELDS if getattr(first, name) is None}
     return replace(first, **missing) if missing else first
 
@@ -54,7 +54,7 @@ class StepSeries:
 
     streams: dict[str, _Stream] = field(default_factory=dict[str, _Stream])
 
-    def add(self, rank: str, step: StepReport) -> bool:
+    def add(self, rank: str, step: LogReport) -> bool:
         """Take one report, of which the first holds for a step; return whether another run begins with it."""
         if rank not in self.streams and len(self.streams) >= _MOST_STREAMS:
             return False
@@ -66,7 +66,7 @@ class StepSeries:
             stream.restart()
 
     @property
-    def steps(self) -> tuple[StepReport, ...]:
+    def steps(self) -> tuple[LogReport, ...]:
         """The reports of the last run, by the rank with the most."""
         return tuple(max((stream.steps for stream in self.streams.values()), key=len, default=()))
 
@@ -79,10 +79,10 @@ class StepSeries:
         return (f"{runs} runs in the file; the last is read, which begins at step {steps[0].number}",)
 
 
-def comparable(steps: Sequence[StepReport]) -> Sequence[StepReport]:
+def comparable(steps: Sequence[LogReport]) -> Sequence[LogReport]:
     """Return the reports with the batch of the last one, and without steps that the optimizer left out, if it took any.
 
-    >>> [step.number for step in comparable([StepReport(number=1, skipped=True), StepReport(number=2)])]
+    >>> [step.number for step in comparable([LogReport(number=1, skipped=True), LogReport(number=2)])]
     [2]
     """
     last = next((step.batch for step in reversed(steps) if step.batch is not None), None)
@@ -90,10 +90,10 @@ def comparable(steps: Sequence[StepReport]) -> Sequence[StepReport]:
     return [step for step in same if not step.skipped] or same
 
 
-def step_range(steps: Iterable[StepReport]) -> str:
+def step_range(steps: Iterable[LogReport]) -> str:
     """Return the range of the steps.
 
-    >>> step_range([StepReport(number=20), StepReport(number=30)])
+    >>> step_range([LogReport(number=20), LogReport(number=30)])
     '20..30'
     """
     numbers = [step.number for step in steps]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from autoshard.imports.logs.lines import LogLine
-from autoshard.imports.logs.log import PeakMemory, RateUnit, StepReport, TrainingLog
+from autoshard.imports.logs.log import LogReport, PeakMemory, RateUnit, TrainingLog
 from autoshard.imports.logs.steps import StepSeries
 
 GIB_OF_MIB = 1 / 1024
@@ -35,7 +35,7 @@ class TextReader(ABC):
     def take(self, line: LogLine) -> None:
         """Read one line."""
 
-    def add(self, line: LogLine, step: StepReport, *, bar_s: float | None = None) -> None:
+    def add(self, line: LogLine, step: LogReport, *, bar_s: float | None = None) -> None:
         """Keep a report with the clock of its line, or of a bar of progress where lines have none."""
         stamp = line.stamp
         seconds = stamp[0] if stamp else bar_s

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from autoshard.imports.logs.lines import LogLine
-from autoshard.imports.logs.log import RateUnit, StepReport
+from autoshard.imports.logs.log import LogReport, RateUnit
 from autoshard.imports.logs.text import TextReader, as_number
 
 _STEP = re.compile(
@@ -49,7 +49,7 @@ class TorchtitanReader(TextReader):
         if match := _STEP.search(text):
             rank = int(line.rank) if line.rank else None
             self.rate = RateUnit(what="tokens", per_rank=True)
-            self.add(line, StepReport(number=int(match[1]), rate=as_number(match[3])))
+            self.add(line, LogReport(number=int(match[1]), rate=as_number(match[3])))
             if int(match[1]) > 1:
                 self.peak(rank, float(match[2]), "reserved", int(match[1]))
         elif match := _MESH.search(text):

@@ -6,20 +6,20 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
-from autoshard.imports.logs.log import PeakMemory, RateUnit, StepReport, TrainingLog
+from autoshard.imports.logs.log import LogReport, PeakMemory, RateUnit, TrainingLog
 from autoshard.imports.logs.measure import StepWork, measured_peak, measured_step
 
 WORK = StepWork(sequences=64, seq_len=2048, ranks=8)
 TOKENS = RateUnit(what="tokens", per_rank=True)
 
 
-def log(steps: Sequence[StepReport], rate: RateUnit | None = None, clock_s: float = 1.0, **more: object) -> TrainingLog:
+def log(steps: Sequence[LogReport], rate: RateUnit | None = None, clock_s: float = 1.0, **more: object) -> TrainingLog:
     values = {"program": "p", "file": "a.log", "configurations": (), "are_means": True} | more
     return TrainingLog(**values, steps=tuple(steps), rate=rate, clock_s=clock_s)  # pyright: ignore[reportArgumentType]
 
 
-def timed(values: Sequence[float], first: int = 1) -> list[StepReport]:
-    return [StepReport(number=number, time_s=value) for number, value in enumerate(values, first)]
+def timed(values: Sequence[float], first: int = 1) -> list[LogReport]:
+    return [LogReport(number=number, time_s=value) for number, value in enumerate(values, first)]
 
 
 def test_warm_up_is_dropped_and_outliers_do_not_move_the_median() -> None:
@@ -37,7 +37,7 @@ def test_whatever_the_first_step_takes_the_rest_decides(values: list[float], fir
 def test_few_steps_are_refused_unless_each_report_is_of_many() -> None:
     with pytest.raises(InputError, match="is too short: 3 steps in 3 reports"):
         measured_step(log(timed([9.0, 2.0, 2.0, 2.0])), WORK)
-    every_tenth = [StepReport(number=10 * number, time_s=2.0) for number in (1, 2, 3)]
+    every_tenth = [LogReport(number=10 * number, time_s=2.0) for number in (1, 2, 3)]
     assert measured_step(log(every_tenth), WORK).steps == "20..30"
     with pytest.raises(InputError, match="is too short"):
         measured_step(log(every_tenth, are_means=False), WORK)
@@ -49,7 +49,7 @@ def test_a_log_of_single_steps_that_begins_late_keeps_its_first() -> None:
 
 
 def test_rates_become_seconds_and_say_what_was_taken_for_it() -> None:
-    steps = [StepReport(number=number, rate=8192.0) for number in range(1, 9)]
+    steps = [LogReport(number=number, rate=8192.0) for number in range(1, 9)]
     step = measured_step(log(steps, TOKENS), WORK)
     assert step.time_s == 2.0
     assert step.basis.endswith("64 sequences of 2048 tokens in a step over 8 ranks, by the configuration")
@@ -58,38 +58,38 @@ def test_rates_become_seconds_and_say_what_was_taken_for_it() -> None:
 
 
 def test_two_statements_that_differ_are_refused_with_both_figures() -> None:
-    steps = [StepReport(number=number, time_s=2.0, rate=8192.0, stamp_s=2.0 * number) for number in range(1, 200)]
+    steps = [LogReport(number=number, time_s=2.0, rate=8192.0, stamp_s=2.0 * number) for number in range(1, 200)]
     step = measured_step(log(steps, TOKENS), WORK)
     assert step.time_s == 2.0 and len(step.checks) == 2
     with pytest.raises(InputError, match=r"contradicts itself: 2\.00 s a step by .*, 1\.00 s by tokens"):
         measured_step(log(steps, TOKENS), StepWork(sequences=32, seq_len=2048, ranks=8))
-    slow = [StepReport(number=step.number, time_s=2.0, stamp_s=2.5 * step.number) for step in steps]
+    slow = [LogReport(number=step.number, time_s=2.0, stamp_s=2.5 * step.number) for step in steps]
     with pytest.raises(InputError, match=r"2\.00 s a step by the time .*, 2\.50 s by the clock"):
         measured_step(log(slow), WORK)
 
 
 def test_a_clock_alone_will_do_and_its_ticks_do_not() -> None:
-    exact = [StepReport(number=number, stamp_s=float(int(2.6 * number))) for number in range(1, 300)]
+    exact = [LogReport(number=number, stamp_s=float(int(2.6 * number))) for number in range(1, 300)]
     step = measured_step(log(exact), WORK)
     assert step.time_s == pytest.approx(2.6, rel=0.02) and step.basis == "the clock between reports"
     with pytest.raises(InputError, match="too few for a clock of 1 s"):
         measured_step(log(exact[:5]), WORK)
-    still = [StepReport(number=number, stamp_s=5.0) for number in range(9)]
+    still = [LogReport(number=number, stamp_s=5.0) for number in range(9)]
     with pytest.raises(InputError, match="says no time of a step"):
         measured_step(log(still), WORK)
 
 
 def test_a_batch_that_grows_counts_from_where_it_is_whole() -> None:
-    small = [StepReport(number=number, time_s=1.0, batch=32) for number in range(1, 9)]
-    whole = [StepReport(number=number, time_s=2.0, batch=64) for number in range(9, 17)]
+    small = [LogReport(number=number, time_s=1.0, batch=32) for number in range(1, 9)]
+    whole = [LogReport(number=number, time_s=2.0, batch=64) for number in range(9, 17)]
     assert measured_step(log([*small, *whole]), WORK).steps == "10..16"
     with pytest.raises(InputError, match=r"says 32 sequences in a step, its configuration 64\. Type --global-batch 32"):
         measured_step(log(small), WORK)
 
 
 def test_steps_that_the_optimizer_left_out_count_only_where_there_are_no_others() -> None:
-    skipped = [StepReport(number=number, time_s=1.5, skipped=True) for number in range(1, 9)]
-    taken = [StepReport(number=number, time_s=2.0) for number in range(9, 17)]
+    skipped = [LogReport(number=number, time_s=1.5, skipped=True) for number in range(1, 9)]
+    taken = [LogReport(number=number, time_s=2.0) for number in range(9, 17)]
     assert measured_step(log([*skipped, *taken]), WORK).time_s == 2.0
     assert measured_step(log(skipped), WORK).basis.endswith("of steps that the optimizer left out")
 
