@@ -53,7 +53,7 @@ class MeasuredStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _StepTimes:
+class _TimeSource:
     """One statement of a log: seconds of a step by report."""
 
     kind: str
@@ -102,7 +102,7 @@ def _refuse_batch(log: TrainingLog, steps: Sequence[LogReport], work: StepWork) 
         raise InputError.of(log.file, f"{message} if the log is right")
 
 
-def _statements(log: TrainingLog, steps: Sequence[LogReport], work: StepWork) -> Sequence[_StepTimes]:
+def _statements(log: TrainingLog, steps: Sequence[LogReport], work: StepWork) -> Sequence[_TimeSource]:
     """Return what a log says of the seconds of a step, the best statement first."""
     timed = tuple((step, step.time_s) for step in steps if step.time_s)
     unit, rated = log.rate, tuple[tuple[LogReport, float], ...]()
@@ -114,9 +114,9 @@ def _statements(log: TrainingLog, steps: Sequence[LogReport], work: StepWork) ->
         over = f" over {work.ranks} ranks" if unit.per_rank else ""
         basis = f"{unit}: {work.sequences} sequences{of_tokens} in a step{over}, by the configuration"
     return (
-        _StepTimes(kind=_TIME, basis="the time of a step in the log", times=timed),
-        _StepTimes(kind=_RATE, basis=basis, times=rated),
-        _StepTimes(kind=_CLOCK, basis="the clock between reports", times=_by_clock(steps, log.clock_s)),
+        _TimeSource(kind=_TIME, basis="the time of a step in the log", times=timed),
+        _TimeSource(kind=_RATE, basis=basis, times=rated),
+        _TimeSource(kind=_CLOCK, basis="the clock between reports", times=_by_clock(steps, log.clock_s)),
     )
 
 
@@ -160,7 +160,7 @@ def _covered(log: TrainingLog, used: Sequence[LogReport]) -> int:
     return len(used) * min(gaps, default=1)
 
 
-def _agreeing(log: TrainingLog, first: _StepTimes, middle: float, second: _StepTimes) -> str:
+def _agreeing(log: TrainingLog, first: _TimeSource, middle: float, second: _TimeSource) -> str:
     """Say that another statement agrees, or refuse the log with both figures."""
     beside = median(value for _, value in second.times)
     if abs(beside / middle - 1) > AGREEMENT:
