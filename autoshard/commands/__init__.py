@@ -35,7 +35,6 @@ EVERYDAY = {  # options that the help of a command with many shows first
 }
 EXAMPLES = {  # command lines that its help shows
     "import": (
-        "autoshard import hf_llama3_70B_config.yaml --nodes 16",
         "autoshard import pretrain_gpt.sh --cluster h100 --out theirs.json",
         "autoshard import train.log --config pretrain_gpt.sh --rows rows.jsonl",
     ),

@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from autoshard.command_line.options import Paths
+from autoshard.command_line.options import Configuration, Paths
 from autoshard.commands.interchange.import_logs import import_logs
 from autoshard.commands.output import print_answer
 from autoshard.commands.progress import watching
@@ -26,7 +26,7 @@ _LONGEST_S = 10**6
 def import_(
     file: Paths,
     question: ImportOptions,
-    config: str | None = None,
+    config: Configuration | None = None,
     rows: Path | None = None,
     nodes: int | None = None,
     no_search: bool = False,

@@ -36,7 +36,7 @@ def bar_seconds(clock: str) -> int:
 class LightningReader(TextReader):
     """Reads lines and bars of Lightning."""
 
-    program: ClassVar[str] = "NeMo"
+    program: ClassVar[str] = "NeMo or NxD Training"
     configurations: ClassVar[tuple[str, ...]] = ("nxdt", "bridge", "megatron")
     marks: ClassVar[tuple[str, ...]] = ("Training epoch ", "reduced_train_loss=")
 
@@ -65,6 +65,8 @@ class LightningReader(TextReader):
         elif "tokens_per_sec_per_gpu" in fields:
             rate, unit = as_number(fields["tokens_per_sec_per_gpu"]), RateUnit(what="tokens", per_rank=True)
         self.rate = unit or self.rate
+        if is_nxdt or time is not None:
+            self.facts["program"] = "NxD Training" if is_nxdt else "NeMo"
         self.of_steps = time is not None or rate is not None
         batch = as_number(fields.get("global_batch_size", ""))
         self.num_steps = total if total > number else self.num_steps or total

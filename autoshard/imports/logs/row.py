@@ -119,7 +119,9 @@ def _id_of(log: TrainingLog, question: ImportedQuestion, framework: str) -> str:
     """Name a run so that its log has the same name when it has grown, or lies elsewhere."""
     layout, first = question.candidate, log.steps[0]
     request = question.request
-    parts = (framework, request.model.name, request.cluster.name, str(layout), str(request.workload), str(first))
+    report = (first.number, first.time_s, first.rate, first.stamp_s)
+    work = (request.workload.seq_len, request.workload.global_batch, request.workload.precision.name)
+    parts = (framework, request.model.name, request.cluster.name, str(layout), str(work), str(report))
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:_DIGITS]
     name = f"{framework} {request.model.name} n{layout.num_ranks} tp{layout.tp}pp{layout.pp}cp{layout.cp}"
     return f"{_NO_LETTER.sub('-', name.lower()).strip('-')}-{digest}"

@@ -207,7 +207,7 @@ LOGS = (
         name="nxdt-gpt.log",
         source="https://github.com/aws-neuron/aws-neuron-sdk/blob/72825d5/libraries/nxd-training/tutorials/"
         "megatron_gpt_pretraining.rst",
-        program="NeMo", config=("megatron_gpt.yaml",
+        program="NeMo or NxD Training", config=("megatron_gpt.yaml",
             "trainer: {devices: 32, num_nodes: 8}\n"
             "distributed_strategy: {tensor_model_parallel_size: 8, pipeline_model_parallel_size: 1, zero1: True}\n"
             "data: {micro_batch_size: 1, global_batch_size: 128}\n"
