@@ -16,7 +16,7 @@ FLOORS: tuple[Mapping[str, str], ...] = (
         "jobs": "files for Slurm, Kubernetes, torchrun",
     },
     {"exports": "plans as configurations of other programs"},
-    {"imports": "configurations of other programs, as questions"},
+    {"imports": "configurations and logs of other programs"},
     {"calibration": "measured runs, and the constants fitted to them"},
     {"search": "the best plan, with a certificate", "modules": "torch modules without a card, read and run"},
     {"blocks": "the cheapest layout of every operation of a block"},
@@ -62,7 +62,7 @@ PRODUCTS = (
         title="other programs",
         folders=("imports", "exports"),
         reads=("spec", "plan"),
-        glances=("cost", "search"),
+        glances=("cost", "search", "calibration"),
     ),
 )
 

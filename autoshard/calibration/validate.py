@@ -280,20 +280,7 @@ def validated(path: Path, calibration: Calibration | None = None, own: NodeType 
             continue
         bases.setdefault(rows.sets[where], {})[constants.basis] = None
         runs[where] = run
-        uncounted = load_kernels(run.candidate.kernels or run.cluster.kernels).uncounted
-        by_stage = tuple(rounded(memory.without(uncounted) / GIB) for memory in prediction.stage_memory)
-        fullest_bytes = max(memory.without(_GIVEN_BACK) for memory in prediction.stage_memory)
-        predicted[where] = PredictedRow(
-            id=rows.rows[where].id,
-            predicted_step_time_s=prediction.step_time_s,
-            low_s=prediction.low_s,
-            high_s=prediction.high_s,
-            predicted_peak_memory_gib=max(by_stage),
-            assumed=run.assumed,
-            parts=prediction.time_parts,
-            predicted_peak_memory_gib_by_stage=by_stage,
-            fits=fullest_bytes <= run.cluster.rank_memory_bytes,
-        )
+        predicted[where] = predicted_row(rows.rows[where].id, run, prediction)
     rows = rows.without(faults, path)
     pairs = {name: [(row, predicted[where]) for where, row in rows.rows.items() if rows.sets[where] == name]
              for name in bases}  # fmt: skip
@@ -307,6 +294,24 @@ def validated(path: Path, calibration: Calibration | None = None, own: NodeType 
         if time_s
     ]
     return Validated(validation=validation, times=tuple(times), rows=rows)
+
+
+def predicted_row(name: str, run: MeasuredRun, prediction: Prediction) -> PredictedRow:
+    """Return a prediction as rows compare it: memory is what the program's own counter counts."""
+    uncounted = load_kernels(run.kernels).uncounted
+    by_stage = tuple(rounded(memory.without(uncounted) / GIB) for memory in prediction.stage_memory)
+    fullest_bytes = max(memory.without(_GIVEN_BACK) for memory in prediction.stage_memory)
+    return PredictedRow(
+        id=name,
+        predicted_step_time_s=prediction.step_time_s,
+        low_s=prediction.low_s,
+        high_s=prediction.high_s,
+        predicted_peak_memory_gib=max(by_stage),
+        assumed=run.assumed,
+        parts=prediction.time_parts,
+        predicted_peak_memory_gib_by_stage=by_stage,
+        fits=fullest_bytes <= run.cluster.rank_memory_bytes,
+    )
 
 
 def predicted_run(run: MeasuredRun, calibration: Calibration, cutting: Cutting | None = None) -> Prediction:

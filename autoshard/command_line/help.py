@@ -41,6 +41,8 @@ def help_of(name: str, command: Callable[..., int], everyday: Sequence[str] = ()
         add_option(groups[sections[key]], option, _about(option, about))
     last = parser.add_argument_group("of every command")
     for flag, text in COMMON.items():
+        if flag in {option.flag for option in options.values()}:
+            continue
         last.add_argument(flag, metavar="FILE", help=text)
     last.add_argument("-h", "--help", action="store_true", help="Show this help.")
     return parser.format_help()

@@ -13,6 +13,7 @@ from autoshard.spec.files import YAML_SUFFIXES
 Counts = tuple[int, ...]  # one whole number, or several with commas between them
 Paths = tuple[Path, ...]  # one path or more, typed one after the other
 PlanOrRecipe = NewType("PlanOrRecipe", Path)  # a recipe (.yaml) is a file of options as well
+Configuration = NewType("Configuration", str)  # of another program: a file, or FILE.py:FUNCTION
 Group = TypeVar("Group")  # a dataclass whose fields are options
 
 DEFAULT_PLAN = PlanOrRecipe(Path("plan.json"))  # what `autoshard plan` writes, and what is read where no plan is typed

@@ -23,10 +23,16 @@ def parser_of(name: str, options: Mapping[str, Option]) -> ArgumentParser:
         add_option(parser, option, "")
     if word_option(options):
         parser.add_argument(WORD, nargs="?")
-    parser.add_argument("--config")
+    if names_options(options):
+        parser.add_argument("--config")
     parser.add_argument("--extend", action="append")
     parser.add_argument("-h", "--help", action="store_true")
     return parser
+
+
+def names_options(options: Mapping[str, Option]) -> bool:
+    """Say whether --config names a file of options; a command may have an option of this name that is another."""
+    return "config" not in options
 
 
 def dest_of(option: Option) -> str:

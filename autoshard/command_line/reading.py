@@ -22,7 +22,7 @@ from autoshard.command_line.options import (
     is_recipe,
     options_of,
 )
-from autoshard.command_line.parsing import COMMON, WORD, dest_of, parser_of
+from autoshard.command_line.parsing import COMMON, WORD, dest_of, names_options, parser_of
 from autoshard.command_line.suggesting import suggestion
 from autoshard.command_line.values import pairs_of, value_of
 from autoshard.errors import Fault, InputError, inside
@@ -104,7 +104,7 @@ def _option_files(options: Mapping[str, Option], line: dict[str, Any]) -> Iterat
         if line["model"] is not None:
             raise InputError.of("--model", f"is typed twice: {word} and {line['model']}")
         line["model"] = word
-    if line["config"]:
+    if names_options(options) and line["config"]:
         with inside("--config"):
             yield f"--config {line['config']}", str(named_file(Path(line["config"]), RECIPES))
 

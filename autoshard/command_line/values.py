@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from jsonargparse import ArgumentError, ArgumentParser
 
-from autoshard.command_line.options import DEFAULT_PLAN, REQUIRED, Counts, Option, Paths, PlanOrRecipe
+from autoshard.command_line.options import DEFAULT_PLAN, REQUIRED, Configuration, Counts, Option, Paths, PlanOrRecipe
 from autoshard.errors import Fault, nearest
 from autoshard.spec.recipe import Pins
 
@@ -21,6 +21,7 @@ EXPECTED: dict[Any, tuple[str, str]] = {  # type -> how the help and how a fault
     Path: ("PATH", "a path"),
     Paths: ("PATH", "paths"),
     Pins: ("KEY=VALUE[,...]", "text"),
+    Configuration: ("FILE", "a file"),
 }
 _LENGTHS = ("seq_len",)  # counted as contexts are named: 8k is 8192
 _UNITS = {"k": 1, "K": 1, "M": 2, "G": 3, "B": 3, "T": 4}

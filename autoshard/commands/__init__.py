@@ -9,7 +9,7 @@ COMMANDS = {  # each is a function of its name, in a module of its name, whose d
     "explain": "show where the time and the memory of a plan go, and what comes next to it",
     "report": "draw plans, and a run beside its prediction, as a page to look at",
     "compare": "say which of two plans is predicted to be faster, and why",
-    "import": "predict a configuration of Megatron, torchtitan, NxD Training, ...; name a better plan",
+    "import": "predict a configuration of Megatron, torchtitan, ...; name a better plan; read logs into measured rows",
     "export": "write a plan as a configuration of another program",
     "verify": "say why a plan cannot run, or prove that its sharding computes the same",
     "run": "train as a plan or a recipe says; put the prediction beside the measurement",
@@ -30,13 +30,13 @@ _FOLDERS = {"import": "interchange", "export": "interchange"}  # of commands tha
 EVERYDAY = {  # options that the help of a command with many shows first
     "plan": ("model", "cluster", "nodes", "seq_len", "global_batch", "fix", "choose", "tokens", "out", "open"),
     "run": ("steps", "learning_rate", "data.sets", "out", "resume", "restarts", "track.wandb", "dry_run"),
-    "import": ("out", "no_search", "nodes", "cluster", "model", "seq_len", "global_batch", "fix"),
+    "import": ("out", "no_search", "nodes", "cluster", "model", "seq_len", "global_batch", "fix", "config", "rows"),
     "launch": ("scheduler", "nodes", "out", "name", "run_folder", "steps", "learning_rate", "data.sets"),
 }
 EXAMPLES = {  # command lines that its help shows
     "import": (
-        "autoshard import hf_llama3_70B_config.yaml --nodes 16",
         "autoshard import pretrain_gpt.sh --cluster h100 --out theirs.json",
+        "autoshard import train.log --config pretrain_gpt.sh --rows rows.jsonl",
     ),
     "export": (
         "autoshard export --to nxdt",

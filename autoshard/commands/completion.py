@@ -67,7 +67,9 @@ def _cases() -> str:
             for option in typed
             if _values(option)
         ]
-        flags.append(f'      {command}) choices="{" ".join([*(option.flag for option in typed), *_COMMON])}" ;;')
+        flags.append(
+            f'      {command}) choices="{" ".join(dict.fromkeys([*(option.flag for option in typed), *_COMMON]))}" ;;'
+        )
         words = [word for option in options if option.label != option.flag for word in _values(option)]
         positional += [f'    "{command} {command}") choices="{" ".join(words)}" ;;'] if words else []
     return "\n".join([

@@ -34,6 +34,7 @@ class ImportedRun:
     harmless: tuple[str, ...]  # which change neither
     remarks: tuple[str, ...]
     comment: str = ""  # the first line of the file, if it is one: "a preset for 64 A100 GPUs"
+    said: frozenset[str] = frozenset()  # names of facts that a key of the file states
 
     @property
     def hints(self) -> str:
@@ -49,19 +50,19 @@ def imported_run(typed: str) -> ImportedRun:
     require(
         (not is_plan, str(path), f"is a plan. `autoshard export {path} --to PROGRAM` writes it for another program")
     )
-    programs = {key: program for key, values in found.items() if (program := _program_of(values))}
+    programs = {key: program for key, values in found.items() if (program := other_program(values))}
     if not programs:
         titles = ", ".join(program.title for program in PROGRAMS)
         advice = "Known by their keys: " + titles
         raise InputError.of(str(path), f"is no configuration of a training run that autoshard reads. {advice}")
     key, values = chosen({key: found[key] for key in programs}, path, name)
-    run = replace(_run(programs[key], str(path), key, values), comment=comment_of(path))
+    run = replace(run_of_values(programs[key], str(path), key, values), comment=comment_of(path))
     for key, program in run.program.files.items():
         run = _with_file(run, key, values.get(key), program)
     return run
 
 
-def _program_of(values: Mapping[str, Any]) -> OtherProgram | None:
+def other_program(values: Mapping[str, Any]) -> OtherProgram | None:
     """Return the first program of which a file has a key that tells it."""
     for program in PROGRAMS:
         if any(matching(path, mark) for path in values for mark in program.marks):
@@ -77,7 +78,7 @@ def _with_file(run: ImportedRun, key: str, named: object, program: OtherProgram)
     if not path.is_file():
         return replace(run, unread=(*run.unread, f"{key} = {named}, which is not beside the file"))
     values = next(iter(parsed_documents(path).values()))
-    said = _run(replace(program, defaults={}), str(path), "", values)
+    said = run_of_values(replace(program, defaults={}), str(path), "", values)
     return replace(
         run,
         facts={**run.facts, **said.facts},
@@ -88,7 +89,8 @@ def _with_file(run: ImportedRun, key: str, named: object, program: OtherProgram)
     )
 
 
-def _run(program: OtherProgram, file: str, name: str, values: Mapping[str, Any]) -> ImportedRun:
+def run_of_values(program: OtherProgram, file: str, name: str, values: Mapping[str, Any]) -> ImportedRun:
+    """Return what keys with values state for a program."""
     read: dict[str, Any] = {}
     unread: list[str] = []
     places: dict[str, str] = {}
@@ -101,7 +103,7 @@ def _run(program: OtherProgram, file: str, name: str, values: Mapping[str, Any])
         elif value is not None and value != read[key]:
             unread.append(f"{path} = {_short(value)}, beside {places[key]} = {_short(read[key])}")
     stated = {**program.implied, **read}
-    facts = dict(program.defaults)
+    facts, said = dict(program.defaults), set[str]()
     faults, remarks = Faults(), list[str]()
     for entry in program.entries:
         present = {key: stated[key] for key in entry.keys if key in stated}
@@ -111,6 +113,7 @@ def _run(program: OtherProgram, file: str, name: str, values: Mapping[str, Any])
                 unread += meant.pop("unread", ())
                 remarks += meant.pop("remarks", ())
                 facts |= meant
+                said |= meant.keys() if read.keys() & present.keys() else set()
     faults.refuse()
     rest = [path for path in values if path not in {place for place, _ in placed(program, values)}]
     patterns = program.harmless
@@ -130,6 +133,7 @@ def _run(program: OtherProgram, file: str, name: str, values: Mapping[str, Any])
         unread=tuple(unread),
         harmless=tuple(harmless),
         remarks=tuple(remarks),
+        said=frozenset(said),
     )
 
 

@@ -3,12 +3,15 @@
 import shlex
 from pathlib import Path
 
+from autoshard.command_line.options import Configuration, Paths
+from autoshard.commands.interchange.import_logs import import_logs
 from autoshard.commands.output import print_answer
 from autoshard.commands.progress import watching
 from autoshard.commands.writing.target import Target, Written
 from autoshard.errors import require
 from autoshard.imports.answer import answered, fitting_question
 from autoshard.imports.imported import imported_run
+from autoshard.imports.logs.reading import holds_log
 from autoshard.imports.question import ImportOptions
 from autoshard.report.interchange import import_json, import_sheets
 from autoshard.report.sheet import Node
@@ -21,8 +24,10 @@ _LONGEST_S = 10**6
 
 
 def import_(
-    file: str,
+    file: Paths,
     question: ImportOptions,
+    config: Configuration | None = None,
+    rows: Path | None = None,
     nodes: int | None = None,
     no_search: bool = False,
     time_limit: int | None = None,
@@ -32,9 +37,15 @@ def import_(
 ) -> int:
     """Predict a configuration of NxD Training, Megatron, NeMo, torchtitan, Accelerate or DeepSpeed; name a better plan.
 
+    Logs of runs of these programs are read into measured rows, beside their predictions.
+
     Args:
-        file: The configuration: YAML, JSON, TOML, a shell script, or FILE.py:FUNCTION. It is read, and never run.
+        file: The configuration: YAML, JSON, TOML, a shell script, or FILE.py:FUNCTION. It is read, and never run. Or
+            logs of one configuration: text, also packed with gzip, event files of TensorBoard, offline runs of W&B.
         question: What the file leaves open, or is to be changed.
+        config: The configuration of the runs whose logs are read. Default: what each log prints of it.
+        rows: The file to which the measured rows of logs are added, one a line; the row of a log that it has already
+            is replaced.
         nodes: How many nodes the cluster has. Default: what the file says, or as few as its layout needs.
         no_search: Only predict; look for no better plan.
         time_limit: Stop the search after so many seconds, with the best plan until then.
@@ -46,7 +57,12 @@ def import_(
         (time_limit is None or 1 <= time_limit <= _LONGEST_S, "--time-limit", f"must be 1 to {_LONGEST_S}"),
         (nodes is None or nodes >= 1, "--nodes", f"must be at least 1, not {nodes}"),
     )
-    asked = fitting_question(imported_run(file), question, nodes)
+    first, *others = file
+    if config or rows or others or holds_log(first):
+        require((out is None, "--out", "a log makes a row, not a plan. Type --rows rows.jsonl"))
+        return import_logs(file, config, question, nodes, rows, json=json)
+    name = str(first)
+    asked = fitting_question(imported_run(name), question, nodes)
 
     def best(request: Request) -> SearchResult:
         with watching(time_limit, format_seconds) as watch:
@@ -56,11 +72,11 @@ def import_(
     to = Target(out=out or Path("plan.json"), force=force, json=json)
     written = to.write(answer.plan) if out and answer.plan and answer.is_plan else Written()
     figures = import_json(answer)
-    next_step = to.next_step if out else shlex.join(["autoshard", "import", file, "--out", "plan.json"])
+    next_step = to.next_step if out else shlex.join(["autoshard", "import", name, "--out", "plan.json"])
     next_step = next_step if answer.is_plan else ""
     print_answer(figures if json else import_sheets(answer, Node(figures), next_step))
     if not answer.runs:
         return 1
     kept = "is not kept as a plan, because no engine of autoshard runs it"
-    require(*((out is None, file, f"{kept}: {reason.message}") for reason in answer.foreign))
+    require(*((out is None, name, f"{kept}: {reason.message}") for reason in answer.foreign))
     return to.end(answer.plan, written) if out and answer.plan else 0

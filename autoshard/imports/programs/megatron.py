@@ -10,7 +10,15 @@ from dataclasses import replace
 from typing import cast
 
 from autoshard.errors import InputError
-from autoshard.imports.programs.megatron_model import MODEL, head_facts, model, name, written_heads, written_model
+from autoshard.imports.programs.megatron_model import (
+    FOREIGN,
+    MODEL,
+    head_facts,
+    model,
+    name,
+    written_heads,
+    written_model,
+)
 from autoshard.imports.programs.shared import (
     ADAPTERS,
     BATCH,
@@ -203,11 +211,6 @@ _PRECISION = (
 )  # fmt: skip
 
 
-# What makes of a decoder another one than autoshard models: latent attention, shared experts, layers of other kinds.
-_OTHER_MODELS = (
-    "multi_latent_attention", "moe_shared_expert_intermediate_size", "hybrid_layer_pattern", "hybrid_override_pattern",
-    "moe_layer_freq", "mtp_num_layers", "spec",
-)  # fmt: skip
 _ADAPTERS = ("peft", "peft.call", "peft.dim", "peft_scheme", "lora_rank")
 
 
@@ -226,8 +229,7 @@ def _kernels(keys: Keys) -> Facts:
 
 
 def _cp_kind(keys: Keys) -> Facts:
-    kind = str(keys["cp_comm_type"])
-    return {"layout.cp_kind": "all_to_all" if kind == "a2a" else "ring"}
+    return {"layout.cp_kind": "all_to_all" if words(keys["cp_comm_type"])[:1] == ("a2a",) else "ring"}
 
 
 _STATES = (
@@ -300,6 +302,7 @@ MEGATRON = OtherProgram(
             reads=_sharding,
             writes=_written_sharding,
         ),
+        read_only("use_flash_attn", reads=lambda keys: {"layout.flash": truth(keys["use_flash_attn"])}),
         KeyEntry(keys=("num_distributed_optimizer_instances",), reads=_instances, writes=_written_instances),
         KeyEntry(
             keys=("overlap_grad_reduce",),
@@ -338,9 +341,7 @@ MEGATRON = OtherProgram(
         KeyEntry(keys=("account_for_loss_in_pipeline_split",), reads=lambda keys: {
             "layout.last_less": int(truth(keys["account_for_loss_in_pipeline_split"]))
         }),
-        read_only(
-            *_OTHER_MODELS, reads=lambda keys: {"model.unmodelled": [key for key, value in keys.items() if value]}
-        ),
+        FOREIGN,
         read_only(*_STATES, reads=_states),
         read_only(*_ADAPTERS, reads=lambda keys: {"remarks": [ADAPTERS]} if any(keys.values()) else {}),
         read_only("/model.args", "/model.config.args", "/args", reads=name),
@@ -356,7 +357,7 @@ MEGATRON = OtherProgram(
         "make_vocab_size_divisible_by", "override_*", "bias_*", "no_masked_softmax_fusion", "no_position_embedding",
         "rotary_percent", "moe_aux_loss_coeff", "calculate_per_*", "moe_router_load_balancing_type",
         "moe_grouped_gemm", "moe_token_dispatcher_type", "profile*", "loss_scale", "overlap_param_gather", "job_name",
-        "export", "*exp_manager*", "trainer.*", "data.*", "use_flash_attn", "no_create_attention_mask_in_dataloader",
+        "export", "*exp_manager*", "trainer.*", "data.*", "no_create_attention_mask_in_dataloader",
         "no_mmap_bin_files", "*nccl*", "dist_ckpt*", "distributed_backend", "*check_for_nan*",
         "*average_in_collective", "ddp.overlap_param_gather", "*.pipeline_dtype", "decoupled_*", "*cuda_graph_*",
         "partition", "dist.*", "comm_overlap.*", "start_weight_decay", "end_weight_decay", "tiktoken_pattern",

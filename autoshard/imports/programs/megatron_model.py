@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from autoshard.imports.table import Facts, Keys, truth, whole_number
+from autoshard.imports.table import Facts, Keys, read_only, truth, whole_number
 
 
 def model(keys: Keys) -> Facts:
@@ -52,6 +52,22 @@ MODEL = (
     "add_bias_linear", "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "squared_relu",
     "num_layers",
 )  # fmt: skip
+
+
+# What makes of a decoder another one than autoshard models: latent attention, shared experts, layers of other kinds.
+_OTHER_MODELS = (
+    "multi_latent_attention", "moe_shared_expert_intermediate_size", "hybrid_layer_pattern", "hybrid_override_pattern",
+    "moe_layer_freq", "mtp_num_layers", "spec",
+)  # fmt: skip
+_EVERY_LAYER = "moe_layer_freq", "1"  # has experts, which autoshard models; a log prints this default
+
+
+def _unmodelled(keys: Keys) -> Facts:
+    """Name the keys of another decoder."""
+    return {"model.unmodelled": [key for key, value in keys.items() if value and (key, str(value)) != _EVERY_LAYER]}
+
+
+FOREIGN = read_only(*_OTHER_MODELS, reads=_unmodelled)
 
 
 def head_facts(keys: Keys) -> Facts:

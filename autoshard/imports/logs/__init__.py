@@ -1,0 +1,1 @@
+"""Logs of training runs of other programs, read into measured rows."""
