@@ -61,7 +61,8 @@ def known_before(cluster: str, chip: str, programs: Sequence[tuple[str, str | No
     used = [*dict.fromkeys(used)]
     frameworks = dict.fromkeys(departure.framework for departure in used)
     who = ", ".join(frameworks) if len(used) < len(rest) else "all programs"
-    name = f"the rates of {chip}, and what {who or 'hosts'} add"
+    adds = f"{who} adds" if len(frameworks) == 1 else f"{who or 'hosts'} add"
+    name = f"the rates of {chip}, and what {adds}"
     numbers: Mapping[str, Any] = numbers_of(chip, mean_constants(used))
     return replace(uncalibrated(), name=name, sources=_sources(chip), **numbers)
 

@@ -82,6 +82,7 @@ def _with_file(run: ImportedRun, key: str, named: object, program: OtherProgram)
     return replace(
         run,
         facts={**run.facts, **said.facts},
+        said=run.said | said.said,
         stated=run.stated + said.stated,
         unread=run.unread + said.unread,
         harmless=run.harmless + said.harmless,

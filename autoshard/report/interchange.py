@@ -5,10 +5,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from autoshard.calibration.next_layout import FEWEST
 from autoshard.exports.price import ExportAnswer
 from autoshard.imports.answer import ImportAnswer
 from autoshard.imports.logs.answer import LogAnswer
 from autoshard.imports.logs.row import LoggedRun
+from autoshard.imports.to_try import NextAnswer
 from autoshard.plan.plan import Plan
 from autoshard.report.plan_sheets import plan_figures, plan_headline
 from autoshard.report.sheet import Cell, Fact, Node, Sheet, Table, Words
@@ -160,9 +162,29 @@ def export_sheets(answer: ExportAnswer, figures: Node) -> Iterator[Sheet]:
     yield Sheet(title=f"for {program}", facts=[layout, *lost, *unsaid, *price, *refused])
 
 
-def logs_json(answers: Sequence[LogAnswer]) -> dict[str, Any]:
-    """Return everything that is said of logs."""
-    return {"logs": [_log_figures(answer) for answer in answers]}
+def logs_json(answers: Sequence[LogAnswer], following: NextAnswer | None) -> dict[str, Any]:
+    """Return everything that is said of logs, and of the layout to try after them."""
+    logs = {"logs": [_log_figures(answer) for answer in answers]}
+    return logs if following is None else {**logs, "next_layout": _next_figures(following)}
+
+
+def _next_figures(following: NextAnswer) -> Mapping[str, Any]:
+    known, best, to_try = following.known, following.best, following.to_try
+    return {
+        "rows": len(known.samples),
+        "constants": known.constants.name,
+        "fitted": known.is_fitted,
+        "fastest_candidate": str(best.run.candidate),
+        "fastest_step_time_s": best.step_s,
+        "candidate": to_try and str(to_try.run.candidate),
+        "step_time_s": to_try and to_try.step_s,
+        "low_s": to_try and to_try.low_s,
+        "high_s": to_try and to_try.high_s,
+        "chance": to_try and to_try.chance,
+        "regret": to_try and to_try.regret,
+        "regret_after": to_try and to_try.regret_after,
+        "why_none": following.why_none,
+    }
 
 
 def _log_figures(answer: LogAnswer) -> Mapping[str, Any]:
@@ -191,8 +213,13 @@ def _log_figures(answer: LogAnswer) -> Mapping[str, Any]:
     }
 
 
-def log_sheets(answers: Sequence[LogAnswer], figures: Node, wrote: str, next_step: str) -> Iterator[Sheet]:
-    """Yield a table of the logs that became rows, what their seconds rest on, and what to type next."""
+def log_sheets(
+    answers: Sequence[LogAnswer], figures: Node, following: NextAnswer | None, ends: tuple[str, str]
+) -> Iterator[Sheet]:
+    """Yield a table of the logs that became rows, what their seconds rest on, and the layout to try next.
+
+    ``ends`` say which rows were written, and what to type next.
+    """
     nodes = {answer.file: node for answer, node in zip(answers, figures["logs"], strict=True)}
     read = [answer.logged for answer in answers if answer.logged is not None]
     rows = [_log_cells(logged, nodes[logged.log.file]) for logged in read]
@@ -203,9 +230,29 @@ def log_sheets(answers: Sequence[LogAnswer], figures: Node, wrote: str, next_ste
     facts = [Fact("layout", Words(layout, "code")) for layout in layouts]
     refused = len(answers) - len(read)
     facts += [Fact(Words("refused", "bad"), f"{counted(refused, 'log')} of {len(answers)}")] if refused else []
+    facts += [*_next_facts(following, figures["next_layout"])] if following else []
+    wrote, next_step = ends
     facts += [Fact("wrote", wrote)] if wrote else []
     facts += [Fact("next", Words(next_step, "code"))] if next_step else []
     yield Sheet(facts=facts)
+
+
+def _next_facts(following: NextAnswer, node: Node) -> Iterator[Fact]:
+    """Yield the fastest layout of the rows, the one to try next, and what its measurement would show."""
+    known, best, to_try = following.known, following.best, following.to_try
+    rows = counted(len(known.samples), "row")
+    known_before = f"known without them: {known.constants.name} (a fit needs {FEWEST} rows of two layouts)"
+    yield Fact("constants", f"fitted to {rows}, from {known.constants.name}" if known.is_fitted else known_before)
+    yield Fact("fastest", node["fastest_step_time_s"].figure(), " of the rows of this question")
+    yield Fact("", Words(str(best.run.candidate), "code"))
+    if to_try is None:
+        yield Fact("try next", f"nothing: {following.why_none}")
+        return
+    between = f" ({format_seconds(to_try.low_s)} to {format_seconds(to_try.high_s)}), faster than that with "
+    yield Fact("try next", (node["step_time_s"].figure(), between, node["chance"].figure(lambda share: f"{share:.0%}")))
+    yield Fact("", Words(str(to_try.run.candidate), "code"))
+    costs = f"{to_try.regret:.1%} of a step today, {to_try.regret_after:.1%} once it is measured"
+    yield Fact("shows", f"choosing among the best layouts costs {costs}, on average over what is unknown")
 
 
 def _layout(logged: LoggedRun) -> str:

@@ -1,10 +1,11 @@
 """``autoshard import``: what other programs' configurations will take, what cannot run of them, and what is better."""
 
 import shlex
+from functools import partial
 from pathlib import Path
 
 from autoshard.command_line.options import Configuration, Paths
-from autoshard.commands.interchange.import_logs import import_logs
+from autoshard.commands.interchange.import_logs import LogSources, import_logs
 from autoshard.commands.output import print_answer
 from autoshard.commands.progress import watching
 from autoshard.commands.writing.target import Target, Written
@@ -21,6 +22,7 @@ from autoshard.search.bound.request import Request
 from autoshard.units import format_seconds
 
 _LONGEST_S = 10**6
+_OPTIONS = 16  # layouts of which the next one to try is chosen
 
 
 def import_(
@@ -37,7 +39,7 @@ def import_(
 ) -> int:
     """Predict a configuration of NxD Training, Megatron, NeMo, torchtitan, Accelerate or DeepSpeed; name a better plan.
 
-    Logs of runs of these programs are read into measured rows, beside their predictions.
+    Logs of runs of these programs become measured rows, beside their predictions; the answer is the layout to try next.
 
     Args:
         file: The configuration: YAML, JSON, TOML, a shell script, or FILE.py:FUNCTION. It is read, and never run. Or
@@ -47,9 +49,9 @@ def import_(
         rows: The file to which the measured rows of logs are added, one a line; the row of a log that it has already
             is replaced.
         nodes: How many nodes the cluster has. Default: what the file says, or as few as its layout needs.
-        no_search: Only predict; look for no better plan.
+        no_search: Only predict; look for no better plan, and for no layout to try after the runs of logs.
         time_limit: Stop the search after so many seconds, with the best plan until then.
-        out: Keep the configuration as a plan file, if it can run.
+        out: Keep the configuration as a plan file, if it can run; of logs, the layout to try next.
         force: Replace the plan file even if somebody has edited it, or if it holds something else.
         json: Print one JSON object instead of tables.
     """
@@ -58,25 +60,26 @@ def import_(
         (nodes is None or nodes >= 1, "--nodes", f"must be at least 1, not {nodes}"),
     )
     first, *others = file
+    target = Target(out=out or Path("plan.json"), force=force, json=json)
+
+    def best(request: Request, count: int = 1) -> SearchResult:
+        with watching(time_limit, format_seconds) as watch:
+            return search(request, count, watch, simple_within=DOUBT)
+
     if config or rows or others or holds_log(first):
-        require((out is None, "--out", "a log makes a row, not a plan. Type --rows rows.jsonl"))
-        return import_logs(file, config, question, nodes, rows, json=json)
+        sources = LogSources(files=file, config=config, options=question, nodes=nodes, rows=rows)
+        several = None if no_search else partial(best, count=_OPTIONS)
+        return import_logs(sources, several, target, keeps=out is not None)
     name = str(first)
     asked = fitting_question(imported_run(name), question, nodes)
-
-    def best(request: Request) -> SearchResult:
-        with watching(time_limit, format_seconds) as watch:
-            return search(request, 1, watch, simple_within=DOUBT)
-
     answer = answered(asked, None if no_search else best)
-    to = Target(out=out or Path("plan.json"), force=force, json=json)
-    written = to.write(answer.plan) if out and answer.plan and answer.is_plan else Written()
+    written = target.write(answer.plan) if out and answer.plan and answer.is_plan else Written()
     figures = import_json(answer)
-    next_step = to.next_step if out else shlex.join(["autoshard", "import", name, "--out", "plan.json"])
+    next_step = target.next_step if out else shlex.join(["autoshard", "import", name, "--out", "plan.json"])
     next_step = next_step if answer.is_plan else ""
     print_answer(figures if json else import_sheets(answer, Node(figures), next_step))
     if not answer.runs:
         return 1
     kept = "is not kept as a plan, because no engine of autoshard runs it"
     require(*((out is None, name, f"{kept}: {reason.message}") for reason in answer.foreign))
-    return to.end(answer.plan, written) if out and answer.plan else 0
+    return target.end(answer.plan, written) if out and answer.plan else 0
