@@ -249,10 +249,19 @@ def _next_facts(following: NextAnswer, node: Node) -> Iterator[Fact]:
         yield Fact("try next", f"nothing: {following.why_none}")
         return
     between = f" ({format_seconds(to_try.low_s)} to {format_seconds(to_try.high_s)}), faster than that with "
-    yield Fact("try next", (node["step_time_s"].figure(), between, node["chance"].figure(lambda share: f"{share:.0%}")))
+    yield Fact("try next", (node["step_time_s"].figure(), between, node["chance"].figure(_chance_words)))
     yield Fact("", Words(str(to_try.run.candidate), "code"))
     costs = f"{to_try.regret:.1%} of a step today, {to_try.regret_after:.1%} once it is measured"
     yield Fact("shows", f"choosing among the best layouts costs {costs}, on average over what is unknown")
+
+
+def _chance_words(chance: float) -> str:
+    """Return a chance in percent; nothing that is believed is certain.
+
+    >>> _chance_words(0.999), _chance_words(0.714)
+    ('over 99%', '71%')
+    """
+    return "over 99%" if chance > 0.99 else f"{chance:.0%}"
 
 
 def _layout(logged: LoggedRun) -> str:
