@@ -17,6 +17,7 @@ EXPECTED: dict[Any, tuple[str, str]] = {  # type -> how the help and how a fault
     int: ("N", "a whole number"),
     float: ("X", "a number like 0.001, 1e-3 or 10%"),
     int | str: ("N", "a whole number, or tokens like 4M"),
+    float | str: ("USD", "dollars like 21.5 or 2.5/chip"),
     Counts: ("N[,N...]", "a whole number, or several like 4,8,16"),
     Path: ("PATH", "a path"),
     Paths: ("PATH", "paths"),
@@ -46,7 +47,7 @@ def value_of(option: Option, stated: tuple[str, Any] | None, faults: list[Fault]
         faults += _missing(option)
         return {} if option.repeats else None if option.default is REQUIRED else option.default
     (where, raw), kind = stated, option.kind
-    if isinstance(raw, int | float) and not isinstance(raw, bool) and kind not in (int, float, int | str):
+    if isinstance(raw, int | float) and not isinstance(raw, bool) and kind not in (int, float, int | str, float | str):
         raw = str(raw)
     if isinstance(raw, str) and (not raw.strip() or "\0" in raw):
         faults.append(Fault(where=where, message="must not be empty"))

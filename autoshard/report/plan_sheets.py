@@ -24,8 +24,9 @@ from autoshard.report.words import (
     software_of,
     time_bar,
 )
-from autoshard.spec.cluster import LOCAL
+from autoshard.spec.cluster import LOCAL, Cluster
 from autoshard.spec.kernels import load_kernels
+from autoshard.spec.price import at_user_price
 from autoshard.spec.record import encode
 from autoshard.units import GIB, format_at_most, format_bytes, format_count, format_dollars, format_seconds
 
@@ -211,8 +212,14 @@ def day_fact(plan: Plan, dollars: Node) -> Fact:
         return Fact("day", tokens)
     usd = plan.dollars.price_usd_per_node_hour * 24 * plan.cluster.num_nodes
     billion = dollars["usd_per_billion_tokens"].figure()
-    date = plan.dollars.price_date or "an unknown date"
-    return Fact("day", tokens, (f" for {format_dollars(usd)}: ", billion, f" a billion (price of {date})"))
+    return Fact("day", tokens, (f" for {format_dollars(usd)}: ", billion, f" a billion ({_price_words(plan.cluster)})"))
+
+
+def _price_words(cluster: Cluster) -> str:
+    """Say whose price dollars are of."""
+    if at_user_price(cluster):
+        return f"your price, {format_dollars(cluster.price_usd_per_node_hour or 0.0)} a node hour"
+    return f"price of {cluster.price_date or 'an unknown date'}"
 
 
 def total_words(plan: Plan, total_tokens: float) -> str:

@@ -13,6 +13,7 @@ from autoshard.search.ask.api import request_of
 from autoshard.search.ask.no_plan import why_none
 from autoshard.search.ask.planner import SearchResult
 from autoshard.search.bound.request import Request
+from autoshard.spec.price import price_of_each
 from autoshard.spec.recipe import QuestionOptions
 from autoshard.units import format_dollars
 
@@ -23,20 +24,23 @@ Search = Callable[[Request], SearchResult]
 
 def compare_machines(question: QuestionOptions, nodes: int, applied: Callable[[Request], Request], search: Search,
                      to: Target) -> int:  # fmt: skip
-    """Plan one question on each of several clusters, and print a row for each; 1 if nothing fits on any."""
+    """Plan one question on each of several clusters: print a row for each, and write the fastest; 1 if nothing fits."""
     names = [name.strip() for name in (question.cluster or "").split(",")]
     if len(set(names)) < len(names) or not all(names):
         raise InputError.of("--cluster", f"{question.cluster}: name each cluster once, with commas between them")
-    first = request_of(replace(question, cluster=names[0]), nodes).workload
+    prices = price_of_each(question.price, names, "cluster")
+    first = request_of(replace(question, cluster=names[0], price=None), nodes).workload
     sizes = replace(question, seq_len=first.seq_len, global_batch=first.global_batch)
-    requests = [applied(request_of(replace(sizes, cluster=name), nodes)) for name in names]
+    requests = [
+        applied(request_of(replace(sizes, cluster=name, price=price), nodes))
+        for name, price in zip(names, prices, strict=True)
+    ]
     answers = [_machine_answer(request, search(request)) for request in requests]
     answers.sort(key=lambda answer: answer.step_s)
-    if to.json:
-        print_answer(machines_json(answers, to.total_tokens))
-    else:
-        print_answer(machines_sheets(answers, to.total_tokens))
-    return 0 if answers[0].plan else 1
+    fastest = answers[0].plan
+    written = to.write(fastest) if fastest else None
+    print_answer((machines_json if to.json else machines_sheets)(answers, to.total_tokens))
+    return to.end(fastest, written, "the fastest, ") if fastest and written else 1
 
 
 def _machine_answer(request: Request, result: SearchResult) -> MachineAnswer:
@@ -72,7 +76,9 @@ def sized(question: QuestionOptions, applied: Callable[[Request], Request], sear
         plan = result.preferred
         days, usd = _cost(plan, tokens)
         if to.budget_usd is not None and usd is None:
-            raise InputError.of("--budget", f"no price of {plan.cluster.name} is known")
+            raise InputError.of(
+                "--budget", f"no price of {plan.cluster.name} is known. Type yours: --price, dollars of a node hour"
+            )
         if to.budget_usd is not None and usd is not None and usd > to.budget_usd:
             if usd > least_usd:  # more nodes cost more from here on
                 break
