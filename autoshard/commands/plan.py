@@ -11,11 +11,12 @@ from autoshard.command_line.options import Counts, is_recipe
 from autoshard.commands.output import print_answer, print_notes
 from autoshard.commands.progress import StatusLine, Watcher, watching
 from autoshard.commands.writing.machines import compare_machines, sized
+from autoshard.commands.writing.modes import idle_options
 from autoshard.commands.writing.places import place_checks
 from autoshard.commands.writing.resizing import planned_size, request_like, resume_command, resuming_answer
 from autoshard.commands.writing.target import Target, Written
 from autoshard.cost.timeline import rank_times
-from autoshard.errors import Check, InputError, NoPlan, inside, require
+from autoshard.errors import InputError, NoPlan, inside, require
 from autoshard.plan.candidate import Candidate, parse_pins
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
@@ -36,6 +37,7 @@ from autoshard.spec.model import ModelSpec
 from autoshard.spec.recipe import Pins, QuestionOptions
 from autoshard.units import format_bytes, format_seconds
 
+_PLANS = 3  # that are shown
 _MOST_PLANS = 100  # every plan that is shown is predicted in full, a few milliseconds each
 _NUMBERS = tuple(map(str, range(1, _MOST_PLANS + 1)))  # of runners-up
 _LONGEST_S = 10**6
@@ -63,6 +65,13 @@ class SearchOptions:
         require((limit is None or 1 <= limit <= _LONGEST_S, "time_limit", f"must be 1 to {_LONGEST_S}, not {limit}"))
 
     @property
+    def stated(self) -> dict[str, object]:
+        """What differs from a usual search, by option."""
+        objective = self.objective if self.objective != "time" else None
+        return {"--prove": self.prove, "--exhaustive": self.exhaustive, "--time-limit": self.time_limit,
+                "--objective": objective}  # fmt: skip
+
+    @property
     def simple_within(self) -> Within | None:
         """What share of time a simple plan may cost; None where another thing than time is minimised."""
         return None if self.objective == "memory" else DOUBT
@@ -84,8 +93,8 @@ class SearchOptions:
         """Return a request with these options."""
         cluster = request.cluster
         message = (
-            f"no price of {cluster.name} is known. Put price_usd_per_node_hour into a cluster file, or minimise time: "
-            "on one cluster the fastest plan is the cheapest"
+            f"no price of {cluster.name} is known. Type yours, --price with the dollars of a node hour, or minimise "
+            "time: on one cluster the fastest plan is the cheapest"
         )
         require((self.objective != "dollars" or cluster.price_usd_per_node_hour is not None, "--objective", message))
         effort = replace(EVERYTHING if self.prove else Effort(), exhaustive=self.exhaustive)
@@ -102,7 +111,7 @@ def plan(
     pareto: bool = False,
     at: Pins | None = None,
     choose: str | None = None,
-    top: int = 3,
+    top: int | None = None,
 ) -> int:
     """Find the fastest layout of a training run that fits in memory, and a simple one; write a plan file.
 
@@ -118,26 +127,35 @@ def plan(
         choose: Which plan to write: fastest, simple (the simplest within the doubt about the fastest), vendor (the
             layout that the vendor documents), smallest (where memory is minimised), or the number of a runner-up.
             Default: simple.
-        top: How many plans to show, the best one included.
+        top: How many plans to show, the best one included. Default: 3.
     """
+    several = "," in (question.cluster or "")
+    stated = {
+        "--at": at,
+        "--like": like,
+        "--pareto": pareto,
+        "--cluster of several": several,
+        "--module": module,
+        "--nodes": nodes,
+        "--choose": choose,
+        "--top": top,
+        "--fix": question.fix,
+        **to.stated,
+        **options.stated,
+    }
     names = f"type {', '.join(NAMES)}, or a number up to {_MOST_PLANS}"
     require(
-        (at is None or question.fix is None, "--at", "already names every key; leave out --fix"),
-        (at is None or not pareto, "--pareto", "searches; leave out --at"),
-        (like is None or not (pareto or at), "--like", "searches for one plan; leave out --pareto and --at"),
-        (like is None or module is None, "--like", "asks about the model of that plan; leave out --module"),
+        *idle_options(stated),
         (pareto or len(nodes) <= 1, "--nodes", "takes several numbers with --pareto only; name one"),
-        (1 <= top <= _MOST_PLANS, "--top", f"must be 1 to {_MOST_PLANS}, not {top}"),
-        (choose is None or not (pareto or at), "--choose", "is for the answers of one search; leave it out"),
-        *_machine_checks(question, to, alone=not (module or like or pareto or at), nodes=nodes),
+        (top is None or 1 <= top <= _MOST_PLANS, "--top", f"must be 1 to {_MOST_PLANS}, not {top}"),
         (choose is None or choose in (*NAMES, *_NUMBERS), f"--choose {choose}", names),
         *place_checks(to.out),
     )
     to.refuse_to_replace(like, searches=at is None)
-    wanted = max(top, int(choose) if choose in _NUMBERS else 1), choose
+    wanted = max(_PLANS if top is None else top, int(choose) if choose in _NUMBERS else 1), choose
     if like is not None:
         return _answer_again(like, request_like(like, question, nodes), options, to, wanted)
-    if "," in (question.cluster or "") or to.deadline or to.budget:
+    if several or to.deadline or to.budget:
         return _of_machines(question, options, to, nodes, wanted)
     request, *others = options.requests(question, nodes, module)
     if pareto:
@@ -146,20 +164,6 @@ def plan(
         return _one_candidate(request, at, to)
     found = searched(request, wanted[0], options)
     return _show_answers(answers_of(request, found, choose), to, partial(_print_better_sizes, request, found, options))
-
-
-def _machine_checks(question: QuestionOptions, to: Target, *, alone: bool, nodes: Counts) -> list[Check]:
-    """Check what several clusters, a deadline and a budget go with."""
-    several, sizes = "," in (question.cluster or ""), bool(to.deadline or to.budget)
-    return [
-        (
-            alone or not (several or sizes),
-            "--cluster" if several else "--deadline",
-            "stands without --module, --like, --pareto, --at",
-        ),
-        (not (several and sizes), "--deadline and --budget", "are for one --cluster"),
-        (not (sizes and nodes), "--nodes", "is what --deadline and --budget find; leave it out"),
-    ]
 
 
 def _of_machines(

@@ -88,7 +88,7 @@ WRONG = [
     (f"{LOCAL} --out no/such/plan.json", ["--out no/such/plan.json: there is no folder no/such. Make it first"]),
     (f"{LOCAL} --fix tp=2,tp=4,zz=1", ["--fix tp=4: tp is given twice", "--fix zz=1: unknown key"]),
     (f"{LOCAL} --fix tp=3", ["--fix tp=3: 8 query heads of tiny-llama do not divide by 3. Use tp 1, 2 or 4"]),
-    (f"{LOCAL} --at tp=2 --fix pp=2", ["--at: already names every key; leave out --fix"]),
+    (f"{LOCAL} --at tp=2 --fix pp=2", ["--fix: has no effect beside --at, which evaluates one layout"]),
     (f"{LOCAL} --at tp=3", ["--at tp=3,pp=1,cp=1: tp*pp*cp is 3"]),
     ("plan --model no --cluster no --nodes 0", ["--model: 'no' is not a known", "--cluster: 'no'", "--nodes: must"]),
     (f"{TRN1} --cluster trn2.48xlarge --lnc 3", ["--lnc: trn2.48xlarge has no lnc 3. Use 1 or 2"]),
