@@ -78,7 +78,10 @@ class SearchOptions:
 
     def requests(self, question: QuestionOptions, nodes: Counts, module: str | None = None) -> list[Request]:
         """Return one request per number of nodes, with model, cluster and calibration looked up."""
-        message = "missing. Type a name of autoshard list models, the path of a config.json, or --module"
+        message = (
+            "missing. Type a name of autoshard list models, as in autoshard plan llama3-70b --nodes 16, the path of a "
+            "config.json, or --module"
+        )
         require(
             (question.model is not None or module is not None, "--model", message),
             (question.model is None or module is None, "--module", "is the model; leave out --model"),

@@ -73,7 +73,7 @@ class Certificate:
             within = " that was found, how far from the best is not known"
         stopped = f" ({self.stopped})" if self.stopped else ""
         return (
-            f"the {best} by this cost model{within}{stopped}, of {self.num_legal} legal outer points with all splits "
+            f"the {best} by this cost model{within}{stopped}, of {self.num_legal} legal layouts with all splits "
             "of the layers over their stages and recompute of each rank (its stages alike), among plans with one table "
             "per block kind and recompute kind"
         )

@@ -327,7 +327,7 @@ def refused_sheet(record: Node) -> Sheet:
     """Return what was searched and proven, and what was refused; a search's record, or its certificate with words."""
     refusals = sorted(record["refusals"], key=lambda refusal: -refusal["num_points"].value)
     columns: dict[str, Column] = {"rule": "rule_id", ">points": "num_points", "for example": "example"}
-    about = f"Of {record['num_points'].value:,} outer points {record['num_legal'].value:,} are legal; "
+    about = f"Of {record['num_points'].value:,} layouts {record['num_legal'].value:,} are legal; "
     return Sheet(
         name="refused",
         title="What was refused, and why",

@@ -97,7 +97,7 @@ REFUSED = [  # answers with exit code 1: on stdout what was asked about a candid
     (f"{TRN1} --at tp=2", "refused tp=2: trn1 runs tp 1, 8 or 32"),
     (f"{TRN1} --at tp=8", "refused prediction.stage_memory[0]: pipeline rank 0 is predicted to need"),
     (f"{TRN1} --at tp=8,mbs=1024", "no estimate: dp=4,mbs=1024: a step of 1024 sequences does not divide"),
-    (f"{LOCAL} --ranks 7 --json", "outer points of tiny-llama on this machine with 7 ranks is refused"),
+    (f"{LOCAL} --ranks 7 --json", "layouts of tiny-llama on this machine with 7 ranks is refused"),
 ]
 
 

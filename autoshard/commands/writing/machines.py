@@ -1,6 +1,5 @@
 """Which machine, and how many nodes of it: several clusters in one table, and nodes for a deadline or a budget."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -62,7 +61,7 @@ class SizedRequest:
 
 def sized(question: QuestionOptions, applied: Callable[[Request], Request], search: Search, to: Target) -> SizedRequest:
     """Return the question on the fewest nodes that meet the deadline; without one, on the most that the budget pays."""
-    tokens, met, least_usd = to.total_tokens, list[tuple[Request, Plan]](), math.inf
+    tokens, met, too_dear = to.total_tokens, list[tuple[Request, Plan]](), list[tuple[float, int]]()
     assert tokens, "checked by Target"
     work = request_of(question, _SIZES[0]).workload
     question = replace(question, seq_len=work.seq_len, global_batch=work.global_batch)
@@ -76,13 +75,12 @@ def sized(question: QuestionOptions, applied: Callable[[Request], Request], sear
         plan = result.preferred
         days, usd = _cost(plan, tokens)
         if to.budget_usd is not None and usd is None:
-            raise InputError.of(
-                "--budget", f"no price of {plan.cluster.name} is known. Type yours: --price, dollars of a node hour"
-            )
+            why = f"no price of {plan.cluster.name} is known. Type yours: --price, dollars of a node hour"
+            raise InputError.of("--budget", why)
         if to.budget_usd is not None and usd is not None and usd > to.budget_usd:
-            if usd > least_usd:  # more nodes cost more from here on
+            too_dear.append((usd, nodes))
+            if too_dear[-2:] == sorted(too_dear[-2:]) and len(too_dear) > 1:  # more nodes cost more from here on
                 break
-            least_usd = usd
             continue
         met.append((request, plan))
         if to.deadline_s is not None and days * DAY_S <= to.deadline_s:
@@ -91,7 +89,7 @@ def sized(question: QuestionOptions, applied: Callable[[Request], Request], sear
         request, plan = met[-1]
         days, usd = _cost(plan, tokens)
         return SizedRequest(request=request, why=f"the most nodes that the budget pays: {format_dollars(usd or 0.0)}")
-    raise NoPlan(_missed(met, tokens, to))
+    raise NoPlan(_missed(met, tokens, min(too_dear, default=None)))
 
 
 def _cost(plan: Plan, tokens: float) -> tuple[float, float | None]:
@@ -101,10 +99,13 @@ def _cost(plan: Plan, tokens: float) -> tuple[float, float | None]:
     return days, plan.dollars and plan.dollars.usd_per_billion_tokens * tokens / 1e9
 
 
-def _missed(met: Sequence[tuple[Request, Plan]], tokens: float, to: Target) -> str:
-    """Say how near the largest size comes to what was asked."""
+def _missed(met: Sequence[tuple[Request, Plan]], tokens: float, cheapest: tuple[float, int] | None) -> str:
+    """Say how near the largest size comes to what was asked, or the cheapest to the budget."""
+    if not met and cheapest:
+        usd, nodes = cheapest
+        return f"no plan: all tokens cost {format_dollars(usd)} at least, on {nodes} nodes. Type a larger --budget"
     if not met:
-        return f"no plan: on no number of nodes up to {_SIZES[-1]} does a plan fit in memory, and in the budget"
+        return f"no plan: on no number of nodes up to {_SIZES[-1]} does a plan fit in memory"
     days, usd = _cost(met[-1][1], tokens)
     nodes = met[-1][0].cluster.num_nodes
     cost = f" for {format_dollars(usd)}" if usd is not None else ""

@@ -103,6 +103,8 @@ def plan(  # noqa: PLR0913
     how = how if headroom is None else replace(how, headroom=headroom)
     options = QuestionOptions(seq_len=seq_len, global_batch=global_batch, precision=precision)
     with python_words():
+        right = type(workload) in (Workload, type(None))
+        require((right, "workload", f"must be a Workload, not {workload!r}. Name the others: nodes=4, seq_len=8192"))
         the_model = model if isinstance(model, ModelSpec) else load_model(model)
         the_cluster = with_user_price(_cluster(cluster, nodes), price)
         work, defaults = (
