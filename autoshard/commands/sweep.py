@@ -63,12 +63,11 @@ def sweep(
         wandb_agent: Run one point, which the sweep controller of Weights & Biases names.
         scheduler: Run nothing; write a job array for this scheduler instead, with one task per point.
         task: Run only the points of this task of the job array.
-        price: What an hour costs you in dollars, of a node (21.5) or of a chip (2.5/chip), for all points.
+        price: What an hour costs you in dollars, of a node (21.5) or of a chip (2.5/chip).
         json: Print the rows as one JSON object at the end.
     """
     _refuse(jobs, task, wandb, wandb_agent, scheduler, parquet)
-    source = sweep_path(source)
-    elsewhere = bool(wandb or wandb_agent or scheduler) or task is not None
+    source, elsewhere = sweep_path(source), bool(wandb or wandb_agent or scheduler) or task is not None
     content, folder = _at_price(load_sweep(source), price, elsewhere), out or Path("sweeps") / source.stem
     if wandb_agent:
         return _print_rows([agent_point(content, source.parent, folder, wandb)])

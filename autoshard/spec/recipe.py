@@ -91,7 +91,7 @@ class QuestionOptions:
     @property
     def given(self) -> dict[str, Any]:
         """The options that are stated, by name."""
-        return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) not in (None, {})}
+        return {key.name: value for key in fields(self) if (value := getattr(self, key.name)) not in (None, {})}
 
 
 def sequences_of(global_batch: int | str, seq_len: int) -> int:
