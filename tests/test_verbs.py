@@ -71,11 +71,18 @@ def test_a_plan_that_cannot_run_is_refused_with_its_reason(plan_file: Path) -> N
         ({"nodes": "2"}, "nodes: must be a whole number, not '2'"),
         ({"global_batch": "4x"}, "global_batch: expected sequences"),
         ({"fix": {"tensor": 8}}, "Did you mean tp?"),
+        ({"price": "much"}, "price: 'much' is not a price"),
+        ({"workload": 4}, "workload: must be a Workload, not 4. Name the others: nodes=4"),
     ],
 )
 def test_faults_are_said_in_the_words_of_python(options: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         autoshard.plan("llama3-8b", "trn1", **options)  # pyright: ignore
+
+
+def test_dollars_are_at_the_price_that_a_script_states() -> None:
+    dollars = autoshard.plan("tiny-llama", "local", price="3/chip").plan.dollars
+    assert dollars and dollars.price_usd_per_node_hour == 3 * load_cluster("local").chips_per_node
 
 
 def test_what_is_public_is_listed_before_it_is_imported() -> None:
