@@ -93,9 +93,11 @@ def file_faults(where: str, done: str = "written") -> Generator[None, None, None
 
 def no_such_file(path: Path, remedy: str = "") -> str:
     """Say that there is no file at a path: which file beside it has a like name, or what else to do."""
-    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = nearest(path.name, beside)
-    return ". ".join(filter(None, ("there is no such file", near if near.startswith("Did") else remedy)))
+    siblings = path.parent.iterdir() if path.parent.is_dir() else ()
+    stems = [entry.stem for entry in siblings if entry.suffix == path.suffix]
+    near = [f"{stem}{path.suffix}" for stem in close_names(path.stem, stems)]
+    meant = f"Did you mean {' or '.join(near)}?" if near else remedy
+    return f"there is no such file. {meant}" if meant else "there is no such file"
 
 
 class Faults(list[Fault]):

@@ -47,6 +47,8 @@ def test_a_plan_goes_into_the_file_of_another_program_and_comes_back(plan_file: 
     assert back.data["candidate"].startswith("tp=2,pp=1,dp=2")
     with pytest.raises(InputError, match="does not run on local"):
         autoshard.export(plan_file, "nxdt")
+    with pytest.raises(InputError, match="'bridge' is not known"):  # which is read, and not written
+        autoshard.export(plan_file, "bridge")
 
 
 def test_a_report_is_written_and_its_path_returned(plan_file: Path) -> None:

@@ -163,8 +163,10 @@ def load(source: str | Path, migrations: Migrations = MIGRATIONS) -> Plan:
 
 def _plan_first(name: str) -> str:
     """Return what makes a plan file: of the model or the recipe that was named in its place, or of any."""
-    is_ours = name in model_names() or name in shipped_files(RECIPES)
-    return f"To make a plan file, type: autoshard plan {name if is_ours else f'MODEL --nodes N --out {name}'}"
+    if name in model_names() or name in shipped_files(RECIPES):
+        return f"To make a plan file, type: autoshard plan {name}"
+    out = f" --out {name}" if name.endswith(".json") else ""
+    return f"To make a plan file, type: autoshard plan MODEL --nodes N{out}"
 
 
 def plan_hash(plan: Plan) -> str:

@@ -28,6 +28,7 @@ IN_AN_EMPTY_FOLDER = {
     "explain llama3-70b": "llama3-70b: there is no such file. To make a plan file, type: autoshard plan llama3-70b",
     "verify tiny-text": "To make a plan file, type: autoshard plan tiny-text",
     "verify gone.json": "type: autoshard plan MODEL --nodes N --out gone.json",
+    "verify notes.md": "notes.md: there is no such file. To make a plan file, type: autoshard plan MODEL --nodes N",
     "watch runs/first": "there is no such folder. To start a run, type: autoshard run tiny-text",
     "sweep --list": "Type the name after the command; autoshard list shows the names.",
     "tokenize gone.txt --tokenizer bytes --out data": "gone.txt: there is no such file or folder",
