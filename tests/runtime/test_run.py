@@ -121,7 +121,7 @@ def test_a_plan_for_512_ranks_is_rehearsed_on_8(capsys: pytest.CaptureFixture[st
         (("tiny.json", "--rehearse", "0"), "--rehearse: must be at least 1, not 0"),
         (
             ("tiny.json", "--step", "3"),
-            "--step: unknown option. Did you mean --steps or --seed or --help? See autoshard",
+            "--step: unknown option. Did you mean --steps? See autoshard",
         ),
         (("tiny.json", "--out", "tiny.json"), "--out tiny.json: is a file. Name a folder"),
         (("future.json",), "future.json: schema: "),
