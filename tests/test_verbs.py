@@ -82,6 +82,13 @@ def test_faults_are_said_in_the_words_of_python(options: dict[str, object], mess
         autoshard.plan("llama3-8b", "trn1", **options)  # pyright: ignore
 
 
+def test_an_argument_that_is_not_there_leads_to_those_that_are() -> None:
+    with pytest.raises(TypeError, match=r"autoshard.plan\(\) has no argument 'gpus'. Known: choose, cluster, .*nodes"):
+        autoshard.plan("llama3-8b", gpus=8)  # pyright: ignore
+    with pytest.raises(TypeError, match="Did you mean seq_len"):
+        autoshard.plan("llama3-8b", seqlen=8192)  # pyright: ignore
+
+
 def test_dollars_are_at_the_price_that_a_script_states() -> None:
     dollars = autoshard.plan("tiny-llama", "local", price="3/chip").plan.dollars
     assert dollars and dollars.price_usd_per_node_hour == 3 * load_cluster("local").chips_per_node
