@@ -26,6 +26,7 @@ from autoshard.report.brief import brief_sheets
 from autoshard.report.plan_sheets import frontier_sheets, plan_sheets, rejections_sheet
 from autoshard.report.sheet import Sheet, Words
 from autoshard.report.structured import answers_json, candidate_json, frontier_json
+from autoshard.report.words import counted
 from autoshard.search.ask.answers import NAMES, PlanResult, answers_of
 from autoshard.search.ask.api import request_of
 from autoshard.search.ask.choice.doubt import DOUBT, Within
@@ -174,7 +175,7 @@ def _of_machines(
         size = sized(question, options.applied, ask, to)
     result = searched(size.request, selection[0], options)
     if not to.json:
-        print_notes(Words(f"on {size.request.cluster.num_nodes} nodes: {size.why}", "strong"))
+        print_notes(Words(f"on {counted(size.request.cluster.num_nodes, 'node')}: {size.why}", "strong"))
     return _show_answers(answers_of(size.request, result, selection[1]), to)
 
 

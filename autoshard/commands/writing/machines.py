@@ -8,6 +8,7 @@ from autoshard.commands.writing.target import DAY_S, Target
 from autoshard.errors import InputError, NoPlan
 from autoshard.plan.plan import Plan
 from autoshard.report.machines import MachineAnswer, machines_json, machines_sheets
+from autoshard.report.words import counted
 from autoshard.search.ask.api import request_of
 from autoshard.search.ask.no_plan import why_none
 from autoshard.search.ask.planner import SearchResult
@@ -103,10 +104,11 @@ def _missed(met: Sequence[tuple[Request, Plan]], tokens: float, cheapest: tuple[
     """Say how near the largest size comes to what was asked, or the cheapest to the budget."""
     if not met and cheapest:
         usd, nodes = cheapest
-        return f"no plan: all tokens cost {format_dollars(usd)} at least, on {nodes} nodes. Type a larger --budget"
+        least = f"{format_dollars(usd)} at least, on {counted(nodes, 'node')}"
+        return f"no plan: all tokens cost {least}. Type a larger --budget"
     if not met:
         return f"no plan: on no number of nodes up to {_SIZES[-1]} does a plan fit in memory"
     days, usd = _cost(met[-1][1], tokens)
     nodes = met[-1][0].cluster.num_nodes
     cost = f" for {format_dollars(usd)}" if usd is not None else ""
-    return f"no plan: {nodes} nodes, the most that were tried or paid, take {days:.1f} days{cost}"
+    return f"no plan: {counted(nodes, 'node')}, the most that were tried or paid, need {days:.1f} days{cost}"
