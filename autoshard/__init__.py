@@ -51,6 +51,13 @@ class _CallablePackage(types.ModuleType):
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Call the verb, whose signature and docstring this has."""
+        from autoshard.errors import nearest
+
+        parameters = self.__signature__.parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        for name in () if takes_any else options:
+            if name not in parameters:
+                raise TypeError(f"{self.__name__}() has no argument {name!r}. {nearest(name, list(parameters))}")
         return _verb(self.__name__)(*args, **options)
 
     @property

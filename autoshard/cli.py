@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from autoshard.commands import COMMANDS, EVERYDAY, EXAMPLES, command_of
+from autoshard.commands import COMMANDS, EVERYDAY, EXAMPLES, MEANT, command_of
 from autoshard.errors import AutoshardError, InputError, nearest
 from autoshard.version import __version__
 
@@ -78,8 +78,11 @@ def _run(arguments: list[str]) -> int:
         rows = (f"  {name:<10} {summary}" for name, summary in COMMANDS.items())
         print(title, "", usage, "", *rows, sep="\n", file=sys.stdout if first else sys.stderr)
         return 0 if first else 2
+    if first.startswith("-"):
+        raise InputError.of(first, f"options follow a command. Type: autoshard plan MODEL {first}")
     if first not in COMMANDS:
-        raise InputError.of(first, f"not a command. {nearest(first, tuple(COMMANDS))}")
+        meant = f"Type: autoshard {MEANT[first]}" if first in MEANT else nearest(first, tuple(COMMANDS))
+        raise InputError.of(first, f"not a command. {meant}")
     command = command_of(first)
     if {"-h", "--help"} & set(rest):
         from autoshard.command_line.help import help_of
@@ -88,7 +91,7 @@ def _run(arguments: list[str]) -> int:
         return 0
     from autoshard.command_line.reading import read_options  # takes longer than all of --help
 
-    return command(**read_options(first, command, rest))
+    return command(**read_options(first, command, rest, EXAMPLES.get(first, ())))
 
 
 if __name__ == "__main__":

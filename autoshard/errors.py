@@ -82,9 +82,22 @@ def file_faults(where: str, done: str = "written") -> Generator[None, None, None
     """Turn what the file system refuses in a block into a fault of the path or the option that names a file."""
     try:
         yield
+    except FileNotFoundError as error:
+        missing = Path(str(error.filename))
+        reason = no_such_file(missing) if done == "read" else f"cannot be {done}: there is no folder {missing.parent}"
+        raise InputError.of(where, reason) from None
     except (OSError, ValueError) as error:  # the latter: a path that no file can have
         reason = error.strerror if isinstance(error, OSError) else None
         raise InputError.of(where, f"cannot be {done}: {reason or error}") from None
+
+
+def no_such_file(path: Path, remedy: str = "") -> str:
+    """Say that there is no file at a path: which file beside it has a like name, or what else to do."""
+    siblings = path.parent.iterdir() if path.parent.is_dir() else ()
+    stems = [entry.stem for entry in siblings if entry.suffix == path.suffix]
+    near = [f"{stem}{path.suffix}" for stem in close_names(path.stem, stems)]
+    meant = f"Did you mean {' or '.join(near)}?" if near else remedy
+    return f"there is no such file. {meant}" if meant else "there is no such file"
 
 
 class Faults(list[Fault]):
@@ -144,6 +157,7 @@ class Stopped(AutoshardError):
         super().__init__(f"stopped by {name}")
 
 
+_LEAST_PART = 3  # letters of a name that tell it
 Check = tuple[bool, str, str]  # whether it holds, where, and what to say if it does not
 
 
@@ -180,16 +194,31 @@ def require(*checks: Check) -> None:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Say which known names look like the one given, as the end of a sentence; nothing about a name that is known.
+    """Say which known names look like a name, or contain it, as the end of a sentence; nothing if it is known.
 
-    >>> nearest("lama3-8b", ["llama3-8b", "gpt2-xl"])
-    'Did you mean llama3-8b?'
+    >>> nearest("lama3-8b", ["llama3-8b", "gpt2-xl"]), nearest("70B", ["llama3-70b", "gpt2-xl"])
+    ('Did you mean llama3-8b?', 'Did you mean llama3-70b?')
     >>> nearest("zzz", ["b", "a"])
     'Known: a, b.'
     """
     if name in known:
         return ""
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-    if close:
+    if close := close_names(name, known):
         return f"Did you mean {' or '.join(close)}?"
     return f"Known: {', '.join(sorted(known)) or 'none'}."
+
+
+def close_names(name: str, known: Sequence[str]) -> list[str]:
+    """Return at most three known names that differ from a name by capitals, look like it, or contain it.
+
+    >>> close_names("TP", ["tp", "pp", "cp"]), close_names("x", ["max"])
+    (['tp'], [])
+    """
+    by_lower = {entry.lower(): entry for entry in reversed(known)}
+    lower = name.lower()
+    if lower in by_lower:
+        return [by_lower[lower]]
+    close = difflib.get_close_matches(lower, by_lower, n=3, cutoff=0.6)
+    if not close and len(lower) >= _LEAST_PART:
+        close = [entry for entry in by_lower if lower in entry]
+    return [by_lower[entry] for entry in close[:3]]

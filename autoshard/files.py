@@ -10,6 +10,14 @@ _ASIDE = ".partial"  # ends the hidden name of a file that is being written
 _MODE = 0o666  # less what the umask takes
 
 
+class FolderPath(type(Path())):
+    """A path that was typed with a slash at its end: that of a folder, whether there is one or not.
+
+    >>> FolderPath("out/"), isinstance(FolderPath("out/"), Path)
+    (FolderPath('out'), True)
+    """
+
+
 def replace_text(path: Path, text: str) -> bool:
     """Let a file hold a text, whatever kills this process or fills the disk; return whether anything was written.
 

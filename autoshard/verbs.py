@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from autoshard.cost.predict import CheckedPlan, check_plan
 from autoshard.errors import NoPlan, RunFailed, inside, nearest, require
@@ -137,11 +137,12 @@ def export(plan: PlanLike, to: str) -> Account:
         plan: A plan, or the path of its file.
         to: The program: nxdt, megatron, torchtitan, accelerate or deepspeed.
     """
+    from autoshard.commands.interchange.export import ExportName
     from autoshard.exports.price import exported
     from autoshard.imports.imported import PROGRAMS
     from autoshard.report.interchange import export_json, export_sheets
 
-    programs = {program.name: program for program in PROGRAMS}
+    programs = {program.name: program for program in PROGRAMS if program.name in get_args(ExportName)}
     require((to in programs, "to", f"{to!r} is not known. {nearest(to, tuple(programs))}"))
     read, program = _checked(plan).plan, programs[to]
     right_engine = read.engine == program.engine

@@ -29,7 +29,7 @@ FLOORS: tuple[Mapping[str, str], ...] = (
     {"spec": "models, clusters, workloads, kernels"},
 )
 GROUND = ("errors", "units", "files", "version", "extensions")
-ENTRANCE = ("cli", "verbs", "command_line", "commands")
+ENTRANCE = ("__main__", "cli", "verbs", "command_line", "commands")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,8 @@ import pytest
 
 import autoshard
 from autoshard.cli import main
-from autoshard.errors import InputError, NoPlan
+from autoshard.errors import InputError, NoPlan, RunFailed
+from autoshard.spec.cluster_catalogue import load_cluster
 
 
 @pytest.fixture
@@ -46,6 +47,8 @@ def test_a_plan_goes_into_the_file_of_another_program_and_comes_back(plan_file: 
     assert back.data["candidate"].startswith("tp=2,pp=1,dp=2")
     with pytest.raises(InputError, match="does not run on local"):
         autoshard.export(plan_file, "nxdt")
+    with pytest.raises(InputError, match="'bridge' is not known"):  # which is read, and not written
+        autoshard.export(plan_file, "bridge")
 
 
 def test_a_report_is_written_and_its_path_returned(plan_file: Path) -> None:
@@ -59,7 +62,7 @@ def test_a_plan_that_cannot_run_is_refused_with_its_reason(plan_file: Path) -> N
     plan_file.write_text(json.dumps(data))
     with pytest.raises(NoPlan, match="does not divide"):
         autoshard.explain(plan_file)
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="there is no such file"):
         autoshard.load("nothere.json")
 
 
@@ -70,6 +73,8 @@ def test_a_plan_that_cannot_run_is_refused_with_its_reason(plan_file: Path) -> N
         ({"nodes": "2"}, "nodes: must be a whole number, not '2'"),
         ({"global_batch": "4x"}, "global_batch: expected sequences"),
         ({"fix": {"tensor": 8}}, "Did you mean tp?"),
+        ({"price": "much"}, "price: 'much' is not a price"),
+        ({"workload": 4}, "workload: must be a Workload, not 4. Name the others: nodes=4"),
     ],
 )
 def test_faults_are_said_in_the_words_of_python(options: dict[str, object], message: str) -> None:
@@ -77,5 +82,38 @@ def test_faults_are_said_in_the_words_of_python(options: dict[str, object], mess
         autoshard.plan("llama3-8b", "trn1", **options)  # pyright: ignore
 
 
+def test_an_argument_that_is_not_there_leads_to_those_that_are() -> None:
+    with pytest.raises(TypeError, match=r"autoshard.plan\(\) has no argument 'gpus'. Known: choose, cluster, .*nodes"):
+        autoshard.plan("llama3-8b", gpus=8)  # pyright: ignore
+    with pytest.raises(TypeError, match="Did you mean seq_len"):
+        autoshard.plan("llama3-8b", seqlen=8192)  # pyright: ignore
+
+
+def test_dollars_are_at_the_price_that_a_script_states() -> None:
+    dollars = autoshard.plan("tiny-llama", "local", price="3/chip").plan.dollars
+    assert dollars and dollars.price_usd_per_node_hour == 3 * load_cluster("local").chips_per_node
+
+
 def test_what_is_public_is_listed_before_it_is_imported() -> None:
     assert {"shard", "local", "explain", "compare", "verify", "report", "run", "load"} <= {*dir(autoshard)}
+
+
+def test_a_run_trains_in_its_folder_and_its_path_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = autoshard.plan("tiny-llama", load_cluster("local").with_local_ranks(1), seq_len=64, global_batch=4)
+    result.save(tmp_path / "one.json")
+    (tmp_path / "poem.txt").write_text("The fog comes on little cat feet. " * 200, encoding="utf-8")
+    options = {"steps": 2, "learning_rate": 1e-3, "data__set": {"poem.txt": 1}, "checkpoint__to": "none"}
+    folder = autoshard.run("one.json", **options)
+    assert folder == Path("runs", "one")
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [step["step"] for step in steps if "loss" in step] == [1, 2]
+    with pytest.raises(RunFailed):
+        autoshard.run("one.json", out="diverged", **{**options, "learning_rate": 1e30, "steps": 5})
+
+
+def test_a_run_of_what_is_not_there_is_refused() -> None:
+    with pytest.raises(InputError, match="tiny-txt: there is no such file"):
+        autoshard.run("tiny-txt")
+    with pytest.raises(InputError, match="Type --learning-rate"):
+        autoshard.run("tiny-text", lr=1e-3)

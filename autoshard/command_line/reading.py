@@ -5,7 +5,9 @@ place of plans, a model without its option, the right name of what is misspelled
 """
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin
 
@@ -24,15 +26,19 @@ from autoshard.command_line.options import (
 )
 from autoshard.command_line.parsing import COMMON, WORD, dest_of, names_options, parser_of
 from autoshard.command_line.suggesting import suggestion
-from autoshard.command_line.values import pairs_of, value_of
+from autoshard.command_line.values import MISSING, pairs_of, value_of
 from autoshard.errors import Fault, InputError, inside
 from autoshard.spec.files import named_file, shipped_files
 from autoshard.spec.model_catalogue import model_names
 from autoshard.spec.recipe import RECIPES
 
+_FLAG = re.compile(r"--?[A-Za-z]")
 
-def read_options(name: str, command: Callable[..., int], arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the values of a command's parameters.
+
+def read_options(
+    name: str, command: Callable[..., int], arguments: Sequence[str], examples: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the values of a command's parameters; where one is missing, the first of the examples shows what to type.
 
     A parameter whose type is a dataclass stands for its fields: each is an option. Options come from the line, from the
     file after --config, and from a recipe in the place of a plan, in this order.
@@ -52,16 +58,26 @@ def read_options(name: str, command: Callable[..., int], arguments: Sequence[str
             stated[key] = (option.label, {**in_file, **typed} if isinstance(in_file, dict) else typed)
     values = {key: value_of(option, stated.get(key), faults) for key, option in options.items()}
     if faults:
-        raise InputError(faults)
+        raise InputError(_with_example(faults, examples))
     return _arguments(command, options, values, stated)
+
+
+def _with_example(faults: Sequence[Fault], examples: Sequence[str]) -> list[Fault]:
+    """Return faults, of which the last that says no more than that something is missing shows a whole line."""
+    missing = [place for place, fault in enumerate(faults) if fault.message == MISSING]
+    shown = list(faults)
+    if missing and examples:
+        shown[missing[-1]] = replace(faults[missing[-1]], message=f"{MISSING}. For example: {examples[0]}")
+    return shown
 
 
 def _split(name: str, options: Mapping[str, Option], arguments: Sequence[str]) -> dict[str, Any]:
     """Return what the line says of each option, as text."""
-    known = ["--help", *COMMON, *(option.flag for option in options.values() if not option.is_positional)]
-    flags = (argument.partition("=")[0] for argument in arguments if argument.startswith("--") and argument != "--")
+    more, short = f"See autoshard {name} --help", ["-h", *(["-v"] if "verbose" in options else [])]
+    known = [*short, "--help", *COMMON, *(option.flag for option in options.values() if not option.is_positional)]
+    flags = (argument.partition("=")[0] for argument in arguments if _FLAG.match(argument))
     faults = [
-        Fault(where=flag, message=f"unknown option. {suggestion(flag, known)} See autoshard {name} --help")
+        Fault(where=flag, message=" ".join(f"unknown option. {suggestion(flag, known)} {more}".split()))
         for flag in flags
         if flag not in known  # the parser would take abbreviations, and name only the first that it does not know
     ]

@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 
-from autoshard.errors import nearest
+from autoshard.errors import close_names, nearest
 
+_MOST_LISTED = 16  # options that a line can name
 _SHARDING = "--fix {key}=N, with commas between several, such as --fix tp=8,pp=2"
 _MEANT: Mapping[str, str] = {  # words of torchrun, Megatron-LM, torchtitan, DeepSpeed and transformers -> ours
     **dict.fromkeys(("--lr", "--max-lr", "--rate"), "--learning-rate"),
-    **dict.fromkeys(("--gpus", "--num-gpus", "--devices", "--world-size", "--nnodes", "--num-nodes", "--machines"),
-        "--nodes, of the machine that --cluster names"),
+    **dict.fromkeys(("--nnodes", "--num-nodes", "--machines", "--num-machines", "-n", "-N"), "--nodes"),
+    **dict.fromkeys(("--gpus", "--num-gpus", "--devices", "--world-size", "--nproc-per-node", "--chips", "-np"),
+        "--nodes N, whole machines of --cluster (autoshard list clusters says how many chips a node has; on local: "
+        "--ranks N)"),
     **dict.fromkeys(("--gpu", "--machine", "--instance", "--hardware", "--accelerator", "--device"), "--cluster"),
     **dict.fromkeys(("--batch", "--batch-size", "--gbs", "--global-batch-size"), "--global-batch"),
     **dict.fromkeys(("--seq", "--seqlen", "--seq-length", "--sequence-length", "--context", "--context-length"),
@@ -22,6 +25,11 @@ _MEANT: Mapping[str, str] = {  # words of torchrun, Megatron-LM, torchtitan, Dee
     **dict.fromkeys(("--mbs", "--micro-batch", "--micro-batch-size"), _SHARDING.format(key="mbs")),
     **dict.fromkeys(("--zero", "--zero-stage"), _SHARDING.format(key="zero")),
     **dict.fromkeys(("--dtype", "--mixed-precision", "--bf16", "--fp16"), "--precision"),
+    **dict.fromkeys(("--spot", "--cost", "--usd", "--hourly-price"), "--price, your dollars of a node hour"),
+    **dict.fromkeys(("--yes", "-y", "--overwrite"), "--force"),
+    **dict.fromkeys(("--layout", "--sharding", "--mesh", "--parallelism"), _SHARDING.format(key="tp")),
+    "-m": "--model", "-c": "--cluster", "-o": "--out", "-q": "--json", "--quiet": "--json", "--debug": "--verbose",
+    "--list": "the name after the command; autoshard list shows the names",
     **dict.fromkeys(("--output", "--save", "--outdir", "--output-dir", "--to-file"), "--out"),
     **dict.fromkeys(("--wandb", "--wandb-project"), "--track.wandb"),
     **dict.fromkeys(("--memory-fraction", "--gpu-memory-utilization"), "--headroom"),
@@ -34,7 +42,11 @@ def suggestion(flag: str, known: Sequence[str]) -> str:
     >>> suggestion("--lr", ["--learning-rate", "--lnc"]), suggestion("--lcn", ["--learning-rate", "--lnc"])
     ('Type --learning-rate.', 'Did you mean --lnc?')
     """
-    meant = _MEANT.get(flag)
-    if meant and meant.split()[0].rstrip(",") in known:
+    meant = _MEANT.get(flag, "")
+    if meant and (meant.split()[0].rstrip(",") in known or not meant.startswith("-")):
         return f"Type {meant}."
+    names = {name.lstrip("-"): name for name in known}
+    close = [names[name] for name in close_names(flag.lstrip("-"), list(names))]
+    if close or len(known) > _MOST_LISTED:
+        return f"Did you mean {' or '.join(close)}?" if close else ""
     return nearest(flag, known)

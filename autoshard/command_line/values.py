@@ -10,6 +10,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from autoshard.command_line.options import DEFAULT_PLAN, REQUIRED, Configuration, Counts, Option, Paths, PlanOrRecipe
 from autoshard.errors import Fault, nearest
+from autoshard.files import FolderPath
 from autoshard.spec.recipe import Pins
 
 EXPECTED: dict[Any, tuple[str, str]] = {  # type -> how the help and how a fault names it
@@ -17,12 +18,14 @@ EXPECTED: dict[Any, tuple[str, str]] = {  # type -> how the help and how a fault
     int: ("N", "a whole number"),
     float: ("X", "a number like 0.001, 1e-3 or 10%"),
     int | str: ("N", "a whole number, or tokens like 4M"),
+    float | str: ("USD", "dollars like 21.5 or 2.5/chip"),
     Counts: ("N[,N...]", "a whole number, or several like 4,8,16"),
     Path: ("PATH", "a path"),
     Paths: ("PATH", "paths"),
     Pins: ("KEY=VALUE[,...]", "text"),
     Configuration: ("FILE", "a file"),
 }
+MISSING = "missing"  # the fault of an option that has no default
 _LENGTHS = ("seq_len",)  # counted as contexts are named: 8k is 8192
 _UNITS = {"k": 1, "K": 1, "M": 2, "G": 3, "B": 3, "T": 4}
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKMGBT])")
@@ -47,7 +50,7 @@ def value_of(option: Option, stated: tuple[str, Any] | None, faults: list[Fault]
         faults += _missing(option)
         return {} if option.repeats else None if option.default is REQUIRED else option.default
     (where, raw), kind = stated, option.kind
-    if isinstance(raw, int | float) and not isinstance(raw, bool) and kind not in (int, float, int | str):
+    if isinstance(raw, int | float) and not isinstance(raw, bool) and kind not in (int, float, int | str, float | str):
         raw = str(raw)
     if isinstance(raw, str) and (not raw.strip() or "\0" in raw):
         faults.append(Fault(where=where, message="must not be empty"))
@@ -61,14 +64,14 @@ def value_of(option: Option, stated: tuple[str, Any] | None, faults: list[Fault]
         value = None
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         faults.append(Fault(where=where, message=_mismatch(option, raw)))
-    return value
+    return FolderPath(value) if isinstance(value, Path) and str(raw).endswith("/") else value
 
 
 def _missing(option: Option) -> list[Fault]:
     """Return what is missing: an option without a default, or the plan file that is read where none is typed."""
     if option.default is REQUIRED:
         choices = f"; one of {', '.join(option.words)}" if option.words else ""
-        return [Fault(where=option.label, message=f"missing{choices}")]
+        return [Fault(where=option.label, message=f"{MISSING}{choices}")]
     reads_plan = option.is_positional and option.default in (DEFAULT_PLAN, (DEFAULT_PLAN,))
     if reads_plan and not DEFAULT_PLAN.exists():
         form = "a plan file or a recipe" if option.kind is PlanOrRecipe else "a plan file"

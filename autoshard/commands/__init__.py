@@ -25,6 +25,20 @@ COMMANDS = {  # each is a function of its name, in a module of its name, whose d
     "list": "list the names that options take: models, clusters, engines, schedules, ...",
     "completion": "print the script with which bash, zsh or fish completes commands and options",
 }
+MEANT = {  # what users of other programs call them
+    **dict.fromkeys(("train", "start", "fit", "pretrain", "finetune"), "run"),
+    **dict.fromkeys(("search", "optimize", "optimise", "tune", "auto", "find"), "plan"),
+    **dict.fromkeys(("show", "inspect", "describe", "info", "why"), "explain"),
+    **dict.fromkeys(("check", "test", "prove", "lint"), "verify"),
+    **dict.fromkeys(("submit", "deploy", "slurm", "sbatch"), "launch"),
+    **dict.fromkeys(("status", "monitor", "tail", "logs"), "watch"),
+    **dict.fromkeys(("ls", "models", "clusters", "recipes"), "list"),
+    "diff": "compare",
+    "plot": "report",
+    "draw": "report",
+    "html": "report",
+    "bench": "validate",
+}
 _FOLDERS = {"import": "interchange", "export": "interchange"}  # of commands that have one
 
 EVERYDAY = {  # options that the help of a command with many shows first

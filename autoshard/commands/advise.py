@@ -66,23 +66,23 @@ def advise(
     if len(plans) > 1 and not runs:
         why = f"none of the {len(plans)} best plans may be made so small that it runs on {run_nodes} nodes"
         raise NoPlan(f"no run: {why}. Allow more with --run-nodes")
-    found = advised(plans, runs, timed.samples, request.constants, budget)
-    print_answer(advice_json(found, total) if json else advice_sheets(found, total))
-    if out and found.proposals:
-        _write(found, timed, rows, out)
+    advice = advised(plans, runs, timed.samples, request.constants, budget)
+    print_answer(advice_json(advice, total) if json else advice_sheets(advice, total))
+    if out and advice.proposals:
+        _write(advice, timed, rows, out)
         if not json:
-            print(_next(found, question, nodes, out))
+            print(_next(advice, question, nodes, out))
     return 0
 
 
-def _write(found: Advice, timed: TimedRows, rows: Path, out: Path) -> None:
+def _write(advice: Advice, timed: TimedRows, rows: Path, out: Path) -> None:
     """Write the plans, the sweep and the rows that are known, unless these lie there already."""
     with file_faults(f"--out {out}"):
         (out / _RUNS).mkdir(parents=True, exist_ok=True)
         points: list[dict[str, str]] = []
-        for number, one in enumerate(found.proposals, 1):
+        for number, proposal in enumerate(advice.proposals, 1):
             path = out / f"advised-{number}.json"
-            replace_text(path, dump(one.plan))
+            replace_text(path, dump(proposal.plan))
             points.append({"plan": path.name})
         sweep = {"mode": "run", "base": {"steps": STEPS}, "list": points}
         replace_text(out / _SWEEP, json_text.dumps(sweep, indent=2) + "\n")  # which is YAML
@@ -91,7 +91,7 @@ def _write(found: Advice, timed: TimedRows, rows: Path, out: Path) -> None:
             replace_text(out / _RUNS / _GIVEN, "\n".join(lines) + "\n")
 
 
-def _next(found: Advice, question: QuestionOptions, nodes: int, out: Path) -> str:
+def _next(advice: Advice, question: QuestionOptions, nodes: int, out: Path) -> str:
     """Return what to type next."""
     cluster, constants = question.cluster or DEFAULT_CLUSTER, str(out / "calibration.json")
     again = {**question.given, "cluster": cluster, "calibration": constants}
@@ -101,21 +101,21 @@ def _next(found: Advice, question: QuestionOptions, nodes: int, out: Path) -> st
     named += [word for name, value in question.pins.items() for word in ("--pin", f"{name}={value}")]
     named += [] if cluster == LOCAL else ["--nodes", str(nodes)]
     lines = [
-        *_start(found, out),
+        *_start(advice, out),
         ["autoshard", "calibrate", str(out / _RUNS), "--cluster", cluster, "--out", constants],
         ["autoshard", "advise", str(out / _RUNS), *named],
     ]
-    own = EXTENSIONS.options()
-    typed = "\n".join(shlex.join([*line, *own]) for line in lines)
+    extensions = EXTENSIONS.options()
+    typed = "\n".join(shlex.join([*line, *extensions]) for line in lines)
     return f"wrote {out / _SWEEP} and the plans of its runs; next:\n{typed}"
 
 
-def _start(found: Advice, out: Path) -> list[list[str]]:
+def _start(advice: Advice, out: Path) -> list[list[str]]:
     """Return the commands that run the plans: one sweep on one node, a job for each on several."""
-    if all(one.plan.cluster.num_nodes == 1 for one in found.proposals):
+    if all(proposal.plan.cluster.num_nodes == 1 for proposal in advice.proposals):
         return [["autoshard", "sweep", str(out / _SWEEP), "--out", str(out)]]
     jobs: list[list[str]] = []
-    for number in range(1, len(found.proposals) + 1):
+    for number in range(1, len(advice.proposals) + 1):
         name = f"advised-{number}"
         folders = ["--out", str(out / name), "--run-folder", str(out / _RUNS / name)]
         jobs.append(["autoshard", "launch", str(out / f"{name}.json"), *folders, "--steps", str(STEPS)])

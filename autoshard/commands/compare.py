@@ -1,6 +1,7 @@
 """``autoshard compare``: which of two plans is faster, and where they differ."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from autoshard.commands.output import print_answer
@@ -12,18 +13,23 @@ from autoshard.report.comparison import comparison_sheets
 from autoshard.report.plan_sheets import rejections_sheet
 from autoshard.report.sheet import Node
 from autoshard.report.structured import comparison_json, rejection_json
+from autoshard.spec.price import checked_prices, price_of_each, with_user_price
 
 
-def compare(a: Path, b: Path, fail_if_slower: str | None = None, json: bool = False) -> int:
+def compare(
+    a: Path, b: Path, fail_if_slower: str | None = None, price: float | str | None = None, json: bool = False
+) -> int:
     """Say which of two plans is predicted to be faster and why: first in a sentence, then part by part.
 
     Args:
         a: The plan file that is the reference.
         b: The plan file that is called faster or slower than a.
         fail_if_slower: Exit with code 1 if b needs this much more time per token than a, or more, e.g. 2%.
+        price: What an hour costs you in dollars, of a node (21.5) or of a chip (2.5/chip); of two clusters one for
+            each: 21.5,98.
         json: Print one JSON object instead of tables.
     """
-    allowed, read = _read((a, b), fail_if_slower)
+    allowed, read = _read((a, b), fail_if_slower, price)
     # plans that do not fit in memory are compared as well
     refused = [tuple(reason for reason in one.rejections if reason.rule_id != "memory") for one in read]
     if any(refused):
@@ -47,8 +53,10 @@ def compare(a: Path, b: Path, fail_if_slower: str | None = None, json: bool = Fa
     return 0
 
 
-def _read(paths: tuple[Path, Path], fail_if_slower: str | None) -> tuple[float | None, list[CheckedPlan]]:
-    """Return the allowed share and both plans; the faults of all three are reported together."""
+def _read(
+    paths: tuple[Path, Path], fail_if_slower: str | None, price: float | str | None
+) -> tuple[float | None, list[CheckedPlan]]:
+    """Return the allowed share and both plans, at the user's price; all their faults are reported together."""
     faults, allowed, read = Faults(), None, list[CheckedPlan]()
     with faults.of():
         allowed = None if fail_if_slower is None else _share(fail_if_slower)
@@ -57,8 +65,15 @@ def _read(paths: tuple[Path, Path], fail_if_slower: str | None) -> tuple[float |
             plan = load(path)  # names the file in its faults
             with inside(path):
                 read.append(check_plan(plan))
+    with faults.of(), inside("--price"):
+        checked_prices(price)
     faults.refuse()
-    return allowed, read
+    prices = price_of_each(price, [checked.plan.cluster.name for checked in read], "plan")
+    at_prices = zip(read, prices, strict=True)
+    return allowed, [
+        replace(checked, plan=replace(checked.plan, cluster=with_user_price(checked.plan.cluster, price_of_plan)))
+        for checked, price_of_plan in at_prices
+    ]
 
 
 def _share(text: str) -> float:

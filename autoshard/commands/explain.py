@@ -35,7 +35,8 @@ def explain(
 
     Args:
         plan: The plan file.
-        why_not: Compare with the best plan of another layout, e.g. tp=8,pp=16, and say what would make it better.
+        why_not: Compare with the best plan of another layout, e.g. tp=8,pp=16, and say what would make it better. The
+            exit code is 1 if no plan of that layout may run.
         calibration: A calibration file, made by `autoshard calibrate`. Default: the constants in the plan.
         trace: Also write the predicted step to this file, as a timeline for https://ui.perfetto.dev (at most 20 MB).
         json: Print one JSON object instead of tables.
@@ -46,7 +47,10 @@ def explain(
     if is_module_plan(plan):
         options = {"--why-not": why_not, "--calibration": calibration, "--trace": trace}
         require(
-            *((one is None, name, f"is not for the plan of a module, as {plan} is") for name, one in options.items())
+            *(
+                (value is None, name, f"is not for the plan of a module, as {plan} is")
+                for name, value in options.items()
+            )
         )
         figures = encode(load_module_plan(plan))
         print_answer(figures if json else module_sheets(Node(figures)))
@@ -60,15 +64,17 @@ def explain(
         with inside("--trace"):
             text = trace_text(read.plan, timeline_of(read.plan))
         write_text(text, trace, "--trace")
-    known = constants or calibration_of(read.plan)
+    pricing = constants or calibration_of(read.plan)
+    code = 0
     if why_not is None:
-        found, others = explained(read.plan), alternatives(read.plan, known)
+        explanation, rivals = explained(read.plan), alternatives(read.plan, pricing)
         show = explanation_json if json else explanation_sheets
-        print_answer(show(read.plan, found, others, rank_times(read.plan)))
+        print_answer(show(read.plan, explanation, rivals, rank_times(read.plan)))
     else:
-        answer = compared(read.plan, why_not, known)
+        answer = compared(read.plan, why_not, pricing)
         figures = why_not_json(read.plan, answer)
         print_answer(figures if json else why_not_sheets(read.plan, answer, Node(figures)))
+        code = 0 if answer.fits else 1
     if trace and not json:
         print(f"wrote {trace}; open it at https://ui.perfetto.dev")
-    return 0
+    return code

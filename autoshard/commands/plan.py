@@ -11,11 +11,12 @@ from autoshard.command_line.options import Counts, is_recipe
 from autoshard.commands.output import print_answer, print_notes
 from autoshard.commands.progress import StatusLine, Watcher, watching
 from autoshard.commands.writing.machines import compare_machines, sized
+from autoshard.commands.writing.modes import idle_options
 from autoshard.commands.writing.places import place_checks
 from autoshard.commands.writing.resizing import planned_size, request_like, resume_command, resuming_answer
 from autoshard.commands.writing.target import Target, Written
 from autoshard.cost.timeline import rank_times
-from autoshard.errors import Check, InputError, NoPlan, inside, require
+from autoshard.errors import InputError, NoPlan, inside, require
 from autoshard.plan.candidate import Candidate, parse_pins
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
@@ -23,8 +24,9 @@ from autoshard.plan.verify import NOT_RUN, verify as reasons_against
 from autoshard.report.answers import runners_up_of
 from autoshard.report.brief import brief_sheets
 from autoshard.report.plan_sheets import frontier_sheets, plan_sheets, rejections_sheet
-from autoshard.report.sheet import Words
+from autoshard.report.sheet import Sheet, Words
 from autoshard.report.structured import answers_json, candidate_json, frontier_json
+from autoshard.report.words import counted
 from autoshard.search.ask.answers import NAMES, PlanResult, answers_of
 from autoshard.search.ask.api import request_of
 from autoshard.search.ask.choice.doubt import DOUBT, Within
@@ -36,6 +38,7 @@ from autoshard.spec.model import ModelSpec
 from autoshard.spec.recipe import Pins, QuestionOptions
 from autoshard.units import format_bytes, format_seconds
 
+_PLANS = 3  # that are shown
 _MOST_PLANS = 100  # every plan that is shown is predicted in full, a few milliseconds each
 _NUMBERS = tuple(map(str, range(1, _MOST_PLANS + 1)))  # of runners-up
 _LONGEST_S = 10**6
@@ -63,13 +66,23 @@ class SearchOptions:
         require((limit is None or 1 <= limit <= _LONGEST_S, "time_limit", f"must be 1 to {_LONGEST_S}, not {limit}"))
 
     @property
+    def stated(self) -> dict[str, object]:
+        """What differs from a usual search, by option."""
+        objective = self.objective if self.objective != "time" else None
+        return {"--prove": self.prove, "--exhaustive": self.exhaustive, "--time-limit": self.time_limit,
+                "--objective": objective}  # fmt: skip
+
+    @property
     def simple_within(self) -> Within | None:
         """What share of time a simple plan may cost; None where another thing than time is minimised."""
         return None if self.objective == "memory" else DOUBT
 
     def requests(self, question: QuestionOptions, nodes: Counts, module: str | None = None) -> list[Request]:
         """Return one request per number of nodes, with model, cluster and calibration looked up."""
-        message = "missing. Type a name of autoshard list models, the path of a config.json, or --module"
+        message = (
+            "missing. Type a name of autoshard list models, as in autoshard plan llama3-70b --nodes 16, the path of a "
+            "config.json, or --module"
+        )
         require(
             (question.model is not None or module is not None, "--model", message),
             (question.model is None or module is None, "--module", "is the model; leave out --model"),
@@ -84,8 +97,8 @@ class SearchOptions:
         """Return a request with these options."""
         cluster = request.cluster
         message = (
-            f"no price of {cluster.name} is known. Put price_usd_per_node_hour into a cluster file, or minimise time: "
-            "on one cluster the fastest plan is the cheapest"
+            f"no price of {cluster.name} is known. Type yours, --price with the dollars of a node hour, or minimise "
+            "time: on one cluster the fastest plan is the cheapest"
         )
         require((self.objective != "dollars" or cluster.price_usd_per_node_hour is not None, "--objective", message))
         effort = replace(EVERYTHING if self.prove else Effort(), exhaustive=self.exhaustive)
@@ -102,7 +115,7 @@ def plan(
     pareto: bool = False,
     at: Pins | None = None,
     choose: str | None = None,
-    top: int = 3,
+    top: int | None = None,
 ) -> int:
     """Find the fastest layout of a training run that fits in memory, and a simple one; write a plan file.
 
@@ -118,52 +131,38 @@ def plan(
         choose: Which plan to write: fastest, simple (the simplest within the doubt about the fastest), vendor (the
             layout that the vendor documents), smallest (where memory is minimised), or the number of a runner-up.
             Default: simple.
-        top: How many plans to show, the best one included.
+        top: How many plans to show, the best one included. Default: 3.
     """
+    several = "," in (question.cluster or "")
+    stated = {"--at": at, "--like": like, "--pareto": pareto, "--cluster of several": several, "--module": module}
+    stated |= {"--nodes": nodes, "--choose": choose, "--top": top, "--fix": question.fix, **to.stated, **options.stated}
     names = f"type {', '.join(NAMES)}, or a number up to {_MOST_PLANS}"
     require(
-        (at is None or question.fix is None, "--at", "already names every key; leave out --fix"),
-        (at is None or not pareto, "--pareto", "searches; leave out --at"),
-        (like is None or not (pareto or at), "--like", "searches for one plan; leave out --pareto and --at"),
-        (like is None or module is None, "--like", "asks about the model of that plan; leave out --module"),
+        *idle_options(stated),
         (pareto or len(nodes) <= 1, "--nodes", "takes several numbers with --pareto only; name one"),
-        (1 <= top <= _MOST_PLANS, "--top", f"must be 1 to {_MOST_PLANS}, not {top}"),
-        (choose is None or not (pareto or at), "--choose", "is for the answers of one search; leave it out"),
-        *_machine_checks(question, to, alone=not (module or like or pareto or at), nodes=nodes),
+        (top is None or 1 <= top <= _MOST_PLANS, "--top", f"must be 1 to {_MOST_PLANS}, not {top}"),
         (choose is None or choose in (*NAMES, *_NUMBERS), f"--choose {choose}", names),
         *place_checks(to.out),
     )
     to.refuse_to_replace(like, searches=at is None)
-    wanted = max(top, int(choose) if choose in _NUMBERS else 1), choose
+    selection = max(_PLANS if top is None else top, int(choose) if choose in _NUMBERS else 1), choose
     if like is not None:
-        return _answer_again(like, request_like(like, question, nodes), options, to, wanted)
-    if "," in (question.cluster or "") or to.deadline or to.budget:
-        return _of_machines(question, options, to, nodes, wanted)
-    request, *others = options.requests(question, nodes, module)
+        return _answer_again(like, request_like(like, question, nodes), options, to, selection)
+    if several or to.deadline or to.budget:
+        return _of_machines(question, options, to, nodes, selection)
+    request, *larger = options.requests(question, nodes, module)
     if pareto:
-        return _frontier([request, *others], options, to)
+        return _frontier([request, *larger], options, to)
     if at is not None:
         return _one_candidate(request, at, to)
-    found = searched(request, wanted[0], options)
-    return _show_answers(answers_of(request, found, choose), to, partial(_print_better_sizes, request, found, options))
-
-
-def _machine_checks(question: QuestionOptions, to: Target, *, alone: bool, nodes: Counts) -> list[Check]:
-    """Check what several clusters, a deadline and a budget go with."""
-    several, sizes = "," in (question.cluster or ""), bool(to.deadline or to.budget)
-    return [
-        (
-            alone or not (several or sizes),
-            "--cluster" if several else "--deadline",
-            "stands without --module, --like, --pareto, --at",
-        ),
-        (not (several and sizes), "--deadline and --budget", "are for one --cluster"),
-        (not (sizes and nodes), "--nodes", "is what --deadline and --budget find; leave it out"),
-    ]
+    result = searched(request, selection[0], options)
+    return _show_answers(
+        answers_of(request, result, choose), to, partial(_print_better_sizes, request, result, options)
+    )
 
 
 def _of_machines(
-    question: QuestionOptions, options: SearchOptions, to: Target, nodes: Counts, wanted: tuple[int, str | None]
+    question: QuestionOptions, options: SearchOptions, to: Target, nodes: Counts, selection: tuple[int, str | None]
 ) -> int:
     """Compare several clusters; or answer on as many nodes as a deadline or a budget asks for."""
     with _searching(options) as watch:
@@ -174,10 +173,10 @@ def _of_machines(
         if "," in (question.cluster or ""):
             return compare_machines(question, (*nodes, 1)[0], options.applied, ask, to)
         size = sized(question, options.applied, ask, to)
-    found = searched(size.request, wanted[0], options)
+    result = searched(size.request, selection[0], options)
     if not to.json:
-        print_notes(Words(f"on {size.request.cluster.num_nodes} nodes: {size.why}", "strong"))
-    return _show_answers(answers_of(size.request, found, wanted[1]), to)
+        print_notes(Words(f"on {counted(size.request.cluster.num_nodes, 'node')}: {size.why}", "strong"))
+    return _show_answers(answers_of(size.request, result, selection[1]), to)
 
 
 def _read_off(module: str, question: QuestionOptions) -> ModelSpec:
@@ -193,14 +192,14 @@ def _read_off(module: str, question: QuestionOptions) -> ModelSpec:
 
 
 def _answer_again(
-    path: Path, asked: tuple[Plan, Request], options: SearchOptions, to: Target, wanted: tuple[int, str | None]
+    path: Path, answered: tuple[Plan, Request], options: SearchOptions, to: Target, selection: tuple[int, str | None]
 ) -> int:
     """Answer the question of a plan for at most so many nodes: show so many plans, and write the one that is chosen."""
-    (old, request), (num_plans, choose) = asked, wanted
+    (old, request), (num_plans, choose) = answered, selection
     with _searching(options) as watch:
 
-        def ask(request: Request, known: Known) -> SearchResult:
-            return search(request, num_plans, watch, simple_within=options.simple_within, known=known)
+        def ask(request: Request, points: Known) -> SearchResult:
+            return search(request, num_plans, watch, simple_within=options.simple_within, known=points)
 
         answer = at_most(options.applied(request), planned_size(old), watch, ask)
         _refuse_none(answer.request, answer.found, watch)
@@ -226,8 +225,8 @@ def _show_answers(
     written = to.write(answer.plan)
     data, sentences = about(answer.plan)
     if to.json:
-        found = answers_json(answer, result.answers, result.certificate, result.no_vendor, result.remarks)
-        print_answer({**found, "defaults": result.defaults, **data})
+        figures = answers_json(answer, result.answers, result.certificate, result.no_vendor, result.remarks)
+        print_answer({**figures, "defaults": result.defaults, **data})
         return to.end(answer.plan, written)
     next_step = "" if written.refused else to.next_step
     if not to.verbose:
@@ -255,41 +254,41 @@ def _show_answers(
         print_notes(f"no vendor's layout: {result.no_vendor}")
     for remark in result.remarks:
         print_notes(Words(remark, "warning"))
-    others = "|".join(one.name for one in result.answers)
-    print_notes(f"this is {answer.name}; --choose {others} writes another")
+    names = "|".join(entry.name for entry in result.answers)
+    print_notes(f"this is {answer.name}; --choose {names} writes another")
     better()
     if sentences:
         print(sentences)
     return to.end(answer.plan, written)
 
 
-def _print_better_sizes(request: Request, found: SearchResult, options: SearchOptions) -> None:
+def _print_better_sizes(request: Request, result: SearchResult, options: SearchOptions) -> None:
     """Say which number of nodes, or batch, the ranks share better, if there is time for that."""
     with watching(options.time_limit, format_seconds) as watch:
-        for words in () if found.certificate.stopped else better_sizes(request, found.plans[0], watch):
+        for words in () if result.certificate.stopped else better_sizes(request, result.plans[0], watch):
             print_notes(f"odd number of nodes: {words}")
 
 
 def _frontier(requests: Sequence[Request], options: SearchOptions, to: Target) -> int:
     """Show what cannot be bettered; where nothing fits on any number of nodes, say why on the last."""
     with watching(options.time_limit, format_seconds) as watch:
-        found = frontier(requests, watch)
-        if not found.plans:
-            _refuse_unfinished(found.ended, watch)
+        edge = frontier(requests, watch)
+        if not edge.plans:
+            _refuse_unfinished(edge.ended, watch)
             raise unanswered(requests[-1], search(requests[-1], watch=watch), helpful=True, watch=watch)
-    written = to.write(found.plans[0])
-    print_answer((frontier_json if to.json else frontier_sheets)(found.plans, found.gap, found.ended))
-    return to.end(found.plans[0], written, "the fastest, ")
+    written = to.write(edge.plans[0])
+    print_answer((frontier_json if to.json else frontier_sheets)(edge.plans, edge.gap, edge.ended))
+    return to.end(edge.plans[0], written, "the fastest, ")
 
 
 def plan_of(path: Path, question: QuestionOptions, nodes: int | None) -> Plan:
     """Read a plan file, or answer the question of a recipe."""
     if not is_recipe(path):
-        given = [*question.given, *(["nodes"] if nodes else [])]
-        _refuse(given, f"is part of the question that {path} has answered. Plan again with it, or run a recipe")
-        found = load(path)
-        require((found.model.traced is None, str(path), f"{found.model.name} was read off its code. {NOT_RUN}"))
-        return found
+        stated = [*question.given, *(["nodes"] if nodes else [])]
+        _refuse(stated, f"is part of the question that {path} has answered. Plan again with it, or run a recipe")
+        answer = load(path)
+        require((answer.model.traced is None, str(path), f"{answer.model.name} was read off its code. {NOT_RUN}"))
+        return answer
     options = SearchOptions()
     return searched(options.requests(question, (nodes or 1,))[0], 1, options).preferred
 
@@ -301,20 +300,20 @@ def _refuse(names: Iterable[str], why: str) -> None:
 def searched(request: Request, num_plans: int, options: SearchOptions) -> SearchResult:
     """Search; where nothing fits, say by how much the best misses and what would help."""
     with _searching(options) as watch:
-        found = search(request, num_plans, watch, simple_within=options.simple_within)
-        _refuse_none(request, found, watch)
-    return found
+        result = search(request, num_plans, watch, simple_within=options.simple_within)
+        _refuse_none(request, result, watch)
+    return result
 
 
 def _searching(options: SearchOptions) -> AbstractContextManager[Watcher]:
     return watching(options.time_limit, format_bytes if options.objective == "memory" else format_seconds)
 
 
-def _refuse_none(request: Request, found: SearchResult, watch: Watcher) -> None:
+def _refuse_none(request: Request, result: SearchResult, watch: Watcher) -> None:
     """Refuse an answer without a plan."""
-    if not found.plans:
-        _refuse_unfinished(found.certificate.ended, watch)
-        raise unanswered(request, found, helpful=True, watch=watch)
+    if not result.plans:
+        _refuse_unfinished(result.certificate.ended, watch)
+        raise unanswered(request, result, helpful=True, watch=watch)
 
 
 def _refuse_unfinished(ended: str, watch: Watcher) -> None:
@@ -327,28 +326,30 @@ def _refuse_unfinished(ended: str, watch: Watcher) -> None:
 
 def _one_candidate(request: Request, text: str, to: Target) -> int:
     """Evaluate one candidate: its rejections first, then an estimate where it has a shape."""
-    made, shapeless = None, ""
+    estimate, shapeless = None, ""
     with inside("--at"):
         lnc = parse_pins(text).get("lnc")
         request = request.with_lnc_of(lnc if isinstance(lnc, int) else None)
         candidate, engine = resolved(request, Candidate.parse(text, request.cluster.num_ranks))
         refused = rejections_of(request, candidate, engine)
         try:
-            made = request.plan(candidate, engine)
+            estimate = request.plan(candidate, engine)
         except InputError as error:
             if not refused:
                 raise
             shapeless = str(error)
-    refused = reasons_against(made) if made else refused
-    written = to.write(made) if made and not refused else Written()
+    refused = reasons_against(estimate) if estimate else refused
+    written = to.write(estimate) if estimate and not refused else Written()
     if to.json:
-        print_answer({**candidate_json(made, refused), "defaults": request.defaults})
+        print_answer({**candidate_json(estimate, refused), "defaults": request.defaults})
     else:
         print_answer([rejections_sheet(refused)])
         next_step = "" if refused or written.refused else to.next_step
-        print_answer(
-            plan_sheets(made, times=rank_times(made), next_step=next_step) if made else f"no estimate: {shapeless}"
-        )
+        shown: Iterable[Sheet] | str = f"no estimate: {shapeless}"
+        if estimate:
+            times, tokens = rank_times(estimate), to.total_tokens
+            shown = plan_sheets(estimate, times=times, total_tokens=tokens, next_step=next_step)
+        print_answer(shown)
         if request.defaults:
             print_notes(request.defaults)
-    return 1 if refused or made is None else to.end(made, written)
+    return 1 if refused or estimate is None else to.end(estimate, written)

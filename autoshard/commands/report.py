@@ -9,7 +9,7 @@ from typing import Any
 from autoshard.blocks.explain import explain
 from autoshard.command_line.options import DEFAULT_PLAN, Paths
 from autoshard.commands.output import print_answer, print_refused, write_text
-from autoshard.commands.writing.places import place_checks
+from autoshard.commands.writing.places import page_checks
 from autoshard.cost.doubt import compared
 from autoshard.cost.predict import CheckedPlan, check_plan
 from autoshard.cost.timeline import rank_times, timeline_of
@@ -46,7 +46,7 @@ def report(
         json: Print the figures of the page as one JSON object instead.
     """
     many = f"a page shows at most {_MOST} plans, not {len(plans)}"
-    require((len(plans) <= _MOST, "PLANS", many), *(() if json else place_checks(out)))
+    require((len(plans) <= _MOST, "PLANS", many), *(() if json else page_checks(out)))
     if any(map(is_module_plan, plans)):
         alone = len(plans) == 1 and run is None
         require((alone, "PLANS", "the page of a module's plan shows that plan alone, and no run"))

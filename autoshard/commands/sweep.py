@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,7 @@ from autoshard.jobs.quoting import shell_words, word
 from autoshard.report.page.sweep_page import sweep_page
 from autoshard.report.sweep import sweep_sheets
 from autoshard.runtime.folder import locked
+from autoshard.spec.price import checked_prices
 from autoshard.sweep.on_wandb import agent_point, controller_text, log_sweep
 from autoshard.sweep.points import Sweep, load_sweep, points_of, sweep_path
 from autoshard.sweep.table import (
@@ -44,6 +46,7 @@ def sweep(
     wandb_agent: bool = False,
     scheduler: Literal["slurm"] | None = None,
     task: int | None = None,
+    price: float | str | None = None,
     json: bool = False,
 ) -> int:
     """Plan or run every point of a sweep in parallel, and collect the results in one table.
@@ -60,11 +63,12 @@ def sweep(
         wandb_agent: Run one point, which the sweep controller of Weights & Biases names.
         scheduler: Run nothing; write a job array for this scheduler instead, with one task per point.
         task: Run only the points of this task of the job array.
+        price: What an hour costs you in dollars, of a node (21.5) or of a chip (2.5/chip).
         json: Print the rows as one JSON object at the end.
     """
     _refuse(jobs, task, wandb, wandb_agent, scheduler, parquet)
-    source = sweep_path(source)
-    content, folder = load_sweep(source), out or Path("sweeps") / source.stem
+    source, elsewhere = sweep_path(source), bool(wandb or wandb_agent or scheduler) or task is not None
+    content, folder = _at_price(load_sweep(source), price, elsewhere), out or Path("sweeps") / source.stem
     if wandb_agent:
         return _print_rows([agent_point(content, source.parent, folder, wandb)])
     with inside(source):
@@ -92,6 +96,20 @@ def sweep(
             progress.end(done)
         ordered = [rows.rows[point.id] for point in points]
         return _conclude(content, source, ordered, folder, wandb=wandb, parquet=parquet, json=json)
+
+
+def _at_price(content: Sweep, price: float | str | None, elsewhere: bool) -> Sweep:
+    """Return a sweep whose points cost what the user pays; points that start elsewhere read the file alone."""
+    if price is None:
+        return content
+    several = any("cluster" in choice for choices in content.axes.values() for choice in choices)
+    require(
+        (not several, "--price", "the sweep has several clusters; in its file, write price beside each cluster"),
+        (not elsewhere, "--price", f"is for points that start here; write price: {price} into the sweep, under base"),
+    )
+    with inside("--price"):
+        checked_prices(price)
+    return replace(content, base={**content.base, "price": price})
 
 
 def _refuse(

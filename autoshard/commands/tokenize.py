@@ -14,6 +14,8 @@ from autoshard.runtime.data.tokenizing import Work, tokenize as made
 from autoshard.spec.record import encode
 from autoshard.units import format_bytes, format_count
 
+_TEXT_SUFFIXES = (".txt", ".json", ".jsonl", ".csv", ".md", ".parquet", ".gz", ".zst")  # no names of data sets
+
 
 def tokenize(
     source: str,
@@ -58,7 +60,8 @@ def tokenize(
     )
     try:
         local = local_source(source)
-        require((local is not None or is_hub_id(source), source, "there is no such file or folder"))
+        on_hub = is_hub_id(source) and Path(source).suffix not in _TEXT_SUFFIXES
+        require((local is not None or on_hub, source, "there is no such file or folder"))
         work = Work(
             source=local or hub_source(source, subset, split),
             tokenizer=_tokenizer(tokenizer, eos, bos, chat_template),
@@ -88,7 +91,8 @@ def _tokenizer(text: str, eos: str | None, bos: str | None, template: Path | Non
     path = Path(text)
     folder = path.parent if path.name == "tokenizer.json" else path
     if folder.is_dir():
-        require(((folder / "tokenizer.json").is_file(), text, f"has no tokenizer.json. {CONVERT}"))
+        missing = "there is no such file" if path.name == "tokenizer.json" else "has no tokenizer.json"
+        require(((folder / "tokenizer.json").is_file(), text, f"{missing}. {CONVERT}"))
     elif is_hub_id(text):
         folder = hub_tokenizer(text, TOKENIZER_FILES)
     else:

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.live import Live
 
 from autoshard.commands.output import print_answer, write_text
-from autoshard.commands.writing.places import place_checks
+from autoshard.commands.writing.places import page_checks
 from autoshard.errors import InputError, require
 from autoshard.report.terminal import make_console
 from autoshard.report.watch.content import read_run
@@ -32,7 +32,7 @@ def watch(folder: Path, once: bool = False, every: float = 2.0, html: Path | Non
         html: Also write a page to look at, again and again, which loads itself again: one HTML file without network.
         json: Print one JSON object instead of a picture.
     """
-    checks = place_checks(html, "--html") if html else []
+    checks = page_checks(html, "--html") if html else []
     require((every > 0, "--every", f"must be positive, not {every:g}"), *checks)
     on_terminal = sys.stdout.isatty() and not json
 

@@ -7,12 +7,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
-from autoshard.errors import InputError, file_faults, inside, require
+from autoshard.errors import InputError, file_faults, inside, no_such_file, require
 from autoshard.extensions import require_extensions
 from autoshard.files import replace_text
 from autoshard.plan.plan import SCHEMA, SEARCH, Plan
 from autoshard.spec.file_kinds import MODULE_PLAN_FILE, PLAN_FILE, file_kind_of, refuse_other_kinds
-from autoshard.spec.files import parsed_json, read_data
+from autoshard.spec.files import parsed_json, read_data, shipped_files
+from autoshard.spec.model_catalogue import model_names
+from autoshard.spec.recipe import RECIPES
 from autoshard.spec.record import decode, encode
 from autoshard.version import __version__
 
@@ -141,6 +143,8 @@ def _other_plan(before: str, now: str) -> str:
 
 def load(source: str | Path, migrations: Migrations = MIGRATIONS) -> Plan:
     """Read a plan from JSON text, or from the file at a Path; all faults are reported in one InputError."""
+    if isinstance(source, Path) and not source.exists():
+        raise InputError.of(str(source), no_such_file(source, _plan_first(str(source))))
     found = parsed_json(source, "plan") if isinstance(source, str) else read_data(source)
     if isinstance(source, Path) and file_kind_of(found) is not MODULE_PLAN_FILE:
         refuse_other_kinds(source, found, PLAN_FILE)
@@ -155,6 +159,14 @@ def load(source: str | Path, migrations: Migrations = MIGRATIONS) -> Plan:
         if isinstance(origin := data.get("provenance"), dict):
             require_extensions(cast(dict[str, object], origin))
         return decode(Plan, _migrated(data, migrations))
+
+
+def _plan_first(name: str) -> str:
+    """Return what makes a plan file: of the model or the recipe that was named in its place, or of any."""
+    if name in model_names() or name in shipped_files(RECIPES):
+        return f"To make a plan file, type: autoshard plan {name}"
+    out = f" --out {name}" if name.endswith(".json") else ""
+    return f"To make a plan file, type: autoshard plan MODEL --nodes N{out}"
 
 
 def plan_hash(plan: Plan) -> str:

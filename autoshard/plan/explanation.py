@@ -73,7 +73,7 @@ class Certificate:
             within = " that was found, how far from the best is not known"
         stopped = f" ({self.stopped})" if self.stopped else ""
         return (
-            f"the {best} by this cost model{within}{stopped}, of {self.num_legal} legal outer points with all splits "
+            f"the {best} by this cost model{within}{stopped}, of {self.num_legal} legal layouts with all splits "
             "of the layers over their stages and recompute of each rank (its stages alike), among plans with one table "
             "per block kind and recompute kind"
         )
@@ -82,30 +82,30 @@ class Certificate:
     def accounting(self) -> str:
         """Say what became of the legal points."""
         bound = format_bytes(round(self.bound)) if self.objective == "memory" else f"{self.bound:.6g} s"
-        left = f", {self.num_open} left open" if self.num_open else ""
-        left += f", {self.num_left} not looked at" if self.num_left else ""
+        rest = f", {self.num_open} left open" if self.num_open else ""
+        rest += f", {self.num_left} not looked at" if self.num_left else ""
         gap = format_at_most(self.gap) if self.bound else "unknown"
         tables = "1 table" if self.num_tables == 1 else f"{self.num_tables} tables"
         return (
             f"{self.num_solved} points solved ({self.num_fitting} fit), {self.num_bounded} pruned by their bound, "
-            f"{self.num_too_large} too large for memory{left}; {tables} solved; bound {bound}, gap {gap}"
+            f"{self.num_too_large} too large for memory{rest}; {tables} solved; bound {bound}, gap {gap}"
         )
 
-    def plus(self, other: "Certificate") -> "Certificate":
+    def plus(self, more: "Certificate") -> "Certificate":
         """Return the certificate of both spaces together."""
         both: dict[str, Refusal] = {}
-        for refusal in (*self.refusals, *other.refusals):  # the example of a Rule stays that of the first
-            known = both.get(refusal.rule_id)
-            count = refusal.num_points + (known.num_points if known else 0)
-            both[refusal.rule_id] = replace(known or refusal, num_points=count)
+        for refusal in (*self.refusals, *more.refusals):  # the example of a Rule stays that of the first
+            first = both.get(refusal.rule_id)
+            count = refusal.num_points + (first.num_points if first else 0)
+            both[refusal.rule_id] = replace(first or refusal, num_points=count)
         names = (name for name in self.__slots__ if name.startswith("num_"))
         return replace(
-            other,
-            **{name: getattr(self, name) + getattr(other, name) for name in names},
+            more,
+            **{name: getattr(self, name) + getattr(more, name) for name in names},
             refusals=tuple(both.values()),
-            value=min(self.value, other.value),
-            bound=min(self.bound, other.bound),
-            ended=self.stopped or other.ended,
+            value=min(self.value, more.value),
+            bound=min(self.bound, more.bound),
+            ended=self.stopped or more.ended,
         )
 
 
@@ -175,7 +175,7 @@ class Answer:
 class Alternatives:
     """The answer to a plan's question: other layouts, fastest first, its own without a limit of memory, the proof."""
 
-    others: tuple[Plan, ...]
+    rivals: tuple[Plan, ...]
     unlimited_s: float
     certificate: Certificate | None = None
 
@@ -199,7 +199,7 @@ class WhyNot:
     """The best plan with some keys pinned, or why there is none, and the changes after which it would be the better."""
 
     pins: str  # keys and values, as given after --why-not
-    other: Plan | None  # the fastest legal plan with these pins; where none fits, the one of least memory
+    rival: Plan | None  # the fastest legal plan with these pins; where none fits, the one of least memory
     fits: bool
     against: tuple[str, ...]  # why these pins are refused
     flips: tuple[Flip, ...]

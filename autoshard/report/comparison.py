@@ -147,13 +147,13 @@ def why_not_sheets(plan: Plan, answer: WhyNot, figures: Node) -> Iterator[Sheet]
     """Yield why the other layout is refused, or how it compares, then the changes that would make it the faster."""
     if answer.against:
         yield Sheet(facts=[Fact(Words("refused", "bad"), reason) for reason in answer.against])
-    if answer.other is None:
+    if answer.rival is None:
         return
-    if answer.other.candidate == plan.candidate:
+    if answer.rival.candidate == plan.candidate:
         yield Sheet(notes=[Words(f"{answer.pins}: the plan has these values already", "strong")])
         return
     names = ("the plan", f"the {'best' if answer.fits else 'smallest'} with {answer.pins}")
-    yield from comparison_sheets(compared(plan, answer.other), figures["difference"], names)
+    yield from comparison_sheets(compared(plan, answer.rival), figures["difference"], names)
     columns: dict[str, Column] = {
         "what": "name",
         ">now": lambda flip: _quantity(flip, "now"),

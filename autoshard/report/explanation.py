@@ -43,8 +43,8 @@ def explanation_sheets(
     yield time_sheet(figures)
     yield Sheet(tables=[stage_table(plan, figures), memory_table(plan, figures)])
     yield blocks_sheet(figures, explanation.blocks)
-    if alternatives.others:
-        yield answers_sheet(plan, runners_up_of(plan, alternatives.others))
+    if alternatives.rivals:
+        yield answers_sheet(plan, runners_up_of(plan, alternatives.rivals))
     if proof := alternatives.certificate:
         yield refused_sheet(Node({**encode(proof), "statement": proof.statement, "accounting": proof.accounting}))
     yield Sheet(notes=[Words(f"seconds {explanation.basis}", "warning"), *plan_warnings(plan)])

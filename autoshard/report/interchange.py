@@ -45,7 +45,7 @@ def import_json(answer: ImportAnswer) -> dict[str, Any]:
         "not_read": list(run.unread),
         "no_effect": list(run.harmless),
         "remarks": list(run.remarks),
-        "assumed": [{"what": one.what, "why": one.why, "option": one.option} for one in question.assumed],
+        "assumed": [{"what": guess.what, "why": guess.why, "option": guess.option} for guess in question.assumed],
         "rejections": [rejection_json(reason) for reason in answer.refused],
         "only_there": [rejection_json(reason) for reason in answer.foreign],
         "no_estimate": answer.shapeless,
@@ -72,7 +72,7 @@ def import_sheets(answer: ImportAnswer, figures: Node, next_step: str) -> Iterat
     best = [Fact("" if number else "best", cell) for number, cell in enumerate(_best_words(answer, figures))]
     model = Fact("model", request.model.name, f": {answer.question.model_from}")
     notes = [*_reading_notes(run.unread, len(run.harmless)), *(Words(remark, "warning") for remark in run.remarks)]
-    notes = [*notes, *(Words(f"assumed {one}", "soft") for one in answer.question.assumed)]
+    notes = [*notes, *(Words(f"assumed {guess}", "soft") for guess in answer.question.assumed)]
     more = [Fact("next", Words(next_step, "code"))] if next_step else []
     yield Sheet(facts=[*best, model, *more], notes=notes)
 
@@ -82,13 +82,13 @@ def _verdict(answer: ImportAnswer) -> Iterator[Fact]:
     if answer.plan is not None:
         yield Fact("layout", Words(str(answer.plan.candidate), "code"))
     for name, reasons in groupby(answer.refused, lambda reason: reason.rule_id):
-        first, *others = reasons
+        first, *likewise = reasons
         if name == "memory":
             text = first.message.partition(": ")[2]
-            more = f" Likewise on {len(others)} more." if others else ""
+            more = f" Likewise on {len(likewise)} more." if likewise else ""
             yield Fact(Words("cannot run", "bad"), f"{text}.{more}")
             continue
-        yield from (Fact(Words("cannot run", "bad"), str(reason)) for reason in (first, *others))
+        yield from (Fact(Words("cannot run", "bad"), str(reason)) for reason in (first, *likewise))
     if answer.runs:
         only = f", in {answer.question.run.program.title} only" if answer.foreign else ""
         yield Fact(Words("runs", "good"), f"no Rule speaks against it, and it fits in memory{only}")
@@ -144,7 +144,7 @@ def _priced(plan: Plan) -> Mapping[str, Any]:
 def export_sheets(answer: ExportAnswer, figures: Node) -> Iterator[Sheet]:
     """Yield what a program cannot express of a plan, what it will do instead, and the price of that."""
     program, differences = answer.program.title, answer.expressed.differences
-    lost = [Fact(Words("cannot say", "warning"), one.what, f"; instead: {one.instead}") for one in differences]
+    lost = [Fact(Words("cannot say", "warning"), loss.what, f"; instead: {loss.instead}") for loss in differences]
     lost = lost or [Fact(Words("says all", "good"), f"{program} can express every choice of this layout")]
     missing = answer.program.limits.unsaid.items()
     unsaid = [Fact("not in it", what.rpartition(".")[2], f": {where}") for what, where in missing]

@@ -10,6 +10,7 @@ from autoshard.report.plan_sheets import total_words, work_words
 from autoshard.report.sheet import Cell, Sheet, Table, Words
 from autoshard.report.words import axes_words, prediction_of
 from autoshard.spec.cluster import Cluster
+from autoshard.spec.price import at_user_price
 from autoshard.spec.record import encode
 from autoshard.units import format_bytes, format_count, format_dollars, format_seconds
 
@@ -72,8 +73,12 @@ def machines_sheets(answers: Sequence[MachineAnswer], total_tokens: float | None
     columns = ("cluster", ">nodes", ">ranks", ">step", ">up to", ">speed", ">a billion", *whole, ">memory", "plan")
     table = Table("", columns, rows, whole=("cluster",), drop=(">ranks", ">memory", ">speed"))
     reasons = [f"{answer.cluster.name}: {' '.join(answer.remark.split())}" for answer in answers if answer.remark]
-    words = "fastest first; up to: the slow end of the 80% interval; a billion: dollars of so many tokens, on demand"
-    yield Sheet(title=title, about=about, tables=[table], notes=[*reasons, Words(words, "soft")])
+    clusters = [answer.cluster for answer in answers]
+    prices = "at your prices" if all(map(at_user_price, clusters)) else "on demand"
+    words = f"fastest first; up to: the slow end of the 80% interval; a billion: dollars of so many tokens, {prices}"
+    unknown = [cluster.name for cluster in clusters if cluster.price_usd_per_node_hour is None]
+    more = [f"no price is known of {', '.join(unknown)}: type --price, one for each cluster"] if unknown else []
+    yield Sheet(title=title, about=about, tables=[table], notes=[*reasons, Words(words, "soft"), *more])
 
 
 def question_title(answers: Sequence[MachineAnswer]) -> Cell:

@@ -24,8 +24,9 @@ from autoshard.report.words import (
     software_of,
     time_bar,
 )
-from autoshard.spec.cluster import LOCAL
+from autoshard.spec.cluster import LOCAL, Cluster
 from autoshard.spec.kernels import load_kernels
+from autoshard.spec.price import at_user_price
 from autoshard.spec.record import encode
 from autoshard.units import GIB, format_at_most, format_bytes, format_count, format_dollars, format_seconds
 
@@ -211,8 +212,14 @@ def day_fact(plan: Plan, dollars: Node) -> Fact:
         return Fact("day", tokens)
     usd = plan.dollars.price_usd_per_node_hour * 24 * plan.cluster.num_nodes
     billion = dollars["usd_per_billion_tokens"].figure()
-    date = plan.dollars.price_date or "an unknown date"
-    return Fact("day", tokens, (f" for {format_dollars(usd)}: ", billion, f" a billion (price of {date})"))
+    return Fact("day", tokens, (f" for {format_dollars(usd)}: ", billion, f" a billion ({_price_words(plan.cluster)})"))
+
+
+def _price_words(cluster: Cluster) -> str:
+    """Say whose price dollars are of."""
+    if at_user_price(cluster):
+        return f"your price, {format_dollars(cluster.price_usd_per_node_hour or 0.0)} a node hour"
+    return f"price of {cluster.price_date or 'an unknown date'}"
 
 
 def total_words(plan: Plan, total_tokens: float) -> str:
@@ -320,7 +327,7 @@ def refused_sheet(record: Node) -> Sheet:
     """Return what was searched and proven, and what was refused; a search's record, or its certificate with words."""
     refusals = sorted(record["refusals"], key=lambda refusal: -refusal["num_points"].value)
     columns: dict[str, Column] = {"rule": "rule_id", ">points": "num_points", "for example": "example"}
-    about = f"Of {record['num_points'].value:,} outer points {record['num_legal'].value:,} are legal; "
+    about = f"Of {record['num_points'].value:,} layouts {record['num_legal'].value:,} are legal; "
     return Sheet(
         name="refused",
         title="What was refused, and why",

@@ -90,7 +90,7 @@ def explanation_json(
         "pipeline_ranks": encode(list(times)),
         "unlimited_s": alternatives.unlimited_s,
         "certificate": encode(alternatives.certificate),
-        "runners_up": list(map(_brief_json, alternatives.others)),
+        "runners_up": list(map(_brief_json, alternatives.rivals)),
     }
 
 
@@ -119,9 +119,10 @@ def comparison_json(diff: Diff, remarks: Sequence[str]) -> dict[str, Any]:
 
 def why_not_json(plan: Plan, answer: WhyNot) -> dict[str, Any]:
     """Return the answer to --why-not."""
+    figures = {name: value for name, value in encode(answer).items() if name != "rival"}
     return {
-        **encode(answer),
-        "other": answer.other and _brief_json(answer.other),
-        "difference": answer.other and comparison_json(compared(plan, answer.other), ()),
+        **figures,
+        "other": answer.rival and _brief_json(answer.rival),
+        "difference": answer.rival and comparison_json(compared(plan, answer.rival), ()),
         "flips": [{**encode(flip), "factor": flip.factor} for flip in answer.flips],
     }

@@ -118,8 +118,8 @@ def layout_words(plan: Plan) -> str:
     batches = f"{counted(schedule.num_micro_batches, 'micro-batch', 'es')} of {counted(plan.micro_batch, 'sequence')}"
     parts = [axes_words(candidate), f"{schedule.builder} with {batches}"]
     if len(plan.stages) > 1:
-        layers = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-        parts.append(f"{len(plan.stages)} stages of {layers} layers")
+        layers = counted(sizes[0], "layer") if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} layers"
+        parts.append(f"{len(plan.stages)} stages of {layers}")
     parts.append(recompute_words(candidate))
     if candidate.tp > 1 and not plan.sp:
         parts.append("no sequence parallelism")

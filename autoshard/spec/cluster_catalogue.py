@@ -215,14 +215,15 @@ def load_cluster(name_or_path: str, num_nodes: int = 1, lnc: int | None = None, 
 
 
 def other_lnc(name_or_path: str, cluster: Cluster) -> tuple[Cluster, ...]:
-    """Return the same nodes with each of their other logical NeuronCore configurations.
+    """Return the same nodes, at the same price, with each of their other logical NeuronCore configurations.
 
     >>> [other.num_ranks for other in other_lnc("trn2.48xlarge", load_cluster("trn2.48xlarge"))]
     [128]
     """
     offered = [variant.lnc for variant in load_node_type(name_or_path).variants]
     other_lncs = [lnc for lnc in offered if lnc is not None and lnc != cluster.lnc]
-    return tuple(load_cluster(name_or_path, cluster.num_nodes, lnc=lnc) for lnc in other_lncs)
+    prices = {key: getattr(cluster, key) for key in ("price_usd_per_node_hour", "price_date", "sources")}
+    return tuple(replace(load_cluster(name_or_path, cluster.num_nodes, lnc=lnc), **prices) for lnc in other_lncs)
 
 
 def machine_memory_bytes() -> int:

@@ -107,7 +107,9 @@ def parsed_json(text: str, where: str) -> object:
     try:
         return json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        raise InputError.of(where, f"is not JSON: {error.msg} in line {error.lineno}, column {error.colno}") from error
+        raise InputError.of(
+            where, f"is not JSON: {error.msg.removesuffix(' at')} in line {error.lineno}, column {error.colno}"
+        ) from error
     except InputError as error:
         raise InputError.of(where, str(error)) from error
     except ValueError as error:  # a whole number of thousands of digits

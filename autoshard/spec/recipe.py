@@ -11,6 +11,7 @@ from autoshard.spec import record
 from autoshard.spec.cluster import headroom_check
 from autoshard.spec.file_kinds import RECIPE_FILE, refuse_other_kinds
 from autoshard.spec.files import read_data, shipped_files
+from autoshard.spec.price import checked_prices
 from autoshard.spec.training import Training
 from autoshard.spec.workload import Documents, Optimizer, Precision
 
@@ -47,6 +48,8 @@ class QuestionOptions:
         engine: Search only plans that this engine runs; `any` searches all engines. Default: the cluster's own.
         headroom: The share of a rank's usable memory that stays free: 0.1 is 10 %, 0 none. Default: 0.1.
         calibration: A calibration file, made by `autoshard calibrate`. Default: the one that comes with the cluster.
+        price: What an hour costs you in dollars, of a node (21.5) or of a chip (2.5/chip); with several clusters one
+            for each: 21.5,98. Default: the price on demand of `autoshard list clusters`.
         release: The release of the platform's software, e.g. 2.17 of the Neuron SDK; older ones are slower.
             Default: the newest of the calibration's rows.
         fix: Pin some keys of the layout, e.g. tp=32,pp=8.
@@ -66,6 +69,7 @@ class QuestionOptions:
     engine: EngineChoice | None = None
     headroom: float | None = None
     calibration: str | None = None
+    price: float | str | None = None
     release: str | None = None
     fix: Pins | None = None
     pins: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)  # tensor -> layout
@@ -81,11 +85,13 @@ class QuestionOptions:
                 f"expected sequences, a whole number, or tokens like 4M, found {self.global_batch!r}",
             ),
         )
+        with inside("price"):
+            checked_prices(self.price)
 
     @property
     def given(self) -> dict[str, Any]:
         """The options that are stated, by name."""
-        return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) not in (None, {})}
+        return {key.name: value for key in fields(self) if (value := getattr(self, key.name)) not in (None, {})}
 
 
 def sequences_of(global_batch: int | str, seq_len: int) -> int:

@@ -10,10 +10,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -232,7 +233,8 @@ def work_through(jobs: Sequence[SweepJob], num_workers: int, begin: Callable[[Sw
             while waiting and len(workers) < num_workers:
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_work, args=(theirs, tuple(EXTENSIONS.files)), daemon=False)
-                process.start()
+                with _without_interrupts():  # a process that is interrupted while it imports prints its stack
+                    process.start()
                 theirs.close()
                 workers.append(_Worker(process=process, pipe=ours, job=waiting.pop()))
                 begin(workers[-1].job)
@@ -256,11 +258,23 @@ def work_through(jobs: Sequence[SweepJob], num_workers: int, begin: Callable[[Sw
             worker.end()
 
 
+@contextmanager
+def _without_interrupts() -> Generator[None]:
+    """Hold SIGINT back in a block; what starts there holds it back too, and the block's own comes at its end."""
+    resource_tracker.ensure_running()  # which begins with the first process, and lets signals through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _work(pipe: Connection, extensions: Sequence[Path]) -> None:
     """Do jobs until the other end of the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells all; the parent decides
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     for path in extensions:
         load_extension(path)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells all; the parent decides
     running: list[subprocess.Popen[str]] = []
     jobs: SimpleQueue[SweepJob] = SimpleQueue()
 

@@ -49,7 +49,7 @@ def test_the_answer_that_is_named_is_written(capsys: pytest.CaptureFixture[str])
         (("--choose", "vendor"), "There are fastest, simple, other, 2, 3"),
         (("--choose", "smallest"), "There are fastest, simple, other, 2, 3"),
         (("--choose", "simple", "--objective", "memory"), "There are smallest, 2, 3"),
-        (("--choose", "simple", "--pareto"), "--choose: is for the answers of one search"),
+        (("--choose", "simple", "--pareto"), "--choose: has no effect beside --pareto, which shows a frontier"),
     ],
 )
 def test_what_cannot_be_chosen_is_one_message(

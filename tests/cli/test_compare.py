@@ -64,8 +64,8 @@ def test_every_fault_is_named_at_once(typed: Typed):
     Path("b.json").write_text("{")
     code, out, err = typed("compare no.json b.json --fail-if-slower 2")
     assert (code, out, len(err.splitlines())) == (2, "", 3)
-    assert "no.json: cannot be read" in err and "b.json: is not JSON" in err
-    assert typed("compare a.json")[2] == "autoshard: B: missing\n"
+    assert "no.json: there is no such file" in err and "b.json: is not JSON" in err
+    assert typed("compare a.json")[2] == "autoshard: B: missing. For example: autoshard compare plan.json edited.json\n"
 
 
 def test_an_edited_plan_is_predicted_again(typed: Typed):

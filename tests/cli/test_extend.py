@@ -104,4 +104,4 @@ def test_what_is_wrong_with_a_file_is_said(text: str, says: str, module: Path, t
     module.write_text(text)
     assert f"autoshard: --extend my_module.py: {says}" in typed(f"list schedules {MINE}")[2]
     Path("options.json").write_text(json.dumps({"what": "models", "extend": "none.py"}))
-    assert "--extend none.py: cannot be read" in typed("list --config options.json")[2]
+    assert "--extend none.py: there is no such file" in typed("list --config options.json")[2]

@@ -109,7 +109,7 @@ def test_an_export_prices_what_is_lost_and_keeps_files(typed: Typed, recipe: Pat
         ("import recipe.yaml --fix tp=x", "is not a whole number"),
         ("import recipe.yaml --ranks 4", "--ranks: unknown option"),
         ("export plan.json --to", "--to: a value is missing"),
-        ("export none.json --to nxdt", "cannot be read"),
+        ("export none.json --to nxdt", "there is no such file"),
         ("export recipe.yaml --to nemo", "not one of them"),
     ],
 )  # fmt: skip

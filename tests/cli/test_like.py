@@ -59,7 +59,7 @@ def test_how_to_go_on_with_a_run_is_said(old: Path, typed: Typed):
     [
         ("", "--nodes: the plan is of 4 nodes. Type how many are left: --nodes 3"),
         ("--nodes 2 --model llama3-8b --seq-len 64", "--model: is part of the question of"),
-        ("--nodes 2 --pareto", "--like: searches for one plan; leave out --pareto and --at"),
+        ("--nodes 2 --pareto", "--pareto: has no effect beside --like"),
         ("--nodes 2 --ranks 8", "--ranks: trn1.32xlarge always has 32 a node"),
         ("--nodes 2 --fix tp=3", "--fix tp=3"),
     ],

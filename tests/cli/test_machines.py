@@ -1,9 +1,11 @@
 """Several machines in one table, and nodes for a deadline or a budget."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from autoshard.plan.codec import load
 from tests.cli.conftest import Typed
 
 ASKED = "plan llama3-8b --tokens 1T"
@@ -38,6 +40,40 @@ def test_a_search_that_is_stopped_is_not_said_to_find_that_nothing_fits(typed: T
     assert "the search was not finished" in " ".join(text.split()) and "none of the" not in text
 
 
+def test_the_plan_of_the_fastest_machine_is_written_where_it_is_asked_for(typed: Typed) -> None:
+    code, text, _ = typed("plan llama3-8b --cluster trn1,h100 --nodes 2 --out both.json")
+    assert code == 0 and text.endswith("wrote the fastest, both.json\n")
+    assert load(Path("both.json")).cluster.name == text.splitlines()[4].split()[0]
+    code, _, complaint = typed("plan llama3-8b --cluster trn1,h100 --nodes 2 --out nothere/both.json")
+    assert code == 2 and "there is no folder nothere" in complaint
+
+
+@pytest.mark.parametrize(("price", "node_usd"), [("20", 20.0), ("2.5/chip", 20.0), ("'$2.5/GPU'", 20.0)])
+def test_dollars_are_at_the_price_of_the_user(price: str, node_usd: float, typed: Typed) -> None:
+    code, text, _ = typed(f"plan llama3-8b --cluster h100 --price {price}")
+    assert code == 0 and f"your price, ${node_usd:.2f} a node hour" in " ".join(text.split())
+    dollars = load(Path("plan.json")).dollars
+    assert dollars and dollars.price_usd_per_node_hour == node_usd and dollars.price_date is None
+
+
+def test_each_machine_has_its_own_price(typed: Typed) -> None:
+    data = json.loads(typed("plan llama3-8b --cluster trn1,h100 --nodes 2 --price 10,20 --json")[1])["machines"]
+    assert {row["cluster"]: row["dollars"]["price_usd_per_node_hour"] for row in data} == {
+        "trn1.32xlarge": 10.0,
+        "h100-80": 20.0,
+    }
+
+
+def test_a_comparison_and_a_sweep_take_the_price_of_the_user(typed: Typed) -> None:
+    typed("plan tiny-llama --cluster local --out a.json")
+    typed("plan tiny-llama --cluster local --fix tp=2 --out b.json")
+    assert "dollars per step" not in typed("compare a.json b.json")[1]
+    assert "dollars per step" in typed("compare a.json b.json --price 3")[1]
+    Path("one.yaml").write_text("base: {model: tiny-llama, cluster: local}\ngrid: {fix.tp: [1, 2]}\n")
+    assert "$ / 1e9 tokens" in typed("sweep one.yaml --price 3 --jobs 1")[1]
+    assert "--price: is for points that start here" in typed("sweep one.yaml --price 3 --scheduler slurm")[2]
+
+
 def test_json_is_one_object_also_where_nodes_are_found(typed: Typed) -> None:
     data = json.loads(typed(f"{ASKED} --deadline 60d --json --force")[1])
     assert data["plan"]["cluster"]["num_nodes"] > 1
@@ -64,12 +100,23 @@ def test_a_budget_pays_for_the_most_nodes(typed: Typed) -> None:
         ("plan llama3-8b --deadline 30d", "--tokens: missing; --deadline and --budget need it"),
         (f"{ASKED} --deadline 30", "--deadline: '30' is not a time. Write it like 30d, 6w or 48h"),
         (f"{ASKED} --budget lots", "--budget: 'lots' is not a sum of dollars"),
-        (f"{ASKED} --deadline 3d --nodes 4", "--nodes: is what --deadline and --budget find; leave it out"),
-        (f"{ASKED} --budget 1M --cluster trn1,h100", "--deadline and --budget: are for one --cluster"),
-        (f"{ASKED} --budget 10", "no plan: on no number of nodes"),
+        (
+            f"{ASKED} --deadline 3d --nodes 4",
+            "--nodes: has no effect beside --deadline, which finds the number of nodes",
+        ),
+        (f"{ASKED} --budget 1M --cluster trn1,h100", "--budget: has no effect beside --cluster of several"),
+        (f"{ASKED} --budget 10", "at least, on 2 nodes. Type a larger --budget"),
         ("plan llama3-8b --cluster trn1,trn1", "--cluster: trn1,trn1: name each cluster once"),
         ("plan llama3-8b --cluster trn1,trn9", "'trn9' is not a cluster"),
-        ("plan llama3-8b --cluster trn1,h100 --pareto", "--cluster: stands without"),
+        ("plan llama3-8b --cluster trn1,h100 --pareto", "--pareto: has no effect beside --cluster of several"),
+        ("plan llama3-8b --cluster trn1,h100 --top 5", "--top: has no effect beside --cluster of several"),
+        ("plan llama3-8b --cluster trn1,h100 --choose simple", "--choose: has no effect beside --cluster of several"),
+        ("plan llama3-8b --cluster trn1,h100 -v", "--verbose: has no effect beside --cluster of several"),
+        ("plan llama3-8b --pareto --tokens 1T", "--tokens: has no effect beside --pareto"),
+        ("plan llama3-8b --at tp=8 --prove", "--prove: has no effect beside --at"),
+        ("plan llama3-8b --price much", "--price: 'much' is not a price. Write the dollars of a node hour, like 21.5"),
+        ("plan llama3-8b --cluster trn1,h100 --price 9", "--price: type one price for each cluster"),
+        ("plan llama3-8b --price 9,10", "--price: one cluster has one price"),
     ],
 )
 def test_what_does_not_go_together_is_said(typed: Typed, words: str, message: str) -> None:

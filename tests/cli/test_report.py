@@ -48,8 +48,8 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(typed: Typed):
     assert typed(f"plan {TINY}")[0] == 0
     Path("empty").mkdir()
     for line, complaint in {
-        "report nothere.json": "nothere.json: cannot be read",
-        "report gone.json": "gone.json: cannot be read: No such file",
+        "report nothere.json": "nothere.json: there is no such file",
+        "report gone.json": "gone.json: there is no such file",
         "report plan.json --run empty": "--run empty: has taken no step yet",
         "report plan.json --run gone": "--run gone: there is no such folder",
         "report plan.json --out empty": "--out empty: is a folder. Name a file in it",

@@ -1,9 +1,12 @@
 """``autoshard sweep`` as it is typed: what is said, what is done again, what a job array does."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +107,18 @@ def test_what_is_wrong_is_said(words: str, data: dict[str, Any], says: str, type
 
 def test_a_sweep_that_is_nowhere_is_said(typed: Typed) -> None:
     assert typed("sweep none.yaml")[2] == "autoshard: none.yaml: there is no such file\n"
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="lists the children of a process as Linux does")
+def test_an_interrupt_while_workers_start_is_one_line() -> None:
+    sweep_of()
+    command = [sys.executable, "-m", "autoshard", "sweep", "tiny.yaml", "--jobs", "2"]
+    piped = subprocess.PIPE
+    process = subprocess.Popen(command, start_new_session=True, stdout=piped, stderr=piped, text=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while len(children.read_text(encoding="utf-8").split()) < 2:  # the tracker of resources, and a worker
+        time.sleep(0.01)
+    time.sleep(0.1)  # the worker imports
+    os.killpg(process.pid, signal.SIGINT)
+    complaint = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and complaint.splitlines() == ["autoshard: interrupted"]

@@ -84,7 +84,7 @@ class TestConstants:
             load_calibration(path)
         assert [fault.where for fault in caught.value.faults] == [str(path)]
         assert "runtime_bytes: unknown key" in caught.value.faults[0].message
-        with pytest.raises(InputError, match="cannot be read"):
+        with pytest.raises(InputError, match="there is no such file"):
             load_calibration(tmp_path / "none.json")
 
 

@@ -54,7 +54,7 @@ def shown(name: str) -> str:
     )
     result = answers_of(QUESTIONS[name](), answer)
     first = brief_sheets(result, result.runnable(result.name), total_tokens=2e12, next_step="x")
-    alternatives = Alternatives(others=tuple(others), unlimited_s=1.0, certificate=answer.certificate)
+    alternatives = Alternatives(rivals=tuple(others), unlimited_s=1.0, certificate=answer.certificate)
     return (
         printed(drawn(*first))
         + printed(drawn(*sheets))
@@ -114,8 +114,8 @@ def test_the_keys_of_json_are_documented():
         "seconds_of",
         "rank",
     }
-    alternatives = Alternatives(others=tuple(others), unlimited_s=1.0, certificate=certificate)
-    none = WhyNot(pins="tp=2", other=others[0], fits=True, against=(), flips=(), unmoved=())
+    alternatives = Alternatives(rivals=tuple(others), unlimited_s=1.0, certificate=certificate)
+    none = WhyNot(pins="tp=2", rival=others[0], fits=True, against=(), flips=(), unmoved=())
     explained = explanation_json(plan, Explanation(candidate="", blocks=(), rules={}, basis=""), alternatives, ())
     why = why_not_json(plan, none)
     result = answers_of(QUESTIONS["tiny"](), found("tiny"))

@@ -72,7 +72,7 @@ def test_files_are_read_by_path_and_named_in_every_fault(tmp_path):
     assert set(faults_of(path)) == {f"{path}: kernels", f"{path}: extra"}
     path.write_bytes(b"\xff\xfe{")
     assert "UTF-8" in faults_of(path)[str(path)]
-    assert "cannot be read" in faults_of(tmp_path / "none.json")[str(tmp_path / "none.json")]
+    assert "there is no such file" in faults_of(tmp_path / "none.json")[str(tmp_path / "none.json")]
 
 
 def test_all_faults_are_reported_at_once():

@@ -212,7 +212,7 @@ def test_refusals_come_by_number_and_the_statement_names_what_was_minimised_and_
     text = printed(refused_sheet(Node({**encode(whole), "statement": whole.statement, "accounting": whole.accounting})))
     assert re.findall(r"^(many|some|few) +([0-9]+)", text, re.MULTILINE) == [("many", "7"), ("some", "3"), ("few", "1")]
     words = " ".join(text.split())
-    assert "or within 0.50% of it, of 5 legal outer points" in words
+    assert "or within 0.50% of it, of 5 legal layouts" in words
     assert "4 points solved (2 fit)" in words and "bound 1.99 s, gap 0.50%" in words
     for objective, word in (("time", "fastest"), ("memory", "smallest"), ("dollars", "cheapest")):
         found = certificate(objective=objective, ended="interrupted")

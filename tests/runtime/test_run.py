@@ -115,13 +115,13 @@ def test_a_plan_for_512_ranks_is_rehearsed_on_8(capsys: pytest.CaptureFixture[st
     ("words", "says"),
     [
         ((), "PLAN: missing"),
-        (("none.json",), "none.json: cannot be read: No such file or directory"),
+        (("none.json",), "none.json: there is no such file"),
         (("tiny.json", "--steps", "0"), "--steps: must be at least 1, not 0"),
         (("tiny.json", "--learning-rate", "fast"), "--learning-rate: expected a number like 0.001, 1e-3"),
         (("tiny.json", "--rehearse", "0"), "--rehearse: must be at least 1, not 0"),
         (
             ("tiny.json", "--step", "3"),
-            "--step: unknown option. Did you mean --steps or --seed or --help? See autoshard",
+            "--step: unknown option. Did you mean --steps? See autoshard",
         ),
         (("tiny.json", "--out", "tiny.json"), "--out tiny.json: is a file. Name a folder"),
         (("future.json",), "future.json: schema: "),

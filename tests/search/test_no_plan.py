@@ -67,7 +67,7 @@ def test_the_message_about_memory_says_by_how_much_the_smallest_plan_misses():
 def test_the_message_about_rules_counts_them():
     request = ask("llama3-8b", "trn1.32xlarge", pins="pp=2")
     text = why_none(request, search(request))
-    assert "outer points of llama3-8b on 1 x trn1.32xlarge with pp=2 is refused by a rule" in text
+    assert "layouts of llama3-8b on 1 x trn1.32xlarge with pp=2 is refused by a rule" in text
     assert "by trn1-dp, like tp=1,pp=2,dp=16: with a pipeline" in text
 
 

@@ -55,10 +55,10 @@ def found(plan: Plan) -> WhyNot:
 
 
 def test_the_best_with_these_keys_is_slower_and_every_change_that_is_named_turns_the_order(plan: Plan, found: WhyNot):
-    assert found.fits and found.other and not found.against
-    assert found.other.mesh.size("pp") == 2 and time_s(found.other) > time_s(plan)
+    assert found.fits and found.rival and not found.against
+    assert found.rival.mesh.size("pp") == 2 and time_s(found.rival) > time_s(plan)
     request = request_of_plan(plan, calibration_of(plan))
-    known = {one.name: one for one in circumstances(request, plan.candidate, found.other.candidate)}
+    known = {one.name: one for one in circumstances(request, plan.candidate, found.rival.candidate)}
     assert [*known] == ["global batch", "sequence length", "memory of a rank", "bandwidth of all links"]
     assert found.unmoved == ("global batch",)
     (flip,) = found.flips
@@ -66,7 +66,7 @@ def test_the_best_with_these_keys_is_slower_and_every_change_that_is_named_turns
     units = round(flip.then / one.unit)
     assert flip.factor == pytest.approx(units / one.now)
     for count, turned in ((units, True), (units + (1 if flip.then < flip.now else -1), False)):
-        own, other = (best_time_s(one.changed(count), outer_pins(it.candidate)) for it in (plan, found.other))
+        own, other = (best_time_s(one.changed(count), outer_pins(it.candidate)) for it in (plan, found.rival))
         assert (other < own) is turned, (flip, count)
 
 
@@ -82,10 +82,10 @@ def test_numbers_of_a_question_are_counted_in_units_that_both_can_take(plan: Pla
 
 
 def test_nothing_has_to_change_where_the_other_is_faster_or_the_plan_itself(plan: Plan, found: WhyNot):
-    assert found.other
-    for text in ("tp=2", str(found.other.candidate)):
-        back = why_not(found.other, text, calibration_of(plan))
-        assert back.other and time_s(back.other) <= time_s(found.other)
+    assert found.rival
+    for text in ("tp=2", str(found.rival.candidate)):
+        back = why_not(found.rival, text, calibration_of(plan))
+        assert back.rival and time_s(back.rival) <= time_s(found.rival)
         assert not back.flips and not back.unmoved
 
 
@@ -99,7 +99,7 @@ def test_bytes_that_forbid_it_are_named(plan: Plan, monkeypatch: pytest.MonkeyPa
     small = replace(plan.cluster, chip=replace(plan.cluster.chip, memory_bytes=2**28))
     found = why_not(replace(plan, cluster=small), "tp=1,pp=1,mbs=8", calibration_of(plan))
     (reason,) = found.against
-    assert not found.fits and found.other and "none of the" in reason and "more than the" in reason
+    assert not found.fits and found.rival and "none of the" in reason and "more than the" in reason
 
 
 @pytest.mark.parametrize("text", ["", "tp", "tp=x", "zork=1"])
@@ -111,6 +111,6 @@ def test_what_cannot_be_read_is_said_with_its_option(plan: Plan, text: str):
 def test_runners_up_are_others_and_more_memory_never_slows(plan: Plan):
     beside = alternatives(plan, calibration_of(plan))
     assert beside.unlimited_s <= time_s(plan) * (1 + 1e-9)
-    assert beside.others and plan.candidate not in {other.candidate for other in beside.others}
-    times = [time_s(other) for other in beside.others]
+    assert beside.rivals and plan.candidate not in {other.candidate for other in beside.rivals}
+    times = [time_s(other) for other in beside.rivals]
     assert times == sorted(times)

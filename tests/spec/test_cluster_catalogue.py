@@ -201,7 +201,7 @@ def test_a_wrong_file_is_refused_with_every_fault_and_its_path(
         ("a.yaml", b"a: [", "not YAML"),
         ("a.yaml", b"a: 2026-13-45", "not YAML"),
         ("a.yaml", b"", "expected an object, found null"),
-        ("a.json", None, "cannot be read"),
+        ("a.json", None, "there is no such file"),
     ],
 )
 def test_files_that_are_no_data_are_refused(tmp_path: Path, name: str, content: bytes | None, says: str):

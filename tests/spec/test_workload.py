@@ -55,7 +55,7 @@ def test_a_recipe_says_of_itself_what_its_first_comment_says(tmp_path: Path):
     (tmp_path / "a.yaml").write_text("# A model.\n# More.\nmodel: x\n")
     (tmp_path / "b.yaml").write_text("model: x  # no\n# A model.\n")
     assert (about(tmp_path / "a.yaml"), about(tmp_path / "b.yaml")) == ("A model.", "")
-    with pytest.raises(InputError, match="No such file"):
+    with pytest.raises(InputError, match="there is no such file"):
         load_recipe(tmp_path / "none.yaml")
 
 

@@ -16,11 +16,13 @@ from autoshard.plan.verify import NOT_RUN
 from autoshard.report.interchange import export_json, export_sheets
 from autoshard.report.sheet import Node
 
+ExportName = Literal["nxdt", "megatron", "torchtitan", "accelerate", "deepspeed"]  # programs whose files are written
+
 
 def export(
     plan: Path = DEFAULT_PLAN,
     *,
-    to: Literal["nxdt", "megatron", "torchtitan", "accelerate", "deepspeed"],
+    to: ExportName,
     out: Path | None = None,
     force: bool = False,
     json: bool = False,

@@ -1,6 +1,5 @@
 """Which machine, and how many nodes of it: several clusters in one table, and nodes for a deadline or a budget."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,10 +8,12 @@ from autoshard.commands.writing.target import DAY_S, Target
 from autoshard.errors import InputError, NoPlan
 from autoshard.plan.plan import Plan
 from autoshard.report.machines import MachineAnswer, machines_json, machines_sheets
+from autoshard.report.words import counted
 from autoshard.search.ask.api import request_of
 from autoshard.search.ask.no_plan import why_none
 from autoshard.search.ask.planner import SearchResult
 from autoshard.search.bound.request import Request
+from autoshard.spec.price import price_of_each
 from autoshard.spec.recipe import QuestionOptions
 from autoshard.units import format_dollars
 
@@ -23,20 +24,23 @@ Search = Callable[[Request], SearchResult]
 
 def compare_machines(question: QuestionOptions, nodes: int, applied: Callable[[Request], Request], search: Search,
                      to: Target) -> int:  # fmt: skip
-    """Plan one question on each of several clusters, and print a row for each; 1 if nothing fits on any."""
+    """Plan one question on each of several clusters: print a row for each, and write the fastest; 1 if nothing fits."""
     names = [name.strip() for name in (question.cluster or "").split(",")]
     if len(set(names)) < len(names) or not all(names):
         raise InputError.of("--cluster", f"{question.cluster}: name each cluster once, with commas between them")
-    first = request_of(replace(question, cluster=names[0]), nodes).workload
+    prices = price_of_each(question.price, names, "cluster")
+    first = request_of(replace(question, cluster=names[0], price=None), nodes).workload
     sizes = replace(question, seq_len=first.seq_len, global_batch=first.global_batch)
-    requests = [applied(request_of(replace(sizes, cluster=name), nodes)) for name in names]
+    requests = [
+        applied(request_of(replace(sizes, cluster=name, price=price), nodes))
+        for name, price in zip(names, prices, strict=True)
+    ]
     answers = [_machine_answer(request, search(request)) for request in requests]
     answers.sort(key=lambda answer: answer.step_s)
-    if to.json:
-        print_answer(machines_json(answers, to.total_tokens))
-    else:
-        print_answer(machines_sheets(answers, to.total_tokens))
-    return 0 if answers[0].plan else 1
+    fastest = answers[0].plan
+    written = to.write(fastest) if fastest else None
+    print_answer((machines_json if to.json else machines_sheets)(answers, to.total_tokens))
+    return to.end(fastest, written, "the fastest, ") if fastest and written else 1
 
 
 def _machine_answer(request: Request, result: SearchResult) -> MachineAnswer:
@@ -58,7 +62,7 @@ class SizedRequest:
 
 def sized(question: QuestionOptions, applied: Callable[[Request], Request], search: Search, to: Target) -> SizedRequest:
     """Return the question on the fewest nodes that meet the deadline; without one, on the most that the budget pays."""
-    tokens, met, least_usd = to.total_tokens, list[tuple[Request, Plan]](), math.inf
+    tokens, met, too_dear = to.total_tokens, list[tuple[Request, Plan]](), list[tuple[float, int]]()
     assert tokens, "checked by Target"
     work = request_of(question, _SIZES[0]).workload
     question = replace(question, seq_len=work.seq_len, global_batch=work.global_batch)
@@ -72,11 +76,12 @@ def sized(question: QuestionOptions, applied: Callable[[Request], Request], sear
         plan = result.preferred
         days, usd = _cost(plan, tokens)
         if to.budget_usd is not None and usd is None:
-            raise InputError.of("--budget", f"no price of {plan.cluster.name} is known")
+            why = f"no price of {plan.cluster.name} is known. Type yours: --price, dollars of a node hour"
+            raise InputError.of("--budget", why)
         if to.budget_usd is not None and usd is not None and usd > to.budget_usd:
-            if usd > least_usd:  # more nodes cost more from here on
+            too_dear.append((usd, nodes))
+            if too_dear[-2:] == sorted(too_dear[-2:]) and len(too_dear) > 1:  # more nodes cost more from here on
                 break
-            least_usd = usd
             continue
         met.append((request, plan))
         if to.deadline_s is not None and days * DAY_S <= to.deadline_s:
@@ -85,7 +90,7 @@ def sized(question: QuestionOptions, applied: Callable[[Request], Request], sear
         request, plan = met[-1]
         days, usd = _cost(plan, tokens)
         return SizedRequest(request=request, why=f"the most nodes that the budget pays: {format_dollars(usd or 0.0)}")
-    raise NoPlan(_missed(met, tokens, to))
+    raise NoPlan(_missed(met, tokens, min(too_dear, default=None)))
 
 
 def _cost(plan: Plan, tokens: float) -> tuple[float, float | None]:
@@ -95,11 +100,15 @@ def _cost(plan: Plan, tokens: float) -> tuple[float, float | None]:
     return days, plan.dollars and plan.dollars.usd_per_billion_tokens * tokens / 1e9
 
 
-def _missed(met: Sequence[tuple[Request, Plan]], tokens: float, to: Target) -> str:
-    """Say how near the largest size comes to what was asked."""
+def _missed(met: Sequence[tuple[Request, Plan]], tokens: float, cheapest: tuple[float, int] | None) -> str:
+    """Say how near the largest size comes to what was asked, or the cheapest to the budget."""
+    if not met and cheapest:
+        usd, nodes = cheapest
+        least = f"{format_dollars(usd)} at least, on {counted(nodes, 'node')}"
+        return f"no plan: all tokens cost {least}. Type a larger --budget"
     if not met:
-        return f"no plan: on no number of nodes up to {_SIZES[-1]} does a plan fit in memory, and in the budget"
+        return f"no plan: on no number of nodes up to {_SIZES[-1]} does a plan fit in memory"
     days, usd = _cost(met[-1][1], tokens)
     nodes = met[-1][0].cluster.num_nodes
     cost = f" for {format_dollars(usd)}" if usd is not None else ""
-    return f"no plan: {nodes} nodes, the most that were tried or paid, take {days:.1f} days{cost}"
+    return f"no plan: {counted(nodes, 'node')}, the most that were tried or paid, need {days:.1f} days{cost}"

@@ -5,12 +5,21 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from autoshard.files import FolderPath
+
 Check = tuple[bool, str, str]
 
 
 def place_checks(out: Path, option: str = "--out") -> list[Check]:
     """Check that a file can be written at the path of an option."""
     return _checked(_against_file, out, option)
+
+
+def page_checks(out: Path, option: str = "--out") -> list[Check]:
+    """Check that a page of HTML can be written at the path of an option, and that its name says so."""
+    holds = out.suffix.lower() in ("", ".html", ".htm")
+    message = f"is drawn as HTML. Name a .html file: {out.with_suffix('.html')}"
+    return [(holds, f"{option} {out}", message), *place_checks(out, option)]
 
 
 def folder_checks(out: Path, option: str = "--out") -> list[Check]:
@@ -29,7 +38,7 @@ def _checked(against: Callable[[Path], str], out: Path, option: str) -> list[Che
 
 def _against_file(out: Path) -> str:
     """Return why a file cannot be written here, tried without a trace; "" if it can."""
-    if out.is_dir():
+    if out.is_dir() or isinstance(out, FolderPath):
         return "is a folder. Name a file in it"
     if not out.parent.is_dir():
         return f"there is no folder {out.parent}. Make it first"

@@ -22,6 +22,7 @@ from autoshard.search.ask.api import engines_of, layouts_of, pins_from_text
 from autoshard.search.ask.planner import Size
 from autoshard.search.bound.request import Request
 from autoshard.spec.cluster import LOCAL, Cluster
+from autoshard.spec.price import with_user_price
 from autoshard.spec.recipe import QuestionOptions
 from autoshard.spec.record import encode
 from autoshard.units import format_bytes, format_count, format_seconds
@@ -29,7 +30,7 @@ from autoshard.units import format_bytes, format_count, format_seconds
 
 def request_like(path: Path, question: QuestionOptions, nodes: Counts) -> tuple[Plan, Request]:
     """Return a plan, and its question for other nodes: the same model, work and global batch."""
-    again = question.given.keys() - {"ranks", "engine", "headroom", "calibration", "fix", "pins"}
+    again = question.given.keys() - {"ranks", "engine", "headroom", "calibration", "fix", "pins", "price"}
     why = f"is part of the question of {path}, which --like repeats. Leave it out"
     require(*((False, f"--{name.replace('_', '-')}", why) for name in sorted(again)))
     read = check_plan(load(path))
@@ -38,7 +39,7 @@ def request_like(path: Path, question: QuestionOptions, nodes: Counts) -> tuple[
     old, constants = read.plan, question.calibration
     request = Request(
         model=old.model,
-        cluster=_cluster_left(old, question.ranks, nodes[0] if nodes else 0),
+        cluster=with_user_price(_cluster_left(old, question.ranks, nodes[0] if nodes else 0), question.price),
         workload=old.workload,
         headroom=old.headroom if question.headroom is None else question.headroom,
         engines=engines_of(old.cluster, question.engine or old.engine),

@@ -66,6 +66,12 @@ class Target:
         faults.refuse()
 
     @property
+    def stated(self) -> dict[str, object]:
+        """What is stated of the answer, by option."""
+        return {"--tokens": self.tokens, "--deadline": self.deadline, "--budget": self.budget,
+                "--verbose": self.verbose}  # fmt: skip
+
+    @property
     def total_tokens(self) -> float | None:
         """The tokens of the whole training, if they are stated."""
         return token_total(self.tokens) if self.tokens is not None else None

@@ -43,7 +43,7 @@ def trn1_dp(c: Columns) -> Verdict:
     yield implies(c.pp > 1, implies(c.tp == 1, alone) & implies(c.tp > 1, together))
     need = "1, 8 or at least 32" if c.tp == 1 else f"1 or at least {32 // c.tp}"
     why = f"with a pipeline and tp={c.tp} on trn1, dp*cp must be {need}, not {groups}"
-    yield f"tp={c.tp},pp={c.pp},dp={c.dp}: {why}. Change pp, so that dp*cp does"
+    yield f"tp={c.tp},pp={c.pp},dp={c.dp}: {why}. Use another pp or dp"
 
 
 @rule(

@@ -137,8 +137,13 @@ def _refuse_no_run(folder: Path) -> None:
         raise InputError.of(str(folder), f"is a file. Name the folder of a run, which holds {PLAN} and {METRICS}")
     if not folder.is_dir():
         there = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
-        raise InputError.of(str(folder), f"there is no such folder. {nearest(folder.name, there)}")
+        remedy = nearest(folder.name, there) if there else "To start a run, type: autoshard run tiny-text"
+        raise InputError.of(str(folder), f"there is no such folder. {remedy}")
     paths = list(folder.iterdir())
+    names = {path.name for path in paths}
+    if PLAN in names and not names & {TRAINING, METRICS, ATTEMPTS} and not any(map(precedes_plan, paths)):
+        remedy = f"To run it, type: autoshard run {folder / PLAN}"
+        raise InputError.of(str(folder), f"holds a plan and no run. {remedy}")
     if not all(map(precedes_plan, paths)) and not {path.name for path in paths} & {PLAN, TRAINING, METRICS, ATTEMPTS}:
         runs = sorted(str(path.parent) for path in folder.glob(f"*/{METRICS}"))
         remedy = f"It holds the runs {', '.join(runs[:5])}" if runs else "Name the --out of autoshard run"

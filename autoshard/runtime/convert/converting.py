@@ -42,7 +42,9 @@ Form = Literal["hf", "autoshard", "nxd", "pt"]
 def form_of(path: Path) -> Form:
     """Return the form of the weights in a folder, or in a file, told from the files alone."""
     if not path.exists():
-        raise InputError.of(str(path), "there is no such file or folder")
+        is_hub = not path.is_absolute() and len(path.parts) == 2 and not path.parent.exists()
+        remedy = f". To download it, type: hf download {path} --local-dir {path.name}" if is_hub else ""
+        raise InputError.of(str(path), f"there is no such file or folder{remedy}")
     if path.is_file():
         return "pt"
     ours = checkpoint_of(path)

@@ -28,6 +28,7 @@ from autoshard.spec.cluster_catalogue import load_cluster, other_lnc
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.price import with_user_price
 from autoshard.spec.recipe import DEFAULT_CLUSTER, QuestionOptions, sequences_of
 from autoshard.spec.workload import Precision, Workload
 
@@ -69,6 +70,7 @@ def plan(  # noqa: PLR0913
     headroom: float | None = None,
     objective: Objective = "time",
     choose: str | None = None,
+    price: float | str | None = None,
 ) -> PlanResult:
     """Find the fastest layout of a training run that fits in memory, a simple one that is nearly as fast, the vendor's.
 
@@ -87,6 +89,7 @@ def plan(  # noqa: PLR0913
         headroom: Which share of a rank's memory stays free; a tenth if not told otherwise.
         objective: What is minimised: time, dollars or memory.
         choose: Which answer ``result.plan`` is: fastest, simple, vendor, or the number of a runner-up.
+        price: What an hour costs you in dollars, of a node, ``21.5``, or of a chip, ``"2.5/chip"``.
 
     The plan of the result is the simple one. Raises NoPlan where nothing fits, and InputError where the question is
     wrong; both say what to change.
@@ -100,8 +103,10 @@ def plan(  # noqa: PLR0913
     how = how if headroom is None else replace(how, headroom=headroom)
     options = QuestionOptions(seq_len=seq_len, global_batch=global_batch, precision=precision)
     with python_words():
+        right = type(workload) in (Workload, type(None))
+        require((right, "workload", f"must be a Workload, not {workload!r}. Name the others: nodes=4, seq_len=8192"))
         the_model = model if isinstance(model, ModelSpec) else load_model(model)
-        the_cluster = _cluster(cluster, nodes)
+        the_cluster = with_user_price(_cluster(cluster, nodes), price)
         work, defaults = (
             (_over(workload, options), "") if workload else default_workload(the_model, the_cluster, options)
         )
@@ -183,10 +188,11 @@ def request_of(question: QuestionOptions, nodes: int = 1, model: ModelSpec | Non
     if faults or model is None or cluster is None or pins is None or layouts is None:
         raise InputError(faults)
     try:
-        workload, defaults = default_workload(model, cluster, question)
+        at_price = with_user_price(cluster, question.price)
+        workload, defaults = default_workload(model, at_price, question)
         return Request(
             model=model,
-            cluster=cluster,
+            cluster=at_price,
             workload=workload,
             defaults=defaults,
             engines=engines_of(cluster, question.engine or _usual_engine(model)),
@@ -194,7 +200,7 @@ def request_of(question: QuestionOptions, nodes: int = 1, model: ModelSpec | Non
             pins=pins,
             layouts=layouts,
             calibration=constants,
-            other_lnc=() if lnc is not None else other_lnc(name, cluster),
+            other_lnc=() if lnc is not None else other_lnc(name, at_price),
         )
     except InputError as error:
         raise InputError(_option_faults(error, "precision")) from None

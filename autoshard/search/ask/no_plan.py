@@ -314,9 +314,9 @@ def why_none(request: Request, result: SearchResult) -> str:
     question = f"{request.model.name} on {where}{pins}"
     miss, certificate = result.nearest_miss, result.certificate
     if not certificate.num_legal:
-        head = f"no plan: each of the {certificate.num_points} outer points of {question} is refused by a rule"
+        head = f"no plan: each of the {certificate.num_points:,} layouts of {question} is refused by a rule"
         return "\n".join([head, *_binding_lines(request), *_refusal_lines(certificate.refusals)])
-    lines = [f"no plan: none of the {certificate.num_legal} legal outer points for {question} fits in memory"]
+    lines = [f"no plan: none of the {certificate.num_legal:,} legal layouts of {question} fits in memory"]
     if miss and miss.prediction:
         peak, capacity = miss.prediction.peak_bytes, miss.prediction.capacity_bytes
         usable, headroom = format_bytes(miss.cluster.rank_memory_bytes), miss.headroom

@@ -55,7 +55,7 @@ def alternatives(plan: Plan, calibration: Calibration) -> Alternatives:
     runners_up = [rival for rival in result.plans if rival.candidate != plan.candidate]
     unlimited_s = best_time_s(replace(request, memory_bytes=math.inf), outer_pins(plan.candidate))
     return Alternatives(
-        others=tuple(runners_up[:_MOST_RUNNERS_UP]), unlimited_s=unlimited_s, certificate=result.certificate
+        rivals=tuple(runners_up[:_MOST_RUNNERS_UP]), unlimited_s=unlimited_s, certificate=result.certificate
     )
 
 
@@ -67,22 +67,22 @@ def why_not(plan: Plan, text: str, calibration: Calibration) -> WhyNot:
     request = request_of_plan(plan, calibration)
     pinned = replace(request, pins={**request.pins, **pins})
     result = search(pinned)
-    other = next(iter(result.plans), result.nearest_miss)
+    rival = next(iter(result.plans), result.nearest_miss)
     against: list[str] = []
     if not result.plans:
-        faults = question_faults(pinned, "--why-not") if other is None else ()
+        faults = question_faults(pinned, "--why-not") if rival is None else ()
         against = [str(fault) for fault in faults] or [why_none(pinned, result)]
     flips: dict[str, Flip | None] = {}
     times = [timed_plan.prediction.step_time_s for timed_plan in (*result.plans[:1], plan) if timed_plan.prediction]
     already = bool(result.plans) and times[0] < times[1]
-    if other is not None and other.candidate != plan.candidate and not already:
+    if rival is not None and rival.candidate != plan.candidate and not already:
         stages = {key: pins[key] for key in ("stages", "recompute") if key in pins}
-        plan_pins, other_pins = outer_pins(plan.candidate), {**outer_pins(other.candidate), **stages}
-        for circumstance in circumstances(request, plan.candidate, other.candidate):
-            flips[circumstance.name] = _flip(circumstance, plan_pins, other_pins)
+        plan_pins, rival_pins = outer_pins(plan.candidate), {**outer_pins(rival.candidate), **stages}
+        for circumstance in circumstances(request, plan.candidate, rival.candidate):
+            flips[circumstance.name] = _flip(circumstance, plan_pins, rival_pins)
     return WhyNot(
         pins=pins_text(pins),
-        other=other,
+        rival=rival,
         fits=bool(result.plans),
         against=tuple(against),
         flips=tuple(flip for flip in flips.values() if flip),

@@ -194,9 +194,9 @@ def test_a_branch_on_numbers_is_told_with_its_line():
         ("plan --module mine.py:own --model llama3-8b", "--module: is the model; leave out --model"),
         (
             "plan --cluster local",
-            "--model: missing. Type a name of autoshard list models, the path of a config.json, or",
+            "--model: missing. Type a name of autoshard list models, as in autoshard plan",
         ),
-        ("plan --module mine.py:own --like plan.json", "--like: asks about the model of that plan; leave out --module"),
+        ("plan --module mine.py:own --like plan.json", "--module: has no effect beside --like"),
         (
             "plan --module mine.py:own --cluster trn1 --engine nxd --seq-len 32",
             "NxD has no layers for it",

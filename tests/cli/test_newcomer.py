@@ -1,0 +1,71 @@
+"""Lines as people type them who know other programs: each works, or one line says what to type."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Typed
+
+IN_AN_EMPTY_FOLDER = {
+    "plan 70b": "Did you mean llama3.1-70b or llama3-70b or llama2-70b?",
+    "plan Llama3-8B": "Did you mean llama3-8b?",
+    "plan": "as in autoshard plan llama3-70b --nodes 16",
+    "plan llama3-8b --gpus 64": "--gpus: unknown option. Type --nodes N, whole machines of --cluster",
+    "plan llama3-8b -n 4": "-n: unknown option. Type --nodes.",
+    "plan llama3-8b --spot": "Type --price, your dollars of a node hour.",
+    "plan llama3-8b --yes": "Type --force.",
+    "plan llama3-8b --zork": "--zork: unknown option. See autoshard plan --help",
+    "plan llama3-8b --fix TP=8": "unknown key 'TP'. Did you mean tp?",
+    "plan llama3-8b --out new/": "--out new: is a folder. Name a file in it",
+    "plan llama3-8b --extend gone.py": "--extend gone.py: there is no such file",
+    "plan llama3-8b --tokens 15T --budget 2M": "no plan: all tokens cost $3,876,913 at least, on 2 nodes.",
+    "--verbose plan llama3-8b": "--verbose: options follow a command. Type: autoshard plan MODEL --verbose",
+    "train tiny-text": "train: not a command. Type: autoshard run",
+    "show plan.json": "show: not a command. Type: autoshard explain",
+    "run": "PLAN: missing. For example: autoshard run tiny-text",
+    "compare": "B: missing. For example: autoshard compare plan.json edited.json",
+    "calibrate rows.jsonl": "--out: missing. For example: autoshard calibrate rows.jsonl --cluster trn1",
+    "explain llama3-70b": "llama3-70b: there is no such file. To make a plan file, type: autoshard plan llama3-70b",
+    "verify tiny-text": "To make a plan file, type: autoshard plan tiny-text",
+    "verify gone.json": "type: autoshard plan MODEL --nodes N --out gone.json",
+    "verify notes.md": "notes.md: there is no such file. To make a plan file, type: autoshard plan MODEL --nodes N",
+    "watch runs/first": "there is no such folder. To start a run, type: autoshard run tiny-text",
+    "sweep --list": "Type the name after the command; autoshard list shows the names.",
+    "tokenize gone.txt --tokenizer bytes --out data": "gone.txt: there is no such file or folder",
+    "convert meta-llama/Llama-3-8B out": "type: hf download meta-llama/Llama-3-8B --local-dir Llama-3-8B",
+}  # fmt: skip
+BESIDE_A_PLAN = {
+    "explain plam.json": "plam.json: there is no such file. Did you mean plan.json?",
+    "report --out report.pdf": "--out report.pdf: is drawn as HTML. Name a .html file: report.html",
+    "watch --html run.png .": "--html run.png: is drawn as HTML. Name a .html file: run.html",
+    "watch .": ".: holds a plan and no run. To run it, type: autoshard run plan.json",
+}
+
+
+@pytest.mark.parametrize("line", IN_AN_EMPTY_FOLDER)
+def test_a_line_that_cannot_work_says_what_to_type(line: str, typed: Typed) -> None:
+    code, out, complaint = typed(line)
+    assert code in (1, 2) and not out
+    assert IN_AN_EMPTY_FOLDER[line] in complaint and len(complaint.splitlines()) <= 2
+    assert not list(Path().iterdir())
+
+
+@pytest.mark.parametrize("line", BESIDE_A_PLAN)
+def test_a_line_beside_a_plan_says_what_to_type(line: str, typed: Typed) -> None:
+    typed("plan tiny-llama --cluster local --fix tp=2")
+    code, _, complaint = typed(line)
+    assert code == 2 and BESIDE_A_PLAN[line] in complaint and len(complaint.splitlines()) == 1
+
+
+def test_the_exit_code_of_why_not_says_whether_a_plan_may_run(typed: Typed) -> None:
+    typed("plan tiny-llama --cluster local --fix tp=2")
+    assert typed("explain --why-not tp=2")[0] == 0
+    code, out, _ = typed("explain --why-not tp=3")
+    assert code == 1 and out.strip().startswith("refused")
+    assert typed("explain --why-not tp=3 --json")[0] == 1
+
+
+def test_a_tokenizer_that_is_not_there_is_said_to_be_missing(typed: Typed) -> None:
+    Path("text.txt").write_text("hello", encoding="utf-8")
+    code, _, complaint = typed("tokenize text.txt --tokenizer tokenizer.json --out data")
+    assert code == 2 and "tokenizer.json: there is no such file. Write one with transformers" in complaint
