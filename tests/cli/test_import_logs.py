@@ -54,6 +54,16 @@ def test_a_row_is_replaced_and_other_lines_stay(typed: Typed, logs: None) -> Non
     assert code == 0 and "0 rows added, 2 replaced" in " ".join(out.split()) and path.read_text("utf-8") == before
 
 
+def test_three_rows_of_a_cluster_are_fitted_to(typed: Typed, logs: None) -> None:
+    Path("bf16.log").write_text(BY_NAME["titan-bf16.log"].text, encoding="utf-8")
+    Path("bf16.toml").write_text(BY_NAME["titan-bf16.log"].config[1], encoding="utf-8")
+    typed(f"{LINE} --rows rows.jsonl")
+    _, out, _ = typed("import bf16.log --config bf16.toml --nodes 1 --cluster h100-96 --rows rows.jsonl")
+    again = out.splitlines()[-1].removeprefix("next").strip()
+    assert again == "autoshard calibrate rows.jsonl --cluster h100-96 --out fitted.json"
+    assert typed(again.removeprefix("autoshard "))[0] == 0 and Path("fitted.json").is_file()
+
+
 def test_a_log_that_is_refused_leaves_the_others(typed: Typed, logs: None) -> None:
     files = "short.log nowhere.log float8.toml titan-rowwise.log"
     code, out, err = typed(f"import {files} --config float8.toml --nodes 1 --cluster h100-96 --rows rows.jsonl")

@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -42,14 +42,13 @@ def import_logs(
 
     answers = log_answers(files, run, options, nodes, read)
     measured = [answer.row for answer in answers if answer.row is not None]
-    wrote = ""
+    wrote, next_step = "", _with_rows_line(files, config, options, nodes) if measured else ""
     if rows and measured:
         content = with_rows(rows, measured)
         write_text(content.text, rows, "--rows")
         wrote = f"{rows}: {content.added} rows added, {content.replaced} replaced"
+        next_step = _use_line(rows, content.timed, [row.platform for row in measured], options.cluster)
     figures = logs_json(answers)
-    next_step = _next_step(files, config, options, nodes) if measured else ""
-    next_step = shlex.join(["autoshard", _command(len(measured)), str(rows)]) if measured and rows else next_step
     print_answer(figures if json else log_sheets(answers, Node(figures), wrote, next_step))
     for answer in answers:
         for fault in answer.refused.faults if answer.refused else ():
@@ -58,7 +57,7 @@ def import_logs(
     return 1 if any(answer.refused for answer in answers) else 0
 
 
-def _next_step(files: Sequence[Path], config: str | None, options: ImportOptions, nodes: int | None) -> str:
+def _with_rows_line(files: Sequence[Path], config: str | None, options: ImportOptions, nodes: int | None) -> str:
     """Return the same line with a file for the rows."""
     values = {
         "config": config,
@@ -70,6 +69,10 @@ def _next_step(files: Sequence[Path], config: str | None, options: ImportOptions
     return shlex.join(["autoshard", "import", *map(str, files), *words, "--rows", "rows.jsonl"])
 
 
-def _command(count: int) -> str:
-    """Return what rows are for: a fit, where they are enough, or else a look at the errors."""
-    return "calibrate" if count >= _ENOUGH else "validate"
+def _use_line(rows: Path, timed: Mapping[str, int], clusters: Sequence[str], typed: str | None) -> str:
+    """Return what the rows are for: a fit to a cluster that has enough of them, or else a look at the errors."""
+    cluster = next((name for name in clusters if timed.get(name, 0) >= _ENOUGH), None)
+    if cluster is None:
+        return shlex.join(["autoshard", "validate", str(rows)])
+    words = ["--cluster", typed or cluster, "--out", "fitted.json"]
+    return shlex.join(["autoshard", "calibrate", str(rows), *words])
