@@ -149,6 +149,16 @@ LOGS = (
             ("10:52:50,885", 30, 30.91, 7643), ("10:53:01,613", 40, 30.91, 7637),
         ]),
     ),
+    PublishedLog(  # llama3_8b.toml and 8 ranks are the defaults of run_train.sh
+        name="titan-eager.log", source="https://github.com/pytorch/torchtitan/pull/1287", program="torchtitan",
+        steps="210..250", time_s=65536 / (5864 * 8), memory_gib=49.66,
+        config=("eager.toml", LLAMA_TOML.replace("enable = true", "enable = false")), options=_ON_H100,
+        candidate=f"tp=1,pp=1,dp=8,zero=3,{_AGAIN},kernels=torch_cuda",
+        text=titan("2025-06-16", [
+            ("22:30:50,322", 200, 49.66, 5856), ("22:31:04,970", 210, 49.66, 5593), ("22:31:18,934", 220, 49.66, 5868),
+            ("22:31:32,895", 230, 49.66, 5869), ("22:31:46,869", 240, 49.66, 5864), ("22:32:00,846", 250, 49.66, 5862),
+        ]),
+    ),
     PublishedLog(
         name="titan-debug.log",
         source=_stored("tests on 8 H200, run 2025-11-25", 39298784851),
