@@ -1,12 +1,13 @@
 """The first answer to a question, on one screen: what, how fast, how full, how dear, how sure, and what comes next."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from autoshard.cost.doubt import ratio_of
 from autoshard.plan.explanation import Answer, Certificate
 from autoshard.plan.plan import Plan
 from autoshard.report.plan_sheets import (
     day_fact,
+    doubts,
     largest_parts,
     plan_figures,
     question_words,
@@ -19,14 +20,6 @@ from autoshard.report.words import axes_words, layout_words, prediction_of, prog
 from autoshard.search.ask.answers import PlanResult
 from autoshard.units import format_bytes, format_count, format_seconds
 
-_FEATURES = {  # what rows may lack -> how a plan has it
-    "tp": "tensor parallelism over {}", "pp": "a pipeline over {}", "dp": "data parallelism over {}",
-    "cp": "context parallelism over {}", "ep": "expert parallelism over {}", "vp": "{} chunks a rank",
-    "recompute": "recompute {}", "schedule": "the schedule {}", "kernels": "the kernels {}",
-    "products": "products in {}", "experts": "{} experts", "sequence": "sequences of {} tokens", "nodes": "{} nodes",
-    "cluster": "the cluster {}",
-}  # fmt: skip
-_ROWS = ", and rows have "  # between what a plan has and what measured runs have
 _MOST_DOUBTS = 3  # that the first answer names
 
 
@@ -46,7 +39,7 @@ def brief_sheets(
     shown = shown_answers(answers, written)
     if len(shown) > 1:
         yield Sheet(tables=[_table(plan, shown, written)])
-    lines = [*program_lines(plan), *doubts(prediction_of(plan).outside)]
+    lines = [*program_lines(plan), *doubts(prediction_of(plan).outside, _MOST_DOUBTS)]
     basis = Words(f"prediction {prediction_of(plan).basis.partition(':')[0]}", "soft")
     yield Sheet(notes=[*_misfit(plan), *(Words(line, "warning") for line in lines), basis])
     choices = "|".join(answer.name for answer in answers if answer.name != written)
@@ -60,25 +53,6 @@ def shown_answers(answers: Sequence[Answer], written: str) -> list[Answer]:
     usual = "vendor" if "vendor" in named else "other"
     shown = [named[name] for name in dict.fromkeys((written, usual, "fastest", "smallest")) if name in named]
     return [answer for place, answer in enumerate(shown) if answer.plan not in [other.plan for other in shown[:place]]]
-
-
-def doubts(outside: Mapping[str, str]) -> Iterator[str]:
-    """Say of what a prediction has no measured run.
-
-    >>> list(doubts({"recompute": "mixed, and rows have full, none", "mfu": "63% without masked pairs"}))
-    ['less certain: no measured run mixed recompute kinds', 'likely too fast: MFU 63% without masked pairs']
-    """
-    features = {feature: text for feature, text in outside.items() if feature != "mfu"}
-    for feature, text in [*features.items()][:_MOST_DOUBTS]:
-        value, _, rows = text.partition(_ROWS)
-        have = _FEATURES.get(feature, feature + " {}").format(value)
-        lacks = "mixed recompute kinds" if (feature, value) == ("recompute", "mixed") else f"had {have}"
-        runs = f" (they had {rows})" if rows and lacks.startswith("had") else ""
-        yield f"less certain: no measured run {lacks}{runs}"
-    if len(features) > _MOST_DOUBTS:
-        yield f"less certain in {len(features) - _MOST_DOUBTS} points more; -v names them"
-    if "mfu" in outside:
-        yield f"likely too fast: MFU {outside['mfu']}"
 
 
 def _facts(plan: Plan, figures: Node) -> Iterator[Fact]:

@@ -45,6 +45,14 @@ _LEAST_SHARE = 0.005  # of the time that is worth a word
 _LARGE = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"), (1e3, "thousand"))
 _PLACE = ("rank", "layers", "nodes")  # columns of neighbouring pipeline ranks
 _LINE = "write: "  # before a line of a plan file that can be pasted
+_FEATURES = {  # what rows may lack -> how a plan has it
+    "tp": "tensor parallelism over {}", "pp": "a pipeline over {}", "dp": "data parallelism over {}",
+    "cp": "context parallelism over {}", "ep": "expert parallelism over {}", "vp": "{} chunks a rank",
+    "recompute": "recompute {}", "schedule": "the schedule {}", "kernels": "the kernels {}",
+    "products": "products in {}", "experts": "{} experts", "sequence": "sequences of {} tokens", "nodes": "{} nodes",
+    "cluster": "the cluster {}",
+}  # fmt: skip
+_ROWS = ", and rows have "  # between what a plan has and what measured runs have
 
 
 def plan_figures(plan: Plan, times: Sequence[RankTime] = ()) -> dict[str, Any]:
@@ -119,7 +127,7 @@ def plan_warnings(plan: Plan) -> list[Words]:
     prediction = prediction_of(plan)
     missing = prediction.peak_bytes - prediction.capacity_bytes
     full = f"does not fit: {format_bytes(missing)} too much on the fullest rank"
-    lines = [*program_lines(plan), *_outside_lines(prediction), *_reserved_lines(plan)]
+    lines = [*program_lines(plan), *doubts(prediction.outside), *_reserved_lines(plan)]
     lines += [compiled_words(prediction.compiling)] if prediction.compiling else []
     return [*([Words(full, "bad")] if missing > 0 else []), *(Words(line, "warning") for line in lines)]
 
@@ -185,14 +193,23 @@ def _reserved_lines(plan: Plan) -> list[str]:
     return [f"{words}, and a rank can use {format_bytes(usable)}" if interval[1] > usable else words]
 
 
-def _outside_lines(prediction: Prediction) -> list[str]:
-    """Say per feature how far outside the rows of its calibration a plan lies."""
-    features = {feature: text for feature, text in prediction.outside.items() if feature != "mfu"}
-    listed = "; ".join(f"{feature} {text}" for feature, text in features.items())
-    lines = [f"outside these rows: {listed}"] if features else []
-    if "mfu" in prediction.outside:
-        lines.append(f"likely too fast: MFU {prediction.outside['mfu']}")
-    return lines
+def doubts(outside: Mapping[str, str], most: int | None = None) -> Iterator[str]:
+    """Say of what a prediction has no measured run: of the first ``most``, or of all.
+
+    >>> list(doubts({"recompute": "mixed, and rows have full, none", "mfu": "63% without masked pairs"}))
+    ['less certain: no measured run mixed recompute kinds', 'likely too fast: MFU 63% without masked pairs']
+    """
+    features = {feature: text for feature, text in outside.items() if feature != "mfu"}
+    for feature, text in [*features.items()][:most]:
+        value, _, rows = text.partition(_ROWS)
+        have = _FEATURES.get(feature, feature + " {}").format(value)
+        lacks = "mixed recompute kinds" if (feature, value) == ("recompute", "mixed") else f"had {have}"
+        runs = f" (they had {rows})" if rows and lacks.startswith("had") else ""
+        yield f"less certain: no measured run {lacks}{runs}"
+    if most is not None and len(features) > most:
+        yield f"less certain in {len(features) - most} points more; -v names them"
+    if "mfu" in outside:
+        yield f"likely too fast: MFU {outside['mfu']}"
 
 
 def _large(count: float) -> str:

@@ -44,18 +44,30 @@ def test_logs_become_rows_beside_their_predictions(typed: Typed, logs: None) -> 
 
 
 def test_a_row_is_replaced_and_other_lines_stay(typed: Typed, logs: None) -> None:
-    typed(f"{LINE} --rows rows.jsonl")
+    typed(f"{LINE} --rows rows.jsonl --no-search")
     path = Path("rows.jsonl")
     others = '{"id": "mine", "platform": "a100", "seq_len": 1, "global_batch_seqs": 1, "nodes": 1}\nnot json\n'
     path.write_text(others + path.read_text("utf-8"), encoding="utf-8")
     before = path.read_text("utf-8")
-    code, out, _ = typed(f"{LINE} --rows rows.jsonl")
+    code, out, _ = typed(f"{LINE} --rows rows.jsonl --no-search")
     assert code == 0 and "0 rows added, 2 replaced" in " ".join(out.split()) and path.read_text("utf-8") == before
+
+
+def test_three_rows_of_a_cluster_are_fitted_to(typed: Typed, logs: None) -> None:
+    Path("bf16.log").write_text(BY_NAME["titan-bf16.log"].text, encoding="utf-8")
+    Path("bf16.toml").write_text(BY_NAME["titan-bf16.log"].config[1], encoding="utf-8")
+    typed(f"{LINE} --rows rows.jsonl --no-search")
+    _, out, _ = typed("import bf16.log --config bf16.toml --nodes 1 --cluster h100-96 --rows rows.jsonl --no-search")
+    again = out.splitlines()[-1].removeprefix("next").strip()
+    assert again == "autoshard calibrate rows.jsonl --cluster h100-96 --out fitted.json"
+    assert typed(again.removeprefix("autoshard "))[0] == 0 and Path("fitted.json").is_file()
 
 
 def test_a_log_that_is_refused_leaves_the_others(typed: Typed, logs: None) -> None:
     files = "short.log nowhere.log float8.toml titan-rowwise.log"
-    code, out, err = typed(f"import {files} --config float8.toml --nodes 1 --cluster h100-96 --rows rows.jsonl")
+    code, out, err = typed(
+        f"import {files} --config float8.toml --nodes 1 --cluster h100-96 --rows rows.jsonl --no-search"
+    )
     lines = err.splitlines()
     assert code == 1 and len(lines) == 3 and "3 logs of 4" in " ".join(out.split())
     assert all(line.startswith("refused ") for line in lines)
@@ -79,7 +91,7 @@ def test_a_cluster_of_the_users_own_goes_into_the_row(typed: Typed) -> None:
     Path("train.log").write_text(arguments(GPT_13B) + megatron([190000.0] * 8, 1024), encoding="utf-8")
     node_type = replace(load_node_type("a100-80"), name="mine")
     Path("mine.json").write_text(json.dumps(encode(node_type)), encoding="utf-8")
-    code, _, err = typed("import train.log --cluster mine.json --rows rows.jsonl")
+    code, _, err = typed("import train.log --cluster mine.json --rows rows.jsonl --no-search")
     assert (code, err) == (0, "")
     row = json.loads(Path("rows.jsonl").read_text("utf-8"))
     assert row["platform"] == "mine" and row["cluster"]["name"] == "mine"

@@ -2,11 +2,12 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from autoshard.calibration.calibrate import timed_rows
+from autoshard.calibration.next_layout import FEWEST
 from autoshard.commands.output import print_answer, write_text
 from autoshard.commands.progress import byte_progress
 from autoshard.commands.writing.places import place_checks
@@ -55,11 +56,12 @@ def import_logs(
 
     answers = log_answers(sources.files, run, sources.options, sources.nodes, read)
     measured = [answer.row for answer in answers if answer.row is not None]
-    wrote = ""
+    wrote, use = "", ""
     if rows and measured:
         content = with_rows(rows, measured)
         write_text(content.text, rows, "--rows")
         wrote = f"{rows}: {content.added} rows added, {content.replaced} replaced"
+        use = _use_line(rows, content.timed, [row.platform for row in measured], sources.options.cluster)
     logged = [answer.logged for answer in answers if answer.logged is not None]
     answer = None
     if search and logged:
@@ -68,6 +70,7 @@ def import_logs(
     written = target.write(answer.plan) if keeps and answer and answer.plan else None
     figures = logs_json(answers, answer)
     next_step = _next_step(sources, str(target.out) if written else "", answer) if measured else ""
+    next_step = use if use and answer is None else next_step
     print_answer(figures if json else log_sheets(answers, Node(figures), answer, (wrote, next_step)))
     for refused in (answer for answer in answers if answer.refused):
         for fault in refused.refused.faults if refused.refused else ():
@@ -93,3 +96,12 @@ def _next_step(sources: LogSources, plan: str, answer: NextAnswer | None) -> str
     typed = [(f"--{name.replace('_', '-')}", str(value)) for name, value in values.items() if value is not None]
     words = [word for pair in typed for word in pair]
     return shlex.join(["autoshard", "import", *map(str, sources.files), *words])
+
+
+def _use_line(rows: Path, timed: Mapping[str, int], clusters: Sequence[str], typed: str | None) -> str:
+    """Return what the rows are for: a fit to a cluster that has enough of them, or else a look at the errors."""
+    cluster = next((name for name in clusters if timed.get(name, 0) >= FEWEST), None)
+    if cluster is None:
+        return shlex.join(["autoshard", "validate", str(rows)])
+    words = ["--cluster", typed or cluster, "--out", "fitted.json"]
+    return shlex.join(["autoshard", "calibrate", str(rows), *words])

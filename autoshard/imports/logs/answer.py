@@ -1,6 +1,7 @@
 """Logs of one configuration, each as a measured row beside its prediction, or with the reason why it is none."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,11 +69,12 @@ def _answer(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLines:
-    """The new content of a file of rows, and how many of them it has that it did not have before."""
+    """The new content of a file of rows, how many of them are new, and how many say a time, by cluster."""
 
     text: str
     added: int
     replaced: int
+    timed: Mapping[str, int]
 
 
 def with_rows(path: Path, rows: Sequence[MeasuredRow]) -> RowLines:
@@ -80,7 +82,7 @@ def with_rows(path: Path, rows: Sequence[MeasuredRow]) -> RowLines:
     with file_faults(str(path), "read"):
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     news = {row.id: json.dumps(_stated(row)) for row in rows}
-    places = {_id_of(line): place for place, line in enumerate(lines)}
+    places = {str(_row_of(line).get("id", "")): place for place, line in enumerate(lines)}
     replaced = news.keys() & places.keys()
     for name in replaced:
         lines[places[name]] = news[name]
@@ -89,12 +91,13 @@ def with_rows(path: Path, rows: Sequence[MeasuredRow]) -> RowLines:
         text="".join(f"{line}\n" for line in lines if line.strip()),
         added=len(news) - len(replaced),
         replaced=len(replaced),
+        timed=Counter(str(row.get("platform")) for row in map(_row_of, lines) if row.get("step_time_s")),
     )
 
 
-def _id_of(line: str) -> str:
+def _row_of(line: str) -> Mapping[str, Any]:
     value = json_line(line)
-    return str(cast(dict[str, Any], value).get("id", "")) if isinstance(value, dict) else ""
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
 
 def _stated(row: MeasuredRow) -> Mapping[str, Any]:

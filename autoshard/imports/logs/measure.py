@@ -70,8 +70,9 @@ def measured_step(log: TrainingLog, work: StepWork) -> MeasuredStep:
         why = f"{len(steps)} reports without seconds or rates, and too few for a clock of {log.clock_s:g} s"
         raise InputError.of(log.file, f"says no time of a step: {why}. Run it for longer, or log the time of each step")
     first = statements[0]
-    used = _behind_warm_up(first.times, are_means=log.are_means or first.kind == _CLOCK)
-    covered = _covered(log, [step for step, _ in used])
+    are_means = log.are_means or first.kind == _CLOCK
+    used = _behind_warm_up(first.times, are_means=are_means)
+    covered = _covered([step for step, _ in used], are_means=are_means)
     if covered < LEAST_STEPS or len(used) < _LEAST_REPORTS:
         dropped = len(first.times) - len(used)
         said = f"{covered} steps in {len(used)} reports behind the warm-up ({dropped} reports dropped)"
@@ -152,9 +153,9 @@ def _behind_warm_up(times: Sequence[tuple[LogReport, float]], *, are_means: bool
     return times[start:]
 
 
-def _covered(log: TrainingLog, used: Sequence[LogReport]) -> int:
+def _covered(used: Sequence[LogReport], *, are_means: bool) -> int:
     """Return how many steps the reports are of."""
-    if not log.are_means:
+    if not are_means:
         return len(used)
     gaps = [after.number - before.number for before, after in pairwise(used)]
     return len(used) * min(gaps, default=1)

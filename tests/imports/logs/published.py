@@ -20,6 +20,7 @@ class PublishedLog:
     program: str
     text: str
     config: tuple[str, str] = ("", "")  # a name and a text
+    model: tuple[str, str] = ("", "")  # the same of a config.json
     options: str = ""  # as typed
     steps: str = ""
     time_s: float = 0.0
@@ -80,6 +81,8 @@ FLOAT8_TOML = LLAMA_TOML.replace('flavor = "8B"', 'flavor = "8B"\nconverters = [
 DEBUG_CONFIG = """{"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 16,
 "num_key_value_heads": 16, "intermediate_size": 768, "vocab_size": 2048, "max_position_embeddings": 2048,
 "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": false, "hidden_act": "silu"}"""
+GPT2_SMALL = """{"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
+"vocab_size": 50257, "activation_function": "gelu_new", "tie_word_embeddings": true}"""
 NEMO_YAML = """trainer: {{devices: 8, num_nodes: 1, precision: bf16}}
 model: {{num_layers: 32, hidden_size: 4096, ffn_hidden_size: 14336, num_attention_heads: 32, num_query_groups: 8,
   encoder_seq_length: 8192, micro_batch_size: {mbs}, global_batch_size: {gbs}, tensor_model_parallel_size: 1,
@@ -146,11 +149,21 @@ LOGS = (
             ("10:52:50,885", 30, 30.91, 7643), ("10:53:01,613", 40, 30.91, 7637),
         ]),
     ),
+    PublishedLog(  # llama3_8b.toml and 8 ranks are the defaults of run_train.sh
+        name="titan-eager.log", source="https://github.com/pytorch/torchtitan/pull/1287", program="torchtitan",
+        steps="210..250", time_s=65536 / (5864 * 8), memory_gib=49.66,
+        config=("eager.toml", LLAMA_TOML.replace("enable = true", "enable = false")), options=_ON_H100,
+        candidate=f"tp=1,pp=1,dp=8,zero=3,{_AGAIN},kernels=torch_cuda",
+        text=titan("2025-06-16", [
+            ("22:30:50,322", 200, 49.66, 5856), ("22:31:04,970", 210, 49.66, 5593), ("22:31:18,934", 220, 49.66, 5868),
+            ("22:31:32,895", 230, 49.66, 5869), ("22:31:46,869", 240, 49.66, 5864), ("22:32:00,846", 250, 49.66, 5862),
+        ]),
+    ),
     PublishedLog(
         name="titan-debug.log",
         source=_stored("tests on 8 H200, run 2025-11-25", 39298784851),
         program="torchtitan", steps="2..10", time_s=131072 / (338287 * 8), memory_gib=1.34,
-        config=("debugmodel.json", DEBUG_CONFIG), options="--model debugmodel.json",
+        model=("debugmodel.json", DEBUG_CONFIG),
         candidate=f"tp=1,pp=1,dp=8,mbs=8,zero=3,{_AGAIN},kernels=torch_cuda",
         text=titan("2025-11-25", [
             ("19:45:01,441", 1, 1.21, 5756), ("19:45:01,496", 2, 1.34, 301092), ("19:45:01,542", 3, 1.34, 359546),
@@ -229,6 +242,23 @@ LOGS = (
             f"RunningAvgSamplesPerSec=230.8, CurrSamplesPerSec={rate}, MemAllocated=0.36GB, MaxMemAllocated=15.06GB\n"
             for clock, step, rate in (
                 ("06:58:56,121", 20, 227.481), ("06:59:18,633", 30, 227.45), ("06:59:41,140", 40, 227.722))
+        ),
+    ),
+    PublishedLog(  # batch 512 by its hello-world.yaml; no chip named: an A100 is taken
+        name="gpt2-small.log", source="https://github.com/stanford-crfm/mistral/blob/main/docs/tutorials/deepspeed.rst",
+        program="DeepSpeed",
+        config=("z1.json", '{"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8, '
+                '"fp16": {"enabled": true}, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1, '
+                '"reduce_scatter": true, "reduce_bucket_size": 2e8, "overlap_comm": true}}'),
+        model=("gpt2.json", GPT2_SMALL), options="--nodes 2 --cluster a100-40 --seq-len 1024",
+        steps="180..190", time_s=(10.827 + 10.761) / 20, candidate="tp=1,pp=1,dp=16,mbs=4,kernels=torch_cuda",
+        text="".join(
+            f"machine1: [2021-07-01 {clock}] [INFO] [logging.py:60:log_dist] [Rank 0] step={step}, skipped=17, "
+            f"lr=[0.0003], mom=[[0.9, 0.95]]\n"
+            f"machine1: [2021-07-01 {clock}] [INFO] [timer.py:154:stop] 0/{8 * step}, SamplesPerSec={rate}\n"
+            for clock, step, rate in (
+                ("01:24:59,832", 150, 463.864), ("01:25:23,771", 160, 464.628), ("01:25:34,665", 170, 465.259),
+                ("01:25:45,492", 180, 465.978), ("01:25:56,253", 190, 466.77))
         ),
     ),
     PublishedLog(

@@ -29,12 +29,11 @@ def logged(case: PublishedLog, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     """The row of a published log, with the options that its reader types."""
     monkeypatch.chdir(folder)
     Path(case.name).write_text(case.text, encoding="utf-8")
-    name, text = case.config
-    if name:
+    for name, text in filter(all, (case.config, case.model)):
         Path(name).write_text(text, encoding="utf-8")
-    is_config = bool(name) and f"--model {name}" not in case.options
-    typed: dict[str, Any] = read_options("import", import_, [case.name, *shlex.split(case.options)])
-    config = imported_run(name) if is_config else None
+    model = ["--model", case.model[0]] if case.model[0] else []
+    typed: dict[str, Any] = read_options("import", import_, [case.name, *shlex.split(case.options), *model])
+    config = imported_run(case.config[0]) if case.config[0] else None
     log = read_log(Path(case.name))
     return logged_run(log, log_question(log, config, typed["question"], typed["nodes"]))
 
@@ -148,7 +147,7 @@ def test_the_same_log_has_the_same_name_when_it_has_grown_or_moved(tmp_path: Pat
 
 def test_configurations_are_no_logs(tmp_path: Path) -> None:
     for case in LOGS:
-        if case.config[0]:
-            path = tmp_path / case.config[0]
-            path.write_text(case.config[1], encoding="utf-8")
+        for name, text in filter(all, (case.config, case.model)):
+            path = tmp_path / name
+            path.write_text(text, encoding="utf-8")
             assert not holds_log(path)
