@@ -4,6 +4,7 @@ Ranks are interpreters without anything of the process that tests, as torchrun, 
 hash seeds.
 """
 
+import gc
 import os
 import pickle
 import signal
@@ -175,6 +176,9 @@ def be_a_template(number: int) -> None:
     for name in _IMPORTED:
         import_module(name)
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # a search for garbage would copy the pages that ranks share
+    gc.set_threshold(20_000, 20, 20)
     with socket.socket(fileno=number) as requests:
         while (received := socket.recv_fds(requests, 1, 1))[0]:
             (asked,) = received[1]
