@@ -31,7 +31,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 _SEEDS = (4, 7)  # of the ranks' hashes: neighbours along an axis of two order names of a layer differently
-_IMPORTED = ("autoshard.engine.torch.engine", "autoshard.modules.sharded", "tests.ranks.cases")
+_IMPORTED = (
+    "autoshard.engine.torch.engine", "autoshard.modules.sharded", "tests.ranks.cases",
+    "transformers.models.llama.modeling_llama",  # a second of each rank that shards a model of transformers
+)  # fmt: skip
 
 Replaced = tuple[Any, str, Any]
 
