@@ -73,19 +73,19 @@ def forget_surroundings() -> None:
 
 
 def save_time() -> None:
-    """Compile each file once, not in every process; and let torch use one thread, as tests fill the cores themselves.
+    """Compile each file once, not in every process; search for garbage seldom; and let torch use one thread.
 
-    Threads of torch wait for each other in a loop; the tensors of tests are too small for them.
+    Tests fill the cores themselves; threads of torch wait for each other in a loop, and tensors are too small for them.
     """
     sys.dont_write_bytecode = False
+    gc.set_threshold(20_000, 20, 20)
     os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_collection_finish() -> None:
-    """Keep what is imported by now out of every later search for garbage, and search less often."""
+    """Keep what is imported by now out of every later search for garbage."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -17,9 +17,8 @@ from autoshard.engine.patches import Axes, Patch, Row
 from autoshard.engine.programs import tied_instances
 from autoshard.errors import InputError, nearest
 from autoshard.graph.block import OpGraph
-from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.op import Dims
-from autoshard.spec.kernels import load_kernels
+from autoshard.plan.lowering import StepGraph
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision, Workload
 
@@ -198,7 +197,7 @@ def shapes_of(model: ModelSpec) -> Mapping[str, tuple[int, ...]]:
 
 def _parameters(model: ModelSpec) -> tuple[Mapping[str, Dims], OpGraph]:
     workload = Workload(seq_len=1, global_batch=1, precision=Precision.named("fp32"))
-    graph = decoder_graph(model, workload, load_kernels("torch_engine"), micro_batch=1)
+    graph = StepGraph(model=model, workload=workload, kernels="torch_engine").graph
     tied = tied_instances(graph)
     dims = {f"{name}.{t.name}": t.dims for name, block in graph.instances() for t in block.parameters}
     return {name: its_dims for name, its_dims in dims.items() if name not in tied}, graph

@@ -7,7 +7,6 @@ from autoshard.engine.routing import counted_over
 from autoshard.engine.rows import in_runs
 from autoshard.errors import require
 from autoshard.graph.block import Block, OpGraph
-from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.layout.program import (
     Communicate,
@@ -19,10 +18,9 @@ from autoshard.layout.program import (
     read_by,
     written_by,
 )
-from autoshard.plan.lowering import split_pending
+from autoshard.plan.lowering import StepGraph, split_pending
 from autoshard.plan.plan import Plan, Stage
 from autoshard.plan.tables import plan_blocks, plan_programs
-from autoshard.spec.kernels import load_kernels
 from autoshard.spec.mesh import ATOMS
 
 
@@ -112,7 +110,8 @@ def graph_of(plan: Plan) -> OpGraph:
     if model.num_experts and workload.expert_capacity is None:
         workload = replace(workload, expert_capacity=model.num_experts / model.experts_per_token)
     micro_batch = plan.micro_batch * plan.mesh.size("dp")
-    return decoder_graph(model, workload, load_kernels(plan.kernels), micro_batch=micro_batch)
+    step = StepGraph(model=model, workload=workload, kernels=plan.kernels)
+    return replace(step.graph, sizes=step.sizes(micro_batch))
 
 
 def _contents(stage: Stage, num_layers: int) -> Iterator[tuple[str, str]]:

@@ -3,10 +3,10 @@
 import ast
 import re
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.house.sources import ROOT, nodes_of
+
 PYTHON_FOLDERS = ("autoshard", "benchmarks", "tests")
 SOURCES = sorted(path for folder in PYTHON_FOLDERS for path in (ROOT / folder).rglob("*.py"))
 TEXT = {".py", ".md", ".toml", ".txt", ".json", ".jsonl", ".yaml", ".yml"}
@@ -43,10 +43,9 @@ def short(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-@cache
-def nodes() -> tuple[tuple[Path, ast.AST], ...]:
-    """Every node of every source; parsed once for all tests."""
-    return tuple((path, node) for path in SOURCES for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+def nodes() -> Iterator[tuple[Path, ast.AST]]:
+    """Every node of every source."""
+    return ((path, node) for path in SOURCES for node in nodes_of(path))
 
 
 def text_files() -> Iterator[Path]:

@@ -5,7 +5,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "autoshard"
+from tests.house.sources import ROOT, nodes_of
+
+PACKAGE = ROOT / "autoshard"
 PLACEHOLDERS = frozenset((
     "found", "one", "own", "some", "given", "made", "taken", "each", "mine", "kept", "wanted", "other", "others",
     "every", "known", "asked", "begun", "apart", "alike", "left",
@@ -21,9 +23,9 @@ MIRRORS = frozenset((
 MOST = 0.0028  # of all bound names; lower it with every name that gets its noun
 
 
-def bound(tree: ast.AST) -> Iterator[str]:
-    """Every name that is assigned, looped over, imported under a name or a parameter."""
-    for node in ast.walk(tree):
+def bound(path: Path) -> Iterator[str]:
+    """Every name of a file that is assigned, looped over, imported under a name or a parameter."""
+    for node in nodes_of(path):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
         elif isinstance(node, ast.arg):
@@ -31,8 +33,7 @@ def bound(tree: ast.AST) -> Iterator[str]:
 
 
 def counts() -> Counter[str]:
-    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py")))
-    return Counter(name for tree in trees for name in bound(tree))
+    return Counter(name for path in sorted(PACKAGE.rglob("*.py")) for name in bound(path))
 
 
 def test_fewer_names_are_placeholders_than_before() -> None:
@@ -46,7 +47,9 @@ def test_fewer_names_are_placeholders_than_before() -> None:
 def test_a_public_name_of_a_module_means_one_thing() -> None:
     places: dict[str, set[str]] = defaultdict(set)
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        module = nodes_of(path)[0]
+        assert isinstance(module, ast.Module)
+        for node in module.body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].add(str(path.relative_to(PACKAGE)))
     repeated = {name: sorted(files) for name, files in places.items() if len(files) > 1}

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.house.sources import ROOT, nodes_of
+
 PACKAGE = ROOT / "autoshard"
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
@@ -18,7 +19,7 @@ MOST_FILES = 20
 
 def imported(path: Path) -> Iterator[str]:
     """The modules of the package that a module imports, at its top or later, for types as well."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (name if name in MODULES else node.module for name in names)
@@ -34,7 +35,7 @@ def test_no_folder_is_too_full() -> None:
 def test_every_class_has_a_name_of_its_own() -> None:
     places: dict[str, list[Path]] = defaultdict(list)
     for path in MODULES.values():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(path)
     twice = {name: paths for name, paths in places.items() if len(paths) > 1}
@@ -52,7 +53,7 @@ def test_json_that_anybody_may_have_written_is_read_in_one_place() -> None:
     readers = {
         name.removeprefix("autoshard.")
         for name, path in MODULES.items()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes_of(path)
         if isinstance(node, ast.Attribute) and re.fullmatch(r"json(_text)?\.loads?", ast.unparse(node))
     }
     assert readers - OF_OUR_OWN == {"spec.files"}, "parsed_json says what is wrong, json_line leaves it out"
@@ -66,7 +67,7 @@ def test_files_are_replaced_whole() -> None:
     writers = {
         name.removeprefix("autoshard.")
         for name, path in MODULES.items()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes_of(path)
         if isinstance(node, ast.Attribute) and node.attr in ("write_text", "write_bytes")
     }
     assert writers == WRITE_IN_PLACE, "files.replace_text writes aside, and renames"
@@ -102,7 +103,7 @@ def test_nothing_is_patched_here_for_ranks_that_are_processes_elsewhere() -> Non
     """They never see it; what changes on them is `replaced`, or patched in the function that they call."""
     unseen = list[str]()
     for path in (ROOT / "tests").rglob("*.py"):
-        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for function in nodes_of(path):
             if isinstance(function, ast.FunctionDef):
                 called = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
                 names = {node.id for node in called if isinstance(node, ast.Name)}

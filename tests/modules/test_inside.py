@@ -1,9 +1,7 @@
 """What a module does inside: autocast on or off, results of classes of its own, numbers that only a run knows."""
 
-import os
+import multiprocessing
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +16,7 @@ from autoshard.errors import InputError
 from autoshard.modules.capture import capture
 from autoshard.modules.shard import shard_module
 from autoshard.modules.sharded import shard
-from tests.ranks.spawn import ROOT, on_ranks
+from tests.ranks.spawn import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -200,14 +198,9 @@ def at_a_port_in_use() -> str:
 
 
 def said_by(body: Callable[[], str]) -> str:
-    """Call a function in an interpreter of its own: torch counts groups that could not begin, and waits for them."""
-    call = f"from {__name__} import {body.__name__}; print({body.__name__}())"
-    outside = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-    done = subprocess.run(
-        [sys.executable, "-c", call], cwd=ROOT, env=outside, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    """Call a function in a process of its own: torch counts groups that could not begin, and waits for them."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply_async(body).get(timeout=300)
 
 
 def test_too_few_ranks_are_counted_also_where_the_mesh_makes_their_group():

@@ -4,6 +4,7 @@ Ranks are interpreters without anything of the process that tests, as torchrun, 
 hash seeds.
 """
 
+import gc
 import os
 import pickle
 import signal
@@ -30,7 +31,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 _SEEDS = (4, 7)  # of the ranks' hashes: neighbours along an axis of two order names of a layer differently
-_IMPORTED = ("autoshard.engine.torch.engine", "autoshard.modules.sharded", "tests.ranks.cases")
+_IMPORTED = (
+    "autoshard.engine.torch.engine", "autoshard.modules.sharded", "tests.ranks.cases",
+    "transformers.models.llama.modeling_llama",  # a second of each rank that shards a model of transformers
+)  # fmt: skip
 
 Replaced = tuple[Any, str, Any]
 
@@ -175,6 +179,9 @@ def be_a_template(number: int) -> None:
     for name in _IMPORTED:
         import_module(name)
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # a search for garbage would copy the pages that ranks share
+    gc.set_threshold(20_000, 20, 20)
     with socket.socket(fileno=number) as requests:
         while (received := socket.recv_fds(requests, 1, 1))[0]:
             (asked,) = received[1]

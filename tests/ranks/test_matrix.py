@@ -150,8 +150,12 @@ def of_another(name: str) -> Any:
 
 def in_order(name: str) -> Any:
     """Undo the zig-zag over two ranks beforehand, for one input alone."""
-    back = np.argsort(sequence_order(matrix.plan_for(first_row({"cp": "zigzag"}))))
-    return lambda step: [{**batch, name: batch[name][:, back]} for batch in step]
+
+    def undone(step: Sequence[Any]) -> Any:
+        back = np.argsort(sequence_order(matrix.plan_for(first_row({"cp": "zigzag"}))))
+        return [{**batch, name: batch[name][:, back]} for batch in step]
+
+    return undone
 
 
 def own_part(group: RankGroup, whole: torch.Tensor, *, overlaps: bool = True) -> Arrival:

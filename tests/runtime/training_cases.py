@@ -19,9 +19,11 @@ from autoshard.runtime.launch import Placing, launch, patience_s
 from autoshard.runtime.machine import builder
 from autoshard.runtime.train import train
 from autoshard.runtime.watchdog import Watch
-from autoshard.spec.training import Checkpointing, Training
+from autoshard.spec.training import Checkpointing, Training, Watching
 from tests.reference_step import random_weights
 from tests.runtime.cases import tiny_plan, wait_until
+
+_UNCOMPARED = Watching(collectives="off")  # tests/ranks/test_agreement.py compares; here it is a third of each start
 
 
 @cache
@@ -97,7 +99,7 @@ def trained(
     found = found or Trained()
     watch, resume = options.pop("watch", False), options.pop("resume", "auto")
     keeping = {name: options.pop(name) for name in tuple(options) if name in Checkpointing.__dataclass_fields__}
-    asked: dict[str, Any] = {"learning_rate": 1e-2, **options}
+    asked: dict[str, Any] = {"learning_rate": 1e-2, "watchdog": _UNCOMPARED, **options}
     training = Training(steps=steps, checkpoint=Checkpointing(**keeping), **asked)
     run, made = Run(folder=folder, training=training, resume=resume), build or builder("torch")
     grace_s = patience_s(plan, training.checkpoint, here=True)

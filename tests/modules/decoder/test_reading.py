@@ -43,7 +43,7 @@ def summed():
     return model
 
 def own():
-    return Own(layers=8)
+    return Own(layers=4)
 
 def with_inputs():
     return Own(), {{"tokens": torch.zeros(2, 16, dtype=torch.int64)}}
@@ -129,10 +129,10 @@ def test_code_that_no_card_says_is_searched_explained_and_proven(name: str, type
 def test_code_that_changes_after_it_was_planned_is_told(typed: Shown):
     typed("plan --module mine.py:own --cluster local --ranks 4 --seq-len 32 --fix tp=2 --out plan.json")
     assert typed("verify plan.json --module mine.py:own")[0] == 0
-    Path("mine.py").write_text(SOURCE.replace("layers=8", "layers=6"))
+    Path("mine.py").write_text(SOURCE.replace("return Own(layers=4)", "return Own(layers=3)"))
     code, out, _ = typed("verify plan.json --module mine.py:own")
     words = " ".join(out.split())
-    assert code == 1 and "the code of mine.py:own has changed: num_layers was 8 and is 6. Plan again" in words
+    assert code == 1 and "the code of mine.py:own has changed: num_layers was 4 and is 3. Plan again" in words
 
 
 def test_an_edited_line_of_a_model_shows(typed: Shown):
