@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,6 +58,17 @@ def test_the_wheel_holds_the_package_and_its_data_and_nothing_else(wheel: Path) 
     assert data and data <= names
     assert {name.partition("/")[0] for name in names} == {"autoshard", "autoshard-0.1.0.dist-info"}
     assert {"autoshard-0.1.0.dist-info/licenses/LICENSE", "autoshard/py.typed"} <= names
+
+
+def test_the_archive_of_the_source_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path, cwd=ROOT)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as source:
+        source.extractall(tmp_path, filter="data")
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path, cwd=tmp_path / archive.name[:-7])
+    (again,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(again) as second:
+        assert sorted(first.namelist()) == sorted(second.namelist())
 
 
 def test_the_installed_wheel_is_imported_and_plans_by_card_name_outside_the_checkout(
