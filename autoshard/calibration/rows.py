@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from autoshard.errors import Fault, InputError, nearest, require
+from autoshard.errors import Fault, InputError, nearest, no_such_file, require
 from autoshard.plan.plan import Plan
 from autoshard.spec import record
 from autoshard.spec.cluster import LOCAL
@@ -235,6 +235,8 @@ def measured_rows(path: Path) -> MeasuredRows:
     clusters: dict[str, NodeType] = {}
     runs = sorted(folder for folder in path.iterdir() if folder.is_dir() and _is_run(folder)) if path.is_dir() else []
     unended = {str(run): InputError.of("", _UNENDED) for run in runs if not (run / OF_A_RUN).is_file()}
+    absent = no_such_file(path, "Rows are written by runs (autoshard run) and from logs (autoshard import LOG --rows)")
+    require((path.exists(), str(path), absent))
     _refuse_others(path)
     files = [path]  # a file, that of a run, all of a folder, those of its runs
     if (path / OF_A_RUN).is_file():

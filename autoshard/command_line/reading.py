@@ -100,7 +100,8 @@ def _in_our_words(message: str) -> str:
     if extra == text:
         return text
     joined = ". Values of one option are joined by commas: tp=8,pp=2" if "=" in extra else ""
-    return f"{extra}: belongs to no option{joined}"
+    named = "" if joined or extra.startswith("-") else ". One line takes one of these; type a line for each"
+    return f"{extra}: belongs to no option{joined or named}"
 
 
 def _option_files(options: Mapping[str, Option], line: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from autoshard.errors import InputError, file_faults, nearest, require
+from autoshard.errors import InputError, file_faults, nearest, no_such_file, require
 from autoshard.imports.forms.flat import flat, resolved_keys
 from autoshard.imports.forms.python import configurations
 from autoshard.imports.forms.shell import shell_arguments
@@ -30,7 +30,8 @@ def split_name(typed: str) -> tuple[Path, str | None]:
 def parsed_documents(path: Path) -> Mapping[str, Mapping[str, Any]]:
     """Return the configurations of a file; only Python files hold more than one."""
     with file_faults(str(path), "read"):
-        require((path.is_file(), str(path), "there is no such file" if not path.exists() else "is not a file"))
+        remedy = "Type the configuration or the logs of a run of yours"
+        require((path.is_file(), str(path), "is not a file" if path.exists() else no_such_file(path, remedy)))
         require((path.stat().st_size <= _MOST_BYTES, str(path), "is far too large for a configuration"))
     suffix = path.suffix.lower()
     if suffix in YAML_SUFFIXES or suffix == ".json":

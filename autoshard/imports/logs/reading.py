@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from autoshard.errors import InputError, file_faults, require
+from autoshard.errors import InputError, file_faults, no_such_file, require
 from autoshard.imports.logs.deepspeed import DeepSpeedReader, TrainerReader
 from autoshard.imports.logs.lightning import LightningReader
 from autoshard.imports.logs.lines import LogLine, ReadSoFar, log_lines
@@ -36,7 +36,8 @@ def holds_log(path: Path) -> bool:
 def read_log(path: Path, report: Callable[[ReadSoFar], None] = lambda _: None) -> TrainingLog:
     """Return the log of a run, or refuse the file."""
     with file_faults(str(path), "read"):
-        require((path.is_file(), str(path), "there is no such file" if not path.exists() else "is not a file"))
+        remedy = "Type the configuration or the logs of a run of yours"
+        require((path.is_file(), str(path), "is not a file" if path.exists() else no_such_file(path, remedy)))
     head = _head_of(path)
     if head.startswith(HEAD):
         log = wandb_log(path)

@@ -43,7 +43,8 @@ def form_of(path: Path) -> Form:
     """Return the form of the weights in a folder, or in a file, told from the files alone."""
     if not path.exists():
         is_hub = not path.is_absolute() and len(path.parts) == 2 and not path.parent.exists()
-        remedy = f". To download it, type: hf download {path} --local-dir {path.name}" if is_hub else ""
+        usual = ". Weights are a folder of Hugging Face, or the checkpoint of a run: runs/NAME"
+        remedy = f". To download it, type: hf download {path} --local-dir {path.name}" if is_hub else usual
         raise InputError.of(str(path), f"there is no such file or folder{remedy}")
     if path.is_file():
         return "pt"
