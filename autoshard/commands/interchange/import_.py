@@ -12,7 +12,7 @@ from autoshard.commands.writing.target import Target, Written
 from autoshard.errors import require
 from autoshard.imports.answer import answered, fitting_question
 from autoshard.imports.imported import imported_run
-from autoshard.imports.logs.reading import holds_log
+from autoshard.imports.logs.reading import holds_log, logs_in
 from autoshard.imports.question import ImportOptions
 from autoshard.report.interchange import import_json, import_sheets
 from autoshard.report.sheet import Node
@@ -43,7 +43,8 @@ def import_(
 
     Args:
         file: The configuration: YAML, JSON, TOML, a shell script, or FILE.py:FUNCTION. It is read, and never run. Or
-            logs of one configuration: text, also packed with gzip, event files of TensorBoard, offline runs of W&B.
+            logs of one configuration, or folders with them: text, also packed with gzip, event files of TensorBoard,
+            offline runs of W&B.
         question: What the file leaves open, or is to be changed.
         config: The configuration of the runs whose logs are read. Default: what each log prints of it.
         rows: The file to which the measured rows of logs are added, one a line; the row of a log that it has already
@@ -59,7 +60,8 @@ def import_(
         (time_limit is None or 1 <= time_limit <= _LONGEST_S, "--time-limit", f"must be 1 to {_LONGEST_S}"),
         (nodes is None or nodes >= 1, "--nodes", f"must be at least 1, not {nodes}"),
     )
-    first, *others = file
+    files = [log for path in file for log in logs_in(path)]
+    first, *others = files
     target = Target(out=out or Path("plan.json"), force=force, json=json)
 
     def best(request: Request, count: int = 1) -> SearchResult:
@@ -67,7 +69,7 @@ def import_(
             return search(request, count, watch, simple_within=DOUBT)
 
     if config or rows or others or holds_log(first):
-        sources = LogSources(files=file, config=config, options=question, nodes=nodes, rows=rows)
+        sources = LogSources(files=files, config=config, options=question, nodes=nodes, rows=rows)
         several = None if no_search else partial(best, count=_OPTIONS)
         return import_logs(sources, several, target, keeps=out is not None)
     name = str(first)

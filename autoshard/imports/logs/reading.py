@@ -20,6 +20,7 @@ READERS: tuple[type[TextReader], ...] = (
 )  # fmt: skip
 READ = "Megatron-LM, torchtitan, NxD Training, NeMo, DeepSpeed, event files of TensorBoard, offline runs of W&B"
 _HEAD_BYTES = 12
+_MOST_FILES = 1000  # of a folder, each of which is looked at
 
 
 def holds_log(path: Path) -> bool:
@@ -31,6 +32,18 @@ def holds_log(path: Path) -> bool:
         return True
     readers = tuple(reader() for reader in READERS)
     return any(any(reader.has_reports for reader in readers) for _ in _taken(path, readers))
+
+
+def logs_in(path: Path) -> list[Path]:
+    """Return the logs of a folder and of the folders in it, or the path itself if it is no folder."""
+    if not path.is_dir():
+        return [path]
+    with file_faults(str(path), "read"):
+        files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+        require((len(files) <= _MOST_FILES, str(path), f"holds {len(files)} files. Type those that are logs"))
+    logs = [file for file in files if holds_log(file)]
+    require((bool(logs), str(path), f"is a folder without a log. Logs of {READ} are read"))
+    return logs
 
 
 def read_log(path: Path, report: Callable[[ReadSoFar], None] = lambda _: None) -> TrainingLog:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from autoshard.errors import InputError
 from autoshard.imports.logs.log import TrainingLog
-from autoshard.imports.logs.reading import holds_log, read_log
+from autoshard.imports.logs.reading import holds_log, logs_in, read_log
 from autoshard.imports.logs.tensorboard import is_event_file
 from autoshard.imports.logs.wire import BrokenMessage, signed, wire_fields
 from tests.runtime.metrics.offline import wandb_environment
@@ -72,6 +72,18 @@ def test_an_offline_run_is_read_without_its_package(offline_run: Path) -> None:
     assert [step.rate for step in log.steps][:2] == [1001.0, 1002.0] and log.memory[0].gib == 40.5
     assert log.config["parallelism.tensor_parallel_degree"] == 2 and len(log.config["note"]) == 40000
     assert all(step.stamp_s for step in log.steps)
+
+
+def test_a_folder_stands_for_the_logs_in_it(tmp_path: Path, events: Path, offline_run: Path) -> None:
+    inner = tmp_path / "runs" / "latest-run"
+    inner.mkdir(parents=True)
+    (inner / "notes.txt").write_text("step 7", encoding="utf-8")
+    with pytest.raises(InputError, match=r"runs: is a folder without a log\. Logs of Megatron-LM, torchtitan"):
+        logs_in(tmp_path / "runs")
+    kept = [inner / events.name, inner / offline_run.name]
+    for source, copy in zip((events, offline_run), kept, strict=True):
+        copy.write_bytes(source.read_bytes())
+    assert logs_in(tmp_path / "runs") == sorted(kept) and logs_in(kept[0]) == kept[:1]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
