@@ -107,27 +107,48 @@ def report(*plans: PlanLike, run: str | Path | None = None, out: str | Path = "r
     return draw_page(dict(zip(names, checked, strict=True)), Path(run) if run else None, Path(out))
 
 
-def import_(file: str | Path, *, search: bool = True, nodes: int | None = None, **options: Any) -> Account:
-    """Predict a configuration of another program, and name a better plan; ``data`` has both.
+def import_(
+    *files: str | Path,
+    config: str | Path | None = None,
+    search: bool = True,
+    nodes: int | None = None,
+    **options: Any,
+) -> Account:
+    """Predict a configuration of another program, and name a better plan; or read logs, and name what to try next.
 
     Args:
-        file: The configuration, or ``FILE.py:FUNCTION``. It is read, and never run.
-        search: Look for a better plan.
-        nodes: How many nodes the cluster has, if not those that the file says.
-        options: What the file leaves open, as after ``autoshard import``: ``cluster="h100"``, ``model="llama3-8b"``.
+        files: The configuration, or ``FILE.py:FUNCTION``: it is read, and never run. Or logs, and folders with them.
+        config: The configuration of the runs whose logs are read, if they do not print it.
+        search: Look for a better plan, or for the layout to try after the runs.
+        nodes: How many nodes the cluster has, if not those that the files say.
+        options: What the files leave open, as after ``autoshard import``: ``cluster="h100"``, ``model="llama3-8b"``.
+
+    ``data`` has all that is said; of logs also the measured rows.
     """
     from autoshard.imports.answer import answered, fitting_question
     from autoshard.imports.imported import imported_run
+    from autoshard.imports.logs.answer import log_answers
+    from autoshard.imports.logs.reading import holds_log, logs_in, read_log
     from autoshard.imports.question import ImportOptions
-    from autoshard.report.interchange import import_json, import_sheets
+    from autoshard.imports.to_try import OPTIONS, next_answer
+    from autoshard.report.interchange import import_json, import_sheets, log_sheets, logs_json
     from autoshard.search.ask.choice.doubt import DOUBT
     from autoshard.search.ask.planner import search as best
 
+    require((bool(files), "files", "missing; name a configuration, or logs"))
     with python_words():
-        question = fitting_question(imported_run(str(file)), ImportOptions(**options), nodes)
-        answer = answered(question, partial(best, num_plans=1, simple_within=DOUBT) if search else None)
-    data = import_json(answer)
-    return Account(tuple(import_sheets(answer, Node(data), "")), data)
+        paths = [path for file in files for path in logs_in(Path(file))]
+        if config is None and len(paths) == 1 and not holds_log(paths[0]):
+            question = fitting_question(imported_run(str(files[0])), ImportOptions(**options), nodes)
+            answer = answered(question, partial(best, num_plans=1, simple_within=DOUBT) if search else None)
+            data = import_json(answer)
+            return Account(tuple(import_sheets(answer, Node(data), "")), data)
+        run = imported_run(str(config)) if config else None
+        answers = log_answers(paths, run, ImportOptions(**options), nodes, read_log)
+        logged = [answer.logged for answer in answers if answer.logged is not None]
+        following = next_answer(logged, None, partial(best, num_plans=OPTIONS)) if search and logged else None
+    data = logs_json(answers, following)
+    return Account(tuple(log_sheets(answers, Node(data), following, ("", ""))), data)
 
 
 def export(plan: PlanLike, to: str) -> Account:

@@ -9,6 +9,7 @@ import autoshard
 from autoshard.cli import main
 from autoshard.errors import InputError, NoPlan, RunFailed
 from autoshard.spec.cluster_catalogue import load_cluster
+from tests.imports.logs.published import LOGS
 
 
 @pytest.fixture
@@ -49,6 +50,19 @@ def test_a_plan_goes_into_the_file_of_another_program_and_comes_back(plan_file: 
         autoshard.export(plan_file, "nxdt")
     with pytest.raises(InputError, match="'bridge' is not known"):  # which is read, and not written
         autoshard.export(plan_file, "bridge")
+
+
+def test_logs_are_read_into_rows_as_the_command_does(tmp_path: Path) -> None:
+    published = next(log for log in LOGS if log.name == "titan-rowwise.log")
+    (tmp_path / "train.log").write_text(published.text, encoding="utf-8")
+    (tmp_path / "float8.toml").write_text(published.config[1], encoding="utf-8")
+    config, place = tmp_path / "float8.toml", {"nodes": 1, "cluster": "h100-96"}
+    account = autoshard.import_(tmp_path / "train.log", config=config, search=False, **place)
+    (log,) = account.data["logs"]
+    assert round(log["step_time_s"], 2) == 1.17 and "next_layout" not in account.data
+    assert "train.log" in str(account) and log["row"]["framework"] == "torchtitan"
+    with pytest.raises(InputError, match="files: missing"):
+        autoshard.import_()
 
 
 def test_a_report_is_written_and_its_path_returned(plan_file: Path) -> None:

@@ -16,6 +16,10 @@ from autoshard.search.ask.no_plan import why_none
 from autoshard.search.ask.planner import SearchResult
 from autoshard.search.bound.request import Request
 
+OPTIONS = (
+    16  # layouts of which the next one to try is chosen: of more, the last are far slower than any error of the first
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextAnswer:

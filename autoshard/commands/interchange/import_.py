@@ -14,6 +14,7 @@ from autoshard.imports.answer import answered, fitting_question
 from autoshard.imports.imported import imported_run
 from autoshard.imports.logs.reading import holds_log, logs_in
 from autoshard.imports.question import ImportOptions
+from autoshard.imports.to_try import OPTIONS
 from autoshard.report.interchange import import_json, import_sheets
 from autoshard.report.sheet import Node
 from autoshard.search.ask.choice.doubt import DOUBT
@@ -22,7 +23,6 @@ from autoshard.search.bound.request import Request
 from autoshard.units import format_seconds
 
 _LONGEST_S = 10**6
-_OPTIONS = 16  # layouts of which the next one to try is chosen
 
 
 def import_(
@@ -70,7 +70,7 @@ def import_(
 
     if config or rows or others or holds_log(first):
         sources = LogSources(files=files, config=config, options=question, nodes=nodes, rows=rows)
-        several = None if no_search else partial(best, count=_OPTIONS)
+        several = None if no_search else partial(best, count=OPTIONS)
         return import_logs(sources, several, target, keeps=out is not None)
     name = str(first)
     asked = fitting_question(imported_run(name), question, nodes)
