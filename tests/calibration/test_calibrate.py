@@ -212,7 +212,7 @@ def test_rows_that_no_constants_describe_are_refused(tmp_path: Path):
 def test_a_missing_calibration_file_is_named_with_the_other_faults(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "--model", "no", "--calibration", "none.json"]) == 2
     said = capsys.readouterr().err
-    assert "--calibration none.json: cannot be read" in said and "--model" in said
+    assert "--calibration none.json: there is no such file" in said and "--model" in said
     assert main(["validate", str(DATA), "--calibration", "none.json"]) == 2
 
 

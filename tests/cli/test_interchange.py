@@ -102,7 +102,7 @@ def test_an_export_prices_what_is_lost_and_keeps_files(typed: Typed, recipe: Pat
     [
         ("import", "FILE: missing"),
         ("import none.yaml", "there is no such file"),
-        ("import .", "is not a file"),
+        ("import .", "is a folder without a log"),
         ("import recipe.yaml --nodes 0", "--nodes: must be at least 1"),
         ("import recipe.yaml --model nothing", "is not a known model"),
         ("import recipe.yaml --cluster nothing", "is not a cluster"),

@@ -67,6 +67,7 @@ def reduced(model: ModelSpec) -> ModelSpec:
         vocab=32,
         max_positions=2 * SEQ,
         num_experts=min(model.num_experts, 4),
+        experts_per_token=min(model.experts_per_token, 2),
         window=WINDOW if model.window else None,
     )
 
