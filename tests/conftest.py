@@ -49,6 +49,12 @@ def pytest_configure() -> None:
     save_time()
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Start one worker more than there are processors: tests of runs wait for processes that they start."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return usable + 1
+
+
 def heed_signals() -> None:
     """Undo that signals are ignored: tests send them to what they start."""
     for number in SIGNALS:

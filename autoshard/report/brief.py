@@ -16,7 +16,15 @@ from autoshard.report.plan_sheets import (
     work_words,
 )
 from autoshard.report.sheet import Cell, Fact, Node, Sheet, Table, Words
-from autoshard.report.words import axes_words, layout_words, prediction_of, program_lines, signed_words, software_of
+from autoshard.report.words import (
+    axes_words,
+    headroom_words,
+    layout_words,
+    prediction_of,
+    program_lines,
+    signed_words,
+    software_of,
+)
 from autoshard.search.ask.answers import PlanResult
 from autoshard.units import format_bytes, format_count, format_seconds
 
@@ -67,8 +75,8 @@ def _facts(plan: Plan, figures: Node) -> Iterator[Fact]:
                f" of {software_of(plan)}"))  # fmt: skip
     yield Fact("time", largest_parts(predicted))
     usable = format_bytes(plan.cluster.rank_memory_bytes)
-    kept_free = f"; {plan.headroom:.0%} is kept free on purpose" if plan.headroom else ""
-    yield Fact("memory", figures["peak_bytes"].figure(), f" of {usable} on the fullest rank{kept_free}")
+    kept_free = "; ".join(filter(None, (f" of {usable} on the fullest rank", headroom_words(plan))))
+    yield Fact("memory", figures["peak_bytes"].figure(), kept_free)
     yield day_fact(plan, figures["dollars"])
 
 

@@ -197,3 +197,12 @@ def program_lines(plan: Plan) -> list[str]:
         return unlifted
     runs = "`autoshard run` uses autoshard's torch engine, whose seconds are those of a plan without kernels="
     return [*unlifted, f"time and memory are those of {software_of(plan)}; {runs}"]
+
+
+def headroom_words(plan: Plan) -> str:
+    """Say what the headroom keeps free: memory, or the room in which an allocator reserves blocks; "" of none."""
+    if not plan.headroom:
+        return ""
+    if load_kernels(plan.kernels).reserved:
+        return f"tensors leave {plan.headroom:.0%}, which blocks of the allocator may fill"
+    return f"{plan.headroom:.0%} is kept free on purpose"

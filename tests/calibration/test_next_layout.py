@@ -17,13 +17,13 @@ from autoshard.calibration.next_layout import KnownRows, known_rows, next_layout
 from autoshard.calibration.prior import Prior, prior_of
 from autoshard.search.ask.api import request_of
 from autoshard.search.ask.planner import search
-from autoshard.spec.recipe import QuestionOptions
+from autoshard.spec.recipe import Pins, QuestionOptions
 
 
 @cache
 def runs() -> tuple[MeasuredRun, ...]:
     """Layouts of one question on GPUs, as somebody may run them."""
-    request = request_of(QuestionOptions(model="llama3-8b", cluster="h100-80"), 4)
+    request = request_of(QuestionOptions(model="llama3-8b", cluster="h100-80", fix=Pins("cp=1,ep=1,schedule=1f1b")))
     return tuple(run_of_plan(plan) for plan in search(request, 8).plans)
 
 
@@ -42,9 +42,11 @@ def rows_of(seconds: Sequence[float], places: Sequence[int]) -> list[Sample]:
     return [Sample(id=f"row {place}", run=runs()[place], step_time_s=seconds[place]) for place in places]
 
 
-@given(st.lists(st.floats(-1.5, 1.5), min_size=3, max_size=3), st.permutations(range(8)))
-def test_rows_of_other_constants_bring_predictions_closer(values: list[float], order: list[int]) -> None:
-    seconds, places = seconds_under(values), order[:3]
+@pytest.mark.parametrize(
+    ("values", "places"), [([1.5, -1.0, 0.5], [0, 3, 6]), ([-1.5, 1.0], [7, 2, 1]), ([0.1, 0.1, -1.0], [4, 5, 0])]
+)
+def test_rows_of_other_constants_bring_predictions_closer(values: list[float], places: list[int]) -> None:
+    seconds = seconds_under(values)
     known = known_rows(rows_of(seconds, places), prior())
     before = np.abs(log_seconds(runs(), prior().centre) - np.log(seconds))[places]
     after = np.abs(log_seconds(runs(), known.constants) - np.log(seconds))[places]

@@ -319,8 +319,9 @@ def why_none(request: Request, result: SearchResult) -> str:
     lines = [f"no plan: none of the {certificate.num_legal:,} legal layouts of {question} fits in memory"]
     if miss and miss.prediction:
         peak, capacity = miss.prediction.peak_bytes, miss.prediction.capacity_bytes
-        usable, headroom = format_bytes(miss.cluster.rank_memory_bytes), miss.headroom
-        supply = f"a headroom of {headroom:.3g} leaves of {usable}" if headroom else "there are"
+        usable, headroom = miss.cluster.rank_memory_bytes, miss.headroom
+        leaves = f"a headroom of {headroom:.3g} leaves of {format_bytes(usable)}"
+        supply = leaves if capacity < usable else "there are"  # what an allocator reserves may fill the headroom
         fullest = max(miss.prediction.stage_memory, key=lambda memory: memory.total)
         largest = sorted(fullest.parts.items(), key=lambda part: -part[1])[:3]
         lines.append(
