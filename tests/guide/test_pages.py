@@ -1,5 +1,6 @@
 """Every command of docs/launching.md and docs/sweeps.md runs, in the order of the page, in one folder."""
 
+import gzip
 import re
 import shlex
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 from autoshard.cli import main
 from autoshard.sweep.points import load_sweep, points_of
+from tests.imports.logs.published import GPT_13B, LOGS, arguments, megatron
 from tests.runtime.cases import ROOT
 from tests.runtime.metrics.offline import wandb_environment
 
@@ -68,8 +70,21 @@ def test_every_command_of_the_page_about_other_programs_runs(
     monkeypatch.chdir(tmp_path)
     (text,) = re.findall(r"```yaml\n(.*?)```", page("interchange"), re.DOTALL)
     (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
+    published = next(log for log in LOGS if log.name == "gpt-175b.log")
+    (tmp_path / "train.log").write_text(published.text, encoding="utf-8")
+    (tmp_path / "pretrain_gpt.sh").write_text(published.config[1], encoding="utf-8")
+    (tmp_path / "runs").mkdir()
+    log = arguments(GPT_13B) + megatron([190000.0] * 8, 1024)
+    (tmp_path / "runs" / "node0.log.gz").write_bytes(gzip.compress(log.encode()))
     for words in lines("interchange"):
         code = main(words)
         assert code == 0, f"{words}\n{capsys.readouterr()}"
     written = {path.name for path in tmp_path.iterdir()}
-    assert written >= {"plan.json", "plan.nxdt.yaml", "train.sh", "mine.torchtitan.py"}
+    assert written >= {
+        "plan.json",
+        "plan.nxdt.yaml",
+        "train.sh",
+        "mine.torchtitan.py",
+        "rows.jsonl",
+        "next.megatron.sh",
+    }
