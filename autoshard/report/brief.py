@@ -18,7 +18,7 @@ from autoshard.report.plan_sheets import (
 from autoshard.report.sheet import Cell, Fact, Node, Sheet, Table, Words
 from autoshard.report.words import (
     axes_words,
-    headroom_words,
+    kept_free_words,
     layout_words,
     prediction_of,
     program_lines,
@@ -75,7 +75,7 @@ def _facts(plan: Plan, figures: Node) -> Iterator[Fact]:
                f" of {software_of(plan)}"))  # fmt: skip
     yield Fact("time", largest_parts(predicted))
     usable = format_bytes(plan.cluster.rank_memory_bytes)
-    kept_free = "; ".join(filter(None, (f" of {usable} on the fullest rank", headroom_words(plan))))
+    kept_free = "; ".join(filter(None, (f" of {usable} on the fullest rank", kept_free_words(plan))))
     yield Fact("memory", figures["peak_bytes"].figure(), kept_free)
     yield day_fact(plan, figures["dollars"])
 

@@ -199,7 +199,7 @@ def program_lines(plan: Plan) -> list[str]:
     return [*unlifted, f"time and memory are those of {software_of(plan)}; {runs}"]
 
 
-def headroom_words(plan: Plan) -> str:
+def kept_free_words(plan: Plan) -> str:
     """Say what the headroom keeps free: memory, or the room in which an allocator reserves blocks; "" of none."""
     if not plan.headroom:
         return ""
