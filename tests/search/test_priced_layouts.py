@@ -68,7 +68,16 @@ def test_a_batch_is_priced_as_the_tables_of_its_members(case):
     model, cluster, nodes, pins = CASES[case]
     precision = {"precision": NO_MASTERS} if "trn" in cluster and "zero=0" in pins else {}
     seq_len = {"gpt2-xl": 1024, "llama2-7b": 4096}.get(model, 8192)
-    question = active(ask(model, cluster, nodes, seq_len=seq_len, **precision))
+    hold_prices(active(ask(model, cluster, nodes, seq_len=seq_len, **precision)), pins)
+
+
+def test_starts_that_take_longer_in_pipelines_are_priced_in_columns_beside_meshes_without_any():
+    question = active(ask("llama3-8b", "h100-80", 4, seq_len=8192))
+    hold_prices(replace(question, calibration=replace(question.calibration, joined_s=0.01)), "cp=1,tp=4")
+
+
+def hold_prices(question, pins):
+    """Hold the prices of some layouts in columns against those of the plan of each."""
     facts = (question.model, question.cluster, question.workload)
     space = whole_space(*facts, question.cluster.engine, parse_pins(pins) if pins else {})
     question = replace(question, kernels=space.base.kernels or question.cluster.kernels)

@@ -222,7 +222,8 @@ class LayoutPricer:
         return self._rings[atoms]
 
     def _one_ring(self, mesh: Mesh, atoms: tuple[str, ...]) -> Ring:
-        key = (to_neighbours(atoms), mesh.steps(atoms), mesh.placement)
+        # Starts take longer where there is a pipeline, whatever ranks a group has.
+        key = (to_neighbours(atoms), mesh.steps(atoms), mesh.placement, mesh.size("pp") > 1)
         if key not in self._known:
             self._known[key] = mesh_ring(self.question.cluster, mesh, atoms, self.question.calibration)
         return self._known[key]
