@@ -31,7 +31,7 @@ def compare(
     """
     allowed, read = _read((a, b), fail_if_slower, price)
     # plans that do not fit in memory are compared as well
-    refused = [tuple(reason for reason in one.rejections if reason.rule_id != "memory") for one in read]
+    refused = [tuple(reason for reason in checked.rejections if reason.rule_id != "memory") for checked in read]
     if any(refused):
         if json:
             reasons = ([rejection_json(reason) for reason in against] for against in refused)
@@ -42,8 +42,8 @@ def compare(
                 print(f"{path} cannot run, so it is not compared:")
                 print_answer([rejections_sheet(against)])
         return 1
-    difference = compared(*(one.plan for one in read))
-    remarks = [f"{path}: {one.remark}" for path, one in zip((a, b), read, strict=True) if one.remark]
+    difference = compared(*(checked.plan for checked in read))
+    remarks = [f"{path}: {checked.remark}" for path, checked in zip((a, b), read, strict=True) if checked.remark]
     figures = comparison_json(difference, remarks)
     print_answer(figures if json else comparison_sheets(difference, Node(figures), (str(a), str(b))))
     if allowed is not None and difference.slower_by > allowed:

@@ -61,20 +61,20 @@ def import_(
         (nodes is None or nodes >= 1, "--nodes", f"must be at least 1, not {nodes}"),
     )
     files = [log for path in file for log in logs_in(path)]
-    first, *others = files
+    first, *more = files
     target = Target(out=out or Path("plan.json"), force=force, json=json)
 
     def best(request: Request, count: int = 1) -> SearchResult:
         with watching(time_limit, format_seconds) as watch:
             return search(request, count, watch, simple_within=DOUBT)
 
-    if config or rows or others or holds_log(first):
+    if config or rows or more or holds_log(first):
         sources = LogSources(files=files, config=config, options=question, nodes=nodes, rows=rows)
         several = None if no_search else partial(best, count=OPTIONS)
         return import_logs(sources, several, target, keeps=out is not None)
     name = str(first)
-    asked = fitting_question(imported_run(name), question, nodes)
-    answer = answered(asked, None if no_search else best)
+    configured = fitting_question(imported_run(name), question, nodes)
+    answer = answered(configured, None if no_search else best)
     written = target.write(answer.plan) if out and answer.plan and answer.is_plan else Written()
     figures = import_json(answer)
     next_step = target.next_step if out else shlex.join(["autoshard", "import", name, "--out", "plan.json"])
@@ -82,6 +82,6 @@ def import_(
     print_answer(figures if json else import_sheets(answer, Node(figures), next_step))
     if not answer.runs:
         return 1
-    kept = "is not kept as a plan, because no engine of autoshard runs it"
-    require(*((out is None, name, f"{kept}: {reason.message}") for reason in answer.foreign))
+    refusal = "is not kept as a plan, because no engine of autoshard runs it"
+    require(*((out is None, name, f"{refusal}: {reason.message}") for reason in answer.foreign))
     return target.end(answer.plan, written) if out and answer.plan else 0
