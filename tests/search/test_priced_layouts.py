@@ -52,6 +52,8 @@ ACTIVE = replace(
     uncalibrated(),
     **dict(zip(EFFICIENCIES, (0.71, 0.05, 0.31, 0.83, 0.61, 0.43), strict=True)),
     **dict(zip(SECONDS, (8e-5, 1e-4, 0.07), strict=True)),
+    layer_s=3e-4,
+    shard_s=1e-4,
 )
 SLOW_VECTORS = replace(ACTIVE, vector_efficiency=0.02)  # those of GPUs are so fast that they hide behind memory
 # NxD keeps masters only inside ZeRO-1.
