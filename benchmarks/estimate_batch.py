@@ -19,7 +19,7 @@ from autoshard.plan.rules.check import legality
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.bound.priced_layouts import LayoutPricer, PricedLayouts
 from autoshard.search.bound.space import Space, whole_space
-from autoshard.search.fill.stage_options import RankOptions, StageChoices, StageFilling, split_layers
+from autoshard.search.fill.stage_options import ChunkLayers, RankOptions, StageChoices, StageFilling
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload
@@ -83,7 +83,7 @@ def _filled(priced: PricedLayouts, mine: Any, schedule: Schedule) -> StageFillin
         partly=False,
     )
     stages = space.base.stages or even_stages(num_layers, schedule.num_stages)
-    options = RankOptions.of(blocks, choices, split_layers(schedule, [stages]), np.inf)
+    options = RankOptions.of(blocks, choices, ChunkLayers.of_splits(blocks, [stages]), np.inf)
     kinds = [0 if pinned else priced.kinds.index(entry[0]) for entry in space.recomputes]
     option = np.broadcast_to(np.repeat(kinds, len(mine)), (schedule.num_ranks, len(kinds) * len(mine)))
     return options.timed(option, np.tile(np.arange(len(mine)), len(kinds)))

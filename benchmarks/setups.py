@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from autoshard.cost.doubt import ratio_of
 from autoshard.plan.explanation import Answer, Ratio
 from autoshard.plan.plan import Plan
-from autoshard.plan.recompute import split_outside_brackets
 from autoshard.report.words import chance_words, prediction_of, signed_words
 from autoshard.search.ask.answers import VENDOR, PlanResult
 from autoshard.search.ask.api import plan
+from autoshard.spec.repeats import split_outside_brackets
 from autoshard.units import format_at_most
 from benchmarks.measure import yardstick_s
 from benchmarks.pages import ROOT, head, line, with_table

@@ -69,6 +69,11 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 SMALL_FAMILIES = tuple(_FAMILIES)
+# Models whose layers differ: some attend to a window alone, some have an MLP in the place of experts.
+DIFFERENT_LAYERS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("qwen3", {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
+    ("qwen3_moe", {"num_hidden_layers": 4, "mlp_only_layers": [0, 2], "intermediate_size": 40}),
+)
 
 
 def small_config(family: str, **changes: Any) -> dict[str, Any]:

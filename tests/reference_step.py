@@ -129,10 +129,11 @@ def _step_environment(graph: OpGraph, name: str, block: Block, weights: Arrays, 
 
 def _clip(graph: OpGraph, environments: Mapping[str, Arrays]) -> tuple[Array, Array]:
     squares: dict[str, Array] = {}
+    kinds = {name: block.kind for name, block in graph.instances()}
     for tensor in graph.update.tensors.values():
         if tensor.role == "input":
             kind, square = tensor.name.split(".", 1)
-            parts = [values[square] for name, values in environments.items() if name.split(".")[0] == kind]
+            parts = [values[square] for name, values in environments.items() if kinds[name] == kind]
             squares[tensor.name] = np.asarray(sum(parts))
     graph.update.run(graph.update.ops, graph.sizes, squares)
     return squares["clip"], squares[graph.update.op("clip").outputs[1]]

@@ -20,7 +20,7 @@ from autoshard.layout.legal import cut_operations, together
 from autoshard.layout.pin import Pin
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate, boundary_cuts
-from autoshard.plan.lowering import ATOMS, KINDS, StepGraph
+from autoshard.plan.lowering import ATOMS, StepGraph
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.strategy import CpKind, StrategyRule, strategy_rules
@@ -67,7 +67,7 @@ def solved_cutting(question: Question, candidate: Candidate, terms: Terms) -> Cu
     of ``sequence_parallel`` may be given. They are kept, because a frontier asks for them under every limit of memory.
     """
     tables: dict[str, Mapping[str, Cuts]] = {}
-    for kind in KINDS:
+    for kind in question.step.kinds:
         problem = operator_problem(question, Meshes.of(question, candidate), terms, kind)
         cuts, whole = solve(problem).cuts, dict[str, Cuts]()
         for op in cut_operations(problem.block):
@@ -121,24 +121,24 @@ def shared_cuttings(
     ``terms_and_slack`` are the terms, and the share by which blocks may take longer there than with their own cuts,
     which ``solved_cutting`` finds; they hold no more. ``between`` is called before each block, and may stop this.
     """
-    terms, slack = terms_and_slack
+    (terms, slack), kinds = terms_and_slack, question.step.kinds
     count, parts = len(meshes.atoms["edp"]), dict[str, tuple[SharedCuts, ...]]()
     few = meshes.only(np.unique(np.linspace(0, count - 1, _FEW).astype(np.int64)))
     real = tuple(atom for atom, size in meshes.atoms.items() if np.any(size > 1))
     state_bytes = float(sum(question.workload.precision.state_bytes(num_moments=0)[part] for part in _WHOLE))
-    for kind in KINDS:
+    for kind in kinds:
         between()
         few_columns = operator_problem(question, few, terms, kind, real)
         problem = operator_problem(question, meshes, terms, kind, real)
         parts[kind] = solve_columns(replace(problem, few=few_columns, state_bytes_per_weight=state_bytes), slack)
-    numbers = np.empty((len(KINDS), count), dtype=np.int64)
+    numbers = np.empty((len(kinds), count), dtype=np.int64)
     for row, shared in zip(numbers, parts.values(), strict=True):
         for number, part in enumerate(shared):
             row[part.columns] = number
     distinct, which = np.unique(numbers, axis=1, return_inverse=True)
     rows: list[list[int]] = distinct.T.tolist()
     for index, column in enumerate(rows):
-        cuts = {kind: parts[kind][number].cuts for kind, number in zip(KINDS, column, strict=True)}
+        cuts = {kind: parts[kind][number].cuts for kind, number in zip(kinds, column, strict=True)}
         yield Cutting.of(cuts, terms.boundary), np.flatnonzero(which.reshape(-1) == index)
 
 

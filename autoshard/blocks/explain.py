@@ -18,7 +18,7 @@ from autoshard.layout.layout import Cuts, show_atoms, whole_axes
 from autoshard.layout.legal import cut_operations
 from autoshard.layout.program import Compute
 from autoshard.layout.table import Strategy
-from autoshard.plan.lowering import ATOMS
+from autoshard.plan.lowering import ATOMS, ENDS
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.strategy import DATA_RULES, AtomCut, StrategyRule, strategy_rules
@@ -107,12 +107,7 @@ def explain(plan: Plan) -> Explanation:
     question = question_of(plan, calibration_of(plan))
     blocks = ListedBlocks.of(plan)
     setting = setting_of(question, plan.candidate, blocks)
-    counts = Counter(
-        table_name("layer", stage.recompute.of_layer(number))
-        for stage in plan.stages
-        for number in range(stage.num_layers)
-    )
-    counts.update(("embed", "head"))
+    counts = Counter((*(table_name(kind, drop) for kind, drop in plan.layers), *ENDS))
     shown = [(kind, drop, counts[table_name(kind, drop)]) for kind, drop in blocks.kinds]
     shown = [entry for entry in shown if entry[2]]
     other_cuts = {kind: _others(plan, question, setting, kind) for kind in dict.fromkeys(kind for kind, _, _ in shown)}

@@ -18,7 +18,7 @@ from autoshard.layout.layout import show_atoms, whole_axes
 from autoshard.layout.program import Program
 from autoshard.layout.table import strategies, strategy_lines
 from autoshard.plan.candidate import Candidate, parse_pins
-from autoshard.plan.lowering import KINDS
+from autoshard.plan.lowering import ENDS
 from autoshard.plan.module_plan import proof
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Engine
@@ -98,9 +98,9 @@ def shard_block(  # noqa: PLR0913
     """
     the_model = model if isinstance(model, ModelSpec) else load_model(model)
     the_cluster = cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster))
-    keys = parse_pins(mesh)
+    keys, kinds = parse_pins(mesh), (*ENDS, *the_model.layer_counts)
     require(
-        (kind in KINDS, "kind", f"{kind!r} is not a kind of block. {nearest(kind, KINDS)}"),
+        (kind in kinds, "kind", f"{kind!r} is not a kind of block. {nearest(kind, kinds)}"),
         *((key in _KEYS, f"mesh.{key}", f"does not say how a block is cut. Known: {', '.join(_KEYS)}") for key in keys),
     )
     candidate = Candidate.parse(mesh, num_ranks=the_cluster.num_ranks)

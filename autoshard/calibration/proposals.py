@@ -37,7 +37,7 @@ def _fitting(request: Request, plan: Plan, num_nodes: int) -> Iterator[Plan]:
         candidate, num_layers = layout
         model, large = plan.model, plan.candidate
         if num_layers != model.num_layers:
-            model = replace(model, name=f"{model.name}-{num_layers}-layers", num_layers=num_layers)
+            model = replace(model.with_layers(num_layers), name=f"{model.name}-{num_layers}-layers")
         count = min(plan.workload.global_batch // (large.dp * large.mbs), _MICRO_BATCHES * candidate.pp)
         workload = replace(plan.workload, global_batch=candidate.dp * candidate.mbs * count)
         smaller_request = replace(request, model=model, cluster=cluster, workload=workload, pins={}, other_lnc=())

@@ -135,7 +135,7 @@ class _MemoryTraffic:
         self.weighted = {
             op.name
             for op in block.ops
-            if isinstance(op.kind, Einsum) and block.kind == "layer"
+            if isinstance(op.kind, Einsum) and block.is_layer
             if any(block.tensors[name].role == "parameter" for name in op.inputs)
         }
         # Tensor -> operations that read it, directly or through delivers.

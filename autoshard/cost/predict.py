@@ -152,20 +152,12 @@ def priced(plan: Plan, question: Question, blocks: Blocks | None = None) -> tupl
     send_s, share = handed_on(setting, kernels)
     pipeline = PlanPipeline(
         schedule=plan.schedule,
-        stages=_stages(plan),
+        stages=StageLayers.of(plan),
         boundary_bytes=boundary_bytes(setting),
         sends=replace(Sends.of(send_s, plan.schedule.builder, kernels), share=share),
         bucket_bytes=plan.buckets.total_bytes,
     )
     return setting, pipeline, cache(partial(price_block, question, setting))
-
-
-def _stages(plan: Plan) -> tuple[StageLayers, ...]:
-    last = len(plan.stages) - 1
-    return tuple(
-        StageLayers.of(stage.num_layers, stage.recompute, is_first=number == 0, is_last=number == last)
-        for number, stage in enumerate(plan.stages)
-    )
 
 
 def step_timer(plan: Plan, blocks: Blocks) -> Callable[[Calibration], float]:
@@ -202,7 +194,7 @@ def compiling(plan: Plan) -> Compiling | None:
     each other; without one they are a single graph. Ranks that hold the same update their weights by the same graph;
     the nxd engine reads loss and norm before it, so that what reduces gradients is a graph of its own.
     """
-    kernels, schedule, stages = load_kernels(plan.kernels), plan.schedule, _stages(plan)
+    kernels, schedule, stages = load_kernels(plan.kernels), plan.schedule, StageLayers.of(plan)
     if not kernels.seconds_per_graph:
         return None
     ranks = {
@@ -228,7 +220,7 @@ def most_instructions(plan: Plan) -> tuple[int, float]:
     question = question_of(plan, uncalibrated())
     work = cache(partial(work_of, question, setting_of(question, plan.candidate, ListedBlocks.of(plan))))
     counts: list[float] = []
-    for stage in _stages(plan):
+    for stage in StageLayers.of(plan):
         flops = {"F": 0.0, "B": 0.0}
         for kind, drop, count in stage.contents():
             for run, kernel in work(kind, drop).kernels:

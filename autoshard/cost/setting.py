@@ -288,7 +288,7 @@ def stage_groups(kernels: Kernels) -> frozenset[tuple[str, ...]]:
 def handed_on(setting: Setting, kernels: Kernels) -> tuple[Number, Number]:
     """Return how long a micro-batch's hidden state is on its way to the next stage, and which share a rank sends."""
     whole_bytes, links = boundary_bytes(setting), setting.rings["pp",]
-    boundary = setting.blocks.block("layer", Recompute()).sharding.boundary
+    boundary = _any_layer(setting).sharding.boundary
     if not kernels.parts_sends or any({*TP} & {*cut} for cut in boundary.values()):
         return links.send_s(whole_bytes), 1.0
     ring, gather = setting.rings[TP], Collective(kind="all_gather", dim=None, atoms=TP)
@@ -298,7 +298,12 @@ def handed_on(setting: Setting, kernels: Kernels) -> tuple[Number, Number]:
 
 def boundary_bytes(setting: Setting) -> Number:
     """Return the bytes of the hidden state that a rank hands to the next stage for one micro-batch."""
-    layer = setting.blocks.block("layer", Recompute())
+    layer = _any_layer(setting)
     assert layer.block.carry_in, "a layer takes the hidden state from the block before"
     local = local_sizes(setting.sizes, layer.sharding.boundary, setting.atoms)
     return layer.block.tensors[layer.block.carry_in].num_bytes(local)
+
+
+def _any_layer(setting: Setting) -> LoweredBlock:
+    """Return one of the layers, all of which take and give the same hidden state."""
+    return setting.blocks.block(setting.blocks.step.kinds[1], Recompute())

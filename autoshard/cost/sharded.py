@@ -13,7 +13,7 @@ from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.layout.layout import Cuts, Cutting
 from autoshard.layout.program import Program, Value
 from autoshard.layout.sharding import Sharding
-from autoshard.plan.lowering import KINDS, StepGraph, lowered, split_pending
+from autoshard.plan.lowering import ENDS, StepGraph, lowered, split_pending
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.tables import plan_programs, step_graph_of, table_kinds, table_name
@@ -86,12 +86,12 @@ class CutBlocks:
 
     def block(self, kind: str, drop: Recompute) -> LoweredBlock:
         """Return a block, recomputed and sharded."""
-        used, cutting = drop if kind == "layer" else Recompute(), self.cutting.alone(kind).only(self.atoms)
+        used, cutting = Recompute() if kind in ENDS else drop, self.cutting.alone(kind).only(self.atoms)
         return _cut_block(self.step, kind, used, cutting, self.atoms)
 
     def every(self) -> tuple[LoweredBlock, ...]:
         """Return blocks that hold every kind of collective; recompute repeats them, and adds no others."""
-        return tuple(self.block(kind, Recompute()) for kind in KINDS)
+        return tuple(self.block(kind, Recompute()) for kind in self.step.kinds)
 
 
 def alike_without(blocks: CutBlocks, atom: str) -> bool:
@@ -135,7 +135,7 @@ class ListedBlocks:
 
     def block(self, kind: str, drop: Recompute) -> LoweredBlock:
         """Return a block, recomputed and sharded."""
-        used = drop if kind == "layer" else Recompute()
+        used = Recompute() if kind in ENDS else drop
         name = table_name(kind, used)
         if name not in self.known:
             whole = self.block(kind, Recompute()) if used.kind != "none" else None

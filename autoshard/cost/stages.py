@@ -5,10 +5,11 @@ what they compute again. Arrays have the axes rank, option, chunk, candidate, in
 do not need; the candidate's is always the last one. A single plan is one option per rank and one candidate.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from typing import Any, Self, cast
+from itertools import groupby
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +18,11 @@ from autoshard.cost.collective import Number, Ring, Route
 from autoshard.cost.schedule_counts import boundary_states, counts_of, most_kept
 from autoshard.cost.setting import BlockCost, Question, Setting
 from autoshard.cost.update import Weights, stored_bytes
+from autoshard.graph.layer_order import LayerOrder, layer_order
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.spec.kernels import Kernels, load_kernels
+from autoshard.spec.model import LAYER
 from autoshard.spec.workload import DTYPE_BYTES
 
 Rows = NDArray[Any] | slice
@@ -123,6 +126,20 @@ class BlockTotals(PerCandidate):
         }
         return cls(**rows, weights=weights, tied_weights=tied)
 
+    @classmethod
+    def least(cls, blocks: "Sequence[BlockTotals]") -> "BlockTotals":
+        """Return the least of each of the totals of some blocks."""
+        if len(blocks) == 1:
+            return blocks[0]
+        columns = {
+            column.name: np.min([getattr(block, column.name) for block in blocks], axis=0)
+            for column in fields(cls)
+            if column.name not in ("weights", "tied_weights")
+        }
+        shared = [pending for pending in blocks[0].weights if all(pending in block.weights for block in blocks)]
+        weights = {pending: np.min([block.weights[pending] for block in blocks], axis=0) for pending in shared}
+        return cls(**columns, weights=weights, tied_weights={})
+
     @property
     def pass_s(self) -> Floats:
         """Forward and backward."""
@@ -146,13 +163,25 @@ class PipelineBlocks(PerCandidate):
     bucket_bytes: Floats
     fixed_s: Floats  # of every step, whatever its stages hold
     embed: BlockTotals
-    layer: BlockTotals  # a row for every kind of recompute
+    layers: tuple[BlockTotals, ...]  # of each kind of layer; a row for every kind of recompute
     head: BlockTotals
+    order: LayerOrder
 
     @property
     def num_candidates(self) -> int:
         """How many there are."""
-        return self.layer.forward_s.shape[1]
+        return self.embed.forward_s.shape[1]
+
+    @property
+    def layer(self) -> BlockTotals:
+        """What any layer takes and holds at least."""
+        return BlockTotals.least(self.layers)
+
+    @property
+    def with_least_layers(self) -> "PipelineBlocks":
+        """The blocks of a model whose layers all take and hold as little as any of these layers."""
+        uniform = layer_order((LAYER,) * self.order.num_layers)
+        return self if len(self.layers) == 1 else replace(self, layers=(self.layer,), order=uniform)
 
     @property
     def hop_s(self) -> Floats:
@@ -162,12 +191,13 @@ class PipelineBlocks(PerCandidate):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageOptions:
-    """Options of every pipeline rank: layers of each chunk under one kind of recompute, and under none."""
+    """Options of every pipeline rank: the layers of each chunk, the first of which compute something again."""
 
-    kind: Ints  # [rank, option, chunk], broadcast: the row among the kinds
-    recomputed: Ints  # likewise layers of this kind
-    plain: Ints  # likewise layers that keep everything
+    kind: Ints  # [rank, option, chunk], broadcast: the row of what is computed again
+    recomputed: Ints  # likewise layers that compute this again
+    plain: Ints  # likewise layers behind them, that keep everything
     plain_kind: int  # the row of no recompute
+    first: Ints = field(default_factory=lambda: np.zeros((1, 1, 1), dtype=np.int64))  # likewise the place of the first
 
     @property
     def num_layers(self) -> Ints:
@@ -221,41 +251,62 @@ class StagePrices(PerCandidate):
         )
 
 
-Slot = tuple[Floats, BlockTotals, Ints | int]  # how many of a block each chunk has, [rank, option, chunk, 1]; its row
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Slot:
+    """A block in the chunks of ranks: how many each has, [rank, option, chunk, 1], and the row of its recompute.
+
+    The layers of one ``part`` follow each other in any order of their kinds.
+    """
+
+    count: Floats
+    block: BlockTotals
+    row: Ints | int
+    part: Literal["embed", "recomputed", "plain", "head"]
+
+    def of_rank(self) -> Floats:
+        """Return how many a rank has: [rank, option, 1]."""
+        return self.count.sum(axis=2)
+
+
+def _slots(blocks: PipelineBlocks, options: StageOptions) -> tuple[Slot, ...]:
+    """Return the blocks of chunks, in the order of the forward pass."""
+    schedule, order = blocks.schedule, blocks.order
+    stage = counts_of(schedule).stages[:, None, :, None]
+    shape = (schedule.num_ranks, *options.recomputed.shape[1:])
+
+    def layers(first: Ints, length: Ints, row: Ints | int, part: Literal["recomputed", "plain"]) -> Iterator[Slot]:
+        for count, block in zip(order.counts(first, length), blocks.layers, strict=True):
+            wide = np.broadcast_to(count, shape)[..., None].astype(np.float64)
+            yield Slot(count=wide, block=block, row=row, part=part)
+
+    return (
+        Slot(count=(stage == 0).astype(np.float64), block=blocks.embed, row=0, part="embed"),
+        *layers(options.first, options.recomputed, options.kind, "recomputed"),
+        *layers(options.first + options.recomputed, options.plain, options.plain_kind, "plain"),
+        Slot(count=(stage == schedule.num_stages - 1).astype(np.float64), block=blocks.head, row=0, part="head"),
+    )
 
 
 def price_stages(blocks: PipelineBlocks, options: StageOptions) -> StagePrices:
     """Price all options of all ranks."""
-    schedule, counts = blocks.schedule, counts_of(blocks.schedule)
-    stage = counts.stages[:, None, :, None]
-    shape = (schedule.num_ranks, *options.recomputed.shape[1:])
-    again, plain = (
-        np.broadcast_to(layer_counts, shape)[..., None].astype(np.float64)
-        for layer_counts in (options.recomputed, options.plain)
-    )
-    slots: tuple[Slot, ...] = (  # in the order of the forward pass of a chunk
-        ((stage == 0).astype(np.float64), blocks.embed, 0),
-        (again, blocks.layer, options.kind),
-        (plain, blocks.layer, options.plain_kind),
-        ((stage == schedule.num_stages - 1).astype(np.float64), blocks.head, 0),
-    )
+    schedule, counts, slots = blocks.schedule, counts_of(blocks.schedule), _slots(blocks, options)
     # tied weights that meet on a rank count once
-    tied_factor = 1.0 - slots[0][0].sum(axis=2) * slots[-1][0].sum(axis=2)
+    tied_factor = 1.0 - slots[0].of_rank() * slots[-1].of_rank()
     weights: dict[tuple[str, ...], Any] = {}
-    for count, block, _ in slots:
-        for block_weights, factor in ((block.weights, 1.0), (block.tied_weights, tied_factor)):
+    for slot in slots:
+        for block_weights, factor in ((slot.block.weights, 1.0), (slot.block.tied_weights, tied_factor)):
             for pending, number in block_weights.items():
-                weights[pending] = weights.get(pending, 0.0) + factor * count.sum(axis=2) * number
+                weights[pending] = weights.get(pending, 0.0) + factor * slot.of_rank() * number
 
     def total(name: str) -> Floats:
-        embed, recomputed, plain_part, head = (count * getattr(block, name)[row] for count, block, row in slots)
-        return recomputed + plain_part + embed + head
+        embed, *layers, head = (slot.count * getattr(slot.block, name)[slot.row] for slot in slots)
+        return sum(layers[1:], start=layers[0]) + embed + head
 
     started_s = blocks.question.calibration.task_s / 2  # forward and backward of a stage are a graph each
     saved, waiting = total("saved_bytes"), total("waiting_bytes")
     memory: dict[str, Any] = {
         "activations": most_kept(schedule, saved, waiting),
-        **_other_memory(blocks, slots, options.plain_kind),
+        **_other_memory(blocks, slots),
         **stored_bytes(weights, blocks.setting, blocks.question.workload),
     }
     kernels = load_kernels(blocks.question.kernels)
@@ -275,7 +326,7 @@ def price_stages(blocks: PipelineBlocks, options: StageOptions) -> StagePrices:
         waiting_bytes=waiting,
         memory=memory,
         weights=weights,
-        num_blocks=np.broadcast_to(options.num_layers, shape[:2]) + counts.ends[:, None],
+        num_blocks=np.broadcast_to(options.num_layers, slots[1].count.shape[:2]) + counts.ends[:, None],
     )
 
 
@@ -296,7 +347,7 @@ def _queued_bytes(blocks: PipelineBlocks, total: Callable[[str], Floats], kernel
     return behind * ahead / starts * scattered
 
 
-def _other_memory(blocks: PipelineBlocks, slots: Sequence[Slot], plain_kind: int) -> Mapping[str, Number]:
+def _other_memory(blocks: PipelineBlocks, slots: Sequence[Slot]) -> Mapping[str, Number]:
     """Return the parts of a rank's memory beside states, activations, and what its platform keeps for itself.
 
     ZeRO-3 has two whole blocks at a time, one at work and one on its way, and a gradient, two where that of the block
@@ -306,31 +357,44 @@ def _other_memory(blocks: PipelineBlocks, slots: Sequence[Slot], plain_kind: int
     """
     question, setting, schedule = blocks.question, blocks.setting, blocks.schedule
     precision, kernels = question.workload.precision, load_kernels(question.kernels)
-    (embeds, embed, _), (_, layer, _), _, (heads, head, _) = slots
-    has_embed, has_head = embeds.any(axis=2), heads.any(axis=2)
-    working: Any = 0.0  # backward runs from a chunk's last block to its first, and frees what each has kept
-    freed: Any = 0.0
-    for count, block, row in reversed(slots):
-        working = np.maximum(working, np.where(count > 0, block.moment_bytes[row] - freed, 0.0))
-        freed = freed if schedule.splits_backward else freed + count * block.saved_bytes[row]
     messages = boundary_states(schedule, keeps_outputs=kernels.keeps_outputs)
-    placeholders = layer.placeholder_bytes[plain_kind] + has_embed * embed.placeholder_bytes[0]
-    largest = np.maximum(layer.num_weights, np.maximum(has_embed * embed.num_weights, has_head * head.num_weights))
+    # A rank has layers of most kinds; a buffer that one lacks is counted all the same.
+    placeholders: Any = sum(block.placeholder_bytes[0] for block in blocks.layers)
+    largest: Any = np.max([block.num_weights for block in blocks.layers], axis=0)
+    for slot in (slots[0], slots[-1]):
+        placeholders = placeholders + slot.count.any(axis=2) * slot.block.placeholder_bytes[0]
+        largest = np.maximum(largest, slot.count.any(axis=2) * slot.block.num_weights)
     per_weight, per_gradient = DTYPE_BYTES[precision.weights], DTYPE_BYTES[precision.gradients]
     num_gradients = 1 if kernels.copies_buckets else 2
     gathered = largest * (2 * per_weight + num_gradients * per_gradient)
     if kernels.keeps_units and schedule.num_ranks > 1:
-        gathered = sum(count.sum(axis=2) * block.num_weights for count, block, _ in slots) * (per_weight + per_gradient)
+        gathered = sum(slot.of_rank() * slot.block.num_weights for slot in slots) * (per_weight + per_gradient)
     replicas = setting.atoms["edp"] * setting.atoms["ep"] * setting.atoms["cp"]
     copied: Any = 0
     if kernels.copies_weights and setting.zero != 3:
-        weights = sum(count.sum(axis=2) * block.num_weights for count, block, _ in slots)
+        weights = sum(slot.of_rank() * slot.block.num_weights for slot in slots)
         copied = weights * per_weight * (replicas > 1)
     return {
-        "working": working.max(axis=2),
-        "placeholders": placeholders + has_head * head.placeholder_bytes[0],
+        "working": _working_bytes(schedule, slots).max(axis=2),
+        "placeholders": placeholders,
         "pipeline": messages[:, None, None] * blocks.boundary_bytes,
         "gathered": gathered if setting.zero == 3 else 0,
         "buckets": copied + (blocks.bucket_bytes * (replicas > 1) if kernels.copies_buckets and setting.zero else 0),
         "workspace": kernels.workspace_bytes,
     }
+
+
+def _working_bytes(schedule: Schedule, slots: Sequence[Slot]) -> Any:
+    """Return the most that a block of each chunk holds while it is at work, beside all that is kept.
+
+    Backward runs from a chunk's last block to its first, and frees what each has kept. Layers of several kinds are all
+    taken to be the last one of their part.
+    """
+    working, freed = cast(Any, 0.0), cast(Any, 0.0)
+    for _, part in groupby(reversed(slots), key=lambda slot: slot.part):
+        blocks = [*part]
+        for slot in blocks:
+            working = np.maximum(working, np.where(slot.count > 0, slot.block.moment_bytes[slot.row] - freed, 0.0))
+        for slot in () if schedule.splits_backward else blocks:
+            freed = freed + slot.count * slot.block.saved_bytes[slot.row]
+    return working

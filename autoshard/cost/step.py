@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -19,7 +19,9 @@ from autoshard.cost.stages import (
     price_stages,
 )
 from autoshard.cost.update import UpdateCost, num_shards, summed_weights, update_cost
+from autoshard.graph.layer_order import layer_order
 from autoshard.plan.lowering import split_pending
+from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import delays_of, makespan_s
@@ -98,22 +100,42 @@ def pipeline_delays(schedule: Schedule, sends: Sends, work_s: Floats) -> Delays:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayers:
-    """What a stage of a plan holds: layers of each kind of recompute, and whether it is the first or the last."""
+    """What a stage of a plan holds: the kinds of its layers and what they compute again, the embedding or the head.
 
-    layers: tuple[tuple[Recompute, int], ...]
+    ``full:K`` is full for the first K layers and none for the others.
+    """
+
+    first: int = field(compare=False)  # the place of its first layer in the model; equal stages share their price
+    kinds: tuple[str, ...]
+    recompute: Recompute
     is_first: bool
     is_last: bool
 
     @classmethod
-    def of(cls, num_layers: int, drop: Recompute, *, is_first: bool, is_last: bool) -> "StageLayers":
-        """Split a stage's layers by kind of recompute: ``full:K`` is full for K layers and none for the rest."""
-        kinds = Counter(drop.of_layer(index) for index in range(num_layers))
-        return cls(layers=tuple(kinds.items()), is_first=is_first, is_last=is_last)
+    def of(cls, plan: Plan) -> "tuple[StageLayers, ...]":
+        """Return those of a plan."""
+        order, last = plan.model.layer_order, len(plan.stages) - 1
+        return tuple(
+            cls(
+                first=stage.first_layer,
+                kinds=order[stage.first_layer : stage.first_layer + stage.num_layers],
+                recompute=stage.recompute,
+                is_first=number == 0,
+                is_last=number == last,
+            )
+            for number, stage in enumerate(plan.stages)
+        )
+
+    @property
+    def drops(self) -> Counter[Recompute]:
+        """How many layers compute what again."""
+        return Counter(self.recompute.of_layer(number) for number in range(len(self.kinds)))
 
     def contents(self) -> list[tuple[str, Recompute, int]]:
         """List its blocks: kind, recompute, how many."""
         embed, head = [("embed", _PLAIN, 1)] * self.is_first, [("head", _PLAIN, 1)] * self.is_last
-        return [*embed, *(("layer", drop, count) for drop, count in self.layers), *head]
+        layers = Counter((kind, self.recompute.of_layer(number)) for number, kind in enumerate(self.kinds))
+        return [*embed, *((kind, drop, count) for (kind, drop), count in layers.items()), *head]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,14 +160,15 @@ class PlanStep:
     @classmethod
     def of(cls, question: Question, setting: Setting, pipeline: PlanPipeline, price: Price) -> "PlanStep":
         """Price a plan's stages, as the only option of each rank."""
-        kinds = tuple(dict.fromkeys((_PLAIN, *(drop for stage in pipeline.stages for drop, _ in stage.layers))))
-        again = [[(drop, count) for drop, count in stage.layers if drop != _PLAIN] for stage in pipeline.stages]
-        rows = [  # of each stage: kind, layers of this kind, and layers that compute nothing again
-            (kinds.index(drops[0][0]) if drops else 0, drops[0][1] if drops else 0, dict(stage.layers).get(_PLAIN, 0))
-            for drops, stage in zip(again, pipeline.stages, strict=True)
-        ]
-        kind, recomputed, plain = np.array(rows, dtype=np.int64)[counts_of(pipeline.schedule).stages[:, None]].T
-        options = StageOptions(kind=kind.T, recomputed=recomputed.T, plain=plain.T, plain_kind=0)
+        kinds = tuple(dict.fromkeys((_PLAIN, *(drop for stage in pipeline.stages for drop in stage.drops))))
+        rows: list[tuple[int, ...]] = []  # of each stage: recompute, layers under it, layers without, the first layer
+        for stage in pipeline.stages:
+            drop = next((drop for drop in stage.drops if drop != _PLAIN), None)
+            again = stage.drops[drop] if drop else 0
+            rows.append((kinds.index(drop) if drop else 0, again, len(stage.kinds) - again, stage.first))
+        table = np.array(rows, dtype=np.int64)[counts_of(pipeline.schedule).stages[:, None]]
+        kind, recomputed, plain, first = np.moveaxis(table, -1, 0)
+        options = StageOptions(kind=kind, recomputed=recomputed, plain=plain, plain_kind=0, first=first)
         blocks = priced_blocks(question, setting, pipeline, price, kinds)
         only = np.zeros((pipeline.schedule.num_ranks, 1), dtype=np.int64)
         prices = price_stages(blocks, options).of_options(only, only[0])
@@ -156,6 +179,7 @@ def priced_blocks(
     question: Question, setting: Setting, pipeline: PlanPipeline, price: Price, kinds: Sequence[Recompute]
 ) -> PipelineBlocks:
     """Return the blocks of a plan, its layers under some kinds of recompute, as columns of one candidate."""
+    layers = question.model.layer_counts
     return PipelineBlocks(
         question=question,
         setting=setting,
@@ -165,8 +189,9 @@ def priced_blocks(
         bucket_bytes=np.atleast_1d(pipeline.bucket_bytes),
         fixed_s=np.array([question.calibration.step_s]),
         embed=BlockTotals.of([price("embed", _PLAIN)], 1),
-        layer=BlockTotals.of([price("layer", drop) for drop in kinds], 1),
+        layers=tuple(BlockTotals.of([price(layer, drop) for drop in kinds], 1) for layer in layers),
         head=BlockTotals.of([price("head", _PLAIN)], 1),
+        order=layer_order(question.model.layer_order),
     )
 
 

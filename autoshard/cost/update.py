@@ -59,7 +59,7 @@ def _grouped(weights: Weights, part: Literal[0, 1]) -> Weights:
 def per_weight(step: StepGraph) -> tuple[float, float]:
     """Return the FLOPs and bytes of norm, clip, update and cast for one weight of a layer, read off the graph."""
     graph = step.graph
-    layer = graph.block("layer")
+    layer = graph.blocks[1]  # one of any kind: the update treats all weights alike
     calls = [(op.kind, layer.call(op, graph.sizes)) for op in layer.select("step")]
     count = sum(tensor.num_elements(graph.sizes) for tensor in layer.parameters)
     vector_flops = sum(kind.vector_flops(call) for kind, call in calls)

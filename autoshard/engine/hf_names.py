@@ -8,6 +8,7 @@ Rotary positions need no permutation: every architecture here turns the halves o
 graph does. (Meta's own Llama files turn neighbours; those of Hugging Face are permuted already.)
 """
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -132,9 +133,9 @@ HF_NAMES: Mapping[str, Mapping[Form, Names]] = {
     **{
         family: {
             "published": _MIXTURE + _under("model.layers.{layer}.", "layer.{layer}.", experts),
-            "module": _MIXTURE + _under("model.layers.{layer}.", "layer.{layer}.", _EXPERTS_STACKED),
+            "module": _MIXTURE + _under("model.layers.{layer}.", "layer.{layer}.", _LLAMA_MLP + _EXPERTS_STACKED),
         }
-        for family, experts in (("mixtral", _EXPERTS_APART), ("qwen3_moe", _EXPERTS_NAMED))
+        for family, experts in (("mixtral", _EXPERTS_APART), ("qwen3_moe", _LLAMA_MLP + _EXPERTS_NAMED))
     },
     "gpt2": {"published": _GPT2 + _HEAD, "module": _under("transformer.", "", _GPT2) + _HEAD},
     "gpt_neox": {
@@ -211,7 +212,15 @@ def _expanded(table: Sequence[tuple[str, str, str]], model: ModelSpec, dims_of: 
         experts = range(model.num_experts if by_expert else 1)
         for layer, expert in product(layers, experts):
             name = ours.format(layer=layer)
-            if name in dims_of:
+            # Layers of another kind have other dims under this name, or another width of their MLP.
+            width = next((dim for dim in dims_of.get(name, ()) if dim.startswith("ffn_")), "ffn")
+            read = re.sub(r"\bffn\b", width, axes)
+            if name in dims_of and _dims_read(read, by_expert=by_expert) == {*dims_of[name]}:
                 dims = [f"{dim}:{expert}" if by_expert and dim == "experts" else dim for dim in dims_of[name]]
                 there = theirs.format(layer=layer, expert=expert)
-                yield Row(there, Axes.parse(axes), name, Axes.parse(" ".join(dims)))
+                yield Row(there, Axes.parse(read), name, Axes.parse(" ".join(dims)))
+
+
+def _dims_read(axes: str, *, by_expert: bool) -> set[str]:
+    """Return the dims of our tensor that axes of theirs hold: without places among fused ones, with experts apart."""
+    return {*re.findall(r"[a-z_]+(?![a-z_:0-9])", axes), *(["experts"] if by_expert else [])}

@@ -30,8 +30,8 @@ class InitialWeights:
     def __call__(self, name: str) -> Any:
         """Return a weight, any part of which can be read; for a tied weight, the one that it shares its values with."""
         name = tied_instances(self.graph).get(name, name)
-        kind, _, parameter = name.split(".", 2)
-        shape, forward = _shape(self.graph, name), self.graph.block(kind).select("micro_batch", "F")
+        _, _, parameter = name.split(".", 2)
+        shape, forward = _shape(self.graph, name), self.graph.block_of(name).select("micro_batch", "F")
         op = next(op for op in forward if parameter in op.inputs)
         if isinstance(op.kind, Norm | Add):
             value = float(isinstance(op.kind, Norm) and parameter == op.inputs[1])
@@ -97,6 +97,6 @@ def no_memory(shape: Sequence[int], dtype: type[np.generic]) -> Array:
 
 
 def _shape(graph: OpGraph, name: str) -> tuple[int, ...]:
-    kind, _, parameter = name.split(".", 2)
-    tensor = next(weight for weight in graph.block(kind).parameters if weight.name == parameter)
+    _, _, parameter = name.split(".", 2)
+    tensor = next(weight for weight in graph.block_of(name).parameters if weight.name == parameter)
     return tuple(graph.sizes[dim] for dim in tensor.dims)

@@ -20,7 +20,7 @@ from autoshard.layout.program import (
 )
 from autoshard.plan.lowering import StepGraph, split_pending
 from autoshard.plan.plan import Plan, Stage
-from autoshard.plan.tables import plan_blocks, plan_programs
+from autoshard.plan.tables import plan_blocks, plan_programs, table_name
 from autoshard.spec.mesh import ATOMS
 
 
@@ -96,7 +96,7 @@ def programs_of(plan: Plan, *, packs: bool = False) -> PlanPrograms:
     require((not whole, "mesh", written), (bool(plan.strategies), "strategies", empty))
     graph, blocks = graph_of(plan), plan_blocks(plan)
     parts = {name: split_passes(blocks[name], program) for name, program in plan_programs(plan).items()}
-    stages = tuple({name: parts[table] for name, table in _contents(stage, graph.num_layers)} for stage in plan.stages)
+    stages = tuple({name: parts[table] for name, table in _contents(stage, graph.order)} for stage in plan.stages)
     packed = packs and plan.model.num_experts > 0 and plan.workload.expert_capacity is None
     return PlanPrograms(graph=graph, stages=stages, packed=packed)
 
@@ -114,14 +114,13 @@ def graph_of(plan: Plan) -> OpGraph:
     return replace(step.graph, sizes=step.sizes(micro_batch))
 
 
-def _contents(stage: Stage, num_layers: int) -> Iterator[tuple[str, str]]:
+def _contents(stage: Stage, order: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the blocks that a stage runs, in order, each with the name of its table in the plan."""
     if stage.first_layer == 0:
         yield "embed.0", "embed"
-    for index in range(stage.num_layers):
-        drop = stage.recompute.of_layer(index)
-        yield f"layer.{stage.first_layer + index}", "layer" if drop.kind == "none" else f"layer {drop}"
-    if stage.first_layer + stage.num_layers == num_layers:
+    for number, place in enumerate(range(stage.first_layer, stage.first_layer + stage.num_layers)):
+        yield f"layer.{place}", table_name(order[place], stage.recompute.of_layer(number))
+    if stage.first_layer + stage.num_layers == len(order):
         yield "head.0", "head"
 
 

@@ -1,5 +1,6 @@
 """A block of the model with its forward, backward and step operations; the graph of one training step."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -8,6 +9,7 @@ from autoshard.graph.kinds.linear import Deliver
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.graph.op import Array, Call, Dims, Op, Tensor
 from autoshard.spec.kernels import Kernel
+from autoshard.spec.model import LAYER, OTHER_BLOCKS
 
 TOKENS: Dims = ("batch", "seq")
 WIDE: Dims = (*TOKENS, "vocab")  # of logits, and of what a loss computes from them
@@ -77,6 +79,11 @@ class Block:
         self._check_gradients_and_deliveries()
 
     @property
+    def is_layer(self) -> bool:
+        """Whether it is one of the layers of a decoder."""
+        return self.kind not in OTHER_BLOCKS
+
+    @property
     def carry_in(self) -> str | None:
         """The hidden state that it takes from the block before, if there is one."""
         return next(iter(self.takes), None)
@@ -137,14 +144,16 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpGraph:
-    """One training step: blocks in order, then ``update``, which makes the clip factor of all gradients.
+    """One training step: its blocks, then ``update``, which makes the clip factor of all gradients.
 
+    Blocks are the embedding, the kinds of layers, which follow each other as ``order`` lists them, and the head.
     ``tied`` maps a parameter (``head.unembed.weight``) to the one that it shares its values with
     (``embed.embed.weight``).
     """
 
     sizes: Mapping[str, int]
     blocks: tuple[Block, ...]
+    order: tuple[str, ...]
     update: Block
     tied: Mapping[str, str]
 
@@ -156,21 +165,28 @@ class OpGraph:
             assert (handed_on.dims, handed_on.dtype) == (received.dims, received.dtype), (
                 f"{handed_on} is not {received}"
             )
+        counts = {block.kind: block.repeat for block in self.blocks[1:-1]}
+        assert Counter(self.order) == counts, f"the layers {self.order} are not {counts}"
 
     def block(self, kind: str) -> Block:
         """Return the block of that kind."""
         return next(block for block in self.blocks if block.kind == kind)
 
+    def block_of(self, instance: str) -> Block:
+        """Return the block that ``instances`` names so; ``instance`` may go on with the name of a weight."""
+        kind, number, *_ = instance.split(".")
+        return self.block(self.order[int(number)] if kind == LAYER else kind)
+
     @property
     def num_layers(self) -> int:
         """How many layers lie between the embedding and the head."""
-        return sum(block.repeat for block in self.blocks[1:-1])
+        return len(self.order)
 
     def instances(self) -> Iterator[tuple[str, Block]]:
         """Yield every block as often as it occurs, in order, named ``embed.0``, ``layer.0``, ``layer.1``, ..."""
-        for block in self.blocks:
-            for number in range(block.repeat):
-                yield f"{block.kind}.{number}", block
+        yield "embed.0", self.blocks[0]
+        yield from ((f"{LAYER}.{number}", self.block(kind)) for number, kind in enumerate(self.order))
+        yield "head.0", self.blocks[-1]
 
     def num_parameters(self) -> int:
         """Return the number of weights, tied ones once."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from types import FunctionType
 
 from autoshard.errors import inside
@@ -44,9 +45,15 @@ def decoder_graph(model: ModelSpec, workload: Workload, kernels: Kernels, *, mic
     if model.traced:
         blocks = _traced_blocks(model, model.traced, workload, kernels)
     else:
-        blocks = tuple(make(model, workload, kernels) for make in (_embed_block, _layer_block, _head_block))
-    update = _update_block(workload, blocks)
-    return OpGraph(sizes=dim_sizes(model, workload, kernels, micro_batch), blocks=blocks, update=update, tied=tied)
+        layers = (_layer_block(model, kind, workload, kernels) for kind in model.layer_counts)
+        blocks = (_embed_block(model, workload, kernels), *layers, _head_block(model, workload, kernels))
+    return OpGraph(
+        sizes=dim_sizes(model, workload, kernels, micro_batch),
+        blocks=blocks,
+        order=model.layer_order,
+        update=_update_block(workload, blocks),
+        tied=tied,
+    )
 
 
 def dim_sizes(model: ModelSpec, workload: Workload, kernels: Kernels, micro_batch: int) -> Mapping[str, int]:
@@ -59,8 +66,9 @@ def dim_sizes(model: ModelSpec, workload: Workload, kernels: Kernels, micro_batc
         "q_group": model.queries_per_kv_head,
         "head_dim": model.head_dim,
         "hidden": model.hidden,
-        "ffn": model.ffn,
         "vocab": model.vocab,
+        "ffn": model.ffn,
+        **{model.ffn_dim(kind): model.of_kind(kind).ffn for kind in model.layer_counts},
     }
     if model.positions == "learned":
         sizes["positions"] = model.max_positions
@@ -96,7 +104,8 @@ def _embed_ties(model: ModelSpec) -> Mapping[str, str]:
     return {"embed.weight": "head.unembed.weight.sum"} if model.tied_embeddings else {}
 
 
-def _layer_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block:
+def _layer_block(whole: ModelSpec, kind: str, workload: Workload, kernels: Kernels) -> Block:
+    model = whole.of_kind(kind)
     b = BlockBuilder(workload.precision, workload.optimizer)
     x = b.deliver_as(b.add("x", _RESIDUAL), "block_in")
     attended = _dropped(b, model, "attn_drop", _attention(b, model, workload, x))
@@ -105,12 +114,12 @@ def _layer_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Bloc
     drops = workload.expert_capacity is not None
     settled = kernels.settles_experts and model.num_experts > 0  # of the slots; of the tokens where none is dropped
     normed = b.deliver_as(_norm(b, model, "mlp_norm", source, "hidden"), "mlp_in", settles=settled and not drops)
-    write_mlp = EXTENSIONS.of(FunctionType).get("mlp", mlp)
+    write_mlp = EXTENSIONS.of(FunctionType).get("mlp") or partial(mlp, ffn=whole.ffn_dim(kind))
     mlp_output = (
         _experts(b, model, normed, settles=settled and drops) if model.num_experts else write_mlp(b, model, normed)
     )
     y = b.emit("mlp_add", Add(), after, _dropped(b, model, "mlp_drop", mlp_output))
-    return finish(b, "layer", kernels, takes=(x,), gives=(y,), repeat=model.num_layers)
+    return finish(b, kind, kernels, takes=(x,), gives=(y,), repeat=whole.layer_counts[kind])
 
 
 def _head_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block:
@@ -236,16 +245,16 @@ def _document_starts(b: BlockBuilder, workload: Workload) -> tuple[str, ...]:
     return (b.input("document_starts", ("batch", "seq"), "int64"),)
 
 
-def mlp(b: BlockBuilder, model: ModelSpec, x: str) -> str:
+def mlp(b: BlockBuilder, model: ModelSpec, x: str, *, ffn: str = "ffn") -> str:
     """Write the dense MLP down; a function of this name in a file of the user's own takes its place."""
-    inner = _linear(b, "up", x, ("ffn",), ("hidden",), bias=model.mlp_bias)
+    inner = _linear(b, "up", x, (ffn,), ("hidden",), bias=model.mlp_bias)
     if model.gated_mlp:
-        gate = _linear(b, "gate", x, ("ffn",), ("hidden",), bias=model.mlp_bias)
+        gate = _linear(b, "gate", x, (ffn,), ("hidden",), bias=model.mlp_bias)
         active = b.emit("act", Unary(function=model.activation), gate)
         inner = b.emit("product", Multiply(), active, inner)
     else:
         inner = b.emit("act", Unary(function=model.activation), inner)
-    result = _linear(b, "down", b.deliver_as(inner, "down_in"), ("hidden",), ("ffn",), bias=model.mlp_bias)
+    result = _linear(b, "down", b.deliver_as(inner, "down_in"), ("hidden",), (ffn,), bias=model.mlp_bias)
     return b.deliver_as(result, "mlp_out")
 
 

@@ -14,7 +14,7 @@ from autoshard.imports.model import model_of
 from autoshard.imports.stages import recompute_of_stages, with_ends
 from autoshard.imports.table import Facts
 from autoshard.plan.candidate import Candidate, even_stages, parse_pins
-from autoshard.plan.recompute import MAX_ITEMS, Recompute
+from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Engine
 from autoshard.search.ask.api import request_of
 from autoshard.search.bound.request import MOST_RANKS, Request, resolved
@@ -23,6 +23,7 @@ from autoshard.spec.cluster_catalogue import cluster_names, load_cluster
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.recipe import Pins, QuestionOptions
+from autoshard.spec.repeats import MAX_ITEMS
 
 _CHIPS = re.compile(
     r"(?<![a-z])(gb200|gb300|b300|b200|h100|h200|a100|trn1n?|trn2u?|trn3|vr200|r100)(?![0-9])", re.IGNORECASE

@@ -9,16 +9,10 @@ from typing import Any, Literal, cast, get_args
 
 from autoshard.errors import Faults, InputError, nearest, require
 from autoshard.layout.layout import Cuts, Layout
-from autoshard.plan.recompute import (
-    Recompute,
-    compress,
-    expand_counts,
-    parse_stages,
-    split_outside_brackets,
-    stages_text,
-)
+from autoshard.plan.recompute import Recompute, parse_stages, stages_text
 from autoshard.schedule.builders import builders
 from autoshard.spec.cluster import Placement
+from autoshard.spec.repeats import compress, expand_counts, split_outside_brackets
 
 _SIZES = ("tp", "pp", "cp", "ep", "dp", "vp", "mbs")
 _BATCH, _TOKENS = ("edp", "ep"), (("cp",), ("kv", "rep"), ("cp", "kv", "rep"), ())  # as a boundary may cut them

@@ -16,7 +16,7 @@ from autoshard.spec.kernels import Kernels, load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
 
-KINDS = ("embed", "layer", "head")
+ENDS = ("embed", "head")  # the blocks that compute nothing again
 ATOMS = ("edp", "ep", "cp", "kv", "rep")  # that may cut tensors; pp cuts layers
 _NOMINAL = 2  # which way a layout is changed depends neither on the size of the tensor nor on that of the group
 
@@ -53,6 +53,11 @@ class StepGraph:
     def sizes(self, micro_batch: int) -> Mapping[str, int]:
         """Return the size of every dim, for so many sequences over all of dp."""
         return dim_sizes(self.model, self.workload, self.platform, micro_batch)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of its blocks: embedding, layers, head."""
+        return (ENDS[0], *self.model.layer_counts, ENDS[1])
 
     def block(self, kind: str, drop: Recompute) -> Block:
         """Return a block, with what is computed again."""

@@ -224,6 +224,12 @@ class Plan:
         )
 
     @property
+    def layers(self) -> tuple[tuple[str, Recompute], ...]:
+        """The kind of every layer, and what is computed again there."""
+        drops = (stage.recompute.of_layer(number) for stage in self.stages for number in range(stage.num_layers))
+        return tuple(zip(self.model.layer_order, drops, strict=False))
+
+    @property
     def dollars(self) -> Dollars | None:
         """What a step costs; None where no price of the nodes is known, or nothing is predicted."""
         price, prediction = self.cluster.price_usd_per_node_hour, self.prediction

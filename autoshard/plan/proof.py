@@ -20,7 +20,7 @@ from autoshard.plan.build import build_plan
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, plan_programs, step_graph_of, table_setting, with_strategies
 from autoshard.spec.mesh import Mesh
-from autoshard.spec.model import ModelSpec
+from autoshard.spec.model import LayerKind, ModelSpec
 
 MAX_RANKS = 16
 _KEPT_FIRST = ("tp", "cp", "ep", "pp", "dp")  # what is given up last when not all axes fit
@@ -107,9 +107,8 @@ def _model(model: ModelSpec, sizes: Mapping[str, int], *, layers: int, padded: b
     kv_heads = max(tp // replicas, 1)
     queries_per_head = 2 * replicas if model.queries_per_kv_head > 1 else 1
     return replace(
-        model,
+        model.with_layers(layers),
         name=f"{model.name} (shrunk)",
-        num_layers=layers,
         hidden=16,
         ffn=8 * tp,
         num_heads=kv_heads * queries_per_head,
@@ -119,8 +118,13 @@ def _model(model: ModelSpec, sizes: Mapping[str, int], *, layers: int, padded: b
         max_positions=64 * sizes["cp"] * tp,
         num_experts=max(2 * sizes["ep"], 2 * model.experts_per_token) if model.num_experts else 0,
         window=5 if model.window else None,
+        kinds=tuple(_shrunk_kind(kind, 8 * tp) for kind in model.with_layers(layers).kinds),
         traced=model.traced and replace(model.traced, sizes=dict.fromkeys(model.traced.sizes, 8 * tp)),
     )
+
+
+def _shrunk_kind(kind: LayerKind, ffn: int) -> LayerKind:
+    return replace(kind, dense_ffn=2 * ffn if kind.dense_ffn else None, window=3 if kind.window else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from autoshard.layout.program import Program, written_by
 from autoshard.layout.table import Table, TableSetting, program_of, strategies, strategy_lines, table_for_sizes
 from autoshard.plan.candidate import boundary_cuts
 from autoshard.plan.codec import plan_hash
-from autoshard.plan.lowering import ATOMS, KINDS, NOMINAL_PRICE, StepGraph, lowered, nominal_sizes, split_pending
+from autoshard.plan.lowering import ATOMS, NOMINAL_PRICE, StepGraph, lowered, nominal_sizes, split_pending
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Engine
@@ -57,7 +57,7 @@ def units_of(plan: Plan) -> Mapping[str, str]:
         sent: Counter[tuple[str, str]] = Counter()
         weights = programs[name].by_pass(block.gives[0]).weights
         late = {name for entry in weights for name in written_by(entry)}
-        for tensor in block.parameters if name in KINDS else ():
+        for tensor in block.parameters if name == block.kind else ():
             total = programs[name].results[f"{tensor.name}.sum"]
             shards = tuple(atom for atom in split_pending(total.layout.sums)[0] if atoms[atom] > 1)
             count = tensor.num_elements(local_sizes(step_graph_of(plan).graph.sizes, dict(total.layout.dims), atoms))
@@ -91,7 +91,7 @@ def plan_programs(plan: Plan) -> Mapping[str, Program]:
 
 
 def plan_blocks(plan: Plan) -> Mapping[str, Block]:
-    """Return the blocks that have a table: embedding, layer, head, and the layer under every kind of recompute."""
+    """Return the blocks that have a table: embedding, head, and every kind of layer under its kinds of recompute."""
     return {table_name(kind, drop): step_graph_of(plan).block(kind, drop) for kind, drop in table_kinds(plan)}
 
 
@@ -113,9 +113,10 @@ def table_setting(plan: Plan) -> TableSetting:
 
 def table_kinds(plan: Plan) -> tuple[tuple[str, Recompute], ...]:
     """Return the blocks that have a table: kind, and what is computed again."""
-    drops = {kind for stage in plan.stages for kind in stage.recompute.kinds}
-    again = sorted((drop for drop in drops if drop.kind != "none"), key=str)
-    return (*((kind, Recompute()) for kind in KINDS), *(("layer", drop) for drop in again))
+    kinds = step_graph_of(plan).kinds
+    again = {layer for layer in plan.layers if layer[1].kind != "none"}
+    ordered = sorted(again, key=lambda layer: (kinds.index(layer[0]), str(layer[1])))
+    return (*((kind, Recompute()) for kind in kinds), *ordered)
 
 
 def step_graph_of(plan: Plan) -> StepGraph:

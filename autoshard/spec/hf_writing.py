@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoshard.errors import InputError
-from autoshard.spec.hf_config import (
+from autoshard.spec.hf_config import spec_from_config
+from autoshard.spec.hf_types import (
     ACTIVATIONS,
     ALIASES,
     MODEL_TYPES,
     NAMED_FIELDS,
     SHARED_DEFAULTS,
     ModelType,
-    spec_from_config,
 )
 from autoshard.spec.model import ModelSpec
 
@@ -80,14 +80,30 @@ def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
         fields |= _rotary(model)
     if model.num_experts:
         fields |= {"num_local_experts": model.num_experts, "num_experts_per_tok": model.experts_per_token}
-    if kind.window != "none":
-        fields["sliding_window"] = model.window
-    if kind.window in ("some layers", "all layers if used"):
-        fields["use_sliding_window"] = model.window is not None
-    if kind.window == "some layers":
-        fields["max_window_layers"] = 0 if model.window else model.num_layers
+    fields |= _layers(model, kind)
     spelled = {_SPELLED.get(name, {}).get(field, field): value for field, value in fields.items()}
     return {"model_type": name, "architectures": [kind.architecture], **spelled}
+
+
+def _layers(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
+    """Write how layers attend, and which have an MLP in the place of experts."""
+    each_kind = {name: model.of_kind(name) for name in model.layer_counts}
+    windows = [each_kind[name].window for name in model.layer_order]
+    dense = [
+        number for number, name in enumerate(model.layer_order) if model.num_experts and not each_kind[name].num_experts
+    ]
+    window, fields = max((size or 0 for size in windows), default=0) or None, dict[str, Any]()
+    if kind.window != "none":
+        fields["sliding_window"] = window
+    if kind.window in ("some layers", "all layers if used"):
+        fields["use_sliding_window"] = window is not None
+    if kind.window == "some layers":
+        fields["max_window_layers"] = 0 if window else model.num_layers
+        if len({*windows}) > 1:
+            fields["layer_types"] = ["sliding_attention" if size else "full_attention" for size in windows]
+    if dense and "mlp_only_layers" in kind.defaults:
+        fields |= {"mlp_only_layers": dense, "intermediate_size": each_kind[model.layer_order[dense[0]]].ffn}
+    return fields
 
 
 def _rotary(model: ModelSpec) -> Mapping[str, Any]:

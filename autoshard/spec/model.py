@@ -1,10 +1,14 @@
 """The architecture numbers of one decoder-only transformer."""
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
-from autoshard.errors import in_range, require
+from autoshard.errors import in_range, inside, require
+from autoshard.spec.record import option
+from autoshard.spec.repeats import compress, expand_counts
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
@@ -13,6 +17,9 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 10_000
 MAX_DIM = 2**31 - 1
+LAYER = "layer"  # the kind of layers that the fields of a model describe
+OTHER_BLOCKS = ("embed", "head", "update", "module")  # names of blocks that are no layers
+_KIND_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +77,40 @@ class TracedDecoder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKind:
+    """Layers that differ from what the fields of their model say; None says that they do not differ there."""
+
+    name: str
+    dense_ffn: int | None = option(None)  # the width of an MLP that stands in the place of experts
+    window: int | None = option(None)
+    rotary_theta: float | None = option(None)  # whose frequencies are not scaled
+
+    def __post_init__(self) -> None:
+        name, taken = self.name, (LAYER, *OTHER_BLOCKS)
+        bad_name = f"{name!r} must be small letters, digits and _, and none of {', '.join(taken)}"
+        require(
+            (bool(_KIND_NAME.fullmatch(name)) and name not in taken, "name", bad_name),
+            *in_range(self, "dense_ffn", low=1, high=MAX_DIM),
+            *in_range(self, "window", "rotary_theta", low=1),
+        )
+
+    def of_model(self, model: "ModelSpec") -> "ModelSpec":
+        """Return the model whose layers are all of this kind."""
+        changes: dict[str, Any] = {"window": self.window} if self.window else {}
+        if self.dense_ffn:
+            changes |= {"ffn": self.dense_ffn, "num_experts": 0, "experts_per_token": 0}
+        if self.rotary_theta:
+            changes |= {"rotary_theta": self.rotary_theta, "rotary_scaling": None}
+        return replace(model, **changes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The architecture of a model: all that its parameters, its FLOPs and its legal cuts depend on.
 
-    ``config`` of a field is its name in a ``config.json``. A new option is declared with ``record.option``.
+    ``config`` of a field is its name in a ``config.json``. A new option is declared with ``record.option``. Where
+    layers differ, ``order`` lists the kinds of all layers, ``dense*3/layer*58``: ``layer`` is what the fields say, and
+    ``kinds`` has those that differ from it.
     """
 
     name: str
@@ -106,6 +143,8 @@ class ModelSpec:
     traced: TracedDecoder | None = None
     hidden_dropout: float = field(default=0.0, metadata={"config": "hidden_dropout"})
     attention_dropout: float = field(default=0.0, metadata={"config": "attention_dropout"})
+    kinds: tuple[LayerKind, ...] = option(())
+    order: str = option("")
 
     def __post_init__(self) -> None:
         dims = ("hidden", "ffn", "num_heads", "num_kv_heads", "head_dim", "vocab", "max_positions")
@@ -127,7 +166,58 @@ class ModelSpec:
             *((0 <= rate < 1, name, f"must lie in [0, 1), not {rate}") for name, rate in dropouts.items()),
             (experts == 0 or 2 <= experts <= MAX_EXPERTS, "num_experts", few),
             (min(1, experts) <= self.experts_per_token <= experts, "experts_per_token", chosen),
+            *self._order_checks(),
         )
+        for kind in self.kinds:
+            kind.of_model(self._plain)  # refuses values that do not go together
+
+    def _order_checks(self) -> Iterator[tuple[bool, str, str]]:
+        names = [kind.name for kind in self.kinds]
+        yield len(set(names)) == len(names), "kinds", f"two kinds of layers have one name: {', '.join(names)}"
+        if not self.order:
+            yield not names, "order", f"missing, though there are other kinds of layers: {', '.join(names)}"
+            return
+        with inside("order"):
+            listed = Counter(expand_counts(self.order))
+        unknown, unused = listed.keys() - {LAYER, *names}, {*names} - listed.keys()
+        yield not unknown, "order", f"names {', '.join(sorted(unknown))}. Kinds of layers: {', '.join((LAYER, *names))}"
+        yield not unused, "kinds", f"order has no layer of kind {', '.join(sorted(unused))}"
+        total = listed.total()
+        yield total == self.num_layers, "order", f"lists {total} layers, and num_layers is {self.num_layers}"
+
+    @property
+    def _plain(self) -> "ModelSpec":
+        """The model whose layers are all as its own fields say."""
+        return replace(self, kinds=(), order="") if self.order else self
+
+    @property
+    def layer_order(self) -> tuple[str, ...]:
+        """The kind of every layer."""
+        return expand_counts(self.order) if self.order else (LAYER,) * self.num_layers
+
+    @property
+    def layer_counts(self) -> Mapping[str, int]:
+        """How many layers there are of each kind, in the order in which the kinds first occur."""
+        return Counter(expand_counts(self.order)) if self.order else {LAYER: self.num_layers}
+
+    def of_kind(self, name: str) -> "ModelSpec":
+        """Return the model whose layers are all of one of its kinds."""
+        kind = next((kind for kind in self.kinds if kind.name == name), None)
+        return kind.of_model(self._plain) if kind else self._plain
+
+    def with_layers(self, count: int) -> "ModelSpec":
+        """Return the model with its first layers alone, or with all of its kinds in turn where these lack one."""
+        if not self.order:
+            return replace(self, num_layers=count)
+        kinds, first = tuple(self.layer_counts), self.layer_order[:count]
+        if len({*first}) < len(kinds) or len(first) < count:
+            first = tuple(kinds[number % len(kinds)] for number in range(count))
+        other_kinds = tuple(kind for kind in self.kinds if kind.name in first)
+        return replace(self, num_layers=count, kinds=other_kinds, order=compress(first) if other_kinds else "")
+
+    def ffn_dim(self, kind: str) -> str:
+        """Return the dim of the MLPs of a kind of layers: ``ffn``, or ``ffn_dense`` where they have another width."""
+        return "ffn" if self.of_kind(kind).ffn == self.ffn else f"ffn_{kind}"
 
     def differences(self, now: "ModelSpec") -> Iterator[str]:
         """Yield the differences from this model to another, apart from their names."""
@@ -148,9 +238,9 @@ class ModelSpec:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Sizes of the MLPs of a layer: one, but for what is read off code."""
+        """Sizes of the MLPs of layers: that of the model, those of other kinds, and what is read off code."""
         if self.traced is None:
-            return (self.ffn,)
+            return (self.ffn, *(kind.dense_ffn for kind in self.kinds if kind.dense_ffn))
         return (self.ffn, *(size for dim, size in self.traced.sizes.items() if dim.startswith("ffn_")))
 
     @property
@@ -175,6 +265,15 @@ class ModelSpec:
         """Number of trained parameters; those of a tied output head are counted once, in the embedding."""
         if self.traced:
             return self.traced.num_parameters
+        layers = sum(count * self.of_kind(kind)._layer_parameters for kind, count in self.layer_counts.items())
+        final_norm = (2 if self.norm_has_bias else 1) * self.hidden
+        tables = self.vocab * (1 if self.tied_embeddings else 2)
+        learned = self.max_positions if self.positions == "learned" else 0
+        return layers + final_norm + (tables + learned) * self.hidden
+
+    @property
+    def _layer_parameters(self) -> int:
+        """Number of trained parameters of a layer that the fields describe."""
         heads = self.num_heads + 2 * self.num_kv_heads
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden
         attention += heads * self.head_dim * self.qkv_bias + self.hidden * self.out_bias
@@ -182,8 +281,5 @@ class ModelSpec:
         attention += 2 * per_norm * self.head_dim * self.qk_norm
         products = 2 if self.gated_mlp else 1
         mlp = (products + 1) * self.hidden * self.ffn + (products * self.ffn + self.hidden) * self.mlp_bias
-        layer = attention + max(1, self.num_experts) * mlp + self.num_experts * self.hidden
-        norms = (2 * self.num_layers + 1) * per_norm * self.hidden
-        tables = self.vocab * (1 if self.tied_embeddings else 2)
-        learned = self.max_positions if self.positions == "learned" else 0
-        return self.num_layers * layer + norms + (tables + learned) * self.hidden
+        router = self.num_experts * self.hidden
+        return attention + max(1, self.num_experts) * mlp + router + 2 * per_norm * self.hidden

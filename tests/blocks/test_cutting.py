@@ -16,7 +16,7 @@ from autoshard.layout.layout import Cutting
 from autoshard.layout.legal import cut_operations, faults
 from autoshard.plan.build import build_plan, cut_atoms
 from autoshard.plan.candidate import boundary_cuts
-from autoshard.plan.lowering import ATOMS, KINDS
+from autoshard.plan.lowering import ATOMS
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.strategy import strategy_rules
 from autoshard.spec.model_catalogue import model_names
@@ -45,7 +45,7 @@ def test_every_cut_is_legal_and_every_rule_holds(case):
     question, candidate, cutting = solved(case)
     rules = strategy_rules(question.cluster.engine, sequence_parallel=candidate.sequence_parallel)
     real = cut_atoms(candidate, question.model)
-    for kind in KINDS:
+    for kind in dict(cutting.blocks):
         block = question.step.block(kind, Recompute())
         assert not faults(block, cutting.block(kind), ATOMS)
         for op in cut_operations(block):
@@ -100,7 +100,7 @@ def test_a_cut_counts_what_hosts_take_to_start_its_messages():
 def test_a_cutting_of_some_atoms_is_that_of_a_mesh_with_these():
     _, _, cutting = solved("trn1")
     assert cutting.only(set(ATOMS)) == cutting
-    whole = {kind: {name: {} for name in cutting.block(kind)} for kind in KINDS}
+    whole = {kind: {name: {} for name in cutting.block(kind)} for kind in dict(cutting.blocks)}
     assert cutting.only(frozenset()) == Cutting.of(whole, {})
 
 

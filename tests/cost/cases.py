@@ -128,9 +128,12 @@ def block(forward_s=0.0, backward_s=0.0, seconds=None, **changes):
 def pipeline(schedule, counts, *, send_s=0.0, hides=False, apart=False, boundary_bytes=0):
     last = len(counts) - 1
     stages = (
-        StageLayers.of(count, NO_WORK, is_first=number == 0, is_last=number == last)
+        StageLayers(
+            first=sum(counts[:number]), kinds=("layer",) * count, recompute=NO_WORK,
+            is_first=number == 0, is_last=number == last,
+        )
         for number, count in enumerate(counts)
-    )
+    )  # fmt: skip
     return PlanPipeline(
         schedule=schedule,
         stages=tuple(stages),

@@ -16,7 +16,7 @@ from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision, Workload
 from tests.engine.hf_whole import from_hf
-from tests.kit import SMALL_FAMILIES, small_config
+from tests.kit import DIFFERENT_LAYERS, SMALL_FAMILIES, small_config
 from tests.reference_step import StepResult, evaluate_step
 
 torch: Any = pytest.importorskip("torch")
@@ -34,6 +34,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "llama", attention_bias=True, mlp_bias=True, tie_word_embeddings=True, num_key_value_heads=4
     ),
     "gpt_neox in sequence": small_config("gpt_neox", use_parallel_residual=False),
+    **{f"{family}, layers differ": small_config(family, **changes) for family, changes in DIFFERENT_LAYERS},
     "llama, linear scaling": small_config("llama", rope_scaling={"rope_type": "linear", "factor": 4.0}),
 }
 

@@ -9,9 +9,10 @@ from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
 from autoshard.plan.candidate import READERS, Candidate, parse_pins
-from autoshard.plan.recompute import MAX_ITEMS, Recompute, compress, expand_counts, split_outside_brackets, stages_text
+from autoshard.plan.recompute import Recompute, stages_text
 from autoshard.schedule.builders import BUILDERS
 from autoshard.spec.cluster import Placement
+from autoshard.spec.repeats import MAX_ITEMS, split_outside_brackets
 
 SIZES = st.integers(1, 64)
 NAMES = st.sampled_from(["attend", "act", "CoreAttention", "mlp_act", "x.y-z"])
@@ -135,9 +136,3 @@ def test_pins_are_typed_and_hold_only_what_was_said():
     place = Placement(local_ranks=(1, 0))
     assert pins == {"sp": True, "recompute": recompute, "stages": (1, 2), "place": place, "zero": 3}
     assert parse_pins("") == {} == parse_pins("  ")
-
-
-@given(st.lists(st.sampled_from(["9", "10", "full:4", "selective[a,b]"]), min_size=1, max_size=20))
-def test_lists_round_trip(items):
-    assert expand_counts(compress(items)) == tuple(items)
-    assert split_outside_brackets("a[b,c],d(e,f)],g", ",") == ["a[b,c]", "d(e,f)]", "g"]

@@ -22,13 +22,14 @@ from autoshard.plan.rules.strategy import (
 )
 from autoshard.spec.kernels import kernels_names, load_kernels
 from autoshard.spec.mesh import Mesh
-from autoshard.spec.model import TracedDecoder
+from autoshard.spec.model import LayerKind, TracedDecoder
 from tests.plan.cases import any_candidates, ask, questions, reasons
 
 GPU = {"cluster_name": "h100-80", "nodes": 2}
 EXPERTS = {"model_name": "mixtral-8x7b"}
 LOCAL_MODEL = {"model_name": "gpt2-xl", "seq_len": 1024}
 
+DIFFERENT = {"kinds": (LayerKind(name="local", window=4096),), "order": "local/layer*79"}
 TRACED = TracedDecoder(embed=("a",), layer=("b",), head=("c",), sizes={}, num_parameters=1)
 
 # rule, and what is special -> (question, candidate that breaks it, what the message must say, the same put right)
@@ -106,6 +107,7 @@ BREAKS = {
                       "tp=32,kernels=nxd_core"),
     "nxd-core-cp": ({"seq_len": 4096}, "tp=32,cp=2,kernels=nxd_core", "Use cp=1 or kernels=nxd", "tp=32,cp=2"),
     "nxd-qkv-bias": ({"model_changes": {"qkv_bias": True}}, "tp=32", "has biases on q, k and v", "tp=8"),
+    "nxd-layers": ({"model_changes": DIFFERENT}, "tp=8", "has layers of several kinds (1 local, 79 layer)", None),
     "nxd-window": ({"model_changes": {"window": 4096}}, "tp=8", "Use --seq-len 4096 or less", None),
     "nxd-code": ({"model_changes": {"traced": TRACED}}, "tp=8", "Use --engine torch", None),
     "nxd-documents": ({"documents": "separate"}, "tp=8", "Use documents=joined", None),

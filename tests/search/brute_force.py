@@ -31,8 +31,10 @@ from autoshard.schedule.builders import BUILDERS
 from autoshard.search.ask.vendor.defaults import default_workload
 from autoshard.search.bound.request import Request
 from autoshard.search.fill.stage_filling import Effort
+from autoshard.search.fill.stage_options import near_even_splits
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.kernels import load_kernels
+from autoshard.spec.model import LayerKind
 from autoshard.spec.model_catalogue import load_model
 
 Stages = tuple[int, ...]
@@ -150,7 +152,7 @@ def compositions(number: int, parts: int) -> Iterator[Stages]:
         yield tuple(np.diff((0, *cuts, number)).tolist())
 
 
-Option = tuple[Stages, tuple[Recompute, ...]]  # of a pipeline rank: layers and recompute of its chunks
+Option = tuple[Stages, Stages, tuple[Recompute, ...]]  # of the chunks of a pipeline rank: layers, first, recompute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +182,10 @@ class Point:
         """The layers that stages may have: all ways to give each at least one."""
         if self.candidate.stages is not None:
             return [self.candidate.stages]
-        return list(compositions(self.question.model.num_layers, self.candidate.num_stages))
+        layers, stages, builder = self.question.model.num_layers, self.candidate.num_stages, self.candidate.schedule
+        if self.question.model.order and builder not in ("1f1b", "gpipe"):
+            return list(near_even_splits(layers, stages))  # as docs/planning.md says
+        return list(compositions(layers, stages))
 
     def recomputes(self, rank: int, layers: Stages) -> list[tuple[Recompute, ...]]:
         """What the chunks of a rank may compute again, together."""
@@ -203,22 +208,33 @@ class Point:
         found: dict[Option, None] = {}
         for split, rank in itertools.product(self.splits, range(self.candidate.pp)):
             layers = self.layers(rank, split)
-            found |= dict.fromkeys((layers, own) for own in self.recomputes(rank, layers))
+            found |= dict.fromkeys((layers, self.first(rank, split), own) for own in self.recomputes(rank, layers))
         return list(found)
 
     def layers(self, rank: int, split: Stages) -> Stages:
         """The layers of a rank's chunks."""
         return tuple(split[stage] for _, stage in sorted(self.plan.schedule.stages_of(rank).items()))
 
+    def first(self, rank: int, split: Stages) -> Stages:
+        """The first layers of a rank's chunks; the same for all where layers do not differ."""
+        differ = len(self.question.model.layer_counts) > 1
+        stages = sorted(self.plan.schedule.stages_of(rank).items())
+        return tuple(sum(split[:stage]) if differ else 0 for _, stage in stages)
+
     @cached_property
     def prices(self) -> StagePrices:
         """What every rank takes and holds with every option."""
-        kinds, layers = self.known_kinds, np.array([layers for layers, _ in self.options])
-        kind = np.array([[kinds.index(one.kinds[0]) for one in own] for _, own in self.options])
-        some = np.array([[one.num_layers or 10**6 for one in own] for _, own in self.options])
+        kinds, layers = self.known_kinds, np.array([layers for layers, _, _ in self.options])
+        kind = np.array([[kinds.index(one.kinds[0]) for one in own] for _, _, own in self.options])
+        some = np.array([[one.num_layers or 10**6 for one in own] for _, _, own in self.options])
+        first = np.array([first for _, first, _ in self.options])
         recomputed = np.minimum(some, layers)
         options = StageOptions(
-            kind=kind[None], recomputed=recomputed[None], plain=(layers - recomputed)[None], plain_kind=0
+            kind=kind[None],
+            recomputed=recomputed[None],
+            plain=(layers - recomputed)[None],
+            plain_kind=0,
+            first=first[None],
         )
         return price_stages(self.columns, options)
 
@@ -233,7 +249,7 @@ class Point:
         if not self.options:
             return []
         layers = self.layers(rank, split)
-        own = {(layers, one) for one in self.recomputes(rank, layers)}
+        own = {(layers, self.first(rank, split), one) for one in self.recomputes(rank, layers)}
         fits = self.peak_bytes[rank] <= capacity
         return [number for number, option in enumerate(self.options) if option in own and fits[number]]
 
@@ -418,8 +434,14 @@ def requests(draw: Any) -> Request:
         collective_s=draw(st.sampled_from([0.0, 1e-6, 1e-4])),
     )
     model = replace(request.model, num_layers=layers)
+    if draw(st.integers(0, 2)) == 0:
+        names = [draw(st.sampled_from(["layer", "other"])) for _ in range(layers - 1)]
+        other = LayerKind(name="other", **({"dense_ffn": 80} if model.num_experts else {"window": 3}))
+        order = "/".join(draw(st.permutations(["other", *names])))
+        model = replace(model, order=order, kinds=(other,))
     rules = (only_kinds(kinds),) if kinds else ()
-    note(f"{model.name}, {layers} layers, {ranks} ranks, batch {batch}, {pins}, kinds {kinds or 'all'}, {constants}")
+    note(f"{model.name}, {layers} layers, {model.order}, {ranks} ranks, batch {batch}, {pins}")
+    note(f"kinds {kinds or 'all'}, {constants}")
     chip = replace(request.cluster.chip, memory_bytes=2**34)  # not what this machine has: runtimes of GPUs fit too
     cluster = replace(request.cluster, chip=chip)
     return replace(request, model=model, cluster=cluster, pins=pins, extra_rules=rules, calibration=constants)

@@ -202,7 +202,7 @@ UNEVEN = requests().filter(
 def test_no_equal_split_is_more_even(asked: Request, schedule: str):
     pins = {**asked.pins, "schedule": schedule, "vp": 2}
     if asked.model.num_layers < 2 * pins["pp"]:
-        asked = replace(asked, model=replace(asked.model, num_layers=2 * pins["pp"] + 1))
+        asked = replace(asked, model=asked.model.with_layers(2 * pins["pp"] + 1))
     request = replace(asked, pins=pins, effort=EXACT)
     answer = search(request, nearest=False)
     for plan in answer.plans:

@@ -100,6 +100,7 @@ def cost_in_columns(point: Point, variant: RunVariant, priced: PricedLayouts, fi
         recomputed=again[:, None],
         plain=(np.array(split)[np.array(stage)] - again)[:, None],
         plain_kind=priced.kinds.index(PLAIN),
+        first=(np.cumsum(split) - split)[np.array(stage)][:, None],
     )
     first = np.zeros(1, dtype=int)
     blocks = priced.pipeline_blocks(first, schedule, variant.space.base)

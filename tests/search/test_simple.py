@@ -70,7 +70,7 @@ def ways(point: Point, split: Stages, capacity: float) -> Iterator[tuple[int, fl
                 for count in layers
             )
             for number in fits:
-                if point.is_pinned or point.options[number] == (layers, own):
+                if point.is_pinned or point.options[number][::2] == (layers, own):
                     found[name] = number
         numbers.append(found)
     for chosen in itertools.product(*numbers):

@@ -12,6 +12,7 @@ from hypothesis import given, note, strategies as st
 
 from autoshard.cost.stages import BlockTotals, PipelineBlocks, Sends, StageOptions, price_stages
 from autoshard.cost.step import pipelined_s, step_seconds, work_by_stage
+from autoshard.graph.layer_order import layer_order
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
@@ -74,6 +75,9 @@ def totals(
     )
 
 
+ORDERS = ((0, 1, 0, 1, 0, 1), (0, 1, 1, 1, 1, 1), (0, 0, 1, 0, 0, 1), (0, 1, 2, 2, 1, 0))  # kinds of layers
+
+
 @st.composite
 def cases(draw: Any, builders: tuple[str, ...] = ("1f1b", "gpipe"), *, most_ranks: int = 4, chunks: int = 1) -> Case:
     """Few layers over few ranks; of some kernels, a part of the step phase hides behind them."""
@@ -88,7 +92,9 @@ def cases(draw: Any, builders: tuple[str, ...] = ("1f1b", "gpipe"), *, most_rank
     real = priced(kernels, zero)
     model = replace(real.question.model, num_layers=layers)
     schedule = Schedule(builder=builder, num_ranks=ranks, num_chunks=chunks, num_micro_batches=number)
-    weights, scale = real.layer.weights, float(random.choice([1e-3, 1e-2]))
+    weights, scale = real.layers[0].weights, float(random.choice([1e-3, 1e-2]))
+    order = draw(st.sampled_from([(0,) * layers, (0,) * layers, *ORDERS]))[:layers]
+    order = order + order[-1:] * (layers - len(order))
     sends = Sends(
         time_s=random.choice([0.0, 1e-5, 1e-4, 1e-3], count),
         hidden=draw(st.booleans()),
@@ -99,11 +105,14 @@ def cases(draw: Any, builders: tuple[str, ...] = ("1f1b", "gpipe"), *, most_rank
         question=replace(real.question, model=model),
         sends=sends,
         embed=totals(random, count, 1, weights, scale * float(random.choice([0.0, 0.1, 1.0]))),
-        layer=totals(random, count, len(kinds), weights, scale),
+        layers=tuple(totals(random, count, len(kinds), weights, scale) for _ in dict.fromkeys(order)),
+        order=layer_order(tuple(map(str, order))),
         head=totals(random, count, 1, weights, scale * float(random.choice([0.1, 1.0, 2.0]))),
     )
     allowed = random.random((len(kinds), count)) < draw(st.sampled_from([0.7, 1.0, 1.0]))
-    choices = StageChoices(kinds=kinds, allowed=allowed, num_layers=layers, stages=None, recompute=None)
+    choices = StageChoices(
+        kinds=kinds, allowed=allowed, num_layers=layers, stages=None, recompute=None, differ=len(blocks.layers) > 1
+    )
     capacity = GIB * draw(st.sampled_from([1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 2.0, 9.0, 1e3]))
     note(f"{schedule}, {layers} layers, {count} candidates, {kinds}, seed {seed}, {kernels} zero {zero}, {capacity}")
     share = draw(st.sampled_from([0.0, 1.0]))
@@ -119,30 +128,34 @@ class Everything:
     rest_s: Any  # what no way spends less on beside its micro-batches
 
 
+Row = tuple[tuple[int, ...], tuple[int, ...], int, int]  # of chunks: layers, their first; kind, how many it has at most
+
+
 def every_filling(case: Case) -> Everything:
     """Try all layers of all stages with every recompute of every rank, whose chunks recompute alike."""
     blocks, choices, schedule = case.blocks, case.choices, case.blocks.schedule
     kinds, chunks = choices.kinds, range(schedule.num_chunks)
     places = [[schedule.stages_of(rank)[chunk] for chunk in chunks] for rank in range(schedule.num_ranks)]
-    rows: dict[
-        tuple[tuple[int, ...], int, int], None
-    ] = {}  # layers of the chunks, kind, and how many recompute at most
-    ways: list[list[tuple[tuple[int, ...], int, int]]] = []
-    for split in compositions(choices.num_layers, schedule.num_stages):
-        each: list[list[tuple[tuple[int, ...], int, int]]] = []
+    rows: dict[Row, None] = {}
+    ways: list[list[Row]] = []
+    splits = choices.listed_splits(schedule) or compositions(choices.num_layers, schedule.num_stages)
+    for split in splits:
+        each: list[list[Row]] = []
         for own in places:
             layers = tuple(split[stage] for stage in own)
-            some = [(layers, kind, max(layers)) for kind in range(len(kinds))]
-            some += [(layers, kinds.index(FULL), count) for count in range(1, max(layers)) if FULL in kinds]
+            first = tuple(sum(split[:stage]) if len(blocks.layers) > 1 else 0 for stage in own)
+            some = [(layers, first, kind, max(layers)) for kind in range(len(kinds))]
+            some += [(layers, first, kinds.index(FULL), count) for count in range(1, max(layers)) if FULL in kinds]
             rows |= dict.fromkeys(some)
             each.append(some)
         ways += [list(way) for way in itertools.product(*each)]
     number = {row: place for place, row in enumerate(rows)}
     option = np.array([[number[row] for row in way] for way in ways]).T  # [rank, way]
     layers = np.array([row[0] for row in rows])
-    again = np.minimum(layers, np.array([row[2] for row in rows])[:, None])
-    kind = np.array([row[1] for row in rows])
-    options = StageOptions(kind=kind[None, :, None], recomputed=again[None], plain=(layers - again)[None], plain_kind=0)
+    again = np.minimum(layers, np.array([row[3] for row in rows])[:, None])
+    kind, first = np.array([row[2] for row in rows]), np.array([row[1] for row in rows])
+    counts = {"recomputed": again[None], "plain": (layers - again)[None], "first": first[None]}
+    options = StageOptions(kind=kind[None, :, None], plain_kind=0, **counts)
     prices = price_stages(blocks, options)
     legal = choices.allowed[kind] & ((layers == again).all(axis=1)[:, None] | choices.allowed[0])
     fits = legal[None] & (prices.peak_bytes <= case.capacity)

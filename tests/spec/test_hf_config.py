@@ -10,8 +10,9 @@ from hypothesis import given, strategies as st
 
 import autoshard
 from autoshard.errors import Fault, InputError
-from autoshard.spec.hf_config import ACTIVATIONS, ALIASES, MODEL_TYPES, UNMODELLED, spec_from_config
-from autoshard.spec.model import ModelSpec, RotaryScaling
+from autoshard.spec.hf_config import spec_from_config
+from autoshard.spec.hf_types import ACTIVATIONS, ALIASES, MODEL_TYPES, UNMODELLED
+from autoshard.spec.model import LayerKind, ModelSpec, RotaryScaling
 
 CARDS = {
     path.stem: json.loads(path.read_text(encoding="utf-8"))
@@ -69,6 +70,7 @@ def test_only_the_sizes_must_be_stated(family: str):
     assert read(family).name == "m"
 
 
+LOCAL = LayerKind(name="local", window=16)
 SLIDING = {"use_sliding_window": True, "sliding_window": 16}
 
 
@@ -94,7 +96,13 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 16}
          {"num_experts": 4, "experts_per_token": 3, "window": 16}),
         ("mistral", {"num_key_value_heads": None}, {"num_kv_heads": 8, "window": 4096}),
         ("mistral", {"sliding_window": None}, {"window": None}),
-        ("qwen2", {**SLIDING, "max_window_layers": 0}, {"window": 16}),
+        ("qwen2", {**SLIDING, "max_window_layers": 0}, {"window": 16, "order": ""}),
+        ("qwen2", {**SLIDING, "max_window_layers": 1}, {"window": None, "order": "layer/local*2", "kinds": (LOCAL,)}),
+        ("qwen3", {**SLIDING, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+         {"window": None, "order": "local/layer/local", "kinds": (LOCAL,)}),
+        ("qwen3_moe", {"mlp_only_layers": [1], "intermediate_size": 80},
+         {"order": "layer/dense/layer", "kinds": (LayerKind(name="dense", dense_ffn=80),)}),
+        ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [1]}, {"order": "dense*3"}),
         ("qwen2", {**SLIDING, "max_window_layers": 3}, {"window": None}),
         ("qwen2", {**SLIDING, "layer_types": ["sliding_attention"] * 3}, {"window": 16}),
         ("qwen3", {"layer_types": ["full_attention"] * 3, "sliding_window": None}, {"window": None}),
@@ -181,7 +189,6 @@ def test_what_is_not_modelled_is_refused_by_name_and_accepted_when_off(family: s
         ("gpt_neox", {"use_parallel_residual": "yes"}),
         *(("gpt_neox", {"rotary_pct": value}) for value in (0, 1.5)),
         ("gpt_neox", {"rotary_pct": 0.5, "partial_rotary_factor": 0.25}),
-        ("qwen2", {"max_window_layers": 1, "use_sliding_window": True}),
         *(("qwen2", {"layer_types": value}) for value in (["sliding_attention"] * 3, ["full_attention"] * 2, {})),
         ("qwen2", {"attention_bias": False}),
     ],

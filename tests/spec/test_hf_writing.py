@@ -11,7 +11,7 @@ from autoshard.errors import InputError
 from autoshard.spec.hf_config import spec_from_config
 from autoshard.spec.hf_writing import config_of
 from autoshard.spec.model_catalogue import load_model, model_names
-from tests.kit import SMALL_FAMILIES, small_config
+from tests.kit import DIFFERENT_LAYERS, SMALL_FAMILIES, small_config
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -23,6 +23,7 @@ OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     *(("llama", {"rope_scaling": scaling}) for scaling in (LLAMA3_ROPE, {"rope_type": "linear", "factor": 2.0})),
     ("llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu_new", "rope_theta": 5e5}),
     ("qwen2", {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 0}),
+    *DIFFERENT_LAYERS,
     ("qwen3", {"attention_bias": True}),
     ("mixtral", {"sliding_window": 3}),
     ("qwen3_moe", {"sliding_window": 3, "use_sliding_window": True}),

@@ -178,7 +178,7 @@ class NxdEngine:
         graph, groups = graph_of(self.plan), dict[bool, list[nn.Parameter]]()
         for name, parameter in self.parameters:
             contents = self.built.contents[name]
-            block = graph.block(contents.instance.partition(".")[0])
+            block = graph.block_of(contents.instance)
             kinds = [block.op(f"{piece.tensor}.update").kind for piece in contents.holds.pieces]
             decays = {isinstance(kind, AdamW) and kind.decay > 0 for kind in kinds}
             assert len(decays) == 1, f"{contents} holds weights that decay and others"

@@ -190,9 +190,9 @@ class TorchEngine:
                 spread, summed = split_pending(layout.sums)
                 instance = f"{name}.{tensor.name}"
                 owner = split_ties.get(instance, instance)
-                kind, _, parameter = owner.split(".", 2)
+                _, _, parameter = owner.split(".", 2)
                 yield Weight(
-                    instance=instance, owner=owner, name=parameter, block=self.graph.block(kind), layout=layout,
+                    instance=instance, owner=owner, name=parameter, block=self.graph.block_of(owner), layout=layout,
                     mesh_rank=mesh_rank, summed=summed, spread=spread, zero=pipeline.plan.zero, training=training,
                     tied=roles.get(instance, ""), late=f"{tensor.name}.sum" in late, follows=number > 0,
                 )  # fmt: skip

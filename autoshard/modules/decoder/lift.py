@@ -25,7 +25,8 @@ from autoshard.modules.decoder.segments import Segment, Stack, stack_of
 from autoshard.modules.decoder.writing import LineWriter
 from autoshard.modules.dims import Dim, factors, size_of
 from autoshard.modules.program import Traced
-from autoshard.spec.hf_config import MODEL_TYPES, spec_from_config
+from autoshard.spec.hf_config import spec_from_config
+from autoshard.spec.hf_types import MODEL_TYPES
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec, TracedDecoder
 from autoshard.spec.workload import Precision, Workload

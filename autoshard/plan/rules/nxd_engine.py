@@ -147,6 +147,13 @@ def nxd_code(c: Columns) -> Verdict:
     yield f"{c.model.name} was read off its code, and NxD has no layers for it. Use --engine torch, on trn2 or GPUs"
 
 
+@nxd_rule("kernels", "derived: the nxd engine builds all layers of a model alike", only=lambda c: bool(c.model.order))
+def nxd_layers(c: Columns) -> Verdict:
+    yield False
+    kinds = ", ".join(f"{count} {kind}" for kind, count in c.model.layer_counts.items())
+    yield f"{c.model.name} has layers of several kinds ({kinds}), and the nxd engine builds one. Use --engine torch"
+
+
 @nxd_rule("seq_len", NXD + "kernels/flash_attn.py and ring_attention_kernel.py: causal is the only mask")
 def nxd_window(c: Columns) -> Verdict:
     window, length = c.model.window, c.workload.seq_len

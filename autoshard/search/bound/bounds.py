@@ -8,6 +8,7 @@ these assumptions can only make a step faster.
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 
 import numpy as np
@@ -22,7 +23,7 @@ from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.bound.priced_layouts import PricedLayouts
 from autoshard.search.bound.space import Space
-from autoshard.search.fill.stage_options import ALL_RANGES, SURE, split_layers
+from autoshard.search.fill.stage_options import ALL_RANGES, SURE
 from autoshard.spec.kernels import load_kernels
 
 _FOREVER = 1e30  # seconds of passes behind which as much as possible hides
@@ -70,10 +71,13 @@ def least_of_any(priced: PricedLayouts, zeros: Sequence[Zero], capacity: float) 
 
 def least_bytes(priced: PricedLayouts, zero: Zero) -> Floats:
     """Return the least bytes of the rank with the most layers: states, and activations of one micro-batch."""
-    question = priced.question
-    layers, kernels = -(-question.model.num_layers // priced.space.rows["pp"]), load_kernels(question.kernels)
+    kernels = load_kernels(priced.question.kernels)
     blocks = priced.pipeline_blocks(slice(None), _ALONE, Candidate(zero=zero))
-    held = layers * (_states_bytes(blocks, priced.layer) + priced.layer.saved_bytes.min(axis=0))
+    each_kind = [
+        -(-count // priced.space.rows["pp"]) * (_states_bytes(blocks, layer) + layer.saved_bytes.min(axis=0))
+        for layer, count in _kinds_of_layers(blocks)
+    ]
+    held = np.max(each_kind, axis=0)
     share = kernels.reserved.share if kernels.reserved else 0.0
     return ((held + kernels.workspace_bytes) * (1 + share) + kernels.runtime_bytes) * (1 - SURE)
 
@@ -95,7 +99,7 @@ def _least_work(
     Ranks keep as many micro-batches as under 1F1B, or one. A schedule that turns has the head on its first rank.
     """
     question, rows = priced.question, priced.space.rows
-    num_layers, counts = question.model.num_layers, question.workload.global_batch // (rows["dp"] * rows["mbs"])
+    counts = question.workload.global_batch // (rows["dp"] * rows["mbs"])
     blocks = priced.pipeline_blocks(slice(None), _ALONE, Candidate(zero=zero))
     work_s = np.full(len(counts), np.inf)
     each_pp: list[int] = sorted(set(rows["pp"].tolist()))
@@ -105,7 +109,8 @@ def _least_work(
         flight = np.maximum(1, np.minimum(num_ranks - rank, counts[columns]) if as_1f1b else 0 * rank)
         last = rank == (0 if turns else num_ranks - 1)
         work_s[columns] = _pass_s(blocks.only(columns), (rank == 0, last), (flight, 0 * flight), capacity)
-    return work_s, _update_s(blocks, counts, -(-num_layers // rows["pp"]))
+    each_kind = [_update_s(blocks, layer, counts, -(-count // rows["pp"])) for layer, count in _kinds_of_layers(blocks)]
+    return work_s, np.max(each_kind, axis=0)
 
 
 def _pass_s(
@@ -114,10 +119,31 @@ def _pass_s(
     """Return the least time of a micro-batch on all ranks together, if each holds as many layers as it can alone.
 
     Given are which ranks have the embedding, and the head, and of how many micro-batches each rank keeps every layer,
-    and every layer that waits for W: [rank, candidate].
+    and every layer that waits for W: [rank, candidate]. Of several kinds of layers, each has all memory.
     """
-    num_layers, kernels = blocks.question.model.num_layers, load_kernels(blocks.question.kernels)
-    (first, last), (flight, waiting), layer = ends, held, blocks.layer
+    by_kind: list[Floats] = []
+    for layer, count in zip(blocks.layers, blocks.order.totals, strict=True):
+        by_kind.append(_layers_s(blocks, (layer, count), ends, held, capacity))
+    layers_s = sum(by_kind[1:], start=by_kind[0])
+    if len(by_kind) > 1:  # layers of all kinds share it, and no kind holds less than the least
+        least, again_s = blocks.layer, np.array([layer.pass_s - layer.pass_s.min(axis=0) for layer in blocks.layers])
+        more = replace(least, forward_s=again_s.min(axis=0), input_s=0 * least.input_s, weight_s=0 * least.weight_s)
+        more_s = _layers_s(blocks, (more, blocks.order.num_layers), ends, held, capacity)
+        counts = zip(blocks.layers, blocks.order.totals, strict=True)
+        layers_s = np.maximum(layers_s, more_s + sum(count * layer.pass_s.min(axis=0) for layer, count in counts))
+    return layers_s + blocks.embed.pass_s[0] + blocks.head.pass_s[0]
+
+
+def _layers_s(
+    blocks: PipelineBlocks,
+    layers: tuple[BlockTotals, int],
+    ends: tuple[NDArray[np.bool_], NDArray[np.bool_]],
+    held: tuple[Ints, Ints],
+    capacity: float,
+) -> Floats:
+    """Return the least time of so many layers, in a memory in which there are no others but embedding and head."""
+    kernels = load_kernels(blocks.question.kernels)
+    (first, last), (flight, waiting), (layer, num_layers) = ends, held, layers
     share = kernels.reserved.share if kernels.reserved else 0.0
     gathered = layer.num_weights * (2.0 if blocks.setting.zero == 3 else 0.0)
     free = (capacity * (1 + 1e-9) - kernels.runtime_bytes) / (1 + share) - (kernels.workspace_bytes + gathered)
@@ -131,7 +157,13 @@ def _pass_s(
     fits = np.maximum.accumulate(np.take_along_axis(fits, order[None], axis=1), axis=1).sum(axis=0)
     by_kind = np.diff(np.minimum(fits, num_layers), axis=0, prepend=0.0)
     pass_s = (by_kind * np.take_along_axis(layer.pass_s, order, axis=0)).sum(axis=0)
-    return np.where(fits[-1] >= num_layers, pass_s, np.inf) + blocks.embed.pass_s[0] + blocks.head.pass_s[0]
+    return np.where(fits[-1] >= num_layers, pass_s, np.inf)
+
+
+def _kinds_of_layers(blocks: PipelineBlocks) -> list[tuple[BlockTotals, int]]:
+    """Return layers of which some rank has at least an even share: those of each kind, and the least of any."""
+    kinds = [*zip(blocks.layers, blocks.order.totals, strict=True)]
+    return kinds if len(kinds) == 1 else [*kinds, (blocks.layer, blocks.order.num_layers)]
 
 
 def least_in_flight(blocks: PipelineBlocks, rest_s: Floats, capacity: float) -> Floats:
@@ -188,7 +220,7 @@ def _fullest_rank_s(blocks: PipelineBlocks, rows: Ints, space: Space, counts: In
         ends = first * embed[columns] + last * head[columns] + sends * held_s[columns]
         ends = ends + vp * blocks.question.calibration.task_s
         each_s = counts[columns] * layer[columns]
-        least_s = before + counts[columns] * ends + split_layers(schedule, [split]).sum(axis=2) * each_s
+        least_s = before + counts[columns] * ends + np.array(split)[stages].sum(axis=1)[:, None] * each_s
         num_left = num_layers - sum(split)  # these go where a rank is soonest done
         share_s = (least_s.sum(axis=0) + num_left * each_s) / pp
         more = np.maximum(0.0, np.floor((share_s - least_s) / each_s))
@@ -199,13 +231,13 @@ def _fullest_rank_s(blocks: PipelineBlocks, rows: Ints, space: Space, counts: In
     return fullest_s
 
 
-def _update_s(blocks: PipelineBlocks, counts: Ints, layers: Ints) -> Floats:
+def _update_s(blocks: PipelineBlocks, layer: BlockTotals, counts: Ints, layers: Ints) -> Floats:
     """Return the least time of the step phase of a rank with so many layers.
 
     Embedding and head may be there too: under ZeRO-3 they are more messages, but if they are small, messages of another
     size, which may go another way.
     """
-    weights = {pending: layers * number for pending, number in blocks.layer.weights.items()}
+    weights = {pending: layers * number for pending, number in layer.weights.items()}
     updates_s: list[Floats] = []
     for ends in range(3) if blocks.setting.zero == 3 else (0,):
         forever = np.full(len(counts), _FOREVER)

@@ -22,7 +22,7 @@ from autoshard.search.bound.space import SIZES
 from autoshard.search.fill.split_bounds import SplitSearch, least_again_s
 from autoshard.search.fill.split_filling import split_bounds
 from autoshard.search.fill.stage_filling import Goal, fill_stages
-from autoshard.search.fill.stage_options import ALL_RANGES, NEVER, RankOptions, StageChoices, StageFilling, split_layers
+from autoshard.search.fill.stage_options import ALL_RANGES, NEVER, ChunkLayers, RankOptions, StageChoices, StageFilling
 
 SHARPEST = 2
 _TIE_DIGITS = 9  # times that agree in so many digits count as equal
@@ -111,6 +111,7 @@ class Points:
             stages=space.base.stages,
             recompute=pinned,
             again_s=self.again_s,
+            differ=bool(self.priced.question.model.order),
         )
 
     def solved(self, goal: Goal, below: float, splits: SplitSearch | None = None) -> StageFilling:
@@ -122,7 +123,7 @@ class Points:
         """Return the fastest recompute of each point whose stages share the layers evenly; its bound is not one."""
         blocks, choices = self.blocks, self.choices
         even = choices.stages or even_stages(choices.num_layers, blocks.schedule.num_stages)
-        options = RankOptions.of(blocks, choices, split_layers(blocks.schedule, [even]), goal.capacity)
+        options = RankOptions.of(blocks, choices, ChunkLayers.of_splits(blocks, [even]), goal.capacity)
         fits = np.flatnonzero(options.least_s.max(axis=(0, 1)) < NEVER)
         filling = StageFilling.nothing(blocks.schedule.num_stages, np.full(len(self.rows), np.inf))
         return filling.with_columns(fits, options.timed(options.best[:, 0, fits], fits)) if len(fits) else filling
@@ -134,7 +135,7 @@ class Points:
         blocks, choices = self.blocks, self.choices
         if not self.sharpness:
             bound = least_in_flight(blocks, self.rest_s, cast(float, goal.capacity))
-            found_by_filling = choices.only_split(blocks.schedule) or blocks.schedule.builder in ALL_RANGES
+            found_by_filling = choices.listed_splits(blocks.schedule) or blocks.schedule.builder in ALL_RANGES
             return replace(self, sharpness=SHARPEST if found_by_filling else 1, bound=np.maximum(self.bound, bound))
         if choices.again_s is None:
             capacity = np.broadcast_to(goal.capacity, len(self.rows))

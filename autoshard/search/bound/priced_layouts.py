@@ -19,10 +19,11 @@ from autoshard.cost.setting import (
 )
 from autoshard.cost.sharded import CutBlocks, alike_without, atom_groups
 from autoshard.cost.stages import BlockTotals, PerCandidate, PipelineBlocks, Rows, Sends, only
+from autoshard.graph.layer_order import layer_order
 from autoshard.layout.layout import Cutting
 from autoshard.plan.build import bucket_sizes, mesh_of
 from autoshard.plan.candidate import Candidate, CpOrder
-from autoshard.plan.lowering import ATOMS, KINDS, split_pending
+from autoshard.plan.lowering import ATOMS, split_pending
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
@@ -50,15 +51,15 @@ class PricedLayouts(PerCandidate):
     bucket_bytes: Floats
     kinds: tuple[Recompute, ...]
     embed: BlockTotals
-    layer: BlockTotals
+    layers: tuple[BlockTotals, ...]  # of each kind of layer
     head: BlockTotals
 
     @property
     def at_least(self) -> "PricedLayouts":
         """Lower bounds for any recompute: the time without recompute, and no bytes kept for backward."""
         none = np.zeros((1, len(self.numbers)))
-        plain = replace(self.layer, saved_bytes=none, moment_bytes=none, waiting_bytes=none)
-        return replace(self, layer=plain)
+        plain = (replace(layer, saved_bytes=none, moment_bytes=none, waiting_bytes=none) for layer in self.layers)
+        return replace(self, layers=tuple(plain))
 
     def pipeline_blocks(self, rows: Rows, schedule: Schedule, base: Candidate) -> PipelineBlocks:
         """Return the blocks of some of its layouts, run with a schedule and the ZeRO of a candidate."""
@@ -71,8 +72,9 @@ class PricedLayouts(PerCandidate):
             bucket_bytes=self.bucket_bytes[rows],
             fixed_s=self.fixed_s(rows, replace(base, schedule=schedule.builder), schedule.num_chunks),
             embed=self.embed.only(rows),
-            layer=self.layer.only(rows),
+            layers=only(self.layers, rows),
             head=self.head.only(rows),
+            order=layer_order(self.question.model.layer_order),
         )
 
     def fixed_s(self, rows: Rows, base: Candidate, chunks: Ints | int) -> Floats:
@@ -172,13 +174,13 @@ class LayoutPricer:
                 zero=part.base.zero,
                 cp_order=orders[indices],
             )
-            embed, layer, head = (
-                BlockTotals.of([price_block(question, setting, kind, Recompute())], count) for kind in KINDS
+            embed, *layers, head = (
+                BlockTotals.of([price_block(question, setting, kind, Recompute())], count)
+                for kind in question.step.kinds
             )
             send_s, _ = handed_on(setting, kernels)
-            weights = (
-                block_weights for block in (layer, embed, head) for block_weights in (block.weights, block.tied_weights)
-            )
+            blocks_of_all = (*layers, embed, head)
+            weights = (of_block for block in blocks_of_all for of_block in (block.weights, block.tied_weights))
             summed = {part for block_sums in weights for atoms in block_sums for part in split_pending(atoms)}
             yield PricedLayouts(
                 question=question,
@@ -194,7 +196,7 @@ class LayoutPricer:
                 bucket_bytes=self._bucket_bytes[rows],
                 kinds=(Recompute(),),
                 embed=embed,
-                layer=layer,
+                layers=tuple(layers),
                 head=head,
             )
 
@@ -205,12 +207,14 @@ class LayoutPricer:
             return recomputed if rows is None else recomputed.only(rows)
         priced = priced if rows is None else priced.only(rows)
         kinds, setting = kinds_of(priced.space.recomputes), priced.priced_in
-        costs: list[BlockCost] = []
-        for drop in kinds:
-            self.between()
-            costs.append(price_block(self.question, setting, "layer", drop))
-        layer = BlockTotals.of(costs, len(priced.numbers))
-        self._with_recompute[priced] = replace(priced, kinds=kinds, layer=layer)
+        layers: list[BlockTotals] = []
+        for layer in self.question.model.layer_counts:
+            costs: list[BlockCost] = []
+            for drop in kinds:
+                self.between()
+                costs.append(price_block(self.question, setting, layer, drop))
+            layers.append(BlockTotals.of(costs, len(priced.numbers)))
+        self._with_recompute[priced] = replace(priced, kinds=kinds, layers=tuple(layers))
         return self._with_recompute[priced]
 
     def _ring(self, atoms: tuple[str, ...]) -> Ring:

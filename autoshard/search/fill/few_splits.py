@@ -11,11 +11,11 @@ from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.fill.stage_options import (
     NEVER,
     SURE,
+    ChunkLayers,
     Effort,
     RankOptions,
     StageChoices,
     StageFilling,
-    split_layers,
 )
 
 _EXACT = 1e-9  # relative: a gap that is no gap
@@ -73,7 +73,10 @@ def _all_splits(num_layers: int, num_stages: int) -> Ints:
 
 def _priced(blocks: PipelineBlocks, choices: StageChoices, capacity: Floats, splits: Ints) -> tuple[RankOptions, Ints]:
     """Price each division of layers over the chunks of a rank once; return also which one each split has by rank."""
-    by_rank = [np.unique(layers, axis=0, return_inverse=True) for layers in split_layers(blocks.schedule, splits)]
-    most = max(len(layers) for layers, _ in by_rank)
-    layers = np.stack([np.pad(layers, ((0, most - len(layers)), (0, 0)), "edge") for layers, _ in by_rank])
-    return RankOptions.of(blocks, choices, layers, capacity), np.stack([number.reshape(-1) for _, number in by_rank])
+    chunks, layers = blocks.schedule.num_chunks, ChunkLayers.of_splits(blocks, splits)
+    columns = np.concatenate([layers.count, layers.first], axis=2)
+    by_rank = [np.unique(rank_columns, axis=0, return_inverse=True) for rank_columns in columns]
+    most = max(len(rows) for rows, _ in by_rank)
+    table = np.stack([np.pad(rows, ((0, most - len(rows)), (0, 0)), "edge") for rows, _ in by_rank])
+    distinct = ChunkLayers(count=table[..., :chunks], first=table[..., chunks:])
+    return RankOptions.of(blocks, choices, distinct, capacity), np.stack([number.reshape(-1) for _, number in by_rank])

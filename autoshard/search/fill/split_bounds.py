@@ -20,7 +20,7 @@ from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import long_paths
 from autoshard.schedule.waves import Delays, Floats, Ints
 from autoshard.search.fill.game import game
-from autoshard.search.fill.stage_options import StageChoices, stage_options
+from autoshard.search.fill.stage_options import ChunkLayers, StageChoices, stage_options
 from autoshard.spec.kernels import load_kernels
 
 _SHARES = np.array([0.0, 0.3, 0.6, 0.8, 0.9, 1.0])[:, None]  # of one rank's path in its flow with all paths
@@ -71,6 +71,7 @@ class SplitBounds:
     """Bounds of all splits of one candidate, better with every flow that is found."""
 
     def __init__(self, blocks: PipelineBlocks, choices: StageChoices, splits: SplitSearch) -> None:
+        blocks = blocks.with_least_layers
         assert choices.again_s is not None, "how much ranks compute again is known"
         self._blocks, self._schedule, self._known = blocks, blocks.schedule, splits
         self._extra_s = choices.again_s[..., 0]
@@ -295,13 +296,14 @@ def fastest_passes(blocks: PipelineBlocks, choices: StageChoices) -> tuple[Float
 def _least_held(blocks: PipelineBlocks, choices: StageChoices, totals: Ints) -> tuple[Floats, Floats, Ints]:
     """Return the least bytes of every option, and its recompute in a micro-batch: [rank, option, candidate].
 
-    Options are those of a number of layers, in order of it; the last value says where those of each number begin.
+    All layers hold as little as any. Options are those of a number of layers, in order of it; the last value says where
+    those of each number begin.
     Every chunk has a layer, all others lie where they are kept least.
     """
-    schedule, chunks = blocks.schedule, blocks.schedule.num_chunks
-    layers = np.ones((schedule.num_ranks, len(totals), chunks), dtype=np.int64)
-    layers[:, :, 0] = totals - chunks + 1
-    options, divisions, allowed = stage_options(schedule, choices, layers)
+    blocks, schedule, chunks = blocks.with_least_layers, blocks.schedule, blocks.schedule.num_chunks
+    count = np.ones((schedule.num_ranks, len(totals), chunks), dtype=np.int64)
+    count[:, :, 0] = totals - chunks + 1
+    options, divisions, allowed = stage_options(schedule, choices, ChunkLayers(count=count, first=0 * count))
     prices = price_stages(blocks, options)
     shape = (*prices.num_blocks.shape, blocks.num_candidates)
     kind = np.broadcast_to(options.kind[..., 0], shape[:2])

@@ -12,13 +12,13 @@ from autoshard.search.fill.split_bounds import SplitBounds, SplitSearch, least_a
 from autoshard.search.fill.stage_options import (
     NEVER,
     SURE,
+    ChunkLayers,
     Effort,
     RankOptions,
     Split,
     StageChoices,
     StageFilling,
     near_even_splits,
-    split_layers,
 )
 
 _FEW = 3  # stages from which a layer is taken, or to which it is given
@@ -52,7 +52,7 @@ class SplitFilling:
 
     def options(self, splits: Sequence[Split]) -> RankOptions:
         """Price all options of the ranks in some splits."""
-        return RankOptions.of(self.blocks, self.choices, split_layers(self.blocks.schedule, splits), self.capacity)
+        return RankOptions.of(self.blocks, self.choices, ChunkLayers.of_splits(self.blocks, splits), self.capacity)
 
     def starts(self, *shares: Floats) -> Iterator[Split]:
         """Yield splits to begin with: near-even ones, and those near some fractions of layers."""
@@ -74,7 +74,7 @@ class SplitFilling:
             order: list[int] = np.argsort(bounds.learn(np.array(split, dtype=np.float64)), kind="stable").tolist()
             sources = [stage for stage in reversed(order) if split[stage] > 1]
             tried = _moved(split, sources[:_FEW], order[:_FEW])
-            for count in (2, 4, 8):  # of stages at once
+            for count in (min(number, len(sources)) for number in (2, 4, 8)):  # of stages at once
                 several = np.array(split)
                 several[sources[:count]] -= 1
                 several[order[:count]] += 1

@@ -5,7 +5,7 @@ value is a lower bound. Under other schedules paths bound all splits (``split_fi
 each number of layers, the fastest recompute that fits, and the best filling is timed like every plan.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -21,11 +21,12 @@ from autoshard.search.fill.stage_options import (
     ALL_RANGES,
     NEVER,
     SURE,
+    ChunkLayers,
     Effort,
     RankOptions,
+    Split,
     StageChoices,
     StageFilling,
-    split_layers,
 )
 
 _MORE = 2  # layers beyond an even share that a stage may get at first
@@ -46,16 +47,16 @@ class PathTables:
     longest: list[Floats]
 
     @classmethod
-    def of(
-        cls, least_s: Floats, sizes: Sequence[int], num_layers: int, weights: Sequence[tuple[Floats, Floats]]
-    ) -> "PathTables":
-        """Fill the tables from the last rank to the first, given what each size takes: [rank, size, candidate]."""
+    def of(cls, least_s: Floats, ranges: "Ranges", weights: Sequence[tuple[Floats, Floats]]) -> "PathTables":
+        """Fill the tables from the last rank to the first, given what each range takes: [rank, division, candidate]."""
+        num_layers = ranges.num_layers
         none = np.full((num_layers + 1, least_s.shape[2]), NEVER)
         none[0] = 0.0
         tables = cls(weights=weights, sums=[none], longest=[none])
         for rank in reversed(range(len(least_s))):
             total, path = np.full((2, *none.shape), NEVER)
-            for stage_s, size in zip(least_s[rank], sizes, strict=True):
+            for size, divisions in ranges.by_size():  # the more layers are left, the earlier is the first
+                stage_s = least_s[rank][divisions[::-1]]
                 after, later = tables.sums[0][: num_layers + 1 - size], tables.longest[0][: num_layers + 1 - size]
                 np.minimum(total[size:], after + stage_s, out=total[size:])
                 np.minimum(path[size:], tables.through(rank, stage_s, after, later), out=path[size:])
@@ -114,10 +115,10 @@ def fill_stages(
     the least memory is returned.
     """
     least, below = between
-    schedule, pinned = blocks.schedule, choices.only_split(blocks.schedule)
+    schedule, listed = blocks.schedule, choices.listed_splits(blocks.schedule)
     capacity = np.broadcast_to(goal.capacity, blocks.num_candidates)
     if goal.objective == "memory":
-        if not pinned and schedule.builder not in ALL_RANGES:
+        if not listed and schedule.builder not in ALL_RANGES:
             return smallest_splits(blocks, choices, capacity, below)
         peak = _least_peak(blocks, choices, capacity)
         smallest = Goal(capacity=np.minimum(peak * (1 + SURE), capacity), effort=Effort(gap=1.0))
@@ -126,17 +127,28 @@ def fill_stages(
     if schedule.builder in ALL_RANGES and choices.stages is None and schedule.num_ranks > 1:
         filling = _fastest_ranges(blocks, choices, goal, below, rest_s)
         return fill_few(blocks, choices, capacity, goal.effort, (below, rest_s), filling)
-    if pinned:
-        options = RankOptions.of(blocks, choices, split_layers(schedule, [pinned]), goal.capacity)
-        filling = StageFilling.nothing(schedule.num_stages, np.full(blocks.num_candidates, np.inf))
-        if schedule.num_ranks == 1 and options.fits.any():
-            option, number = np.nonzero(options.fits[0])
-            return _best_of(options.timed(option[None], number), number, filling.bound)
-        fitting = np.flatnonzero(options.least_s.max(axis=(0, 1)) < NEVER)
-        return filling.with_columns(fitting, options.fastest(0 * fitting, fitting)) if len(fitting) else filling
+    if listed:
+        return _fastest_listed(blocks, choices, listed, goal.capacity)
     limits = (below, rest_s, np.broadcast_to(least, rest_s.shape))
     filling = fill_splits(blocks, choices, capacity, goal.effort, limits, splits or SplitSearch())
     return fill_few(blocks, choices, capacity, goal.effort, (below, rest_s), filling)
+
+
+def _fastest_listed(
+    blocks: PipelineBlocks, choices: StageChoices, splits: Sequence[Split], capacity: Floats | float
+) -> StageFilling:
+    """Return the fastest filling of each candidate with one of these splits."""
+    schedule, bound = blocks.schedule, np.full(blocks.num_candidates, np.inf)
+    options = RankOptions.of(blocks, choices, ChunkLayers.of_splits(blocks, splits), capacity)
+    if schedule.num_ranks == 1 and options.fits.any():
+        option, number = np.nonzero(options.fits[0])
+        return _best_of(options.timed(option[None], number), number, bound)
+    division, number = np.nonzero(options.least_s.max(axis=0) < NEVER)
+    if not len(number):
+        return StageFilling.nothing(schedule.num_stages, bound)
+    timed = options.fastest(np.broadcast_to(division, (schedule.num_ranks, len(number))), number)
+    np.minimum.at(bound, number, timed.bound)
+    return _best_of(timed, number, bound)
 
 
 def _best_of(fillings: StageFilling, candidates: Ints, bound: Floats) -> StageFilling:
@@ -151,28 +163,54 @@ def _best_of(fillings: StageFilling, candidates: Ints, bound: Floats) -> StageFi
 
 def _least_peak(blocks: PipelineBlocks, choices: StageChoices, capacity: Floats) -> Floats:
     """Return the least bytes of the fullest rank of each candidate; infinite where nothing fits."""
-    pinned = choices.only_split(blocks.schedule)
-    if pinned:
-        layers = split_layers(blocks.schedule, [pinned])
+    listed = choices.listed_splits(blocks.schedule)
+    if listed:
+        layers = ChunkLayers.of_splits(blocks, listed)
         return RankOptions.of(blocks, choices, layers, capacity).least_bytes().max(axis=0).min(axis=0)
-    sizes = range(1, choices.num_layers - blocks.schedule.num_ranks + 2)
-    held = _range_options(blocks, choices, sizes, capacity).least_bytes()
+    ranges = Ranges.of(blocks, range(1, choices.num_layers - blocks.schedule.num_ranks + 2))
+    held = RankOptions.of(blocks, choices, ranges.layers, capacity).least_bytes()
     least = np.full((choices.num_layers + 1, held.shape[2]), np.inf)
     least[0] = 0.0
     for rank_bytes in held:
         before, least = least, np.full_like(least, np.inf)
-        for size, peak in zip(sizes, rank_bytes, strict=True):
-            here = np.maximum(before[: choices.num_layers + 1 - size], peak)
+        for size, divisions in ranges.by_size():
+            here = np.maximum(before[: choices.num_layers + 1 - size], rank_bytes[divisions])
             np.minimum(least[size:], here, out=least[size:])
     return least[choices.num_layers]
 
 
-def _range_options(
-    blocks: PipelineBlocks, choices: StageChoices, sizes: Sequence[int], capacity: Floats | float
-) -> RankOptions:
-    """Price stages of these sizes on every rank."""
-    layers = np.broadcast_to(np.array(sizes)[None, :, None], (blocks.schedule.num_ranks, len(sizes), 1))
-    return RankOptions.of(blocks, choices, layers, capacity)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ranges:
+    """The ranges of layers of some sizes; ranges of the same kinds of layers are one division, in order of size."""
+
+    sizes: Sequence[int]
+    num_layers: int
+    layers: ChunkLayers  # of each division, on every rank
+    numbers: Ints  # [size, place of the first layer]: the division
+
+    @classmethod
+    def of(cls, blocks: PipelineBlocks, sizes: Sequence[int]) -> "Ranges":
+        """Return the ranges of these sizes of all layers."""
+        num_layers, lengths = blocks.order.num_layers, np.array(sizes)[:, None]
+        shape = (len(sizes), num_layers)
+        if blocks.order.earliest is None:
+            kinds, numbers = (
+                np.array([sizes, 0 * lengths[:, 0]]),
+                np.broadcast_to(np.arange(len(sizes))[:, None], shape),
+            )
+        else:
+            first = np.minimum(np.arange(num_layers), num_layers - lengths)  # none begins behind that
+            rows = np.stack([np.broadcast_to(lengths, shape), blocks.order.alike(first, lengths)])
+            kinds, numbers = np.unique(rows.reshape(2, -1), axis=1, return_inverse=True)
+        wide = np.broadcast_to(kinds[:, None, :, None], (2, blocks.schedule.num_ranks, kinds.shape[1], 1))
+        layers = ChunkLayers(count=wide[0], first=wide[1])
+        return cls(sizes=sizes, num_layers=num_layers, layers=layers, numbers=numbers.reshape(shape))
+
+    def by_size(self) -> Iterator[tuple[int, Ints]]:
+        """Yield each size with the divisions of its ranges, by the place of their first layer."""
+        alike = len(self.sizes) == self.layers.count.shape[1]
+        for size, numbers in zip(self.sizes, self.numbers, strict=True):
+            yield size, numbers[:1] if alike else numbers[: self.num_layers + 1 - size]
 
 
 def _fastest_ranges(
@@ -184,31 +222,35 @@ def _fastest_ranges(
     high = min(widest, -(-num_layers // schedule.num_ranks) + _MORE)
     while True:
         sizes = range(max(1, num_layers - (schedule.num_ranks - 1) * high), high + 1)
-        options = _range_options(blocks, choices, sizes, goal.capacity)
-        paths = PathTables.of(options.least_s, sizes, num_layers, path_weights(schedule))
+        ranges = Ranges.of(blocks, sizes)
+        options = RankOptions.of(blocks, choices, ranges.layers, goal.capacity)
+        paths = PathTables.of(options.least_s, ranges, path_weights(schedule))
         least = paths.longest[0][num_layers]
         bound = np.where(least < NEVER, (least + rest_s) * (1 - SURE), np.inf)
         near = np.flatnonzero(bound < below_s)
-        filling = _best_of(options.timed(_best_path(options, paths, sizes)[:, near], near), near, bound)
+        filling = _best_of(options.timed(_best_path(options, paths, ranges)[:, near], near), near, bound)
         limit = np.minimum(below_s, filling.time_s) - rest_s
-        if high == widest or np.all(schedule.num_micro_batches * options.least_s[:, -1] >= limit):
+        widest_s = options.least_s[:, ranges.numbers[-1].min() :].min(axis=1)
+        if high == widest or np.all(schedule.num_micro_batches * widest_s >= limit):
             break
         high = min(widest, 2 * high)
     return filling
 
 
-def _best_path(options: RankOptions, paths: PathTables, sizes: Sequence[int]) -> Ints:
+def _best_path(options: RankOptions, paths: PathTables, ranges: Ranges) -> Ints:
     """Return each rank's option in a filling of least bound, and of little work among equals: [rank, candidate]."""
-    own_s, sizes_of = options.least_s, np.array(sizes)[:, None]
+    own_s, sizes_of = options.least_s, np.array(ranges.sizes)[:, None]
     columns = np.arange(own_s.shape[2], dtype=np.int64)
     num_left, before_s = np.full(len(columns), len(paths.sums[0]) - 1), np.zeros(len(columns))
     target = paths.longest[0][num_left, columns] * (1 + SURE)
     chosen: list[Ints] = []
-    for rank, rank_s in enumerate(own_s):
+    for rank, division_s in enumerate(own_s):
+        divisions = ranges.numbers[:, np.minimum(ranges.num_layers - num_left, ranges.num_layers - 1)]
+        rank_s = division_s[divisions, columns]
         rest = np.maximum(num_left - sizes_of, 0)
         after, later = paths.sums[rank + 1][rest, columns], paths.longest[rank + 1][rest, columns]
         path = before_s + paths.through(rank, rank_s, after, later)
         number = np.where((path <= target) & (num_left >= sizes_of), rank_s + after, np.inf).argmin(axis=0)
-        chosen.append(options.best[rank, number, columns])
+        chosen.append(options.best[rank, divisions[number, columns], columns])
         before_s, num_left = before_s + rank_s[number, columns], rest[number, columns]
     return np.stack(chosen)

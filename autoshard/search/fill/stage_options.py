@@ -44,12 +44,19 @@ class StageChoices(PerCandidate):
     recompute: tuple[Recompute, ...] | None  # pinned, one entry for all stages or one for each
     partly: bool = True  # whether a stage may recompute some of its layers in full
     again_s: Floats | None = None  # what ``least_again_s`` returns, once that is known
+    differ: bool = False  # whether there are several kinds of layers
 
-    def only_split(self, schedule: Schedule) -> Split | None:
-        """Return the layers of the stages where there is one choice: pinned, one stage, or one layer for each."""
+    def listed_splits(self, schedule: Schedule) -> "tuple[Split, ...] | None":
+        """Return the splits to choose from, None for all: what is pinned, and what leaves no choice.
+
+        If layers differ, near-even splits, but under schedules whose longest paths are known.
+        """
+        if self.stages:
+            return (self.stages,)
         if schedule.num_stages in (1, self.num_layers):
-            return self.stages or (self.num_layers // schedule.num_stages,) * schedule.num_stages
-        return self.stages
+            return ((self.num_layers // schedule.num_stages,) * schedule.num_stages,)
+        is_bounded = not self.differ or schedule.builder in ALL_RANGES
+        return None if is_bounded else near_even_splits(self.num_layers, schedule.num_stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -115,18 +122,33 @@ def near_even_splits(num_layers: int, num_stages: int) -> tuple[Split, ...]:
     return tuple(splits)
 
 
-def split_layers(schedule: Schedule, splits: Sequence[Split] | Ints) -> Ints:
-    """Return the layers of every chunk in some splits: [rank, split, chunk]."""
-    return np.array(splits)[:, counts_of(schedule).stages].swapaxes(0, 1)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChunkLayers:
+    """The layers of the chunks of ranks, in several divisions: [rank, division, chunk]."""
+
+    count: Ints
+    first: Ints  # place of the first layer, or of any range of layers of the same kinds
+
+    @classmethod
+    def of_splits(cls, blocks: PipelineBlocks, splits: Sequence[Split] | Ints) -> "ChunkLayers":
+        """Return those of some splits of all layers over the stages, each of which is a division."""
+        layers, stages = np.array(splits), counts_of(blocks.schedule).stages
+        first = blocks.order.alike(np.cumsum(layers, axis=1) - layers, layers)
+        return cls(**{name: rows[:, stages].swapaxes(0, 1) for name, rows in (("count", layers), ("first", first))})
+
+    @property
+    def most(self) -> list[int]:
+        """The most layers that any chunk has, by division."""
+        most: list[int] = self.count.max(axis=(0, 2)).tolist()
+        return most
 
 
 def stage_options(
-    schedule: Schedule, choices: StageChoices, layers: Ints
+    schedule: Schedule, choices: StageChoices, layers: ChunkLayers
 ) -> tuple[StageOptions, Ints, NDArray[np.bool_]]:
     """Return every option of every rank, the division of each, and where it is allowed: [rank, option, candidate].
 
-    ``layers``, [rank, division, chunk], are the layers of a rank's chunks; all of these recompute alike, unless that is
-    pinned. Options stand in order of division.
+    The chunks of a rank recompute alike, unless that is pinned. Options stand in order of division.
     """
     kinds, plain_kind = choices.kinds, choices.kinds.index(Recompute())
     if choices.recompute is not None:
@@ -134,25 +156,29 @@ def stage_options(
         stages = counts_of(schedule).stages[:, None]
         kind = np.array([kinds.index(entry.kinds[0]) for entry in entries])[stages]
         least_layers = np.array([entry.num_layers or 0 for entry in entries], dtype=np.int64)[stages]
-        recomputed: Ints = np.where(least_layers > 0, np.minimum(least_layers, layers), layers)
-        divisions = np.arange(layers.shape[1], dtype=np.int64)
-        allowed = np.all(layers >= least_layers, axis=2, keepdims=True) & np.all(choices.allowed, axis=0)
+        recomputed: Ints = np.where(least_layers > 0, np.minimum(least_layers, layers.count), layers.count)
+        divisions = np.arange(layers.count.shape[1], dtype=np.int64)
+        allowed = np.all(layers.count >= least_layers, axis=2, keepdims=True) & np.all(choices.allowed, axis=0)
     else:
         full = Recompute(kind="full")
         partly_full = choices.partly and full in kinds  # some of a stage's layers in full, the others nothing
-        full_kind = kinds.index(full) if partly_full else 0
-        most: list[int] = layers.max(axis=(0, 2)).tolist()
-        full_kind = kinds.index(full) if partly_full else 0
+        full_kind, most = kinds.index(full) if partly_full else 0, layers.most
         rows: list[tuple[int, int, int]] = []  # kind, division, layers of a chunk that recompute at most
         for number, num_layers in enumerate(most):
             rows += [(row_kind, number, num_layers) for row_kind in range(len(kinds))]
             rows += [(full_kind, number, count) for count in range(1, num_layers if partly_full else 1)]
         rows_kind, divisions, again = np.array(rows).T
-        recomputed = np.minimum(again[:, None], layers[:, divisions])
+        recomputed = np.minimum(again[:, None], layers.count[:, divisions])
         some_plain = (again < np.array(most)[divisions])[:, None]
         allowed = (choices.allowed[rows_kind] & (~some_plain | choices.allowed[plain_kind]))[None]
-        kind, layers = rows_kind[None, :, None], layers[:, divisions]
-    options = StageOptions(kind=kind, recomputed=recomputed, plain=layers - recomputed, plain_kind=plain_kind)
+        kind = rows_kind[None, :, None]
+    options = StageOptions(
+        kind=kind,
+        recomputed=recomputed,
+        plain=layers.count[:, divisions] - recomputed,
+        plain_kind=plain_kind,
+        first=layers.first[:, divisions],
+    )
     return options, divisions, allowed
 
 
@@ -170,8 +196,10 @@ class RankOptions:
     least_s: Floats  # [rank, division, candidate]: what that takes
 
     @classmethod
-    def of(cls, blocks: PipelineBlocks, choices: StageChoices, layers: Ints, capacity: Floats | float) -> "RankOptions":
-        """Price all options for given layers of every chunk: [rank, division, chunk]."""
+    def of(
+        cls, blocks: PipelineBlocks, choices: StageChoices, layers: ChunkLayers, capacity: Floats | float
+    ) -> "RankOptions":
+        """Price all options for the layers of every chunk."""
         options, divisions, allowed = stage_options(blocks.schedule, choices, layers)
         prices = price_stages(blocks, options)
         fits = allowed & (prices.peak_bytes <= capacity)

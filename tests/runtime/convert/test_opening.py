@@ -21,7 +21,7 @@ from autoshard.runtime.convert.converting import read_weights
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.training import Training
 from autoshard.spec.workload import Precision
-from tests.kit import SMALL_FAMILIES, small_config
+from tests.kit import DIFFERENT_LAYERS, SMALL_FAMILIES, small_config
 from tests.ranks.cases import plan_of
 from tests.ranks.spawn import on_ranks
 from tests.slower import rest_is_slow
@@ -47,6 +47,7 @@ CASES = [
     ("qwen3_moe", "tp=1,pp=1,dp=4,ep=4", {}),
     ("mixtral", "tp=1,pp=2,dp=2,ep=2", {"tie_word_embeddings": True}),
     ("gpt2", "tp=1,pp=2,dp=2,zero=3", {}),
+    *((family, "tp=2,pp=2,dp=1", changes) for family, changes in DIFFERENT_LAYERS),
     *((family, text, {}) for family in SMALL_FAMILIES for text in LAYOUTS),
 ]
 TOKENS = np.random.default_rng(3).integers(0, 19, (BATCH, SEQ))

@@ -22,7 +22,7 @@ from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import Precision, Workload
-from tests.kit import SMALL_FAMILIES
+from tests.kit import DIFFERENT_LAYERS, SMALL_FAMILIES
 from tests.ranks.cases import plan_of
 from tests.runtime.convert.cases import converted, cut, read, reduced, same, written
 from tests.runtime.convert.test_opening import module_of
@@ -65,7 +65,11 @@ def test_through_all_forms_and_back(card: str, data: st.DataObject, tmp_path_fac
     assert (folder / "last" / "tokenizer.json").read_text() == "{}"
 
 
-CASES = [("llama", {"tie_word_embeddings": True, "attention_bias": True}), *((family, {}) for family in SMALL_FAMILIES)]
+CASES = [
+    ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
+    *DIFFERENT_LAYERS,
+    *((family, {}) for family in SMALL_FAMILIES),
+]
 
 
 @pytest.mark.parametrize(("family", "changes"), rest_is_slow(CASES, 4))

@@ -19,11 +19,11 @@ from autoshard.search.fill.stage_filling import Goal
 from autoshard.search.fill.stage_options import (
     NEVER,
     SURE,
+    ChunkLayers,
     RankOptions,
     Split,
     StageChoices,
     StageFilling,
-    split_layers,
 )
 
 EXACT = 1e-9  # relative: times and bytes that differ by less count as equal
@@ -49,7 +49,7 @@ def evened(solution: Solution, goal: Goal, slack: float = EXACT) -> Solution:
     """
     point, filling, split = solution.point, solution.filling, solution.filling.stages(0)
     choices, schedule = point.choices, point.blocks.schedule
-    if choices.only_split(schedule) or unevenness(split)[0] == 0:
+    if choices.listed_splits(schedule) or unevenness(split)[0] == 0:
         return solution
     same_kinds = _kept_choices(choices, filling)
     capacity = min(float(np.min(goal.capacity)), float(filling.peak_bytes[0]) * (1 + EXACT))
@@ -57,7 +57,9 @@ def evened(solution: Solution, goal: Goal, slack: float = EXACT) -> Solution:
 
     def first_of(splits: Sequence[Split]) -> StageFilling | None:
         """Return the first of some splits that is no worse."""
-        options = RankOptions.of(point.blocks, same_kinds, split_layers(schedule, splits), capacity * (1 + SURE))
+        options = RankOptions.of(
+            point.blocks, same_kinds, ChunkLayers.of_splits(point.blocks, splits), capacity * (1 + SURE)
+        )
         fits = np.flatnonzero(options.least_s[..., 0].max(axis=0) < NEVER)
         timed = options.timed(options.best[:, fits, 0], np.zeros_like(fits)) if len(fits) else filling
         good = np.flatnonzero(timed.time_s <= below_s)

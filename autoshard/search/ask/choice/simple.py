@@ -21,12 +21,11 @@ from itertools import combinations, groupby
 
 import numpy as np
 
-from autoshard.cost.schedule_counts import counts_of
 from autoshard.plan.candidate import even_stages
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.bound.points import Points, Solution
 from autoshard.search.fill.stage_filling import SURE, Goal, fill_stages
-from autoshard.search.fill.stage_options import ALL_RANGES, NEVER, RankOptions, StageFilling
+from autoshard.search.fill.stage_options import ALL_RANGES, NEVER, ChunkLayers, RankOptions, StageFilling
 
 _AXES = ("tp", "pp", "cp", "ep", "dp")
 _EVEN, _UNEVEN = range(4), (4, 5)  # places in the order of stages and recompute; uneven: one kind, two kinds
@@ -166,7 +165,7 @@ class EvenStages:
         """Price every recompute of an even share of the layers."""
         blocks, choices = points.blocks, points.choices
         split = choices.stages or even_stages(choices.num_layers, blocks.schedule.num_stages)
-        layers = np.array(split)[counts_of(blocks.schedule).stages][:, None]
+        layers = ChunkLayers.of_splits(blocks, [split])
         return cls(points=points, options=RankOptions.of(blocks, choices, layers, goal.capacity))
 
     def fastest(self, recompute: int, numbers: Ints, limit: float) -> Solution | None:

@@ -1,0 +1,156 @@
+"""What autoshard knows of ``config.json``: a row for each ``model_type``, defaults, other names of fields.
+
+Defaults are those of the configuration classes of transformers 5.23; sizes have none. A field that no table here names
+is ignored, as transformers does. Ignored on purpose: initializer_range, token ids, use_cache, torch_dtype (the workload
+states it), pretraining_tp and reorder_and_upcast_attn (the same mathematics in another order). Dropouts that a config
+does not state are 0, also for GPT-2, whose class has 0.1: few train with them today.
+"""
+
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Literal
+
+from autoshard.spec.model import Activation, ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelType:
+    """What the code of one ``model_type`` fixes in ModelSpec, and the defaults of the fields that may be left out.
+
+    Defaults that all types share are in SHARED_DEFAULTS. A field without a default must be stated, or is not read.
+    """
+
+    architecture: str
+    fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    defaults: Mapping[str, Any]
+    grouped_heads: bool = True
+    window: Literal["none", "all layers", "all layers if used", "some layers"] = "none"
+    width: str = "intermediate_size"  # the field with the width of an MLP
+    stated: Mapping[str, object] = field(default_factory=dict[str, object])  # must be stated, as it has another default
+
+
+SHARED_DEFAULTS: Mapping[str, Any] = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 1.0,
+    "original_max_position_embeddings": None,
+    "tie_word_embeddings": False,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+_MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
+_QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
+_PLAIN_MLP = {"norm": "layer", "gated_mlp": False, "mlp_bias": True}
+MODEL_TYPES: Mapping[str, ModelType] = {
+    "llama": ModelType(
+        architecture="LlamaForCausalLM",
+        defaults={"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
+    ),
+    "mistral": ModelType(
+        architecture="MistralForCausalLM", defaults={**_MISTRAL, "sliding_window": 4096}, window="all layers"
+    ),
+    "mixtral": ModelType(
+        architecture="MixtralForCausalLM",
+        defaults={**_MISTRAL, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts_per_tok": 2},
+        window="all layers",
+    ),
+    "gpt2": ModelType(
+        architecture="GPT2LMHeadModel",
+        fixed={**_PLAIN_MLP, "positions": "learned", "qkv_bias": True, "out_bias": True},
+        defaults={
+            "intermediate_size": None, "rms_norm_eps": 1e-5, "hidden_act": "gelu_new", "tie_word_embeddings": True
+        },
+        grouped_heads=False,
+    ),
+    "gpt_neox": ModelType(
+        architecture="GPTNeoXForCausalLM",
+        fixed=_PLAIN_MLP,
+        defaults={
+            "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "hidden_act": "gelu", "partial_rotary_factor": 0.25,
+            "attention_bias": True, "use_parallel_residual": True,
+        },
+        grouped_heads=False,
+    ),
+    "qwen2": ModelType(
+        architecture="Qwen2ForCausalLM", fixed={"qkv_bias": True}, defaults=_QWEN, window="some layers"
+    ),
+    "qwen3": ModelType(
+        architecture="Qwen3ForCausalLM",
+        fixed={"qk_norm": True},
+        defaults={**_QWEN, "head_dim": 128, "attention_bias": False},
+        window="some layers",
+    ),
+    "qwen3_moe": ModelType(
+        architecture="Qwen3MoeForCausalLM",
+        fixed={"qk_norm": True},
+        defaults={
+            "max_position_embeddings": 32768, "num_key_value_heads": 4, "attention_bias": False,
+            "num_experts_per_tok": 8, "sliding_window": 4096, "intermediate_size": 6144, "mlp_only_layers": (),
+            "decoder_sparse_step": 1,
+        },
+        window="all layers if used",
+        width="moe_intermediate_size",
+        stated={"norm_topk_prob": True},
+    ),
+}  # fmt: skip
+# Other names of fields in GPT-2, GPT-NeoX and older Mixtral cards.
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "num_hidden_layers": ("n_layer",),
+    "hidden_size": ("n_embd",),
+    "num_attention_heads": ("n_head",),
+    "intermediate_size": ("n_inner",),
+    "max_position_embeddings": ("n_positions",),
+    "rms_norm_eps": ("layer_norm_eps", "layer_norm_epsilon"),
+    "hidden_act": ("activation_function",),
+    "rope_theta": ("rotary_emb_base",),
+    "partial_rotary_factor": ("rotary_pct",),
+    "num_local_experts": ("num_experts",),
+    "rope_type": ("type",),
+    "hidden_dropout": ("resid_pdrop", "embd_pdrop"),
+    "attention_dropout": ("attn_pdrop",),
+}
+# Config fields that ModelSpec names itself, read as the type that they have there.
+NAMED_FIELDS: Mapping[str, Field[Any]] = {
+    field.metadata["config"]: field for field in fields(ModelSpec) if "config" in field.metadata
+}
+# transformers/activations.py: several names there compute the same function.
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+# Fields of options that no model has until ModelSpec names them, with the values that switch them off. Some belong to
+# related models: transformers would ignore them, and compute another model than the one that was meant.
+_SWITCHED_OFF: Mapping[str, tuple[object, ...]] = {
+    **dict.fromkeys(("add_cross_attention", "is_encoder_decoder", "output_router_logits"), (False, None)),
+    "scale_attn_weights": (True, None),
+    "scale_attn_by_inverse_layer_idx": (False, None),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "quantization_config"), (None,)),
+    "norm_topk_prob": (True, None),
+    "router_jitter_noise": (0, None),
+    **dict.fromkeys(("moe_frequency", "decoder_sparse_step"), (1, None)),
+    "mlp_only_layers": ([], None),
+    **dict.fromkeys(("first_k_dense_replace", "n_shared_experts", "shared_expert_intermediate_size"), (0, None)),
+    "num_nextn_predict_layers": (0, None),
+}
+UNMODELLED = {name: off for name, off in _SWITCHED_OFF.items() if name not in NAMED_FIELDS}
+# Config fields that are true or false, and the fields of ModelSpec that they set.
+FLAGS: Mapping[str, tuple[str, ...]] = {
+    "attention_bias": ("qkv_bias", "out_bias"),
+    "mlp_bias": ("mlp_bias",),
+    "use_parallel_residual": ("parallel_residual",),
+    "tie_word_embeddings": ("tied_embeddings",),
+}
