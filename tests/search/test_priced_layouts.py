@@ -53,6 +53,7 @@ ACTIVE = replace(
     **dict(zip(EFFICIENCIES, (0.71, 0.05, 0.31, 0.83, 0.61, 0.43), strict=True)),
     **dict(zip(SECONDS, (8e-5, 1e-4, 0.07), strict=True)),
     layer_s=3e-4,
+    joined_s=1e-5,
     shard_s=1e-4,
 )
 SLOW_VECTORS = replace(ACTIVE, vector_efficiency=0.02)  # those of GPUs are so fast that they hide behind memory
@@ -75,7 +76,7 @@ def test_a_batch_is_priced_as_the_tables_of_its_members(case):
 
 def test_starts_that_take_longer_in_pipelines_are_priced_in_columns_beside_meshes_without_any():
     question = active(ask("llama3-8b", "h100-80", 4, seq_len=8192))
-    hold_prices(replace(question, calibration=replace(question.calibration, joined_s=0.01)), "cp=1,tp=4")
+    hold_prices(replace(question, calibration=replace(question.calibration, joined_s=0.01)), "tp=4")
 
 
 def hold_prices(question, pins):
