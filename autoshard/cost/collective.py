@@ -48,6 +48,7 @@ class Ring:
     bandwidth_bytes_per_s: Number  # of one direction, when all such groups talk at once
     latency_s: Number  # once around
     start_s: Number = 0.0  # of hosts, for each send or collective
+    joining_s: Number = 0.0  # of hosts, beside it, for a collective that all ranks join at once; a send has two ranks
     hop: Route | None = None  # to the next rank; None where it is as fast as the ring
     exchange: Route | None = None  # of each rank with each other, likewise
     routes: tuple[Route, ...] = ()  # other ways to gather and to sum, those for the smallest messages last
@@ -63,7 +64,9 @@ class Ring:
 
     def starts_s(self, collective: Collective) -> Number:
         """Return what hosts take to start it: a send for each hop of a permutation, nothing for a slice, else once."""
-        return {"permute": self.size - 1, "slice": 0}.get(collective.kind, 1) * self.start_s
+        if collective.kind == "permute":
+            return (self.size - 1) * self.start_s
+        return 0.0 if collective.kind == "slice" else self.start_s + self.joining_s
 
     def wire_s(self, collective: Collective, message_bytes: Number) -> Number:
         """Return the time of a Collective on its links."""
@@ -135,7 +138,8 @@ def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration:
         size=len(group),
         bandwidth_bytes_per_s=min(speeds.values()),
         latency_s=num_inside * near_s + far_s,  # a node's members are visited before the next node
-        start_s=_start_s(cluster, mesh, atoms, len(group), calibration),
+        start_s=calibration.collective_s * (len(group) > 1),
+        joining_s=_joining_s(cluster, mesh, len(group), calibration),
         hop=_neighbour_route(cluster, mesh, cut, calibration) if to_neighbours(atoms) else None,
         exchange=Route(seconds_per_byte=max(per_byte, default=0.0), latency_s=max(latencies, default=0.0)),
         routes=_hierarchical_routes(cluster, group, speeds, near_s, far_s),
@@ -143,13 +147,13 @@ def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration:
     )
 
 
-def _start_s(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], size: int, calibration: Calibration) -> float:
-    """Return what hosts take to start a message along some atoms of a mesh.
+def _joining_s(cluster: Cluster, mesh: Mesh, size: int, calibration: Calibration) -> float:
+    """Return what hosts take to join a collective: for each of its ranks, in a pipeline over several nodes.
 
-    In a pipeline over several nodes a collective takes more for each rank that has to join it.
+    It depends on no axis: gradients are summed along those along which there are replicas, be that cp alone.
     """
-    joins = cluster.num_nodes > 1 and mesh.size("pp") > 1 and not to_neighbours(atoms)
-    return calibration.collective_s + calibration.joined_s * size * joins if size > 1 else 0.0
+    joins = size > 1 and cluster.num_nodes > 1 and mesh.size("pp") > 1
+    return calibration.joined_s * size * joins
 
 
 def to_neighbours(atoms: tuple[str, ...]) -> bool:

@@ -179,11 +179,30 @@ class TestRoutes:
 def test_a_collective_in_a_pipeline_over_nodes_starts_later_for_each_rank_that_has_to_join_it():
     starts = replace(REACHED, collective_s=1e-4, joined_s=1e-5)
     two, one = cluster("h100-80", 2), cluster("h100-80", 1)
-    assert ring_of("tp=8,pp=2,dp=1", TP, two, starts).start_s == pytest.approx(1e-4 + 8e-5)
-    assert ring_of("tp=2,pp=2,dp=4", TP, two, starts).start_s == pytest.approx(1e-4 + 2e-5)
-    for text, atoms, place in (("tp=8,pp=1,dp=2", TP, two), ("tp=4,pp=2,dp=1", TP, one), ("tp=8,pp=2,dp=1", PP, two)):
-        assert ring_of(text, atoms, place, starts).start_s == 1e-4, "no pipeline, no network, or a send to a neighbour"
-    assert ring_of("tp=1,pp=2,dp=8", TP, two, starts).start_s == 0.0, "nobody to join"
+
+    def starts_s(text, atoms, kind="all_reduce", place=two):
+        return ring_of(text, atoms, place, starts).starts_s(collective(kind, atoms))
+
+    assert starts_s("tp=8,pp=2,dp=1", TP) == pytest.approx(1e-4 + 8e-5)
+    assert starts_s("tp=2,pp=2,dp=4", TP) == pytest.approx(1e-4 + 2e-5)
+    assert starts_s("tp=8,pp=1,dp=2", TP) == starts_s("tp=4,pp=2,dp=1", TP, place=one) == 1e-4, "no pipeline or network"
+    assert starts_s("tp=1,pp=2,dp=8", TP) == 0.0, "nobody to join"
+    gathers = [starts_s("tp=1,pp=2,cp=4,dp=2", ("cp",), kind) for kind in KINDS]
+    assert gathers == pytest.approx([1e-4 + 4e-5] * 4 + [3e-4]), (
+        "hops of a ring of keys are sends, which two ranks join"
+    )
+    sends = ring_of("tp=8,pp=2,dp=1", PP, two, starts)
+    assert sends.send_s(0) == pytest.approx(1e-4 + 14e-6), "so is what goes to the next stage"
+
+
+@pytest.mark.parametrize("text", ["tp=2,pp=2,cp=4,dp=1", "tp=1,pp=4,cp=2,ep=2,dp=2"])
+def test_atoms_along_which_there_is_but_one_rank_change_no_price(text):
+    starts, two = replace(REACHED, collective_s=1e-4, joined_s=1e-5), cluster("h100-80", 2)
+    longer = tuple(atom for atom in DP if mesh(text, two).size(atom) > 1)
+    assert 0 < len(longer) < len(DP)
+    whole, part = (ring_of(text, atoms, two, starts) for atoms in (DP, longer))
+    for kind in set(KINDS) - {"permute"}:  # a ring of keys never goes along replicas
+        assert whole.time_s(collective(kind), 1e8) == part.time_s(collective(kind), 1e8)
 
 
 def test_hosts_that_start_kernels_start_a_collective_while_the_device_works():

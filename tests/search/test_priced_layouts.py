@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoshard.cost.calibration import CONSTANTS, SECONDS, uncalibrated
+from autoshard.cost.calibration import CONSTANTS, OPTIONAL, SECONDS, uncalibrated
 from autoshard.cost.departures import EFFICIENCIES
 from autoshard.cost.predict import plan_cost, step_timer
 from autoshard.cost.sharded import CutBlocks
@@ -15,6 +15,7 @@ from autoshard.plan.candidate import parse_pins
 from autoshard.plan.rules.check import legality
 from autoshard.plan.tables import with_tables
 from autoshard.search.bound.space import whole_space
+from autoshard.spec.kernels import load_kernels
 from autoshard.spec.workload import Precision
 from benchmarks.estimate_batch import evaluate
 from tests.cost.cases import ask, plan_of
@@ -35,6 +36,7 @@ CASES = {
     "copied-keys-recomputed": ("llama3-8b", "h100-80", 2, "recompute=selective[activation,norms]"),
     "experts-zero-3": ("mixtral-8x7b", "h100-80", 2, "zero=3"),
     "experts": ("mixtral-8x7b", "h100-80", 4, ""),
+    "experts-over-cp": ("mixtral-8x7b", "h100-80", 2, "tp=1,pp=2,cp=2,schedule=interleaved,vp=2"),
     "tied": ("gpt2-xl", "a100-40", 1, ""),
     "no-sp": ("llama3-8b", "h100-80", 2, "sp=false,schedule=gpipe"),
     "zigzag": ("llama3-8b", "h100-80", 2, "cp=2,cp_order=zigzag"),
@@ -52,8 +54,7 @@ ACTIVE = replace(
     uncalibrated(),
     **dict(zip(EFFICIENCIES, (0.71, 0.05, 0.31, 0.83, 0.61, 0.43), strict=True)),
     **dict(zip(SECONDS, (8e-5, 1e-4, 0.07), strict=True)),
-    layer_s=3e-4,
-    shard_s=1e-4,
+    **dict(zip(OPTIONAL, (2e-4, 3e-4, 1e-5, 1e-4, 1.3), strict=True)),
 )
 SLOW_VECTORS = replace(ACTIVE, vector_efficiency=0.02)  # those of GPUs are so fast that they hide behind memory
 # NxD keeps masters only inside ZeRO-1.
@@ -75,7 +76,7 @@ def test_a_batch_is_priced_as_the_tables_of_its_members(case):
 
 def test_starts_that_take_longer_in_pipelines_are_priced_in_columns_beside_meshes_without_any():
     question = active(ask("llama3-8b", "h100-80", 4, seq_len=8192))
-    hold_prices(replace(question, calibration=replace(question.calibration, joined_s=0.01)), "cp=1,tp=4")
+    hold_prices(replace(question, calibration=replace(question.calibration, joined_s=0.01)), "tp=4")
 
 
 def hold_prices(question, pins):
@@ -115,16 +116,17 @@ def test_every_constant_shows_where_columns_are_compared(kernels):
     model, cluster, text = KERNELS[kernels]
     question = active(ask(model, cluster, 2, kernels=kernels, seq_len=4096))
     plan, constants = plan_of(question, text), question.calibration
-    cost = plan_cost(plan, question)
 
-    def changes(name):
-        other = replace(constants, **{name: 0.9 * getattr(constants, name)})
-        return plan_cost(plan, replace(question, calibration=other)).time_s != cost.time_s
+    def cost(**changes):
+        return plan_cost(plan, replace(question, calibration=replace(constants, **changes)))
 
-    idle = {"launch_s"} if question.cluster.engine == "nxd" else set()  # a compiled graph waits for no host
-    assert {name for name in CONSTANTS if changes(name)} == {*CONSTANTS} - idle
-    assert (float(cost.seconds["waiting"]) > 0) == (not idle)
-    assert cost.seconds["fixed"] == constants.step_s
+    names = {*CONSTANTS, *OPTIONAL}
+    idle = {"launch_s", "layer_s"} if question.cluster.engine == "nxd" else set()  # a compiled graph waits for no host
+    hidden = {"dp_ratio"} if 1.0 in load_kernels(kernels).hides.values() else set()  # all of it, behind passes
+    showing = {name for name in names if cost(**{name: 0.9 * getattr(constants, name)}).time_s != cost().time_s}
+    assert showing == names - idle - hidden
+    assert (float(cost(task_s=0.0).seconds["waiting"]) > 0) == (not idle)
+    assert cost().seconds["fixed"] == constants.step_s
 
 
 def test_tiles_of_a_matrix_unit_are_priced_in_columns_too():

@@ -226,7 +226,7 @@ class LayoutPricer:
         return self._rings[atoms]
 
     def _one_ring(self, mesh: Mesh, atoms: tuple[str, ...]) -> Ring:
-        # Starts take longer where there is a pipeline, whatever ranks a group has.
+        # Collectives start later where there is a pipeline, whatever ranks a group has.
         key = (to_neighbours(atoms), mesh.steps(atoms), mesh.placement, mesh.size("pp") > 1)
         if key not in self._known:
             self._known[key] = mesh_ring(self.question.cluster, mesh, atoms, self.question.calibration)
@@ -307,6 +307,7 @@ def ring_column(rings: Sequence[Ring]) -> Ring:
         bandwidth_bytes_per_s=np.array([ring.bandwidth_bytes_per_s for ring in rings]),
         latency_s=np.array([ring.latency_s for ring in rings]),
         start_s=np.array([ring.start_s for ring in rings]),
+        joining_s=np.array([ring.joining_s for ring in rings]),
         hop=column([ring.hop for ring in rings]),
         exchange=column([ring.exchange for ring in rings]),
         routes=tuple(route for route in routes if route),
