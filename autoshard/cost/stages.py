@@ -26,6 +26,7 @@ from autoshard.spec.model import LAYER
 from autoshard.spec.workload import DTYPE_BYTES
 
 Rows = NDArray[Any] | slice
+Part = Literal["embed", "recomputed", "plain", "head"]  # of the blocks of a chunk
 PASSES = ("forward_s", "input_s", "weight_s")  # fields of blocks and stages
 
 
@@ -252,7 +253,7 @@ class StagePrices(PerCandidate):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Slot:
+class ChunkBlock:
     """A block in the chunks of ranks: how many each has, [rank, option, chunk, 1], and the row of its recompute.
 
     The layers of one ``part`` follow each other in any order of their kinds.
@@ -261,29 +262,29 @@ class Slot:
     count: Floats
     block: BlockTotals
     row: Ints | int
-    part: Literal["embed", "recomputed", "plain", "head"]
+    part: Part
 
     def of_rank(self) -> Floats:
         """Return how many a rank has: [rank, option, 1]."""
         return self.count.sum(axis=2)
 
 
-def _slots(blocks: PipelineBlocks, options: StageOptions) -> tuple[Slot, ...]:
+def _slots(blocks: PipelineBlocks, options: StageOptions) -> tuple[ChunkBlock, ...]:
     """Return the blocks of chunks, in the order of the forward pass."""
     schedule, order = blocks.schedule, blocks.order
     stage = counts_of(schedule).stages[:, None, :, None]
     shape = (schedule.num_ranks, *options.recomputed.shape[1:])
 
-    def layers(first: Ints, length: Ints, row: Ints | int, part: Literal["recomputed", "plain"]) -> Iterator[Slot]:
+    def layers(first: Ints, length: Ints, row: Ints | int, part: Part) -> Iterator[ChunkBlock]:
         for count, block in zip(order.counts(first, length), blocks.layers, strict=True):
             wide = np.broadcast_to(count, shape)[..., None].astype(np.float64)
-            yield Slot(count=wide, block=block, row=row, part=part)
+            yield ChunkBlock(count=wide, block=block, row=row, part=part)
 
     return (
-        Slot(count=(stage == 0).astype(np.float64), block=blocks.embed, row=0, part="embed"),
+        ChunkBlock(count=(stage == 0).astype(np.float64), block=blocks.embed, row=0, part="embed"),
         *layers(options.first, options.recomputed, options.kind, "recomputed"),
         *layers(options.first + options.recomputed, options.plain, options.plain_kind, "plain"),
-        Slot(count=(stage == schedule.num_stages - 1).astype(np.float64), block=blocks.head, row=0, part="head"),
+        ChunkBlock(count=(stage == schedule.num_stages - 1).astype(np.float64), block=blocks.head, row=0, part="head"),
     )
 
 
@@ -347,7 +348,7 @@ def _queued_bytes(blocks: PipelineBlocks, total: Callable[[str], Floats], kernel
     return behind * ahead / starts * scattered
 
 
-def _other_memory(blocks: PipelineBlocks, slots: Sequence[Slot]) -> Mapping[str, Number]:
+def _other_memory(blocks: PipelineBlocks, slots: Sequence[ChunkBlock]) -> Mapping[str, Number]:
     """Return the parts of a rank's memory beside states, activations, and what its platform keeps for itself.
 
     ZeRO-3 has two whole blocks at a time, one at work and one on its way, and a gradient, two where that of the block
@@ -384,7 +385,7 @@ def _other_memory(blocks: PipelineBlocks, slots: Sequence[Slot]) -> Mapping[str,
     }
 
 
-def _working_bytes(schedule: Schedule, slots: Sequence[Slot]) -> Any:
+def _working_bytes(schedule: Schedule, slots: Sequence[ChunkBlock]) -> Any:
     """Return the most that a block of each chunk holds while it is at work, beside all that is kept.
 
     Backward runs from a chunk's last block to its first, and frees what each has kept. Layers of several kinds are all
