@@ -271,8 +271,7 @@ class ChunkBlock:
 
 def _slots(blocks: PipelineBlocks, options: StageOptions) -> tuple[ChunkBlock, ...]:
     """Return the blocks of chunks, in the order of the forward pass."""
-    schedule, order = blocks.schedule, blocks.order
-    stage = counts_of(schedule).stages[:, None, :, None]
+    schedule, order, stage = blocks.schedule, blocks.order, counts_of(blocks.schedule).stages[:, None, :, None]
     shape = (schedule.num_ranks, *options.recomputed.shape[1:])
 
     def layers(first: Ints, length: Ints, row: Ints | int, part: Part) -> Iterator[ChunkBlock]:
