@@ -33,6 +33,9 @@ class ModelType:
     stated: Mapping[str, object] = field(default_factory=dict[str, object])  # must be stated, as it has another default
 
 
+_BALANCE = (
+    "the loss that it asks for belongs to the question: --router-balance-loss, or router_balance_loss in a recipe"
+)
 SHARED_DEFAULTS: Mapping[str, Any] = {
     "num_key_value_heads": None,
     "head_dim": None,
@@ -157,7 +160,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
 # Fields of options that no model has until ModelSpec names them, with the values that switch them off. Some belong to
 # related models: transformers would ignore them, and compute another model than the one that was meant.
 _SWITCHED_OFF: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys(("add_cross_attention", "is_encoder_decoder", "output_router_logits"), (False, None)),
+    **dict.fromkeys(("add_cross_attention", "is_encoder_decoder"), (False, None)),
     "scale_attn_weights": (True, None),
     "scale_attn_by_inverse_layer_idx": (False, None),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "quantization_config"), (None,)),
@@ -199,6 +202,7 @@ def spec_from_config(config: Mapping[str, object], *, name: str, source: str) ->
     reader = _ConfigReader(config, {**usual, **SHARED_DEFAULTS, **kind.defaults})
     for name_of_field, off in UNMODELLED.items():
         reader.only(name_of_field, off, "autoshard does not model this option")
+    reader.only("output_router_logits", (False, None), _BALANCE)
     for name_of_field in kind.stated.keys() - config.keys():
         value = show_value(kind.stated[name_of_field])
         reader.refuse(name_of_field, f"missing. Only {value} is modelled, and {kind.architecture} has another default")

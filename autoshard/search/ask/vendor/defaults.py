@@ -14,6 +14,9 @@ LONGEST_DEFAULT = 8192
 # (arXiv 2407.21783, section 3.4.1).
 TOKENS = 2**22
 LOCAL_BATCH = 32
+_OF_WORK = (  # options that a workload holds as they are stated
+    "optimizer", "documents", "expert_imbalance", "router_balance_loss", "router_balance_over", "router_z_loss",
+)  # fmt: skip
 _MORE_NODES = 2.0  # than a vendor documents: on more than so many times as many its batch says nothing
 
 
@@ -62,9 +65,7 @@ def default_workload(
     """Return the workload of a question that leaves some of it open, or all, and where these sizes are from."""
     options = question or QuestionOptions()
     sizes = default_sizes(model, cluster, seq_len=options.seq_len, global_batch=options.global_batch)
-    stated = {
-        name: options.given[name] for name in ("optimizer", "documents", "expert_imbalance") if name in options.given
-    }
+    stated = {name: options.given[name] for name in _OF_WORK if name in options.given}
     precision = Precision.named(options.precision or "bf16")
     work = Workload(seq_len=sizes.seq_len, global_batch=sizes.global_batch, precision=precision, **stated)
     return work, sizes.why
