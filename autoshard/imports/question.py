@@ -155,7 +155,7 @@ class _QuestionBuilder:
         stated = QuestionOptions(
             model=self.model.name, cluster=name, lnc=lnc, seq_len=work["seq_len"], global_batch=work["global_batch"],
             precision=work["precision"], headroom=self.options.headroom, calibration=self.options.calibration,
-            release=self.options.release,
+            release=self.options.release, **self._router_losses(facts),
         )  # fmt: skip
         request = request_of(stated, cluster.num_nodes, self.model)
         request = replace(request, cluster=cluster, other_lnc=())
@@ -173,6 +173,11 @@ class _QuestionBuilder:
             assumed=tuple(self.assumed),
             opens_nodes=self.nodes is None and self._stated_ranks(cluster.ranks_per_node)[0] is None,
         )
+
+    def _router_losses(self, facts: Facts) -> Mapping[str, Any]:
+        """Return the losses of routers that are stated; a model without experts has none, whatever a file says."""
+        keys = ("router_balance_loss", "router_balance_over", "router_z_loss") if self.model.num_experts else ()
+        return {key: facts[f"work.{key}"] for key in keys if facts.get(f"work.{key}")}
 
     def _cluster_name(self) -> tuple[str, int | None]:
         """Return the name of the cluster and its logical cores."""

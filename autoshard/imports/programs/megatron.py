@@ -13,6 +13,7 @@ from autoshard.errors import InputError
 from autoshard.imports.programs.megatron_model import (
     FOREIGN,
     MODEL,
+    ROUTERS,
     head_facts,
     model,
     name,
@@ -333,6 +334,7 @@ MEGATRON = OtherProgram(
             reads=lambda keys: {} if keys["moe_expert_capacity_factor"] is None
             else {"work.expert_capacity": number(keys["moe_expert_capacity_factor"])},
         ),
+        *ROUTERS,
         KeyEntry(keys=_RECOMPUTE, reads=lambda keys: _recompute(_nemo_recompute(keys)), writes=_written_recompute),
         KeyEntry(keys=_PRECISION, reads=_precision, writes=_written_precision),
         KeyEntry(keys=("account_for_embedding_in_pipeline_split",), reads=lambda keys: {
@@ -355,7 +357,7 @@ MEGATRON = OtherProgram(
         "transformer_impl", "*cross_entropy*", "*.call", "call", "*.args", "attention_backend",
         "model.attention_backend", "distributed_*", "timing_*", "no_load_*", "no_save_*",
         "make_vocab_size_divisible_by", "override_*", "bias_*", "no_masked_softmax_fusion", "no_position_embedding",
-        "rotary_percent", "moe_aux_loss_coeff", "calculate_per_*", "moe_router_load_balancing_type",
+        "rotary_percent", "calculate_per_*",
         "moe_grouped_gemm", "moe_token_dispatcher_type", "profile*", "loss_scale", "overlap_param_gather", "job_name",
         "export", "*exp_manager*", "trainer.*", "data.*", "no_create_attention_mask_in_dataloader",
         "no_mmap_bin_files", "*nccl*", "dist_ckpt*", "distributed_backend", "*check_for_nan*",
@@ -378,6 +380,7 @@ MEGATRON = OtherProgram(
         recompute=("none", "selective", "full", "part"),
         selective=(("core_attn",), ("layernorm",), ("mlp",), ("mlp_act",)),
         zero_group=True,
+        router_losses=True,
         cp_kinds=("ring", "all_to_all"),
         precisions=("bf16", "bf16,gradients=bf16", "fp16", "fp16,gradients=fp16", "fp32", "bf16,products=fp8",
                     "bf16,gradients=bf16,products=fp8"),
