@@ -5,7 +5,6 @@ program. The notes of all micro-batches are added on the device, and read where 
 theirs. Where several ranks have the same tokens, the first of them notes.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -101,17 +100,17 @@ class RouterNotes:
         loads = [numbers[:experts] for numbers in by_router]
         if not loads or not all(map(any, loads)):
             return None
-        num_choices = math.fsum(map(math.fsum, loads))
+        num_choices = sum(map(sum, loads))
         losses = {
             name: loss.weight(self.sizes, self.plan.schedule.num_micro_batches)
-            * math.fsum(numbers[experts + 2 + place] for numbers in by_router)
+            * sum(numbers[experts + 2 + place] for numbers in by_router)
             / len(by_router)
             for place, (name, loss) in enumerate(router_losses(self.plan.workload).items())
         }
         return RouterReport(
-            busiest=max(experts * max(load) / math.fsum(load) for load in loads),
-            entropy=math.fsum(numbers[experts] for numbers in by_router) * self.sizes["choices"] / num_choices,
-            dropped=math.fsum(numbers[experts + 1] for numbers in by_router) / num_choices,
+            busiest=max(experts * max(load) / sum(load) for load in loads),
+            entropy=sum(numbers[experts] for numbers in by_router) * self.sizes["choices"] / num_choices,
+            dropped=sum(numbers[experts + 1] for numbers in by_router) / num_choices,
             balance_loss=losses.get(BALANCE),
             z_loss=losses.get(Z),
         )

@@ -39,8 +39,8 @@ class RouterReport:
 
     @property
     def figures(self) -> Mapping[str, float]:
-        """The numbers by name."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """The numbers by name, as far as they are finite."""
+        return {name: value for name, value in asdict(self).items() if value is not None and math.isfinite(value)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
