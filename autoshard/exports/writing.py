@@ -40,11 +40,7 @@ def facts_of(plan: Plan, expressed: Expressed) -> Facts:
         "work.precision": expressed.precision,
         "model.label": model.name,
     }
-    if work.router_balance_loss:
-        facts["work.router_balance_loss"] = work.router_balance_loss
-        facts["work.router_balance_over"] = work.router_balance_over
-    if work.router_z_loss:
-        facts["work.router_z_loss"] = work.router_z_loss
+    facts |= {f"work.{name}": value for name, value in work.router_losses.items()}
     return facts
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 from autoshard.errors import InputError, in_range, inside, nearest, require
 from autoshard.spec import record
@@ -15,6 +15,7 @@ Optimizer = Literal["adamw", "sgd"]  # sgd: weight - rate * gradient, no momentu
 Documents = Literal["joined", "separate"]  # whether documents in one sequence attend to each other
 BalancedOver = Literal["batch", "sequence"]  # the tokens over which experts shall be equally busy
 
+ROUTER_LOSSES = ("router_balance_loss", "router_balance_over", "router_z_loss")  # fields of Workload
 MOST = 2**31 - 1  # sequences or tokens: products of sizes stay inside the 64 bits of numpy's integers
 MAX_COEFFICIENT = 1e3  # of a loss of routers; published ones lie between 1e-4 and 1e-1
 MAX_CAPACITY = 1e6  # slots of an expert over its equal share of the tokens: more than there are experts
@@ -143,6 +144,17 @@ class Workload:
     def trains_routers(self) -> bool:
         """Whether routers have losses of their own."""
         return self.router_balance_loss > 0 or self.router_z_loss > 0
+
+    @property
+    def router_losses(self) -> Mapping[str, Any]:
+        """The fields that say how routers are trained; none of those that say nothing.
+
+        >>> work = Workload(seq_len=8, global_batch=1, precision=Precision.named("bf16"), router_z_loss=0.001)
+        >>> work.router_losses
+        {'router_z_loss': 0.001}
+        """
+        names = ROUTER_LOSSES if self.router_balance_loss else ROUTER_LOSSES[2:]
+        return {name: value for name in names if (value := getattr(self, name))}
 
     @property
     def tokens_per_step(self) -> int:
