@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from autoshard.imports.table import Facts, KeyEntry, Keys, number, read_only, same, truth, whole_number, words
+from autoshard.imports.table import Facts, KeyEntry, Keys, alias, number, read_only, same, truth, whole_number, words
 from autoshard.spec.workload import BalancedOver
 
 
@@ -98,6 +98,11 @@ def name(keys: Keys) -> Facts:
     return {}
 
 
+def _capacity(keys: Keys) -> Facts:
+    factor = keys["moe_expert_capacity_factor"]
+    return {} if factor is None else {"work.expert_capacity": number(factor)}
+
+
 # Megatron's loss is divided by the number of chosen experts, and is 1 where experts are equally busy.
 _ROUTER = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_topk")
 _TOP_K = 2  # megatron/training/arguments.py
@@ -129,7 +134,11 @@ def _written_router_losses(facts: Facts) -> Keys:
     return {_ROUTER[0]: kind, _ROUTER[1]: coefficient}
 
 
-ROUTERS = (
+EXPERTS = (
+    same("num_experts", "model.num_local_experts"),
+    same("moe_router_topk", "model.num_experts_per_tok"),
+    alias("moe_ffn_hidden_size", "model.intermediate_size"),
+    read_only("moe_expert_capacity_factor", reads=_capacity),
     KeyEntry(keys=_ROUTER, reads=_router_losses, writes=_written_router_losses),
     same("moe_z_loss_coeff", "work.router_z_loss", number),
 )
