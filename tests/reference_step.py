@@ -1,14 +1,17 @@
 """One whole training step computed with numpy, straight from the graph: what engines must agree with."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import numpy as np
 
 from autoshard.graph.block import Block, OpGraph
 from autoshard.graph.kinds.dropout import DROPOUT_KEYS, dropout_keys
 from autoshard.graph.op import Array
+from autoshard.graph.router import RouterLoss
 
+NO_LOSSES: Mapping[str, RouterLoss] = MappingProxyType({})
 Arrays = Mapping[str, Array]
 COUNTED = {"columns": "hidden", "kv_numbers": "kv_heads", "group_numbers": "q_group"}
 
@@ -21,6 +24,7 @@ class StepResult:
     norm: float
     gradients: Arrays
     weights: Arrays
+    router: Mapping[str, float] = field(default_factory=dict[str, float])  # losses, means of layers and micro-batches
 
 
 def random_weights(graph: OpGraph, generator: np.random.Generator, scale: float = 0.5) -> Arrays:
@@ -36,8 +40,9 @@ def random_weights(graph: OpGraph, generator: np.random.Generator, scale: float 
 
 
 def evaluate_step(
-    graph: OpGraph, weights: Arrays, micro_batches: Sequence[Arrays], *, learning_rate: float = 1e-2, seed: int = 0
-) -> StepResult:
+    graph: OpGraph, weights: Arrays, micro_batches: Sequence[Arrays], *, learning_rate: float = 1e-2, seed: int = 0,
+    losses: Mapping[str, RouterLoss] = NO_LOSSES,
+) -> StepResult:  # fmt: skip
     """Run forward and backward over all micro-batches, then reduce, clip and update (the first step of AdamW).
 
     A micro-batch holds ``tokens``, ``labels``, ``positions``, ``key_positions``, ``token_weight``, where documents are
@@ -45,12 +50,17 @@ def evaluate_step(
     so a dropless model needs sizes in which ``slots`` is the number of tokens.
     """
     sums: dict[str, Array] = {}
-    loss = 0.0
+    loss, weight = 0.0, {name: part.weight(graph.sizes, len(micro_batches)) for name, part in losses.items()}
+    router = dict.fromkeys(losses, 0.0)
+    gradients = {f"d.{name}": np.asarray(part.coefficient * weight[name]) for name, part in losses.items()}
     for batch in micro_batches:
         environments = _run_forward(graph, weights, batch, seed)
         loss += float(environments[-1]["loss"])
-        _run_backward(graph, environments, sums)
-    return _run_update(graph, weights, sums, loss, learning_rate)
+        for name in losses:
+            values = [float(environment[name]) for environment in environments if name in environment]
+            router[name] += weight[name] * sum(values) / len(values)
+        _run_backward(graph, environments, sums, gradients)
+    return replace(_run_update(graph, weights, sums, loss, learning_rate), router=router)
 
 
 def _run_forward(graph: OpGraph, weights: Arrays, batch: Arrays, seed: int) -> list[dict[str, Array]]:
@@ -75,10 +85,12 @@ def _run_forward(graph: OpGraph, weights: Arrays, batch: Arrays, seed: int) -> l
     return environments
 
 
-def _run_backward(graph: OpGraph, environments: list[dict[str, Array]], sums: dict[str, Array]) -> None:
+def _run_backward(
+    graph: OpGraph, environments: list[dict[str, Array]], sums: dict[str, Array], gradients: Arrays
+) -> None:
     upstream = np.float64(1.0)
     for (name, block), environment in reversed(list(zip(graph.instances(), environments, strict=True))):
-        environment[f"d.{block.gives[0]}"] = np.asarray(upstream)
+        environment |= {**gradients, f"d.{block.gives[0]}": np.asarray(upstream)}
         for tensor in block.parameters:
             zeros = np.zeros([graph.sizes[dim] for dim in tensor.dims])
             environment[f"{tensor.name}.grad"] = sums.get(f"{name}.{tensor.name}", zeros)

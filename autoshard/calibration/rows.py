@@ -16,7 +16,7 @@ from autoshard.spec.cluster_catalogue import NodeType, load_node_type
 from autoshard.spec.files import json_lines, read_data
 from autoshard.spec.kernels import kernels_names, load_kernels
 from autoshard.spec.model_catalogue import load_model, model_names
-from autoshard.spec.workload import Documents, Optimizer, Precision
+from autoshard.spec.workload import BalancedOver, Documents, Optimizer, Precision
 
 # short: ended, or was stopped, before its times had settled; crashed: took no step, perhaps because memory ran out
 Kind = Literal["run", "rehearsal", "short", "crashed"]
@@ -85,6 +85,9 @@ class MeasuredRow:
     optimizer: Optimizer | None = None  # AdamW, where a row does not say
     documents: Documents | None = None  # joined, where a row does not say
     expert_imbalance: float | None = None  # of the busiest expert over the mean; 0 where routing was forced to be even
+    router_balance_loss: float | None = None  # none, where a row does not say; likewise
+    router_balance_over: BalancedOver | None = None
+    router_z_loss: float | None = None
     pipeline_schedule: str | None = None
     candidate: str | None = None  # the whole layout in text, where it was autoshard that ran; agrees with the columns
     framework: str | None = None
@@ -357,6 +360,7 @@ def row_of(plan: Plan, ran: Occasion) -> MeasuredRow:
         optimizer=workload.optimizer,
         documents=None if workload.documents == "joined" else workload.documents,
         expert_imbalance=workload.expert_imbalance if model.num_experts else None,
+        **workload.router_losses,
         candidate=str(layout),
         framework=f"autoshard, {plan.engine if at_home else 'torch'} engine",
         framework_version=ran.versions,

@@ -43,7 +43,12 @@ class BlockProgram:
     def handed_back(self) -> str | None:
         """The gradient that the backward pass hands to the block before; None in the first block."""
         sums = {f"{tensor.name}.sum" for tensor in self.block.parameters}
-        return next((name for name in self.program.results if name not in {*sums, self.handed_on}), None)
+        return next((name for name in self.program.results if name not in {*sums, *self.block.gives}), None)
+
+    @property
+    def reported(self) -> Mapping[str, Value]:
+        """The numbers that the forward pass makes for reports only, by tensor; their parts lie on several ranks."""
+        return {name: self.program.results[name] for name in self.block.gives[1:]}
 
     def instructions(self, kind: str) -> tuple[Instruction, ...]:
         """Return the instructions of a kind of action."""

@@ -70,12 +70,22 @@ def expressed(plan: Plan, program: OtherProgram) -> Expressed:
     if precision not in names:
         change.differences.append(Difference(what=f"precision {precision}", instead=f"{names[0]}"))
         precision = names[0]
+    change.differences.extend(_of_routers(change))
     return Expressed(
         planned=planned,
         candidate=change.candidate,
         precision=precision,
         differences=tuple(change.differences),
     )
+
+
+def _of_routers(change: _Rewriting) -> Iterator[Difference]:
+    """Yield what becomes of losses of routers."""
+    work = change.plan.workload
+    if work.trains_routers and not change.program.limits.router_losses:
+        yield Difference(what="losses of routers", instead="what the program does by itself: its file states none")
+    elif work.router_balance_loss and work.router_balance_over == "batch" and change.candidate.dp > 1:
+        yield Difference(what="experts balanced over all ranks", instead="over the tokens of one data-parallel rank")
 
 
 def _same_family(plan: Plan, program: OtherProgram) -> bool:

@@ -40,6 +40,7 @@ def facts_of(plan: Plan, expressed: Expressed) -> Facts:
         "work.precision": expressed.precision,
         "model.label": model.name,
     }
+    facts |= {f"work.{name}": value for name, value in work.router_losses.items()}
     return facts
 
 

@@ -18,6 +18,7 @@ from autoshard.graph.kinds.norm import Norm, Softmax
 from autoshard.graph.kinds.optimizer import ClipScale
 from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Reduce, Unary
 from autoshard.graph.op import Dims
+from autoshard.graph.router import add_router_losses
 from autoshard.graph.written import emit_written, parse_lines
 from autoshard.spec.kernels import Kernels
 from autoshard.spec.model import ModelSpec, TracedDecoder
@@ -119,7 +120,8 @@ def _layer_block(whole: ModelSpec, kind: str, workload: Workload, kernels: Kerne
         _experts(b, model, normed, settles=settled and drops) if model.num_experts else write_mlp(b, model, normed)
     )
     y = b.emit("mlp_add", Add(), after, _dropped(b, model, "mlp_drop", mlp_output))
-    return finish(b, kind, kernels, takes=(x,), gives=(y,), repeat=whole.layer_counts[kind])
+    gives = (y, *add_router_losses(b, workload))
+    return finish(b, kind, kernels, takes=(x,), gives=gives, repeat=whole.layer_counts[kind])
 
 
 def _head_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block:
@@ -170,10 +172,11 @@ def _traced_blocks(
         x = written(embed, traced.embed)
         inner, last = (b.add("x", _RESIDUAL) for b in (layer, head))
         y = written(layer, traced.layer)
+        gives = (y, *add_router_losses(layer, workload))
         logits = written(head, traced.head)
         return (
             finish(embed, "embed", kernels, gives=(x,), ties=_embed_ties(model)),
-            finish(layer, "layer", kernels, takes=(inner,), gives=(y,), repeat=model.num_layers),
+            finish(layer, "layer", kernels, takes=(inner,), gives=gives, repeat=model.num_layers),
             _with_loss(head, model, workload, kernels, (last, logits)),
         )
 

@@ -24,6 +24,7 @@ from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.recipe import Pins, QuestionOptions
 from autoshard.spec.repeats import MAX_ITEMS
+from autoshard.spec.workload import ROUTER_LOSSES
 
 _CHIPS = re.compile(
     r"(?<![a-z])(gb200|gb300|b300|b200|h100|h200|a100|trn1n?|trn2u?|trn3|vr200|r100)(?![0-9])", re.IGNORECASE
@@ -156,7 +157,7 @@ class _QuestionBuilder:
         stated = QuestionOptions(
             model=self.model.name, cluster=name, lnc=lnc, seq_len=work["seq_len"], global_batch=work["global_batch"],
             precision=work["precision"], headroom=self.options.headroom, calibration=self.options.calibration,
-            release=self.options.release,
+            release=self.options.release, **self._router_losses(facts),
         )  # fmt: skip
         request = request_of(stated, cluster.num_nodes, self.model)
         request = replace(request, cluster=cluster, other_lnc=())
@@ -174,6 +175,11 @@ class _QuestionBuilder:
             assumed=tuple(self.assumed),
             opens_nodes=self.nodes is None and self._stated_ranks(cluster.ranks_per_node)[0] is None,
         )
+
+    def _router_losses(self, facts: Facts) -> Mapping[str, Any]:
+        """Return the losses of routers that are stated; a model without experts has none, whatever a file says."""
+        keys = ROUTER_LOSSES if self.model.num_experts else ()
+        return {key: facts[f"work.{key}"] for key in keys if facts.get(f"work.{key}")}
 
     def _cluster_name(self) -> tuple[str, int | None]:
         """Return the name of the cluster and its logical cores."""

@@ -40,6 +40,7 @@ class Limits:
     recompute: tuple[str, ...]  # of none, selective, full and part: full for some layers of each stage
     selective: tuple[tuple[str, ...], ...] | None = None
     zero_group: bool = False
+    router_losses: bool = False
     cp_kinds: tuple[str, ...] = ("ring",)
     cp_orders: tuple[str, ...] = ("zigzag",)
     sp: tuple[bool, ...] = (True, False)

@@ -151,9 +151,12 @@ def work_words(plan: Plan) -> str:
     formats = "".join(f" and {dtype} {part}" for part, dtype, usual in parts if dtype != usual)
     documents = " of separate documents" if workload.documents == "separate" else ""
     even = f", busiest expert {workload.expert_imbalance:.0%} above the mean" if plan.model.num_experts else ""
+    over = "each sequence" if workload.router_balance_over == "sequence" else "each micro-batch"
+    losses = ((workload.router_balance_loss, f"balance loss over {over}"), (workload.router_z_loss, "router z-loss"))
+    trained = "".join(f", {coefficient:g} x {loss}" for coefficient, loss in losses if coefficient)
     return (
         f"{counted(workload.global_batch, 'sequence')} of {counted(workload.seq_len, 'token')}{documents} a step, "
-        f"{precision.weights}{masters}{formats}, {workload.optimizer}, ZeRO-{plan.zero}{even}"
+        f"{precision.weights}{masters}{formats}, {workload.optimizer}, ZeRO-{plan.zero}{even}{trained}"
     )
 
 

@@ -16,7 +16,18 @@ _PORT = 6006  # TensorBoard's own
 _GAP = "   "  # between the parts of a line
 _WAITED = 0.02  # of a step's time: to wait so long for data is worth a word
 _PHASES = {"compile": "compiled in it", "warm-up": "warm-up", "steady": ""}
-_DISPENSABLE = ("memory", "rate", "norm", "ratio", "mfu", "speed", "waited", "left", "phase")  # where a line is short
+_DISPENSABLE = (
+    "memory",
+    "rate",
+    "norm",
+    "ratio",
+    "experts",
+    "mfu",
+    "speed",
+    "waited",
+    "left",
+    "phase",
+)  # where a line is short
 _PARTS = {  # what an engine counts -> the predicted parts that it adds up
     **{name: (name,) for name in ("weights", "gradients", "masters", "optimizer")},
     "saved": ("activations", "logits"),
@@ -65,6 +76,7 @@ def step_line(
         "speed": format_count(step.tokens_per_s, "tokens/s"),
         "mfu": "" if mfu is None else f"MFU {mfu:.1%}",
         "memory": "" if step.memory_bytes is None else format_bytes(step.memory_bytes),
+        "experts": "" if step.router is None else f"busiest expert {step.router.busiest:.2f} x mean",
         "waited": f"waited {format_seconds(step.waited_s)} for data" if step.waited_s > _WAITED * step.time_s else "",
         "left": "" if not left_s else f"{format_seconds(left_s)} left",
         "phase": _PHASES[step.phase],

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 WARM_UP = 2  # steps that allocate, connect and cache; they are no measure of the others
@@ -24,6 +24,26 @@ def phase_of(num_taken: int, *, compiles: bool) -> Phase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouterReport:
+    """How the routers of a step chose experts, over all its tokens; losses are those before their coefficients.
+
+    >>> RouterReport(busiest=1.5, entropy=2.0, dropped=0.0, balance_loss=2.1).figures
+    {'busiest': 1.5, 'entropy': 2.0, 'dropped': 0.0, 'balance_loss': 2.1}
+    """
+
+    busiest: float  # tokens of the busiest expert over the mean of its layer, in the layer where that is most
+    entropy: float  # in nats, of the probabilities of all experts; the mean over tokens and layers
+    dropped: float  # the share of choices that found no slot
+    balance_loss: float | None = None  # the mean over layers and micro-batches; None where nothing is balanced
+    z_loss: float | None = None  # likewise
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """The numbers by name, as far as they are finite."""
+        return {name: value for name, value in asdict(self).items() if value is not None and math.isfinite(value)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimedStep:
     """One optimizer step as all ranks saw it, and how long the slowest took."""
 
@@ -37,6 +57,7 @@ class TimedStep:
     updated: bool = True  # whether the weights took the step
     memory_bytes: int | None = None  # the peak of a device so far; None without a device
     phase: Phase = "steady"
+    router: RouterReport | None = None  # None of a model without experts, and of engines that do not look
 
     @property
     def tokens_per_s(self) -> float:

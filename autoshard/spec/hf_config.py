@@ -19,6 +19,9 @@ from autoshard.spec.model import LAYER, LayerKind, ModelSpec, RotaryScaling
 from autoshard.spec.record import show_value
 from autoshard.spec.repeats import compress
 
+_BALANCE = (
+    "the loss that it asks for belongs to the question: --router-balance-loss, or router_balance_loss in a recipe"
+)
 _ROTARY_KEYS = (
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"),
     *("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -43,6 +46,7 @@ def spec_from_config(config: Mapping[str, object], *, name: str, source: str) ->
     for name_of_field, off in UNMODELLED.items():
         if name_of_field not in kind.defaults:
             reader.only(name_of_field, off, "autoshard does not model this option")
+    reader.only("output_router_logits", (False, None), _BALANCE)
     for name_of_field in kind.stated.keys() - config.keys():
         value = show_value(kind.stated[name_of_field])
         reader.refuse(name_of_field, f"missing. Only {value} is modelled, and {kind.architecture} has another default")

@@ -135,7 +135,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
 # Fields of options that no model has until ModelSpec names them, with the values that switch them off. Some belong to
 # related models: transformers would ignore them, and compute another model than the one that was meant.
 _SWITCHED_OFF: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys(("add_cross_attention", "is_encoder_decoder", "output_router_logits"), (False, None)),
+    **dict.fromkeys(("add_cross_attention", "is_encoder_decoder"), (False, None)),
     "scale_attn_weights": (True, None),
     "scale_attn_by_inverse_layer_idx": (False, None),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "quantization_config"), (None,)),

@@ -13,7 +13,7 @@ from autoshard.spec.file_kinds import RECIPE_FILE, refuse_other_kinds
 from autoshard.spec.files import read_data, shipped_files
 from autoshard.spec.price import checked_prices
 from autoshard.spec.training import Training
-from autoshard.spec.workload import Documents, Optimizer, Precision
+from autoshard.spec.workload import BalancedOver, Documents, Optimizer, Precision
 
 DEFAULT_CLUSTER = "trn1.32xlarge"
 RECIPES, SWEEPS = "recipes", "recipes/sweeps"  # folders of data that come with autoshard
@@ -45,6 +45,12 @@ class QuestionOptions:
             attention and positions begin anew with each document (separate). Default: joined.
         expert_imbalance: How many more tokens than the mean the busiest expert gets: 0.5 is half as many again, 0 is
             routing that is forced to be even. Default: 0.5, as published of routers with an auxiliary loss.
+        router_balance_loss: The coefficient of the loss that keeps the experts of a mixture equally busy, in every
+            layer; published ones lie between 0.001 and 0.02. Default: 0, so that nothing keeps them so.
+        router_balance_over: The tokens over which they shall be equally busy: a micro-batch on all ranks (batch), or
+            each sequence by itself (sequence). Default: batch.
+        router_z_loss: The coefficient of the loss that keeps routers' logits small, in every layer; 0.001 is usual.
+            Default: 0.
         engine: Search only plans that this engine runs; `any` searches all engines. Default: the cluster's own.
         headroom: The share of a rank's usable memory that stays free: 0.1 is 10 %, 0 none. Default: 0.1.
         calibration: A calibration file, made by `autoshard calibrate`. Default: the one that comes with the cluster.
@@ -66,6 +72,9 @@ class QuestionOptions:
     optimizer: Optimizer | None = None
     documents: Documents | None = None
     expert_imbalance: float | None = None
+    router_balance_loss: float | None = None
+    router_balance_over: BalancedOver | None = None
+    router_z_loss: float | None = None
     engine: EngineChoice | None = None
     headroom: float | None = None
     calibration: str | None = None

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 from autoshard.errors import InputError, in_range, inside, nearest, require
 from autoshard.spec import record
@@ -13,8 +13,11 @@ DTYPE_BYTES: dict[Dtype, int] = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4, "fp6
 PrecisionName = Literal["bf16", "bf16-sr", "fp16", "fp32"]
 Optimizer = Literal["adamw", "sgd"]  # sgd: weight - rate * gradient, no momentum, no decay
 Documents = Literal["joined", "separate"]  # whether documents in one sequence attend to each other
+BalancedOver = Literal["batch", "sequence"]  # the tokens over which experts shall be equally busy
 
+ROUTER_LOSSES = ("router_balance_loss", "router_balance_over", "router_z_loss")  # fields of Workload
 MOST = 2**31 - 1  # sequences or tokens: products of sizes stay inside the 64 bits of numpy's integers
+MAX_COEFFICIENT = 1e3  # of a loss of routers; published ones lie between 1e-4 and 1e-1
 MAX_CAPACITY = 1e6  # slots of an expert over its equal share of the tokens: more than there are experts
 # How far the busiest of 64 experts lies above the mean of its layer: 0.72 and 0.52 in models of 1B and 3B parameters
 # with an auxiliary loss, 0.04 with a bias in its place (Wang et al., arXiv 2408.15664, 2024, table 2, MaxVio_global).
@@ -107,7 +110,8 @@ PRECISIONS: Mapping[PrecisionName, Precision] = {
 class Workload:
     """One optimizer step: sequences, their length, number formats, optimizer.
 
-    Documents that share a sequence are ``joined`` (one text for attention and positions) or ``separate``.
+    Documents that share a sequence are ``joined`` (one text for attention and positions) or ``separate``. The
+    coefficients of routers' losses are those of each layer; 0 leaves a loss out.
     """
 
     seq_len: int
@@ -118,6 +122,9 @@ class Workload:
     expert_capacity: float | None = None
     documents: Documents = "joined"
     expert_imbalance: float = EXPERT_IMBALANCE  # of the busiest expert over the mean, where no token is dropped
+    router_balance_loss: float = record.option(0.0)
+    router_balance_over: BalancedOver = record.option("batch")
+    router_z_loss: float = record.option(0.0)
 
     def __post_init__(self) -> None:
         require(
@@ -125,7 +132,29 @@ class Workload:
             *in_range(self, "clip_norm", positive=True),
             *in_range(self, "expert_capacity", positive=True, high=MAX_CAPACITY),  # None: no token is dropped
             *in_range(self, "expert_imbalance", high=MAX_CAPACITY),
+            *in_range(self, "router_balance_loss", "router_z_loss", high=MAX_COEFFICIENT),
+            (
+                self.router_balance_over == "batch" or self.router_balance_loss > 0,
+                "router_balance_over",
+                f"is {self.router_balance_over}, but router_balance_loss is 0, so that nothing is balanced",
+            ),
         )
+
+    @property
+    def trains_routers(self) -> bool:
+        """Whether routers have losses of their own."""
+        return self.router_balance_loss > 0 or self.router_z_loss > 0
+
+    @property
+    def router_losses(self) -> Mapping[str, Any]:
+        """The fields that say how routers are trained; none of those that say nothing.
+
+        >>> work = Workload(seq_len=8, global_batch=1, precision=Precision.named("bf16"), router_z_loss=0.001)
+        >>> work.router_losses
+        {'router_z_loss': 0.001}
+        """
+        names = ROUTER_LOSSES if self.router_balance_loss else ROUTER_LOSSES[2:]
+        return {name: value for name in names if (value := getattr(self, name))}
 
     @property
     def tokens_per_step(self) -> int:

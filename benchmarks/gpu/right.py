@@ -66,6 +66,7 @@ _GPT: Mapping[str, Any] = {
 CASES: Mapping[str, Case] = {
     "dense": Case(),
     "experts": Case(model=_EXPERTS),
+    "experts_balanced": Case(model=_EXPERTS, workload={"router_balance_loss": 0.1, "router_z_loss": 0.1}),
     "grouped_queries": Case(model={"num_kv_heads": 2}),
     "one_kv_head": Case(model={"num_kv_heads": 1}),
     "tied": Case(model={"tied_embeddings": True}),

@@ -142,7 +142,8 @@ def test_a_row_of_the_plan_s_own_machine_is_read_as_what_ran_there(cluster: str,
 
 def test_optimizer_documents_and_a_model_without_a_card_travel() -> None:
     plan = tiny_plan("tp=1,pp=1,dp=2")
-    for change in ({"optimizer": "sgd"}, {"documents": "separate"}):
+    balanced = {"router_balance_loss": 0.01, "router_balance_over": "sequence", "router_z_loss": 0.001}
+    for change in ({"optimizer": "sgd"}, {"documents": "separate"}, balanced, {"router_z_loss": 0.001}):
         other = replace(plan, workload=replace(plan.workload, **change))
         assert run_of(row(other)).workload == other.workload
     assert row(plan).documents is None, "rows of joined documents are as they were"

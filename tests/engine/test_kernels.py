@@ -32,7 +32,7 @@ from autoshard.plan.tables import check_kernels, has_kernel
 from autoshard.run.placement import zigzag
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
-from autoshard.spec.workload import Documents, Precision, Workload
+from autoshard.spec.workload import BalancedOver, Documents, Precision, Workload
 from tests.engine.small_models import BIASES, graph_of, small_models
 from tests.reference_step import random_weights
 
@@ -59,9 +59,12 @@ MODELS = dict(with_kinds_of_their_own(OPTIONS)) | {
     for name in ("gelu", "gelu_tanh", "relu", "silu")
 }
 QUESTIONS = {
-    f"{name}, {documents} documents": (model, documents)
-    for name, model in MODELS.items()
-    for documents in (("joined",) if "experts" in name else ("joined", "separate"))
+    **{f"experts balanced over a {over}": (MODELS["experts"], "joined", over) for over in ("batch", "sequence")},
+    **{
+        f"{name}, {documents} documents": (model, documents, None)
+        for name, model in MODELS.items()
+        for documents in (("joined",) if "experts" in name else ("joined", "separate"))
+    },
 }
 
 
@@ -85,10 +88,13 @@ def inputs(graph_sizes: Mapping[str, int], block: Block, random: np.random.Gener
 
 
 def computed(
-    model: ModelSpec, documents: Documents = "joined"
+    model: ModelSpec, documents: Documents = "joined", over: BalancedOver | None = None
 ) -> Iterator[tuple[Block, Op, Call, list[Array], tuple[Array, ...]]]:
     """Run every block of a model with numpy, and yield each operation with what it read and made."""
-    workload = Workload(seq_len=6, global_batch=2, precision=Precision.named("bf16"), documents=documents)
+    losses: dict[str, Any] = {"router_balance_loss": 0.1, "router_z_loss": 0.1, "router_balance_over": over}
+    workload = Workload(
+        seq_len=6, global_batch=2, precision=Precision.named("bf16"), documents=documents, **(losses if over else {})
+    )
     graph, random = decoder_graph(model, workload, load_kernels("torch_cuda"), micro_batch=2), np.random.default_rng(0)
     assert random_weights(graph, random)
     for block in graph.blocks:
@@ -102,12 +108,12 @@ def computed(
                 yield block, op, call, arrays, results
 
 
-@pytest.mark.parametrize(("model", "documents"), QUESTIONS.values(), ids=QUESTIONS)
+@pytest.mark.parametrize(("model", "documents", "over"), QUESTIONS.values(), ids=QUESTIONS)
 def test_every_operation_of_a_step_gives_what_the_graph_gives_in_the_formats_of_the_plan(
-    model: ModelSpec, documents: Documents
+    model: ModelSpec, documents: Documents, over: BalancedOver | None
 ):
     local = KernelContext(formats=Formats())
-    for block, op, call, arrays, results in computed(model, documents):
+    for block, op, call, arrays, results in computed(model, documents, over):
         tensors = [torch.from_numpy(np.array(array)) for array in arrays]
         found = kernel_of(op.kind, call, EXACT)(*tensors)
         for tensor, expected in zip(found, results, strict=True):
@@ -211,9 +217,11 @@ def test_kinds_name_the_engines_that_have_a_kernel_for_them():
     assert {kind.__name__ for kind in COMPUTE} | experts == set(kinds_of("nxd"))
 
 
-@pytest.mark.parametrize(("model", "documents"), QUESTIONS.values(), ids=QUESTIONS)
-def test_a_result_of_a_kind_that_owns_its_result_is_no_view_of_an_input(model: ModelSpec, documents: Documents):
-    owners = [each for each in computed(model, documents) if each[1].kind.owns_result]
+@pytest.mark.parametrize(("model", "documents", "over"), QUESTIONS.values(), ids=QUESTIONS)
+def test_a_result_of_a_kind_that_owns_its_result_is_no_view_of_an_input(
+    model: ModelSpec, documents: Documents, over: BalancedOver | None
+):
+    owners = [each for each in computed(model, documents, over) if each[1].kind.owns_result]
     assert {type(op.kind).__name__ for _, op, *_ in owners} >= {"Einsum", "Multiply", "NormGradient", "Place"}
     for block, op, call, arrays, _ in owners:
         tensors = [torch.from_numpy(np.array(array)) for array in arrays]

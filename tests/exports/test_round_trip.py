@@ -22,7 +22,7 @@ from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.recipe import Pins
-from autoshard.spec.workload import Precision, Workload
+from autoshard.spec.workload import BalancedOver, Precision, Workload
 
 WRITTEN = {program.name: program for program in PROGRAMS if program.name != "bridge"}
 SETTINGS = {"llama3-8b": 32, "mixtral-8x7b": 32, "gpt3-6.7b": 32}
@@ -116,6 +116,26 @@ def test_every_precision_of_a_program_is_read_again(program: str) -> None:
         assert not [change for change in found.differences if "precision" in change.what]
         question = imported(WRITTEN[program], plan, found)
         assert question.request.workload.precision == Precision.named(name)
+
+
+@pytest.mark.parametrize("over", ["batch", "sequence"])
+def test_losses_of_routers_go_to_megatron_and_back(over: BalancedOver) -> None:
+    """Its coefficient is that of a loss which is divided by the number of chosen experts."""
+    plan = plan_at("mixtral-8x7b", Candidate(tp=2, pp=1, dp=4, ep=2))
+    work = replace(plan.workload, router_balance_loss=0.005, router_balance_over=over, router_z_loss=0.001)
+    plan, program = replace(plan, workload=work), WRITTEN["megatron"]
+    found = expressed(plan, program)
+    balanced = "experts balanced over all ranks"
+    assert [change.what for change in found.differences] == ([balanced] if over == "batch" else [])
+    text = text_of(program, plan, found)
+    kind = "aux_loss" if over == "batch" else "seq_aux_loss"
+    assert f"--moe-router-load-balancing-type {kind}" in text and "--moe-aux-loss-coeff 0.01" in text
+    question = imported(program, plan, found)
+    read = question.request.workload
+    assert (read.router_balance_loss, read.router_balance_over, read.router_z_loss) == (0.005, over, 0.001)
+    assert ["one data-parallel rank" in remark for remark in question.run.remarks] == [True] * (over == "batch")
+    for name in WRITTEN.keys() - {"megatron", "nxdt"}:
+        assert "losses of routers" in {change.what for change in expressed(plan, WRITTEN[name]).differences}
 
 
 def test_differences_say_what_is_lost_and_what_is_done_instead() -> None:

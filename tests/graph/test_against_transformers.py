@@ -1,6 +1,7 @@
 """The whole step in numpy against transformers in float64: loss, every gradient, norm, new weights."""
 
-from collections.abc import Mapping
+import importlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from autoshard.graph.block import OpGraph
 from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.kinds.optimizer import AdamW
 from autoshard.graph.op import Array
+from autoshard.graph.router import router_losses
 from autoshard.spec.hf_config import spec_from_config
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
@@ -62,7 +64,8 @@ class Theirs:
     new_weights: dict[str, Array]
 
 
-def theirs(config: Mapping[str, Any], tokens: Array) -> Theirs:
+def theirs(config: Mapping[str, Any], tokens: Array, added: Callable[[Any], Any] | None = None) -> Theirs:
+    """A step on all tokens at once; what is ``added`` to the loss is computed from the outputs of the module."""
     fields = {key: value for key, value in config.items() if key != "model_type"}
     with InFloat64():
         options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float64}
@@ -75,7 +78,8 @@ def theirs(config: Mapping[str, Any], tokens: Array) -> Theirs:
             parameter.data.normal_(0, 0.4, generator=generator)
         old = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         batch = torch.tensor(tokens)
-        loss = module(input_ids=batch, labels=batch, use_cache=False).loss
+        outputs = module(input_ids=batch, labels=batch, use_cache=False)
+        loss = outputs.loss + (added(outputs) if added else 0)
         loss.backward()
     gradients = {name: parameter.grad.clone() for name, parameter in parameters.items()}
     norm = torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
@@ -89,25 +93,27 @@ def theirs(config: Mapping[str, Any], tokens: Array) -> Theirs:
     return Theirs(float(loss.detach()), float(norm), *arrays)
 
 
-def build(config: Mapping[str, Any]) -> tuple[ModelSpec, OpGraph]:
+def build(config: Mapping[str, Any], micro_batch: int = BATCH, **losses: Any) -> tuple[ModelSpec, OpGraph, Workload]:
     model = spec_from_config(config, name="m", source="made for this test")
     # Room for every token at every expert: nothing is dropped, as in transformers.
     capacity = model.num_experts / model.experts_per_token if model.num_experts else None
     workload = Workload(
-        seq_len=SEQ, global_batch=BATCH * ACCUMULATED, precision=Precision.named("bf16"), expert_capacity=capacity
-    )
-    return model, decoder_graph(model, workload, load_kernels("torch_cuda"), micro_batch=BATCH)
+        seq_len=SEQ, global_batch=BATCH * ACCUMULATED, precision=Precision.named("bf16"), expert_capacity=capacity,
+        **losses,
+    )  # fmt: skip
+    return model, decoder_graph(model, workload, load_kernels("torch_cuda"), micro_batch=micro_batch), workload
 
 
-def ours(graph: OpGraph, weights: dict[str, Array], tokens: Array) -> StepResult:
+def ours(graph: OpGraph, weights: dict[str, Array], tokens: Array, workload: Workload) -> StepResult:
     """Transformers shifts the labels itself and has none for the last token: ours has weight 0 there."""
     labels = np.concatenate([tokens[:, 1:], np.zeros_like(tokens[:, :1])], axis=1)
     weight = np.full(tokens.shape, 1 / (len(tokens) * (SEQ - 1)))
     weight[:, -1] = 0
     where = {"positions": np.arange(SEQ), "key_positions": np.arange(SEQ)}
-    parts = [slice(start, start + BATCH) for start in range(0, len(tokens), BATCH)]
+    size = graph.sizes["batch"]
+    parts = [slice(start, start + size) for start in range(0, len(tokens), size)]
     batches = [{"tokens": tokens[p], "labels": labels[p], "token_weight": weight[p], **where} for p in parts]
-    return evaluate_step(graph, weights, batches, learning_rate=RATE)
+    return evaluate_step(graph, weights, batches, learning_rate=RATE, losses=router_losses(workload))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -115,13 +121,57 @@ def test_a_step_equals_that_of_the_transformers_module(name: str):
     config = CONFIGS[name]
     tokens = np.random.default_rng(3).integers(0, config["vocab_size"], (BATCH * ACCUMULATED, SEQ))
     module = theirs(config, tokens)
-    model, graph = build(config)
+    model, graph, workload = build(config)
+    result = ours(graph, from_hf(config["model_type"], model, module.weights, np.empty), tokens, workload)
+    assert result.loss == pytest.approx(module.loss, rel=1e-12)
+    hold(config["model_type"], model, graph, result, module)
+
+
+LOSSES: Mapping[str, Any] = {"router_balance_loss": 0.7, "router_z_loss": 0.3}
+MIXTURES = tuple(family for family in SMALL_FAMILIES if "num_experts_per_tok" in small_config(family))
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_the_balance_loss_of_a_layer_is_that_of_transformers(family: str):
+    """Of one layer: over several transformers computes one loss, in which an expert's number says nothing."""
+    config = small_config(family, num_hidden_layers=1)
+    tokens = np.random.default_rng(3).integers(0, config["vocab_size"], (BATCH * ACCUMULATED, SEQ))
+    module = theirs({**config, "output_router_logits": True, "router_aux_loss_coef": 0.7}, tokens)
+    model, graph, workload = build(config, len(tokens), router_balance_loss=0.7)
+    result = ours(graph, from_hf(family, model, module.weights, np.empty), tokens, workload)
+    assert result.loss + 0.7 * result.router["router_balance"] == pytest.approx(module.loss, rel=1e-12)
+    hold(family, model, graph, result, module)
+
+
+@pytest.mark.parametrize("over", ["batch", "sequence"])
+def test_losses_of_routers_are_those_of_each_layer_added_and_means_over_micro_batches(over: str):
+    config = small_config("qwen3_moe")
+    tokens = np.random.default_rng(3).integers(0, config["vocab_size"], (BATCH * ACCUMULATED, SEQ))
+    load_balancing = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    count = ACCUMULATED if over == "batch" else len(tokens)  # the parts of the tokens that are balanced
+
+    def added(outputs: Any) -> Any:
+        total = torch.zeros((), dtype=torch.float64)
+        for logits in outputs.router_logits:
+            parts = logits.reshape(count, -1, logits.shape[-1])
+            balance = [load_balancing.load_balancing_loss_func((part,), parts.shape[-1], 2) for part in parts]
+            total = total + 0.7 * sum(balance) / count + 0.3 * logits.logsumexp(-1).square().mean()
+        return total
+
+    module = theirs({**config, "output_router_logits": True, "router_aux_loss_coef": 0.0}, tokens, added)
+    model, graph, workload = build(config, router_balance_over=over, **LOSSES)
+    result = ours(graph, from_hf("qwen3_moe", model, module.weights, np.empty), tokens, workload)
+    losses = 0.7 * result.router["router_balance"] + 0.3 * result.router["router_z"]
+    assert result.loss + model.num_layers * losses == pytest.approx(module.loss, rel=1e-12)
+    hold("qwen3_moe", model, graph, result, module)
+
+
+def hold(family: str, model: ModelSpec, graph: OpGraph, result: StepResult, module: Theirs) -> None:
+    """Hold norm, gradients and new weights against theirs."""
 
     def as_ours(arrays: dict[str, Array]) -> dict[str, Array]:
-        return from_hf(config["model_type"], model, arrays, np.empty)
+        return from_hf(family, model, arrays, np.empty)
 
-    result = ours(graph, as_ours(module.weights), tokens)
-    assert result.loss == pytest.approx(module.loss, rel=1e-12)
     assert result.norm == pytest.approx(module.norm, rel=1e-10)
     tied = [other.replace(".", ".0.", 1) for other in graph.tied]
     gradients = {name: array for name, array in as_ours(module.gradients).items() if name not in tied}

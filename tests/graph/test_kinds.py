@@ -24,8 +24,10 @@ from autoshard.graph.kinds.norm import Norm, Softmax
 from autoshard.graph.kinds.opaque import Opaque
 from autoshard.graph.kinds.optimizer import AdamW, ClipScale, Sgd, SquareSum
 from autoshard.graph.kinds.pointwise import Add, Cast, Function, Multiply, Reduce, Unary
+from autoshard.graph.kinds.router import RouterBalance, RouterLoad, RouterZ
 from autoshard.graph.op import DIMS, Array, Call, Differentiable, Dims, Op, OpKind
 from autoshard.spec.workload import Dtype, Precision
+from tests.graph.loads import draw_loaded, load_of_sequences, reference_balance
 
 torch: Any = pytest.importorskip("torch")
 philox: Any = pytest.importorskip("autoshard.engine.torch.kernels.philox").philox
@@ -49,10 +51,12 @@ class Case:
 
     @property
     def has_gradient(self) -> bool:
-        return isinstance(self.kind, Differentiable) and self.kind not in (MAXIMUM, Slot())
+        return isinstance(self.kind, Differentiable) and self.kind not in CONSTANTS
 
 
 MAXIMUM = Reduce(function="max", over=("vocab",))  # passes no gradient on purpose
+LOADS = RouterLoad(over="batch"), RouterLoad(over="sequence")
+CONSTANTS = (MAXIMUM, Slot(), *LOADS)
 
 # -- what torch says -------------------------------------------------------------------------------
 
@@ -259,6 +263,7 @@ def draw_routing(sizes: Sizes, rng: np.random.Generator) -> list[Array]:
 # -- the cases: at least one of each kind, or of the kind whose gradient it is ---------------------
 
 ROUTED = "batch seq choices <"  # experts, then places
+LOGITS = "batch seq experts"
 X, HEADS, KEYS = "batch seq hidden", "batch seq kv_heads q_group head_dim", "batch kv_seq kv_heads head_dim"
 UNARY: Mapping[Function, Reference] = {
     "silu": F.silu,
@@ -358,6 +363,13 @@ CASES: Mapping[str, Case] = {
     "attention to a document that drops": attention(apart=True, dropped=0.4),
     "top k": Case(TopK(), ("batch seq experts",), lambda x, sizes: tuple(x.topk(sizes["choices"]))),
     "slot": Case(Slot(), ("batch seq choices < experts",), reference_places),
+    "load": Case(LOADS[0], ("batch seq choices < experts",), lambda at, sizes: load_of_sequences(at, sizes).sum(0)),
+    "load of each sequence": Case(LOADS[1], ("batch seq choices < experts",), load_of_sequences),
+    "balance": Case(RouterBalance(), (LOGITS, "experts <"), reference_balance, draw_loaded(by_sequence=False)),
+    "balance of each sequence": Case(
+        RouterBalance(), (LOGITS, "batch experts <"), reference_balance, draw_loaded(by_sequence=True)
+    ),
+    "z": Case(RouterZ(), (LOGITS,), lambda x, _: x.logsumexp(-1).square().sum()),
     "dispatch": Case(Dispatch(), (X, ROUTED, ROUTED), reference_dispatch),
     "combine": Case(Combine(), ("experts slots hidden", "batch seq choices", ROUTED, ROUTED), reference_combine),
     "deliver": Case(Deliver(), (X,), lambda x, _: x),
@@ -504,6 +516,9 @@ EXPECTED: Mapping[str, tuple[int, int]] = {  # matrix FLOPs, vector FLOPs
     "own product": (2 * 3 * H, 3 * H),
     "top k": (0, T * E),
     "slot": (0, T * K),
+    **dict.fromkeys(("load", "load of each sequence"), (0, T * K)),
+    **dict.fromkeys(("balance", "balance of each sequence"), (0, 6 * T * E)),
+    "z": (0, 4 * T * E),
     "combine": (0, 2 * T * K * H),
     "square sum": (0, 2 * 17 * H),
     "clip": (0, 1),
@@ -518,6 +533,8 @@ EXPECTED_BACKWARD: Mapping[str, tuple[int, int]] = {  # by label: the first oper
     "own_product_gradient": (2 * 2 * 3 * H, 2 * 3 * H),
     "dispatch_gradient": (0, T * K * H),
     "rms_norm_gradient": (0, 8 * TH),
+    "router_balance_gradient": (0, 8 * T * E),
+    "router_z_gradient": (0, 6 * T * E),
     "rms_norm_weight_gradient": (0, 3 * TH),
     "rotary_back": (0, 3 * Q * 4),
     "scatter_add": (0, TH),

@@ -55,6 +55,13 @@ READ = [
     (MEGATRON, {"bf16": True, "fp8_format": "hybrid", "grad_reduce_in_bf16": True}, "work.precision",
      "bf16,gradients=bf16,products=fp8"),
     (MEGATRON, {"moe_expert_capacity_factor": 1.5}, "work.expert_capacity", 1.5),
+    (MEGATRON, {"moe_aux_loss_coeff": 0.02, "moe_router_topk": 8}, "work.router_balance_loss", 0.0025),
+    (MEGATRON, {"moe_aux_loss_coeff": 0.02}, "work.router_balance_loss", 0.01),
+    (MEGATRON, {"moe_aux_loss_coeff": 0.02, "moe_router_load_balancing_type": "seq_aux_loss"},
+     "work.router_balance_over", "sequence"),
+    (MEGATRON, {"moe_aux_loss_coeff": [0.0, 0.02], "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
+     "work.router_balance_over", "sequence"),
+    (MEGATRON, {"moe_z_loss_coeff": "1e-3"}, "work.router_z_loss", 0.001),
     (MEGATRON, {"add_qkv_bias": True, "swiglu": True}, "model.qkv_bias", True),
     (MEGATRON, {"qk_layernorm": True, "swiglu": True}, "model.qk_norm", True),
     (TITAN, {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}}, "layout.every", 2),
@@ -82,6 +89,11 @@ READ = [
 UNREAD = [
     (NXDT, {"precision": {"type": "fp4"}}, "precision.type: fp4"),
     (MEGATRON, {"recompute_granularity": "selective", "recompute_modules": "moe"}, "recompute_modules: moe"),
+    (
+        MEGATRON,
+        {"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "global_aux_loss"},
+        "moe_router_load_balancing_type = global_aux_loss",
+    ),
     (MEGATRON, {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}, "exp_avg_dtype = bf16"),
     (TITAN, {"parallelism": {"pipeline_parallel_schedule": "LoopedBFS"}}, "pipeline_parallel_schedule: LoopedBFS"),
     (TITAN, {"activation_checkpoint": {"mode": "memory_budget"}}, "activation_checkpoint: memory_budget"),
@@ -190,3 +202,12 @@ def test_a_file_of_deepspeed_that_accelerate_names_decides(tmp_path: Path) -> No
     absent = run_of(tmp_path, named, {"deepspeed_config": {"deepspeed_config_file": "gone/zero.json"}})
     said = "deepspeed_config.deepspeed_config_file = gone/zero.json, which is not beside the file"
     assert absent.unread == (said,) and absent.facts["layout.zero"] == 0
+
+
+def test_a_balance_loss_that_the_nxd_engine_does_not_add_is_named(tmp_path: Path):
+    router = {"router_aux_loss_coef": 0.02, "num_experts": 8}
+    remarks = [
+        run_of(tmp_path, NXDT, {"model": {"moe": {**router, "output_router_logits": adds}}}).remarks
+        for adds in (True, False)
+    ]
+    assert "moe.router_aux_loss_coef" in str(remarks[0]) and remarks[1] == ()

@@ -94,12 +94,14 @@ def _price(mesh: Mesh) -> Price:
 def _block(  # noqa: PLR0913
     options: str, even: bool, batch: int, seq: int, kind: str, again: Any, capacity: float | None, platform: str
 ) -> tuple[Block, Mapping[str, int]]:
-    name, _, apart = options.partition(" of ")
+    name, _, what = options.partition(" of ")
+    over = what.removeprefix("a balanced ") if "balanced" in what else None
+    losses = {"router_balance_loss": 0.1, "router_z_loss": 0.1, "router_balance_over": over} if over else {}
     own = {"activation": "gelu_tanh"} if name == "neox" else {}
     model = tiny(name, num_layers=1, **(EVEN if even else ODD), **own)
     workload = Workload(
         seq_len=seq, global_batch=8, precision=Precision.named("fp32"), expert_capacity=capacity,
-        documents="separate" if apart else "joined",
+        documents="separate" if what == "documents" else "joined", **losses,
     )  # fmt: skip
     kernels = load_kernels(platform)
     graph = decoder_graph(model, workload, kernels, micro_batch=batch)
@@ -127,7 +129,10 @@ def _given(block: Block, sizes: Mapping[str, int], rng: np.random.Generator) -> 
 
 @pytest.fixture(scope="session")
 def uncut() -> Callable[..., Uncut]:
-    """``uncut("llama", "layer", batch=2, seq=5, again=("attend",), even=True)``, or ``"llama of documents"``."""
+    """``uncut("llama", "layer", batch=2, seq=5, again=("attend",), even=True)``, or ``"llama of documents"``.
+
+    ``"mixtral of a balanced batch"`` and ``"mixtral of a balanced sequence"`` have losses of their routers.
+    """
 
     def build(  # noqa: PLR0913
         options: str, kind: str = "layer", *, batch: int = 2, seq: int = 4, again: Any = (), seed: int = 0,

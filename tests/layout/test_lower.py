@@ -45,6 +45,9 @@ def _random_boundary(names, rng):
     return {dim: tuple(cut) for dim, cut in cuts.items()}
 
 
+BALANCED = ("mixtral of a balanced batch", "mixtral of a balanced sequence")
+
+
 def _compare_random_case(uncut, random_cuts, seed, models=tuple(TINY)):
     rng = random.Random(seed)
     options = rng.choice(models)
@@ -65,6 +68,8 @@ def test_whatever_is_legal_gives_the_results_and_every_gradient_of_the_uncut_blo
         _compare_random_case(uncut, random_cuts, seed)
     for seed in range(NUM_CASES // 10 + 1):  # and keeps documents apart
         _compare_random_case(uncut, random_cuts, seed, ("llama of documents", "gpt of documents", "qwen of documents"))
+    for seed in range(NUM_CASES // 5 + 1):  # and balances experts
+        _compare_random_case(uncut, random_cuts, seed, BALANCED)
 
 
 def _lowered_at_random(case, random_cuts, rng, *, keeps_gathered):

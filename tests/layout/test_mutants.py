@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pytest
 from hypothesis import settings
 
 from autoshard.graph.op import Op, OpKind, Output
@@ -155,3 +156,16 @@ def test_every_mutant_of_a_lowered_program_is_caught(uncut, natural_cuts):
         if sorts.total() >= NUM_MUTANTS:
             break
     assert not survivors, "\n".join(survivors)
+
+
+@pytest.mark.parametrize("over", ["batch", "sequence"])
+def test_every_mutant_of_a_message_of_loads_is_caught(uncut, natural_cuts, over):
+    """One that is not summed over a part of the tokens lets each rank balance what it has."""
+    for atoms in ({"edp": 2, "cp": 2}, {"cp": 2, "kv": 2}, {"edp": 2, "ep": 2, "cp": 2}):
+        case, mesh = uncut(f"mixtral of a balanced {over}", batch=8, seq=8, even=True), Mesh.virtual(**atoms)
+        cuts = natural_cuts(case.block, atoms, sequence_parallel=True)
+        program = case.lower(cuts, mesh, {"batch": ("edp",), "seq": ("cp",)}, keeps_gathered=True)
+        assert case.error(program, mesh) <= WORST_ERROR
+        mutants = [(how, mutant) for _, how, mutant in _mutants(program, mesh) if "entry='router_load_out'" in how]
+        assert len(mutants) >= 3, f"no load is summed on {mesh}"
+        assert [how for how, mutant in mutants if not _shows(mutant, mesh, case)] == []

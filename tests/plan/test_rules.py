@@ -115,6 +115,12 @@ BREAKS = {
                     "has hidden_dropout 0.1 and attention_dropout 0.2, but NxD", None),
     "nxd-dropout, trn2": ({"cluster_name": "trn2.48xlarge", "model_changes": {"attention_dropout": 0.2}}, "tp=16",
                           "Write 0 in its config, or use --engine torch", None),
+    "routers": (GPU | {"router_balance_loss": 0.01}, "tp=8", "llama3-70b has no experts, so no router", None),
+    "routers, z-loss": (GPU | {"router_z_loss": 0.01}, "tp=8", "router_z_loss=0.01: llama3-70b has no experts", None),
+    "nxd-router-losses": ({**EXPERTS, "router_balance_loss": 0.01}, "tp=32", "tokens. Leave both out", None),
+    "nxd-router-losses, trn2": ({**EXPERTS, "cluster_name": "trn2.48xlarge", "router_z_loss": 0.001}, "tp=32",
+                                "router_z_loss=0.001: NxD has no z-loss, and its balance loss is that of all layers "
+                                "together and of a rank's own tokens. Leave both out, or use --engine torch", None),
     "nxd-fp16": ({"precision": "fp16"}, "tp=8", "returns bf16 for every type but fp32", "tp=1"),
     "nxd-kernel-fp16": ({"precision": "fp16"}, "tp=1", "multiply fp16 in bf16", "tp=1,kernels=nxd_core"),
     "nxd-expert-capacity": ({**EXPERTS, "expert_capacity": 6.0}, "tp=32", "from 4 on no token is dropped", None),

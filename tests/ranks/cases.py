@@ -20,13 +20,14 @@ from autoshard.engine.torch.formats import Formats
 from autoshard.graph.block import OpGraph
 from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.op import Array
+from autoshard.graph.router import router_losses
 from autoshard.layout.interpret import queueing_apart
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_programs, table_setting
 from autoshard.run.placement import sequence_order
 from autoshard.run.protocol import EngineMode, Run
-from autoshard.run.reports import Measured
+from autoshard.run.reports import Measured, RouterReport
 from autoshard.search.bound.request import Request
 from autoshard.spec.mesh import Mesh, axis_of_atoms
 from autoshard.spec.model import ModelSpec
@@ -106,8 +107,9 @@ class Task:
             for batch in self.steps[step]
         ]
         return evaluate_step(
-            graph, weights or self.weights, batches, learning_rate=self.learning_rate, seed=self.training.seed
-        )
+            graph, weights or self.weights, batches, learning_rate=self.learning_rate, seed=self.training.seed,
+            losses=router_losses(self.plan.workload),
+        )  # fmt: skip
 
 
 def reference_graph(plan: Plan) -> OpGraph:
@@ -153,6 +155,7 @@ class StepShare:
     norm: float
     gradients: Mapping[str, Held]
     weights: Mapping[str, Held]
+    router: RouterReport | None
 
 
 def engine_of(task: Task, formats: Formats = EXACT, mode: EngineMode = "literal") -> TorchEngine:
@@ -164,7 +167,13 @@ def engine_of(task: Task, formats: Formats = EXACT, mode: EngineMode = "literal"
 def share_of(engine: TorchEngine, task: Task, step: int = 0) -> StepShare:
     """Run a step, and take what this rank has of it."""
     report = engine.step(task.steps[step], task.learning_rate)
-    return StepShare(loss=report.loss, norm=report.norm, gradients=gradients_of(engine), weights=weights_of(engine))
+    return StepShare(
+        loss=report.loss,
+        norm=report.norm,
+        gradients=gradients_of(engine),
+        weights=weights_of(engine),
+        router=report.router,
+    )
 
 
 def run_steps(task: Task, formats: Formats = EXACT, mode: EngineMode = "literal") -> list[StepShare]:

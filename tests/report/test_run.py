@@ -8,7 +8,7 @@ from typing import Any
 from autoshard.plan.plan import Compiling
 from autoshard.report.run import alike_ranks, run_json, run_sheet, run_summary, start_lines, step_line
 from autoshard.report.sheet import Node, Sheet
-from autoshard.run.reports import Measured, RunReport, TimedStep
+from autoshard.run.reports import Measured, RouterReport, RunReport, TimedStep
 from tests.report.printed import printed
 from tests.runtime.cases import tiny_plan
 
@@ -80,6 +80,10 @@ def test_a_line_says_all_that_is_known_and_keeps_what_matters_where_it_is_short(
     assert step_line(FULL, 1000, **KNOWN) == (
         "step    7/1000   loss 2.5000   norm 1.250   lr 3.00e-04   1.50 s   1.06 x predicted   4.00 ktokens/s   "
         "MFU 38.5%   2.00 GiB   waited 250.0 ms for data   2.00 h left"
+    )
+    mixture = replace(FULL, router=RouterReport(busiest=1.5, entropy=2.0, dropped=0.0))
+    assert "busiest expert 1.50 x mean" in step_line(mixture, 1000) and "busiest" not in step_line(
+        mixture, 1000, width=60
     )
     skipped = replace(FULL, loss=math.nan, updated=False, phase="compile", waited_s=0.0)
     assert step_line(skipped, 10, ratio=2.0).endswith("2.00 GiB   compiled in it   no update")

@@ -1,6 +1,7 @@
 """Recipes, small files strictly read; number formats and workloads."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +101,24 @@ def test_an_impossible_workload_is_refused(changes: dict[str, Any]):
     fields: dict[str, Any] = {"seq_len": 8, "global_batch": 1, "precision": Precision.named("bf16"), **changes}
     with pytest.raises(InputError, match=rf"^{next(iter(changes))}: must be"):
         Workload(**fields)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"router_balance_loss": -0.1}, "router_balance_loss: must be"),
+        ({"router_balance_loss": 1e4}, "router_balance_loss: must be"),
+        ({"router_z_loss": -1.0}, "router_z_loss: must be"),
+        ({"router_balance_over": "sequence"}, "router_balance_over: is sequence, but router_balance_loss is 0"),
+        ({"router_balance_over": "sequence", "router_z_loss": 0.1}, "so that nothing is balanced"),
+    ],
+)
+def test_losses_of_routers_that_cannot_be_or_do_nothing_are_refused(changes: dict[str, Any], says: str):
+    with pytest.raises(InputError, match=says):
+        Workload(seq_len=8, global_batch=1, precision=Precision.named("bf16"), **changes)
+
+
+def test_a_workload_without_losses_of_routers_is_written_as_before_there_were_any():
+    work = Workload(seq_len=8, global_batch=1, precision=Precision.named("bf16"), router_balance_loss=0.01)
+    assert encode(work)["router_balance_loss"] == 0.01 and decode(Workload, encode(work)) == work
+    assert not [key for key in encode(replace(work, router_balance_loss=0.0)) if "router" in key]

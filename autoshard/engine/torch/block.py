@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from autoshard.engine.observing import notes_of
 from autoshard.engine.programs import BlockProgram
 from autoshard.engine.rows import read_whole, runs_of
 from autoshard.engine.torch.execution import InputSource, RankStep, Values, run_steps
@@ -22,7 +23,7 @@ class BlockRun(Protocol):
         ...
 
     def forward(self, source: InputSource) -> tuple[torch.Tensor, Values]:
-        """Run the forward pass; return the block's output, and all values that backward reads."""
+        """Run the forward pass; return the block's output, and all values that backward reads or that are noted."""
         ...
 
     def backward(self, kind: ActionKind, source: InputSource, values: Values) -> torch.Tensor | None:
@@ -41,6 +42,7 @@ class LiteralRun:
     steps: Mapping[str, tuple[RankStep, ...]]  # by kind of action
     waiting: frozenset[str]  # values that I leaves for W
     handed_back: Mapping[str, str | None]  # by kind of action the value that is the gradient of the block's input
+    noted: frozenset[str]  # values for reports, which the forward pass leaves beside those that backward reads
 
     @classmethod
     def of(cls, context: RankContext, parts: BlockProgram) -> "LiteralRun":
@@ -51,14 +53,15 @@ class LiteralRun:
         )
         if routing := routing_of(context, parts):
             waiting, backward = waiting | {*routing.made}, backward | {*routing.made}
+        noted = frozenset(note.value for note in notes_of(parts, context.mesh_rank.sizes, packed=context.packed))
         later = {
-            "F": backward | {parts.program.results[parts.handed_on].name},
+            "F": backward | noted | {parts.program.results[parts.handed_on].name},
             "B": results, "I": waiting | results, "W": results,
         }  # fmt: skip
         steps = {kind: tuple(steps_of(context, parts, kind, read_later)) for kind, read_later in later.items()}
         gradients = {kind: parts.results(kind).get(parts.handed_back or "") for kind in later}
         handed_back = {kind: value and value.name for kind, value in gradients.items()}
-        return cls(parts=parts, steps=steps, waiting=waiting, handed_back=handed_back)
+        return cls(parts=parts, steps=steps, waiting=waiting, handed_back=handed_back, noted=noted)
 
     def forward(self, source: InputSource) -> tuple[torch.Tensor, Values]:
         """Run the forward pass; return the block's output, and all values that backward reads."""

@@ -6,6 +6,7 @@ Nothing is derived here: every local operation and every Collective is an instru
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard.engine.initial import InitialWeights
+from autoshard.engine.observing import RouterNotes
 from autoshard.engine.programs import PlanPrograms, graph_of, programs_of, tied_instances
 from autoshard.engine.torch.formats import Formats, memory_of
 from autoshard.engine.torch.generated import GeneratedRun
@@ -81,6 +83,7 @@ class TorchEngine:
         )
         self.graph = programs.graph
         self._pipeline = RankPipeline(plan, programs, context, mode, training.seed)
+        self._notes = RouterNotes.of(plan, programs.graph)
         ties = tied_instances(programs.graph)
         self.weights = {weight.instance: weight for weight in self._weights_here(ties, training)}
         blocks = {name: mesh_rank.block(whole(name), weight.layout) for name, weight in self.weights.items()}
@@ -109,16 +112,18 @@ class TorchEngine:
         self.gradients = self.store.reduced()
         device_squares = [flat.square(piece) for flat, piece in zip(flats, self.gradients, strict=True)]
         # A step waits for its device here, and nowhere else.
-        numbers = torch.stack([*device_squares, *device_losses.values()]).to(HOST).tolist()
-        losses = dict(zip(device_losses, numbers[len(flats) :], strict=True))
-        squares = [flat.share(square) for flat, square in zip(flats, numbers, strict=False)]
-        both = torch.tensor([sum(squares), sum(losses.values())], dtype=torch.float64)
-        total, loss = world.total(both).tolist()
+        noted, stacked = self._pipeline.noted, torch.stack([*device_squares, *device_losses.values()])
+        numbers = iter(torch.cat([stacked, *noted.values()]).to(HOST).tolist())
+        squares = [flat.share(next(numbers)) for flat in flats]
+        losses = {number: next(numbers) for number in device_losses}
+        row = self._notes.row({key: [*islice(numbers, len(row))] for key, row in noted.items()})
+        sums = torch.tensor([sum(squares), sum(losses.values()), *row], dtype=torch.float64)
+        total, loss, *row = world.total(sums).tolist()
         world.activity.act("update")
         op = self.graph.update.op("clip")
         clip, norm = op.kind.evaluate(self.graph.update.call(op, {}), np.asarray(total))
         world.finish_sending()
-        report = StepReport(loss=loss, norm=float(norm))
+        report = StepReport(loss=loss, norm=float(norm), router=self._notes.report(row))
         if not report.finite:
             report = replace(report, suspects=self._suspects(losses, squares))
         if not allows(report):

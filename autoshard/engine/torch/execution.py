@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from autoshard.engine.observing import Observation
 from autoshard.engine.routing import CountRows
 from autoshard.graph.op import OpKind
 from autoshard.layout.program import Compute, CountOnce, Instruction, Sum
@@ -39,7 +40,7 @@ class RankStep:
     shapes: tuple[tuple[int, ...], ...] = ()  # of what is written, if they are known
     drops: tuple[str, ...] = ()  # values without a later reader
     empties: bool = False  # run gets one list, which it empties, so that what it drops is free while it runs
-    entry: Instruction | CountRows | None = None  # the instruction, or one of several
+    entry: Instruction | CountRows | Observation | None = None  # the instruction, or one of several
     about: str = ""  # what generated text says of the step, if not what the entry is
     adds: bool = False  # a product into a sum
     counted: bool = False  # works on as many rows as the host has counted
@@ -65,7 +66,7 @@ class RankStep:
                 kind = type(op.kind)
                 unchecked = kind.torch_kernel is not OpKind.torch_kernel and not vars(kind).get("engines")
                 return not (unchecked or ring or any(value.tensor in BY_BATCH for value in reads))
-            case CountOnce() | Sum():
+            case CountOnce() | Sum() | Observation():
                 return True
             case _:
                 return False

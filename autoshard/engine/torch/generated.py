@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch._dynamo  # which the first operation on shapes imports: once, before ranks are forked
 
+from autoshard.engine.observing import Observation
 from autoshard.engine.programs import BlockProgram
 from autoshard.engine.routing import CountRows
 from autoshard.engine.torch.block import LiteralRun
@@ -89,7 +90,7 @@ class Generator:
         talking, rehearsed = LiteralRun.of(context, parts), LiteralRun.of(silent, parts)
         passes: dict[str, _RecordedPass] = {}
         for kind in self.kinds:
-            before = passes[_BEFORE[kind]].values if _BEFORE[kind] else {}
+            before = passes[_BEFORE[kind]].left if _BEFORE[kind] else {}
             passes[kind] = _RecordedPass(kind, rehearsed, self, dict(before))
         written = {kind: recorded.written() for kind, recorded in passes.items()}
         texts, examples = list[str](), dict[str, Sequence[torch.Tensor]]()
@@ -296,6 +297,11 @@ class _RecordedPass(_RecordedSteps):
         if kind == "I":
             self.values = {value: tensor for value, tensor in values.items() if value in rehearsed.waiting}
 
+    @property
+    def left(self) -> Tensors:
+        """The values for the next pass; what is noted for reports goes elsewhere."""
+        return {value: tensor for value, tensor in self.values.items() if value not in self._run.noted}
+
     def _step(self, generator: Generator, step: RankStep) -> None:
         if step.run and step.is_local and not step.few:
             self.record(step, self.values)
@@ -341,7 +347,7 @@ class _RecordedPass(_RecordedSteps):
         )  # fmt: skip
 
 
-def _comment(entry: Instruction | CountRows | None) -> str:
+def _comment(entry: Instruction | CountRows | Observation | None) -> str:
     """Name an instruction as the table does."""
     match entry:
         case None:
@@ -354,6 +360,8 @@ def _comment(entry: Instruction | CountRows | None) -> str:
             return f"{name}: {pass_} {collective}"
         case CountRows(reads=reads):
             return f"{reads.name}: rows of each expert"
+        case Observation(noted=noted, reads=reads):
+            return f"{reads[-1].name}: {noted}, for reports"
         case CountOnce(atoms=atoms, writes=writes):
             return f"{writes.name}: counted once over {'.'.join(atoms)}"
         case _:

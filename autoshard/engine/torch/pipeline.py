@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
+from autoshard.engine.observing import notes_of
 from autoshard.engine.programs import BlockProgram, PlanPrograms
 from autoshard.engine.routing import is_counted
 from autoshard.engine.torch.block import BlockRun, LiteralRun
@@ -15,6 +16,7 @@ from autoshard.engine.torch.steps import NUMBERS, RankContext
 from autoshard.engine.torch.update import OpenedWeights, Store
 from autoshard.engine.torch.world import Arrival
 from autoshard.graph.kinds.dropout import DROPOUT_KEYS, dropout_keys
+from autoshard.graph.router import router_losses
 from autoshard.layout.layout import Layout
 from autoshard.layout.program import Given
 from autoshard.plan.plan import Plan
@@ -50,7 +52,9 @@ def _places(name: str, parts: BlockProgram) -> Iterator[tuple[str, tuple[str, st
             tensor = entry.value.tensor
             weight = tensor.removesuffix(".grad")
             role = "passed" if tensor in (parts.block.carry_in, f"d.{parts.handed_on}") else "sum"
-            if weight == tensor and role != "passed":
+            if tensor.removeprefix("d.") in parts.reported:
+                role = "constant"
+            elif weight == tensor and role != "passed":
                 role = "parameter" if parts.block.tensors[tensor].role == "parameter" else "input"
             yield tensor, (role, f"{name}.{weight}", entry.value.layout)
 
@@ -102,6 +106,13 @@ class RankPipeline:
         self._inputs: dict[tuple[str, str, int, Layout], torch.Tensor] = {}
         self._values: dict[tuple[str, int], Values] = {}  # of blocks that wait for their backward pass
         self._losses: dict[int, torch.Tensor] = {}  # read at the end: no device is waited for meanwhile
+        self._axes = frozenset(atom for atom, _ in plan.mesh.axes if atom != "pp")
+        sizes = context.mesh_rank.sizes
+        self._notes = {
+            name: tuple(notes_of(run.parts, sizes, packed=context.packed)) for name, run in self.blocks.items()
+        }
+        self.noted: dict[tuple[str, str], torch.Tensor] = {}  # of this step, by block and what is noted
+        self._router_losses, self._constants = router_losses(plan.workload), dict[str, torch.Tensor]()
         self._handed_over: dict[int, torch.Tensor] = {}  # by tag: messages between two stages of this rank
         self._expected: dict[int, Arrival] = {}  # by tag: messages of other ranks that are on their way
 
@@ -122,6 +133,7 @@ class RankPipeline:
         that count them, and the most bytes kept for backward if ``counts``.
         """
         world, most_bytes, self._batches = self.context.world, 0, micro_batches
+        self.noted.clear()
         for number, action in enumerate(self._actions):
             world.activity.act(f"{action} (stage {action.stage}, micro-batch {action.micro_batch})")
             for near in self._actions[number : number + 2]:  # the next one's message travels meanwhile
@@ -175,7 +187,9 @@ class RankPipeline:
         run = None
         for name, run in self.stages[stage].items():
             opened = store.opened(name, reads=True, following=self._following[turn, name])
-            output, self._values[name, number] = run.forward(self._source(name, run, number, hidden, opened))
+            output, values = run.forward(self._source(name, run, number, hidden, opened))
+            self._note(name, values)
+            self._values[name, number] = values
             hidden = output.contiguous()  # blocks expect nothing else
         assert hidden is not None and run, "a stage has blocks"
         if stage < self.last_stage:
@@ -224,6 +238,8 @@ class RankPipeline:
                 return opened.weights[weight]
             if role == "sum":
                 return opened.sums[weight]
+            if role == "constant":
+                return self._constant(name_in_block)
             if role == "input":
                 return self._input(name, run, name_in_block, layout, number)
             assert passed is not None, f"{name_in_block} is passed on by a neighbour"
@@ -237,6 +253,22 @@ class RankPipeline:
         if key not in self._inputs:
             self._inputs[key] = self._cut_input(name, run, tensor, layout, number)
         return self._inputs[key]
+
+    def _constant(self, gradient: str) -> torch.Tensor:
+        """Return the gradient of a loss of routers, which every layer adds to its own: its weight in the step's."""
+        if gradient not in self._constants:
+            loss = self._router_losses[gradient.removeprefix("d.")]
+            sizes, formats = self.context.mesh_rank.sizes, self.context.formats
+            weight = loss.coefficient * loss.weight(sizes, self.plan.schedule.num_micro_batches)
+            self._constants[gradient] = torch.full((), weight, dtype=formats.of("fp32"), device=formats.device)
+        return self._constants[gradient]
+
+    def _note(self, name: str, values: Values) -> None:
+        """Take what a block noted out of its values, and add it to what it noted before in this step."""
+        for note in self._notes[name]:
+            numbers, key = values.pop(note.value).view(-1), (name, note.noted)
+            if self.context.mesh_rank.is_first(self._axes - note.atoms):  # its replicas have the same tokens
+                self.noted[key] = self.noted[key] + numbers if key in self.noted else numbers
 
     def _cut_input(self, name: str, run: BlockRun, tensor: str, layout: Layout, number: int) -> torch.Tensor:
         """Cut this rank's part out of what a micro-batch brings; positions are the plan's, dropout keys the block's."""

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 
+from autoshard.engine.observing import Observation, observation_behind
 from autoshard.engine.programs import BlockProgram
 from autoshard.engine.routing import CountRows, Routing, dispatches, holds_rows, moves_rows, multiplies
 from autoshard.engine.rows import is_wide, read_whole, runs_of, token_cuts
@@ -18,6 +19,7 @@ from autoshard.engine.torch.joint import Joint, joint_products
 from autoshard.engine.torch.kernels import Kernel, KernelContext, Rotations, kernel_of
 from autoshard.engine.torch.kernels.kernel import laid_out
 from autoshard.engine.torch.kernels.products import adding, adds_wide
+from autoshard.engine.torch.kernels.router import observing
 from autoshard.engine.torch.routed import counting, exchange
 from autoshard.engine.torch.world import World
 from autoshard.graph.block import Block
@@ -129,6 +131,8 @@ def _local_steps(context: RankContext, parts: BlockProgram, joint: Joint, read_l
                 shapes=tuple(_shape(context, routing, value) for value in writes),
                 counted=routing is not None and routing.exchanges and (multiplies(entry) or moves_rows(entry)),
             )  # fmt: skip
+        if seen := observation_behind(entry, context.mesh_rank.sizes, packed=context.packed):
+            yield _observe(context, seen)
         yield from joint.behind.get(id(entry), ())
 
 
@@ -193,6 +197,15 @@ def _count(context: RankContext, routing: Routing) -> RankStep:
     return RankStep(
         entry=entry, run=counting(context.world, routing), reads=(routing.chosen.name,), writes=entry.writes,
         shapes=(*counts, *ends), counted=routing.exchanges,
+    )  # fmt: skip
+
+
+def _observe(context: RankContext, seen: Observation) -> RankStep:
+    """Return the step that notes something for reports."""
+    experts = context.mesh_rank.sizes["experts"]
+    return RankStep(
+        entry=seen, run=observing(seen.noted, experts), reads=tuple(value.name for value in seen.reads),
+        writes=(seen.writes,), shapes=((experts + 1 if seen.noted == "choices" else 1,),),
     )  # fmt: skip
 
 

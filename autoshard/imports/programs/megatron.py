@@ -11,6 +11,7 @@ from typing import cast
 
 from autoshard.errors import InputError
 from autoshard.imports.programs.megatron_model import (
+    EXPERTS,
     FOREIGN,
     MODEL,
     head_facts,
@@ -325,14 +326,7 @@ MEGATRON = OtherProgram(
         same("hidden_dropout", "model.hidden_dropout", number),
         same("attention_dropout", "model.attention_dropout", number),
         KeyEntry(keys=MODEL, reads=model, writes=written_model),
-        same("num_experts", "model.num_local_experts"),
-        same("moe_router_topk", "model.num_experts_per_tok"),
-        alias("moe_ffn_hidden_size", "model.intermediate_size"),
-        KeyEntry(
-            keys=("moe_expert_capacity_factor",),
-            reads=lambda keys: {} if keys["moe_expert_capacity_factor"] is None
-            else {"work.expert_capacity": number(keys["moe_expert_capacity_factor"])},
-        ),
+        *EXPERTS,
         KeyEntry(keys=_RECOMPUTE, reads=lambda keys: _recompute(_nemo_recompute(keys)), writes=_written_recompute),
         KeyEntry(keys=_PRECISION, reads=_precision, writes=_written_precision),
         KeyEntry(keys=("account_for_embedding_in_pipeline_split",), reads=lambda keys: {
@@ -355,13 +349,12 @@ MEGATRON = OtherProgram(
         "transformer_impl", "*cross_entropy*", "*.call", "call", "*.args", "attention_backend",
         "model.attention_backend", "distributed_*", "timing_*", "no_load_*", "no_save_*",
         "make_vocab_size_divisible_by", "override_*", "bias_*", "no_masked_softmax_fusion", "no_position_embedding",
-        "rotary_percent", "moe_aux_loss_coeff", "calculate_per_*", "moe_router_load_balancing_type",
-        "moe_grouped_gemm", "moe_token_dispatcher_type", "profile*", "loss_scale", "overlap_param_gather", "job_name",
-        "export", "*exp_manager*", "trainer.*", "data.*", "no_create_attention_mask_in_dataloader",
-        "no_mmap_bin_files", "*nccl*", "dist_ckpt*", "distributed_backend", "*check_for_nan*",
-        "*average_in_collective", "ddp.overlap_param_gather", "*.pipeline_dtype", "decoupled_*", "*cuda_graph_*",
-        "partition", "dist.*", "comm_overlap.*", "start_weight_decay", "end_weight_decay", "tiktoken_pattern",
-        "no_rope_fusion", "rope_*", "use_rope_scaling", "ddp.*", "peft.*", "*should_pad_vocab",
+        "rotary_percent", "calculate_per_*", "moe_grouped_gemm", "moe_token_dispatcher_type", "profile*", "loss_scale",
+        "overlap_param_gather", "job_name", "export", "*exp_manager*", "trainer.*", "data.*",
+        "no_create_attention_mask_in_dataloader", "no_mmap_bin_files", "*nccl*", "dist_ckpt*", "distributed_backend",
+        "*check_for_nan*", "*average_in_collective", "ddp.overlap_param_gather", "*.pipeline_dtype", "decoupled_*",
+        "*cuda_graph_*", "partition", "dist.*", "comm_overlap.*", "start_weight_decay", "end_weight_decay",
+        "tiktoken_pattern", "no_rope_fusion", "rope_*", "use_rope_scaling", "ddp.*", "peft.*", "*should_pad_vocab",
         "model.transformer_impl", "model.moe_token_dispatcher_type", "use_checkpoint*", "*gradient_as_bucket*",
         "trainer.strategy.*", "fp8_amax*", "fp8_*gather", "conditions_none", "async_save", "use_persistent*",
         "deterministic_mode", "empty_unused*", "no_gradient_accumulation_fusion", "attention_softmax_in_fp32",
@@ -378,6 +371,7 @@ MEGATRON = OtherProgram(
         recompute=("none", "selective", "full", "part"),
         selective=(("core_attn",), ("layernorm",), ("mlp",), ("mlp_act",)),
         zero_group=True,
+        router_losses=True,
         cp_kinds=("ring", "all_to_all"),
         precisions=("bf16", "bf16,gradients=bf16", "fp16", "fp16,gradients=fp16", "fp32", "bf16,products=fp8",
                     "bf16,gradients=bf16,products=fp8"),

@@ -1,9 +1,11 @@
 """The keys of Megatron-LM that say which model is trained: flags, heads and names."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
-from autoshard.imports.table import Facts, Keys, read_only, truth, whole_number
+from autoshard.imports.table import Facts, KeyEntry, Keys, alias, number, read_only, same, truth, whole_number, words
+from autoshard.spec.workload import BalancedOver
 
 
 def model(keys: Keys) -> Facts:
@@ -94,3 +96,49 @@ def name(keys: Keys) -> Facts:
             if "/" in text and not text.startswith((".", "/")):
                 return {"model.name": text}
     return {}
+
+
+def _capacity(keys: Keys) -> Facts:
+    factor = keys["moe_expert_capacity_factor"]
+    return {} if factor is None else {"work.expert_capacity": number(factor)}
+
+
+# Megatron's loss is divided by the number of chosen experts, and is 1 where experts are equally busy.
+_ROUTER = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_topk")
+_TOP_K = 2  # megatron/training/arguments.py
+_BALANCED: Mapping[str, BalancedOver] = {"aux_loss": "batch", "seq_aux_loss": "sequence"}
+_BY_RANK = "aux_loss balances the tokens of one data-parallel rank, router_balance_over: batch those of all"
+
+
+def _router_losses(keys: Keys) -> Facts:
+    """Read the loss that keeps experts equally busy: of a micro-batch, or of each sequence."""
+    kinds, coefficients = (words(keys.get(key)) for key in _ROUTER[:2])
+    stated = dict(zip(kinds or ("aux_loss",), map(number, coefficients), strict=False))
+    losses = {kind: coefficient for kind, coefficient in stated.items() if coefficient and kind != "none"}
+    if not losses:
+        return {}
+    kind, coefficient = next(iter(losses.items()))
+    if len(losses) > 1 or kind not in _BALANCED:
+        return {"unread": [f"{_ROUTER[0]} = {' '.join(losses)}"]}
+    count = whole_number(keys.get("moe_router_topk") or _TOP_K)
+    facts = {"work.router_balance_loss": coefficient / count, "work.router_balance_over": _BALANCED[kind]}
+    return {**facts, **({"remarks": [_BY_RANK]} if kind == "aux_loss" else {})}
+
+
+def _written_router_losses(facts: Facts) -> Keys:
+    """Write it."""
+    if "work.router_balance_loss" not in facts:
+        return {}
+    kind = next(kind for kind, over in _BALANCED.items() if over == facts["work.router_balance_over"])
+    coefficient = facts["work.router_balance_loss"] * facts["model.num_experts_per_tok"]
+    return {_ROUTER[0]: kind, _ROUTER[1]: coefficient}
+
+
+EXPERTS = (
+    same("num_experts", "model.num_local_experts"),
+    same("moe_router_topk", "model.num_experts_per_tok"),
+    alias("moe_ffn_hidden_size", "model.intermediate_size"),
+    read_only("moe_expert_capacity_factor", reads=_capacity),
+    KeyEntry(keys=_ROUTER, reads=_router_losses, writes=_written_router_losses),
+    same("moe_z_loss_coeff", "work.router_z_loss", number),
+)

@@ -156,6 +156,10 @@ def _model(keys: Keys) -> Facts:
 
 _ATTENTION = ("fusions.flash_attention", "fusions.ring_attention")
 _MODEL = ("normalization", "position_embedding_type", "activation", "has_bias")
+_BALANCE = (
+    "moe.router_aux_loss_coef: NxD Training adds a loss that keeps experts equally busy; the nxd engine here adds none "
+    "(Rule nxd-router-losses)"
+)
 NXDT = OtherProgram(
     name="nxdt",
     title="NxD Training",
@@ -196,6 +200,8 @@ NXDT = OtherProgram(
         read_only(*_MODEL, reads=_model),
         alias("moe.num_experts", "model.num_local_experts"),
         alias("moe.top_k", "model.num_experts_per_tok"),
+        read_only("moe.output_router_logits", "moe.router_aux_loss_coef", reads=lambda keys: {"remarks": [_BALANCE]}
+        if truth(keys.get("moe.output_router_logits")) and number(keys.get("moe.router_aux_loss_coef") or 0) else {}),
         read_only("moe.capacity_factor", "moe.dropless", reads=lambda keys: {
             "work.expert_capacity": None if truth(keys.get("moe.dropless")) else number(keys["moe.capacity_factor"])
         } if keys.get("moe.capacity_factor") is not None else {}),
@@ -222,8 +228,8 @@ NXDT = OtherProgram(
         "seed", "model_source", "exp_manager.*", "trainer.*", "*.optim.*", "compiler_*", "aync_exec_*", "neuron_*",
         "bucket_size_collectives", "data.*", "*.init_method_std", "*.use_scaled_init_method", "*.peft.*", "*.fuse_qkv",
         "*.use_cpu_initialization", "*.do_layer_norm_weight_decay", "*.fusions.softmax", "*.persist_layer_norm",
-        "*.make_vocab_size_divisible_by", "*.weight_init_only", "*.moe.router_aux_loss_coef",
-        "*.moe.output_router_logits", "*.moe.normalize_top_k_affinities", "*.moe.routing_algorithm", "precision.xla_*",
+        "*.make_vocab_size_divisible_by", "*.weight_init_only", "*.moe.normalize_top_k_affinities",
+        "*.moe.routing_algorithm", "precision.xla_*",
         "precision.neuron_*", "*.apply_query_key_layer_scaling", "*.transformer_block_type", "*.rotary_percentage",
         "*.transpose_nki_inputs", "precision.parallel_layers_reduce_dtype", "*.moe.frequency", "*.moe.dropout",
         "*.ffn_dropout", "precision.fp32_grads_cc",

@@ -194,6 +194,19 @@ def nxd_fp16(c: Columns) -> Verdict:
     yield f"precision: {why}. Use bf16, or tp=1"
 
 
+@nxd_rule(
+    "router_balance_loss,router_z_loss",
+    MOE + "loss_function.py:5-49: one loss over the logits of all layers, of the tokens that a rank has; no z-loss",
+    only=lambda c: c.workload.trains_routers,
+)
+def nxd_router_losses(c: Columns) -> Verdict:
+    yield False
+    other = "" if on_trn1(c) else ", or use --engine torch"
+    name = "router_balance_loss" if c.workload.router_balance_loss else "router_z_loss"
+    why = "NxD has no z-loss, and its balance loss is that of all layers together and of a rank's own tokens"
+    yield f"{name}={getattr(c.workload, name):g}: {why}. Leave both out{other}"
+
+
 def drops_tokens(c: Columns) -> bool:
     return c.model.num_experts > 0 and c.workload.expert_capacity is not None
 

@@ -50,6 +50,17 @@ def _common_width(model: ModelSpec) -> int:
     return math.gcd(*model.widths)
 
 
+@rule(
+    "router_balance_loss,router_z_loss",
+    source=_DERIVED + "only mixtures of experts have routers",
+    applies=lambda c: c.workload.trains_routers,
+)
+def routers(c: Columns) -> Verdict:
+    yield c.model.num_experts > 0
+    name = "router_balance_loss" if c.workload.router_balance_loss else "router_z_loss"
+    yield f"{name}={getattr(c.workload, name):g}: {c.model.name} has no experts, so no router. Leave it out"
+
+
 @rule("tp,pp,cp,dp", source=_DERIVED + "every rank stands at exactly one place of the mesh; ep is a part of dp")
 def ranks(c: Columns) -> Verdict:
     have, inner = c.cluster.num_ranks, c.tp * c.pp * c.cp

@@ -6,7 +6,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -28,7 +28,7 @@ from autoshard.run.folder import (
     checkpoint_step,
     precedes_plan,
 )
-from autoshard.run.reports import Phase, TimedStep
+from autoshard.run.reports import Phase, RouterReport, TimedStep
 from autoshard.spec.files import json_line, parsed_json
 from autoshard.spec.record import decode
 from autoshard.spec.training import Training
@@ -38,6 +38,7 @@ _END_BYTES, _SAMPLE_BYTES, _NUM_SAMPLES = 2**18, 2**13, 240  # a line is about 4
 _LOCKS = Path("/proc/locks")
 _MOST = 2**53  # of numbers in lines: up to here floats know whole numbers
 _PHASES: Mapping[str, Phase] = {phase: phase for phase in get_args(Phase)}
+_OF_ROUTERS = frozenset(figure.name for figure in fields(RouterReport))
 _NOTED = {"from": int, "at": int | float, "failed": str, "ended": str}  # in a line of attempts.jsonl
 
 
@@ -203,11 +204,17 @@ def _logged(record: Mapping[str, Any]) -> LoggedStep | None:
             time_s=max(1e-9, _bounded(numbers["time_s"])), num_tokens=_count(numbers["tokens"]),
             learning_rate=None if rate is None else _bounded(rate), waited_s=_bounded(numbers.get("waited_s") or 0.0),
             updated=bool(numbers.get("updated", True)), phase=_PHASES[numbers.get("phase", "steady")],
-            memory_bytes=None if memory_bytes is None else _count(memory_bytes),
+            memory_bytes=None if memory_bytes is None else _count(memory_bytes), router=_router(numbers.get("router")),
         )  # fmt: skip
         return LoggedStep(step=step, at=_bounded(numbers["at"]), compared=numbers.get("mfu") is not None)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
+
+
+def _router(figures: Mapping[str, Any] | None) -> RouterReport | None:
+    """Return what a line says of routers; None where it says nothing, or not all that a step has."""
+    numbers = {name: _bounded(value) for name, value in (figures or {}).items() if name in _OF_ROUTERS}
+    return RouterReport(**numbers) if {"busiest", "entropy", "dropped"} <= numbers.keys() else None
 
 
 def _bounded(value: Any) -> float:

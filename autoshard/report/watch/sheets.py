@@ -20,11 +20,21 @@ def headline_sheet(progress: RunProgress, figures: Node) -> Sheet:
     if last:
         loss, norm = _finite(last, "loss", "{:.4f}".format), _finite(last, "norm", "{:.3f}".format)
         facts.append(Fact("loss", loss, (" in the last step, gradient norm ", norm)))
+        if last["router"].value:
+            facts.append(Fact("experts", *_routed(last["router"])))
     if figures["left_s"].value is not None:
         facts.append(Fact("left", figures["left_s"].figure(format_seconds)))
     facts += [_checkpoint(progress, figures["checkpoint"]), Fact("starts", _starts_words(progress))]
     lines = [*progress.reason.splitlines()[1:], *drifts, *progress.remarks]
     return Sheet(title=progress.folder, about=f"{progress.model or 'no plan yet'}{ranks}", facts=facts, notes=lines)
+
+
+def _routed(router: Node) -> tuple[Cell, tuple[Cell, ...]]:
+    """Say how busy the busiest expert was, and what was dropped."""
+    dropped: tuple[Cell, ...] = ()
+    if router["dropped"].value:
+        dropped = (", dropped ", router["dropped"].figure("{:.1%} of choices".format))
+    return router["busiest"].figure("{:.2f} x the mean".format), (" in the busiest", *dropped)
 
 
 def _finite(step: Node, key: str, text: Callable[[float], str]) -> Cell:

@@ -13,6 +13,7 @@ def progress_json(progress: RunProgress) -> dict[str, Any]:
     last = newest and with_nulls({
         "step": newest.step.number, "loss": newest.step.loss, "norm": newest.step.norm, "at": newest.at,
         "learning_rate": newest.step.learning_rate, "updated": newest.step.updated, "phase": newest.step.phase,
+        "router": newest.step.router and newest.step.router.figures,
     })  # fmt: skip
     pace = progress.pace and {**encode(progress.pace), "ratio": progress.pace.ratio, "inside": progress.pace.inside}
     plain = {name: value for name, value in encode(progress).items() if name not in ("last", "pace")}

@@ -42,7 +42,8 @@ def record_of(step: TimedStep, *, at: float, mfu: float | None = None, neuron: A
         "phase": step.phase,
         "at": at,
     }
-    return record if neuron is None else {**record, "neuron": neuron}
+    router = {} if step.router is None else {"router": step.router.figures}
+    return {**record, **router, **({} if neuron is None else {"neuron": neuron})}
 
 
 class MetricsLog:

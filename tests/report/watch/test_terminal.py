@@ -11,6 +11,7 @@ from rich.text import Text
 from autoshard.cli import main
 from autoshard.report.watch.progress import RunProgress
 from autoshard.report.watch.terminal import progress_report
+from autoshard.run.reports import RouterReport
 from tests.report.printed import printed
 from tests.report.watch.made_runs import FROM, NOW, made_run, seen, steps_of
 from tests.runtime.cases import environment
@@ -26,6 +27,15 @@ def test_every_line_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width:
     for words in ("running step 40 of 100 (40%)", "left 30.00 s", "step 40: loss nan", "checkpoint none yet"):
         assert words in text
     assert "1.00, inside" in text and "it runs on far" in text and "█" in text
+
+
+def test_what_routers_did_in_the_last_step_is_shown(tmp_path: Path) -> None:
+    router = RouterReport(busiest=1.53, entropy=1.9, dropped=0.125)
+    made_run(tmp_path / "mixture", steps_of(40, router=router))
+    made_run(tmp_path / "dense", steps_of(40))
+    text = printed(progress_report(seen(tmp_path / "mixture")), width=100)
+    assert "experts     1.53 x the mean in the busiest, dropped 12.5% of choices" in text
+    assert "experts" not in printed(progress_report(seen(tmp_path / "dense")), width=100)
 
 
 def test_failures_are_shown_once(tmp_path: Path) -> None:

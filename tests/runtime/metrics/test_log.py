@@ -5,13 +5,14 @@ import math
 import subprocess
 import sys
 import tempfile
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from hypothesis import given, strategies as st
 
 from autoshard.run.folder import METRICS
-from autoshard.run.reports import TimedStep, with_nulls
+from autoshard.run.reports import RouterReport, TimedStep, with_nulls
 from autoshard.runtime.metrics.log import MetricsLog, record_of, scalars
 from tests.runtime.cases import ROOT, environment, read_metrics
 
@@ -67,8 +68,18 @@ def test_any_loss_and_norm_make_json(loss: float, norm: float) -> None:
         assert strange.get(name, str(line[name])) == str(value)
 
 
+def test_what_routers_did_goes_to_the_line_and_to_trackers_as_far_as_it_is_a_number() -> None:
+    router = RouterReport(busiest=1.5, entropy=math.nan, dropped=0.0, balance_loss=2.25)
+    record = record_of(step(router=router), at=1.5)
+    assert strict(json.dumps(with_nulls(record), allow_nan=False))["router"] == {
+        "busiest": 1.5, "dropped": 0.0, "balance_loss": 2.25,
+    }  # fmt: skip
+    assert dict(scalars(record))["router/busiest"] == 1.5 and "router" not in record_of(step(), at=1.5)
+
+
 def test_the_fields_of_a_line_are_documented() -> None:
     line = with_nulls(record_of(step(loss=math.inf), at=0.0, neuron={"num_cores": 2}))
+    line |= {figure.name: 0.0 for figure in fields(RouterReport)} | {"router": {}}
     page = " ".join((ROOT / "docs" / "training.md").read_text(encoding="utf-8").split())
     documented = page[page.index("Fields:") : page.index("says what it was")]
     assert not [name for name in line if f"`{name}`" not in documented]

@@ -1,6 +1,6 @@
 """The operations of the graph as torch computes them; importing this registers them all."""
 
-from autoshard.engine.torch.kernels import attention, dropout, elementwise, indexing, products
+from autoshard.engine.torch.kernels import attention, dropout, elementwise, indexing, products, router
 from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, Rotations, kernel_of
 
 __all__ = [
@@ -13,4 +13,5 @@ __all__ = [
     "indexing",
     "kernel_of",
     "products",
+    "router",
 ]

@@ -7,13 +7,14 @@ from autoshard.search.ask.vendor.documented import VendorLayout, vendor_layouts
 from autoshard.spec.cluster import LOCAL, Cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.recipe import QuestionOptions, sequences_of
-from autoshard.spec.workload import Precision, Workload
+from autoshard.spec.workload import ROUTER_LOSSES, Precision, Workload
 
 LONGEST_DEFAULT = 8192
 # Tokens of a step, at most. Llama 3 was pre-trained with 4 M, 8 M and 16 M tokens a step, beginning with the least
 # (arXiv 2407.21783, section 3.4.1).
 TOKENS = 2**22
 LOCAL_BATCH = 32
+_OF_WORK = ("optimizer", "documents", "expert_imbalance", *ROUTER_LOSSES)  # which a workload holds as they are stated
 _MORE_NODES = 2.0  # than a vendor documents: on more than so many times as many its batch says nothing
 
 
@@ -62,9 +63,7 @@ def default_workload(
     """Return the workload of a question that leaves some of it open, or all, and where these sizes are from."""
     options = question or QuestionOptions()
     sizes = default_sizes(model, cluster, seq_len=options.seq_len, global_batch=options.global_batch)
-    stated = {
-        name: options.given[name] for name in ("optimizer", "documents", "expert_imbalance") if name in options.given
-    }
+    stated = {name: options.given[name] for name in _OF_WORK if name in options.given}
     precision = Precision.named(options.precision or "bf16")
     work = Workload(seq_len=sizes.seq_len, global_batch=sizes.global_batch, precision=precision, **stated)
     return work, sizes.why
