@@ -179,6 +179,13 @@ def test_the_slowest_answer_of_a_thousand_ranks_and_remedies_that_fail_are_judge
     assert not plan_all.judge(good, {"--nodes 2": "no plan"}, 0.1).holds
 
 
+def test_every_question_about_all_cards_and_clusters_is_judged() -> None:
+    asked = [*plan_all.questions()]
+    usage = Usage(cpu_s=1.0, peak_bytes=1)
+    found = [plan_all.Answered(question=question, usage=usage, complaint="") for question in asked]
+    assert plan_all.judge(found, {}, 0.1).extras["questions"] == len(asked) > 1000
+
+
 @pytest.mark.parametrize(
     ("own", "other", "holds"),
     [
