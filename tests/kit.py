@@ -67,6 +67,12 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {
         "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
     },
+    "gemma3_text": {
+        "num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 5, "sliding_window": 3,
+        "sliding_window_pattern": 2, "rope_local_base_freq": 50.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    },
+    "olmo2": {"num_key_value_heads": 2},
 }  # fmt: skip
 SMALL_FAMILIES = tuple(_FAMILIES)
 # Models whose layers differ: some attend to a window alone, some have an MLP in the place of experts.

@@ -63,15 +63,35 @@ _LLAMA_OUTSIDE: Names = (
     *_norm("model.norm", "head.0.final_norm"),
     ("lm_head.weight", "vocab hidden", "head.0.unembed.weight"),
 )
-_LLAMA_ATTENTION: Names = (
-    *_norm("input_layernorm", "attn_norm"),
+_ATTENTION_PRODUCTS: Names = (
     *_linear("self_attn.q_proj", _QUERY, "hidden", "q"),
     *_linear("self_attn.k_proj", _KEY, "hidden", "k"),
     *_linear("self_attn.v_proj", _KEY, "hidden", "v"),
-    *_norm("self_attn.q_norm", "q_norm", "head_dim"),
-    *_norm("self_attn.k_norm", "k_norm", "head_dim"),
     *_linear("self_attn.o_proj", "hidden", _QUERY, "o"),
+)
+_HEAD_NORMS = *_norm("self_attn.q_norm", "q_norm", "head_dim"), *_norm("self_attn.k_norm", "k_norm", "head_dim")
+_LLAMA_ATTENTION: Names = (
+    *_norm("input_layernorm", "attn_norm"),
+    *_ATTENTION_PRODUCTS,
+    *_HEAD_NORMS,
     *_norm("post_attention_layernorm", "mlp_norm"),
+)
+_POST_NORMED: Names = (  # norms behind attention and the MLP have other names than those before
+    *_norm("post_attention_layernorm", "attn_post_norm"),
+    *_norm("post_feedforward_layernorm", "mlp_post_norm"),
+)
+_GEMMA_ATTENTION: Names = (
+    *_norm("input_layernorm", "attn_norm"),
+    *_ATTENTION_PRODUCTS,
+    *_HEAD_NORMS,
+    *_norm("pre_feedforward_layernorm", "mlp_norm"),
+    *_POST_NORMED,
+)
+_OLMO2_ATTENTION: Names = (
+    *_ATTENTION_PRODUCTS,
+    *_norm("self_attn.q_norm", "q_norm", _QUERY),
+    *_norm("self_attn.k_norm", "k_norm", _KEY),
+    *_POST_NORMED,
 )
 _LLAMA_MLP: Names = (
     *_linear("mlp.gate_proj", "ffn", "hidden", "gate"),
@@ -136,6 +156,19 @@ HF_NAMES: Mapping[str, Mapping[Form, Names]] = {
             "module": _MIXTURE + _under("model.layers.{layer}.", "layer.{layer}.", _LLAMA_MLP + _EXPERTS_STACKED),
         }
         for family, experts in (("mixtral", _EXPERTS_APART), ("qwen3_moe", _LLAMA_MLP + _EXPERTS_NAMED))
+    },
+    **{
+        family: {"published": names, "module": names}
+        for family, names in (
+            (
+                "gemma3_text",
+                (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _GEMMA_ATTENTION + _LLAMA_MLP)),
+            ),
+            (
+                "olmo2",
+                (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _OLMO2_ATTENTION + _LLAMA_MLP)),
+            ),
+        )
     },
     "gpt2": {"published": _GPT2 + _HEAD, "module": _under("transformer.", "", _GPT2) + _HEAD},
     "gpt_neox": {

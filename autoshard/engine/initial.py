@@ -12,8 +12,6 @@ from numpy.lib.stride_tricks import as_strided
 
 from autoshard.engine.programs import tied_instances
 from autoshard.graph.block import OpGraph
-from autoshard.graph.kinds.norm import Norm
-from autoshard.graph.kinds.pointwise import Add
 from autoshard.graph.op import Array
 
 _SCALE = 0.02  # cited: the standard deviation of GPT-2's weights (Radford et al. 2019); Llama's are drawn likewise
@@ -33,8 +31,8 @@ class InitialWeights:
         _, _, parameter = name.split(".", 2)
         shape, forward = _shape(self.graph, name), self.graph.block_of(name).select("micro_batch", "F")
         op = next(op for op in forward if parameter in op.inputs)
-        if isinstance(op.kind, Norm | Add):
-            value = float(isinstance(op.kind, Norm) and parameter == op.inputs[1])
+        value = op.kind.starts_at(op.inputs.index(parameter))
+        if value is not None:
             return np.broadcast_to(np.float32(value), shape)
         return DrawnWeight(shape=shape, seeds=(self.seed, zlib.crc32(name.encode())))
 

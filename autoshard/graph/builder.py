@@ -7,9 +7,8 @@ from types import MappingProxyType
 from autoshard.graph.block import Block
 from autoshard.graph.fusing import Flow, fuse, saved_tensors
 from autoshard.graph.kinds.linear import Deliver, Einsum
-from autoshard.graph.kinds.norm import Norm
 from autoshard.graph.kinds.optimizer import UPDATES, Accumulate, SquareSum
-from autoshard.graph.kinds.pointwise import Add, Cast
+from autoshard.graph.kinds.pointwise import Cast
 from autoshard.graph.op import Differentiable, Dims, Op, OpKind, Pass, Phase, Role, Tensor
 from autoshard.spec.kernels import Kernels
 from autoshard.spec.workload import Dtype, Optimizer, Precision
@@ -168,7 +167,8 @@ def _differentiate(b: BlockBuilder, op: Op, needing: set[str], arriving: Mapping
 def _add_update(b: BlockBuilder, name: str, tie: str | None) -> None:
     """Append the step phase of a parameter: reduce, square, update, gather."""
     precision, weight, kind = b.precision, b.tensors[name], UPDATES[b.optimizer]
-    if isinstance(b.reader(name).kind, (Norm, Add)):
+    reader = b.reader(name)
+    if reader.kind.starts_at(reader.inputs.index(name)) is not None:
         kind = kind.without_decay()  # a norm's scale and shift, and biases, keep their size
     total = f"{name}.sum"
     if tie:

@@ -1,5 +1,6 @@
 """The decoder-only transformer as a graph, operation by operation."""
 
+import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import partial
@@ -14,7 +15,7 @@ from autoshard.graph.kinds.dropout import DROPOUT_KEYS, Drop
 from autoshard.graph.kinds.experts import Combine, Dispatch, Slot, TopK
 from autoshard.graph.kinds.indexing import Lookup, Pick
 from autoshard.graph.kinds.linear import Einsum
-from autoshard.graph.kinds.norm import Norm, Softmax
+from autoshard.graph.kinds.norm import MeanSquare, Norm, Rescale, Softmax
 from autoshard.graph.kinds.optimizer import ClipScale
 from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Reduce, Unary
 from autoshard.graph.op import Dims
@@ -92,7 +93,8 @@ def num_slots(model: ModelSpec, num_tokens: int, expert_capacity: float | None) 
 def _embed_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block:
     b = BlockBuilder(workload.precision, workload.optimizer)
     tokens = b.input("tokens", ("batch", "seq"), "int64")
-    x = b.emit("embed", Lookup(), b.weight("embed.weight", "vocab", "hidden"), tokens)
+    scale = math.sqrt(model.hidden) if model.scaled_embeddings else 1.0
+    x = b.emit("embed", Lookup(scale=scale), b.weight("embed.weight", "vocab", "hidden"), tokens)
     if model.positions == "learned":
         where = (b.input("positions", ("seq",), "int64"), *_document_starts(b, workload))
         place = b.emit("place", Lookup(), b.weight("place.weight", "positions", "hidden"), *where)
@@ -109,16 +111,18 @@ def _layer_block(whole: ModelSpec, kind: str, workload: Workload, kernels: Kerne
     model = whole.of_kind(kind)
     b = BlockBuilder(workload.precision, workload.optimizer)
     x = b.deliver_as(b.add("x", _RESIDUAL), "block_in")
-    attended = _dropped(b, model, "attn_drop", _attention(b, model, workload, x))
+    attended = _norm_after(b, model, "attn_post_norm", _attention(b, model, workload, x))
+    attended = _dropped(b, model, "attn_drop", attended)
     after = b.deliver_as(b.emit("attn_add", Add(), x, attended), "mlp_residual")
     source = x if model.parallel_residual else after
     drops = workload.expert_capacity is not None
     settled = kernels.settles_experts and model.num_experts > 0  # of the slots; of the tokens where none is dropped
-    normed = b.deliver_as(_norm(b, model, "mlp_norm", source, "hidden"), "mlp_in", settles=settled and not drops)
+    normed = b.deliver_as(_norm_before(b, model, "mlp_norm", source), "mlp_in", settles=settled and not drops)
     write_mlp = EXTENSIONS.of(FunctionType).get("mlp") or partial(mlp, ffn=whole.ffn_dim(kind))
     mlp_output = (
         _experts(b, model, normed, settles=settled and drops) if model.num_experts else write_mlp(b, model, normed)
     )
+    mlp_output = _norm_after(b, model, "mlp_post_norm", mlp_output)
     y = b.emit("mlp_add", Add(), after, _dropped(b, model, "mlp_drop", mlp_output))
     gives = (y, *add_router_losses(b, workload))
     return finish(b, kind, kernels, takes=(x,), gives=gives, repeat=whole.layer_counts[kind])
@@ -185,7 +189,25 @@ def _norm(b: BlockBuilder, model: ModelSpec, name: str, x: str, over: str) -> st
     weights = [b.weight(f"{name}.weight", over)]
     if model.norm_has_bias:
         weights.append(b.weight(f"{name}.bias", over))
-    return b.emit(name, Norm(function=model.norm, over=over, eps=model.norm_eps), x, *weights)
+    kind = Norm(function=model.norm, over=over, eps=model.norm_eps, offset=model.norm_offset)
+    return b.emit(name, kind, x, *weights)
+
+
+def _norm_before(b: BlockBuilder, model: ModelSpec, name: str, x: str) -> str:
+    return x if model.norm_place == "after" else _norm(b, model, name, x, "hidden")
+
+
+def _norm_after(b: BlockBuilder, model: ModelSpec, name: str, x: str) -> str:
+    return x if model.norm_place == "before" else _norm(b, model, name, x, "hidden")
+
+
+def _head_norm(b: BlockBuilder, model: ModelSpec, name: str, x: str, heads: Dims) -> str:
+    """Norm queries or keys: each head, or all of them together by a mean square to which each rank adds its heads."""
+    if model.qk_norm_over == "head":
+        return _norm(b, model, f"{name}_norm", x, "head_dim")
+    count = model.head_dim * (model.num_heads if heads == _HEADS else model.num_kv_heads)
+    square = b.emit(f"{name}_square", MeanSquare(over=heads, count=count), x)
+    return b.emit(f"{name}_rescale", Rescale(eps=model.norm_eps), x, square, b.weight(f"{name}_norm.weight", *heads))
 
 
 def _linear(b: BlockBuilder, name: str, x: str, out: Dims, contracted: Dims, *, bias: bool) -> str:
@@ -198,7 +220,7 @@ def _linear(b: BlockBuilder, name: str, x: str, out: Dims, contracted: Dims, *, 
 
 
 def _attention(b: BlockBuilder, model: ModelSpec, workload: Workload, x: str) -> str:
-    normed = b.deliver_as(_norm(b, model, "attn_norm", x, "hidden"), "attn_in")
+    normed = b.deliver_as(_norm_before(b, model, "attn_norm", x), "attn_in")
     query = _linear(b, "q", normed, _HEADS, ("hidden",), bias=model.qkv_bias)
     key = _linear(b, "k", normed, _KV, ("hidden",), bias=model.qkv_bias)
     value = _linear(b, "v", normed, _KV, ("hidden",), bias=model.qkv_bias)
@@ -206,8 +228,7 @@ def _attention(b: BlockBuilder, model: ModelSpec, workload: Workload, x: str) ->
     key_positions = b.input("key_positions", ("kv_seq",), "int64")
     starts = _document_starts(b, workload)
     if model.qk_norm:
-        query = _norm(b, model, "q_norm", query, "head_dim")
-        key = _norm(b, model, "k_norm", key, "head_dim")
+        query, key = _head_norm(b, model, "q", query, _HEADS), _head_norm(b, model, "k", key, _KV)
     if model.positions == "rotary":
         rotary = Rotary(fraction=model.rotary_fraction, theta=model.rotary_theta, scaling=model.rotary_scaling)
         query = b.emit("q_rotary", rotary, query, positions, *starts)
@@ -215,7 +236,8 @@ def _attention(b: BlockBuilder, model: ModelSpec, workload: Workload, x: str) ->
     b.deliver_as(query, "q_in")
     b.deliver_as(key, "k_in", _KEYS_ALONG)
     b.deliver_as(value, "v_in", _KEYS_ALONG)
-    kind, where = Attend(window=model.window, dropped=model.attention_dropout), (positions, key_positions, *starts)
+    kind = Attend(window=model.window, dropped=model.attention_dropout, scale=model.score_scale)
+    where = (positions, key_positions, *starts)
     mixed = b.emit("attend", kind, query, key, value, *where, *_attention_draws(b, model))
     result = _linear(b, "o", b.deliver_as(mixed, "o_in"), ("hidden",), _HEADS, bias=model.out_bias)
     return b.deliver_as(result, "attn_out")

@@ -118,6 +118,10 @@ class OpKind(ABC):
         """Say whether it drops numbers at random."""
         return False
 
+    def starts_at(self, index: int) -> float | None:
+        """Return the number at which a weight in this input starts, and does not decay; None for one that is drawn."""
+        return None
+
     def index_dim(self, call: Call) -> str:
         """Return the dim along which the numbers in its second input count; "" where it reads no such numbers."""
         return ""

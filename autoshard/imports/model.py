@@ -13,6 +13,7 @@ from autoshard.spec.files import parsed_json
 from autoshard.spec.hf_config import spec_from_config
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
+from autoshard.spec.record import options_on
 
 _FIELDS: Mapping[str, str] = {  # facts -> fields of ModelSpec by which cards are told from each other
     "num_hidden_layers": "num_layers", "hidden_size": "hidden", "intermediate_size": "ffn",
@@ -68,7 +69,8 @@ def model_of(run: ImportedRun, typed: str | None) -> tuple[ModelSpec, str]:
         said = f"{names[0]} has no card" if names else "the file names none"
         raise InputError.of("--model", f"missing: {said}. Type a card (autoshard list models) or a config.json")
     cards = [load_model(name) for name in model_names()]
-    fits = [card for card in cards if not _contradictions(facts, card)]
+    # Sizes alone mean a model without further options, which other keys would have to state.
+    fits = [card for card in cards if not options_on(card) and not _contradictions(facts, card)]
     if fits:
         card = _chosen(fits, facts, run.hints)
         window = facts.get("sliding_window", card.window)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from autoshard.errors import InputError
-from autoshard.spec.record import show_value
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.record import options_on, show_value
 
 Facts = Mapping[str, Any]
 Keys = Mapping[str, Any]
@@ -47,6 +48,10 @@ class Limits:
     precisions: tuple[str, ...] = ("bf16",)
     shards_with: tuple[str, ...] = ()  # axes beside which weights are always sharded
     unsaid: Mapping[str, str] = field(default_factory=dict[str, str])  # what the file does not hold -> where it stands
+
+    def unsayable(self, model: ModelSpec) -> tuple[str, ...]:
+        """Return the options of a model that files cannot say, if they say at all which model is trained."""
+        return () if {"model", "model_config"} & self.unsaid.keys() else tuple(options_on(model))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING
 from typing import Any, Literal, cast
 
-from autoshard.errors import InputError, nearest
+from autoshard.errors import InputError, inside, nearest
 from autoshard.spec.hf_reader import ConfigReader
 from autoshard.spec.hf_types import (
     ACTIVATIONS,
@@ -13,15 +13,17 @@ from autoshard.spec.hf_types import (
     NAMED_FIELDS,
     SHARED_DEFAULTS,
     UNMODELLED,
+    WITH_TEXT_CONFIG,
     ModelType,
 )
-from autoshard.spec.model import LAYER, LayerKind, ModelSpec, RotaryScaling
-from autoshard.spec.record import show_value
+from autoshard.spec.model import LAYER, MAX_LAYERS, LayerKind, ModelSpec, RotaryScaling
+from autoshard.spec.record import decode, show_value
 from autoshard.spec.repeats import compress
 
 _BALANCE = (
     "the loss that it asks for belongs to the question: --router-balance-loss, or router_balance_loss in a recipe"
 )
+_ROTARY_OF_LAYERS = ("full_attention", "sliding_attention")
 _ROTARY_KEYS = (
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"),
     *("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -36,11 +38,18 @@ def spec_from_config(config: Mapping[str, object], *, name: str, source: str) ->
     256
     """
     name_of_type = config.get("model_type")
-    if not isinstance(name_of_type, str) or name_of_type not in MODEL_TYPES:
-        problem = f"{show_value(name_of_type)} is not a known architecture" if "model_type" in config else "missing"
-        code = "To plan another, have its code read: autoshard plan --module FILE.py:FUNCTION"
-        raise InputError.of("model_type", f"{problem}. Known: {', '.join(MODEL_TYPES)}. {code}")
-    kind = MODEL_TYPES[name_of_type]
+    if isinstance(name_of_type, str) and name_of_type in WITH_TEXT_CONFIG:
+        with inside("text_config"):
+            text = {
+                "model_type": WITH_TEXT_CONFIG[name_of_type],
+                **decode(dict[str, object], config.get("text_config")),
+            }
+            return _spec_of_text(text, name, source)
+    return _spec_of_text(config, name, source)
+
+
+def _spec_of_text(config: Mapping[str, object], name: str, source: str) -> ModelSpec:
+    kind = _kind_of(config)
     usual = {name: field.default for name, field in NAMED_FIELDS.items() if field.default is not MISSING}
     reader = ConfigReader(config, {**usual, **SHARED_DEFAULTS, **kind.defaults})
     for name_of_field, off in UNMODELLED.items():
@@ -65,12 +74,22 @@ def spec_from_config(config: Mapping[str, object], *, name: str, source: str) ->
     }
     if traits["positions"] == "rotary":
         traits |= _rotary(reader, kind, traits["max_positions"])
-    traits |= _layers_that_differ(reader, kind, traits["num_layers"])
+    traits |= _score_scale(reader, kind, traits["head_dim"])
+    traits |= _layers_that_differ(reader, kind, traits)
     # A valid value stands in for each field that could not be read, so that all faults are found at once.
     spec = reader.made(lambda: ModelSpec(name=name, source=source, **traits))
     if reader.faults or spec is None:
         raise InputError(reader.faults)
     return spec
+
+
+def _kind_of(config: Mapping[str, object]) -> ModelType:
+    stated = config.get("model_type")
+    if isinstance(stated, str) and stated in MODEL_TYPES:
+        return MODEL_TYPES[stated]
+    problem = f"{show_value(stated)} is not a known architecture" if "model_type" in config else "missing"
+    code = "To plan another, have its code read: autoshard plan --module FILE.py:FUNCTION"
+    raise InputError.of("model_type", f"{problem}. Known: {', '.join((*MODEL_TYPES, *WITH_TEXT_CONFIG))}. {code}")
 
 
 def _sizes(reader: ConfigReader, kind: ModelType) -> dict[str, int]:
@@ -104,11 +123,12 @@ def _rotary(reader: ConfigReader, kind: ModelType, max_positions: int) -> dict[s
     flat = reader.whole_or_null("original_max_position_embeddings")
     older = {name: reader.read(float, name) for name in ("rope_theta", "partial_rotary_factor")}
     field = "rope_scaling" if reader.data.get("rope_scaling") else "rope_parameters"
-    data: object = reader.data.get(field) or {}
-    if not isinstance(data, Mapping):
-        reader.refuse(field, f"expected an object, found {show_value(data)}")
+    data = _object(reader, field)
+    if field == "rope_parameters" and kind.window == "pattern":
+        _no_other_keys(reader, data, _ROTARY_OF_LAYERS)
+        field, data = f"{field}.full_attention", _object(reader, field, "full_attention")
     defaults = {**older, "rope_type": "default", "original_max_position_embeddings": max_positions}
-    group = ConfigReader(cast(Mapping[str, object], data) if isinstance(data, Mapping) else {}, defaults)
+    group = ConfigReader(data, defaults)
     theta, fraction = group.read(float, "rope_theta"), group.read(float, "partial_rotary_factor")
     scaling = _scaling(group, flat)
     reader.faults.extend(fault.under(field) for fault in group.faults)
@@ -118,10 +138,38 @@ def _rotary(reader: ConfigReader, kind: ModelType, max_positions: int) -> dict[s
     return {"rotary_theta": theta, "rotary_fraction": fraction, "rotary_scaling": scaling}
 
 
+def _object(reader: ConfigReader, *path: str) -> Mapping[str, object]:
+    """Return the object at a path of names, empty where there is none; refuse what is no object."""
+    data = reader.data
+    for name in path:
+        inner: object = data.get(name) or {}
+        if not isinstance(inner, Mapping):
+            reader.refuse(".".join(path), f"expected an object, found {show_value(inner)}")
+            return {}
+        data = cast(Mapping[str, object], inner)
+    return data
+
+
+def _no_other_keys(reader: ConfigReader, data: Mapping[str, object], names: tuple[str, ...]) -> None:
+    for key in data:
+        if key not in names:
+            reader.refuse(key, f"unknown key. {nearest(key, names)}")
+
+
+def _local_theta(reader: ConfigReader) -> float:
+    """Return the rotary base of layers that attend to a window, where it is one of their own."""
+    field = "rope_parameters.sliding_attention"
+    group = ConfigReader(_object(reader, *field.split(".")), {"rope_theta": reader.read(float, "rope_local_base_freq")})
+    group.only("rope_type", ("default",), "layers that attend to a window have frequencies that are not scaled")
+    theta = group.read(float, "rope_theta")
+    reader.faults.extend(fault.under(field) for fault in group.faults)
+    stated = f"{field}.rope_theta" if "rope_theta" in group.data else "rope_local_base_freq"
+    reader.check(lambda: theta >= 1, (stated,), f"must be at least 1, not {theta}")
+    return max(theta, 1)
+
+
 def _scaling(group: ConfigReader, original: int | None) -> RotaryScaling | None:
-    for key in group.data:
-        if key not in _ROTARY_KEYS:
-            group.refuse(key, f"unknown key. {nearest(key, _ROTARY_KEYS)}")
+    _no_other_keys(group, group.data, _ROTARY_KEYS)
     kinds: Mapping[str, Literal["linear", "llama3"] | None] = {"default": None, "linear": "linear", "llama3": "llama3"}
     kind = group.choice("rope_type", kinds)
     if kind is None:
@@ -135,6 +183,13 @@ def _scaling(group: ConfigReader, original: int | None) -> RotaryScaling | None:
     return group.made(lambda: RotaryScaling(kind=kind, **stated))
 
 
+def _score_scale(reader: ConfigReader, kind: ModelType, head_dim: int) -> dict[str, float]:
+    if "query_pre_attn_scalar" not in kind.defaults:
+        return {}
+    scalar = reader.read(float, "query_pre_attn_scalar")
+    return {"query_scalar": scalar} if scalar != head_dim else {}
+
+
 def _experts(reader: ConfigReader, kind: ModelType) -> dict[str, int]:
     if "num_experts_per_tok" not in reader.defaults:
         for field in ("num_local_experts", "num_experts", "num_experts_per_tok"):
@@ -144,26 +199,38 @@ def _experts(reader: ConfigReader, kind: ModelType) -> dict[str, int]:
     return {"num_experts": reader.whole("num_local_experts"), "experts_per_token": chosen}
 
 
-def _layers_that_differ(reader: ConfigReader, kind: ModelType, num_layers: int) -> dict[str, Any]:
+def _layers_that_differ(reader: ConfigReader, kind: ModelType, traits: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attention window of all layers, None without one; or the kinds of layers, and their order."""
-    window = _stated_window(reader, kind)
+    window, num_layers = _stated_window(reader, kind), traits["num_layers"]
+    if num_layers > MAX_LAYERS:
+        return {}  # refused with the sizes, and too many to list
     local, dense = _local_layers(reader, kind, num_layers, window), _dense_layers(reader, kind, num_layers)
     everywhere = len({*local}) == 1
+    theta = _local_theta(reader) if kind.window == "pattern" else None
+    if theta == traits.get("rotary_theta") and traits.get("rotary_scaling") is None:
+        theta = None  # the same as in the other layers
     names = [
         ("dense",) * is_dense + ("local",) * (is_local and not everywhere)
         for is_dense, is_local in zip(dense, local, strict=True)
     ]
-    kinds = tuple(
-        LayerKind(
-            name="_".join(name),
-            dense_ffn=reader.whole("intermediate_size") if "dense" in name else None,
-            window=window if "local" in name else None,
+    made = [
+        reader.made(
+            lambda name=name: LayerKind(
+                name="_".join(name),
+                dense_ffn=reader.whole("intermediate_size") if "dense" in name else None,
+                window=window if "local" in name else None,
+                rotary_theta=theta if "local" in name else None,
+            )
         )
         for name in dict.fromkeys(names)
         if name
-    )
+    ]
+    kinds = tuple(layer_kind for layer_kind in made if layer_kind)
+    if len(kinds) < len(made):
+        return {}
     order = compress("_".join(name) or LAYER for name in names) if kinds else ""
-    return {"window": window if everywhere and local[0] else None, "kinds": kinds, "order": order}
+    differing = {"window": window if everywhere and local[0] else None, "kinds": kinds, "order": order}
+    return differing | ({"rotary_theta": theta, "rotary_scaling": None} if differing["window"] and theta else {})
 
 
 def _stated_window(reader: ConfigReader, kind: ModelType) -> int | None:
@@ -172,21 +239,24 @@ def _stated_window(reader: ConfigReader, kind: ModelType) -> int | None:
         if reader.data.get("use_sliding_window") is not False:
             reader.only("sliding_window", (None,), f"{kind.architecture} attends to the whole sequence")
         return None
-    used = kind.window == "all layers" or reader.read(bool, "use_sliding_window")
+    used = kind.window in ("all layers", "pattern") or reader.read(bool, "use_sliding_window")
     return reader.whole_or_null("sliding_window") if used else None
 
 
 def _local_layers(reader: ConfigReader, kind: ModelType, num_layers: int, window: int | None) -> list[bool]:
     """Say which layers attend to a window alone."""
-    stated = reader.data.get("layer_types")
-    if stated is None or (kind.window != "some layers" and stated == _same_layers(window, num_layers)):
+    stated, mixed = reader.data.get("layer_types"), kind.window in ("some layers", "pattern")
+    if stated is None and kind.window == "pattern":
+        period = reader.whole("sliding_window_pattern")
+        return [window is not None and (number + 1) % period != 0 for number in range(num_layers)]
+    if stated is None or (not mixed and stated == _same_layers(window, num_layers)):
         first = reader.whole("max_window_layers", low=0) if kind.window == "some layers" and window else 0
         return [window is not None and number >= first for number in range(num_layers)]
     words = {
         "full_attention": False,
-        **({"sliding_attention": True} if kind.window == "some layers" and window else {}),
+        **({"sliding_attention": True} if mixed and window else {}),
     }
-    if kind.window != "some layers":
+    if not mixed:
         words = {_same_layers(window, 1)[0]: window is not None}
     fits = isinstance(stated, list) and len(cast(list[object], stated)) == num_layers
     known = fits and all(layer in words for layer in cast(list[object], stated))

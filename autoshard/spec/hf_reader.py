@@ -20,10 +20,12 @@ _BLAMED: Mapping[str, tuple[str, ...]] = {
     "vocab": ("vocab_size",),
     "max_positions": ("max_position_embeddings",),
     "rotary_theta": ("rope_theta", "rope_scaling", "rope_parameters"),
+    "query_scalar": ("query_pre_attn_scalar",),
     "rotary_fraction": ("partial_rotary_factor", "rope_scaling", "rope_parameters"),
     "num_experts": ("num_local_experts",),
     "experts_per_token": ("num_experts_per_tok", "num_local_experts"),
     "window": ("sliding_window",),
+    "dense_ffn": ("intermediate_size",),
     "low_frequency_factor": ("low_freq_factor",),
     "high_frequency_factor": ("high_freq_factor", "low_freq_factor"),
 }

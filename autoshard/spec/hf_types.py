@@ -24,7 +24,7 @@ class ModelType:
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
     defaults: Mapping[str, Any]
     grouped_heads: bool = True
-    window: Literal["none", "all layers", "all layers if used", "some layers"] = "none"
+    window: Literal["none", "all layers", "all layers if used", "some layers", "pattern"] = "none"
     width: str = "intermediate_size"  # the field with the width of an MLP
     stated: Mapping[str, object] = field(default_factory=dict[str, object])  # must be stated, as it has another default
 
@@ -98,8 +98,26 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         width="moe_intermediate_size",
         stated={"norm_topk_prob": True},
     ),
+    "gemma3_text": ModelType(
+        architecture="Gemma3ForCausalLM",
+        fixed={"qk_norm": True, "norm_place": "both", "norm_offset": 1.0, "scaled_embeddings": True},
+        defaults={  # published configs leave out these sizes where they are the defaults of the class
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
+            "max_position_embeddings": 131072, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+            "attention_bias": False, "query_pre_attn_scalar": 256, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+            "sliding_window": 4096, "sliding_window_pattern": 6,
+        },
+        window="pattern",
+    ),
+    "olmo2": ModelType(
+        architecture="Olmo2ForCausalLM",
+        fixed={"qk_norm": True, "qk_norm_over": "all heads", "norm_place": "after"},
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False},
+    ),
 }  # fmt: skip
-# Other names of fields in GPT-2, GPT-NeoX and older Mixtral cards.
+# Types whose config holds that of a model that reads text alone in its field ``text_config``.
+WITH_TEXT_CONFIG: Mapping[str, str] = {"gemma3": "gemma3_text"}
+# Other names of fields in GPT-2, GPT-NeoX, Gemma and older Mixtral cards.
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "num_hidden_layers": ("n_layer",),
     "hidden_size": ("n_embd",),
@@ -107,7 +125,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "intermediate_size": ("n_inner",),
     "max_position_embeddings": ("n_positions",),
     "rms_norm_eps": ("layer_norm_eps", "layer_norm_epsilon"),
-    "hidden_act": ("activation_function",),
+    "hidden_act": ("activation_function", "hidden_activation"),
     "rope_theta": ("rotary_emb_base",),
     "partial_rotary_factor": ("rotary_pct",),
     "num_local_experts": ("num_experts",),
@@ -135,7 +153,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
 # Fields of options that no model has until ModelSpec names them, with the values that switch them off. Some belong to
 # related models: transformers would ignore them, and compute another model than the one that was meant.
 _SWITCHED_OFF: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys(("add_cross_attention", "is_encoder_decoder"), (False, None)),
+    **dict.fromkeys(("add_cross_attention", "is_encoder_decoder", "use_bidirectional_attention"), (False, None)),
     "scale_attn_weights": (True, None),
     "scale_attn_by_inverse_layer_idx": (False, None),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "quantization_config"), (None,)),

@@ -3,7 +3,7 @@
 What a ModelSpec does not have (token ids, who made the model) is left out.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard.errors import InputError
@@ -22,6 +22,7 @@ from autoshard.spec.model import ModelSpec
 _SPELLED: Mapping[str, Mapping[str, str]] = {
     "gpt2": {name: others[0] for name, others in ALIASES.items()} | {"rms_norm_eps": "layer_norm_epsilon"},
     "qwen3_moe": {"num_local_experts": "num_experts"},
+    "gemma3_text": {"hidden_act": "hidden_activation"},
     "gpt_neox": {
         "rms_norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"
     },
@@ -80,6 +81,8 @@ def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
         fields |= _rotary(model)
     if model.num_experts:
         fields |= {"num_local_experts": model.num_experts, "num_experts_per_tok": model.experts_per_token}
+    if "query_pre_attn_scalar" in kind.defaults:  # a whole number there
+        fields["query_pre_attn_scalar"] = round(model.query_scalar or model.head_dim)
     fields |= _layers(model, kind)
     spelled = {_SPELLED.get(name, {}).get(field, field): value for field, value in fields.items()}
     return {"model_type": name, "architectures": [kind.architecture], **spelled}
@@ -97,13 +100,21 @@ def _layers(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
         fields["sliding_window"] = window
     if kind.window in ("some layers", "all layers if used"):
         fields["use_sliding_window"] = window is not None
+    if kind.window == "pattern":
+        fields |= {"sliding_window": window or 1, "layer_types": _layer_types(windows)}  # of no layer if there is none
+        thetas = {spec.rotary_theta for spec in each_kind.values() if spec.window}
+        fields |= {"rope_local_base_freq": thetas.pop()} if thetas else {}
     if kind.window == "some layers":
         fields["max_window_layers"] = 0 if window else model.num_layers
         if len({*windows}) > 1:
-            fields["layer_types"] = ["sliding_attention" if size else "full_attention" for size in windows]
+            fields["layer_types"] = _layer_types(windows)
     if dense and "mlp_only_layers" in kind.defaults:
         fields |= {"mlp_only_layers": dense, "intermediate_size": each_kind[model.layer_order[dense[0]]].ffn}
     return fields
+
+
+def _layer_types(windows: Sequence[int | None]) -> list[str]:
+    return ["sliding_attention" if size else "full_attention" for size in windows]
 
 
 def _rotary(model: ModelSpec) -> Mapping[str, Any]:

@@ -143,6 +143,11 @@ class ModelSpec:
     traced: TracedDecoder | None = None
     hidden_dropout: float = field(default=0.0, metadata={"config": "hidden_dropout"})
     attention_dropout: float = field(default=0.0, metadata={"config": "attention_dropout"})
+    norm_place: Literal["before", "after", "both"] = option("before")  # of attention and of the MLP
+    norm_offset: float = option(0.0)  # what a norm adds to its weight
+    qk_norm_over: Literal["head", "all heads"] = option("head")
+    query_scalar: float | None = option(None)  # scores are divided by its root; None is the width of a head
+    scaled_embeddings: bool = option(False)  # by the root of the hidden size
     kinds: tuple[LayerKind, ...] = option(())
     order: str = option("")
 
@@ -152,6 +157,8 @@ class ModelSpec:
         pairs = self.positions == "learned" or (turned >= 2 and turned % 2 == 0)
         uneven = f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly"
         odd = f"rotary positions rotate pairs: {turned} of the {self.head_dim} numbers of a head are not pairs"
+        rms = self.qk_norm and self.norm == "rms" and not self.norm_offset
+        whole = "all heads together have RMS norms without an offset alone, and only where qk_norm is true"
         few = f"must be 0 (dense) or between 2 and {MAX_EXPERTS}, not {experts}"
         chosen = f"must lie between 1 and num_experts ({experts}); 0 for a dense model"
         dropouts = {"hidden_dropout": self.hidden_dropout, "attention_dropout": self.attention_dropout}
@@ -161,6 +168,9 @@ class ModelSpec:
             (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads == 0, "num_kv_heads", uneven),
             (0 < self.rotary_fraction <= 1, "rotary_fraction", f"must lie in (0, 1], not {self.rotary_fraction}"),
             *in_range(self, "rotary_theta", "window", low=1),
+            *in_range(self, "query_scalar", positive=True),
+            *in_range(self, "norm_offset", low=0),
+            (self.qk_norm_over == "head" or rms, "qk_norm_over", whole),
             (pairs, "head_dim", odd),
             *in_range(self, "norm_eps", positive=True),
             *((0 <= rate < 1, name, f"must lie in [0, 1), not {rate}") for name, rate in dropouts.items()),
@@ -249,6 +259,11 @@ class ModelSpec:
         return self.norm == "layer"
 
     @property
+    def score_scale(self) -> float | None:
+        """The factor of attention's scores; None for 1 over the root of the width of a head."""
+        return None if self.query_scalar is None else self.query_scalar**-0.5
+
+    @property
     def rotary_dims(self) -> int:
         """How many numbers of each head are rotated (rounded down, as in Hugging Face); 0 for learned positions."""
         return int(self.head_dim * self.rotary_fraction) if self.positions == "rotary" else 0
@@ -278,8 +293,10 @@ class ModelSpec:
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden
         attention += heads * self.head_dim * self.qkv_bias + self.hidden * self.out_bias
         per_norm = 2 if self.norm_has_bias else 1
-        attention += 2 * per_norm * self.head_dim * self.qk_norm
+        normed = self.num_heads + self.num_kv_heads if self.qk_norm_over == "all heads" else 2
+        attention += normed * per_norm * self.head_dim * self.qk_norm
         products = 2 if self.gated_mlp else 1
         mlp = (products + 1) * self.hidden * self.ffn + (products * self.ffn + self.hidden) * self.mlp_bias
         router = self.num_experts * self.hidden
-        return attention + max(1, self.num_experts) * mlp + router + 2 * per_norm * self.hidden
+        norms = (4 if self.norm_place == "both" else 2) * per_norm * self.hidden
+        return attention + max(1, self.num_experts) * mlp + router + norms

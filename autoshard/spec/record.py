@@ -30,6 +30,15 @@ def option(default: T, **metadata: str) -> T:
     return dataclasses.field(default=default, metadata={_OPTION: True, **metadata})
 
 
+def options_on(value: Any) -> Mapping[str, Any]:
+    """Return the options of a dataclass, by name, that are not at their defaults."""
+    stated = {
+        field.name: getattr(value, field.name) for field in dataclasses.fields(value) if _OPTION in field.metadata
+    }
+    usual = {field.name: field.default for field in dataclasses.fields(value)}
+    return {name: chosen for name, chosen in stated.items() if chosen != usual[name]}
+
+
 def decode(kind: type[T], data: object, where: str | Path = "") -> T:
     """Build a value of type ``kind`` from parsed JSON, or raise one InputError with the path of every fault."""
     with inside(where):

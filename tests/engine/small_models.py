@@ -11,7 +11,7 @@ from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.op import Array
 from autoshard.spec.kernels import load_kernels
-from autoshard.spec.model import ModelSpec, RotaryScaling
+from autoshard.spec.model import LayerKind, ModelSpec, RotaryScaling
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import Documents, Precision, Workload
 
@@ -38,6 +38,18 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "query and key layer norm": {"qk_norm": True, "norm": "layer"},
     "part of a head turned": {"rotary_fraction": 0.5},
     "another theta": {"rotary_theta": 50.0},
+    "two kinds of layers": {
+        "kinds": (LayerKind(name="local", window=WINDOW, rotary_theta=50.0),),
+        "order": "local/layer",
+    },
+    "norms behind": {"norm_place": "after"},
+    "norms before and behind": {"norm_place": "both", "norm": "layer"},
+    "one more than the weights of norms": {"norm_offset": 1.0, "qk_norm": True},
+    "norm of all queries": {"qk_norm": True, "qk_norm_over": "all heads"},
+    "norm of the queries of one key head": {"qk_norm": True, "qk_norm_over": "all heads", "num_kv_heads": 1},
+    "another scale of scores": {"query_scalar": 3.0, "window": WINDOW},
+    "scaled embeddings": {"scaled_embeddings": True, "tied_embeddings": True},
+    "experts behind which norms are": {**EXPERTS, "norm_place": "after", "scaled_embeddings": True},
     "linear scaling": {"rotary_scaling": RotaryScaling(kind="linear", factor=4.0)},
     "llama3 scaling": {"rotary_scaling": LLAMA3, "rotary_theta": 50.0},
     "learned positions": {"positions": "learned"},
@@ -54,11 +66,15 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 def reduced(model: ModelSpec) -> ModelSpec:
-    """Keep every option of a model and whether heads are shared, and make all its sizes small."""
+    """Keep every option of a model and whether heads are shared, and make all its sizes small.
+
+    There are two layers, of different kinds where the model has several.
+    """
     kv_heads, group = min(model.num_kv_heads, 2), min(model.queries_per_kv_head, 2)
+    first = model.with_layers(2)
     return replace(
-        model,
-        num_layers=2,
+        first,
+        kinds=tuple(replace(kind, window=kind.window and WINDOW) for kind in first.kinds),
         hidden=16,
         ffn=24,
         num_heads=kv_heads * group,

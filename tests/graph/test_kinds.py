@@ -20,7 +20,7 @@ from autoshard.graph.kinds.dropout import PHILOX_FLOPS, Drop
 from autoshard.graph.kinds.experts import Combine, Dispatch, Slot, TopK
 from autoshard.graph.kinds.indexing import Lookup, Pick, random_document_starts
 from autoshard.graph.kinds.linear import Deliver, Einsum
-from autoshard.graph.kinds.norm import Norm, Softmax
+from autoshard.graph.kinds.norm import MeanSquare, Norm, Rescale, Softmax
 from autoshard.graph.kinds.opaque import Opaque
 from autoshard.graph.kinds.optimizer import AdamW, ClipScale, Sgd, SquareSum
 from autoshard.graph.kinds.pointwise import Add, Cast, Function, Multiply, Reduce, Unary
@@ -286,8 +286,10 @@ def product(out: str, left: str, right: str) -> Case:
     return Case(Einsum(dims=dims(out)), (left, right), lambda x, y, _: torch.einsum(f"{a},{b}->{c}", x, y))
 
 
-def norm(name: Any, over: str, *inputs: str, eps: float = 1e-3) -> Case:
-    return Case(Norm(function=name, over=over, eps=eps), inputs, reference_norm(name, eps))
+def norm(name: Any, over: str, *inputs: str, eps: float = 1e-3, offset: float = 0.0) -> Case:
+    plain = reference_norm(name, eps)
+    reference = plain if not offset else lambda x, weight, *rest: plain(x, weight + offset, *rest)
+    return Case(Norm(function=name, over=over, eps=eps, offset=offset), inputs, reference)
 
 
 def rotary(x: str, fraction: float = 1.0, theta: float = 10000.0, *, apart: bool = False) -> Case:
@@ -306,6 +308,16 @@ def attention(window: int | None = None, *, apart: bool = False, dropped: float 
         reference_dropping(dropped),
         lambda sizes, rng: [*draw(sizes, rng), *(numbers(sizes, rng, dim) for dim in ("batch", "kv_heads", "q_group"))],
     )  # fmt: skip
+
+
+def scaled_attention(scale: float) -> Case:
+    """Attention whose queries are scaled beforehand instead."""
+    plain = reference_attention(None)
+
+    def reference(query: Any, *rest: Any) -> Any:
+        return plain(query * (scale * math.sqrt(rest[-1]["head_dim"])), *rest)
+
+    return Case(Attend(scale=scale), attention().inputs, reference, draw_attention)
 
 
 def mixed(x: Any) -> Any:
@@ -332,6 +344,16 @@ CASES: Mapping[str, Case] = {
     "rms norm": norm("rms", "hidden", X, "hidden"),
     "rms norm of heads": norm("rms", "head_dim", HEADS, "head_dim"),
     "layer norm": norm("layer", "hidden", X, "hidden", "hidden"),
+    "rms norm with an offset": norm("rms", "hidden", X, "hidden", offset=1.0),
+    "layer norm with an offset": norm("layer", "hidden", X, "hidden", "hidden", offset=0.5),
+    "mean square": Case(
+        MeanSquare(over=dims("kv_heads q_group head_dim"), count=12), (HEADS,),
+        lambda x, _: x.square().sum((2, 3, 4)) / 12,
+    ),
+    "rescale": Case(
+        Rescale(eps=1e-3), (HEADS, "batch seq +", "kv_heads q_group head_dim"),
+        lambda x, square, w, _: x * w / (square[..., None, None, None] + 1e-3).sqrt(),
+    ),
     "own": Case(
         Opaque(does="own", dims=dims(X), whole=("ffn", "hidden"), num_functions=3), (X, "hidden", "seq ffn"),
         lambda x, w, t, _: torch.tanh(mixed(x) + mixed(w) + mixed(t).mean(-1)[:, None]),
@@ -348,6 +370,9 @@ CASES: Mapping[str, Case] = {
         lambda table, at, starts, _: torch.stack([table[at - row] for row in starts]),
         draw_places,
     ),
+    "scaled lookup": Case(
+        Lookup(scale=3.5), ("vocab hidden", "batch seq < vocab"), lambda table, at, _: 3.5 * F.embedding(at, table)
+    ),
     "pick": Case(
         Pick(over="vocab"), ("batch seq vocab", "batch seq < vocab"),
         lambda x, at, _: x.gather(-1, at[..., None])[..., 0],
@@ -356,6 +381,7 @@ CASES: Mapping[str, Case] = {
     "rotary of keys, part of the head": rotary("batch seq kv_heads head_dim", fraction=0.5, theta=500.0),
     "rotary of keys from where a document starts": rotary("batch seq kv_heads head_dim", fraction=0.5, apart=True),
     "attend": attention(),
+    "attend with another scale": scaled_attention(0.3),
     "attend to a document": attention(apart=True),
     "attend to a document in a window": attention(window=2, apart=True),
     "drop": Case(Drop(dropped=0.3, stream=2), (X, "batch <", "seq <", "hidden <"), reference_drop(0.3, 2), draw_drop),
@@ -501,7 +527,12 @@ EXPECTED: Mapping[str, tuple[int, int]] = {  # matrix FLOPs, vector FLOPs
     **dict.fromkeys(("add", "add a bias", "subtract"), (0, TH)),
     "maximum": (0, T * 37),
     "softmax": (0, 4 * T * K),
-    **dict.fromkeys(("rms norm", "layer norm"), (0, 4 * TH)),
+    **dict.fromkeys(
+        (name + more for name in ("rms norm", "layer norm") for more in ("", " with an offset")), (0, 4 * TH)
+    ),
+    "mean square": (0, 2 * Q * 4),
+    "rescale": (0, 2 * Q * 4),
+    "scaled lookup": (0, TH),
     "rms norm of heads": (0, 4 * Q * 4),
     "rotary": (0, 3 * Q * 4),
     "rotary of keys, part of the head": (0, 3 * T * 7 * 2),
@@ -529,6 +560,9 @@ EXPECTED_BACKWARD: Mapping[str, tuple[int, int]] = {  # by label: the first oper
     # Of every pair: scale, mask, subtract the log, exponentiate; subtract the row's sum, multiply, scale back.
     "attend_gradient": (4 * 2 * QK * 4, (4 + 3) * QK),
     "combine_gradient": (0, 3 * T * K * H),
+    "mean_square_gradient": (0, Q * 4),
+    "rescale_square_gradient": (0, 3 * Q * 4),
+    "rescale_weight_gradient": (0, 3 * Q * 4),
     "own_gradient": (0, 2 * 3 * TH),
     "own_product_gradient": (2 * 2 * 3 * H, 2 * 3 * H),
     "dispatch_gradient": (0, T * K * H),
@@ -543,6 +577,7 @@ EXPECTED_BACKWARD: Mapping[str, tuple[int, int]] = {  # by label: the first oper
 }
 MOVED: Mapping[str, int] = {  # bytes of float64 and int64, where it is not all that is read and written
     "lookup": 8 * (2 * TH + T),  # rows read, rows written, indices: never the table
+    "scaled lookup": 8 * (2 * TH + T),
     "lookup from where a document starts": 8 * (2 * TH + 3 + T),
     "pick": 8 * 3 * T,
     **dict.fromkeys(("deliver", "deliver along another dim", "collect"), 0),  # one reader: nothing to add

@@ -108,6 +108,8 @@ BREAKS = {
     "nxd-core-cp": ({"seq_len": 4096}, "tp=32,cp=2,kernels=nxd_core", "Use cp=1 or kernels=nxd", "tp=32,cp=2"),
     "nxd-qkv-bias": ({"model_changes": {"qkv_bias": True}}, "tp=32", "has biases on q, k and v", "tp=8"),
     "nxd-layers": ({"model_changes": DIFFERENT}, "tp=8", "has layers of several kinds (1 local, 79 layer)", None),
+    "nxd-options": ({"model_changes": {"norm_place": "after", "scaled_embeddings": True}}, "tp=8",
+                    "llama3-70b has norm_place 'after', scaled_embeddings true, for which the nxd engine builds", None),
     "nxd-window": ({"model_changes": {"window": 4096}}, "tp=8", "Use --seq-len 4096 or less", None),
     "nxd-code": ({"model_changes": {"traced": TRACED}}, "tp=8", "Use --engine torch", None),
     "nxd-documents": ({"documents": "separate"}, "tp=8", "Use documents=joined", None),

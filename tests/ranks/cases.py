@@ -30,7 +30,7 @@ from autoshard.run.protocol import EngineMode, Run
 from autoshard.run.reports import Measured, RouterReport
 from autoshard.search.bound.request import Request
 from autoshard.spec.mesh import Mesh, axis_of_atoms
-from autoshard.spec.model import ModelSpec
+from autoshard.spec.model import LayerKind, ModelSpec
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.training import AdamWConstants, Training
 from tests.kit import NOTHING, local_plan, local_request
@@ -67,6 +67,19 @@ def gpt(**changes: Any) -> ModelSpec:
     options: dict[str, Any] = {"norm": "layer", "positions": "learned", "gated_mlp": False, "activation": "gelu_tanh"}
     options |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "tied_embeddings": True, "vocab": 31}
     return llama(**(options | changes))
+
+
+def gemma(**changes: Any) -> ModelSpec:
+    """The shape of Gemma 3: two kinds of layers, norms before and behind, everything scaled."""
+    options: dict[str, Any] = {"norm_place": "both", "norm_offset": 1.0, "qk_norm": True, "query_scalar": 3.0}
+    options |= {"scaled_embeddings": True, "tied_embeddings": True, "activation": "gelu_tanh", "num_layers": 3}
+    options |= {"kinds": (LayerKind(name="local", window=3, rotary_theta=50.0),), "order": "local*2/layer"}
+    return llama(**(options | changes))
+
+
+def olmo2(**changes: Any) -> ModelSpec:
+    """The shape of OLMo 2: norms only behind, and one norm over all heads of queries or keys."""
+    return llama(**({"norm_place": "after", "qk_norm": True, "qk_norm_over": "all heads"} | changes))
 
 
 def request_of(candidate: Candidate, model: ModelSpec, **changes: Any) -> Request:

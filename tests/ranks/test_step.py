@@ -22,9 +22,11 @@ from tests.ranks.cases import (
     Task,
     compare,
     engine_of,
+    gemma,
     gpt,
     hold,
     llama,
+    olmo2,
     plan_of,
     run_dropping,
     run_steps,
@@ -42,6 +44,11 @@ CASES = {
     "ring attention within a window": ("tp=1,pp=1,cp=2,dp=1", llama(window=3)),
     "two branches of one residual": ("tp=2,pp=1,dp=1,sp=false", gpt(parallel_residual=True)),
     "ring attention over four ranks": ("tp=1,pp=1,cp=4,dp=1,cp_order=zigzag", llama(vocab=32)),
+    "norms behind, of all heads on several ranks": ("tp=2,pp=2,dp=1,recompute=full", olmo2()),
+    "norms of all heads around a ring": ("tp=2,pp=1,cp=2,dp=1,zero=3", olmo2()),
+    "keys of norms of all heads on half of the ranks": ("tp=4,pp=1,dp=1", olmo2(num_kv_heads=2, vocab=32)),
+    "two kinds of layers on two stages": ("tp=2,pp=2,dp=1,sp=true,stages=1/2", gemma()),
+    "two kinds of layers around a ring": ("tp=1,pp=1,cp=2,dp=2,zero=3,cp_order=zigzag", gemma(vocab=32)),
     "four stages": ("tp=1,pp=4,dp=1,schedule=zb_h1", gpt(num_layers=4)),
 }
 

@@ -36,6 +36,8 @@ SMALLEST: dict[str, dict[str, Any]] = {
         "num_experts": 8,
         "norm_topk_prob": True,
     },
+    "gemma3_text": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3},
+    "olmo2": SIZES,
 }
 LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -71,6 +73,8 @@ def test_only_the_sizes_must_be_stated(family: str):
 
 
 LOCAL = LayerKind(name="local", window=16)
+TURNED = LayerKind(name="local", window=16, rotary_theta=1e4)
+ALIKE = LayerKind(name="local", window=4096)
 SLIDING = {"use_sliding_window": True, "sliding_window": 16}
 
 
@@ -110,6 +114,17 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 16}
         ("qwen3_moe", {"intermediate_size": 99, "num_experts_per_tok": 3, "head_dim": 32},
          {"ffn": 176, "num_experts": 8, "experts_per_token": 3, "qk_norm": True, "window": None, "head_dim": 32}),
         ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 16}, {"window": 16}),
+        ("olmo2", {}, {"norm_place": "after", "qk_norm_over": "all heads", "norm_offset": 0}),
+        ("gemma3_text", {"sliding_window_pattern": 2, "sliding_window": 16},
+         {"order": "local/layer/local", "window": None, "norm_place": "both", "norm_offset": 1, "query_scalar": None,
+          "rotary_theta": 1e6, "scaled_embeddings": True, "kinds": (TURNED,)}),
+        ("gemma3_text", {"sliding_window_pattern": 2, "layer_types": ["full_attention"] * 3},
+         {"order": "", "window": None, "rotary_theta": 1e6}),
+        ("gemma3_text", {"rope_local_base_freq": 50, "sliding_window": 16},
+         {"order": "", "window": 16, "rotary_theta": 50}),
+        ("gemma3_text", {"sliding_window_pattern": 2, "rope_theta": 1e4}, {"kinds": (ALIKE,)}),
+        ("gemma3_text", {"query_pre_attn_scalar": 16}, {"query_scalar": 16}),
+        ("gemma3_text", {"query_pre_attn_scalar": 16, "head_dim": 16}, {"query_scalar": None}),
     ],
 )  # fmt: skip
 def test_the_options_of_each_family_reach_the_model(family: str, changes: dict[str, Any], expected: dict[str, Any]):
@@ -124,6 +139,52 @@ def test_other_names_of_a_field_are_known_and_fields_without_effect_ignored():
     assert refused("gpt2", hidden_size=68) == ["n_embd"]
     ignored = {"summary_first_dropout": 0.1, "bos_token_id": [1], "torch_dtype": 7, "autoshard": None}
     assert read("gpt2", **ignored) == read("gpt2")
+
+
+GEMMA_ROPE = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 9e5}, "sliding_attention": {}}
+
+
+def test_layers_that_attend_to_a_window_turn_heads_by_a_base_of_their_own():
+    """In the older form and the newer one; rope_scaling is about the layers that see everything."""
+    scaling = RotaryScaling(kind="linear", factor=8.0)
+    older = {"rope_scaling": {"type": "linear", "factor": 8.0}, "rope_theta": 9e5, "rope_local_base_freq": 70.0}
+    newer = {"rope_parameters": GEMMA_ROPE | {"sliding_attention": {"rope_type": "default", "rope_theta": 70.0}}}
+    for changes in (older, newer):
+        model = read("gemma3_text", sliding_window_pattern=2, **changes)
+        assert (model.rotary_theta, model.rotary_scaling) == (9e5, scaling)
+        local = model.of_kind("local")
+        assert (local.rotary_theta, local.rotary_scaling, local.window) == (70.0, None, 4096)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping"]),
+        ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping"]),
+        ({"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        ({"rope_parameters": {"rope_type": "default"}}, ["rope_type"]),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 8.0}}},
+         ["rope_parameters.sliding_attention.rope_type"]),
+        ({"rope_parameters": {"full_attention": 5}}, ["rope_parameters.full_attention"]),
+        ({"rope_local_base_freq": 0.5}, ["rope_local_base_freq"]),
+        ({"query_pre_attn_scalar": 0}, ["query_pre_attn_scalar"]),
+        ({"sliding_window_pattern": 0}, ["sliding_window_pattern"]),
+        ({"sliding_window": None, "layer_types": ["sliding_attention"] * 3}, ["layer_types"]),
+        ({"num_hidden_layers": 10**30}, ["num_hidden_layers"]),
+        ({"hidden_activation": "silu", "hidden_act": "gelu"}, ["hidden_activation"]),
+    ],
+)  # fmt: skip
+def test_what_gemma_cannot_be_is_refused_by_the_name_of_its_field(changes: dict[str, Any], fields: list[str]):
+    assert refused("gemma3_text", **changes) == fields
+
+
+def test_of_a_model_that_also_sees_images_the_part_that_reads_text_is_read():
+    text = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3}
+    whole = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    assert spec_from_config(whole, name="m", source="test") == read("gemma3_text")
+    assert [fault.where for fault in faults({"model_type": "gemma3"})] == ["text_config"]
+    broken = {**whole, "text_config": text | {"hidden_size": 0}}
+    assert [fault.where for fault in faults(broken)] == ["text_config.hidden_size"]
 
 
 @pytest.mark.parametrize("group", ["rope_scaling", "rope_parameters"])
@@ -246,7 +307,16 @@ VALUES = st.one_of(
     ),
     st.just(LLAMA3_ROPE),
 )
-OTHER_FIELDS = ["head_dim", "rope_parameters", "layer_types", "use_sliding_window", "sliding_window", *UNMODELLED]
+OTHER_FIELDS = [
+    "rope_local_base_freq",
+    "query_pre_attn_scalar",
+    "head_dim",
+    "rope_parameters",
+    "layer_types",
+    "use_sliding_window",
+    "sliding_window",
+    *UNMODELLED,
+]
 
 
 @given(data=st.data())
@@ -296,6 +366,7 @@ def test_the_defaults_are_those_of_transformers(family: str):
     rope = stated("rope_parameters")
     assert (spec.positions == "rotary") == (rope is not None)
     if rope is not None:
+        rope = rope.get("sliding_attention", rope)  # Gemma's few layers all attend to a window
         assert (spec.rotary_theta, "default") == (rope["rope_theta"], rope["rope_type"])
         assert spec.rotary_fraction == rope.get("partial_rotary_factor", 1.0)
 

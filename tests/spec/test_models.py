@@ -33,6 +33,12 @@ PARAMETERS = {
     "llama3.2-1b": 1_235_814_400,
     "llama3.2-3b": 3_212_749_824,
     "gpt2-xl": 1_557_611_200,
+    "gemma3-1b": 999_885_952,
+    "gemma3-4b": 3_880_263_168,
+    "gemma3-12b": 11_766_034_176,
+    "gemma3-27b": 27_009_346_304,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
 }
 SIZES: dict[str, Any] = {
     "name": "m", "num_layers": 2, "hidden": 64, "ffn": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,

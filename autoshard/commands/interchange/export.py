@@ -40,9 +40,11 @@ def export(
     target = out or plan.with_name(f"{plan.stem}.{to}.{SUFFIXES[program.form]}")
     require(*place_checks(target))
     read = load(plan)
+    unsayable = ", ".join(program.limits.unsayable(read.model))
     advice = "Plan for GPUs (--cluster h100)" if read.engine == "nxd" else "Plan for Trainium (--cluster trn1)"
     require(
         (read.model.traced is None, str(plan), f"{read.model.name} was read off its code. {NOT_RUN}"),
+        (not unsayable, str(plan), f"{program.title} has no key for {unsayable} of {read.model.name}. Choose another"),
         (read.engine == program.engine, f"--to {to}", f"{program.title} does not run on {read.cluster.name}. {advice}"),
     )
     answer = exported(check_plan(read).plan, program)

@@ -102,7 +102,8 @@ class Attend(Differentiable):
     that of their mean; numbers are those of ``window``.
 
     If probabilities are ``dropped``, three more inputs come last: the keys of the sequences, and the numbers of the
-    key/value heads and of the queries of their groups.
+    key/value heads and of the queries of their groups. ``scale`` is the factor of the scores, by default 1 over the
+    root of the width of a head.
     """
 
     engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
@@ -111,6 +112,7 @@ class Attend(Differentiable):
     window: int | None = None
     windows: Windows = ()
     dropped: float = 0.0
+    scale: float | None = None
 
     @property
     def label(self) -> str:
@@ -146,7 +148,7 @@ class Attend(Differentiable):
         query, key, value, *where = arrays
         where, drawn = where_and_draws(where, self.dropped)
         visible = self.visible(*where)
-        scores = np.where(visible, _scores(query, key), -np.inf)
+        scores = np.where(visible, _scores(query, key) * scale_of(self, call), -np.inf)
         sees_any: Array = np.any(visible, axis=-1, keepdims=True)
         top = np.where(sees_any, scores.max(axis=-1, keepdims=True, initial=-np.inf), 0)
         powers = np.exp(scores - top)
@@ -167,7 +169,7 @@ class Attend(Differentiable):
         """One operation gives all three, from the inputs, the result and the saved denominator."""
         more = (f"in{number}" for number in range(len(("query", "key", "value", "positions", "keys")), len(inputs)))
         reads = ("d0", "in0", "in1", "in2", "in3", "in4", "out0", "out1", *more)
-        kind = AttendGradient(window=self.window, windows=self.windows, dropped=self.dropped)
+        kind = AttendGradient(window=self.window, windows=self.windows, dropped=self.dropped, scale=self.scale)
         return (GradientStep(kind=kind, reads=reads, gives=(0, 1, 2)),)
 
 
@@ -181,6 +183,7 @@ class AttendGradient(OpKind):
     window: int | None = None
     windows: Windows = ()
     dropped: float = 0.0
+    scale: float | None = None
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         dtype = inputs[1].dtype
@@ -207,12 +210,13 @@ class AttendGradient(OpKind):
         starts, drawn = where_and_draws(more, self.dropped)
         visible = Attend(window=self.window).visible(query_positions, key_positions, *starts)
         mask = kept_scores(self.dropped, (query_positions, key_positions), drawn)
-        exponent = _scores(query, key) - lse.transpose(0, 2, 3, 1)[..., None]
+        scale = scale_of(self, call)
+        exponent = _scores(query, key) * scale - lse.transpose(0, 2, 3, 1)[..., None]
         probability = np.exp(np.where(visible, exponent, -np.inf))
         d_value = np.einsum("bkgst,bskgd->btkd", probability * mask, upstream, optimize=True)
         d_probability = np.einsum("bskgd,btkd->bkgst", upstream, value, optimize=True) * mask
         mean = (upstream * result).sum(axis=-1).transpose(0, 2, 3, 1)[..., None]
-        d_scores = probability * (d_probability - mean) / math.sqrt(query.shape[-1])
+        d_scores = probability * (d_probability - mean) * scale
         d_query = np.einsum("bkgst,btkd->bskgd", d_scores, key, optimize=True)
         d_key = np.einsum("bkgst,bskgd->btkd", d_scores, query, optimize=True)
         return d_query, d_key, d_value
@@ -227,7 +231,12 @@ class AttendGradient(OpKind):
 
 
 def _scores(query: Array, key: Array) -> Array:
-    return np.einsum("bskgd,btkd->bkgst", query, key, optimize=True) / math.sqrt(query.shape[-1])
+    return np.einsum("bskgd,btkd->bkgst", query, key, optimize=True)
+
+
+def scale_of(kind: Attend | AttendGradient, call: Call) -> float:
+    """Return the factor of the scores of an attention."""
+    return 1 / math.sqrt(call.sizes["head_dim"]) if kind.scale is None else kind.scale
 
 
 def where_and_draws(more: Sequence[T], dropped: float) -> tuple[Sequence[T], Sequence[T]]:

@@ -28,10 +28,14 @@ def random_document_starts(generator: "np.random.Generator", shape: tuple[int, i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookup(Differentiable):
-    """Rows of a table (first input) at the given indices (second input), counted from a third if there is one."""
+    """Rows of a table (first input) at the given indices (second input), counted from a third if there is one.
+
+    They are multiplied by ``scale``, which engines round to the format of the table, as the models' code does.
+    """
 
     engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
-    flops_per_element: ClassVar[int] = 0
+
+    scale: float = 1.0
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         return (Output(dims=(*inputs[-1].dims, *inputs[0].dims[1:]), dtype=inputs[0].dtype),)
@@ -41,7 +45,10 @@ class Lookup(Differentiable):
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         table, *index = arrays
-        return (table[document_positions(*index)],)
+        return (table[document_positions(*index)] * self.scale,)
+
+    def vector_flops(self, call: Call) -> int:
+        return call.elements(call.outputs[0].dims) if self.scale != 1 else 0
 
     def traffic_bytes(self, call: Call) -> int:
         """Only the rows that are read move, not the table."""
@@ -51,16 +58,18 @@ class Lookup(Differentiable):
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
         """Add each row's gradient to the row of the table that it came from."""
         index = (f"in{number}" for number in range(1, len(inputs)))
-        return (GradientStep(kind=ScatterAdd(dims=inputs[0].dims), reads=("d0", *index), gives=(0,)),)
+        kind = ScatterAdd(dims=inputs[0].dims, scale=self.scale)
+        return (GradientStep(kind=kind, reads=("d0", *index), gives=(0,)),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScatterAdd(OpKind):
-    """A table of zeros to which rows are added at the given indices."""
+    """A table of zeros to which rows, times ``scale``, are added at the given indices."""
 
     engines: ClassVar[tuple[str, ...]] = ("torch",)
 
     dims: Dims
+    scale: float = 1.0
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         return (Output(dims=self.dims, dtype=inputs[0].dtype),)
@@ -74,7 +83,7 @@ class ScatterAdd(OpKind):
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         rows, *index = arrays
         table = np.zeros([call.sizes[dim] for dim in self.dims], dtype=rows.dtype)
-        np.add.at(table, document_positions(*index), rows)
+        np.add.at(table, document_positions(*index), rows * self.scale)
         return (table,)
 
 

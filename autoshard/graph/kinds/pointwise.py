@@ -134,6 +134,10 @@ class Add(Differentiable):
         left, right = call.inputs
         return (arrays[0] + self.sign * aligned(arrays[1], right.dims, left.dims),)
 
+    def starts_at(self, index: int) -> float | None:
+        """A bias starts at zero."""
+        return 0.0
+
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
         """The first gets the gradient as it is; the second summed over the dims that it lacks, and signed."""
         steps: list[GradientStep] = []

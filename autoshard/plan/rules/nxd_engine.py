@@ -11,6 +11,7 @@ from autoshard.plan.rules.columns import Columns
 from autoshard.plan.rules.neuron import on_trn1
 from autoshard.plan.rules.rule import Rule, Verdict, one_of, rule
 from autoshard.spec.kernels import load_kernels
+from autoshard.spec.record import options_on, show_value
 
 NXD = "aws-neuron/neuronx-distributed src/neuronx_distributed/"
 MOE = NXD + "modules/moe/"
@@ -152,6 +153,20 @@ def nxd_layers(c: Columns) -> Verdict:
     yield False
     kinds = ", ".join(f"{count} {kind}" for kind, count in c.model.layer_counts.items())
     yield f"{c.model.name} has layers of several kinds ({kinds}), and the nxd engine builds one. Use --engine torch"
+
+
+def _unbuilt(c: Columns) -> str:
+    """Name the options of a model for which the nxd engine builds nothing; layers of several kinds have a Rule."""
+    options = {name: value for name, value in options_on(c.model).items() if name not in ("kinds", "order")}
+    return ", ".join(f"{name} {show_value(value)}" for name, value in options.items())
+
+
+@nxd_rule(
+    "kernels", "derived: the nxd engine builds layers of NxD and those of Llama", only=lambda c: bool(_unbuilt(c))
+)
+def nxd_options(c: Columns) -> Verdict:
+    yield False
+    yield f"{c.model.name} has {_unbuilt(c)}, for which the nxd engine builds nothing. Use --engine torch"
 
 
 @nxd_rule("seq_len", NXD + "kernels/flash_attn.py and ring_attention_kernel.py: causal is the only mask")

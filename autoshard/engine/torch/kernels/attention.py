@@ -18,7 +18,7 @@ from einops import einsum, rearrange
 from autoshard.engine.torch.formats import NOWHERE, wide
 from autoshard.engine.torch.kernels.dropout import keeps
 from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register_kernels
-from autoshard.graph.kinds.attention import MOST_GROUPED, Attend, AttendGradient, where_and_draws
+from autoshard.graph.kinds.attention import MOST_GROUPED, Attend, AttendGradient, scale_of, where_and_draws
 from autoshard.graph.op import Call
 from autoshard.run.protocol import HOST
 
@@ -47,29 +47,36 @@ class FusedAttention:
 
     dtypes: tuple[torch.dtype, ...]
     head_dims: range
-    forward: Callable[[Sequence[torch.Tensor], bool], Part]  # of query, key, value; causal or not
-    backward: Callable[[Sequence[torch.Tensor], bool], Heads]  # of upstream, query, key, value, result, lse
+    forward: Callable[[Sequence[torch.Tensor], bool, float], Part]  # of query, key, value; causal or not; scale
+    backward: Callable[[Sequence[torch.Tensor], bool, float], Heads]  # of upstream, query, key, value, result, lse
 
 
-def _on_gpu_back(tensors: Sequence[torch.Tensor], causal: bool) -> Heads:
+def _on_gpu_back(tensors: Sequence[torch.Tensor], causal: bool, scale: float) -> Heads:
     *arguments, lse = tensors
     _, query, key, *_ = arguments
     lengths = (None, None, query.shape[2], key.shape[2])  # all sequences are as long
     seeds = [torch.empty(size, dtype=torch.uint64, device=query.device) for size in (2, 0)]  # of a dropout
     rows = lse.contiguous()  # the kernel reads it without its strides
-    return _aten._scaled_dot_product_flash_attention_backward(*arguments, rows, *lengths, 0.0, causal, *seeds)
+    back = _aten._scaled_dot_product_flash_attention_backward
+    return back(*arguments, rows, *lengths, 0.0, causal, *seeds, scale=scale)
 
 
 _HOST = FusedAttention(
     dtypes=(torch.float32, torch.float64, *_HALF),
     head_dims=range(1, 2**16),
-    forward=lambda heads, causal: _aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, causal),
-    backward=lambda tensors, causal: _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, causal),
+    forward=lambda heads, causal, scale: _aten._scaled_dot_product_flash_attention_for_cpu(
+        *heads, 0.0, causal, scale=scale
+    ),
+    backward=lambda tensors, causal, scale: _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *tensors, 0.0, causal, scale=scale
+    ),
 )
 GPU = FusedAttention(
     dtypes=_HALF,
     head_dims=range(8, 257, 8),
-    forward=lambda heads, causal: _aten._scaled_dot_product_flash_attention(*heads, 0.0, causal)[:2],
+    forward=lambda heads, causal, scale: _aten._scaled_dot_product_flash_attention(*heads, 0.0, causal, scale=scale)[
+        :2
+    ],
     backward=_on_gpu_back,
 )
 KERNELS: Mapping[str, FusedAttention] = {HOST: _HOST, NOWHERE.type: _HOST, "cuda": GPU}
@@ -206,12 +213,13 @@ class _Attention:
     fused: FusedAttention | None
     window: int | None
     dropped: float
+    scale: float
 
     @classmethod
     def of(cls, call: Call, context: KernelContext, kind: Attend | AttendGradient) -> "_Attention":
         formats, head_dim = context.formats, call.sizes["head_dim"]
         kernel = None if kind.dropped else fused(formats.device, formats.of(call.inputs[0].dtype), head_dim)
-        return cls(kernel, kind.window, kind.dropped)
+        return cls(kernel, kind.window, kind.dropped, scale_of(kind, call))
 
     def pairs(self, heads: Heads, where: Sequence[torch.Tensor], *starts: torch.Tensor) -> list[VisiblePair]:
         """Return the visible pairs; ``starts`` are those of the queries' documents, if these do not see each other."""
@@ -224,7 +232,7 @@ class _Attention:
         """Return the attention of a pair's queries to its keys."""
         query, key, value = _of_pair(heads, seen)
         if self.fused and seen.sees != "masked":
-            return self.fused.forward((query, key, value), seen.sees == "causal")
+            return self.fused.forward((query, key, value), seen.sees == "causal", self.scale)
         scores = self._scores(query, key, seen)
         lse = scores.logsumexp(-1)
         probability = (scores - lse.nan_to_num(neginf=0.0).unsqueeze(-1)).exp()
@@ -239,7 +247,8 @@ class _Attention:
         query, key, value = _of_pair(heads, seen)
         upstream, result, lse = (tensor[slice(*seen.rows), :, seen.queries.slice] for tensor in by_head)
         if self.fused and seen.sees != "masked":
-            return self.fused.backward((upstream, query, key, value, result, lse), seen.sees == "causal")
+            tensors = upstream, query, key, value, result, lse
+            return self.fused.backward(tensors, seen.sees == "causal", self.scale)
         up, out, rows, denominators = (
             rearrange(tensor, _IN_GROUPS, kv_heads=key.shape[1])
             for tensor in (wide(upstream), wide(result), wide(query), lse)
@@ -248,7 +257,7 @@ class _Attention:
         drop = self._dropout(seen, drawn)
         d_value = einsum(drop(probability), up, _OVER_QUERIES)
         d_probability = drop(up @ rearrange(wide(value), _SHARED_COLUMNS))
-        d_scores = probability * (d_probability - (up * out).sum(-1, keepdim=True)) / math.sqrt(query.shape[-1])
+        d_scores = probability * (d_probability - (up * out).sum(-1, keepdim=True)) * self.scale
         d_query = rearrange(d_scores @ rearrange(wide(key), _SHARED), _OUT_OF_GROUPS)
         d_key = einsum(d_scores, rows, _OVER_QUERIES)
         return d_query.to(query.dtype), d_key.to(query.dtype), d_value.to(query.dtype)
@@ -268,7 +277,7 @@ class _Attention:
     def _scores(self, query: torch.Tensor, key: torch.Tensor, seen: VisiblePair) -> torch.Tensor:
         """Return scores by KV head and query of its group: [batch, kv_head, group, query, key]."""
         grouped = rearrange(wide(query), _IN_GROUPS, kv_heads=key.shape[1])
-        scores = grouped @ rearrange(wide(key), _SHARED_COLUMNS) / math.sqrt(query.shape[-1])
+        scores = grouped @ rearrange(wide(key), _SHARED_COLUMNS) * self.scale
         rows, columns = (
             torch.arange(run.positions.start, run.positions.stop, device=query.device)
             for run in (seen.queries, seen.keys)

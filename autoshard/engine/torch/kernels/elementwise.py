@@ -14,7 +14,18 @@ from torch.optim.adamw import adamw
 from autoshard.engine.torch.formats import wide
 from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, laid_out, register_kernels, shape_of
 from autoshard.graph.kinds.attention import Rotary
-from autoshard.graph.kinds.norm import Norm, NormGradient, NormWeightGradient, Softmax, SoftmaxGradient
+from autoshard.graph.kinds.norm import (
+    MeanSquare,
+    MeanSquareGradient,
+    Norm,
+    NormGradient,
+    NormWeightGradient,
+    Rescale,
+    RescaleSquareGradient,
+    RescaleWeightGradient,
+    Softmax,
+    SoftmaxGradient,
+)
 from autoshard.graph.kinds.optimizer import Accumulate, AdamW, Sgd, SquareSum
 from autoshard.graph.kinds.pointwise import Add, Cast, Function, Multiply, Reduce, Repeat, Unary, UnaryGradient
 from autoshard.graph.op import Call
@@ -71,15 +82,21 @@ def _centred(x: torch.Tensor, function: str) -> torch.Tensor:
     return values - values.mean(-1, keepdim=True) if function == "layer" else values
 
 
+def _with_offset(kind: Norm | NormGradient) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that adds the offset of a norm to its weight, in FP32 at least."""
+    return (lambda weight: wide(weight) + kind.offset) if kind.offset else lambda weight: weight
+
+
 def _norm(kind: Norm, call: Call, context: KernelContext) -> Kernel:
     assert call.inputs[0].dims[-1] == kind.over, f"{kind} is not over the last dim"
     size, dtype = call.sizes[kind.over], context.formats.of(call.outputs[0].dtype)
+    with_offset = _with_offset(kind)
 
     def run(x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
         centred = _centred(x, kind.function)
         length = torch.linalg.vector_norm(centred, dim=-1, keepdim=True)
         stat = length.square_().mul_(1 / size).add_(kind.eps).rsqrt_()
-        result = (centred * stat).mul_(weight)
+        result = (centred * stat).mul_(with_offset(weight))
         if bias:
             result.add_(bias[0])
         return result.to(dtype), stat.squeeze(-1)
@@ -88,12 +105,12 @@ def _norm(kind: Norm, call: Call, context: KernelContext) -> Kernel:
 
 
 def _norm_gradient(kind: NormGradient, call: Call, context: KernelContext) -> Kernel:
-    dtype = context.formats.of(call.outputs[0].dtype)
+    dtype, with_offset = context.formats.of(call.outputs[0].dtype), _with_offset(kind)
 
     def run(upstream: torch.Tensor, x: torch.Tensor, stat: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
         scale = stat.unsqueeze(-1)
         normalised = _centred(x, kind.function) * scale
-        slope = wide(upstream) * weight
+        slope = wide(upstream) * with_offset(weight)
         mean = (slope * normalised).mean(-1, keepdim=True)
         projected = slope - normalised.mul_(mean)
         if kind.function == "layer":
@@ -108,6 +125,51 @@ def _norm_weight_gradient(kind: NormWeightGradient, call: Call, context: KernelC
     return lambda upstream, x, stat: (
         (_centred(x, kind.function) * stat.unsqueeze(-1)).mul_(upstream).sum(rest).to(dtype),
     )
+
+
+def _mean_square(kind: MeanSquare, call: Call, context: KernelContext) -> Kernel:
+    axes = [call.inputs[0].dims.index(dim) for dim in kind.over]
+    return lambda x: (wide(x).square().sum(axes).div_(kind.count),)
+
+
+def _mean_square_gradient(kind: MeanSquareGradient, call: Call, context: KernelContext) -> Kernel:
+    upstream, x = call.inputs
+    lay, dtype, factor = laid_out(upstream.dims, x.dims), context.formats.of(call.outputs[0].dtype), 2 / kind.count
+    return lambda gradient, values: ((wide(values) * lay(gradient)).mul_(factor).to(dtype),)
+
+
+def _rescale(kind: Rescale, call: Call, context: KernelContext) -> Kernel:
+    x, *others = (tensor.dims for tensor in call.inputs)
+    (lay_square, lay_weight), dtype = [laid_out(dims, x) for dims in others], context.formats.of(call.outputs[0].dtype)
+
+    def run(values: torch.Tensor, square: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
+        scale = lay_square((square + kind.eps).rsqrt_())
+        return ((wide(values) * scale).mul_(lay_weight(weight)).to(dtype),)
+
+    return run
+
+
+def _rescale_square_gradient(kind: RescaleSquareGradient, call: Call, context: KernelContext) -> Kernel:
+    dims, rest, over_weight = (call.inputs[place].dims for place in (1, 2, 3))
+    axes, lay = [axis for axis, dim in enumerate(dims) if dim not in rest], laid_out(over_weight, dims)
+
+    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor]:
+        upstream, x, square, weight = tensors
+        slope = (wide(upstream) * x).mul_(lay(weight)).sum(axes)
+        return (slope.mul_((square + kind.eps).pow_(-1.5)).mul_(-0.5),)
+
+    return run
+
+
+def _rescale_weight_gradient(kind: RescaleWeightGradient, call: Call, context: KernelContext) -> Kernel:
+    dims, dtype = call.inputs[1].dims, context.formats.of(call.outputs[0].dtype)
+    axes, lay = [axis for axis, dim in enumerate(dims) if dim not in kind.dims], laid_out(call.inputs[2].dims, dims)
+
+    def run(upstream: torch.Tensor, x: torch.Tensor, square: torch.Tensor) -> tuple[torch.Tensor]:
+        scale = lay((square + kind.eps).rsqrt_())
+        return ((wide(upstream) * x).mul_(scale).sum(axes).to(dtype),)
+
+    return run
 
 
 def _softmax(kind: Softmax, call: Call, context: KernelContext) -> Kernel:
@@ -180,6 +242,8 @@ register_kernels({
     UnaryGradient: lambda kind, call, context: lambda upstream, x: (_GRADIENTS[kind.function](upstream, x),),
     Multiply: _multiply, Add: _add, Reduce: _reduce, Repeat: _repeat, Cast: _cast,
     Norm: _norm, NormGradient: _norm_gradient, NormWeightGradient: _norm_weight_gradient,
+    MeanSquare: _mean_square, MeanSquareGradient: _mean_square_gradient, Rescale: _rescale,
+    RescaleSquareGradient: _rescale_square_gradient, RescaleWeightGradient: _rescale_weight_gradient,
     Softmax: _softmax, SoftmaxGradient: _softmax_gradient, Rotary: _rotary, AdamW: _adamw,
     Accumulate: lambda kind, call, context: lambda total, gradient: (total.add_(gradient),),
     SquareSum: lambda kind, call, context: _square_sum,

@@ -11,7 +11,7 @@ from einops import rearrange, repeat
 from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register_kernels, shape_of
 from autoshard.graph.kinds.experts import Combine, CombineGradient, Dispatch, DispatchGradient, Slot, TopK, TopKGradient
 from autoshard.graph.kinds.indexing import Lookup, Pick, Place, ScatterAdd, document_positions
-from autoshard.graph.op import Call, Dims
+from autoshard.graph.op import Call, Dims, Tensor
 
 Made = tuple[torch.Tensor, ...]
 _FOR_CHOICES = "batch seq hidden -> batch seq choices hidden"
@@ -28,26 +28,35 @@ def _along(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return mask.reshape(*mask.shape, *[1] * (like.ndim - mask.ndim))
 
 
+def _scaled(scale: float, rows: Tensor, context: KernelContext) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that multiplies rows by a scale, which is rounded to their format."""
+    factor = float(torch.tensor(scale, dtype=context.formats.of(rows.dtype)))
+    return (lambda values: values * factor) if scale != 1 else lambda values: values
+
+
 def _lookup(kind: Lookup, call: Call, context: KernelContext) -> Kernel:
     bounds, shape = context.bounds.get(call.inputs[0].dims[0]), shape_of(call, call.outputs[0].dims)
+    scaled = _scaled(kind.scale, call.outputs[0], context)
 
     def run(table: torch.Tensor, *where: torch.Tensor) -> Made:
         index = document_positions(*where).to(table.device)  # positions lie with the host
         if bounds is None:
-            return (table[index],)
+            return (scaled(table[index]),)
         if not len(table):
             return (table.new_zeros(shape),)
         held, place = _inside(index, bounds)
         rows = table[place]
-        return (rows * _along(held, rows),)
+        return (scaled(rows * _along(held, rows)),)
 
     return run
 
 
 def _scatter_add(kind: ScatterAdd, call: Call, context: KernelContext) -> Kernel:
     bounds, shape = context.bounds.get(kind.dims[0]), shape_of(call, kind.dims)
+    scaled = _scaled(kind.scale, call.inputs[0], context)
 
     def run(rows: torch.Tensor, *where: torch.Tensor) -> Made:
+        rows = scaled(rows)
         table, index = rows.new_zeros(shape), document_positions(*where).to(rows.device)
         if bounds is not None:
             held, index = _inside(index, bounds)
