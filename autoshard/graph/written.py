@@ -14,7 +14,7 @@ from autoshard.graph.kinds.dropout import Drop
 from autoshard.graph.kinds.experts import Combine, Dispatch, Slot, TopK
 from autoshard.graph.kinds.indexing import Lookup
 from autoshard.graph.kinds.linear import Deliver, Einsum
-from autoshard.graph.kinds.norm import Norm, Softmax
+from autoshard.graph.kinds.norm import MeanSquare, Norm, Rescale, Softmax
 from autoshard.graph.kinds.opaque import Opaque
 from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Unary
 from autoshard.graph.op import OpKind
@@ -27,8 +27,8 @@ _OPERAND = re.compile(r"([\w.]+)(?:\[([\w ]*)\](?::(\w+))?)?")
 _KINDS: Mapping[str, type[OpKind]] = {
     kind.__name__: kind
     for kind in (
-        Add, Attend, Cast, Combine, Deliver, Dispatch, Drop, Einsum, Lookup, Multiply, Norm, Opaque, Rotary, Slot,
-        Softmax, TopK, Unary,
+        Add, Attend, Cast, Combine, Deliver, Dispatch, Drop, Einsum, Lookup, MeanSquare, Multiply, Norm, Opaque,
+        Rescale, Rotary, Slot, Softmax, TopK, Unary,
     )
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ from autoshard.plan.lowering import ATOMS
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model, model_names
+from autoshard.spec.record import options_on
 from autoshard.spec.workload import Precision, Workload
 from tests.tabled import blocks_of, tabled
 
@@ -31,7 +32,7 @@ def distinct_models():
     for name in model_names():
         spec = model(name)
         flags = (spec.norm, spec.positions, spec.gated_mlp, spec.parallel_residual, spec.tied_embeddings, spec.qkv_bias)
-        found.setdefault((*flags, spec.num_experts > 0, spec.queries_per_kv_head > 1), name)
+        found.setdefault((*flags, *options_on(spec), spec.num_experts > 0, spec.queries_per_kv_head > 1), name)
     return list(found.values())
 
 

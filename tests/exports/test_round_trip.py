@@ -22,6 +22,7 @@ from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.recipe import Pins
+from autoshard.spec.record import options_on
 from autoshard.spec.workload import BalancedOver, Precision, Workload
 
 WRITTEN = {program.name: program for program in PROGRAMS if program.name != "bridge"}
@@ -52,6 +53,14 @@ def imported(program: OtherProgram, plan: Plan, found: Expressed) -> ImportedQue
             lnc=plan.cluster.lnc, global_batch=256 if "work.global_batch" in unsaid else None,
         )  # fmt: skip
         return imported_question(imported_run(str(path)), options, plan.cluster.num_nodes)
+
+
+def test_a_file_that_says_which_model_is_trained_says_which_options_it_cannot():
+    for name in ("tiny-olmo2", "tiny-gemma3", "llama3-8b"):
+        options = options_on(load_model(name))
+        said = {program: found.limits.unsayable(load_model(name)) for program, found in WRITTEN.items()}
+        assert said == dict.fromkeys(WRITTEN, ()) | {"megatron": tuple(options)}
+        assert ("norm_place" in options) == (name != "llama3-8b")
 
 
 @st.composite

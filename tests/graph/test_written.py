@@ -37,7 +37,7 @@ def as_lines(model: ModelSpec) -> ModelSpec:
     return replace(model, traced=traced)
 
 
-@pytest.mark.parametrize("name", model_names())
+@pytest.mark.parametrize("name", [name for name in model_names() if not load_model(name).order])  # layers are alike
 @pytest.mark.parametrize(("table", "documents"), [("te", "joined"), ("nxd", "joined"), ("torch_engine", "separate")])
 def test_the_lines_of_a_card_give_its_graph_again(name: str, table: str, documents: Documents):
     model = load_model(name)

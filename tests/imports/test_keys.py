@@ -159,6 +159,8 @@ def test_stages_are_those_of_megatron(tmp_path: Path, keys: dict[str, Any], cand
         ({"normalization": "LayerNorm", "swiglu": False, "num_query_groups": 32, "disable_bias_linear": False,
           "position_embedding_type": "learned_absolute", "tokenizer_type": "GPT2BPETokenizer"}, "layer"),
         ({"num_layers": 30, "num_experts": 4, "moe_router_topk": 2}, "rms"),
+        # The sizes of OLMo 2, whose norms no key of Megatron says.
+        ({"vocab_size": 100352, "num_query_groups": 32, "max_position_embeddings": 4096}, "rms"),
     ],
 )  # fmt: skip
 def test_models_that_have_no_card_are_made_of_their_sizes(tmp_path: Path, changes: dict[str, Any], kind: str) -> None:
