@@ -166,7 +166,8 @@ def _unbuilt(c: Columns) -> str:
 )
 def nxd_options(c: Columns) -> Verdict:
     yield False
-    yield f"{c.model.name} has {_unbuilt(c)}, for which the nxd engine builds nothing. Use --engine torch"
+    why = f"{c.model.name} has {_unbuilt(c)}, for which the nxd engine builds nothing"
+    yield f"{why}. Use --engine torch, on trn2 or GPUs"
 
 
 @nxd_rule("seq_len", NXD + "kernels/flash_attn.py and ring_attention_kernel.py: causal is the only mask")
