@@ -64,7 +64,7 @@ def test_kernels_of_gpus_are_given_denominators_without_gaps(monkeypatch: pytest
     noting = SimpleNamespace(_scaled_dot_product_flash_attention_backward=lambda *args: given.extend(args))
     monkeypatch.setattr(attention_kernels, "_aten", noting)
     numbers = torch.arange(8.0).view(1, 4, 2).transpose(1, 2)
-    attention_kernels.GPU.backward((*[torch.empty(1, 2, 4, 8)] * 5, numbers), True)
+    attention_kernels.GPU.backward((*[torch.empty(1, 2, 4, 8)] * 5, numbers), True, 0.25)
     assert given[5].is_contiguous() and given[5].equal(numbers)
 
 

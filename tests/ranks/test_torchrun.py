@@ -34,7 +34,10 @@ def run_agreeing(task: Task) -> StepShare:
     run = Run(folder=Path(), training=EVERY, mode="generated")
     engine = TorchEngine(task.plan, task.weights.__getitem__, EXACT, run)
     report = AgreeingEngine(task.plan, engine).step(task.steps[0], task.learning_rate)
-    return StepShare(loss=report.loss, norm=report.norm, gradients=gradients_of(engine), weights=weights_of(engine))
+    return StepShare(
+        loss=report.loss, norm=report.norm, gradients=gradients_of(engine), weights=weights_of(engine),
+        router=report.router,
+    )  # fmt: skip
 
 
 @pytest.mark.ranks
