@@ -61,11 +61,13 @@ def test_tensors_of_two_devices_are_found_out():
 
 def test_kernels_of_gpus_are_given_denominators_without_gaps(monkeypatch: pytest.MonkeyPatch):
     given: list[Any] = []
-    noting = SimpleNamespace(_scaled_dot_product_flash_attention_backward=lambda *args: given.extend(args))
+    noting = SimpleNamespace(
+        _scaled_dot_product_flash_attention_backward=lambda *args, scale: given.extend((*args, scale))
+    )
     monkeypatch.setattr(attention_kernels, "_aten", noting)
     numbers = torch.arange(8.0).view(1, 4, 2).transpose(1, 2)
     attention_kernels.GPU.backward((*[torch.empty(1, 2, 4, 8)] * 5, numbers), True, 0.25)
-    assert given[5].is_contiguous() and given[5].equal(numbers)
+    assert given[5].is_contiguous() and given[5].equal(numbers) and given[-1] == 0.25
 
 
 @pytest.mark.parametrize(("capability", "fuses"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
