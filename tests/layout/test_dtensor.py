@@ -230,6 +230,8 @@ KNOWN = (PENDING_FACTOR, PENDING_ELEMENTWISE)
 ONLY_OURS = {
     "AdamW", "ClipScale", "Collect", "Combine", "CombineGradient", "Deliver", "Dispatch", "DispatchGradient", "Drop",
     "Opaque", "OpaqueGradient", "Rotary", "Sgd", "Slot", "SquareSum",
+    "RouterBalance", "RouterBalanceGradient", "RouterLoad", "RouterZ", "RouterZGradient",
+    "MeanSquare", "MeanSquareGradient", "Rescale", "RescaleSquareGradient", "RescaleWeightGradient",  # half a norm each
 }  # fmt: skip
 # Their DTensor counterparts scatter into an array of zeros that ours do not read; attention's has four numbers more.
 NOT_COMPARED = {"Place", "TopKGradient", "AttendGradient"}

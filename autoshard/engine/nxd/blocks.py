@@ -153,6 +153,7 @@ def _einsum(kind: Einsum, call: Call) -> Compute:
 
 def _norm(kind: Norm, call: Call) -> Compute:
     """Single operations, whose backward keeps FP32 statistics on every device: torch's own keeps BF16 on a CPU."""
+    assert not kind.offset, "Rule nxd-options refuses it"
 
     def norm(x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
         wide = at_least_fp32(x)

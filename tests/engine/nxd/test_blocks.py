@@ -28,13 +28,14 @@ from autoshard.graph.block import OpGraph
 from autoshard.graph.kinds.attention import Rotary
 from autoshard.graph.op import Array
 from autoshard.spec.model import ModelSpec
+from autoshard.spec.record import options_on
 from tests.engine.small_models import SEQ, graph_of, micro_batches, small_models
 from tests.reference_step import evaluate_step, random_weights
 
 DENSE = {
     name: model
     for name, model in small_models().items()
-    if not (model.num_experts or model.window or model.tied_embeddings)
+    if not (model.num_experts or model.window or model.tied_embeddings or options_on(model))  # as Rules refuse them
 }
 
 
