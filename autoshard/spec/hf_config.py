@@ -213,7 +213,7 @@ def _layers_that_differ(reader: ConfigReader, kind: ModelType, traits: Mapping[s
         ("dense",) * is_dense + ("local",) * (is_local and not everywhere)
         for is_dense, is_local in zip(dense, local, strict=True)
     ]
-    made = [
+    read_kinds = [
         reader.made(
             lambda name=name: LayerKind(
                 name="_".join(name),
@@ -225,8 +225,8 @@ def _layers_that_differ(reader: ConfigReader, kind: ModelType, traits: Mapping[s
         for name in dict.fromkeys(names)
         if name
     ]
-    kinds = tuple(layer_kind for layer_kind in made if layer_kind)
-    if len(kinds) < len(made):
+    kinds = tuple(layer_kind for layer_kind in read_kinds if layer_kind)
+    if len(kinds) < len(read_kinds):
         return {}
     order = compress("_".join(name) or LAYER for name in names) if kinds else ""
     differing = {"window": window if everywhere and local[0] else None, "kinds": kinds, "order": order}
@@ -258,11 +258,13 @@ def _local_layers(reader: ConfigReader, kind: ModelType, num_layers: int, window
     }
     if not mixed:
         words = {_same_layers(window, 1)[0]: window is not None}
-    fits = isinstance(stated, list) and len(cast(list[object], stated)) == num_layers
-    known = fits and all(layer in words for layer in cast(list[object], stated))
+    layers = (
+        [layer for layer in cast(list[object], stated) if isinstance(layer, str)] if isinstance(stated, list) else []
+    )
+    is_listed = len(layers) == num_layers and words.keys() >= {*layers} and layers == stated
     message = f"must be {num_layers} of {', '.join(map(repr, words))}, as the other fields say"
-    reader.check(lambda: known, ("layer_types", "num_hidden_layers"), message)
-    return [words[str(layer)] for layer in cast(list[object], stated)] if known else [window is not None] * num_layers
+    reader.check(lambda: is_listed, ("layer_types", "num_hidden_layers"), message)
+    return [words[layer] for layer in layers] if is_listed else [window is not None] * num_layers
 
 
 def _same_layers(window: int | None, num_layers: int) -> list[str]:

@@ -253,7 +253,10 @@ def test_what_is_not_modelled_is_refused_by_name_and_accepted_when_off(family: s
         ("gpt_neox", {"use_parallel_residual": "yes"}),
         *(("gpt_neox", {"rotary_pct": value}) for value in (0, 1.5)),
         ("gpt_neox", {"rotary_pct": 0.5, "partial_rotary_factor": 0.25}),
-        *(("qwen2", {"layer_types": value}) for value in (["sliding_attention"] * 3, ["full_attention"] * 2, {})),
+        *(
+            ("qwen2", {"layer_types": value})
+            for value in (["sliding_attention"] * 3, ["full_attention"] * 2, [["full_attention"]] * 3, {})
+        ),
         ("qwen2", {"attention_bias": False}),
     ],
 )

@@ -79,9 +79,9 @@ def nxd_states(c: Columns) -> Verdict:
     "parallel_state.py builds without cp, and does not permute as it does tp and dp",
 )
 def nxd_zero_groups(c: Columns) -> Verdict:
-    in_two_parts = tuple(one.tp for one in c.cluster.placements if one.name == "paired")  # of a node
-    alike = (c.dp == 1) | (one_of(c.tp, in_two_parts) ^ True)
-    yield (c.zero != 0) | ((c.cp == 1) & alike)
+    in_two_parts = tuple(placement.tp for placement in c.cluster.placements if placement.name == "paired")  # of a node
+    same_sums = (c.dp == 1) | (one_of(c.tp, in_two_parts) ^ True)
+    yield (c.zero != 0) | ((c.cp == 1) & same_sums)
     mixed = f"with this tp mix the shards of different ranks on {c.cluster.name}"
     wrong = mixed if c.cp == 1 else "count every rank of cp, over which it has averaged before"
     yield f"zero=0,tp={c.tp},cp={c.cp}: NxD adds up gradients over groups of its own, which {wrong}. Use zero=1"
@@ -181,10 +181,10 @@ def nxd_window(c: Columns) -> Verdict:
 @nxd_rule("documents", NXD + "kernels/flash_attn.py:162 and ring_attention_kernel.py:118: causal is the only mask")
 def nxd_documents(c: Columns) -> Verdict:
     yield c.workload.documents == "joined"
-    other = "" if on_trn1(c) else ", or --engine torch"
+    torch_engine = "" if on_trn1(c) else ", or --engine torch"
     yield (
         "documents=separate: NxD's attention knows no mask but the causal one, and counts positions from the start of "
-        f"the sequence, so that documents in one sequence see each other. Use documents=joined{other}"
+        f"the sequence, so that documents in one sequence see each other. Use documents=joined{torch_engine}"
     )
 
 
@@ -198,9 +198,9 @@ def nxd_dropout(c: Columns) -> Verdict:
     yield False
     drops = {"hidden_dropout": c.model.hidden_dropout, "attention_dropout": c.model.attention_dropout}
     stated = " and ".join(f"{name} {rate:g}" for name, rate in drops.items() if rate)
-    other = "" if on_trn1(c) else ", or use --engine torch"
+    torch_engine = "" if on_trn1(c) else ", or use --engine torch"
     why = f"{c.model.name} has {stated}, but NxD's ranks drop other numbers in every layout"
-    yield f"{why}. Write 0 in its config{other}"
+    yield f"{why}. Write 0 in its config{torch_engine}"
 
 
 @nxd_rule("precision,tp", NXD + "parallel_layers/layers.py:364: ParallelEmbedding forces bfloat16 when tp is above 1")
@@ -217,10 +217,10 @@ def nxd_fp16(c: Columns) -> Verdict:
 )
 def nxd_router_losses(c: Columns) -> Verdict:
     yield False
-    other = "" if on_trn1(c) else ", or use --engine torch"
+    torch_engine = "" if on_trn1(c) else ", or use --engine torch"
     name = "router_balance_loss" if c.workload.router_balance_loss else "router_z_loss"
     why = "NxD has no z-loss, and its balance loss is that of all layers together and of a rank's own tokens"
-    yield f"{name}={getattr(c.workload, name):g}: {why}. Leave both out{other}"
+    yield f"{name}={getattr(c.workload, name):g}: {why}. Leave both out{torch_engine}"
 
 
 def drops_tokens(c: Columns) -> bool:
@@ -274,7 +274,7 @@ def nxd_expert_order(c: Columns) -> Verdict:
     only=lambda c: c.model.num_experts > 0 and c.kernels in ("nxd", "nxd_core"),
 )
 def nxd_expert_recompute(c: Columns) -> Verdict:
-    again = [_PRODUCTS.intersection(load_kernels(c.kernels).resolve(one.ops)) for one in c.shared.recompute]
+    again = [_PRODUCTS.intersection(load_kernels(c.kernels).resolve(drop.ops)) for drop in c.shared.recompute]
     yield all(ops == _PRODUCTS and drops_tokens(c) for ops in again if ops)
     if not drops_tokens(c):
         yield f"recompute={c.recompute}: the kernel for experts that drop no token keeps all it needs. Use none or full"
