@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -118,6 +118,13 @@ def test_on_processors_products_attention_copies_and_starts_are_told_apart(tmp_p
     assert found.matrix_efficiency > 3 * found.attention_efficiency > 3 * found.memory_efficiency
 
 
+def nearly(value: Any) -> Any:
+    """The same value, whose floats at any depth need to be no nearer than a processor makes them."""
+    if isinstance(value, dict):
+        return {key: nearly(item) for key, item in cast(dict[str, Any], value).items()}
+    return pytest.approx(value, rel=1e-3) if isinstance(value, float) else value
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster", [TRN1])
 def test_the_shipped_constants_are_those_of_their_rows(cluster: str, tmp_path: Path):
@@ -131,7 +138,7 @@ def test_the_shipped_constants_are_those_of_their_rows(cluster: str, tmp_path: P
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         close = isinstance(value, float) or name == "rows"
-        assert ours[name] == (pytest.approx(value, rel=1e-3) if close else value), name
+        assert ours[name] == (pytest.approx(value, rel=1e-3) if close else nearly(value)), name
 
 
 def test_a_file_of_constants_is_read_as_it_was_fitted_and_has_every_row(tmp_path: Path):
