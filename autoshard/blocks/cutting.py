@@ -19,7 +19,7 @@ from autoshard.layout.layout import Collective, Cuts, Cutting
 from autoshard.layout.legal import cut_operations, together
 from autoshard.layout.pin import Pin
 from autoshard.plan.build import mesh_of
-from autoshard.plan.candidate import Candidate, boundary_cuts
+from autoshard.plan.candidate import Candidate, Fold, boundary_cuts
 from autoshard.plan.lowering import ATOMS, StepGraph
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Engine
@@ -39,18 +39,27 @@ class Terms:
     sequence_parallel: bool
     cp_kind: CpKind = "ring"
     between: str | None = None  # layout between blocks; None: what sequence_parallel says
+    fold: Fold | None = None  # axes beside ep whose ranks hold other experts each; None: as is fastest
     pins: tuple[Pin, ...] = ()
 
     @classmethod
     def of(cls, candidate: Candidate, engine: Engine, pins: tuple[Pin, ...] = ()) -> "Terms":
         """Return the terms of a candidate."""
         sp, between = candidate.sequence_parallel, candidate.boundary
-        return cls(engine=engine, sequence_parallel=sp, cp_kind=candidate.cp_kind, between=between, pins=pins)
+        return cls(
+            engine=engine,
+            sequence_parallel=sp,
+            cp_kind=candidate.cp_kind,
+            between=between,
+            fold=candidate.fold,
+            pins=pins,
+        )
 
     @property
     def rules(self) -> tuple[StrategyRule, ...]:
         """The Rules about Strategies."""
-        return strategy_rules(self.engine, sequence_parallel=self.sequence_parallel, cp_kind=self.cp_kind)
+        sp, cp_kind = self.sequence_parallel, self.cp_kind
+        return strategy_rules(self.engine, sequence_parallel=sp, cp_kind=cp_kind, fold=self.fold)
 
     @property
     def boundary(self) -> Cuts:
@@ -75,6 +84,8 @@ def solved_cutting(question: Question, candidate: Candidate, terms: Terms) -> Cu
             for atom in (atom for atom in ATOMS if atom not in problem.real_atoms):
                 with suppress(InputError):  # pins leave it none; that is an error where it cuts something
                     dims = _allowed_dims(question.step, terms, kind, op.name, atom)
+                    if len(dims) > 1:  # ranks of cp may hold experts of their own, or, without another reason, rows
+                        dims = tuple(dim for dim in dims if dim != "experts")
                     if len(dims) == 1 and dims[0]:
                         atoms_by_dim.setdefault(dims[0], []).append(atom)
             ordered = {dim: tuple(sorted(atoms, key=ATOMS.index)) for dim, atoms in atoms_by_dim.items()}
@@ -161,7 +172,7 @@ def operator_problem(
 
     return OperatorProblem(
         block=question.step.block(kind, Recompute()),
-        sizes=question.sizes(meshes.num_sequences, meshes.atoms["ep"]),
+        sizes=question.sizes(meshes.num_sequences),
         atoms=meshes.atoms,
         boundary={dim: tuple(atom for atom in cut if atom in real) for dim, cut in terms.boundary.items()},
         rates=question.rates,

@@ -17,13 +17,14 @@ from autoshard.graph.block import Block, Saved
 from autoshard.graph.kinds.attention import KEYS_DIM, SCORES
 from autoshard.graph.op import Call, Op
 from autoshard.layout.change_prices import LayoutGraph, Matrix, Prices
-from autoshard.layout.layout import Collective, Cuts, Layout
+from autoshard.layout.layout import Collective, Cuts, Layout, whole_size
 from autoshard.layout.legal import cut_operations
 from autoshard.layout.redistribute import Change
 from autoshard.layout.table import TableSetting
 from autoshard.spec.workload import DTYPE_BYTES, Dtype
 
 Column = NDArray[np.float64]  # one number per choice; in columns of meshes, a row of them
+_NEVER = 1e6  # times the work: there is always another choice
 AtRest = Callable[[str, Layout, Atoms], Layout]  # of a weight that is used in a layout and rests over atoms
 Seconds = Callable[[Collective, Any], Any]  # a Collective and a rank's bytes where messages are largest; or columns
 
@@ -113,7 +114,8 @@ class OperatorProblem:
         """Return what the largest rank holds of a tensor in a layout; padding counts."""
         total: Number = DTYPE_BYTES[dtype]
         for dim, cut in layout.dims:
-            total = total * (-(-self.sizes[dim] // self.ranks(cut)) if cut else self.sizes[dim])
+            size = whole_size(self.sizes, dim, layout.cuts, self.ranks)
+            total = total * (-(-size // self.ranks(cut)) if cut else size)
         return total
 
     def price(self, dtype: Dtype) -> Callable[[Change], Any]:
@@ -227,10 +229,20 @@ def local_columns(problem: OperatorProblem, choices: Sequence[Cuts], whole: Sequ
     """Return a rank's sizes of all dims, a column each where some choice cuts the dim."""
     columns: dict[str, Any] = {}
     for dim, size in problem.sizes.items():
-        cut = any(cuts.get(dim) for cuts in choices) and dim not in whole
-        shares = problem.stacked([problem.ranks(cuts.get(dim, ())) for cuts in choices]) if cut else 1
-        columns[dim] = np.ceil(size / shares) if cut else size
+        cut = any(cuts.get(dim) or (dim == "slots" and cuts.get("experts")) for cuts in choices) and dim not in whole
+        if cut:
+            shares = problem.stacked([problem.ranks(cuts.get(dim, ())) for cuts in choices])
+            sizes = problem.stacked([whole_size(problem.sizes, dim, cuts, problem.ranks) for cuts in choices])
+            columns[dim] = np.ceil(sizes / shares) * (_uneven(problem, choices) if dim == "slots" else 1)
+        else:
+            columns[dim] = size
     return columns
+
+
+def _uneven(problem: OperatorProblem, choices: Sequence[Cuts]) -> Column:
+    """Return a factor that keeps choices from being taken in which ranks have different numbers of experts."""
+    ranks = problem.stacked([problem.ranks(cuts.get("experts", ())) for cuts in choices])
+    return np.where(problem.sizes["experts"] % ranks == 0, 1.0, _NEVER)
 
 
 def weights_of(problem: OperatorProblem, op: Op) -> tuple[str, ...]:

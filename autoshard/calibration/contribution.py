@@ -35,7 +35,7 @@ _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 _FORMAT, _DIGITS = 1, 12
 _SHARDING = {0: "none", 1: "ZeRO-1", 3: "ZeRO-3"}
 _NUMBERS = (  # columns that hold numbers, true or false, or one of a fixed set of words
-    "seq_len", "global_batch_seqs", "micro_batch", "nodes", "chips", "lnc", "tp", "pp", "vp", "cp", "ep", "dp", "sp",
+    "seq_len", "global_batch_seqs", "micro_batch", "nodes", "chips", "lnc", "tp", "pp", "vp", "cp", "ep", "dp", "etp", "sp",
     "optimizer", "documents", "expert_imbalance", *ROUTER_LOSSES, "release", "kernels", "flash_attention",
     "step_time_s", "peak_memory_gib", "peak_memory_gib_by_stage",
 )  # fmt: skip

@@ -11,6 +11,7 @@ from autoshard.cost.built_in import built_in
 from autoshard.cost.calibration import Calibration
 from autoshard.errors import Fault, InputError, inside, require
 from autoshard.plan.candidate import Candidate, balanced_stages
+from autoshard.plan.folding import unfolded
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import NodeType, cluster_names, load_cluster, load_node_type
@@ -171,6 +172,8 @@ class _RowReader:
         counts = {name: getattr(row, name) for name in (*_AXES, "micro_batch")}
         self.assumed |= {name: "1" for name, count in counts.items() if count is None}
         sizes: dict[str, Any] = {name: counts[name] or 1 for name in _AXES}
+        if model.num_experts:
+            sizes["ep"], sizes["fold"] = unfolded(sizes["ep"], row.etp, tp=sizes["tp"], cp=sizes["cp"])
         kernels = row.kernels or cluster.kernels
         if not row.kernels:
             self.assumed["framework"] = f"{kernels}: the usual kernels of the platform"

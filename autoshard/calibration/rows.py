@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from autoshard.errors import Fault, InputError, nearest, no_such_file, require
+from autoshard.plan.folding import fold_of
 from autoshard.plan.plan import Plan
 from autoshard.spec import record
 from autoshard.spec.cluster import LOCAL
@@ -30,7 +31,7 @@ ARCH = {
 }  # fmt: skip
 
 _COUNTS = ("seq_len", "global_batch_seqs", "micro_batch", "nodes", "chips", "lnc", "tp", "pp", "vp", "cp", "ep", "dp",
-           "zero_group")  # fmt: skip
+           "etp", "zero_group")  # fmt: skip
 _RELEASE = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})*")
 _MOST_FAULTS = 3  # of a row that is left out
 _UNFIT: Mapping[Kind | None, str] = {
@@ -77,6 +78,7 @@ class MeasuredRow:
     cp: int | None = None
     ep: int | None = None
     dp: int | None = None
+    etp: int | None = None  # ranks of tp that share each expert: 1, or tp, where a row does not say
     sp: bool | None = None
     recompute: str | None = None
     sharding: str | None = None
@@ -339,6 +341,7 @@ def row_of(plan: Plan, ran: Occasion) -> MeasuredRow:
         layout = replace(layout, kernels=None, recompute=recompute)
     if not at_home:
         layout = replace(layout, place=None, lnc=None)
+    layout = replace(layout, fold=fold_of(plan)) if model.num_experts else layout
     axes: dict[str, Any] = {axis: getattr(layout, axis) for axis in ("tp", "pp", "vp", "cp", "ep", "dp", "lnc")}
     has_card = model.name in model_names() and load_model(model.name) == model
     return MeasuredRow(

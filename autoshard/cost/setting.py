@@ -18,7 +18,7 @@ from autoshard.cost.compute import KernelWork, Rates, kernel_time, kernel_work, 
 from autoshard.cost.kernel_run import KernelRun, bytes_in, rank_sizes, saved_bytes, working_bytes
 from autoshard.cost.sharded import Blocks, LoweredBlock, atom_groups
 from autoshard.cost.terms import CostTerm
-from autoshard.layout.layout import Collective, local_sizes
+from autoshard.layout.layout import Collective, DimSizes, local_sizes
 from autoshard.layout.sharding import Message
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
@@ -32,7 +32,6 @@ from autoshard.spec.workload import DTYPE_BYTES, Precision, Workload
 
 PASSES = ("F", "I", "W")
 TP = ("kv", "rep")
-_SURE = 1 - 1e-12  # the share of a count that no rounding makes more than it is
 _IN_PIECES = ("all_gather", "reduce_scatter")  # one for each rank, of which a product can wait for the first alone
 
 
@@ -52,18 +51,11 @@ class Question:
         """What the graph is made of."""
         return StepGraph(model=self.model, workload=self.workload, kernels=self.kernels)
 
-    def sizes(self, num_sequences: Any, ep: Number) -> Mapping[str, Number]:
-        """Return the size of every dim over all of dp, slots as the busiest of ep ranks fills them.
-
-        Experts are taken to be busy independently of each other but for their sum: then the mean over those of a rank,
-        one of ep, strays from the mean over all by this share of what a single expert does.
-        """
-        sizes, num_experts = self.step.sizes(num_sequences), self.model.num_experts
-        if num_experts < 2 or self.workload.expert_capacity is not None or self.step.platform.pads_experts:
-            return sizes
-        share = ((ep - 1) / (num_experts - 1)) ** 0.5
-        slots = sizes["slots"] * (1 + self.workload.expert_imbalance * share)
-        return {**sizes, "slots": -(-slots * _SURE // 1)}  # a part of a slot is a slot, cut or not
+    def sizes(self, num_sequences: Any) -> Mapping[str, Number]:
+        """Return the size of every dim over all of dp; of a mixture that drops nothing, with how busy experts are."""
+        sizes, workload = self.step.sizes(num_sequences), self.workload
+        even = workload.expert_capacity is not None or self.step.platform.pads_experts
+        return sizes if even or not self.model.num_experts else DimSizes(sizes, workload.expert_imbalance)
 
     @property
     def rates(self) -> Rates:
@@ -132,7 +124,7 @@ def setting_of(question: Question, candidate: Candidate, blocks: Blocks) -> Sett
     groups |= stage_groups(load_kernels(question.kernels))
     return Setting(
         blocks=blocks,
-        sizes=question.sizes(candidate.mbs * candidate.dp, candidate.ep),
+        sizes=question.sizes(candidate.mbs * candidate.dp),
         atoms={atom: mesh.size(atom) for atom in ATOMS},
         rings={atoms: mesh_ring(question.cluster, rings_mesh, atoms, question.calibration) for atoms in groups},
         zero=candidate.zero,

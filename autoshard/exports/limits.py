@@ -1,5 +1,6 @@
 """The layout nearest to a candidate that a program can express, and in words what is lost on the way."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -8,6 +9,7 @@ from typing import Any, cast
 from autoshard.imports.stages import recompute_of_stages
 from autoshard.imports.table import OtherProgram
 from autoshard.plan.candidate import Candidate, even_stages
+from autoshard.plan.folding import fold_of_axes, folded_axes
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute, stages_text
 from autoshard.spec.kernels import load_kernels
@@ -142,6 +144,24 @@ def _axes(change: _Rewriting) -> None:
 def _micro_batch(batch: int, dp: int, mbs: int) -> int:
     fitting = [size for size in range(1, mbs + 1) if batch % (dp * size) == 0]
     return max(fitting, default=mbs)
+
+
+def _experts(change: _Rewriting) -> None:
+    """Say over which axes experts are shared out; programs that fold fill tp first, then cp, then dp."""
+    candidate, limits = change.candidate, change.program.limits
+    if not change.plan.model.num_experts:
+        return
+    planned = [axis for axis in folded_axes(change.plan) if getattr(candidate, axis) > 1]
+    folded = [axis for axis in planned if limits.folds]
+    if limits.folds and candidate.cp > 1 and "cp" not in folded and (folded or candidate.ep > 1):
+        folded = ["cp", *folded]
+    change.candidate = replace(candidate, fold=fold_of_axes(folded))
+    ranks = candidate.ep * math.prod(getattr(candidate, axis) for axis in folded)
+    if change.plan.model.num_experts % ranks:
+        change.become(f"experts over {candidate.ep} ranks", "every rank holds all experts", ep=1, fold="none")
+    elif folded != planned:
+        words = " and ".join(planned) or "ep alone"
+        change.become(f"experts shared out over {words}", f"over {' and '.join(folded) or 'ep alone'}")
 
 
 def _schedule(change: _Rewriting) -> None:
@@ -296,5 +316,5 @@ def _placing(change: _Rewriting) -> None:
 
 
 _STEPS: tuple[Callable[[_Rewriting], None], ...] = (
-    _axes, _schedule, _stages, _recompute, _zero, _ring, _sequence, _placing,
+    _axes, _experts, _schedule, _stages, _recompute, _zero, _ring, _sequence, _placing,
 )  # fmt: skip

@@ -14,6 +14,7 @@ from autoshard.imports.model import model_of
 from autoshard.imports.stages import recompute_of_stages, with_ends
 from autoshard.imports.table import Facts
 from autoshard.plan.candidate import Candidate, even_stages, parse_pins
+from autoshard.plan.folding import unfolded
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Engine
 from autoshard.search.ask.api import request_of
@@ -120,7 +121,10 @@ def _refuse_counts(facts: Facts, file: str) -> None:
 
 
 _COUNTS = (
-    *(f"layout.{key}" for key in ("tp", "pp", "cp", "ep", "dp", "vp", "mbs", "replicas", "shards", "layers_per_stage")),
+    *(
+        f"layout.{key}"
+        for key in ("tp", "pp", "cp", "ep", "etp", "dp", "vp", "mbs", "replicas", "shards", "layers_per_stage")
+    ),
     *("layout.every", "layout.zero_group", "cluster.nodes", "cluster.per_node", "cluster.ranks", "work.accumulation"),
     *("work.seq_len", "work.global_batch"),
 )
@@ -232,7 +236,15 @@ class _QuestionBuilder:
         """Return how many replicas a layout has at least."""
         shards = int(facts.get("layout.shards", 1)) * int(facts.get("layout.replicas", 1))
         dp = int(facts.get("layout.dp", 1))
-        return math.lcm(int(facts.get("layout.ep", 1)), shards if "layout.shards" in facts else 1, dp)
+        return math.lcm(self._experts(facts)["ep"], shards if "layout.shards" in facts else 1, dp)
+
+    def _experts(self, facts: Facts) -> Mapping[str, Any]:
+        """Return over which ranks experts are shared out."""
+        if not self.model.num_experts:
+            return {"ep": 1}
+        tp, cp = (int(facts.get(f"layout.{axis}", 1)) for axis in ("tp", "cp"))
+        ep, fold = unfolded(int(facts.get("layout.ep", 1)), facts.get("layout.etp"), tp=tp, cp=cp)
+        return {"ep": ep, "fold": fold}
 
     def _stated_ranks(self, per_node: int) -> tuple[int | None, str]:
         """Return how many ranks a file states, and where if that is not a key."""
@@ -276,7 +288,7 @@ class _QuestionBuilder:
         return Candidate(
             **sizes,
             dp=dp,
-            ep=int(facts.get("layout.ep", 1)) if self.model.num_experts else 1,
+            **self._experts(facts),
             vp=vp,
             mbs=int(facts.get("layout.mbs", 1)),
             sp=facts.get("layout.sp") if sizes["tp"] > 1 else None,

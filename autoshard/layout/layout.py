@@ -2,14 +2,17 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
+
+import numpy as np
 
 from autoshard.errors import Fault, InputError, in_range, nearest, require
 
 Cuts = Mapping[str, tuple[str, ...]]
 _WHOLE: Mapping[str, tuple[str, ...]] = {"dp": ("edp", "ep"), "tp": ("kv", "rep")}
+_SURE = 1 - 1e-12  # the share of a count that no rounding makes more than it is
 _TEXT = re.compile(r"\[(?P<dims>[^\]]*)\](?: \+(?P<sums>[\w.]+))?(?: \^(?P<maxima>[\w.]+))?")
 
 
@@ -136,16 +139,46 @@ def own_axes(names: Sequence[str], atoms: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(axes)
 
 
+class DimSizes(dict[str, Any]):
+    """The sizes of all dims of a mixture whose experts are not equally busy.
+
+    ``imbalance`` says how many more tokens than the mean the busiest expert gets. Experts are taken to be busy
+    independently of each other but for their sum: the mean over the experts of a rank strays less from the mean.
+    """
+
+    def __init__(self, sizes: Mapping[str, Any], imbalance: float) -> None:
+        super().__init__(sizes)
+        self.imbalance = imbalance
+
+    def slots(self, ranks: Any) -> Any:
+        """Return the size of ``slots`` as the busiest of so many ranks fills them, each of which has other experts.
+
+        >>> [float(DimSizes({"experts": 9, "slots": 100}, 0.5).slots(ranks)) for ranks in (1, 3, 9)]
+        [100.0, 125.0, 150.0]
+        """
+        share = np.minimum(1, (ranks - 1) / (self["experts"] - 1)) ** 0.5  # more ranks than experts: one, or none
+        return -(-self["slots"] * (1 + self.imbalance * share) * _SURE // 1)  # a part of a slot is a slot, cut or not
+
+
+def whole_size(sizes: Mapping[str, Any], dim: str, cuts: Cuts, ranks: Callable[[Sequence[str]], Any]) -> Any:
+    """Return the size of a dim before it is cut, as the busiest rank has it; ``ranks`` counts those over some atoms."""
+    if dim == "slots" and cuts.get("experts") and isinstance(sizes, DimSizes):
+        return sizes.slots(ranks(cuts["experts"]))
+    return sizes[dim]
+
+
 def local_sizes(sizes: Mapping[str, Any], cuts: Cuts, atoms: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the sizes of one rank's share, rounded up; numbers or columns of numbers alike.
 
     >>> local_sizes({"seq": 10, "hidden": 8}, {"seq": ("cp", "kv")}, {"cp": 2, "kv": 2})
     {'seq': 3, 'hidden': 8}
     """
-    return {
-        dim: -(-size // math.prod(atoms[atom] for atom in cuts[dim])) if cuts.get(dim) else size
-        for dim, size in sizes.items()
-    }
+
+    def ranks(over: Sequence[str]) -> Any:
+        return math.prod(atoms[atom] for atom in over)
+
+    whole = {dim: whole_size(sizes, dim, cuts, ranks) for dim in sizes}
+    return {dim: -(-size // ranks(cuts[dim])) if cuts.get(dim) else size for dim, size in whole.items()}
 
 
 def _parse_atoms(text: str) -> tuple[str, ...]:

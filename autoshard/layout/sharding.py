@@ -62,8 +62,9 @@ class Sharding:
         given_names = {entry.value.name for entry in program.instructions if isinstance(entry, Given)}
         changed = [value for value in program.kept() if value.name not in given_names]
         sent: list[Message] = []
-        for change in program.collectives():  # a message is largest where fewest atoms cut it
-            largest = change.writes if change.collective.kind == "all_gather" else change.reads
+        for change in program.collectives():  # a message is largest where fewest atoms cut it, or experts are busy
+            made_larger = change.collective.kind == "all_gather" or change.collective.to_dim == "experts"
+            largest = change.writes if made_larger else change.reads
             sent.append(
                 Message(
                     entry=change.entry, pass_=change.pass_, tensor=change.reads.tensor, cuts=largest.layout.cuts,

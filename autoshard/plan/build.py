@@ -72,6 +72,7 @@ def build_plan(
         schedule=schedule,
         strategies={},
         boundary=candidate.boundary,
+        fold=candidate.fold,
         buckets=bucket_sizes(candidate, engine),
         padding=padding_of(model, candidate.tp),
         prediction=None,

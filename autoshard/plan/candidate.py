@@ -19,6 +19,7 @@ _BATCH, _TOKENS = ("edp", "ep"), (("cp",), ("kv", "rep"), ("cp", "kv", "rep"), (
 _EXACT = 1e-9  # layers: shares are sums of floats
 CpKind = Literal["ring", "all_to_all"]
 CpOrder = Literal["contiguous", "zigzag"]
+Fold = Literal["none", "tp", "cp", "cp.tp"]  # axes beside ep whose ranks hold other experts each
 Zero = Literal[0, 1, 3]  # which states dp ranks share: none; optimizer and masters; gradients and weights as well
 
 
@@ -50,6 +51,7 @@ class Candidate:
     cp_kind: CpKind = "ring"
     cp_order: CpOrder = "contiguous"
     boundary: str | None = None
+    fold: Fold | None = None  # None: as is fastest
     lnc: int | None = None
 
     def __post_init__(self) -> None:
@@ -258,5 +260,6 @@ READERS: Mapping[str, Callable[[str], object]] = {
     "cp_kind": _choice(*get_args(CpKind)),
     "cp_order": _choice(*get_args(CpOrder)),
     "boundary": lambda raw: str(Layout.parse(raw)),
+    "fold": _choice(*get_args(Fold)),
     "lnc": _count,
 }

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from autoshard.errors import in_range, require
-from autoshard.plan.candidate import Candidate, CpKind, CpOrder, Zero, even_stages
+from autoshard.plan.candidate import Candidate, CpKind, CpOrder, Fold, Zero, even_stages
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.spec.cluster import MAX_RANKS_PER_NODE, Cluster, headroom_check
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import ModelSpec
+from autoshard.spec.record import option
 from autoshard.spec.workload import Workload
 from autoshard.units import format_seconds
 
@@ -181,6 +182,7 @@ class Plan:
     strategies: Mapping[str, Mapping[str, str]] = field(hash=False)  # block kind -> op -> Strategy in text
     units: Mapping[str, str] = field(hash=False, default_factory=dict[str, str])  # block kind -> sent under ZeRO-3
     boundary: str | None
+    fold: Fold | None = option(None)  # where it is pinned; else the tables say it
     buckets: Buckets
     padding: Mapping[str, int] = field(hash=False)  # dim -> size after padding
     prediction: Prediction | None
@@ -220,6 +222,7 @@ class Plan:
             cp_kind=self.cp_kind,
             cp_order=self.cp_order,
             boundary=self.boundary,
+            fold=self.fold,
             lnc=self.cluster.lnc,
         )
 

@@ -49,6 +49,14 @@ LAYOUTS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "sequences cut": ("tp=1,pp=1,cp=2,dp=2,ep=2", {}),
     "a backward in halves": ("tp=1,pp=2,dp=2,ep=2,schedule=zb_h1", {}),
     "own tokens, sequences cut": ("tp=2,pp=1,cp=2,dp=2,ep=2", OWN_TOKENS),
+    "experts over dp and tp": ("tp=2,pp=1,dp=2,ep=2,fold=tp", {}),
+    "experts over tp alone": ("tp=2,pp=1,dp=2,fold=tp", {}),
+    "experts over dp and cp": ("tp=1,pp=1,cp=2,dp=2,ep=2,fold=cp", {}),
+    "experts over cp and tp": ("tp=2,pp=1,cp=2,dp=1,fold=cp.tp", {}),
+    "experts over tp, stages": ("tp=2,pp=2,dp=2,ep=2,fold=tp,schedule=zb_h1,recompute=full", {}),
+    "experts over tp, tokens of all": ("tp=2,pp=1,dp=2,ep=2,fold=tp,sp=false", {}),
+    "experts over tp, copies, ZeRO-3": ("tp=2,pp=1,dp=4,ep=2,fold=tp,zero=3", {}),
+    "experts over dp, cut over tp": ("tp=2,pp=1,dp=2,ep=2,fold=none", {}),
 }
 SIZES = {"hidden": 32, "ffn": 48, "vocab": 32, "num_experts": 8, "experts_per_token": 2, "num_layers": 1}
 

@@ -273,6 +273,7 @@ MEGATRON = OtherProgram(
         alias("trainer.devices", "cluster.per_node"),
         alias("world_size", "cluster.ranks"),
         *MESH,
+        same("expert_tensor_parallel_size", "layout.etp"),
         KeyEntry(
             keys=(
                 "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
@@ -365,6 +366,7 @@ MEGATRON = OtherProgram(
     stages=_split,
     limits=Limits(
         axes=("tp", "pp", "cp", "ep", "dp", "vp", "mbs"),
+        folds=True,
         schedules={"1f1b": "1f1b", "interleaved": "interleaved"},
         zero=(0, 1, 3),
         stages="free",

@@ -222,6 +222,7 @@ TORCHTITAN = OtherProgram(
         same("pipeline_parallel_degree", "layout.pp"),
         same("context_parallel_degree", "layout.cp"),
         same("expert_parallel_degree", "layout.ep"),
+        same("expert_tensor_parallel_degree", "layout.etp"),
         KeyEntry(keys=("data_parallel_replicate_degree", "data_parallel_shard_degree"), reads=_data_parallel,
               writes=_written_data_parallel),
         same("enable_sequence_parallel", "layout.sp", truth),
@@ -260,6 +261,7 @@ TORCHTITAN = OtherProgram(
     sections={
         "parallelism": (
             "tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree",
+            "expert_tensor_parallel_degree",
             "data_parallel_replicate_degree", "data_parallel_shard_degree", "enable_sequence_parallel",
             "pipeline_parallel_schedule", "module_fqns_per_model_part", "context_parallel_load_balancer",
             "num_pp_microbatches",
@@ -269,10 +271,12 @@ TORCHTITAN = OtherProgram(
             "mixed_precision_param",
         ),
     },
-    defaults={"layout.cp_order": "zigzag", "layout.kernels": "torch_cuda", "layout.sp": True, "layout.zero": 3},
+    defaults={"layout.cp_order": "zigzag", "layout.kernels": "torch_cuda", "layout.etp": 1, "layout.sp": True,
+              "layout.zero": 3},
     stages=layers_by_part,
     limits=Limits(
         axes=("tp", "pp", "cp", "ep", "dp", "vp", "mbs"),
+        folds=True,
         schedules={ours: name for name, ours in _SCHEDULES.items()},
         zero=(0, 3),
         stages="free",

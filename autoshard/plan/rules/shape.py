@@ -150,9 +150,11 @@ def batch(c: Columns) -> Verdict:
 
 @rule("ep", source=_DERIVED + "every expert-parallel rank holds the same number of whole experts")
 def experts(c: Columns) -> Verdict:
-    have = c.model.num_experts
-    yield have % c.ep == 0
-    yield f"ep={c.ep}: {have} experts of {c.model.name} do not divide by {c.ep}"
+    have, fold = c.model.num_experts, c.shared.fold or "none"
+    ranks = c.ep * (c.tp if "tp" in fold else 1) * (c.cp if "cp" in fold else 1)
+    yield have % ranks == 0
+    also = f",fold={fold}" if fold != "none" else ""
+    yield f"ep={c.ep}{also}: {have} experts of {c.model.name} do not divide by {ranks}"
 
 
 @rule("ep", source=_NXD + "parallel_layers/parallel_state.py: expert data parallelism is world / (tp * pp * ep)")
@@ -243,6 +245,13 @@ def cp_order_effect(c: Columns) -> Verdict:
 def ep_effect(c: Columns) -> Verdict:
     yield (c.ep == 1) | (c.model.num_experts > 0)
     yield f"ep={c.ep}: {c.model.name} is dense; it has no experts to spread. Use ep=1"
+
+
+@rule("fold,tp,cp", source=_NO_EFFECT)
+def fold_effect(c: Columns) -> Verdict:
+    fold = c.shared.fold or "none"
+    yield (fold == "none" or c.model.num_experts > 0) & (c.tp > ("tp" in fold)) & (c.cp > ("cp" in fold))
+    yield f"fold={fold}: lets ranks of {fold} hold other experts each. Use it with {fold} above 1 and a mixture"
 
 
 @rule(

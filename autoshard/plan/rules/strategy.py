@@ -12,7 +12,7 @@ from functools import partial
 from autoshard.graph.block import Block
 from autoshard.graph.op import Dims, Op
 from autoshard.layout.legal import op_dims
-from autoshard.plan.candidate import CpKind
+from autoshard.plan.candidate import CpKind, Fold
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.rule import Rejection
 
@@ -90,11 +90,15 @@ def strategy_rule(
 _nxd_rule = partial(strategy_rule, yields_to_pins=False)
 
 
-def strategy_rules(engine: Engine, *, sequence_parallel: bool, cp_kind: CpKind = "ring") -> tuple[StrategyRule, ...]:
+def strategy_rules(
+    engine: Engine, *, sequence_parallel: bool, cp_kind: CpKind = "ring", fold: Fold | None = None
+) -> tuple[StrategyRule, ...]:
     """Return the Rules under which the Strategies of a plan are searched."""
     sp = with_sp if sequence_parallel else without_sp
     router = (nxd_router,) if engine == "nxd" and sequence_parallel else ()
-    return (dp_batch, cp_sequence if cp_kind == "ring" else cp_heads, *TP_RULES, sp, *engine_rules(engine), *router)
+    folded = () if fold is None else (_folded(fold),)
+    along_cp = cp_sequence if cp_kind == "ring" else cp_heads
+    return (dp_batch, along_cp, *TP_RULES, sp, *folded, *engine_rules(engine), *router)
 
 
 def engine_rules(engine: Engine) -> tuple[StrategyRule, ...]:
@@ -110,7 +114,7 @@ def dp_batch(cut: AtomCut) -> bool:
 
 @strategy_rule(atoms=("cp",), remedy="cp cuts the sequence, wherever there is one", source=_OUTER)
 def cp_sequence(cut: AtomCut) -> bool:
-    return cut.dim == _first(cut.dims, ("seq", "slots"))
+    return cut.dim == _first(cut.dims, ("seq", "slots")) or _holds_experts(cut)
 
 
 @strategy_rule(
@@ -120,7 +124,24 @@ def cp_sequence(cut: AtomCut) -> bool:
 )
 def cp_heads(cut: AtomCut) -> bool:
     attends = "kv_seq" in cut.dims and "kv_heads" in cut.dims
-    return cut.dim == ("kv_heads" if attends else _first(cut.dims, ("seq", "slots")))
+    return cut.dim == ("kv_heads" if attends else _first(cut.dims, ("seq", "slots"))) or _holds_experts(cut)
+
+
+def _folded(fold: Fold) -> StrategyRule:
+    """Return the Rule of a pinned fold: which axes beside ep cut experts in what is computed for their slots."""
+    atoms = {atom for axis in fold.split(".") for atom in {"tp": TP, "cp": ("cp",)}.get(axis, ())}
+
+    @strategy_rule(rule_id="fold", atoms=("cp", *TP), remedy=f"pinned is fold={fold}", source=_OUTER)
+    def allows(cut: AtomCut) -> bool:
+        of_slots = {"experts", "slots"} <= {*cut.dims} and "seq" not in cut.dims
+        return not of_slots or (cut.dim == "experts") == (cut.atom in atoms)
+
+    return allows
+
+
+def _holds_experts(cut: AtomCut) -> bool:
+    """Whether ranks of an axis hold other experts each, in what is computed for their slots."""
+    return cut.dim == "experts" and "slots" in cut.dims and "seq" not in cut.dims
 
 
 def _first(dims: Dims, wanted: Dims) -> str | None:
@@ -133,8 +154,9 @@ def _first(dims: Dims, wanted: Dims) -> str | None:
     source=_OUTER,
 )
 def tp_tokens(cut: AtomCut) -> bool:
-    tokens = cut.dim in ("batch", "seq", "slots", "experts")
-    return not tokens or (cut.dim == "seq" and not cut.shares_weights)
+    if _holds_experts(cut):
+        return True
+    return cut.dim not in ("batch", "seq", "slots", "experts") or (cut.dim == "seq" and not cut.shares_weights)
 
 
 @strategy_rule(
@@ -204,6 +226,14 @@ def nxd_weights(cut: AtomCut) -> bool:
 
 
 @_nxd_rule(
+    remedy="NxD's layer of experts cuts each expert over tp: a rank of tp has a part of all",
+    source="aws-neuron/neuronx-distributed modules/moe/moe_parallel_layers.py: ExpertFusedColumnParallelLinear",
+)
+def nxd_experts(cut: AtomCut) -> bool:
+    return cut.dim != "experts" or "slots" not in cut.dims
+
+
+@_nxd_rule(
     remedy="NxD's attention has whole KV heads: kv cuts their number, rep the queries of each, and no keys",
     source="aws-neuron/neuronx-distributed modules/qkv_linear.py: kv_size_multiplier repeats heads until tp divides",
 )
@@ -224,4 +254,4 @@ def nxd_loss(cut: AtomCut) -> bool:
 
 DATA_RULES = (dp_batch, cp_sequence)
 TP_RULES = (tp_tokens, tp_hidden, tp_weights, tp_vocabulary)
-NXD_RULES = (nxd_sequence, nxd_weights, nxd_heads, nxd_loss)
+NXD_RULES = (nxd_sequence, nxd_weights, nxd_experts, nxd_heads, nxd_loss)

@@ -45,7 +45,9 @@ class RunVariant(PerCandidate):
     def terms(self) -> Terms:
         """The terms under which its blocks are cut; with tp 1 it makes no difference whether tp cuts the sequence."""
         base, sp = self.space.base, self.space.sp is not False
-        return Terms(engine=self.space.engine, sequence_parallel=sp, cp_kind=base.cp_kind, between=base.boundary)
+        return Terms(
+            engine=self.space.engine, sequence_parallel=sp, cp_kind=base.cp_kind, between=base.boundary, fold=base.fold
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

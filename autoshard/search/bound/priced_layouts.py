@@ -168,7 +168,7 @@ class LayoutPricer:
             rings = {group: only(self._ring(group), rows) for group in groups}
             setting = Setting(
                 blocks=blocks,
-                sizes=question.sizes((part.rows["mbs"] * part.rows["dp"]).astype(np.float64), part.rows["ep"]),
+                sizes=question.sizes((part.rows["mbs"] * part.rows["dp"]).astype(np.float64)),
                 atoms={atom: column[rows].astype(np.float64) for atom, column in self.atoms.items()},
                 rings=rings,
                 zero=part.base.zero,

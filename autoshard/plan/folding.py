@@ -1,0 +1,57 @@
+"""Experts on a mesh of their own: beside ep, ranks of tp and of cp may hold other experts each.
+
+Attention lies on tp x cp x dp and experts on etp x ep x edp over the same ranks (Liu et al. 2025, MoE Parallel Folding,
+arXiv:2504.14960). Here ep is a part of dp, and tables say whether tp and cp cut experts as well; ``fold`` pins that.
+"""
+
+import math
+import re
+from collections.abc import Collection, Mapping
+
+from autoshard.errors import require
+from autoshard.plan.candidate import Fold
+from autoshard.plan.plan import Plan
+
+FOLDED = ("cp", "tp")  # axes whose ranks may hold other experts each
+_FOLDS: Mapping[tuple[str, ...], Fold] = {(): "none", ("cp",): "cp", ("tp",): "tp", ("cp", "tp"): "cp.tp"}
+_EXPERTS = re.compile(r"-> \[experts/([\w.]+), slots")  # what an operation gives for its own experts alone
+
+
+def folded_axes(plan: Plan) -> tuple[str, ...]:
+    """Return the axes beside ep over which the tables of a plan cut experts."""
+    texts = (text for of_block in plan.strategies.values() for text in of_block.values())
+    axes = {axis for text in texts for found in _EXPERTS.findall(text) for axis in found.split(".")}
+    named = {"kv": "tp", "rep": "tp"}
+    return tuple(axis for axis in FOLDED if axis in {named.get(axis, axis) for axis in axes})
+
+
+def fold_of(plan: Plan) -> Fold:
+    """Return what a plan folds, as it is pinned."""
+    return fold_of_axes(folded_axes(plan))
+
+
+def fold_of_axes(axes: Collection[str]) -> Fold:
+    """Return the fold over these axes, in any order."""
+    return _FOLDS[tuple(axis for axis in FOLDED if axis in axes)]
+
+
+def expert_ranks(plan: Plan) -> int:
+    """Return over how many ranks the experts of a layer are shared out."""
+    return plan.mesh.size("ep") * math.prod(plan.mesh.size(axis) for axis in folded_axes(plan))
+
+
+def unfolded(ep: int, etp: int | None, *, tp: int, cp: int) -> tuple[int, Fold]:
+    """Return ep as a part of dp, and what else shares out experts, of an expert mesh as Megatron-LM states it.
+
+    There ``ep`` ranks share experts out, first those of tp if ``etp`` is 1, then of cp, then of dp; without ``etp`` the
+    ranks of tp cut each expert.
+
+    >>> unfolded(8, 1, tp=2, cp=1), unfolded(8, None, tp=2, cp=2), unfolded(1, None, tp=8, cp=4)
+    ((4, 'tp'), (4, 'cp'), (1, 'none'))
+    """
+    require((etp in (None, 1, tp), "etp", f"must be 1 or tp ({tp}), not {etp}: a rank holds whole experts or 1 / tp"))
+    folds = {"cp": ep > 1 and cp > 1, "tp": ep > 1 and tp > 1 and etp == 1}
+    inner = math.prod(size for axis, size in (("cp", cp), ("tp", tp)) if folds[axis])
+    fold = fold_of_axes([axis for axis in FOLDED if folds[axis]])
+    require((ep % inner == 0, "ep", f"{ep} ranks with other experts are no multiple of {inner}, those of {fold}"))
+    return ep // inner, fold
