@@ -128,7 +128,7 @@ FIRST_OF_FAMILY = {card_of(name)["model_type"]: name for name in reversed(model_
 
 @pytest.mark.parametrize(
     "name",
-    rest_is_slow(sorted(model_names(), key=lambda name: name not in FIRST_OF_FAMILY), len(FIRST_OF_FAMILY)),
+    rest_is_slow(sorted(model_names(), key=lambda name: name not in FIRST_OF_FAMILY), len(FIRST_OF_FAMILY), slow=100),
 )
 def test_a_card_has_the_tensors_of_the_transformers_module(name: str):
     torch: Any = pytest.importorskip("torch")

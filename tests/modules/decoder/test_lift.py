@@ -61,7 +61,8 @@ def graph_of(model: ModelSpec) -> OpGraph:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in OF_EACH_KIND else pytest.mark.slow) for name in model_names()]
+    "name",
+    rest_is_slow([*OF_EACH_KIND, *(name for name in model_names() if name not in OF_EACH_KIND)], len(OF_EACH_KIND), 12),
 )
 def test_each_card_is_found_again_in_the_code_of_transformers(name: str):
     import transformers
