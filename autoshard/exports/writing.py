@@ -40,7 +40,7 @@ def facts_of(plan: Plan, expressed: Expressed) -> Facts:
         "work.precision": expressed.precision,
         "model.label": model.name,
     }
-    facts |= {f"work.{name}": value for name, value in work.router_losses.items()}
+    facts |= {f"work.{name}": value for name, value in work.router_training.items()}
     return facts
 
 

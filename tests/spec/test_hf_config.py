@@ -34,7 +34,12 @@ SMALLEST: dict[str, dict[str, Any]] = {
         **{key: size for key, size in SIZES.items() if key != "intermediate_size"},
         "moe_intermediate_size": 176,
         "num_experts": 8,
-        "norm_topk_prob": True,
+    },
+    "glm4_moe": {
+        **{key: size for key, size in SIZES.items() if key != "intermediate_size"},
+        "num_attention_heads": 8,
+        "moe_intermediate_size": 176,
+        "n_routed_experts": 8,
     },
     "gemma3_text": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3},
     "olmo2": SIZES,
