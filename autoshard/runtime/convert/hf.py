@@ -21,6 +21,7 @@ _INDEX = "model.safetensors.index.json"
 _ONE = "model.safetensors"
 _ADAPTER = "adapter_config.json"
 _OTHER = "transformers_weights"  # a field of the configuration that names another file
+_KEPT_EXACT = "e_score_correction_bias"  # FP32 in transformers whatever its config says
 _MOST_BYTES = 5 * 10**9  # of a file, as transformers cuts them
 _ADVICE = "Download it again"
 _UNTIED = (
@@ -81,7 +82,8 @@ def finish_hf(folder: Path, outputs: Sequence[TargetFile], config: Mapping[str, 
         files = {entry.name: output.file for output in outputs for entry in output.entries}
         total = sum(output.num_bytes for output in outputs)
         write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": files})
-    kinds = {str(entry.dtype).removeprefix("torch.") for output in outputs for entry in output.entries}
+    entries = [entry for output in outputs for entry in output.entries if not entry.name.endswith(_KEPT_EXACT)]
+    kinds = {str(entry.dtype).removeprefix("torch.") for entry in entries}
     key = "dtype" if "dtype" in config else "torch_dtype"  # as transformers 5 and 4 write it; both read the latter
     write_json(folder / CONFIG, {**config, **({key: kinds.pop()} if len(kinds) == 1 else {})})
 
