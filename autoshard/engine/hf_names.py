@@ -33,6 +33,8 @@ FUSED: Mapping[str, int] = {"qkv": 3, "gate_up": 2}
 # which files of tied models may repeat.
 DERIVED = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 HEADS = ("lm_head.weight", "embed_out.weight")
+# A tensor of the layers behind the last in some files, which predict further tokens: no part of the models read here.
+_FURTHER = "model.layers.{layer}.eh_proj.weight"
 
 
 def _norm(theirs: str, ours: str, over: str = "hidden") -> Names:
@@ -116,6 +118,12 @@ _EXPERTS_STACKED: Names = (
     ("mlp.experts.gate_up_proj", "experts (gate_up:1 ffn) hidden", "up.weight"),
     ("mlp.experts.down_proj", "experts hidden ffn", "down.weight"),
 )
+_CORRECTED_ROUTER: Names = (
+    ("mlp.gate.e_score_correction_bias", "experts", "correction.weight"),
+    ("mlp.shared_experts.gate_proj.weight", "ffn_shared hidden", "shared_gate.weight"),
+    ("mlp.shared_experts.up_proj.weight", "ffn_shared hidden", "shared_up.weight"),
+    ("mlp.shared_experts.down_proj.weight", "hidden ffn_shared", "shared_down.weight"),
+)
 _NEOX_QKV = "(kv_heads qkv:0 q_group head_dim)|(kv_heads qkv:1 head_dim)|(kv_heads qkv:2 head_dim)"
 _NEOX_LAYER: Names = (
     *_norm("input_layernorm", "attn_norm"),
@@ -152,10 +160,14 @@ HF_NAMES: Mapping[str, Mapping[Form, Names]] = {
     **{family: {"published": _LLAMA_LIKE, "module": _LLAMA_LIKE} for family in ("llama", "mistral", "qwen2", "qwen3")},
     **{
         family: {
-            "published": _MIXTURE + _under("model.layers.{layer}.", "layer.{layer}.", experts),
-            "module": _MIXTURE + _under("model.layers.{layer}.", "layer.{layer}.", _LLAMA_MLP + _EXPERTS_STACKED),
+            "published": _MIXTURE + _under("model.layers.{layer}.", "layer.{layer}.", more + published),
+            "module": _MIXTURE + _under("model.layers.{layer}.", "layer.{layer}.", more + _EXPERTS_STACKED),
         }
-        for family, experts in (("mixtral", _EXPERTS_APART), ("qwen3_moe", _LLAMA_MLP + _EXPERTS_NAMED))
+        for family, published, more in (
+            ("mixtral", _EXPERTS_APART, ()),
+            ("qwen3_moe", _EXPERTS_NAMED, _LLAMA_MLP),
+            ("glm4_moe", _EXPERTS_NAMED, _LLAMA_MLP + _CORRECTED_ROUTER),
+        )
     },
     **{
         family: {"published": names, "module": names}
@@ -229,8 +241,22 @@ def shapes_of(model: ModelSpec) -> Mapping[str, tuple[int, ...]]:
     return {name: tuple(graph.sizes[dim] for dim in its_dims) for name, its_dims in dims.items()}
 
 
+def without_further_layers(model: ModelSpec, names: Collection[str]) -> frozenset[str]:
+    """Return the names in a file of Hugging Face without those of a layer that predicts further tokens."""
+    marker = _FURTHER.format(layer=model.num_layers)
+    prefix = marker.removesuffix("eh_proj.weight")
+    return frozenset(name for name in names if marker not in names or not name.startswith(prefix))
+
+
+def exact_weights(model: ModelSpec) -> frozenset[str]:
+    """Return our tensors that no format rounds: FP32 whatever the others have."""
+    _, graph = _parameters(model)
+    blocks = graph.instances()
+    return frozenset(f"{name}.{t.name}" for name, block in blocks for t in block.parameters if t.dtype == "fp32")
+
+
 def _parameters(model: ModelSpec) -> tuple[Mapping[str, Dims], OpGraph]:
-    workload = Workload(seq_len=1, global_batch=1, precision=Precision.named("fp32"))
+    workload = Workload(seq_len=1, global_batch=1, precision=Precision.named("bf16"))
     graph = StepGraph(model=model, workload=workload, kernels="torch_engine").graph
     tied = tied_instances(graph)
     dims = {f"{name}.{t.name}": t.dims for name, block in graph.instances() for t in block.parameters}

@@ -11,6 +11,7 @@ from autoshard.extensions import EXTENSIONS
 from autoshard.graph.block import Block, OpGraph
 from autoshard.graph.builder import BlockBuilder, finish
 from autoshard.graph.kinds.attention import Attend, Rotary
+from autoshard.graph.kinds.choosing import Choose, CorrectionStep
 from autoshard.graph.kinds.dropout import DROPOUT_KEYS, Drop
 from autoshard.graph.kinds.experts import Combine, Dispatch, Slot, TopK
 from autoshard.graph.kinds.indexing import Lookup, Pick
@@ -29,6 +30,7 @@ _RESIDUAL: Dims = ("batch", "seq", "hidden")
 _HEADS: Dims = ("kv_heads", "q_group", "head_dim")
 _KV: Dims = ("kv_heads", "head_dim")
 _STREAMS = {"embed_drop": 0, "attn_drop": 1, "mlp_drop": 2}  # of a block; that of its attention is 0
+_SHARED = "ffn_shared"
 _KEYS_ALONG = (("seq", "kv_seq"),)
 
 
@@ -79,6 +81,8 @@ def dim_sizes(model: ModelSpec, workload: Workload, kernels: Kernels, micro_batc
         capacity = workload.expert_capacity
         if capacity is None and kernels.pads_experts:
             capacity = model.num_experts / model.experts_per_token
+        if model.shared_ffn:
+            sizes[_SHARED] = model.shared_ffn
         sizes["slots"] = num_slots(model, micro_batch * workload.seq_len, capacity)
     return {**sizes, **(model.traced.sizes if model.traced else {})}
 
@@ -118,10 +122,11 @@ def _layer_block(whole: ModelSpec, kind: str, workload: Workload, kernels: Kerne
     drops = workload.expert_capacity is not None
     settled = kernels.settles_experts and model.num_experts > 0  # of the slots; of the tokens where none is dropped
     normed = b.deliver_as(_norm_before(b, model, "mlp_norm", source), "mlp_in", settles=settled and not drops)
-    write_mlp = EXTENSIONS.of(FunctionType).get("mlp") or partial(mlp, ffn=whole.ffn_dim(kind))
-    mlp_output = (
-        _experts(b, model, normed, settles=settled and drops) if model.num_experts else write_mlp(b, model, normed)
-    )
+    if model.num_experts:
+        mlp_output = _mixture(b, model, workload, normed, settles=settled and drops)
+    else:
+        write_mlp = EXTENSIONS.of(FunctionType).get("mlp") or partial(mlp, ffn=whole.ffn_dim(kind))
+        mlp_output = write_mlp(b, model, normed)
     mlp_output = _norm_after(b, model, "mlp_post_norm", mlp_output)
     y = b.emit("mlp_add", Add(), after, _dropped(b, model, "mlp_drop", mlp_output))
     gives = (y, *add_router_losses(b, workload))
@@ -283,10 +288,30 @@ def mlp(b: BlockBuilder, model: ModelSpec, x: str, *, ffn: str = "ffn") -> str:
     return b.deliver_as(result, "mlp_out")
 
 
-def _experts(b: BlockBuilder, model: ModelSpec, x: str, *, settles: bool) -> str:
+def _mixture(b: BlockBuilder, model: ModelSpec, workload: Workload, x: str, *, settles: bool) -> str:
+    """Write experts down, and the MLP beside them through which all tokens go."""
     logits = _linear(b, "router", x, ("experts",), ("hidden",), bias=False)
-    picked = b.emit("choose", TopK(), logits)
-    share = b.emit("share", Softmax(over="choices"), picked)
+    routed = _experts(b, model, x, _shares(b, model, workload, logits), settles=settles)
+    if not model.shared_ffn:
+        return b.deliver_as(routed, "mlp_out")
+    up = _linear(b, "shared_up", x, (_SHARED,), ("hidden",), bias=False)
+    gate = _linear(b, "shared_gate", x, (_SHARED,), ("hidden",), bias=False)
+    active = b.emit("shared_act", Unary(function=model.activation), gate)
+    inner = b.deliver_as(b.emit("shared_product", Multiply(), active, up), "shared_down_in")
+    shared = _linear(b, "shared_down", inner, ("hidden",), (_SHARED,), bias=False)
+    return b.deliver_as(b.emit("shared_add", Add(), routed, shared), "mlp_out")
+
+
+def _shares(b: BlockBuilder, model: ModelSpec, workload: Workload, logits: str) -> str:
+    """Choose the experts of each token, ``choose.expert``; return the weights of what they make."""
+    if model.router is None:
+        return b.emit("share", Softmax(over="choices"), b.emit("choose", TopK(), logits))
+    step = CorrectionStep(speed=workload.router_bias_speed)
+    correction = [b.exact_weight("correction.weight", ("experts",), step)] if model.router.correction else []
+    return b.emit("choose", Choose(router=model.router), logits, *correction)
+
+
+def _experts(b: BlockBuilder, model: ModelSpec, x: str, share: str, *, settles: bool) -> str:
     expert = "choose.expert"
     place = b.emit("queue", Slot(), expert)
     slots = b.deliver_as(b.emit("dispatch", Dispatch(), x, expert, place), "expert_in", settles=settles)
@@ -295,7 +320,7 @@ def _experts(b: BlockBuilder, model: ModelSpec, x: str, *, settles: bool) -> str
     active = b.emit("act", Unary(function=model.activation), gate)
     inner = b.deliver_as(b.emit("product", Multiply(), active, up), "down_in")
     down = b.deliver_as(_expert_linear(b, "down", inner, "hidden", "ffn"), "expert_out")
-    return b.deliver_as(b.emit("combine", Combine(), down, share, expert, place), "mlp_out")
+    return b.emit("combine", Combine(), down, share, expert, place)
 
 
 def _expert_linear(b: BlockBuilder, name: str, x: str, out: str, contracted: str) -> str:

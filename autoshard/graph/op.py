@@ -170,6 +170,7 @@ class Update(OpKind):
 
     num_moments: ClassVar[int]
     scalars: ClassVar[tuple[str, ...]]
+    clipped: ClassVar[bool] = True  # whether its gradient counts in the norm of the whole, and is clipped with it
 
     def without_decay(self) -> "Update":
         """Return the update of a weight that does not decay: one of a norm, or a bias."""

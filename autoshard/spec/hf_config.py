@@ -8,7 +8,6 @@ from autoshard.errors import InputError, inside, nearest
 from autoshard.spec.hf_reader import ConfigReader
 from autoshard.spec.hf_types import (
     ACTIVATIONS,
-    FLAGS,
     MODEL_TYPES,
     NAMED_FIELDS,
     SHARED_DEFAULTS,
@@ -16,7 +15,7 @@ from autoshard.spec.hf_types import (
     WITH_TEXT_CONFIG,
     ModelType,
 )
-from autoshard.spec.model import LAYER, MAX_LAYERS, LayerKind, ModelSpec, RotaryScaling
+from autoshard.spec.model import LAYER, MAX_LAYERS, LayerKind, ModelSpec, RotaryScaling, Router
 from autoshard.spec.record import decode, show_value
 from autoshard.spec.repeats import compress
 
@@ -56,12 +55,9 @@ def _spec_of_text(config: Mapping[str, object], name: str, source: str) -> Model
         if name_of_field not in kind.defaults:
             reader.only(name_of_field, off, "autoshard does not model this option")
     reader.only("output_router_logits", (False, None), _BALANCE)
-    for name_of_field in kind.stated.keys() - config.keys():
-        value = show_value(kind.stated[name_of_field])
-        reader.refuse(name_of_field, f"missing. Only {value} is modelled, and {kind.architecture} has another default")
     reader.only("architectures", ([kind.architecture], [], None), "the architecture of this model_type")
     traits: dict[str, Any] = {"norm": "rms", "gated_mlp": True, "positions": "rotary", "mlp_bias": False, **kind.fixed}
-    for option, flags in FLAGS.items():
+    for option, flags in kind.flags.items():
         if option in reader.defaults:
             traits |= dict.fromkeys(flags, reader.read(bool, option))
         else:
@@ -70,8 +66,8 @@ def _spec_of_text(config: Mapping[str, object], name: str, source: str) -> Model
         "activation": reader.choice("hidden_act", ACTIVATIONS),
         **{field.name: reader.read(cast(type[Any], field.type), name) for name, field in NAMED_FIELDS.items()},
         **_sizes(reader, kind),
-        **_experts(reader, kind),
     }
+    traits |= _experts(reader, kind, traits["ffn"])
     if traits["positions"] == "rotary":
         traits |= _rotary(reader, kind, traits["max_positions"])
     traits |= _score_scale(reader, kind, traits["head_dim"])
@@ -190,13 +186,55 @@ def _score_scale(reader: ConfigReader, kind: ModelType, head_dim: int) -> dict[s
     return {"query_scalar": scalar} if scalar != head_dim else {}
 
 
-def _experts(reader: ConfigReader, kind: ModelType) -> dict[str, int]:
+def _experts(reader: ConfigReader, kind: ModelType, ffn: int) -> dict[str, Any]:
     if "num_experts_per_tok" not in reader.defaults:
-        for field in ("num_local_experts", "num_experts", "num_experts_per_tok"):
+        for field in ("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok"):
             reader.only(field, (0, 1, None), f"{kind.architecture} has no experts")
         return {}
-    chosen = reader.whole("num_experts_per_tok")
-    return {"num_experts": reader.whole("num_local_experts"), "experts_per_token": chosen}
+    chosen, shared = reader.whole("num_experts_per_tok"), "n_shared_experts" in kind.defaults
+    return {
+        "num_experts": reader.whole("num_local_experts"),
+        "experts_per_token": chosen,
+        "shared_ffn": reader.whole("n_shared_experts") * ffn if shared else 0,
+        "router": _router(reader, kind),
+    }
+
+
+def _router(reader: ConfigReader, kind: ModelType) -> Router | None:
+    """Read how a token's experts are chosen and weighted; None is the softmax of the chosen logits."""
+    if kind.router == "chosen":
+        return None
+    corrected = kind.router == "corrected"
+    method = _method(reader, kind)
+    if kind.router == "groups":
+        reader.only("norm_topk_prob", (False, None), f"{kind.architecture} does not normalise the weights of experts")
+    groups, inside_of = (reader.whole_or_null(name) or 1 for name in ("n_group", "topk_group")) if method else (1, 1)
+    limited = inside_of != groups  # within all groups is without a limit
+    router = reader.made(
+        lambda: Router(
+            scores="sigmoid" if corrected else "softmax",
+            normalised=kind.router != "groups" and reader.read(bool, "norm_topk_prob"),
+            scale=reader.read(float, "routed_scaling_factor") if kind.router != "softmax" else 1.0,
+            groups=groups if limited else 1,
+            chosen_groups=inside_of if limited else 1,
+            group_score="best two" if corrected and limited else "best",
+            correction=corrected,
+        )
+    )
+    return None if router == Router() else router
+
+
+def _method(reader: ConfigReader, kind: ModelType) -> bool:
+    """Say whether the experts of a token may lie in a few groups alone; refuse methods that are not those of a type."""
+    if kind.router == "softmax":
+        return False
+    corrected = kind.router == "corrected"
+    scores = "sigmoid" if corrected else "softmax"
+    reader.only("scoring_func", (scores, None), f"{kind.architecture} has no other scores")
+    if corrected:
+        reader.only("topk_method", ("noaux_tc", None), f"{kind.architecture} has no other method")
+        return True
+    return reader.choice("topk_method", {"greedy": False, "group_limited_greedy": True})
 
 
 def _layers_that_differ(reader: ConfigReader, kind: ModelType, traits: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,6 +311,9 @@ def _same_layers(window: int | None, num_layers: int) -> list[str]:
 
 def _dense_layers(reader: ConfigReader, kind: ModelType, num_layers: int) -> list[bool]:
     """Say which layers have an MLP in the place of experts, where a model has experts."""
+    if "first_k_dense_replace" in kind.defaults:
+        first = reader.whole("first_k_dense_replace", low=0)
+        return [number < first for number in range(num_layers)]
     if "mlp_only_layers" not in kind.defaults:
         return [False] * num_layers
     listed, step = reader.whole_numbers("mlp_only_layers"), reader.whole("decoder_sparse_step")

@@ -11,6 +11,7 @@ from autoshard.spec.record import option
 from autoshard.spec.repeats import compress, expand_counts
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+RouterScores = Literal["softmax", "sigmoid"]
 
 # Far above every published model, and low enough that a typing error cannot make planning take days. The limit of dims
 # is the largest 32-bit index, which the accelerators' libraries use.
@@ -77,6 +78,45 @@ class TracedDecoder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """How a token's experts are chosen and weighted, where it is not the softmax of the logits that are chosen.
+
+    Experts lie in equally many ``groups``, and a token chooses within ``chosen_groups`` of them: those whose best
+    expert, or whose two best ones together, score most. A ``correction`` is a number for each expert, added to its
+    score for the choice alone; no gradient trains it. ``scale`` multiplies the weights.
+    """
+
+    scores: RouterScores = "softmax"  # over all experts
+    normalised: bool = True  # the weights of the chosen experts, so that they sum to one before the scale
+    scale: float = 1.0
+    groups: int = 1
+    chosen_groups: int = 1
+    group_score: Literal["best", "best two"] = "best"
+    correction: bool = False
+
+    def __post_init__(self) -> None:
+        limited = self.groups > 1
+        few = f"must lie below groups ({self.groups}), not be {self.chosen_groups}; without a limit both are 1"
+        require(
+            *in_range(self, "scale", positive=True),
+            *in_range(self, "groups", "chosen_groups", low=1, high=MAX_EXPERTS),
+            (self.chosen_groups < self.groups or self.groups == self.chosen_groups == 1, "chosen_groups", few),
+            (limited or self.group_score == "best", "group_score", "is only said of several groups"),
+        )
+
+    def checks(self, num_experts: int, experts_per_token: int) -> Iterator[tuple[bool, str, str]]:
+        """Yield what must hold of a model with this router."""
+        size, least = num_experts // self.groups, 2 if self.group_score == "best two" else 1
+        reachable = self.chosen_groups * size
+        uneven = f"{num_experts} experts do not lie in {self.groups} groups of equally many, {least} or more"
+        within = f"{self.chosen_groups} groups have {reachable} experts, and a token chooses {experts_per_token}"
+        yield num_experts > 0, "router", "needs experts. Leave it out of a dense model"
+        yield self != Router(), "router", "says what holds without it. Leave it out"
+        yield num_experts % self.groups == 0 and size >= min(least, num_experts), "router.groups", uneven
+        yield self.groups == 1 or reachable >= experts_per_token, "router.chosen_groups", within
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
     """Layers that differ from what the fields of their model say; None says that they do not differ there."""
 
@@ -99,6 +139,7 @@ class LayerKind:
         changes: dict[str, Any] = {"window": self.window} if self.window else {}
         if self.dense_ffn:
             changes |= {"ffn": self.dense_ffn, "num_experts": 0, "experts_per_token": 0}
+            changes |= {"shared_ffn": 0, "router": None}
         if self.rotary_theta:
             changes |= {"rotary_theta": self.rotary_theta, "rotary_scaling": None}
         return replace(model, **changes)
@@ -148,6 +189,8 @@ class ModelSpec:
     qk_norm_over: Literal["head", "all heads"] = option("head")
     query_scalar: float | None = option(None)  # scores are divided by its root; None is the width of a head
     scaled_embeddings: bool = option(False)  # by the root of the hidden size
+    router: Router | None = option(None)  # of experts; None is the softmax of the chosen logits
+    shared_ffn: int = option(0)  # the width of an MLP beside the experts, through which all tokens go
     kinds: tuple[LayerKind, ...] = option(())
     order: str = option("")
 
@@ -176,6 +219,9 @@ class ModelSpec:
             *((0 <= rate < 1, name, f"must lie in [0, 1), not {rate}") for name, rate in dropouts.items()),
             (experts == 0 or 2 <= experts <= MAX_EXPERTS, "num_experts", few),
             (min(1, experts) <= self.experts_per_token <= experts, "experts_per_token", chosen),
+            *in_range(self, "shared_ffn", low=0, high=MAX_DIM),
+            (experts > 0 or not self.shared_ffn, "shared_ffn", "stands beside experts. Leave it out of a dense model"),
+            *(self.router.checks(experts, self.experts_per_token) if self.router else ()),
             *self._order_checks(),
         )
         for kind in self.kinds:
@@ -250,7 +296,8 @@ class ModelSpec:
     def widths(self) -> tuple[int, ...]:
         """Sizes of the MLPs of layers: that of the model, those of other kinds, and what is read off code."""
         if self.traced is None:
-            return (self.ffn, *(kind.dense_ffn for kind in self.kinds if kind.dense_ffn))
+            shared = (self.shared_ffn,) if self.shared_ffn else ()
+            return (self.ffn, *shared, *(kind.dense_ffn for kind in self.kinds if kind.dense_ffn))
         return (self.ffn, *(size for dim, size in self.traced.sizes.items() if dim.startswith("ffn_")))
 
     @property
@@ -277,7 +324,7 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Number of trained parameters; those of a tied output head are counted once, in the embedding."""
+        """Number of parameters that gradients train; those of a tied output head are counted once, in the embedding."""
         if self.traced:
             return self.traced.num_parameters
         layers = sum(count * self.of_kind(kind)._layer_parameters for kind, count in self.layer_counts.items())
@@ -288,7 +335,7 @@ class ModelSpec:
 
     @property
     def _layer_parameters(self) -> int:
-        """Number of trained parameters of a layer that the fields describe."""
+        """Number of those parameters in a layer that the fields describe."""
         heads = self.num_heads + 2 * self.num_kv_heads
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden
         attention += heads * self.head_dim * self.qkv_bias + self.hidden * self.out_bias
@@ -299,4 +346,5 @@ class ModelSpec:
         mlp = (products + 1) * self.hidden * self.ffn + (products * self.ffn + self.hidden) * self.mlp_bias
         router = self.num_experts * self.hidden
         norms = (4 if self.norm_place == "both" else 2) * per_norm * self.hidden
-        return attention + max(1, self.num_experts) * mlp + router + norms
+        shared = (products + 1) * self.hidden * self.shared_ffn
+        return attention + max(1, self.num_experts) * mlp + shared + router + norms

@@ -11,7 +11,7 @@ from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.op import Array
 from autoshard.spec.kernels import load_kernels
-from autoshard.spec.model import LayerKind, ModelSpec, RotaryScaling
+from autoshard.spec.model import LayerKind, ModelSpec, RotaryScaling, Router
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import Documents, Precision, Workload
 
@@ -22,6 +22,9 @@ EXPERTS = {"num_experts": 4, "experts_per_token": 2}
 LLAMA3 = RotaryScaling(
     kind="llama3", factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_positions=8
 )
+GROUPED = Router(
+    scores="sigmoid", scale=2.5, groups=2, chosen_groups=1, group_score="best two", correction=True
+)  # fmt: skip
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "no option": {},
     "one head per key": {"num_heads": 2},
@@ -61,6 +64,8 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "window wider than the sequence": {"window": 2 * SEQ},
     "experts": EXPERTS,
     "one expert per token": {**EXPERTS, "experts_per_token": 1},
+    "experts by scores that sum to less than one": {**EXPERTS, "router": Router(normalised=False, scale=2.0)},
+    "corrected experts in groups, and one for all tokens": {**EXPERTS, "router": GROUPED, "shared_ffn": 12},
     "experts and all else": {**EXPERTS, **BIASES, "norm": "layer", "qk_norm": True, "window": WINDOW},
 }
 
@@ -74,7 +79,9 @@ def reduced(model: ModelSpec) -> ModelSpec:
     first = model.with_layers(2)
     return replace(
         first,
-        kinds=tuple(replace(kind, window=kind.window and WINDOW) for kind in first.kinds),
+        kinds=tuple(
+            replace(kind, window=kind.window and WINDOW, dense_ffn=kind.dense_ffn and 40) for kind in first.kinds
+        ),
         hidden=16,
         ffn=24,
         num_heads=kv_heads * group,
@@ -84,6 +91,7 @@ def reduced(model: ModelSpec) -> ModelSpec:
         max_positions=2 * SEQ,
         num_experts=min(model.num_experts, 4),
         experts_per_token=min(model.experts_per_token, 2),
+        shared_ffn=min(model.shared_ffn, 40),
         window=WINDOW if model.window else None,
     )
 

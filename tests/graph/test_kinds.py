@@ -16,6 +16,7 @@ from hypothesis import given, strategies as st
 import autoshard.graph.kinds
 from autoshard.graph.builder import BlockBuilder, add_backward
 from autoshard.graph.kinds.attention import Attend, Rotary
+from autoshard.graph.kinds.choosing import Choose, CorrectionStep, ExcessLoad
 from autoshard.graph.kinds.dropout import PHILOX_FLOPS, Drop
 from autoshard.graph.kinds.experts import Combine, Dispatch, Slot, TopK
 from autoshard.graph.kinds.indexing import Lookup, Pick, random_document_starts
@@ -34,6 +35,14 @@ from tests.graph.attention_references import (
     reference_drop,
     reference_dropping,
     reference_rotary,
+)
+from tests.graph.choosing_references import (
+    CORRECTED,
+    GREEDY,
+    UNCORRECTED,
+    excess_of,
+    reference_choose,
+    reference_sigmoid_balance,
 )
 from tests.graph.loads import draw_loaded, load_of_sequences, reference_balance
 
@@ -62,6 +71,7 @@ class Case:
 MAXIMUM = Reduce(function="max", over=("vocab",))  # passes no gradient on purpose
 LOADS = RouterLoad(over="batch"), RouterLoad(over="sequence")
 CONSTANTS = (MAXIMUM, Slot(), *LOADS)
+ROUTERS = {"choose greedily": GREEDY, "choose by scores": UNCORRECTED, "choose by corrected scores": CORRECTED}
 
 # -- what torch says -------------------------------------------------------------------------------
 
@@ -320,12 +330,26 @@ CASES: Mapping[str, Case] = {
     "attention that drops": attention(dropped=0.4),
     "attention to a document that drops": attention(apart=True, dropped=0.4),
     "top k": Case(TopK(), ("batch seq experts",), lambda x, sizes: tuple(x.topk(sizes["choices"]))),
+    **{
+        name: Case(Choose(router=router), (LOGITS, "experts")[: 1 + router.correction], reference_choose(router))
+        for name, router in ROUTERS.items()
+    },
+    "excess": Case(
+        ExcessLoad(), ("batch seq choices < experts",), lambda at, sizes: excess_of(at, sizes["experts"]).double()
+    ),
+    "correction step": Case(
+        CorrectionStep(speed=0.5), ("experts", "experts"), lambda bias, excess, _: bias - 0.5 * excess.sign()
+    ),
     "slot": Case(Slot(), ("batch seq choices < experts",), reference_places),
     "load": Case(LOADS[0], ("batch seq choices < experts",), lambda at, sizes: load_of_sequences(at, sizes).sum(0)),
     "load of each sequence": Case(LOADS[1], ("batch seq choices < experts",), load_of_sequences),
     "balance": Case(RouterBalance(), (LOGITS, "experts <"), reference_balance, draw_loaded(by_sequence=False)),
     "balance of each sequence": Case(
         RouterBalance(), (LOGITS, "batch experts <"), reference_balance, draw_loaded(by_sequence=True)
+    ),
+    "balance of each sequence by sigmoids": Case(
+        RouterBalance(scores="sigmoid"), (LOGITS, "batch experts <"), reference_sigmoid_balance,
+        draw_loaded(by_sequence=True),
     ),
     "z": Case(RouterZ(), (LOGITS,), lambda x, _: x.logsumexp(-1).square().sum()),
     "dispatch": Case(Dispatch(), (X, ROUTED, ROUTED), reference_dispatch),
@@ -480,7 +504,10 @@ EXPECTED: Mapping[str, tuple[int, int]] = {  # matrix FLOPs, vector FLOPs
     "top k": (0, T * E),
     "slot": (0, T * K),
     **dict.fromkeys(("load", "load of each sequence"), (0, T * K)),
-    **dict.fromkeys(("balance", "balance of each sequence"), (0, 6 * T * E)),
+    **dict.fromkeys((name for name in CASES if name.startswith("balance")), (0, 6 * T * E)),
+    **dict.fromkeys(ROUTERS, (0, 8 * T * E)),
+    "excess": (0, T * K),
+    "correction step": (0, 3 * E),
     "z": (0, 4 * T * E),
     "combine": (0, 2 * T * K * H),
     "square sum": (0, 2 * 17 * H),
@@ -491,6 +518,7 @@ EXPECTED: Mapping[str, tuple[int, int]] = {  # matrix FLOPs, vector FLOPs
 EXPECTED_BACKWARD: Mapping[str, tuple[int, int]] = {  # by label: the first operation that has it
     # Of every pair: scale, mask, subtract the log, exponentiate; subtract the row's sum, multiply, scale back.
     "attend_gradient": (4 * 2 * QK * 4, (4 + 3) * QK),
+    "choose_gradient": (0, 8 * T * E),
     "combine_gradient": (0, 3 * T * K * H),
     "mean_square_gradient": (0, Q * 4),
     "rescale_square_gradient": (0, 3 * Q * 4),

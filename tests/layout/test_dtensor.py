@@ -230,6 +230,7 @@ KNOWN = (PENDING_FACTOR, PENDING_ELEMENTWISE)
 ONLY_OURS = {
     "AdamW", "ClipScale", "Collect", "Combine", "CombineGradient", "Deliver", "Dispatch", "DispatchGradient", "Drop",
     "Opaque", "OpaqueGradient", "Rotary", "Sgd", "Slot", "SquareSum",
+    "Choose", "ChooseGradient", "CorrectionStep", "ExcessLoad",
     "RouterBalance", "RouterBalanceGradient", "RouterLoad", "RouterZ", "RouterZGradient",
     "MeanSquare", "MeanSquareGradient", "Rescale", "RescaleSquareGradient", "RescaleWeightGradient",  # half a norm each
 }  # fmt: skip

@@ -119,6 +119,7 @@ BREAKS = {
                           "Write 0 in its config, or use --engine torch", None),
     "routers": (GPU | {"router_balance_loss": 0.01}, "tp=8", "llama3-70b has no experts, so no router", None),
     "routers, z-loss": (GPU | {"router_z_loss": 0.01}, "tp=8", "router_z_loss=0.01: llama3-70b has no experts", None),
+    "router-bias": (GPU | {"router_bias_speed": 0.001}, "tp=8", "llama3-70b has no correction bias", None),
     "nxd-router-losses": ({**EXPERTS, "router_balance_loss": 0.01}, "tp=32", "tokens. Leave both out", None),
     "nxd-router-losses, trn2": ({**EXPERTS, "cluster_name": "trn2.48xlarge", "router_z_loss": 0.001}, "tp=32",
                                 "router_z_loss=0.001: NxD has no z-loss, and its balance loss is that of all layers "

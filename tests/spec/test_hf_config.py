@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ from hypothesis import given, strategies as st
 
 import autoshard
 from autoshard.errors import Fault, InputError
+from autoshard.spec import hf_types
 from autoshard.spec.hf_config import spec_from_config
 from autoshard.spec.hf_types import ACTIVATIONS, ALIASES, MODEL_TYPES, UNMODELLED
-from autoshard.spec.model import LayerKind, ModelSpec, RotaryScaling
+from autoshard.spec.hf_writing import config_of
+from autoshard.spec.model import LayerKind, ModelSpec, RotaryScaling, Router
 
 CARDS = {
     path.stem: json.loads(path.read_text(encoding="utf-8"))
@@ -34,7 +37,12 @@ SMALLEST: dict[str, dict[str, Any]] = {
         **{key: size for key, size in SIZES.items() if key != "intermediate_size"},
         "moe_intermediate_size": 176,
         "num_experts": 8,
-        "norm_topk_prob": True,
+    },
+    "glm4_moe": {
+        **{key: size for key, size in SIZES.items() if key != "intermediate_size"},
+        "num_attention_heads": 8,
+        "moe_intermediate_size": 176,
+        "n_routed_experts": 8,
     },
     "gemma3_text": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3},
     "olmo2": SIZES,
@@ -72,6 +80,7 @@ def test_only_the_sizes_must_be_stated(family: str):
     assert read(family).name == "m"
 
 
+CORRECTED = Router(scores="sigmoid", correction=True)
 LOCAL = LayerKind(name="local", window=16)
 TURNED = LayerKind(name="local", window=16, rotary_theta=1e4)
 ALIKE = LayerKind(name="local", window=4096)
@@ -114,6 +123,17 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 16}
         ("qwen3_moe", {"intermediate_size": 99, "num_experts_per_tok": 3, "head_dim": 32},
          {"ffn": 176, "num_experts": 8, "experts_per_token": 3, "qk_norm": True, "window": None, "head_dim": 32}),
         ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 16}, {"window": 16}),
+        ("qwen3_moe", {}, {"router": Router(normalised=False)}),
+        ("qwen3_moe", {"norm_topk_prob": True}, {"router": None, "shared_ffn": 0}),
+        ("glm4_moe", {}, {"order": "dense/layer*2", "kinds": (LayerKind(name="dense", dense_ffn=10944),),
+                          "router": CORRECTED, "shared_ffn": 176, "rotary_fraction": 0.5, "qk_norm": False}),
+        ("glm4_moe", {"first_k_dense_replace": 0, "attention_bias": True, "n_shared_experts": 3, "use_qk_norm": True},
+         {"order": "", "qkv_bias": True, "out_bias": False, "shared_ffn": 528, "qk_norm": True}),
+        ("glm4_moe", {"n_group": 4, "topk_group": 2, "norm_topk_prob": False, "routed_scaling_factor": 2.5,
+                      "num_experts_per_tok": 4},
+         {"router": replace(CORRECTED, normalised=False, scale=2.5, groups=4, chosen_groups=2, group_score="best two"),
+          "experts_per_token": 4}),
+        ("glm4_moe", {"n_group": 4, "topk_group": 4, "num_nextn_predict_layers": 2}, {"router": CORRECTED}),
         ("olmo2", {}, {"norm_place": "after", "qk_norm_over": "all heads", "norm_offset": 0}),
         ("gemma3_text", {"sliding_window_pattern": 2, "sliding_window": 16},
          {"order": "local/layer/local", "window": None, "norm_place": "both", "norm_offset": 1, "query_scalar": None,
@@ -130,6 +150,51 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 16}
 def test_the_options_of_each_family_reach_the_model(family: str, changes: dict[str, Any], expected: dict[str, Any]):
     model = read(family, **changes)
     assert {name: getattr(model, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"n_group": 3, "topk_group": 2}, ["n_group"]),
+        ({"n_group": 8, "topk_group": 4, "num_experts_per_tok": 2}, ["n_group"]),  # the best two of one expert
+        ({"n_group": 2, "topk_group": 3}, ["topk_group"]),
+        ({"n_group": 4, "topk_group": 1, "num_experts_per_tok": 4}, ["topk_group"]),
+        ({"routed_scaling_factor": 0}, ["routed_scaling_factor"]),
+        ({"n_shared_experts": 0}, ["n_shared_experts"]),
+        ({"scoring_func": "softmax", "topk_method": "greedy"}, ["scoring_func", "topk_method"]),
+        ({"moe_layer_freq": 2}, ["moe_layer_freq"]),
+        ({"first_k_dense_replace": -1}, ["first_k_dense_replace"]),
+    ],
+)
+def test_what_routers_cannot_be_is_refused_by_the_name_of_its_field(changes: dict[str, Any], fields: list[str]):
+    assert sorted(refused("glm4_moe", **changes)) == fields
+
+
+@pytest.mark.parametrize(
+    ("changes", "router"),
+    [
+        ({}, Router(normalised=False)),
+        ({"routed_scaling_factor": 16.0, "n_group": 4, "topk_group": 2}, Router(normalised=False, scale=16.0)),
+        ({"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+         Router(normalised=False, groups=4, chosen_groups=2)),
+        ({"topk_method": "noaux_tc"}, "topk_method"),
+        ({"norm_topk_prob": True}, "norm_topk_prob"),
+        ({"scoring_func": "sigmoid"}, "scoring_func"),
+    ],
+)  # fmt: skip
+def test_routers_of_deepseek_v2_are_read_and_written(
+    changes: dict[str, Any], router: Router | str, monkeypatch: pytest.MonkeyPatch
+):
+    """As they will be of any type whose code limits tokens to the groups with the best experts."""
+    usual = MODEL_TYPES["glm4_moe"]
+    defaults = {**usual.defaults, "n_group": None, "topk_group": None, "topk_method": "greedy", "norm_topk_prob": False}
+    kind = replace(usual, router="groups", defaults={**defaults, "scoring_func": "softmax", "num_experts_per_tok": 2})
+    monkeypatch.setitem(hf_types.MODEL_TYPES, "glm4_moe", kind)  # pyright: ignore[reportArgumentType]
+    if isinstance(router, str):
+        assert refused("glm4_moe", **changes) == [router]
+        return
+    model = read("glm4_moe", **changes)
+    assert model.router == router and read("glm4_moe", **config_of(model)) == model
 
 
 def test_other_names_of_a_field_are_known_and_fields_without_effect_ignored():

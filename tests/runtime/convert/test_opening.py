@@ -59,8 +59,9 @@ def module_of(family: str, **changes: Any) -> Any:
     options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
     made = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **fields), **options)
     generator = torch.Generator().manual_seed(5)
-    for parameter in made.parameters():
-        parameter.data.normal_(0, 0.3, generator=generator)
+    corrections = [buffer for name, buffer in made.named_buffers() if name.endswith("e_score_correction_bias")]
+    for weight in (*made.parameters(), *corrections):
+        weight.data.normal_(0, 0.3, generator=generator)
     return made
 
 
