@@ -56,6 +56,10 @@ _CONFIG_SIZES: Mapping[str, Any] = {
     "pad_token_id": None,
     "attention_dropout": 0.0,
 }
+_LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 6, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 5,
+    "first_k_dense_replace": 99,
+}  # fmt: skip
 _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"num_key_value_heads": 2},
     "mistral": {"num_key_value_heads": 2, "sliding_window": 3},
@@ -73,6 +77,8 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "rope_scaling": {"rope_type": "linear", "factor": 4.0},
     },
     "olmo2": {"num_key_value_heads": 2},
+    "deepseek_v3": {**_LATENT, "q_lora_rank": 10},
+    "deepseek_v2": {**_LATENT, "q_lora_rank": None, "qk_nope_head_dim": 6},
 }  # fmt: skip
 SMALL_FAMILIES = tuple(_FAMILIES)
 # Models whose layers differ: some attend to a window alone, some have an MLP in the place of experts.

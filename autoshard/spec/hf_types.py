@@ -2,7 +2,9 @@
 
 Defaults are those of the configuration classes of transformers 5.23; sizes have none. A field that no table here names
 is ignored, as transformers does. Ignored on purpose: initializer_range, token ids, use_cache, torch_dtype (the workload
-states it), pretraining_tp and reorder_and_upcast_attn (the same mathematics in another order). Dropouts that a config
+states it), pretraining_tp and reorder_and_upcast_attn (the same mathematics in another order), and head_dim of DeepSeek
+(which follows from its parts). Modules that predict further tokens (num_nextn_predict_layers of DeepSeek) are left out,
+as transformers leaves them out in training. Dropouts that a config
 does not state are 0, also for GPT-2, whose class has 0.1: few train with them today.
 """
 
@@ -46,6 +48,11 @@ SHARED_DEFAULTS: Mapping[str, Any] = {
 }
 _MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 _QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
+_DEEPSEEK = {
+    "max_position_embeddings": 2048, "attention_bias": False, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 0,
+    "n_shared_experts": None, "norm_topk_prob": None, "num_nextn_predict_layers": None,
+}  # fmt: skip
 _PLAIN_MLP = {"norm": "layer", "gated_mlp": False, "mlp_bias": True}
 MODEL_TYPES: Mapping[str, ModelType] = {
     "llama": ModelType(
@@ -109,6 +116,11 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         },
         window="pattern",
     ),
+    "deepseek_v3": ModelType(
+        architecture="DeepseekV3ForCausalLM",
+        defaults={**_DEEPSEEK, "max_position_embeddings": 4096, "num_key_value_heads": 128, "first_k_dense_replace": 3},
+    ),
+    "deepseek_v2": ModelType(architecture="DeepseekV2ForCausalLM", defaults=_DEEPSEEK),
     "olmo2": ModelType(
         architecture="Olmo2ForCausalLM",
         fixed={"qk_norm": True, "qk_norm_over": "all heads", "norm_place": "after"},
@@ -163,6 +175,7 @@ _SWITCHED_OFF: Mapping[str, tuple[object, ...]] = {
     "mlp_only_layers": ([], None),
     **dict.fromkeys(("first_k_dense_replace", "n_shared_experts", "shared_expert_intermediate_size"), (0, None)),
     "num_nextn_predict_layers": (0, None),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), (None,)),
 }
 UNMODELLED = {name: off for name, off in _SWITCHED_OFF.items() if name not in NAMED_FIELDS}
 # Config fields that are true or false, and the fields of ModelSpec that they set.

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard.errors import InputError
+from autoshard.spec.heads import RotaryScaling
 from autoshard.spec.hf_config import spec_from_config
 from autoshard.spec.hf_types import (
     ACTIVATIONS,
@@ -64,7 +65,7 @@ def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
         "tie_word_embeddings": model.tied_embeddings,
     }
     if kind.grouped_heads:
-        fields |= {"num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim}
+        fields |= {"num_key_value_heads": model.num_kv_heads, **_heads(model)}
     stated = {
         "attention_bias": model.qkv_bias,
         "mlp_bias": model.mlp_bias,
@@ -86,6 +87,20 @@ def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
     fields |= _layers(model, kind)
     spelled = {_SPELLED.get(name, {}).get(field, field): value for field, value in fields.items()}
     return {"model_type": name, "architectures": [kind.architecture], **spelled}
+
+
+def _heads(model: ModelSpec) -> Mapping[str, Any]:
+    """Write the width of heads, or of their parts."""
+    if not (latent := model.latent):
+        return {"head_dim": model.head_dim}
+    return {
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": model.head_dim - latent.rotary_dim,
+        "qk_rope_head_dim": latent.rotary_dim,
+        "v_head_dim": latent.value_dim,
+        "first_k_dense_replace": model.num_layers,
+    }
 
 
 def _layers(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
@@ -129,4 +144,18 @@ def _rotary(model: ModelSpec) -> Mapping[str, Any]:
                 "high_freq_factor": scaling.high_frequency_factor,
                 "original_max_position_embeddings": scaling.original_positions,
             }
+        if scaling.kind == "yarn":
+            fields["rope_scaling"] |= _yarn(scaling, part=model.latent is not None)
     return fields
+
+
+def _yarn(scaling: RotaryScaling, *, part: bool) -> Mapping[str, Any]:
+    fields: dict[str, Any] = {
+        "beta_slow": scaling.low_frequency_factor,
+        "beta_fast": scaling.high_frequency_factor,
+        "original_max_position_embeddings": scaling.original_positions,
+        "truncate": scaling.truncate,
+    }
+    if part and scaling.mscale:
+        return fields | dict.fromkeys(("mscale", "mscale_all_dim"), scaling.mscale)
+    return fields if scaling.mscale == 1 else fields | {"attention_factor": scaling.growth}

@@ -25,7 +25,7 @@ CARDS = Path(autoshard.__file__).parents[1] / "models"
 FORMS: tuple[Form, ...] = ("published", "module")
 FLAGS: Mapping[str, tuple[str, ...]] = {
     "llama": ("attention_bias", "mlp_bias", "tie_word_embeddings"),
-    "qwen3": ("attention_bias", "tie_word_embeddings"),
+    **dict.fromkeys(("qwen3", "deepseek_v2", "deepseek_v3"), ("attention_bias", "tie_word_embeddings")),
 }
 
 
@@ -48,6 +48,10 @@ def configs(draw: st.DrawFn) -> Mapping[str, Any]:
     }
     if not single:
         config |= {"num_key_value_heads": kv_heads, "head_dim": head_dim, "hidden_size": draw(small)}
+    if family.startswith("deepseek"):
+        config |= {"num_key_value_heads": heads, "first_k_dense_replace": 9, "q_lora_rank": draw(st.none() | small)}
+        config |= {name: draw(small) for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")}
+        config |= {"qk_rope_head_dim": 2 * draw(st.integers(1, 3))}
     if family == "gpt_neox":
         config["rotary_pct"] = 1.0
     if family in ("mixtral", "qwen3_moe"):

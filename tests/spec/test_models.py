@@ -10,7 +10,8 @@ from hypothesis import given, strategies as st
 
 import autoshard
 from autoshard.errors import InputError
-from autoshard.spec.model import ModelSpec, RotaryScaling
+from autoshard.spec.heads import RotaryScaling
+from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import HEADER, load_model, model_names
 
 CARDS = Path(autoshard.__file__).parents[1] / "models"
