@@ -10,7 +10,7 @@ behind what is not turned: there ``a+b`` is an axis of two parts one behind the 
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal
@@ -38,6 +38,7 @@ _IN_PARTS: Mapping[str, str] = {
 # which files of tied models may repeat.
 DERIVED = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 HEADS = ("lm_head.weight", "embed_out.weight")
+_FURTHER = ".eh_proj.weight"  # of a module that predicts further tokens: a product of an embedding and a hidden state
 
 
 def _norm(theirs: str, ours: str, over: str = "hidden") -> Names:
@@ -243,6 +244,15 @@ class HfNames:
             assert held, f"{row.theirs} is nothing but padding"
             patches.setdefault(row.theirs, []).extend(held)
         return patches
+
+
+def further_modules(names: Iterable[str]) -> tuple[str, ...]:
+    """Return how the names of modules that predict further tokens begin; files have them as layers behind the last.
+
+    >>> further_modules(["model.layers.60.input_layernorm.weight", "model.layers.61.eh_proj.weight"])
+    ('model.layers.61.',)
+    """
+    return tuple(f"{name.removesuffix(_FURTHER)}." for name in names if name.endswith(_FURTHER))
 
 
 def shapes_of(model: ModelSpec) -> Mapping[str, tuple[int, ...]]:

@@ -264,6 +264,11 @@ class ModelSpec:
             return self.latent.rotary_dim
         return int(self.head_dim * self.rotary_fraction) if self.positions == "rotary" else 0
 
+    @property
+    def value_dim(self) -> int:
+        """How many numbers a value of a head has."""
+        return self.latent.value_dim if self.latent else self.head_dim
+
     def beyond_positions(self, seq_len: int) -> str:
         """Return a warning that a sequence is longer than the positions of the model; "" if it is not."""
         if seq_len <= self.max_positions:
