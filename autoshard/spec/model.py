@@ -153,7 +153,7 @@ class ModelSpec:
             (min(1, experts) <= self.experts_per_token <= experts, "experts_per_token", chosen),
             *self._order_checks(),
             *(self._latent_checks(self.latent) if self.latent else ()),
-            *self._growth_checks(),
+            *self._yarn_checks(),
         )
         for kind in self.kinds:
             kind.of_model(self._plain)  # refuses values that do not go together
@@ -167,10 +167,12 @@ class ModelSpec:
         yield not self.qk_norm, "qk_norm", "must be false where latent is given: the narrow states are normed instead"
         yield self.norm == "rms", "norm", "must be rms where latent is given"
 
-    def _growth_checks(self) -> Iterator[tuple[bool, str, str]]:
-        grows = self.rotary_scaling is not None and self.rotary_scaling.mscale > 0
-        part = "must be 1 where rotary_scaling.mscale is not 0: scores as a whole grow"
-        yield not grows or self.rotary_fraction == 1, "rotary_fraction", part
+    def _yarn_checks(self) -> Iterator[tuple[bool, str, str]]:
+        scaling = self.rotary_scaling
+        if scaling and scaling.kind == "yarn":
+            part = "must be 1 where rotary_scaling.mscale is not 0: scores as a whole grow"
+            yield not scaling.mscale or self.rotary_fraction == 1, "rotary_fraction", part
+            yield self.rotary_theta > 1, "rotary_theta", "must be above 1 where rotary_scaling is yarn"
 
     def _order_checks(self) -> Iterator[tuple[bool, str, str]]:
         names = [kind.name for kind in self.kinds]

@@ -245,7 +245,8 @@ def test_a_part_of_heads_that_would_grow_alone_is_refused_by_name(rope: dict[str
     assert refused("deepseek_v3", rope_scaling=YARN | rope) == [f"rope_scaling.{field}" for field in fields]
 
 
-def test_yarn_that_makes_part_of_a_head_larger_is_refused():
+def test_yarn_without_speeds_or_of_part_of_a_head_is_refused():
+    assert refused("llama", rope_scaling=YARN, rope_theta=1.0) == ["rope_theta"]
     assert refused("gpt_neox", rope_scaling=YARN, rotary_pct=0.5) == ["rotary_pct"]
     grows = read("gpt_neox", rope_scaling=YARN | {"attention_factor": 1.0}, rotary_pct=0.5)
     assert grows.rotary_scaling and grows.score_scale is None
