@@ -14,7 +14,8 @@ from autoshard.plan.candidate import Candidate, balanced_stages
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import NodeType, cluster_names, load_cluster, load_node_type
-from autoshard.spec.model import MAX_DIM, ModelSpec
+from autoshard.spec.heads import MAX_DIM
+from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import EXPERT_IMBALANCE, ROUTER_TRAINING, Workload
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from types import FunctionType
@@ -10,7 +11,7 @@ from autoshard.errors import inside
 from autoshard.extensions import EXTENSIONS
 from autoshard.graph.block import Block, OpGraph
 from autoshard.graph.builder import BlockBuilder, finish
-from autoshard.graph.kinds.attention import Attend, Rotary
+from autoshard.graph.kinds.attention import Attend, Join, Rotary, fraction_of
 from autoshard.graph.kinds.choosing import Choose, CorrectionStep
 from autoshard.graph.kinds.dropout import DROPOUT_KEYS, Drop
 from autoshard.graph.kinds.experts import Combine, Dispatch, Slot, TopK
@@ -22,6 +23,7 @@ from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Reduce, Unary
 from autoshard.graph.op import Dims
 from autoshard.graph.router import add_router_losses
 from autoshard.graph.written import emit_written, parse_lines
+from autoshard.spec.heads import LatentAttention
 from autoshard.spec.kernels import Kernels
 from autoshard.spec.model import ModelSpec, TracedDecoder
 from autoshard.spec.workload import Workload
@@ -74,6 +76,10 @@ def dim_sizes(model: ModelSpec, workload: Workload, kernels: Kernels, micro_batc
         "ffn": model.ffn,
         **{model.ffn_dim(kind): model.of_kind(kind).ffn for kind in model.layer_counts},
     }
+    if latent := model.latent:
+        sizes |= {"latent_kv": latent.kv_rank, "rotary_dim": latent.rotary_dim, "value_dim": latent.value_dim}
+        sizes |= {"plain_dim": model.head_dim - latent.rotary_dim}
+        sizes |= {"latent_q": latent.query_rank} if latent.query_rank else {}
     if model.positions == "learned":
         sizes["positions"] = model.max_positions
     if model.num_experts:
@@ -190,11 +196,11 @@ def _traced_blocks(
         )
 
 
-def _norm(b: BlockBuilder, model: ModelSpec, name: str, x: str, over: str) -> str:
+def _norm(b: BlockBuilder, model: ModelSpec, name: str, x: str, over: str, eps: float | None = None) -> str:
     weights = [b.weight(f"{name}.weight", over)]
     if model.norm_has_bias:
         weights.append(b.weight(f"{name}.bias", over))
-    kind = Norm(function=model.norm, over=over, eps=model.norm_eps, offset=model.norm_offset)
+    kind = Norm(function=model.norm, over=over, eps=eps or model.norm_eps, offset=model.norm_offset)
     return b.emit(name, kind, x, *weights)
 
 
@@ -226,26 +232,65 @@ def _linear(b: BlockBuilder, name: str, x: str, out: Dims, contracted: Dims, *, 
 
 def _attention(b: BlockBuilder, model: ModelSpec, workload: Workload, x: str) -> str:
     normed = b.deliver_as(_norm_before(b, model, "attn_norm", x), "attn_in")
-    query = _linear(b, "q", normed, _HEADS, ("hidden",), bias=model.qkv_bias)
-    key = _linear(b, "k", normed, _KV, ("hidden",), bias=model.qkv_bias)
-    value = _linear(b, "v", normed, _KV, ("hidden",), bias=model.qkv_bias)
-    positions = b.input("positions", ("seq",), "int64")
-    key_positions = b.input("key_positions", ("kv_seq",), "int64")
-    starts = _document_starts(b, workload)
+    query, key, value = (_latent_heads if model.latent else _plain_heads)(b, model, workload, normed)
+    b.deliver_as(query, "q_in")
+    b.deliver_as(key, "k_in", _KEYS_ALONG)
+    b.deliver_as(value, "v_in", _KEYS_ALONG)
+    width = "value_dim" if model.latent else "head_dim"
+    kind = Attend(
+        window=model.window, dropped=model.attention_dropout, scale=model.score_scale, value_width=width
+    )  # fmt: skip
+    mixed = b.emit("attend", kind, query, key, value, *_positions(b, workload), *_attention_draws(b, model))
+    values = ("kv_heads", "q_group", width)
+    result = _linear(b, "o", b.deliver_as(mixed, "o_in"), ("hidden",), values, bias=model.out_bias)
+    return b.deliver_as(result, "attn_out")
+
+
+def _positions(b: BlockBuilder, workload: Workload) -> tuple[str, ...]:
+    """Return the inputs with the positions of queries and keys, and, if they matter, where documents start."""
+    where = b.input("positions", ("seq",), "int64"), b.input("key_positions", ("kv_seq",), "int64")
+    return (*where, *_document_starts(b, workload))
+
+
+def _turned(b: BlockBuilder, workload: Workload, name: str, rotary: Rotary, x: str) -> str:
+    positions, _, *starts = _positions(b, workload)
+    return b.emit(f"{name}_rotary", rotary, x, positions, *starts)
+
+
+def _plain_heads(b: BlockBuilder, model: ModelSpec, workload: Workload, x: str) -> tuple[str, str, str]:
+    """Make queries, keys and values of the hidden state."""
+    query = _linear(b, "q", x, _HEADS, ("hidden",), bias=model.qkv_bias)
+    key = _linear(b, "k", x, _KV, ("hidden",), bias=model.qkv_bias)
+    value = _linear(b, "v", x, _KV, ("hidden",), bias=model.qkv_bias)
     if model.qk_norm:
         query, key = _head_norm(b, model, "q", query, _HEADS), _head_norm(b, model, "k", key, _KV)
     if model.positions == "rotary":
         rotary = Rotary(fraction=model.rotary_fraction, theta=model.rotary_theta, scaling=model.rotary_scaling)
-        query = b.emit("q_rotary", rotary, query, positions, *starts)
-        key = b.emit("k_rotary", rotary, key, positions, *starts)
-    b.deliver_as(query, "q_in")
-    b.deliver_as(key, "k_in", _KEYS_ALONG)
-    b.deliver_as(value, "v_in", _KEYS_ALONG)
-    kind = Attend(window=model.window, dropped=model.attention_dropout, scale=model.score_scale)
-    where = (positions, key_positions, *starts)
-    mixed = b.emit("attend", kind, query, key, value, *where, *_attention_draws(b, model))
-    result = _linear(b, "o", b.deliver_as(mixed, "o_in"), ("hidden",), _HEADS, bias=model.out_bias)
-    return b.deliver_as(result, "attn_out")
+        query, key = _turned(b, workload, "q", rotary, query), _turned(b, workload, "k", rotary, key)
+    return query, key, value
+
+
+def _latent_heads(b: BlockBuilder, model: ModelSpec, workload: Workload, x: str) -> tuple[str, str, str]:
+    """Make queries, keys and values of narrow states, and the part of a key that says positions of the hidden state."""
+    latent = model.latent
+    assert latent, f"{model.name} has no narrow states"
+    if latent.query_rank:
+        query = _linear(b, "q_up", _narrow(b, model, latent, "q", x), _HEADS, ("latent_q",), bias=False)
+    else:
+        query = _linear(b, "q", x, _HEADS, ("hidden",), bias=False)
+    shared = _linear(b, "k_shared", x, ("rotary_dim",), ("hidden",), bias=model.qkv_bias)
+    narrow = _narrow(b, model, latent, "kv", x)
+    key = _linear(b, "k_up", narrow, ("kv_heads", "plain_dim"), ("latent_kv",), bias=False)
+    value = _linear(b, "v_up", narrow, ("kv_heads", "value_dim"), ("latent_kv",), bias=False)
+    whole = Rotary(fraction=1.0, theta=model.rotary_theta, scaling=model.rotary_scaling, over="rotary_dim")
+    part = replace(whole, fraction=fraction_of(latent.rotary_dim, model.head_dim), over="head_dim")
+    query = _turned(b, workload, "q", part, query)
+    return query, b.emit("k_join", Join(), _turned(b, workload, "k", whole, shared), key), value
+
+
+def _narrow(b: BlockBuilder, model: ModelSpec, latent: LatentAttention, name: str, x: str) -> str:
+    down = _linear(b, f"{name}_down", x, (f"latent_{name}",), ("hidden",), bias=model.qkv_bias)
+    return _norm(b, model, f"{name}_down_norm", down, f"latent_{name}", latent.norm_eps)
 
 
 def _dropped(b: BlockBuilder, model: ModelSpec, name: str, x: str) -> str:

@@ -20,7 +20,8 @@ Pass = Literal["F", "I", "W"]
 
 DIMS = (
     "batch", "seq", "kv_seq", "kv_heads", "q_group", "head_dim", "hidden", "ffn",
-    "experts", "slots", "choices", "positions", "vocab",
+    "experts", "slots", "choices", "positions", "vocab", "latent_q", "latent_kv", "plain_dim", "rotary_dim",
+    "value_dim",
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from autoshard.layout.table import table_for_sizes
 from autoshard.plan.build import build_plan
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, plan_programs, step_graph_of, table_setting, with_strategies
+from autoshard.spec.heads import LatentAttention
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import LayerKind, ModelSpec, Router
 
@@ -120,6 +121,7 @@ def _model(model: ModelSpec, sizes: Mapping[str, int], *, layers: int, padded: b
         shared_ffn=8 * tp if model.shared_ffn else 0,
         window=5 if model.window else None,
         kinds=tuple(_shrunk_kind(kind, 8 * tp) for kind in model.with_layers(layers).kinds),
+        latent=model.latent and _narrowed(model.latent, tp),
         traced=model.traced and replace(model.traced, sizes=dict.fromkeys(model.traced.sizes, 8 * tp)),
     )
 
@@ -130,6 +132,11 @@ def _num_experts(model: ModelSpec, least: int) -> int:
     within = -(-chosen // router.chosen_groups) * router.groups
     unit = 2 * router.groups
     return -(-max(least, 2 * chosen, within) // unit) * unit
+
+
+def _narrowed(latent: LatentAttention, tp: int) -> LatentAttention:
+    narrow = 6 * tp if latent.query_rank else None
+    return replace(latent, query_rank=narrow, kv_rank=4 * tp, rotary_dim=_HEAD_DIM // 2, value_dim=_HEAD_DIM - 2)
 
 
 def _shrunk_kind(kind: LayerKind, ffn: int) -> LayerKind:

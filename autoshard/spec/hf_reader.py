@@ -14,9 +14,9 @@ _BLAMED: Mapping[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers",),
     "hidden": ("hidden_size",),
     "ffn": ("intermediate_size", "moe_intermediate_size", "hidden_size"),
-    "num_heads": ("num_attention_heads",),
+    "num_heads": ("num_attention_heads", "num_key_value_heads"),
     "num_kv_heads": ("num_key_value_heads", "num_attention_heads"),
-    "head_dim": ("head_dim", "partial_rotary_factor", "hidden_size", "num_attention_heads"),
+    "head_dim": ("head_dim", "qk_rope_head_dim", "partial_rotary_factor", "hidden_size", "num_attention_heads"),
     "vocab": ("vocab_size",),
     "max_positions": ("max_position_embeddings",),
     "rotary_theta": ("rope_theta", "rope_scaling", "rope_parameters"),
@@ -30,8 +30,14 @@ _BLAMED: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("chosen_groups", "router.chosen_groups"), ("topk_group", "n_group", "num_local_experts")),
     "window": ("sliding_window",),
     "dense_ffn": ("intermediate_size",),
-    "low_frequency_factor": ("low_freq_factor",),
-    "high_frequency_factor": ("high_freq_factor", "low_freq_factor"),
+    "low_frequency_factor": ("low_freq_factor", "beta_slow"),
+    "high_frequency_factor": ("high_freq_factor", "low_freq_factor", "beta_fast", "beta_slow"),
+    "original_positions": ("original_max_position_embeddings",),
+    "mscale": ("attention_factor", "mscale"),
+    "query_rank": ("q_lora_rank",),
+    "kv_rank": ("kv_lora_rank",),
+    "rotary_dim": ("qk_rope_head_dim",),
+    "value_dim": ("v_head_dim",),
 }
 
 

@@ -2,7 +2,9 @@
 
 Defaults are those of the configuration classes of transformers 5.23; sizes have none. A field that no table here names
 is ignored, as transformers does. Ignored on purpose: initializer_range, token ids, use_cache, torch_dtype (the workload
-states it), pretraining_tp and reorder_and_upcast_attn (the same mathematics in another order). Dropouts that a config
+states it), pretraining_tp and reorder_and_upcast_attn (the same mathematics in another order), and head_dim of DeepSeek
+(which follows from its parts). Modules that predict further tokens (num_nextn_predict_layers of DeepSeek) are left out,
+as transformers leaves them out in training. Dropouts that a config
 does not state are 0, also for GPT-2, whose class has 0.1: few train with them today.
 """
 
@@ -59,6 +61,13 @@ SHARED_DEFAULTS: Mapping[str, Any] = {
 }
 _MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 _QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
+_DEEPSEEK = {
+    "max_position_embeddings": 2048, "attention_bias": False, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 0,
+    "n_shared_experts": 2, "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+    "n_group": None, "topk_group": None, "scoring_func": None, "topk_method": "greedy",
+    "num_nextn_predict_layers": None,  # not read: modules that predict further tokens are no part of these classes
+}  # fmt: skip
 _PLAIN_MLP = {"norm": "layer", "gated_mlp": False, "mlp_bias": True}
 MODEL_TYPES: Mapping[str, ModelType] = {
     "llama": ModelType(
@@ -136,6 +145,19 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         },
         window="pattern",
     ),
+    "deepseek_v3": ModelType(
+        architecture="DeepseekV3ForCausalLM",
+        defaults={
+            **_DEEPSEEK, "max_position_embeddings": 4096, "num_key_value_heads": 128, "first_k_dense_replace": 3,
+            "num_experts_per_tok": 8, "n_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+            "n_group": 8, "topk_group": 4, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+        },
+        width="moe_intermediate_size",
+        router="corrected",
+    ),
+    "deepseek_v2": ModelType(
+        architecture="DeepseekV2ForCausalLM", defaults=_DEEPSEEK, width="moe_intermediate_size", router="groups"
+    ),
     "olmo2": ModelType(
         architecture="Olmo2ForCausalLM",
         fixed={"qk_norm": True, "qk_norm_over": "all heads", "norm_place": "after"},
@@ -193,5 +215,6 @@ _SWITCHED_OFF: Mapping[str, tuple[object, ...]] = {
     "scoring_func": ("softmax", None),
     "topk_method": ("greedy", None),
     "num_nextn_predict_layers": (0, None),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), (None,)),
 }
 UNMODELLED = {name: off for name, off in _SWITCHED_OFF.items() if name not in NAMED_FIELDS}

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard.errors import InputError
+from autoshard.spec.heads import RotaryScaling
 from autoshard.spec.hf_config import spec_from_config
 from autoshard.spec.hf_types import (
     ACTIVATIONS,
@@ -22,7 +23,7 @@ from autoshard.spec.model import ModelSpec, Router
 _SPELLED: Mapping[str, Mapping[str, str]] = {
     "gpt2": {name: others[0] for name, others in ALIASES.items()} | {"rms_norm_eps": "layer_norm_epsilon"},
     "qwen3_moe": {"num_local_experts": "num_experts"},
-    "glm4_moe": {"num_local_experts": "n_routed_experts"},
+    **{name: {"num_local_experts": "n_routed_experts"} for name in ("glm4_moe", "deepseek_v2", "deepseek_v3")},
     "gemma3_text": {"hidden_act": "hidden_activation"},
     "gpt_neox": {
         "rms_norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"
@@ -53,10 +54,11 @@ def config_of(model: ModelSpec) -> Mapping[str, Any]:
 
 
 def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
+    dense = "first_k_dense_replace" in kind.defaults and not model.num_experts
     fields: dict[str, Any] = {
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.hidden,
-        kind.width: model.ffn,
+        "intermediate_size" if dense else kind.width: model.ffn,
         "num_attention_heads": model.num_heads,
         "vocab_size": model.vocab,
         "max_position_embeddings": model.max_positions,
@@ -64,7 +66,7 @@ def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
         "tie_word_embeddings": model.tied_embeddings,
     }
     if kind.grouped_heads:
-        fields |= {"num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim}
+        fields |= {"num_key_value_heads": model.num_kv_heads, **_heads(model)}
     flags = {option: getattr(model, sets[0]) for option, sets in kind.flags.items()}
     fields |= {option: value for option, value in flags.items() if option in kind.defaults}
     # An option that this architecture does not name is not written, so that the check of ``config_of`` refuses it.
@@ -100,6 +102,19 @@ def _router(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
     }
 
 
+def _heads(model: ModelSpec) -> Mapping[str, Any]:
+    """Write the width of heads, or of their parts."""
+    if not (latent := model.latent):
+        return {"head_dim": model.head_dim}
+    return {
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": model.head_dim - latent.rotary_dim,
+        "qk_rope_head_dim": latent.rotary_dim,
+        "v_head_dim": latent.value_dim,
+    }
+
+
 def _layers(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
     """Write how layers attend, and which have an MLP in the place of experts."""
     each_kind = {name: model.of_kind(name) for name in model.layer_counts}
@@ -124,7 +139,7 @@ def _layers(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
         fields |= {"mlp_only_layers": dense, "intermediate_size": each_kind[model.layer_order[dense[0]]].ffn}
     if "first_k_dense_replace" in kind.defaults:
         fields.pop("mlp_only_layers", None)
-        fields["first_k_dense_replace"] = len(dense)
+        fields["first_k_dense_replace"] = len(dense) if model.num_experts else model.num_layers
     return fields
 
 
@@ -144,4 +159,18 @@ def _rotary(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
                 "high_freq_factor": scaling.high_frequency_factor,
                 "original_max_position_embeddings": scaling.original_positions,
             }
+        if scaling.kind == "yarn":
+            fields["rope_scaling"] |= _yarn(scaling, part=model.latent is not None)
     return fields
+
+
+def _yarn(scaling: RotaryScaling, *, part: bool) -> Mapping[str, Any]:
+    fields: dict[str, Any] = {
+        "beta_slow": scaling.low_frequency_factor,
+        "beta_fast": scaling.high_frequency_factor,
+        "original_max_position_embeddings": scaling.original_positions,
+        "truncate": scaling.truncate,
+    }
+    if part and scaling.mscale:
+        return fields | dict.fromkeys(("mscale", "mscale_all_dim"), scaling.mscale)
+    return fields if scaling.mscale == 1 else fields | {"attention_factor": scaling.growth}

@@ -25,12 +25,11 @@ CARDS = Path(autoshard.__file__).parents[1] / "models"
 FORMS: tuple[Form, ...] = ("published", "module")
 FLAGS: Mapping[str, tuple[str, ...]] = {
     "llama": ("attention_bias", "mlp_bias", "tie_word_embeddings"),
-    "qwen3": ("attention_bias", "tie_word_embeddings"),
-    "glm4_moe": ("attention_bias", "tie_word_embeddings"),
+    **dict.fromkeys(("qwen3", "glm4_moe", "deepseek_v2", "deepseek_v3"), ("attention_bias", "tie_word_embeddings")),
 }
 
 
-WIDTHS = {"gpt2": "n_inner", **dict.fromkeys(("qwen3_moe", "glm4_moe"), "moe_intermediate_size")}
+WIDTHS = {**{family: kind.width for family, kind in MODEL_TYPES.items()}, "gpt2": "n_inner"}
 
 
 @st.composite
@@ -47,18 +46,28 @@ def configs(draw: st.DrawFn) -> Mapping[str, Any]:
         "hidden_size": heads * head_dim,
         "num_attention_heads": heads,
         "vocab_size": draw(small),
-        WIDTHS.get(family, "intermediate_size"): draw(small),
+        WIDTHS[family]: draw(small),
         "max_position_embeddings": draw(small),
     }
     if not single:
         config |= {"num_key_value_heads": kv_heads, "head_dim": head_dim, "hidden_size": draw(small)}
     if family in ("gpt_neox", "glm4_moe"):
         config["partial_rotary_factor"] = 1.0
-    if family == "glm4_moe":
+    if family.startswith("deepseek"):
+        config |= {"num_key_value_heads": heads, "q_lora_rank": draw(st.none() | small)}
+        config |= {name: draw(small) for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")}
+        config |= {"qk_rope_head_dim": 2 * draw(st.integers(1, 3))}
+    if family in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
         config |= {"n_shared_experts": draw(st.integers(1, 3)), "first_k_dense_replace": draw(st.integers(0, 2))}
-        config |= {"intermediate_size": draw(small), "use_qk_norm": draw(st.booleans())}
-    if family in ("mixtral", "qwen3_moe", "glm4_moe"):
-        config |= {"norm_topk_prob": True, "num_local_experts": draw(st.integers(2, 4)), "num_experts_per_tok": 1}
+        config |= {"intermediate_size": draw(small), "n_group": 1, "topk_group": 1}
+    if family == "glm4_moe":
+        config |= {"use_qk_norm": draw(st.booleans())}
+    if family in ("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"):
+        config |= {
+            "norm_topk_prob": family != "deepseek_v2",
+            "num_local_experts": draw(st.integers(2, 4)),
+            "num_experts_per_tok": 1,
+        }
     flags = FLAGS.get(family, ("tie_word_embeddings",))
     return config | {flag: draw(st.booleans()) for flag in flags}
 

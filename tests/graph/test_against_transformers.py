@@ -31,6 +31,8 @@ CORRECTION = "e_score_correction_bias"
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_ROPE |= {"original_max_position_embeddings": 8}
 OF_3_1 = {"head_dim": 8, "rope_theta": 50.0, "rope_scaling": LLAMA3_ROPE, "tie_word_embeddings": True}
+YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1.5, "beta_slow": 0.25}
+YARN |= {"original_max_position_embeddings": 16}
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     **{family: small_config(family) for family in SMALL_FAMILIES},
     "llama, tied, scaled as in 3.1": small_config("llama", **OF_3_1),
@@ -40,6 +42,14 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "gpt_neox in sequence": small_config("gpt_neox", use_parallel_residual=False),
     **{f"{family}, layers differ": small_config(family, **changes) for family, changes in DIFFERENT_LAYERS},
     "qwen3_moe, probabilities of all experts": small_config("qwen3_moe", norm_topk_prob=False),
+    "deepseek_v3, biases, scaled as published": small_config(
+        "deepseek_v3", rope_scaling=YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}, attention_bias=True, rope_theta=50.0
+    ),
+    "deepseek_v2, queries of a narrow state": small_config("deepseek_v2", q_lora_rank=9, rms_norm_eps=0.3),
+    "qwen2, yarn": small_config("qwen2", rope_scaling=YARN, rope_theta=50.0),
+    "llama, yarn that is not rounded": small_config(
+        "llama", rope_scaling=YARN | {"truncate": False, "attention_factor": 1.3}, head_dim=16, rope_theta=50.0
+    ),
     "llama, linear scaling": small_config("llama", rope_scaling={"rope_type": "linear", "factor": 4.0}),
 }
 

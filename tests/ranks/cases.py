@@ -29,6 +29,7 @@ from autoshard.run.placement import sequence_order
 from autoshard.run.protocol import EngineMode, Run
 from autoshard.run.reports import Measured, RouterReport
 from autoshard.search.bound.request import Request
+from autoshard.spec.heads import LatentAttention, RotaryScaling
 from autoshard.spec.mesh import Mesh, axis_of_atoms
 from autoshard.spec.model import LayerKind, ModelSpec, Router
 from autoshard.spec.model_catalogue import load_model
@@ -90,6 +91,16 @@ def glm(**changes: Any) -> ModelSpec:
     options |= {"qk_norm": True, "qkv_bias": True, "rotary_fraction": 0.5, "num_layers": 3, "vocab": 31}
     options |= {"kinds": (LayerKind(name="dense", dense_ffn=16),), "order": "dense/layer*2"}
     return llama(**(options | changes))
+
+
+def deepseek(*, query_rank: int | None = 12, value_dim: int = 3, **changes: Any) -> ModelSpec:
+    """The attention of DeepSeek: queries, keys and values of narrow states, and a part of keys that heads share."""
+    latent = LatentAttention(query_rank=query_rank, kv_rank=8, rotary_dim=2, value_dim=value_dim)
+    scaling = RotaryScaling(
+        kind="yarn", factor=4.0, low_frequency_factor=0.25, high_frequency_factor=1.5, original_positions=16, mscale=1.0
+    )
+    heads: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 5, "rotary_scaling": scaling}
+    return llama(**(heads | {"latent": latent} | changes))
 
 
 def request_of(candidate: Candidate, model: ModelSpec, **changes: Any) -> Request:

@@ -1,6 +1,7 @@
 """Hugging Face configuration data: defaults, aliases, what is refused and how."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,11 @@ from hypothesis import given, strategies as st
 import autoshard
 from autoshard.errors import Fault, InputError
 from autoshard.spec import hf_types
+from autoshard.spec.heads import LatentAttention, RotaryScaling
 from autoshard.spec.hf_config import spec_from_config
 from autoshard.spec.hf_types import ACTIVATIONS, ALIASES, MODEL_TYPES, UNMODELLED
 from autoshard.spec.hf_writing import config_of
-from autoshard.spec.model import LayerKind, ModelSpec, RotaryScaling, Router
+from autoshard.spec.model import LayerKind, ModelSpec, Router
 
 CARDS = {
     path.stem: json.loads(path.read_text(encoding="utf-8"))
@@ -46,7 +48,15 @@ SMALLEST: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3},
     "olmo2": SIZES,
+    "deepseek_v3": SIZES | {"num_attention_heads": 128},
+    "deepseek_v2": {
+        **{key: size for key, size in SIZES.items() if key != "intermediate_size"},
+        "moe_intermediate_size": 176,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+    },
 }
+YARN = {"type": "yarn", "factor": 4.0}
 LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 512,
@@ -134,6 +144,12 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 16}
          {"router": replace(CORRECTED, normalised=False, scale=2.5, groups=4, chosen_groups=2, group_score="best two"),
           "experts_per_token": 4}),
         ("glm4_moe", {"n_group": 4, "topk_group": 4, "num_nextn_predict_layers": 2}, {"router": CORRECTED}),
+        ("deepseek_v3", {}, {"latent": LatentAttention(query_rank=1536, kv_rank=512, rotary_dim=64, value_dim=128),
+                             "head_dim": 192, "num_kv_heads": 128, "rotary_fraction": 1}),
+        ("deepseek_v2", {"q_lora_rank": None, "v_head_dim": 8, "qk_rope_head_dim": 6, "kv_lora_rank": 9, "head_dim": 5},
+         {"latent": LatentAttention(query_rank=None, kv_rank=9, rotary_dim=6, value_dim=8), "head_dim": 134}),
+        ("deepseek_v2", {"attention_bias": True, "num_nextn_predict_layers": 1, "n_shared_experts": 2},
+         {"qkv_bias": True, "out_bias": True}),
         ("olmo2", {}, {"norm_place": "after", "qk_norm_over": "all heads", "norm_offset": 0}),
         ("gemma3_text", {"sliding_window_pattern": 2, "sliding_window": 16},
          {"order": "local/layer/local", "window": None, "norm_place": "both", "norm_offset": 1, "query_scalar": None,
@@ -264,6 +280,48 @@ def test_rotary_scaling_is_read_from_both_places(group: str):
     assert read("llama", **{group: None}).rotary_scaling is None
 
 
+@pytest.mark.parametrize(
+    ("family", "rope", "mscale", "growth"),
+    [  # growth is what transformers multiplies queries and keys by, each of them, over the whole of a head
+        ("llama", {}, 1.0, 1 + 0.1 * math.log(4)),
+        ("qwen3", {"attention_factor": 1.25}, None, 1.25),
+        ("llama", {"attention_factor": 1.0}, 0.0, 1.0),
+        ("llama", {"mscale": 1.0, "mscale_all_dim": 1.0}, 0.0, 1.0),
+        ("mistral", {"mscale": 1.0, "mscale_all_dim": 0.5}, None, (1 + 0.1 * math.log(4)) / (1 + 0.05 * math.log(4))),
+        ("deepseek_v3", {"mscale": 0.707, "mscale_all_dim": 0.707}, 0.707, 1 + 0.0707 * math.log(4)),
+        ("deepseek_v2", {"attention_factor": 1.0}, 0.0, 1.0),
+    ],
+)  # fmt: skip
+def test_yarn_makes_scores_larger_as_in_transformers(
+    family: str, rope: dict[str, Any], mscale: float | None, growth: float
+):
+    model = read(family, rope_scaling=YARN | rope, max_position_embeddings=64)
+    assert model.rotary_scaling and model.rotary_scaling.growth == pytest.approx(growth, rel=1e-12)
+    assert mscale is None or model.rotary_scaling.mscale == mscale
+    assert model.score_scale == (None if growth == 1 else pytest.approx(model.head_dim**-0.5 * growth**2))
+    assert (model.rotary_scaling.original_positions, model.rotary_scaling.high_frequency_factor) == (64, 32)
+
+
+@pytest.mark.parametrize(
+    ("rope", "fields"),
+    [
+        ({}, ["mscale_all_dim"]),
+        ({"mscale": 1.0, "mscale_all_dim": 0.5}, ["mscale_all_dim"]),
+        ({"attention_factor": 1.2}, ["attention_factor"]),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0, "speed": 1}, ["speed"]),
+    ],
+)
+def test_a_part_of_heads_that_would_grow_alone_is_refused_by_name(rope: dict[str, Any], fields: list[str]):
+    assert refused("deepseek_v3", rope_scaling=YARN | rope) == [f"rope_scaling.{field}" for field in fields]
+
+
+def test_yarn_without_speeds_or_of_part_of_a_head_is_refused():
+    assert refused("llama", rope_scaling=YARN, rope_theta=1.0) == ["rope_theta"]
+    assert refused("gpt_neox", rope_scaling=YARN, rotary_pct=0.5) == ["rotary_pct"]
+    grows = read("gpt_neox", rope_scaling=YARN | {"attention_factor": 1.0}, rotary_pct=0.5)
+    assert grows.rotary_scaling and grows.score_scale is None
+
+
 # --------------------------------------------------------------------------------------------------- refusal
 
 
@@ -323,6 +381,11 @@ def test_what_is_not_modelled_is_refused_by_name_and_accepted_when_off(family: s
             for value in (["sliding_attention"] * 3, ["full_attention"] * 2, [["full_attention"]] * 3, {})
         ),
         ("qwen2", {"attention_bias": False}),
+        ("deepseek_v3", {"rope_interleave": False}),
+        ("deepseek_v3", {"num_key_value_heads": 64}),
+        *(("deepseek_v3", {"qk_rope_head_dim": value}) for value in (0, 63, None)),
+        *(("deepseek_v2", {name: 0}) for name in ("q_lora_rank", "kv_lora_rank", "v_head_dim", "qk_nope_head_dim")),
+        ("deepseek_v2", {"mlp_bias": True}),
     ],
 )
 def test_a_field_that_cannot_be_used_is_named(family: str, changes: dict[str, Any]):
@@ -334,7 +397,12 @@ def test_a_field_that_cannot_be_used_is_named(family: str, changes: dict[str, An
     [
         ("linear", [""]),
         ([1], [""]),
-        ({"rope_type": "yarn", "factor": 4.0}, [".rope_type"]),
+        ({"rope_type": "longrope", "factor": 4.0}, [".rope_type"]),
+        ({"rope_type": "yarn"}, [".factor"]),
+        (YARN | {"beta_fast": 0.5}, [".beta_fast"]),
+        (YARN | {"attention_factor": 0.5}, [".attention_factor"]),
+        (YARN | {"factor": 1.0, "attention_factor": 1.5}, [".attention_factor"]),
+        ({"type": "linear", "factor": 4.0, "beta_fast": 32}, [".beta_fast"]),
         ({"type": "dynamic", "factor": 4.0}, [".type"]),
         ({"type": "linear", "rope_type": "default"}, [".type"]),
         ({"rope_type": "linear"}, [".factor"]),
@@ -352,7 +420,11 @@ def test_a_rotary_group_that_cannot_be_used_is_named(rope: object, fields: list[
 
 def test_all_faults_come_in_one_error_and_say_what_is_expected():
     changes = {"vocab_size": "many", "num_key_value_heads": 3, "hidden_act": "mish", "norm_topk_prob": False}
-    changes |= {"rope_scaling": {"rope_type": "yarn", "speed": 1}, "architectures": ["Other"], "num_hidden_layers": 0}
+    changes |= {
+        "rope_scaling": {"rope_type": "dynamic", "speed": 1},
+        "architectures": ["Other"],
+        "num_hidden_layers": 0,
+    }
     expected = {"rope_scaling.rope_type", "rope_scaling.speed"} | set(changes) - {"rope_scaling"}
     assert sorted(refused("llama", **changes)) == sorted(expected)
     found = faults({"model_type": "llama", **SIZES, "hidden_size": "4096", "hidden_act": "sily"})
@@ -371,11 +443,15 @@ VALUES = st.one_of(
     st.text(max_size=8),
     st.lists(st.one_of(st.integers(), st.text(max_size=4)), max_size=3),
     st.dictionaries(
-        st.sampled_from([*LLAMA3_ROPE, "type", "x"]), st.one_of(st.floats(), st.text(max_size=8)), max_size=4
+        st.sampled_from([*LLAMA3_ROPE, *YARN, "beta_fast", "mscale", "mscale_all_dim", "x"]),
+        st.one_of(st.floats(), st.text(max_size=8)),
+        max_size=4,
     ),
     st.just(LLAMA3_ROPE),
+    st.just(YARN),
 )
 OTHER_FIELDS = [
+    *("q_lora_rank", "qk_rope_head_dim", "v_head_dim", "rope_interleave"),
     "rope_local_base_freq",
     "query_pre_attn_scalar",
     "head_dim",
@@ -429,7 +505,8 @@ def test_the_defaults_are_those_of_transformers(family: str):
     assert spec.tied_embeddings == settings.tie_word_embeddings
     assert spec.num_kv_heads == stated("num_key_value_heads", spec.num_heads)
     assert spec.parallel_residual == stated("use_parallel_residual", False)
-    assert spec.experts_per_token == stated("num_experts_per_tok", 0)
+    all_dense = spec.latent is not None  # whatever the class says of experts
+    assert spec.experts_per_token == (0 if all_dense else stated("num_experts_per_tok", 0))
     assert spec.window == stated("sliding_window")
     rope = stated("rope_parameters")
     assert (spec.positions == "rotary") == (rope is not None)

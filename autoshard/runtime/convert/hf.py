@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autoshard.engine.hf_names import DERIVED, HEADS, HfNames, shapes_of, without_further_layers
+from autoshard.engine.hf_names import DERIVED, HEADS, HfNames, further_modules, shapes_of
 from autoshard.errors import InputError, require
 from autoshard.files import naming
 from autoshard.runtime.convert.copying import Entry, TargetFile
@@ -37,8 +37,9 @@ _COMPANIONS = (
 
 def hf_source(path: Path, family: str, model: ModelSpec) -> WeightSource:
     """Open a folder, or a file of ``torch.save``, or say all that is wrong."""
-    stored_here = read_state(path) if path.is_file() else _stored(path)
-    tensors = {name: stored_here[name] for name in sorted(without_further_layers(model, stored_here.keys()))}
+    found = read_state(path) if path.is_file() else _stored(path)
+    further = further_modules(found)
+    tensors = {name: tensor for name, tensor in found.items() if not name.startswith(further)}
     names = HfNames.fitting(family, model, tensors.keys())
     shapes, patches = dict(names.shapes), dict(names.patches())
     for owner in names.tied.values():  # files may repeat the table as the head, which must be the same

@@ -139,6 +139,17 @@ def indexed(folder: Path, text: str) -> None:
     (folder / "model.safetensors.index.json").write_text(text)
 
 
+def test_modules_that_predict_further_tokens_are_left_out_and_no_other_layer_is(tmp_path: Path):
+    module_of("deepseek_v3").save_pretrained(tmp_path)
+    plan, weight = plan_for(tmp_path), box("layer.1.up.weight", (24, 16), torch.float32)
+    behind = {"model.layers.2.mlp.up_proj.weight": torch.zeros(24, 16)}
+    rewritten(tmp_path, lambda tensors: tensors.update(behind))
+    with pytest.raises(InputError, match="is no tensor of this model"):
+        read_weights(tmp_path, plan, [weight])
+    rewritten(tmp_path, lambda tensors: tensors.update({"model.layers.2.eh_proj.weight": torch.zeros(16, 32)}))
+    read_weights(tmp_path, plan, [weight])
+
+
 GATE = "model.layers.0.mlp.gate_proj.weight"
 FAULTS: Mapping[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "several faults at once": (
