@@ -141,7 +141,7 @@ def indexed(folder: Path, text: str) -> None:
 
 def test_modules_that_predict_further_tokens_are_left_out_and_no_other_layer_is(tmp_path: Path):
     module_of("deepseek_v3").save_pretrained(tmp_path)
-    plan, weight = plan_for(tmp_path), box("layer.1.up.weight", (24, 16), torch.float32)
+    plan, weight = plan_for(tmp_path), box("layer.0.up.weight", (40, 16), torch.float32)
     behind = {"model.layers.2.mlp.up_proj.weight": torch.zeros(24, 16)}
     rewritten(tmp_path, lambda tensors: tensors.update(behind))
     with pytest.raises(InputError, match="is no tensor of this model"):
