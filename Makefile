@@ -30,7 +30,7 @@ test: $(VENV)/.dev  ## the tests that need no accelerator, but the slow ones: te
 test-all: $(VENV)/.dev  ## what `make test` leaves out, the slow tests: 28 minutes on two cores
 	$(PYTEST) -m "$(NO_ACCELERATOR) and slow and not thorough" --hypothesis-profile more
 
-thorough: $(VENV)/.dev  ## every property with 200 examples instead of 10, every pair of features compiled: hours
+thorough: $(VENV)/.dev  ## every property with 200 examples, and all parameters of all tests: hours
 	$(PYTEST) -m "$(NO_ACCELERATOR) and (hypothesis or thorough)" --hypothesis-profile thorough -o faulthandler_timeout=7200
 
 gpu: $(VENV)/.dev  ## on a machine with GPUs: their tests, then what they measure (docs/gpus.md): half an hour

@@ -56,6 +56,11 @@ _CONFIG_SIZES: Mapping[str, Any] = {
     "pad_token_id": None,
     "attention_dropout": 0.0,
 }
+_LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 6, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 5,
+    "first_k_dense_replace": 1, "intermediate_size": 40, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5,
+}  # fmt: skip
 _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"num_key_value_heads": 2},
     "mistral": {"num_key_value_heads": 2, "sliding_window": 3},
@@ -67,24 +72,34 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {
         "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
     },
+    "glm4_moe": {
+        "num_key_value_heads": 2, "head_dim": 8, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "intermediate_size": 40,
+    },
     "gemma3_text": {
         "num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 5, "sliding_window": 3,
         "sliding_window_pattern": 2, "rope_local_base_freq": 50.0,
         "rope_scaling": {"rope_type": "linear", "factor": 4.0},
     },
     "olmo2": {"num_key_value_heads": 2},
+    "deepseek_v3": {**_LATENT, "q_lora_rank": 10},
+    "deepseek_v2": {**_LATENT, "q_lora_rank": None, "qk_nope_head_dim": 6, "topk_method": "group_limited_greedy"},
 }  # fmt: skip
+_MIXTURES = ("qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")  # whose experts have a width of their own
 SMALL_FAMILIES = tuple(_FAMILIES)
 # Models whose layers differ: some attend to a window alone, some have an MLP in the place of experts.
 DIFFERENT_LAYERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("qwen3", {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
     ("qwen3_moe", {"num_hidden_layers": 4, "mlp_only_layers": [0, 2], "intermediate_size": 40}),
+    ("glm4_moe", {"num_hidden_layers": 3, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    ("deepseek_v3", {"num_hidden_layers": 2, "first_k_dense_replace": 2, "q_lora_rank": None}),
 )
 
 
 def small_config(family: str, **changes: Any) -> dict[str, Any]:
     """Return the small configuration of an architecture; no two of its sizes are alike where they need not be."""
-    widths = {"gpt2": (), "qwen3_moe": ("moe_intermediate_size",)}
+    widths = {"gpt2": (), **dict.fromkeys(_MIXTURES, ("moe_intermediate_size",))}
     inner = dict.fromkeys(widths.get(family, ("intermediate_size",)), 24)
     return {"model_type": family, **_CONFIG_SIZES, **inner, **_FAMILIES[family], **changes}
 

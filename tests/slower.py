@@ -1,16 +1,24 @@
-"""Parameters of a test of which `make test` tries a few, and `make test-all` the rest."""
+"""Parameters of a test of which `make test` tries a few, `make test-all` some more, and `make thorough` the rest."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
+MOST_SLOW = 8
 
-def rest_is_slow(values: Iterable[Any], fast: int = 1) -> list[Any]:
-    """Mark all parameters but the first ones as slow."""
+
+def rest_is_slow(values: Iterable[Any], fast: int = 1, slow: int = MOST_SLOW) -> list[Any]:
+    """Mark all parameters but the first ones as slow; of many, all but so many that lie evenly among them as thorough.
+
+    >>> [[mark.name for mark in getattr(value, "marks", ())] for value in rest_is_slow(range(5), 1, 2)]
+    [[], ['slow'], ['slow', 'thorough'], ['slow'], ['slow', 'thorough']]
+    """
+    cases = list(values)
+    first, rest = cases[:fast], cases[fast:]
+    usual = {number * len(rest) // slow for number in range(slow)} if len(rest) > slow else {*range(len(rest))}
+    marks = [[pytest.mark.slow, *([] if number in usual else [pytest.mark.thorough])] for number in range(len(rest))]
     return [
-        value
-        if number < fast
-        else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
-        for number, value in enumerate(values)
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=of_value)
+        for value, of_value in zip([*first, *rest], [*([[]] * len(first)), *marks], strict=True)
     ]

@@ -20,7 +20,7 @@ from autoshard.spec import record
 from autoshard.spec.cluster_catalogue import ALIASES, NodeType, cluster_names
 from autoshard.spec.kernels import kernels_names
 from autoshard.spec.model_catalogue import model_names
-from autoshard.spec.workload import ROUTER_LOSSES
+from autoshard.spec.workload import ROUTER_TRAINING
 
 # Packages whose versions come along, and what of a version does: no tag that somebody's own build has added.
 _PACKAGES = (
@@ -35,8 +35,8 @@ _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 _FORMAT, _DIGITS = 1, 12
 _SHARDING = {0: "none", 1: "ZeRO-1", 3: "ZeRO-3"}
 _NUMBERS = (  # columns that hold numbers, true or false, or one of a fixed set of words
-    "seq_len", "global_batch_seqs", "micro_batch", "nodes", "chips", "lnc", "tp", "pp", "vp", "cp", "ep", "dp", "etp", "sp",
-    "optimizer", "documents", "expert_imbalance", *ROUTER_LOSSES, "release", "kernels", "flash_attention",
+    "seq_len", "global_batch_seqs", "micro_batch", "nodes", "chips", "lnc", "tp", "pp", "vp", "cp", "ep", "dp", "etp",
+    "sp", "optimizer", "documents", "expert_imbalance", *ROUTER_TRAINING, "release", "kernels", "flash_attention",
     "step_time_s", "peak_memory_gib", "peak_memory_gib_by_stage",
 )  # fmt: skip
 

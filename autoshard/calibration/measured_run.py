@@ -15,9 +15,10 @@ from autoshard.plan.folding import unfolded
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import NodeType, cluster_names, load_cluster, load_node_type
-from autoshard.spec.model import MAX_DIM, ModelSpec
+from autoshard.spec.heads import MAX_DIM
+from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
-from autoshard.spec.workload import EXPERT_IMBALANCE, ROUTER_LOSSES, Workload
+from autoshard.spec.workload import EXPERT_IMBALANCE, ROUTER_TRAINING, Workload
 
 T = TypeVar("T")
 _AXES = ("tp", "pp", "vp", "cp", "ep")
@@ -107,7 +108,7 @@ class _RowReader:
             optimizer=self.row.optimizer or "adamw",
             documents=self.row.documents or "joined",
             expert_imbalance=EXPERT_IMBALANCE if imbalance is None else imbalance,
-            **{name: value for name in ROUTER_LOSSES if (value := getattr(self.row, name)) is not None},
+            **{name: value for name in ROUTER_TRAINING if (value := getattr(self.row, name)) is not None},
         )
 
     def cluster(self) -> Cluster:

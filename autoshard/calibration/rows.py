@@ -90,6 +90,7 @@ class MeasuredRow:
     router_balance_loss: float | None = None  # none, where a row does not say; likewise
     router_balance_over: BalancedOver | None = None
     router_z_loss: float | None = None
+    router_bias_speed: float | None = None
     pipeline_schedule: str | None = None
     candidate: str | None = None  # the whole layout in text, where it was autoshard that ran; agrees with the columns
     framework: str | None = None
@@ -363,7 +364,7 @@ def row_of(plan: Plan, ran: Occasion) -> MeasuredRow:
         optimizer=workload.optimizer,
         documents=None if workload.documents == "joined" else workload.documents,
         expert_imbalance=workload.expert_imbalance if model.num_experts else None,
-        **workload.router_losses,
+        **workload.router_training,
         candidate=str(layout),
         framework=f"autoshard, {plan.engine if at_home else 'torch'} engine",
         framework_version=ran.versions,

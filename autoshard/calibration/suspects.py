@@ -195,7 +195,7 @@ def _flops_per_token(run: MeasuredRun, pairs: float = 1.0) -> float:
     model = run.model
     idle = max(0, model.num_experts - model.experts_per_token) * (3 if model.gated_mlp else 2)
     weights = model.num_parameters - model.num_layers * idle * model.hidden * model.ffn
-    scores = 12 * model.num_layers * model.num_heads * model.head_dim * run.workload.seq_len
+    scores = 6 * model.num_layers * model.num_heads * (model.head_dim + model.value_dim) * run.workload.seq_len
     return 6 * weights + pairs * scores
 
 

@@ -4,17 +4,18 @@ A row names one of their tensors, how its axes are made of our dims, and which t
 one axis made of two dims, ``qkv:1`` the second of those that lie together along ``qkv``. Our dims are those of the
 graph, so a row says by itself what is transposed, split or interleaved. Our names are those of ``OpGraph.instances``.
 
-Rotary positions need no permutation: every architecture here turns the halves of a head against each other, as the
-graph does. (Meta's own Llama files turn neighbours; those of Hugging Face are permuted already.)
+Rotary positions mostly need no permutation: architectures turn the halves of a head against each other, as the graph
+does. (Meta's own Llama files turn neighbours; those of Hugging Face are permuted already.) DeepSeek's turn neighbours,
+behind what is not turned: there ``a+b`` is an axis of two parts one behind the other, ``a*b`` of two parts by turns.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Literal
 
-from autoshard.engine.patches import Axes, Patch, Row
+from autoshard.engine.patches import Axes, Patch, Row, parts_of
 from autoshard.engine.programs import tied_instances
 from autoshard.errors import InputError, nearest
 from autoshard.graph.block import OpGraph
@@ -29,10 +30,15 @@ Names = tuple[tuple[str, str, str], ...]  # their name, its axes, our name; a mo
 
 # What lies together in one tensor, and how many of it.
 FUSED: Mapping[str, int] = {"qkv": 3, "gate_up": 2}
+# Dims of ours where files have their parts in another order: a head begins with the two halves that are turned.
+_IN_PARTS: Mapping[str, str] = {
+    "head_dim": "first_half+second_half+plain_dim", "rotary_dim": "first_half+second_half"
+}  # fmt: skip
 # Tensors that old files carry although they follow from the configuration, by the ends of their names; and the heads,
 # which files of tied models may repeat.
 DERIVED = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 HEADS = ("lm_head.weight", "embed_out.weight")
+_FURTHER = ".eh_proj.weight"  # of a module that predicts further tokens: a product of an embedding and a hidden state
 
 
 def _norm(theirs: str, ours: str, over: str = "hidden") -> Names:
@@ -93,6 +99,20 @@ _OLMO2_ATTENTION: Names = (
     *_norm("self_attn.k_norm", "k_norm", _KEY),
     *_POST_NORMED,
 )
+_TURNED_LAST, _NARROW = "(kv_heads q_group plain_dim+first_half*second_half)", "latent_kv+first_half*second_half"
+_KEYS_AND_VALUES = "(kv_heads plain_dim+value_dim)"
+_LATENT_ATTENTION: Names = (
+    *_norm("input_layernorm", "attn_norm"),
+    *_linear("self_attn.q_proj", _TURNED_LAST, "hidden", "q"),
+    *_linear("self_attn.q_a_proj", "latent_q", "hidden", "q_down"),
+    *_norm("self_attn.q_a_layernorm", "q_down_norm", "latent_q"),
+    *_linear("self_attn.q_b_proj", _TURNED_LAST, "latent_q", "q_up"),
+    *_linear("self_attn.kv_a_proj_with_mqa", f"{_NARROW}|{_NARROW}", "hidden", "kv_down", "k_shared"),
+    *_norm("self_attn.kv_a_layernorm", "kv_down_norm", "latent_kv"),
+    *_linear("self_attn.kv_b_proj", f"{_KEYS_AND_VALUES}|{_KEYS_AND_VALUES}", "latent_kv", "k_up", "v_up"),
+    *_linear("self_attn.o_proj", "hidden", "(kv_heads q_group value_dim)", "o"),
+    *_norm("post_attention_layernorm", "mlp_norm"),
+)
 _LLAMA_MLP: Names = (
     *_linear("mlp.gate_proj", "ffn", "hidden", "gate"),
     *_linear("mlp.up_proj", "ffn", "hidden", "up"),
@@ -115,6 +135,12 @@ _EXPERTS_STACKED: Names = (
     ("mlp.experts.gate_up_proj", "experts (gate_up:0 ffn) hidden", "gate.weight"),
     ("mlp.experts.gate_up_proj", "experts (gate_up:1 ffn) hidden", "up.weight"),
     ("mlp.experts.down_proj", "experts hidden ffn", "down.weight"),
+)
+_CORRECTED_ROUTER: Names = (
+    ("mlp.gate.e_score_correction_bias", "experts", "correction.weight"),
+    ("mlp.shared_experts.gate_proj.weight", "ffn_shared hidden", "shared_gate.weight"),
+    ("mlp.shared_experts.up_proj.weight", "ffn_shared hidden", "shared_up.weight"),
+    ("mlp.shared_experts.down_proj.weight", "hidden ffn_shared", "shared_down.weight"),
 )
 _NEOX_QKV = "(kv_heads qkv:0 q_group head_dim)|(kv_heads qkv:1 head_dim)|(kv_heads qkv:2 head_dim)"
 _NEOX_LAYER: Names = (
@@ -146,16 +172,21 @@ _GPT2: Names = (
     *_norm("ln_f", "head.0.final_norm"),
 )
 _LLAMA_LIKE = (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _LLAMA_ATTENTION + _LLAMA_MLP))
-_MIXTURE = (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _LLAMA_ATTENTION))
 _HEAD: Names = (("lm_head.weight", "vocab hidden", "head.0.unembed.weight"),)
 HF_NAMES: Mapping[str, Mapping[Form, Names]] = {
     **{family: {"published": _LLAMA_LIKE, "module": _LLAMA_LIKE} for family in ("llama", "mistral", "qwen2", "qwen3")},
     **{
         family: {
-            "published": _MIXTURE + _under("model.layers.{layer}.", "layer.{layer}.", experts),
-            "module": _MIXTURE + _under("model.layers.{layer}.", "layer.{layer}.", _LLAMA_MLP + _EXPERTS_STACKED),
+            "published": _LLAMA_OUTSIDE + _under("model.layers.{layer}.", "layer.{layer}.", more + published),
+            "module": _LLAMA_OUTSIDE + _under("model.layers.{layer}.", "layer.{layer}.", more + _EXPERTS_STACKED),
         }
-        for family, experts in (("mixtral", _EXPERTS_APART), ("qwen3_moe", _LLAMA_MLP + _EXPERTS_NAMED))
+        for family, published, more in (
+            ("mixtral", _EXPERTS_APART, _LLAMA_ATTENTION),
+            ("qwen3_moe", _EXPERTS_NAMED, _LLAMA_ATTENTION + _LLAMA_MLP),
+            ("glm4_moe", _EXPERTS_NAMED, _LLAMA_ATTENTION + _LLAMA_MLP + _CORRECTED_ROUTER),
+            ("deepseek_v2", _EXPERTS_NAMED, _LATENT_ATTENTION + _LLAMA_MLP + _CORRECTED_ROUTER),
+            ("deepseek_v3", _EXPERTS_NAMED, _LATENT_ATTENTION + _LLAMA_MLP + _CORRECTED_ROUTER),
+        )
     },
     **{
         family: {"published": names, "module": names}
@@ -199,7 +230,8 @@ class HfNames:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             names = f"{', '.join(missing[:3])}{more}"
             raise InputError.of("model_type", f"{family} has no tensors for {names} of {model.name}")
-        return cls(rows, {**graph.sizes, **FUSED}, tied)
+        half = graph.sizes.get("rotary_dim", 0) // 2
+        return cls(rows, {**graph.sizes, **FUSED, "first_half": half, "second_half": half}, tied)
 
     @classmethod
     def fitting(cls, family: str, model: ModelSpec, names: Collection[str]) -> "HfNames":
@@ -217,10 +249,19 @@ class HfNames:
         """Return for every Hugging Face tensor the patches of our tensors that it holds."""
         patches: dict[str, list[Patch]] = {}
         for row in self.rows:
-            patch = row.patch(self.sizes)
-            assert patch, f"{row.theirs} is nothing but padding"
-            patches.setdefault(row.theirs, []).append(patch)
+            held = row.patches(self.sizes)
+            assert held, f"{row.theirs} is nothing but padding"
+            patches.setdefault(row.theirs, []).extend(held)
         return patches
+
+
+def further_modules(names: Iterable[str]) -> tuple[str, ...]:
+    """Return how the names of modules that predict further tokens begin; files have them as layers behind the last.
+
+    >>> further_modules(["model.layers.60.input_layernorm.weight", "model.layers.61.eh_proj.weight"])
+    ('model.layers.61.',)
+    """
+    return tuple(f"{name.removesuffix(_FURTHER)}." for name in names if name.endswith(_FURTHER))
 
 
 def shapes_of(model: ModelSpec) -> Mapping[str, tuple[int, ...]]:
@@ -229,16 +270,24 @@ def shapes_of(model: ModelSpec) -> Mapping[str, tuple[int, ...]]:
     return {name: tuple(graph.sizes[dim] for dim in its_dims) for name, its_dims in dims.items()}
 
 
+def exact_weights(model: ModelSpec) -> frozenset[str]:
+    """Return our tensors that no format rounds: FP32 whatever the others have."""
+    _, graph = _parameters(model)
+    blocks = graph.instances()
+    return frozenset(f"{name}.{t.name}" for name, block in blocks for t in block.parameters if t.dtype == "fp32")
+
+
 def _parameters(model: ModelSpec) -> tuple[Mapping[str, Dims], OpGraph]:
-    workload = Workload(seq_len=1, global_batch=1, precision=Precision.named("fp32"))
+    workload = Workload(seq_len=1, global_batch=1, precision=Precision.named("bf16"))
     graph = StepGraph(model=model, workload=workload, kernels="torch_engine").graph
     tied = tied_instances(graph)
     dims = {f"{name}.{t.name}": t.dims for name, block in graph.instances() for t in block.parameters}
     return {name: its_dims for name, its_dims in dims.items() if name not in tied}, graph
 
 
-def _expanded(table: Sequence[tuple[str, str, str]], model: ModelSpec, dims_of: Mapping[str, Any]) -> Iterator[Row]:
+def _expanded(table: Sequence[tuple[str, str, str]], model: ModelSpec, dims_of: Mapping[str, Dims]) -> Iterator[Row]:
     """Yield the rows of the tensors that the model has, one per layer and expert."""
+    in_parts = _IN_PARTS if model.latent else dict[str, str]()
     for theirs, axes, ours in table:
         layers = range(model.num_layers if "{layer}" in ours else 1)
         by_expert = "{expert}" in theirs
@@ -248,12 +297,16 @@ def _expanded(table: Sequence[tuple[str, str, str]], model: ModelSpec, dims_of: 
             # Layers of another kind have other dims under this name, or another width of their MLP.
             width = next((dim for dim in dims_of.get(name, ()) if dim.startswith("ffn_")), "ffn")
             read = re.sub(r"\bffn\b", width, axes)
-            if name in dims_of and _dims_read(read, by_expert=by_expert) == {*dims_of[name]}:
-                dims = [f"{dim}:{expert}" if by_expert and dim == "experts" else dim for dim in dims_of[name]]
+            dims = [in_parts.get(dim, dim) for dim in dims_of.get(name, ())]
+            if name in dims_of and _dims_read(read, dims, by_expert=by_expert) == {*dims}:
+                dims = [f"{dim}:{expert}" if by_expert and dim == "experts" else dim for dim in dims]
                 there = theirs.format(layer=layer, expert=expert)
                 yield Row(there, Axes.parse(read), name, Axes.parse(" ".join(dims)))
 
 
-def _dims_read(axes: str, *, by_expert: bool) -> set[str]:
-    """Return the dims of our tensor that axes of theirs hold: without places among fused ones, with experts apart."""
-    return {*re.findall(r"[a-z_]+(?![a-z_:0-9])", axes), *(["experts"] if by_expert else [])}
+def _dims_read(axes: str, dims: Sequence[str], *, by_expert: bool) -> set[str]:
+    """Return which dims of our tensor axes of theirs hold: without places among fused ones, with experts apart."""
+    held = {part: dim for dim in dims for part in parts_of(dim)}
+    words = re.findall(r"[a-z_+*]+(?![a-z_+*:0-9])", axes)
+    read = {next((held[part] for part in parts_of(word) if part in held), word) for word in words}
+    return read | ({"experts"} if by_expert else set())

@@ -11,11 +11,12 @@ from typing import Literal
 
 from autoshard.engine.programs import BlockProgram
 from autoshard.graph.block import Block, OpGraph
-from autoshard.graph.kinds.experts import Slot, TopK
+from autoshard.graph.kinds.experts import Choosing, Slot
 from autoshard.graph.router import BALANCE, Z, router_losses
 from autoshard.layout.program import Compute, Instruction, Value
 from autoshard.plan.plan import Plan
 from autoshard.run.reports import RouterReport
+from autoshard.spec.model import RouterScores
 
 Noted = Literal["choices", "dropped"]
 
@@ -31,15 +32,17 @@ class Observation:
     noted: Noted
     reads: tuple[Value, ...]
     writes: str
+    probabilities: RouterScores = "softmax"  # what makes them of logits
 
 
 def observation_behind(entry: Instruction, sizes: Mapping[str, int], *, packed: bool) -> Observation | None:
     """Return what is noted behind an instruction; None for most."""
     if not isinstance(entry, Compute) or entry.op.again:
         return None
-    if isinstance(entry.op.kind, TopK):
-        chosen = entry.writes[1]
-        return Observation(noted="choices", reads=(entry.reads[0], chosen), writes=f"{chosen.name}.noted")
+    if isinstance(entry.op.kind, Choosing):
+        reads, chosen = (entry.reads[0], entry.writes[1]), entry.writes[1]
+        made_by = entry.op.kind.probabilities
+        return Observation(noted="choices", probabilities=made_by, reads=reads, writes=f"{chosen.name}.noted")
     drops = sizes.get("slots", 0) < sizes["batch"] * sizes["seq"] and not packed
     if isinstance(entry.op.kind, Slot) and drops:
         return Observation(noted="dropped", reads=entry.writes, writes=f"{entry.writes[0].name}.noted")
@@ -117,4 +120,4 @@ class RouterNotes:
 
 
 def _routes(block: Block) -> bool:
-    return any(isinstance(op.kind, TopK) for op in block.ops)
+    return any(isinstance(op.kind, Choosing) for op in block.ops)

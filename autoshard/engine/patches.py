@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +21,8 @@ UNCUT: Mapping[str, Range] = MappingProxyType({})
 @dataclass(frozen=True, slots=True)
 class Axes:
     """How the axes of a tensor are made of dims; a dim with a number stands for one slice along it.
+
+    A dim may be made of parts, each with a name and a size: ``a+b`` lie one behind the other, ``a*b`` by turns.
 
     >>> axes = Axes.parse("hidden (qkv:1 kv_heads head_dim)")
     >>> axes.groups, axes.slices
@@ -47,12 +50,18 @@ class Along:
     count: int
     dim: int | None  # which axis of ours it is; None where one place along it is meant
     at: int  # where the part begins in ours
+    step: int = 1  # from one number of the part to the next
+
+    @property
+    def slice(self) -> slice:
+        """The selected part as an index of the stored dim."""
+        return slice(self.first, self.first + self.step * self.count, self.step)
 
     def within(self, offset: int, length: int) -> "Along":
-        """Return this dim restricted to a part of the selected part; it may be empty."""
-        first = min(max(self.first, offset), offset + length)
-        count = min(self.first + self.count, offset + length) - first
-        return replace(self, size=length, first=first - offset, count=count, at=self.at + first - self.first)
+        """Return this dim restricted to a range of it; nothing may be left of the selected part."""
+        before, end = (-(-max(place - self.first, 0) // self.step) for place in (offset, offset + length))
+        first, count = self.first + before * self.step - offset, min(end, self.count) - before
+        return replace(self, size=length, first=first, count=count, at=self.at + before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +91,7 @@ class Patch:
         lengths = [math.prod(along.size for along in group) for group in self.axes]
         part = stored[tuple(slice(at, at + length) for at, length in zip(self.starts, lengths, strict=True))]
         opened = part.reshape(tuple(along.size for along in alongs))
-        parts = (
-            along.first if along.dim is None else slice(along.first, along.first + along.count) for along in alongs
-        )
+        parts = (along.first if along.dim is None else along.slice for along in alongs)
         meant = opened[tuple(parts)]
         dims = [along.dim for along in alongs if along.dim is not None]
         order = tuple(dims.index(dim) for dim in range(len(dims)))
@@ -109,8 +116,12 @@ class Row:
 
     >>> row = Row("qkv", Axes.parse("(kv_heads qkv:1 head_dim) hidden"), "k", Axes.parse("kv_heads head_dim hidden"))
     >>> sizes = {"kv_heads": 2, "qkv": 3, "head_dim": 4, "hidden": 8}
-    >>> row.shape(sizes), row.patch(sizes).box, row.patch(sizes, {"kv_heads": (1, 2)}).box
-    ((24, 8), ((0, 0, 0), (2, 4, 8)), ((1, 0, 0), (1, 4, 8)))
+    >>> row.shape(sizes), [patch.box for cuts in ({}, {"kv_heads": (1, 2)}) for patch in row.patches(sizes, cuts)]
+    ((24, 8), [((0, 0, 0), (2, 4, 8)), ((1, 0, 0), (1, 4, 8))])
+    >>> row = Row("turned", Axes.parse("plain+even*odd"), "key", Axes.parse("even+odd+plain"))
+    >>> parts = row.patches({"plain": 3, "even": 2, "odd": 2})
+    >>> [(patch.axes[0][0].slice, patch.place) for patch in parts[1:]]
+    [(slice(4, 8, 2), (slice(2, 4, None),)), (slice(0, 3, 1), (slice(4, 7, None),))]
     """
 
     theirs: str
@@ -121,26 +132,63 @@ class Row:
     def shape(self, sizes: Mapping[str, int], cuts: Mapping[str, Range] = UNCUT) -> tuple[int, ...]:
         """Return the shape of the stored tensor, which has only these ranges of some dims."""
         local = {**sizes, **{dim: stop - start for dim, (start, stop) in cuts.items()}}
-        return tuple(math.prod(local[dim] for dim in group) for group in self.axes.groups)
+        return tuple(math.prod(_places(dim, local)[0] for dim in group) for group in self.axes.groups)
 
-    def patch(
+    def patches(
         self, sizes: Mapping[str, int], cuts: Mapping[str, Range] = UNCUT, starts: Sequence[int] = ()
-    ) -> Patch | None:
-        """Return where our tensor lies in the stored one, from ``starts`` on; None where only padding is stored."""
-        slices, here = dict(self.axes.slices), [dim for group in self.dims.groups for dim in group]
+    ) -> tuple[Patch, ...]:
+        """Return where our tensor lies in the stored one, from ``starts`` on; nothing where only padding is stored.
 
-        def along(dim: str) -> Along:
-            low, high = cuts.get(dim, (0, sizes[dim]))
+        There is a patch for each part of a dim of ours that is made of parts.
+        """
+        local = {**sizes, **{dim: stop - start for dim, (start, stop) in cuts.items()}}
+        slices, ours = dict(self.axes.slices), [dim for group in self.dims.groups for dim in group]
+        here = [_places(dim, sizes)[1] for dim in ours]
+
+        def along(dim: str, chosen: Sequence[str]) -> Along:
+            size, places = _places(dim, local)
             if dim in slices:
-                return Along(high - low, slices[dim], 1, None, 0)
-            return Along(high - low, 0, min(high, sizes[dim]) - low, here.index(dim), low)
+                return Along(size, slices[dim], 1, None, 0)
+            part = next(part for part in places if part in chosen)
+            number, (first, step) = chosen.index(part), places[part]
+            low, high = cuts.get(part, (0, sizes[part]))
+            return Along(size, first, min(high, sizes[part]) - low, number, here[number][part][0] + low, step)
 
-        groups = [tuple(along(dim) for dim in group) for group in self.axes.groups]
-        lone = (Along(1, 0, 1, here.index(dim), number) for dim, number in self.dims.slices)
-        groups[0] = (*lone, *groups[0])
-        if any(piece.count <= 0 for group in groups for piece in group):
-            return None
-        return Patch(self.ours, tuple(starts) or (0,) * len(groups), tuple(groups))
+        patches: list[Patch] = []
+        for chosen in product(*here):
+            if not all(self._holds(part) for part in chosen):
+                continue
+            groups = [tuple(along(dim, chosen) for dim in group) for group in self.axes.groups]
+            lone = (Along(1, 0, 1, chosen.index(dim), number) for dim, number in self.dims.slices)
+            groups[0] = (*lone, *groups[0])
+            if all(piece.count > 0 for group in groups for piece in group):
+                patches.append(Patch(self.ours, tuple(starts) or (0,) * len(groups), tuple(groups)))
+        return tuple(patches)
+
+    def _holds(self, part: str) -> bool:
+        """Say whether the stored tensor has a part of a dim of ours."""
+        return part in dict(self.dims.slices) or any(
+            part in parts_of(dim) for group in self.axes.groups for dim in group
+        )
+
+
+def parts_of(dim: str) -> tuple[str, ...]:
+    """Return the parts of a dim; a dim without parts is one.
+
+    >>> parts_of("plain+even*odd"), parts_of("hidden")
+    (('plain', 'even', 'odd'), ('hidden',))
+    """
+    return tuple(re.split(r"[+*]", dim))
+
+
+def _places(dim: str, sizes: Mapping[str, int]) -> tuple[int, Mapping[str, tuple[int, int]]]:
+    """Return the size of a dim, and where each of its parts begins in it, with the step to the next number."""
+    places, size = dict[str, tuple[int, int]](), 0
+    for run in dim.split("+"):
+        by_turns = run.split("*")
+        places |= {part: (size + number, len(by_turns)) for number, part in enumerate(by_turns)}
+        size += sum(sizes[part] for part in by_turns)
+    return size, places
 
 
 def stacked(
@@ -151,8 +199,7 @@ def stacked(
     for row, cuts in rows:
         shape = row.shape(sizes, cuts)
         starts = [start if number == axis else 0 for number in range(len(shape))]
-        if patch := row.patch(sizes, cuts, starts):
-            patches.append(patch)
+        patches += row.patches(sizes, cuts, starts)
         start += 0 if row.axes.slices else shape[axis]  # slices say by themselves where each part lies
     return (*shape[:axis], start or shape[axis], *shape[axis + 1 :]), patches
 

@@ -82,8 +82,10 @@ def expressed(plan: Plan, program: OtherProgram) -> Expressed:
 
 
 def _of_routers(change: _Rewriting) -> Iterator[Difference]:
-    """Yield what becomes of losses of routers."""
+    """Yield what becomes of losses and biases of routers."""
     work = change.plan.workload
+    if work.router_bias_speed and not change.program.limits.router_losses:
+        yield Difference(what="biases of routers that move", instead="what the program does by itself")
     if work.trains_routers and not change.program.limits.router_losses:
         yield Difference(what="losses of routers", instead="what the program does by itself: its file states none")
     elif work.router_balance_loss and work.router_balance_over == "batch" and change.candidate.dp > 1:

@@ -12,6 +12,7 @@ from autoshard.imports.table import Facts, OtherProgram
 from autoshard.plan.candidate import even_stages
 from autoshard.plan.folding import FOLDED
 from autoshard.plan.plan import Plan
+from autoshard.spec.record import options_on
 from autoshard.version import __version__
 
 SUFFIXES: Mapping[str, str] = {"yaml": "yaml", "arguments": "sh", "python": "py", "json": "json"}
@@ -46,7 +47,7 @@ def facts_of(plan: Plan, expressed: Expressed) -> Facts:
         fold = layout.fold or "none"
         folded = math.prod(getattr(layout, axis) for axis in FOLDED if axis in fold)
         facts |= {"layout.ep": layout.ep * folded, "layout.etp": 1 if "tp" in fold else layout.tp}
-    facts |= {f"work.{name}": value for name, value in work.router_losses.items()}
+    facts |= {f"work.{name}": value for name, value in work.router_training.items()}
     return facts
 
 
@@ -63,6 +64,7 @@ def _model_facts(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
     facts |= {"rope_theta": model.rotary_theta} if model.positions == "rotary" else {}
     experts = {"num_local_experts": model.num_experts, "num_experts_per_tok": model.experts_per_token}
+    experts |= {name: value for name, value in options_on(model).items() if name in ("router", "shared_ffn")}
     return {f"model.{key}": value for key, value in {**facts, **(experts if model.num_experts else {})}.items()}
 
 

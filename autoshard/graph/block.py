@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from autoshard.graph.kinds.linear import Deliver
 from autoshard.graph.kinds.optimizer import Accumulate
-from autoshard.graph.op import Array, Call, Dims, Op, Tensor
+from autoshard.graph.op import Array, Call, Dims, Op, Tensor, Update
 from autoshard.spec.kernels import Kernel
 from autoshard.spec.model import LAYER, OTHER_BLOCKS
 
@@ -115,6 +115,11 @@ class Block:
         """Its weights."""
         return tuple(tensor for tensor in self.tensors.values() if tensor.role == "parameter")
 
+    def trains(self, weight: str) -> bool:
+        """Say whether a gradient trains a weight; what corrects routers is moved otherwise."""
+        update = next((op.kind for op in self.ops if op.name == f"{weight}.update"), None)
+        return not isinstance(update, Update) or update.clipped
+
     def matrix_flops(self, passes: str, sizes: Mapping[str, int], *, again: bool = True) -> int:
         """Return the matrix FLOPs of one run of passes (``F``, ``IW``, ...), with or without clones."""
         ops = [op for op in self.select("micro_batch", passes) if again or not op.again]
@@ -189,12 +194,12 @@ class OpGraph:
         yield "head.0", self.blocks[-1]
 
     def num_parameters(self) -> int:
-        """Return the number of weights, tied ones once."""
+        """Return the number of weights that gradients train, tied ones once."""
         return sum(
             block.repeat * tensor.num_elements(self.sizes)
             for block in self.blocks
             for tensor in block.parameters
-            if f"{block.kind}.{tensor.name}" not in self.tied
+            if f"{block.kind}.{tensor.name}" not in self.tied and block.trains(tensor.name)
         )
 
     def model_flops_per_token(self) -> float:

@@ -9,7 +9,7 @@ from autoshard.graph.fusing import Flow, fuse, saved_tensors
 from autoshard.graph.kinds.linear import Deliver, Einsum
 from autoshard.graph.kinds.optimizer import UPDATES, Accumulate, SquareSum
 from autoshard.graph.kinds.pointwise import Cast
-from autoshard.graph.op import Differentiable, Dims, Op, OpKind, Pass, Phase, Role, Tensor
+from autoshard.graph.op import Differentiable, Dims, Op, OpKind, Pass, Phase, Role, Tensor, Update
 from autoshard.spec.kernels import Kernels
 from autoshard.spec.workload import Dtype, Optimizer, Precision
 
@@ -32,6 +32,7 @@ class BlockBuilder:
         self.optimizer: Optimizer = optimizer
         self.tensors: dict[str, Tensor] = {}
         self.ops: list[Op] = []
+        self.updates: dict[str, Update] = {}  # of weights that the optimizer does not update
         self._delivered: dict[str, str] = {}
         self._wanted: dict[str, tuple[str, Deliver]] = {}
 
@@ -48,6 +49,11 @@ class BlockBuilder:
     def weight(self, name: str, *dims: str) -> str:
         """Declare a parameter and return its name."""
         return self.add(name, dims, self.precision.weights, "parameter")
+
+    def exact_weight(self, name: str, dims: Dims, update: Update) -> str:
+        """Declare a parameter in FP32, without a copy in another format, that has an update of its own."""
+        self.updates[name] = update
+        return self.add(name, dims, "fp32", "parameter")
 
     def deliver_as(
         self, tensor: str, name: str, rename: tuple[tuple[str, str], ...] = (), *, settles: bool = False
@@ -135,7 +141,8 @@ def add_backward(b: BlockBuilder, takes: Collection[str], seeds: Mapping[str, st
         if tensor.role == "parameter":
             (gradient,) = arriving[name]
             waits = any(gradient in op.outputs and op.pass_ == "W" for op in b.ops)
-            so_far = b.add(f"{name}.grad", tensor.dims, b.precision.gradients, "state")
+            sums: Dtype = "fp32" if name in b.updates else b.precision.gradients
+            so_far = b.add(f"{name}.grad", tensor.dims, sums, "state")
             source = b.reader(name).name
             b.append(f"{name}.sum", Accumulate(), [so_far, gradient], source=source, pass_="W" if waits else "I")
 
@@ -166,7 +173,8 @@ def _differentiate(b: BlockBuilder, op: Op, needing: set[str], arriving: Mapping
 
 def _add_update(b: BlockBuilder, name: str, tie: str | None) -> None:
     """Append the step phase of a parameter: reduce, square, update, gather."""
-    precision, weight, kind = b.precision, b.tensors[name], UPDATES[b.optimizer]
+    precision, weight, kind = b.precision, b.tensors[name], b.updates.get(name, UPDATES[b.optimizer])
+    masters = None if name in b.updates else precision.masters
     reader = b.reader(name)
     if reader.kind.starts_at(reader.inputs.index(name)) is not None:
         kind = kind.without_decay()  # a norm's scale and shift, and biases, keep their size
@@ -175,12 +183,13 @@ def _add_update(b: BlockBuilder, name: str, tie: str | None) -> None:
         tied_gradient = b.add(tie, weight.dims, precision.gradients, "input")
         (total,) = b.append(f"{name}.tie", Accumulate(), [total, tied_gradient], source=name, phase="step")
     (gradient,) = b.append(f"{name}.reduce", Deliver(), [total], source=name, phase="step")
-    b.append(f"{name}.square", SquareSum(), [gradient], source=name, phase="step")
-    current = b.add(f"{name}.master", weight.dims, precision.masters, "state") if precision.masters else name
+    if kind.clipped:
+        b.append(f"{name}.square", SquareSum(), [gradient], source=name, phase="step")
+    current = b.add(f"{name}.master", weight.dims, masters, "state") if masters else name
     numbers = range(1, kind.num_moments + 1)
     moments = [b.add(f"{name}.moment{number}", weight.dims, precision.moments, "state") for number in numbers]
     reads = [current, *moments, gradient, *kind.scalars]
     updated = b.append(f"{name}.update", kind, reads, source=name, phase="step")[0]
-    if precision.masters:
+    if masters:
         (updated,) = b.append(f"{name}.cast", Cast(dtype=weight.dtype), [updated], source=name, phase="step")
     b.append(f"{name}.gather", Deliver(), [updated], source=name, phase="step")

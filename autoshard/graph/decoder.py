@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from types import FunctionType
@@ -10,7 +11,8 @@ from autoshard.errors import inside
 from autoshard.extensions import EXTENSIONS
 from autoshard.graph.block import Block, OpGraph
 from autoshard.graph.builder import BlockBuilder, finish
-from autoshard.graph.kinds.attention import Attend, Rotary
+from autoshard.graph.kinds.attention import Attend, Join, Rotary, fraction_of
+from autoshard.graph.kinds.choosing import Choose, CorrectionStep
 from autoshard.graph.kinds.dropout import DROPOUT_KEYS, Drop
 from autoshard.graph.kinds.experts import Combine, Dispatch, Slot, TopK
 from autoshard.graph.kinds.indexing import Lookup, Pick
@@ -21,6 +23,7 @@ from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Reduce, Unary
 from autoshard.graph.op import Dims
 from autoshard.graph.router import add_router_losses
 from autoshard.graph.written import emit_written, parse_lines
+from autoshard.spec.heads import LatentAttention
 from autoshard.spec.kernels import Kernels
 from autoshard.spec.model import ModelSpec, TracedDecoder
 from autoshard.spec.workload import Workload
@@ -29,6 +32,7 @@ _RESIDUAL: Dims = ("batch", "seq", "hidden")
 _HEADS: Dims = ("kv_heads", "q_group", "head_dim")
 _KV: Dims = ("kv_heads", "head_dim")
 _STREAMS = {"embed_drop": 0, "attn_drop": 1, "mlp_drop": 2}  # of a block; that of its attention is 0
+_SHARED = "ffn_shared"
 _KEYS_ALONG = (("seq", "kv_seq"),)
 
 
@@ -72,6 +76,10 @@ def dim_sizes(model: ModelSpec, workload: Workload, kernels: Kernels, micro_batc
         "ffn": model.ffn,
         **{model.ffn_dim(kind): model.of_kind(kind).ffn for kind in model.layer_counts},
     }
+    if latent := model.latent:
+        sizes |= {"latent_kv": latent.kv_rank, "rotary_dim": latent.rotary_dim, "value_dim": latent.value_dim}
+        sizes |= {"plain_dim": model.head_dim - latent.rotary_dim}
+        sizes |= {"latent_q": latent.query_rank} if latent.query_rank else {}
     if model.positions == "learned":
         sizes["positions"] = model.max_positions
     if model.num_experts:
@@ -79,6 +87,8 @@ def dim_sizes(model: ModelSpec, workload: Workload, kernels: Kernels, micro_batc
         capacity = workload.expert_capacity
         if capacity is None and kernels.pads_experts:
             capacity = model.num_experts / model.experts_per_token
+        if model.shared_ffn:
+            sizes[_SHARED] = model.shared_ffn
         sizes["slots"] = num_slots(model, micro_batch * workload.seq_len, capacity)
     return {**sizes, **(model.traced.sizes if model.traced else {})}
 
@@ -118,10 +128,11 @@ def _layer_block(whole: ModelSpec, kind: str, workload: Workload, kernels: Kerne
     drops = workload.expert_capacity is not None
     settled = kernels.settles_experts and model.num_experts > 0  # of the slots; of the tokens where none is dropped
     normed = b.deliver_as(_norm_before(b, model, "mlp_norm", source), "mlp_in", settles=settled and not drops)
-    write_mlp = EXTENSIONS.of(FunctionType).get("mlp") or partial(mlp, ffn=whole.ffn_dim(kind))
-    mlp_output = (
-        _experts(b, model, normed, settles=settled and drops) if model.num_experts else write_mlp(b, model, normed)
-    )
+    if model.num_experts:
+        mlp_output = _mixture(b, model, workload, normed, settles=settled and drops)
+    else:
+        write_mlp = EXTENSIONS.of(FunctionType).get("mlp") or partial(mlp, ffn=whole.ffn_dim(kind))
+        mlp_output = write_mlp(b, model, normed)
     mlp_output = _norm_after(b, model, "mlp_post_norm", mlp_output)
     y = b.emit("mlp_add", Add(), after, _dropped(b, model, "mlp_drop", mlp_output))
     gives = (y, *add_router_losses(b, workload))
@@ -185,11 +196,11 @@ def _traced_blocks(
         )
 
 
-def _norm(b: BlockBuilder, model: ModelSpec, name: str, x: str, over: str) -> str:
+def _norm(b: BlockBuilder, model: ModelSpec, name: str, x: str, over: str, eps: float | None = None) -> str:
     weights = [b.weight(f"{name}.weight", over)]
     if model.norm_has_bias:
         weights.append(b.weight(f"{name}.bias", over))
-    kind = Norm(function=model.norm, over=over, eps=model.norm_eps, offset=model.norm_offset)
+    kind = Norm(function=model.norm, over=over, eps=eps or model.norm_eps, offset=model.norm_offset)
     return b.emit(name, kind, x, *weights)
 
 
@@ -221,26 +232,65 @@ def _linear(b: BlockBuilder, name: str, x: str, out: Dims, contracted: Dims, *, 
 
 def _attention(b: BlockBuilder, model: ModelSpec, workload: Workload, x: str) -> str:
     normed = b.deliver_as(_norm_before(b, model, "attn_norm", x), "attn_in")
-    query = _linear(b, "q", normed, _HEADS, ("hidden",), bias=model.qkv_bias)
-    key = _linear(b, "k", normed, _KV, ("hidden",), bias=model.qkv_bias)
-    value = _linear(b, "v", normed, _KV, ("hidden",), bias=model.qkv_bias)
-    positions = b.input("positions", ("seq",), "int64")
-    key_positions = b.input("key_positions", ("kv_seq",), "int64")
-    starts = _document_starts(b, workload)
+    query, key, value = (_latent_heads if model.latent else _plain_heads)(b, model, workload, normed)
+    b.deliver_as(query, "q_in")
+    b.deliver_as(key, "k_in", _KEYS_ALONG)
+    b.deliver_as(value, "v_in", _KEYS_ALONG)
+    width = "value_dim" if model.latent else "head_dim"
+    kind = Attend(
+        window=model.window, dropped=model.attention_dropout, scale=model.score_scale, value_width=width
+    )  # fmt: skip
+    mixed = b.emit("attend", kind, query, key, value, *_positions(b, workload), *_attention_draws(b, model))
+    values = ("kv_heads", "q_group", width)
+    result = _linear(b, "o", b.deliver_as(mixed, "o_in"), ("hidden",), values, bias=model.out_bias)
+    return b.deliver_as(result, "attn_out")
+
+
+def _positions(b: BlockBuilder, workload: Workload) -> tuple[str, ...]:
+    """Return the inputs with the positions of queries and keys, and, if they matter, where documents start."""
+    where = b.input("positions", ("seq",), "int64"), b.input("key_positions", ("kv_seq",), "int64")
+    return (*where, *_document_starts(b, workload))
+
+
+def _turned(b: BlockBuilder, workload: Workload, name: str, rotary: Rotary, x: str) -> str:
+    positions, _, *starts = _positions(b, workload)
+    return b.emit(f"{name}_rotary", rotary, x, positions, *starts)
+
+
+def _plain_heads(b: BlockBuilder, model: ModelSpec, workload: Workload, x: str) -> tuple[str, str, str]:
+    """Make queries, keys and values of the hidden state."""
+    query = _linear(b, "q", x, _HEADS, ("hidden",), bias=model.qkv_bias)
+    key = _linear(b, "k", x, _KV, ("hidden",), bias=model.qkv_bias)
+    value = _linear(b, "v", x, _KV, ("hidden",), bias=model.qkv_bias)
     if model.qk_norm:
         query, key = _head_norm(b, model, "q", query, _HEADS), _head_norm(b, model, "k", key, _KV)
     if model.positions == "rotary":
         rotary = Rotary(fraction=model.rotary_fraction, theta=model.rotary_theta, scaling=model.rotary_scaling)
-        query = b.emit("q_rotary", rotary, query, positions, *starts)
-        key = b.emit("k_rotary", rotary, key, positions, *starts)
-    b.deliver_as(query, "q_in")
-    b.deliver_as(key, "k_in", _KEYS_ALONG)
-    b.deliver_as(value, "v_in", _KEYS_ALONG)
-    kind = Attend(window=model.window, dropped=model.attention_dropout, scale=model.score_scale)
-    where = (positions, key_positions, *starts)
-    mixed = b.emit("attend", kind, query, key, value, *where, *_attention_draws(b, model))
-    result = _linear(b, "o", b.deliver_as(mixed, "o_in"), ("hidden",), _HEADS, bias=model.out_bias)
-    return b.deliver_as(result, "attn_out")
+        query, key = _turned(b, workload, "q", rotary, query), _turned(b, workload, "k", rotary, key)
+    return query, key, value
+
+
+def _latent_heads(b: BlockBuilder, model: ModelSpec, workload: Workload, x: str) -> tuple[str, str, str]:
+    """Make queries, keys and values of narrow states, and the part of a key that says positions of the hidden state."""
+    latent = model.latent
+    assert latent, f"{model.name} has no narrow states"
+    if latent.query_rank:
+        query = _linear(b, "q_up", _narrow(b, model, latent, "q", x), _HEADS, ("latent_q",), bias=False)
+    else:
+        query = _linear(b, "q", x, _HEADS, ("hidden",), bias=False)
+    shared = _linear(b, "k_shared", x, ("rotary_dim",), ("hidden",), bias=model.qkv_bias)
+    narrow = _narrow(b, model, latent, "kv", x)
+    key = _linear(b, "k_up", narrow, ("kv_heads", "plain_dim"), ("latent_kv",), bias=False)
+    value = _linear(b, "v_up", narrow, ("kv_heads", "value_dim"), ("latent_kv",), bias=False)
+    whole = Rotary(fraction=1.0, theta=model.rotary_theta, scaling=model.rotary_scaling, over="rotary_dim")
+    part = replace(whole, fraction=fraction_of(latent.rotary_dim, model.head_dim), over="head_dim")
+    query = _turned(b, workload, "q", part, query)
+    return query, b.emit("k_join", Join(), _turned(b, workload, "k", whole, shared), key), value
+
+
+def _narrow(b: BlockBuilder, model: ModelSpec, latent: LatentAttention, name: str, x: str) -> str:
+    down = _linear(b, f"{name}_down", x, (f"latent_{name}",), ("hidden",), bias=model.qkv_bias)
+    return _norm(b, model, f"{name}_down_norm", down, f"latent_{name}", latent.norm_eps)
 
 
 def _dropped(b: BlockBuilder, model: ModelSpec, name: str, x: str) -> str:
@@ -283,10 +333,30 @@ def mlp(b: BlockBuilder, model: ModelSpec, x: str, *, ffn: str = "ffn") -> str:
     return b.deliver_as(result, "mlp_out")
 
 
-def _experts(b: BlockBuilder, model: ModelSpec, x: str, *, settles: bool) -> str:
+def _mixture(b: BlockBuilder, model: ModelSpec, workload: Workload, x: str, *, settles: bool) -> str:
+    """Write experts down, and the MLP beside them through which all tokens go."""
     logits = _linear(b, "router", x, ("experts",), ("hidden",), bias=False)
-    picked = b.emit("choose", TopK(), logits)
-    share = b.emit("share", Softmax(over="choices"), picked)
+    routed = _experts(b, model, x, _shares(b, model, workload, logits), settles=settles)
+    if not model.shared_ffn:
+        return b.deliver_as(routed, "mlp_out")
+    up = _linear(b, "shared_up", x, (_SHARED,), ("hidden",), bias=False)
+    gate = _linear(b, "shared_gate", x, (_SHARED,), ("hidden",), bias=False)
+    active = b.emit("shared_act", Unary(function=model.activation), gate)
+    inner = b.deliver_as(b.emit("shared_product", Multiply(), active, up), "shared_down_in")
+    shared = _linear(b, "shared_down", inner, ("hidden",), (_SHARED,), bias=False)
+    return b.deliver_as(b.emit("shared_add", Add(), routed, shared), "mlp_out")
+
+
+def _shares(b: BlockBuilder, model: ModelSpec, workload: Workload, logits: str) -> str:
+    """Choose the experts of each token, ``choose.expert``; return the weights of what they make."""
+    if model.router is None:
+        return b.emit("share", Softmax(over="choices"), b.emit("choose", TopK(), logits))
+    step = CorrectionStep(speed=workload.router_bias_speed)
+    correction = [b.exact_weight("correction.weight", ("experts",), step)] if model.router.correction else []
+    return b.emit("choose", Choose(router=model.router), logits, *correction)
+
+
+def _experts(b: BlockBuilder, model: ModelSpec, x: str, share: str, *, settles: bool) -> str:
     expert = "choose.expert"
     place = b.emit("queue", Slot(), expert)
     slots = b.deliver_as(b.emit("dispatch", Dispatch(), x, expert, place), "expert_in", settles=settles)
@@ -295,7 +365,7 @@ def _experts(b: BlockBuilder, model: ModelSpec, x: str, *, settles: bool) -> str
     active = b.emit("act", Unary(function=model.activation), gate)
     inner = b.deliver_as(b.emit("product", Multiply(), active, up), "down_in")
     down = b.deliver_as(_expert_linear(b, "down", inner, "hidden", "ffn"), "expert_out")
-    return b.deliver_as(b.emit("combine", Combine(), down, share, expert, place), "mlp_out")
+    return b.emit("combine", Combine(), down, share, expert, place)
 
 
 def _expert_linear(b: BlockBuilder, name: str, x: str, out: str, contracted: str) -> str:

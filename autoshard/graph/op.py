@@ -20,7 +20,8 @@ Pass = Literal["F", "I", "W"]
 
 DIMS = (
     "batch", "seq", "kv_seq", "kv_heads", "q_group", "head_dim", "hidden", "ffn",
-    "experts", "slots", "choices", "positions", "vocab",
+    "experts", "slots", "choices", "positions", "vocab", "latent_q", "latent_kv", "plain_dim", "rotary_dim",
+    "value_dim",
 )  # fmt: skip
 
 
@@ -170,6 +171,7 @@ class Update(OpKind):
 
     num_moments: ClassVar[int]
     scalars: ClassVar[tuple[str, ...]]
+    clipped: ClassVar[bool] = True  # whether its gradient counts in the norm of the whole, and is clipped with it
 
     def without_decay(self) -> "Update":
         """Return the update of a weight that does not decay: one of a norm, or a bias."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoshard.graph.builder import BlockBuilder
-from autoshard.graph.kinds.experts import TopK
+from autoshard.graph.kinds.experts import Choosing
 from autoshard.graph.kinds.norm import Softmax
 from autoshard.graph.kinds.router import RouterBalance, RouterLoad, RouterZ
 from autoshard.graph.op import Dims, Op
@@ -41,13 +41,13 @@ def router_losses(workload: Workload) -> Mapping[str, RouterLoss]:
 
 def add_router_losses(b: BlockBuilder, workload: Workload) -> tuple[str, ...]:
     """Write the losses of the router of a block, if it has one; return the names of their results."""
-    choice = next((op for op in b.ops if isinstance(op.kind, TopK)), None)
+    choice = next((op for op in b.ops if isinstance(op.kind, Choosing)), None)
     names = tuple(router_losses(workload)) if choice else ()
-    if choice and names:
+    if choice and names and isinstance(choice.kind, Choosing):
         logits = _logits(b, choice)
         if BALANCE in names:
             load = b.emit("router_load", RouterLoad(over=workload.router_balance_over), choice.outputs[1])
-            b.emit(BALANCE, RouterBalance(), logits, load)
+            b.emit(BALANCE, RouterBalance(scores=choice.kind.probabilities), logits, load)
         if Z in names:
             b.emit(Z, RouterZ(), logits)
     return names

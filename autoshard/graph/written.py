@@ -9,7 +9,7 @@ from typing import Any, cast
 from autoshard.errors import InputError, inside, nearest, require
 from autoshard.graph.block import Block
 from autoshard.graph.builder import BlockBuilder, usual_delivery
-from autoshard.graph.kinds.attention import Attend, Rotary
+from autoshard.graph.kinds.attention import Attend, Join, Rotary
 from autoshard.graph.kinds.dropout import Drop
 from autoshard.graph.kinds.experts import Combine, Dispatch, Slot, TopK
 from autoshard.graph.kinds.indexing import Lookup
@@ -27,7 +27,7 @@ _OPERAND = re.compile(r"([\w.]+)(?:\[([\w ]*)\](?::(\w+))?)?")
 _KINDS: Mapping[str, type[OpKind]] = {
     kind.__name__: kind
     for kind in (
-        Add, Attend, Cast, Combine, Deliver, Dispatch, Drop, Einsum, Lookup, MeanSquare, Multiply, Norm, Opaque,
+        Add, Attend, Cast, Combine, Deliver, Dispatch, Drop, Einsum, Join, Lookup, MeanSquare, Multiply, Norm, Opaque,
         Rescale, Rotary, Slot, Softmax, TopK, Unary,
     )
 }  # fmt: skip

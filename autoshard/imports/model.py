@@ -19,7 +19,7 @@ _FIELDS: Mapping[str, str] = {  # facts -> fields of ModelSpec by which cards ar
     "num_hidden_layers": "num_layers", "hidden_size": "hidden", "intermediate_size": "ffn",
     "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads", "vocab_size": "vocab",
     "num_local_experts": "num_experts", "gated": "gated_mlp", "norm": "norm", "positions": "positions",
-    "tie_word_embeddings": "tied_embeddings",
+    "tie_word_embeddings": "tied_embeddings", "shared_ffn": "shared_ffn", "router": "router",
 }  # fmt: skip
 _ENOUGH = ("num_hidden_layers", "hidden_size")
 _NOT_SHAPE = ("name", "source", "max_positions", "norm_eps", "rotary_theta", "rotary_scaling", "window")
@@ -70,7 +70,8 @@ def model_of(run: ImportedRun, typed: str | None) -> tuple[ModelSpec, str]:
         raise InputError.of("--model", f"missing: {said}. Type a card (autoshard list models) or a config.json")
     cards = [load_model(name) for name in model_names()]
     # Sizes alone mean a model without further options, which other keys would have to state.
-    fits = [card for card in cards if not options_on(card) and not _contradictions(facts, card)]
+    said = {name: facts[name] for name in ("router", "shared_ffn") if facts.get(name)}
+    fits = [card for card in cards if options_on(card) == said and not _contradictions(facts, card)]
     if fits:
         card = _chosen(fits, facts, run.hints)
         window = facts.get("sliding_window", card.window)
@@ -153,6 +154,8 @@ def _written_out(facts: Mapping[str, Any], run: ImportedRun) -> tuple[ModelSpec,
     config.setdefault("max_position_embeddings", run.facts.get("work.seq_len", 4096))
     config |= _kind(facts)
     spec = spec_from_config(config, name=run.name or _label(run), source=f"the user's {run.file.rpartition('/')[2]}")
+    if spec.num_experts:
+        spec = replace(spec, router=facts.get("router"), shared_ffn=facts.get("shared_ffn", 0))
     return spec, "; ".join(["the sizes in the file, of which no card is", *said])
 
 

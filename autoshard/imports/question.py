@@ -25,7 +25,7 @@ from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.recipe import Pins, QuestionOptions
 from autoshard.spec.repeats import MAX_ITEMS
-from autoshard.spec.workload import ROUTER_LOSSES
+from autoshard.spec.workload import ROUTER_TRAINING
 
 _CHIPS = re.compile(
     r"(?<![a-z])(gb200|gb300|b300|b200|h100|h200|a100|trn1n?|trn2u?|trn3|vr200|r100)(?![0-9])", re.IGNORECASE
@@ -182,7 +182,7 @@ class _QuestionBuilder:
 
     def _router_losses(self, facts: Facts) -> Mapping[str, Any]:
         """Return the losses of routers that are stated; a model without experts has none, whatever a file says."""
-        keys = ROUTER_LOSSES if self.model.num_experts else ()
+        keys = ROUTER_TRAINING if self.model.num_experts else ()
         return {key: facts[f"work.{key}"] for key in keys if facts.get(f"work.{key}")}
 
     def _cluster_name(self) -> tuple[str, int | None]:

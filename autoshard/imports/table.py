@@ -49,10 +49,14 @@ class Limits:
     precisions: tuple[str, ...] = ("bf16",)
     shards_with: tuple[str, ...] = ()  # axes beside which weights are always sharded
     unsaid: Mapping[str, str] = field(default_factory=dict[str, str])  # what the file does not hold -> where it stands
+    options: Callable[[ModelSpec], tuple[str, ...]] = lambda model: ()  # those of a model that a file says
 
     def unsayable(self, model: ModelSpec) -> tuple[str, ...]:
         """Return the options of a model that files cannot say, if they say at all which model is trained."""
-        return () if {"model", "model_config"} & self.unsaid.keys() else tuple(options_on(model))
+        if {"model", "model_config"} & self.unsaid.keys():
+            return ()
+        said = self.options(model)
+        return tuple(option for option in options_on(model) if option not in said)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

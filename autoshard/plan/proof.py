@@ -19,8 +19,9 @@ from autoshard.layout.table import table_for_sizes
 from autoshard.plan.build import build_plan
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, plan_programs, step_graph_of, table_setting, with_strategies
+from autoshard.spec.heads import LatentAttention
 from autoshard.spec.mesh import Mesh
-from autoshard.spec.model import LayerKind, ModelSpec
+from autoshard.spec.model import LayerKind, ModelSpec, Router
 
 MAX_RANKS = 16
 _KEPT_FIRST = ("tp", "cp", "ep", "pp", "dp")  # what is given up last when not all axes fit
@@ -116,11 +117,26 @@ def _model(model: ModelSpec, sizes: Mapping[str, int], *, layers: int, padded: b
         head_dim=_HEAD_DIM,
         vocab=8 * tp - 1 if padded and tp > 1 else 8 * tp,
         max_positions=64 * sizes["cp"] * tp,
-        num_experts=max(2 * sizes["ep"], 2 * model.experts_per_token) if model.num_experts else 0,
+        num_experts=_num_experts(model, 2 * sizes["ep"]) if model.num_experts else 0,
+        shared_ffn=8 * tp if model.shared_ffn else 0,
         window=5 if model.window else None,
         kinds=tuple(_shrunk_kind(kind, 8 * tp) for kind in model.with_layers(layers).kinds),
+        latent=model.latent and _narrowed(model.latent, tp),
         traced=model.traced and replace(model.traced, sizes=dict.fromkeys(model.traced.sizes, 8 * tp)),
     )
+
+
+def _num_experts(model: ModelSpec, least: int) -> int:
+    """Return how many experts a small model has: twice as many as are chosen, also of the groups of its router."""
+    router, chosen = model.router or Router(), model.experts_per_token
+    within = -(-chosen // router.chosen_groups) * router.groups
+    unit = 2 * router.groups
+    return -(-max(least, 2 * chosen, within) // unit) * unit
+
+
+def _narrowed(latent: LatentAttention, tp: int) -> LatentAttention:
+    narrow = 6 * tp if latent.query_rank else None
+    return replace(latent, query_rank=narrow, kv_rank=4 * tp, rotary_dim=_HEAD_DIM // 2, value_dim=_HEAD_DIM - 2)
 
 
 def _shrunk_kind(kind: LayerKind, ffn: int) -> LayerKind:

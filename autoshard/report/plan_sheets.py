@@ -154,6 +154,7 @@ def work_words(plan: Plan) -> str:
     even = f", busiest expert {workload.expert_imbalance:.0%} above the mean" if plan.model.num_experts else ""
     over = "each sequence" if workload.router_balance_over == "sequence" else "each micro-batch"
     losses = ((workload.router_balance_loss, f"balance loss over {over}"), (workload.router_z_loss, "router z-loss"))
+    losses = (*losses, (workload.router_bias_speed, "the sign of an expert's excess off its bias"))
     trained = "".join(f", {coefficient:g} x {loss}" for coefficient, loss in losses if coefficient)
     return (
         f"{counted(workload.global_batch, 'sequence')} of {counted(workload.seq_len, 'token')}{documents} a step, "

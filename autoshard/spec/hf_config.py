@@ -1,14 +1,15 @@
 """Make a ModelSpec from a Hugging Face ``config.json``."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING
 from typing import Any, Literal, cast
 
 from autoshard.errors import InputError, inside, nearest
+from autoshard.spec.heads import LatentAttention, RotaryScaling
 from autoshard.spec.hf_reader import ConfigReader
 from autoshard.spec.hf_types import (
     ACTIVATIONS,
-    FLAGS,
     MODEL_TYPES,
     NAMED_FIELDS,
     SHARED_DEFAULTS,
@@ -16,7 +17,7 @@ from autoshard.spec.hf_types import (
     WITH_TEXT_CONFIG,
     ModelType,
 )
-from autoshard.spec.model import LAYER, MAX_LAYERS, LayerKind, ModelSpec, RotaryScaling
+from autoshard.spec.model import LAYER, MAX_LAYERS, LayerKind, ModelSpec, Router
 from autoshard.spec.record import decode, show_value
 from autoshard.spec.repeats import compress
 
@@ -28,6 +29,8 @@ _ROTARY_KEYS = (
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"),
     *("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 )
+_YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}  # as in transformers
+_YARN_KEYS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
 
 
 def spec_from_config(config: Mapping[str, object], *, name: str, source: str) -> ModelSpec:
@@ -56,12 +59,9 @@ def _spec_of_text(config: Mapping[str, object], name: str, source: str) -> Model
         if name_of_field not in kind.defaults:
             reader.only(name_of_field, off, "autoshard does not model this option")
     reader.only("output_router_logits", (False, None), _BALANCE)
-    for name_of_field in kind.stated.keys() - config.keys():
-        value = show_value(kind.stated[name_of_field])
-        reader.refuse(name_of_field, f"missing. Only {value} is modelled, and {kind.architecture} has another default")
     reader.only("architectures", ([kind.architecture], [], None), "the architecture of this model_type")
     traits: dict[str, Any] = {"norm": "rms", "gated_mlp": True, "positions": "rotary", "mlp_bias": False, **kind.fixed}
-    for option, flags in FLAGS.items():
+    for option, flags in kind.flags.items():
         if option in reader.defaults:
             traits |= dict.fromkeys(flags, reader.read(bool, option))
         else:
@@ -70,8 +70,9 @@ def _spec_of_text(config: Mapping[str, object], name: str, source: str) -> Model
         "activation": reader.choice("hidden_act", ACTIVATIONS),
         **{field.name: reader.read(cast(type[Any], field.type), name) for name, field in NAMED_FIELDS.items()},
         **_sizes(reader, kind),
-        **_experts(reader, kind),
+        **_latent(reader, kind),
     }
+    traits |= _experts(reader, kind, traits["ffn"])
     if traits["positions"] == "rotary":
         traits |= _rotary(reader, kind, traits["max_positions"])
     traits |= _score_scale(reader, kind, traits["head_dim"])
@@ -79,7 +80,7 @@ def _spec_of_text(config: Mapping[str, object], name: str, source: str) -> Model
     # A valid value stands in for each field that could not be read, so that all faults are found at once.
     spec = reader.made(lambda: ModelSpec(name=name, source=source, **traits))
     if reader.faults or spec is None:
-        raise InputError(reader.faults)
+        raise InputError(dict.fromkeys(reader.faults))  # a field may be read more than once
     return spec
 
 
@@ -94,8 +95,9 @@ def _kind_of(config: Mapping[str, object]) -> ModelType:
 
 def _sizes(reader: ConfigReader, kind: ModelType) -> dict[str, int]:
     hidden, heads = reader.whole("hidden_size"), reader.whole("num_attention_heads")
-    ffn = (reader.whole_or_null if kind.width in reader.defaults else reader.whole)(kind.width)
-    stated = reader.whole_or_null("head_dim")
+    width = "intermediate_size" if _all_dense(reader, kind) else kind.width
+    ffn = (reader.whole_or_null if width in reader.defaults else reader.whole)(width)
+    stated = _parts_of_head(reader) if "kv_lora_rank" in kind.defaults else reader.whole_or_null("head_dim")
     head_dim = max(1, hidden // heads) if stated is None else stated
     kv_heads = reader.whole_or_null("num_key_value_heads") or heads
     if stated is None or not kind.grouped_heads:
@@ -117,6 +119,27 @@ def _sizes(reader: ConfigReader, kind: ModelType) -> dict[str, int]:
     }
 
 
+def _parts_of_head(reader: ConfigReader) -> int:
+    return reader.whole("qk_nope_head_dim") + reader.whole("qk_rope_head_dim")
+
+
+def _latent(reader: ConfigReader, kind: ModelType) -> dict[str, LatentAttention | None]:
+    """Read of which narrow states queries, keys and values are made."""
+    if "kv_lora_rank" not in kind.defaults:
+        return {}
+    reader.only("rope_interleave", (True,), "heads whose halves are turned against each other are not read")
+    heads = reader.whole("num_attention_heads")
+    message = f"must be num_attention_heads, {heads}: every head has a key of its own"
+    keys = reader.whole_or_null("num_key_value_heads") or heads
+    reader.check(lambda: keys == heads, ("num_key_value_heads", "num_attention_heads"), message)
+    query_rank = reader.whole_or_null("q_lora_rank")
+    kv_rank, rotary_dim, value_dim = map(reader.whole, ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim"))
+    latent = reader.made(
+        lambda: LatentAttention(query_rank=query_rank, kv_rank=kv_rank, rotary_dim=rotary_dim, value_dim=value_dim)
+    )
+    return {"latent": latent}
+
+
 def _rotary(reader: ConfigReader, kind: ModelType, max_positions: int) -> dict[str, Any]:
     """Read rotary positions: older flat fields, then ``rope_scaling`` or ``rope_parameters``, which override them."""
     # transformers prefers the flat field, and where neither is stated the context of the model.
@@ -127,10 +150,10 @@ def _rotary(reader: ConfigReader, kind: ModelType, max_positions: int) -> dict[s
     if field == "rope_parameters" and kind.window == "pattern":
         _no_other_keys(reader, data, _ROTARY_OF_LAYERS)
         field, data = f"{field}.full_attention", _object(reader, field, "full_attention")
-    defaults = {**older, "rope_type": "default", "original_max_position_embeddings": max_positions}
+    defaults = {**older, "rope_type": "default", "original_max_position_embeddings": max_positions, **_YARN_DEFAULTS}
     group = ConfigReader(data, defaults)
     theta, fraction = group.read(float, "rope_theta"), group.read(float, "partial_rotary_factor")
-    scaling = _scaling(group, flat)
+    scaling = _scaling(group, flat, part="kv_lora_rank" in kind.defaults)
     reader.faults.extend(fault.under(field) for fault in group.faults)
     if reader.defaults["partial_rotary_factor"] == 1:
         message = f"must be 1, not {fraction}: {kind.architecture} rotates whole heads"
@@ -168,19 +191,49 @@ def _local_theta(reader: ConfigReader) -> float:
     return max(theta, 1)
 
 
-def _scaling(group: ConfigReader, original: int | None) -> RotaryScaling | None:
-    _no_other_keys(group, group.data, _ROTARY_KEYS)
-    kinds: Mapping[str, Literal["linear", "llama3"] | None] = {"default": None, "linear": "linear", "llama3": "llama3"}
+def _scaling(group: ConfigReader, original: int | None, *, part: bool) -> RotaryScaling | None:
+    """Read how frequencies are scaled; ``part`` says that the architecture turns a part of each head."""
+    names = ("linear", "llama3", "yarn")
+    kinds: Mapping[str, Literal["linear", "llama3", "yarn"] | None] = {
+        "default": None,
+        **{name: name for name in names},
+    }
     kind = group.choice("rope_type", kinds)
+    _no_other_keys(group, group.data, (*_ROTARY_KEYS, *_YARN_KEYS) if kind == "yarn" else _ROTARY_KEYS)
     if kind is None:
         return None
     stated: dict[str, Any] = {"factor": group.read(float, "factor")}
-    if kind == "llama3":
-        stated["low_frequency_factor"] = group.read(float, "low_freq_factor")
-        stated["high_frequency_factor"] = group.read(float, "high_freq_factor")
+    if kind != "linear":
+        slow, fast = ("beta_slow", "beta_fast") if kind == "yarn" else ("low_freq_factor", "high_freq_factor")
+        stated["low_frequency_factor"] = group.read(float, slow)
+        stated["high_frequency_factor"] = group.read(float, fast)
         positions = group.whole("original_max_position_embeddings")
         stated["original_positions"] = original or positions
+    if kind == "yarn":
+        stated |= {"truncate": group.read(bool, "truncate"), "mscale": _mscale(group, stated["factor"], part=part)}
     return group.made(lambda: RotaryScaling(kind=kind, **stated))
+
+
+def _mscale(group: ConfigReader, factor: float, *, part: bool) -> float:
+    """Return how far YaRN makes scores larger, from what queries and keys are multiplied by.
+
+    transformers multiplies what is turned, and for an architecture that turns a ``part`` of each head all scores.
+    """
+    if factor < 1:
+        return 0.0  # refused with the scaling
+    per_unit = 0.1 * math.log(factor)
+    fields = ("mscale_all_dim", "mscale", "attention_factor")
+    of_all, mscale, turned = (group.read(float, name) if group.data.get(name) else None for name in fields)
+    if turned is None:
+        turned = (1 + per_unit * mscale) / (1 + per_unit * of_all) if mscale and of_all else 1 + per_unit
+    if part:
+        message = (
+            f"what is turned would grow {turned:.4g} times, and the rest of a head not. State mscale_all_dim, and "
+        )
+        group.check(lambda: turned == 1, fields, f"{message}mscale with the same value")
+        return of_all or 0.0
+    group.check(lambda: factor > 1 or turned == 1, fields, "must be 1 where factor is 1")
+    return round((turned - 1) / per_unit, 12) if per_unit else 0.0
 
 
 def _score_scale(reader: ConfigReader, kind: ModelType, head_dim: int) -> dict[str, float]:
@@ -190,13 +243,57 @@ def _score_scale(reader: ConfigReader, kind: ModelType, head_dim: int) -> dict[s
     return {"query_scalar": scalar} if scalar != head_dim else {}
 
 
-def _experts(reader: ConfigReader, kind: ModelType) -> dict[str, int]:
-    if "num_experts_per_tok" not in reader.defaults:
-        for field in ("num_local_experts", "num_experts", "num_experts_per_tok"):
+def _experts(reader: ConfigReader, kind: ModelType, ffn: int) -> dict[str, Any]:
+    if kind.router == "chosen" and "num_experts_per_tok" not in reader.defaults:
+        for field in ("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok"):
             reader.only(field, (0, 1, None), f"{kind.architecture} has no experts")
         return {}
-    chosen = reader.whole("num_experts_per_tok")
-    return {"num_experts": reader.whole("num_local_experts"), "experts_per_token": chosen}
+    if _all_dense(reader, kind):
+        return {}
+    chosen, shared = reader.whole("num_experts_per_tok"), "n_shared_experts" in kind.defaults
+    return {
+        "num_experts": reader.whole("num_local_experts"),
+        "experts_per_token": chosen,
+        "shared_ffn": reader.whole("n_shared_experts") * ffn if shared else 0,
+        "router": _router(reader, kind),
+    }
+
+
+def _router(reader: ConfigReader, kind: ModelType) -> Router | None:
+    """Read how a token's experts are chosen and weighted; None is the softmax of the chosen logits."""
+    if kind.router == "chosen":
+        return None
+    corrected = kind.router == "corrected"
+    method = _method(reader, kind)
+    if kind.router == "groups":
+        reader.only("norm_topk_prob", (False, None), f"{kind.architecture} does not normalise the weights of experts")
+    groups, inside_of = (reader.whole_or_null(name) or 1 for name in ("n_group", "topk_group")) if method else (1, 1)
+    limited = inside_of != groups  # within all groups is without a limit
+    router = reader.made(
+        lambda: Router(
+            scores="sigmoid" if corrected else "softmax",
+            normalised=kind.router != "groups" and reader.read(bool, "norm_topk_prob"),
+            scale=reader.read(float, "routed_scaling_factor") if kind.router != "softmax" else 1.0,
+            groups=groups if limited else 1,
+            chosen_groups=inside_of if limited else 1,
+            group_score="best two" if corrected and limited else "best",
+            correction=corrected,
+        )
+    )
+    return None if router == Router() else router
+
+
+def _method(reader: ConfigReader, kind: ModelType) -> bool:
+    """Say whether the experts of a token may lie in a few groups alone; refuse methods that are not those of a type."""
+    if kind.router == "softmax":
+        return False
+    corrected = kind.router == "corrected"
+    scores = "sigmoid" if corrected else "softmax"
+    reader.only("scoring_func", (scores, None), f"{kind.architecture} has no other scores")
+    if corrected:
+        reader.only("topk_method", ("noaux_tc", None), f"{kind.architecture} has no other method")
+        return True
+    return reader.choice("topk_method", {"greedy": False, "group_limited_greedy": True})
 
 
 def _layers_that_differ(reader: ConfigReader, kind: ModelType, traits: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,8 +368,19 @@ def _same_layers(window: int | None, num_layers: int) -> list[str]:
     return ["full_attention" if window is None else "sliding_attention"] * num_layers
 
 
+def _all_dense(reader: ConfigReader, kind: ModelType) -> bool:
+    """Say whether so many first layers have an MLP in the place of experts that none has experts."""
+    key = "first_k_dense_replace"
+    return key in kind.defaults and reader.whole(key, low=0) >= reader.whole("num_hidden_layers")
+
+
 def _dense_layers(reader: ConfigReader, kind: ModelType, num_layers: int) -> list[bool]:
     """Say which layers have an MLP in the place of experts, where a model has experts."""
+    if _all_dense(reader, kind):
+        return [False] * num_layers
+    if "first_k_dense_replace" in kind.defaults:
+        first = reader.whole("first_k_dense_replace", low=0)
+        return [number < first for number in range(num_layers)]
     if "mlp_only_layers" not in kind.defaults:
         return [False] * num_layers
     listed, step = reader.whole_numbers("mlp_only_layers"), reader.whole("decoder_sparse_step")

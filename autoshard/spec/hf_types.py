@@ -2,7 +2,9 @@
 
 Defaults are those of the configuration classes of transformers 5.23; sizes have none. A field that no table here names
 is ignored, as transformers does. Ignored on purpose: initializer_range, token ids, use_cache, torch_dtype (the workload
-states it), pretraining_tp and reorder_and_upcast_attn (the same mathematics in another order). Dropouts that a config
+states it), pretraining_tp and reorder_and_upcast_attn (the same mathematics in another order), and head_dim of DeepSeek
+(which follows from its parts). Modules that predict further tokens (num_nextn_predict_layers of DeepSeek) are left out,
+as transformers leaves them out in training. Dropouts that a config
 does not state are 0, also for GPT-2, whose class has 0.1: few train with them today.
 """
 
@@ -11,6 +13,18 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal
 
 from autoshard.spec.model import Activation, ModelSpec
+
+# How the code of a mixture chooses experts: by logits, and the softmax of these (chosen); by a softmax of all
+# (softmax), that may be limited to the groups with the best expert (groups); or as DeepSeek-V3 (corrected).
+RouterCode = Literal["chosen", "softmax", "groups", "corrected"]
+# Config fields that are true or false, and the fields of ModelSpec that they set.
+FLAGS: Mapping[str, tuple[str, ...]] = {
+    "attention_bias": ("qkv_bias", "out_bias"),
+    "mlp_bias": ("mlp_bias",),
+    "use_parallel_residual": ("parallel_residual",),
+    "tie_word_embeddings": ("tied_embeddings",),
+    "use_qk_norm": ("qk_norm",),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +40,8 @@ class ModelType:
     grouped_heads: bool = True
     window: Literal["none", "all layers", "all layers if used", "some layers", "pattern"] = "none"
     width: str = "intermediate_size"  # the field with the width of an MLP
-    stated: Mapping[str, object] = field(default_factory=dict[str, object])  # must be stated, as it has another default
+    router: RouterCode = "chosen"
+    flags: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: FLAGS)
 
 
 SHARED_DEFAULTS: Mapping[str, Any] = {
@@ -46,6 +61,13 @@ SHARED_DEFAULTS: Mapping[str, Any] = {
 }
 _MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 _QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
+_DEEPSEEK = {
+    "max_position_embeddings": 2048, "attention_bias": False, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 0,
+    "n_shared_experts": 2, "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+    "n_group": None, "topk_group": None, "scoring_func": None, "topk_method": "greedy",
+    "num_nextn_predict_layers": None,  # not read: modules that predict further tokens are no part of these classes
+}  # fmt: skip
 _PLAIN_MLP = {"norm": "layer", "gated_mlp": False, "mlp_bias": True}
 MODEL_TYPES: Mapping[str, ModelType] = {
     "llama": ModelType(
@@ -92,11 +114,25 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         defaults={
             "max_position_embeddings": 32768, "num_key_value_heads": 4, "attention_bias": False,
             "num_experts_per_tok": 8, "sliding_window": 4096, "intermediate_size": 6144, "mlp_only_layers": (),
-            "decoder_sparse_step": 1,
+            "decoder_sparse_step": 1, "norm_topk_prob": False,
         },
         window="all layers if used",
         width="moe_intermediate_size",
-        stated={"norm_topk_prob": True},
+        router="softmax",
+    ),
+    "glm4_moe": ModelType(
+        architecture="Glm4MoeForCausalLM",
+        defaults={
+            "max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5, "attention_bias": False, "use_qk_norm": False, "num_experts_per_tok": 8,
+            "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+            "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+            "intermediate_size": 10944,
+            "num_nextn_predict_layers": 1,  # not read: layers that predict further tokens are no part of this class
+        },
+        width="moe_intermediate_size",
+        router="corrected",
+        flags={**FLAGS, "attention_bias": ("qkv_bias",)},
     ),
     "gemma3_text": ModelType(
         architecture="Gemma3ForCausalLM",
@@ -108,6 +144,19 @@ MODEL_TYPES: Mapping[str, ModelType] = {
             "sliding_window": 4096, "sliding_window_pattern": 6,
         },
         window="pattern",
+    ),
+    "deepseek_v3": ModelType(
+        architecture="DeepseekV3ForCausalLM",
+        defaults={
+            **_DEEPSEEK, "max_position_embeddings": 4096, "num_key_value_heads": 128, "first_k_dense_replace": 3,
+            "num_experts_per_tok": 8, "n_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+            "n_group": 8, "topk_group": 4, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+        },
+        width="moe_intermediate_size",
+        router="corrected",
+    ),
+    "deepseek_v2": ModelType(
+        architecture="DeepseekV2ForCausalLM", defaults=_DEEPSEEK, width="moe_intermediate_size", router="groups"
     ),
     "olmo2": ModelType(
         architecture="Olmo2ForCausalLM",
@@ -128,7 +177,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "hidden_act": ("activation_function", "hidden_activation"),
     "rope_theta": ("rotary_emb_base",),
     "partial_rotary_factor": ("rotary_pct",),
-    "num_local_experts": ("num_experts",),
+    "num_local_experts": ("num_experts", "n_routed_experts"),
     "rope_type": ("type",),
     "hidden_dropout": ("resid_pdrop", "embd_pdrop"),
     "attention_dropout": ("attn_pdrop",),
@@ -159,16 +208,13 @@ _SWITCHED_OFF: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "quantization_config"), (None,)),
     "norm_topk_prob": (True, None),
     "router_jitter_noise": (0, None),
-    **dict.fromkeys(("moe_frequency", "decoder_sparse_step"), (1, None)),
+    **dict.fromkeys(("moe_frequency", "moe_layer_freq", "decoder_sparse_step", "routed_scaling_factor"), (1, None)),
     "mlp_only_layers": ([], None),
     **dict.fromkeys(("first_k_dense_replace", "n_shared_experts", "shared_expert_intermediate_size"), (0, None)),
+    **dict.fromkeys(("n_group", "topk_group"), (1, None)),
+    "scoring_func": ("softmax", None),
+    "topk_method": ("greedy", None),
     "num_nextn_predict_layers": (0, None),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), (None,)),
 }
 UNMODELLED = {name: off for name, off in _SWITCHED_OFF.items() if name not in NAMED_FIELDS}
-# Config fields that are true or false, and the fields of ModelSpec that they set.
-FLAGS: Mapping[str, tuple[str, ...]] = {
-    "attention_bias": ("qkv_bias", "out_bias"),
-    "mlp_bias": ("mlp_bias",),
-    "use_parallel_residual": ("parallel_residual",),
-    "tie_word_embeddings": ("tied_embeddings",),
-}

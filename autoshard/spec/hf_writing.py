@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard.errors import InputError
+from autoshard.spec.heads import RotaryScaling
 from autoshard.spec.hf_config import spec_from_config
 from autoshard.spec.hf_types import (
     ACTIVATIONS,
@@ -16,12 +17,13 @@ from autoshard.spec.hf_types import (
     SHARED_DEFAULTS,
     ModelType,
 )
-from autoshard.spec.model import ModelSpec
+from autoshard.spec.model import ModelSpec, Router
 
 # Which of the ALIASES an architecture has; the others have the first name of every field.
 _SPELLED: Mapping[str, Mapping[str, str]] = {
     "gpt2": {name: others[0] for name, others in ALIASES.items()} | {"rms_norm_eps": "layer_norm_epsilon"},
     "qwen3_moe": {"num_local_experts": "num_experts"},
+    **{name: {"num_local_experts": "n_routed_experts"} for name in ("glm4_moe", "deepseek_v2", "deepseek_v3")},
     "gemma3_text": {"hidden_act": "hidden_activation"},
     "gpt_neox": {
         "rms_norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"
@@ -52,11 +54,11 @@ def config_of(model: ModelSpec) -> Mapping[str, Any]:
 
 
 def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
+    dense = "first_k_dense_replace" in kind.defaults and not model.num_experts
     fields: dict[str, Any] = {
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.hidden,
-        kind.width: model.ffn,
-        **kind.stated,
+        "intermediate_size" if dense else kind.width: model.ffn,
         "num_attention_heads": model.num_heads,
         "vocab_size": model.vocab,
         "max_position_embeddings": model.max_positions,
@@ -64,13 +66,9 @@ def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
         "tie_word_embeddings": model.tied_embeddings,
     }
     if kind.grouped_heads:
-        fields |= {"num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim}
-    stated = {
-        "attention_bias": model.qkv_bias,
-        "mlp_bias": model.mlp_bias,
-        "use_parallel_residual": model.parallel_residual,
-    }
-    fields |= {option: value for option, value in stated.items() if option in kind.defaults}
+        fields |= {"num_key_value_heads": model.num_kv_heads, **_heads(model)}
+    flags = {option: getattr(model, sets[0]) for option, sets in kind.flags.items()}
+    fields |= {option: value for option, value in flags.items() if option in kind.defaults}
     # An option that this architecture does not name is not written, so that the check of ``config_of`` refuses it.
     has = {*SHARED_DEFAULTS, *kind.defaults}
     named = {config: getattr(model, field.name) for config, field in NAMED_FIELDS.items() if config in has}
@@ -78,14 +76,43 @@ def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
     if name == "gpt2":  # whose class drops a tenth of all that its config does not name
         fields |= {**named, "embd_pdrop": model.hidden_dropout}
     if kind.fixed.get("positions", "rotary") == "rotary":
-        fields |= _rotary(model)
+        fields |= _rotary(model, kind)
     if model.num_experts:
         fields |= {"num_local_experts": model.num_experts, "num_experts_per_tok": model.experts_per_token}
+        fields |= {option: stated for option, stated in _router(model, kind).items() if option in kind.defaults}
     if "query_pre_attn_scalar" in kind.defaults:  # a whole number there
         fields["query_pre_attn_scalar"] = round(model.query_scalar or model.head_dim)
     fields |= _layers(model, kind)
     spelled = {_SPELLED.get(name, {}).get(field, field): value for field, value in fields.items()}
     return {"model_type": name, "architectures": [kind.architecture], **spelled}
+
+
+def _router(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
+    """Write how experts are chosen, and how many stand beside them."""
+    router = model.router or Router()
+    limits = {"topk_method": "greedy" if router.groups == 1 else "group_limited_greedy"}
+    return {
+        **(limits if kind.router == "groups" else {}),
+        "n_shared_experts": model.shared_ffn // model.ffn,
+        "norm_topk_prob": router.normalised,
+        "routed_scaling_factor": router.scale,
+        "n_group": router.groups,
+        "topk_group": router.chosen_groups,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _heads(model: ModelSpec) -> Mapping[str, Any]:
+    """Write the width of heads, or of their parts."""
+    if not (latent := model.latent):
+        return {"head_dim": model.head_dim}
+    return {
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": model.head_dim - latent.rotary_dim,
+        "qk_rope_head_dim": latent.rotary_dim,
+        "v_head_dim": latent.value_dim,
+    }
 
 
 def _layers(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
@@ -108,8 +135,11 @@ def _layers(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
         fields["max_window_layers"] = 0 if window else model.num_layers
         if len({*windows}) > 1:
             fields["layer_types"] = _layer_types(windows)
-    if dense and "mlp_only_layers" in kind.defaults:
+    if dense and {"mlp_only_layers", "first_k_dense_replace"} & kind.defaults.keys():
         fields |= {"mlp_only_layers": dense, "intermediate_size": each_kind[model.layer_order[dense[0]]].ffn}
+    if "first_k_dense_replace" in kind.defaults:
+        fields.pop("mlp_only_layers", None)
+        fields["first_k_dense_replace"] = len(dense) if model.num_experts else model.num_layers
     return fields
 
 
@@ -117,9 +147,9 @@ def _layer_types(windows: Sequence[int | None]) -> list[str]:
     return ["sliding_attention" if size else "full_attention" for size in windows]
 
 
-def _rotary(model: ModelSpec) -> Mapping[str, Any]:
+def _rotary(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
     fields: dict[str, Any] = {"rope_theta": model.rotary_theta}
-    if model.rotary_fraction != 1:
+    if model.rotary_fraction != 1 or "partial_rotary_factor" in kind.defaults:
         fields["partial_rotary_factor"] = model.rotary_fraction
     if scaling := model.rotary_scaling:
         fields["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
@@ -129,4 +159,18 @@ def _rotary(model: ModelSpec) -> Mapping[str, Any]:
                 "high_freq_factor": scaling.high_frequency_factor,
                 "original_max_position_embeddings": scaling.original_positions,
             }
+        if scaling.kind == "yarn":
+            fields["rope_scaling"] |= _yarn(scaling, part=model.latent is not None)
     return fields
+
+
+def _yarn(scaling: RotaryScaling, *, part: bool) -> Mapping[str, Any]:
+    fields: dict[str, Any] = {
+        "beta_slow": scaling.low_frequency_factor,
+        "beta_fast": scaling.high_frequency_factor,
+        "original_max_position_embeddings": scaling.original_positions,
+        "truncate": scaling.truncate,
+    }
+    if part and scaling.mscale:
+        return fields | dict.fromkeys(("mscale", "mscale_all_dim"), scaling.mscale)
+    return fields if scaling.mscale == 1 else fields | {"attention_factor": scaling.growth}

@@ -7,44 +7,19 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from autoshard.errors import in_range, inside, require
+from autoshard.spec.heads import MAX_DIM, LatentAttention, RotaryScaling
 from autoshard.spec.record import option
 from autoshard.spec.repeats import compress, expand_counts
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+RouterScores = Literal["softmax", "sigmoid"]
 
-# Far above every published model, and low enough that a typing error cannot make planning take days. The limit of dims
-# is the largest 32-bit index, which the accelerators' libraries use.
+# Far above every published model, and low enough that a typing error cannot make planning take days.
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 10_000
-MAX_DIM = 2**31 - 1
 LAYER = "layer"  # the kind of layers that the fields of a model describe
 OTHER_BLOCKS = ("embed", "head", "update", "module")  # names of blocks that are no layers
 _KIND_NAME = re.compile(r"[a-z][a-z0-9_]*")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RotaryScaling:
-    """How rotary frequencies are scaled for contexts longer than that of the first training.
-
-    ``linear`` divides all frequencies by ``factor``. ``llama3`` divides those with fewer than
-    ``low_frequency_factor`` turns in ``original_positions``, keeps those with more than
-    ``high_frequency_factor`` turns, and interpolates between the two.
-    """
-
-    kind: Literal["linear", "llama3"]
-    factor: float
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 1.0
-    original_positions: int = 0
-
-    def __post_init__(self) -> None:
-        low, high, blends = self.low_frequency_factor, self.high_frequency_factor, self.kind == "llama3"
-        require(
-            *in_range(self, "factor", low=1),
-            *in_range(self, "low_frequency_factor", positive=True),
-            (not blends or high > low, "high_frequency_factor", f"must be above the low one, {low}, not {high}"),
-            *in_range(self, "original_positions", low=1 if blends else 0),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +52,45 @@ class TracedDecoder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """How a token's experts are chosen and weighted, where it is not the softmax of the logits that are chosen.
+
+    Experts lie in equally many ``groups``, and a token chooses within ``chosen_groups`` of them: those whose best
+    expert, or whose two best ones together, score most. A ``correction`` is a number for each expert, added to its
+    score for the choice alone; no gradient trains it. ``scale`` multiplies the weights.
+    """
+
+    scores: RouterScores = "softmax"  # over all experts
+    normalised: bool = True  # the weights of the chosen experts, so that they sum to one before the scale
+    scale: float = 1.0
+    groups: int = 1
+    chosen_groups: int = 1
+    group_score: Literal["best", "best two"] = "best"
+    correction: bool = False
+
+    def __post_init__(self) -> None:
+        limited = self.groups > 1
+        few = f"must lie below groups ({self.groups}), not be {self.chosen_groups}; without a limit both are 1"
+        require(
+            *in_range(self, "scale", positive=True),
+            *in_range(self, "groups", "chosen_groups", low=1, high=MAX_EXPERTS),
+            (self.chosen_groups < self.groups or self.groups == self.chosen_groups == 1, "chosen_groups", few),
+            (limited or self.group_score == "best", "group_score", "is only said of several groups"),
+        )
+
+    def checks(self, num_experts: int, experts_per_token: int) -> Iterator[tuple[bool, str, str]]:
+        """Yield what must hold of a model with this router."""
+        size, least = num_experts // self.groups, 2 if self.group_score == "best two" else 1
+        reachable = self.chosen_groups * size
+        uneven = f"{num_experts} experts do not lie in {self.groups} groups of equally many, {least} or more"
+        within = f"{self.chosen_groups} groups have {reachable} experts, and a token chooses {experts_per_token}"
+        yield num_experts > 0, "router", "needs experts. Leave it out of a dense model"
+        yield self != Router(), "router", "says what holds without it. Leave it out"
+        yield num_experts % self.groups == 0 and size >= min(least, num_experts), "router.groups", uneven
+        yield self.groups == 1 or reachable >= experts_per_token, "router.chosen_groups", within
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
     """Layers that differ from what the fields of their model say; None says that they do not differ there."""
 
@@ -99,6 +113,7 @@ class LayerKind:
         changes: dict[str, Any] = {"window": self.window} if self.window else {}
         if self.dense_ffn:
             changes |= {"ffn": self.dense_ffn, "num_experts": 0, "experts_per_token": 0}
+            changes |= {"shared_ffn": 0, "router": None}
         if self.rotary_theta:
             changes |= {"rotary_theta": self.rotary_theta, "rotary_scaling": None}
         return replace(model, **changes)
@@ -148,6 +163,9 @@ class ModelSpec:
     qk_norm_over: Literal["head", "all heads"] = option("head")
     query_scalar: float | None = option(None)  # scores are divided by its root; None is the width of a head
     scaled_embeddings: bool = option(False)  # by the root of the hidden size
+    router: Router | None = option(None)  # of experts; None is the softmax of the chosen logits
+    shared_ffn: int = option(0)  # the width of an MLP beside the experts, through which all tokens go
+    latent: LatentAttention | None = option(None)
     kinds: tuple[LayerKind, ...] = option(())
     order: str = option("")
 
@@ -176,10 +194,31 @@ class ModelSpec:
             *((0 <= rate < 1, name, f"must lie in [0, 1), not {rate}") for name, rate in dropouts.items()),
             (experts == 0 or 2 <= experts <= MAX_EXPERTS, "num_experts", few),
             (min(1, experts) <= self.experts_per_token <= experts, "experts_per_token", chosen),
+            *in_range(self, "shared_ffn", low=0, high=MAX_DIM),
+            (experts > 0 or not self.shared_ffn, "shared_ffn", "stands beside experts. Leave it out of a dense model"),
+            *(self.router.checks(experts, self.experts_per_token) if self.router else ()),
             *self._order_checks(),
+            *(self._latent_checks(self.latent) if self.latent else ()),
+            *self._yarn_checks(),
         )
         for kind in self.kinds:
             kind.of_model(self._plain)  # refuses values that do not go together
+
+    def _latent_checks(self, latent: LatentAttention) -> Iterator[tuple[bool, str, str]]:
+        same = f"must be num_kv_heads, {self.num_kv_heads}: each query head has a key of its own where latent is given"
+        yield self.num_heads == self.num_kv_heads, "num_heads", same
+        yield latent.rotary_dim < self.head_dim, "latent.rotary_dim", f"must be below head_dim, {self.head_dim}"
+        yield self.rotary_fraction == 1, "rotary_fraction", "must be 1: latent.rotary_dim says how much is turned"
+        yield self.positions == "rotary", "positions", "must be rotary where latent is given"
+        yield not self.qk_norm, "qk_norm", "must be false where latent is given: the narrow states are normed instead"
+        yield self.norm == "rms", "norm", "must be rms where latent is given"
+
+    def _yarn_checks(self) -> Iterator[tuple[bool, str, str]]:
+        scaling = self.rotary_scaling
+        if scaling and scaling.kind == "yarn":
+            part = "must be 1 where rotary_scaling.mscale is not 0: scores as a whole grow"
+            yield not scaling.mscale or self.rotary_fraction == 1, "rotary_fraction", part
+            yield self.rotary_theta > 1, "rotary_theta", "must be above 1 where rotary_scaling is yarn"
 
     def _order_checks(self) -> Iterator[tuple[bool, str, str]]:
         names = [kind.name for kind in self.kinds]
@@ -250,7 +289,8 @@ class ModelSpec:
     def widths(self) -> tuple[int, ...]:
         """Sizes of the MLPs of layers: that of the model, those of other kinds, and what is read off code."""
         if self.traced is None:
-            return (self.ffn, *(kind.dense_ffn for kind in self.kinds if kind.dense_ffn))
+            shared = (self.shared_ffn,) if self.shared_ffn else ()
+            return (self.ffn, *shared, *(kind.dense_ffn for kind in self.kinds if kind.dense_ffn))
         return (self.ffn, *(size for dim, size in self.traced.sizes.items() if dim.startswith("ffn_")))
 
     @property
@@ -261,12 +301,22 @@ class ModelSpec:
     @property
     def score_scale(self) -> float | None:
         """The factor of attention's scores; None for 1 over the root of the width of a head."""
-        return None if self.query_scalar is None else self.query_scalar**-0.5
+        growth = self.rotary_scaling.growth if self.rotary_scaling and self.positions == "rotary" else 1.0
+        if self.query_scalar is None and growth == 1:
+            return None
+        return (self.query_scalar or self.head_dim) ** -0.5 * growth**2
 
     @property
     def rotary_dims(self) -> int:
         """How many numbers of each head are rotated (rounded down, as in Hugging Face); 0 for learned positions."""
+        if self.latent:
+            return self.latent.rotary_dim
         return int(self.head_dim * self.rotary_fraction) if self.positions == "rotary" else 0
+
+    @property
+    def value_dim(self) -> int:
+        """How many numbers a value of a head has."""
+        return self.latent.value_dim if self.latent else self.head_dim
 
     def beyond_positions(self, seq_len: int) -> str:
         """Return a warning that a sequence is longer than the positions of the model; "" if it is not."""
@@ -277,7 +327,7 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Number of trained parameters; those of a tied output head are counted once, in the embedding."""
+        """Number of parameters that gradients train; those of a tied output head are counted once, in the embedding."""
         if self.traced:
             return self.traced.num_parameters
         layers = sum(count * self.of_kind(kind)._layer_parameters for kind, count in self.layer_counts.items())
@@ -289,14 +339,27 @@ class ModelSpec:
     @property
     def _layer_parameters(self) -> int:
         """Number of trained parameters of a layer that the fields describe."""
-        heads = self.num_heads + 2 * self.num_kv_heads
-        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden
-        attention += heads * self.head_dim * self.qkv_bias + self.hidden * self.out_bias
+        attention = self._latent_parameters(self.latent) if self.latent else self._attention_parameters
         per_norm = 2 if self.norm_has_bias else 1
-        normed = self.num_heads + self.num_kv_heads if self.qk_norm_over == "all heads" else 2
-        attention += normed * per_norm * self.head_dim * self.qk_norm
         products = 2 if self.gated_mlp else 1
         mlp = (products + 1) * self.hidden * self.ffn + (products * self.ffn + self.hidden) * self.mlp_bias
         router = self.num_experts * self.hidden
         norms = (4 if self.norm_place == "both" else 2) * per_norm * self.hidden
-        return attention + max(1, self.num_experts) * mlp + router + norms
+        shared = (products + 1) * self.hidden * self.shared_ffn
+        return attention + max(1, self.num_experts) * mlp + shared + router + norms
+
+    @property
+    def _attention_parameters(self) -> int:
+        heads = self.num_heads + 2 * self.num_kv_heads
+        products = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden
+        biases = heads * self.head_dim * self.qkv_bias + self.hidden * self.out_bias
+        normed = self.num_heads + self.num_kv_heads if self.qk_norm_over == "all heads" else 2
+        return products + biases + normed * (2 if self.norm_has_bias else 1) * self.head_dim * self.qk_norm
+
+    def _latent_parameters(self, latent: LatentAttention) -> int:
+        """Number of parameters of an attention with narrow states; biases are those of the products that make them."""
+        narrow, read = latent.query_rank or 0, latent.query_rank or self.hidden
+        made = narrow + latent.kv_rank + latent.rotary_dim
+        of_heads = read * self.head_dim + latent.kv_rank * (self.head_dim - latent.rotary_dim + latent.value_dim)
+        out = self.num_heads * latent.value_dim * self.hidden + self.hidden * self.out_bias
+        return made * (self.hidden + self.qkv_bias) + narrow + latent.kv_rank + self.num_heads * of_heads + out

@@ -51,6 +51,8 @@ class QuestionOptions:
             each sequence by itself (sequence). Default: batch.
         router_z_loss: The coefficient of the loss that keeps routers' logits small, in every layer; 0.001 is usual.
             Default: 0.
+        router_bias_speed: By how much a step moves the correction bias of an expert that was chosen too often or too
+            seldom, where a model has such biases; DeepSeek-V3 had 0.001. Default: 0, so that they stay as they are.
         engine: Search only plans that this engine runs; `any` searches all engines. Default: the cluster's own.
         headroom: The share of a rank's usable memory that stays free: 0.1 is 10 %, 0 none. Default: 0.1.
         calibration: A calibration file, made by `autoshard calibrate`. Default: the one that comes with the cluster.
@@ -75,6 +77,7 @@ class QuestionOptions:
     router_balance_loss: float | None = None
     router_balance_over: BalancedOver | None = None
     router_z_loss: float | None = None
+    router_bias_speed: float | None = None
     engine: EngineChoice | None = None
     headroom: float | None = None
     calibration: str | None = None

@@ -15,9 +15,11 @@ Optimizer = Literal["adamw", "sgd"]  # sgd: weight - rate * gradient, no momentu
 Documents = Literal["joined", "separate"]  # whether documents in one sequence attend to each other
 BalancedOver = Literal["batch", "sequence"]  # the tokens over which experts shall be equally busy
 
-ROUTER_LOSSES = ("router_balance_loss", "router_balance_over", "router_z_loss")  # fields of Workload
+# Fields of Workload that say how routers are trained.
+ROUTER_TRAINING = ("router_balance_loss", "router_balance_over", "router_z_loss", "router_bias_speed")
 MOST = 2**31 - 1  # sequences or tokens: products of sizes stay inside the 64 bits of numpy's integers
 MAX_COEFFICIENT = 1e3  # of a loss of routers; published ones lie between 1e-4 and 1e-1
+MAX_BIAS_SPEED = 1.0  # scores lie between 0 and 1, and DeepSeek-V3 had 0.001
 MAX_CAPACITY = 1e6  # slots of an expert over its equal share of the tokens: more than there are experts
 # How far the busiest of 64 experts lies above the mean of its layer: 0.72 and 0.52 in models of 1B and 3B parameters
 # with an auxiliary loss, 0.04 with a bias in its place (Wang et al., arXiv 2408.15664, 2024, table 2, MaxVio_global).
@@ -111,7 +113,8 @@ class Workload:
     """One optimizer step: sequences, their length, number formats, optimizer.
 
     Documents that share a sequence are ``joined`` (one text for attention and positions) or ``separate``. The
-    coefficients of routers' losses are those of each layer; 0 leaves a loss out.
+    coefficients of routers' losses are those of each layer; 0 leaves a loss out. ``router_bias_speed`` is by how much a
+    step moves the correction bias of an expert that was chosen too often or too seldom.
     """
 
     seq_len: int
@@ -125,6 +128,7 @@ class Workload:
     router_balance_loss: float = record.option(0.0)
     router_balance_over: BalancedOver = record.option("batch")
     router_z_loss: float = record.option(0.0)
+    router_bias_speed: float = record.option(0.0)
 
     def __post_init__(self) -> None:
         require(
@@ -133,6 +137,7 @@ class Workload:
             *in_range(self, "expert_capacity", positive=True, high=MAX_CAPACITY),  # None: no token is dropped
             *in_range(self, "expert_imbalance", high=MAX_CAPACITY),
             *in_range(self, "router_balance_loss", "router_z_loss", high=MAX_COEFFICIENT),
+            *in_range(self, "router_bias_speed", high=MAX_BIAS_SPEED),
             (
                 self.router_balance_over == "batch" or self.router_balance_loss > 0,
                 "router_balance_over",
@@ -146,14 +151,14 @@ class Workload:
         return self.router_balance_loss > 0 or self.router_z_loss > 0
 
     @property
-    def router_losses(self) -> Mapping[str, Any]:
+    def router_training(self) -> Mapping[str, Any]:
         """The fields that say how routers are trained; none of those that say nothing.
 
         >>> work = Workload(seq_len=8, global_batch=1, precision=Precision.named("bf16"), router_z_loss=0.001)
-        >>> work.router_losses
+        >>> work.router_training
         {'router_z_loss': 0.001}
         """
-        names = ROUTER_LOSSES if self.router_balance_loss else ROUTER_LOSSES[2:]
+        names = ROUTER_TRAINING if self.router_balance_loss else ROUTER_TRAINING[2:]
         return {name: value for name in names if (value := getattr(self, name))}
 
     @property

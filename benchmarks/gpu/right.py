@@ -23,6 +23,7 @@ from autoshard.run.protocol import HOST, Batch, EngineMode, Run
 from autoshard.runtime.data.batches import synthetic_step
 from autoshard.search.bound.request import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.heads import LatentAttention
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.training import Training
@@ -75,6 +76,9 @@ CASES: Mapping[str, Case] = {
     "biases": Case(model=_GPT),
     "parallel_residual": Case(model={**_GPT, "positions": "rotary", "rotary_fraction": 0.5, "parallel_residual": True}),
     "query_norms": Case(model={"qk_norm": True, "qkv_bias": True, "num_kv_heads": 2}),
+    "narrow_states": Case(
+        model={"head_dim": 24, "latent": LatentAttention(query_rank=40, kv_rank=32, rotary_dim=8, value_dim=16)}
+    ),
     "recomputed": Case(layout="tp=1,pp=1,dp=1,mbs=1,recompute=full"),
     "dropout": Case(model={"hidden_dropout": 0.1, "attention_dropout": 0.2, "num_kv_heads": 2}),
     "experts_in_documents": Case(model={**_EXPERTS, "window": 48}, workload={"documents": "separate"}),

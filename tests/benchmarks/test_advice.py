@@ -52,6 +52,7 @@ def test_the_run_that_is_chosen_next_is_the_one_after_which_variances_are_least(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_every_choice_has_the_same_sizes_and_needs_some_part(fitted_rows: Rows) -> None:
     rows = fitted_rows
     found = compared(rows, seeds=2)

@@ -17,6 +17,7 @@ def b200() -> ProgramRows:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_every_term_can_be_taken_away_and_without_it_is_nothing(b200: ProgramRows) -> None:
     whole = b200.rows.prior
     for name, change in TERMS.items():

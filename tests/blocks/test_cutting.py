@@ -21,6 +21,7 @@ from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.strategy import strategy_rules
 from autoshard.spec.model_catalogue import model_names
 from tests.cost.cases import ask, candidate_of
+from tests.slower import rest_is_slow
 
 CASES = {
     "trn1": ("llama3-70b", "trn1.32xlarge", 4, "tp=32"),
@@ -104,7 +105,7 @@ def test_a_cutting_of_some_atoms_is_that_of_a_mesh_with_these():
     assert cutting.only(frozenset()) == Cutting.of(whole, {})
 
 
-@pytest.mark.parametrize("model", model_names())
+@pytest.mark.parametrize("model", rest_is_slow(model_names(), 8, 12))
 def test_every_card_can_be_cut_on_both_engines(model):
     for engine in ("nxd", "torch"):
         question = ask(model, "trn2.48xlarge", 1, seq_len=512)

@@ -10,8 +10,9 @@ from autoshard.graph.block import OpGraph
 from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.op import Array
+from autoshard.spec.heads import LatentAttention, RotaryScaling
 from autoshard.spec.kernels import load_kernels
-from autoshard.spec.model import LayerKind, ModelSpec, RotaryScaling
+from autoshard.spec.model import LayerKind, ModelSpec, Router
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import Documents, Precision, Workload
 
@@ -22,6 +23,16 @@ EXPERTS = {"num_experts": 4, "experts_per_token": 2}
 LLAMA3 = RotaryScaling(
     kind="llama3", factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_positions=8
 )
+GROUPED = Router(
+    scores="sigmoid", scale=2.5, groups=2, chosen_groups=1, group_score="best two", correction=True
+)  # fmt: skip
+YARN = RotaryScaling(
+    kind="yarn", factor=4.0, low_frequency_factor=0.25, high_frequency_factor=1.5, original_positions=16, mscale=0.7
+)
+LATENT: Mapping[str, Any] = {
+    "num_heads": 2, "num_kv_heads": 2, "head_dim": 8,
+    "latent": LatentAttention(query_rank=10, kv_rank=6, rotary_dim=4, value_dim=5),
+}  # fmt: skip
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "no option": {},
     "one head per key": {"num_heads": 2},
@@ -47,6 +58,10 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "one more than the weights of norms": {"norm_offset": 1.0, "qk_norm": True},
     "norm of all queries": {"qk_norm": True, "qk_norm_over": "all heads"},
     "norm of the queries of one key head": {"qk_norm": True, "qk_norm_over": "all heads", "num_kv_heads": 1},
+    "narrow states": LATENT,
+    "keys and values of a narrow state": {**LATENT, "latent": replace(LATENT["latent"], query_rank=None)},
+    "narrow states, biases, in a window": {**LATENT, **BIASES, "window": WINDOW, "rotary_scaling": YARN},
+    "yarn": {"rotary_scaling": YARN, "rotary_theta": 50.0},
     "another scale of scores": {"query_scalar": 3.0, "window": WINDOW},
     "scaled embeddings": {"scaled_embeddings": True, "tied_embeddings": True},
     "experts behind which norms are": {**EXPERTS, "norm_place": "after", "scaled_embeddings": True},
@@ -61,6 +76,8 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "window wider than the sequence": {"window": 2 * SEQ},
     "experts": EXPERTS,
     "one expert per token": {**EXPERTS, "experts_per_token": 1},
+    "experts by scores that sum to less than one": {**EXPERTS, "router": Router(normalised=False, scale=2.0)},
+    "corrected experts in groups, and one for all tokens": {**EXPERTS, "router": GROUPED, "shared_ffn": 12},
     "experts and all else": {**EXPERTS, **BIASES, "norm": "layer", "qk_norm": True, "window": WINDOW},
 }
 
@@ -74,7 +91,9 @@ def reduced(model: ModelSpec) -> ModelSpec:
     first = model.with_layers(2)
     return replace(
         first,
-        kinds=tuple(replace(kind, window=kind.window and WINDOW) for kind in first.kinds),
+        kinds=tuple(
+            replace(kind, window=kind.window and WINDOW, dense_ffn=kind.dense_ffn and 40) for kind in first.kinds
+        ),
         hidden=16,
         ffn=24,
         num_heads=kv_heads * group,
@@ -84,7 +103,11 @@ def reduced(model: ModelSpec) -> ModelSpec:
         max_positions=2 * SEQ,
         num_experts=min(model.num_experts, 4),
         experts_per_token=min(model.experts_per_token, 2),
+        shared_ffn=min(model.shared_ffn, 40),
+        router=model.router
+        and (replace(model.router, groups=2, chosen_groups=1) if model.router.groups > 1 else model.router),
         window=WINDOW if model.window else None,
+        latent=model.latent and replace(LATENT["latent"], query_rank=model.latent.query_rank and 10),
     )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from autoshard.engine.observing import RouterNotes
+from autoshard.engine.observing import Observation, RouterNotes
 from autoshard.engine.programs import graph_of
 from autoshard.engine.torch.kernels.router import observing
 from autoshard.plan.plan import Plan
@@ -53,7 +53,13 @@ def test_nothing_is_reported_without_routers_and_of_a_rank_that_rehearses_alone(
 def test_what_is_noted_of_choices_and_of_places(dtype: torch.dtype) -> None:
     logits = torch.tensor([[[0.0, 0.0, 0.0, 0.0], [0.0, -1e4, -1e4, 0.0]]], dtype=dtype)
     chosen = torch.tensor([[[0, 1], [3, 0]]])
-    (row,) = observing("choices", 4)(logits, chosen)
+    (row,) = observing(Observation(noted="choices", reads=(), writes="noted"), 4)(logits, chosen)
     assert row.tolist() == pytest.approx([2, 1, 0, 1, math.log(4) + math.log(2)])
-    (dropped,) = observing("dropped", 4)(torch.tensor([[[0, -1], [-1, 2]]]))
+    by_sigmoids = Observation(noted="choices", reads=(), writes="noted", probabilities="sigmoid")
+    assert observing(by_sigmoids, 4)(logits, chosen)[0].tolist() == pytest.approx(row.tolist())
+    (large,) = observing(by_sigmoids, 4)(torch.tensor([[[1e4, 1e4, 0.0, -1e4]]], dtype=dtype), chosen[:, :1])
+    assert large[4] == pytest.approx(-sum(share * math.log(share) for share in (0.4, 0.4, 0.2)))
+    (dropped,) = observing(Observation(noted="dropped", reads=(), writes="noted"), 4)(
+        torch.tensor([[[0, -1], [-1, 2]]])
+    )
     assert dropped.tolist() == [2.0]

@@ -20,6 +20,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.kernels import load_kernels
+from autoshard.spec.model import Router
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.recipe import Pins
 from autoshard.spec.record import options_on
@@ -56,11 +57,11 @@ def imported(program: OtherProgram, plan: Plan, found: Expressed) -> ImportedQue
 
 
 def test_a_file_that_says_which_model_is_trained_says_which_options_it_cannot():
-    for name in ("tiny-olmo2", "tiny-gemma3", "llama3-8b"):
-        options = options_on(load_model(name))
+    for name in ("tiny-olmo2", "tiny-gemma3", "tiny-glm4-moe", "llama3-8b"):
+        options = [option for option in options_on(load_model(name)) if option not in ("router", "shared_ffn")]
         said = {program: found.limits.unsayable(load_model(name)) for program, found in WRITTEN.items()}
         assert said == dict.fromkeys(WRITTEN, ()) | {"megatron": tuple(options)}
-        assert ("norm_place" in options) == (name != "llama3-8b")
+        assert options == [] if name == "llama3-8b" else {"norm_place", "kinds"} & {*options}
 
 
 @st.composite
@@ -145,6 +146,54 @@ def test_losses_of_routers_go_to_megatron_and_back(over: BalancedOver) -> None:
     assert ["one data-parallel rank" in remark for remark in question.run.remarks] == [True] * (over == "batch")
     for name in WRITTEN.keys() - {"megatron", "nxdt"}:
         assert "losses of routers" in {change.what for change in expressed(plan, WRITTEN[name]).differences}
+
+
+ROUTERS = {
+    "of DeepSeek-V3": (
+        Router(scores="sigmoid", scale=2.5, groups=4, chosen_groups=2, group_score="best two", correction=True),
+        4,
+    ),
+    "of DeepSeek-V2": (Router(normalised=False, scale=16.0, groups=8, chosen_groups=4), 4),
+    "softmax of all": (Router(normalised=False), 2),
+    "softmax of the chosen, in groups": (Router(groups=4, chosen_groups=3), 3),
+    "a single sigmoid": (Router(scores="sigmoid", normalised=False), 1),
+}
+UNSAID_ROUTERS = {
+    "a single sigmoid that is always one": (Router(scores="sigmoid"), 1),
+    "corrected probabilities": (Router(normalised=False, correction=True), 2),
+    "sigmoids as they are": (Router(scores="sigmoid", normalised=False), 2),
+    "groups by one expert, several in each": (Router(normalised=False, groups=4, chosen_groups=2), 4),
+    "groups by two experts, one in each": (
+        Router(scores="sigmoid", groups=4, chosen_groups=2, group_score="best two"), 2
+    ),
+    "groups by two probabilities": (Router(groups=4, chosen_groups=2, group_score="best two"), 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers_and_shared_experts_go_to_megatron_and_back(name: str) -> None:
+    router, chosen = ROUTERS[name]
+    plan, program = plan_at("mixtral-8x7b", Candidate(tp=2, pp=1, dp=4, ep=2)), WRITTEN["megatron"]
+    model = replace(plan.model, experts_per_token=chosen, router=router, shared_ffn=14336, num_layers=30)
+    speed = 0.002 if router.correction else 0.0
+    plan = replace(plan, model=model, workload=replace(plan.workload, router_bias_speed=speed))
+    assert program.limits.unsayable(model) == ()
+    text = text_of(program, plan, expressed(plan, program))
+    assert ("--moe-router-bias-update-rate 0.002" in text) == router.correction
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "mine.sh"
+        path.write_text(text, encoding="utf-8")
+        options = ImportOptions(cluster=plan.cluster.name)
+        request = imported_question(imported_run(str(path)), options, plan.cluster.num_nodes).request
+    assert (request.model.router, request.model.shared_ffn) == (router, 14336)
+    assert request.workload.router_bias_speed == speed
+
+
+@pytest.mark.parametrize("name", UNSAID_ROUTERS)
+def test_a_router_that_megatron_would_compute_otherwise_has_no_key(name: str) -> None:
+    router, chosen = UNSAID_ROUTERS[name]
+    model = replace(load_model("mixtral-8x7b"), experts_per_token=chosen, router=router)
+    assert WRITTEN["megatron"].limits.unsayable(model) == ("router",)
 
 
 def test_differences_say_what_is_lost_and_what_is_done_instead() -> None:

@@ -14,12 +14,12 @@ Sizes = Mapping[str, int]
 Reference = Callable[..., Any]  # torch tensors and the sizes of the dims in, a tensor or a tuple of them out
 
 
-def reference_rotary(fraction: float, theta: float) -> Reference:
+def reference_rotary(fraction: float, theta: float, over: str = "head_dim") -> Reference:
     """Turn complex numbers: the first half of the rotated part is real, the second imaginary."""
 
     def rotate(x: Any, positions: Any, *rest: Any) -> Any:
         *starts, sizes = rest
-        rotated = int(sizes["head_dim"] * fraction)
+        rotated = int(sizes[over] * fraction)
         half = rotated // 2
         speeds = [theta ** (-2 * pair / rotated) for pair in range(half)]
         where = torch.stack([positions - row for row in starts[0]] if starts else [positions])

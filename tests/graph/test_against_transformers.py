@@ -18,6 +18,7 @@ from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision, Workload
 from tests.engine.hf_whole import from_hf
+from tests.graph.choosing_references import excess_of
 from tests.kit import DIFFERENT_LAYERS, SMALL_FAMILIES, small_config
 from tests.reference_step import StepResult, evaluate_step
 
@@ -25,10 +26,13 @@ torch: Any = pytest.importorskip("torch")
 transformers: Any = pytest.importorskip("transformers")
 overrides: Any = pytest.importorskip("torch.overrides")
 
-BATCH, SEQ, ACCUMULATED, RATE = 2, 7, 2, 1e-2
+BATCH, SEQ, ACCUMULATED, RATE, SPEED = 2, 7, 2, 1e-2, 1e-3
+CORRECTION = "e_score_correction_bias"
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_ROPE |= {"original_max_position_embeddings": 8}
 OF_3_1 = {"head_dim": 8, "rope_theta": 50.0, "rope_scaling": LLAMA3_ROPE, "tie_word_embeddings": True}
+YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1.5, "beta_slow": 0.25}
+YARN |= {"original_max_position_embeddings": 16}
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     **{family: small_config(family) for family in SMALL_FAMILIES},
     "llama, tied, scaled as in 3.1": small_config("llama", **OF_3_1),
@@ -37,6 +41,15 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     ),
     "gpt_neox in sequence": small_config("gpt_neox", use_parallel_residual=False),
     **{f"{family}, layers differ": small_config(family, **changes) for family, changes in DIFFERENT_LAYERS},
+    "qwen3_moe, probabilities of all experts": small_config("qwen3_moe", norm_topk_prob=False),
+    "deepseek_v3, biases, scaled as published": small_config(
+        "deepseek_v3", rope_scaling=YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}, attention_bias=True, rope_theta=50.0
+    ),
+    "deepseek_v2, queries of a narrow state": small_config("deepseek_v2", q_lora_rank=9, rms_norm_eps=0.3),
+    "qwen2, yarn": small_config("qwen2", rope_scaling=YARN, rope_theta=50.0),
+    "llama, yarn that is not rounded": small_config(
+        "llama", rope_scaling=YARN | {"truncate": False, "attention_factor": 1.3}, head_dim=16, rope_theta=50.0
+    ),
     "llama, linear scaling": small_config("llama", rope_scaling={"rope_type": "linear", "factor": 4.0}),
 }
 
@@ -76,12 +89,19 @@ def theirs(config: Mapping[str, Any], tokens: Array, added: Callable[[Any], Any]
         for parameter in parameters.values():
             assert parameter.dtype == torch.float64
             parameter.data.normal_(0, 0.4, generator=generator)
-        old = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        corrections = {name: one for name, one in module.named_buffers() if name.endswith(CORRECTION)}
+        for correction in corrections.values():  # as different as scores are, so that it decides choices
+            correction.normal_(0, 0.4, generator=generator)
+        old = {name: tensor.detach().clone() for name, tensor in {**parameters, **corrections}.items()}
+        excess = {name: watched(module, name) for name in corrections}
         batch = torch.tensor(tokens)
         outputs = module(input_ids=batch, labels=batch, use_cache=False)
         loss = outputs.loss + (added(outputs) if added else 0)
         loss.backward()
     gradients = {name: parameter.grad.clone() for name, parameter in parameters.items()}
+    for name, counts in excess.items():
+        gradients[name] = torch.stack(counts).sum(0).double()
+        corrections[name].sub_(SPEED * gradients[name].sign())
     norm = torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
     kind = AdamW()
     betas = (kind.beta1, kind.beta2)
@@ -89,8 +109,17 @@ def theirs(config: Mapping[str, Any], tokens: Array, added: Callable[[Any], Any]
     vectors = [one for one in parameters.values() if one.ndim == 1]
     kinds = [{"params": tables, "weight_decay": kind.decay}, {"params": vectors, "weight_decay": 0.0}]
     torch.optim.AdamW(kinds, lr=RATE, betas=betas, eps=kind.eps).step()
-    arrays = [{name: tensor.detach().numpy() for name, tensor in of.items()} for of in (old, gradients, parameters)]
+    new = {**parameters, **corrections}
+    arrays = [{name: tensor.detach().numpy() for name, tensor in of.items()} for of in (old, gradients, new)]
     return Theirs(float(loss.detach()), float(norm), *arrays)
+
+
+def watched(module: Any, correction: str) -> list[Any]:
+    """Return a list to which the router with this correction adds by how much each expert is chosen too often."""
+    counts: list[Any] = []
+    router = module.get_submodule(correction.rpartition(".")[0])
+    router.register_forward_hook(lambda router, _, made: counts.append(excess_of(made[2], router.num_experts)))
+    return counts
 
 
 def build(config: Mapping[str, Any], micro_batch: int = BATCH, **losses: Any) -> tuple[ModelSpec, OpGraph, Workload]:
@@ -99,7 +128,7 @@ def build(config: Mapping[str, Any], micro_batch: int = BATCH, **losses: Any) ->
     capacity = model.num_experts / model.experts_per_token if model.num_experts else None
     workload = Workload(
         seq_len=SEQ, global_batch=BATCH * ACCUMULATED, precision=Precision.named("bf16"), expert_capacity=capacity,
-        **losses,
+        router_bias_speed=SPEED, **losses,
     )  # fmt: skip
     return model, decoder_graph(model, workload, load_kernels("torch_cuda"), micro_batch=micro_batch), workload
 
@@ -128,10 +157,10 @@ def test_a_step_equals_that_of_the_transformers_module(name: str):
 
 
 LOSSES: Mapping[str, Any] = {"router_balance_loss": 0.7, "router_z_loss": 0.3}
-MIXTURES = tuple(family for family in SMALL_FAMILIES if "num_experts_per_tok" in small_config(family))
+BALANCED = ("mixtral", "qwen3_moe")  # whose classes have a loss of routers
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", BALANCED)
 def test_the_balance_loss_of_a_layer_is_that_of_transformers(family: str):
     """Of one layer: over several transformers computes one loss, in which an expert's number says nothing."""
     config = small_config(family, num_hidden_layers=1)
@@ -177,6 +206,8 @@ def hold(family: str, model: ModelSpec, graph: OpGraph, result: StepResult, modu
     gradients = {name: array for name, array in as_ours(module.gradients).items() if name not in tied}
     assert sum(array.size for array in gradients.values()) == sum(array.size for array in module.weights.values())
     assert result.gradients.keys() == gradients.keys()
+    for parameter in [name for name in gradients if name.endswith("correction.weight")]:
+        np.testing.assert_array_equal(result.gradients[parameter], gradients.pop(parameter), err_msg=parameter)
     largest = max(np.abs(gradient).max() for gradient in gradients.values())
     tiny = [parameter for parameter, gradient in gradients.items() if np.abs(gradient).max() < 1e-9 * largest]
     assert [parameter for parameter in tiny if not parameter.endswith("k_shift.bias")] == []  # all but rounding

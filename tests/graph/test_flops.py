@@ -17,6 +17,7 @@ from autoshard.spec.workload import Precision, Workload
 from tests.kit import small_config
 from tests.slower import rest_is_slow
 
+FAMILIES = ("llama", "gpt_neox", "deepseek_v3", "deepseek_v2", "gpt2", "qwen3", "mixtral")
 GraphOf = Callable[..., OpGraph]
 
 
@@ -29,17 +30,25 @@ def graph(model: ModelSpec, seq_len: int, batch: int = 1, capacity: float | None
 
 def closed_form(model: ModelSpec, seq_len: int) -> int:
     """6 FLOPs per weight that a token meets, 12 per key, head and number of the head."""
-    attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim * model.hidden
-    mlps = max(1, model.experts_per_token) * (3 if model.gated_mlp else 2) * model.hidden * model.ffn
-    layer = attention + mlps + model.num_experts * model.hidden
-    weights = model.num_layers * layer + model.vocab * model.hidden
-    return 6 * weights + 12 * model.num_layers * model.num_heads * model.head_dim * seq_len
+    attention, value_dim = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim * model.hidden, model.head_dim
+    if latent := model.latent:
+        value_dim, narrow = latent.value_dim, latent.query_rank or 0
+        made = (narrow + latent.kv_rank + latent.rotary_dim) * model.hidden
+        queries = (narrow or model.hidden) * model.head_dim
+        keys_and_values = latent.kv_rank * (model.head_dim - latent.rotary_dim + value_dim)
+        attention = made + model.num_heads * (queries + keys_and_values + value_dim * model.hidden)
+    weights = model.num_layers * attention + model.vocab * model.hidden
+    for kind, count in model.layer_counts.items():
+        layer = model.of_kind(kind)
+        met = max(1, layer.experts_per_token) * layer.ffn + layer.shared_ffn
+        weights += count * ((3 if model.gated_mlp else 2) * met + layer.num_experts) * model.hidden
+    return 6 * weights + 6 * model.num_layers * model.num_heads * (model.head_dim + value_dim) * seq_len
 
 
 @pytest.mark.parametrize("name", model_names())
 def test_flops_and_parameters_of_every_card_equal_the_closed_forms(name: str):
     model, seq = load_model(name), 2048
-    built = graph(model, seq, batch=3)
+    built = graph(model, seq, batch=15)  # so that 160 experts get equally many tokens
     assert built.model_flops_per_token() == closed_form(model, seq)
     assert (built.num_parameters(), built.num_layers) == (model.num_parameters, model.num_layers)
 
@@ -71,7 +80,7 @@ def test_backward_does_twice_the_products_of_forward(model: ModelSpec, graph_of:
         assert block.matrix_flops("FIW", built.sizes) == 3 * forward
 
 
-@pytest.mark.parametrize("family", rest_is_slow(("llama", "gpt_neox", "gpt2", "qwen3", "mixtral"), fast=2))
+@pytest.mark.parametrize("family", rest_is_slow(FAMILIES, fast=2))
 def test_torch_counts_the_same_flops_on_the_transformers_model(family: str):
     """Forward and backward of the module, on the meta device where nothing depends on the numbers.
 

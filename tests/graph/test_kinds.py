@@ -15,7 +15,8 @@ from hypothesis import given, strategies as st
 
 import autoshard.graph.kinds
 from autoshard.graph.builder import BlockBuilder, add_backward
-from autoshard.graph.kinds.attention import Attend, Rotary
+from autoshard.graph.kinds.attention import Attend, Join, Rotary
+from autoshard.graph.kinds.choosing import Choose, CorrectionStep, ExcessLoad
 from autoshard.graph.kinds.dropout import PHILOX_FLOPS, Drop
 from autoshard.graph.kinds.experts import Combine, Dispatch, Slot, TopK
 from autoshard.graph.kinds.indexing import Lookup, Pick, random_document_starts
@@ -34,6 +35,14 @@ from tests.graph.attention_references import (
     reference_drop,
     reference_dropping,
     reference_rotary,
+)
+from tests.graph.choosing_references import (
+    CORRECTED,
+    GREEDY,
+    UNCORRECTED,
+    excess_of,
+    reference_choose,
+    reference_sigmoid_balance,
 )
 from tests.graph.loads import draw_loaded, load_of_sequences, reference_balance
 
@@ -62,6 +71,7 @@ class Case:
 MAXIMUM = Reduce(function="max", over=("vocab",))  # passes no gradient on purpose
 LOADS = RouterLoad(over="batch"), RouterLoad(over="sequence")
 CONSTANTS = (MAXIMUM, Slot(), *LOADS)
+ROUTERS = {"choose greedily": GREEDY, "choose by scores": UNCORRECTED, "choose by corrected scores": CORRECTED}
 
 # -- what torch says -------------------------------------------------------------------------------
 
@@ -180,9 +190,9 @@ def draw_documents(sizes: Sizes, rng: np.random.Generator) -> list[Array]:
     return [*draw_attention(sizes, rng), starts(sizes, rng)]
 
 
-def draw_attention(sizes: Sizes, rng: np.random.Generator) -> list[Array]:
+def draw_attention(sizes: Sizes, rng: np.random.Generator, width: str = "head_dim") -> list[Array]:
     query = normal(sizes, rng, "batch", "seq", "kv_heads", "q_group", "head_dim")
-    keys = [normal(sizes, rng, "batch", "kv_seq", "kv_heads", "head_dim") for _ in range(2)]
+    keys = [normal(sizes, rng, "batch", "kv_seq", "kv_heads", dim) for dim in ("head_dim", width)]
     return [query, *keys, *positions(sizes)]
 
 
@@ -196,6 +206,7 @@ def draw_routing(sizes: Sizes, rng: np.random.Generator) -> list[Array]:
 
 ROUTED = "batch seq choices <"  # experts, then places
 LOGITS = "batch seq experts"
+VALUES, SHARED = "batch kv_seq kv_heads value_dim", "batch seq rotary_dim"
 X, HEADS, KEYS = "batch seq hidden", "batch seq kv_heads q_group head_dim", "batch kv_seq kv_heads head_dim"
 UNARY: Mapping[Function, Reference] = {
     "silu": F.silu,
@@ -225,9 +236,10 @@ def norm(name: Any, over: str, *inputs: str, eps: float = 1e-3, offset: float = 
 
 
 def rotary(x: str, fraction: float = 1.0, theta: float = 10000.0, *, apart: bool = False) -> Case:
-    kind = Rotary(fraction=fraction, theta=theta)
+    kind = Rotary(fraction=fraction, theta=theta, over=dims(x)[-1])
     where = ("seq <", *(("batch seq <",) if apart else ()))
-    return Case(kind, (x, *where), reference_rotary(fraction, theta), draw_rotary(*dims(x), apart=apart))
+    reference = reference_rotary(fraction, theta, kind.over)
+    return Case(kind, (x, *where), reference, draw_rotary(*dims(x), apart=apart))
 
 
 def attention(window: int | None = None, *, apart: bool = False, dropped: float = 0.0) -> Case:
@@ -250,6 +262,10 @@ def scaled_attention(scale: float) -> Case:
         return plain(query * (scale * math.sqrt(rest[-1]["head_dim"])), *rest)
 
     return Case(Attend(scale=scale), attention().inputs, reference, draw_attention)
+
+
+def reference_join(shared: Any, own: Any, _: Sizes) -> Any:
+    return torch.cat([shared[:, :, None].expand(*own.shape[:3], shared.shape[-1]), own], -1)
 
 
 def mixed(x: Any) -> Any:
@@ -312,7 +328,13 @@ CASES: Mapping[str, Case] = {
     "rotary": rotary(HEADS),
     "rotary of keys, part of the head": rotary("batch seq kv_heads head_dim", fraction=0.5, theta=500.0),
     "rotary of keys from where a document starts": rotary("batch seq kv_heads head_dim", fraction=0.5, apart=True),
+    "rotary of a key of all heads": rotary(SHARED),
+    "join": Case(Join(), (SHARED, "batch seq kv_heads plain_dim"), reference_join),
     "attend": attention(),
+    "attend to values of a width of their own": Case(
+        Attend(value_width="value_dim"), (HEADS, KEYS, VALUES, "seq <", "kv_seq <"), reference_attention(None),
+        lambda sizes, rng: draw_attention(sizes, rng, "value_dim"),
+    ),
     "attend with another scale": scaled_attention(0.3),
     "attend to a document": attention(apart=True),
     "attend to a document in a window": attention(window=2, apart=True),
@@ -320,12 +342,26 @@ CASES: Mapping[str, Case] = {
     "attention that drops": attention(dropped=0.4),
     "attention to a document that drops": attention(apart=True, dropped=0.4),
     "top k": Case(TopK(), ("batch seq experts",), lambda x, sizes: tuple(x.topk(sizes["choices"]))),
+    **{
+        name: Case(Choose(router=router), (LOGITS, "experts")[: 1 + router.correction], reference_choose(router))
+        for name, router in ROUTERS.items()
+    },
+    "excess": Case(
+        ExcessLoad(), ("batch seq choices < experts",), lambda at, sizes: excess_of(at, sizes["experts"]).double()
+    ),
+    "correction step": Case(
+        CorrectionStep(speed=0.5), ("experts", "experts"), lambda bias, excess, _: bias - 0.5 * excess.sign()
+    ),
     "slot": Case(Slot(), ("batch seq choices < experts",), reference_places),
     "load": Case(LOADS[0], ("batch seq choices < experts",), lambda at, sizes: load_of_sequences(at, sizes).sum(0)),
     "load of each sequence": Case(LOADS[1], ("batch seq choices < experts",), load_of_sequences),
     "balance": Case(RouterBalance(), (LOGITS, "experts <"), reference_balance, draw_loaded(by_sequence=False)),
     "balance of each sequence": Case(
         RouterBalance(), (LOGITS, "batch experts <"), reference_balance, draw_loaded(by_sequence=True)
+    ),
+    "balance of each sequence by sigmoids": Case(
+        RouterBalance(scores="sigmoid"), (LOGITS, "batch experts <"), reference_sigmoid_balance,
+        draw_loaded(by_sequence=True),
     ),
     "z": Case(RouterZ(), (LOGITS,), lambda x, _: x.logsumexp(-1).square().sum()),
     "dispatch": Case(Dispatch(), (X, ROUTED, ROUTED), reference_dispatch),
@@ -346,6 +382,7 @@ def dim_sizes(draw: Callable[..., Any]) -> Sizes:
     """Small sizes, 1 among them, within what a model can have."""
     sizes = {dim: draw(st.integers(1, 4)) for dim in DIMS}
     sizes["head_dim"] = draw(st.sampled_from([4, 8, 16]))  # half of it is rotated, in pairs
+    sizes["rotary_dim"] = sizes["plain_dim"] = sizes["head_dim"] // 2
     sizes["kv_seq"] = sizes["seq"] + draw(st.integers(0, 2))
     sizes["choices"] = min(sizes["choices"], sizes["experts"])
     return sizes
@@ -448,7 +485,7 @@ def all_calls(sizes: Sizes) -> Iterator[tuple[OpKind, Call]]:
 
 
 # Different primes, so that a count can come from one product of dims only.
-PRIMES: Sizes = dict(zip(DIMS, (2, 3, 5, 7, 11, 4, 13, 17, 19, 23, 29, 31, 37), strict=True))
+PRIMES: Sizes = dict(zip(DIMS, (2, 3, 5, 7, 11, 4, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 6, 53), strict=True))
 T, H, E, K = 2 * 3, 13, 19, 29  # tokens, hidden, experts, choices
 TH, Q, QK = T * H, T * 7 * 11, 2 * 7 * 11 * 3 * 5  # elements of X, query heads, (query, key) pairs of all heads
 HEADS_PRODUCT = (2 * TH * 7 * 11 * 4, 0)
@@ -471,6 +508,8 @@ EXPECTED: Mapping[str, tuple[int, int]] = {  # matrix FLOPs, vector FLOPs
     "rotary of keys from where a document starts": (0, 3 * T * 7 * 2),
     # As many pairs as if documents saw each other: what is counted is no less than what is done.
     **dict.fromkeys((name for name in CASES if name.startswith("attend")), (2 * 2 * QK * 4, 5 * QK)),
+    "attend to values of a width of their own": (2 * QK * (4 + 53), 5 * QK),
+    "rotary of a key of all heads": (0, 3 * T * 6),
     "drop": (0, PHILOX_FLOPS * TH),
     **dict.fromkeys(
         ("attention that drops", "attention to a document that drops"), (2 * 2 * QK * 4, (5 + PHILOX_FLOPS + 1) * QK)
@@ -480,7 +519,10 @@ EXPECTED: Mapping[str, tuple[int, int]] = {  # matrix FLOPs, vector FLOPs
     "top k": (0, T * E),
     "slot": (0, T * K),
     **dict.fromkeys(("load", "load of each sequence"), (0, T * K)),
-    **dict.fromkeys(("balance", "balance of each sequence"), (0, 6 * T * E)),
+    **dict.fromkeys((name for name in CASES if name.startswith("balance")), (0, 6 * T * E)),
+    **dict.fromkeys(ROUTERS, (0, 8 * T * E)),
+    "excess": (0, T * K),
+    "correction step": (0, 3 * E),
     "z": (0, 4 * T * E),
     "combine": (0, 2 * T * K * H),
     "square sum": (0, 2 * 17 * H),
@@ -491,7 +533,9 @@ EXPECTED: Mapping[str, tuple[int, int]] = {  # matrix FLOPs, vector FLOPs
 EXPECTED_BACKWARD: Mapping[str, tuple[int, int]] = {  # by label: the first operation that has it
     # Of every pair: scale, mask, subtract the log, exponentiate; subtract the row's sum, multiply, scale back.
     "attend_gradient": (4 * 2 * QK * 4, (4 + 3) * QK),
+    "choose_gradient": (0, 8 * T * E),
     "combine_gradient": (0, 3 * T * K * H),
+    "join_gradient": (0, T * 7 * 6),  # a sum over the heads
     "mean_square_gradient": (0, Q * 4),
     "rescale_square_gradient": (0, 3 * Q * 4),
     "rescale_weight_gradient": (0, 3 * Q * 4),
@@ -533,6 +577,12 @@ def test_a_kind_counts_its_flops_and_bytes_as_counted_by_hand(name: str):
 def test_a_derived_operation_counts_its_flops_and_bytes_as_counted_by_hand(label: str):
     kind, call = next((kind, call) for kind, call in all_calls(PRIMES) if kind.label == label)
     assert_counts(label, kind, call, EXPECTED_BACKWARD.get(label, (0, 0)))
+
+
+def test_products_with_values_count_their_width_and_not_that_of_keys():
+    builder, _ = block_of(CASES["attend to values of a width of their own"])
+    backward = next(op for op in builder.ops if op.kind.label == "attend_gradient")
+    assert backward.kind.matrix_flops(call_of(builder, backward, PRIMES)) == 2 * 2 * QK * (4 + 53)
 
 
 def test_every_kind_of_the_package_is_compared_with_torch():

@@ -13,6 +13,7 @@ from autoshard.imports.programs.megatron import stages_of_layout
 from autoshard.imports.question import ImportOptions, imported_question
 from autoshard.imports.table import number, truth, whole_number, words
 from autoshard.plan.recompute import Recompute
+from autoshard.spec.model import Router
 from autoshard.spec.recipe import Pins
 
 NXDT = {"zero1": True}
@@ -61,6 +62,14 @@ READ = [
      "work.router_balance_over", "sequence"),
     (MEGATRON, {"moe_aux_loss_coeff": [0.0, 0.02], "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
      "work.router_balance_over", "sequence"),
+    (MEGATRON, {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}, "model.router",
+     Router(scores="sigmoid", correction=True)),
+    (MEGATRON, {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+     "work.router_bias_speed", 0.001),
+    (MEGATRON, {"moe_router_score_function": "softmax", "moe_router_num_groups": None}, "model.router", None),
+    (MEGATRON, {"moe_router_pre_softmax": True, "moe_router_num_groups": 8}, "model.router", Router(normalised=False)),
+    (MEGATRON, {"moe_router_score_function": "sqrtsoftplus"}, "model.unmodelled", ["moe_router_score_function"]),
+    (MEGATRON, {"moe_shared_expert_intermediate_size": 1408}, "model.shared_ffn", 1408),
     (MEGATRON, {"moe_z_loss_coeff": "1e-3"}, "work.router_z_loss", 0.001),
     (MEGATRON, {"add_qkv_bias": True, "swiglu": True}, "model.qkv_bias", True),
     (MEGATRON, {"qk_layernorm": True, "swiglu": True}, "model.qk_norm", True),

@@ -229,7 +229,8 @@ KNOWN = (PENDING_FACTOR, PENDING_ELEMENTWISE)
 # DTensor has no operation like these.
 ONLY_OURS = {
     "AdamW", "ClipScale", "Collect", "Combine", "CombineGradient", "Deliver", "Dispatch", "DispatchGradient", "Drop",
-    "Opaque", "OpaqueGradient", "Rotary", "Sgd", "Slot", "SquareSum",
+    "Opaque", "OpaqueGradient", "Join", "JoinGradient", "Rotary", "Sgd", "Slot", "SquareSum",
+    "Choose", "ChooseGradient", "CorrectionStep", "ExcessLoad",
     "RouterBalance", "RouterBalanceGradient", "RouterLoad", "RouterZ", "RouterZGradient",
     "MeanSquare", "MeanSquareGradient", "Rescale", "RescaleSquareGradient", "RescaleWeightGradient",  # half a norm each
 }  # fmt: skip

@@ -21,6 +21,6 @@ def test_every_case_is_recorded_and_was_near_and_the_docs_show_it() -> None:
     assert BEGIN in page and with_table(page, RECORDED) == page
 
 
-@pytest.mark.parametrize("name", rest_is_slow(sorted(CASES, key=lambda name: "copies" not in name), 3))
+@pytest.mark.parametrize("name", rest_is_slow(sorted(CASES, key=lambda name: "copies" not in name), 3, slow=100))
 def test_a_case_lowers_to_the_layers_that_were_verified(name: str) -> None:
     assert layers_of(CASES[name]) == RECORDED["cases"][name]["layers"], "run: python -m tests.neuron.record VERSION"

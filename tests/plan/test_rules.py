@@ -20,6 +20,7 @@ from autoshard.plan.rules.strategy import (
     with_sp,
     without_sp,
 )
+from autoshard.spec.heads import LatentAttention, RotaryScaling
 from autoshard.spec.kernels import kernels_names, load_kernels
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import LayerKind, TracedDecoder
@@ -33,6 +34,13 @@ DIFFERENT = {"kinds": (LayerKind(name="local", window=4096),), "order": "local/l
 TRACED = TracedDecoder(embed=("a",), layer=("b",), head=("c",), sizes={}, num_parameters=1)
 
 # rule, and what is special -> (question, candidate that breaks it, what the message must say, the same put right)
+NARROW = {
+    "num_kv_heads": 64,
+    "latent": LatentAttention(query_rank=1536, kv_rank=512, rotary_dim=64, value_dim=64),
+    "rotary_scaling": RotaryScaling(
+        kind="yarn", factor=4, high_frequency_factor=32, original_positions=2048, mscale=1.0
+    ),
+}  # fmt: skip
 BREAKS = {
     "ranks": ({}, "tp=32,pp=8,dp=4", "uses 1024 ranks, but the cluster has 512. Use dp=2", "tp=32,pp=8,dp=2"),
     "heads": ({}, "tp=6,dp=1", "64 query heads of llama3-70b do not divide by 6. Use"
@@ -110,6 +118,8 @@ BREAKS = {
     "nxd-layers": ({"model_changes": DIFFERENT}, "tp=8", "has layers of several kinds (1 local, 79 layer)", None),
     "nxd-options": ({"model_changes": {"norm_place": "after", "scaled_embeddings": True}}, "tp=8",
                     "llama3-70b has norm_place 'after', scaled_embeddings true, for which the nxd engine builds", None),
+    "nxd-options, narrow states": ({"model_changes": NARROW}, "tp=8",
+                                   "llama3-70b has latent, rotary_scaling.mscale 1.0, for which", None),
     "nxd-window": ({"model_changes": {"window": 4096}}, "tp=8", "Use --seq-len 4096 or less", None),
     "nxd-code": ({"model_changes": {"traced": TRACED}}, "tp=8", "Use --engine torch", None),
     "nxd-documents": ({"documents": "separate"}, "tp=8", "Use documents=joined", None),
@@ -119,6 +129,7 @@ BREAKS = {
                           "Write 0 in its config, or use --engine torch", None),
     "routers": (GPU | {"router_balance_loss": 0.01}, "tp=8", "llama3-70b has no experts, so no router", None),
     "routers, z-loss": (GPU | {"router_z_loss": 0.01}, "tp=8", "router_z_loss=0.01: llama3-70b has no experts", None),
+    "router-bias": (GPU | {"router_bias_speed": 0.001}, "tp=8", "llama3-70b has no correction bias", None),
     "nxd-router-losses": ({**EXPERTS, "router_balance_loss": 0.01}, "tp=32", "tokens. Leave both out", None),
     "nxd-router-losses, trn2": ({**EXPERTS, "cluster_name": "trn2.48xlarge", "router_z_loss": 0.001}, "tp=32",
                                 "router_z_loss=0.001: NxD has no z-loss, and its balance loss is that of all layers "

@@ -29,8 +29,9 @@ from autoshard.run.placement import sequence_order
 from autoshard.run.protocol import EngineMode, Run
 from autoshard.run.reports import Measured, RouterReport
 from autoshard.search.bound.request import Request
+from autoshard.spec.heads import LatentAttention, RotaryScaling
 from autoshard.spec.mesh import Mesh, axis_of_atoms
-from autoshard.spec.model import LayerKind, ModelSpec
+from autoshard.spec.model import LayerKind, ModelSpec, Router
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.training import AdamWConstants, Training
 from tests.kit import NOTHING, local_plan, local_request
@@ -50,6 +51,7 @@ COPIED = {
     "layer.v.weight": "[kv_heads/kv, head_dim, hidden]",
     "layer.attend": "[batch/dp, seq/cp, kv_heads/kv, q_group/rep, head_dim]",
 }
+CORRECTION = "correction.weight"
 STATES = ("weights", "gradients", "masters", "optimizer")
 FEW_RANKS = 4
 EXACT, AS_PLANNED = Formats(exact=True), Formats()
@@ -80,6 +82,25 @@ def gemma(**changes: Any) -> ModelSpec:
 def olmo2(**changes: Any) -> ModelSpec:
     """The shape of OLMo 2: norms only behind, and one norm over all heads of queries or keys."""
     return llama(**({"norm_place": "after", "qk_norm": True, "qk_norm_over": "all heads"} | changes))
+
+
+def glm(**changes: Any) -> ModelSpec:
+    """The shape of GLM-4.5: a first layer without experts, experts in groups by corrected scores, and shared ones."""
+    router = Router(scores="sigmoid", scale=1.5, groups=4, chosen_groups=2, group_score="best two", correction=True)
+    options: dict[str, Any] = {"num_experts": 8, "experts_per_token": 2, "shared_ffn": 8, "router": router}
+    options |= {"qk_norm": True, "qkv_bias": True, "rotary_fraction": 0.5, "num_layers": 3, "vocab": 31}
+    options |= {"kinds": (LayerKind(name="dense", dense_ffn=16),), "order": "dense/layer*2"}
+    return llama(**(options | changes))
+
+
+def deepseek(*, query_rank: int | None = 12, value_dim: int = 3, **changes: Any) -> ModelSpec:
+    """The attention of DeepSeek: queries, keys and values of narrow states, and a part of keys that heads share."""
+    latent = LatentAttention(query_rank=query_rank, kv_rank=8, rotary_dim=2, value_dim=value_dim)
+    scaling = RotaryScaling(
+        kind="yarn", factor=4.0, low_frequency_factor=0.25, high_frequency_factor=1.5, original_positions=16, mscale=1.0
+    )
+    heads: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 5, "rotary_scaling": scaling}
+    return llama(**(heads | {"latent": latent} | changes))
 
 
 def request_of(candidate: Candidate, model: ModelSpec, **changes: Any) -> Request:
@@ -281,10 +302,13 @@ def near(expected: StepResult, shares: Sequence[StepShare], most: float) -> None
     """Hold loss and norm, relative to themselves, and every gradient, relative to the largest of the model."""
     for share in shares:
         np.testing.assert_allclose([share.loss, share.norm], [expected.loss, expected.norm], rtol=most)
-    largest = max(np.abs(gradient).max() for gradient in expected.gradients.values())
+    computed = [gradient for name, gradient in expected.gradients.items() if not name.endswith(CORRECTION)]
+    largest = max(np.abs(gradient).max() for gradient in computed)
     assert {name for share in shares for name in share.gradients} == set(expected.gradients)
     for name, gradient in expected.gradients.items():
         found = whole(name, gradient, shares, "gradients")
+        if name.endswith(CORRECTION):  # whole numbers
+            np.testing.assert_array_equal(found, gradient, err_msg=name)
         np.testing.assert_allclose(found, gradient, rtol=0, atol=most * largest, err_msg=name)
 
 
@@ -308,13 +332,20 @@ def hold(task: Task, *, joins: bool = False) -> tuple[StepResult, list[StepShare
 
 
 def by_one_process(task: Task) -> Iterator[tuple[StepResult, Arrays]]:
-    """Yield what one process gives for every step, and the weights that PyTorch's AdamW makes of it."""
+    """Yield what one process gives for every step, and the weights that PyTorch's AdamW makes of it.
+
+    Corrections of routers take their own step: by a fixed length, against the sign of what stands for their gradient.
+    """
     tensors, optimizer = torch_adamw(task.weights, task.training.adamw)
     for step in range(len(task.steps)):
         result = task.reference({name: tensor.numpy() for name, tensor in tensors.items()}, step)
         for name, gradient in result.gradients.items():
-            tensors[name].grad = torch.from_numpy(gradient.copy())
-        torch.nn.utils.clip_grad_norm_([tensors[name] for name in result.gradients], task.plan.workload.clip_norm)
+            if name.endswith(CORRECTION):
+                tensors[name].sub_(torch.from_numpy(gradient).sign(), alpha=task.plan.workload.router_bias_speed)
+            else:
+                tensors[name].grad = torch.from_numpy(gradient.copy())
+        clipped = [tensors[name] for name in result.gradients if not name.endswith(CORRECTION)]
+        torch.nn.utils.clip_grad_norm_(clipped, task.plan.workload.clip_norm)
         optimizer.step()
         yield result, {name: tensor.numpy().copy() for name, tensor in tensors.items()}
 
@@ -360,7 +391,7 @@ def torch_adamw(weights: Arrays, constants: AdamWConstants) -> tuple[Mapping[str
     """PyTorch's own optimizer with these constants; tied weights are one tensor, norms and biases do not decay."""
     distinct = {id(array): torch.from_numpy(array.copy()) for array in weights.values()}
     tensors = {name: distinct[id(array)] for name, array in weights.items()}
-    still = {id(array) for name, array in weights.items() if name.endswith(("norm.weight", ".bias"))}
+    still = {id(array) for name, array in weights.items() if name.endswith(("norm.weight", ".bias", CORRECTION))}
     kinds = [
         {"params": [distinct[one] for one in distinct if (one in still) == decays_not], "weight_decay": decay}
         for decays_not, decay in ((False, constants.weight_decay), (True, 0.0))

@@ -42,7 +42,8 @@ def gradients_of(engine: TorchEngine) -> Mapping[str, Held]:
     """This rank's parts of the gradients of the last step, reduced and not clipped."""
     found: dict[str, Held] = {}
     for flat, piece in zip(engine.store.flats, engine.gradients, strict=True):
-        found |= {} if flat.tied == "copy" else _parts(flat, piece / engine.clip)
+        clip = engine.clip if flat.weights[0].optimizer.clipped else 1.0
+        found |= {} if flat.tied == "copy" else _parts(flat, piece / clip)
     return found
 
 

@@ -87,7 +87,9 @@ def test_a_number_that_depends_on_the_layout_is_caught(name: str):
         compare(task.reference(), [share for (share,) in wrong])
 
 
-@pytest.mark.parametrize("mode", ["literal", "generated", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode", ["literal", "generated", pytest.param("compiled", marks=[pytest.mark.slow, pytest.mark.thorough])]
+)
 def test_every_mode_drops_the_same(mode: Any):
     task = Task.of(plan_of("tp=2,pp=1,dp=1,recompute=full:1", llama(**HIDDEN, **ATTENTION)))
     shares = [share for (share,) in on_ranks(2, run_steps, task, EXACT, mode, timeout_s=600)]

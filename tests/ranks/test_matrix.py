@@ -57,6 +57,7 @@ def task_of(row: Row, num_steps: int = 1, **changes: str) -> Task:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_every_possible_pair_is_in_some_row():
     assert matrix.possible_pairs() <= set(chain.from_iterable(map(matrix.pairs_of, ROWS)))
 
@@ -80,7 +81,7 @@ def test_copied_keys_are_on_every_rank_of_a_group():
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, id=named(row), marks=[] if row in QUICK else [pytest.mark.slow]) for row in ROWS]
+    "row", rest_is_slow([*QUICK, *(row for row in ROWS if row not in QUICK)], len(QUICK), 10), ids=named
 )
 def test_two_steps_are_those_of_one_process_and_hold_and_send_what_was_promised(row):
     """In double; and in BF16 one step is as near as its roundings let it be.

@@ -29,6 +29,7 @@ from autoshard.runtime.machine import missing_compiler
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.training import Training
 from autoshard.spec.workload import Precision
+from tests.kit import NOTHING
 from tests.ranks import matrix
 from tests.ranks.cases import (
     AS_PLANNED,
@@ -37,6 +38,7 @@ from tests.ranks.cases import (
     StepShare,
     Task,
     compare,
+    deepseek,
     engine_of,
     gpt,
     llama,
@@ -47,6 +49,7 @@ from tests.ranks.cases import (
     share_of,
 )
 from tests.ranks.spawn import on_ranks
+from tests.slower import rest_is_slow
 
 pytestmark = pytest.mark.ranks
 
@@ -56,6 +59,12 @@ COMPILED = {
     "two ranks": ("tp=2,pp=1,dp=1", gpt(num_layers=1, vocab=32), AS_PLANNED),
     "experts": ("tp=1,pp=1,dp=1", llama(num_layers=1, **MIXTRAL), AS_PLANNED),
     "experts on two ranks": ("tp=1,pp=1,dp=2,ep=2", llama(num_layers=1, vocab=32, **MIXTRAL), EXACT),
+}
+# Each rank makes narrow states of its own tokens, and turns the part of keys that heads share for its own positions.
+TURNED_APART = {
+    "k_rotary": "[batch, seq/tp, rotary_dim]",
+    "kv_down": "[batch, seq/tp, latent_kv]",
+    "q_down": "[batch, seq/tp, latent_q]",
 }
 ROWS = matrix.rows()
 MOST = {AS_PLANNED: 1e-5, EXACT: 1e-13}
@@ -73,11 +82,16 @@ def generated_alone(task: Task, folder: Path) -> TorchEngine:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["tp=2,pp=1,dp=1,recompute=full", pytest.param("tp=1,pp=2,dp=2,schedule=zb_v,vp=2,zero=3", marks=pytest.mark.slow)],
-)
-def test_generated_functions_give_in_fp32_what_the_interpreter_gives(text):
-    task = Task.of(plan_of(text, gpt(num_layers=4), **FP32))
+    ("text", "model", "pins"),
+    rest_is_slow([
+        ("tp=2,pp=1,dp=1,recompute=full", gpt(num_layers=4), NOTHING),
+        ("tp=2,pp=1,dp=1", deepseek(vocab=32), TURNED_APART),
+        ("tp=1,pp=2,dp=2,schedule=zb_v,vp=2,zero=3", gpt(num_layers=4), NOTHING),
+        ("tp=2,pp=2,dp=1,schedule=zb_h1", deepseek(vocab=32), TURNED_APART),
+    ], 2),
+)  # fmt: skip
+def test_generated_functions_give_in_fp32_what_the_interpreter_gives(text, model, pins):
+    task = Task.of(plan_of(text, model, pins, **FP32))
     for (one, held), (other, held_too) in on_ranks(task.plan.mesh.num_ranks, both, task, AS_PLANNED, "generated"):
         same(one, other)
         assert held == held_too

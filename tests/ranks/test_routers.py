@@ -4,14 +4,30 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from autoshard.graph.router import BALANCE, Z
 from autoshard.plan.plan import Plan
 from tests.kit import NOTHING
-from tests.ranks.cases import MIXTRAL, Task, compare, hold, llama, plan_of, run_dropping, run_steps
+from tests.ranks.cases import (
+    CORRECTION,
+    MIXTRAL,
+    StepShare,
+    Task,
+    by_one_process,
+    compare,
+    glm,
+    hold,
+    llama,
+    plan_of,
+    run_dropping,
+    run_steps,
+    whole,
+)
 from tests.ranks.spawn import on_ranks
 from tests.ranks.test_experts import OWN_TOKENS, to_one_rank
+from tests.reference_step import StepResult
 from tests.slower import rest_is_slow
 
 pytestmark = pytest.mark.ranks
@@ -77,6 +93,36 @@ def test_a_report_says_what_found_no_slot(text: str) -> None:
     assert found == pytest.approx({"busiest": 2.0, "entropy": math.log(4), "dropped": 0.75})
 
 
+# Steps of several micro-batches, whose tokens must all be counted before a bias moves.
+BIASED: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]] = {
+    "experts apart, beside them a part of the shared one": ("tp=2,pp=1,dp=2,ep=2", OWN_TOKENS, NOTHING),
+    "sequences cut, halves of a backward": ("tp=1,pp=2,cp=2,dp=1,schedule=zb_h1,stages=1/2", NOTHING, NOTHING),
+    "states in pieces, recompute": ("tp=1,pp=1,dp=4,ep=2,zero=3,recompute=full", NOTHING, BY_SEQUENCE),
+    "optimizer in pieces, the same tokens on two ranks": ("tp=2,pp=1,dp=2,zero=1,sp=false", NOTHING, LOSSES),
+    "one process": ("tp=1,pp=1,dp=1,mbs=2", NOTHING, LOSSES),
+}
+
+
+@pytest.mark.parametrize("case", rest_is_slow(BIASED, 2))
+def test_biases_of_routers_move_as_in_one_process(case: str) -> None:
+    """Five steps, in each of which a bias decides who is chosen: one that moved otherwise shows in all gradients."""
+    text, pins, losses = BIASED[case]
+    changes: Mapping[str, Any] = {"global_batch": 8, "router_bias_speed": 0.05, **losses}
+    task = Task.of(plan_of(text, glm(), pins, **changes), num_steps=5)
+    biases = [name for name in task.weights if name.endswith(CORRECTION)]
+    (expected, moved), *_ = by_one_process(task)
+    assert len(biases) == 2 and all((moved[name] != task.weights[name]).any() for name in biases)
+    assert expected.norm < 100 < max(abs(expected.gradients[name]).max() for name in biases)  # counts are no part of it
+    hold(task, joins=True)
+
+
+def test_a_bias_that_does_not_move_is_a_weight_like_others() -> None:
+    task = Task.of(plan_of("tp=1,pp=1,dp=2", glm()), num_steps=2)
+    *_, (_, moved) = by_one_process(task)
+    assert all((moved[name] == weight).all() for name, weight in task.weights.items() if name.endswith(CORRECTION))
+    hold(task)
+
+
 def test_counts_that_are_not_summed_over_the_parts_of_a_sequence_are_caught() -> None:
     """Each message that sums a load, left out once; each rank then balances its own tokens, and reports nothing odd."""
     plan = plan_with("tp=1,pp=1,cp=2,dp=1", global_batch=2, **LOSSES)
@@ -89,3 +135,34 @@ def test_counts_that_are_not_summed_over_the_parts_of_a_sequence_are_caught() ->
     for shares in zip(*answers, strict=True):
         with pytest.raises(AssertionError):
             compare(expected, shares)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    rest_is_slow([
+        ("tp=1,pp=1,dp=2,zero=0", "all_reduce"),
+        ("tp=1,pp=1,dp=2,zero=1", "reduce_scatter_single"),
+        ("tp=1,pp=1,cp=2,dp=1,zero=3", "reduce_scatter_single"),
+        ("tp=2,pp=1,dp=1,sp=true", "all_reduce"),
+    ]),
+)  # fmt: skip
+def test_a_message_of_counts_that_is_left_out_is_caught(text: str, name: str) -> None:
+    """Each message that sums gradients or counts, left out once: whoever lacks the counts of others moves otherwise."""
+    task = Task.of(plan_of(text, glm(), OWN_TOKENS if "tp=2" in text else NOTHING, router_bias_speed=0.05))
+    answers, (expected, *_) = on_ranks(2, run_dropping, task, name), by_one_process(task)
+    spoiled = [wrong(expected[0], shares) for shares in zip(*answers, strict=True)]
+    assert all(spoiled)
+    assert any(all(gradient.endswith(CORRECTION) for gradient in names) for names in spoiled)
+
+
+def wrong(expected: StepResult, shares: Sequence[StepShare]) -> list[str]:
+    """Return the gradients that are not those of one process, and "loss or norm" if these are not."""
+    names: list[str] = []
+    for name, gradient in expected.gradients.items():
+        try:
+            np.testing.assert_allclose(whole(name, gradient, shares, "gradients"), gradient, rtol=0, atol=1e-10)
+        except AssertionError:
+            names.append(name)
+    found = [number for share in shares for number in (share.loss, share.norm)]
+    agrees = np.allclose(found, [expected.loss, expected.norm] * len(shares), rtol=1e-10)
+    return names if agrees else [*names, "loss or norm"]

@@ -21,6 +21,7 @@ from tests.ranks.cases import (
     StepShare,
     Task,
     compare,
+    deepseek,
     engine_of,
     gemma,
     gpt,
@@ -49,6 +50,13 @@ CASES = {
     "keys of norms of all heads on half of the ranks": ("tp=4,pp=1,dp=1", olmo2(num_kv_heads=2, vocab=32)),
     "two kinds of layers on two stages": ("tp=2,pp=2,dp=1,sp=true,stages=1/2", gemma()),
     "two kinds of layers around a ring": ("tp=1,pp=1,cp=2,dp=2,zero=3,cp_order=zigzag", gemma(vocab=32)),
+    "narrow states on two stages": ("tp=2,pp=2,dp=1,sp=true,recompute=full", deepseek(qkv_bias=True)),
+    "narrow states around a ring": ("tp=2,pp=1,cp=2,dp=1,zero=3", deepseek(window=3)),
+    "values wider than keys around a ring": (
+        "tp=1,pp=1,cp=2,dp=2,zero=1,cp_order=zigzag",
+        deepseek(query_rank=None, value_dim=7, vocab=32),
+    ),
+    "narrow states of whole sequences": ("tp=4,pp=1,dp=1,sp=false", deepseek(vocab=32)),
     "four stages": ("tp=1,pp=4,dp=1,schedule=zb_h1", gpt(num_layers=4)),
 }
 

@@ -90,7 +90,7 @@ def random_layout(seed: int) -> Plan:
     return plan_of(text, rng.choice((llama, gpt))(**sizes), global_batch=max(2, pp) * dp * mbs, seq_len=16)
 
 
-@pytest.mark.parametrize("seed", rest_is_slow(range(60), 4))
+@pytest.mark.parametrize("seed", rest_is_slow(range(60), 4, 12))
 def test_random_layouts_send_what_is_predicted(seed: int) -> None:
     plan = random_layout(seed)
     for place, expected in enumerate(sent_by_stage(plan)):
@@ -131,6 +131,7 @@ def test_a_wrong_shape_is_found() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_rank_of_512_holds_and_sends_what_was_promised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,6 +34,7 @@ CASES = {
     "per-stage": ("llama3-8b", "trn1.32xlarge", 4, "pp=2,stages=15/17,recompute=full/none"),
     "dense-gpu": ("llama3-8b", "h100-80", 4, ""),
     "copied-keys-recomputed": ("llama3-8b", "h100-80", 2, "recompute=selective[activation,norms]"),
+    "narrow-states": ("tiny-deepseek", "h100-80", 1, ""),
     "experts-zero-3": ("mixtral-8x7b", "h100-80", 2, "zero=3"),
     "experts": ("mixtral-8x7b", "h100-80", 4, ""),
     "experts-over-cp": ("mixtral-8x7b", "h100-80", 2, "tp=1,pp=2,cp=2,schedule=interleaved,vp=2"),
@@ -66,11 +67,11 @@ def active(question):
     return replace(question, calibration=ACTIVE if question.cluster.engine == "nxd" else SLOW_VECTORS)
 
 
-@pytest.mark.parametrize("case", rest_is_slow(CASES, 9))
+@pytest.mark.parametrize("case", rest_is_slow(CASES, 10))
 def test_a_batch_is_priced_as_the_tables_of_its_members(case):
     model, cluster, nodes, pins = CASES[case]
     precision = {"precision": NO_MASTERS} if "trn" in cluster and "zero=0" in pins else {}
-    seq_len = {"gpt2-xl": 1024, "llama2-7b": 4096}.get(model, 8192)
+    seq_len = {"gpt2-xl": 1024, "llama2-7b": 4096, "tiny-deepseek": 256}.get(model, 8192)
     hold_prices(active(ask(model, cluster, nodes, seq_len=seq_len, **precision)), pins)
 
 

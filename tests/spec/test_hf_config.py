@@ -1,7 +1,9 @@
 """Hugging Face configuration data: defaults, aliases, what is refused and how."""
 
 import json
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,12 @@ from hypothesis import given, strategies as st
 
 import autoshard
 from autoshard.errors import Fault, InputError
+from autoshard.spec import hf_types
+from autoshard.spec.heads import LatentAttention, RotaryScaling
 from autoshard.spec.hf_config import spec_from_config
 from autoshard.spec.hf_types import ACTIVATIONS, ALIASES, MODEL_TYPES, UNMODELLED
-from autoshard.spec.model import LayerKind, ModelSpec, RotaryScaling
+from autoshard.spec.hf_writing import config_of
+from autoshard.spec.model import LayerKind, ModelSpec, Router
 
 CARDS = {
     path.stem: json.loads(path.read_text(encoding="utf-8"))
@@ -34,11 +39,24 @@ SMALLEST: dict[str, dict[str, Any]] = {
         **{key: size for key, size in SIZES.items() if key != "intermediate_size"},
         "moe_intermediate_size": 176,
         "num_experts": 8,
-        "norm_topk_prob": True,
+    },
+    "glm4_moe": {
+        **{key: size for key, size in SIZES.items() if key != "intermediate_size"},
+        "num_attention_heads": 8,
+        "moe_intermediate_size": 176,
+        "n_routed_experts": 8,
     },
     "gemma3_text": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3},
     "olmo2": SIZES,
+    "deepseek_v3": SIZES | {"num_attention_heads": 128},
+    "deepseek_v2": {
+        **{key: size for key, size in SIZES.items() if key != "intermediate_size"},
+        "moe_intermediate_size": 176,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+    },
 }
+YARN = {"type": "yarn", "factor": 4.0}
 LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 512,
@@ -72,6 +90,7 @@ def test_only_the_sizes_must_be_stated(family: str):
     assert read(family).name == "m"
 
 
+CORRECTED = Router(scores="sigmoid", correction=True)
 LOCAL = LayerKind(name="local", window=16)
 TURNED = LayerKind(name="local", window=16, rotary_theta=1e4)
 ALIKE = LayerKind(name="local", window=4096)
@@ -114,6 +133,23 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 16}
         ("qwen3_moe", {"intermediate_size": 99, "num_experts_per_tok": 3, "head_dim": 32},
          {"ffn": 176, "num_experts": 8, "experts_per_token": 3, "qk_norm": True, "window": None, "head_dim": 32}),
         ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 16}, {"window": 16}),
+        ("qwen3_moe", {}, {"router": Router(normalised=False)}),
+        ("qwen3_moe", {"norm_topk_prob": True}, {"router": None, "shared_ffn": 0}),
+        ("glm4_moe", {}, {"order": "dense/layer*2", "kinds": (LayerKind(name="dense", dense_ffn=10944),),
+                          "router": CORRECTED, "shared_ffn": 176, "rotary_fraction": 0.5, "qk_norm": False}),
+        ("glm4_moe", {"first_k_dense_replace": 0, "attention_bias": True, "n_shared_experts": 3, "use_qk_norm": True},
+         {"order": "", "qkv_bias": True, "out_bias": False, "shared_ffn": 528, "qk_norm": True}),
+        ("glm4_moe", {"n_group": 4, "topk_group": 2, "norm_topk_prob": False, "routed_scaling_factor": 2.5,
+                      "num_experts_per_tok": 4},
+         {"router": replace(CORRECTED, normalised=False, scale=2.5, groups=4, chosen_groups=2, group_score="best two"),
+          "experts_per_token": 4}),
+        ("glm4_moe", {"n_group": 4, "topk_group": 4, "num_nextn_predict_layers": 2}, {"router": CORRECTED}),
+        ("deepseek_v3", {}, {"latent": LatentAttention(query_rank=1536, kv_rank=512, rotary_dim=64, value_dim=128),
+                             "head_dim": 192, "num_kv_heads": 128, "rotary_fraction": 1}),
+        ("deepseek_v2", {"q_lora_rank": None, "v_head_dim": 8, "qk_rope_head_dim": 6, "kv_lora_rank": 9, "head_dim": 5},
+         {"latent": LatentAttention(query_rank=None, kv_rank=9, rotary_dim=6, value_dim=8), "head_dim": 134}),
+        ("deepseek_v2", {"attention_bias": True, "num_nextn_predict_layers": 1, "n_shared_experts": 2},
+         {"qkv_bias": True, "out_bias": True}),
         ("olmo2", {}, {"norm_place": "after", "qk_norm_over": "all heads", "norm_offset": 0}),
         ("gemma3_text", {"sliding_window_pattern": 2, "sliding_window": 16},
          {"order": "local/layer/local", "window": None, "norm_place": "both", "norm_offset": 1, "query_scalar": None,
@@ -130,6 +166,51 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 16}
 def test_the_options_of_each_family_reach_the_model(family: str, changes: dict[str, Any], expected: dict[str, Any]):
     model = read(family, **changes)
     assert {name: getattr(model, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"n_group": 3, "topk_group": 2}, ["n_group"]),
+        ({"n_group": 8, "topk_group": 4, "num_experts_per_tok": 2}, ["n_group"]),  # the best two of one expert
+        ({"n_group": 2, "topk_group": 3}, ["topk_group"]),
+        ({"n_group": 4, "topk_group": 1, "num_experts_per_tok": 4}, ["topk_group"]),
+        ({"routed_scaling_factor": 0}, ["routed_scaling_factor"]),
+        ({"n_shared_experts": 0}, ["n_shared_experts"]),
+        ({"scoring_func": "softmax", "topk_method": "greedy"}, ["scoring_func", "topk_method"]),
+        ({"moe_layer_freq": 2}, ["moe_layer_freq"]),
+        ({"first_k_dense_replace": -1}, ["first_k_dense_replace"]),
+    ],
+)
+def test_what_routers_cannot_be_is_refused_by_the_name_of_its_field(changes: dict[str, Any], fields: list[str]):
+    assert sorted(refused("glm4_moe", **changes)) == fields
+
+
+@pytest.mark.parametrize(
+    ("changes", "router"),
+    [
+        ({}, Router(normalised=False)),
+        ({"routed_scaling_factor": 16.0, "n_group": 4, "topk_group": 2}, Router(normalised=False, scale=16.0)),
+        ({"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+         Router(normalised=False, groups=4, chosen_groups=2)),
+        ({"topk_method": "noaux_tc"}, "topk_method"),
+        ({"norm_topk_prob": True}, "norm_topk_prob"),
+        ({"scoring_func": "sigmoid"}, "scoring_func"),
+    ],
+)  # fmt: skip
+def test_routers_of_deepseek_v2_are_read_and_written(
+    changes: dict[str, Any], router: Router | str, monkeypatch: pytest.MonkeyPatch
+):
+    """As they will be of any type whose code limits tokens to the groups with the best experts."""
+    usual = MODEL_TYPES["glm4_moe"]
+    defaults = {**usual.defaults, "n_group": None, "topk_group": None, "topk_method": "greedy", "norm_topk_prob": False}
+    kind = replace(usual, router="groups", defaults={**defaults, "scoring_func": "softmax", "num_experts_per_tok": 2})
+    monkeypatch.setitem(hf_types.MODEL_TYPES, "glm4_moe", kind)  # pyright: ignore[reportArgumentType]
+    if isinstance(router, str):
+        assert refused("glm4_moe", **changes) == [router]
+        return
+    model = read("glm4_moe", **changes)
+    assert model.router == router and read("glm4_moe", **config_of(model)) == model
 
 
 def test_other_names_of_a_field_are_known_and_fields_without_effect_ignored():
@@ -199,6 +280,48 @@ def test_rotary_scaling_is_read_from_both_places(group: str):
     assert read("llama", **{group: None}).rotary_scaling is None
 
 
+@pytest.mark.parametrize(
+    ("family", "rope", "mscale", "growth"),
+    [  # growth is what transformers multiplies queries and keys by, each of them, over the whole of a head
+        ("llama", {}, 1.0, 1 + 0.1 * math.log(4)),
+        ("qwen3", {"attention_factor": 1.25}, None, 1.25),
+        ("llama", {"attention_factor": 1.0}, 0.0, 1.0),
+        ("llama", {"mscale": 1.0, "mscale_all_dim": 1.0}, 0.0, 1.0),
+        ("mistral", {"mscale": 1.0, "mscale_all_dim": 0.5}, None, (1 + 0.1 * math.log(4)) / (1 + 0.05 * math.log(4))),
+        ("deepseek_v3", {"mscale": 0.707, "mscale_all_dim": 0.707}, 0.707, 1 + 0.0707 * math.log(4)),
+        ("deepseek_v2", {"attention_factor": 1.0}, 0.0, 1.0),
+    ],
+)  # fmt: skip
+def test_yarn_makes_scores_larger_as_in_transformers(
+    family: str, rope: dict[str, Any], mscale: float | None, growth: float
+):
+    model = read(family, rope_scaling=YARN | rope, max_position_embeddings=64)
+    assert model.rotary_scaling and model.rotary_scaling.growth == pytest.approx(growth, rel=1e-12)
+    assert mscale is None or model.rotary_scaling.mscale == mscale
+    assert model.score_scale == (None if growth == 1 else pytest.approx(model.head_dim**-0.5 * growth**2))
+    assert (model.rotary_scaling.original_positions, model.rotary_scaling.high_frequency_factor) == (64, 32)
+
+
+@pytest.mark.parametrize(
+    ("rope", "fields"),
+    [
+        ({}, ["mscale_all_dim"]),
+        ({"mscale": 1.0, "mscale_all_dim": 0.5}, ["mscale_all_dim"]),
+        ({"attention_factor": 1.2}, ["attention_factor"]),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0, "speed": 1}, ["speed"]),
+    ],
+)
+def test_a_part_of_heads_that_would_grow_alone_is_refused_by_name(rope: dict[str, Any], fields: list[str]):
+    assert refused("deepseek_v3", rope_scaling=YARN | rope) == [f"rope_scaling.{field}" for field in fields]
+
+
+def test_yarn_without_speeds_or_of_part_of_a_head_is_refused():
+    assert refused("llama", rope_scaling=YARN, rope_theta=1.0) == ["rope_theta"]
+    assert refused("gpt_neox", rope_scaling=YARN, rotary_pct=0.5) == ["rotary_pct"]
+    grows = read("gpt_neox", rope_scaling=YARN | {"attention_factor": 1.0}, rotary_pct=0.5)
+    assert grows.rotary_scaling and grows.score_scale is None
+
+
 # --------------------------------------------------------------------------------------------------- refusal
 
 
@@ -258,6 +381,11 @@ def test_what_is_not_modelled_is_refused_by_name_and_accepted_when_off(family: s
             for value in (["sliding_attention"] * 3, ["full_attention"] * 2, [["full_attention"]] * 3, {})
         ),
         ("qwen2", {"attention_bias": False}),
+        ("deepseek_v3", {"rope_interleave": False}),
+        ("deepseek_v3", {"num_key_value_heads": 64}),
+        *(("deepseek_v3", {"qk_rope_head_dim": value}) for value in (0, 63, None)),
+        *(("deepseek_v2", {name: 0}) for name in ("q_lora_rank", "kv_lora_rank", "v_head_dim", "qk_nope_head_dim")),
+        ("deepseek_v2", {"mlp_bias": True}),
     ],
 )
 def test_a_field_that_cannot_be_used_is_named(family: str, changes: dict[str, Any]):
@@ -269,7 +397,12 @@ def test_a_field_that_cannot_be_used_is_named(family: str, changes: dict[str, An
     [
         ("linear", [""]),
         ([1], [""]),
-        ({"rope_type": "yarn", "factor": 4.0}, [".rope_type"]),
+        ({"rope_type": "longrope", "factor": 4.0}, [".rope_type"]),
+        ({"rope_type": "yarn"}, [".factor"]),
+        (YARN | {"beta_fast": 0.5}, [".beta_fast"]),
+        (YARN | {"attention_factor": 0.5}, [".attention_factor"]),
+        (YARN | {"factor": 1.0, "attention_factor": 1.5}, [".attention_factor"]),
+        ({"type": "linear", "factor": 4.0, "beta_fast": 32}, [".beta_fast"]),
         ({"type": "dynamic", "factor": 4.0}, [".type"]),
         ({"type": "linear", "rope_type": "default"}, [".type"]),
         ({"rope_type": "linear"}, [".factor"]),
@@ -287,7 +420,11 @@ def test_a_rotary_group_that_cannot_be_used_is_named(rope: object, fields: list[
 
 def test_all_faults_come_in_one_error_and_say_what_is_expected():
     changes = {"vocab_size": "many", "num_key_value_heads": 3, "hidden_act": "mish", "norm_topk_prob": False}
-    changes |= {"rope_scaling": {"rope_type": "yarn", "speed": 1}, "architectures": ["Other"], "num_hidden_layers": 0}
+    changes |= {
+        "rope_scaling": {"rope_type": "dynamic", "speed": 1},
+        "architectures": ["Other"],
+        "num_hidden_layers": 0,
+    }
     expected = {"rope_scaling.rope_type", "rope_scaling.speed"} | set(changes) - {"rope_scaling"}
     assert sorted(refused("llama", **changes)) == sorted(expected)
     found = faults({"model_type": "llama", **SIZES, "hidden_size": "4096", "hidden_act": "sily"})
@@ -306,11 +443,15 @@ VALUES = st.one_of(
     st.text(max_size=8),
     st.lists(st.one_of(st.integers(), st.text(max_size=4)), max_size=3),
     st.dictionaries(
-        st.sampled_from([*LLAMA3_ROPE, "type", "x"]), st.one_of(st.floats(), st.text(max_size=8)), max_size=4
+        st.sampled_from([*LLAMA3_ROPE, *YARN, "beta_fast", "mscale", "mscale_all_dim", "x"]),
+        st.one_of(st.floats(), st.text(max_size=8)),
+        max_size=4,
     ),
     st.just(LLAMA3_ROPE),
+    st.just(YARN),
 )
 OTHER_FIELDS = [
+    *("q_lora_rank", "qk_rope_head_dim", "v_head_dim", "rope_interleave"),
     "rope_local_base_freq",
     "query_pre_attn_scalar",
     "head_dim",
@@ -364,7 +505,8 @@ def test_the_defaults_are_those_of_transformers(family: str):
     assert spec.tied_embeddings == settings.tie_word_embeddings
     assert spec.num_kv_heads == stated("num_key_value_heads", spec.num_heads)
     assert spec.parallel_residual == stated("use_parallel_residual", False)
-    assert spec.experts_per_token == stated("num_experts_per_tok", 0)
+    all_dense = spec.latent is not None  # whatever the class says of experts
+    assert spec.experts_per_token == (0 if all_dense else stated("num_experts_per_tok", 0))
     assert spec.window == stated("sliding_window")
     rope = stated("rope_parameters")
     assert (spec.positions == "rotary") == (rope is not None)

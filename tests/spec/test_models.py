@@ -10,7 +10,8 @@ from hypothesis import given, strategies as st
 
 import autoshard
 from autoshard.errors import InputError
-from autoshard.spec.model import ModelSpec, RotaryScaling
+from autoshard.spec.heads import LatentAttention, RotaryScaling
+from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import HEADER, load_model, model_names
 
 CARDS = Path(autoshard.__file__).parents[1] / "models"
@@ -39,12 +40,18 @@ PARAMETERS = {
     "gemma3-27b": 27_009_346_304,
     "olmo2-7b": 7_298_617_344,
     "olmo2-13b": 13_716_198_400,
+    "glm4.5-air": 106_852_245_504,
+    "glm4.5": 352_797_814_784,
 }
 SIZES: dict[str, Any] = {
     "name": "m", "num_layers": 2, "hidden": 64, "ffn": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
     "vocab": 32, "max_positions": 32, "norm": "rms", "norm_eps": 1e-5, "source": "test", "activation": "silu",
     "gated_mlp": True, "positions": "rotary",
 }  # fmt: skip
+
+
+NARROW = LatentAttention(query_rank=8, kv_rank=8, rotary_dim=4, value_dim=8)
+YARN = RotaryScaling(kind="yarn", factor=4.0, high_frequency_factor=32.0, original_positions=16, mscale=1.0)
 
 
 def card(name: str) -> dict[str, Any]:
@@ -179,13 +186,30 @@ def llama3(**changes: Any) -> RotaryScaling:
         (model, {"rotary_theta": 0.5, "norm_eps": 0.0, "window": 0}, ["rotary_theta", "window", "norm_eps"]),
         (model, {"num_experts": 1, "experts_per_token": 2}, ["num_experts", "experts_per_token"]),
         (model, {"experts_per_token": 2}, ["experts_per_token"]),
+        (model, {"latent": NARROW}, ["num_heads"]),
+        (
+            model,
+            {"latent": NARROW, "num_kv_heads": 4, "head_dim": 4, "qk_norm": True, "norm": "layer"},
+            ["latent.rotary_dim", "qk_norm", "norm"],
+        ),
+        (
+            model,
+            {"latent": NARROW, "num_kv_heads": 4, "rotary_fraction": 0.5, "positions": "learned"},
+            ["rotary_fraction", "positions"],
+        ),
+        (LatentAttention, {"query_rank": 0, "kv_rank": 0, "rotary_dim": 3, "value_dim": 0, "norm_eps": 0.0},
+         ["query_rank", "kv_rank", "value_dim", "rotary_dim", "norm_eps"]),
+        (model, {"rotary_scaling": YARN, "rotary_fraction": 0.5, "rotary_theta": 1.0},
+         ["rotary_fraction", "rotary_theta"]),
+        (RotaryScaling, {"kind": "linear", "factor": 2.0, "mscale": 1.0}, ["mscale"]),
+        (RotaryScaling, {"kind": "linear", "factor": 2.0, "truncate": False}, ["truncate"]),
         (
             llama3,
             {"factor": 0.5, "low_frequency_factor": 4.0, "high_frequency_factor": 1.0},
             ["factor", "high_frequency_factor", "original_positions"],
         ),
     ],
-)
+)  # fmt: skip
 def test_an_impossible_model_names_every_fault(
     build: Callable[..., object], changes: Mapping[str, Any], fields: list[str]
 ):

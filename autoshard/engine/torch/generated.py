@@ -92,6 +92,7 @@ class Generator:
         for kind in self.kinds:
             before = passes[_BEFORE[kind]].left if _BEFORE[kind] else {}
             passes[kind] = _RecordedPass(kind, rehearsed, self, dict(before))
+            self.rotations.forget(self.recording.variables)  # which belong to this pass
         written = {kind: recorded.written() for kind, recorded in passes.items()}
         texts, examples = list[str](), dict[str, Sequence[torch.Tensor]]()
         for kind, pass_text in written.items():

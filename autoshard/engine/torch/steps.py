@@ -204,7 +204,7 @@ def _observe(context: RankContext, seen: Observation) -> RankStep:
     """Return the step that notes something for reports."""
     experts = context.mesh_rank.sizes["experts"]
     return RankStep(
-        entry=seen, run=observing(seen.noted, experts), reads=tuple(value.name for value in seen.reads),
+        entry=seen, run=observing(seen, experts), reads=tuple(value.name for value in seen.reads),
         writes=(seen.writes,), shapes=((experts + 1 if seen.noted == "choices" else 1,),),
     )  # fmt: skip
 

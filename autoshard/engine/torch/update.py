@@ -173,7 +173,7 @@ class Flat:
 
     def share(self, square: float) -> float:
         """Return the share that this rank adds to the squared norm of all ranks: replicas count once."""
-        return 0.0 if self.tied == "copy" else square / self.num_copies
+        return square / self.num_copies if self.tied != "copy" and self.weights[0].optimizer.clipped else 0.0
 
     def update(self, piece: torch.Tensor, scalars: Mapping[str, float]) -> None:
         """Take a step with this rank's piece of the gradient, and gather the new values."""

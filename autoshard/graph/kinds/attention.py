@@ -1,8 +1,8 @@
-"""Rotary positions and attention."""
+"""Rotary positions, keys of which all heads share a part, and attention."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, TypeAlias, TypeVar
 
 import numpy as np
@@ -10,12 +10,13 @@ import numpy as np
 from autoshard.graph.kinds.dropout import DROPOUT_KEYS, PHILOX_FLOPS, keeps
 from autoshard.graph.kinds.indexing import document_positions
 from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, OpKind, Output, Tensor, aligned
-from autoshard.spec.model import RotaryScaling
+from autoshard.spec.heads import RotaryScaling
 
 T = TypeVar("T")
 Windows: TypeAlias = tuple[tuple[int | None, int], ...]  # how many layers have which window
 _QUERY: Dims = ("batch", "seq", "kv_heads", "q_group", "head_dim")
 _KEY: Dims = ("batch", "kv_seq", "kv_heads", "head_dim")
+_PARTS = ("rotary_dim", "plain_dim")  # of a head, in this order: those of keys that all heads share, and their own
 KEYS_DIM = "kv_seq"  # along which keys and values lie
 SCORES: Dims = ("batch", "kv_heads", "q_group", "seq", KEYS_DIM)
 MOST_GROUPED = 2**16  # queries that may share a key/value head where heads are numbered for dropout
@@ -28,9 +29,22 @@ _SOFTMAX_FLOPS = 5  # derived: scale, mask, subtract the maximum, exponentiate, 
 _SOFTMAX_GRADIENT_FLOPS = 7
 
 
+def fraction_of(rotated: int, head_dim: int) -> float:
+    """Return the fraction of a head with which a ``Rotary`` turns exactly so many of its numbers.
+
+    >>> int(49 * (1 / 49)), int(49 * fraction_of(1, 49))
+    (0, 1)
+    """
+    fraction = rotated / head_dim
+    return fraction if int(head_dim * fraction) == rotated else math.nextafter(fraction, math.inf)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary(Differentiable):
-    """Rotate the two halves of the first part of each head by an angle that grows with the position."""
+    """Rotate the two halves of the first part of each head by an angle that grows with the position.
+
+    ``over`` is the dim along which the numbers of a head lie.
+    """
 
     engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
 
@@ -38,6 +52,7 @@ class Rotary(Differentiable):
     theta: float
     scaling: RotaryScaling | None = None
     backward: bool = False
+    over: str = "head_dim"
 
     @property
     def label(self) -> str:
@@ -45,7 +60,7 @@ class Rotary(Differentiable):
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         """Keep dims and dtype; the second input holds the positions, a third where each token's document starts."""
-        assert inputs[0].dims[-1] == "head_dim", f"{inputs[0]} does not end in the dim that is turned"
+        assert inputs[0].dims[-1] == self.over, f"{inputs[0]} does not end in the dim that is turned"
         return (Output(dims=inputs[0].dims, dtype=inputs[0].dtype),)
 
     def rotated(self, head_dim: int) -> int:
@@ -58,22 +73,38 @@ class Rotary(Differentiable):
         base = self.theta ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated)
         if self.scaling is None:
             return base
-        if self.scaling.kind == "linear":
-            return base / self.scaling.factor
-        turns = self.scaling.original_positions * base / (2 * math.pi)
-        low, high = self.scaling.low_frequency_factor, self.scaling.high_frequency_factor
-        share = np.clip((turns - low) / (high - low), 0, 1)  # Llama 3.1 slows only those of long wavelength down
+        share = self._kept_share(self.scaling, base)
         return (1 - share) * base / self.scaling.factor + share * base
+
+    def _kept_share(self, scaling: RotaryScaling, base: Array) -> Array:
+        """Return how far each frequency keeps its speed, from 0 to 1: scaling slows those of long wavelength down."""
+        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+        if scaling.kind == "linear":
+            return np.zeros_like(base)
+        if scaling.kind == "llama3":
+            turns = scaling.original_positions * base / (2 * math.pi)
+            return np.clip((turns - low) / (high - low), 0, 1)
+        # YaRN (arXiv:2309.00071) interpolates along the numbers of the pairs, between those with so many turns.
+        rotated = 2 * len(base)
+        fast, slow = (
+            rotated * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+            for turns in (high, low)
+        )
+        if scaling.truncate:
+            fast, slow = math.floor(fast), math.ceil(slow)
+        first, last = max(fast, 0), min(slow, rotated - 1)
+        width = last - first or 0.001  # as transformers keeps it from zero
+        return 1 - np.clip((np.arange(len(base)) - first) / width, 0, 1)
 
     def whole_dims(self) -> Dims:
         """Return the head, whose halves are rotated against each other."""
-        return ("head_dim",)
+        return (self.over,)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Rotate; the gradient rotates back."""
         x, *where = arrays
         tensor = call.inputs[0]
-        frequencies = self.frequencies(call.sizes["head_dim"])
+        frequencies = self.frequencies(call.sizes[self.over])
         angles = aligned(document_positions(*where), call.inputs[-1].dims, tensor.dims) * frequencies
         half = len(frequencies)
         cos, sin = np.cos(angles), np.sin(angles) * (-1 if self.backward else 1)
@@ -82,12 +113,74 @@ class Rotary(Differentiable):
 
     def vector_flops(self, call: Call) -> int:
         """Two products and a sum per rotated element."""
-        return 3 * self.rotated(call.sizes["head_dim"]) * call.elements(call.inputs[0].dims[:-1])
+        return 3 * self.rotated(call.sizes[self.over]) * call.elements(call.inputs[0].dims[:-1])
 
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
-        kind = Rotary(fraction=self.fraction, theta=self.theta, scaling=self.scaling, backward=not self.backward)
+        kind = replace(self, backward=not self.backward)
         where = (f"in{number}" for number in range(1, len(inputs)))
         return (GradientStep(kind=kind, reads=("d0", *where), gives=(0,)),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join(Differentiable):
+    """Heads made of two parts: first that which all heads share (the first input), then that of each head."""
+
+    engines: ClassVar[tuple[str, ...]] = ("torch",)
+    owns_result: ClassVar[bool] = True
+    flops_per_element: ClassVar[int] = 0
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        shared, own = inputs
+        fits = (shared.dims[-1], own.dims[-1]) == _PARTS and {*shared.dims[:-1]} <= {*own.dims}
+        assert fits, f"{shared} and {own} are no parts of heads"
+        return (Output(dims=(*own.dims[:-1], "head_dim"), dtype=own.dtype),)
+
+    def whole_dims(self) -> Dims:
+        return (*_PARTS, "head_dim")
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        shared, own = arrays
+        first, second = (tensor.dims for tensor in call.inputs)
+        dims = (*second[:-1], first[-1])
+        spread = np.broadcast_to(aligned(shared, first, dims), [call.sizes[dim] for dim in dims])
+        return (np.concatenate([spread, own], axis=-1),)
+
+    def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
+        """Cut the gradient in two; where ranks hold different heads, that of the shared part awaits a sum."""
+        shared, own = inputs
+        return (GradientStep(kind=JoinGradient(shared=shared.dims, own=own.dims), reads=("d0",), gives=(0, 1)),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinGradient(OpKind):
+    """The gradients of the part that all heads share, which is a sum over them, and of the part of each head."""
+
+    engines: ClassVar[tuple[str, ...]] = ("torch",)
+
+    shared: Dims
+    own: Dims
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        dtype = inputs[0].dtype
+        return (
+            Output(dims=self.shared, dtype=dtype, suffix="shared"),
+            Output(dims=self.own, dtype=dtype, suffix="own"),
+        )
+
+    def summed(self, call: Call) -> tuple[int, ...]:
+        """Return the axes that the shared part lacks."""
+        return tuple(axis for axis, dim in enumerate(call.inputs[0].dims[:-1]) if dim not in self.shared)
+
+    def whole_dims(self) -> Dims:
+        return (*_PARTS, "head_dim")
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        width = call.sizes["rotary_dim"]
+        return arrays[0][..., :width].sum(axis=self.summed(call)), arrays[0][..., width:]
+
+    def vector_flops(self, call: Call) -> int:
+        """One addition for every number of the part that is summed."""
+        return call.elements((*self.own[:-1], "rotary_dim"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +196,7 @@ class Attend(Differentiable):
 
     If probabilities are ``dropped``, three more inputs come last: the keys of the sequences, and the numbers of the
     key/value heads and of the queries of their groups. ``scale`` is the factor of the scores, by default 1 over the
-    root of the width of a head.
+    root of the width of a head. ``value_width`` is the dim along which the numbers of a value lie.
     """
 
     engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
@@ -113,6 +206,7 @@ class Attend(Differentiable):
     windows: Windows = ()
     dropped: float = 0.0
     scale: float | None = None
+    value_width: str = "head_dim"
 
     @property
     def label(self) -> str:
@@ -121,8 +215,10 @@ class Attend(Differentiable):
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         """Give the attended values and, in FP32, the log of the softmax's denominator."""
         query, key, value = inputs[:3]
-        assert (query.dims, key.dims, value.dims) == (_QUERY, _KEY, _KEY), f"attend({query}, {key}, {value})"
-        return (Output(dims=_QUERY, dtype=query.dtype), Output(dims=_QUERY[:-1], dtype="fp32", suffix="lse"))
+        dims = query.dims, key.dims, value.dims
+        assert dims == (_QUERY, _KEY, _values(_KEY, self)), f"attend({query}, {key}, {value})"
+        mixed = _values(_QUERY, self)
+        return (Output(dims=mixed, dtype=query.dtype), Output(dims=_QUERY[:-1], dtype="fp32", suffix="lse"))
 
     def visible(self, query_positions: Array, key_positions: Array, *document_starts: Array) -> Array:
         """Return which keys each query may see, along the dims of scores: the last two, or all with documents."""
@@ -136,8 +232,8 @@ class Attend(Differentiable):
         return bool(self.dropped)
 
     def whole_dims(self) -> Dims:
-        """Scores sum over the whole head."""
-        return ("head_dim",)
+        """Scores sum over the whole head, and their gradients over the whole value."""
+        return tuple(dict.fromkeys(("head_dim", self.value_width)))
 
     def tied_dims(self) -> tuple[tuple[str, Dims], ...]:
         """Keys lie on the ranks as queries do, and travel around the ring."""
@@ -160,7 +256,7 @@ class Attend(Differentiable):
 
     def matrix_flops(self, call: Call) -> int:
         """Two products over every (query, key) pair, seen or not: the convention of published model FLOPs."""
-        return 2 * 2 * call.elements((*SCORES, "head_dim"))
+        return 2 * call.elements(SCORES) * _width(call, self)
 
     def vector_flops(self, call: Call) -> int:
         return (_SOFTMAX_FLOPS + _dropout_flops(self.dropped)) * call.elements(SCORES)
@@ -169,7 +265,10 @@ class Attend(Differentiable):
         """One operation gives all three, from the inputs, the result and the saved denominator."""
         more = (f"in{number}" for number in range(len(("query", "key", "value", "positions", "keys")), len(inputs)))
         reads = ("d0", "in0", "in1", "in2", "in3", "in4", "out0", "out1", *more)
-        kind = AttendGradient(window=self.window, windows=self.windows, dropped=self.dropped, scale=self.scale)
+        kind = AttendGradient(
+            window=self.window, windows=self.windows, dropped=self.dropped, scale=self.scale,
+            value_width=self.value_width,
+        )  # fmt: skip
         return (GradientStep(kind=kind, reads=reads, gives=(0, 1, 2)),)
 
 
@@ -184,21 +283,22 @@ class AttendGradient(OpKind):
     windows: Windows = ()
     dropped: float = 0.0
     scale: float | None = None
+    value_width: str = "head_dim"
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         dtype = inputs[1].dtype
         return (
             Output(dims=_QUERY, dtype=dtype, suffix="query"),
             Output(dims=_KEY, dtype=dtype, suffix="key"),
-            Output(dims=_KEY, dtype=dtype, suffix="value"),
+            Output(dims=_values(_KEY, self), dtype=dtype, suffix="value"),
         )
 
     def drops(self) -> bool:
         return bool(self.dropped)
 
     def whole_dims(self) -> Dims:
-        """Scores sum over the whole head."""
-        return ("head_dim",)
+        """Scores sum over the whole head, and their gradients over the whole value."""
+        return tuple(dict.fromkeys(("head_dim", self.value_width)))
 
     def tied_dims(self) -> tuple[tuple[str, Dims], ...]:
         """Keys lie on the ranks as queries do, and travel around the ring."""
@@ -223,11 +323,21 @@ class AttendGradient(OpKind):
 
     def matrix_flops(self, call: Call) -> int:
         """Four products over every pair: twice the forward (a kernel may rebuild the scores with a fifth)."""
-        return 4 * 2 * call.elements((*SCORES, "head_dim"))
+        return 2 * 2 * call.elements(SCORES) * _width(call, self)
 
     def vector_flops(self, call: Call) -> int:
         """The softmax again, from what was saved of it, and its slope."""
         return (_SOFTMAX_GRADIENT_FLOPS + _dropout_flops(self.dropped)) * call.elements(SCORES)
+
+
+def _values(dims: Dims, kind: Attend | AttendGradient) -> Dims:
+    """Return the dims of a query or a key with the width of values in the place of that of heads."""
+    return (*dims[:-1], kind.value_width)
+
+
+def _width(call: Call, kind: Attend | AttendGradient) -> int:
+    """Return how many numbers of a head two products sum over, or give: those of a key, and those of a value."""
+    return call.sizes["head_dim"] + call.sizes[kind.value_width]
 
 
 def _scores(query: Array, key: Array) -> Array:

@@ -7,13 +7,14 @@ from typing import ClassVar
 import numpy as np
 
 from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, OpKind, Output, Tensor
+from autoshard.spec.model import RouterScores
 
 _TOKENS = ("batch", "seq")
-_CHOICES = ("batch", "seq", "choices")
+CHOICES = ("batch", "seq", "choices")
 _SLOTS = ("experts", "slots", "hidden")
 
 
-class _Routed:
+class Routed:
     """Base of the kinds that read a token's choice of experts."""
 
     __slots__ = ()
@@ -23,7 +24,21 @@ class _Routed:
         return ("experts", "choices")
 
 
-class _Slotted(_Routed):
+class Choosing(Routed):
+    """Base of the kinds that choose experts by logits: results are a number for each choice, and the experts."""
+
+    __slots__ = ()
+
+    @property
+    def probabilities(self) -> RouterScores:
+        """What makes probabilities of all experts of the logits; those of a sigmoid are divided by their sum."""
+        return "softmax"
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        return Output(dims=CHOICES, dtype=inputs[0].dtype), Output(dims=CHOICES, dtype="int64", suffix="expert")
+
+
+class _Slotted(Routed):
     """Base of the kinds that read the slots of experts as well."""
 
     __slots__ = ()
@@ -47,13 +62,10 @@ class _Fetching(_Slotted):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TopK(_Routed, Differentiable):
+class TopK(Choosing, Differentiable):
     """The largest router logits of each token and the experts they belong to; ties go to the lower number."""
 
     engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
-
-    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        return Output(dims=_CHOICES, dtype=inputs[0].dtype), Output(dims=_CHOICES, dtype="int64", suffix="expert")
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Sort and take the first."""
@@ -66,7 +78,7 @@ class TopK(_Routed, Differentiable):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TopKGradient(_Routed, OpKind):
+class TopKGradient(Routed, OpKind):
     """The gradient of the router logits: zero except at the selected experts."""
 
     engines: ClassVar[tuple[str, ...]] = ("torch",)
@@ -103,7 +115,7 @@ class Slot(_Slotted, Differentiable):
     groups: tuple[TokenGroup, ...] = ()
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        return (Output(dims=_CHOICES, dtype="int64"),)
+        return (Output(dims=CHOICES, dtype="int64"),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Count the tokens of the group that came before to the same expert."""
@@ -170,7 +182,7 @@ class DispatchGradient(_Fetching, OpKind):
 
     def vector_flops(self, call: Call) -> int:
         """A sum per choice."""
-        return call.elements((*_CHOICES, "hidden"))
+        return call.elements((*CHOICES, "hidden"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +197,7 @@ class Combine(_Fetching, Differentiable):
 
     def vector_flops(self, call: Call) -> int:
         """A product and a sum per choice."""
-        return 2 * call.elements((*_CHOICES, "hidden"))
+        return 2 * call.elements((*CHOICES, "hidden"))
 
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
         """Slots get the weighted gradient of their token; weights get the product with the fetched row."""
@@ -222,4 +234,4 @@ class CombineGradient(_Slotted, OpKind):
 
     def vector_flops(self, call: Call) -> int:
         """For each choice a product for the slot, and a product and a sum for the weight."""
-        return 3 * call.elements((*_CHOICES, "hidden"))
+        return 3 * call.elements((*CHOICES, "hidden"))

@@ -3,7 +3,8 @@
 Both are single numbers beside the result of a layer, and their gradients reach the logits of the router only. The
 balance loss is the one of Switch Transformers as Mixtral has it in transformers: experts times the sum over experts of
 the share of tokens that chose an expert and the mean probability of it. It is ``choices`` where experts are equally
-busy. What an expert was chosen for is a count, and counts have no gradient.
+busy. Of scores by a sigmoid, the probability is the score over the sum of all scores, as in DeepSeek-V3. What an expert
+was chosen for is a count, and counts have no gradient.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from autoshard.graph.kinds.choosing import scores_of
 from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, OpKind, Output, Tensor
+from autoshard.spec.model import RouterScores
 from autoshard.spec.workload import BalancedOver
 
 
@@ -60,17 +63,19 @@ class RouterBalance(_OfLogits, Differentiable):
     owns_result: ClassVar[bool] = True
     flops_per_element: ClassVar[int] = 6  # derived: a softmax, and a product and a sum
 
+    scores: RouterScores = "softmax"
+
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         return (Output(dims=(), dtype="fp32"),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         logits, load = arrays
-        probability, factor = _probability(logits), _factor(call, load)
+        probability, factor = _probability(logits, self.scores), _factor(call, load)
         return (np.asarray((probability * factor).sum()),)
 
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
         """Only the logits get a gradient."""
-        return (GradientStep(kind=RouterBalanceGradient(), reads=("d0", "in0", "in1"), gives=(0,)),)
+        return (GradientStep(kind=RouterBalanceGradient(scores=self.scores), reads=("d0", "in0", "in1"), gives=(0,)),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +86,17 @@ class RouterBalanceGradient(_OfLogits, OpKind):
     owns_result: ClassVar[bool] = True
     flops_per_element: ClassVar[int] = 8  # derived: a softmax, its mean of the factors, a difference, two products
 
+    scores: RouterScores = "softmax"
+
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         return (Output(dims=inputs[1].dims, dtype=inputs[1].dtype),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         upstream, logits, load = arrays
-        probability, factor = _probability(logits), _factor(call, load)
+        probability, factor = _probability(logits, self.scores), _factor(call, load)
         mean = (probability * factor).sum(axis=-1, keepdims=True)
-        return (upstream * probability * (factor - mean),)
+        slope = upstream * probability * (factor - mean)
+        return (slope if self.scores == "softmax" else slope * (1 - scores_of("sigmoid", logits)),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,11 +130,12 @@ class RouterZGradient(_OfLogits, OpKind):
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         upstream, logits = arrays
-        return (upstream * 2 * _log_total(logits)[..., None] * _probability(logits),)
+        return (upstream * 2 * _log_total(logits)[..., None] * _probability(logits, "softmax"),)
 
 
-def _probability(logits: Array) -> Array:
-    return np.exp(logits - _log_total(logits)[..., None])
+def _probability(logits: Array, scores: RouterScores) -> Array:
+    values = scores_of(scores, logits)
+    return values if scores == "softmax" else values / values.sum(axis=-1, keepdims=True)
 
 
 def _log_total(logits: Array) -> Array:

@@ -101,7 +101,7 @@ def _row(log: TrainingLog, question: ImportedQuestion, step: MeasuredStep, peak:
         optimizer=workload.optimizer,
         documents=None if workload.documents == "joined" else workload.documents,
         expert_imbalance=workload.expert_imbalance if model.num_experts else None,
-        **workload.router_losses,
+        **workload.router_training,
         candidate=str(layout),
         framework=framework,
         framework_version=log.version,

@@ -17,6 +17,7 @@ from autoshard.imports.programs.megatron_model import (
     head_facts,
     model,
     name,
+    options_of_flags,
     written_heads,
     written_model,
 )
@@ -374,6 +375,7 @@ MEGATRON = OtherProgram(
         selective=(("core_attn",), ("layernorm",), ("mlp",), ("mlp_act",)),
         zero_group=True,
         router_losses=True,
+        options=options_of_flags,
         cp_kinds=("ring", "all_to_all"),
         precisions=("bf16", "bf16,gradients=bf16", "fp16", "fp16,gradients=fp16", "fp32", "bf16,products=fp8",
                     "bf16,gradients=bf16,products=fp8"),

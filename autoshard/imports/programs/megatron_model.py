@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from autoshard.imports.table import Facts, KeyEntry, Keys, alias, number, read_only, same, truth, whole_number, words
+from autoshard.spec.model import ModelSpec, Router
 from autoshard.spec.workload import BalancedOver
 
 
@@ -56,9 +57,9 @@ MODEL = (
 )  # fmt: skip
 
 
-# What makes of a decoder another one than autoshard models: latent attention, shared experts, layers of other kinds.
+# What makes of a decoder another one than autoshard models: latent attention, a gate of shared experts, other layers.
 _OTHER_MODELS = (
-    "multi_latent_attention", "moe_shared_expert_intermediate_size", "hybrid_layer_pattern", "hybrid_override_pattern",
+    "multi_latent_attention", "moe_shared_expert_gate", "hybrid_layer_pattern", "hybrid_override_pattern",
     "moe_layer_freq", "mtp_num_layers", "spec",
 )  # fmt: skip
 _EVERY_LAYER = "moe_layer_freq", "1"  # has experts, which autoshard models; a log prints this default
@@ -134,7 +135,69 @@ def _written_router_losses(facts: Facts) -> Keys:
     return {_ROUTER[0]: kind, _ROUTER[1]: coefficient}
 
 
+# megatron/core/transformer/moe/moe_utils.py topk_routing_with_score_function and group_limited_topk: a group scores as
+# its best experts together, as many as a token chooses in each; sigmoids are normalised where more than one is chosen.
+_SCORES = (
+    "moe_router_score_function", "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk",
+    "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias", "moe_router_bias_update_rate",
+)  # fmt: skip
+_BIAS_SPEED = 1e-3  # megatron/training/arguments.py
+
+
+def _router(keys: Keys) -> Facts:
+    """Read how experts are chosen and weighted, and whether biases of experts move."""
+    values = {key: value for key, value in keys.items() if str(value) not in ("None", "")}
+    scores, *_ = (*words(values.get("moe_router_score_function")), "softmax")
+    sigmoid, biased = scores == "sigmoid", truth(values.get("moe_router_enable_expert_bias"))
+    top_k = whole_number(values.get("moe_router_topk") or _TOP_K)
+    groups, inside_of = (whole_number(values.get(key) or 1) for key in _SCORES[2:4])
+    limited = inside_of < groups and "moe_router_group_topk" in values
+    of_groups: Mapping[int, Literal["best", "best two"]] = {1: "best", 2: "best two"}
+    best = of_groups.get(top_k // inside_of) if limited else "best"
+    normalised = top_k > 1 if sigmoid else not truth(values.get("moe_router_pre_softmax"))
+    scores_add_up = best == "best two" and scores == "softmax" and normalised  # of logits there, of probabilities here
+    if scores not in ("softmax", "sigmoid") or best is None or scores_add_up or (biased and not sigmoid):
+        return {"model.unmodelled": [key for key in _SCORES if key in values]}
+    router = Router(
+        scores=scores, normalised=normalised, scale=number(values.get("moe_router_topk_scaling_factor") or 1),
+        groups=groups if limited else 1, chosen_groups=inside_of if limited else 1, group_score=best, correction=biased,
+    )  # fmt: skip
+    speed = number(values.get("moe_router_bias_update_rate", _BIAS_SPEED))
+    return {"model.router": None if router == Router() else router} | (
+        {"work.router_bias_speed": speed} if biased else {}
+    )
+
+
+def options_of_flags(model: ModelSpec) -> tuple[str, ...]:
+    """Return the options of a model that flags say: its router, if what is written is read as the same; shared experts.
+
+    >>> from autoshard.spec.model_catalogue import load_model
+    >>> options_of_flags(load_model("glm4.5"))
+    ('router', 'shared_ffn')
+    """
+    written = {**_written_router({"model.router": model.router}), "moe_router_topk": model.experts_per_token}
+    is_said = model.router is not None and _router(written).get("model.router") == model.router
+    return (*(("router",) if is_said else ()), "shared_ffn")
+
+
+def _written_router(facts: Facts) -> Keys:
+    """Write it."""
+    router = facts.get("model.router")
+    if router is None:
+        return {}
+    keys: dict[str, Any] = {"moe_router_score_function": router.scores}
+    keys |= {"moe_router_pre_softmax": True} if router.scores == "softmax" and not router.normalised else {}
+    keys |= dict(zip(_SCORES[2:4], (router.groups, router.chosen_groups), strict=True)) if router.groups > 1 else {}
+    keys |= {"moe_router_topk_scaling_factor": router.scale} if router.scale != 1 else {}
+    if router.correction:
+        speed = facts.get("work.router_bias_speed", 0.0)
+        keys |= {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": speed}
+    return keys
+
+
 EXPERTS = (
+    KeyEntry(keys=(*_SCORES, "moe_router_topk"), reads=_router, writes=_written_router),
+    same("moe_shared_expert_intermediate_size", "model.shared_ffn"),
     same("num_experts", "model.num_local_experts"),
     same("moe_router_topk", "model.num_experts_per_tok"),
     alias("moe_ffn_hidden_size", "model.intermediate_size"),

@@ -4,6 +4,7 @@ What its kernels for devices ask stands in ``nxd_kernels``. Lines are those of t
 """
 
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from typing import cast
 
 from autoshard.graph.decoder import num_slots
@@ -158,7 +159,10 @@ def nxd_layers(c: Columns) -> Verdict:
 def _unbuilt(c: Columns) -> str:
     """Name the options of a model for which the nxd engine builds nothing; layers of several kinds have a Rule."""
     options = {name: value for name, value in options_on(c.model).items() if name not in ("kinds", "order")}
-    return ", ".join(f"{name} {show_value(value)}" for name, value in options.items())
+    scaling = c.model.rotary_scaling
+    options |= {"rotary_scaling.mscale": scaling.mscale} if scaling and scaling.mscale else {}
+    texts = (f"{name} {show_value(value)}" if not is_dataclass(value) else name for name, value in options.items())
+    return ", ".join(texts)
 
 
 @nxd_rule(

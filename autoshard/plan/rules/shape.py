@@ -61,6 +61,16 @@ def routers(c: Columns) -> Verdict:
     yield f"{name}={getattr(c.workload, name):g}: {c.model.name} has no experts, so no router. Leave it out"
 
 
+@rule(
+    "router_bias_speed",
+    source=_DERIVED + "only routers with a correction have a bias to move",
+    applies=lambda c: c.workload.router_bias_speed > 0,
+)
+def router_bias(c: Columns) -> Verdict:
+    yield c.model.router is not None and c.model.router.correction
+    yield f"router_bias_speed={c.workload.router_bias_speed:g}: {c.model.name} has no correction bias. Leave it out"
+
+
 @rule("tp,pp,cp,dp", source=_DERIVED + "every rank stands at exactly one place of the mesh; ep is a part of dp")
 def ranks(c: Columns) -> Verdict:
     have, inner = c.cluster.num_ranks, c.tp * c.pp * c.cp

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from autoshard.engine.hf_names import exact_weights
 from autoshard.engine.nxd.shards import Qkv
 from autoshard.errors import Fault, InputError, inside, require
 from autoshard.files import naming
@@ -166,8 +167,9 @@ def _convert(conversion: Conversion, say: Callable[[CopyProgress], None]) -> Don
     source_model = _source_model(conversion, form)
     plan = conversion.plan and SourcePlan(plan=conversion.plan, saved=conversion.form in ("hf", "pt"))
     source = open_weights(conversion.source, form, source_model.family, source_model.model, plan)
+    exact = exact_weights(source_model.model)
     dtypes = {
-        name: DTYPES[conversion.dtype] if conversion.dtype and "/" not in name else dtype
+        name: DTYPES[conversion.dtype] if conversion.dtype and "/" not in name and name not in exact else dtype
         for name, dtype in source.dtypes.items()
     }
     final = conversion.target

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autoshard.engine.hf_names import DERIVED, HEADS, HfNames, shapes_of
+from autoshard.engine.hf_names import DERIVED, HEADS, HfNames, further_modules, shapes_of
 from autoshard.errors import InputError, require
 from autoshard.files import naming
 from autoshard.runtime.convert.copying import Entry, TargetFile
@@ -21,6 +21,7 @@ _INDEX = "model.safetensors.index.json"
 _ONE = "model.safetensors"
 _ADAPTER = "adapter_config.json"
 _OTHER = "transformers_weights"  # a field of the configuration that names another file
+_KEPT_EXACT = "e_score_correction_bias"  # FP32 in transformers whatever its config says
 _MOST_BYTES = 5 * 10**9  # of a file, as transformers cuts them
 _ADVICE = "Download it again"
 _UNTIED = (
@@ -36,7 +37,9 @@ _COMPANIONS = (
 
 def hf_source(path: Path, family: str, model: ModelSpec) -> WeightSource:
     """Open a folder, or a file of ``torch.save``, or say all that is wrong."""
-    tensors = read_state(path) if path.is_file() else _stored(path)
+    found = read_state(path) if path.is_file() else _stored(path)
+    further = further_modules(found)
+    tensors = {name: tensor for name, tensor in found.items() if not name.startswith(further)}
     names = HfNames.fitting(family, model, tensors.keys())
     shapes, patches = dict(names.shapes), dict(names.patches())
     for owner in names.tied.values():  # files may repeat the table as the head, which must be the same
@@ -80,7 +83,8 @@ def finish_hf(folder: Path, outputs: Sequence[TargetFile], config: Mapping[str, 
         files = {entry.name: output.file for output in outputs for entry in output.entries}
         total = sum(output.num_bytes for output in outputs)
         write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": files})
-    kinds = {str(entry.dtype).removeprefix("torch.") for output in outputs for entry in output.entries}
+    entries = [entry for output in outputs for entry in output.entries if not entry.name.endswith(_KEPT_EXACT)]
+    kinds = {str(entry.dtype).removeprefix("torch.") for entry in entries}
     key = "dtype" if "dtype" in config else "torch_dtype"  # as transformers 5 and 4 write it; both read the latter
     write_json(folder / CONFIG, {**config, **({key: kinds.pop()} if len(kinds) == 1 else {})})
 

@@ -36,7 +36,9 @@ _MOST_LOCAL_RANKS = 64
 _LEAST_TOKENS = 512
 _MUCH_BETTER = 0.05
 _MOST_REFUSALS = 4  # that are printed
-_OF_QUESTION = ("seq_len", "engine", "precision", "documents", "router_balance_loss", "router_z_loss")
+_OF_QUESTION = (
+    "seq_len", "engine", "precision", "documents", "router_balance_loss", "router_z_loss", "router_bias_speed",
+)  # fmt: skip
 _OPTIONS = {key: f"--{key.replace('_', '-')}" for key in _OF_QUESTION}
 _STATES = ("weights", "gradients", "optimizer", "masters", "runtime", "workspace")  # whatever is computed with them
 _SMALL = {"mbs": 1, "vp": 1, "schedule": "1f1b", "recompute": (Recompute(kind="full"),)}

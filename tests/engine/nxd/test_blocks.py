@@ -35,7 +35,8 @@ from tests.reference_step import evaluate_step, random_weights
 DENSE = {
     name: model
     for name, model in small_models().items()
-    if not (model.num_experts or model.window or model.tied_embeddings or options_on(model))  # as Rules refuse them
+    # as Rules refuse them
+    if not (model.num_experts or model.window or model.tied_embeddings or options_on(model) or model.score_scale)
 }
 
 

@@ -175,6 +175,27 @@ def test_what_is_tied_padded_or_kept_elsewhere(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "last" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
+def test_biases_of_routers_are_not_rounded_and_layers_that_predict_further_tokens_left_out(tmp_path: Path) -> None:
+    """Published files have one such layer behind the last, which belongs to no part of the model that is read."""
+    first = written(tmp_path / "first", reduced("tiny-glm4-moe"))
+    tensors, layers = read(first), load_model(first).num_layers
+    further = {f"model.layers.{layers}.{name}": torch.ones(2) for name in ("eh_proj.weight", "mlp.gate.weight")}
+    safetensors.torch.save_file(tensors | further, first / "model.safetensors", {"format": "pt"})
+    converted(first, tmp_path / "half", dtype="bf16")
+    found = read(tmp_path / "half")
+    biases = {name for name in tensors if name.endswith("e_score_correction_bias")}
+    assert len(biases) == layers - 1 and found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        expected = tensor if name in biases else tensor.bfloat16()
+        assert found[name].dtype == expected.dtype and torch.equal(found[name], expected), name
+    assert json.loads((tmp_path / "half" / "config.json").read_text(encoding="utf-8"))["torch_dtype"] == "bfloat16"
+    safetensors.torch.save_file(
+        tensors | {f"model.layers.{layers}.mlp.gate.weight": torch.ones(2)}, first / "model.safetensors"
+    )
+    with pytest.raises(InputError, match="is no tensor of this model"):
+        converted(first, tmp_path / "other")
+
+
 @pytest.mark.parametrize("form", ["hf", "pt", "nxd"])
 def test_a_head_beside_a_tied_table_must_be_the_same(form: str, tmp_path: Path) -> None:
     config = {**reduced("llama3-8b"), "tie_word_embeddings": True}

@@ -59,8 +59,9 @@ def module_of(family: str, **changes: Any) -> Any:
     options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
     made = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **fields), **options)
     generator = torch.Generator().manual_seed(5)
-    for parameter in made.parameters():
-        parameter.data.normal_(0, 0.3, generator=generator)
+    corrections = [buffer for name, buffer in made.named_buffers() if name.endswith("e_score_correction_bias")]
+    for weight in (*made.parameters(), *corrections):
+        weight.data.normal_(0, 0.3, generator=generator)
     return made
 
 
@@ -83,7 +84,7 @@ def first_step(plan: Plan, folder: Path) -> tuple[float, float]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("family", "text", "changes"), rest_is_slow(CASES, 3))
+@pytest.mark.parametrize(("family", "text", "changes"), rest_is_slow(CASES, 3, 20))
 def test_the_first_loss_is_that_of_transformers(family: str, text: str, changes: Mapping[str, Any], tmp_path: Path):
     module = module_of(family, **changes)
     module.save_pretrained(tmp_path)
@@ -136,6 +137,17 @@ def reconfigured(folder: Path, **changes: Any) -> None:
 
 def indexed(folder: Path, text: str) -> None:
     (folder / "model.safetensors.index.json").write_text(text)
+
+
+def test_modules_that_predict_further_tokens_are_left_out_and_no_other_layer_is(tmp_path: Path):
+    module_of("deepseek_v3").save_pretrained(tmp_path)
+    plan, weight = plan_for(tmp_path), box("layer.0.up.weight", (40, 16), torch.float32)
+    behind = {"model.layers.2.mlp.up_proj.weight": torch.zeros(24, 16)}
+    rewritten(tmp_path, lambda tensors: tensors.update(behind))
+    with pytest.raises(InputError, match="is no tensor of this model"):
+        read_weights(tmp_path, plan, [weight])
+    rewritten(tmp_path, lambda tensors: tensors.update({"model.layers.2.eh_proj.weight": torch.zeros(16, 32)}))
+    read_weights(tmp_path, plan, [weight])
 
 
 GATE = "model.layers.0.mlp.gate_proj.weight"

@@ -1,6 +1,6 @@
 """The operations of the graph as torch computes them; importing this registers them all."""
 
-from autoshard.engine.torch.kernels import attention, dropout, elementwise, indexing, products, router
+from autoshard.engine.torch.kernels import attention, choosing, dropout, elementwise, indexing, products, router
 from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, Rotations, kernel_of
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "KernelContext",
     "Rotations",
     "attention",
+    "choosing",
     "dropout",
     "elementwise",
     "indexing",

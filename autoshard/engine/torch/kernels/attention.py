@@ -11,9 +11,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
+from typing import cast
 
 import torch
 from einops import einsum, rearrange
+from torch.nn import functional
 
 from autoshard.engine.torch.formats import NOWHERE, wide
 from autoshard.engine.torch.kernels.dropout import keeps
@@ -198,6 +200,12 @@ def _heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Heads
     return _by_head(query), _rows(key).transpose(1, 2), _rows(value).transpose(1, 2)
 
 
+def _cut(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without zeros behind the numbers of a head, with which nothing of their memory stays."""
+    width = like.shape[-1]
+    return tensor if tensor.shape[-1] == width else tensor[..., :width].contiguous()
+
+
 def _by_position(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Turn [batch, head, seq, ...] into [batch, seq, kv_heads, q_group, ...], as a query has them."""
     return tensor.transpose(1, 2).reshape(*like.shape[:4], *tensor.shape[3:])
@@ -208,18 +216,28 @@ class _Attention:
     """How an operation attends: with the device's own kernel, or a few rows of scores at a time; within a window.
 
     If probabilities are ``dropped``, it is told by which ``drawn`` numbers: keys of sequences, heads, and their groups.
+    Devices' kernels take heads of one ``width``: zeros behind narrower keys or values change nothing.
     """
 
     fused: FusedAttention | None
     window: int | None
     dropped: float
     scale: float
+    width: int
 
     @classmethod
     def of(cls, call: Call, context: KernelContext, kind: Attend | AttendGradient) -> "_Attention":
-        formats, head_dim = context.formats, call.sizes["head_dim"]
-        kernel = None if kind.dropped else fused(formats.device, formats.of(call.inputs[0].dtype), head_dim)
-        return cls(kernel, kind.window, kind.dropped, scale_of(kind, call))
+        formats, width = context.formats, max(call.sizes["head_dim"], call.sizes[kind.value_width])
+        kernel = None if kind.dropped else fused(formats.device, formats.of(call.inputs[0].dtype), width)
+        return cls(kernel, kind.window, kind.dropped, scale_of(kind, call), width)
+
+    def padded(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return tensors by head with zeros behind the numbers of each head, where a device's kernel asks for them."""
+        missing = (self.width - tensor.shape[-1] if self.fused else 0 for tensor in tensors)
+        return tuple(
+            functional.pad(tensor, (0, count)) if count else tensor
+            for tensor, count in zip(tensors, missing, strict=True)
+        )
 
     def pairs(self, heads: Heads, where: Sequence[torch.Tensor], *starts: torch.Tensor) -> list[VisiblePair]:
         """Return the visible pairs; ``starts`` are those of the queries' documents, if these do not see each other."""
@@ -299,7 +317,7 @@ def _attend(kind: Attend, call: Call, context: KernelContext) -> Kernel:
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         query, key, value, *more = tensors
         where, drawn = where_and_draws(more, kind.dropped)
-        heads = _heads(query, key, value)
+        heads = cast(Heads, attention.padded(*_heads(query, key, value)))
         parts: dict[tuple[tuple[int, int], PositionRun], Part] = {}
         for seen in attention.pairs(heads, where[:2], *where[2:]):
             place = seen.rows, seen.queries
@@ -308,12 +326,12 @@ def _attend(kind: Attend, call: Call, context: KernelContext) -> Kernel:
         if [(rows, len(queries.positions)) for rows, queries in parts] == [whole]:
             mixed, lse = next(iter(parts.values()))
         else:
-            mixed = torch.zeros_like(heads[0])
+            mixed = heads[0].new_zeros((*heads[0].shape[:3], heads[2].shape[3]))
             lse = torch.full(mixed.shape[:3], -torch.inf, dtype=formats[1], device=mixed.device)
             for (rows, queries), (part, weight) in parts.items():
                 there = slice(*rows), slice(None), queries.slice
                 mixed[there], lse[there] = part, weight
-        return _by_position(mixed, query).to(formats[0]), _by_position(lse, query).to(formats[1])
+        return _by_position(_cut(mixed, value), query).to(formats[0]), _by_position(lse, query).to(formats[1])
 
     return run
 
@@ -324,8 +342,9 @@ def _attend_gradient(kind: AttendGradient, call: Call, context: KernelContext) -
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         upstream, query, key, value, positions, key_positions, result, lse, *more = tensors
         starts, drawn = where_and_draws(more, kind.dropped)
-        heads = _heads(query, key, value)
-        by_head = (_by_head(upstream), _by_head(result), lse.flatten(2, 3).transpose(1, 2))
+        heads = cast(Heads, attention.padded(*_heads(query, key, value)))
+        of_results = attention.padded(_by_head(upstream), _by_head(result))
+        by_head = (*of_results, lse.flatten(2, 3).transpose(1, 2))
         pairs = attention.pairs(heads, (positions, key_positions), *starts)
         whole = (0, len(query)), query.shape[1], key.shape[1]
         if [(seen.rows, len(seen.queries.positions), len(seen.keys.positions)) for seen in pairs] == [whole]:
@@ -336,7 +355,10 @@ def _attend_gradient(kind: AttendGradient, call: Call, context: KernelContext) -
                 parts = attention.backward(heads, seen, by_head, drawn)
                 for total, tokens, part in zip(gradients, (seen.queries, seen.keys, seen.keys), parts, strict=True):
                     total[slice(*seen.rows), :, tokens.slice] += part
-        return _by_position(gradients[0], query), gradients[1].transpose(1, 2), gradients[2].transpose(1, 2)
+        d_query, d_key, d_value = (
+            _cut(gradient, tensor) for gradient, tensor in zip(gradients, (query, key, value), strict=True)
+        )
+        return _by_position(d_query, query), d_key.transpose(1, 2), d_value.transpose(1, 2)
 
     return run
 

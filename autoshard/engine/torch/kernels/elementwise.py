@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 
 from autoshard.engine.torch.formats import wide
 from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, laid_out, register_kernels, shape_of
-from autoshard.graph.kinds.attention import Rotary
+from autoshard.graph.kinds.attention import Join, JoinGradient, Rotary
 from autoshard.graph.kinds.norm import (
     MeanSquare,
     MeanSquareGradient,
@@ -188,7 +188,7 @@ def _softmax_gradient(kind: SoftmaxGradient, call: Call, context: KernelContext)
 
 
 def _rotary(kind: Rotary, call: Call, context: KernelContext) -> Kernel:
-    dims, head_dim = call.inputs[0].dims, call.sizes["head_dim"]
+    dims, head_dim = call.inputs[0].dims, call.sizes[kind.over]
     half, dtype = kind.rotated(head_dim) // 2, context.formats.of(call.outputs[0].dtype)
     turned = 2 * half
     after = len(dims) - dims.index(call.inputs[-1].dims[-1]) - 2  # dims between the positions and the head
@@ -202,6 +202,18 @@ def _rotary(kind: Rotary, call: Call, context: KernelContext) -> Kernel:
         return (torch.cat([rotated, x[..., turned:]], -1) if turned < head_dim else rotated,)
 
     return run
+
+
+def _join(kind: Join, call: Call, context: KernelContext) -> Kernel:
+    shared, own = (tensor.dims for tensor in call.inputs)
+    dims = (*own[:-1], shared[-1])
+    lay, shape = laid_out(shared, dims), shape_of(call, dims)
+    return lambda part, heads: (torch.cat([lay(part).expand(shape), heads], -1),)
+
+
+def _join_gradient(kind: JoinGradient, call: Call, context: KernelContext) -> Kernel:
+    width, axes = call.sizes["rotary_dim"], kind.summed(call)
+    return lambda upstream: (upstream[..., :width].sum(axes), upstream[..., width:])
 
 
 def _square_sum(gradient: torch.Tensor) -> tuple[torch.Tensor]:
@@ -245,6 +257,7 @@ register_kernels({
     MeanSquare: _mean_square, MeanSquareGradient: _mean_square_gradient, Rescale: _rescale,
     RescaleSquareGradient: _rescale_square_gradient, RescaleWeightGradient: _rescale_weight_gradient,
     Softmax: _softmax, SoftmaxGradient: _softmax_gradient, Rotary: _rotary, AdamW: _adamw,
+    Join: _join, JoinGradient: _join_gradient,
     Accumulate: lambda kind, call, context: lambda total, gradient: (total.add_(gradient),),
     SquareSum: lambda kind, call, context: _square_sum,
     Sgd: lambda kind, call, context: _sgd,

@@ -1,6 +1,6 @@
 """The functions that compute operations on one rank: made once per operation, called for every micro-batch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import singledispatch
 from typing import Any
@@ -47,6 +47,12 @@ class Rotations:
             there = index.to(like.device)
             self.angles[key] = (cos[there], sin[there]), where  # kept, so are the addresses
         return self.angles[key][0]
+
+    def forget(self, tensors: Collection[int]) -> None:
+        """Forget the look-ups whose results are among tensors, by their ids; the next of these look up again."""
+        for key, (found, _) in [*self.angles.items()]:
+            if any(id(tensor) in tensors for tensor in found):
+                del self.angles[key]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import torch
 
-from autoshard.engine.observing import Noted
+from autoshard.engine.observing import Observation
 from autoshard.engine.torch.formats import wide
 from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register_kernels, shape_of
 from autoshard.graph.kinds.router import RouterBalance, RouterBalanceGradient, RouterLoad, RouterZ, RouterZGradient
 from autoshard.graph.op import Call
+from autoshard.spec.model import RouterScores
 
 
 def load_of(chosen: torch.Tensor, num_rows: int, num_experts: int, dtype: torch.dtype) -> torch.Tensor:
@@ -36,18 +37,33 @@ def _factor(call: Call) -> Callable[[torch.Tensor], torch.Tensor]:
     return run
 
 
+def probabilities(scores: RouterScores) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what makes probabilities of all experts of logits, in FP32 at least."""
+    if scores == "softmax":
+        return lambda logits: wide(logits).softmax(-1)
+
+    def run(logits: torch.Tensor) -> torch.Tensor:
+        values = wide(logits).sigmoid()
+        return values / values.sum(-1, keepdim=True)
+
+    return run
+
+
 def _router_balance(kind: RouterBalance, call: Call, context: KernelContext) -> Kernel:
-    factor = _factor(call)
-    return lambda logits, load: ((wide(logits).softmax(-1) * factor(load)).sum(),)
+    factor, probability_of = _factor(call), probabilities(kind.scores)
+    return lambda logits, load: ((probability_of(logits) * factor(load)).sum(),)
 
 
 def _router_balance_gradient(kind: RouterBalanceGradient, call: Call, context: KernelContext) -> Kernel:
-    factor = _factor(call)
+    factor, probability_of = _factor(call), probabilities(kind.scores)
 
     def run(upstream: torch.Tensor, logits: torch.Tensor, load: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        probability, factors = wide(logits).softmax(-1), factor(load)
+        probability, factors = probability_of(logits), factor(load)
         mean = (probability * factors).sum(-1, keepdim=True)
-        return ((upstream * probability * (factors - mean)).to(logits.dtype),)
+        slope = upstream * probability * (factors - mean)
+        if kind.scores == "sigmoid":
+            slope = slope * (1 - wide(logits).sigmoid())
+        return (slope.to(logits.dtype),)
 
     return run
 
@@ -65,14 +81,13 @@ def _router_z_gradient(kind: RouterZGradient, call: Call, context: KernelContext
     return run
 
 
-def observing(noted: Noted, num_experts: int) -> Kernel:
+def observing(seen: Observation, num_experts: int) -> Kernel:
     """Return the function that makes a row of numbers of what is noted."""
-    if noted == "dropped":
+    if seen.noted == "dropped":
         return lambda place: ((place < 0).sum().float().view(1),)
 
     def run(logits: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        log_probability = wide(logits).log_softmax(-1)
-        entropy = -(log_probability.exp() * log_probability).sum()
+        entropy = torch.special.entr(probabilities(seen.probabilities)(logits)).sum()
         return (torch.cat([load_of(chosen, 1, num_experts, entropy.dtype)[0], entropy.view(1)]),)
 
     return run

@@ -7,14 +7,14 @@ from autoshard.search.ask.vendor.documented import VendorLayout, vendor_layouts
 from autoshard.spec.cluster import LOCAL, Cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.recipe import QuestionOptions, sequences_of
-from autoshard.spec.workload import ROUTER_LOSSES, Precision, Workload
+from autoshard.spec.workload import ROUTER_TRAINING, Precision, Workload
 
 LONGEST_DEFAULT = 8192
 # Tokens of a step, at most. Llama 3 was pre-trained with 4 M, 8 M and 16 M tokens a step, beginning with the least
 # (arXiv 2407.21783, section 3.4.1).
 TOKENS = 2**22
 LOCAL_BATCH = 32
-_OF_WORK = ("optimizer", "documents", "expert_imbalance", *ROUTER_LOSSES)  # which a workload holds as they are stated
+_OF_WORK = ("optimizer", "documents", "expert_imbalance", *ROUTER_TRAINING)  # which a workload holds as they are stated
 _MORE_NODES = 2.0  # than a vendor documents: on more than so many times as many its batch says nothing
 
 

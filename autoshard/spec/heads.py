@@ -1,0 +1,70 @@
+"""How the heads of a model say positions, and of what narrow states their keys and values may be made."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from autoshard.errors import in_range, require
+from autoshard.spec.record import option
+
+MAX_DIM = 2**31 - 1  # the largest 32-bit index, which the accelerators' libraries use
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryScaling:
+    """How rotary frequencies are scaled for contexts longer than that of the first training.
+
+    ``linear`` divides all frequencies by ``factor``. ``llama3`` divides those with fewer than
+    ``low_frequency_factor`` turns in ``original_positions``, keeps those with more than
+    ``high_frequency_factor`` turns, and interpolates between the two. ``yarn`` does the same, and interpolates
+    elsewhere: along the numbers of the frequencies, which are rounded outwards to whole ones where it ``truncates``.
+    It also makes scores larger: by the square of 1 + ``mscale`` / 10 times the logarithm of ``factor``.
+    """
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 1.0
+    original_positions: int = 0
+    truncate: bool = option(True)
+    mscale: float = option(0.0)
+
+    def __post_init__(self) -> None:
+        low, high, blends = self.low_frequency_factor, self.high_frequency_factor, self.kind != "linear"
+        plain = self.kind == "yarn" or (self.truncate and not self.mscale)
+        require(
+            *in_range(self, "factor", low=1),
+            *in_range(self, "low_frequency_factor", positive=True),
+            (not blends or high > low, "high_frequency_factor", f"must be above the low one, {low}, not {high}"),
+            *in_range(self, "original_positions", low=1 if blends else 0),
+            *in_range(self, "mscale", low=0),
+            (plain, "mscale" if self.mscale else "truncate", "only yarn has it"),
+        )
+
+    @property
+    def growth(self) -> float:
+        """By how much queries and keys grow, each of them: scores grow by its square."""
+        return 1 + 0.1 * self.mscale * math.log(self.factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Keys and values that are made of a narrow hidden state of their own, as in DeepSeek-V2 (arXiv:2405.04434).
+
+    The latter has ``kv_rank`` numbers per token, and queries are made of one with ``query_rank``, or of the whole
+    hidden state where it is None. The first ``rotary_dim`` numbers of a head say positions: those of a key are made of
+    the hidden state, and all heads share them. A value has ``value_dim`` numbers.
+    """
+
+    query_rank: int | None
+    kv_rank: int
+    rotary_dim: int
+    value_dim: int
+    norm_eps: float = option(1e-6)  # of the norms of both narrow states
+
+    def __post_init__(self) -> None:
+        require(
+            *in_range(self, "query_rank", "kv_rank", "rotary_dim", "value_dim", low=1, high=MAX_DIM),
+            (self.rotary_dim % 2 == 0, "rotary_dim", f"must be even, not {self.rotary_dim}: pairs are turned"),
+            *in_range(self, "norm_eps", positive=True),
+        )
