@@ -342,7 +342,7 @@ def row_of(plan: Plan, ran: Occasion) -> MeasuredRow:
         layout = replace(layout, kernels=None, recompute=recompute)
     if not at_home:
         layout = replace(layout, place=None, lnc=None)
-    layout = replace(layout, fold=fold_of(plan)) if model.num_experts else layout
+    layout = replace(layout, fold=fold_of(plan))
     axes: dict[str, Any] = {axis: getattr(layout, axis) for axis in ("tp", "pp", "vp", "cp", "ep", "dp", "lnc")}
     has_card = model.name in model_names() and load_model(model.name) == model
     return MeasuredRow(

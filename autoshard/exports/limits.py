@@ -151,7 +151,8 @@ def _micro_batch(batch: int, dp: int, mbs: int) -> int:
 def _experts(change: _Rewriting) -> None:
     """Say over which axes experts are shared out; programs that fold fill tp first, then cp, then dp."""
     candidate, limits = change.candidate, change.program.limits
-    if not change.plan.model.num_experts:
+    can_fold = change.program.engine == "torch" and max(candidate.tp, candidate.cp) > 1
+    if not (change.plan.model.num_experts and can_fold):
         return
     planned = [axis for axis in folded_axes(change.plan) if getattr(candidate, axis) > 1]
     folded = [axis for axis in planned if limits.folds]

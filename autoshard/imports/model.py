@@ -23,7 +23,9 @@ _FIELDS: Mapping[str, str] = {  # facts -> fields of ModelSpec by which cards ar
 }  # fmt: skip
 _ENOUGH = ("num_hidden_layers", "hidden_size")
 _NOT_SHAPE = ("name", "source", "max_positions", "norm_eps", "rotary_theta", "rotary_scaling", "window")
-_SUFFIX = re.compile(r"[-_](hf|instruct|chat|base|v\d+(\.\d+)?)$")
+_SUFFIX = re.compile(
+    r"[-_](hf|instruct|chat|base|v0\.\d+)$"
+)  # v0.1 is a release; V2 and V3 of DeepSeek are other models
 _FFN_STEP = 64  # of gated models: megatron/training/arguments.py rounds 8/3 of the hidden size down to a multiple
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "Llama3Tokenizer": 128256}
 _FLAVORS = {"llama3": "llama3.1"}  # torchtitan trains the models of release 3.1 under the older name
@@ -34,6 +36,8 @@ def without_separators(name: str) -> str:
 
     >>> [without_separators(name) for name in ("meta-llama/Meta-Llama-3-70B-Instruct", "Mixtral-8x7B-v0.1")]
     ['llama370b', 'mixtral8x7b']
+    >>> without_separators("deepseek-ai/DeepSeek-V3-Base")
+    'deepseekv3'
     """
     text = name.rpartition("/")[2].lower().removeprefix("meta-")
     while match := _SUFFIX.search(text):

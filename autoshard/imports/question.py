@@ -240,10 +240,13 @@ class _QuestionBuilder:
 
     def _experts(self, facts: Facts) -> Mapping[str, Any]:
         """Return over which ranks experts are shared out."""
+        program, ep = self.run.program, int(facts.get("layout.ep", 1))
+        tp, cp = (int(facts.get(f"layout.{axis}", 1)) for axis in ("tp", "cp"))
         if not self.model.num_experts:
             return {"ep": 1}
-        tp, cp = (int(facts.get(f"layout.{axis}", 1)) for axis in ("tp", "cp"))
-        ep, fold = unfolded(int(facts.get("layout.ep", 1)), facts.get("layout.etp"), tp=tp, cp=cp)
+        if program.engine == "nxd" or not program.limits.folds:  # a Rule keeps the nxd engine from folding
+            return {"ep": ep, "fold": "none" if program.engine == "torch" and max(tp, cp) > 1 else None}
+        ep, fold = unfolded(ep, facts.get("layout.etp"), tp=tp, cp=cp)
         return {"ep": ep, "fold": fold}
 
     def _stated_ranks(self, per_node: int) -> tuple[int | None, str]:

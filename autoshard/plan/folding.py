@@ -18,16 +18,19 @@ _EXPERTS = re.compile(r"-> \[experts/([\w.]+), slots")  # what an operation give
 
 
 def folded_axes(plan: Plan) -> tuple[str, ...]:
-    """Return the axes beside ep over which the tables of a plan cut experts."""
+    """Return the axes beside ep over which a plan shares experts out: as it is pinned, or as its tables cut them."""
+    if plan.fold is not None:
+        return tuple(axis for axis in FOLDED if axis in plan.fold)
     texts = (text for of_block in plan.strategies.values() for text in of_block.values())
     axes = {axis for text in texts for found in _EXPERTS.findall(text) for axis in found.split(".")}
     named = {"kv": "tp", "rep": "tp"}
     return tuple(axis for axis in FOLDED if axis in {named.get(axis, axis) for axis in axes})
 
 
-def fold_of(plan: Plan) -> Fold:
-    """Return what a plan folds, as it is pinned."""
-    return fold_of_axes(folded_axes(plan))
+def fold_of(plan: Plan) -> Fold | None:
+    """Return what a plan of a mixture folds, as it is pinned; None where there is nothing to fold."""
+    can_fold = plan.model.num_experts and max(plan.mesh.size(axis) for axis in FOLDED) > 1
+    return fold_of_axes(folded_axes(plan)) if can_fold else None
 
 
 def fold_of_axes(axes: Collection[str]) -> Fold:
@@ -40,7 +43,7 @@ def expert_ranks(plan: Plan) -> int:
     return plan.mesh.size("ep") * math.prod(plan.mesh.size(axis) for axis in folded_axes(plan))
 
 
-def unfolded(ep: int, etp: int | None, *, tp: int, cp: int) -> tuple[int, Fold]:
+def unfolded(ep: int, etp: int | None, *, tp: int, cp: int) -> tuple[int, Fold | None]:
     """Return ep as a part of dp, and what else shares out experts, of an expert mesh as Megatron-LM states it.
 
     There ``ep`` ranks share experts out, first those of tp if ``etp`` is 1, then of cp, then of dp; without ``etp`` the
@@ -54,4 +57,4 @@ def unfolded(ep: int, etp: int | None, *, tp: int, cp: int) -> tuple[int, Fold]:
     inner = math.prod(size for axis, size in (("cp", cp), ("tp", tp)) if folds[axis])
     fold = fold_of_axes([axis for axis in FOLDED if folds[axis]])
     require((ep % inner == 0, "ep", f"{ep} ranks with other experts are no multiple of {inner}, those of {fold}"))
-    return ep // inner, fold
+    return ep // inner, fold if max(tp, cp) > 1 else None

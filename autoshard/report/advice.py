@@ -79,7 +79,7 @@ def _options_table(advice: Advice) -> Table:
         chosen = "chosen" if option is advice.choice else ""
         seconds = map(format_seconds, (prediction_of(option.plan).step_time_s, option.step_s))
         between = f"{format_seconds(option.low_s)} to {format_seconds(option.high_s)}"
-        rows.append([str(number), chosen, *seconds, between, axes_words(option.plan.candidate)])
+        rows.append([str(number), chosen, *seconds, between, axes_words(option.plan)])
     columns = (">plan", "", ">predicted", ">with the rows", ">80% within", "layout")
     return Table("What can be chosen", columns, rows, drop=("layout",))
 
@@ -92,7 +92,7 @@ def _runs_table(advice: Advice) -> Table:
         cost = "-" if usd is None else format_dollars(usd)
         after = [share.partition(" ")[0], of_step, dollars[0].partition(" ")[0] if dollars else "-"]
         rows.append([str(number), str(plan.cluster.num_nodes), str(plan.model.num_layers), takes, cost, *after,
-                     axes_words(plan.candidate), Words(str(plan.candidate), "code")])  # fmt: skip
+                     axes_words(plan), Words(str(plan.candidate), "code")])  # fmt: skip
     columns = (">run", ">nodes", ">layers", f">{STEPS} steps", ">cost", ">regret after", ">of a step",
                ">per billion tokens", "layout", "candidate")  # fmt: skip
     # Without a price no row has dollars.

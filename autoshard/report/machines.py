@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoshard.plan.folding import expert_ranks
 from autoshard.plan.plan import Plan
 from autoshard.report.plan_sheets import total_words, work_words
 from autoshard.report.sheet import Cell, Sheet, Table, Words
@@ -66,7 +65,7 @@ def machines_sheets(answers: Sequence[MachineAnswer], total_tokens: float | None
             format_count(predicted.tokens_per_s, "tokens/s"),
             format_dollars(plan.dollars.usd_per_billion_tokens) if plan.dollars else "-",
             *total, format_bytes(predicted.peak_bytes),
-            f"{axes_words(plan.candidate, expert_ranks(plan))}; {plan.schedule.builder}",
+            f"{axes_words(plan)}; {plan.schedule.builder}",
         ])  # fmt: skip
     planned = next((answer.plan for answer in answers if answer.plan), None)
     about = work_words(planned) if planned else ""

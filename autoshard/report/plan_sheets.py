@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from autoshard.cost.timeline import RankTime
 from autoshard.plan.explanation import Answer, Certificate
-from autoshard.plan.folding import expert_ranks
 from autoshard.plan.plan import Compiling, Plan, Prediction
 from autoshard.plan.rules.rule import Rejection
 from autoshard.report.answers import answers_sheet
@@ -391,10 +390,8 @@ def frontier_sheets(plans: Sequence[Plan], gap: float, ended: str) -> Iterator[S
         step_s, peak = prediction.step_time_s, prediction.peak_bytes
         cost = format_dollars(dollars.usd_per_step) if dollars else f"{nodes * step_s:,.0f}"
         bars = [Bar(max(share, 1 / 8), 8) for share in (step_s / slowest_s, peak / prediction.capacity_bytes)]
-        figures = [str(nodes), format_seconds(step_s), bars[0], format_bytes(peak), bars[1], cost]
-        rows.append(
-            [str(number), *figures, axes_words(plan.candidate, expert_ranks(plan)), Words(str(plan.candidate), "code")]
-        )
+        cells = [str(nodes), format_seconds(step_s), bars[0], format_bytes(peak), bars[1], cost, axes_words(plan)]
+        rows.append([str(number), *cells, Words(str(plan.candidate), "code")])
     cost = "cost a step" if any(plan.dollars for plan in plans) else "node seconds"
     columns = (">plan", ">nodes", ">step", "", ">peak memory", "", f">{cost}", "layout", "candidate")
     title = "What no other plan betters in time, memory and cost at once"

@@ -101,15 +101,15 @@ def time_bar(time_parts: Mapping[str, float], whole_s: float) -> tuple[Part, ...
     )
 
 
-def axes_words(candidate: Candidate, experts_over: int | None = None) -> str:
-    """Say how many ranks work together in which way; where no plan says more, ep shares experts out.
+def axes_words(layout: Candidate | Plan) -> str:
+    """Say how many ranks work together in which way; where no plan says more, ep alone shares experts out.
 
-    >>> axes_words(Candidate(tp=8, pp=4, dp=2, ep=2), 16)
-    'tensor 8 x pipeline 4 x data 2, experts over 16'
+    >>> axes_words(Candidate(tp=8, pp=4, dp=2, ep=2))
+    'tensor 8 x pipeline 4 x data 2, experts over 2'
     """
+    candidate, over = (layout.candidate, expert_ranks(layout)) if isinstance(layout, Plan) else (layout, layout.ep)
     sizes = [(word, getattr(candidate, axis)) for axis, word in _AXES.items()]
     words = " x ".join(f"{word} {size}" for word, size in sizes if size > 1) or "one rank"
-    over = candidate.ep if experts_over is None else experts_over
     return words + (f", experts over {over}" if over > 1 else "")
 
 
@@ -118,7 +118,7 @@ def layout_words(plan: Plan) -> str:
     candidate, schedule = plan.candidate, plan.schedule
     sizes = sorted({stage.num_layers for stage in plan.stages})
     batches = f"{counted(schedule.num_micro_batches, 'micro-batch', 'es')} of {counted(plan.micro_batch, 'sequence')}"
-    parts = [axes_words(candidate, expert_ranks(plan)), f"{schedule.builder} with {batches}"]
+    parts = [axes_words(plan), f"{schedule.builder} with {batches}"]
     if len(plan.stages) > 1:
         layers = counted(sizes[0], "layer") if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} layers"
         parts.append(f"{len(plan.stages)} stages of {layers}")

@@ -78,7 +78,11 @@ def test_precisions(text: str | None, formats: str):
         ({**NEURON, "seq_len": 8192}, "dp=8", ""),
         ({**NEURON, "cp": 2, "dp": 4, "seq_len": 4096}, "cp=2,dp=4,kernels=nxd_core", "framework cp_kind"),
         # experts per token, where a row does not say
-        ({"arch": {**ARCH, "experts": 4}, "ep": 2}, "ep=2,kernels=mcore", "arch.experts_per_token expert_imbalance"),
+        (
+            {"arch": {**ARCH, "experts": 4}, "ep": 2},
+            "ep=2,kernels=mcore,fold=none",
+            "arch.experts_per_token expert_imbalance",
+        ),
         # a run that our schedules cannot do gets the nearest shape
         ({"global_batch_seqs": 17}, "kernels=mcore", "global_batch_seqs"),
         ({"vp": 2, "global_batch_seqs": 6}, "kernels=mcore", "vp"),

@@ -244,9 +244,8 @@ def lowered_alike(
 ) -> Iterator[tuple[Ints, CutBlocks]]:
     """Yield layouts that share one lowering, in which groups of one rank send nothing, with their blocks.
 
-    Slots of experts change their cut over both ep and cp, so it matters which of these exceed 1. Among layouts that
-    agree in them kv may matter too, and in any model so may copies of keys. Where tensors may be pinned, all atoms
-    matter: ``apart``.
+    Experts and their slots may be cut over all but edp, so it matters which of these exceed 1; in models without
+    experts copies of keys may matter. Where tensors may be pinned, all atoms matter: ``apart``.
     """
     cuts = {atom: column > 1 for atom, column in atom_columns(question.model, space).items()}
     mixture = bool(question.model.num_experts)
@@ -255,18 +254,12 @@ def lowered_alike(
         atoms = frozenset(atom for atom, column in cuts.items() if column[layouts].any())
         return CutBlocks(step=question.step, cutting=cutting, atoms=atoms)
 
-    always = [atom for atom in cuts if apart or (mixture and atom in ("ep", "cp"))]
+    always = [atom for atom in cuts if apart or (mixture and atom != "edp")]
     for similar in split(np.arange(space.num_layouts), [cuts[atom] for atom in always]):
         whole = lowered(similar)
-        matter = [
-            atom
-            for atom in (("kv", "rep") if mixture else ("rep",))
-            if atom not in always
-            and atom in whole.atoms
-            and not cuts[atom][similar].all()
-            and not alike_without(whole, atom)
-        ]
-        for group in split(similar, [cuts[atom] for atom in matter]):
+        mixed = "rep" not in always and "rep" in whole.atoms and not cuts["rep"][similar].all()
+        matter = [cuts["rep"]] if mixed and not alike_without(whole, "rep") else []
+        for group in split(similar, matter):
             yield group, lowered(group)
 
 
