@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost.collective import Number, Ring, Route
 from autoshard.cost.schedule_counts import boundary_states, counts_of, most_kept
-from autoshard.cost.setting import BlockCost, Question, Setting
+from autoshard.cost.setting import BlockCost, DimSizes, Question, Setting
 from autoshard.cost.update import Weights, stored_bytes
 from autoshard.graph.layer_order import LayerOrder, layer_order
 from autoshard.schedule.schedule import Schedule
@@ -39,7 +39,7 @@ class PerCandidate:
         return only(self, rows)
 
 
-_COLUMNS = (PerCandidate, Setting, Ring, Route)
+_COLUMNS = (PerCandidate, Setting, DimSizes, Ring, Route)
 
 
 def only(value: Any, rows: Rows) -> Any:

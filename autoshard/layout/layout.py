@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -139,16 +139,25 @@ def own_axes(names: Sequence[str], atoms: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(axes)
 
 
-class DimSizes(dict[str, Any]):
+@dataclass(frozen=True, slots=True)
+class DimSizes(Mapping[str, Any]):
     """The sizes of all dims of a mixture whose experts are not equally busy.
 
     ``imbalance`` says how many more tokens than the mean the busiest expert gets. Experts are taken to be busy
     independently of each other but for their sum: the mean over the experts of a rank strays less from the mean.
     """
 
-    def __init__(self, sizes: Mapping[str, Any], imbalance: float) -> None:
-        super().__init__(sizes)
-        self.imbalance = imbalance
+    sizes: Mapping[str, Any]
+    imbalance: float
+
+    def __getitem__(self, dim: str) -> Any:
+        return self.sizes[dim]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sizes)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
 
     def slots(self, ranks: Any) -> Any:
         """Return the size of ``slots`` as the busiest of so many ranks fills them, each of which has other experts.

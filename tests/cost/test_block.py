@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from autoshard.cost import stages
 from autoshard.cost.collective import Ring
 from autoshard.cost.kernel_run import rank_sizes, saved_bytes
 from autoshard.cost.setting import PASSES, setting_of
 from autoshard.graph.kinds.linear import Collect, Deliver
 from autoshard.graph.kinds.optimizer import Accumulate
+from autoshard.layout.layout import DimSizes
 from autoshard.search.bound.priced_layouts import ring_column
 from autoshard.spec.kernels import kernels_names, load_kernels
 from tests.cost.cases import (
@@ -95,6 +97,11 @@ class TestMessages:
         dropped = [priced(ask(*SMALL_MIXTRAL, expert_capacity=1.0, expert_imbalance=one), f"tp=1,dp=8,ep={ep}")
                    for one in (0.0, 0.5)]  # fmt: skip
         assert dropped[0].sent_bytes == dropped[1].sent_bytes
+
+
+def test_some_candidates_of_many_keep_how_busy_their_experts_are():
+    sizes = DimSizes({"experts": 4, "slots": np.array([8.0, 16.0])}, 0.5)
+    assert stages.only(sizes, np.array([1])).slots(4).tolist() == [24.0]
 
 
 class TestMemory:
