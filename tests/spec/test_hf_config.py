@@ -505,7 +505,7 @@ def test_the_defaults_are_those_of_transformers(family: str):
     assert spec.tied_embeddings == settings.tie_word_embeddings
     assert spec.num_kv_heads == stated("num_key_value_heads", spec.num_heads)
     assert spec.parallel_residual == stated("use_parallel_residual", False)
-    all_dense = spec.latent is not None  # whatever the class says of experts
+    all_dense = not spec.num_experts  # as those of V3 with few layers, whatever the class says of experts
     assert spec.experts_per_token == (0 if all_dense else stated("num_experts_per_tok", 0))
     assert spec.window == stated("sliding_window")
     rope = stated("rope_parameters")
