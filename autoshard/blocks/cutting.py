@@ -84,7 +84,7 @@ def solved_cutting(question: Question, candidate: Candidate, terms: Terms) -> Cu
             for atom in (atom for atom in ATOMS if atom not in problem.real_atoms):
                 with suppress(InputError):  # pins leave it none; that is an error where it cuts something
                     dims = _allowed_dims(question.step, terms, kind, op.name, atom)
-                    if len(dims) > 1:  # ranks of cp may hold experts of their own, or, without another reason, rows
+                    if len(dims) > 1:  # a cp of 1 stands with slots
                         dims = tuple(dim for dim in dims if dim != "experts")
                     if len(dims) == 1 and dims[0]:
                         atoms_by_dim.setdefault(dims[0], []).append(atom)

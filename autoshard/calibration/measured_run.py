@@ -11,7 +11,7 @@ from autoshard.cost.built_in import built_in
 from autoshard.cost.calibration import Calibration
 from autoshard.errors import Fault, InputError, inside, require
 from autoshard.plan.candidate import Candidate, balanced_stages
-from autoshard.plan.folding import unfolded
+from autoshard.plan.folding import expert_mesh, unfolded
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import NodeType, cluster_names, load_cluster, load_node_type
@@ -160,6 +160,7 @@ class _RowReader:
         with inside("candidate"):
             stated = Candidate.parse(row.candidate, cluster.num_ranks)
         columns = {name: (getattr(row, name), getattr(stated, name)) for name in (*_AXES, "dp")}
+        columns["ep"] = (row.ep, expert_mesh(stated)[0])
         columns["micro_batch"] = (row.micro_batch, stated.mbs)
         require(
             *((says in (None, size), name, f"is {says}, but candidate says {size}")

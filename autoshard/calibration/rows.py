@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from autoshard.errors import Fault, InputError, nearest, no_such_file, require
-from autoshard.plan.folding import fold_of
+from autoshard.plan.folding import expert_mesh, fold_of
 from autoshard.plan.plan import Plan
 from autoshard.spec import record
 from autoshard.spec.cluster import LOCAL
@@ -343,7 +343,8 @@ def row_of(plan: Plan, ran: Occasion) -> MeasuredRow:
     if not at_home:
         layout = replace(layout, place=None, lnc=None)
     layout = replace(layout, fold=fold_of(plan))
-    axes: dict[str, Any] = {axis: getattr(layout, axis) for axis in ("tp", "pp", "vp", "cp", "ep", "dp", "lnc")}
+    axes: dict[str, Any] = {axis: getattr(layout, axis) for axis in ("tp", "pp", "vp", "cp", "dp", "lnc")}
+    ep, etp = expert_mesh(layout)
     has_card = model.name in model_names() and load_model(model.name) == model
     return MeasuredRow(
         id=ran.name,
@@ -358,6 +359,8 @@ def row_of(plan: Plan, ran: Occasion) -> MeasuredRow:
         nodes=cluster.num_nodes if at_home else 1,
         chips=cluster.num_nodes * cluster.chips_per_node if at_home else layout.num_ranks,
         **axes,
+        ep=ep,
+        etp=etp if layout.fold else None,
         sp=layout.sequence_parallel,
         sharding={0: "none", 1: "ZeRO-1", 3: "ZeRO-3"}[layout.zero],
         precision="fp16,gradients=fp32" if workload.precision.name == "fp16" else workload.precision.name,

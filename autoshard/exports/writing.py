@@ -1,7 +1,6 @@
 """A plan's facts, and the text of a program's file with the keys that its table writes."""
 
 import json
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -10,7 +9,7 @@ from autoshard.exports.limits import Expressed
 from autoshard.imports.programs.torchtitan import defaults_of
 from autoshard.imports.table import Facts, OtherProgram
 from autoshard.plan.candidate import even_stages
-from autoshard.plan.folding import FOLDED
+from autoshard.plan.folding import expert_mesh
 from autoshard.plan.plan import Plan
 from autoshard.spec.record import options_on
 from autoshard.version import __version__
@@ -44,9 +43,7 @@ def facts_of(plan: Plan, expressed: Expressed) -> Facts:
         "model.label": model.name,
     }
     if model.num_experts:  # other programs count all ranks with other experts, of whichever axis
-        fold = layout.fold or "none"
-        folded = math.prod(getattr(layout, axis) for axis in FOLDED if axis in fold)
-        facts |= {"layout.ep": layout.ep * folded, "layout.etp": 1 if "tp" in fold else layout.tp}
+        facts["layout.ep"], facts["layout.etp"] = expert_mesh(layout)
     facts |= {f"work.{name}": value for name, value in work.router_training.items()}
     return facts
 

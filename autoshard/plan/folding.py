@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Mapping
 
 from autoshard.errors import require
-from autoshard.plan.candidate import Fold
+from autoshard.plan.candidate import Candidate, Fold
 from autoshard.plan.plan import Plan
 
 FOLDED = ("cp", "tp")  # axes whose ranks may hold other experts each
@@ -41,6 +41,17 @@ def fold_of_axes(axes: Collection[str]) -> Fold:
 def expert_ranks(plan: Plan) -> int:
     """Return over how many ranks the experts of a layer are shared out."""
     return plan.mesh.size("ep") * math.prod(plan.mesh.size(axis) for axis in folded_axes(plan))
+
+
+def expert_mesh(candidate: Candidate) -> tuple[int, int]:
+    """Return ep and etp of a candidate as other programs state them, the other way round than ``unfolded``.
+
+    >>> expert_mesh(Candidate(tp=2, dp=8, ep=4, fold="tp")), expert_mesh(Candidate(tp=2, dp=8, ep=4))
+    ((8, 1), (4, 2))
+    """
+    fold = candidate.fold or "none"
+    folded = math.prod(getattr(candidate, axis) for axis in FOLDED if axis in fold)
+    return candidate.ep * folded, 1 if "tp" in fold else candidate.tp
 
 
 def unfolded(ep: int, etp: int | None, *, tp: int, cp: int) -> tuple[int, Fold | None]:

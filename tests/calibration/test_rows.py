@@ -18,9 +18,11 @@ from autoshard.plan.proof import shrink
 from autoshard.plan.recompute import Recompute
 from autoshard.search.ask.api import plan as planned
 from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.record import encode
 from tests.calibration.measured_cases import DATA, SMALL, written
 from tests.json_schema import json_schema
+from tests.kit import local_plan
 from tests.runtime.cases import tiny_plan
 
 ROOT = Path(__file__).parents[2]
@@ -138,6 +140,14 @@ def test_a_row_of_the_plan_s_own_machine_is_read_as_what_ran_there(cluster: str,
     assert found.framework == f"autoshard, {plan.engine} engine"
     run = run_of(found)
     assert (run.candidate, run.cluster) == (plan.candidate, plan.cluster)
+
+
+@pytest.mark.parametrize(("fold", "columns"), [("tp", (4, 1)), ("none", (2, 2))])
+def test_a_row_of_a_mixture_counts_all_ranks_that_share_experts_out(fold: str, columns: tuple[int, int]) -> None:
+    plan = local_plan(f"tp=2,pp=1,dp=2,ep=2,fold={fold}", load_model("tiny-mixtral"), seq_len=64, global_batch=4)
+    found = row(plan)
+    assert (found.ep, found.etp) == columns and run_of(found).candidate.fold == fold
+    assert run_of(replace(found, candidate=None)).candidate.fold == fold, "columns say it as well"
 
 
 def test_optimizer_documents_and_a_model_without_a_card_travel() -> None:

@@ -21,6 +21,7 @@ from autoshard.imports.logs.measure import (
 from autoshard.imports.logs.megatron import FORK
 from autoshard.imports.logs.question import is_fork
 from autoshard.imports.question import ImportedQuestion
+from autoshard.plan.folding import expert_mesh
 from autoshard.spec import record
 from autoshard.spec.cluster_catalogue import NodeType
 from autoshard.spec.model_catalogue import load_model, model_names
@@ -74,7 +75,8 @@ def _row(log: TrainingLog, question: ImportedQuestion, step: MeasuredStep, peak:
     request, layout = question.request, question.candidate
     model, workload, cluster = request.model, request.workload, request.cluster
     framework = framework_of(log, question)
-    axes: dict[str, Any] = {axis: getattr(layout, axis) for axis in ("tp", "pp", "vp", "cp", "ep", "dp", "lnc")}
+    axes: dict[str, Any] = {axis: getattr(layout, axis) for axis in ("tp", "pp", "vp", "cp", "dp", "lnc")}
+    ep, etp = expert_mesh(layout)
     has_card = model.name in model_names() and load_model(model.name) == model
     group = f"{model.name}-{cluster.name}-{layout.num_ranks}-{workload.seq_len}-{workload.global_batch}"
     printed = f"{question.run.file}{f':{question.run.name}' if question.run.name else ''}"
@@ -95,6 +97,8 @@ def _row(log: TrainingLog, question: ImportedQuestion, step: MeasuredStep, peak:
         nodes=cluster.num_nodes,
         chips=cluster.num_nodes * cluster.chips_per_node,
         **axes,
+        ep=ep,
+        etp=etp if layout.fold else None,
         sp=layout.sequence_parallel,
         sharding=_SHARDING[layout.zero],
         precision="fp16,gradients=fp32" if workload.precision.name == "fp16" else workload.precision.name,
