@@ -166,6 +166,8 @@ def request_for(row: Row, precision: str = "bf16", optimizer: str = "adamw") -> 
         "expert_capacity": 1.0 if row["experts"] == "dropped" else None,
         "documents": row["documents"],
     }
+    if row["experts"] == "dropped":  # 4 experts have 8 slots, one for each of the most ranks that cut them
+        changes["seq_len"] = 16
     request = request_of(Candidate.parse(f"tp={num_ranks(row)},pp=1,dp=1"), model_of(row), **changes)
     return replace(request, layouts=pins_of(COPIED, row["kv"])) if row["kv"] == "copied" else request
 

@@ -17,6 +17,7 @@ _OF_ATTENTION = (
     "add", "bmm", "div", "einsum", "masked_fill", "matmul", "mul", "scaled_dot_product_attention", "softmax",
     "_softmax", "where",
 )  # fmt: skip
+ROUTER_BY_SIGMOID = "layer: its experts are chosen by sigmoids, and planned as if by a softmax"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,8 @@ def _notes(attend: Piece, pieces: Sequence[Piece]) -> Iterator[str]:
         names = ", ".join(value.name for value in attend.attention.extras)
         yield f"layer: attention also reads {names}, which is not in the plan"
     for piece in pieces:
+        if piece.experts and piece.experts.by_sigmoid:
+            yield ROUTER_BY_SIGMOID
         if piece.experts and not piece.experts.is_normalised:
             yield "layer: the weights of the chosen experts are planned as if they were normalised"
         if piece.experts and not piece.experts.activation:

@@ -17,7 +17,7 @@ from autoshard.graph.kinds.opaque import Opaque
 from autoshard.graph.written import block_lines
 from autoshard.modules.capture import Captured
 from autoshard.modules.decoder.clusters import Clusters
-from autoshard.modules.decoder.layers import WrittenPart, opaque_notes, written_layer
+from autoshard.modules.decoder.layers import ROUTER_BY_SIGMOID, WrittenPart, opaque_notes, written_layer
 from autoshard.modules.decoder.masks import NOT_CAUSAL, Sight, sight_of
 from autoshard.modules.decoder.naming import Roles, own_name
 from autoshard.modules.decoder.pieces import Piece, SegmentFlow, parameters_of, products_of
@@ -64,8 +64,8 @@ def lift_decoder(captured: Captured, module: torch.nn.Module, *, name: str, sour
         ours, its = _comparable(model), _comparable(replace(card, hidden_dropout=0.0, attention_dropout=0.0))
         if ours == its and not notes:
             return card
-        # What is planned by its work alone differs from any card, whatever it computes.
-        is_read = not any(f" = {Opaque.__name__} " in line for line in traced.lines)
+        # What is planned by its work alone differs from any card, whatever it computes, as do routers by sigmoids.
+        is_read = not any(f" = {Opaque.__name__} " in line for line in traced.lines) and ROUTER_BY_SIGMOID not in notes
         for differing in [*sorted(its - ours), *sorted(ours - its)][: int(is_read)]:
             notes.append(f"what its config says is not what its code does: {differing}")
     notes += _drops(module)

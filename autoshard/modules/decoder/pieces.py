@@ -55,6 +55,7 @@ class ExpertsDetail:
     is_gated: bool
     activation: Activation | None
     is_normalised: bool  # whether the weights of the chosen experts sum to 1
+    by_sigmoid: bool  # whether an expert's score does not hang on those of the rest
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

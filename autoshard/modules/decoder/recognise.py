@@ -267,6 +267,7 @@ def _experts(flow: SegmentFlow) -> Iterator[Piece]:
         num_experts=topk.reads[0].value.dims[-1].size, choices=topk.makes.dims[-1].size, width=width, is_gated=is_gated,
         activation=next((function for step in inside if (function := _activation(flow, step))), None),
         is_normalised=any(name_of(step) == "div" for step in routing),
+        by_sigmoid=any(name_of(step) == "sigmoid" for step in routing),
     )  # fmt: skip
     yield Piece(
         kind="experts", steps=expert_steps, reads=(x,), makes=exits[0], dims=exits[0].dims, experts=detail,

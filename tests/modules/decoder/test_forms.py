@@ -192,7 +192,7 @@ LIFTED: Mapping[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
             "Glm4Moe", n_routed_experts=4, num_experts_per_tok=3, n_group=1, topk_group=1, first_k_dense_replace=0,
             moe_intermediate_size=16,
         ),
-        (),
+        ("layer: its experts are chosen by sigmoids, and planned as if by a softmax",),
     ),
 }  # fmt: skip
 
