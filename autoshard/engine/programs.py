@@ -19,7 +19,7 @@ from autoshard.layout.program import (
     written_by,
 )
 from autoshard.plan.lowering import StepGraph, split_pending
-from autoshard.plan.plan import Plan, Stage
+from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, plan_programs, table_name
 from autoshard.spec.mesh import ATOMS
 
@@ -101,7 +101,10 @@ def programs_of(plan: Plan, *, packs: bool = False) -> PlanPrograms:
     require((not whole, "mesh", written), (bool(plan.strategies), "strategies", empty))
     graph, blocks = graph_of(plan), plan_blocks(plan)
     parts = {name: split_passes(blocks[name], program) for name, program in plan_programs(plan).items()}
-    stages = tuple({name: parts[table] for name, table in _contents(stage, graph.order)} for stage in plan.stages)
+    stages = tuple(
+        {name: parts[table] for name, table in _contents(plan, number, graph.order)}
+        for number in range(len(plan.stages))
+    )
     packed = packs and plan.model.num_experts > 0 and plan.workload.expert_capacity is None
     return PlanPrograms(graph=graph, stages=stages, packed=packed)
 
@@ -119,13 +122,14 @@ def graph_of(plan: Plan) -> OpGraph:
     return replace(step.graph, sizes=step.sizes(micro_batch))
 
 
-def _contents(stage: Stage, order: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _contents(plan: Plan, number: int, order: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the blocks that a stage runs, in order, each with the name of its table in the plan."""
-    if stage.first_layer == 0:
+    stage = plan.stages[number]
+    if number == 0:
         yield "embed.0", "embed"
-    for number, place in enumerate(range(stage.first_layer, stage.first_layer + stage.num_layers)):
-        yield f"layer.{place}", table_name(order[place], stage.recompute.of_layer(number))
-    if stage.first_layer + stage.num_layers == len(order):
+    for number_in_stage, place in enumerate(range(stage.first_layer, stage.first_layer + stage.num_layers)):
+        yield f"layer.{place}", table_name(order[place], stage.recompute.of_layer(number_in_stage))
+    if number == len(plan.stages) - 1:
         yield "head.0", "head"
 
 

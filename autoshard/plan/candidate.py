@@ -45,7 +45,7 @@ class Candidate:
     zero_group: int | None = None  # ranks over which ZeRO divides states, the others hold copies; None: all of dp * cp
     schedule: str = "1f1b"
     recompute: tuple[Recompute, ...] = (Recompute(),)  # one for all stages, or one per stage
-    stages: tuple[int, ...] | None = None  # layers per stage; None: even
+    stages: tuple[int, ...] | None = None  # layers per stage, at the ends perhaps none; None: even
     place: Placement | None = None  # of the ranks of a node on the mesh
     kernels: str | None = None
     cp_kind: CpKind = "ring"
@@ -56,8 +56,11 @@ class Candidate:
 
     def __post_init__(self) -> None:
         counts = [(name, getattr(self, name)) for name in (*_SIZES, *(("lnc",) if self.lnc is not None else ()))]
-        counts += [("stages", size) for size in self.stages or ()]
-        require(*((value >= 1, f"{name}={value}", "must be at least 1") for name, value in counts))
+        stages = self.stages or (1,)
+        holds = min(stages) >= 0 and 0 not in stages[1:-1]
+        alone = "the first may hold the embedding alone, and the last the head; all others have at least 1 layer"
+        faults = [(value >= 1, f"{name}={value}", "must be at least 1") for name, value in counts]
+        require(*faults, (holds, "stages", alone))
         require(
             (len(self.recompute) >= 1, "recompute", "must name at least one stage"),
             (self.stages is None or bool(self.stages), "stages", "must name at least one stage"),
@@ -254,7 +257,7 @@ READERS: Mapping[str, Callable[[str], object]] = {
     "zero_group": _count,
     "schedule": lambda raw: _choice(*builders())(raw),
     "recompute": parse_stages,
-    "stages": lambda raw: tuple(_count(item) for item in expand_counts(raw)),
+    "stages": lambda raw: tuple(0 if item == "0" else _count(item) for item in expand_counts(raw)),
     "place": Placement.parse,
     "kernels": lambda raw: _matching(raw, "[A-Za-z0-9_][A-Za-z0-9_.-]*", "a name"),
     "cp_kind": _choice(*get_args(CpKind)),

@@ -140,7 +140,7 @@ class Stage:
     recompute: Recompute
 
     def __post_init__(self) -> None:
-        require(*in_range(self, "rank", "chunk", "first_layer"), *in_range(self, "num_layers", low=1))
+        require(*in_range(self, "rank", "chunk", "first_layer"), *in_range(self, "num_layers", low=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +216,7 @@ class Plan:
             zero_group=self.zero_group,
             schedule=self.schedule.builder,
             recompute=tuple(stage.recompute for stage in self.stages),
-            stages=None if layers == even_stages(self.model.num_layers, len(layers)) else layers,
+            stages=None if min(layers) and layers == even_stages(self.model.num_layers, len(layers)) else layers,
             place=None if self.mesh.placement == default_place else self.mesh.placement,
             kernels=None if self.kernels == self.cluster.kernels else self.kernels,
             cp_kind=self.cp_kind,

@@ -172,7 +172,7 @@ def layers_of(plan: Plan, ranks: Sequence[int]) -> str:
     for stage in plan.stages:
         if stage.rank in ranks:
             chunks.setdefault(stage.chunk, []).extend(range(stage.first_layer, stage.first_layer + stage.num_layers))
-    texts = [ranks_text(layers) for layers in chunks.values()]
+    texts = [ranks_text(layers) for layers in chunks.values() if layers]
     before = "embed " if plan.stages[0].rank in ranks else ""
     after = " head" if plan.stages[-1].rank in ranks else ""
     return f"{before}{','.join(texts[:_MOST_CHUNKS])}{',...' if len(texts) > _MOST_CHUNKS else ''}{after}"

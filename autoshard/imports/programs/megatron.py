@@ -76,10 +76,10 @@ def stages_of_layout(text: str) -> tuple[int, ...]:
 def layout_of_stages(stages: tuple[int, ...]) -> str:
     """Write stages as a layout.
 
-    >>> layout_of_stages((3, 4, 4, 3))
-    'Et*3|t*4|t*4|t*3L'
+    >>> layout_of_stages((3, 4, 4, 3)), layout_of_stages((0, 4, 4, 0))
+    ('Et*3|t*4|t*4|t*3L', 'E|t*4|t*4|L')
     """
-    cut = [f"t*{count}" for count in stages]
+    cut = [f"t*{count}" if count else "" for count in stages]
     return "E" + "|".join(cut) + "L"
 
 

@@ -45,6 +45,12 @@ def nxd_schedule(c: Columns) -> Verdict:
     yield f"schedule={c.schedule}: NxD builds only 1f1b and interleaved. Use schedule=1f1b"
 
 
+@nxd_rule("stages", NXD + "pipeline/partition.py: create_partitions cuts behind layers, one or more for each stage")
+def nxd_stages(c: Columns) -> Verdict:
+    yield min(c.shared.stages or (1,)) >= 1
+    yield "stages: every stage of NxD holds at least one layer. Give the first and the last one as well"
+
+
 @nxd_rule(
     "zero",
     NXD + "trainer/trainer.py: use_master_weights without zero_one_enabled raises; parameters are never sharded. "

@@ -11,6 +11,7 @@ from autoshard.schedule.builders import builders
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.kernels import kernels_names, load_kernels
 from autoshard.spec.model import ModelSpec
+from autoshard.spec.repeats import compress
 
 _DERIVED = "derived: "
 _NXD = "aws-neuron/neuronx-distributed src/neuronx_distributed/"
@@ -102,12 +103,16 @@ def ffn(c: Columns) -> Verdict:
     yield f"tp={c.tp}: the MLP width {widths} of {c.model.name} does not divide by {c.tp}. {use_tp(c)}"
 
 
-@rule("pp,vp", source=_DERIVED + "every stage holds at least one layer (NxD's create_partitions asks for the same)")
+@rule(
+    "pp,vp", source=_DERIVED + "an even split gives every stage its share; ``stages`` may leave the ends without layers"
+)
 def layers(c: Columns) -> Verdict:
     have, stages = c.model.num_layers, c.num_stages
-    yield stages <= have
+    yield (stages <= have) | (c.shared.stages is not None and len(c.shared.stages) == stages)
     why = f"{have} layers of {c.model.name} cannot fill {stages} stages"
-    yield f"pp={c.pp},vp={c.vp}: {why}. Use pp*vp of at most {have}"
+    count = int(stages)
+    bare = f", or --at with stages={compress(map(str, even_stages(have, count)))}" if count <= have + 2 else ""
+    yield f"pp={c.pp},vp={c.vp}: {why}. Use pp*vp of at most {have}{bare}"
 
 
 @rule("stages", source=_STAGES)
