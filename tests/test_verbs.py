@@ -32,6 +32,7 @@ def test_a_verb_has_the_figures_of_its_command(verb: str, plan_file: Path, capsy
     assert str(account) and account._repr_html_().startswith("<div>")
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_search_is_explained_without_a_file() -> None:
     result = autoshard.plan("tiny-llama", "local")
     account = autoshard.explain(result.plan, why_not={"tp": 4})
@@ -112,6 +113,7 @@ def test_what_is_public_is_listed_before_it_is_imported() -> None:
     assert {"shard", "local", "explain", "compare", "verify", "report", "run", "load"} <= {*dir(autoshard)}
 
 
+@pytest.mark.slow
 def test_a_run_trains_in_its_folder_and_its_path_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = autoshard.plan("tiny-llama", load_cluster("local").with_local_ranks(1), seq_len=64, global_batch=4)

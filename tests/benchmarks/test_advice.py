@@ -26,6 +26,7 @@ def fitted_rows() -> Rows:
     return Rows.of("b200")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_advice_does_not_look_at_rows_that_it_does_not_choose(fitted_rows: Rows) -> None:
     rows = fitted_rows
@@ -37,6 +38,7 @@ def test_advice_does_not_look_at_rows_that_it_does_not_choose(fitted_rows: Rows)
     assert replace(rows, samples=tuple(samples)).advised() == chosen
 
 
+@pytest.mark.slow
 def test_an_error_is_that_of_the_rows_that_were_not_chosen(rows: Rows) -> None:
     chosen, count = [0, 5, 7], len(rows.samples)
     constants = rows.fitted(chosen)

@@ -35,7 +35,7 @@ def dry(parts: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[di
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-@pytest.mark.parametrize("part", rest_is_slow(sorted(PARTS), 1, 2))
+@pytest.mark.parametrize("part", rest_is_slow(sorted(PARTS), 1, 1))
 @pytest.mark.ranks
 def test_a_dry_run_of_each_part_ends_and_says_what_it_would_measure(
     part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -64,6 +64,7 @@ def with_a_fault(setting: Setting) -> list[Part]:
 FAULTY = Suite(name="on_gpu", parts=with_a_fault, opening=on_gpu.opening, closing=on_gpu.closing)
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_leaves_the_others_and_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         measure("tests.benchmarks.test_on_gpu:FAULTY", ["on_gpu", "--dry-run", "--json", "--out", str(tmp_path)]) == 1
@@ -150,6 +151,7 @@ def test_attention_without_a_kernel_says_so_and_the_others_are_measured(monkeypa
     assert found.extras["none_missing"] == "no kernel of this name" and found.extras["fastest"] == "none"
 
 
+@pytest.mark.slow
 def test_a_subject_that_finds_no_memory_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     device, ours = device_of(DRY), fast.ours
 
@@ -198,6 +200,7 @@ def test_plain_experts_give_what_each_token_gets_from_its_own() -> None:
     torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.02 * float(expected.abs().max()))
 
 
+@pytest.mark.slow
 def test_differences_cover_all_that_is_predicted_and_products_are_marked_alone() -> None:
     device = device_of(DRY)
     with world_of_one(device):

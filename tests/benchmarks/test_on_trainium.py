@@ -101,6 +101,7 @@ def test_what_it_costs_is_said_before_it_starts(tmp_path: Path) -> None:
 # -- what is measured of which machine ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINIUMS)
 def test_every_machine_has_parts_whose_plans_its_rules_let_run(name: str, tmp_path: Path) -> None:
     machine = played(tmp_path, name)

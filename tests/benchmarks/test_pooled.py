@@ -60,6 +60,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> ProgramRows:
     return rows_like(tmp_path_factory.mktemp("rows"), *mixed)
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(st.floats(-0.1, 0.1), st.floats(-0.3, 0.3), st.floats(0, 2))
 def test_what_made_the_rows_predicts_them_again(rows: ProgramRows, matrix: float, near: float, layer: float):
@@ -67,6 +68,7 @@ def test_what_made_the_rows_predicts_them_again(rows: ProgramRows, matrix: float
     assert np.abs(made.rows.residuals(fitted(made.rows), every(made))).max() < 0.03
 
 
+@pytest.mark.slow
 def test_hosts_are_told_from_devices_where_layers_are_small(tmp_path: Path):
     small = rows_like(tmp_path, *({**layout, "arch": ARCH, "seq_len": 512} for layout in LAYOUTS))
     true = unknowns(small, layer_s=2.5, collective_s=1.0)
@@ -75,6 +77,7 @@ def test_hosts_are_told_from_devices_where_layers_are_small(tmp_path: Path):
     assert found["matrix_efficiency"] == pytest.approx(1.0, abs=0.05), "these rows say nothing about products"
 
 
+@pytest.mark.slow
 def test_a_row_that_is_far_off_moves_the_others_little(rows: ProgramRows):
     samples = list(made_by(rows, unknowns(rows)).samples)
     samples[3] = replace(samples[3], step_time_s=10 * samples[3].step_time_s)
@@ -83,6 +86,7 @@ def test_a_row_that_is_far_off_moves_the_others_little(rows: ProgramRows):
     assert np.abs(made.residuals(fitted(made), others)).max() < 0.05
 
 
+@pytest.mark.slow
 def test_a_fit_without_some_rows_does_not_see_them_and_is_that_of_the_others(rows: ProgramRows):
     made = made_by(rows, unknowns(rows, memory_efficiency=0.3, layer_s=1.0))
     out, rest = [0, 1, 2], every(made)[3:]

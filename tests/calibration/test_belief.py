@@ -185,6 +185,7 @@ class TestBeliefOfRuns:
         assert np.linalg.eigvalsh(alike(plans_of(runs(*changes)))).min() > -1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", ["tp=8,pp=8,dp=8,recompute=full*5/selective[LlamaMLP,LlamaRMSNorm]*3", "tp=8,pp=16,dp=4,recompute=full"]
 )

@@ -75,6 +75,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Sample]:
     return samples_in(rows_of(built_in(TRN1), tmp_path_factory.mktemp("rows")), TRN1).samples[::2]
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(slower=st.floats(0.45, 0.9), task_s=st.floats(0.0, 0.04))
 def test_one_slowness_of_all_rates_and_tasks_are_found_again(slower: float, task_s: float, published: Sequence[Sample]):
@@ -169,6 +170,7 @@ def test_rows_of_a_gpu_move_what_is_known_of_the_program_on_it_a_little(tmp_path
     assert constants_of(slower).matrix_efficiency > 0.95 * start.matrix_efficiency, "micro-benchmarks say more of it"
 
 
+@pytest.mark.slow
 def test_rows_that_the_repository_has_are_not_known_before_them():
     (b200,) = (one for one in departures().programs if one.cluster == "b200")
     samples = samples_in(DATA, "b200").samples
@@ -178,6 +180,7 @@ def test_rows_that_the_repository_has_are_not_known_before_them():
     assert {one.id for one in samples} == {*b200.fit.rows}
 
 
+@pytest.mark.slow
 def test_what_older_releases_and_other_frameworks_take_longer_is_found_beside_the_constants(
     published: Sequence[Sample],
 ):
@@ -210,6 +213,7 @@ def test_every_fault_is_a_clear_line(rows: list[dict[str, Any]], cluster: str, s
     assert all("\n" not in str(fault) for fault in caught.value.faults)
 
 
+@pytest.mark.slow
 def test_rows_that_no_constants_describe_are_refused(tmp_path: Path):
     rows = [{**row, "step_time_s": 10.0**number} for number, row in enumerate(OWN[:3])]
     with pytest.raises(InputError, match="the cost model does not describe them"):
@@ -223,6 +227,7 @@ def test_a_missing_calibration_file_is_named_with_the_other_faults(capsys: pytes
     assert main(["validate", str(DATA), "--calibration", "none.json"]) == 2
 
 
+@pytest.mark.slow
 def test_a_row_in_a_wrong_unit_is_told_and_not_fitted_to(tmp_path: Path):
     rows = [json.loads(line) for line in TRAINIUM.read_text("utf-8").splitlines()]
     rows[3]["step_time_s"] *= 1000

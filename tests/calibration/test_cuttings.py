@@ -3,6 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from autoshard.calibration.cuttings import run_cuttings
 from autoshard.calibration.measured_run import MeasuredRun, run_of
 from autoshard.calibration.rows import measured_rows
@@ -22,6 +24,7 @@ def predicted(run: MeasuredRun, cutting: Cutting | None) -> Prediction:
     return predicted_run(run, run.constants, cutting)
 
 
+@pytest.mark.slow
 def test_runs_that_are_cut_together_take_what_each_takes_alone():
     runs = [*runs_of("sweeps/nanotron_h100.jsonl"), *runs_of("trainium.jsonl")]
     cuttings = run_cuttings([(run, run.constants) for run in runs])

@@ -42,6 +42,7 @@ def rows_of(seconds: Sequence[float], places: Sequence[int]) -> list[Sample]:
     return [Sample(id=f"row {place}", run=runs()[place], step_time_s=seconds[place]) for place in places]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "places"), [([1.5, -1.0, 0.5], [0, 3, 6]), ([-1.5, 1.0], [7, 2, 1]), ([0.1, 0.1, -1.0], [4, 5, 0])]
 )

@@ -58,6 +58,7 @@ def rows(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_file_that_calibrate_is_given_is_that_of_the_rows(rows: Path) -> None:
     samples = samples_in(rows, str(rows.parent / "own.json"))
     assert len(samples.samples) == len(LAYOUTS) and not samples.left_out

@@ -183,6 +183,7 @@ def test_columns_may_not_say_something_else() -> None:
         run_of(replace(row(tiny_plan(LAYOUTS[0])), candidate="tp=2,pp=1,dp=1,zz=1"))
 
 
+@pytest.mark.slow
 def test_plan_run_calibrate_plan_is_a_circle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

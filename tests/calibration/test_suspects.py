@@ -97,6 +97,7 @@ def test_what_no_chip_does_is_named(
     assert all(says in one["says"] for one in every)
 
 
+@pytest.mark.slow
 def test_the_group_that_contradicts_itself_is_named():
     found = known("sweeps/nanotron_h100")
     every = suspects(found)

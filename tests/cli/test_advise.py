@@ -78,6 +78,7 @@ def test_the_circle_closes_with_real_runs(typed: Typed) -> None:
     assert found["num_rows"] == 1 + count and 0 <= found["regret"]["share"] < 1
 
 
+@pytest.mark.slow
 def test_dollars_are_said_for_the_whole_training(typed: Typed) -> None:
     found = json.loads(typed(f"{TRN1} --nodes 2 --budget 1 --tokens 2T --json")[1])
     regret = found["regret"]
@@ -94,6 +95,7 @@ def test_runs_on_several_nodes_are_jobs(typed: Typed) -> None:
     assert "autoshard launch adv/advised-1.json --out adv/advised-1 --run-folder adv/runs/advised-1 --steps 10" in said
 
 
+@pytest.mark.slow
 def test_one_plan_leaves_nothing_to_choose(typed: Typed) -> None:
     code, out, err = typed(f"{TRN1},pp=1,cp=1,zero=1")
     assert (code, err) == (0, "") and "There is nothing to choose" in out and "0.00% of a step" in out

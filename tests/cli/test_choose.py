@@ -23,6 +23,7 @@ def candidate(path: str = "plan.json") -> str:
     return str(load(Path(path)).candidate)
 
 
+@pytest.mark.slow
 def test_the_answer_that_is_named_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUESTION, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -119,6 +120,7 @@ def test_the_plan_of_a_run_or_a_job_is_kept(name: str, capsys: pytest.CaptureFix
     assert candidate() == "tp=1,pp=2,dp=2"
 
 
+@pytest.mark.slow
 def test_the_plan_that_like_asks_about_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUESTION]) == 0
     like = ["plan", "--like", "plan.json", "--ranks", "2"]

@@ -37,6 +37,7 @@ def forget() -> None:
     EXTENSIONS.parts.clear()
 
 
+@pytest.mark.slow
 def test_the_example_of_the_page_is_planned_verified_and_explained(module: Path, typed: Typed):
     def apart(line: str) -> str:
         """Type a line in a process of its own: graphs that this one has built before do not know the file."""

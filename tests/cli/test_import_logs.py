@@ -98,6 +98,7 @@ def test_a_cluster_of_the_users_own_goes_into_the_row(typed: Typed) -> None:
     assert typed("validate rows.jsonl")[0] == 0
 
 
+@pytest.mark.slow
 def test_the_answer_to_logs_is_the_layout_to_try_next_and_its_plan(typed: Typed, logs: None) -> None:
     code, out, err = typed(f"{LINE} --rows rows.jsonl --json")
     following = json.loads(out)["next_layout"]

@@ -128,6 +128,7 @@ def test_bad_lines_are_refused(typed: Typed, recipe: Path, line: str, says: str)
 CASES = st.sampled_from([case for case in PUBLISHED if case.program != "bridge"])
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=CASES, at=st.integers(0, 2000), junk=st.text(max_size=6))
 def test_broken_files_are_answered_or_refused(

@@ -33,6 +33,7 @@ def test_fewer_nodes_answer_the_same_question(old: Path, typed: Typed):
     assert like["resuming"]["read_s"] == pytest.approx(like["resuming"]["state_bytes"] / 12e9)
 
 
+@pytest.mark.slow
 def test_nodes_that_divide_badly_stay_spare(old: Path, typed: Typed):
     code, out, _ = typed(
         "plan --model llama3-8b --global-batch 256 --seq-len 4096 --nodes 8 --fix tp=8 --out eight.json"

@@ -69,6 +69,7 @@ def test_each_machine_has_its_own_price(typed: Typed) -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_comparison_and_a_sweep_take_the_price_of_the_user(typed: Typed) -> None:
     typed("plan tiny-llama --cluster local --out a.json")
     typed("plan tiny-llama --cluster local --fix tp=2 --out b.json")
@@ -79,11 +80,13 @@ def test_a_comparison_and_a_sweep_take_the_price_of_the_user(typed: Typed) -> No
     assert "--price: is for points that start here" in typed("sweep one.yaml --price 3 --scheduler slurm")[2]
 
 
+@pytest.mark.slow
 def test_json_is_one_object_also_where_nodes_are_found(typed: Typed) -> None:
     data = json.loads(typed(f"{ASKED} --deadline 60d --json --force")[1])
     assert data["plan"]["cluster"]["num_nodes"] > 1
 
 
+@pytest.mark.slow
 def test_a_deadline_is_met_by_the_fewest_nodes(typed: Typed) -> None:
     code, text, _ = typed(f"{ASKED} --deadline 60d --force")
     assert code == 0
@@ -92,6 +95,7 @@ def test_a_deadline_is_met_by_the_fewest_nodes(typed: Typed) -> None:
     assert days_of(typed, nodes)[0] <= 60 < days_of(typed, nodes // 2)[0]
 
 
+@pytest.mark.slow
 def test_a_budget_pays_for_the_most_nodes(typed: Typed) -> None:
     code, text, _ = typed(f"{ASKED} --budget 260k --force")
     assert code == 0

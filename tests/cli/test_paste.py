@@ -33,7 +33,7 @@ def without_fix(question: str) -> str:
     return re.sub(r"--fix \S+", "", question)
 
 
-@pytest.mark.parametrize("question", rest_is_slow(QUESTIONS, 2))
+@pytest.mark.parametrize("question", rest_is_slow(QUESTIONS))
 def test_every_plan_that_is_shown_can_be_pasted_back(question: str, typed: Typed):
     shown = json.loads(typed(f"plan {question} --json")[1])
     original = plan_in()

@@ -33,6 +33,7 @@ def test_a_page_is_never_drawn_over_the_plan_nor_among_devices(typed: Typed):
     assert [one.name for one in Path().iterdir()] == ["pipe"]
 
 
+@pytest.mark.slow
 def test_two_plans_and_a_run_stand_on_one_page(typed: Typed):
     for name in ("fastest", "2"):
         assert typed(f"plan {TINY} --choose {name} --out {name}.json")[0] == 0
@@ -66,6 +67,7 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(typed: Typed):
     assert "has taken no step yet" in typed("report plan.json --run empty")[2]
 
 
+@pytest.mark.slow
 def test_a_run_of_another_plan_is_no_measurement_of_this_one(typed: Typed):
     for name in ("fastest", "2"):
         assert typed(f"plan {TINY} --choose {name} --out {name}.json")[0] == 0

@@ -68,6 +68,7 @@ def test_a_plan_of_a_cluster_is_rehearsed(typed: Typed) -> None:
     assert row["measured_over_predicted"] is None, "seconds of another machine are not compared"
 
 
+@pytest.mark.slow
 def test_a_job_array_does_the_same_points(typed: Typed) -> None:
     sweep_of(frontier=2, base=TINY)
     line = f"{ONE} --out out"

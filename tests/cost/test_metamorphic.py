@@ -176,6 +176,7 @@ class TestLessWork:
         )
         assert (again < plain) == saves
 
+    @pytest.mark.slow
     @FEWER
     @given(plans())
     def test_half_of_the_micro_batches_take_no_longer(self, case):

@@ -35,7 +35,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "model", "changes", "kernels"), rest_is_slow(CASES, 4))
+@pytest.mark.parametrize(("text", "model", "changes", "kernels"), rest_is_slow(CASES))
 def test_a_step_on_a_device_takes_no_tensor_of_the_host(
     text: str, model: Any, changes: Any, kernels: Any, monkeypatch: pytest.MonkeyPatch
 ):

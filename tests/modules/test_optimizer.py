@@ -61,6 +61,7 @@ def differences(steps: int = 3) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_every_optimizer_gives_the_numbers_of_torch():
     for found in on_ranks(2, differences):
         assert len(found) == len(KINDS) and max(found.values()) < 1e-12, found

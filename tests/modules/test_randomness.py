@@ -270,6 +270,7 @@ def held(mesh: str, seed: int, names: Sequence[str]) -> None:
         assert max(found.values()) < 1e-6, found
 
 
+@pytest.mark.slow
 def test_two_steps_on_four_processes_are_those_of_one():
     held("data=2,model=2", 1, ("dropout", "attention"))  # the others: the slow test below
 

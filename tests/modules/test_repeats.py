@@ -57,6 +57,7 @@ def test_a_limit_of_memory_counts_every_layer():
     assert free.cost_s * (1 - free.gap) <= tied.cost_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [2, 4])
 def test_whole_models_are_proven_with_any_cuts(layers: int):
     module, inputs = llama(layers)
@@ -94,6 +95,7 @@ def test_small_members_of_a_list_choose_on_their_own():
     assert not shard_module(Chain().double(), [x], load_cluster("local", ranks=2), "tp=2").problem.tied
 
 
+@pytest.mark.slow
 def test_a_pin_of_one_layer_leaves_the_others_alone():
     module, inputs = llama(4, hidden=768)
     pins = {"model.layers.1.mlp.up_proj.weight": "[_, _]", "model.layers.*.mlp.down_proj": "[_, _, _]"}

@@ -109,6 +109,7 @@ def train_at_random(mesh: str, seed: int, names: Sequence[str] = tuple(MODULES))
         assert not wrong and len(found) == len(names), wrong
 
 
+@pytest.mark.slow
 def test_two_steps_on_four_processes_are_those_of_one():
     few = tuple(MODULES)[::14]  # all of them: the slow test below
     train_at_random("data=2,model=2", 0, (*few, "vision with layers of einops"))
@@ -203,6 +204,7 @@ def losses_of(script: str) -> list[float]:
     return space["losses"]
 
 
+@pytest.mark.slow
 def test_the_example_of_the_page_trains_as_one_process_does():
     script = example()
     alone = re.sub(r"model = autoshard.shard\(.*?\)\n", "", script, flags=re.DOTALL)

@@ -51,6 +51,7 @@ def train(plan: Plan, text: np.ndarray) -> list[tuple[float, RouterReport]]:
     return [(report.loss, report.router) for report in reports if report.router]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_experts_of_a_mixture_from_nothing_are_equally_busy_with_the_balance_loss_only() -> None:
     """Of Qwen3-MoE, smaller than its tiny card; both runs differ in nothing else, and both learn."""

@@ -61,7 +61,7 @@ def hold(task: Task, answers: Sequence[Sequence[StepShare]]) -> None:
     compare(task.reference(), shares)
 
 
-@pytest.mark.parametrize(("text", "model", "changes"), rest_is_slow(CASES.values(), 2))
+@pytest.mark.parametrize(("text", "model", "changes"), rest_is_slow(CASES.values()))
 def test_documents_in_one_sequence_give_what_they_give_one_by_one(
     text: str, model: ModelSpec, changes: Mapping[str, Any]
 ):

@@ -74,7 +74,7 @@ def in_both_modes(task: Task) -> list[StepShare]:
 
 
 @pytest.mark.parametrize("route", [lambda task: task, to_one_rank], ids=["uneven", "to one rank"])
-@pytest.mark.parametrize("case", rest_is_slow(LAYOUTS, 2))
+@pytest.mark.parametrize("case", rest_is_slow(LAYOUTS, 1, 4))
 def test_whatever_routers_choose_ranks_find_the_gradients_of_one_process(case, route):
     text, pins = LAYOUTS[case]
     plan = plan_of(text, llama(**MIXTRAL), pins)

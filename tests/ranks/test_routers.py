@@ -53,7 +53,7 @@ def plan_with(text: str, pins: Mapping[str, str] = NOTHING, **changes: Any) -> P
     return plan_of(text, llama(qk_norm=True, num_layers=layers, **MIXTRAL), pins, **{"global_batch": 8, **changes})
 
 
-@pytest.mark.parametrize("case", rest_is_slow(LAYOUTS, 3))
+@pytest.mark.parametrize("case", rest_is_slow(LAYOUTS))
 def test_gradients_and_losses_of_every_layout_are_those_of_one_process(case: str) -> None:
     """And both modes agree to the last bit, and as many bytes are kept and sent as were predicted."""
     text, pins, losses = LAYOUTS[case]
@@ -103,7 +103,7 @@ BIASED: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", rest_is_slow(BIASED, 2))
+@pytest.mark.parametrize("case", rest_is_slow(BIASED))
 def test_biases_of_routers_move_as_in_one_process(case: str) -> None:
     """Five steps, in each of which a bias decides who is chosen: one that moved otherwise shows in all gradients."""
     text, pins, losses = BIASED[case]

@@ -79,6 +79,7 @@ def test_ranks_killed_at_random_moments_leave_the_curve_as_it_is(curve: dict[int
     killed_until_done(tmp_path, seed=1, num_kills=6, curve=curve)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "name", "calls"),
     rest_is_slow(

@@ -37,6 +37,7 @@ def test_a_folder_is_one_process_at_a_time(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_start_waits_until_what_a_kill_has_orphaned_is_gone(tmp_path: Path) -> None:
     write_tiny(tmp_path, "tp=1,pp=1,dp=1")

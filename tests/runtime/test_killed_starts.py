@@ -94,6 +94,7 @@ def test_a_kill_at_any_change_of_a_file_in_a_start_is_survived(run: Path, monkey
     assert code == 0 and number > 8, f"the start has changed {number - 1} files"
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_change_of_a_file_in_a_first_start_is_survived(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,7 @@ def test_what_the_user_can_mend_stays_an_input_error(tmp_path: Path) -> None:
         run(2, lambda _: refuses(), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("number", "whom", "code", "says"),
@@ -117,6 +118,7 @@ def world(num_ranks: int) -> dict[str, str]:
     return {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), **where}
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_torchrun_starts_one_process_a_rank(tmp_path: Path) -> None:
     write_tiny(tmp_path)
@@ -131,6 +133,7 @@ def test_torchrun_starts_one_process_a_rank(tmp_path: Path) -> None:
     assert len((tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_world_of_another_size_is_refused_once(rank: str, tmp_path: Path) -> None:
     write_tiny(tmp_path)

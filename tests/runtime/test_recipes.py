@@ -56,6 +56,7 @@ def to_prepare(path: Path) -> list[list[str]]:
     return [shlex.split(line.partition("autoshard ")[2]) for line in lines if line.startswith("# First: autoshard ")]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_recipe_is_rehearsed_without_its_data_and_its_weights(beside_the_recipes: Path):
     sft = "recipes/llama3-8b-sft-a100-1.yaml"
@@ -72,6 +73,7 @@ def commands() -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_every_command_of_the_page_runs_and_the_small_text_is_known_by_heart(tmp_path: Path) -> None:

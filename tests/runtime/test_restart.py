@@ -163,6 +163,7 @@ def test_a_file_that_is_cut_off_without_any_copy_is_said(tmp_path: Path) -> None
     assert start_before(tmp_path, None) == StartBefore(notes=(f"{tmp_path / 'plan.json'} {note}",))
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_the_command_goes_on_with_what_the_run_had_and_writes_nothing_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -89,6 +89,7 @@ def test_an_edited_plan_is_predicted_again_and_the_answer_is_json(
     assert kept and before and kept.step_time_s < before.step_time_s
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_plan_for_512_ranks_is_rehearsed_on_8(capsys: pytest.CaptureFixture[str]) -> None:
     layout = "tp=8,pp=8,dp=8,recompute=full*2/full:9*3/full:8/selective[LlamaMLP,LlamaRMSNorm]/full:5"

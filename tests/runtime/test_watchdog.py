@@ -59,6 +59,7 @@ def steps_of(folder: Path) -> int:
     return index.state.step
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("rank", [0, 1])
 def test_slow_data_is_waited_for_and_said(
@@ -150,6 +151,7 @@ def test_a_rank_that_is_stopped_in_the_start_is_reported(
     assert not active_children()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_machine_that_was_suspended_goes_on(
     curve: dict[int, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -40,6 +40,7 @@ def test_no_smaller_number_of_nodes_is_faster(num_left: int) -> None:
         assert size.step_s <= step_s(on(request, size.num_nodes)) * (1 + 1e-9) or not size.is_bound
 
 
+@pytest.mark.slow
 def test_a_bad_number_of_nodes_is_left_and_the_old_plan_s_speed_ends_the_search() -> None:
     request = replace(ask("llama3-8b", "trn1.32xlarge", 7, global_batch=256), pins={"tp": 8, "mbs": 1})
     many = answer(request, Size(num_nodes=8, step_s=1e-3))  # each node was so fast that any number may do

@@ -146,6 +146,7 @@ def test_a_rule_without_a_key_in_its_words_is_still_shown():
     assert str(fault) == "never"
 
 
+@pytest.mark.slow
 def test_an_odd_number_of_nodes_is_told_what_the_next_good_one_gains_and_that_is_there_to_gain():
     request = replace(ask("llama2-7b", "h100-80"), cluster=load_cluster("h100-80", 7))
     best = search(request).plans[0]

@@ -88,7 +88,7 @@ LEAVES_OPEN = [
 ]
 
 
-@pytest.mark.parametrize("request_", rest_is_slow(LEAVES_OPEN, 2))
+@pytest.mark.parametrize("request_", rest_is_slow(LEAVES_OPEN))
 def test_a_search_that_leaves_points_open_says_by_how_much_the_best_may_be_faster(request_: Request):
     best = search(replace(request_, effort=EVERYTHING)).certificate
     num_open: list[int] = []
@@ -103,6 +103,7 @@ def test_a_search_that_leaves_points_open_says_by_how_much_the_best_may_be_faste
     assert min(num_open) == 0 and (max(num_open) > 0 or request_ is LEAVES_OPEN[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["", ",kernels=torch_cuda"])
 def test_a_layout_that_fits_with_its_own_table_alone_is_found(kernels: str):
     asked = ask("tiny-llama", ranks=8, global_batch=8, pins=f"pp=1,zero=0,sp=false,cp=2,recompute=none{kernels}")
@@ -116,6 +117,7 @@ def test_a_layout_that_fits_with_its_own_table_alone_is_found(kernels: str):
         assert best and found.certificate.value == pytest.approx(best.time_s, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_ties_go_to_less_memory_and_then_to_smaller_axes():
     request = ask("tiny-llama", global_batch=8, pins="cp=1")
     found = search(request, num_plans=30).plans
@@ -131,7 +133,7 @@ STOPPED = [
 ]
 
 
-@pytest.mark.parametrize("request_", rest_is_slow(STOPPED, 2))
+@pytest.mark.parametrize("request_", rest_is_slow(STOPPED))
 def test_a_search_that_is_stopped_anywhere_says_what_is_true(request_: Request):
     whole, calls, first = search(request_).certificate, 0, 0
     assert whole.stopped == ""

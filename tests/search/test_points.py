@@ -121,6 +121,7 @@ def agrees(request: Request, seed: int, most: int) -> None:
             assert found == pytest.approx(point.cost_of(candidate), rel=1e-9), str(candidate)
 
 
+@pytest.mark.slow
 @given(requests(), st.integers(0, 10**6))
 def test_small_questions_cost_what_their_plans_do(request: Request, seed: int):
     agrees(request, seed, 6)

@@ -54,6 +54,7 @@ def found(plan: Plan) -> WhyNot:
     return why_not(plan, "pp=2", calibration_of(plan))
 
 
+@pytest.mark.slow
 def test_the_best_with_these_keys_is_slower_and_every_change_that_is_named_turns_the_order(plan: Plan, found: WhyNot):
     assert found.fits and found.rival and not found.against
     assert found.rival.mesh.size("pp") == 2 and time_s(found.rival) > time_s(plan)

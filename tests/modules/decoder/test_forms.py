@@ -197,7 +197,7 @@ LIFTED: Mapping[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", rest_is_slow(LIFTED, 6))
+@pytest.mark.parametrize("name", rest_is_slow(LIFTED, 3))
 def test_a_form_has_the_numbers_and_the_flops_of_its_code(name: str):
     make, notes = LIFTED[name]
     model, module = read_decoder(on_meta(make), TOKENS), make().eval()

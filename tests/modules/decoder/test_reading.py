@@ -95,6 +95,7 @@ def typed(capsys: pytest.CaptureFixture[str]) -> Shown:
     return run
 
 
+@pytest.mark.slow
 def test_code_that_a_card_says_is_planned_as_the_card_is(typed: Shown):
     sizes = "--cluster local --ranks 4 --seq-len 64 --json"
     code, of_code, _ = typed(f"plan --module mine.py:of_a_card {sizes} --out code.json")

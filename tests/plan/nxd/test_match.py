@@ -62,7 +62,7 @@ ODD = [  # cp, one rank of tp, keys on fewer ranks than tp has, recompute
 ]
 
 
-@pytest.mark.parametrize("case", rest_is_slow(CARDS, fast=4) + ODD, ids=lambda case: " ".join(map(str, case)))
+@pytest.mark.parametrize("case", rest_is_slow(CARDS, fast=2) + ODD, ids=lambda case: " ".join(map(str, case)))
 def test_forms_hold_every_weight_once_however_a_card_is_cut(case: Any) -> None:
     plan = planned(*(case if load_model(case[0]).num_experts else case[:4]))
     forms = forms_of(plan)

@@ -39,7 +39,7 @@ CUTS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("card", rest_is_slow(model_names(), 4))
+@pytest.mark.parametrize("card", rest_is_slow(model_names(), 1, 4))
 @settings(max_examples=1)
 @given(data=st.data())
 def test_through_all_forms_and_back(card: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory):
@@ -72,7 +72,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "changes"), rest_is_slow(CASES, 4))
+@pytest.mark.parametrize(("family", "changes"), rest_is_slow(CASES, 2))
 def test_logits_of_what_is_exported_are_those_of_transformers(family: str, changes: Any, tmp_path: Path):
     module = module_of(family, **changes)
     module.save_pretrained(tmp_path / "first", max_shard_size="6KB")
@@ -96,6 +96,7 @@ def test_logits_of_what_is_exported_are_those_of_transformers(family: str, chang
 MODEL = "tiny-llama"
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_state_that_was_cut_for_another_plan_goes_on_bit_for_bit(tmp_path: Path) -> None:
     plan, other = run_plan("tp=1,pp=1,dp=2"), run_plan("tp=2,pp=2,dp=1")
@@ -107,6 +108,7 @@ def test_a_state_that_was_cut_for_another_plan_goes_on_bit_for_bit(tmp_path: Pat
     assert trained(plan, tmp_path / "second", 4).curve == {number: whole.curve[number] for number in (3, 4)}
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_weights_of_every_form_begin_a_run_alike(tmp_path: Path) -> None:
     plan = run_plan("tp=1,pp=2,dp=1", precision="fp32")
