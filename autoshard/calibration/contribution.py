@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from autoshard.calibration.architecture import ARCH
 from autoshard.calibration.measured_run import run_of
-from autoshard.calibration.rows import ARCH, MeasuredRow, MeasuredRows, measured_rows, precision_of
+from autoshard.calibration.rows import MeasuredRow, MeasuredRows, measured_rows, precision_of
 from autoshard.errors import InputError, inside, require
 from autoshard.plan.candidate import Candidate
 from autoshard.spec import record

@@ -5,24 +5,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
-from autoshard.calibration.rows import ARCH, MeasuredRow, precision_of
+from autoshard.calibration.architecture import stated_model
+from autoshard.calibration.rows import MeasuredRow, precision_of
 from autoshard.calibration.words import translated
 from autoshard.cost.built_in import built_in
 from autoshard.cost.calibration import Calibration
-from autoshard.errors import Fault, InputError, inside, require
-from autoshard.plan.candidate import Candidate, balanced_stages
+from autoshard.errors import inside, require
+from autoshard.plan.candidate import Candidate, balanced_stages, even_stages
 from autoshard.plan.folding import expert_mesh, unfolded
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import NodeType, cluster_names, load_cluster, load_node_type
-from autoshard.spec.heads import MAX_DIM
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import EXPERT_IMBALANCE, ROUTER_TRAINING, Workload
 
 T = TypeVar("T")
 _AXES = ("tp", "pp", "vp", "cp", "ep")
-_FFN_STEP = 256  # gated models round 8/3 of the hidden size up to a multiple of this: meta-llama/llama model.py
+_BARE = 2  # stages without layers: at most those at the ends
 _GBPS = 1e9 / 8  # bytes per second
 _ZERO = {"none": 0, "ZeRO-1": 1, "ZeRO-3": 3}
 
@@ -174,8 +174,7 @@ class _RowReader:
         counts = {name: getattr(row, name) for name in (*_AXES, "micro_batch")}
         self.assumed |= {name: "1" for name, count in counts.items() if count is None}
         sizes: dict[str, Any] = {name: counts[name] or 1 for name in _AXES}
-        if model.num_experts:
-            sizes["ep"], sizes["fold"] = unfolded(sizes["ep"], row.etp, tp=sizes["tp"], cp=sizes["cp"])
+        sizes |= self._experts(sizes, cluster) if model.num_experts else {}
         kernels = row.kernels or cluster.kernels
         if not row.kernels:
             self.assumed["framework"] = f"{kernels}: the usual kernels of the platform"
@@ -194,15 +193,9 @@ class _RowReader:
             self.assumed.pop("pipeline_schedule", None)
         self.assumed |= {"sp": "true"} if sizes["tp"] > 1 and row.sp is None else {}
         self.assumed |= {"cp_kind": "ring"} if sizes["cp"] > 1 else {}
-        weights = model.hidden * (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-        weights += model.hidden * model.ffn * (3 if model.gated_mlp else 2) * max(1, model.experts_per_token)
-        balanced = "stages" in self.assumed and sizes["pp"] > 1 and sizes["vp"] == 1
-        few = f"{sizes['pp']} stages for {model.num_layers} layers; a stage without layers has no price"
-        require((not balanced or sizes["pp"] <= model.num_layers, "pp", few))
-        head = model.vocab * model.hidden / weights
         return Candidate(
             **sizes,
-            stages=balanced_stages(model.num_layers, sizes["pp"], head) if balanced else None,
+            stages=self._stages(sizes, model),
             dp=dp,
             mbs=counts["micro_batch"] or 1,
             sp=row.sp if sizes["tp"] > 1 else None,
@@ -214,6 +207,28 @@ class _RowReader:
             # Megatron and torch balance the ranks of cp, NxD does not.
             cp_order="contiguous" if kernels.startswith("nxd") or sizes["cp"] == 1 else "zigzag",
         )
+
+    def _experts(self, sizes: Mapping[str, int], cluster: Cluster) -> dict[str, Any]:
+        """Read which ranks share experts out; those of tp cut experts unless a row says, or its sizes, that none do."""
+        tp, cp, ep, etp = sizes["tp"], sizes["cp"], sizes["ep"], self.row.etp
+        if etp is None and tp > 1 and ep * tp * sizes["pp"] > cluster.num_ranks:
+            etp, self.assumed["etp"] = 1, f"1: a stage has fewer ranks than {ep} groups of {tp} for cut experts"
+        ep, fold = unfolded(ep, etp, tp=tp, cp=cp)
+        return {"ep": ep, "fold": fold}
+
+    def _stages(self, sizes: Mapping[str, int], model: ModelSpec) -> tuple[int, ...] | None:
+        """Read how many layers each stage has: an even share, or what a program is known to balance."""
+        pp, layers, count = sizes["pp"], model.num_layers, sizes["pp"] * sizes["vp"]
+        if layers < count <= layers + _BARE:
+            self.assumed["stages"] = f"the embedding or the head alone at an end: {layers} layers in {count} stages"
+            return even_stages(layers, count)
+        if "stages" not in self.assumed or pp == 1 or sizes["vp"] > 1:
+            return None
+        few = f"{pp} stages for {layers} layers; only the first and the last may be without layers"
+        require((pp <= layers, "pp", few))
+        weights = model.hidden * (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        weights += model.hidden * model.ffn * (3 if model.gated_mlp else 2) * max(1, model.experts_per_token)
+        return balanced_stages(layers, pp, model.vocab * model.hidden / weights)
 
     def _stated(self, column: str, default: str, says: str = "") -> str:
         """Return what a column states, or its default, which is noted as assumed."""
@@ -228,52 +243,4 @@ class _RowReader:
         if not stated and self.row.model in model_names():
             self.assumed["arch"] = f"the model card {self.row.model}"
             return load_model(self.row.model or "")
-        foreign = ", ".join(sorted(stated.keys() - ARCH.keys()))
-        kinds = {True: (bool, "true or false"), False: (int, "a whole number")}
-        types = {column: kinds[column in ("gated_mlp", "tied_embed")] for column in stated}
-        require(
-            (not foreign, "arch", f"its architecture has {foreign}, which autoshard does not model"),
-            ({"layers", "hidden"} <= stated.keys(), "arch",
-             "its architecture is not known: layers and hidden are not stated, and no model card has its name"),
-            *((type(stated[column]) is kind, f"arch.{column}", f"expected {what}, found {stated[column]!r}")
-              for column, (kind, what) in types.items() if column in ARCH),
-        )  # fmt: skip
-        try:
-            return self._spec(stated)
-        except InputError as error:  # about a field of ModelSpec, which counts with num_ where rows do not
-            faults = (Fault(where=fault.where.removeprefix("num_"), message=fault.message) for fault in error.faults)
-            raise InputError(faults).under("arch") from None
-
-    def _spec(self, stated: Mapping[str, Any]) -> ModelSpec:
-        """Return a model of an architecture, completed where a row leaves something out.
-
-        Gated models are made as Llama, others as GPT; rows do not say more.
-        """
-        arch, hidden = dict(stated), stated["hidden"]
-        gated = arch.setdefault("gated_mlp", True)
-        arch.setdefault("heads", max(1, hidden // 128))
-        arch.setdefault("kv_heads", arch["heads"])
-        arch.setdefault("head_dim", max(1, hidden // max(1, arch["heads"])))
-        arch.setdefault("ffn", -(-8 * hidden // 3 // _FFN_STEP) * _FFN_STEP if gated else 4 * hidden)
-        arch.setdefault("vocab", 32000 if gated else 50304)
-        arch.setdefault("tied_embed", not gated)
-        arch.setdefault("experts", 0)
-        arch.setdefault("experts_per_token", min(2, arch["experts"]))  # as in the first published mixtures
-        derived = {"head_dim", "experts", *(() if arch["experts"] else ("experts_per_token",))}  # say nothing new
-        for name in sorted(arch.keys() - stated.keys() - derived):
-            self.assumed[f"arch.{name}"] = str(arch[name]).lower()
-        llama, gpt = "RMS norms, rotary positions, SiLU, no biases", "layer norms, learned positions, GELU, biases"
-        self.assumed["arch"] = f"as Llama: {llama}" if gated else f"as GPT: {gpt}"
-        return ModelSpec(
-            name=self.row.model or self.row.id,
-            **{name: arch[column] for column, name in ARCH.items()},
-            max_positions=min(self.row.seq_len, MAX_DIM),
-            norm="rms" if gated else "layer",
-            norm_eps=1e-5,
-            activation="silu" if gated else "gelu",
-            positions="rotary" if gated else "learned",
-            qkv_bias=not gated,
-            out_bias=not gated,
-            mlp_bias=not gated,
-            source="a measured row",
-        )
+        return stated_model(stated, self.row.model or self.row.id, self.row.seq_len, self.assumed)

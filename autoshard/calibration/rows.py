@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from autoshard.calibration.architecture import stated_arch
 from autoshard.errors import Fault, InputError, nearest, no_such_file, require
 from autoshard.plan.folding import expert_mesh, fold_of
 from autoshard.plan.plan import Plan
@@ -24,11 +25,6 @@ Kind = Literal["run", "rehearsal", "short", "crashed"]
 SUFFIX = ".jsonl"
 OF_A_RUN = "measured.jsonl"  # in the folder of a run, beside other files
 OF_A_CLUSTER = "cluster.json"  # beside rows: the file of the machine that they were run on
-ARCH = {
-    "layers": "num_layers", "hidden": "hidden", "ffn": "ffn", "heads": "num_heads", "kv_heads": "num_kv_heads",
-    "head_dim": "head_dim", "vocab": "vocab", "gated_mlp": "gated_mlp", "tied_embed": "tied_embeddings",
-    "experts": "num_experts", "experts_per_token": "experts_per_token",
-}  # fmt: skip
 
 _COUNTS = ("seq_len", "global_batch_seqs", "micro_batch", "nodes", "chips", "lnc", "tp", "pp", "vp", "cp", "ep", "dp",
            "etp", "zero_group")  # fmt: skip
@@ -352,7 +348,7 @@ def row_of(plan: Plan, ran: Occasion) -> MeasuredRow:
         group=f"{model.name}-{ran.platform}-{layout.num_ranks}-{workload.seq_len}-{workload.global_batch}",
         platform=ran.platform,
         model=model.name,
-        arch=None if has_card else {column: getattr(model, name) for column, name in ARCH.items()},
+        arch=None if has_card else stated_arch(model),
         seq_len=workload.seq_len,
         global_batch_seqs=workload.global_batch,
         micro_batch=layout.mbs,

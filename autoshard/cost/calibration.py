@@ -29,7 +29,7 @@ OUTSIDE = 0.25  # the least interval where software is outside a fit: releases o
 _SOFTWARE = ("kernels", "products")  # features that stand for a framework and for what FP8 changes in it
 NUMBERS = (*CONSTANTS, "interval")
 WIDEST = 2.0  # an interval: a third of the predicted time to three times that
-_MORE_SECONDS = ("task_s", "layer_s", "joined_s", "shard_s")
+_MORE_SECONDS = ("task_s", "layer_s", "experts_s", "joined_s", "shard_s")
 RATIOS = ("dp_ratio",)
 OPTIONAL = (*_MORE_SECONDS, *RATIOS)  # of plans and files that do not state it, nothing was known
 
@@ -127,6 +127,7 @@ class Calibration:
     step_s: float  # of every step, whatever it does
     task_s: float = 0.0  # of each stage and micro-batch: forward and backward are graphs of their own
     layer_s: float = 0.0  # of hosts, for each layer that goes forward or backward, beside its launches
+    experts_s: float = 0.0  # of hosts, for each layer of experts likewise: they wait to know how many tokens each gets
     joined_s: float = 0.0  # of hosts, for each rank of a collective, in a pipeline over several nodes
     shard_s: float = 0.0  # of every step, for each rank over which ZeRO divides the weights
     dp_ratio: float = 1.0  # of what data parallelism sends in a step: how often as long as links say

@@ -26,6 +26,7 @@ class Rates:
     matrix_tile: int = 1  # rows and columns of a systolic array, which works on whole tiles
     launch_s: float = 0.0
     layer_s: float = 0.0  # of a host for a block, each way, beside the launches
+    experts_s: float = 0.0  # of a host for a block that sends tokens to experts, each way
     dp_ratio: float = 1.0  # of what data parallelism sends: how often as long as links say
     host_computes: bool = False  # it starts nothing while a kernel runs
 

@@ -5,8 +5,9 @@ All numbers may be columns, with an entry for each of many candidates.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import UnionType
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +19,7 @@ from autoshard.cost.compute import KernelWork, Rates, kernel_time, kernel_work, 
 from autoshard.cost.kernel_run import KernelRun, bytes_in, rank_sizes, saved_bytes, working_bytes
 from autoshard.cost.sharded import Blocks, LoweredBlock, atom_groups
 from autoshard.cost.terms import CostTerm
+from autoshard.graph.kinds.experts import Dispatch, DispatchGradient
 from autoshard.layout.layout import Collective, DimSizes, local_sizes
 from autoshard.layout.sharding import Message
 from autoshard.plan.build import mesh_of
@@ -32,6 +34,7 @@ from autoshard.spec.workload import DTYPE_BYTES, Precision, Workload
 
 PASSES = ("F", "I", "W")
 TP = ("kv", "rep")
+_TO_EXPERTS = Dispatch | DispatchGradient
 _IN_PIECES = ("all_gather", "reduce_scatter")  # one for each rank, of which a product can wait for the first alone
 
 
@@ -76,6 +79,7 @@ def rank_rates(cluster: Cluster, precision: Precision, calibration: Calibration,
         matrix_tile=cluster.chip.matrix_tile,
         launch_s=calibration.launch_s,
         layer_s=calibration.layer_s,
+        experts_s=calibration.experts_s,
         dp_ratio=calibration.dp_ratio,
         host_computes=kernels.host_computes,
     )
@@ -234,9 +238,9 @@ def block_cost(work: BlockWork, rings: Mapping[tuple[str, ...], Ring], rates: Ra
         parts = seconds[run.pass_]
         parts["compute"] = parts["compute"] + kernel_time(kernel, rates)
         started[run.pass_] = started[run.pass_] + kernel.launches * rates.launch_s
-    ways = {(run.pass_, run.ops[0].again) for run, _ in work.kernels}  # what is computed again is one more
-    for pass_ in ("F", "I"):
-        started[pass_] = started[pass_] + rates.layer_s * sum(name == pass_ for name, _ in ways)
+    for once_s, ways in ((rates.layer_s, _ways(work.kernels)), (rates.experts_s, _ways(work.kernels, _TO_EXPERTS))):
+        for pass_ in ("F", "I"):
+            started[pass_] = started[pass_] + once_s * sum(name == pass_ for name, _ in ways)
     sent: dict[str, Number] = defaultdict(float)
     hidden: dict[str, Number] = defaultdict(float)
     scattered: Number = 0.0
@@ -265,6 +269,11 @@ def block_cost(work: BlockWork, rings: Mapping[tuple[str, ...], Ring], rates: Ra
         starts=sum(kernel.launches for _, kernel in work.kernels) + len(work.messages),
         scattered_bytes=scattered,
     )
+
+
+def _ways(kernels: Iterable[tuple[KernelRun, KernelWork]], kinds: type | UnionType = object) -> set[tuple[str, bool]]:
+    """Return in which passes operations of some kinds run; what is computed again is one more."""
+    return {(run.pass_, run.ops[0].again) for run, _ in kernels if any(isinstance(op.kind, kinds) for op in run.ops)}
 
 
 def price_block(question: Question, setting: Setting, kind: str, drop: Recompute) -> BlockCost:

@@ -28,7 +28,7 @@ from autoshard.spec.repeats import MAX_ITEMS
 from autoshard.spec.workload import ROUTER_TRAINING
 
 _CHIPS = re.compile(
-    r"(?<![a-z])(gb200|gb300|b300|b200|h100|h200|a100|trn1n?|trn2u?|trn3|vr200|r100)(?![0-9])", re.IGNORECASE
+    r"(?<![a-z])(gb200|gb300|b300|b200|h100|h200|h800|a100|trn1n?|trn2u?|trn3|vr200|r100)(?![0-9])", re.IGNORECASE
 )
 _GPUS = re.compile(r"(?<![0-9])(\d{1,6})[ _]?(?:[a-z]{1,2}\d{3} )?gpus?(?![a-z])", re.IGNORECASE)
 _NEAREST: Mapping[str, str] = dict.fromkeys(

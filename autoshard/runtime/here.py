@@ -31,6 +31,7 @@ NOTHING = (
 # What drivers call the chips of the catalogue. Others of the same family (PCIe, NVL) have other memory and links.
 _KNOWN: Mapping[str, str] = {
     "A100-SXM4-40GB": "a100-40", "A100-SXM4-80GB": "a100-80", "H100 80GB HBM3": "h100-80", "H200": "h200",
+    "H800": "h800",
     "B200": "b200",
 }  # fmt: skip
 _TRAINIUMS = {"trn1": "trn1.32xlarge", "trn2": "trn2.48xlarge", "trn3": "trn3-gen2"}

@@ -8,10 +8,12 @@ from autoshard.calibration.measured_run import MeasuredRun, run_of
 from autoshard.calibration.rows import MeasuredRow, measured_rows
 from autoshard.calibration.words import translated
 from autoshard.errors import InputError
+from autoshard.plan.candidate import parse_pins
 from tests.calibration.measured_cases import ARCH, DATA, SMALL
 
 NEURON = {"framework": "neuronx-distributed", "platform": "trn1", "chips": None, "nodes": 1, "dp": 8}
 TITAN = {"framework": "torchtitan"}
+MIXTURE = {"arch": {**ARCH, "experts": 4}}
 
 
 def made(**change: Any) -> MeasuredRun:
@@ -83,6 +85,26 @@ def test_precisions(text: str | None, formats: str):
             "ep=2,kernels=mcore,fold=none",
             "arch.experts_per_token expert_imbalance",
         ),
+        # ranks of tp hold experts of their own where groups for cut experts are too many
+        ({**MIXTURE, "ep": 4}, "ep=2,kernels=mcore,fold=tp", "arch.experts_per_token expert_imbalance etp"),
+        (
+            {**MIXTURE, "ep": 2, "framework": "Megatron-Core via Pai-Megatron-Patch"},
+            "kernels=mcore,fold=tp",
+            "arch.experts_per_token expert_imbalance etp",
+        ),
+        (
+            {**MIXTURE, "ep": 2, "inferred": {"routing": "forced balance, stated"}},
+            "ep=2,kernels=mcore,fold=none",
+            "arch.experts_per_token expert_imbalance",
+        ),
+        (
+            {"recompute": "selective: layernorm, moe activation"},
+            "recompute=selective[act,attn_norm,mlp_norm,product],kernels=mcore",
+            "",
+        ),
+        # where the embedding and the head count as layers
+        ({"arch": {**ARCH, "layers": 2}, "pp": 4, "tp": 1}, "tp=1,pp=4,stages=0/1*2/0,kernels=mcore", "stages"),
+        ({"arch": {**ARCH, "layers": 3}, "pp": 4, "tp": 1}, "tp=1,pp=4,stages=1*3/0,kernels=mcore", "stages"),
         # a run that our schedules cannot do gets the nearest shape
         ({"global_batch_seqs": 17}, "kernels=mcore", "global_batch_seqs"),
         ({"vp": 2, "global_batch_seqs": 6}, "kernels=mcore", "vp"),
@@ -92,8 +114,8 @@ def test_words_of_publishers_mean_a_layout_and_what_they_leave_open_is_assumed(
     change: dict[str, Any], layout: str, assumed: str
 ):
     run = made(**change)
-    expected = dict(part.split("=") for part in f"tp=2,pp=2,dp=2,{layout}".strip(",").split(","))
-    assert dict(part.split("=") for part in str(run.candidate).split(",")) == expected
+    expected = {**dict(parse_pins("tp=2,pp=2,dp=2")), **(dict(parse_pins(layout)) if layout else {})}
+    assert dict(parse_pins(str(run.candidate))) == expected
     assert run.assumed.keys() - {"arch", "platform"} == {*assumed.split()}
 
 

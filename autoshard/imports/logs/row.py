@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from autoshard.calibration.architecture import stated_arch
 from autoshard.calibration.measured_run import MeasuredRun, run_of
-from autoshard.calibration.rows import ARCH, MeasuredRow
+from autoshard.calibration.rows import MeasuredRow
 from autoshard.errors import inside
 from autoshard.imports.logs.log import TrainingLog
 from autoshard.imports.logs.measure import (
@@ -90,7 +91,7 @@ def _row(log: TrainingLog, question: ImportedQuestion, step: MeasuredStep, peak:
         group=group,
         platform=cluster.name,
         model=model.name,
-        arch=None if has_card else {column: getattr(model, name) for column, name in ARCH.items()},
+        arch=None if has_card else stated_arch(model),
         seq_len=workload.seq_len,
         global_batch_seqs=workload.global_batch,
         micro_batch=layout.mbs,
