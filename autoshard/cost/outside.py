@@ -25,9 +25,9 @@ LeftOut = Callable[[list[int]], NDArray[np.float64]]  # runs -> their relative e
 _RANGES = ("sequence", "nodes")  # all between the least and the most is inside
 _LEAST_ROWS = 3  # that constants are fitted to
 _INSIDE = 0.8  # of errors that an interval holds
-# What rows outside were off by in a feature of which a fit has one value. Experts: 12 runs of Qwen3-235B-A22B, predicted
-# by dense rows of Megatron-Core and by what hosts take for experts under Megatron-LM with TransformerEngine, are off by
-# 12.7 % on average, four of five by at most 17 %, and one by 18 %; twice that, since no row is in FP8 or of another kind.
+# What rows outside were off by in a feature of which a fit has one value. Experts: 12 runs of Qwen3-235B-A22B,
+# predicted by dense rows of Megatron-Core and by what hosts take for experts under Megatron-LM with TransformerEngine,
+# are off by 12.7 % on average, four of five by at most 17 %; twice that, since no row is in FP8 or of another kind.
 UNSEEN_OFF: Mapping[str, float] = {"experts": 0.35}
 
 
