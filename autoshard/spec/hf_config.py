@@ -76,6 +76,7 @@ def _spec_of_text(config: Mapping[str, object], name: str, source: str) -> Model
     if traits["positions"] == "rotary":
         traits |= _rotary(reader, kind, traits["max_positions"])
     traits |= _score_scale(reader, kind, traits["head_dim"])
+    traits |= _clamped_glu(reader, kind)
     traits |= _layers_that_differ(reader, kind, traits)
     # A valid value stands in for each field that could not be read, so that all faults are found at once.
     spec = reader.made(lambda: ModelSpec(name=name, source=source, **traits))
@@ -150,6 +151,7 @@ def _rotary(reader: ConfigReader, kind: ModelType, max_positions: int) -> dict[s
     if field == "rope_parameters" and kind.window == "pattern":
         _no_other_keys(reader, data, _ROTARY_OF_LAYERS)
         field, data = f"{field}.full_attention", _object(reader, field, "full_attention")
+    data = data or reader.defaults.get("rope_scaling", {})
     defaults = {**older, "rope_type": "default", "original_max_position_embeddings": max_positions, **_YARN_DEFAULTS}
     group = ConfigReader(data, defaults)
     theta, fraction = group.read(float, "rope_theta"), group.read(float, "partial_rotary_factor")
@@ -241,6 +243,12 @@ def _score_scale(reader: ConfigReader, kind: ModelType, head_dim: int) -> dict[s
         return {}
     scalar = reader.read(float, "query_pre_attn_scalar")
     return {"query_scalar": scalar} if scalar != head_dim else {}
+
+
+def _clamped_glu(reader: ConfigReader, kind: ModelType) -> dict[str, float]:
+    if "swiglu_limit" not in kind.defaults:
+        return {}
+    return {"glu_limit": reader.read(float, "swiglu_limit"), "glu_slope": reader.read(float, "swiglu_alpha")}
 
 
 def _experts(reader: ConfigReader, kind: ModelType, ffn: int) -> dict[str, Any]:
@@ -336,15 +344,15 @@ def _stated_window(reader: ConfigReader, kind: ModelType) -> int | None:
         if reader.data.get("use_sliding_window") is not False:
             reader.only("sliding_window", (None,), f"{kind.architecture} attends to the whole sequence")
         return None
-    used = kind.window in ("all layers", "pattern") or reader.read(bool, "use_sliding_window")
+    used = kind.window in ("all layers", "pattern", "by turns") or reader.read(bool, "use_sliding_window")
     return reader.whole_or_null("sliding_window") if used else None
 
 
 def _local_layers(reader: ConfigReader, kind: ModelType, num_layers: int, window: int | None) -> list[bool]:
     """Say which layers attend to a window alone."""
-    stated, mixed = reader.data.get("layer_types"), kind.window in ("some layers", "pattern")
-    if stated is None and kind.window == "pattern":
-        period = reader.whole("sliding_window_pattern")
+    stated, mixed = reader.data.get("layer_types"), kind.window in ("some layers", "pattern", "by turns")
+    if stated is None and kind.window in ("pattern", "by turns"):
+        period = reader.whole("sliding_window_pattern") if kind.window == "pattern" else 2
         return [window is not None and (number + 1) % period != 0 for number in range(num_layers)]
     if stated is None or (not mixed and stated == _same_layers(window, num_layers)):
         first = reader.whole("max_window_layers", low=0) if kind.window == "some layers" and window else 0
