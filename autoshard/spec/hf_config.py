@@ -24,6 +24,9 @@ from autoshard.spec.repeats import compress
 _BALANCE = (
     "the loss that it asks for belongs to the question: --router-balance-loss, or router_balance_loss in a recipe"
 )
+_UNREAD = {
+    "quantization_config": "it says how files hold weights, and a plan in which format they are trained. Take it out"
+}
 _ROTARY_OF_LAYERS = ("full_attention", "sliding_attention")
 _ROTARY_KEYS = (
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"),
@@ -57,7 +60,7 @@ def _spec_of_text(config: Mapping[str, object], name: str, source: str) -> Model
     reader = ConfigReader(config, {**usual, **SHARED_DEFAULTS, **kind.defaults})
     for name_of_field, off in UNMODELLED.items():
         if name_of_field not in kind.defaults:
-            reader.only(name_of_field, off, "autoshard does not model this option")
+            reader.only(name_of_field, off, _UNREAD.get(name_of_field, "autoshard does not model this option"))
     reader.only("output_router_logits", (False, None), _BALANCE)
     reader.only("architectures", ([kind.architecture], [], None), "the architecture of this model_type")
     traits: dict[str, Any] = {"norm": "rms", "gated_mlp": True, "positions": "rotary", "mlp_bias": False, **kind.fixed}

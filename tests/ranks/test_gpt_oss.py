@@ -15,7 +15,8 @@ from tests.slower import rest_is_slow
 pytestmark = pytest.mark.ranks
 
 CASES: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]] = {
-    "around a ring, heads cut, states in pieces": ("tp=2,pp=1,cp=2,dp=1,zero=3,cp_order=zigzag", NOTHING, NOTHING),
+    "around a ring, states in pieces": ("tp=1,pp=1,cp=2,dp=1,zero=3,cp_order=zigzag", NOTHING, NOTHING),
+    "around a ring, heads cut": ("tp=2,pp=1,cp=2,dp=1", NOTHING, NOTHING),
     "experts over dp and tp, all computed again": ("tp=2,pp=1,dp=2,ep=2,fold=tp,recompute=full", NOTHING, NOTHING),
     "own tokens on each rank of tp, that may be dropped": ("tp=2,pp=1,dp=2,ep=2", OWN_TOKENS, {"expert_capacity": 1.0}),
     "stages, halves of a backward": ("tp=1,pp=2,dp=2,ep=2,schedule=zb_h1", NOTHING, {"router_balance_loss": 0.5}),

@@ -353,6 +353,8 @@ def test_what_is_not_modelled_is_refused_by_name_and_accepted_when_off(family: s
             assert read(family, **{field: value}) == read(family)
         assert refused(family, **{field: (not off[0]) if isinstance(off[0], bool) else 7}) == [field]
     assert read(family, output_router_logits=False) == read(family, output_router_logits=None) == read(family)
+    with pytest.raises(InputError, match="how files hold weights"):
+        read(family, quantization_config={"quant_method": "mxfp4"})
     with pytest.raises(InputError, match="belongs to the question: --router-balance-loss"):
         read(family, output_router_logits=True)
     assert read("llama", architectures=["LlamaForCausalLM"]) == read("llama", architectures=None)
