@@ -83,6 +83,13 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "rope_scaling": {"rope_type": "linear", "factor": 4.0},
     },
     "olmo2": {"num_key_value_heads": 2},
+    "gpt_oss": {
+        "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 3,
+        "swiglu_limit": 0.8, "rope_theta": 50.0, "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "beta_fast": 1.5, "beta_slow": 0.25, "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+    },
     "deepseek_v3": {**_LATENT, "q_lora_rank": 10},
     "deepseek_v2": {**_LATENT, "q_lora_rank": None, "qk_nope_head_dim": 6, "topk_method": "group_limited_greedy"},
 }  # fmt: skip

@@ -136,6 +136,17 @@ _EXPERTS_STACKED: Names = (
     ("mlp.experts.gate_up_proj", "experts (gate_up:1 ffn) hidden", "up.weight"),
     ("mlp.experts.down_proj", "experts hidden ffn", "down.weight"),
 )
+_GPT_OSS_LAYER: Names = (  # the files in BF16; those in MXFP4 have blocks and scales in the place of these products
+    *_LLAMA_ATTENTION,
+    ("self_attn.sinks", "(kv_heads q_group)", "sink.bias"),
+    *_linear("mlp.router", "experts", "hidden", "router"),
+    ("mlp.experts.gate_up_proj", "experts hidden (ffn gate_up:0)", "gate.weight"),
+    ("mlp.experts.gate_up_proj", "experts hidden (ffn gate_up:1)", "up.weight"),
+    ("mlp.experts.gate_up_proj_bias", "experts (ffn gate_up:0)", "gate_shift.bias"),
+    ("mlp.experts.gate_up_proj_bias", "experts (ffn gate_up:1)", "up_shift.bias"),
+    ("mlp.experts.down_proj", "experts ffn hidden", "down.weight"),
+    ("mlp.experts.down_proj_bias", "experts hidden", "down_bias.bias"),
+)
 _CORRECTED_ROUTER: Names = (
     ("mlp.gate.e_score_correction_bias", "experts", "correction.weight"),
     ("mlp.shared_experts.gate_proj.weight", "ffn_shared hidden", "shared_gate.weight"),
@@ -195,6 +206,7 @@ HF_NAMES: Mapping[str, Mapping[Form, Names]] = {
                 "gemma3_text",
                 (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _GEMMA_ATTENTION + _LLAMA_MLP)),
             ),
+            ("gpt_oss", (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _GPT_OSS_LAYER))),
             (
                 "olmo2",
                 (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _OLMO2_ATTENTION + _LLAMA_MLP)),

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.graph.kinds.experts import Dispatch
-from autoshard.graph.kinds.linear import Einsum
 from autoshard.layout.layout import Layout
 from autoshard.layout.program import Communicate, Compute, Program, Value, values_written
 from autoshard.run.placement import Bounds, MeshRank, dims_of
@@ -51,9 +50,9 @@ def counted_over(program: Program) -> tuple[str, ...]:
     return tuple(atom for atom in dict(sent.dims)["slots"] if atom in moved) if sent else ()
 
 
-def multiplies(entry: object) -> TypeGuard[Compute]:
-    """Whether an instruction multiplies each expert's rows with a tensor of that expert."""
-    return isinstance(entry, Compute) and isinstance(entry.op.kind, Einsum) and holds_rows(entry.reads[0])
+def works_by_expert(entry: object) -> TypeGuard[Compute]:
+    """Whether an instruction computes rows of each expert with numbers of its own: its kernel asks where they end."""
+    return isinstance(entry, Compute) and entry.op.kind.by_expert and holds_rows(entry.reads[0])
 
 
 def is_counted(name: str) -> bool:
@@ -92,9 +91,9 @@ class Routing:
     place: MeshRank
     chosen: Value  # whom tokens chose
     unsent: Layout  # of the rows of a rank's own tokens, before any is sent
-    multiplied: tuple[Layout, ...]  # of the rows in products, one for each way in which they lie
+    by_expert: tuple[Layout, ...]  # of the rows in products and sums of experts, one for each way in which they lie
     counted: tuple[str, ...]
-    exchanges: bool  # else all rows stay where they are, and no number is needed before they are multiplied
+    exchanges: bool  # else all rows stay where they are, and no number is needed on the host
 
     @classmethod
     def of(cls, mesh_rank: MeshRank, program: Program) -> "Routing | None":
@@ -111,12 +110,14 @@ class Routing:
         values = (value for entry in program.instructions for value in values_written(entry) if holds_rows(value))
         cutting = {*tokens, *(atom for value in values for atom in dict(value.layout.dims)["slots"])}
         parts = math.prod(mesh.size(atom) for atom in cutting)
-        multiplied = {
-            entry.reads[0].layout.dims[:2]: entry.reads[0].layout for entry in program.instructions if multiplies(entry)
+        by_expert = {
+            entry.reads[0].layout.dims[:2]: entry.reads[0].layout
+            for entry in program.instructions
+            if works_by_expert(entry)
         }
         return cls(
             place=replace(mesh_rank, sizes={**mesh_rank.sizes, "slots": parts}), chosen=first.reads[1], unsent=unsent,
-            multiplied=tuple(multiplied.values()), counted=counted_over(program),
+            by_expert=tuple(by_expert.values()), counted=counted_over(program),
             exchanges=any(map(moves_rows, program.instructions)),
         )  # fmt: skip
 
@@ -127,13 +128,13 @@ class Routing:
 
     def ends(self, layout: Layout) -> str:
         """The name of the value that says on the device where each expert's rows end in a product of this layout."""
-        fitting = [product.dims[:2] == layout.dims[:2] for product in self.multiplied]
+        fitting = [product.dims[:2] == layout.dims[:2] for product in self.by_expert]
         return f"{self.chosen.name}.{fitting.index(True) or ''}ends"
 
     @property
     def made(self) -> tuple[str, ...]:
         """The names of the values that the counting makes."""
-        return (*([self.counts] if self.exchanges else []), *map(self.ends, self.multiplied))
+        return (*([self.counts] if self.exchanges else []), *map(self.ends, self.by_expert))
 
     def num_rows(self, layout: Layout) -> int | None:
         """Return how many rows a rank has for its own tokens: one for each choice of a token."""

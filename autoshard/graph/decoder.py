@@ -12,14 +12,15 @@ from autoshard.extensions import EXTENSIONS
 from autoshard.graph.block import Block, OpGraph
 from autoshard.graph.builder import BlockBuilder, finish
 from autoshard.graph.kinds.attention import Attend, Join, Rotary, fraction_of
-from autoshard.graph.kinds.choosing import Choose, CorrectionStep
 from autoshard.graph.kinds.dropout import DROPOUT_KEYS, Drop
-from autoshard.graph.kinds.experts import Combine, Dispatch, Slot, TopK
+from autoshard.graph.kinds.experts import Dispatch
 from autoshard.graph.kinds.indexing import Lookup, Pick
 from autoshard.graph.kinds.linear import Einsum
-from autoshard.graph.kinds.norm import MeanSquare, Norm, Rescale, Softmax
+from autoshard.graph.kinds.norm import MeanSquare, Norm, Rescale
 from autoshard.graph.kinds.optimizer import ClipScale
 from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Reduce, Unary
+from autoshard.graph.kinds.sinks import SinkAttend
+from autoshard.graph.mlps import SHARED, emit_linear, mixture, mlp
 from autoshard.graph.op import Dims
 from autoshard.graph.router import add_router_losses
 from autoshard.graph.written import emit_written, parse_lines
@@ -32,7 +33,6 @@ _RESIDUAL: Dims = ("batch", "seq", "hidden")
 _HEADS: Dims = ("kv_heads", "q_group", "head_dim")
 _KV: Dims = ("kv_heads", "head_dim")
 _STREAMS = {"embed_drop": 0, "attn_drop": 1, "mlp_drop": 2}  # of a block; that of its attention is 0
-_SHARED = "ffn_shared"
 _KEYS_ALONG = (("seq", "kv_seq"),)
 
 
@@ -88,7 +88,7 @@ def dim_sizes(model: ModelSpec, workload: Workload, kernels: Kernels, micro_batc
         if capacity is None and kernels.pads_experts:
             capacity = model.num_experts / model.experts_per_token
         if model.shared_ffn:
-            sizes[_SHARED] = model.shared_ffn
+            sizes[SHARED] = model.shared_ffn
         sizes["slots"] = num_slots(model, micro_batch * workload.seq_len, capacity)
     return {**sizes, **(model.traced.sizes if model.traced else {})}
 
@@ -129,7 +129,7 @@ def _layer_block(whole: ModelSpec, kind: str, workload: Workload, kernels: Kerne
     settled = kernels.settles_experts and model.num_experts > 0  # of the slots; of the tokens where none is dropped
     normed = b.deliver_as(_norm_before(b, model, "mlp_norm", source), "mlp_in", settles=settled and not drops)
     if model.num_experts:
-        mlp_output = _mixture(b, model, workload, normed, settles=settled and drops)
+        mlp_output = mixture(b, model, workload, normed, settles=settled and drops)
     else:
         write_mlp = EXTENSIONS.of(FunctionType).get("mlp") or partial(mlp, ffn=whole.ffn_dim(kind))
         mlp_output = write_mlp(b, model, normed)
@@ -221,15 +221,6 @@ def _head_norm(b: BlockBuilder, model: ModelSpec, name: str, x: str, heads: Dims
     return b.emit(f"{name}_rescale", Rescale(eps=model.norm_eps), x, square, b.weight(f"{name}_norm.weight", *heads))
 
 
-def _linear(b: BlockBuilder, name: str, x: str, out: Dims, contracted: Dims, *, bias: bool) -> str:
-    """A product with a weight, and its bias; ``out`` replaces the ``contracted`` dims of ``x``."""
-    batch_dims = tuple(dim for dim in b.tensors[x].dims if dim not in contracted)
-    product = b.emit(name, Einsum(dims=(*batch_dims, *out)), x, b.weight(f"{name}.weight", *out, *contracted))
-    if not bias:
-        return product
-    return b.emit(f"{name}_shift", Add(), product, b.weight(f"{name}_shift.bias", *out))
-
-
 def _attention(b: BlockBuilder, model: ModelSpec, workload: Workload, x: str) -> str:
     normed = b.deliver_as(_norm_before(b, model, "attn_norm", x), "attn_in")
     query, key, value = (_latent_heads if model.latent else _plain_heads)(b, model, workload, normed)
@@ -237,12 +228,13 @@ def _attention(b: BlockBuilder, model: ModelSpec, workload: Workload, x: str) ->
     b.deliver_as(key, "k_in", _KEYS_ALONG)
     b.deliver_as(value, "v_in", _KEYS_ALONG)
     width = "value_dim" if model.latent else "head_dim"
-    kind = Attend(
+    kind = (SinkAttend if model.sinks else Attend)(
         window=model.window, dropped=model.attention_dropout, scale=model.score_scale, value_width=width
-    )  # fmt: skip
-    mixed = b.emit("attend", kind, query, key, value, *_positions(b, workload), *_attention_draws(b, model))
+    )
+    sinks = [b.weight("sink.bias", "kv_heads", "q_group")] if model.sinks else []
+    mixed = b.emit("attend", kind, query, key, value, *_positions(b, workload), *_attention_draws(b, model), *sinks)
     values = ("kv_heads", "q_group", width)
-    result = _linear(b, "o", b.deliver_as(mixed, "o_in"), ("hidden",), values, bias=model.out_bias)
+    result = emit_linear(b, "o", b.deliver_as(mixed, "o_in"), ("hidden",), values, bias=model.out_bias)
     return b.deliver_as(result, "attn_out")
 
 
@@ -259,9 +251,9 @@ def _turned(b: BlockBuilder, workload: Workload, name: str, rotary: Rotary, x: s
 
 def _plain_heads(b: BlockBuilder, model: ModelSpec, workload: Workload, x: str) -> tuple[str, str, str]:
     """Make queries, keys and values of the hidden state."""
-    query = _linear(b, "q", x, _HEADS, ("hidden",), bias=model.qkv_bias)
-    key = _linear(b, "k", x, _KV, ("hidden",), bias=model.qkv_bias)
-    value = _linear(b, "v", x, _KV, ("hidden",), bias=model.qkv_bias)
+    query = emit_linear(b, "q", x, _HEADS, ("hidden",), bias=model.qkv_bias)
+    key = emit_linear(b, "k", x, _KV, ("hidden",), bias=model.qkv_bias)
+    value = emit_linear(b, "v", x, _KV, ("hidden",), bias=model.qkv_bias)
     if model.qk_norm:
         query, key = _head_norm(b, model, "q", query, _HEADS), _head_norm(b, model, "k", key, _KV)
     if model.positions == "rotary":
@@ -275,13 +267,13 @@ def _latent_heads(b: BlockBuilder, model: ModelSpec, workload: Workload, x: str)
     latent = model.latent
     assert latent, f"{model.name} has no narrow states"
     if latent.query_rank:
-        query = _linear(b, "q_up", _narrow(b, model, latent, "q", x), _HEADS, ("latent_q",), bias=False)
+        query = emit_linear(b, "q_up", _narrow(b, model, latent, "q", x), _HEADS, ("latent_q",), bias=False)
     else:
-        query = _linear(b, "q", x, _HEADS, ("hidden",), bias=False)
-    shared = _linear(b, "k_shared", x, ("rotary_dim",), ("hidden",), bias=model.qkv_bias)
+        query = emit_linear(b, "q", x, _HEADS, ("hidden",), bias=False)
+    shared = emit_linear(b, "k_shared", x, ("rotary_dim",), ("hidden",), bias=model.qkv_bias)
     narrow = _narrow(b, model, latent, "kv", x)
-    key = _linear(b, "k_up", narrow, ("kv_heads", "plain_dim"), ("latent_kv",), bias=False)
-    value = _linear(b, "v_up", narrow, ("kv_heads", "value_dim"), ("latent_kv",), bias=False)
+    key = emit_linear(b, "k_up", narrow, ("kv_heads", "plain_dim"), ("latent_kv",), bias=False)
+    value = emit_linear(b, "v_up", narrow, ("kv_heads", "value_dim"), ("latent_kv",), bias=False)
     whole = Rotary(fraction=1.0, theta=model.rotary_theta, scaling=model.rotary_scaling, over="rotary_dim")
     part = replace(whole, fraction=fraction_of(latent.rotary_dim, model.head_dim), over="head_dim")
     query = _turned(b, workload, "q", part, query)
@@ -289,7 +281,7 @@ def _latent_heads(b: BlockBuilder, model: ModelSpec, workload: Workload, x: str)
 
 
 def _narrow(b: BlockBuilder, model: ModelSpec, latent: LatentAttention, name: str, x: str) -> str:
-    down = _linear(b, f"{name}_down", x, (f"latent_{name}",), ("hidden",), bias=model.qkv_bias)
+    down = emit_linear(b, f"{name}_down", x, (f"latent_{name}",), ("hidden",), bias=model.qkv_bias)
     return _norm(b, model, f"{name}_down_norm", down, f"latent_{name}", latent.norm_eps)
 
 
@@ -318,59 +310,6 @@ def _document_starts(b: BlockBuilder, workload: Workload) -> tuple[str, ...]:
     if workload.documents == "joined":
         return ()
     return (b.input("document_starts", ("batch", "seq"), "int64"),)
-
-
-def mlp(b: BlockBuilder, model: ModelSpec, x: str, *, ffn: str = "ffn") -> str:
-    """Write the dense MLP down; a function of this name in a file of the user's own takes its place."""
-    inner = _linear(b, "up", x, (ffn,), ("hidden",), bias=model.mlp_bias)
-    if model.gated_mlp:
-        gate = _linear(b, "gate", x, (ffn,), ("hidden",), bias=model.mlp_bias)
-        active = b.emit("act", Unary(function=model.activation), gate)
-        inner = b.emit("product", Multiply(), active, inner)
-    else:
-        inner = b.emit("act", Unary(function=model.activation), inner)
-    result = _linear(b, "down", b.deliver_as(inner, "down_in"), ("hidden",), (ffn,), bias=model.mlp_bias)
-    return b.deliver_as(result, "mlp_out")
-
-
-def _mixture(b: BlockBuilder, model: ModelSpec, workload: Workload, x: str, *, settles: bool) -> str:
-    """Write experts down, and the MLP beside them through which all tokens go."""
-    logits = _linear(b, "router", x, ("experts",), ("hidden",), bias=False)
-    routed = _experts(b, model, x, _shares(b, model, workload, logits), settles=settles)
-    if not model.shared_ffn:
-        return b.deliver_as(routed, "mlp_out")
-    up = _linear(b, "shared_up", x, (_SHARED,), ("hidden",), bias=False)
-    gate = _linear(b, "shared_gate", x, (_SHARED,), ("hidden",), bias=False)
-    active = b.emit("shared_act", Unary(function=model.activation), gate)
-    inner = b.deliver_as(b.emit("shared_product", Multiply(), active, up), "shared_down_in")
-    shared = _linear(b, "shared_down", inner, ("hidden",), (_SHARED,), bias=False)
-    return b.deliver_as(b.emit("shared_add", Add(), routed, shared), "mlp_out")
-
-
-def _shares(b: BlockBuilder, model: ModelSpec, workload: Workload, logits: str) -> str:
-    """Choose the experts of each token, ``choose.expert``; return the weights of what they make."""
-    if model.router is None:
-        return b.emit("share", Softmax(over="choices"), b.emit("choose", TopK(), logits))
-    step = CorrectionStep(speed=workload.router_bias_speed)
-    correction = [b.exact_weight("correction.weight", ("experts",), step)] if model.router.correction else []
-    return b.emit("choose", Choose(router=model.router), logits, *correction)
-
-
-def _experts(b: BlockBuilder, model: ModelSpec, x: str, share: str, *, settles: bool) -> str:
-    expert = "choose.expert"
-    place = b.emit("queue", Slot(), expert)
-    slots = b.deliver_as(b.emit("dispatch", Dispatch(), x, expert, place), "expert_in", settles=settles)
-    gate = _expert_linear(b, "gate", slots, "ffn", "hidden")
-    up = _expert_linear(b, "up", slots, "ffn", "hidden")
-    active = b.emit("act", Unary(function=model.activation), gate)
-    inner = b.deliver_as(b.emit("product", Multiply(), active, up), "down_in")
-    down = b.deliver_as(_expert_linear(b, "down", inner, "hidden", "ffn"), "expert_out")
-    return b.emit("combine", Combine(), down, share, expert, place)
-
-
-def _expert_linear(b: BlockBuilder, name: str, x: str, out: str, contracted: str) -> str:
-    weight = b.weight(f"{name}.weight", "experts", out, contracted)
-    return b.emit(name, Einsum(dims=("experts", "slots", out)), x, weight)
 
 
 def _update_block(workload: Workload, blocks: tuple[Block, ...]) -> Block:

@@ -91,6 +91,7 @@ class OpKind(ABC):
     engines: ClassVar[tuple[str, ...]] = ()  # those of autoshard that have a kernel for this very class
     by_token: ClassVar[bool | None] = None  # whether it computes every token from that token alone; None: not stated
     owns_result: ClassVar[bool] = False  # whether a result has memory of its own, and is never a view of an input
+    by_expert: ClassVar[bool] = False  # whether it computes the rows of each expert with numbers of that expert alone
     ring_dim: ClassVar[str] = ""  # the dim whose parts a ring of ranks can bring to it in turns
 
     @property

@@ -9,6 +9,7 @@ from autoshard.graph.block import Block
 from autoshard.graph.kinds.attention import Attend
 from autoshard.graph.kinds.experts import Slot, TokenGroup
 from autoshard.graph.kinds.indexing import Lookup, Pick, document_positions
+from autoshard.graph.kinds.sinks import sink_gradient, with_sinks, without_sinks
 from autoshard.graph.op import Array, Dims
 from autoshard.layout.layout import Collective
 from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Program, Sum, Value
@@ -71,10 +72,7 @@ class Interpreter:
 
     def _computed(self, instruction: Compute, arrays: Sequence[Shards]) -> list[Shards]:
         if instruction.ring:
-            forward = isinstance(instruction.op.kind, Attend)
-            return (self._ring_forward if forward else self._ring_backward)(
-                instruction, [list(array) for array in arrays]
-            )
+            return self._around_ring(instruction, [list(array) for array in arrays])
         results = [
             self._local(instruction, rank, [array[rank] for array in arrays]) for rank in range(self.mesh.num_ranks)
         ]
@@ -84,6 +82,20 @@ class Interpreter:
         cuts = instruction.cuts.items()
         bounds = {dim: rank_bounds(self.mesh, self.sizes[dim], tuple(atoms))[rank] for dim, atoms in cuts if atoms}
         return evaluate_local(self.block, instruction, self.sizes, bounds, arrays)
+
+    def _around_ring(self, instruction: Compute, arrays: list[list[Array]]) -> list[Shards]:
+        """Compute an attention, or its gradient, part by part; sinks join when all keys were there."""
+        kind, plain = instruction.op.kind, without_sinks(instruction.op.kind)
+        around = self._ring_forward if isinstance(kind, Attend) else self._ring_backward
+        if plain == kind:
+            return around(instruction, arrays)
+        *rest, sink = arrays
+        results = around(replace(instruction, op=replace(instruction.op, kind=plain)), rest)
+        if isinstance(kind, Attend):
+            parts = (with_sinks(*part) for part in zip(*results, sink, strict=True))
+            return [tuple(result) for result in zip(*parts, strict=True)]
+        upstream, result, lse = (arrays[place] for place in (0, 6, 7))
+        return [*results, tuple(sink_gradient(*part) for part in zip(upstream, result, lse, sink, strict=True))]
 
     def _ring_forward(self, instruction: Compute, arrays: list[list[Array]]) -> list[Shards]:
         """Let keys and values travel around the ring, hop by hop."""

@@ -120,6 +120,7 @@ def _model(model: ModelSpec, sizes: Mapping[str, int], *, layers: int, padded: b
         num_experts=_num_experts(model, 2 * sizes["ep"]) if model.num_experts else 0,
         shared_ffn=8 * tp if model.shared_ffn else 0,
         window=5 if model.window else None,
+        glu_limit=0.5 if model.glu_limit else None,  # which some numbers of a small model exceed
         kinds=tuple(_shrunk_kind(kind, 8 * tp) for kind in model.with_layers(layers).kinds),
         latent=model.latent and _narrowed(model.latent, tp),
         traced=model.traced and replace(model.traced, sizes=dict.fromkeys(model.traced.sizes, 8 * tp)),

@@ -24,6 +24,9 @@ from autoshard.spec.repeats import compress
 _BALANCE = (
     "the loss that it asks for belongs to the question: --router-balance-loss, or router_balance_loss in a recipe"
 )
+_UNREAD = {
+    "quantization_config": "it says how files hold weights, and a plan in which format they are trained. Take it out"
+}
 _ROTARY_OF_LAYERS = ("full_attention", "sliding_attention")
 _ROTARY_KEYS = (
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"),
@@ -57,7 +60,7 @@ def _spec_of_text(config: Mapping[str, object], name: str, source: str) -> Model
     reader = ConfigReader(config, {**usual, **SHARED_DEFAULTS, **kind.defaults})
     for name_of_field, off in UNMODELLED.items():
         if name_of_field not in kind.defaults:
-            reader.only(name_of_field, off, "autoshard does not model this option")
+            reader.only(name_of_field, off, _UNREAD.get(name_of_field, "autoshard does not model this option"))
     reader.only("output_router_logits", (False, None), _BALANCE)
     reader.only("architectures", ([kind.architecture], [], None), "the architecture of this model_type")
     traits: dict[str, Any] = {"norm": "rms", "gated_mlp": True, "positions": "rotary", "mlp_bias": False, **kind.fixed}
@@ -76,6 +79,7 @@ def _spec_of_text(config: Mapping[str, object], name: str, source: str) -> Model
     if traits["positions"] == "rotary":
         traits |= _rotary(reader, kind, traits["max_positions"])
     traits |= _score_scale(reader, kind, traits["head_dim"])
+    traits |= _clamped_glu(reader, kind)
     traits |= _layers_that_differ(reader, kind, traits)
     # A valid value stands in for each field that could not be read, so that all faults are found at once.
     spec = reader.made(lambda: ModelSpec(name=name, source=source, **traits))
@@ -150,6 +154,7 @@ def _rotary(reader: ConfigReader, kind: ModelType, max_positions: int) -> dict[s
     if field == "rope_parameters" and kind.window == "pattern":
         _no_other_keys(reader, data, _ROTARY_OF_LAYERS)
         field, data = f"{field}.full_attention", _object(reader, field, "full_attention")
+    data = data or reader.defaults.get("rope_scaling", {})
     defaults = {**older, "rope_type": "default", "original_max_position_embeddings": max_positions, **_YARN_DEFAULTS}
     group = ConfigReader(data, defaults)
     theta, fraction = group.read(float, "rope_theta"), group.read(float, "partial_rotary_factor")
@@ -241,6 +246,12 @@ def _score_scale(reader: ConfigReader, kind: ModelType, head_dim: int) -> dict[s
         return {}
     scalar = reader.read(float, "query_pre_attn_scalar")
     return {"query_scalar": scalar} if scalar != head_dim else {}
+
+
+def _clamped_glu(reader: ConfigReader, kind: ModelType) -> dict[str, float]:
+    if "swiglu_limit" not in kind.defaults:
+        return {}
+    return {"glu_limit": reader.read(float, "swiglu_limit"), "glu_slope": reader.read(float, "swiglu_alpha")}
 
 
 def _experts(reader: ConfigReader, kind: ModelType, ffn: int) -> dict[str, Any]:
@@ -336,15 +347,15 @@ def _stated_window(reader: ConfigReader, kind: ModelType) -> int | None:
         if reader.data.get("use_sliding_window") is not False:
             reader.only("sliding_window", (None,), f"{kind.architecture} attends to the whole sequence")
         return None
-    used = kind.window in ("all layers", "pattern") or reader.read(bool, "use_sliding_window")
+    used = kind.window in ("all layers", "pattern", "by turns") or reader.read(bool, "use_sliding_window")
     return reader.whole_or_null("sliding_window") if used else None
 
 
 def _local_layers(reader: ConfigReader, kind: ModelType, num_layers: int, window: int | None) -> list[bool]:
     """Say which layers attend to a window alone."""
-    stated, mixed = reader.data.get("layer_types"), kind.window in ("some layers", "pattern")
-    if stated is None and kind.window == "pattern":
-        period = reader.whole("sliding_window_pattern")
+    stated, mixed = reader.data.get("layer_types"), kind.window in ("some layers", "pattern", "by turns")
+    if stated is None and kind.window in ("pattern", "by turns"):
+        period = reader.whole("sliding_window_pattern") if kind.window == "pattern" else 2
         return [window is not None and (number + 1) % period != 0 for number in range(num_layers)]
     if stated is None or (not mixed and stated == _same_layers(window, num_layers)):
         first = reader.whole("max_window_layers", low=0) if kind.window == "some layers" and window else 0

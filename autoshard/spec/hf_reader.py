@@ -29,6 +29,8 @@ _BLAMED: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("groups", "router.groups"), ("n_group", "num_local_experts")),
     **dict.fromkeys(("chosen_groups", "router.chosen_groups"), ("topk_group", "n_group", "num_local_experts")),
     "window": ("sliding_window",),
+    "glu_limit": ("swiglu_limit", "hidden_act"),
+    "glu_slope": ("swiglu_alpha",),
     "dense_ffn": ("intermediate_size",),
     "low_frequency_factor": ("low_freq_factor", "beta_slow"),
     "high_frequency_factor": ("high_freq_factor", "low_freq_factor", "beta_fast", "beta_slow"),

@@ -38,7 +38,7 @@ class ModelType:
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
     defaults: Mapping[str, Any]
     grouped_heads: bool = True
-    window: Literal["none", "all layers", "all layers if used", "some layers", "pattern"] = "none"
+    window: Literal["none", "all layers", "all layers if used", "some layers", "pattern", "by turns"] = "none"
     width: str = "intermediate_size"  # the field with the width of an MLP
     router: RouterCode = "chosen"
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: FLAGS)
@@ -67,6 +67,11 @@ _DEEPSEEK = {
     "n_shared_experts": 2, "norm_topk_prob": False, "routed_scaling_factor": 1.0,
     "n_group": None, "topk_group": None, "scoring_func": None, "topk_method": "greedy",
     "num_nextn_predict_layers": None,  # not read: modules that predict further tokens are no part of these classes
+}  # fmt: skip
+# The scaling of GPT-OSS where a config states none.
+_LONG_YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
 }  # fmt: skip
 _PLAIN_MLP = {"norm": "layer", "gated_mlp": False, "mlp_bias": True}
 MODEL_TYPES: Mapping[str, ModelType] = {
@@ -145,6 +150,16 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         },
         window="pattern",
     ),
+    "gpt_oss": ModelType(
+        architecture="GptOssForCausalLM",
+        fixed={"mlp_bias": True, "sinks": True, "router_bias": True},
+        defaults={
+            "head_dim": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0, "attention_bias": True, "num_experts_per_tok": 4, "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0, "sliding_window": 128, "rope_scaling": _LONG_YARN,
+        },
+        window="by turns",
+    ),
     "deepseek_v3": ModelType(
         architecture="DeepseekV3ForCausalLM",
         defaults={
@@ -216,5 +231,6 @@ _SWITCHED_OFF: Mapping[str, tuple[object, ...]] = {
     "topk_method": ("greedy", None),
     "num_nextn_predict_layers": (0, None),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), (None,)),
+    **dict.fromkeys(("swiglu_limit", "swiglu_alpha"), (None,)),
 }
 UNMODELLED = {name: off for name, off in _SWITCHED_OFF.items() if name not in NAMED_FIELDS}

@@ -82,6 +82,8 @@ def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
         fields |= {option: stated for option, stated in _router(model, kind).items() if option in kind.defaults}
     if "query_pre_attn_scalar" in kind.defaults:  # a whole number there
         fields["query_pre_attn_scalar"] = round(model.query_scalar or model.head_dim)
+    if "swiglu_limit" in kind.defaults and model.glu_limit:
+        fields |= {"swiglu_limit": model.glu_limit, "swiglu_alpha": model.glu_slope}
     fields |= _layers(model, kind)
     spelled = {_SPELLED.get(name, {}).get(field, field): value for field, value in fields.items()}
     return {"model_type": name, "architectures": [kind.architecture], **spelled}
@@ -127,8 +129,9 @@ def _layers(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
         fields["sliding_window"] = window
     if kind.window in ("some layers", "all layers if used"):
         fields["use_sliding_window"] = window is not None
-    if kind.window == "pattern":
+    if kind.window in ("pattern", "by turns"):
         fields |= {"sliding_window": window or 1, "layer_types": _layer_types(windows)}  # of no layer if there is none
+    if kind.window == "pattern":
         thetas = {spec.rotary_theta for spec in each_kind.values() if spec.window}
         fields |= {"rope_local_base_freq": thetas.pop()} if thetas else {}
     if kind.window == "some layers":
@@ -151,6 +154,8 @@ def _rotary(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
     fields: dict[str, Any] = {"rope_theta": model.rotary_theta}
     if model.rotary_fraction != 1 or "partial_rotary_factor" in kind.defaults:
         fields["partial_rotary_factor"] = model.rotary_fraction
+    if "rope_scaling" in kind.defaults:  # where none is stated, it has one
+        fields["rope_scaling"] = {"rope_type": "default"}
     if scaling := model.rotary_scaling:
         fields["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
         if scaling.kind == "llama3":

@@ -113,7 +113,7 @@ class LayerKind:
         changes: dict[str, Any] = {"window": self.window} if self.window else {}
         if self.dense_ffn:
             changes |= {"ffn": self.dense_ffn, "num_experts": 0, "experts_per_token": 0}
-            changes |= {"shared_ffn": 0, "router": None}
+            changes |= {"shared_ffn": 0, "router": None, "router_bias": False}
         if self.rotary_theta:
             changes |= {"rotary_theta": self.rotary_theta, "rotary_scaling": None}
         return replace(model, **changes)
@@ -166,6 +166,12 @@ class ModelSpec:
     router: Router | None = option(None)  # of experts; None is the softmax of the chosen logits
     shared_ffn: int = option(0)  # the width of an MLP beside the experts, through which all tokens go
     latent: LatentAttention | None = option(None)
+    sinks: bool = option(False)  # each query head has a learned number that joins the denominator of its softmax
+    router_bias: bool = option(False)  # of the logits of experts
+    # Where it is given, an MLP makes (up + 1) * gate * sigmoid(slope * gate): gate is at most the limit, and up lies
+    # between the limit and its negative.
+    glu_limit: float | None = option(None)
+    glu_slope: float = option(1.0)
     kinds: tuple[LayerKind, ...] = option(())
     order: str = option("")
 
@@ -200,6 +206,7 @@ class ModelSpec:
             *self._order_checks(),
             *(self._latent_checks(self.latent) if self.latent else ()),
             *self._yarn_checks(),
+            *self._glu_checks(),
         )
         for kind in self.kinds:
             kind.of_model(self._plain)  # refuses values that do not go together
@@ -219,6 +226,14 @@ class ModelSpec:
             part = "must be 1 where rotary_scaling.mscale is not 0: scores as a whole grow"
             yield not scaling.mscale or self.rotary_fraction == 1, "rotary_fraction", part
             yield self.rotary_theta > 1, "rotary_theta", "must be above 1 where rotary_scaling is yarn"
+
+    def _glu_checks(self) -> Iterator[tuple[bool, str, str]]:
+        gated = self.gated_mlp and self.activation == "silu"
+        yield from in_range(self, "glu_limit", "glu_slope", positive=True)
+        yield self.glu_limit is None or gated, "glu_limit", "belongs to gated MLPs with silu"
+        yield self.glu_limit is not None or self.glu_slope == 1, "glu_slope", "must be 1 where glu_limit is not given"
+        yield self.num_experts > 0 or not self.router_bias, "router_bias", "needs experts"
+        yield not (self.sinks and self.latent), "sinks", "must be false where latent is given"
 
     def _order_checks(self) -> Iterator[tuple[bool, str, str]]:
         names = [kind.name for kind in self.kinds]
@@ -343,9 +358,10 @@ class ModelSpec:
         per_norm = 2 if self.norm_has_bias else 1
         products = 2 if self.gated_mlp else 1
         mlp = (products + 1) * self.hidden * self.ffn + (products * self.ffn + self.hidden) * self.mlp_bias
-        router = self.num_experts * self.hidden
+        router = self.num_experts * (self.hidden + self.router_bias)
         norms = (4 if self.norm_place == "both" else 2) * per_norm * self.hidden
         shared = (products + 1) * self.hidden * self.shared_ffn
+        shared += (products * self.shared_ffn + self.hidden) * (self.mlp_bias and self.shared_ffn > 0)
         return attention + max(1, self.num_experts) * mlp + shared + router + norms
 
     @property
@@ -354,6 +370,7 @@ class ModelSpec:
         products = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden
         biases = heads * self.head_dim * self.qkv_bias + self.hidden * self.out_bias
         normed = self.num_heads + self.num_kv_heads if self.qk_norm_over == "all heads" else 2
+        biases += self.num_heads * self.sinks
         return products + biases + normed * (2 if self.norm_has_bias else 1) * self.head_dim * self.qk_norm
 
     def _latent_parameters(self, latent: LatentAttention) -> int:

@@ -79,6 +79,18 @@ CASES: Mapping[str, Case] = {
     "narrow_states": Case(
         model={"head_dim": 24, "latent": LatentAttention(query_rank=40, kv_rank=32, rotary_dim=8, value_dim=16)}
     ),
+    "sinks": Case(  # without the bias of a router, whose gradient is a small difference of large sums
+        model={
+            **_EXPERTS,
+            "window": 48,
+            "sinks": True,
+            "qkv_bias": True,
+            "out_bias": True,
+            "mlp_bias": True,
+            "glu_limit": 0.5,
+            "glu_slope": 1.702,
+        }
+    ),
     "recomputed": Case(layout="tp=1,pp=1,dp=1,mbs=1,recompute=full"),
     "dropout": Case(model={"hidden_dropout": 0.1, "attention_dropout": 0.2, "num_kv_heads": 2}),
     "experts_in_documents": Case(model={**_EXPERTS, "window": 48}, workload={"documents": "separate"}),

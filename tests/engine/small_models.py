@@ -75,6 +75,17 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "window of one": {"window": 1},
     "window wider than the sequence": {"window": 2 * SEQ},
     "experts": EXPERTS,
+    "sinks": {"sinks": True},
+    "sinks in a window, another scale": {"sinks": True, "window": WINDOW, "query_scalar": 3.0},
+    "clamped gates": {"glu_limit": 0.3},
+    "steep clamped gates of experts with biases": {
+        **EXPERTS,
+        **BIASES,
+        "glu_limit": 0.3,
+        "glu_slope": 1.7,
+        "shared_ffn": 12,
+    },
+    "routers with biases": {**EXPERTS, "router_bias": True},
     "one expert per token": {**EXPERTS, "experts_per_token": 1},
     "experts by scores that sum to less than one": {**EXPERTS, "router": Router(normalised=False, scale=2.0)},
     "corrected experts in groups, and one for all tokens": {**EXPERTS, "router": GROUPED, "shared_ffn": 12},
@@ -107,6 +118,7 @@ def reduced(model: ModelSpec) -> ModelSpec:
         router=model.router
         and (replace(model.router, groups=2, chosen_groups=1) if model.router.groups > 1 else model.router),
         window=WINDOW if model.window else None,
+        glu_limit=0.3 if model.glu_limit else None,
         latent=model.latent and replace(LATENT["latent"], query_rank=model.latent.query_rank and 10),
     )
 

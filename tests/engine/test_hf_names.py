@@ -26,6 +26,7 @@ FORMS: tuple[Form, ...] = ("published", "module")
 FLAGS: Mapping[str, tuple[str, ...]] = {
     "llama": ("attention_bias", "mlp_bias", "tie_word_embeddings"),
     **dict.fromkeys(("qwen3", "glm4_moe", "deepseek_v2", "deepseek_v3"), ("attention_bias", "tie_word_embeddings")),
+    "gpt_oss": ("attention_bias", "tie_word_embeddings"),
 }
 
 
@@ -62,7 +63,7 @@ def configs(draw: st.DrawFn) -> Mapping[str, Any]:
         config |= {"intermediate_size": draw(small), "n_group": 1, "topk_group": 1}
     if family == "glm4_moe":
         config |= {"use_qk_norm": draw(st.booleans())}
-    if family in ("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"):
+    if family in ("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"):
         config |= {
             "norm_topk_prob": family != "deepseek_v2",
             "num_local_experts": draw(st.integers(2, 4)),

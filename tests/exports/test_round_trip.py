@@ -57,7 +57,7 @@ def imported(program: OtherProgram, plan: Plan, found: Expressed) -> ImportedQue
 
 
 def test_a_file_that_says_which_model_is_trained_says_which_options_it_cannot():
-    for name in ("tiny-olmo2", "tiny-gemma3", "tiny-glm4-moe", "llama3-8b"):
+    for name in ("tiny-olmo2", "tiny-gemma3", "tiny-glm4-moe", "tiny-gpt-oss", "llama3-8b"):
         options = [option for option in options_on(load_model(name)) if option not in ("router", "shared_ffn")]
         said = {program: found.limits.unsayable(load_model(name)) for program, found in WRITTEN.items()}
         assert said == dict.fromkeys(WRITTEN, ()) | {"megatron": tuple(options)}

@@ -52,6 +52,18 @@ def reference_attention(window: int | None) -> Reference:
     return attend
 
 
+def reference_sinks(plain: Reference) -> Reference:
+    """Let a sink join the sum of each query: what is mixed shrinks by the share of the keys."""
+
+    def attend(*tensors: Any) -> tuple[Any, Any]:
+        *rest, sink, sizes = tensors
+        mixed, sums = plain(*rest, sizes)
+        total = torch.logaddexp(sums, sink)
+        return mixed * (sums - total).exp()[..., None], total
+
+    return attend
+
+
 def reference_words(keys: Any, columns: Any, rows: Any, heads: Any, stream: int) -> Any:
     """Draw one word for each place by the engine's own generator, as if no counter were shared."""
     words = philox((columns // 4, rows, heads, stream), (keys & (2**32 - 1), keys >> 32))

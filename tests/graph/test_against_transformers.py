@@ -105,8 +105,12 @@ def theirs(config: Mapping[str, Any], tokens: Array, added: Callable[[Any], Any]
     norm = torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
     kind = AdamW()
     betas = (kind.beta1, kind.beta2)
-    tables = [one for one in parameters.values() if one.ndim > 1]  # norms and biases are vectors, and nothing else is
-    vectors = [one for one in parameters.values() if one.ndim == 1]
+    # Norms and biases are vectors, or those of experts, and nothing else is.
+    still = [one.ndim == 1 or name.endswith("_bias") for name, one in parameters.items()]
+    tables, vectors = (
+        [one for one, is_still in zip(parameters.values(), still, strict=True) if is_still == each]
+        for each in (False, True)
+    )
     kinds = [{"params": tables, "weight_decay": kind.decay}, {"params": vectors, "weight_decay": 0.0}]
     torch.optim.AdamW(kinds, lr=RATE, betas=betas, eps=kind.eps).step()
     new = {**parameters, **corrections}
@@ -157,7 +161,7 @@ def test_a_step_equals_that_of_the_transformers_module(name: str):
 
 
 LOSSES: Mapping[str, Any] = {"router_balance_loss": 0.7, "router_z_loss": 0.3}
-BALANCED = ("mixtral", "qwen3_moe")  # whose classes have a loss of routers
+BALANCED = ("mixtral", "qwen3_moe", "gpt_oss")  # whose classes have a loss of routers
 
 
 @pytest.mark.parametrize("family", BALANCED)

@@ -17,7 +17,7 @@ from autoshard.spec.workload import Precision, Workload
 from tests.kit import small_config
 from tests.slower import rest_is_slow
 
-FAMILIES = ("llama", "gpt_neox", "deepseek_v3", "deepseek_v2", "gpt2", "qwen3", "mixtral")
+FAMILIES = ("llama", "gpt_neox", "deepseek_v3", "deepseek_v2", "gpt2", "qwen3", "mixtral", "gpt_oss")
 GraphOf = Callable[..., OpGraph]
 
 

@@ -18,14 +18,16 @@ from autoshard.graph.builder import BlockBuilder, add_backward
 from autoshard.graph.kinds.attention import Attend, Join, Rotary
 from autoshard.graph.kinds.choosing import Choose, CorrectionStep, ExcessLoad
 from autoshard.graph.kinds.dropout import PHILOX_FLOPS, Drop
+from autoshard.graph.kinds.expert_biases import ChosenBias, ShiftRows
 from autoshard.graph.kinds.experts import Combine, Dispatch, Slot, TopK
 from autoshard.graph.kinds.indexing import Lookup, Pick, random_document_starts
 from autoshard.graph.kinds.linear import Deliver, Einsum
 from autoshard.graph.kinds.norm import MeanSquare, Norm, Rescale, Softmax
 from autoshard.graph.kinds.opaque import Opaque
 from autoshard.graph.kinds.optimizer import AdamW, ClipScale, Sgd, SquareSum
-from autoshard.graph.kinds.pointwise import Add, Cast, Function, Multiply, Reduce, Unary
+from autoshard.graph.kinds.pointwise import Add, Cast, ClampedGlu, Function, Multiply, Reduce, Unary
 from autoshard.graph.kinds.router import RouterBalance, RouterLoad, RouterZ
+from autoshard.graph.kinds.sinks import SinkAttend
 from autoshard.graph.op import DIMS, Array, Call, Differentiable, Dims, Op, OpKind
 from autoshard.spec.workload import Dtype, Precision
 from tests.graph.attention_references import (
@@ -35,6 +37,7 @@ from tests.graph.attention_references import (
     reference_drop,
     reference_dropping,
     reference_rotary,
+    reference_sinks,
 )
 from tests.graph.choosing_references import (
     CORRECTED,
@@ -44,7 +47,15 @@ from tests.graph.choosing_references import (
     reference_choose,
     reference_sigmoid_balance,
 )
+from tests.graph.expert_references import (
+    reference_chosen_bias,
+    reference_clamped_glu,
+    reference_combine,
+    reference_dispatch,
+    reference_places,
+)
 from tests.graph.loads import draw_loaded, load_of_sequences, reference_balance
+from tests.graph.optimizer_references import reference_adamw, reference_clip, reference_sgd
 
 torch: Any = pytest.importorskip("torch")
 F: Any = torch.nn.functional
@@ -87,62 +98,6 @@ def reference_norm(function: str, eps: float) -> Reference:
         return F.rms_norm(x, shape, *weights, eps=eps), (x.pow(2).mean(dim=-1) + eps).rsqrt()
 
     return normalise
-
-
-def reference_places(expert: Any, sizes: Sizes) -> Any:
-    """Hand out the places one token after the other."""
-    taken = [0] * sizes["experts"]
-    places: list[int] = []
-    for chosen in expert.flatten().tolist():
-        places.append(taken[chosen] if taken[chosen] < sizes["slots"] else -1)
-        taken[chosen] += 1
-    return torch.tensor(places).reshape(expert.shape)
-
-
-def sending(expert: Any, place: Any, sizes: Sizes) -> Any:
-    """A 0/1 tensor over batch, seq, choices, experts, slots: who goes where."""
-    to_expert = F.one_hot(expert, sizes["experts"]).double()
-    to_slot = F.one_hot(place.clamp(min=0), sizes["slots"]).double() * (place >= 0)[..., None]
-    return torch.einsum("bsce,bscn->bscen", to_expert, to_slot)
-
-
-def reference_dispatch(x: Any, expert: Any, place: Any, sizes: Sizes) -> Any:
-    return torch.einsum("bsh,bscen->enh", x, sending(expert, place, sizes))
-
-
-def reference_combine(slots: Any, weight: Any, expert: Any, place: Any, sizes: Sizes) -> Any:
-    return torch.einsum("enh,bsc,bscen->bsh", slots, weight, sending(expert, place, sizes))
-
-
-def reference_adamw(weight: Any, first: Any, second: Any, gradient: Any, *scalars: Any) -> tuple[Any, ...]:
-    """Let torch's optimizer take one step from this very state."""
-    clip, rate, step, _ = scalars
-    kind, leaf = AdamW(), weight.clone().requires_grad_()
-    betas = (kind.beta1, kind.beta2)
-    optimizer = torch.optim.AdamW([leaf], lr=float(rate), betas=betas, eps=kind.eps, weight_decay=kind.decay)
-    before = torch.tensor(float(step) - 1, dtype=torch.float64)
-    optimizer.state[leaf] = {"step": before, "exp_avg": first.clone(), "exp_avg_sq": second.clone()}
-    leaf.grad = gradient * clip
-    optimizer.step()
-    state = optimizer.state[leaf]
-    return leaf.detach(), state["exp_avg"], state["exp_avg_sq"]
-
-
-def reference_sgd(weight: Any, gradient: Any, clip: Any, rate: Any, _: Sizes) -> Any:
-    leaf = weight.clone().requires_grad_()
-    leaf.grad = gradient * clip
-    torch.optim.SGD([leaf], lr=float(rate)).step()
-    return leaf.detach()
-
-
-def reference_clip(first: Any, second: Any, _: Sizes) -> tuple[Any, Any]:
-    """Clip two parameters whose gradients have these squares."""
-    roots = (first.sqrt(), second.sqrt())
-    parameters = [torch.nn.Parameter(torch.zeros_like(root)) for root in roots]
-    for parameter, root in zip(parameters, roots, strict=True):
-        parameter.grad = root.clone()
-    norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-    return parameters[0].grad / roots[0], norm
 
 
 # -- inputs that are not just random numbers -------------------------------------------------------
@@ -264,6 +219,16 @@ def scaled_attention(scale: float) -> Case:
     return Case(Attend(scale=scale), attention().inputs, reference, draw_attention)
 
 
+def with_sinks(case: Case) -> Case:
+    """The attention of a case with a number for each query head, which joins the sums of its softmax."""
+    assert isinstance(case.kind, Attend) and case.draw
+    draw, kind = case.draw, SinkAttend(window=case.kind.window, dropped=case.kind.dropped)
+    return Case(
+        kind, (*case.inputs, "kv_heads q_group"), reference_sinks(case.reference),
+        lambda sizes, rng: [*draw(sizes, rng), normal(sizes, rng, "kv_heads", "q_group")],
+    )  # fmt: skip
+
+
 def reference_join(shared: Any, own: Any, _: Sizes) -> Any:
     return torch.cat([shared[:, :, None].expand(*own.shape[:3], shared.shape[-1]), own], -1)
 
@@ -336,6 +301,10 @@ CASES: Mapping[str, Case] = {
         lambda sizes, rng: draw_attention(sizes, rng, "value_dim"),
     ),
     "attend with another scale": scaled_attention(0.3),
+    "sinks": with_sinks(attention()),
+    "sinks of documents in a window": with_sinks(attention(window=2, apart=True)),
+    "sinks of an attention that drops": with_sinks(attention(dropped=0.4)),
+    "clamped glu": Case(ClampedGlu(limit=0.6, slope=1.7), (X, X), reference_clamped_glu(0.6, 1.7)),
     "attend to a document": attention(apart=True),
     "attend to a document in a window": attention(window=2, apart=True),
     "drop": Case(Drop(dropped=0.3, stream=2), (X, "batch <", "seq <", "hidden <"), reference_drop(0.3, 2), draw_drop),
@@ -366,6 +335,15 @@ CASES: Mapping[str, Case] = {
     "z": Case(RouterZ(), (LOGITS,), lambda x, _: x.logsumexp(-1).square().sum()),
     "dispatch": Case(Dispatch(), (X, ROUTED, ROUTED), reference_dispatch),
     "combine": Case(Combine(), ("experts slots hidden", "batch seq choices", ROUTED, ROUTED), reference_combine),
+    "shift rows": Case(
+        ShiftRows(), ("experts slots ffn", "experts ffn"), lambda rows, bias, _: rows + bias[:, None]
+    ),
+    "chosen bias": Case(
+        ChosenBias(), ("batch seq choices", "batch seq choices < experts", "experts hidden"), reference_chosen_bias
+    ),
+    "chosen bias of those that found a slot": Case(
+        ChosenBias(), ("batch seq choices", ROUTED, "experts hidden", ROUTED), reference_chosen_bias
+    ),
     "deliver": Case(Deliver(), (X,), lambda x, _: x),
     "deliver along another dim": Case(
         Deliver(rename=(("seq", "kv_seq"),)), ("batch seq kv_heads head_dim",), lambda x, _: x
@@ -514,6 +492,11 @@ EXPECTED: Mapping[str, tuple[int, int]] = {  # matrix FLOPs, vector FLOPs
     **dict.fromkeys(
         ("attention that drops", "attention to a document that drops"), (2 * 2 * QK * 4, (5 + PHILOX_FLOPS + 1) * QK)
     ),
+    **dict.fromkeys(("sinks", "sinks of documents in a window"), (2 * 2 * QK * 4, 5 * QK + Q * 4)),
+    "sinks of an attention that drops": (2 * 2 * QK * 4, (5 + PHILOX_FLOPS + 1) * QK + Q * 4),
+    "clamped glu": (0, 8 * TH),
+    "shift rows": (0, E * 23 * 17),
+    **dict.fromkeys(("chosen bias", "chosen bias of those that found a slot"), (0, 2 * T * K * H)),
     "own": (0, 3 * TH),
     "own product": (2 * 3 * H, 3 * H),
     "top k": (0, T * E),
@@ -534,6 +517,10 @@ EXPECTED_BACKWARD: Mapping[str, tuple[int, int]] = {  # by label: the first oper
     # Of every pair: scale, mask, subtract the log, exponentiate; subtract the row's sum, multiply, scale back.
     "attend_gradient": (4 * 2 * QK * 4, (4 + 3) * QK),
     "choose_gradient": (0, 8 * T * E),
+    "clamped_glu_gradient": (0, 16 * TH),
+    "chosen_bias_gradient": (0, 4 * T * K * H),
+    "sink_attend_gradient": (4 * 2 * QK * 4, (4 + 3) * QK + 2 * Q * 4),
+    "sum_rows": (0, E * 23 * 17),
     "combine_gradient": (0, 3 * T * K * H),
     "join_gradient": (0, T * 7 * 6),  # a sum over the heads
     "mean_square_gradient": (0, Q * 4),

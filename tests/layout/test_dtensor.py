@@ -232,6 +232,7 @@ ONLY_OURS = {
     "Opaque", "OpaqueGradient", "Join", "JoinGradient", "Rotary", "Sgd", "Slot", "SquareSum",
     "Choose", "ChooseGradient", "CorrectionStep", "ExcessLoad",
     "RouterBalance", "RouterBalanceGradient", "RouterLoad", "RouterZ", "RouterZGradient",
+    "ClampedGlu", "ClampedGluGradient", "ShiftRows", "SumRows", "ChosenBias", "ChosenBiasGradient",
     "MeanSquare", "MeanSquareGradient", "Rescale", "RescaleSquareGradient", "RescaleWeightGradient",  # half a norm each
 }  # fmt: skip
 # Their DTensor counterparts scatter into an array of zeros that ours do not read; attention's has four numbers more.

@@ -7,6 +7,8 @@ import pytest
 from autoshard.errors import InputError
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.attention import Attend
+from autoshard.graph.op import Array
+from autoshard.layout import interpret
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import dump, load
@@ -25,6 +27,7 @@ CASES = {
     "no-sp": ("gpt-neox-20b", "a100-80", 1, "tp=8,pp=1,dp=1,sp=false"),
     "odd-vocab": ("gpt3-6.7b", "a100-80", 1, "tp=4,pp=2,dp=1,recompute=full"),
     "experts": ("mixtral-8x7b", "a100-80", 2, "tp=2,pp=1,ep=4,dp=8"),
+    "sinks in a ring": ("gpt-oss-20b", "h100-80", 2, "tp=2,pp=1,cp=2,ep=4,dp=4"),
     "experts, trn1": ("mixtral-8x7b", "trn1.32xlarge", 4, "tp=8,pp=1,dp=16"),
     "chunks": ("qwen3-8b", "a100-80", 1, "tp=2,pp=2,dp=2,vp=3,schedule=interleaved"),
     "boundary": ("llama2-7b", "a100-80", 1, "tp=2,pp=2,dp=2,sp=false,boundary=[batch/dp, seq, hidden/tp]"),
@@ -87,6 +90,21 @@ def test_a_ring_that_forgets_documents_is_no_proof(monkeypatch):
 
     monkeypatch.setattr(Block, "run", with_documents)
     assert not prove(plan("ring", documents="separate")).holds and prove(plan("ring")).holds
+
+
+@pytest.mark.parametrize("forgotten", ["with_sinks", "sink_gradient"])
+def test_sinks_that_do_not_join_a_ring_once_are_no_proof(forgotten: str, monkeypatch: pytest.MonkeyPatch):
+    whole, right = plan("sinks in a ring"), getattr(interpret, forgotten)
+    assert prove(whole).holds
+
+    def joined_at_each_hop(*arrays: Array) -> object:
+        if forgotten == "with_sinks":
+            return right(*right(*arrays), arrays[2])
+        return 2 * right(*arrays)
+
+    monkeypatch.setattr(interpret, forgotten, joined_at_each_hop)
+    wrong = [block.name for block in prove(whole).blocks if not block.holds]
+    assert wrong == ["local", "layer"]
 
 
 def with_line(whole, entry, old, new):

@@ -122,6 +122,8 @@ BREAKS = {
     "nxd-layers": ({"model_changes": DIFFERENT}, "tp=8", "has layers of several kinds (1 local, 79 layer)", None),
     "nxd-options": ({"model_changes": {"norm_place": "after", "scaled_embeddings": True}}, "tp=8",
                     "llama3-70b has norm_place 'after', scaled_embeddings true, for which the nxd engine builds", None),
+    "nxd-options, biases of experts": ({**EXPERTS, "model_changes": {"mlp_bias": True, "sinks": True}}, "tp=8",
+                                       "mixtral-8x7b has sinks true, mlp_bias of experts true, for which", None),
     "nxd-options, narrow states": ({"model_changes": NARROW}, "tp=8",
                                    "llama3-70b has latent, rotary_scaling.mscale 1.0, for which", None),
     "nxd-window": ({"model_changes": {"window": 4096}}, "tp=8", "Use --seq-len 4096 or less", None),

@@ -93,6 +93,14 @@ def glm(**changes: Any) -> ModelSpec:
     return llama(**(options | changes))
 
 
+def gpt_oss(**changes: Any) -> ModelSpec:
+    """The shape of GPT-OSS: sinks, every second layer in a window, biases everywhere, and gates that are clamped."""
+    options: dict[str, Any] = {"sinks": True, "router_bias": True, "glu_limit": 0.5, "glu_slope": 1.702, **MIXTRAL}
+    options |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "vocab": 32}
+    options |= {"kinds": (LayerKind(name="local", window=3),), "order": "local/layer"}
+    return llama(**(options | changes))
+
+
 def deepseek(*, query_rank: int | None = 12, value_dim: int = 3, **changes: Any) -> ModelSpec:
     """The attention of DeepSeek: queries, keys and values of narrow states, and a part of keys that heads share."""
     latent = LatentAttention(query_rank=query_rank, kv_rank=8, rotary_dim=2, value_dim=value_dim)
@@ -151,9 +159,9 @@ def reference_graph(plan: Plan) -> OpGraph:
     graph = graph_of(plan)
     if plan.workload.expert_capacity is None:
         return graph
-    mesh = Mesh.virtual(**table_setting(plan).atoms)
-    layer = queueing_apart(graph.block("layer"), plan_programs(plan)["layer"], mesh, graph.sizes)
-    return replace(graph, blocks=tuple(layer if one.kind == "layer" else one for one in graph.blocks))
+    mesh, programs = Mesh.virtual(**table_setting(plan).atoms), plan_programs(plan)
+    blocks = (queueing_apart(block, programs[block.kind], mesh, graph.sizes) for block in graph.blocks)
+    return replace(graph, blocks=tuple(blocks))
 
 
 def _micro_batches(plan: Plan, generator: np.random.Generator, step: int, *, masked: bool) -> tuple[Arrays, ...]:

@@ -22,11 +22,11 @@ from tests.slower import rest_is_slow
 pytestmark = pytest.mark.ranks
 
 CASES: Mapping[str, tuple[str, ModelSpec, Mapping[str, Any]]] = {
-    "a window in a zig-zag ring": ("tp=1,pp=1,cp=2,dp=1,cp_order=zigzag", llama(window=5), {}),
+    "a window in a zig-zag ring": ("tp=1,pp=1,cp=2,dp=1,cp_order=zigzag", llama(window=5, sinks=True), {}),
     "learned positions, tied, cut by heads, ZeRO-3": ("tp=1,pp=1,cp=2,dp=1,cp_kind=all_to_all,zero=3", gpt(), {}),
     "learned positions, tied, tp and pp": ("tp=2,pp=2,dp=1", gpt(), {}),
     "zig-zag ring over four ranks": ("tp=1,pp=1,cp=4,dp=1,cp_order=zigzag", llama(), {}),
-    "copied keys": ("tp=4,pp=1,dp=1", llama(num_kv_heads=2, vocab=32), {"pins": COPIED}),
+    "copied keys": ("tp=4,pp=1,dp=1", llama(num_kv_heads=2, vocab=32, sinks=True), {"pins": COPIED}),
     "sizes that nothing divides": ("tp=1,pp=1,cp=3,dp=1", llama(hidden=13, vocab=31), {"seq_len": 13}),
 }
 

@@ -41,6 +41,7 @@ from tests.ranks.cases import (
     deepseek,
     engine_of,
     gpt,
+    gpt_oss,
     llama,
     nearly,
     plan_of,
@@ -57,7 +58,11 @@ FP32: Mapping[str, Any] = {"precision": Precision.named("fp32")}
 COMPILED = {
     "one rank": ("tp=1,pp=1,dp=1", llama(num_layers=1), EXACT),
     "two ranks": ("tp=2,pp=1,dp=1", gpt(num_layers=1, vocab=32), AS_PLANNED),
-    "experts": ("tp=1,pp=1,dp=1", llama(num_layers=1, **MIXTRAL), AS_PLANNED),
+    "experts with biases, and sinks": (
+        "tp=1,pp=1,dp=1",
+        gpt_oss(num_layers=1, kinds=(), order="", window=3),
+        AS_PLANNED,
+    ),
     "experts on two ranks": ("tp=1,pp=1,dp=2,ep=2", llama(num_layers=1, vocab=32, **MIXTRAL), EXACT),
 }
 # Each rank makes narrow states of its own tokens, and turns the part of keys that heads share for its own positions.

@@ -48,6 +48,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3},
     "olmo2": SIZES,
+    "gpt_oss": SIZES | {"num_attention_heads": 8, "num_local_experts": 8},
     "deepseek_v3": SIZES | {"num_attention_heads": 128},
     "deepseek_v2": {
         **{key: size for key, size in SIZES.items() if key != "intermediate_size"},
@@ -94,6 +95,11 @@ CORRECTED = Router(scores="sigmoid", correction=True)
 LOCAL = LayerKind(name="local", window=16)
 TURNED = LayerKind(name="local", window=16, rotary_theta=1e4)
 ALIKE = LayerKind(name="local", window=4096)
+UNSCALED = {"rope_type": "default"}
+LONG_YARN = RotaryScaling(
+    kind="yarn", factor=32.0, low_frequency_factor=1.0, high_frequency_factor=32.0, original_positions=4096,
+    truncate=False, mscale=1.0,
+)  # fmt: skip
 SLIDING = {"use_sliding_window": True, "sliding_window": 16}
 
 
@@ -150,6 +156,14 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 16}
          {"latent": LatentAttention(query_rank=None, kv_rank=9, rotary_dim=6, value_dim=8), "head_dim": 134}),
         ("deepseek_v2", {"attention_bias": True, "num_nextn_predict_layers": 1, "n_shared_experts": 2},
          {"qkv_bias": True, "out_bias": True}),
+        ("gpt_oss", {"sliding_window": 16, "swiglu_limit": 3, "swiglu_alpha": 2},
+         {"order": "local/layer/local", "window": None, "kinds": (LOCAL,), "head_dim": 64, "sinks": True,
+          "router_bias": True, "mlp_bias": True, "qkv_bias": True, "out_bias": True, "router": None,
+          "glu_limit": 3.0, "glu_slope": 2.0}),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 3, "attention_bias": False, "rope_scaling": UNSCALED},
+         {"order": "", "window": None, "qkv_bias": False, "mlp_bias": True, "rotary_scaling": None}),
+        ("gpt_oss", {"rope_scaling": None, "sliding_window": None},
+         {"order": "", "window": None, "rotary_theta": 150000.0, "rotary_scaling": LONG_YARN}),
         ("olmo2", {}, {"norm_place": "after", "qk_norm_over": "all heads", "norm_offset": 0}),
         ("gemma3_text", {"sliding_window_pattern": 2, "sliding_window": 16},
          {"order": "local/layer/local", "window": None, "norm_place": "both", "norm_offset": 1, "query_scalar": None,
@@ -339,6 +353,8 @@ def test_what_is_not_modelled_is_refused_by_name_and_accepted_when_off(family: s
             assert read(family, **{field: value}) == read(family)
         assert refused(family, **{field: (not off[0]) if isinstance(off[0], bool) else 7}) == [field]
     assert read(family, output_router_logits=False) == read(family, output_router_logits=None) == read(family)
+    with pytest.raises(InputError, match="how files hold weights"):
+        read(family, quantization_config={"quant_method": "mxfp4"})
     with pytest.raises(InputError, match="belongs to the question: --router-balance-loss"):
         read(family, output_router_logits=True)
     assert read("llama", architectures=["LlamaForCausalLM"]) == read("llama", architectures=None)
@@ -386,6 +402,9 @@ def test_what_is_not_modelled_is_refused_by_name_and_accepted_when_off(family: s
         *(("deepseek_v3", {"qk_rope_head_dim": value}) for value in (0, 63, None)),
         *(("deepseek_v2", {name: 0}) for name in ("q_lora_rank", "kv_lora_rank", "v_head_dim", "qk_nope_head_dim")),
         ("deepseek_v2", {"mlp_bias": True}),
+        *(("gpt_oss", changes) for changes in ({"swiglu_limit": 0}, {"swiglu_alpha": -1.0}, {"mlp_bias": False})),
+        ("gpt_oss", {"hidden_act": "gelu"}),
+        ("mixtral", {"swiglu_limit": 7.0}),
     ],
 )
 def test_a_field_that_cannot_be_used_is_named(family: str, changes: dict[str, Any]):
@@ -507,12 +526,13 @@ def test_the_defaults_are_those_of_transformers(family: str):
     assert spec.parallel_residual == stated("use_parallel_residual", False)
     all_dense = not spec.num_experts  # as those of V3 with few layers, whatever the class says of experts
     assert spec.experts_per_token == (0 if all_dense else stated("num_experts_per_tok", 0))
-    assert spec.window == stated("sliding_window")
+    assert max(spec.of_kind(kind).window or 0 for kind in spec.layer_counts) == (stated("sliding_window") or 0)
     rope = stated("rope_parameters")
     assert (spec.positions == "rotary") == (rope is not None)
     if rope is not None:
         rope = rope.get("sliding_attention", rope)  # Gemma's few layers all attend to a window
-        assert (spec.rotary_theta, "default") == (rope["rope_theta"], rope["rope_type"])
+        scaling = spec.rotary_scaling.kind if spec.rotary_scaling else "default"
+        assert (spec.rotary_theta, scaling) == (rope["rope_theta"], rope["rope_type"])
         assert spec.rotary_fraction == rope.get("partial_rotary_factor", 1.0)
 
 

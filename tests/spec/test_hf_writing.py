@@ -28,6 +28,7 @@ OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("deepseek_v3", {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}, "attention_bias": True}),
     ("deepseek_v3", {"rope_scaling": YARN | {"attention_factor": 1.0}}),
     ("deepseek_v2", {"q_lora_rank": 5}),
+    ("gpt_oss", {"layer_types": ["full_attention"] * 2, "rope_scaling": {"rope_type": "default"}, "swiglu_alpha": 2.0}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu_new", "rope_theta": 5e5}),
     ("qwen2", {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 0}),
     *DIFFERENT_LAYERS,

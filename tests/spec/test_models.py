@@ -42,6 +42,8 @@ PARAMETERS = {
     "olmo2-13b": 13_716_198_400,
     "glm4.5-air": 106_852_245_504,
     "glm4.5": 352_797_814_784,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 SIZES: dict[str, Any] = {
     "name": "m", "num_layers": 2, "hidden": 64, "ffn": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,

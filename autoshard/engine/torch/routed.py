@@ -26,7 +26,7 @@ def counting(world: World, routing: Routing) -> Kernel:
             return (counts.cumsum(0).to(torch.int32),)
         counts_of_ranks = (group.all_gather(counts) if group else counts).view(-1, experts)
         table = routing.table(_numbers(counts_of_ranks, chosen), group.ranks if group else [world.rank])
-        ends = [np.cumsum(routing.of_each(table, layout), dtype=np.int32) for layout in routing.multiplied]
+        ends = [np.cumsum(routing.of_each(table, layout), dtype=np.int32) for layout in routing.by_expert]
         return torch.from_numpy(table), *(torch.from_numpy(column).to(chosen.device) for column in ends)
 
     return run

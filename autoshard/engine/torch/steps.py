@@ -10,7 +10,7 @@ import torch
 
 from autoshard.engine.observing import Observation, observation_behind
 from autoshard.engine.programs import BlockProgram
-from autoshard.engine.routing import CountRows, Routing, dispatches, holds_rows, moves_rows, multiplies
+from autoshard.engine.routing import CountRows, Routing, dispatches, holds_rows, moves_rows, works_by_expert
 from autoshard.engine.rows import is_wide, read_whole, runs_of, token_cuts
 from autoshard.engine.torch.collectives import around_ring, communication
 from autoshard.engine.torch.execution import ANY_COUNT, FewRows, RankStep, dropping, num_rows
@@ -20,11 +20,13 @@ from autoshard.engine.torch.kernels import Kernel, KernelContext, Rotations, ker
 from autoshard.engine.torch.kernels.kernel import laid_out
 from autoshard.engine.torch.kernels.products import adding, adds_wide
 from autoshard.engine.torch.kernels.router import observing
+from autoshard.engine.torch.kernels.sinks import counting_sinks
 from autoshard.engine.torch.routed import counting, exchange
 from autoshard.engine.torch.world import World
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.kinds.optimizer import Accumulate
+from autoshard.graph.kinds.sinks import without_sinks
 from autoshard.layout.layout import Layout
 from autoshard.layout.program import (
     Communicate,
@@ -129,7 +131,7 @@ def _local_steps(context: RankContext, parts: BlockProgram, joint: Joint, read_l
             yield RankStep(
                 entry=entry, run=run, reads=reads, writes=names, adds=adds and isinstance(entry, Compute),
                 shapes=tuple(_shape(context, routing, value) for value in writes),
-                counted=routing is not None and routing.exchanges and (multiplies(entry) or moves_rows(entry)),
+                counted=routing is not None and routing.exchanges and (works_by_expert(entry) or moves_rows(entry)),
             )  # fmt: skip
         if seen := observation_behind(entry, context.mesh_rank.sizes, packed=context.packed):
             yield _observe(context, seen)
@@ -192,7 +194,7 @@ def _shape(context: RankContext, routing: Routing | None, value: Value) -> tuple
 def _count(context: RankContext, routing: Routing) -> RankStep:
     """Return the step that counts rows."""
     entry, place = CountRows(reads=routing.chosen, writes=routing.made), routing.place
-    ends = [(len(range(*place.bounds(layout)[0])),) for layout in routing.multiplied]
+    ends = [(len(range(*place.bounds(layout)[0])),) for layout in routing.by_expert]
     counts = [(place.sizes["experts"], place.sizes["slots"])] if routing.exchanges else []
     return RankStep(
         entry=entry, run=counting(context.world, routing), reads=(routing.chosen.name,), writes=entry.writes,
@@ -213,7 +215,7 @@ def _routed(
     context: RankContext, parts: BlockProgram, routing: Routing, entry: Instruction
 ) -> tuple[Kernel | None, tuple[str, ...]] | None:
     """Return the kernel of an instruction that needs the counts of rows, and the names of all that it reads."""
-    if multiplies(entry):
+    if works_by_expert(entry):
         return kernel_for(context, parts.block, entry, ()), (*read_by(entry), routing.ends(entry.reads[0].layout))
     if moves_rows(entry):
         return exchange(context.world, routing, entry), (*read_by(entry), routing.counts)
@@ -270,10 +272,12 @@ def kernel_for(context: RankContext, block: Block, entry: Instruction, overwrita
                 rotations=context.rotations,
                 packed=context.packed,
             )
-            kernel = kernel_of(entry.op.kind, block.call(entry.op, context.sizes(entry)), local)
+            kind = without_sinks(entry.op.kind) if entry.ring else entry.op.kind  # sinks join when all keys were there
+            kernel = kernel_of(kind, block.call(entry.op, context.sizes(entry)), local)
             if not entry.ring:
                 return kernel
-            return around_ring(context.world, context.mesh_rank, entry, kernel, context.positions)
+            around = around_ring(context.world, context.mesh_rank, entry, kernel, context.positions)
+            return counting_sinks(entry.op.kind, around)
         case Communicate():
             change = communication(context.world, context.mesh_rank, entry)
             return lambda block: (change(block),)

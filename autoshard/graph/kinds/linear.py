@@ -16,6 +16,7 @@ class Einsum(Differentiable):
 
     engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
     owns_result: ClassVar[bool] = True
+    by_expert: ClassVar[bool] = True  # where its first factor has rows of experts
     flops_per_element: ClassVar[int] = 0  # nothing is left for the vector unit
 
     dims: Dims

@@ -113,6 +113,63 @@ class Multiply(Differentiable):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClampedGlu(Differentiable):
+    """(up + 1) * gate * sigmoid(slope * gate): inputs are gate, at most the limit, and up, between it and its negative.
+
+    What is clamped passes no gradient.
+    """
+
+    engines: ClassVar[tuple[str, ...]] = ("torch",)
+    by_token: ClassVar[bool | None] = True
+    owns_result: ClassVar[bool] = True
+    flops_per_element: ClassVar[int] = 8  # derived: three bounds, a sigmoid (2) of a product, a sum, two products
+
+    limit: float
+    slope: float
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        gate, up = inputs
+        assert gate.dims == up.dims, f"{gate} is no gate of {up}"
+        return (Output(dims=up.dims, dtype=up.dtype),)
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        gate, up = np.minimum(arrays[0], self.limit), np.clip(arrays[1], -self.limit, self.limit)
+        return ((up + 1) * gate * _sigmoid(self.slope * gate),)
+
+    def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
+        kind = ClampedGluGradient(limit=self.limit, slope=self.slope)
+        return (GradientStep(kind=kind, reads=("d0", "in0", "in1"), gives=(0, 1)),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClampedGluGradient(OpKind):
+    """The gradients of gate and up: inputs are the gradient of what is made of them, and both."""
+
+    engines: ClassVar[tuple[str, ...]] = ("torch",)
+    by_token: ClassVar[bool | None] = True
+    owns_result: ClassVar[bool] = True
+    flops_per_element: ClassVar[int] = 16  # derived: the forward pass again, the slope of the gate, five products
+
+    limit: float
+    slope: float
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        _, gate, up = inputs
+        return (
+            Output(dims=gate.dims, dtype=gate.dtype, suffix="gate"),
+            Output(dims=up.dims, dtype=up.dtype, suffix="up"),
+        )
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        upstream, stated_gate, stated_up = arrays
+        gate, up = np.minimum(stated_gate, self.limit), np.clip(stated_up, -self.limit, self.limit)
+        share = _sigmoid(self.slope * gate)
+        d_gate = upstream * (up + 1) * share * (1 + self.slope * gate * (1 - share))
+        d_up = upstream * gate * share
+        return d_gate * (stated_gate <= self.limit), d_up * (np.abs(stated_up) <= self.limit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Add(Differentiable):
     """A signed sum of two tensors; the second is repeated along the dims it lacks, as a bias is."""
 

@@ -165,6 +165,7 @@ def nxd_layers(c: Columns) -> Verdict:
 def _unbuilt(c: Columns) -> str:
     """Name the options of a model for which the nxd engine builds nothing; layers of several kinds have a Rule."""
     options = {name: value for name, value in options_on(c.model).items() if name not in ("kinds", "order")}
+    options |= {"mlp_bias of experts": True} if c.model.num_experts and c.model.mlp_bias else {}
     scaling = c.model.rotary_scaling
     options |= {"rotary_scaling.mscale": scaling.mscale} if scaling and scaling.mscale else {}
     texts = (f"{name} {show_value(value)}" if not is_dataclass(value) else name for name, value in options.items())

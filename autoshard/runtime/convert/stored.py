@@ -28,6 +28,8 @@ from autoshard.runtime.checkpoint.files import DTYPES, TYPES, StoredBox, is_fini
 
 _ELSEWHERE = "Copy it again, or take another checkpoint"
 _SQUARED = 2**16  # numbers at a time: 7 GB/s on a core, and 0.6 GB/s all at once (an EPYC of 2 cores, 2026-11-24)
+_IN_BLOCKS = ("_blocks", "_scales")  # as files of GPT-OSS name the experts that they hold in MXFP4
+_MXFP4 = "holds numbers in blocks with scales of their own (MXFP4), which are not read. Save the model in BF16 first"
 DAMAGED = "its checksum is another than when it was saved. The file is damaged"
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -167,7 +169,8 @@ def shape_faults(
             yield Fault(where=f"{tensor.file}: {name}", message=message)
     for name in tensors.keys() - shapes.keys():
         if not name.endswith(tuple(needless)):
-            yield Fault(where=f"{tensors[name].file}: {name}", message="is no tensor of this model")
+            message = _MXFP4 if name.endswith(_IN_BLOCKS) else "is no tensor of this model"
+            yield Fault(where=f"{tensors[name].file}: {name}", message=message)
 
 
 def read_tensors(file: Path, advice: str) -> dict[str, Stored]:

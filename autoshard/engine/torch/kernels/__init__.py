@@ -1,6 +1,16 @@
 """The operations of the graph as torch computes them; importing this registers them all."""
 
-from autoshard.engine.torch.kernels import attention, choosing, dropout, elementwise, indexing, products, router
+from autoshard.engine.torch.kernels import (
+    attention,
+    choosing,
+    dropout,
+    elementwise,
+    expert_biases,
+    indexing,
+    products,
+    router,
+    sinks,
+)
 from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, Rotations, kernel_of
 
 __all__ = [
@@ -11,8 +21,10 @@ __all__ = [
     "choosing",
     "dropout",
     "elementwise",
+    "expert_biases",
     "indexing",
     "kernel_of",
     "products",
     "router",
+    "sinks",
 ]

@@ -27,7 +27,18 @@ from autoshard.graph.kinds.norm import (
     SoftmaxGradient,
 )
 from autoshard.graph.kinds.optimizer import Accumulate, AdamW, Sgd, SquareSum
-from autoshard.graph.kinds.pointwise import Add, Cast, Function, Multiply, Reduce, Repeat, Unary, UnaryGradient
+from autoshard.graph.kinds.pointwise import (
+    Add,
+    Cast,
+    ClampedGlu,
+    ClampedGluGradient,
+    Function,
+    Multiply,
+    Reduce,
+    Repeat,
+    Unary,
+    UnaryGradient,
+)
 from autoshard.graph.op import Call
 
 _aten = torch.ops.aten
@@ -54,6 +65,30 @@ _GRADIENTS: Mapping[Function, Callable[..., torch.Tensor]] = {
 def _multiply(kind: Multiply, call: Call, context: KernelContext) -> Kernel:
     dtype = context.formats.of(call.outputs[0].dtype)
     return lambda left, right: ((left * right).to(dtype),)
+
+
+def _clamped_glu(kind: ClampedGlu, call: Call, context: KernelContext) -> Kernel:
+    dtype, limit, slope = context.formats.of(call.outputs[0].dtype), kind.limit, kind.slope
+
+    def run(stated_gate: torch.Tensor, stated_up: torch.Tensor) -> tuple[torch.Tensor]:
+        gate, up = wide(stated_gate).clamp(max=limit), wide(stated_up).clamp(-limit, limit)
+        return (((up + 1) * gate * torch.sigmoid(gate * slope)).to(dtype),)
+
+    return run
+
+
+def _clamped_glu_gradient(kind: ClampedGluGradient, call: Call, context: KernelContext) -> Kernel:
+    dtype, limit, slope = context.formats.of(call.outputs[0].dtype), kind.limit, kind.slope
+
+    def run(upstream: torch.Tensor, stated_gate: torch.Tensor, stated_up: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gate, up = wide(stated_gate).clamp(max=limit), wide(stated_up).clamp(-limit, limit)
+        share = torch.sigmoid(gate * slope)
+        slope_of_gate = share * (1 + gate * slope * (1 - share))
+        d_gate = wide(upstream) * (up + 1) * slope_of_gate * (stated_gate <= limit)
+        d_up = wide(upstream) * gate * share * (stated_up.abs() <= limit)
+        return d_gate.to(dtype), d_up.to(dtype)
+
+    return run
 
 
 def _add(kind: Add, call: Call, context: KernelContext) -> Kernel:
@@ -257,7 +292,7 @@ register_kernels({
     MeanSquare: _mean_square, MeanSquareGradient: _mean_square_gradient, Rescale: _rescale,
     RescaleSquareGradient: _rescale_square_gradient, RescaleWeightGradient: _rescale_weight_gradient,
     Softmax: _softmax, SoftmaxGradient: _softmax_gradient, Rotary: _rotary, AdamW: _adamw,
-    Join: _join, JoinGradient: _join_gradient,
+    Join: _join, JoinGradient: _join_gradient, ClampedGlu: _clamped_glu, ClampedGluGradient: _clamped_glu_gradient,
     Accumulate: lambda kind, call, context: lambda total, gradient: (total.add_(gradient),),
     SquareSum: lambda kind, call, context: _square_sum,
     Sgd: lambda kind, call, context: _sgd,
