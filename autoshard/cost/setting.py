@@ -5,7 +5,7 @@ All numbers may be columns, with an entry for each of many candidates.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.collective import Number, Ring, mesh_ring
 from autoshard.cost.compute import KernelWork, Rates, kernel_time, kernel_work, waiting_time
-from autoshard.cost.kernel_run import KernelRun, bytes_in, rank_sizes, saved_bytes, working_bytes
+from autoshard.cost.kernel_run import KernelRun, SizesOf, bytes_in, rank_sizes, saved_bytes, working_bytes
 from autoshard.cost.sharded import Blocks, LoweredBlock, atom_groups
 from autoshard.cost.terms import CostTerm
 from autoshard.graph.kinds.experts import Dispatch, DispatchGradient
@@ -177,20 +177,25 @@ class BlockCost:
         return sum(self.seconds[name].get(part, 0.0) for name in PASSES)
 
 
-def work_of(question: Question, setting: Setting, kind: str, drop: Recompute) -> BlockWork:
+# What kernels do, by pass, operations and tensors: the same under every recompute of a block with the same numbers.
+Counted = dict[tuple[object, ...], KernelWork]
+
+
+def work_of(
+    question: Question, setting: Setting, kind: str, drop: Recompute, counted: Counted | None = None
+) -> BlockWork:
     """Count what one block of a layout does."""
     whole = setting.blocks.block(kind, Recompute())
-    return block_work(setting.blocks.block(kind, drop), whole, setting, question.cluster.chip.matrix_tile)
+    return block_work(setting.blocks.block(kind, drop), whole, setting, question.cluster.chip.matrix_tile, counted)
 
 
-def block_work(sharded: LoweredBlock, whole: LoweredBlock, sizes: BlockSizes, matrix_tile: int) -> BlockWork:
+def block_work(
+    sharded: LoweredBlock, whole: LoweredBlock, sizes: BlockSizes, matrix_tile: int, counted: Counted | None = None
+) -> BlockWork:
     """Count what a block does, sends and holds; ``whole`` is it without recompute."""
     block, sharding, atoms = sharded.block, sharded.sharding, sizes.atoms
     sizes_of = rank_sizes(sizes.sizes, atoms)
     op_sizes = {name: sizes_of(cuts) for name, cuts in sharding.op_cuts.items()}
-    # Zig-zag cuts sequences so that all ranks have the same, as heads do; stretches in a row do not.
-    seq_cut = sharding.op_cuts.get("attend", {}).get("seq", ())
-    stretches = np.where(sizes.cp_order == "contiguous", math.prod(atoms[atom] for atom in seq_cut), 1)
     saved = sum(saved_bytes(block, sharding, sizes_of, atoms).values())
     kept_bytes = saved_bytes(whole.block, whole.sharding, sizes_of, atoms)
     weights: dict[bool, dict[tuple[str, ...], Number]] = {True: defaultdict(int), False: defaultdict(int)}
@@ -214,8 +219,7 @@ def block_work(sharded: LoweredBlock, whole: LoweredBlock, sizes: BlockSizes, ma
         weights=weights[False],
         tied_weights=weights[True],
     )
-    seq_len = sizes.sizes.get("seq", 1)  # only attention asks
-    kernels = [(run, kernel_work(block, run, op_sizes, matrix_tile, seq_len, stretches)) for run in sharded.runs]
+    kernels = [*works_of(sharded, sharded.runs, sizes, sizes_of, matrix_tile, counted)]
     for run, values in sharded.sums:
         moved = sum(sizes_of(value.layout.cuts).num_bytes(block.tensors[value.tensor]) for value in values)
         kernels.append((run, KernelWork(moved_bytes=moved, launches=run.launches)))
@@ -227,6 +231,29 @@ def block_work(sharded: LoweredBlock, whole: LoweredBlock, sizes: BlockSizes, ma
         hides_tp=sharded.hides_tp,
         memory=memory,
     )
+
+
+def works_of(
+    sharded: LoweredBlock,
+    runs: Iterable[KernelRun],
+    sizes: BlockSizes,
+    sizes_of: SizesOf,
+    matrix_tile: int,
+    counted: Counted | None = None,
+) -> Iterator[tuple[KernelRun, KernelWork]]:
+    """Count what runs of kernels of a block do, unless they are ``counted`` already."""
+    op_cuts, works = sharded.sharding.op_cuts, Counted() if counted is None else counted
+    op_sizes = {name: sizes_of(cuts) for name, cuts in op_cuts.items()}
+    # Zig-zag cuts sequences so that all ranks have the same, as heads do; stretches in a row do not.
+    seq_cut = op_cuts.get("attend", {}).get("seq", ())
+    stretches = np.where(sizes.cp_order == "contiguous", math.prod(sizes.atoms[atom] for atom in seq_cut), 1)
+    seq_len = sizes.sizes.get("seq", 1)  # only attention asks
+    for run in runs:
+        moved = tuple((op, tensor.name) for op, tensor in run.touched)
+        key = (run.pass_, tuple(op.name for op in run.ops), moved)
+        if key not in works:
+            works[key] = kernel_work(sharded.block, run, op_sizes, matrix_tile, seq_len, stretches)
+        yield run, works[key]
 
 
 def block_cost(work: BlockWork, rings: Mapping[tuple[str, ...], Ring], rates: Rates) -> BlockCost:
@@ -276,9 +303,11 @@ def _ways(kernels: Iterable[tuple[KernelRun, KernelWork]], kinds: type | UnionTy
     return {(run.pass_, run.ops[0].again) for run, _ in kernels if any(isinstance(op.kind, kinds) for op in run.ops)}
 
 
-def price_block(question: Question, setting: Setting, kind: str, drop: Recompute) -> BlockCost:
+def price_block(
+    question: Question, setting: Setting, kind: str, drop: Recompute, counted: Counted | None = None
+) -> BlockCost:
     """Price one block of a layout."""
-    return block_cost(work_of(question, setting, kind, drop), setting.rings, question.rates)
+    return block_cost(work_of(question, setting, kind, drop, counted), setting.rings, question.rates)
 
 
 def stage_groups(kernels: Kernels) -> frozenset[tuple[str, ...]]:

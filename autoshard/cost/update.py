@@ -99,7 +99,7 @@ def update_cost(
     sums_s: Number = 0.0
     for part, collective, size, times in messages:
         ring = setting.rings[collective.atoms]
-        taken_s = times * ring.time_s(collective, size) * (rates.dp_ratio if part == "dp" else 1.0)
+        taken_s = times * ring.time_s(collective, size) * (rates.dp_ratio if part == "dp" else 1.0) * (size > 0)
         seconds[part] = seconds[part] + taken_s
         sent[part] = sent[part] + times * ring.sent_bytes(collective, size)
         sums_s = sums_s + taken_s * (part == "dp" and collective.kind != "all_gather")

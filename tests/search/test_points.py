@@ -13,7 +13,7 @@ from autoshard.cost.step import step_seconds
 from autoshard.plan.recompute import Recompute
 from autoshard.search.bound.bounds import least_bytes, least_of_any
 from autoshard.search.bound.legal_space import RunVariant, legal_space
-from autoshard.search.bound.points import Points
+from autoshard.search.bound.points import Points, least_bounds
 from autoshard.search.bound.priced_layouts import LayoutPricer, PricedLayouts
 from autoshard.search.bound.request import Request
 from autoshard.search.fill.stage_filling import Goal
@@ -23,8 +23,8 @@ SEVERAL = 2  # random fillings of each point
 SURE = 1 + 1e-9
 
 
-def single_points(truth: Truth) -> Iterator[tuple[Point, RunVariant, PricedLayouts, PricedLayouts]]:
-    """Yield every legal point alone: a variant of one row, and its layout priced without recompute, and with."""
+def single_points(truth: Truth) -> Iterator[tuple[Point, RunVariant, PricedLayouts, PricedLayouts, PricedLayouts]]:
+    """Yield every legal point alone: a variant of one row, its layout without recompute, with, and with the least."""
     request, (engine,) = truth.request, truth.request.engines
     legal = legal_space(request, engine)
     for variant in legal.variants:
@@ -34,12 +34,12 @@ def single_points(truth: Truth) -> Iterator[tuple[Point, RunVariant, PricedLayou
             pricer = LayoutPricer(point.question, space)
             (plain,) = pricer.priced(space, point.blocks.cutting, {space.base.cp_order: np.array([layout])})
             one = pricer.with_recompute(plain)
-            yield point, variant.only(np.array([place])), plain, one
+            yield point, variant.only(np.array([place])), plain, one, pricer.least_with_recompute([plain])
 
 
 def is_bounded(request: Request, share: float) -> None:
     """Compare every point's bound with the best way to fill its stages, in as much memory as it needs or some more."""
-    for point, variant, plain, priced in islice(single_points(Truth(request)), 12):
+    for point, variant, plain, priced, least in islice(single_points(Truth(request)), 12):
         fastest, small = point.fastest(), point.smallest()
         if fastest is None or small is None:
             continue
@@ -51,6 +51,7 @@ def is_bounded(request: Request, share: float) -> None:
         )
         assert least_bytes(plain.at_least, point.candidate.zero)[0] <= small.peak_bytes * SURE
         time, memory = Goal(capacity=capacity), Goal(objective="memory", capacity=capacity)
+        assert least_bounds(least, [variant], time, np.inf)[0][0] <= (best.time_s if best else np.inf) * SURE
         for goal, value in ((time, best.time_s if best else np.inf), (memory, small.peak_bytes)):
             found = Points.of(priced, variant, goal)
             assert best and len(found.rows), (str(small.candidate), "is said not to fit in what it takes")
@@ -111,7 +112,7 @@ def cost_in_columns(point: Point, variant: RunVariant, priced: PricedLayouts, fi
 def agrees(request: Request, seed: int, most: int) -> None:
     """Compare some points of a question."""
     random = np.random.default_rng(seed)
-    for point, variant, _, priced in islice(single_points(Truth(request)), most):
+    for point, variant, _, priced, _ in islice(single_points(Truth(request)), most):
         for _ in range(SEVERAL):
             split, entries = drawn(point, random)
             if any((one.num_layers or 1) > size for one, size in zip(entries, split, strict=True)):

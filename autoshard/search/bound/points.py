@@ -2,7 +2,8 @@
 
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from autoshard.search.fill.stage_filling import Goal, fill_stages
 from autoshard.search.fill.stage_options import ALL_RANGES, NEVER, ChunkLayers, RankOptions, StageChoices, StageFilling
 
 SHARPEST = 2
+_WORTH = 3  # lowerings of which the bounds are sharpened; of fewer, the prices themselves take as long
 _TIE_DIGITS = 9  # times that agree in so many digits count as equal
 
 
@@ -166,18 +168,32 @@ class PlainPoints:
     priced: PricedLayouts
     variants: Sequence[RunVariant]
     bounds: Floats
+    likely_s: Floats  # bounds under schedules whose waits are known
+    sharp: bool  # whether the bounds count what each kind of recompute takes and keeps at least
 
     @classmethod
-    def of(cls, priced: PricedLayouts, variants: Sequence[RunVariant], goal: Goal) -> "PlainPoints":
-        """Return the layouts with bounds that hold for any recompute and schedule."""
+    def of(
+        cls, parts: Sequence[PricedLayouts], joined: PricedLayouts, variants: Sequence[RunVariant], goal: Goal
+    ) -> "list[PlainPoints]":
+        """Return layouts, which ``joined`` has in one piece, with bounds that hold for any recompute and schedule."""
         zeros: list[Zero] = list({variant.space.base.zero: None for variant in variants})
+        is_final = goal.effort.exhaustive or goal.objective == "memory"
         if goal.effort.exhaustive:
-            bounds = np.zeros(len(priced.numbers))
+            bounds = np.zeros(len(joined.numbers))
         elif goal.objective == "memory":
-            bounds = np.min([least_bytes(priced.at_least, zero) for zero in zeros], axis=0)
+            bounds = np.min([least_bytes(joined.at_least, zero) for zero in zeros], axis=0)
         else:
-            bounds = least_of_any(priced.at_least, zeros, cast(float, goal.capacity))
-        return cls(priced=priced, variants=variants, bounds=bounds)
+            bounds = least_of_any(joined.at_least, zeros, cast(float, goal.capacity))
+        ends = np.cumsum([len(part.numbers) for part in parts])[:-1]
+        pairs = zip(parts, np.split(bounds, ends), strict=True)
+        return [
+            cls(priced=part, variants=variants, bounds=part_bounds, likely_s=part_bounds, sharp=is_final)
+            for part, part_bounds in pairs
+        ]
+
+    def with_bounds(self, bounds: Floats, likely_s: Floats) -> "PlainPoints":
+        """Return the layouts with sharper bounds."""
+        return replace(self, bounds=np.maximum(self.bounds, bounds), likely_s=likely_s, sharp=True)
 
     @property
     def least(self) -> float:
@@ -188,7 +204,7 @@ class PlainPoints:
         """Return some of the layouts."""
         if rows.all():
             return self
-        return replace(self, priced=self.priced.only(rows), bounds=self.bounds[rows])
+        return replace(self, priced=self.priced.only(rows), bounds=self.bounds[rows], likely_s=self.likely_s[rows])
 
     @property
     def terms(self) -> Terms:
@@ -203,6 +219,22 @@ class PlainPoints:
     def may_fit(self, variant: RunVariant) -> NDArray[np.bool_]:
         """Say which points of a variant may fit in memory."""
         return np.isin(variant.layouts, self.priced.numbers[np.isfinite(self.bounds)])
+
+
+def least_bounds(
+    least: PricedLayouts, variants: Sequence[RunVariant], goal: Goal, limit: float
+) -> tuple[Floats, Floats]:
+    """Return the least bound of the points of each layout, and the least under schedules whose waits are known.
+
+    Given are bounds of the layers under every recompute. Bounds are made no sharper than a limit asks for.
+    """
+    bounds, likely_s = np.full((2, len(least.numbers)), np.inf)
+    for variant in variants:
+        points = Points.of(least, variant, goal, limit)
+        np.minimum.at(bounds, points.rows, points.bound)
+        if variant.space.base.schedule in ALL_RANGES:
+            np.minimum.at(likely_s, points.rows, points.bound)
+    return bounds, np.where(np.isfinite(likely_s), likely_s, bounds)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -224,6 +256,22 @@ class UnsolvedPoints:
     def least(self) -> float:
         """The least bound of all points but those that were passed."""
         return min([self.least_opened, *(least for least, _ in self.waiting), *(plain.least for plain in self.plain)])
+
+    def sharpen(self, limit: float, goal: Goal, least: Callable[[Sequence[PricedLayouts]], PricedLayouts]) -> None:
+        """Raise bounds of layouts below a limit, given how layers are bounded under every recompute, in one piece."""
+        groups: dict[tuple[RunVariant, ...], list[PlainPoints]] = defaultdict(list)
+        for plain in self.plain:
+            if plain.least < limit and not plain.sharp:
+                groups[tuple(plain.variants)].append(plain)
+        for variants, group in groups.items():
+            if len(group) < _WORTH:
+                continue
+            columns = least_bounds(least([plain.priced for plain in group]), variants, goal, limit)
+            ends = np.cumsum([len(plain.bounds) for plain in group])[:-1]
+            parts = zip(group, *(np.split(column, ends) for column in columns), strict=True)
+            self.plain = [plain for plain in self.plain if plain not in group]
+            self.plain += [plain.with_bounds(bounds, likely_s) for plain, bounds, likely_s in parts]
+        self.plain = [replace(plain, sharp=plain.sharp or plain.least < limit) for plain in self.plain]
 
     def wait(self, points: Points) -> None:
         """Add points that are to be opened later."""

@@ -20,7 +20,7 @@ from autoshard.plan.explanation import Certificate
 from autoshard.schedule.waves import Ints
 from autoshard.search.bound.legal_space import LegalSpace, RunVariant
 from autoshard.search.bound.points import SHARPEST, PlainPoints, Points, Solution, UnsolvedPoints, likely
-from autoshard.search.bound.priced_layouts import LayoutPricer, Row
+from autoshard.search.bound.priced_layouts import LayoutPricer, PricedLayouts, Row
 from autoshard.search.bound.watch import SearchProgress, SearchStopped, Watch, go_on, never_stop
 from autoshard.search.fill.split_bounds import SplitSearch
 from autoshard.search.fill.stage_filling import Goal
@@ -29,6 +29,7 @@ from autoshard.search.fill.stage_options import ALL_RANGES, StageFilling
 _ALWAYS = 3  # best layouts get their own cutting, even if fewer are shown, so that the best one does not depend on it
 _QUICK = ("1f1b", "interleaved")  # schedules of which even stages are seldom far from the best
 _FIRST = 4  # groups of points that are solved before points of the next variant are opened
+_LIKELY = 8  # layouts that are timed before all others, once for each kind of mesh
 _LOOKS = 8  # times that points are opened to find the one that misses memory by least
 _AT_ONCE = 8  # points of a group that are solved together, those with the best bounds
 _TIE = 1e-8  # relative: times that differ by less count as equal
@@ -82,8 +83,7 @@ class Pool:
         while self._unpriced:
             self._price_kind(*self._unpriced[0])
             del self._unpriced[0]
-            if not np.isfinite(self._limit(num_best)):
-                self._look_first(num_best)
+            self._look_first(num_best)
         if self._refused and not self._cuttings:
             raise self._refused[0]
         while True:
@@ -100,18 +100,27 @@ class Pool:
 
     def _look_first(self, num_best: int) -> None:
         """Time even stages of likely points: a limit for all other points, and an answer if the search is stopped."""
-        legal = self.legal.variants
-        quick = [run for run in legal if run.space.base.schedule in _QUICK and run.space.base.zero == 1] or legal
-        for plain in sorted(self.left.plain, key=lambda group: group.least):
-            if plain.least >= self._limit(num_best):
-                break
-            before = len(self.points)
-            self._add_recompute(plain, [variant for variant in plain.variants if variant in quick])
-            for group in likely(self.points[before:]):
-                if group.bound.min() < self._limit(num_best):
-                    self.between()
-                    first = group.only(np.argsort(group.bound, kind="stable")[: 2 * _AT_ONCE])
-                    self._keep_all(first, first.evenly_solved(self.goal))
+        quick = [run for run in self.legal.variants if run.space.base.schedule in _QUICK] or self.legal.variants
+        most = _LIKELY
+        while self._look_at_likely(most, quick, num_best) and not np.isfinite(self._limit(num_best)):
+            most *= 2
+
+    def _look_at_likely(self, most: int, quick: Sequence[RunVariant], num_best: int) -> bool:
+        """Time even stages of so many layouts that look fastest; return whether there were some."""
+        limit, before = self._limit(num_best), len(self.points)
+        self.left.sharpen(limit, self.goal, self.pricer.least_with_recompute)
+        runs = [(plain, [run for run in plain.variants if run in quick]) for plain in self.left.plain]
+        likely_s = np.sort(np.concatenate([np.zeros(0), *(plain.likely_s for plain, variants in runs if variants)]))
+        below = min(limit, likely_s[most] if len(likely_s) > most else np.inf)
+        for plain, variants in runs:
+            if variants and plain.likely_s.min(initial=np.inf) < below:
+                self._add_recompute(plain, variants)
+        for group in likely(self.points[before:]):
+            if group.bound.min() < self._limit(num_best):
+                self.between()
+                first = group.only(np.argsort(group.bound, kind="stable")[: 2 * _AT_ONCE])
+                self._keep_all(first, first.evenly_solved(self.goal))
+        return len(self.points) > before
 
     def settled(self, solution: Solution) -> bool:
         """Say whether the layout of a solution has its own cutting; if not, give it that and settle all again."""
@@ -125,6 +134,7 @@ class Pool:
     def below(self, limit: float, schedules: frozenset[str] | None = None) -> Iterator[Points]:
         """Yield the points of some schedules, or of all, whose bound is below a limit; a group shares its schedule."""
         runs = [run for run in self._first if schedules is None or run.space.base.schedule in schedules]
+        self.left.sharpen(limit, self.goal, self.pricer.least_with_recompute)
         for plain in [group for group in self.left.plain if group.least < limit]:
             variants = [run for run in plain.variants if run in runs]
             if variants:
@@ -151,7 +161,7 @@ class Pool:
         for terms, cutting, layouts in self._cuttings:
             common = np.intersect1d(layouts, pool._layouts(terms)) if terms in pool._variants else layouts[:0]
             if len(common):
-                pool._price(cutting, terms, common)
+                pool._price(terms, [(cutting, common)])
         for _ in range(_LOOKS):
             if not pool._open_next(pool._limit(1)):
                 break
@@ -211,7 +221,10 @@ class Pool:
             plain = min(self.left.plain, key=lambda group: group.least, default=None)
             if plain is None or plain.least >= limit or plain.least > least:
                 break
-            self._add_recompute(plain, plain.variants)
+            if plain.sharp:
+                self._add_recompute(plain, plain.variants)
+            else:
+                self.left.sharpen(limit, self.goal, self.pricer.least_with_recompute)
         if points is None or least >= limit:
             return False
         self.left.waiting.remove((least, points))
@@ -325,9 +338,9 @@ class Pool:
         """Find the cuttings of all layouts of one kind of mesh, and price these."""
         try:
             arguments = replace(terms, pins=self._pins), self.goal.effort.gap
-            for cutting, served in self.pricer.cuttings(layouts, *arguments):
-                self._cuttings.append((terms, cutting, served))
-                self._price(cutting, terms, served)
+            cuttings = self.pricer.cuttings(layouts, *arguments)
+            self._cuttings += [(terms, cutting, served) for cutting, served in cuttings]
+            self._price(terms, cuttings)
         except InputError as fault:
             if not self._pins:
                 raise
@@ -351,7 +364,7 @@ class Pool:
             self._raised[self._first[variant] + np.flatnonzero(variant.layouts == layout)] = 0.0
         self.left.plain = [self.in_use(plain) for plain in self.left.plain]
         self._cuttings.append((terms, cutting, np.array([layout])))
-        self._price(cutting, terms, np.array([layout]))
+        self._price(terms, [(cutting, np.array([layout]))])
         self.left.open_again()
 
     def in_use(self, points: Priced) -> Priced:
@@ -360,15 +373,19 @@ class Pool:
         gone = [layout for layout, cutting in cuttings.items() if cutting != points.priced.cutting]
         return points.only(~np.isin(points.layouts, gone)) if gone else points
 
-    def _price(self, cutting: Cutting, terms: Terms, layouts: Ints) -> None:
-        """Price the blocks of some layouts as a cutting has them, without recompute."""
+    def _price(self, terms: Terms, cuttings: Sequence[tuple[Cutting, Ints]]) -> None:
+        """Price the blocks of layouts as their cuttings have them, without recompute."""
         variants = self._variants[terms]
         base = replace(self.legal.space.base, cp_kind=terms.cp_kind)
         space = replace(self.legal.space, base=base, sp=variants[0].space.sp)
         orders: list[CpOrder] = sorted({variant.space.base.cp_order for variant in variants})
-        groups: dict[CpOrder, Ints] = {order: np.intersect1d(layouts, self._layouts(terms, order)) for order in orders}
-        for priced in self.pricer.priced(space, cutting, groups, apart=bool(self._pins)):
-            self.left.plain.append(PlainPoints.of(priced, variants, self.goal))
+        parts: list[PricedLayouts] = []
+        for cutting, layouts in cuttings:
+            groups: dict[CpOrder, Ints] = {
+                order: np.intersect1d(layouts, self._layouts(terms, order)) for order in orders
+            }
+            parts += self.pricer.priced(space, cutting, groups, apart=bool(self._pins))
+        self.left.plain += PlainPoints.of(parts, self.pricer.joined(parts), variants, self.goal)
 
     def _numbers(self, points: Points) -> Ints:
         """Return the numbers of points in the whole space."""

@@ -1,7 +1,8 @@
 """Many layouts priced at once: columns of their sizes, atoms and links, and blocks that one lowering serves."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,7 @@ from autoshard.blocks.cutting import Meshes, Terms, shared_cuttings
 from autoshard.cost.collective import Ring, Route, mesh_ring, to_neighbours
 from autoshard.cost.setting import (
     BlockCost,
+    Counted,
     Question,
     Setting,
     boundary_bytes,
@@ -19,6 +21,7 @@ from autoshard.cost.setting import (
 )
 from autoshard.cost.sharded import CutBlocks, alike_without, atom_groups
 from autoshard.cost.stages import BlockTotals, PerCandidate, PipelineBlocks, Rows, Sends, only
+from autoshard.cost.update import Weights
 from autoshard.graph.layer_order import layer_order
 from autoshard.layout.layout import Cutting
 from autoshard.plan.build import bucket_sizes, mesh_of
@@ -27,6 +30,7 @@ from autoshard.plan.lowering import ATOMS, split_pending
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
+from autoshard.search.bound.least_recompute import LeastRecompute
 from autoshard.search.bound.space import Space
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.mesh import Mesh
@@ -200,6 +204,42 @@ class LayoutPricer:
                 head=head,
             )
 
+    def joined(self, parts: Sequence[PricedLayouts]) -> PricedLayouts:
+        """Return the layouts of parts that are cut under the same terms in one piece, whose bounds take one look."""
+        first, numbers = parts[0], np.concatenate([part.numbers for part in parts])
+        if len(parts) == 1:
+            return first
+        atoms = {atom: column[numbers].astype(np.float64) for atom, column in self.atoms.items()}
+        groups = dict.fromkeys(group for part in parts for group in part.setting.rings)
+        rings, orders = {group: only(self._ring(group), numbers) for group in groups}, [part.orders for part in parts]
+        setting = replace(first.setting, atoms=atoms, rings=rings, cp_order=np.concatenate(orders))
+        rows = {key: np.concatenate([part.space.rows[key] for part in parts]) for key in first.space.rows}
+        return replace(
+            first,
+            space=replace(first.space, rows=rows),
+            numbers=numbers,
+            orders=np.concatenate(orders),
+            setting=setting,
+            sends_s=np.concatenate([part.sends_s for part in parts]),
+            boundary_bytes=np.concatenate([part.boundary_bytes for part in parts]),
+            bucket_bytes=np.concatenate([part.bucket_bytes for part in parts]),
+            embed=joined_totals([part.embed for part in parts]),
+            layers=tuple(joined_totals(layers) for layers in zip(*(part.layers for part in parts), strict=True)),
+            head=joined_totals([part.head for part in parts]),
+        )
+
+    def least_with_recompute(self, parts: Sequence[PricedLayouts]) -> PricedLayouts:
+        """Return such layouts in one piece, with bounds of their layers under every recompute that may be used."""
+        return self.joined([self._least_with_recompute(part) for part in parts])
+
+    def _least_with_recompute(self, priced: PricedLayouts) -> PricedLayouts:
+        kinds, layers = kinds_of(priced.space.recomputes), list[BlockTotals]()
+        for kind in self.question.model.layer_counts:
+            self.between()
+            least = LeastRecompute.of(self.question, priced.priced_in, kind)
+            layers.append(BlockTotals.of([least.cost(drop) for drop in kinds], len(priced.numbers)))
+        return replace(priced, kinds=kinds, layers=tuple(layers))
+
     def with_recompute(self, priced: PricedLayouts, rows: Rows | None = None) -> PricedLayouts:
         """Price the layers of such layouts, or of some of them, under every kind of recompute that may be used."""
         if priced in self._with_recompute:
@@ -209,10 +249,10 @@ class LayoutPricer:
         kinds, setting = kinds_of(priced.space.recomputes), priced.priced_in
         layers: list[BlockTotals] = []
         for layer in self.question.model.layer_counts:
-            costs: list[BlockCost] = []
+            costs, counted = list[BlockCost](), Counted()
             for drop in kinds:
                 self.between()
-                costs.append(price_block(self.question, setting, layer, drop))
+                costs.append(price_block(self.question, setting, layer, drop, counted))
             layers.append(BlockTotals.of(costs, len(priced.numbers)))
         self._with_recompute[priced] = replace(priced, kinds=kinds, layers=tuple(layers))
         return self._with_recompute[priced]
@@ -231,6 +271,23 @@ class LayoutPricer:
         if key not in self._known:
             self._known[key] = mesh_ring(self.question.cluster, mesh, atoms, self.question.calibration)
         return self._known[key]
+
+
+def joined_totals(parts: Sequence[BlockTotals]) -> BlockTotals:
+    """Return the totals of the candidates of all parts, in their order; weights that a part lacks are none."""
+    arrays = [column.name for column in fields(BlockTotals) if column.name not in ("weights", "tied_weights")]
+    columns: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in parts], axis=-1) for name in arrays
+    }
+    none = [np.zeros(part.forward_s.shape[-1]) for part in parts]
+
+    def joined(weights: Sequence[Weights]) -> Weights:
+        union = dict.fromkeys(pending for by_pending in weights for pending in by_pending)
+        pairs = [*zip(weights, none, strict=True)]
+        return {pending: np.concatenate([counts.get(pending, zero) for counts, zero in pairs]) for pending in union}
+
+    weights, tied = joined([part.weights for part in parts]), joined([part.tied_weights for part in parts])
+    return BlockTotals(**columns, weights=weights, tied_weights=tied)
 
 
 def split(layouts: Ints, cuts: Sequence[NDArray[np.bool_]]) -> Iterator[Ints]:

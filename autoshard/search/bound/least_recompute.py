@@ -1,0 +1,106 @@
+"""Lower bounds of what a block takes and keeps under recompute, read off the block that keeps everything.
+
+No other program is lowered for them. Kernels whose operations are all computed again run once more, and read at least
+what they read before. What such a block keeps follows from the graph alone; every tensor is counted in the smallest of
+the layouts in which it exists. All else that recompute needs is left out.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, reduce
+
+import numpy as np
+
+from autoshard.cost.collective import Number
+from autoshard.cost.kernel_run import KernelRun, SizesOf, rank_sizes
+from autoshard.cost.setting import BlockCost, BlockWork, Question, Setting, block_cost, work_of, works_of
+from autoshard.cost.sharded import CutBlocks, LoweredBlock
+from autoshard.graph.block import Block, Saved
+from autoshard.layout.layout import Layout
+from autoshard.layout.program import values_read, values_written
+from autoshard.plan.lowering import lowered
+from autoshard.plan.recompute import Recompute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastRecompute:
+    """A block of some layouts without recompute, from which its bounds with recompute follow."""
+
+    question: Question
+    setting: Setting
+    kind: str
+    blocks: CutBlocks
+    work: BlockWork
+
+    @classmethod
+    def of(cls, question: Question, setting: Setting, kind: str) -> "LeastRecompute":
+        """Count what a block does without recompute."""
+        assert isinstance(setting.blocks, CutBlocks), "a search cuts its blocks itself"
+        work = work_of(question, setting, kind, Recompute())
+        return cls(question=question, setting=setting, kind=kind, blocks=setting.blocks, work=work)
+
+    def cost(self, drop: Recompute) -> BlockCost:
+        """Return a cost that no block with this recompute stays below, in any pass or in what it saves.
+
+        While one such block is at work, what it keeps and what it makes again are together what the block keeps without
+        recompute. So where a block keeps more than is said here, it makes as much less again.
+        """
+        setting, question = self.setting, self.question
+        if drop.kind == "none":
+            return block_cost(self.work, setting.rings, question.rates)
+        whole = self.blocks.block(self.kind, Recompute())
+        block = question.step.block(self.kind, drop)
+        sizes_of = rank_sizes(setting.sizes, setting.atoms)
+        storages = {*whole.block.tensors, *(entry.storage for entry in block.saved)}
+        pairs = [(pair, _without_copies(pair[0], storages)) for pair in self.work.kernels]
+        changed = [run for (whole_run, _), run in pairs if len(run.touched) < len(whole_run.touched)]
+        unchanged = (pair for pair, run in pairs if len(run.touched) == len(pair[0].touched))
+        runs = (*changed, *_runs_again(whole, block))
+        kernels = (*unchanged, *works_of(whole, runs, setting, sizes_of, question.rates.matrix_tile))
+        layouts = _layouts_of(self.blocks, self.kind)
+        saved: Number = sum(_least_bytes(entry, whole, layouts, sizes_of) for entry in block.saved)
+        remade = np.maximum(0.0, self.work.memory.saved_bytes - saved)
+        memory = replace(self.work.memory, saved_bytes=saved, waiting_bytes=0, remade_bytes=remade, working_bytes=0)
+        return block_cost(replace(self.work, kernels=kernels, memory=memory), setting.rings, question.rates)
+
+
+def _without_copies(run: KernelRun, storages: Collection[str]) -> KernelRun:
+    """Return a kernel that moves only tensors of the graph, and of its own copies those that are kept."""
+    return replace(run, touched=tuple((op, tensor) for op, tensor in run.touched if tensor.name in storages))
+
+
+def _runs_again(whole: LoweredBlock, block: Block) -> Iterator[KernelRun]:
+    """Yield the forward kernels all of whose operations a block computes again, each with what it certainly reads."""
+    again = {op.source for op in block.ops if op.again}
+    for run in whole.runs:
+        if run.pass_ == "F" and again.issuperset(op.name for op in run.ops):
+            results = {name for op in run.ops for name in op.outputs}
+            inputs = {name for op in run.ops for name in op.inputs} - results
+            read = tuple((op, tensor) for op, tensor in run.touched if tensor.name in inputs)
+            yield replace(run, pass_="I", ops=tuple(replace(op, again=True) for op in run.ops), touched=read)
+
+
+def _least_bytes(
+    entry: Saved, whole: LoweredBlock, layouts: Mapping[str, tuple[Layout, ...]], sizes_of: SizesOf
+) -> Number:
+    """Return the least that a rank keeps of a tensor, whichever of its layouts it keeps.
+
+    What only a kernel knows is cut as the operation that made it.
+    """
+    cuts = [layout.named(entry.tensor.dims).cuts for layout in layouts.get(entry.storage, ())]
+    if not cuts and entry.op is not None and entry.op in whole.sharding.op_cuts:
+        cuts = [{dim: cut for dim, cut in whole.sharding.op_cuts[entry.op].items() if dim in entry.tensor.dims}]
+    sizes = [sizes_of(layout).num_bytes(entry.tensor) for layout in cuts]
+    return reduce(np.minimum, sizes) if sizes else 0
+
+
+@cache
+def _layouts_of(blocks: CutBlocks, kind: str) -> Mapping[str, tuple[Layout, ...]]:
+    """Return every layout in which each tensor of a block exists on the ranks."""
+    program = lowered(blocks.step, kind, Recompute(), blocks.cutting, blocks.atoms)
+    layouts: dict[str, dict[tuple[object, ...], Layout]] = defaultdict(dict)
+    for entry in program.instructions:
+        for value in (*values_read(entry), *values_written(entry)):
+            layouts[value.tensor].setdefault(value.layout.dims, value.layout)
+    return {name: tuple(by_dims.values()) for name, by_dims in layouts.items()}

@@ -1,0 +1,67 @@
+"""Bounds of blocks under recompute stay below the prices of their lowered programs, alone and in one piece."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autoshard.plan.candidate import parse_pins
+from autoshard.plan.rules.check import legality
+from autoshard.search.bound.bounds import least_of_any
+from autoshard.search.bound.priced_layouts import LayoutPricer
+from autoshard.search.bound.space import whole_space
+from tests.cost.cases import ask
+from tests.slower import rest_is_slow
+from tests.tabled import cutting_of
+
+SAMPLE = 12  # layouts of each case
+SURE = 1 + 1e-9
+CAPACITY = 80e9
+
+# model, cluster, nodes, pins
+CASES = {
+    "experts-over-cp": ("deepseek-v2-lite", "h100-80", 2, "cp=2"),
+    "experts": ("mixtral-8x7b", "h100-80", 2, ""),
+    "dense-trn1": ("llama3-8b", "trn1.32xlarge", 2, ""),
+    "nxd-core": ("llama2-7b", "trn1.32xlarge", 2, "kernels=nxd_core"),
+    "mcore": ("llama3-8b", "h100-80", 2, "kernels=mcore"),
+    "torch": ("llama3-8b", "h100-80", 2, "kernels=torch_cuda,cp=2"),
+    "heads-over-cp": ("llama3-8b", "h100-80", 2, "tp=1,cp_kind=all_to_all"),
+}
+
+
+def lowerings(case):
+    """Return a pricer, and some layouts by their lowering, cut as the one with the largest tp."""
+    model, cluster, nodes, pins = CASES[case]
+    question = ask(model, cluster, nodes, seq_len=4096)
+    facts = (question.model, question.cluster, question.workload)
+    space = whole_space(*facts, question.cluster.engine, parse_pins(pins) if pins else {})
+    question = replace(question, kernels=space.base.kernels or question.cluster.kernels)
+    legal = np.flatnonzero(legality(space.columns(*facts, 0)))
+    space = space.only(np.sort(np.random.default_rng(7).permutation(legal)[:SAMPLE]))
+    cutting = cutting_of(question, space.candidate(int(np.argmax(space.rows["tp"])), 0), space.engine)
+    pricer = LayoutPricer(question, space)
+    return pricer, pricer.priced(space, cutting, {space.base.cp_order: np.arange(space.num_layouts)}, apart=True)
+
+
+@pytest.mark.parametrize("case", rest_is_slow(CASES, 2))
+def test_no_recompute_takes_or_keeps_less_than_its_bound(case):
+    pricer, parts = lowerings(case)
+    for part in parts:
+        exact, least = pricer.with_recompute(part), pricer.least_with_recompute([part])
+        assert exact.kinds == least.kinds and len(exact.kinds) > 2
+        for layer, bound in zip(exact.layers, least.layers, strict=True):
+            for name in ("forward_s", "input_s", "weight_s", "saved_bytes", "waiting_bytes"):
+                assert (getattr(bound, name) <= getattr(layer, name) * SURE).all(), name
+            held = layer.saved_bytes + layer.moment_bytes
+            assert (bound.saved_bytes + bound.moment_bytes <= held * SURE).all()
+            assert (bound.pass_s >= 0.75 * layer.pass_s).all()  # and not much less
+
+
+@pytest.mark.parametrize("case", rest_is_slow(CASES, 2))
+def test_layouts_in_one_piece_have_the_bounds_that_they_have_in_parts(case):
+    pricer, parts = lowerings(case)
+    assert len(parts) > 1
+    for zero in (0, 1, 3):
+        apart = [least_of_any(part.at_least, [zero], CAPACITY) for part in parts]
+        assert least_of_any(pricer.joined(parts).at_least, [zero], CAPACITY) == pytest.approx(np.concatenate(apart))
