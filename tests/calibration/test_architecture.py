@@ -38,7 +38,7 @@ def test_what_is_written_of_a_card_is_read_with_as_many_parameters(name: str):
     read = model(**stated)
     assert stated_arch(read) == stated
     extras = card.num_parameters - read.num_parameters  # biases, norms of queries and keys, corrections of routers
-    assert 0 <= extras <= 2e-4 * card.num_parameters + 2e5 * (card.num_layers < 8)
+    assert 0 <= extras <= 5e-4 * card.num_parameters + 2e5 * (card.num_layers < 8)
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def test_rows_of_a_gpu_move_what_is_known_of_the_program_on_it_a_little(tmp_path
 @pytest.mark.slow
 def test_rows_that_the_repository_has_are_not_known_before_them():
     (b200,) = (one for one in departures().programs if one.cluster == "b200")
-    samples = samples_in(DATA, "b200").samples
+    samples = [sample for folder in (DATA, DATA / "sweeps") for sample in samples_in(folder, "b200").samples]
     start = prior_of([one.run for one in samples], [one.id for one in samples]).centre
     known = prior_of([one.run for one in samples]).centre
     assert known.memory_efficiency != start.memory_efficiency
