@@ -108,7 +108,10 @@ def _with_experts(model: ModelSpec, stated: Mapping[str, Any]) -> ModelSpec:
 
 
 def stated_arch(model: ModelSpec) -> dict[str, object]:
-    """Return the columns of a model that has no card, those that say something."""
+    """Return the columns of a model that has no card.
+
+    No column states windows, places of norms, or layers without experts behind others; what is read back lacks these.
+    """
     arch: dict[str, object] = {column: getattr(model, field) for column, field in _FIELDS.items()}
     dense = next((kind for kind in model.kinds if kind.dense_ffn), None)
     if model.num_experts and (dense or model.shared_ffn):
