@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-MOST_SLOW = 2
+MOST_SLOW = 1
 
 
 def rest_is_slow(values: Iterable[Any], fast: int = 1, slow: int = MOST_SLOW) -> list[Any]:

@@ -35,7 +35,7 @@ def dry(parts: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[di
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-@pytest.mark.parametrize("part", rest_is_slow(sorted(PARTS), 1, 1))
+@pytest.mark.parametrize("part", rest_is_slow(sorted(PARTS), 1, 0))
 @pytest.mark.ranks
 def test_a_dry_run_of_each_part_ends_and_says_what_it_would_measure(
     part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -152,6 +152,7 @@ def test_attention_without_a_kernel_says_so_and_the_others_are_measured(monkeypa
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_subject_that_finds_no_memory_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     device, ours = device_of(DRY), fast.ours
 

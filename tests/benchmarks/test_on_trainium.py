@@ -26,6 +26,7 @@ from benchmarks.trainium import layouts, rows, shapes, stage, wires
 from benchmarks.trainium.cores import Core
 from benchmarks.trainium.machine import Machine, machine_of
 from benchmarks.trainium.timed import ENDING, timing
+from tests.slower import rest_is_slow
 
 TRAINIUMS = ("trn1.2xlarge", "trn1.32xlarge", "trn2.48xlarge", "trn3-gen1")
 
@@ -46,6 +47,7 @@ def lines(text: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_dry_run_goes_through_all_parts_and_one_that_fails_leaves_the_others(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,12 +63,14 @@ def test_a_dry_run_goes_through_all_parts_and_one_that_fails_leaves_the_others(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_every_layout_of_a_dry_run_computes_what_one_process_does(tmp_path: Path) -> None:
     found = list(layouts.run(played(tmp_path)))
     assert len(found) == 20 and all(one.holds and one.value < 1e-5 for one in found if one.name != "layout_bf16")
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_collectives_run_between_few_ranks_of_the_host(tmp_path: Path) -> None:
     found = list(wires.run(played(tmp_path)))
     assert len(found) == 3 * len(wires.KINDS) * len(wires.SIZES)
@@ -101,8 +105,7 @@ def test_what_it_costs_is_said_before_it_starts(tmp_path: Path) -> None:
 # -- what is measured of which machine ----------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TRAINIUMS)
+@pytest.mark.parametrize("name", rest_is_slow(TRAINIUMS, 0, 1))
 def test_every_machine_has_parts_whose_plans_its_rules_let_run(name: str, tmp_path: Path) -> None:
     machine = played(tmp_path, name)
     parts = {part.name for part in on_trainium.parts(machine.setting)}

@@ -61,6 +61,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> ProgramRows:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @settings(max_examples=4, deadline=None)
 @given(st.floats(-0.1, 0.1), st.floats(-0.3, 0.3), st.floats(0, 2))
 def test_what_made_the_rows_predicts_them_again(rows: ProgramRows, matrix: float, near: float, layer: float):
@@ -87,6 +88,7 @@ def test_a_row_that_is_far_off_moves_the_others_little(rows: ProgramRows):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_fit_without_some_rows_does_not_see_them_and_is_that_of_the_others(rows: ProgramRows):
     made = made_by(rows, unknowns(rows, memory_efficiency=0.3, layer_s=1.0))
     out, rest = [0, 1, 2], every(made)[3:]
@@ -162,6 +164,7 @@ def test_the_file_names_every_program_of_the_rows_here():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_shipped_departures_are_those_of_their_rows():
     """Programs of few rows; all of them take ten minutes (``python -m benchmarks departures``)."""
     found = fit_all([one for one in departing_rows() if len(one.samples) <= 12])

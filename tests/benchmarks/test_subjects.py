@@ -30,12 +30,14 @@ from benchmarks import (
     tokenize_speed,
 )
 from benchmarks.plain_llama import PlainLlama
+from tests.slower import rest_is_slow
 
 CARDS = [("tiny-llama", "local"), ("llama2-70b", "h100-80")]  # the second is too large for a node
 TOO_LARGE = ["--model", "llama3-8b", "--fix", "tp=8,pp=1,cp=1,mbs=1,sp=true,zero=1,schedule=1f1b,recompute=none"]
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_answers_are_told_from_complaints_and_every_remedy_is_tried() -> None:
     asked = [("--model", model, "--cluster", cluster, "--nodes", "1") for model, cluster in CARDS]
     found, useless = plan_all.measured(asked)
@@ -106,6 +108,7 @@ def test_sparse_files_are_a_whole_set_that_takes_no_room(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_step_waits_for_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "STEPS", 3)
@@ -135,9 +138,8 @@ def test_the_plain_model_has_our_weights_and_its_stages_make_the_whole() -> None
     torch.testing.assert_close(parts[1](parts[0](tokens)), whole(tokens))
 
 
-@pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", runtime_vs_plain.CASES)
+@pytest.mark.parametrize("name", rest_is_slow(runtime_vs_plain.CASES, 0, 1))
 def test_every_case_of_the_runtime_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the compiler, which takes minutes."""
     monkeypatch.setattr(runtime_vs_plain, "MODES", {"generated": plain_llama.as_it_is})

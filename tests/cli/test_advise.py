@@ -61,6 +61,7 @@ def test_rows_of_what_was_advised_lead_to_the_layout_that_is_faster_in_truth(typ
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_the_circle_closes_with_real_runs(typed: Typed) -> None:
     """On a busy machine times may be such that no constants describe them: then `calibrate` says so, as it should."""

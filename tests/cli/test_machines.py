@@ -96,6 +96,7 @@ def test_a_deadline_is_met_by_the_fewest_nodes(typed: Typed) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_budget_pays_for_the_most_nodes(typed: Typed) -> None:
     code, text, _ = typed(f"{ASKED} --budget 260k --force")
     assert code == 0

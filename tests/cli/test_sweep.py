@@ -57,6 +57,7 @@ def test_one_run_that_fails_does_not_end_the_rest_and_is_tried_again_when_told(t
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_plan_of_a_cluster_is_rehearsed(typed: Typed) -> None:
     base = {"model": "llama3-8b", "nodes": 1, "seq_len": 2048, "global_batch": 64, "steps": 2, "fix": "tp=8"}

@@ -20,6 +20,7 @@ from autoshard.runtime.machine import missing_compiler
 from tests.modules.modules import MODULES, SINGLE
 from tests.modules.test_sharded import cut_at_random, difference, traced
 from tests.ranks.spawn import on_ranks
+from tests.slower import rest_is_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 compiler = pytest.mark.skipif(bool(missing_compiler("cpu")), reason="no compiler here")
@@ -53,19 +54,20 @@ def hold(names: Sequence[str], mode: EngineMode) -> None:
         assert not wrong and len(found) == 2 * len(names), wrong
 
 
-@pytest.mark.parametrize("names", [tuple(MODULES)[3::12], pytest.param(tuple(MODULES), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "names", [tuple(MODULES)[3::12], pytest.param(tuple(MODULES), marks=[pytest.mark.slow, pytest.mark.thorough])]
+)
 def test_steps_without_functions_compute_what_the_plain_module_does(names: Sequence[str]):
     hold(names, "literal")
 
 
 _COMPILED = (
-    "square weight with residual", "Llama layer", "convnet, batch norm in training", "mixture of experts by slots",
+    "Llama layer", "square weight with residual", "mixture of experts by slots", "convnet, batch norm in training",
 )  # fmt: skip
 
 
 @compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("name", _COMPILED)
+@pytest.mark.parametrize("name", rest_is_slow(_COMPILED, 0, 2))
 def test_compiled_modules_compute_what_the_plain_module_does(name: str):
     hold([name], "compiled")
 

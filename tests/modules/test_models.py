@@ -3,7 +3,7 @@
 import copy
 import functools
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import pytest
@@ -64,11 +64,11 @@ def traced(name: str) -> tuple[nn.Module, Mapping[str, Any], ModuleSharding]:
     return sharded(name, 2, ["loss"])
 
 
-def differences() -> dict[str, float]:
-    """Train every model plain and sharded at random: the largest difference of losses, gradients, parameters."""
+def differences(names: Sequence[str]) -> dict[str, float]:
+    """Train models plain and sharded at random: the largest difference of losses, gradients, parameters."""
     devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     found: dict[str, float] = {}
-    for name in MODELS:
+    for name in names:
         whole, inputs, sharding = traced(name)
         plain, module = copy.deepcopy(whole), copy.deepcopy(whole)
         run_on(module, cut_at_random(sharding, random.Random(0)), devices)
@@ -100,11 +100,11 @@ def difference(plain: nn.Module, module: nn.Module, inputs: Mapping[str, Any]) -
     return worst
 
 
-@pytest.mark.slow
-def test_two_steps_on_four_processes_are_those_of_one():
-    for found in on_ranks(4, differences, timeout_s=800):
+@pytest.mark.parametrize("names", rest_is_slow([(_SHORT[1:],), (tuple(MODELS),)], 0, 1))
+def test_two_steps_on_four_processes_are_those_of_one(names: Sequence[str]):
+    for found in on_ranks(4, differences, names, timeout_s=800):
         wrong = {name: one for name, one in found.items() if one > (1e-11 if name in _DOUBLE else 1e-6)}
-        assert not wrong and len(found) == len(MODELS), wrong
+        assert not wrong and len(found) == len(names), wrong
 
 
 def test_experts_that_a_loop_chooses_are_refused_with_the_line_of_the_loop():

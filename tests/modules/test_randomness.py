@@ -275,8 +275,9 @@ def test_two_steps_on_four_processes_are_those_of_one():
     held("data=2,model=2", 1, ("dropout", "attention"))  # the others: the slow test below
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "seed"), [("a=2,b=2", 0), ("a=2,b=2", 2), ("a=3", 3), ("a=4", 4), ("b=1", 0)])
+@pytest.mark.parametrize(
+    ("mesh", "seed"), rest_is_slow([("a=3", 3), ("a=2,b=2", 0), ("b=1", 0), ("a=2,b=2", 2), ("a=4", 4)], 0, 2)
+)
 def test_two_steps_in_layouts_of_all_kinds_are_those_of_one(mesh: str, seed: int):
     held(mesh, seed, tuple(MODULES))
 

@@ -13,6 +13,7 @@ from autoshard.spec.training import Training, Watching
 from tests.ranks.cases import EXACT, MIXTRAL, StepShare, Task, compare, gpt, llama, plan_of
 from tests.ranks.shares import gradients_of, weights_of
 from tests.ranks.torchrun import on_torchrun
+from tests.slower import rest_is_slow
 
 EVERY = Training(watchdog=Watching(collectives="every"))
 KINDS: dict[str, tuple[str, ModelSpec]] = {
@@ -41,8 +42,7 @@ def run_agreeing(task: Task) -> StepShare:
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", rest_is_slow(KINDS, 0, 3))
 def test_ranks_of_torchrun_compute_what_one_process_computes(kind: str, tmp_path: Path) -> None:
     text, model = KINDS[kind]
     task = Task.of(plan_of(text, model))

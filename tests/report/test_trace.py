@@ -209,6 +209,7 @@ def test_what_is_left_out_is_one_slice_per_rank():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_step_of_131072_actions_takes_at_most_20_megabytes():
     request = ask("llama3.1-405b", "h100-80", 64, global_batch=512)
     request = replace(request, model=replace(request.model, num_layers=128), calibration=built_in("h100-80"))

@@ -14,6 +14,7 @@ from autoshard.cli import main
 from autoshard.plan.codec import load
 from autoshard.spec.recipe import load_recipe, recipe_files
 from tests.runtime.cases import ROOT, environment, read_metrics
+from tests.slower import rest_is_slow
 
 SMALL = {path.stem: path for path in recipe_files() if path.stem.startswith("tiny-")}
 FEW = ("--steps", "3")
@@ -35,7 +36,7 @@ def beside_the_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "name", [one if one == "tiny-text" else pytest.param(one, marks=pytest.mark.slow) for one in SMALL]
+    "name", rest_is_slow(sorted(SMALL, key=lambda name: (name != "tiny-text", name != "tiny-mixtral", name)), 1, 2)
 )
 def test_a_small_recipe_trains(name: str, beside_the_recipes: Path):
     for words in to_prepare(SMALL[name]):

@@ -83,6 +83,7 @@ def test_with_the_usual_effort_the_certificate_covers_the_truth_of_fixed_questio
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @settings(max_examples=40)
 @given(requests())
 def test_the_search_finds_what_takes_least_memory(asked: Request):

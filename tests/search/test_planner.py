@@ -196,6 +196,7 @@ def test_a_users_rule_may_judge_what_is_recomputed(subject: str):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_both_engines_are_searched_when_any_may_run_the_plan():
     one = ask("llama3-8b", "trn2.48xlarge")
     both = search(replace(one, engines=("nxd", "torch")), num_plans=8)
@@ -214,7 +215,10 @@ def test_both_engines_are_searched_when_any_may_run_the_plan():
     "request_",
     [
         pytest.param(ask("mixtral-8x7b", "a100-80", 4, global_batch=128, pins="mbs=1"), marks=pytest.mark.slow),
-        pytest.param(ask("mixtral-8x7b", "h100-80", 8, global_batch=32, seq_len=32768), marks=pytest.mark.slow),
+        pytest.param(
+            ask("mixtral-8x7b", "h100-80", 8, global_batch=32, seq_len=32768),
+            marks=[pytest.mark.slow, pytest.mark.thorough],
+        ),
         pytest.param(ask("llama3-8b", "a100-80", 2, global_batch=128, pins="cp=1,mbs=1"), marks=pytest.mark.slow),
         ask("qwen3-8b", "trn1.32xlarge", 2),
     ],

@@ -59,6 +59,7 @@ def is_bounded(request: Request, share: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @given(requests(), st.sampled_from([0.0, 0.02, 0.2, 1.1]))
 def test_no_filling_of_a_point_is_below_its_bound(request: Request, share: float):
     is_bounded(request, share)

@@ -16,6 +16,7 @@ from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from tests.runtime.cases import wait_until
 from tests.runtime.checkpoint.s3 import BUCKET, S3, running
 from tests.runtime.training_cases import Trained, after_steps, before_steps, plan_of, trained
+from tests.slower import rest_is_slow
 
 pytestmark = pytest.mark.ranks
 PLAN = "tp=1,pp=1,dp=2"
@@ -79,8 +80,7 @@ def disturbed(s3: S3, folder: Path, *, steps: int, step_s: float, for_s: float |
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("lost", rest_is_slow([False, True], 0, 1))
 def test_no_step_waits_for_a_store_that_is_away(
     lost: bool, s3: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

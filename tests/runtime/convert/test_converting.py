@@ -291,6 +291,7 @@ def test_what_was_begun_from_another_source_is_not_kept_and_another_process_refu
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """A model of 630 MB, a table of 205 MB in it, in files of 39 to 316 MB, in both directions."""
     small = {"hidden": 2048, "ffn": 5632, "num_heads": 16, "num_kv_heads": 4, "num_layers": 2, "vocab": 50_000}

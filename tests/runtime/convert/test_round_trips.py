@@ -39,7 +39,7 @@ CUTS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("card", rest_is_slow(model_names(), 1, 4))
+@pytest.mark.parametrize("card", rest_is_slow(model_names(), 1, 2))
 @settings(max_examples=1)
 @given(data=st.data())
 def test_through_all_forms_and_back(card: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory):
