@@ -80,7 +80,7 @@ def unrun_precision(plan: Plan) -> str:
 
 def unrun(plan: Plan) -> tuple[Rejection, ...]:
     """Say what no engine does yet of a plan that may be priced."""
-    why, source = unrun_precision(plan), "autoshard: engine/torch/update.py, engine/nxd/lowering.py"
+    why, source = unrun_precision(plan), "autoshard: engine/torch/states, engine/nxd/lowering.py"
     remedy = f"Use --precision {', '.join(PRECISIONS)}"
     return (_reject("precision-engine", f"{why}. {remedy}", source),) if why else ()
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 torch: Any = pytest.importorskip("torch")
-rounding: Any = pytest.importorskip("autoshard.engine.torch.rounding")
+rounding: Any = pytest.importorskip("autoshard.engine.torch.states.rounding")
 
 DRAWS = 1 << 16
 SIGMAS = 5

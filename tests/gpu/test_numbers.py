@@ -10,7 +10,7 @@ import torch
 from autoshard.engine.torch.formats import Formats, own
 from autoshard.engine.torch.kernels.attention import fused
 from autoshard.engine.torch.kernels.products import add_product, adds_wide, groups_products
-from autoshard.engine.torch.rounding import RoundingBits
+from autoshard.engine.torch.states.rounding import RoundingBits
 from benchmarks.gpu import right
 from benchmarks.gpu.device import Device, device_of, world_of_one
 from benchmarks.guarded import Setting

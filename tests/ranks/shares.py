@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from autoshard.engine.torch.engine import TorchEngine
-from autoshard.engine.torch.update import Flat
+from autoshard.engine.torch.states.flat import Flat
 from autoshard.graph.op import Array
 from autoshard.run.placement import Bounds
 

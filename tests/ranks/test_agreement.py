@@ -12,7 +12,7 @@ from autoshard.engine.torch import agreeing
 from autoshard.engine.torch.agreeing import AgreeingEngine, build_agreeing
 from autoshard.engine.torch.engine import TorchEngine
 from autoshard.engine.torch.ledger import BegunCollective, difference, differing_meeting, sequences
-from autoshard.engine.torch.update import OpenedWeights, Store
+from autoshard.engine.torch.states.store import OpenedWeights, Store
 from autoshard.errors import RunFailed
 from autoshard.plan.plan import Plan
 from autoshard.run.protocol import EngineMode, Run

@@ -23,8 +23,10 @@ from autoshard.engine.torch.kernels import Rotations
 from autoshard.engine.torch.kernels.products import groups_products
 from autoshard.engine.torch.ledger import Ledger
 from autoshard.engine.torch.pipeline import RankPipeline
+from autoshard.engine.torch.states.flat import flats
+from autoshard.engine.torch.states.store import Store
+from autoshard.engine.torch.states.weight import Tied, Weight
 from autoshard.engine.torch.steps import RankContext
-from autoshard.engine.torch.update import Store, Tied, Weight, flats
 from autoshard.engine.torch.world import World, channel_backend, refuse_crossing
 from autoshard.files import replace_text
 from autoshard.graph.op import Array

@@ -12,8 +12,8 @@ from autoshard.engine.torch.execution import BY_BATCH, InputSource, Values
 from autoshard.engine.torch.formats import memory_of, own
 from autoshard.engine.torch.generated import Generator
 from autoshard.engine.torch.joint import side_by_side
+from autoshard.engine.torch.states.store import OpenedWeights, Store
 from autoshard.engine.torch.steps import NUMBERS, RankContext
-from autoshard.engine.torch.update import OpenedWeights, Store
 from autoshard.engine.torch.world import Arrival
 from autoshard.graph.kinds.dropout import DROPOUT_KEYS, dropout_keys
 from autoshard.graph.router import router_losses

@@ -1,93 +1,27 @@
-"""A rank's weights and sums of gradients, as blocks see them, and the step phase: reduced, clipped, updated, gathered.
+"""Weights side by side in flat tensors, and the step phase of each: reduced, clipped, updated, gathered.
 
-Weights whose gradients await the same ranks lie side by side in flat tensors, a bucket of the plan each, and so do
-their gradients: blocks see views of them, collectives the whole. A bucket is reduced as soon as its last gradient is
-there, while earlier layers are still in their backward pass.
+Weights whose gradients await the same ranks lie in one flat tensor, a bucket of the plan each, and so do their
+gradients: blocks see views of them, collectives the whole.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, groupby
-from typing import Literal
 
 import torch
 
 from autoshard.engine.torch.formats import Formats, own, wide
 from autoshard.engine.torch.kernels import Kernel, KernelContext, kernel_of
-from autoshard.engine.torch.rounding import RoundingBits, chunks, round_into
+from autoshard.engine.torch.states.rounding import RoundingBits, chunks, round_into
+from autoshard.engine.torch.states.weight import Tied, Weight
 from autoshard.engine.torch.world import Arrival, RankGroup, World
-from autoshard.graph.block import Block
 from autoshard.graph.op import Array, Update
-from autoshard.layout.layout import Layout
 from autoshard.plan.candidate import Zero
-from autoshard.run.placement import Bounds, MeshRank, StatePart, StatePiece, placed_boxes, saves_alone
-from autoshard.spec.training import Training
+from autoshard.run.placement import StatePart, StatePiece, placed_boxes
 
 Tensors = Mapping[str, torch.Tensor]
-# The role of a weight that shares its values with a weight of another stage: "" if it shares them with none.
-Tied = Literal["", "owner", "copy"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weight:
-    """One weight on this rank: its block, and the atoms over whose ranks its gradient waits to be summed."""
-
-    instance: str  # as in ``OpGraph.instances``: ``layer.3.up.weight``
-    owner: str  # the instance whose values it has: itself, or the weight of another stage to which it is tied
-    name: str  # in the block that says how it is updated: ``up.weight``
-    block: Block
-    layout: Layout  # of the weight, and of its gradient's sum
-    mesh_rank: MeshRank
-    summed: tuple[str, ...]  # atoms whose ranks hold copies that see only a part of the batch's keys or values
-    spread: tuple[str, ...]  # atoms over which the batch is spread
-    zero: Zero  # what each of those ranks has a piece of: nothing, the optimizer's state, or all of it
-    training: Training
-    late: bool = False  # whether W computes its gradient, after I
-    follows: bool = False  # whether it lies right behind the weight before it
-    tied: Tied = ""
-
-    @property
-    def bounds(self) -> Bounds:
-        """Which block of the weight this rank holds."""
-        return self.mesh_rank.bounds(self.layout)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of that block."""
-        return self.mesh_rank.shape(self.layout)
-
-    @property
-    def whole(self) -> tuple[int, ...]:
-        """The shape of the weight over all ranks."""
-        return tuple(self.mesh_rank.sizes[dim] for dim, _ in self.layout.dims)
-
-    @property
-    def replicated(self) -> tuple[str, ...]:
-        """Atoms along which the ranks of a stage update the same numbers: its replicas."""
-        cut = {atom for _, atoms in self.layout.dims for atom in atoms} | set(self.spread if self.zero else ())
-        return tuple(atom for atom, _ in self.mesh_rank.mesh.axes if atom not in {"pp", *cut})
-
-    @property
-    def saves(self) -> bool:
-        """Whether this rank writes the weight to checkpoints; each replica of a stage writes an equal share."""
-        number, count = 0, 1
-        for atom in self.replicated:
-            number, count = number + count * self.mesh_rank.coordinate(atom), count * self.mesh_rank.mesh.size(atom)
-        return self.tied != "copy" and saves_alone(self.owner, number, count)
-
-    @property
-    def optimizer(self) -> Update:
-        """The update of the weight, with the constants of the training."""
-        kind = self.block.op(f"{self.name}.update").kind
-        assert isinstance(kind, Update), f"{self.name} is updated by {kind}"
-        return kind.with_constants(self.training.adamw)
-
-    def dtype(self, part: str, formats: Formats) -> torch.dtype | None:
-        """Return the format of the weight, its ``sum``, ``master`` or moments; None for those that it does not have."""
-        tensor = self.block.tensors.get(f"{self.name}.{part}" if part else self.name)
-        return None if tensor is None else formats.of(tensor.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -294,107 +228,3 @@ def _padded(flat: torch.Tensor, count: int) -> torch.Tensor:
     """Add zeros until the ranks divide the length, or each has one element."""
     missing = -len(flat) % count if len(flat) else count
     return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedWeights:
-    """The values that a block may take while it runs, by the weights' names in the model."""
-
-    weights: Tensors
-    sums: Tensors
-    pending: tuple[tuple[Flat, RankGroup, torch.Tensor], ...] = ()  # sums that go back into their flats
-
-
-class Store:
-    """All weights of a rank; ``ties`` maps a weight to the other one here whose memory it uses.
-
-    Under ZeRO-3 the next block's weights arrive while a block runs, and the sums of the last block are sent.
-    """
-
-    def __init__(self, flats: Sequence[Flat], ties: Mapping[str, str]) -> None:
-        """Note which weights rest whole (``whole``), and for each block the flats of which this rank has a piece."""
-        self.flats, self.ties = flats, ties
-        weights: dict[str, torch.Tensor] = {}
-        sums: dict[str, torch.Tensor] = {}
-        self._parted: dict[str, list[tuple[Flat, RankGroup]]] = defaultdict(list)
-        self._flat_of: dict[str, Flat] = {}  # of weights whose gradients are reduced as soon as they are complete
-        for flat in flats:
-            names = {weight.instance for weight in flat.weights}
-            names |= {copy for copy, owner in ties.items() if owner in names}
-            if flat.parted:
-                for block in {name.rsplit(".", 2)[0] for name in names}:
-                    self._parted[block].append((flat, flat.parted))
-            else:
-                weights |= flat.views(flat.values)
-                sums |= flat.views(flat.sums)
-                self._flat_of |= dict.fromkeys(names, flat) if not flat.tied else {}
-        self.whole = self._with_ties(weights, sums)
-        self._incomplete: dict[Flat, set[str]] = {}
-        self._reducing: dict[Flat, Arrival] = {}
-        self._arriving: tuple[str, Sequence[Arrival]] = "", ()
-        self._leaving: list[tuple[Flat, Arrival]] = []
-
-    def clear(self) -> None:
-        """Forget all gradients."""
-        for flat in self.flats:
-            flat.sums.zero_()
-        self._incomplete = {flat: set[str]() for flat in self._flat_of.values()}
-        for name, flat in self._flat_of.items():
-            self._incomplete[flat].add(name)
-
-    def opened(
-        self, block: str, *, reads: bool, adds: Collection[str] = (), following: str | None = None
-    ) -> OpenedWeights:
-        """Gather what a block needs for an action that reads its weights, or adds to the gradients of some weights.
-
-        The weights of the ``following`` block that reads its own begin to arrive.
-        """
-        values, sums = dict(self.whole.weights), dict(self.whole.sums)
-        if reads:
-            expected, arriving = self._arriving
-            assert expected in ("", block), f"{expected} was to be next, not {block}"
-            for (flat, _), arrive in zip(self._parted[block], arriving or self._begin_gathers(block), strict=True):
-                values |= flat.views(arrive())
-            self._arriving = (following, self._begin_gathers(following)) if following else ("", ())
-        if not self._parted[block]:
-            return self.whole
-        pending: list[tuple[Flat, RankGroup, torch.Tensor]] = []
-        owners = {self.ties.get(name, name) for name in adds}
-        for flat, group in self._parted[block]:
-            if owners.intersection(weight.instance for weight in flat.weights):
-                pending.append((flat, group, flat.sums.new_zeros(len(flat.sums) * len(group.ranks))))
-                sums |= flat.views(pending[-1][2])
-        return self._with_ties(values, sums, *pending)
-
-    def close(self, opened: OpenedWeights, complete: Collection[str] = ()) -> None:
-        """Scatter sums that rest in pieces, and begin to reduce the buckets that the ``complete`` gradients fill."""
-        self.take_back()
-        self._leaving = [(flat, group.begin_reduce_scatter(sums)) for flat, group, sums in opened.pending]
-        filled = {self._flat_of[name]: None for name in complete if name in self._flat_of}
-        for name in complete:
-            if name in self._flat_of:
-                self._incomplete[self._flat_of[name]].discard(name)
-        for flat in self.flats:  # all ranks begin in this order
-            if flat in filled and not self._incomplete[flat]:
-                self._reducing[flat] = flat.begin_reducing()
-
-    def reduced(self) -> list[torch.Tensor]:
-        """Return this rank's piece of every flat's gradient, summed over the ranks that wait for it."""
-        arrivals = [self._reducing.pop(flat, None) or flat.begin_reducing() for flat in self.flats]
-        return [arrive() for arrive in arrivals]
-
-    def _begin_gathers(self, block: str) -> Sequence[Arrival]:
-        return [group.begin_all_gather(flat.values) for flat, group in self._parted[block]]
-
-    def take_back(self) -> None:
-        """Add the sums that are on their way to where they rest."""
-        for flat, arrive in self._leaving:
-            flat.sums.add_(arrive())
-        self._leaving = []
-
-    def _with_ties(
-        self, weights: Tensors, sums: Tensors, *pending: tuple[Flat, RankGroup, torch.Tensor]
-    ) -> OpenedWeights:
-        ties, all_tensors = self.ties.items(), (weights, sums)
-        copies = ({copy: tensors[owner] for copy, owner in ties if owner in tensors} for tensors in all_tensors)
-        return OpenedWeights(weights={**weights, **next(copies)}, sums={**sums, **next(copies)}, pending=pending)
