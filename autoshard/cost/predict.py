@@ -6,7 +6,7 @@ from functools import cache, lru_cache, partial
 
 from autoshard.cost.built_in import calibration_of
 from autoshard.cost.calibration import Calibration, calibration_entries, trust, uncalibrated
-from autoshard.cost.collective import Number, mesh_ring
+from autoshard.cost.collective import Number
 from autoshard.cost.compute import seen_share
 from autoshard.cost.setting import (
     BlockCost,
@@ -16,8 +16,8 @@ from autoshard.cost.setting import (
     boundary_bytes,
     handed_on,
     price_block,
+    rings_on,
     setting_of,
-    with_copies,
     work_of,
 )
 from autoshard.cost.sharded import Blocks, ListedBlocks
@@ -164,12 +164,13 @@ def step_timer(plan: Plan, blocks: Blocks) -> Callable[[Calibration], float]:
     """Count once what a plan does, and return a function that times its step under any constants."""
     nominal = question_of(plan, uncalibrated())
     setting, whole, _ = priced(plan, nominal, blocks)
-    work, mesh = cache(partial(work_of, nominal, setting)), with_copies(plan.mesh, setting.copies)
+    work, divided = cache(partial(work_of, nominal, setting)), plan.mesh.divided(plan.num_copies)
 
     @lru_cache(maxsize=2)  # a fit moves one constant at a time
     def linked(links: Calibration) -> tuple[Setting, PlanPipeline]:
-        rings = {atoms: mesh_ring(plan.cluster, mesh, atoms, links) for atoms in setting.rings}
-        there = replace(setting, rings=rings)
+        rings = rings_on(plan.cluster, plan.mesh, setting.rings, links)
+        state_rings = rings_on(plan.cluster, divided, setting.state_rings, links)
+        there = replace(setting, rings=rings, state_rings=state_rings)
         send_s, _ = handed_on(there, load_kernels(plan.kernels))
         return there, replace(whole, sends=replace(whole.sends, time_s=send_s))
 

@@ -6,7 +6,7 @@ All numbers may be columns, with an entry for each of many candidates.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ from autoshard.plan.lowering import ATOMS, StepGraph
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.kernels import Kernels, load_kernels
-from autoshard.spec.mesh import Mesh, axis_of_atoms
+from autoshard.spec.mesh import COPIES, Mesh, axis_of_atoms
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import DTYPE_BYTES, Precision, Workload
 
@@ -101,20 +101,9 @@ class Setting(BlockSizes):
     blocks: Blocks
     rings: Mapping[tuple[str, ...], Ring]  # of every group of ranks that something is sent in
     zero: Literal[0, 1, 3]
-    copies: int = 1  # of the states that ZeRO divides; rings over edp are then those of one copy
-
-
-COPIES: tuple[str, ...] = ("copies",)  # the ranks that hold the same piece of the states
-
-
-def with_copies(mesh: Mesh, copies: int) -> Mesh:
-    """Split edp into copies of the states, outermost, and the ranks over which a copy is divided; one is the mesh."""
-    if copies == 1:
-        return mesh
-    axes: list[tuple[str, int]] = []
-    for name, size in mesh.axes:
-        axes += [(COPIES[0], copies), (name, size // copies)] if name == "edp" else [(name, size)]
-    return replace(mesh, axes=tuple(axes))
+    copies: Number = 1  # of the states that ZeRO divides
+    # Where there are several copies: of the ranks that share one, by the atoms over which all share, and of COPIES.
+    state_rings: Mapping[tuple[str, ...], Ring] = field(default_factory=dict[tuple[str, ...], Ring])
 
 
 def setting_of(question: Question, candidate: Candidate, blocks: Blocks) -> Setting:
@@ -122,19 +111,25 @@ def setting_of(question: Question, candidate: Candidate, blocks: Blocks) -> Sett
     mesh = mesh_of(candidate, question.model, question.cluster)
     groups, dp_ranks = atom_groups(blocks.every()), candidate.dp * candidate.cp
     copies = dp_ranks // (candidate.zero_group or dp_ranks)
-    rings_mesh = with_copies(mesh, copies)
-    if copies > 1:
-        groups |= {COPIES}
+    shared = {*groups, COPIES} if copies > 1 else ()
     groups |= stage_groups(load_kernels(question.kernels))
     return Setting(
         blocks=blocks,
         sizes=question.sizes(candidate.mbs * candidate.dp),
         atoms={atom: mesh.size(atom) for atom in ATOMS},
-        rings={atoms: mesh_ring(question.cluster, rings_mesh, atoms, question.calibration) for atoms in groups},
+        rings=rings_on(question.cluster, mesh, groups, question.calibration),
         zero=candidate.zero,
         copies=copies,
+        state_rings=rings_on(question.cluster, mesh.divided(copies), shared, question.calibration),
         cp_order=candidate.cp_order,
     )
+
+
+def rings_on(
+    cluster: Cluster, mesh: Mesh, groups: Iterable[tuple[str, ...]], calibration: Calibration
+) -> Mapping[tuple[str, ...], Ring]:
+    """Return the rings of some groups of ranks, by their atoms."""
+    return {atoms: mesh_ring(cluster, mesh, atoms, calibration) for atoms in groups}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,12 @@ from typing import Literal
 import numpy as np
 
 from autoshard.cost.collective import Number, Ring
-from autoshard.cost.setting import COPIES, Question, Setting
+from autoshard.cost.setting import Question, Setting
 from autoshard.graph.kinds.optimizer import UPDATES
 from autoshard.layout.layout import Collective, CollectiveKind
 from autoshard.plan.lowering import StepGraph, split_pending
 from autoshard.spec.kernels import Kernels, load_kernels
+from autoshard.spec.mesh import COPIES
 from autoshard.spec.workload import DTYPE_BYTES, Workload
 
 Send = tuple[CollectiveKind, Number, Number]  # what, bytes, how often
@@ -85,7 +86,8 @@ def update_cost(
     """Price the step phase of a rank that holds these weights, in so many blocks.
 
     ZeRO-0 sums gradients everywhere; ZeRO-1 scatters the sums and gathers new weights; ZeRO-3 does so block by block in
-    every micro-batch, and gathers the weights twice (forward and backward). What also awaits tp is summed there once.
+    every micro-batch, and gathers the weights twice (forward and backward). What also awaits tp is summed there once,
+    and so are the pieces of copies of the states.
 
     A part of data parallelism's traffic may hide behind passes, with which the rank is busy so long for each
     micro-batch: sums of gradients are whole in the last backward, and weights are awaited once; under ZeRO-3 both
@@ -98,7 +100,7 @@ def update_cost(
     messages = _messages(weights, setting, question, num_micro_batches, num_blocks)
     sums_s: Number = 0.0
     for part, collective, size, times in messages:
-        ring = setting.rings[collective.atoms]
+        ring = _ring(setting, part, collective)
         taken_s = times * ring.time_s(collective, size) * (rates.dp_ratio if part == "dp" else 1.0) * (size > 0)
         seconds[part] = seconds[part] + taken_s
         sent[part] = sent[part] + times * ring.sent_bytes(collective, size)
@@ -195,8 +197,13 @@ def gathering_share(weights: Weights, setting: Setting, question: Question) -> f
     seconds: dict[CollectiveKind, float] = defaultdict(float)
     for part, collective, size, _ in _messages(weights, setting, question, 1, 1):
         if part == "dp":
-            seconds[collective.kind] += float(setting.rings[collective.atoms].time_s(collective, size))
+            seconds[collective.kind] += float(_ring(setting, part, collective).time_s(collective, size))
     return seconds["all_gather"] / (sum(seconds.values()) or 1.0)
+
+
+def _ring(setting: Setting, part: str, collective: Collective) -> Ring:
+    """Return the ring of a message; those of dp are within a copy of the states, or between copies."""
+    return ((part == "dp" and setting.state_rings) or setting.rings)[collective.atoms]
 
 
 def _messages(
@@ -214,9 +221,9 @@ def _messages(
             sends = [("all_reduce" if summed else "reduce_scatter", gradients, 1), ("all_gather", whole, 1)]
         for kind, size, repeats in sends if atoms else ():
             yield "dp", Collective(kind=kind, dim=None, atoms=atoms), size, repeats
-            if setting.copies > 1 and kind != "all_gather":
+            if setting.state_rings and kind != "all_gather":
                 piece = size / num_shards(atoms, setting) if kind == "reduce_scatter" else size
-                yield "dp", _all_reduce(COPIES), piece, repeats
+                yield "dp", _all_reduce(COPIES), piece, repeats / num_micro_batches if setting.zero == 3 else 1
     for atoms, count in _grouped(summed_weights(weights, setting), 1).items():
         if atoms:
             yield "tp", _all_reduce(atoms), count * per_gradient, 1

@@ -89,6 +89,16 @@ class PlanPrograms:
                 groups |= {*split_pending(parts.program.results[f"{tensor.name}.sum"].layout.sums)}
         return frozenset(groups)
 
+    def spreads(self) -> frozenset[tuple[str, ...]]:
+        """Return the atoms over which the batch is spread for some weight: its ranks may share the optimizer's work."""
+        sums = (
+            parts.program.results[f"{tensor.name}.sum"].layout.sums
+            for blocks in self.stages
+            for parts in blocks.values()
+            for tensor in parts.block.parameters
+        )
+        return frozenset(split_pending(pending)[0] for pending in sums)
+
 
 def programs_of(plan: Plan, *, packs: bool = False) -> PlanPrograms:
     """Read the programs off a plan's table; refuse all entries at once that the torch engine cannot execute.

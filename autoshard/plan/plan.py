@@ -202,6 +202,12 @@ class Plan:
         return f"<Plan: {self.model.name} on {self.cluster.num_nodes} x {self.cluster.name}, {self.candidate}{seconds}>"
 
     @property
+    def num_copies(self) -> int:
+        """How many copies of the states that ZeRO divides the ranks of dp and cp hold together."""
+        num_ranks = self.mesh.size("dp") * self.mesh.size("cp")
+        return num_ranks // (self.zero_group or num_ranks)
+
+    @property
     def candidate(self) -> Candidate:
         """The plan's choices as one line of text; pasted after ``--at`` it gives this plan again."""
         tp, layers = self.mesh.size("tp"), tuple(stage.num_layers for stage in self.stages)

@@ -5,12 +5,12 @@ receive posted each way, the next that its rank's list takes, and posts it again
 right after the action that made the message, and hold up its rank until they are taken.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import get_args
 
-from autoshard.errors import Fault
+from autoshard.errors import Fault, InputError
 from autoshard.schedule.builders import Action, ActionKind, ActionLists
 from autoshard.schedule.schedule import Schedule
 
@@ -128,3 +128,20 @@ def _inputs(lists: ActionLists) -> dict[Action, list[Action]]:
             sources.append(("I" if (stage + 1, number) in split else "B", stage + 1))
         sources_of[action] = [Action(kind=kind, stage=source, micro_batch=number) for kind, source in sources]
     return sources_of
+
+
+def refuse_crossing(schedule: Schedule) -> None:
+    """Refuse an order in which a rank takes the messages of a channel in another order than they are sent."""
+    sent: dict[tuple[int, int, bool], list[tuple[int, int]]] = defaultdict(list)
+    received: dict[tuple[int, int, bool], list[tuple[int, int]]] = defaultdict(list)
+    for action in (action for actions in schedule.action_lists() for action in actions if action.kind != "W"):
+        back = action.kind != "F"
+        before, after = (action.stage + 1, action.stage - 1) if back else (action.stage - 1, action.stage + 1)
+        for messages, start, stop in ((received, before, action.stage), (sent, action.stage, after)):
+            if 0 <= start < schedule.num_stages and 0 <= stop < schedule.num_stages:
+                ends = schedule.place_of(start)[0], schedule.place_of(stop)[0]
+                messages[*ends, back].append((stop, action.micro_batch))
+    for (sender, receiver, back), order in sent.items():
+        if sender != receiver and order != received[sender, receiver, back]:
+            message = f"pipeline rank {receiver} takes what rank {sender} sends in another order, which devices cannot"
+            raise InputError.of("schedule", f"{message}. Order the actions of both alike")

@@ -4,7 +4,7 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from autoshard.spec.cluster import Cluster, Placement
 # A mesh has an axis as a whole, or as these atoms, whose product it is.
 AXIS_ATOMS: Mapping[str, tuple[str, ...]] = {"dp": ("edp", "ep"), "tp": ("kv", "rep")}
 ATOMS: tuple[str, ...] = ("pp", "edp", "ep", "cp", "kv", "rep")
+COPIES: tuple[str, ...] = ("copies",)  # the ranks that hold the same piece of the states
 Ints = NDArray[np.int64]
 _NAMES = (*ATOMS, *AXIS_ATOMS)
 _ATOM_TEXT = re.compile(r"([A-Za-z_]\w*)=([0-9]{1,12})")
@@ -124,6 +125,17 @@ class Mesh:
     def __str__(self) -> str:
         """Print the text form."""
         return f"{','.join(f'{name}={size}' for name, size in self.axes)} on {self.placement}"
+
+    def divided(self, copies: int) -> "Mesh":
+        """Split edp into copies of the states, outermost, and the ranks over which a copy is divided.
+
+        >>> str(Mesh.parse("pp=2,edp=4,ep=1,cp=1,kv=1,rep=1 on 0-7").divided(2))
+        'pp=2,copies=2,edp=2,ep=1,cp=1,kv=1,rep=1 on 0-7'
+        """
+        axes: list[tuple[str, int]] = []
+        for name, size in self.axes:
+            axes += [(COPIES[0], copies), (name, size // copies)] if name == "edp" else [(name, size)]
+        return replace(self, axes=tuple(axes))
 
     @property
     def num_ranks(self) -> int:

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import autoshard.engine.torch.engine as engine_module
-from autoshard.engine.torch.world import refuse_crossing
 from autoshard.errors import InputError
 from autoshard.schedule.builders import BUILDERS
 from autoshard.schedule.schedule import Schedule
+from autoshard.schedule.verify import refuse_crossing
 from tests.ranks.cases import Task, compare, gpt, llama, patched, plan_of, run_steps
 from tests.ranks.spawn import on_ranks
 from tests.slower import rest_is_slow

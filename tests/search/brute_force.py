@@ -105,8 +105,10 @@ def every_point(request: Request) -> Iterator[Candidate]:
     }  # fmt: skip
     choices = [[pins[key]] if key in pins else values for key, values in free.items()]
     for layout in layouts(request):
-        for values in itertools.product(*choices):
-            yield replace(layout, **dict(zip(free, values, strict=True)))
+        of_node, rest = divmod(request.cluster.ranks_per_node, layout.tp)
+        groups = [layout.zero_group] if "zero_group" in pins else [None] if rest or of_node == 1 else [None, of_node]
+        for group, *values in itertools.product(groups, *choices):
+            yield replace(layout, zero_group=group, **dict(zip(free, values, strict=True)))
 
 
 def says_something(point: Candidate, request: Request) -> bool:
@@ -116,12 +118,19 @@ def says_something(point: Candidate, request: Request) -> bool:
     meaning = {
         "sp": point.tp > 1 or not point.sequence_parallel,
         "zero": point.zero == 1 or point.dp * point.cp > 1,
+        "zero_group": point.zero_group is None or of_nodes(point, request.engines[0]),
         "cp_kind": point.cp_kind == "ring" or (point.cp > 1 and point.tp == 1),
         "cp_order": point.cp_order == "contiguous" or (point.cp > 1 and point.cp_kind == "ring"),
         "schedule": (point.schedule == "1f1b" or point.pp > 1) and ("vp" not in request.pins or free_chunks),
         "vp": free_chunks and point.pp * point.vp <= request.model.num_layers,
     }
     return all(says for key, says in meaning.items() if key not in request.pins)
+
+
+def of_nodes(point: Candidate, engine: str) -> bool:
+    """Whether nodes hold copies of the states that they divide, each of them those of all experts."""
+    group, rest = divmod(point.zero_group or 1, point.ep * point.cp)
+    return engine == "torch" and point.zero > 0 and point.dp > group * point.ep and not rest
 
 
 def points(request: Request) -> list[Candidate]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoshard.plan.candidate import parse_pins
+from autoshard.plan.candidate import Candidate, parse_pins
 from autoshard.plan.rules.check import legality
 from autoshard.search.bound.bounds import least_of_any
 from autoshard.search.bound.priced_layouts import LayoutPricer
@@ -63,5 +63,6 @@ def test_layouts_in_one_piece_have_the_bounds_that_they_have_in_parts(case):
     pricer, parts = lowerings(case)
     assert len(parts) > 1
     for zero in (0, 1, 3):
-        apart = [least_of_any(part.at_least, [zero], CAPACITY) for part in parts]
-        assert least_of_any(pricer.joined(parts).at_least, [zero], CAPACITY) == pytest.approx(np.concatenate(apart))
+        states = [Candidate(zero=zero)]
+        apart = [least_of_any(part.at_least, states, CAPACITY) for part in parts]
+        assert least_of_any(pricer.joined(parts).at_least, states, CAPACITY) == pytest.approx(np.concatenate(apart))

@@ -61,9 +61,9 @@ def agrees(request: Request) -> None:
     """Compare what is listed, what is legal, what is refused, and in which words."""
     space, alone = space_of(request), rejections_alone(request)
     listed = [
-        bare(replace(space.candidate(layout, 0), zero=base.zero, cp_kind=base.cp_kind, cp_order=base.cp_order,
-                     schedule=base.schedule, sp=sp, vp=vp))
-        for base, sp, some, chunks in run_choices(space, request.model.num_layers, request.pins)
+        bare(replace(space.candidate(layout, 0), zero=base.zero, zero_group=base.zero_group, cp_kind=base.cp_kind,
+                     cp_order=base.cp_order, schedule=base.schedule, sp=sp, vp=vp))
+        for base, sp, some, chunks in run_choices(space, request.model, request.cluster, request.pins)
         for layout, vp in zip(some.tolist(), chunks.tolist(), strict=True)
     ]  # fmt: skip
     assert len(listed) == len(set(listed)) and {*listed} == {*alone}
@@ -123,8 +123,9 @@ def test_what_is_pinned_is_filtered_as_its_points_are(pins: str):
         ask("llama3-8b", "trn1.32xlarge", 2, pins="mbs=1,tp=8,zero=1", seq_len=1000),
         pytest.param(ask("mixtral-8x7b", "trn2.48xlarge", pins="mbs=1,tp=4"), marks=pytest.mark.slow),
         ask("mixtral-8x7b", "h100-80", pins="mbs=1,vp=1,zero=1"),
+        ask("tiny-mixtral", "h100-80", 2, global_batch=16, pins="pp=1,mbs=1,recompute=none"),
     ],
-    ids=["6 ranks", "experts", "nothing", "trn1", "odd sequence", "experts on trn2", "experts on GPUs"],
+    ids=["6 ranks", "experts", "nothing", "trn1", "odd sequence", "experts on trn2", "experts on GPUs", "two nodes"],
 )
 def test_other_questions_are_filtered_as_their_points_are(request_: Request):
     agrees(request_)
@@ -173,6 +174,8 @@ def usual(point: Candidate) -> Candidate:
     found = replace(point, recompute=(point.recompute[0],))
     if point.dp * point.cp == 1:
         found = replace(found, zero=1)
+    if point.zero_group == point.dp * point.cp:
+        found = replace(found, zero_group=None)
     if point.cp == 1 or point.cp_kind == "all_to_all":
         found = replace(found, cp_order="contiguous")
     if point.pp == 1:

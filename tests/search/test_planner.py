@@ -25,6 +25,7 @@ QUESTIONS = {
     "tiny-llama": ask("tiny-llama", global_batch=8, pins="mbs=1,recompute=none"),
     "tiny-llama, stages": ask("tiny-llama", global_batch=8, pins="pp=2,vp=1,stages=1/3,recompute=full/none"),
     "llama3-8b": ask("llama3-8b", "trn1.32xlarge", pins="tp=8,pp=1,cp=1"),
+    "two nodes": ask("tiny-llama", "a100-80", 2, global_batch=16, pins="mbs=1,pp=1,recompute=none"),
     "nothing fits": ask("llama3-70b", "trn1.32xlarge", pins="tp=32,mbs=1"),
     "nothing is legal": ask("tiny-llama", ranks=7, pins="tp=7"),
 }

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from autoshard.cost.stages import StageOptions, price_stages
 from autoshard.cost.step import step_seconds
 from autoshard.plan.recompute import Recompute
-from autoshard.search.bound.bounds import least_bytes, least_of_any
+from autoshard.search.bound.bounds import least_bytes, least_of_any, states_of
 from autoshard.search.bound.legal_space import RunVariant, legal_space
 from autoshard.search.bound.points import Points, least_bounds
 from autoshard.search.bound.priced_layouts import LayoutPricer, PricedLayouts
@@ -46,10 +46,10 @@ def is_bounded(request: Request, share: float) -> None:
         capacity = small.peak_bytes + share * max(0.0, fastest.peak_bytes - small.peak_bytes)
         best = point.fastest(capacity)
         assert (
-            least_of_any(plain.at_least, [point.candidate.zero], capacity)[0]
+            least_of_any(plain.at_least, [states_of(point.candidate)], capacity)[0]
             <= (best.time_s if best else np.inf) * SURE
         )
-        assert least_bytes(plain.at_least, point.candidate.zero)[0] <= small.peak_bytes * SURE
+        assert least_bytes(plain.at_least, states_of(point.candidate))[0] <= small.peak_bytes * SURE
         time, memory = Goal(capacity=capacity), Goal(objective="memory", capacity=capacity)
         assert least_bounds(least, [variant], time, np.inf)[0][0] <= (best.time_s if best else np.inf) * SURE
         for goal, value in ((time, best.time_s if best else np.inf), (memory, small.peak_bytes)):

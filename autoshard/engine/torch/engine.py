@@ -27,7 +27,7 @@ from autoshard.engine.torch.states.flat import flats
 from autoshard.engine.torch.states.store import Store
 from autoshard.engine.torch.states.weight import Tied, Weight
 from autoshard.engine.torch.steps import RankContext
-from autoshard.engine.torch.world import World, channel_backend, refuse_crossing
+from autoshard.engine.torch.world import World, channel_backend
 from autoshard.files import replace_text
 from autoshard.graph.op import Array
 from autoshard.plan.lowering import split_pending
@@ -36,6 +36,7 @@ from autoshard.run.activity import RankActivity
 from autoshard.run.placement import MeshRank, StatePiece, sequence_order
 from autoshard.run.protocol import HOST, Allows, Batch, Run, StepReport, whenever_finite
 from autoshard.run.reports import Measured
+from autoshard.schedule.verify import refuse_crossing
 from autoshard.spec.training import Training
 
 Whole = Callable[[str], Array]  # a whole weight by its name, as in ``OpGraph.instances``
@@ -201,6 +202,7 @@ class TorchEngine:
                 yield Weight(
                     instance=instance, owner=owner, name=parameter, block=self.graph.block_of(owner), layout=layout,
                     mesh_rank=mesh_rank, summed=summed, spread=spread, zero=pipeline.plan.zero, training=training,
+                    copies=pipeline.plan.num_copies if "edp" in spread else 1,
                     tied=roles.get(instance, ""), late=f"{tensor.name}.sum" in late, follows=number > 0,
                 )  # fmt: skip
 
@@ -231,7 +233,8 @@ def _world_of(plan: Plan, programs: PlanPrograms, formats: Formats, run: Run | N
         refuse_crossing(plan.schedule)
     ledger = Ledger(is_kept=run is not None and run.training.watchdog.collectives == "every")
     activity = run.activity if run else RankActivity()
-    return World.build(plan.mesh, programs.group_atoms(), backend, activity, ledger=ledger)
+    world = World.build(plan.mesh, programs.group_atoms(), backend, activity, ledger=ledger)
+    return world.divided(plan.num_copies, programs.spreads())
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

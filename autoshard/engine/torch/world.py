@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
@@ -13,11 +13,9 @@ import torch.distributed as dist
 
 from autoshard.engine.torch.formats import NOWHERE
 from autoshard.engine.torch.ledger import BegunCollective, Ledger
-from autoshard.errors import InputError
 from autoshard.run.activity import RankActivity
 from autoshard.run.protocol import HOST
-from autoshard.schedule.schedule import Schedule
-from autoshard.spec.mesh import Mesh, axis_of_atoms
+from autoshard.spec.mesh import COPIES, Mesh, axis_of_atoms
 
 Arrival = Callable[[], torch.Tensor]  # waits for what is under way, and returns it
 
@@ -272,6 +270,21 @@ class World:
         group = self.groups[tuple(atoms)]
         return group if axis is None else replace(group, axis=axis)
 
+    def divided(self, copies: int, spreads: Iterable[tuple[str, ...]]) -> "World":
+        """Add groups whose ranks share one of the copies of the states, and those whose ranks hold the same piece."""
+        if copies == 1:
+            return self
+        inner = World.build(self.mesh.divided(copies), {COPIES, *spreads}, None, self.activity, ledger=self.ledger)
+        more = {atoms if atoms == COPIES else ("shards", *atoms): group for atoms, group in inner.groups.items()}
+        counted = {atoms: replace(group, axis="dp", sent_bytes=self.sent_bytes) for atoms, group in more.items()}
+        return replace(self, groups={**self.groups, **counted})
+
+    def divided_groups(self, spread: tuple[str, ...], copies: int) -> tuple[RankGroup | None, RankGroup | None]:
+        """Return the group that shares a copy of the states of ``spread``, and the group that holds the same piece."""
+        if copies == 1:
+            return self.group(spread, "dp"), None
+        return self.groups.get(("shards", *spread)), self.groups.get(COPIES)
+
     def silent(self, *, keeps: bool = False) -> "SilentWorld":
         """Return the same world where nothing is sent; it ``keeps`` a ledger of what would be begun."""
         names = [entry.name for entry in fields(RankGroup)]
@@ -369,20 +382,3 @@ class SilentWorld(World):
 def channel_backend(device: torch.device) -> str | None:
     """Return the library for messages between devices; None where the receiver selects messages by tags."""
     return None if device.type in (HOST, NOWHERE.type) else dist.get_default_backend_for_device(device)
-
-
-def refuse_crossing(schedule: Schedule) -> None:
-    """Refuse an order in which a rank takes the messages of a channel in another order than they are sent."""
-    sent: dict[tuple[int, int, bool], list[tuple[int, int]]] = defaultdict(list)
-    received: dict[tuple[int, int, bool], list[tuple[int, int]]] = defaultdict(list)
-    for action in (action for actions in schedule.action_lists() for action in actions if action.kind != "W"):
-        back = action.kind != "F"
-        before, after = (action.stage + 1, action.stage - 1) if back else (action.stage - 1, action.stage + 1)
-        for messages, start, stop in ((received, before, action.stage), (sent, action.stage, after)):
-            if 0 <= start < schedule.num_stages and 0 <= stop < schedule.num_stages:
-                ends = schedule.place_of(start)[0], schedule.place_of(stop)[0]
-                messages[*ends, back].append((stop, action.micro_batch))
-    for (sender, receiver, back), order in sent.items():
-        if sender != receiver and order != received[sender, receiver, back]:
-            message = f"pipeline rank {receiver} takes what rank {sender} sends in another order, which devices cannot"
-            raise InputError.of("schedule", f"{message}. Order the actions of both alike")

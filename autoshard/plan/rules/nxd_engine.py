@@ -94,6 +94,12 @@ def nxd_zero_groups(c: Columns) -> Verdict:
     yield f"zero=0,tp={c.tp},cp={c.cp}: NxD adds up gradients over groups of its own, which {wrong}. Use zero=1"
 
 
+@nxd_rule("zero_group", NXD + "optimizer/zero_redundancy_optimizer.py: sharding groups are those of data parallelism")
+def nxd_zero_group(c: Columns) -> Verdict:
+    yield c.shared.zero_group is None
+    yield f"zero_group={c.shared.zero_group}: NxD divides states over all ranks that share weights. Leave it out"
+
+
 @nxd_rule("ep", MOE + "model.py:229 and 239 reduce over the world group; router gradients are wrong too (model.py:206)")
 def nxd_ep(c: Columns) -> Verdict:
     yield c.ep == 1

@@ -307,12 +307,6 @@ def zero_group(c: Columns) -> Verdict:
     yield f"zero_group={group}: {why}. Use zero=1 or 3, and a multiple of {c.ep * c.cp} that divides {whole}"
 
 
-@rule("zero_group", source="autoshard: engine/torch and engine/nxd divide states over all ranks that share weights")
-def zero_group_engine(c: Columns) -> Verdict:
-    yield c.shared.zero_group is None
-    yield f"zero_group={c.shared.zero_group}: is priced, and no engine of autoshard runs it yet. Leave it out"
-
-
 @rule("boundary", source="derived: what is handed from block to block is a hidden state with nothing left to do about")
 def boundary(c: Columns) -> Verdict:
     fault = boundary_fault(c.shared.boundary)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from autoshard.cost.schedule_counts import counts_of, in_flight_of
 from autoshard.cost.stages import BlockTotals, PipelineBlocks
 from autoshard.cost.update import stored_bytes, update_cost
-from autoshard.plan.candidate import Candidate, Zero
+from autoshard.plan.candidate import Candidate
 from autoshard.schedule.builders import builders
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
@@ -42,7 +42,7 @@ def bound_seconds(
     question, base, pp = priced.question, space.base, space.rows["pp"]
     counts = question.workload.global_batch // (space.rows["dp"] * space.rows["mbs"])
     least_work = _least_work(
-        priced, base.zero, _holds_as_1f1b(base.schedule), builders()[base.schedule].turns, capacity
+        priced, states_of(base), _holds_as_1f1b(base.schedule), builders()[base.schedule].turns, capacity
     )
     work_s, rest_s = (column[rows] for column in least_work)
     work_s = work_s + pp * space.rows["vp"] * question.calibration.task_s
@@ -58,21 +58,29 @@ def bound_seconds(
     return (passes_s + besides_s) * (1 - SURE), rest_s
 
 
-def least_of_any(priced: PricedLayouts, zeros: Sequence[Zero], capacity: float) -> Floats:
-    """Return a lower bound of the step of every layout, for any schedule; if priced without, for any recompute."""
+def states_of(base: Candidate) -> Candidate:
+    """Return what is shared over dp, and over how many ranks, as a candidate of nothing else."""
+    return Candidate(zero=base.zero, zero_group=base.zero_group)
+
+
+def least_of_any(priced: PricedLayouts, each_states: Sequence[Candidate], capacity: float) -> Floats:
+    """Return a lower bound of the step of every layout, for any schedule; if priced without, for any recompute.
+
+    ``each_states`` are the ways to share states, as ``states_of`` returns them.
+    """
     rows = priced.space.rows
     counts = priced.question.workload.global_batch // (rows["dp"] * rows["mbs"])
     least_s = np.full(len(counts), np.inf)
-    for zero, turns in itertools.product(zeros, (False, True)):
-        work_s, rest_s = _least_work(priced, zero, False, turns, capacity)
+    for states, turns in itertools.product(each_states, (False, True)):
+        work_s, rest_s = _least_work(priced, states, False, turns, capacity)
         least_s = np.minimum(least_s, counts / rows["pp"] * work_s + rest_s)
     return least_s * (1 - SURE)
 
 
-def least_bytes(priced: PricedLayouts, zero: Zero) -> Floats:
+def least_bytes(priced: PricedLayouts, states: Candidate) -> Floats:
     """Return the least bytes of the rank with the most layers: states, and activations of one micro-batch."""
     kernels = load_kernels(priced.question.kernels)
-    blocks = priced.pipeline_blocks(slice(None), _ALONE, Candidate(zero=zero))
+    blocks = priced.pipeline_blocks(slice(None), _ALONE, states)
     each_kind = [
         -(-count // priced.space.rows["pp"]) * (_states_bytes(blocks, layer) + layer.saved_bytes.min(axis=0))
         for layer, count in _kinds_of_layers(blocks)
@@ -90,9 +98,9 @@ def _holds_as_1f1b(builder: str) -> bool:
     return all(max(min(held[:chunks]) for held in schedule.in_flight_by_chunk(rank)) >= 4 - rank for rank in range(4))
 
 
-@lru_cache(maxsize=8)  # variants of the same layouts differ in little else
+@lru_cache(maxsize=16)  # variants of the same layouts differ in little else
 def _least_work(
-    priced: PricedLayouts, zero: Zero, as_1f1b: bool, turns: bool, capacity: float
+    priced: PricedLayouts, states: Candidate, as_1f1b: bool, turns: bool, capacity: float
 ) -> tuple[Floats, Floats]:
     """Return the least time of one micro-batch of every layout on all ranks together, and of the step phase.
 
@@ -100,7 +108,7 @@ def _least_work(
     """
     question, rows = priced.question, priced.space.rows
     counts = question.workload.global_batch // (rows["dp"] * rows["mbs"])
-    blocks = priced.pipeline_blocks(slice(None), _ALONE, Candidate(zero=zero))
+    blocks = priced.pipeline_blocks(slice(None), _ALONE, states)
     work_s = np.full(len(counts), np.inf)
     each_pp: list[int] = sorted(set(rows["pp"].tolist()))
     for num_ranks in each_pp:

@@ -24,10 +24,21 @@ from autoshard.plan.rules.rule import Rule
 from autoshard.schedule.builders import builders
 from autoshard.schedule.waves import Ints
 from autoshard.search.bound.request import Request
-from autoshard.search.bound.space import Pins, Space, whole_space
+from autoshard.search.bound.space import Pins, Space, divisors, whole_space
 from autoshard.search.bound.watch import Watch, go_on, never_stop
+from autoshard.spec.cluster import Cluster
+from autoshard.spec.model import ModelSpec
 
-VARIANT_KEYS = ("cp_kind", "cp_order", "sp", "zero", "schedule", "vp", "stages")  # keys that a variant decides
+VARIANT_KEYS = (
+    "cp_kind",
+    "cp_order",
+    "sp",
+    "zero",
+    "zero_group",
+    "schedule",
+    "vp",
+    "stages",
+)  # keys that a variant decides
 
 Truths = NDArray[np.bool_]
 Choice = tuple[Candidate, bool | None, Ints, Ints]  # what is shared, sp, and the layouts, with the chunks of each
@@ -71,24 +82,35 @@ class LegalSpace:
         return replace(self, variants=tuple(variant for variant in reduced if len(variant.layouts)))
 
 
-def run_choices(space: Space, num_layers: int, pins: Pins) -> Iterator[Choice]:
+def node_groups(cluster: Cluster, engine: Engine) -> tuple[int, ...]:
+    """Return over how many ranks of dp and cp an engine may divide states, so that each node holds a copy of them.
+
+    With more ranks of tp there are fewer on a node; see ``run_choices``.
+    """
+    return divisors(cluster.ranks_per_node)[1:] if engine == "torch" and cluster.num_nodes > 1 else ()
+
+
+def run_choices(space: Space, model: ModelSpec, cluster: Cluster, pins: Pins) -> Iterator[Choice]:
     """Yield every choice that is not pinned, with the layouts for which it changes something.
 
     With heads cut over cp every rank sees whole sequences, so their order changes nothing; and tp cuts no sequence.
     """
-    tp, pp, cp, dp = (space.rows[key] for key in ("tp", "pp", "cp", "dp"))
+    tp, pp, cp, ep, dp = (space.rows[key] for key in ("tp", "pp", "cp", "ep", "dp"))
     schedules = [
         name
         for name, builder in builders().items()
         if "vp" not in pins or (builder.num_chunks == pins["vp"] if builder.num_chunks else pins["vp"] > 1)
     ]
     free: dict[str, Sequence[Any]] = {"sp": (None, False), "zero": (1, 0, 3), "cp_kind": ("ring", "all_to_all")}
+    free |= {"zero_group": (None, *node_groups(cluster, space.engine))}
     free |= {"cp_order": ("contiguous", "zigzag"), "schedule": schedules}
     choices = [[pins[key]] if key in pins else values for key, values in free.items()]
-    for sp, zero, kind, order, builder in product(*choices):
+    for sp, zero, kind, group, order, builder in product(*choices):
+        of_node = (group or 1) * tp == cluster.ranks_per_node
         changes = {
             "sp": sp is None or tp > 1,
             "zero": zero == 1 or dp * cp > 1,
+            "zero_group": group is None or ((zero > 0) & of_node & (dp * cp > group) & (group % (ep * cp) == 0)),
             "cp_kind": kind == "ring" or (cp > 1) & (tp == 1),
             "cp_order": order == "contiguous" or (cp > 1) & (kind == "ring"),
             "schedule": builder == "1f1b" or pp > 1,
@@ -99,14 +121,14 @@ def run_choices(space: Space, num_layers: int, pins: Pins) -> Iterator[Choice]:
         layouts = np.flatnonzero(means)
         fixed = pins.get("vp", builders()[builder].num_chunks)
         if fixed is None:  # from two chunks on
-            counts = np.maximum(num_layers // pp[layouts] - 1, 0)
+            counts = np.maximum(model.num_layers // pp[layouts] - 1, 0)
             first = np.repeat(np.cumsum(counts) - counts, counts)
             layouts, chunks = np.repeat(layouts, counts), np.arange(int(counts.sum())) - first + 2
         else:
-            layouts = layouts if "vp" in pins else layouts[pp[layouts] * fixed <= num_layers]
+            layouts = layouts if "vp" in pins else layouts[pp[layouts] * fixed <= model.num_layers]
             chunks = np.full(len(layouts), fixed)
         if len(layouts):
-            base = replace(space.base, zero=zero, cp_kind=kind, cp_order=order, schedule=builder)
+            base = replace(space.base, zero=zero, zero_group=group, cp_kind=kind, cp_order=order, schedule=builder)
             yield base, sp, layouts, chunks
 
 
@@ -117,7 +139,7 @@ def legal_space(request: Request, engine: Engine, watch: Watch = never_stop) -> 
     """
     model, pins = request.model, request.pins
     whole = whole_space(model, request.cluster, request.workload, engine, pins)
-    choices = list(run_choices(whole, model.num_layers, pins))
+    choices = list(run_choices(whole, model, request.cluster, pins))
     counts = np.bincount(
         np.concatenate([np.zeros(0, int), *(choice[2] for choice in choices)]), minlength=whole.num_layouts
     )
@@ -163,7 +185,7 @@ def in_the_way(request: Request, engine: Engine) -> tuple[InTheWay, ...]:
     whole = whole_space(*facts, engine, request.pins)
     rules = [*all_rules(), *request.extra_rules]
     by_rules: dict[tuple[str, ...], InTheWay] = {}
-    for base, sp, layouts, chunks in run_choices(whole, model.num_layers, request.pins):
+    for base, sp, layouts, chunks in run_choices(whole, model, request.cluster, request.pins):
         rows = {key: column[layouts] for key, column in whole.rows.items()}
         space = replace(whole, rows={**rows, "vp": chunks}, base=base, sp=sp)
         for kind in range(len(space.recomputes)):

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from autoshard.blocks.cutting import Terms
 from autoshard.cost.stages import PipelineBlocks
-from autoshard.plan.candidate import Candidate, Zero, even_stages
+from autoshard.plan.candidate import Candidate, even_stages
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
-from autoshard.search.bound.bounds import bound_seconds, least_bytes, least_in_flight, least_of_any
+from autoshard.search.bound.bounds import bound_seconds, least_bytes, least_in_flight, least_of_any, states_of
 from autoshard.search.bound.legal_space import RunVariant
 from autoshard.search.bound.priced_layouts import PricedLayouts, Row
 from autoshard.search.bound.space import SIZES
@@ -60,7 +60,7 @@ class Points:
         if goal.effort.exhaustive:
             bound = np.zeros(len(rows))
         elif goal.objective == "memory":
-            bound = least_bytes(priced, space.base.zero)[rows]
+            bound = least_bytes(priced, states_of(space.base))[rows]
         points = cls(priced=priced, variant=variant, rows=rows, variant_rows=variant_rows, bound=bound, rest_s=rest_s)
         return points.only(np.isfinite(bound))
 
@@ -176,14 +176,14 @@ class PlainPoints:
         cls, parts: Sequence[PricedLayouts], joined: PricedLayouts, variants: Sequence[RunVariant], goal: Goal
     ) -> "list[PlainPoints]":
         """Return layouts, which ``joined`` has in one piece, with bounds that hold for any recompute and schedule."""
-        zeros: list[Zero] = list({variant.space.base.zero: None for variant in variants})
+        each_states = list({states_of(variant.space.base): None for variant in variants})
         is_final = goal.effort.exhaustive or goal.objective == "memory"
         if goal.effort.exhaustive:
             bounds = np.zeros(len(joined.numbers))
         elif goal.objective == "memory":
-            bounds = np.min([least_bytes(joined.at_least, zero) for zero in zeros], axis=0)
+            bounds = np.min([least_bytes(joined.at_least, states) for states in each_states], axis=0)
         else:
-            bounds = least_of_any(joined.at_least, zeros, cast(float, goal.capacity))
+            bounds = least_of_any(joined.at_least, each_states, cast(float, goal.capacity))
         ends = np.cumsum([len(part.numbers) for part in parts])[:-1]
         pairs = zip(parts, np.split(bounds, ends), strict=True)
         return [
@@ -325,7 +325,7 @@ class Solution:
         values = (float(f"{number:.{_TIE_DIGITS}g}") for number in (self.value, float(self.filling.time_s[0])))
         sizes = (space.rows[key][row] for key in (*SIZES, "vp"))
         sp_off, order, ring = space.sp is False, base.cp_order == "contiguous", base.cp_kind == "ring"
-        choices = (sp_off, base.zero != 1, base.zero, not order, not ring)
+        choices = (sp_off, base.zero != 1, base.zero, base.zero_group or 0, not order, not ring)
         return (*values, float(self.filling.peak_bytes[0]), *map(float, (*sizes, *choices)))
 
     @property

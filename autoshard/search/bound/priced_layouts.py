@@ -1,6 +1,6 @@
 """Many layouts priced at once: columns of their sizes, atoms and links, and blocks that one lowering serves."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.bound.least_recompute import LeastRecompute
 from autoshard.search.bound.space import Space
 from autoshard.spec.kernels import load_kernels
-from autoshard.spec.mesh import Mesh
+from autoshard.spec.mesh import COPIES, Mesh
 from autoshard.spec.model import ModelSpec
 
 Row = tuple[Terms, int]  # a layout, cut under some terms
@@ -57,6 +57,7 @@ class PricedLayouts(PerCandidate):
     embed: BlockTotals
     layers: tuple[BlockTotals, ...]  # of each kind of layer
     head: BlockTotals
+    state_ring: Callable[[int, tuple[str, ...]], Ring]  # of all layouts, where ZeRO divides states over so many ranks
 
     @property
     def at_least(self) -> "PricedLayouts":
@@ -69,7 +70,7 @@ class PricedLayouts(PerCandidate):
         """Return the blocks of some of its layouts, run with a schedule and the ZeRO of a candidate."""
         return PipelineBlocks(
             question=self.question,
-            setting=replace(only(self.setting, rows), zero=base.zero),
+            setting=self._step_setting(rows, base),
             schedule=schedule,
             sends=Sends.of(self.sends_s[rows], schedule.builder, load_kernels(self.question.kernels)),
             boundary_bytes=self.boundary_bytes[rows],
@@ -80,6 +81,15 @@ class PricedLayouts(PerCandidate):
             head=self.head.only(rows),
             order=layer_order(self.question.model.layer_order),
         )
+
+    def _step_setting(self, rows: Rows, base: Candidate) -> Setting:
+        """Return the numbers of the step phase; where ZeRO's groups do not divide a layout's ranks, it has one copy."""
+        setting = replace(only(self.setting, rows), zero=base.zero)
+        if base.zero_group is None:
+            return setting
+        numbers, group = self.numbers[rows], base.zero_group
+        rings = {atoms: only(self.state_ring(group, atoms), numbers) for atoms in (*setting.rings, COPIES)}
+        return replace(setting, copies=rings[COPIES].size, state_rings=rings)
 
     def fixed_s(self, rows: Rows, base: Candidate, chunks: Ints | int) -> Floats:
         """Return the fixed seconds of a step of some of its layouts, and those of the user's own terms."""
@@ -117,7 +127,7 @@ class LayoutPricer:
         buckets = [bucket_sizes(candidate, space.engine).total_bytes for candidate in candidates]
         self._bucket_bytes = np.array(buckets, dtype=np.float64)[self._division]
         self._known: dict[object, Ring] = {}
-        self._rings: dict[tuple[str, ...], Ring] = {}
+        self._rings: dict[tuple[int | None, tuple[str, ...]], Ring] = {}  # by ZeRO's group and by atoms
         self.atoms = atom_columns(model, space)
 
     def kinds(self, layouts: Ints, *, pinned: bool) -> Iterator[Ints]:
@@ -169,7 +179,7 @@ class LayoutPricer:
             part, count, rows = whole.only(indices), len(indices), numbers[indices]
             self.between()
             groups = atom_groups(blocks.every()) | stage_groups(kernels)
-            rings = {group: only(self._ring(group), rows) for group in groups}
+            rings = {atoms: only(self._ring(atoms), rows) for atoms in groups}
             setting = Setting(
                 blocks=blocks,
                 sizes=question.sizes((part.rows["mbs"] * part.rows["dp"]).astype(np.float64)),
@@ -202,6 +212,7 @@ class LayoutPricer:
                 embed=embed,
                 layers=tuple(layers),
                 head=head,
+                state_ring=self._state_ring,
             )
 
     def joined(self, parts: Sequence[PricedLayouts]) -> PricedLayouts:
@@ -259,11 +270,17 @@ class LayoutPricer:
 
     def _ring(self, atoms: tuple[str, ...]) -> Ring:
         """Return the groups over some atoms on the meshes of all layouts."""
-        if atoms not in self._rings:
-            self._rings[atoms] = only(
-                ring_column([self._one_ring(mesh, atoms) for mesh in self._meshes]), self._division
-            )
-        return self._rings[atoms]
+        return self._ring_on((None, atoms), self._meshes)
+
+    def _state_ring(self, group: int, atoms: tuple[str, ...]) -> Ring:
+        """Return the groups over some atoms that share a copy of the states, or over COPIES; one where none divides."""
+        meshes = (mesh.divided(_num_copies(mesh, group)) for mesh in self._meshes)
+        return self._ring_on((group, atoms), meshes)
+
+    def _ring_on(self, key: tuple[int | None, tuple[str, ...]], meshes: Iterable[Mesh]) -> Ring:
+        if key not in self._rings:
+            self._rings[key] = only(ring_column([self._one_ring(mesh, key[1]) for mesh in meshes]), self._division)
+        return self._rings[key]
 
     def _one_ring(self, mesh: Mesh, atoms: tuple[str, ...]) -> Ring:
         # Collectives start later where there is a pipeline, whatever ranks a group has.
@@ -271,6 +288,12 @@ class LayoutPricer:
         if key not in self._known:
             self._known[key] = mesh_ring(self.question.cluster, mesh, atoms, self.question.calibration)
         return self._known[key]
+
+
+def _num_copies(mesh: Mesh, group: int) -> int:
+    """Return how many copies of the states a mesh holds where ZeRO divides over so many ranks of dp and cp."""
+    divided, rest = divmod(mesh.size("dp") * mesh.size("cp"), group)
+    return divided if divided and not rest and mesh.size("edp") % divided == 0 else 1
 
 
 def joined_totals(parts: Sequence[BlockTotals]) -> BlockTotals:

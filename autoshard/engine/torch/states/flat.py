@@ -36,6 +36,8 @@ class Flat:
     sums: torch.Tensor
     summed: RankGroup | None
     spread: RankGroup | None
+    shards: RankGroup | None  # the part of ``spread`` whose ranks share one copy of the states
+    copies: RankGroup | None  # the part of ``spread`` whose ranks hold the same piece of the states
     zero: Zero
     tied: Tied
     num_copies: int
@@ -47,13 +49,14 @@ class Flat:
     def of(cls, world: World, weights: Sequence[Weight], blocks: Mapping[str, Array], formats: Formats) -> "Flat":
         """Lay weights with these blocks side by side, without memory of earlier steps."""
         first = weights[0]
-        spread, master = world.group(first.spread, "dp"), first.dtype("master", formats)
+        shards, copies = world.divided_groups(first.spread, first.copies)
+        master = first.dtype("master", formats)
         arrays, dtype = [blocks[weight.instance] for weight in weights], first.block.tensors[first.name].dtype
         values = torch.cat([formats.tensor(array, dtype).reshape(-1) for array in arrays])
         exact = torch.cat([own(array, device=formats.staging).reshape(-1) for array in arrays])
-        updated = _piece(exact if master else values, spread if first.zero else None)
+        updated = _piece(exact if master else values, shards if first.zero else None)
         if first.zero == 3:
-            values = _piece(values, spread)
+            values = _piece(values, shards)
         moment, num_moments = first.dtype("moment1", formats), first.optimizer.num_moments
         context = KernelContext(formats=formats)
         calls = {
@@ -65,10 +68,12 @@ class Flat:
             values=values,
             sums=torch.zeros(len(values), dtype=first.dtype("sum", formats), device=formats.device),
             summed=world.group(first.summed, "tp"),
-            spread=spread,
+            spread=world.group(first.spread, "dp"),
+            shards=shards,
+            copies=copies,
             zero=first.zero,
             tied=first.tied,
-            num_copies=world.num_ranks(first.replicated),
+            num_copies=first.replica[1],
             master=updated.to(formats.device, master, copy=True) if master else None,
             moments=tuple(torch.zeros(len(updated), dtype=moment, device=formats.device) for _ in range(num_moments)),
             stepping={kind: kernel_of(kind, call, context) for kind, call in calls.items()},
@@ -77,12 +82,12 @@ class Flat:
     @property
     def shared(self) -> RankGroup | None:
         """The group whose ranks share the optimizer's work."""
-        return self.spread if self.zero else None
+        return self.shards if self.zero else None
 
     @property
     def parted(self) -> RankGroup | None:
         """The group whose ranks each hold a piece of values and sums (ZeRO-3); None if these stay whole."""
-        return self.spread if self.zero == 3 else None
+        return self.shards if self.zero == 3 else None
 
     def views(self, flat: torch.Tensor) -> Tensors:
         """Return the part of each weight in opened values or sums, in the shape of the weight, by instance."""
@@ -91,12 +96,18 @@ class Flat:
         return {weight.instance: part.view(weight.shape) for weight, part in zip(self.weights, parts, strict=True)}
 
     def begin_reducing(self) -> Arrival:
-        """Sum over ranks with copies of weights; begin to sum over the batch: all, or under ZeRO-1 a padded piece."""
+        """Sum over ranks with copies of weights; begin to sum over the batch: all, or under ZeRO-1 a padded piece.
+
+        Ranks that hold the same piece add up what each copy's ranks have summed.
+        """
         if self.summed:
             self.summed.all_reduce(self.sums)
-        if self.shared and not self.parted:
-            return self.shared.begin_reduce_scatter(_padded(self.sums, len(self.shared.ranks)))
-        if self.spread and not self.parted:
+        if self.parted:
+            return self.copies.begin_all_reduce(self.sums) if self.copies else lambda: self.sums
+        if self.shared:
+            arrive, copies = self.shared.begin_reduce_scatter(_padded(self.sums, len(self.shared.ranks))), self.copies
+            return (lambda: copies.all_reduce(arrive())) if copies else arrive
+        if self.spread:
             return self.spread.begin_all_reduce(self.sums)
         return lambda: self.sums
 

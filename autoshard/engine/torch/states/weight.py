@@ -31,6 +31,7 @@ class Weight:
     spread: tuple[str, ...]  # atoms over which the batch is spread
     zero: Zero  # what each of those ranks has a piece of: nothing, the optimizer's state, or all of it
     training: Training
+    copies: int = 1  # of the states over the ranks of ``spread``, each divided among as many of them
     late: bool = False  # whether W computes its gradient, after I
     follows: bool = False  # whether it lies right behind the weight before it
     tied: Tied = ""
@@ -57,12 +58,20 @@ class Weight:
         return tuple(atom for atom, _ in self.mesh_rank.mesh.axes if atom not in {"pp", *cut})
 
     @property
-    def saves(self) -> bool:
-        """Whether this rank writes the weight to checkpoints; each replica of a stage writes an equal share."""
+    def replica(self) -> tuple[int, int]:
+        """Which of the ranks that update the same numbers this one is, and how many they are."""
         number, count = 0, 1
+        if self.copies > 1:
+            ranks_of_a_copy = self.mesh_rank.mesh.size("edp") // self.copies
+            number, count = self.mesh_rank.coordinate("edp") // ranks_of_a_copy, self.copies
         for atom in self.replicated:
             number, count = number + count * self.mesh_rank.coordinate(atom), count * self.mesh_rank.mesh.size(atom)
-        return self.tied != "copy" and saves_alone(self.owner, number, count)
+        return number, count
+
+    @property
+    def saves(self) -> bool:
+        """Whether this rank writes the weight to checkpoints; each replica of a stage writes an equal share."""
+        return self.tied != "copy" and saves_alone(self.owner, *self.replica)
 
     @property
     def optimizer(self) -> Update:
