@@ -201,7 +201,7 @@ def _vendor_words(setup: Setup, vendor: Answer) -> str:
 def _against(vendor: Answer) -> str:
     """Return why a layout may not run here: the names of Rules, or the memory that it lacks."""
     rules = [(words, _RULE.search(words)) for words in vendor.against]
-    return "; ".join(f"Rule {rule[1]}" if rule else words for words, rule in rules)
+    return "; ".join(f"Rule {rule[1]}" if rule else words.partition(";")[0] for words, rule in rules)
 
 
 def _ratio_words(one: Planned) -> str:

@@ -101,7 +101,7 @@ def _with_kernels(plan: Plan, kernels: str) -> Candidate:
     candidate, resolve = plan.candidate, load_kernels(plan.kernels).resolve
     named = tuple(
         replace(kind, ops=_named(resolve(kind.ops), kernels) or resolve(kind.ops))
-        if kind.ops and not set(kind.ops) <= set(load_kernels(kernels).selective)
+        if kind.ops and not set(kind.ops) <= set(load_kernels(kernels).sets)
         else kind
         for kind in candidate.recompute
     )
@@ -110,7 +110,7 @@ def _with_kernels(plan: Plan, kernels: str) -> Candidate:
 
 def _named(ops: Sequence[str], kernels: str) -> tuple[str, ...]:
     """Return the names of sets that hold these operations and no others; () where there are none."""
-    sets = {name: set(held) for name, held in load_kernels(kernels).selective.items() if held}
+    sets = {name: set(held) for name, held in load_kernels(kernels).sets.items() if held}
     names = [name for name, held in sets.items() if held <= set(ops)]
     if {op for name in names for op in sets[name]} != set(ops):
         return ()

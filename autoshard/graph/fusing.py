@@ -141,7 +141,8 @@ def recompute(block: Block, kernels: Kernels, names: tuple[str, ...] | None) -> 
     again, as the table says.
     """
     assert block.recompute == "none", f"{block.kind} is recomputed already"
-    known_names = sorted({*(name for group in block.fused for name in group.ops), *kernels.selective})
+    of_sets = (name for ops in kernels.stated.values() for name in ops)  # a layer may lack some, as one without experts
+    known_names = sorted({*(name for group in block.fused for name in group.ops), *kernels.sets, *of_sets})
     unknown = [name for name in names or () if name not in known_names]
     if unknown:
         raise InputError(

@@ -155,7 +155,7 @@ def _kernels() -> list[Entry]:
 
     tables = map(load_kernels, kernels_names())
     return [
-        {"name": table.name, "program": table.program, "selective recompute": ", ".join(sorted(table.selective))}
+        {"name": table.name, "program": table.program, "selective recompute": ", ".join(sorted(table.sets))}
         for table in tables
     ]
 

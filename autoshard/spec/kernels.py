@@ -101,9 +101,10 @@ class Kernels:
     ``program`` says in words what the seconds of a plan with these kernels are about, ``engine`` which of autoshard's
     engines that is, if any. ``unmeasured``: it has not run on such a device, so that the counts are derived.
 
-    Recompute: ``selective`` maps the framework's names to sets of operations that it can recompute. ``clones_end``
-    says where a run of recomputed operations ends: at the last tensor that backward needs, or at the output of the
-    run. ``keeps_gathered``: a gathered input is kept gathered, so that backward does not gather it again.
+    Recompute: ``selective`` maps the framework's names to sets of operations that it can recompute. Sets of ``stated``
+    it recomputes too, where a candidate names them or their operations; no search tries them. ``clones_end`` says where
+    a run of recomputed operations ends: at the last tensor that backward needs, or at the output of the run.
+    ``keeps_gathered``: a gathered input is kept gathered, so that backward does not gather it again.
 
     Pipelines: ``waits_for_sends`` names the schedules (``*``: all) in which a rank waits while it sends; in all
     others, those of users included, it computes meanwhile. ``receives_apart``: a rank does not receive from a
@@ -169,6 +170,7 @@ class Kernels:
     settles_experts: bool = False
     keeps_units: bool = False
     remakes_inputs: bool = False
+    stated: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
 
     def __post_init__(self) -> None:
         settings = [setting for setting in fields(self) if setting.name not in _NAMES]
@@ -192,9 +194,14 @@ class Kernels:
         named = (kernel for kernel in self.kernels if any(fnmatchcase(op, pattern) for pattern in kernel.ops))
         return next((kernel for kernel in named if drops or not kernel.drops), None)
 
+    @property
+    def sets(self) -> Mapping[str, tuple[str, ...]]:
+        """All sets of operations that can be recomputed, searched or stated."""
+        return {**self.selective, **self.stated}
+
     def resolve(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Replace the framework's names of sets by their operations; other names are operations already."""
-        return tuple(dict.fromkeys(op for name in names for op in self.selective.get(name, (name,))))
+        return tuple(dict.fromkeys(op for name in names for op in self.sets.get(name, (name,))))
 
     def capacity_bytes(self, usable_bytes: int, headroom: float) -> int:
         """Return how much of a rank's usable memory a plan may fill if it leaves this share of it free.

@@ -53,6 +53,15 @@ def test_a_page_gets_its_table_and_a_sentence_for_each_large_difference():
     slow = of_a_layout("tp=8,dp=2")
     answers = [replace(answer, plan=slow) if answer.name == VENDOR else answer for answer in one.result.answers]
     other = replace(one, result=replace(one.result, answers=tuple(answers)))
+    large = "9.00 GiB more than fit on a rank"
+    too_large = [
+        replace(answer, against=(f"{large}; as documented elsewhere it needs less",))
+        if answer.name == VENDOR
+        else answer
+        for answer in answers
+    ]
+    short = page_text(page, [replace(one, result=replace(one.result, answers=tuple(too_large)))])
+    assert f"may not run: {large} |" in short and "elsewhere" not in short
     text = page_text(page, [other])
     assert text.startswith("before\n") and text.endswith("after\n") and line(cells(other)) in text
     assert f"\n- **llama3-8b on {one.setup.nodes} x {one.setup.cluster}**: " in text

@@ -214,9 +214,9 @@ def test_differences_say_what_is_lost_and_what_is_done_instead() -> None:
 @pytest.mark.parametrize("name", WRITTEN)
 def test_the_sets_of_a_program_are_those_of_its_kernels(name: str) -> None:
     known = load_kernels(WRITTEN[name].kernels)
-    operations = {op for ops in known.selective.values() for op in ops}
+    operations = {op for ops in known.sets.values() for op in ops}
     sets = [choice for choice in WRITTEN[name].limits.selective or () if len(choice) == 1]
-    assert all(choice[0] in known.selective for choice in sets), f"{operations} have other names"
+    assert all(choice[0] in known.sets for choice in sets), f"{operations} have other names"
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12))

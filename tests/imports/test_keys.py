@@ -39,6 +39,8 @@ READ = [
      "layout.recompute", (Recompute(kind="full", num_layers=4),)),
     (MEGATRON, {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe_act"]}, "layout.recompute",
      (Recompute(kind="selective", ops=("mlp", "mlp_act")),)),
+    (MEGATRON, {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj", "shared_experts"]},
+     "layout.recompute", (Recompute(kind="selective", ops=("mla_up_proj", "shared_experts")),)),
     (MEGATRON, {"recompute_activations": True}, "layout.recompute",
      (Recompute(kind="selective", ops=("core_attn",)),)),
     (MEGATRON, {"activations_checkpoint_granularity": "full", "activations_checkpoint_method": "block",
@@ -97,7 +99,7 @@ READ = [
 
 UNREAD = [
     (NXDT, {"precision": {"type": "fp4"}}, "precision.type: fp4"),
-    (MEGATRON, {"recompute_granularity": "selective", "recompute_modules": "moe"}, "recompute_modules: moe"),
+    (MEGATRON, {"recompute_granularity": "selective", "recompute_modules": "mhc"}, "recompute_modules: mhc"),
     (
         MEGATRON,
         {"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "global_aux_loss"},

@@ -33,6 +33,12 @@ CASES = {
     "boundary": ("llama2-7b", "a100-80", 1, "tp=2,pp=2,dp=2,sp=false,boundary=[batch/dp, seq, hidden/tp]"),
     "ultraserver": ("llama3-8b", "trn2u.48xlarge", 1, "tp=16,pp=1,dp=4"),
     "one chip": ("llama3-8b", "trn1.2xlarge", 1, "tp=2,pp=1,dp=1"),
+    "stated recompute": (
+        "deepseek-v3",
+        "h100-80",
+        16,
+        "tp=2,pp=4,ep=8,recompute=selective[up_projections,experts,shared_experts]",
+    ),
     "mixed": ("llama2-7b", "a100-80", 1, "tp=2,pp=2,dp=2,recompute=full:3/selective[attention]"),
 }
 

@@ -270,6 +270,10 @@ def test_only_sets_that_hold_operations_have_an_effect_and_engines_run_their_own
         table = load_kernels(name)
         assert all(table.resolve((one,)) for one in effective_names(name))
         assert set(table.selective) - set(effective_names(name)) == ({"CoreAttention"} if name == "nxd" else set())
+        assert not table.stated.keys() & set(effective_names(name)), "no search tries them"
+        further = sorted({*table.stated, *(op for ops in table.stated.values() for op in ops)})
+        text = f"tp=8,kernels={name},recompute=" + (f"selective[{','.join(further)}]" if further else "full")
+        assert "recompute-ops" not in reasons(ask(engine=table.engine or "torch"), text)
         for engine in ("nxd", "torch"):
             found = reasons(ask(engine=engine), f"tp=8,kernels={name}")
             assert ("kernels" in found) == (name.startswith("nxd") != (engine == "nxd"))

@@ -56,6 +56,10 @@ CASES = {
         "tp=1,pp=1,cp=2,dp=2,zero=1,cp_order=zigzag",
         deepseek(query_rank=None, value_dim=7, vocab=32),
     ),
+    "what no search recomputes": (
+        "tp=2,pp=1,dp=2,ep=2,recompute=selective[up_projections,experts,shared_experts]",
+        deepseek(vocab=32, shared_ffn=8, **MIXTRAL),
+    ),
     "narrow states of whole sequences": ("tp=4,pp=1,dp=1,sp=false", deepseek(vocab=32)),
     "four stages": ("tp=1,pp=4,dp=1,schedule=zb_h1", gpt(num_layers=4)),
 }

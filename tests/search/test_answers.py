@@ -1,6 +1,7 @@
 """The answers to a question: what their names promise, and vendors' layouts against the sources that are here."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,17 +16,21 @@ from autoshard.plan.explanation import Answer
 from autoshard.search.ask.answers import PlanResult, answers_of
 from autoshard.search.ask.choice.doubt import DOUBT
 from autoshard.search.ask.planner import search
-from autoshard.search.ask.vendor.answer import vendor_answer
+from autoshard.search.ask.vendor.answer import as_documented, vendor_answer
 from autoshard.search.ask.vendor.documented import VendorLayout, vendor_layouts
 from autoshard.search.bound.request import Request, plan_at, rejections_of
 from autoshard.search.bound.watch import Look
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.workload import Precision
 from benchmarks.aws_recipes import load_aws_recipes
-from tests.search.brute_force import ask, time_s
+from tests.search.brute_force import ask, peak, time_s
 from tests.search.test_recipes import DISCREPANCIES
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "data"
+SIZED = re.compile(r"--(\S+) (\S+)")
+# Its recipe lets PyTorch's allocator extend segments, so that it reserves less than the 4 GiB that are counted here.
+OVER = {"deepseek_v3_pretrain_1024gpu_h100_bf16_config": "tp=2,pp=8,"}
 CLUSTERS = {"trainium1": "trn1.32xlarge", "trainium2": "trn2.48xlarge"}
 
 
@@ -121,6 +126,19 @@ def test_a_documented_layout_has_a_source_and_may_run_where_it_is_documented(lay
     candidate = Candidate.parse(layout.layout, request.cluster.num_ranks)
     reasons = {one.rule_id for one in rejections_of(request, candidate, request.engines[0])}
     assert reasons == DISCREPANCIES.get(layout.source.rpartition("/")[2], (set[str](), ""))[0]
+
+
+@pytest.mark.parametrize(
+    "layout", [one for one in vendor_layouts() if one.options and not one.rows], ids=lambda one: one.source[-60:]
+)
+def test_a_layout_fits_under_the_options_that_its_source_states(layout: VendorLayout):
+    stated = dict(SIZED.findall(layout.options))
+    assert Precision.named(stated.get("precision", "bf16")).name == (layout.precision or "bf16")
+    assert layout.even == ("expert-imbalance" in stated) and (load_model(layout.model).num_experts or not layout.even)
+    plan = as_documented(documented(layout), layout)
+    assert plan and plan.kernels == stated["fix"].removeprefix("kernels=") and plan.workload.seq_len == layout.seq_len
+    over = any(name in layout.source and layout.layout.startswith(start) for name, start in OVER.items())
+    assert (peak(plan) > plan.cluster.rank_memory_bytes) == over
 
 
 def test_every_recipe_of_aws_for_a_card_is_a_layout_and_says_the_same():
@@ -226,3 +244,35 @@ def test_a_vendors_layout_that_does_not_fit_is_shown_and_not_written():
     assert isinstance(found, Answer) and "more than fit" in found.against[0]
     with pytest.raises(NoPlan, match=r"the vendor's layout tp=32,pp=8.* may not be run: .* more than fit"):
         PlanResult(answers=(found,), certificate=search(ask("tiny-llama")).certificate).runnable("vendor")
+
+
+MIXTURES = {
+    "deepseek-v3": (32, "tp=2,pp=8,ep=16,dp=16,recompute=full,stages=8*7/5,fold=tp"),
+    "deepseek-v2": (16, "tp=1,pp=4,ep=32,dp=32,recompute=full"),
+    "qwen3-30b-a3b": (8, "tp=1,pp=1,ep=16,dp=64"),
+    "gpt-oss-20b": (2, "tp=2,pp=4,ep=2,dp=2,fold=tp"),
+    "gpt-oss-120b": (8, "tp=2,pp=4,ep=8,dp=8,fold=tp"),
+    "gemma3-1b": (1, "tp=1,pp=1,dp=8"),
+    "llama3.2-3b": (1, "tp=1,pp=1,dp=8"),
+}
+
+
+@pytest.mark.parametrize(("model", "nodes", "layout"), [(model, *rest) for model, rest in MIXTURES.items()])
+def test_each_family_of_2025_has_a_documented_layout_that_may_run(model: str, nodes: int, layout: str):
+    request = ask(model, "h100-80", nodes)
+    found = vendor_answer(request, plan_at(request, Candidate.parse(layout, request.cluster.num_ranks)))
+    assert isinstance(found, Answer) and (str(found.plan.candidate), found.against) == (layout, ())
+    assert ("; here without a module that predicts" in found.why) == (model == "deepseek-v3")
+
+
+def test_a_layout_that_does_not_fit_as_asked_says_what_it_needs_as_documented_and_runs_if_asked_so():
+    request = ask("qwen3-235b-a22b", "b200", 8)
+    fastest = plan_at(request, Candidate.parse("tp=8,pp=8", 64), even_refused=True)
+    found = vendor_answer(request, fastest)
+    assert isinstance(found, Answer)
+    (against,) = found.against
+    options = "--precision bf16,gradients=bf16 --expert-imbalance 0 --fix kernels=mcore"
+    assert f"; as documented for qwen3-235b-a22b on 8 x b200 ({options}) it needs" in against
+    work = replace(request.workload, precision=Precision.named("bf16,gradients=bf16"), expert_imbalance=0.0)
+    so = vendor_answer(replace(request, workload=work, pins={"kernels": "mcore"}), fastest)
+    assert isinstance(so, Answer) and not so.against and so.plan.kernels == "mcore"

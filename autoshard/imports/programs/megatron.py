@@ -51,6 +51,7 @@ from autoshard.imports.table import (
 
 _OPS_OF_MODULES: Mapping[str, str] = {  # --recompute-modules -> sets of the kernels `te`
     "core_attn": "core_attn", "layernorm": "layernorm", "mlp": "mlp", "moe_act": "mlp_act",
+    "mla_up_proj": "mla_up_proj", "moe": "moe", "shared_experts": "shared_experts",
 }  # fmt: skip
 _REPEATED_PARTS, _REPEATED_LETTER = re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)")
 _MOST_PARTS = 65_536
@@ -372,7 +373,7 @@ MEGATRON = OtherProgram(
         zero=(0, 1, 3),
         stages="free",
         recompute=("none", "selective", "full", "part"),
-        selective=(("core_attn",), ("layernorm",), ("mlp",), ("mlp_act",)),
+        selective=tuple((name,) for name in _OPS_OF_MODULES.values()),
         zero_group=True,
         router_losses=True,
         options=options_of_flags,

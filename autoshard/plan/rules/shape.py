@@ -343,7 +343,7 @@ def recompute_ops(c: Columns) -> Verdict:
     names = sorted({name for recompute in c.shared.recompute for name in recompute.ops})
     table: Mapping[str, tuple[str, ...]] = {}
     if names and c.kernels in kernels_names():
-        table = load_kernels(c.kernels).selective
+        table = load_kernels(c.kernels).sets
     known_names = tuple(dict.fromkeys((*table, *(op for ops in table.values() for op in ops))))
     wrong = [name for name in names if table and name not in known_names]
     yield not wrong

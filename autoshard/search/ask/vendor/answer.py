@@ -13,46 +13,63 @@ from autoshard.plan.rules.columns import Engine
 from autoshard.search.ask.vendor.documented import VendorLayout, vendor_layouts
 from autoshard.search.bound.request import Request, rejections_of, resolved
 from autoshard.spec.kernels import load_kernels
+from autoshard.spec.workload import Precision
 from autoshard.units import format_bytes
 
 _LONGER = 2.0  # than documented, or shorter: at another length than that a layout is no answer
 
 
 def vendor_answer(request: Request, fastest: Plan) -> Answer | str:
-    """Return the documented layout nearest to a question, as an answer; or say why there is none."""
+    """Return the documented layout nearest to a question, as an answer; or say why there is none.
+
+    Of layouts for this length and number of nodes, or for others that are as near, the first that may run comes first.
+    """
     suited = [documented for documented in vendor_layouts() if documented.suits(request.model, request.cluster)]
     suited.sort(key=lambda documented: documented.distance(request))
+    refused: list[tuple[Answer, tuple[float, ...]]] = []
     reasons: list[str] = []
     for layout in suited:
-        words = f"{layout.vendor} documents {layout.layout} for {layout.words(request.cluster.name)}"
-        longer = request.workload.seq_len / layout.seq_len
-        if not 1 / _LONGER <= longer <= _LONGER:
-            far = f"more than {_LONGER:g} times as many" if longer > 1 else f"less than 1/{_LONGER:g} of these"
-            tokens = f"{layout.seq_len} tokens a sequence; {request.workload.seq_len} are {far}"
-            reasons.append(f"{layout.vendor} documents one for {layout.place(request.cluster.name)} with {tokens}")
-            continue
-        try:
-            plan, cutting, against = _made(request, layout)
-        except InputError as error:  # no shape on so many ranks, or a tensor is pinned
-            reasons.append(f"{words}: {error}")
-            continue
-        values = {**{key: getattr(plan.candidate, key) for key in request.pins}, "kernels": plan.kernels}
-        left_out = {key: value for key, value in request.pins.items() if values[key] != value}
-        if left_out:
-            reasons.append(f"{words}, which {pins_text(left_out)} leaves out")
-            continue
-        return Answer(
-            name="vendor",
-            plan=plan,
-            why=f"{layout.vendor}, for {layout.words(request.cluster.name)}",
-            slower=step_s(plan) / step_s(fastest) - 1,
-            against=against,
-            source=layout.source,
-            nearest_run=_nearest_run(request, [run for run in suited if run.measured_s], layout, cutting),
-            unsettled_run=_unsettled_run(request, layout, cutting),
-        )
+        near = layout.distance(request)[:2]
+        if refused and near != refused[0][1]:
+            break
+        answer = _answer(request, fastest, layout, [run for run in suited if run.measured_s])
+        if isinstance(answer, str):
+            reasons.append(answer)
+        elif answer.against:
+            refused.append((answer, near))
+        else:
+            return answer
     nothing = f"no layout of {request.model.name} on {request.cluster.chip.name} is documented that autoshard knows"
-    return next(iter(reasons), nothing)
+    return refused[0][0] if refused else next(iter(reasons), nothing)
+
+
+def _answer(request: Request, fastest: Plan, layout: VendorLayout, measured: Sequence[VendorLayout]) -> Answer | str:
+    """Return a layout as an answer to a question, whatever is against it; or say why it is none."""
+    words = f"{layout.vendor} documents {layout.layout} for {layout.words(request.cluster.name)}"
+    longer = request.workload.seq_len / layout.seq_len
+    if not 1 / _LONGER <= longer <= _LONGER:
+        far = f"more than {_LONGER:g} times as many" if longer > 1 else f"less than 1/{_LONGER:g} of these"
+        tokens = f"{layout.seq_len} tokens a sequence; {request.workload.seq_len} are {far}"
+        return f"{layout.vendor} documents one for {layout.place(request.cluster.name)} with {tokens}"
+    try:
+        plan, cutting, against = _made(request, layout)
+    except InputError as error:  # no shape on so many ranks, or a tensor is pinned
+        return f"{words}: {error}"
+    values = {**{key: getattr(plan.candidate, key) for key in request.pins}, "kernels": plan.kernels}
+    left_out = {key: value for key, value in request.pins.items() if values[key] != value}
+    if left_out:
+        return f"{words}, which {pins_text(left_out)} leaves out"
+    return Answer(
+        name="vendor",
+        plan=plan,
+        why=f"{layout.vendor}, for {layout.words(request.cluster.name)}"
+        + (f"; here without {layout.lacks}" if layout.lacks else ""),
+        slower=step_s(plan) / step_s(fastest) - 1,
+        against=against,
+        source=layout.source,
+        nearest_run=_nearest_run(request, measured, layout, cutting),
+        unsettled_run=_unsettled_run(request, layout, cutting),
+    )
 
 
 def step_s(plan: Plan) -> float:
@@ -83,7 +100,18 @@ def _made(request: Request, layout: VendorLayout) -> tuple[Plan, Cutting, tuple[
     plan = request.plan(candidate, engine, cutting)
     assert plan.prediction, "a plan of a request has its prediction"
     over = plan.prediction.peak_bytes - request.capacity_bytes(plan.kernels)
-    return plan, cutting, (*against, *([f"{format_bytes(round(over))} more than fit on a rank"] if over > 0 else []))
+    against += [f"{format_bytes(round(over))} more than fit on a rank{_at_the_source(request, layout)}"] * (over > 0)
+    return plan, cutting, tuple(against)
+
+
+def _at_the_source(request: Request, layout: VendorLayout) -> str:
+    """Return what a layout needs as its source has it, in another program or format than the question's."""
+    plan = as_documented(request, layout) if layout.options else None
+    if plan is None or plan.prediction is None:
+        return ""
+    needed, usable = plan.prediction.peak_bytes, plan.cluster.rank_memory_bytes
+    place = layout.place(request.cluster.name)
+    return f"; as documented for {place} ({layout.options}) it needs {format_bytes(needed)} of {format_bytes(usable)}"
 
 
 def _nearest_run(
@@ -128,12 +156,24 @@ def _published(
 
 def _documented_s(request: Request, run: VendorLayout, cutting: Cutting | None) -> float | None:
     """Return the predicted seconds of what a layout was documented for; None where a Rule of the user's forbids it."""
-    workload = replace(request.workload, seq_len=run.seq_len, global_batch=run.global_batch)
+    plan = as_documented(request, run, cutting)
+    return None if plan is None else step_s(plan)
+
+
+def as_documented(request: Request, run: VendorLayout, cutting: Cutting | None = None) -> Plan | None:
+    """Return the plan of what a layout was documented for; None where a Rule of the user's forbids it."""
+    workload = replace(
+        request.workload,
+        seq_len=run.seq_len,
+        global_batch=run.global_batch,
+        precision=Precision.named(run.precision) if run.precision else request.workload.precision,
+        expert_imbalance=0.0 if run.even else request.workload.expert_imbalance,
+    )
     question = replace(
         request, cluster=replace(request.cluster, num_nodes=run.nodes or 1), workload=workload, pins={}, layouts=()
     )
     try:
         question, candidate, engine = _resolved(question, run)
-        return step_s(question.plan(candidate, engine, cutting, tables=False))
+        return question.plan(candidate, engine, cutting, tables=False)
     except InputError:
         return None

@@ -1,6 +1,7 @@
 """The layouts that vendors document: ``vendor_layouts.json`` holds those of recipes, scripts and tables, with sources.
 
 A layout has no dp, which takes the rest of the ranks; where the same source measured it, it has the seconds of a step.
+What a source recomputes stands in names of operations, which every program knows.
 """
 
 import json
@@ -46,6 +47,9 @@ class VendorLayout:
     global_batch: int
     layout: str  # a candidate in text, without dp
     source: str
+    precision: str = ""  # of the run, as --precision takes it, where the source says it
+    even: bool = False  # the source forces routers to choose all experts equally often
+    lacks: str = ""  # what the source has beside the layout, and the layout cannot say
     measured_s: tuple[float, ...] = ()
     rows: tuple[str, ...] = field(default=(), repr=False)  # ids of the measured rows with these seconds
     unsettled: Unsettled | None = None
@@ -68,6 +72,18 @@ class VendorLayout:
             abs(math.log2(self.global_batch / workload.global_batch)),
             sum(sizes.get(axis, 1) != 1 for axis in ("tp", "pp", "cp", "ep")),
         )
+
+    @property
+    def options(self) -> str:
+        """Return the options of the command under which a layout is as its source has it.
+
+        >>> [layout.options for layout in vendor_layouts() if layout.model == "gpt-oss-120b"][0]
+        '--precision bf16,gradients=bf16 --expert-imbalance 0 --fix kernels=mcore'
+        """
+        kernels = parse_pins(self.layout).get("kernels")
+        stated = (("precision", self.precision), ("expert-imbalance", "0" if self.even else ""))
+        fixed = ("fix", f"kernels={kernels}" if kernels else "")
+        return " ".join(f"--{name} {value}" for name, value in (*stated, fixed) if value)
 
     def place(self, cluster: str) -> str:
         """Return in words the model and the machine that the layout was documented for."""
