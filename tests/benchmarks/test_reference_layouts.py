@@ -25,6 +25,7 @@ def slower(plan: Plan, factor: float, part: str) -> Plan:
     return replace(plan, prediction=replace(said, step_time_s=time_s, low_s=0.0, high_s=2 * time_s, time_parts=parts))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow  # one test, because the searches of all recipes take a minute
 def test_the_page_is_what_the_command_writes_and_no_layout_that_can_be_chosen_is_better(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -54,6 +54,7 @@ def test_the_file_of_the_page_about_sweeps_is_a_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_every_command_of_the_page_about_sweeps_runs(tmp_path: Path) -> None:
     env = wandb_environment(tmp_path, PYTHONWARNINGS="default")
