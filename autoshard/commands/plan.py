@@ -186,7 +186,7 @@ def _read_off(module: str, question: QuestionOptions) -> ModelSpec:
     from autoshard.modules.decoder.reading import decoder_of
 
     try:
-        return decoder_of(module, question.seq_len)
+        return decoder_of(module, question.seq_len, lambda text: line.show(f"{module}: {text}"))
     finally:
         line.clear()
 

@@ -9,15 +9,13 @@ from typing import Any, cast
 import torch
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
-from autoshard.errors import InputError, require
+from autoshard.errors import require
 from autoshard.graph.block import OpGraph
 from autoshard.graph.decoder import decoder_graph
-from autoshard.graph.kinds.attention import Attend, Rotary
-from autoshard.graph.kinds.opaque import Opaque
-from autoshard.graph.written import block_lines
+from autoshard.graph.kinds.attention import Attend
 from autoshard.modules.capture import Captured
 from autoshard.modules.decoder.clusters import Clusters
-from autoshard.modules.decoder.layers import ROUTER_BY_SIGMOID, WrittenPart, opaque_notes, written_layer
+from autoshard.modules.decoder.layers import WrittenPart, opaque_notes, written_layer
 from autoshard.modules.decoder.masks import NOT_CAUSAL, Sight, sight_of
 from autoshard.modules.decoder.naming import Roles, own_name
 from autoshard.modules.decoder.pieces import Piece, SegmentFlow, parameters_of, products_of
@@ -26,22 +24,22 @@ from autoshard.modules.decoder.segments import Segment, Stack, stack_of
 from autoshard.modules.decoder.writing import LineWriter
 from autoshard.modules.dims import Dim, factors, size_of
 from autoshard.modules.program import Traced
-from autoshard.spec.hf_config import spec_from_config
-from autoshard.spec.hf_types import MODEL_TYPES
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec, TracedDecoder
 from autoshard.spec.workload import Precision, Workload
 
 _ANY = Workload(seq_len=64, global_batch=1, precision=Precision.named("bf16"))
 _LOGITS_DIMS = 3  # batch, sequence, vocabulary
+_MOST_SAID = 3  # differences from a card
 _TABLE = "torch_engine"  # of kernels; what operations compute is the same with each
 
 
-def lift_decoder(captured: Captured, module: torch.nn.Module, *, name: str, source: str) -> ModelSpec:
-    """Return a decoder whose code was captured as a model.
+def lift_decoder(
+    captured: Captured, module: torch.nn.Module, *, name: str, source: str, differences: Sequence[str] = ()
+) -> ModelSpec:
+    """Return a decoder whose code was captured as a model that carries its own operations.
 
-    A decoder of Hugging Face whose code does what its config says is the model of that config, which autoshard trains
-    as well. Any other carries its own operations.
+    ``differences`` say why it is not the card of its config, if it has one.
     """
     stack = stack_of(captured.program, _logits(captured))
     dims, embed, head = _ends(stack)
@@ -59,15 +57,7 @@ def lift_decoder(captured: Captured, module: torch.nn.Module, *, name: str, sour
     notes += [f"{total - count:,} of {total:,} parameters are not in the plan"] if count < total else []
     more = f"{count - total:,} parameters more than the {total:,} of the code: some are used more than once"
     notes += [f"the plan has {more}, and planned for each use"] if count > total else []
-    card = _of_config(module, name, source)
-    if card:
-        ours, its = _comparable(model), _comparable(replace(card, hidden_dropout=0.0, attention_dropout=0.0))
-        if ours == its and not notes:
-            return card
-        # What is planned by its work alone differs from any card, whatever it computes, as do routers by sigmoids.
-        is_read = not any(f" = {Opaque.__name__} " in line for line in traced.lines) and ROUTER_BY_SIGMOID not in notes
-        for differing in [*sorted(its - ours), *sorted(ours - its)][: int(is_read)]:
-            notes.append(f"what its config says is not what its code does: {differing}")
+    notes += [f"it is not the card of its config: {difference}" for difference in differences[:_MOST_SAID]]
     notes += _drops(module)
     return replace(model, traced=replace(traced, num_parameters=count, unlifted=tuple(notes)))
 
@@ -119,31 +109,8 @@ def _left_out(model: ModelSpec, stack: Stack, parts: Sequence[WrittenPart]) -> I
         yield f"the plan counts {ours:,} FLOPs of products in a forward pass, and the code has {theirs:,}"
 
 
-def _of_config(module: torch.nn.Module, name: str, source: str) -> ModelSpec | None:
-    """Return the model of a Hugging Face module's config, if autoshard knows its type and all of its options."""
-    config: Any = getattr(module, "config", None)
-    data: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
-    if data.get("model_type") not in MODEL_TYPES:
-        return None
-    try:
-        return spec_from_config(data, name=name, source=source)
-    except InputError:  # it has an option that cards lack, so its code says more
-        return None
-
-
 def _graph(model: ModelSpec) -> OpGraph:
     return decoder_graph(model, _ANY, load_kernels(_TABLE), micro_batch=1)
-
-
-def _comparable(model: ModelSpec) -> set[str]:
-    """Return the operations of a model, without the numbers of rotary tables, which are not read off code."""
-    operations: set[str] = set()
-    for block in _graph(model).blocks:
-        for op in block_lines(block):
-            kind = replace(op.kind, theta=1.0, scaling=None) if isinstance(op.kind, Rotary) else op.kind
-            operations.add(f"{block.kind}: {replace(op, kind=kind)}")
-    sizes = {"layers": model.num_layers, **_graph(model).sizes}
-    return operations | {f"{dim} = {size}" for dim, size in sizes.items()}
 
 
 def _pieces(segment: Segment) -> tuple[Piece, ...]:

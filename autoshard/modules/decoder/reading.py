@@ -2,36 +2,42 @@
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 
-from autoshard.errors import InputError, inside, require
+from autoshard.errors import Fault, InputError, inside, require
 from autoshard.extensions import user_function
 from autoshard.modules.capture import capture
+from autoshard.modules.decoder.cards import card_match
 from autoshard.modules.decoder.lift import lift_decoder
 from autoshard.modules.decoder.masks import NoValues
 from autoshard.spec.model import ModelSpec
 
+Show = Callable[[str], None]
 OPTION = "--module"
 _LONGEST = 8192  # tokens that are looked at, unless a sequence is asked for
 _MOST = 16384  # masks are evaluated: a byte for each pair
+_NOT_ITS_CARD = "it is not the card of its config"
+_OWN_INPUTS = "it was given inputs of its own, and cards are compared for tokens alone"
 _SEQUENCES = 2  # so that a batch is a dim
 
 
-def decoder_of(where: str, seq_len: int | None = None) -> ModelSpec:
+def decoder_of(where: str, seq_len: int | None = None, show: Show = lambda _: None) -> ModelSpec:
     """Read the decoder that a function makes: a module, or a module with example inputs by name.
 
-    It is made on torch's meta device, where tensors have no numbers, if its code can be run there.
+    It is made on torch's meta device, where tensors have no numbers, if its code can be run there. ``show`` is told
+    what is being done.
     """
     function = user_function(where, OPTION)
 
     def read(devices: Sequence[AbstractContextManager[Any]]) -> ModelSpec:
         module, inputs = _module_of(where, _made(where, function, devices))
         with inside(f"{OPTION} {where}"):
-            return read_decoder(module, seq_len, inputs, name=where.rpartition(":")[2], source=f"the code of {where}")
+            titles = {"name": where.rpartition(":")[2], "source": f"the code of {where}"}
+            return read_decoder(module, seq_len, inputs, show=show, **titles)
 
     try:
         return read([torch.device("meta"), nullcontext()])
@@ -41,16 +47,36 @@ def decoder_of(where: str, seq_len: int | None = None) -> ModelSpec:
 
 def read_decoder(
     module: torch.nn.Module, seq_len: int | None = None, inputs: Mapping[str, Any] | None = None, *, name: str = "",
-    source: str = "",
+    source: str = "", show: Show = lambda _: None,
 ) -> ModelSpec:  # fmt: skip
     """Read a decoder off its code, so that it can be planned as a card is: a module that makes logits of tokens.
 
     ``inputs`` are example inputs by name, if tokens alone, [sequences, ``seq_len``], do not do. The module stays as it
     is; on torch's meta device it needs no memory. ``traced`` of the result says what is not as in the code; it is None
-    where a Hugging Face config says it all.
+    where the module is the card of its Hugging Face config. ``show`` is told what is being done.
     """
-    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-    arguments = inputs or _tokens(module, seq_len, device)
+    kind = type(module).__name__
+    titles = {"name": name or kind, "source": source or f"the code of {kind}"}
+    with _as_in_evaluation(module):
+        match = card_match(module, titles["name"], titles["source"], show)
+        has_more = bool({*(inputs or ())} - {_first_argument(module)})
+        differences = (*match.differences, *([_OWN_INPUTS] if has_more else []))
+        if match.card and not differences:
+            return match.card
+        try:
+            show("tracing its operations")
+            captured = capture(module, inputs or _tokens(module, seq_len))
+            return lift_decoder(captured, module, differences=differences if match.card else (), **titles)
+        except NoValues:
+            raise
+        except InputError as error:
+            said = [Fault(where="config", message=f"{_NOT_ITS_CARD}: {what}") for what in differences[:1]]
+            raise InputError([*error.faults, *(said if match.card else [])]) from error
+
+
+@contextmanager
+def _as_in_evaluation(module: torch.nn.Module) -> Iterator[None]:
+    """Let a module drop nothing and return no caches, as long as it is read."""
     configs: list[Any] = [getattr(submodule, "config", None) for submodule in module.modules()]  # of Hugging Face
     caching = [config for config in configs if getattr(config, "use_cache", None)]
     modes = [(submodule, submodule.training) for submodule in module.modules()]
@@ -59,14 +85,13 @@ def read_decoder(
             config.use_cache = False  # what training does not return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of torch to transformers
-            captured = capture(module.eval(), arguments)
+            module.eval()
+            yield
     finally:
         for submodule, training in modes:
             submodule.training = training
         for config in caching:
             config.use_cache = True
-    kind = type(module).__name__
-    return lift_decoder(captured, module, name=name or kind, source=source or f"the code of {kind}")
 
 
 def _module_of(where: str, result: Any) -> tuple[torch.nn.Module, Mapping[str, Any]]:
@@ -91,11 +116,16 @@ def _made(where: str, function: Any, devices: Sequence[AbstractContextManager[An
     raise InputError.of(f"{OPTION} {where}", f"raised {type(failure).__name__}: {failure}") from failure
 
 
-def _tokens(module: torch.nn.Module, seq_len: int | None, device: torch.device) -> Mapping[str, Any]:
+def _tokens(module: torch.nn.Module, seq_len: int | None) -> Mapping[str, Any]:
     """Return tokens under the name of the first argument of a module."""
-    names = [parameter.name for parameter in inspect.signature(module.forward).parameters.values()]
-    require((bool(names), OPTION, "has a forward without arguments; a decoder takes tokens"))
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     config: Any = getattr(module, "config", None)
     usual = min(getattr(config, "max_position_embeddings", None) or _LONGEST, _LONGEST)
     length = min(seq_len or usual, _MOST)
-    return {names[0]: torch.zeros(_SEQUENCES, length, dtype=torch.int64, device=device)}
+    return {_first_argument(module): torch.zeros(_SEQUENCES, length, dtype=torch.int64, device=device)}
+
+
+def _first_argument(module: torch.nn.Module) -> str:
+    names = [parameter.name for parameter in inspect.signature(module.forward).parameters.values()]
+    require((bool(names), OPTION, "has a forward without arguments; a decoder takes tokens"))
+    return names[0]

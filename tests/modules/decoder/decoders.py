@@ -27,7 +27,7 @@ def of_transformers(kind: str, *without: str, **more: Any) -> Callable[[], nn.Mo
     return make
 
 
-FAMILIES: Mapping[str, Callable[[], nn.Module]] = {  # that have no card
+FAMILIES: Mapping[str, Callable[[], nn.Module]] = {  # without experts
     "Cohere": of_transformers("Cohere"),
     "Gemma 2": of_transformers("Gemma2", sliding_window=8),
     "Gemma 3": of_transformers("Gemma3", sliding_window=8, layer_types=["sliding_attention"] * LAYERS),
@@ -44,6 +44,16 @@ FAMILIES: Mapping[str, Callable[[], nn.Module]] = {  # that have no card
     "StableLM": of_transformers("StableLm"),
     "StarCoder 2": of_transformers("Starcoder2"),
 }  # fmt: skip
+
+EXPERTS: Mapping[str, Callable[[], nn.Module]] = {
+    "Qwen2-MoE, with a shared expert": of_transformers(
+        "Qwen2Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=32
+    ),
+    "Qwen3-MoE": of_transformers("Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "gpt-oss": of_transformers("GptOss", num_local_experts=4, num_experts_per_tok=2),
+    "Mixtral": of_transformers("Mixtral", num_local_experts=4),
+    "Mixtral, every expert apart": of_transformers("Mixtral", num_local_experts=4, experts_implementation="batched_mm"),
+}
 
 
 class Own(nn.Module):

@@ -13,7 +13,7 @@ from autoshard.errors import InputError
 from autoshard.modules.decoder.reading import decoder_of, read_decoder
 from tests.modules.decoder import decoders
 from tests.modules.decoder.decoders import TOKENS, VOCABULARY, Own, OwnLayer, of_transformers
-from tests.modules.decoder.test_lift import graph_of, on_meta, with_layers
+from tests.modules.decoder.test_lift import graph_of, lifted, on_meta, with_layers
 from tests.slower import rest_is_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -200,7 +200,7 @@ LIFTED: Mapping[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", rest_is_slow(LIFTED, 3))
 def test_a_form_has_the_numbers_and_the_flops_of_its_code(name: str):
     make, notes = LIFTED[name]
-    model, module = read_decoder(on_meta(make), TOKENS), make().eval()
+    model, module = lifted(on_meta(make)), make().eval()
     assert model.traced and model.traced.unlifted == notes
     assert model.num_parameters == sum(one.numel() for one in module.parameters())
     if model.num_experts:  # torch counts no products of experts

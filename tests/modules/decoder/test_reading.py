@@ -30,8 +30,12 @@ def of_a_card():
 def gemma():
     return FAMILIES["Gemma 2"]()
 
-def olmo():
-    return FAMILIES["OLMo 2"]()
+def phi():
+    return FAMILIES["Phi-3"]()
+
+def of_gpt_oss():
+    config = transformers.AutoConfig.for_model(**{load_config("tiny-gpt-oss")!r})
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 class SummedLayer(OwnLayer):
     def forward(self, x):
@@ -96,10 +100,11 @@ def typed(capsys: pytest.CaptureFixture[str]) -> Shown:
 
 
 @pytest.mark.slow
-def test_code_that_a_card_says_is_planned_as_the_card_is(typed: Shown):
+@pytest.mark.parametrize(("name", "card"), [("of_a_card", "tiny-llama"), ("of_gpt_oss", "tiny-gpt-oss")])
+def test_code_that_a_card_says_is_planned_as_the_card_is(name: str, card: str, typed: Shown):
     sizes = "--cluster local --ranks 4 --seq-len 64 --json"
-    code, of_code, _ = typed(f"plan --module mine.py:of_a_card {sizes} --out code.json")
-    again, of_card, _ = typed(f"plan --model tiny-llama {sizes} --out card.json")
+    code, of_code, _ = typed(f"plan --module mine.py:{name} {sizes} --out code.json")
+    again, of_card, _ = typed(f"plan --model {card} {sizes} --out card.json")
     assert code == again == 0
     answers = [json.loads(text) for text in (of_code, of_card)]
     plans = [answer["plan"] for answer in answers]
@@ -113,7 +118,7 @@ def of_its_own(plan: Any) -> dict[str, Any]:
     return {key: plan[key] for key in ("model", "prediction", "provenance")}
 
 
-@pytest.mark.parametrize("name", rest_is_slow(["own", "olmo", "gemma", "summed"], 2))
+@pytest.mark.parametrize("name", rest_is_slow(["own", "phi", "gemma", "summed"], 2))
 def test_code_that_no_card_says_is_searched_explained_and_proven(name: str, typed: Shown):
     asked = "--cluster local --ranks 8 --seq-len 32 --global-batch 16 --fix tp=2,pp=2,dp=2 --out plan.json"
     code, out, err = typed(f"plan --module mine.py:{name} {asked}")
