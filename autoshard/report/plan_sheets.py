@@ -146,9 +146,9 @@ def work_words(plan: Plan) -> str:
     workload, precision = plan.workload, plan.workload.precision
     masters = f" with {precision.masters} masters" if precision.masters else ""
     masters = " with stochastic rounding" if precision.rounds_stochastically else masters
-    parts = [("products", precision.products, None), ("gradients", precision.gradients, "fp32")]
-    parts += [("moments", precision.moments, "fp32")]
-    formats = "".join(f" and {dtype} {part}" for part, dtype, usual in parts if dtype != usual)
+    usual = {"products": None, "gradients": "fp32", "moments": "fp32"}
+    formats = "".join(f" and {dtype} {part}" for part in usual if (dtype := getattr(precision, part)) != usual[part])
+    groups = f" over groups of {counted(plan.zero_group, 'rank')}" if plan.zero_group else ""
     documents = " of separate documents" if workload.documents == "separate" else ""
     even = f", busiest expert {workload.expert_imbalance:.0%} above the mean" if plan.model.num_experts else ""
     over = "each sequence" if workload.router_balance_over == "sequence" else "each micro-batch"
@@ -157,7 +157,7 @@ def work_words(plan: Plan) -> str:
     trained = "".join(f", {coefficient:g} x {loss}" for coefficient, loss in losses if coefficient)
     return (
         f"{counted(workload.global_batch, 'sequence')} of {counted(workload.seq_len, 'token')}{documents} a step, "
-        f"{precision.weights}{masters}{formats}, {workload.optimizer}, ZeRO-{plan.zero}{even}{trained}"
+        f"{precision.weights}{masters}{formats}, {workload.optimizer}, ZeRO-{plan.zero}{groups}{even}{trained}"
     )
 
 

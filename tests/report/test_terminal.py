@@ -27,6 +27,7 @@ from autoshard.report.plan_sheets import (
     rejections_sheet,
     stage_table,
     time_sheet,
+    work_words,
 )
 from autoshard.report.sheet import Bar, Node, Table, plain
 from autoshard.report.structured import answers_json
@@ -199,6 +200,13 @@ def test_the_headline_says_formats_padding_lnc_and_counts_of_one():
     assert "vocab padded to 50264" in report(with_prediction(padded))
     trn2 = plan_of(ask("llama3-8b", "trn2.48xlarge", 2), "tp=4")
     assert "on 2 x trn2.48xlarge at lnc 2: 128 ranks" in report(with_prediction(trn2))
+
+
+def test_the_headline_says_over_how_many_ranks_states_are_divided():
+    text = "tp=1,pp=1,dp=32,zero=3"
+    whole, nodes = (plan_of(ask(cluster_name="h100-80", nodes=4), text + more) for more in ("", ",zero_group=8"))
+    assert "ZeRO-3" in work_words(whole) and "groups" not in work_words(whole)
+    assert "ZeRO-3 over groups of 8 ranks" in work_words(nodes)
 
 
 def certificate(**changes: object) -> Certificate:
