@@ -17,7 +17,6 @@ from autoshard.search.ask.no_plan import why_none
 from autoshard.search.ask.planner import SearchResult
 from autoshard.search.bound.request import Request, rejections_of
 
-_OF_AUTOSHARD = ("zero-group-engine", "recompute-ops")  # about engines of autoshard alone
 _MOST_DOUBLINGS = 7  # of nodes, until a layout fits
 _LAYOUT = ("tp", "pp", "cp", "ep", "vp")
 
@@ -29,20 +28,14 @@ class ImportAnswer:
     question: ImportedQuestion
     plan: Plan | None
     refused: tuple[Rejection, ...]
-    foreign: tuple[Rejection, ...]  # reasons for which only the other program runs it
     shapeless: str
     best: Plan | None
     ratio: Ratio | None  # of the best plan against the imported one
     why_no_best: str
 
     @property
-    def is_plan(self) -> bool:
-        """Whether an engine of autoshard runs the configuration, so that it can be kept as a plan."""
-        return self.runs and not self.foreign
-
-    @property
     def runs(self) -> bool:
-        """Whether nothing speaks against the configuration as it is."""
+        """Whether nothing speaks against the configuration as it is, so that it can be kept as a plan."""
         return self.plan is not None and not self.refused
 
 
@@ -86,8 +79,7 @@ def answered(question: ImportedQuestion, search: Callable[[Request], SearchResul
     return ImportAnswer(
         question=question,
         plan=plan,
-        refused=tuple(reason for reason in refused if reason.rule_id not in _OF_AUTOSHARD),
-        foreign=tuple(reason for reason in refused if reason.rule_id in _OF_AUTOSHARD),
+        refused=tuple(refused),
         shapeless=shapeless,
         best=best,
         ratio=ratio_of(best, plan) if best and plan and best.candidate != plan.candidate else None,

@@ -47,7 +47,6 @@ def import_json(answer: ImportAnswer) -> dict[str, Any]:
         "remarks": list(run.remarks),
         "assumed": [{"what": guess.what, "why": guess.why, "option": guess.option} for guess in question.assumed],
         "rejections": [rejection_json(reason) for reason in answer.refused],
-        "only_there": [rejection_json(reason) for reason in answer.foreign],
         "no_estimate": answer.shapeless,
         "imported": answer.plan and plan_figures(answer.plan),
         "best": answer.best and plan_figures(answer.best),
@@ -90,8 +89,7 @@ def _verdict(answer: ImportAnswer) -> Iterator[Fact]:
             continue
         yield from (Fact(Words("cannot run", "bad"), str(reason)) for reason in (first, *likewise))
     if answer.runs:
-        only = f", in {answer.question.run.program.title} only" if answer.foreign else ""
-        yield Fact(Words("runs", "good"), f"no Rule speaks against it, and it fits in memory{only}")
+        yield Fact(Words("runs", "good"), "no Rule speaks against it, and it fits in memory")
 
 
 def _best_words(answer: ImportAnswer, figures: Node) -> Iterator[Cell]:

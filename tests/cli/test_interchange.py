@@ -76,14 +76,13 @@ def test_what_cannot_run_is_said_and_not_kept(typed: Typed, recipe: Path) -> Non
     assert data["cluster"] == "h100-80" and any("does not run on" in one["why"] for one in data["assumed"])
 
 
-def test_a_layout_that_only_the_program_runs_is_priced_and_not_kept(typed: Typed) -> None:
+def test_states_that_are_divided_over_a_part_of_the_ranks_are_kept_as_a_plan(typed: Typed) -> None:
     case = next(case for case in PUBLISHED if case.file == "tp_hsdp.yaml")
     Path(case.file).write_text(case.text, encoding="utf-8")
     line = f"import {case.file} --model llama3-8b --seq-len 2048 --global-batch 8 --no-search"
-    code, out, _ = typed(line)
-    assert code == 0 and "in Accelerate only" in out
-    code, _, err = typed(f"{line} --out plan.json")
-    assert code == 2 and "no engine of autoshard runs it" in err and not Path("plan.json").exists()
+    code, out, _ = typed(f"{line} --out plan.json")
+    assert code == 0 and "ZeRO-3 over groups of 2 ranks" in out
+    assert load(Path("plan.json")).zero_group == 2
 
 
 def test_an_export_prices_what_is_lost_and_keeps_files(typed: Typed, recipe: Path) -> None:

@@ -75,13 +75,11 @@ def import_(
     name = str(first)
     configured = fitting_question(imported_run(name), question, nodes)
     answer = answered(configured, None if no_search else best)
-    written = target.write(answer.plan) if out and answer.plan and answer.is_plan else Written()
+    written = target.write(answer.plan) if out and answer.plan and answer.runs else Written()
     figures = import_json(answer)
     next_step = target.next_step if out else shlex.join(["autoshard", "import", name, "--out", "plan.json"])
-    next_step = next_step if answer.is_plan else ""
+    next_step = next_step if answer.runs else ""
     print_answer(figures if json else import_sheets(answer, Node(figures), next_step))
     if not answer.runs:
         return 1
-    refusal = "is not kept as a plan, because no engine of autoshard runs it"
-    require(*((out is None, name, f"{refusal}: {reason.message}") for reason in answer.foreign))
     return target.end(answer.plan, written) if out and answer.plan else 0
