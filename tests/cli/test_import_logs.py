@@ -115,6 +115,7 @@ def test_the_answer_to_logs_is_the_layout_to_try_next_and_its_plan(typed: Typed,
     assert typed("export next.json --to torchtitan")[0] == 0
 
 
+@pytest.mark.slow
 def test_three_rows_of_two_layouts_are_fitted_to_and_rows_of_other_programs_are_not(typed: Typed, logs: None) -> None:
     typed(f"{LINE} --rows rows.jsonl --no-search")
     path = Path("rows.jsonl")

@@ -19,6 +19,7 @@ def days_of(typed: Typed, nodes: int) -> tuple[float, float]:
     return 1e12 / data["plan"]["prediction"]["tokens_per_s"] / 86_400, usd * 1000
 
 
+@pytest.mark.slow
 def test_machines_stand_side_by_side_fastest_first(typed: Typed) -> None:
     code, text, _ = typed(f"{ASKED} --cluster trn1,h100 --nodes 2")
     assert code == 0

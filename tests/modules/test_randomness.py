@@ -392,7 +392,7 @@ def losses(mesh: str, seeds: Sequence[int], folder: str, compile: bool) -> list[
     return found
 
 
-@pytest.mark.parametrize("compile", rest_is_slow([False, True], 1, 0))
+@pytest.mark.parametrize("compile", rest_is_slow([False, True], 0, 1))
 def test_a_run_goes_on_with_the_numbers_that_it_would_have_drawn(compile: bool, tmp_path: Path):
     """On one rank and on four: keys are those of rank 0's generator."""
     one, four = (

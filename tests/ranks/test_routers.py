@@ -103,7 +103,7 @@ BIASED: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", rest_is_slow(BIASED))
+@pytest.mark.parametrize("case", rest_is_slow(BIASED, 0, 1))
 def test_biases_of_routers_move_as_in_one_process(case: str) -> None:
     """Five steps, in each of which a bias decides who is chosen: one that moved otherwise shows in all gradients."""
     text, pins, losses = BIASED[case]

@@ -68,6 +68,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_change_of_a_file_in_a_start_is_survived(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "_with_restarts", up_to_its_first_step)
     words = [*AFTER, "--steps", "5", "--learning-rate", "0.01"]

@@ -82,6 +82,7 @@ def test_numbers_of_a_question_are_counted_in_units_that_both_can_take(plan: Pla
     assert links == [2 * link.bandwidth_bytes_per_s for link in plan.cluster.links]
 
 
+@pytest.mark.slow
 def test_nothing_has_to_change_where_the_other_is_faster_or_the_plan_itself(plan: Plan, found: WhyNot):
     assert found.rival
     for text in ("tp=2", str(found.rival.candidate)):

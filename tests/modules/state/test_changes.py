@@ -61,7 +61,7 @@ def changed(names: list[str]) -> dict[str, Any]:
 _GROUPS = [[*CASES][start::8] for start in range(8)]
 
 
-@pytest.mark.parametrize("group", rest_is_slow(range(8)))
+@pytest.mark.parametrize("group", rest_is_slow(range(8), 0, 1))
 def test_what_forward_reads_may_change(group: int):
     for found in on_ranks(2, changed, _GROUPS[group]):
         wrong = {

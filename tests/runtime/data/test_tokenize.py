@@ -144,6 +144,7 @@ def started(source: Path, out: Path, pause_s: float = 0.0) -> Iterator["subproce
                 os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_work_that_is_killed_twice_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [f"document {n} " * 30 for n in range(4000)])
     with started(source, tmp_path / "whole") as process:
