@@ -109,8 +109,7 @@ class Setting(BlockSizes):
 def setting_of(question: Question, candidate: Candidate, blocks: Blocks) -> Setting:
     """Return the numbers of a single candidate whose blocks are these."""
     mesh = mesh_of(candidate, question.model, question.cluster)
-    groups, dp_ranks = atom_groups(blocks.every()), candidate.dp * candidate.cp
-    copies = dp_ranks // (candidate.zero_group or dp_ranks)
+    groups, copies = atom_groups(blocks.every()), mesh.num_copies(candidate.zero_group)
     shared = {*groups, COPIES} if copies > 1 else ()
     groups |= stage_groups(load_kernels(question.kernels))
     return Setting(

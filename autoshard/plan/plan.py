@@ -204,8 +204,7 @@ class Plan:
     @property
     def num_copies(self) -> int:
         """How many copies of the states that ZeRO divides the ranks of dp and cp hold together."""
-        num_ranks = self.mesh.size("dp") * self.mesh.size("cp")
-        return num_ranks // (self.zero_group or num_ranks)
+        return self.mesh.num_copies(self.zero_group)
 
     @property
     def candidate(self) -> Candidate:

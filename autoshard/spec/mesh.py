@@ -126,6 +126,18 @@ class Mesh:
         """Print the text form."""
         return f"{','.join(f'{name}={size}' for name, size in self.axes)} on {self.placement}"
 
+    def num_copies(self, zero_group: int | None) -> int:
+        """Return how many copies of the states the ranks of dp and cp hold if ZeRO divides them over so many ranks.
+
+        It is one without groups, and where edp does not divide into such groups, which a Rule refuses.
+
+        >>> mesh = Mesh.parse("pp=1,edp=2,ep=2,cp=1,kv=1,rep=1 on 0-3")
+        >>> [mesh.num_copies(group) for group in (None, 4, 2, 1, 3, 8)]
+        [1, 1, 2, 1, 1, 1]
+        """
+        copies, rest = divmod(self.size("dp") * self.size("cp"), zero_group or 1)
+        return copies if zero_group and copies and not rest and self.size("edp") % copies == 0 else 1
+
     def divided(self, copies: int) -> "Mesh":
         """Split edp into copies of the states, outermost, and the ranks over which a copy is divided.
 

@@ -274,7 +274,7 @@ class LayoutPricer:
 
     def _state_ring(self, group: int, atoms: tuple[str, ...]) -> Ring:
         """Return the groups over some atoms that share a copy of the states, or over COPIES; one where none divides."""
-        meshes = (mesh.divided(_num_copies(mesh, group)) for mesh in self._meshes)
+        meshes = (mesh.divided(mesh.num_copies(group)) for mesh in self._meshes)
         return self._ring_on((group, atoms), meshes)
 
     def _ring_on(self, key: tuple[int | None, tuple[str, ...]], meshes: Iterable[Mesh]) -> Ring:
@@ -288,12 +288,6 @@ class LayoutPricer:
         if key not in self._known:
             self._known[key] = mesh_ring(self.question.cluster, mesh, atoms, self.question.calibration)
         return self._known[key]
-
-
-def _num_copies(mesh: Mesh, group: int) -> int:
-    """Return how many copies of the states a mesh holds where ZeRO divides over so many ranks of dp and cp."""
-    divided, rest = divmod(mesh.size("dp") * mesh.size("cp"), group)
-    return divided if divided and not rest and mesh.size("edp") % divided == 0 else 1
 
 
 def joined_totals(parts: Sequence[BlockTotals]) -> BlockTotals:
