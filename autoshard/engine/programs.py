@@ -85,19 +85,17 @@ class PlanPrograms:
                 elif isinstance(entry, Compute):
                     groups |= {hop.atoms for hop in entry.ring}
             groups |= {counted_over(parts.program)} if self.packed else set()
-            for tensor in parts.block.parameters:
-                groups |= {*split_pending(parts.program.results[f"{tensor.name}.sum"].layout.sums)}
-        return frozenset(groups)
+        return frozenset(groups).union(*self._pending())
 
     def spreads(self) -> frozenset[tuple[str, ...]]:
         """Return the atoms over which the batch is spread for some weight: its ranks may share the optimizer's work."""
-        sums = (
-            parts.program.results[f"{tensor.name}.sum"].layout.sums
-            for blocks in self.stages
-            for parts in blocks.values()
-            for tensor in parts.block.parameters
-        )
-        return frozenset(split_pending(pending)[0] for pending in sums)
+        return frozenset(spread for spread, _ in self._pending())
+
+    def _pending(self) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+        """Yield the atoms over which the gradient of each weight awaits its sum, in the two parts of that sum."""
+        for parts in (parts for blocks in self.stages for parts in blocks.values()):
+            for tensor in parts.block.parameters:
+                yield split_pending(parts.program.results[f"{tensor.name}.sum"].layout.sums)
 
 
 def programs_of(plan: Plan, *, packs: bool = False) -> PlanPrograms:

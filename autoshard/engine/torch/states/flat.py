@@ -40,7 +40,7 @@ class Flat:
     copies: RankGroup | None  # the part of ``spread`` whose ranks hold the same piece of the states
     zero: Zero
     tied: Tied
-    num_copies: int
+    num_replicas: int
     master: torch.Tensor | None  # None: the values themselves are updated
     moments: tuple[torch.Tensor, ...]
     stepping: Mapping[Update, Kernel]  # one flat has weights that decay and weights that do not
@@ -73,7 +73,7 @@ class Flat:
             copies=copies,
             zero=first.zero,
             tied=first.tied,
-            num_copies=first.replica[1],
+            num_replicas=first.replica[1],
             master=updated.to(formats.device, master, copy=True) if master else None,
             moments=tuple(torch.zeros(len(updated), dtype=moment, device=formats.device) for _ in range(num_moments)),
             stepping={kind: kernel_of(kind, call, context) for kind, call in calls.items()},
@@ -118,7 +118,7 @@ class Flat:
 
     def share(self, square: float) -> float:
         """Return the share that this rank adds to the squared norm of all ranks: replicas count once."""
-        return square / self.num_copies if self.tied != "copy" and self.weights[0].optimizer.clipped else 0.0
+        return square / self.num_replicas if self.tied != "copy" and self.weights[0].optimizer.clipped else 0.0
 
     def update(self, piece: torch.Tensor, scalars: Mapping[str, float]) -> None:
         """Take a step with this rank's piece of the gradient, and gather the new values."""
