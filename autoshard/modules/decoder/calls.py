@@ -142,19 +142,25 @@ def _weights(module: torch.nn.Module, layers: str) -> Mapping[int, Wire]:
 
 
 @contextmanager
+def _hooked(module: torch.nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> Iterator[None]:
+    """Call functions before a module runs, with its arguments, and after it has run, with its result as well."""
+    hooks = [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
 def _on_path(submodule: torch.nn.Module, path: str, recorder: _Recorder) -> Iterator[None]:
     """Let a recorder know when the calls are those of a submodule."""
 
     def leave(*_: Any) -> None:
         recorder.paths.pop()
 
-    before = submodule.register_forward_pre_hook(lambda *_: recorder.paths.append(path))
-    after = submodule.register_forward_hook(leave)
-    try:
+    with _hooked(submodule, lambda *_: recorder.paths.append(path), leave):
         yield
-    finally:
-        before.remove()
-        after.remove()
 
 
 @contextmanager
@@ -173,7 +179,11 @@ def _as_part(
         require(
             (is_next, f"layer {number}", "does not run once, right behind the layer before"),
             (isinstance(hidden, torch.Tensor), f"layer {number}", "takes no tensor first"),
-            (number == 0 or hidden is recorder.handed_on, f"layer {number}", "takes not what the layer before gives"),
+            (
+                number == 0 or hidden is recorder.handed_on,
+                f"layer {number}",
+                "does not take what the one before gives",
+            ),
         )
         assert isinstance(hidden, torch.Tensor), "it was just asked for"
         recorder.enter(number, hidden)
@@ -184,13 +194,8 @@ def _as_part(
         if number == count - 1:
             recorder.enter(AFTER, recorder.handed_on)
 
-    before = layer.register_forward_pre_hook(begin, with_kwargs=True)
-    after = layer.register_forward_hook(end)
-    try:
+    with _hooked(layer, begin, end):
         yield
-    finally:
-        before.remove()
-        after.remove()
 
 
 @contextmanager
