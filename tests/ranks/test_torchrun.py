@@ -7,7 +7,7 @@ import pytest
 
 from autoshard.engine.torch.agreeing import AgreeingEngine
 from autoshard.engine.torch.engine import TorchEngine
-from autoshard.run.protocol import Run
+from autoshard.run.protocol import EngineMode, Run
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.training import Training, Watching
 from tests.ranks.cases import EXACT, MIXTRAL, StepShare, Task, compare, gpt, llama, plan_of
@@ -30,9 +30,9 @@ KINDS: dict[str, tuple[str, ModelSpec]] = {
 }
 
 
-def run_agreeing(task: Task) -> StepShare:
+def run_agreeing(task: Task, mode: EngineMode = "generated") -> StepShare:
     """Run a step in double, whose collectives are compared with those that were announced."""
-    run = Run(folder=Path(), training=EVERY, mode="generated")
+    run = Run(folder=Path(), training=EVERY, mode=mode)
     engine = TorchEngine(task.plan, task.weights.__getitem__, EXACT, run)
     report = AgreeingEngine(task.plan, engine).step(task.steps[0], task.learning_rate)
     return StepShare(

@@ -12,19 +12,15 @@ from typing import Any, get_args
 
 import pytest
 
-from autoshard.engine.torch.agreeing import AgreeingEngine
-from autoshard.engine.torch.engine import TorchEngine
 from autoshard.errors import InputError
 from autoshard.graph.router import BALANCE
 from autoshard.plan.candidate import Candidate
-from autoshard.run.protocol import EngineMode, Run
+from autoshard.run.protocol import EngineMode
 from autoshard.search.bound.request import Request, plan_at, rejections_of
 from autoshard.spec.model import ModelSpec, Router
 from autoshard.spec.workload import Precision
 from tests.ranks.cases import (
-    EXACT,
     MIXTRAL,
-    StepShare,
     Task,
     compare,
     deepseek,
@@ -35,8 +31,7 @@ from tests.ranks.cases import (
     olmo2,
     request_of,
 )
-from tests.ranks.shares import gradients_of, weights_of
-from tests.ranks.test_torchrun import EVERY
+from tests.ranks.test_torchrun import run_agreeing
 from tests.ranks.torchrun import on_torchrun
 from tests.soak.hunt import HuntResult
 
@@ -59,7 +54,8 @@ FAMILIES: Mapping[str, ModelSpec] = {
 }
 KEYS: Mapping[str, tuple[str, ...]] = {
     "tp": ("1", "2", "4"), "pp": ("1", "2", "4"), "cp": ("1", "2"), "dp": ("1", "2", "4", "8"), "ep": ("1", "2", "4"),
-    "vp": ("1", "2"), "mbs": ("1", "2"), "zero": ("0", "1", "3"), "cp_kind": ("ring", "all_to_all"),
+    "vp": ("1", "2"), "mbs": ("1", "2"), "zero": ("0", "1", "3"), "zero_group": ("all", "1", "2", "4"),
+    "cp_kind": ("ring", "all_to_all"),
     "cp_order": ("contiguous", "zigzag"), "schedule": ("1f1b", "gpipe", "interleaved", "zb_h1", "zb_v"),
     "recompute": ("none", "full", "selective[attention]", "full:1"), "fold": ("none", "tp", "cp", "cp.tp"),
 }  # fmt: skip
@@ -109,7 +105,7 @@ def random_case(generator: random.Random, family: str, mode: EngineMode) -> Case
     while True:
         work = {name: generator.choice(values) for name, values in WORK.items()}
         keys = {name: generator.choice(values) for name, values in KEYS.items()}
-        keys = {name: value for name, value in keys.items() if (name, value) != ("fold", "none") or keys["ep"] != "1"}
+        keys = {name: value for name, value in keys.items() if value != "all"}
         with suppress(InputError):
             case = Case(
                 family=family,
@@ -119,17 +115,6 @@ def random_case(generator: random.Random, family: str, mode: EngineMode) -> Case
             )
             if 2 <= case.candidate.num_ranks <= MOST_RANKS and not rejections_of(case.request, case.candidate, "torch"):
                 return case
-
-
-def run_agreeing(task: Task, mode: EngineMode) -> StepShare:
-    """Run a step in double, whose collectives are compared with those that were announced."""
-    run = Run(folder=Path(), training=EVERY, mode=mode)
-    engine = TorchEngine(task.plan, task.weights.__getitem__, EXACT, run)
-    report = AgreeingEngine(task.plan, engine).step(task.steps[0], task.learning_rate)
-    return StepShare(
-        loss=report.loss, norm=report.norm, gradients=gradients_of(engine), weights=weights_of(engine),
-        router=report.router,
-    )  # fmt: skip
 
 
 def hold(case: Case, folder: Path) -> None:
