@@ -51,7 +51,7 @@ def is_bounded(request: Request, share: float) -> None:
         )
         assert least_bytes(plain.at_least, states_of(point.candidate))[0] <= small.peak_bytes * SURE
         time, memory = Goal(capacity=capacity), Goal(objective="memory", capacity=capacity)
-        assert least_bounds(least, [variant], time, np.inf)[0][0] <= (best.time_s if best else np.inf) * SURE
+        assert least_bounds(least, [variant], time, np.inf)[0] <= (best.time_s if best else np.inf) * SURE
         for goal, value in ((time, best.time_s if best else np.inf), (memory, small.peak_bytes)):
             found = Points.of(priced, variant, goal)
             assert best and len(found.rows), (str(small.candidate), "is said not to fit in what it takes")

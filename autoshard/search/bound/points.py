@@ -146,18 +146,21 @@ class Points:
         return replace(self, sharpness=SHARPEST, bound=np.maximum(self.bound, bound), again_s=choices.again_s)
 
 
-def likely(points: Iterable[Points]) -> list[Points]:
-    """Return for each builder and number of ranks the points that share a schedule and look fastest, fastest first.
+def likely_s(group: Points) -> float:
+    """Return the least bound of points that share a schedule, with the bubble that 1F1B would have."""
+    assert group.schedule, "the points of a group share a schedule"
+    waits = group.schedule.num_chunks * group.schedule.num_micro_batches
+    return float(group.bound.min(initial=np.inf)) * (1 + (group.schedule.num_ranks - 1) / waits)
 
-    Points are compared by their bounds, with the bubble that 1F1B would have.
-    """
+
+def likely(points: Iterable[Points]) -> list[Points]:
+    """Return for each builder and number of ranks the points that share a schedule and look fastest, fastest first."""
     fastest: dict[tuple[str, int], tuple[float, Points]] = {}
     for group in itertools.chain.from_iterable(variant_points.by_schedule() for variant_points in points):
         schedule = group.schedule
         assert schedule, "its points share a schedule"
-        key, waits = (schedule.builder, schedule.num_ranks), schedule.num_chunks * schedule.num_micro_batches
-        time_s = float(group.bound.min()) * (1 + (schedule.num_ranks - 1) / waits)
-        fastest[key] = min(fastest.get(key, (np.inf, group)), (time_s, group), key=lambda entry: entry[0])
+        key = schedule.builder, schedule.num_ranks
+        fastest[key] = min(fastest.get(key, (np.inf, group)), (likely_s(group), group), key=lambda entry: entry[0])
     return [group for _, group in sorted(fastest.values(), key=lambda entry: entry[0])]
 
 
@@ -166,9 +169,9 @@ class PlainPoints:
     """Layouts that are priced without recompute only, the variants that run them, and the least bound over these."""
 
     priced: PricedLayouts
+    rows: Ints  # of what is priced; the rest has been opened
     variants: Sequence[RunVariant]
     bounds: Floats
-    likely_s: Floats  # bounds under schedules whose waits are known
     sharp: bool  # whether the bounds count what each kind of recompute takes and keeps at least
 
     @classmethod
@@ -187,24 +190,26 @@ class PlainPoints:
         ends = np.cumsum([len(part.numbers) for part in parts])[:-1]
         pairs = zip(parts, np.split(bounds, ends), strict=True)
         return [
-            cls(priced=part, variants=variants, bounds=part_bounds, likely_s=part_bounds, sharp=is_final)
+            cls(priced=part, rows=np.arange(len(part_bounds)), variants=variants, bounds=part_bounds, sharp=is_final)
             for part, part_bounds in pairs
         ]
 
-    def with_bounds(self, bounds: Floats, likely_s: Floats) -> "PlainPoints":
+    def with_bounds(self, bounds: Floats) -> "PlainPoints":
         """Return the layouts with sharper bounds."""
-        return replace(self, bounds=np.maximum(self.bounds, bounds), likely_s=likely_s, sharp=True)
+        return replace(self, bounds=np.maximum(self.bounds, bounds), sharp=True)
 
     @property
     def least(self) -> float:
         """The least bound of them."""
         return float(self.bounds.min(initial=np.inf))
 
+    def parted(self, near: NDArray[np.bool_]) -> "list[PlainPoints]":
+        """Return some of the layouts, and the rest apart from them, if there is a rest."""
+        return [self] if near.all() or not near.any() else [self.only(near), self.only(~near)]
+
     def only(self, rows: NDArray[np.bool_]) -> "PlainPoints":
         """Return some of the layouts."""
-        if rows.all():
-            return self
-        return replace(self, priced=self.priced.only(rows), bounds=self.bounds[rows], likely_s=self.likely_s[rows])
+        return self if rows.all() else replace(self, rows=self.rows[rows], bounds=self.bounds[rows])
 
     @property
     def terms(self) -> Terms:
@@ -214,27 +219,23 @@ class PlainPoints:
     @property
     def layouts(self) -> Ints:
         """The numbers of the layouts in the space of the search."""
-        return self.priced.numbers
+        return self.priced.numbers[self.rows]
 
     def may_fit(self, variant: RunVariant) -> NDArray[np.bool_]:
         """Say which points of a variant may fit in memory."""
-        return np.isin(variant.layouts, self.priced.numbers[np.isfinite(self.bounds)])
+        return np.isin(variant.layouts, self.layouts[np.isfinite(self.bounds)])
 
 
-def least_bounds(
-    least: PricedLayouts, variants: Sequence[RunVariant], goal: Goal, limit: float
-) -> tuple[Floats, Floats]:
-    """Return the least bound of the points of each layout, and the least under schedules whose waits are known.
+def least_bounds(least: PricedLayouts, variants: Sequence[RunVariant], goal: Goal, limit: float) -> Floats:
+    """Return the least bound of the points of each layout, given bounds of the layers under every recompute.
 
-    Given are bounds of the layers under every recompute. Bounds are made no sharper than a limit asks for.
+    Bounds are made no sharper than a limit asks for.
     """
-    bounds, likely_s = np.full((2, len(least.numbers)), np.inf)
+    bounds = np.full(len(least.numbers), np.inf)
     for variant in variants:
         points = Points.of(least, variant, goal, limit)
         np.minimum.at(bounds, points.rows, points.bound)
-        if variant.space.base.schedule in ALL_RANGES:
-            np.minimum.at(likely_s, points.rows, points.bound)
-    return bounds, np.where(np.isfinite(likely_s), likely_s, bounds)
+    return bounds
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -259,6 +260,9 @@ class UnsolvedPoints:
 
     def sharpen(self, limit: float, goal: Goal, least: Callable[[Sequence[PricedLayouts]], PricedLayouts]) -> None:
         """Raise bounds of layouts below a limit, given how layers are bounded under every recompute, in one piece."""
+        self.plain = [
+            part for plain in self.plain for part in ([plain] if plain.sharp else plain.parted(plain.bounds < limit))
+        ]
         groups: dict[tuple[RunVariant, ...], list[PlainPoints]] = defaultdict(list)
         for plain in self.plain:
             if plain.least < limit and not plain.sharp:
@@ -266,11 +270,12 @@ class UnsolvedPoints:
         for variants, group in groups.items():
             if len(group) < _WORTH:
                 continue
-            columns = least_bounds(least([plain.priced for plain in group]), variants, goal, limit)
+            parts = [plain.priced.only(plain.rows) for plain in group]
+            bounds = least_bounds(least(parts), variants, goal, limit)
             ends = np.cumsum([len(plain.bounds) for plain in group])[:-1]
-            parts = zip(group, *(np.split(column, ends) for column in columns), strict=True)
             self.plain = [plain for plain in self.plain if plain not in group]
-            self.plain += [plain.with_bounds(bounds, likely_s) for plain, bounds, likely_s in parts]
+            pairs = zip(group, np.split(bounds, ends), strict=True)
+            self.plain += [plain.with_bounds(of_plain) for plain, of_plain in pairs]
         self.plain = [replace(plain, sharp=plain.sharp or plain.least < limit) for plain in self.plain]
 
     def wait(self, points: Points) -> None:
@@ -299,7 +304,7 @@ class UnsolvedPoints:
         for points in (*(group for *_, group in self.opened), *(group for _, group in self.waiting)):
             yield points.variant, points.variant_rows[points.bound < value]
         for plain in self.plain:
-            layouts = plain.priced.numbers[plain.bounds < value]
+            layouts = plain.layouts[plain.bounds < value]
             yield from ((variant, np.flatnonzero(np.isin(variant.layouts, layouts))) for variant in plain.variants)
 
 

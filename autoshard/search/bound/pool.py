@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.blocks.cutting import Terms, solved_cutting
 from autoshard.errors import InputError
@@ -17,14 +18,16 @@ from autoshard.layout.layout import Cutting
 from autoshard.layout.pin import Pin
 from autoshard.plan.candidate import CpOrder
 from autoshard.plan.explanation import Certificate
-from autoshard.schedule.waves import Ints
+from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.bound.legal_space import LegalSpace, RunVariant
-from autoshard.search.bound.points import SHARPEST, PlainPoints, Points, Solution, UnsolvedPoints, likely
+from autoshard.search.bound.points import SHARPEST, PlainPoints, Points, Solution, UnsolvedPoints, likely, likely_s
 from autoshard.search.bound.priced_layouts import LayoutPricer, PricedLayouts, Row
+from autoshard.search.bound.records import BestSolutions, PointRecords
+from autoshard.search.bound.rough import rough_seconds
 from autoshard.search.bound.watch import SearchProgress, SearchStopped, Watch, go_on, never_stop
 from autoshard.search.fill.split_bounds import SplitSearch
 from autoshard.search.fill.stage_filling import Goal
-from autoshard.search.fill.stage_options import ALL_RANGES, StageFilling
+from autoshard.search.fill.stage_options import ALL_RANGES
 
 _ALWAYS = 3  # best layouts get their own cutting, even if fewer are shown, so that the best one does not depend on it
 _QUICK = ("1f1b", "interleaved")  # schedules of which even stages are seldom far from the best
@@ -32,6 +35,7 @@ _FIRST = 4  # groups of points that are solved before points of the next variant
 _LIKELY = 8  # layouts that are timed before all others, once for each kind of mesh
 _LOOKS = 8  # times that points are opened to find the one that misses memory by least
 _AT_ONCE = 8  # points of a group that are solved together, those with the best bounds
+_NEAR, _MOST_NEAR = 3, 16  # sizes in which layouts differ from the best, and groups of these that are solved
 _TIE = 1e-8  # relative: times that differ by less count as equal
 Priced = TypeVar("Priced", Points, PlainPoints)
 
@@ -52,27 +56,26 @@ class Pool:
         self.pricer, self.legal, self.goal, self._pins, self._watch = pricer, legal, goal, pins, watch
         pricer.between = self.between
         self._variants: dict[Terms, list[RunVariant]] = defaultdict(list)
-        self._first: dict[RunVariant, int] = {}  # the number of a variant's first point
         for variant in legal.variants:
-            self._first[variant] = sum(len(earlier.layouts) for earlier in self._first)
             self._variants[variant.terms].append(variant)
-        self._bounded, self._solved, self._fits = np.zeros((3, legal.num_legal), dtype=bool)  # points
+        self._records = PointRecords(legal)
         self.points: list[Points] = []  # all that are priced and may fit
-        self._raised = np.zeros(legal.num_legal)  # bounds of points that were solved
         self.left, self._count = UnsolvedPoints(), 0
         self._num_idle = 0  # groups of points that were solved since the best solution was found
-        self._rival_values, self.splits = rival_values, SplitSearch(seconds_left=goal.effort.split_s)
-        self._best: dict[Row, Solution] = {}
+        self._best, self.splits = BestSolutions(rival_values), SplitSearch(seconds_left=goal.effort.split_s)
         self._least: dict[Row, float] = {}  # the least bound of the solved points of a layout
         self._cuttings: list[tuple[Terms, Cutting, Ints]] = []  # with the layouts that they serve
         self._own: dict[Row, Cutting] = {}  # of layouts that have just their own
         self._refused: list[InputError] = []  # why kinds of mesh cannot keep to what is pinned
+        self._rough_s: dict[int, Floats] = {}
         # Kinds of mesh of which nothing is priced yet.
         self._unpriced = [
             (terms, layouts)
             for terms in self._variants
             for layouts in self.pricer.kinds(self._layouts(terms), pinned=bool(pins))
         ]
+        rough_s = self.rough_s(legal.space.base.zero)
+        self._unpriced.sort(key=lambda kind: float(rough_s[kind[1]].min()))
 
     def settle(self, count: int) -> None:
         """Solve points until the ``count`` best layouts are known, each with its own cutting.
@@ -83,7 +86,9 @@ class Pool:
         while self._unpriced:
             self._price_kind(*self._unpriced[0])
             del self._unpriced[0]
-            self._look_first(num_best)
+            if not np.isfinite(self._limit(num_best)):
+                self._look_first(num_best)
+        self._look_first(num_best)
         if self._refused and not self._cuttings:
             raise self._refused[0]
         while True:
@@ -95,11 +100,13 @@ class Pool:
             if solution:
                 self._refine(solution.row, solution.point.priced.cutting)
                 continue
-            if self._gives_up or self.left.least >= self._limit(num_best):
+            if self.left.least >= self._limit(num_best):
+                break
+            if self._gives_up and not self._look_near(self.solutions[0]):
                 break
 
     def _look_first(self, num_best: int) -> None:
-        """Time even stages of likely points: a limit for all other points, and an answer if the search is stopped."""
+        """Time even stages of likely layouts: a limit for all other points, and an answer if the search is stopped."""
         quick = [run for run in self.legal.variants if run.space.base.schedule in _QUICK] or self.legal.variants
         most = _LIKELY
         while self._look_at_likely(most, quick, num_best) and not np.isfinite(self._limit(num_best)):
@@ -108,19 +115,46 @@ class Pool:
     def _look_at_likely(self, most: int, quick: Sequence[RunVariant], num_best: int) -> bool:
         """Time even stages of so many layouts that look fastest; return whether there were some."""
         limit, before = self._limit(num_best), len(self.points)
-        self.left.sharpen(limit, self.goal, self.pricer.least_with_recompute)
         runs = [(plain, [run for run in plain.variants if run in quick]) for plain in self.left.plain]
-        likely_s = np.sort(np.concatenate([np.zeros(0), *(plain.likely_s for plain, variants in runs if variants)]))
-        below = min(limit, likely_s[most] if len(likely_s) > most else np.inf)
+        runs = [(plain, variants) for plain, variants in runs if variants]
+        near = np.concatenate([np.zeros(0, int), *(plain.layouts[plain.bounds < limit] for plain, _ in runs)])
+        rough_s = self.rough_s(self.legal.space.base.zero)[near]
+        chosen = near[np.argsort(rough_s, kind="stable")][:most]
         for plain, variants in runs:
-            if variants and plain.likely_s.min(initial=np.inf) < below:
-                self._add_recompute(plain, variants)
-        for group in likely(self.points[before:]):
+            is_chosen = np.isin(plain.layouts, chosen)
+            if is_chosen.any():
+                self._add_recompute(plain, variants, is_chosen)
+        new = [points.only(np.isin(points.layouts, chosen)) for points in self.points[before:]]
+        for group in likely(points for points in new if len(points.rows)):
             if group.bound.min() < self._limit(num_best):
                 self.between()
                 first = group.only(np.argsort(group.bound, kind="stable")[: 2 * _AT_ONCE])
-                self._keep_all(first, first.evenly_solved(self.goal))
+                filling = first.evenly_solved(self.goal)
+                self._best.keep(first, filling, self.goal.value(filling))
         return len(self.points) > before
+
+    def _look_near(self, best: Solution) -> bool:
+        """Solve points whose sizes are near those of the best solution, best bounds first; say whether one is better.
+
+        They are the layouts in which one factor has moved from one axis to another, or the micro-batch has changed.
+        """
+        rows, sizes = self.legal.space.rows, ("tp", "pp", "cp", "ep", "dp", "mbs")
+        num_changed = sum(rows[key] != rows[key][best.layout] for key in sizes)
+        near = np.flatnonzero(num_changed <= _NEAR)
+        for plain in [*self.left.plain]:
+            is_open = np.isin(plain.layouts, near) & (plain.bounds < best.value)
+            runs = [run for run in plain.variants if run.space.base.schedule == best.candidate.schedule]
+            if runs and is_open.any():
+                self._add_recompute(plain, runs, is_open)
+        groups: list[Points] = []
+        for points in [group for group in self.points if group.variant.space.base.schedule == best.candidate.schedule]:
+            is_open = np.isin(points.layouts, near) & ~self._records.solved(points)
+            is_open &= self._records.least(points) < best.value
+            groups += [*self.in_use(points.only(is_open)).by_schedule()] if is_open.any() else []
+        for group in sorted(groups, key=likely_s)[:_MOST_NEAR]:
+            self.between()
+            self._solve(group.only(np.argsort(group.bound, kind="stable")[:_AT_ONCE]), best.value)
+        return self.solutions[0].value < best.value
 
     def settled(self, solution: Solution) -> bool:
         """Say whether the layout of a solution has its own cutting; if not, give it that and settle all again."""
@@ -133,15 +167,14 @@ class Pool:
 
     def below(self, limit: float, schedules: frozenset[str] | None = None) -> Iterator[Points]:
         """Yield the points of some schedules, or of all, whose bound is below a limit; a group shares its schedule."""
-        runs = [run for run in self._first if schedules is None or run.space.base.schedule in schedules]
+        runs = [run for run in self.legal.variants if schedules is None or run.space.base.schedule in schedules]
         self.left.sharpen(limit, self.goal, self.pricer.least_with_recompute)
         for plain in [group for group in self.left.plain if group.least < limit]:
             variants = [run for run in plain.variants if run in runs]
             if variants:
                 self._add_recompute(plain, variants)
         for points in [group for group in self.points if group.variant in runs]:
-            raised = self._raised[self._numbers(points)]
-            near = self.in_use(points.only(np.maximum(points.bound, raised) < limit))
+            near = self.in_use(points.only(self._records.least(points) < limit))
             if len(near.rows):
                 yield from near.by_schedule()
 
@@ -168,13 +201,16 @@ class Pool:
             pool._explore(1, most=_FIRST)
         return next(iter(pool.solutions), None)
 
+    def rough_s(self, zero: int) -> Floats:
+        """Return rough seconds of all layouts, if states are shared over dp in one way."""
+        if zero not in self._rough_s:
+            self._rough_s[zero] = rough_seconds(self.pricer.question, self.legal.space.rows, zero)
+        return self._rough_s[zero]
+
     @property
     def solutions(self) -> list[Solution]:
         """The best solution of every layout so far, best first."""
-        by_layout: dict[int, Solution] = {}
-        for solution in sorted(self._best.values(), key=lambda best: best.order):
-            by_layout.setdefault(solution.layout, solution)
-        return list(by_layout.values())
+        return self._best.ranked
 
     @property
     def bound(self) -> float:
@@ -185,30 +221,11 @@ class Pool:
 
     def certificate(self, legal: Certificate) -> Certificate:
         """Add to a certificate how many points were solved, left out by their bounds, and too large."""
-        value = min((solution.value for solution in self._best.values()), default=np.inf)
-        num_left = sum(
-            int(np.isin(run.layouts, layouts).sum())
-            for terms, layouts in self._unpriced
-            for run in self._variants[terms]
-        )
-        bounded = self._bounded.copy()
-        for plain in self.left.plain:
-            for variant in plain.variants:
-                first = self._first[variant]
-                bounded[first : first + len(variant.layouts)] |= plain.may_fit(variant)
-        num_too_large, num_solved = int((~bounded).sum()) - num_left, int(self._solved.sum())
-        is_open = np.zeros_like(self._solved)
-        for variant, variant_rows in self.left.below(value):
-            is_open[self._first[variant] + variant_rows] = True
-        num_open = int((is_open & ~self._solved).sum())
+        value = self._best.value
+        unpriced = ((layouts, run) for terms, layouts in self._unpriced for run in self._variants[terms])
         return replace(
             legal,
-            num_too_large=num_too_large,
-            num_bounded=max(0, legal.num_legal - num_too_large - num_solved - num_open - num_left),
-            num_open=num_open,
-            num_left=num_left,
-            num_solved=num_solved,
-            num_fitting=int(self._fits.sum()),
+            **self._records.counts(self.left, value, unpriced),
             num_tables=len(self._cuttings),
             value=float(value),
             bound=float(min(value, self.bound)),
@@ -234,15 +251,23 @@ class Pool:
         self.left.wait(points.only(points.bound >= limit))
         return True
 
-    def _add_recompute(self, plain: PlainPoints, variants: Sequence[RunVariant]) -> None:
-        """Price some layouts under every recompute, and let their points of some variants wait."""
-        priced = self.pricer.with_recompute(plain.priced)
+    def _add_recompute(
+        self, plain: PlainPoints, variants: Sequence[RunVariant], near: NDArray[np.bool_] | None = None
+    ) -> None:
+        """Price some layouts under every recompute, and let their points of some variants wait.
+
+        Layouts that are not ``near``, or not below the limit, stay as they are.
+        """
+        limit = self._limit(max(self._count, _ALWAYS))
         self.left.plain.remove(plain)
-        rest = [run for run in plain.variants if run not in variants]
-        self.left.plain += [replace(plain, variants=rest)] if rest else []
+        opened, *rest = plain.parted(plain.bounds < limit if near is None else near)
+        unused = [run for run in plain.variants if run not in variants]
+        self.left.plain += [*rest, *([replace(opened, variants=unused)] if unused else [])]
+        priced = self.pricer.with_recompute(plain.priced)
+        priced = priced if len(opened.rows) == len(priced.numbers) else priced.only(opened.rows)
         for variant in variants:
-            points = Points.of(priced, variant, self.goal, self._limit(max(self._count, _ALWAYS)))
-            self._bounded[self._numbers(points)] = True
+            points = Points.of(priced, variant, self.goal, limit)
+            self._records.bound(points)
             self.points.append(points)
             self.left.wait(points)
 
@@ -254,9 +279,8 @@ class Pool:
                 return
             points = self.in_use(self.left.pop())
             # Only the best point of each layout is wanted.
-            best = {} if self.goal.effort.exhaustive else self._best
-            rows: list[Row] = [(points.variant.terms, layout) for layout in points.layouts.tolist()]
-            limits = np.array([min(limit, best[row].value * (1 + _TIE)) if row in best else limit for row in rows])
+            all_count = self.goal.effort.exhaustive
+            limits = np.full(len(points.rows), np.inf) if all_count else self._best.limits(points, limit)
             order = np.argsort(points.bound, kind="stable")
             near = points.bound[order] < limits[order]
             self.left.passed.append(points.only(order[~near]))
@@ -292,7 +316,7 @@ class Pool:
         go_on(self._watch, self._progress)
 
     def _progress(self) -> SearchProgress:
-        best = min((solution.value for solution in self._best.values()), default=np.inf)
+        best = self._best.value
         groups = (*(group for *_, group in self.left.opened), *(group for _, group in self.left.waiting))
         num_left, total = sum(len(points.rows) for points in groups), self.legal.num_legal
         done = max(0, total - num_left)
@@ -300,39 +324,22 @@ class Pool:
 
     def _limit(self, count: int) -> float:
         """Return the value of the layout at place ``count``; a point above it does not matter."""
-        by_layout: dict[int, float] = {}
-        for (_, layout), solution in self._best.items():
-            by_layout[layout] = min(solution.value, by_layout.get(layout, np.inf))
-        values = sorted((*self._rival_values, *by_layout.values()))
-        return np.inf if self.goal.effort.exhaustive or len(values) < count else values[count - 1] * (1 + _TIE)
+        return np.inf if self.goal.effort.exhaustive else self._best.limit(count)
 
     def _solve(self, points: Points, limit: float) -> None:
         filling = points.solved(self.goal, limit, self.splits)
-        values, best = self.goal.value(filling), min((old.value for old in self._best.values()), default=np.inf)
+        values, best = self.goal.value(filling), self._best.value
         self._num_idle = 0 if values.min() < best * (1 - _TIE) else self._num_idle + 1
         fits = np.isfinite(values)
-        numbers = self._numbers(points)
-        self._solved[numbers] = True
-        self._fits[numbers] |= fits
         # What does not fit under the limit, or not at all, is no less than the limit.
-        least = np.where(fits, filling.bound, np.maximum(filling.bound, limit))
-        self._raised[numbers] = np.maximum(self._raised[numbers], least)
+        self._records.solve(points, fits, np.where(fits, filling.bound, np.maximum(filling.bound, limit)))
         for layout, bound in zip(points.layouts.tolist(), filling.bound.tolist(), strict=True):
             row = points.variant.terms, layout
             self._least[row] = min(bound, self._least.get(row, np.inf))
-        self._keep_all(points, filling)
+        self._best.keep(points, filling, values)
         # The other points are not better than this limit, but the limit may rise.
         is_open = ~fits & np.isfinite(filling.bound)
         self.left.passed.append(replace(points, bound=np.maximum(filling.bound, limit)).only(is_open))
-
-    def _keep_all(self, points: Points, filling: StageFilling) -> None:
-        """Keep the best solution of each layout."""
-        values = self.goal.value(filling)
-        for number in np.flatnonzero(np.isfinite(values)).tolist():
-            column, layout, value = np.array([number]), int(points.layouts[number]), float(values[number])
-            new = Solution(layout=layout, point=points.only(column), filling=filling.only(column), value=value)
-            best = self._best.get(new.row)
-            self._best[new.row] = new if best is None or new.order < best.order else best
 
     def _price_kind(self, terms: Terms, layouts: Ints) -> None:
         """Find the cuttings of all layouts of one kind of mesh, and price these."""
@@ -358,10 +365,9 @@ class Pool:
         if cutting.only(atoms) == used.only(atoms):
             return
         self._own[row] = cutting
-        self._best.pop(row, None)
+        self._best.forget(row)
         self._least.pop(row, None)
-        for variant in self._variants[terms]:
-            self._raised[self._first[variant] + np.flatnonzero(variant.layouts == layout)] = 0.0
+        self._records.forget_layout(layout, self._variants[terms])
         self.left.plain = [self.in_use(plain) for plain in self.left.plain]
         self._cuttings.append((terms, cutting, np.array([layout])))
         self._price(terms, [(cutting, np.array([layout]))])
@@ -386,10 +392,6 @@ class Pool:
             }
             parts += self.pricer.priced(space, cutting, groups, apart=bool(self._pins))
         self.left.plain += PlainPoints.of(parts, self.pricer.joined(parts), variants, self.goal)
-
-    def _numbers(self, points: Points) -> Ints:
-        """Return the numbers of points in the whole space."""
-        return self._first[points.variant] + points.variant_rows
 
     def _layouts(self, terms: Terms, order: CpOrder | None = None) -> Ints:
         """Return the layouts of the variants with these terms, or of those with one order of the sequence over cp."""

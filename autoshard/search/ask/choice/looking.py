@@ -15,7 +15,7 @@ from autoshard.search.bound.pool import Pool
 from autoshard.search.bound.space import KEYS
 from autoshard.search.fill.stage_options import ALL_RANGES
 
-_FEW = 4  # points of a kind that are looked at, those with the best bounds
+_FEW = 4  # points of a kind that are looked at, those that look fastest
 _MOST = 64  # if none of them fits in memory
 Sizes = Mapping[str, Any]  # by key: numbers, or columns of numbers
 
@@ -71,33 +71,39 @@ def kinds_to_add(shown: Sequence[Candidate]) -> list[PlanKind]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _GroupBounds:
-    """Points of a kind in one group: their bounds, and how they are priced once some of them are looked at."""
+class _Group:
+    """Points of a kind in one group: rough seconds, none where they do not fit, and how some of them are priced."""
 
-    bounds: Floats
+    rough_s: Floats
     priced: Callable[[Ints], Points]
 
 
-def _seen(pool: Pool, kind: PlanKind, *, priced: bool = False) -> Iterator[_GroupBounds]:
-    """Yield what is known of the points of a kind, or of those that are priced under every recompute."""
+def _seen(pool: Pool, kind: PlanKind, *, priced: bool = False) -> Iterator[_Group]:
+    """Yield the points of a kind, or only those that are priced under every recompute, whose bounds are then known."""
     rows = {variant: kind.rows(variant) for variant in pool.legal.variants}
     for points in pool.points:
         selected = pool.in_use(points.only(np.isin(points.variant_rows, rows[points.variant])))
-        yield _GroupBounds(bounds=selected.bound, priced=selected.only)
+        seconds = selected.bound if priced else _rough_s(pool, points.variant, selected.variant_rows, selected.bound)
+        yield _Group(rough_s=seconds, priced=selected.only)
     for plain in [] if priced else pool.left.plain:
+        place = np.full(pool.legal.space.num_layouts, -1)
+        place[plain.layouts] = np.arange(len(plain.bounds))
         for variant in plain.variants:
-            place = np.full(pool.legal.space.num_layouts, -1)
-            place[plain.priced.numbers] = np.arange(len(plain.bounds))
             places = place[variant.layouts[rows[variant]]]
             kind_rows, places = rows[variant][places >= 0], places[places >= 0]
-            yield _GroupBounds(
-                bounds=plain.bounds[places], priced=partial(_priced, pool, plain, variant, kind_rows, places)
-            )
+            if len(places):
+                seconds = _rough_s(pool, variant, kind_rows, plain.bounds[places])
+                yield _Group(rough_s=seconds, priced=partial(_priced, pool, plain, variant, kind_rows, places))
+
+
+def _rough_s(pool: Pool, variant: RunVariant, rows: Ints, bounds: Floats) -> Floats:
+    """Return rough seconds of some rows of a variant; infinite where bounds say that they do not fit."""
+    return np.where(np.isfinite(bounds), pool.rough_s(variant.space.base.zero)[variant.layouts[rows]], np.inf)
 
 
 def _priced(pool: Pool, plain: PlainPoints, variant: RunVariant, rows: Ints, places: Ints, numbers: Ints) -> Points:
     """Return some rows of a variant, priced under every recompute: only their layouts, if not all are known."""
-    priced = pool.pricer.with_recompute(plain.priced, np.unique(places[numbers]))
+    priced = pool.pricer.with_recompute(plain.priced, plain.rows[np.unique(places[numbers])])
     points = Points.of(priced, variant, pool.goal)
     return points.only(np.isin(points.variant_rows, rows[numbers]))
 
@@ -105,8 +111,8 @@ def _priced(pool: Pool, plain: PlainPoints, variant: RunVariant, rows: Ints, pla
 def best_of_kind(pool: Pool, kind: PlanKind) -> Solution | None:
     """Return the best known solution of a kind, those of few points whose bounds are best included."""
     solutions = [solution for solution in pool.solutions if kind.has(solution.candidate)][:1]
-    seen = [group for group in _seen(pool, kind) if len(group.bounds)]
-    before, few, count = -np.inf, _FEW, sum(int(np.isfinite(group.bounds).sum()) for group in seen)
+    seen = [group for group in _seen(pool, kind) if len(group.rough_s)]
+    before, few, count = -np.inf, _FEW, sum(int(np.isfinite(group.rough_s).sum()) for group in seen)
     while not solutions or few == _FEW:
         limit = _limit(seen, few)
         solutions += _solved(pool, seen, (before, limit))
@@ -119,24 +125,24 @@ def best_of_kind(pool: Pool, kind: PlanKind) -> Solution | None:
 def rivals_of_kind(pool: Pool, kind: PlanKind, most: int) -> list[Solution]:
     """Return what is known of a kind, and the solutions of so many points that are priced, those of best bounds."""
     solutions = [solution for solution in pool.solutions if kind.has(solution.candidate)]
-    seen = [group for group in _seen(pool, kind, priced=True) if len(group.bounds)]
+    seen = [group for group in _seen(pool, kind, priced=True) if len(group.rough_s)]
     return [*solutions[:most], *_solved(pool, seen, (-np.inf, _limit(seen, most)))]
 
 
-def _limit(seen: Sequence[_GroupBounds], count: int) -> float:
-    """Return the bound of the point at this place of all."""
-    bounds = np.concatenate([np.zeros(0), *(group.bounds for group in seen)])
-    return float(np.sort(bounds[np.isfinite(bounds)])[:count].max(initial=-np.inf))
+def _limit(seen: Sequence[_Group], count: int) -> float:
+    """Return the seconds of the point at this place of all."""
+    rough_s = np.concatenate([np.zeros(0), *(group.rough_s for group in seen)])
+    return float(np.sort(rough_s[np.isfinite(rough_s)])[:count].max(initial=-np.inf))
 
 
-def _solved(pool: Pool, seen: Sequence[_GroupBounds], between: tuple[float, float]) -> list[Solution]:
-    """Return the best solution of each group of points whose bounds lie above one value and not above another."""
+def _solved(pool: Pool, seen: Sequence[_Group], between: tuple[float, float]) -> list[Solution]:
+    """Return the best solution of each group of points whose seconds lie above one value and not above another."""
     solutions: list[Solution] = []
-    for group_bounds in seen:
-        near = np.flatnonzero((group_bounds.bounds > between[0]) & (group_bounds.bounds <= between[1]))
+    for same in seen:
+        near = np.flatnonzero((same.rough_s > between[0]) & (same.rough_s <= between[1]))
         if len(near):
             pool.between()
-            for group in group_bounds.priced(near).by_schedule():
+            for group in same.priced(near).by_schedule():
                 solutions += fastest_among(pool, group, np.inf)
     return solutions
 

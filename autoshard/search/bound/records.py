@@ -1,0 +1,122 @@
+"""What has become of every point of a space: bounded, solved or open, whether it fits; and the best solutions."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.schedule.waves import Floats, Ints
+from autoshard.search.bound.legal_space import LegalSpace, RunVariant
+from autoshard.search.bound.points import Points, Solution, UnsolvedPoints
+from autoshard.search.bound.priced_layouts import Row
+from autoshard.search.fill.stage_options import StageFilling
+
+_TIE = 1e-8  # relative: times that differ by less count as equal
+
+
+class PointRecords:
+    """A record of each point of a space; the points of a variant have numbers in a row."""
+
+    def __init__(self, legal: LegalSpace) -> None:
+        self._first: dict[RunVariant, int] = {}  # the number of a variant's first point
+        for variant in legal.variants:
+            self._first[variant] = sum(len(earlier.layouts) for earlier in self._first)
+        self._bounded, self._solved, self._fits = np.zeros((3, legal.num_legal), dtype=bool)
+        self._raised = np.zeros(legal.num_legal)  # bounds of points that were solved
+
+    def bound(self, points: Points) -> None:
+        """Record that points have a bound: they may fit."""
+        self._bounded[self._numbers(points)] = True
+
+    def solve(self, points: Points, fits: NDArray[np.bool_], least: Floats) -> None:
+        """Record that points were solved, whether they fit under what was asked, and what they take at least."""
+        numbers = self._numbers(points)
+        self._solved[numbers] = True
+        self._fits[numbers] |= fits
+        self._raised[numbers] = np.maximum(self._raised[numbers], least)
+
+    def forget_layout(self, layout: int, variants: Iterable[RunVariant]) -> None:
+        """Forget what points of a layout take at least: its blocks are cut in another way."""
+        for variant in variants:
+            self._raised[self._first[variant] + np.flatnonzero(variant.layouts == layout)] = 0.0
+
+    def least(self, points: Points) -> Floats:
+        """Return what points take at least, as far as is known."""
+        return np.maximum(points.bound, self._raised[self._numbers(points)])
+
+    def solved(self, points: Points) -> NDArray[np.bool_]:
+        """Say which points were solved."""
+        return self._solved[self._numbers(points)]
+
+    def counts(
+        self, unsolved: UnsolvedPoints, value: float, unpriced: Iterable[tuple[Ints, RunVariant]]
+    ) -> Mapping[str, int]:
+        """Count points for a certificate, given those that are not solved, the best value, and layouts without a price."""
+        num_left = sum(int(np.isin(variant.layouts, layouts).sum()) for layouts, variant in unpriced)
+        bounded = self._bounded.copy()
+        for plain in unsolved.plain:
+            for variant in plain.variants:
+                first = self._first[variant]
+                bounded[first : first + len(variant.layouts)] |= plain.may_fit(variant)
+        num_too_large, num_solved = int((~bounded).sum()) - num_left, int(self._solved.sum())
+        is_open = np.zeros_like(self._solved)
+        for variant, variant_rows in unsolved.below(value):
+            is_open[self._first[variant] + variant_rows] = True
+        num_open = int((is_open & ~self._solved).sum())
+        return {
+            "num_too_large": num_too_large,
+            "num_bounded": max(0, len(bounded) - num_too_large - num_solved - num_open - num_left),
+            "num_open": num_open,
+            "num_left": num_left,
+            "num_solved": num_solved,
+            "num_fitting": int(self._fits.sum()),
+        }
+
+    def _numbers(self, points: Points) -> Ints:
+        return self._first[points.variant] + points.variant_rows
+
+
+class BestSolutions:
+    """The best solution of every layout under every choice of terms, beside the values of rivals of other spaces."""
+
+    def __init__(self, rival_values: Sequence[float]) -> None:
+        self._rival_values, self._best = rival_values, dict[Row, Solution]()
+
+    def keep(self, points: Points, filling: StageFilling, values: Floats) -> None:
+        """Keep the best solution of each layout, given what is minimised of each filling."""
+        for number in np.flatnonzero(np.isfinite(values)).tolist():
+            column, layout, value = np.array([number]), int(points.layouts[number]), float(values[number])
+            new = Solution(layout=layout, point=points.only(column), filling=filling.only(column), value=value)
+            best = self._best.get(new.row)
+            self._best[new.row] = new if best is None or new.order < best.order else best
+
+    def forget(self, row: Row) -> None:
+        """Forget the solution of a layout under some terms."""
+        self._best.pop(row, None)
+
+    @property
+    def value(self) -> float:
+        """The best value; infinite where nothing fits."""
+        return min((solution.value for solution in self._best.values()), default=np.inf)
+
+    @property
+    def ranked(self) -> list[Solution]:
+        """The best solution of every layout, best first."""
+        by_layout: dict[int, Solution] = {}
+        for solution in sorted(self._best.values(), key=lambda best: best.order):
+            by_layout.setdefault(solution.layout, solution)
+        return list(by_layout.values())
+
+    def limits(self, points: Points, limit: float) -> Floats:
+        """Return for each point the value above which it does not matter: its layout has a better solution."""
+        rows: list[Row] = [(points.variant.terms, layout) for layout in points.layouts.tolist()]
+        best = (self._best[row].value * (1 + _TIE) if row in self._best else limit for row in rows)
+        return np.array([min(limit, value) for value in best])
+
+    def limit(self, count: int) -> float:
+        """Return the value of the layout at place ``count``; a point above it does not matter."""
+        by_layout: dict[int, float] = {}
+        for (_, layout), solution in self._best.items():
+            by_layout[layout] = min(solution.value, by_layout.get(layout, np.inf))
+        values = sorted((*self._rival_values, *by_layout.values()))
+        return np.inf if len(values) < count else values[count - 1] * (1 + _TIE)
