@@ -101,7 +101,8 @@ class SearchOptions:
             "time: on one cluster the fastest plan is the cheapest"
         )
         require((self.objective != "dollars" or cluster.price_usd_per_node_hour is not None, "--objective", message))
-        effort = replace(EVERYTHING if self.prove else Effort(), exhaustive=self.exhaustive)
+        limited = self.time_limit is not None
+        effort = replace(EVERYTHING if self.prove else Effort(), exhaustive=self.exhaustive, at_once=limited)
         return replace(request, effort=effort, objective=self.objective)
 
 

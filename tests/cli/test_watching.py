@@ -11,10 +11,11 @@ import pytest
 
 from autoshard.commands import progress as progress_module
 from autoshard.commands.progress import watching
-from autoshard.search.ask import no_plan
+from autoshard.schedule.waves import Floats
+from autoshard.search.ask import no_plan, planner
 from autoshard.search.bound.points import Points
-from autoshard.search.bound.pool import Pool
 from autoshard.search.bound.priced_layouts import LayoutPricer, PricedLayouts
+from autoshard.search.bound.records import BestSolutions
 from autoshard.search.bound.watch import SearchProgress, go_on
 from autoshard.search.fill.stage_options import StageFilling
 from tests.cli.conftest import Typed
@@ -38,18 +39,18 @@ def test_a_line_is_drawn_where_somebody_looks_and_after_a_moment(
 
 def test_time_that_is_over_stops_a_search_that_says_so(typed: Typed, monkeypatch: pytest.MonkeyPatch):
     question = "plan --model tiny-llama --cluster local --time-limit 1 --global-batch 8"
-    now_s, keep = [0.0], Pool._keep_all
+    now_s, keep = [0.0], BestSolutions.keep
 
-    def kept_after_hours(pool: Pool, points: Points, found: StageFilling) -> None:
-        keep(pool, points, found)
+    def kept_after_hours(best: BestSolutions, points: Points, found: StageFilling, values: Floats) -> None:
+        keep(best, points, found, values)
         now_s[0] = 9e3
 
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: now_s[0])
-    monkeypatch.setattr(Pool, "_keep_all", kept_after_hours)
+    monkeypatch.setattr(BestSolutions, "keep", kept_after_hours)
     code, out, _ = typed(question)
     assert code == 0 and "(stopped after 1 s)" in " ".join(out.split())
     now_s[0] = 0.0
-    monkeypatch.setattr(Pool, "_keep_all", keep)
+    monkeypatch.setattr(BestSolutions, "keep", keep)
     price = LayoutPricer.priced
 
     def priced_for_hours(*arguments: Any, **options: Any) -> Iterator[PricedLayouts]:
@@ -57,6 +58,10 @@ def test_time_that_is_over_stops_a_search_that_says_so(typed: Typed, monkeypatch
         yield from price(*arguments, **options)
 
     monkeypatch.setattr(LayoutPricer, "priced", priced_for_hours)
+    code, out, _ = typed(question)  # the plan that was made at once
+    assert code == 0 and "(stopped after 1 s)" in " ".join(out.split()) and "recompute=full" in out
+    now_s[0] = 0.0
+    monkeypatch.setattr(planner, "plain_plan", lambda _: None)
     code, out, err = typed(question)
     assert code == 1 and not out and "stopped after 1 s, before any was found" in err
 

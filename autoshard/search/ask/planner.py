@@ -22,6 +22,7 @@ from autoshard.search.ask.choice.choosing import Choice, choose, choose_known, o
 from autoshard.search.ask.choice.doubt import DOUBT, Within
 from autoshard.search.ask.choice.hinge import experts_hinge
 from autoshard.search.ask.choice.searched import EngineResult, order_of
+from autoshard.search.ask.plain import plain_plan
 from autoshard.search.bound.legal_space import LegalSpace, legal_space
 from autoshard.search.bound.points import Solution
 from autoshard.search.bound.pool import Pool
@@ -33,6 +34,7 @@ from autoshard.spec.cluster import Cluster
 
 _MOST = 16  # plans of one cluster on a frontier
 _REFILL_S = 0.1  # that it may take to look for splits with less headroom
+_AT_ONCE = "a plain plan, by rules of thumb: the search was stopped before it had priced any"
 _NOT_SIMPLE = "no simpler one was looked for"
 Known = dict[tuple[Cluster, Engine], tuple[LegalSpace, LayoutPricer]]
 _TIE = 1e-9  # relative: times that differ by less count as equal
@@ -80,6 +82,7 @@ def search(
     engine that cannot run what is pinned leaves the answer to the others. ``nearest`` asks for the nearest miss;
     ``known`` keeps prices, which do not depend on memory.
     """
+    plain = plain_plan(request) if request.effort.at_once else None
     results = _search_engines(request, num_plans, watch, {} if known is None else known, nearest=nearest)
     choice, simple_ended = _chosen(results, simple_within)
     ranked = sorted(((result, solution) for result in results for solution in result.solutions), key=order_of)
@@ -87,6 +90,8 @@ def search(
         ((result, result.evened(solution)) for result, solution in ranked[:num_plans]), key=order_of
     )
     plans = tuple(result.plan(solution) for result, solution in ranked[:num_plans])
+    if plain and not plans and not choice.plan:
+        plans, choice = (plain,), replace(choice, plan=plain, why=_AT_ONCE)
     other, hinge = None, ""
     if simple_within == DOUBT and not simple_ended and plans:
         with suppress(SearchStopped):

@@ -31,6 +31,7 @@ class Effort:
     split_s: float = 2.0  # that splits may be looked for under schedules whose longest paths are not known
     most_idle: float = 64  # groups of points that are solved without a better answer, where they cannot raise the bound
     exhaustive: bool = False  # no point is left out because of its bound
+    at_once: bool = False  # a plain plan is made before all else, in case the search is stopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,0 +1,59 @@
+"""A plain plan at once, by rules of thumb: the answer if a search is stopped before it has found any."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autoshard.errors import InputError
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.plan import Plan
+from autoshard.plan.recompute import Recompute
+from autoshard.plan.rules.columns import Engine
+from autoshard.search.bound.legal_space import legal_space
+from autoshard.search.bound.request import Request
+from autoshard.search.bound.rough import rough_seconds
+
+_MOST = 8  # plans that are priced
+_PLAIN = {
+    "schedule": "1f1b",
+    "vp": 1,
+    "cp_kind": "ring",
+    "cp_order": "contiguous",
+    "recompute": (Recompute(kind="full"),),
+}
+_SPREAD = ("tp", "pp", "ep")  # sizes by which weights become fewer on a rank
+
+
+def plain_plan(request: Request) -> Plan | None:
+    """Return the first plan that fits among few that look fastest, with 1F1B and full recompute where nothing is said.
+
+    Where a plan does not fit, no other is tried whose weights are spread over no more ranks.
+    """
+    num_priced, too_few = 0, 0
+    for candidate, engine in _likely(request):
+        spread = candidate.tp * candidate.pp * candidate.ep
+        if spread <= too_few:
+            continue
+        plan = request.plan(candidate, engine, tables=False)
+        assert plan.prediction, "a plan of a candidate has its prediction"
+        if plan.prediction.peak_bytes <= request.capacity_bytes(plan.kernels):
+            return request.plan(candidate, engine)
+        num_priced, too_few = num_priced + 1, spread
+        if num_priced == _MOST:
+            break
+    return None
+
+
+def _likely(request: Request) -> Iterator[tuple[Candidate, Engine]]:
+    """Yield plain candidates that no Rule refuses, in the order of their rough seconds, by engine."""
+    plain = replace(request, pins={**_PLAIN, **request.pins})
+    for engine in request.engines:
+        try:
+            variants = [run for run in legal_space(plain, engine).variants if not run.space.base.zero_group]
+        except InputError:  # the engine cannot keep the pins
+            continue
+        timed: list[tuple[float, int, int]] = []
+        for number, run in enumerate(variants):
+            rough_s = rough_seconds(plain.question(run.space.base), run.space.rows, run.space.base.zero)
+            timed += [(seconds, number, row) for row, seconds in enumerate(rough_s.tolist())]
+        for _, number, row in sorted(timed):
+            yield variants[number].space.candidate(row, 0), engine

@@ -1,0 +1,70 @@
+"""A plan is there at once: it is legal, fits, keeps what is pinned, and is not far from what a search finds."""
+
+from dataclasses import replace
+
+import pytest
+
+from autoshard.search.ask.plain import plain_plan
+from autoshard.search.ask.planner import search
+from autoshard.search.bound.request import Request, plan_at, rejections_of
+from autoshard.search.bound.rough import rough_seconds
+from autoshard.search.bound.space import whole_space
+from autoshard.search.bound.watch import Look
+from tests.search.brute_force import ask, peak, time_s
+
+TINY = ask("tiny-llama", ranks=8)
+REAL = {
+    "llama3-8b on one h100-80": ask("llama3-8b", "h100-80"),
+    "llama3-70b on 16 trn1": ask("llama3-70b", "trn1.32xlarge", 16),
+    "deepseek-v2-lite on one h100-80": ask("deepseek-v2-lite", "h100-80"),
+}
+
+
+def stopped(_: Look) -> str:
+    return "stopped after a moment"
+
+
+@pytest.mark.parametrize("request_", [TINY, *REAL.values()], ids=["tiny-llama", *REAL])
+def test_a_search_that_is_stopped_at_once_has_a_plan_that_runs(request_: Request):
+    limited = replace(request_, effort=replace(request_.effort, at_once=True))
+    answer = search(limited, watch=stopped)
+    plan = answer.preferred
+    assert answer.plans == (plan,) and answer.certificate.stopped and "rules of thumb" in answer.simple_why
+    assert answer.certificate.bound == 0.0, "nothing is proven of it"
+    assert not rejections_of(request_, plan.candidate, plan.engine)
+    assert peak(plan) <= request_.capacity_bytes(plan.kernels)
+    again = plan_at(request_, plan.candidate)
+    assert time_s(plan) == time_s(again) and plan.strategies == again.strategies, "it has its price and its tables"
+    assert not search(request_, watch=stopped).plans, "without a limit no time is spent on it"
+
+
+def test_a_plain_plan_is_at_most_twice_as_slow_as_the_best():
+    best = search(TINY).plans[0]
+    plain = plain_plan(TINY)
+    assert plain and time_s(best) <= time_s(plain) <= 2 * time_s(best)
+
+
+def test_a_search_that_ends_in_time_does_not_show_the_plain_plan():
+    limited = replace(TINY, effort=replace(TINY.effort, at_once=True))
+    assert search(limited).plans == search(TINY).plans
+
+
+def test_what_is_pinned_is_kept_and_where_nothing_fits_there_is_no_plain_plan():
+    plan = plain_plan(replace(TINY, pins={"tp": 2, "schedule": "gpipe", "pp": 2}))
+    assert plan and (plan.candidate.tp, plan.candidate.pp, plan.candidate.schedule) == (2, 2, "gpipe")
+    assert plain_plan(ask("llama3-70b", "h100-80")) is None
+
+
+def test_rough_seconds_know_what_makes_a_layout_slow_or_too_large():
+    request = REAL["llama3-8b on one h100-80"]
+    space = whole_space(request.model, request.cluster, request.workload, "torch", {"mbs": 1, "ep": 1})
+    rough_s = {
+        tuple(int(space.rows[key][row]) for key in ("tp", "pp", "cp")): seconds
+        for row, seconds in enumerate(rough_seconds(request.question(space.base), space.rows).tolist())
+    }
+    sharded = rough_seconds(request.question(space.base), space.rows, 3)
+    assert rough_s[2, 1, 1] < rough_s[8, 1, 1], "tensor parallelism sends more"
+    assert rough_s[1, 2, 1] < rough_s[1, 8, 1], "longer pipelines wait longer"
+    assert rough_s[1, 2, 1] < rough_s[1, 2, 2], "attention in parts takes longer"
+    row = next(row for row in range(space.num_layouts) if space.candidate(row, 0).dp == 8)
+    assert sharded[row] < rough_s[1, 1, 1], "weights, gradients and states of 8 G parameters do not fit on each rank"
