@@ -136,7 +136,7 @@ _EXPERTS_STACKED: Names = (
     ("mlp.experts.gate_up_proj", "experts (gate_up:1 ffn) hidden", "up.weight"),
     ("mlp.experts.down_proj", "experts hidden ffn", "down.weight"),
 )
-_GPT_OSS_LAYER: Names = (  # the files in BF16; those in MXFP4 have blocks and scales in the place of these products
+_GPT_OSS_LAYER: Names = (  # as in BF16; published files have experts in MXFP4, which are read as these
     *_LLAMA_ATTENTION,
     ("self_attn.sinks", "(kv_heads q_group)", "sink.bias"),
     *_linear("mlp.router", "experts", "hidden", "router"),

@@ -12,9 +12,12 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from autoshard.layout.shards import Box, boxes_of
 
 Range = tuple[int, int]
+Index = tuple[slice, ...]
 UNCUT: Mapping[str, Range] = MappingProxyType({})
 
 
@@ -57,6 +60,12 @@ class Along:
         """The selected part as an index of the stored dim."""
         return slice(self.first, self.first + self.step * self.count, self.step)
 
+    def places(self, part: Index) -> range:
+        """Return where a part of a box lies along this dim; the part is one slice for each axis of ours."""
+        if self.dim is None:
+            return range(self.first, self.first + 1)
+        return range(self.first, self.first + self.step * self.count, self.step)[part[self.dim]]
+
     def within(self, offset: int, length: int) -> "Along":
         """Return this dim restricted to a range of it; nothing may be left of the selected part."""
         before, end = (-(-max(place - self.first, 0) // self.step) for place in (offset, offset + length))
@@ -92,10 +101,28 @@ class Patch:
         part = stored[tuple(slice(at, at + length) for at, length in zip(self.starts, lengths, strict=True))]
         opened = part.reshape(tuple(along.size for along in alongs))
         parts = (along.first if along.dim is None else along.slice for along in alongs)
-        meant = opened[tuple(parts)]
-        dims = [along.dim for along in alongs if along.dim is not None]
+        return self._turned(opened[tuple(parts)])
+
+    def places(self, part: Index) -> tuple[np.ndarray, ...]:
+        """Return where the numbers of a part of the box lie along every axis of the stored tensor."""
+        along_axes = list[np.ndarray]()
+        for start, group in zip(self.starts, self.axes, strict=True):
+            places = np.zeros(1, np.int64)
+            for along in group:
+                places = np.add.outer(places * along.size, along.places(part)).reshape(-1)
+            along_axes.append(start + places)
+        return tuple(along_axes)
+
+    def arranged(self, numbers: Any, part: Index) -> Any:
+        """Return the numbers at the ``places`` of a part of the box with the axes of our tensor."""
+        alongs = [along for group in self.axes for along in group if along.dim is not None]
+        return self._turned(numbers.reshape(tuple(len(along.places(part)) for along in alongs)))
+
+    def _turned(self, numbers: Any) -> Any:
+        """Bring the axes of selected numbers into the order of ours."""
+        dims = [along.dim for group in self.axes for along in group if along.dim is not None]
         order = tuple(dims.index(dim) for dim in range(len(dims)))
-        return meant.permute(order) if hasattr(meant, "permute") else meant.transpose(order)
+        return numbers.permute(order) if hasattr(numbers, "permute") else numbers.transpose(order)
 
     def rows(self, low: int, high: int) -> Iterator["Patch"]:
         """Yield the parts of the patch in a range of rows of the stored tensor, as patches of these rows alone."""

@@ -25,7 +25,7 @@ _BOX = ("experts", "slots")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountRows:
-    """Counts how many rows each part of the tokens has for each expert; this precedes the first dispatch."""
+    """Counts how many rows each part of the tokens has for each expert, or tells other ranks: before any dispatch."""
 
     reads: Value
     writes: tuple[str, ...]
@@ -132,8 +132,13 @@ class Routing:
         return f"{self.chosen.name}.{fitting.index(True) or ''}ends"
 
     @property
+    def rows(self) -> str:
+        """The name of the value that says on the device how many rows each expert gets of this rank's tokens."""
+        return f"{self.chosen.name}.rows"
+
+    @property
     def made(self) -> tuple[str, ...]:
-        """The names of the values that the counting makes."""
+        """The names of the values that the counting makes in the end."""
         return (*([self.counts] if self.exchanges else []), *map(self.ends, self.by_expert))
 
     def num_rows(self, layout: Layout) -> int | None:

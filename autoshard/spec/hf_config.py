@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 
 from autoshard.errors import InputError, inside, nearest
 from autoshard.spec.heads import LatentAttention, RotaryScaling
-from autoshard.spec.hf_reader import ConfigReader
+from autoshard.spec.hf_reader import ConfigReader, fp8_block
 from autoshard.spec.hf_types import (
     ACTIVATIONS,
     MODEL_TYPES,
@@ -24,9 +24,6 @@ from autoshard.spec.repeats import compress
 _BALANCE = (
     "the loss that it asks for belongs to the question: --router-balance-loss, or router_balance_loss in a recipe"
 )
-_UNREAD = {
-    "quantization_config": "it says how files hold weights, and a plan in which format they are trained. Take it out"
-}
 _ROTARY_OF_LAYERS = ("full_attention", "sliding_attention")
 _ROTARY_KEYS = (
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"),
@@ -45,6 +42,7 @@ def spec_from_config(config: Mapping[str, object], *, name: str, source: str) ->
     """
     name_of_type = config.get("model_type")
     if isinstance(name_of_type, str) and name_of_type in WITH_TEXT_CONFIG:
+        fp8_block(config)
         with inside("text_config"):
             text = {
                 "model_type": WITH_TEXT_CONFIG[name_of_type],
@@ -60,7 +58,8 @@ def _spec_of_text(config: Mapping[str, object], name: str, source: str) -> Model
     reader = ConfigReader(config, {**usual, **SHARED_DEFAULTS, **kind.defaults})
     for name_of_field, off in UNMODELLED.items():
         if name_of_field not in kind.defaults:
-            reader.only(name_of_field, off, _UNREAD.get(name_of_field, "autoshard does not model this option"))
+            reader.only(name_of_field, off, "autoshard does not model this option")
+    reader.made(lambda: fp8_block(config))
     reader.only("output_router_logits", (False, None), _BALANCE)
     reader.only("architectures", ([kind.architecture], [], None), "the architecture of this model_type")
     traits: dict[str, Any] = {"norm": "rms", "gated_mlp": True, "positions": "rotary", "mlp_bias": False, **kind.fixed}

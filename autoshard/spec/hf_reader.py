@@ -3,11 +3,15 @@
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-from autoshard.errors import Fault, Faults, InputError, nearest
+from autoshard.errors import Fault, Faults, InputError, inside, nearest, require
 from autoshard.spec.hf_types import ALIASES, NAMED_FIELDS
 from autoshard.spec.record import decode, show_value
 
 T = TypeVar("T")
+PACKED = "quantization_config"  # says how files hold weights; in which format they are trained, a plan says
+# cited: deepseek-ai/DeepSeek-V3 config.json; transformers takes the same where none is stated
+_FP8_BLOCK = (128, 128)
+_IN_BF16 = "Save the model in BF16 first"
 # By field of ModelSpec or RotaryScaling: the config fields that its check depends on, the most likely cause first.
 _BLAMED: Mapping[str, tuple[str, ...]] = {
     **{field.name: (name,) for name, field in NAMED_FIELDS.items()},
@@ -120,3 +124,30 @@ class ConfigReader:
 
     def _spelled(self, name: str) -> str:
         return next((field for field in (name, *ALIASES.get(name, ())) if field in self.data), name)
+
+
+def fp8_block(config: Mapping[str, object]) -> tuple[int, int]:
+    """Return how many rows and columns of a weight in FP8 have one scale; refuse files of formats that are not read.
+
+    >>> fp8_block({}), fp8_block({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 32]}})
+    ((128, 128), (64, 32))
+    """
+    stated = config.get(PACKED)
+    if stated is None:
+        return _FP8_BLOCK
+    with inside(PACKED):
+        fields = decode(dict[str, object], stated)
+        method, block = fields.get("quant_method"), fields.get("weight_block_size", list[object](_FP8_BLOCK))
+        unread = f"weights in {show_value(method)} are not read, only in 'mxfp4' and 'fp8'. {_IN_BF16}"
+        require((method in ("mxfp4", "fp8"), "quant_method", unread))
+        if method == "mxfp4":
+            return _FP8_BLOCK
+        kind = fields.get("fmt", "e4m3")
+        require((kind == "e4m3", "fmt", f"FP8 of the kind {show_value(kind)} is not read, only 'e4m3'. {_IN_BF16}"))
+        sides = cast(list[object], block) if isinstance(block, list) else []
+        whole = [side for side in sides if isinstance(side, int) and not isinstance(side, bool) and side > 0]
+        message = (
+            f"must say how many rows and columns have one scale, not {show_value(cast(object, block))}. {_IN_BF16}"
+        )
+        require((len(sides) == len(whole) == 2, "weight_block_size", message))
+        return whole[0], whole[1]

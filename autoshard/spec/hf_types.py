@@ -220,7 +220,7 @@ _SWITCHED_OFF: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("add_cross_attention", "is_encoder_decoder", "use_bidirectional_attention"), (False, None)),
     "scale_attn_weights": (True, None),
     "scale_attn_by_inverse_layer_idx": (False, None),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "quantization_config"), (None,)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"), (None,)),
     "norm_topk_prob": (True, None),
     "router_jitter_noise": (0, None),
     **dict.fromkeys(("moe_frequency", "moe_layer_freq", "decoder_sparse_step", "routed_scaling_factor"), (1, None)),

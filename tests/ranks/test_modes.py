@@ -40,6 +40,7 @@ from tests.ranks.cases import (
     compare,
     deepseek,
     engine_of,
+    glm,
     gpt,
     gpt_oss,
     llama,
@@ -64,6 +65,7 @@ COMPILED = {
         AS_PLANNED,
     ),
     "experts on two ranks": ("tp=1,pp=1,dp=2,ep=2", llama(num_layers=1, vocab=32, **MIXTRAL), EXACT),
+    "experts in groups": ("tp=1,pp=1,dp=2,ep=2", glm(num_layers=1, vocab=32, kinds=(), order=""), EXACT),
 }
 # Each rank makes narrow states of its own tokens, and turns the part of keys that heads share for its own positions.
 TURNED_APART = {

@@ -57,6 +57,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
 }
+MXFP4, FP8 = {"quant_method": "mxfp4"}, {"quant_method": "fp8"}
 YARN = {"type": "yarn", "factor": 4.0}
 LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -353,11 +354,35 @@ def test_what_is_not_modelled_is_refused_by_name_and_accepted_when_off(family: s
             assert read(family, **{field: value}) == read(family)
         assert refused(family, **{field: (not off[0]) if isinstance(off[0], bool) else 7}) == [field]
     assert read(family, output_router_logits=False) == read(family, output_router_logits=None) == read(family)
-    with pytest.raises(InputError, match="how files hold weights"):
-        read(family, quantization_config={"quant_method": "mxfp4"})
     with pytest.raises(InputError, match="belongs to the question: --router-balance-loss"):
         read(family, output_router_logits=True)
     assert read("llama", architectures=["LlamaForCausalLM"]) == read("llama", architectures=None)
+
+
+@pytest.mark.parametrize("stated", [None, MXFP4, FP8, FP8 | {"fmt": "e4m3", "weight_block_size": [64, 128]}])
+def test_how_files_hold_weights_changes_no_model(stated: Any):
+    assert read("gpt_oss", quantization_config=stated) == read("gpt_oss")
+
+
+@pytest.mark.parametrize(
+    ("stated", "where", "says"),
+    [
+        ({"quant_method": "gptq"}, ".quant_method", "weights in 'gptq' are not read, only in 'mxfp4' and 'fp8'. Save"),
+        ({}, ".quant_method", "weights in null are not read"),
+        (7, "", "expected"),
+        (FP8 | {"fmt": "e5m2"}, ".fmt", "FP8 of the kind 'e5m2' is not read"),
+        *(
+            (FP8 | {"weight_block_size": block}, ".weight_block_size", "must say how many rows and columns have one")
+            for block in (None, 128, [128], [0, 128], ["a", "b"], [True, True])
+        ),
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_files_in_formats_that_are_not_read_are_refused(family: str, stated: Any, where: str, says: str):
+    texts = {"model_type": "gemma3", "text_config": SMALLEST["gemma3_text"]}
+    data = texts if family == "gemma3" else {"model_type": family, **SMALLEST[family]}
+    (fault,) = faults({**data, "quantization_config": stated})
+    assert fault.where == f"quantization_config{where}" and says in fault.message
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from autoshard.engine.torch.recording import is_uneven
+from autoshard.engine.torch.simplified import simplify
 from autoshard.run.protocol import HOST
 
 Piece = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -100,6 +101,8 @@ def traced(
     functional: Any = torch.func.functionalize(run, remove="mutations")
     with fake:
         graph = make_fx(functional, decomposition_table=select_decomp_table() if decomposes else {})(*examples)
+        if decomposes:
+            simplify(graph)
     output: Any = graph.graph.output_node()
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # their strides are as traced
     return graph

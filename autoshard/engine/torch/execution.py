@@ -66,7 +66,7 @@ class RankStep:
                 kind = type(op.kind)
                 unchecked = kind.torch_kernel is not OpKind.torch_kernel and not vars(kind).get("engines")
                 return not (unchecked or ring or any(value.tensor in BY_BATCH for value in reads))
-            case CountOnce() | Sum() | Observation():
+            case CountOnce() | Sum() | Observation() | CountRows():
                 return True
             case _:
                 return False

@@ -4,6 +4,7 @@ torch sends parts of unequal size only when the host knows their sizes. So the h
 for a block and micro-batch, and for that waits for the device.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,32 +12,42 @@ import torch
 
 from autoshard.engine.routing import Exchange, Numbers, Routing, row_order
 from autoshard.engine.torch.kernels import Kernel
+from autoshard.engine.torch.kernels.indexing import is_chosen
 from autoshard.engine.torch.world import RankGroup, World
 from autoshard.layout.program import Communicate
 from autoshard.run.protocol import HOST
 
 
-def counting(world: World, routing: Routing) -> Kernel:
-    """Return a function from tokens' choices to the counts of all cells, and the ends of experts' rows in products."""
-    group, experts = world.group(routing.counted), routing.place.sizes["experts"]
+def counting(routing: Routing) -> Kernel:
+    """Return a function from the choices of a rank's tokens to how many rows each expert gets of them.
 
-    def run(chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        counts = (torch.arange(experts, device=chosen.device) == chosen.reshape(-1, 1)).sum(0)
-        if not routing.exchanges:
-            return (counts.cumsum(0).to(torch.int32),)
+    Where no row is moved, it returns where the rows of each expert end.
+    """
+    experts = routing.place.sizes["experts"]
+    if routing.exchanges:
+        return lambda chosen: (is_chosen(chosen, experts).sum(0),)
+    return lambda chosen: (is_chosen(chosen, experts).sum(0).cumsum(0).to(torch.int32),)
+
+
+def sharing_counts(world: World, routing: Routing) -> Kernel:
+    """Return a function from a rank's counts to those of all cells, and the ends of experts' rows in products."""
+    group, experts = world.group(routing.counted), routing.place.sizes["experts"]
+    sent = math.prod(routing.place.shape(routing.chosen.layout))
+
+    def run(counts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         counts_of_ranks = (group.all_gather(counts) if group else counts).view(-1, experts)
-        table = routing.table(_numbers(counts_of_ranks, chosen), group.ranks if group else [world.rank])
+        table = routing.table(_numbers(counts_of_ranks, sent), group.ranks if group else [world.rank])
         ends = [np.cumsum(routing.of_each(table, layout), dtype=np.int32) for layout in routing.by_expert]
-        return torch.from_numpy(table), *(torch.from_numpy(column).to(chosen.device) for column in ends)
+        return torch.from_numpy(table), *(torch.from_numpy(column).to(counts.device) for column in ends)
 
     return run
 
 
-def _numbers(counts: torch.Tensor, chosen: torch.Tensor) -> Numbers:
+def _numbers(counts: torch.Tensor, num_rows: int) -> Numbers:
     """Read counts; where tensors have no numbers, all experts have equally many rows."""
     if not counts.is_meta:
         return counts.to(HOST).numpy()
-    share, more = divmod(chosen.numel(), counts.shape[1])
+    share, more = divmod(num_rows, counts.shape[1])
     return np.broadcast_to(share + (np.arange(counts.shape[1]) < more), tuple(counts.shape))
 
 

@@ -21,7 +21,7 @@ from autoshard.engine.torch.kernels.kernel import laid_out
 from autoshard.engine.torch.kernels.products import adding, adds_wide
 from autoshard.engine.torch.kernels.router import observing
 from autoshard.engine.torch.kernels.sinks import counting_sinks
-from autoshard.engine.torch.routed import counting, exchange
+from autoshard.engine.torch.routed import counting, exchange, sharing_counts
 from autoshard.engine.torch.world import World
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.linear import Einsum
@@ -117,8 +117,7 @@ def _local_steps(context: RankContext, parts: BlockProgram, joint: Joint, read_l
             continue
         writes = values_written(entry)
         adds, names = writes[0].name in added, written_by(entry)
-        if routing and dispatches(entry) and not entry.op.again:
-            yield _count(context, routing)
+        yield from _shared_counts(context, routing, entry)
         if adds:
             run, reads = added[names[0]]
         elif routing and (by_counts := _routed(context, parts, routing, entry)):
@@ -133,6 +132,7 @@ def _local_steps(context: RankContext, parts: BlockProgram, joint: Joint, read_l
                 shapes=tuple(_shape(context, routing, value) for value in writes),
                 counted=routing is not None and routing.exchanges and (works_by_expert(entry) or moves_rows(entry)),
             )  # fmt: skip
+        yield from _counted(routing, names)
         if seen := observation_behind(entry, context.mesh_rank.sizes, packed=context.packed):
             yield _observe(context, seen)
         yield from joint.behind.get(id(entry), ())
@@ -191,15 +191,27 @@ def _shape(context: RankContext, routing: Routing | None, value: Value) -> tuple
     return (1, ANY_COUNT if rows is None else rows, *shape[2:])
 
 
-def _count(context: RankContext, routing: Routing) -> RankStep:
-    """Return the step that counts rows."""
-    entry, place = CountRows(reads=routing.chosen, writes=routing.made), routing.place
-    ends = [(len(range(*place.bounds(layout)[0])),) for layout in routing.by_expert]
-    counts = [(place.sizes["experts"], place.sizes["slots"])] if routing.exchanges else []
-    return RankStep(
-        entry=entry, run=counting(context.world, routing), reads=(routing.chosen.name,), writes=entry.writes,
-        shapes=(*counts, *ends), counted=routing.exchanges,
-    )  # fmt: skip
+def _counted(routing: Routing | None, written: Collection[str]) -> Iterator[RankStep]:
+    """Yield the step that counts the rows of this rank's tokens, as soon as these have chosen."""
+    if routing and routing.chosen.name in written:
+        writes = (routing.rows,) if routing.exchanges else routing.made
+        entry = CountRows(reads=routing.chosen, writes=writes)
+        yield RankStep(
+            entry=entry, run=counting(routing), reads=(routing.chosen.name,), writes=writes,
+            shapes=((routing.place.sizes["experts"],),),
+        )  # fmt: skip
+
+
+def _shared_counts(context: RankContext, routing: Routing | None, entry: Instruction) -> Iterator[RankStep]:
+    """Yield the step that tells ranks each other's counts, before tokens are copied to rows."""
+    if routing and routing.exchanges and dispatches(entry) and not entry.op.again:
+        place = routing.place
+        ends = [(len(range(*place.bounds(layout)[0])),) for layout in routing.by_expert]
+        yield RankStep(
+            entry=CountRows(reads=routing.chosen, writes=routing.made), run=sharing_counts(context.world, routing),
+            reads=(routing.rows,), writes=routing.made, counted=True,
+            shapes=((place.sizes["experts"], place.sizes["slots"]), *ends),
+        )  # fmt: skip
 
 
 def _observe(context: RankContext, seen: Observation) -> RankStep:

@@ -32,6 +32,7 @@ from autoshard.runtime.convert.nxd import SourcePlan, finish_nxd, nxd_folder, nx
 from autoshard.runtime.convert.ours import checkpoint_of, finish_ours, ours_outputs, ours_source
 from autoshard.runtime.convert.squares import refuse_other_sums
 from autoshard.runtime.convert.stored import WeightSource
+from autoshard.spec.hf_reader import PACKED
 from autoshard.spec.hf_writing import config_of
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_config, load_model, model_names, read_config
@@ -230,7 +231,8 @@ def _source_model(conversion: Conversion, form: Form) -> _SourceModel:
         folder = path if path.is_dir() else path.parent if path.is_file() else None
         if conversion.plan:
             refuse_other_model((folder or path) / CONFIG, model, conversion.plan.model)
-        return _SourceModel(model=model, config=load_config(where), folder=folder)
+        config = {key: value for key, value in load_config(where).items() if key != PACKED}  # written in plain numbers
+        return _SourceModel(model=model, config=config, folder=folder)
     plans = [load(path) for place in folders if (path := place / "plan.json").is_file()]
     model = next((plan.model for plan in (*plans, conversion.plan) if plan), None)
     nothing = "nothing beside it says which model it is. Type --model with a card's name or a config.json"

@@ -112,7 +112,10 @@ class Copying:
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise InputError.of(str(self._folder), "another process converts into it. Wait for it") from None
-        stats = {file: Path(file).stat() for file in sorted({tensor.file for tensor in self._source.stored})}
+        stats = {
+            file: Path(file).stat()
+            for file in sorted({file for tensor in self._source.stored for file in tensor.files})
+        }
         read = [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats.items()]
         conversion = repr((_FORMAT, read, self._outputs))
         sign = hashlib.sha256(conversion.encode()).hexdigest()  # differs for any other conversion

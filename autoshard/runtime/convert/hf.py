@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from autoshard.engine.hf_names import DERIVED, HEADS, HfNames, further_modules, shapes_of
-from autoshard.errors import InputError, require
+from autoshard.errors import InputError, inside, require
 from autoshard.files import naming
 from autoshard.runtime.convert.copying import Entry, TargetFile
+from autoshard.runtime.convert.packed import unpacked
 from autoshard.runtime.convert.stored import Stored, WeightSource, read_state, read_tensors, shape_faults
+from autoshard.spec.hf_reader import fp8_block
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import read_config
 
@@ -39,7 +41,7 @@ def hf_source(path: Path, family: str, model: ModelSpec) -> WeightSource:
     """Open a folder, or a file of ``torch.save``, or say all that is wrong."""
     found = read_state(path) if path.is_file() else _stored(path)
     further = further_modules(found)
-    tensors = {name: tensor for name, tensor in found.items() if not name.startswith(further)}
+    tensors = unpacked({name: found[name] for name in found if not name.startswith(further)}, _fp8_block(path))
     names = HfNames.fitting(family, model, tensors.keys())
     shapes, patches = dict(names.shapes), dict(names.patches())
     for owner in names.tied.values():  # files may repeat the table as the head, which must be the same
@@ -51,6 +53,15 @@ def hf_source(path: Path, family: str, model: ModelSpec) -> WeightSource:
         raise InputError(sorted(faults, key=lambda fault: fault.where))
     stored = (replace(tensors[name], patches=tuple(parts), remedy=_UNTIED) for name, parts in patches.items())
     return WeightSource(stored, shapes_of(model), str(path))
+
+
+def _fp8_block(path: Path) -> tuple[int, int]:
+    """Return how many rows and columns have one scale, as the configuration beside weights says."""
+    config = (path.parent if path.is_file() else path) / CONFIG
+    if not config.is_file():
+        return fp8_block({})
+    with inside(config):
+        return fp8_block(read_config(config))
 
 
 def is_hf(path: Path) -> bool:

@@ -17,19 +17,19 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch._utils import _rebuild_tensor_v2  # pyright: ignore[reportPrivateUsage]
 
-from autoshard.engine.patches import Patch, whole
+from autoshard.engine.patches import Index, Patch, whole
 from autoshard.errors import Fault, InputError, require
 from autoshard.layout.shards import Box
 from autoshard.runtime.checkpoint.files import DTYPES, TYPES, StoredBox, is_finite, overlap
 
 _ELSEWHERE = "Copy it again, or take another checkpoint"
 _SQUARED = 2**16  # numbers at a time: 7 GB/s on a core, and 0.6 GB/s all at once (an EPYC of 2 cores, 2026-11-24)
-_IN_BLOCKS = ("_blocks", "_scales")  # as files of GPT-OSS name the experts that they hold in MXFP4
-_MXFP4 = "holds numbers in blocks with scales of their own (MXFP4), which are not read. Save the model in BF16 first"
+_COMPUTED = 2**20  # numbers at a time, where they are computed from blocks with scales
 DAMAGED = "its checksum is another than when it was saved. The file is damaged"
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -61,6 +61,40 @@ class Stored:
     odd: str = ""  # its format, where that holds no fractions
     patches: tuple[Patch, ...] = ()
     remedy: str = ""  # where a copy of its numbers differs
+    # Returns the numbers at these places along each axis, where they are computed from other tensors of files.
+    compute: Callable[[Sequence[np.ndarray]], torch.Tensor] | None = None
+    sources: tuple["Stored", ...] = ()  # these other tensors
+
+    @property
+    def files(self) -> set[str]:
+        """The files in which its numbers are."""
+        return {self.file, *(source.file for source in self.sources)}
+
+    def parts(self, patch: Patch, both: tuple[Index, Index]) -> Iterator[tuple[torch.Tensor, Index]]:
+        """Yield the numbers of a part of a patch, and where they belong; little is computed at a time."""
+        if self.compute is None:
+            yield patch.view(self.read())[both[0]], both[1]
+            return
+        for there, here in _pieces(both):
+            yield patch.arranged(self.compute(patch.places(there)), there), here
+
+
+def _pieces(both: tuple[Index, Index]) -> Iterator[tuple[Index, Index]]:
+    """Cut an index of a box and of memory along their first axes, so that each piece has few numbers."""
+    lengths = [side.stop - side.start for side in both[0]]
+    axis = next((number for number, length in enumerate(lengths) if length > 1), None)
+    if axis is None or math.prod(lengths) <= _COMPUTED:
+        yield both
+        return
+    step = max(1, _COMPUTED * lengths[axis] // math.prod(lengths))
+    for low in range(0, lengths[axis], step):
+        there, here = (_narrowed(index, axis, low, min(step, lengths[axis] - low)) for index in both)
+        yield from _pieces((there, here))
+
+
+def _narrowed(index: Index, axis: int, low: int, count: int) -> Index:
+    start = index[axis].start + low
+    return (*index[:axis], slice(start, start + count), *index[axis + 1 :])
 
 
 class WeightSource:
@@ -104,14 +138,17 @@ class WeightSource:
         for box, held in self._boxes[tensor].items():
             if both := overlap(box, (tuple(offsets), tuple(memory.shape))):
                 held.check()
-                numbers, target = held.patch.view(held.stored.read())[both[0]], memory[both[1]]
-                target.copy_(numbers)
-                if not is_finite(target):
-                    where = f"{held.stored.file}: {held.stored.name}"
-                    if is_finite(numbers):
-                        label = DTYPES[memory.dtype].lower()
-                        raise InputError.of(where, f"holds numbers that are too large for {label}. Take bf16 or fp32")
-                    raise InputError.of(where, f"holds numbers that are not finite. {_ELSEWHERE}")
+                for numbers, place in held.stored.parts(held.patch, both):
+                    _copy(numbers, memory[place], f"{held.stored.file}: {held.stored.name}")
+
+
+def _copy(numbers: torch.Tensor, target: torch.Tensor, where: str) -> None:
+    target.copy_(numbers)
+    if not is_finite(target):
+        if is_finite(numbers):
+            label = DTYPES[target.dtype].lower()
+            raise InputError.of(where, f"holds numbers that are too large for {label}. Take bf16 or fp32")
+        raise InputError.of(where, f"holds numbers that are not finite. {_ELSEWHERE}")
 
 
 class _Held:
@@ -124,8 +161,8 @@ class _Held:
     def _check(self, holders: Sequence[tuple[Stored, Patch]]) -> None:
         if self.stored.check:
             self.stored.check()
-        numbers = self.patch.view(self.stored.read())
         for stored, patch in holders[1:]:  # without their checksums, which are over whole files
+            numbers = self.patch.view(self.stored.read())
             if not same_bits(numbers, patch.view(stored.read())):
                 if stored.check:
                     stored.check()
@@ -169,8 +206,7 @@ def shape_faults(
             yield Fault(where=f"{tensor.file}: {name}", message=message)
     for name in tensors.keys() - shapes.keys():
         if not name.endswith(tuple(needless)):
-            message = _MXFP4 if name.endswith(_IN_BLOCKS) else "is no tensor of this model"
-            yield Fault(where=f"{tensors[name].file}: {name}", message=message)
+            yield Fault(where=f"{tensors[name].file}: {name}", message="is no tensor of this model")
 
 
 def read_tensors(file: Path, advice: str) -> dict[str, Stored]:

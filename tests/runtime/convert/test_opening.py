@@ -164,13 +164,6 @@ FAULTS: Mapping[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         lambda f: rewritten(f, lambda t: t.update({GATE: t[GATE].to(torch.int8)})),
         (f"model.safetensors: {GATE}: holds I8, and only F64, F32, F16, BF16 can be read",),
     ),
-    "experts in blocks with scales": (
-        lambda f: rewritten(f, lambda t: t.update({f"{GATE}_blocks": t.pop(GATE)})),
-        (
-            f"model.safetensors: {GATE}_blocks: holds numbers in blocks",
-            "(MXFP4), which are not read. Save the model in",
-        ),
-    ),
     "a truncated file": (lambda f: cut(f, 9000), ("model.safetensors: is no whole file", "Download it again")),
     "a truncated header": (lambda f: cut(f, 100), ("model.safetensors: is no whole file of tensors",)),
     "an empty file": (lambda f: cut(f, 0), ("model.safetensors: is no whole file of tensors",)),

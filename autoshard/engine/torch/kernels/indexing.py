@@ -112,13 +112,17 @@ def _top_k_gradient(kind: TopKGradient, call: Call, context: KernelContext) -> K
     return lambda upstream, expert: (upstream.new_zeros(shape).scatter_(-1, expert, upstream),)
 
 
+def is_chosen(expert: torch.Tensor, experts: int) -> torch.Tensor:
+    """Say for each choice, a row, and for each expert, a column, whether it is this one."""
+    return torch.arange(experts, device=expert.device) == expert.reshape(-1, 1)
+
+
 def _slot(kind: Slot, call: Call, context: KernelContext) -> Kernel:
     experts, slots, packed = call.sizes["experts"], call.sizes["slots"], context.packed
 
     def run(expert: torch.Tensor) -> Made:
         chosen = rearrange(expert, "batch seq choices -> (batch seq choices)")
-        is_chosen = torch.arange(experts, device=chosen.device) == chosen[:, None]
-        so_far = is_chosen.cumsum(0)
+        so_far = is_chosen(expert, experts).cumsum(0)
         place = (so_far - 1).gather(1, chosen[:, None]).squeeze(1)
         if packed:  # behind those of the experts before
             counts = so_far[-1:].sum(0)  # also of no tokens

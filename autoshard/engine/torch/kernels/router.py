@@ -6,6 +6,7 @@ import torch
 
 from autoshard.engine.observing import Observation
 from autoshard.engine.torch.formats import wide
+from autoshard.engine.torch.kernels.indexing import is_chosen
 from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register_kernels, shape_of
 from autoshard.graph.kinds.router import RouterBalance, RouterBalanceGradient, RouterLoad, RouterZ, RouterZGradient
 from autoshard.graph.op import Call
@@ -14,6 +15,8 @@ from autoshard.spec.model import RouterScores
 
 def load_of(chosen: torch.Tensor, num_rows: int, num_experts: int, dtype: torch.dtype) -> torch.Tensor:
     """Count how often each expert is chosen in each of so many equal parts of [batch, seq, choices]."""
+    if num_rows == 1:
+        return is_chosen(chosen, num_experts).sum(0).to(dtype).unsqueeze(0)
     rows = chosen.reshape(num_rows, -1)
     ones = torch.ones(rows.shape, dtype=dtype, device=chosen.device)
     return torch.zeros((num_rows, num_experts), dtype=dtype, device=chosen.device).scatter_add_(1, rows, ones)
