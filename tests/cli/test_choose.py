@@ -11,7 +11,7 @@ from autoshard.cli import main
 from autoshard.plan.codec import is_as_written, load
 from autoshard.plan.plan import SCHEMA
 
-QUESTION = ("plan", "--model", "tiny-llama", "--cluster", "local", "--fix", "pp=2,recompute=none")
+QUESTION = ("plan", "--model", "tiny-llama", "--cluster", "local", "--fix", "pp=2,mbs=8,recompute=none")
 
 
 @pytest.fixture(autouse=True)

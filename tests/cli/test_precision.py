@@ -7,7 +7,7 @@ import pytest
 
 from tests.cli.conftest import Typed
 
-ASKED = "--model tiny-llama --cluster local --ranks 2 --fix tp=1,dp=2"
+ASKED = "--model tiny-llama --cluster local --ranks 2 --fix tp=1,dp=2,mbs=8"
 BF16 = "bf16,gradients=bf16,moments=bf16"
 
 
