@@ -228,7 +228,9 @@ def test_both_engines_are_searched_when_any_may_run_the_plan():
 @pytest.mark.parametrize(
     "request_",
     [
-        pytest.param(ask("mixtral-8x7b", "a100-80", 4, global_batch=128, pins="mbs=1"), marks=pytest.mark.slow),
+        pytest.param(
+            ask("mixtral-8x7b", "a100-80", 4, global_batch=128, pins="mbs=1,cp=1,pp=4"), marks=pytest.mark.slow
+        ),
         pytest.param(
             ask("mixtral-8x7b", "h100-80", 8, global_batch=32, seq_len=32768),
             marks=[pytest.mark.slow, pytest.mark.thorough],
