@@ -106,7 +106,7 @@ def test_an_argument_that_is_not_there_leads_to_those_that_are() -> None:
 
 
 def test_dollars_are_at_the_price_that_a_script_states() -> None:
-    dollars = autoshard.plan("tiny-llama", "local", price="3/chip").plan.dollars
+    dollars = autoshard.plan("tiny-llama", "local", fix="tp=2,mbs=8", price="3/chip").plan.dollars
     assert dollars and dollars.price_usd_per_node_hour == 3 * load_cluster("local").chips_per_node
 
 
