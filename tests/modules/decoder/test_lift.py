@@ -98,7 +98,7 @@ NOTES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", NOTES)
+@pytest.mark.parametrize("name", rest_is_slow(["Gemma 2", "StableLM", "Phi-3", "OLMo 2", "Cohere"], 2, 3))
 def test_what_is_not_in_the_plan_is_said(name: str):
     model = known(name)
     assert model.traced and model.traced.unlifted == NOTES[name]
@@ -176,7 +176,7 @@ def logits_of_lines(module: nn.Module, model: ModelSpec, paths: Mapping[str, str
     return carried
 
 
-@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("name", rest_is_slow(["Own", "Phi", "StableLM", "StarCoder 2"], 2, 2))
 def test_the_lines_compute_what_the_code_computes(name: str):
     torch.manual_seed(0)
     module = {**FAMILIES, "Own": own}[name]().double().eval()

@@ -71,7 +71,7 @@ def as_nxd_cuts(whole: Mapping[str, torch.Tensor], tp: int, platform: str, rank:
     return {f"{ATTENTION}.qkv_proj.weight_qkv": torch.cat([q, k, v]), f"{ATTENTION}.o_proj.weight": o.T}
 
 
-@pytest.mark.parametrize("platform", ["trn1", "trn2"])
+@pytest.mark.parametrize("platform", rest_is_slow(["trn1", "trn2"]))
 @pytest.mark.parametrize("grid", rest_is_slow([(grid,) for grid in GRID], 2), ids=str)
 def test_each_order_of_heads_comes_back(grid: tuple[int, int, int], platform: str, tmp_path: Path) -> None:
     first = written(tmp_path / "first", config_of(*grid))
