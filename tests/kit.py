@@ -122,12 +122,20 @@ def _request(candidate: Candidate, model: ModelSpec, workload: Workload) -> Requ
 
 def local_request(candidate: Candidate, model: ModelSpec, **sizes: Any) -> Request:
     """The question whose answer is this candidate on this machine; ``sizes`` are those of the workload."""
+    return _request(candidate, model, _workload(**sizes))
+
+
+def _workload(**sizes: Any) -> Workload:
     usual: dict[str, Any] = {"precision": Precision.named("bf16")}
-    return _request(candidate, model, Workload(**(usual | sizes)))
+    return Workload(**(usual | sizes))
 
 
 def local_plan(text: str, model: ModelSpec, pins: Mapping[str, str] = NOTHING, **sizes: Any) -> Plan:
     """The plan of exactly this candidate on this machine, whatever Rules say; ``sizes`` are those of the workload."""
-    candidate = Candidate.parse(text)
-    request = replace(local_request(candidate, model, **sizes), layouts=pins_of(pins, "tests"))
+    return _plan(Candidate.parse(text), model, _workload(**sizes), tuple(pins.items()))
+
+
+@functools.cache
+def _plan(candidate: Candidate, model: ModelSpec, workload: Workload, pins: tuple[tuple[str, str], ...]) -> Plan:
+    request = replace(_request(candidate, model, workload), layouts=pins_of(dict(pins), "tests"))
     return plan_at(request, candidate, even_refused=True)

@@ -22,3 +22,15 @@ def rest_is_slow(values: Iterable[Any], fast: int = 1, slow: int = MOST_SLOW) ->
         pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=of_value)
         for value, of_value in zip([*first, *rest], [*([[]] * len(first)), *marks], strict=True)
     ]
+
+
+def each_third_is_fast(values: Iterable[Any]) -> list[Any]:
+    """Mark two thirds of many alike parameters as slow.
+
+    >>> [[mark.name for mark in getattr(value, "marks", ())] for value in each_third_is_fast(range(4))]
+    [[], [], ['slow'], ['slow']]
+    """
+    cases = list(values)
+    fast = cases[::3]
+    rest = [value for number, value in enumerate(cases) if number % 3]
+    return rest_is_slow([*fast, *rest], len(fast), len(rest))

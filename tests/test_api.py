@@ -39,9 +39,9 @@ def test_the_package_of_the_same_name_still_works():
 def test_parts_may_be_values_paths_or_names():
     model, cluster = load_model("tiny-llama"), load_cluster("local")
     workload, _ = default_workload(model, cluster)
-    few = "tp=2,mbs=8"
+    few = "tp=2,pp=1,mbs=8"
     result = autoshard.plan("tiny-llama", "local", fix=few)
-    assert autoshard.plan(model, cluster, workload, nodes=1, fix={"tp": 2, "mbs": 8}) == result
+    assert autoshard.plan(model, cluster, workload, nodes=1, fix={"tp": 2, "pp": 1, "mbs": 8}) == result
     card = Path(__file__).parents[1] / "models" / "tiny-llama.json"
     assert autoshard.plan(card, "local", fix=few).plan.model.num_layers == model.num_layers
 
@@ -64,12 +64,12 @@ def test_another_method_to_search_gets_the_request():
         return search(request)
 
     workload = Workload(seq_len=128, global_batch=4, precision=Precision.named("fp32"))
-    plan = autoshard.plan("tiny-llama", "local", workload, fix="tp=2,mbs=1", search=Search(method=method)).plan
+    plan = autoshard.plan("tiny-llama", "local", workload, fix="tp=2,pp=1,mbs=1", search=Search(method=method)).plan
     assert seen[0].workload == workload == plan.workload
 
 
 def test_a_calibration_of_ones_own_changes_the_prediction_and_is_named():
-    nominal, few = uncalibrated(), "tp=2,mbs=8"
+    nominal, few = uncalibrated(), "tp=2,pp=1,mbs=8"
     slow = replace(nominal, name="slow", **dict.fromkeys(CONSTANTS, 0.35))
     plan, usual = (autoshard.plan("tiny-llama", "local", fix=few, cost=cost).plan for cost in (slow, None))
     assert (plan.provenance["calibration"], usual.provenance["calibration"]) == ("slow", "uncalibrated")
@@ -144,7 +144,7 @@ def test_a_vendors_sizes_hold_at_its_length_on_as_many_nodes_or_twice_as_many():
 
 
 def test_what_python_leaves_open_is_as_on_the_command_line():
-    result = autoshard.plan("tiny-llama", "local", fix="tp=2,mbs=8", seq_len=64)
+    result = autoshard.plan("tiny-llama", "local", fix="tp=2,pp=1,mbs=8", seq_len=64)
     workload = result.plan.workload
     assert (workload.seq_len, workload.global_batch) == (64, 32) and "batch: for this machine" in result.summary()
 

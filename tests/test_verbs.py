@@ -15,12 +15,13 @@ from tests.imports.logs.published import LOGS
 @pytest.fixture
 def plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    return autoshard.plan("tiny-llama", "local", fix={"tp": 2}).save(tmp_path / "plan.json")
+    return autoshard.plan("tiny-llama", "local", fix={"tp": 2, "pp": 1, "mbs": 8}).save(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize("verb", ["explain", "verify", "compare"])
-def test_a_verb_has_the_figures_of_its_command(verb: str, plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [str(plan_file)] * (2 if verb == "compare" else 1)
+def test_a_verb_has_the_figures_of_its_command(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two_ranks = autoshard.plan("tiny-llama", load_cluster("local", ranks=2), fix={"tp": 2, "mbs": 8})
+    paths = [str(two_ranks.save(tmp_path / "plan.json"))] * (2 if verb == "compare" else 1)
     account = getattr(autoshard, verb)(*paths)
     assert main([verb, *paths, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -34,8 +35,8 @@ def test_a_verb_has_the_figures_of_its_command(verb: str, plan_file: Path, capsy
 
 @pytest.mark.slow
 def test_a_plan_of_a_search_is_explained_without_a_file() -> None:
-    result = autoshard.plan("tiny-llama", "local")
-    account = autoshard.explain(result.plan, why_not={"tp": 4})
+    result = autoshard.plan("tiny-llama", load_cluster("local", ranks=2), fix={"mbs": 8})
+    account = autoshard.explain(result.plan, why_not={"pp": 2})
     assert account.data["difference"]["slower_by"] > 0
     assert result.prediction == result.plan.prediction == result.named("simple").prediction
     assert len(repr(result.plan)) < 200
@@ -105,7 +106,7 @@ def test_an_argument_that_is_not_there_leads_to_those_that_are() -> None:
 
 
 def test_dollars_are_at_the_price_that_a_script_states() -> None:
-    dollars = autoshard.plan("tiny-llama", "local", price="3/chip").plan.dollars
+    dollars = autoshard.plan("tiny-llama", "local", fix="tp=2,mbs=8", price="3/chip").plan.dollars
     assert dollars and dollars.price_usd_per_node_hour == 3 * load_cluster("local").chips_per_node
 
 

@@ -1,5 +1,6 @@
 """Find model cards by name, and read any Hugging Face ``config.json`` by path."""
 
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ def model_names() -> tuple[str, ...]:
     >>> "llama3-70b" in model_names()
     True
     """
-    return tuple(sorted(path.stem for path in shipped("models").glob("*.json")))
+    return _names_in(shipped("models"))
 
 
 def load_model(name_or_path: str | Path) -> ModelSpec:
@@ -38,7 +39,7 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
     if text.count("/") == 1 and isinstance(name_or_path, str) and not os.path.lexists(text):
         name_or_path = text = _hub_names().get(text.lower(), text)
     if text in names and isinstance(name_or_path, str):
-        return _load(shipped("models") / f"{text}.json", text, is_card=True)
+        return _card(shipped("models") / f"{text}.json")
     looks_like_a_path = isinstance(name_or_path, Path) or text.endswith(".json") or "/" in text or os.sep in text
     if not looks_like_a_path and not (text and os.path.lexists(text)):
         hint = f"{nearest(text, names)} Or give the path of a config.json."
@@ -48,6 +49,17 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
         path = path / "config.json" if path.is_dir() else path
         name = path.stem if path.name != "config.json" else path.resolve().parent.name
     return _load(path, name or "model")
+
+
+@functools.cache
+def _names_in(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in folder.glob("*.json")))
+
+
+@functools.cache
+def _card(path: Path) -> ModelSpec:
+    """Read a card that ships with autoshard; a question about vendors' layouts compares dozens of them."""
+    return _load(path, path.stem, is_card=True)
 
 
 def _hub_names() -> Mapping[str, str]:

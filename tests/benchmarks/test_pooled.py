@@ -60,6 +60,12 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> ProgramRows:
     return rows_like(tmp_path_factory.mktemp("rows"), *mixed)
 
 
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> ProgramRows:
+    """As few rows as say something, for what holds of any."""
+    return rows_like(tmp_path_factory.mktemp("few"), *LAYOUTS[:4])
+
+
 @pytest.mark.slow
 @pytest.mark.thorough
 @settings(max_examples=4, deadline=None)
@@ -108,9 +114,9 @@ def test_without_rows_that_say_otherwise_a_program_is_its_hardware(rows: Program
     assert max(numbers_of("h100-80", fastest)[name] for name in EFFICIENCIES) <= 0.97 and min(fastest.values()) >= 0
 
 
-def test_constants_that_are_taken_to_be_nothing_stay_so(rows: ProgramRows):
-    bare = replace(rows, without=("layer_s", "shard_s"))
-    assert len(bare.rows.prior.unknowns) == len(rows.rows.prior.unknowns) - 2
+def test_constants_that_are_taken_to_be_nothing_stay_so(few: ProgramRows):
+    bare = replace(few, without=("layer_s", "shard_s"))
+    assert len(bare.rows.prior.unknowns) == len(few.rows.prior.unknowns) - 2
     found = bare.rows.prior.constants(fitted(bare.rows))
     assert found.layer_s == found.shard_s == 0 < found.step_s
 
@@ -128,7 +134,7 @@ def test_what_is_left_out_together_is_a_group_of_a_sweep_else_a_model_else_a_lay
     assert replace(rows, samples=tuple(other)).rows.left_out_by == "model"
 
 
-def test_a_row_is_left_out_of_the_fit_that_predicts_it(rows: ProgramRows, monkeypatch: pytest.MonkeyPatch):
+def test_a_row_is_left_out_of_the_fit_that_predicts_it(few: ProgramRows, monkeypatch: pytest.MonkeyPatch):
     seen: list[tuple[int, ...]] = []
 
     def spied(rows: FitRows, whole: FittedUnknowns, out: Sequence[int]) -> Array:
@@ -136,10 +142,10 @@ def test_a_row_is_left_out_of_the_fit_that_predicts_it(rows: ProgramRows, monkey
         return np.zeros_like(whole.values)
 
     monkeypatch.setattr(fitting, "fitted_without", spied)
-    names = tuple(str(number % 3) for number in every(rows))
-    samples = tuple(replace(one, group=name) for one, name in zip(rows.samples, names, strict=True))
-    found = departure_of(replace(rows, samples=samples))
-    assert found.fit.left_out_by == "group" and len(found.fit.rows) == len(rows.samples)
+    names = tuple(str(number % 3) for number in every(few))
+    samples = tuple(replace(one, group=name) for one, name in zip(few.samples, names, strict=True))
+    found = departure_of(replace(few, samples=samples))
+    assert found.fit.left_out_by == "group" and len(found.fit.rows) == len(few.samples)
     assert seen[:3] == [tuple(number for number, one in enumerate(names) if one == group) for group in "012"]
 
 

@@ -20,6 +20,7 @@ from autoshard.layout.pin import pins_of
 from autoshard.plan.candidate import Candidate
 from autoshard.search.bound.request import plan_at
 from tests.search.brute_force import ask
+from tests.slower import each_third_is_fast
 
 CASES = {
     "trn1": (ask("llama3-70b", "trn1.32xlarge", 4), "tp=32,pp=2,recompute=selective[LlamaMLP]"),
@@ -43,7 +44,7 @@ def explained(case):
     return explain(plan(case))
 
 
-@pytest.mark.parametrize("case", sorted(CASES))
+@pytest.mark.parametrize("case", each_third_is_fast(sorted(CASES)))
 def test_the_parts_add_up_to_the_blocks_that_the_prediction_is_made_of(case):
     question, blocks = question_of(plan(case), calibration_of(plan(case))), ListedBlocks.of(plan(case))
     setting = setting_of(question, plan(case).candidate, blocks)

@@ -41,6 +41,7 @@ from tests.blocks.operator_cases import (
     seconds_of,
     small_problem,
 )
+from tests.slower import rest_is_slow
 
 MESH = {"dp": 8, "tp": 8}
 SEQUENCE: Cuts = {"batch": ("dp",), "seq": ("tp",)}
@@ -85,7 +86,7 @@ def test_an_addition_shares_a_change_at_most(seed: int, boundary: Cuts, branches
     assert assess(problem, lowered(problem, found.cuts)) <= found.cost_s * (1 + 1e-9)
 
 
-@settings(max_examples=5)
+@settings(max_examples=max(3, settings().max_examples // 3))
 @given(seed=SEEDS, size=st.integers(2, 4), gathered=st.booleans(), share=st.floats(0, 1), branched=st.booleans())
 def test_no_cut_of_a_small_block_is_cheaper(seed: int, size: int, gathered: bool, share: float, branched: bool):
     block = branched_block(seed, 2) if branched else random_block(seed)
@@ -96,12 +97,16 @@ def test_no_cut_of_a_small_block_is_cheaper(seed: int, size: int, gathered: bool
 
 @pytest.mark.parametrize(
     ("model", "boundary", "gathered"),
-    [
-        ("llama3-8b", SEQUENCE, False),
-        ("mixtral-8x7b", SEQUENCE, True),
-        ("gpt-neox-20b", SEQUENCE, True),
-        ("llama3-8b", {"batch": ("dp",)}, False),
-    ],
+    rest_is_slow(
+        [
+            ("llama3-8b", SEQUENCE, False),
+            ("mixtral-8x7b", SEQUENCE, True),
+            ("gpt-neox-20b", SEQUENCE, True),
+            ("llama3-8b", {"batch": ("dp",)}, False),
+        ],
+        2,
+        2,
+    ),
 )
 def test_real_blocks_cost_what_their_programs_cost_and_are_legal(model: str, boundary: Cuts, gathered: bool) -> None:
     for problem in model_problems(model, MESH, boundary, keeps_gathered=gathered).values():
@@ -110,7 +115,7 @@ def test_real_blocks_cost_what_their_programs_cost_and_are_legal(model: str, bou
         assert assess(problem, lowered(problem, found.cuts)) == pytest.approx(found.cost_s, rel=1e-9)
 
 
-@pytest.mark.parametrize("capacity", [None, 2.0])
+@pytest.mark.parametrize("capacity", rest_is_slow([2.0, None]))
 def test_gradients_that_are_summed_at_once_are_priced_as_they_are_sent(capacity: float | None) -> None:
     for boundary in (SEQUENCE, {"batch": ("dp",)}):
         options = {"keeps_gathered": False, "capacity": capacity, "platform": "nxd"}

@@ -24,6 +24,7 @@ from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload
+from tests.slower import rest_is_slow
 from tests.tabled import tabled
 
 
@@ -106,7 +107,7 @@ def planned(question: Question, candidate: Candidate, kind: str, found: BlockSha
 
 
 @pytest.mark.parametrize("kind", ["layer", "head"])
-@pytest.mark.parametrize(("name", "cluster", "text"), QUESTIONS)
+@pytest.mark.parametrize(("name", "cluster", "text"), rest_is_slow(QUESTIONS, 2, 3))
 def test_seconds_and_bytes_are_those_of_a_plan_with_the_same_table(name: str, cluster: str, text: str, kind: str):
     question, candidate = asked(name, cluster, f"{text},zero=0")
     found = sharded(question, candidate, kind, ())

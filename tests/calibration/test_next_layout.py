@@ -23,7 +23,9 @@ from autoshard.spec.recipe import Pins, QuestionOptions
 @cache
 def runs() -> tuple[MeasuredRun, ...]:
     """Layouts of one question on GPUs, as somebody may run them."""
-    request = request_of(QuestionOptions(model="llama3-8b", cluster="h100-80", fix=Pins("cp=1,ep=1,schedule=1f1b")))
+    request = request_of(
+        QuestionOptions(model="llama3-8b", cluster="h100-80", fix=Pins("cp=1,ep=1,mbs=1,schedule=1f1b"))
+    )
     return tuple(run_of_plan(plan) for plan in search(request, 8).plans)
 
 

@@ -11,7 +11,8 @@ from autoshard.cli import main
 from autoshard.plan.codec import is_as_written, load
 from autoshard.plan.plan import SCHEMA
 
-QUESTION = ("plan", "--model", "tiny-llama", "--cluster", "local", "--fix", "pp=2,recompute=none")
+QUESTION = ("plan", "--model", "tiny-llama", "--cluster", "local", "--fix", "pp=2,mbs=8,recompute=none")
+WIDER = (*QUESTION[:-1], "pp=2,recompute=none")  # with more layouts than are shown
 
 
 @pytest.fixture(autouse=True)
@@ -25,14 +26,14 @@ def candidate(path: str = "plan.json") -> str:
 
 @pytest.mark.slow
 def test_the_answer_that_is_named_is_written(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*QUESTION, "--json"]) == 0
+    assert main([*WIDER, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     answers = {row["name"]: row for row in data["answers"]}
     assert data["written"] == "simple" and candidate() == answers["simple"]["candidate"]
     assert data["plan"]["candidate"] == candidate() and data["no_vendor"]
     assert [row["name"] for row in data["runners_up"]] == ["2", "3"]
     for name in ("fastest", "5"):
-        assert main([*QUESTION, "--choose", name, "--out", f"{name}.json"]) == 0
+        assert main([*WIDER, "--choose", name, "--out", f"{name}.json"]) == 0
     assert candidate("fastest.json") == answers["fastest"]["candidate"]
     assert candidate("5.json") not in {row["candidate"] for row in answers.values()}, (
         "as many are searched as are named"

@@ -15,7 +15,7 @@ from tests.cli.conftest import Typed
 @pytest.fixture(scope="module")
 def texts() -> dict[str, str]:
     """A good plan for this machine, and a slower one."""
-    pins = {"a.json": "tp=1,mbs=8", "b.json": "tp=2,recompute=full,mbs=8"}
+    pins = {"a.json": "tp=1,pp=1,mbs=8", "b.json": "tp=2,pp=1,recompute=full,mbs=8"}
     return {name: dump(autoshard.plan("tiny-llama", "local", fix=text).plan) for name, text in pins.items()}
 
 

@@ -9,7 +9,7 @@ from autoshard.cli import main
 from autoshard.plan.codec import load
 from tests.cli.conftest import Typed
 
-ASKED = "plan --model llama3-8b --global-batch 256 --seq-len 4096 --optimizer sgd --fix tp=8,mbs=1"
+ASKED = "plan --model llama3-8b --global-batch 256 --seq-len 4096 --optimizer sgd --fix tp=8,mbs=1,cp=1,vp=1"
 
 
 @pytest.fixture(scope="module")
@@ -20,12 +20,12 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_fewer_nodes_answer_the_same_question(old: Path, typed: Typed):
-    code, out, _ = typed(f"plan --like {old} --nodes 2 --fix tp=8,mbs=1")
+    code, out, _ = typed(f"plan --like {old} --nodes 2 --fix tp=8,mbs=1,cp=1,vp=1")
     assert code == 0 and "after 4 x trn1.32xlarge: 2 x trn1.32xlarge, the same 256 sequences a step" in out
     assert "of state from a checkpoint" in out and "assumed: FSx for Lustre" in out
     left = Path("plan.json").read_bytes()
     assert typed(f"{ASKED} --nodes 2")[0] == 0 and Path("plan.json").read_bytes() == left
-    found = json.loads(typed(f"plan --like {old} --nodes 3 --json --fix tp=8,mbs=1")[1])
+    found = json.loads(typed(f"plan --like {old} --nodes 3 --json --fix tp=8,mbs=1,cp=1,vp=1")[1])
     like = found["like"]
     assert like["nodes"] == {"before": 4, "left": 3, "after": 2} and like["tried"][0]["num_nodes"] == 3
     assert like["step"]["after_s"] == found["plan"]["prediction"]["step_time_s"] > like["step"]["before_s"]
@@ -49,9 +49,11 @@ def test_nodes_that_divide_badly_stay_spare(old: Path, typed: Typed):
 def test_how_to_go_on_with_a_run_is_said(old: Path, typed: Typed):
     Path("my run").mkdir()
     Path("my run", "plan.json").write_bytes(old.read_bytes())
-    assert "to go on" not in typed("plan --like 'my run/plan.json' --nodes 2 --fix tp=8,mbs=1 --out two.json")[1]
+    assert (
+        "to go on" not in typed("plan --like 'my run/plan.json' --nodes 2 --fix tp=8,mbs=1,cp=1,vp=1 --out two.json")[1]
+    )
     Path("my run", "training.json").write_text("{}", encoding="utf-8")
-    out = typed("plan --like 'my run/plan.json' --nodes 2 --fix tp=8,mbs=1 --out two.json --force")[1]
+    out = typed("plan --like 'my run/plan.json' --nodes 2 --fix tp=8,mbs=1,cp=1,vp=1 --out two.json --force")[1]
     assert "\nto go on: autoshard run two.json --out 'my run'\n" in out
 
 

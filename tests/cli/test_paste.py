@@ -15,7 +15,7 @@ from tests.cli.conftest import Typed
 from tests.slower import rest_is_slow
 
 QUESTIONS = [
-    "--model tiny-llama --cluster local --fix pp=2,stages=1/3,recompute=full:1/selective[norms],place=3/2/1/0",
+    "--model tiny-llama --cluster local --fix pp=2,mbs=8,stages=1/3,recompute=full:1/selective[norms],place=3/2/1/0",
     "--model tiny-llama --cluster local --fix schedule=interleaved,vp=2,pp=2,zero=3",
     "--model llama3-70b --nodes 16",
     "--model llama3-8b --cluster trn2.48xlarge --engine any",

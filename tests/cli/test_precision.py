@@ -5,16 +5,25 @@ from pathlib import Path
 
 import pytest
 
+from autoshard.cli import main
 from tests.cli.conftest import Typed
 
-ASKED = "--model tiny-llama --cluster local --ranks 2 --fix tp=1,dp=2"
+ASKED = "--model tiny-llama --cluster local --ranks 2 --fix tp=1,dp=2,mbs=8"
 BF16 = "bf16,gradients=bf16,moments=bf16"
 
 
-@pytest.fixture(autouse=True)
-def plans(in_an_empty_folder: None, typed: Typed) -> None:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
     for name, precision in (("usual.json", "bf16"), ("small.json", BF16)):
-        assert typed(f"plan {ASKED} --precision {precision} --out {name}")[0] == 0
+        assert main([*f"plan {ASKED} --precision {precision} --out".split(), str(folder / name)]) == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def plans(in_an_empty_folder: None, made: Path) -> None:
+    for path in made.iterdir():
+        Path(path.name).write_bytes(path.read_bytes())
 
 
 def test_states_in_bf16_are_priced_and_said() -> None:

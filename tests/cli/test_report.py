@@ -8,7 +8,7 @@ import pytest
 
 from tests.cli.conftest import Typed
 
-TINY = "--model tiny-llama --cluster local --ranks 2"
+TINY = "--model tiny-llama --cluster local --ranks 2 --fix mbs=8"
 
 
 def test_a_plan_becomes_one_file_and_its_figures_one_object(typed: Typed, monkeypatch: pytest.MonkeyPatch):

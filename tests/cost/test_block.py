@@ -29,6 +29,7 @@ from tests.cost.cases import (
     rates,
     setting,
 )
+from tests.slower import rest_is_slow
 
 FFN, HEAD, HEADS, HIDDEN, KV_HEADS = 14336, 128, 32, 4096, 8  # of llama3-8b
 TP = 8
@@ -41,7 +42,7 @@ def total(cost):
 
 
 class TestMessages:
-    @pytest.mark.parametrize("name", distinct_models())
+    @pytest.mark.parametrize("name", rest_is_slow(reversed(distinct_models()), 3, 4))
     def test_with_every_atom_of_size_1_none_costs_anything(self, name):
         question = ask(name, "h100-80", 1, kernels="te", seq_len=1024)
         alone = setting(question, "tp=1,dp=8")

@@ -5,8 +5,9 @@ somebody gets who asks about another machine. ``test_metamorphic.py`` has consta
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from autoshard.spec.cluster_catalogue import cluster_names, load_node_type
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision, Workload
 from tests.cost.cases import cluster, model
+from tests.slower import rest_is_slow
 
 MACHINES = tuple(name for name in cluster_names() if name != LOCAL)
 NETWORKED = tuple(name for name in MACHINES if load_node_type(name).max_nodes > 1)
@@ -31,6 +33,7 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
     "qwen3-8b": ("tp=1,zero=3,mbs=2", "tp=4,mbs=2", "tp=2,pp=2,recompute=full", "tp=1,pp=4,schedule=gpipe"),
 }  # fmt: skip
 CASES = tuple((name, text) for name, texts in LAYOUTS.items() for text in texts)
+USUAL = ("trn1.32xlarge", "trn2.48xlarge", "h100-80")
 SAME = 1e-9
 
 
@@ -54,6 +57,12 @@ def on(name: str, machine: str, text: str, nodes: int = 2, global_batch: int = 6
 def place_of(machine: str) -> Cluster:
     """Return two nodes of a machine, or the one that it can have."""
     return cluster(machine, 2 if machine in NETWORKED else 1)
+
+
+def first_usual(machines: Sequence[str]) -> list[Any]:
+    """Return parameters of which the usual machines are fast, and some of the others slow."""
+    usual = sorted(machines, key=lambda name: name not in USUAL)
+    return rest_is_slow(usual, len(USUAL), 6)
 
 
 def text_for(machine: str) -> str:
@@ -110,24 +119,26 @@ def faster_chips(place: Cluster) -> Mapping[str, Cluster]:
 
 
 class TestOrder:
-    @pytest.mark.parametrize(("name", "text"), CASES)
+    @pytest.mark.parametrize(
+        ("name", "text"), rest_is_slow(sorted(CASES, key=lambda case: case not in CASES[2::4]), 5, 5)
+    )
     def test_a_later_generation_is_faster_and_more_memory_beside_the_same_chip_not_slower(self, name: str, text: str):
         b200, h200, h100, a100 = (on(name, one, text).step_time_s for one in ("b200", "h200", "h100-80", "a100-80"))
         assert b200 < h200 <= h100 < a100
 
     @pytest.mark.parametrize(
         ("one", "other"),
-        [
-            ("h200", "p5en.48xlarge"), ("h100-80", "p5.48xlarge"), ("b200", "p6-b200.48xlarge"),
-            ("a100-80", "p4de.24xlarge"), ("trn2.48xlarge", "trn2u.48xlarge"),
-        ],
+        rest_is_slow([
+            ("trn2.48xlarge", "trn2u.48xlarge"), ("h100-80", "p5.48xlarge"), ("h200", "p5en.48xlarge"),
+            ("b200", "p6-b200.48xlarge"), ("a100-80", "p4de.24xlarge"),
+        ], 2, 3),
     )  # fmt: skip
     def test_inside_a_node_only_the_chip_counts_whoever_lets_the_machine(self, one: str, other: str):
         for name, text in (("llama3-8b", "tp=1,zero=3"), ("llama3-70b", "tp=8"), ("mixtral-8x7b", "tp=2,pp=2")):
             assert on(name, one, text, nodes=1).time_parts == on(name, other, text, nodes=1).time_parts
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", first_usual(MACHINES))
 class TestEveryMachine:
     def test_a_faster_chip_makes_no_step_longer_and_faster_products_make_it_shorter(self, machine: str):
         place, text = place_of(machine), text_for(machine)
@@ -154,7 +165,7 @@ class TestEveryMachine:
             assert renamed.step_time_s == seconds_on(machine)
 
 
-@pytest.mark.parametrize("machine", NETWORKED)
+@pytest.mark.parametrize("machine", first_usual(NETWORKED))
 class TestNetwork:
     def test_a_step_follows_what_the_network_is_said_to_have(self, machine: str):
         units = load_node_type(machine).nodes_per_ultraserver

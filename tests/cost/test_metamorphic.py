@@ -21,7 +21,9 @@ from autoshard.spec.workload import Precision
 from tests.cost.cases import ask, block, candidate_of, cost_of, pipeline
 from tests.tabled import blocks_of
 
-FEWER = settings(max_examples=15)  # each prices a plan or more, which takes a while in all
+FEWER = settings(
+    max_examples=min(settings().max_examples, 15)
+)  # each prices a plan or more, which takes a while in all
 BF16, FP8 = Precision.named("bf16"), replace(Precision.named("bf16"), products="fp8")
 NXD, GPU = ("nxd", "nxd_core"), tuple(name for name in kernels_names() if not name.startswith("nxd"))
 # Model, cluster, nodes, tables, formats, and layouts of every kind: each axis alone and together, ZeRO, schedules.
@@ -116,7 +118,7 @@ def quicker(question, part, factor):
 
 
 class TestBetterHardware:
-    @settings(max_examples=30)
+    @settings(max_examples=min(settings().max_examples, 30))
     @given(plans(), st.sampled_from([*PARTS, *EFFICIENCIES, *SECONDS]), st.floats(1, 8))
     def test_a_faster_link_or_chip_or_constant_never_makes_a_step_longer(self, case, part, factor):
         question, candidate = case

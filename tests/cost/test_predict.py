@@ -135,7 +135,7 @@ class TestChecked:
 
     def test_a_plan_is_checked_with_its_own_constants_or_with_others_and_keeps_the_seconds_of_its_terms(self):
         stall = CostTerm(name="stall", seconds=lambda c: 0.25 * c.dp, source="this test")
-        made = autoshard.plan("tiny-llama", "local", cost=Cost(calibration=self.slow, terms=(stall,))).plan
+        made = autoshard.plan("tiny-llama", "local", fix="mbs=8", cost=Cost(calibration=self.slow, terms=(stall,))).plan
         found, nominal = check_plan(made), check_plan(made, uncalibrated())
         assert found.plan == made and found.remark.startswith("cost.stall: not known here")
         assert made.prediction and nominal.plan.prediction

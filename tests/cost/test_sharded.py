@@ -11,6 +11,7 @@ from autoshard.plan.lowering import ATOMS
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.model_catalogue import load_model
 from tests.cost.cases import EVERYONE, ask, candidate_of, distinct_models
+from tests.slower import rest_is_slow
 from tests.tabled import blocks_of
 
 TP = ("kv", "rep")
@@ -38,7 +39,7 @@ def over(counter, axis):
     return {name: count for name, count in counter.items() if name.endswith(f"/{axis}")}
 
 
-@pytest.mark.parametrize("model", distinct_models())
+@pytest.mark.parametrize("model", rest_is_slow(reversed(distinct_models()), 4, 4))
 @pytest.mark.parametrize("sp", [False, True])
 def test_messages_and_weights_speak_of_tensors_and_atoms_that_there_are(model, sp):
     for kind in ("embed", "layer", "head"):

@@ -9,6 +9,7 @@ from autoshard.layout.program import Communicate
 from autoshard.run.placement import MeshRank
 from tests.ranks.cases import MIXTRAL, llama, plan_of
 from tests.ranks.test_experts import LAYOUTS
+from tests.slower import each_third_is_fast
 
 
 def ordered(rows: list[tuple[int, int]], counts: np.ndarray, lying: np.ndarray, wanted: np.ndarray):
@@ -23,7 +24,7 @@ def rows_of(cells: np.ndarray, counts: np.ndarray) -> list[tuple[int, int]]:
     return [(int(cell), number) for cell in cells for number in range(counts[cell])]
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
+@pytest.mark.parametrize("case", each_third_is_fast(LAYOUTS))
 def test_what_a_rank_sends_another_receives_and_all_arrive_in_order(case):
     text, pins = LAYOUTS[case]
     plan = plan_of(text, llama(**MIXTRAL), pins)

@@ -94,7 +94,7 @@ def layouts(draw: st.DrawFn) -> tuple[str, Candidate]:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=min(settings().max_examples, 25))
 @given(chosen=layouts())
 def test_an_exported_layout_is_imported_as_what_was_said(name: str, chosen: tuple[str, Candidate]) -> None:
     (model, candidate), program = chosen, WRITTEN[name]

@@ -21,6 +21,7 @@ from tests.engine.hf_whole import from_hf
 from tests.graph.choosing_references import excess_of
 from tests.kit import DIFFERENT_LAYERS, SMALL_FAMILIES, small_config
 from tests.reference_step import StepResult, evaluate_step
+from tests.slower import each_third_is_fast
 
 torch: Any = pytest.importorskip("torch")
 transformers: Any = pytest.importorskip("transformers")
@@ -149,7 +150,7 @@ def ours(graph: OpGraph, weights: dict[str, Array], tokens: Array, workload: Wor
     return evaluate_step(graph, weights, batches, learning_rate=RATE, losses=router_losses(workload))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", each_third_is_fast(CONFIGS))
 def test_a_step_equals_that_of_the_transformers_module(name: str):
     config = CONFIGS[name]
     tokens = np.random.default_rng(3).integers(0, config["vocab_size"], (BATCH * ACCUMULATED, SEQ))

@@ -12,6 +12,7 @@ from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec, TracedDecoder
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import Documents, Precision, Workload
+from tests.slower import each_third_is_fast
 
 
 def graph(model: ModelSpec, table: str, documents: Documents = "joined", capacity: float | None = None) -> OpGraph:
@@ -37,7 +38,10 @@ def as_lines(model: ModelSpec) -> ModelSpec:
     return replace(model, traced=traced)
 
 
-@pytest.mark.parametrize("name", [name for name in model_names() if not load_model(name).order])  # layers are alike
+@pytest.mark.parametrize(
+    "name",
+    each_third_is_fast(name for name in model_names() if not load_model(name).order),  # layers are alike
+)
 @pytest.mark.parametrize(("table", "documents"), [("te", "joined"), ("nxd", "joined"), ("torch_engine", "separate")])
 def test_the_lines_of_a_card_give_its_graph_again(name: str, table: str, documents: Documents):
     model = load_model(name)

@@ -25,6 +25,7 @@ from autoshard.search.ask.planner import SearchResult, search
 from tests.report.printed import printed
 from tests.runtime.cases import ROOT
 from tests.search.brute_force import ask as request
+from tests.slower import rest_is_slow
 
 PAGE = (ROOT / "docs" / "reading-a-plan.md").read_text(encoding="utf-8")
 WORDS = " ".join(PAGE.split())
@@ -69,7 +70,7 @@ def headings(text: str) -> set[str]:
     return {name for line in above for name in re.split(r"\s{2,}", line.strip()) if name}
 
 
-@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize("name", rest_is_slow(["tiny", "70b", "experts"], 1, 2))
 def test_labels_headings_and_words_of_the_output_stand_on_the_page(name: str):
     text = shown(name)
     labels = set(re.findall(r"^([a-z]+) {2,}\S", text.partition("Pipeline ranks")[0], re.MULTILINE))

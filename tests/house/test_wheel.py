@@ -120,6 +120,7 @@ def test_the_install_lines_of_the_readme_name_this_clone_and_extras_that_exist()
     assert all(re.search(rf"^{extra} = \[", extras, flags=re.MULTILINE) for extra in ("torch", "wandb"))
 
 
+@pytest.mark.slow
 def test_the_readme_shows_commands_in_an_order_that_works_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     short = [(command, about) for command, about in commands_of_the_readme() if command.split()[1] not in LONG]
     assert len(short) >= 7

@@ -36,7 +36,7 @@ print("loaded:", sorted(set({HEAVY!r}) & set(sys.modules)))
 PLAN = ("plan", "--model", "llama3-8b", "--cluster", "trn1.32xlarge", "--fix", "tp=8,pp=4,mbs=1")
 LAUNCH = ("launch", str(ROOT / "recipes" / "tiny-text.yaml"), "--scheduler", "slurm")
 SWEEP = ("sweep", "sweep.yaml", "--jobs", "1")
-QUESTION = "base: {model: tiny-llama, cluster: local, fix: 'tp=1,mbs=1'}\n"
+QUESTION = "base: {model: tiny-llama, cluster: local, fix: 'tp=1,pp=1,mbs=8'}\n"
 
 
 def python(code: str, *arguments: str, cwd: Path, first: Path | None = None) -> "subprocess.CompletedProcess[str]":

@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import yaml
-from kubeflow.training import models as operator
-from kubeflow_trainer_api import models
-from kubernetes.client import ApiClient, models as client_models
 
 from autoshard.plan.plan import Plan
 from tests.jobs.cases import FIRST, files_of, gpu_plan, job_of, plan_of
@@ -45,6 +42,10 @@ def lost(given: Any, kept: Any, where: str = "") -> Iterator[str]:
 
 def checked(document: dict[str, Any]) -> list[str]:
     """What the model of a document's kind drops of it."""
+    from kubeflow.training import models as operator  # here: these take a second in each process that collects tests
+    from kubeflow_trainer_api import models
+    from kubernetes.client import ApiClient, models as client_models
+
     if document["kind"] == "PyTorchJob":
         for model in vars(operator).values():  # where the client looks for models
             if isinstance(model, type) and model.__name__.startswith("KubeflowOrg"):
@@ -71,6 +72,8 @@ def test_train_jobs_hold_against_the_trainer_s_models(name: str) -> None:
 @pytest.mark.parametrize("profile", ["pytorchjob", "hyperpod"])
 @pytest.mark.parametrize("name", PLANS)
 def test_pytorch_jobs_hold_against_the_operator_s_models(name: str, profile: str) -> None:
+    from kubeflow_trainer_api import models
+
     found = list(documents(name, f"k8s {profile}"))
     assert len(found) == (2 if PLANS[name]().engine == "nxd" else 1)
     for document in found:

@@ -24,6 +24,7 @@ from autoshard.graph.kinds.norm import Norm, NormGradient, NormWeightGradient, S
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Reduce, Repeat, Unary, UnaryGradient
 from autoshard.graph.op import Differentiable, Dims, Op, OpKind, Tensor, Update
+from tests.slower import each_third_is_fast
 
 ATEN = torch.ops.aten
 SIZES = {"batch": 4, "seq": 6, "kv_seq": 6, "hidden": 8, "ffn": 10, "experts": 4, "slots": 6, "vocab": 12}
@@ -239,7 +240,7 @@ ONLY_OURS = {
 NOT_COMPARED = {"Place", "TopKGradient", "AttendGradient"}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each_third_is_fast(CASES))
 def test_what_dtensor_accepts_we_accept_with_the_same_result_but_for_known_differences(
     name: str, mesh: DeviceMesh
 ) -> None:

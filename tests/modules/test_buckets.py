@@ -17,6 +17,7 @@ from autoshard.spec.cluster_catalogue import load_cluster
 from tests.modules.test_compiling import batch, stack
 from tests.modules.test_sharded import cut_at_random, difference
 from tests.ranks.spawn import on_ranks
+from tests.slower import rest_is_slow
 
 LAYERS = 3
 UNDER_WAY = "gradients under way"
@@ -50,7 +51,7 @@ def sums(seed: int, bucket_bytes: int) -> tuple[list[int], list[int], int, float
     return begun(module), waits, len(listed), difference(plain, module, [batch()])
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", rest_is_slow(range(3)))
 def test_buckets_give_the_gradients_of_the_plain_module_with_fewer_collectives(seed: int):
     for alone, together in zip(on_ranks(2, sums, seed, 1), on_ranks(2, sums, seed, 2**20), strict=True):
         for begins, waits, count, worst in (alone, together):

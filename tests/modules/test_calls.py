@@ -20,7 +20,7 @@ from autoshard.spec.cluster_catalogue import load_cluster
 from tests.modules.models import model
 from tests.modules.test_sharded import cut_at_random
 from tests.ranks.spawn import Replaced, on_ranks
-from tests.slower import rest_is_slow
+from tests.slower import each_third_is_fast, rest_is_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 _MESH = (2, 2), ("data", "model")
@@ -209,7 +209,7 @@ LONE: Mapping[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("trains_input", [False, True])
-@pytest.mark.parametrize("name", LONE)
+@pytest.mark.parametrize("name", each_third_is_fast(LONE))
 def test_a_module_of_one_operation_is_priced_as_every_other(name: str, trains_input: bool):
     module, x = LONE[name](), torch.randn(4, 4, requires_grad=trains_input)
     found = shard_module(module, [x], load_cluster("local", ranks=2), "data=2")

@@ -196,9 +196,7 @@ def traced(name: str, mesh: str) -> ModuleSharding:
     return shard_module(module, [x], load_cluster("local", ranks=ranks), mesh, precision="fp32")
 
 
-@pytest.mark.parametrize(
-    "name", rest_is_slow([*_SHORT, *(name for name in MODULES if name not in _SHORT)], len(_SHORT))
-)
+@pytest.mark.parametrize("name", rest_is_slow([*_SHORT, *(name for name in MODULES if name not in _SHORT)], 2, 3))
 def test_what_is_drawn_is_the_same_in_the_chosen_layouts_and_in_random_ones(name: str):
     found, (module, x) = traced(name, "a=2,b=2"), made(name)
     assert not found.kept_whole
@@ -208,7 +206,7 @@ def test_what_is_drawn_is_the_same_in_the_chosen_layouts_and_in_random_ones(name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["GPT-2", "BERT with padding", "T5", "ViT"])
+@pytest.mark.parametrize("name", rest_is_slow(["GPT-2", "BERT with padding", "T5", "ViT"], 2, 2))
 def test_whole_models_drop_the_same_in_any_cuts(name: str):
     module, inputs = model(name, 2)
     dropouts = [one for one in module.modules() if isinstance(one, nn.Dropout)]
@@ -305,7 +303,7 @@ class Alone(nn.Module):
         return self.draw(x * self.scale)
 
 
-@pytest.mark.parametrize("name", rest_is_slow([*ALIKE], 4))
+@pytest.mark.parametrize("name", rest_is_slow([*ALIKE], 2, 3))
 def test_what_is_drawn_has_the_distribution_of_torchs_own(name: str):
     """By a test of Kolmogorov and Smirnov; of other calls are other numbers."""
     torch.manual_seed(3)

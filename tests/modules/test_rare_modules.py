@@ -19,6 +19,7 @@ from autoshard.modules.shard import shard_module
 from autoshard.spec.workload import Precision
 from tests.modules.modules import numbers
 from tests.modules.test_trace import compared, random_cuts
+from tests.slower import each_third_is_fast
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The tensor attributes self.*_flat_weights"
@@ -107,7 +108,7 @@ def of(name: str) -> tuple[nn.Module, list[torch.Tensor]]:
     return make().double().eval(), [numbers(*shape).detach().requires_grad_(with_gradient) for shape in shapes]
 
 
-@pytest.mark.parametrize("name", _CASES)
+@pytest.mark.parametrize("name", each_third_is_fast(_CASES))
 def test_solved_and_random_cuts_give_the_results_and_every_gradient(name: str):
     module, inputs = of(name)
     found = shard_module(module, inputs, "local", "data=2,model=2", precision="fp32")

@@ -17,6 +17,7 @@ from autoshard.modules.dims import Dim, factors
 from autoshard.modules.probing import PartCut, candidates, found_cuts
 from autoshard.modules.rules import RULES
 from tests.modules.operations import samples
+from tests.slower import each_third_is_fast
 
 SAMPLES = samples()
 
@@ -162,13 +163,13 @@ LESS: Mapping[str, Mapping[str, str]] = {
 ABORTS = ("attention in groups", "gru")
 
 
-@pytest.mark.parametrize("name", [one for one in SAMPLES if one not in ABORTS])
+@pytest.mark.parametrize("name", each_third_is_fast([one for one in SAMPLES if one not in ABORTS]))
 def test_a_rule_cuts_what_probing_finds(name: str):
     function, given = SAMPLES[name]
     differences(name, "probing", set(found_cuts(lambda given: (function(*given),), given, [function(*given)])))
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("name", each_third_is_fast([*SAMPLES]))
 def test_a_rule_cuts_what_dtensor_takes_without_sending(name: str, mesh: DeviceMesh):
     cuts = dtensor_cuts(name, mesh)
     assert (cuts is None) == (name in UNKNOWN)

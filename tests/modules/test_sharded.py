@@ -116,7 +116,7 @@ def test_two_steps_on_four_processes_are_those_of_one():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "seed"), rest_is_slow([("a=2,b=2", 0), ("a=3", 1), ("a=2,b=3", 2), ("a=2,b=2,c=2", 3)], 0)
+    ("mesh", "seed"), rest_is_slow([("a=2,b=2", 0), ("a=3", 1), ("a=2,b=3", 2), ("a=2,b=2,c=2", 3)], 0, 0)
 )
 def test_random_cuts_on_meshes_of_all_kinds(mesh: str, seed: int):
     """Each rank traces by itself, as users' ranks do; on many ranks a third of the modules is tried."""

@@ -29,6 +29,7 @@ from autoshard.spec.mesh import Mesh
 from autoshard.spec.workload import Precision
 from tests.modules.models import MODELS, model
 from tests.modules.modules import MODULES, SINGLE, Rotated, made, with_attention
+from tests.slower import rest_is_slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "any-module.md"
 _CUTS = 6  # random ones of each module
@@ -54,7 +55,16 @@ def compared(run: ModuleRun, cuts: Mapping[str, Any], boundary: Any = None) -> l
     return run.compare(program, mesh)
 
 
-@pytest.mark.parametrize("name", MODULES)
+QUICK = (
+    "GPT-2 block", "BERT layer with padding", "MLP-Mixer", "language model, tied", "scan along the sequence",
+    "convolutions with a skip", "selective scan", "mixture of experts by masks", "convnet, batch norm in training",
+    "changes in place", "Qwen3 layer",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", rest_is_slow(sorted(MODULES, key=lambda name: name not in QUICK), len(QUICK), len(MODULES))
+)
 def test_any_legal_cut_gives_the_result_and_every_gradient(name: str):
     captured, block, run = traced(name)
     assert row(name, captured, block) in PAGE.read_text(encoding="utf-8").splitlines(), "see the table below"
@@ -88,7 +98,9 @@ def test_the_table_of_modules_in_the_docs_is_what_the_tests_see(
     section_of_any_module("modules", rows)
 
 
-@pytest.mark.parametrize("name", ["Llama layer", "MLP-Mixer", "language model with loss", "BERT layer with padding"])
+@pytest.mark.parametrize(
+    "name", rest_is_slow(["MLP-Mixer", "BERT layer with padding", "Llama layer", "language model with loss"], 2, 2)
+)
 def test_the_cheapest_layouts_are_proven_as_well(name: str):
     module, inputs = made(name)
     found = shard_module(module, inputs, load_cluster("local", ranks=4), "dp=2,tp=2", batch="dp", precision="fp32")

@@ -18,6 +18,7 @@ from autoshard.plan.verify import verify
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload
+from tests.slower import each_third_is_fast
 from tests.tabled import tabled
 
 CASES = {
@@ -51,7 +52,7 @@ def plan(case, **changes):
     return tabled(build_plan(candidate, load_model(name), where, work, where.engine))
 
 
-@pytest.mark.parametrize("case", sorted(CASES))
+@pytest.mark.parametrize("case", each_third_is_fast(sorted(CASES)))
 def test_the_sharded_plan_computes_the_same_on_few_ranks_with_every_axis_and_option(case):
     whole = plan(case)
     proof = prove(whole)

@@ -47,7 +47,7 @@ def steps_that_agree(task: Task, mode: EngineMode) -> int:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("mode", ["literal", "generated"])
+@pytest.mark.parametrize("mode", rest_is_slow(["literal", "generated"]))
 @pytest.mark.parametrize(("text", "model"), rest_is_slow(CASES))
 def test_what_ranks_compare_is_what_they_begin(text: str, model: ModelSpec, mode: EngineMode) -> None:
     plan = plan_of(text, model)

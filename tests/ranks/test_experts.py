@@ -73,8 +73,8 @@ def in_both_modes(task: Task) -> list[StepShare]:
     return generated
 
 
-@pytest.mark.parametrize("route", [lambda task: task, to_one_rank], ids=["uneven", "to one rank"])
-@pytest.mark.parametrize("case", rest_is_slow(LAYOUTS, 1, 4))
+@pytest.mark.parametrize("route", rest_is_slow([lambda task: task, to_one_rank]), ids=["uneven", "to one rank"])
+@pytest.mark.parametrize("case", rest_is_slow(LAYOUTS, 1, 3))
 def test_whatever_routers_choose_ranks_find_the_gradients_of_one_process(case, route):
     text, pins = LAYOUTS[case]
     plan = plan_of(text, llama(**MIXTRAL), pins)
@@ -102,8 +102,8 @@ def run_counted(task: Task, mode: EngineMode) -> tuple[StepShare, Measured, list
     return share, engine.measured(), tables, generated
 
 
-@pytest.mark.parametrize("mode", ["literal", "generated"])
-@pytest.mark.parametrize("route", [lambda task: task, to_one_rank], ids=["uneven", "to one rank"])
+@pytest.mark.parametrize("mode", rest_is_slow(["generated", "literal"]))
+@pytest.mark.parametrize("route", rest_is_slow([lambda task: task, to_one_rank]), ids=["uneven", "to one rank"])
 def test_bytes_sent_and_kept_are_those_of_the_rows_that_were_routed(route, mode):
     """Counted once, also where all is computed again; what is kept is spread over ranks as rows are."""
     for text in ("tp=1,pp=1,dp=2,ep=2", "tp=1,pp=1,dp=2,ep=2,recompute=full"):

@@ -65,7 +65,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("text", "model"), rest_is_slow(CASES.values(), 2))
+@pytest.mark.parametrize(("text", "model"), rest_is_slow(CASES.values(), 1, 2))
 def test_a_step_on_ranks_is_that_of_one_process_and_holds_and_sends_what_was_promised(text, model):
     hold(Task.of(plan_of(text, model)))
 
@@ -114,7 +114,7 @@ def run_counting(task: Task) -> tuple[StepShare, Counter[str]]:
     return share, calls.counted + Counter(engine.measured().sent_bytes)
 
 
-@pytest.mark.parametrize("text", INSTEAD)
+@pytest.mark.parametrize("text", rest_is_slow(INSTEAD))
 def test_edited_lines_change_what_is_sent_and_no_result(text):
     task = Task.of(plan_of(text, llama(**MIXTRAL if "ep" in text else {})))
     expected, (_, usual) = task.reference(), on_ranks(2, run_counting, task)[0]
@@ -177,7 +177,7 @@ def test_sizes_that_nothing_divides_travel_padded(text):
     compare(task.reference(), [share for (share,) in answers])
 
 
-@pytest.mark.parametrize(("schedule", "most"), [("1f1b", 2), ("zb_h1", 2), ("gpipe", 8)])
+@pytest.mark.parametrize(("schedule", "most"), rest_is_slow([("1f1b", 2), ("gpipe", 8), ("zb_h1", 2)], 2))
 def test_messages_that_were_taken_are_kept_no_longer(schedule, most, monkeypatch: pytest.MonkeyPatch):
     kept, send = list[int](), World.send
 
@@ -211,7 +211,7 @@ def test_whichever_collective_does_nothing_is_caught(text, name):
             compare(expected, shares)
 
 
-@pytest.mark.parametrize("text", ["tp=1,pp=1,dp=1", "tp=2,pp=1,dp=2", "tp=1,pp=1,dp=2,ep=2"])
+@pytest.mark.parametrize("text", rest_is_slow(["tp=1,pp=1,dp=2,ep=2", "tp=1,pp=1,dp=1", "tp=2,pp=1,dp=2"], 2))
 def test_experts_that_drop_nothing_compute_what_was_routed_to_them(text):
     """Two of eight experts are chosen."""
     sizes = {"hidden": 32, "ffn": 48, "num_experts": 8, "experts_per_token": 2, "num_layers": 1}

@@ -14,7 +14,8 @@ from autoshard.plan.codec import dump, load
 from autoshard.runtime.machine import available_bytes, refuse_too_large
 from tests.runtime.cases import environment, tiny_plan, write_tiny
 
-PLAN = ("plan", "--model", "tiny-llama", "--cluster", "local", "--ranks", "2", "--seq-len", "16", "--global-batch", "4")
+PLAN = ("plan", "--model", "tiny-llama", "--cluster", "local", "--ranks", "2", "--seq-len", "16", "--global-batch", "4",
+        "--fix", "mbs=2")  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

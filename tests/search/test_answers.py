@@ -26,6 +26,7 @@ from autoshard.spec.workload import Precision
 from benchmarks.aws_recipes import load_aws_recipes
 from tests.search.brute_force import ask, peak, time_s
 from tests.search.test_recipes import DISCREPANCIES
+from tests.slower import each_third_is_fast, rest_is_slow
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "data"
 SIZED = re.compile(r"--(\S+) (\S+)")
@@ -36,7 +37,7 @@ CLUSTERS = {"trainium1": "trn1.32xlarge", "trainium2": "trn2.48xlarge"}
 
 @pytest.fixture(scope="module")
 def result() -> PlanResult:
-    request = ask("tiny-llama", ranks=8, pins="pp=2,recompute=none")
+    request = ask("tiny-llama", ranks=4, pins="pp=2,mbs=8,recompute=none")
     return answers_of(request, search(request, 3, simple_within=DOUBT))
 
 
@@ -78,7 +79,7 @@ def test_saving_keeps_other_files_and_any_answer_can_be_saved(result: PlanResult
 
 def test_a_result_shows_itself_and_says_where_the_plan_is(result: PlanResult):
     lines = result.summary().splitlines()
-    assert "tiny-llama on 8 ranks" in lines[0] and [line.split()[0] for line in lines[1:6]] == [
+    assert "tiny-llama on 4 ranks" in lines[0] and [line.split()[0] for line in lines[1:6]] == [
         "fastest", "simple", "other", "2", "3",
     ]  # fmt: skip
     assert len(repr(result)) < 200 and str(result.plan.candidate) in repr(result)
@@ -90,7 +91,7 @@ def test_a_result_shows_itself_and_says_where_the_plan_is(result: PlanResult):
 
 
 def test_of_a_search_that_was_stopped_early_no_distance_is_promised():
-    request = ask("llama3-8b", "h100-80")
+    request = ask("llama3-8b", "h100-80", pins="pp=1,cp=1")
 
     def until_found(look: Look) -> str:
         return "stopped" if look().best < float("inf") else ""
@@ -101,7 +102,7 @@ def test_of_a_search_that_was_stopped_early_no_distance_is_promised():
 
 
 def test_least_memory_has_no_simple_answer():
-    request = ask("tiny-llama", ranks=2)
+    request = ask("tiny-llama", ranks=2, pins="mbs=8")
     small = replace(request, objective="memory")
     result = answers_of(small, search(small, 2))
     assert [answer.name for answer in result.answers] == ["smallest", "2"] and result.plan == result.answers[0].plan
@@ -128,9 +129,10 @@ def test_a_documented_layout_has_a_source_and_may_run_where_it_is_documented(lay
     assert reasons == DISCREPANCIES.get(layout.source.rpartition("/")[2], (set[str](), ""))[0]
 
 
-@pytest.mark.parametrize(
-    "layout", [one for one in vendor_layouts() if one.options and not one.rows], ids=lambda one: one.source[-60:]
-)
+WITH_OPTIONS = [one for one in vendor_layouts() if one.options and not one.rows]
+
+
+@pytest.mark.parametrize("layout", each_third_is_fast(WITH_OPTIONS), ids=lambda one: one.source[-60:])
 def test_a_layout_fits_under_the_options_that_its_source_states(layout: VendorLayout):
     stated = dict(SIZED.findall(layout.options))
     assert Precision.named(stated.get("precision", "bf16")).name == (layout.precision or "bf16")
@@ -248,16 +250,18 @@ def test_a_vendors_layout_that_does_not_fit_is_shown_and_not_written():
 
 MIXTURES = {
     "deepseek-v3": (32, "tp=2,pp=8,ep=16,dp=16,recompute=full,stages=8*7/5,fold=tp"),
+    "gemma3-1b": (1, "tp=1,pp=1,dp=8"),
+    "llama3.2-3b": (1, "tp=1,pp=1,dp=8"),
     "deepseek-v2": (16, "tp=1,pp=4,ep=32,dp=32,recompute=full"),
     "qwen3-30b-a3b": (8, "tp=1,pp=1,ep=16,dp=64"),
     "gpt-oss-20b": (2, "tp=2,pp=4,ep=2,dp=2,fold=tp"),
     "gpt-oss-120b": (8, "tp=2,pp=4,ep=8,dp=8,fold=tp"),
-    "gemma3-1b": (1, "tp=1,pp=1,dp=8"),
-    "llama3.2-3b": (1, "tp=1,pp=1,dp=8"),
 }
 
 
-@pytest.mark.parametrize(("model", "nodes", "layout"), [(model, *rest) for model, rest in MIXTURES.items()])
+@pytest.mark.parametrize(
+    ("model", "nodes", "layout"), rest_is_slow([(model, *rest) for model, rest in MIXTURES.items()], 3, 4)
+)
 def test_each_family_of_2025_has_a_documented_layout_that_may_run(model: str, nodes: int, layout: str):
     request = ask(model, "h100-80", nodes)
     found = vendor_answer(request, plan_at(request, Candidate.parse(layout, request.cluster.num_ranks)))

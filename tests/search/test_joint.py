@@ -12,6 +12,7 @@ from autoshard.schedule.builders import BUILDERS
 from autoshard.search.ask.planner import SearchResult, search
 from autoshard.search.bound.request import Request, plan_at
 from tests.search.brute_force import EXACT, Truth, Way, ask, peak, refused, requests, time_s
+from tests.slower import rest_is_slow
 
 
 def limit(truth: Truth, share: float) -> float:
@@ -98,7 +99,7 @@ def test_the_search_finds_what_takes_least_memory(asked: Request):
 
 
 @pytest.mark.parametrize("schedule", BUILDERS)
-@pytest.mark.parametrize("layers", [4, 5])
+@pytest.mark.parametrize("layers", rest_is_slow([5, 4]))
 def test_the_split_that_takes_least_memory_is_found_under_every_schedule(schedule: str, layers: int):
     pins = f"pp=2,mbs=1,vp={BUILDERS[schedule].num_chunks or 2},schedule={schedule}"
     request = ask("tiny-llama", ranks=2, global_batch=4, seq_len=64, pins=pins)

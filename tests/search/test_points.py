@@ -18,6 +18,7 @@ from autoshard.search.bound.priced_layouts import LayoutPricer, PricedLayouts
 from autoshard.search.bound.request import Request
 from autoshard.search.fill.stage_filling import Goal
 from tests.search.brute_force import FULL, PLAIN, Point, Truth, ask, requests
+from tests.slower import rest_is_slow
 
 SEVERAL = 2  # random fillings of each point
 SURE = 1 + 1e-9
@@ -65,8 +66,8 @@ def test_no_filling_of_a_point_is_below_its_bound(request: Request, share: float
     is_bounded(request, share)
 
 
-@pytest.mark.parametrize("layers", [4, 5])
-@pytest.mark.parametrize("kind", ["none", "full"])
+@pytest.mark.parametrize("layers", rest_is_slow([5, 4]))
+@pytest.mark.parametrize("kind", rest_is_slow(["full", "none"]))
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zb_v", "interleaved"])
 def test_what_just_fits_is_not_said_to_be_too_large(schedule: str, kind: str, layers: int):
     pins = f"pp=2,tp=4,zero=0,schedule={schedule},recompute={kind}"

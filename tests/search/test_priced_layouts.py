@@ -67,7 +67,7 @@ def active(question):
     return replace(question, calibration=ACTIVE if question.cluster.engine == "nxd" else SLOW_VECTORS)
 
 
-@pytest.mark.parametrize("case", rest_is_slow(CASES, 4, 4))
+@pytest.mark.parametrize("case", rest_is_slow(CASES, 2, 5))
 def test_a_batch_is_priced_as_the_tables_of_its_members(case):
     model, cluster, nodes, pins = CASES[case]
     precision = {"precision": NO_MASTERS} if "trn" in cluster and "zero=0" in pins else {}
@@ -112,7 +112,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", rest_is_slow(KERNELS, 2, 3))
 def test_every_constant_shows_where_columns_are_compared(kernels):
     model, cluster, text = KERNELS[kernels]
     question = active(ask(model, cluster, 2, kernels=kernels, seq_len=4096))

@@ -13,7 +13,7 @@ from autoshard.search.ask.planner import search
 from autoshard.search.bound.request import plan_at, rejections_of
 from autoshard.spec.recipe import Recipe, about, load_recipe, recipe_files
 from benchmarks.aws_recipes import AwsRecipe, load_aws_recipes
-from tests.slower import rest_is_slow
+from tests.slower import each_third_is_fast, rest_is_slow
 
 RECIPES = {path.stem: path for path in recipe_files()}
 TINY = [name for name in RECIPES if name.startswith("tiny-")]
@@ -99,7 +99,9 @@ DISCREPANCIES: Mapping[str, tuple[set[str], str]] = {
 every_recipe = pytest.mark.parametrize("recipe", AWS, ids=[recipe.name for recipe in AWS])
 # Those for preferences and with adapters have another step than the one that is modelled; their layouts are judged too.
 every_modelled = pytest.mark.parametrize(
-    "recipe", [recipe for recipe in AWS if recipe.work in ("pretraining", "sft")], ids=lambda recipe: recipe.name
+    "recipe",
+    each_third_is_fast(recipe for recipe in AWS if recipe.work in ("pretraining", "sft")),
+    ids=lambda recipe: recipe.name,
 )
 
 

@@ -12,6 +12,7 @@ from autoshard.spec.hf_config import spec_from_config
 from autoshard.spec.hf_writing import config_of
 from autoshard.spec.model_catalogue import load_model, model_names
 from tests.kit import DIFFERENT_LAYERS, SMALL_FAMILIES, small_config
+from tests.slower import each_third_is_fast
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -46,7 +47,7 @@ def test_every_card_is_written_and_read_as_the_same_model(card: str) -> None:
     assert spec_from_config(config_of(model), name=model.name, source=model.source) == model
 
 
-@pytest.mark.parametrize(("family", "changes"), OPTIONS, ids=str)
+@pytest.mark.parametrize(("family", "changes"), each_third_is_fast(OPTIONS), ids=str)
 def test_transformers_computes_the_same_with_the_written_config(
     family: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:

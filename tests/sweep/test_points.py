@@ -142,7 +142,7 @@ def test_sweeps_that_come_along_say_what_they_are_and_have_points(path: Path):
 
 
 def test_a_plan_file_stands_in_the_place_of_a_question(tmp_path: Path):
-    first, second = (autoshard.plan("tiny-llama", "local", fix={"tp": tp}) for tp in (1, 2))
+    first, second = (autoshard.plan("tiny-llama", "local", fix={"tp": tp, "pp": 1, "mbs": 8}) for tp in (1, 2))
     first.save(tmp_path / "one.json")
     second.save(tmp_path / "two.json")
     sweep = Sweep(mode="run", base={"steps": 5}, list=({"plan": "one.json"}, {"plan": "two.json"}))
@@ -164,6 +164,6 @@ def test_a_plan_file_stands_in_the_place_of_a_question(tmp_path: Path):
     ],
 )
 def test_a_plan_file_takes_only_keys_of_training_beside_it(keys: dict[str, Any], says: str, tmp_path: Path):
-    autoshard.plan("tiny-llama", "local", fix={"tp": 2}).save(tmp_path / "one.json")
+    autoshard.plan("tiny-llama", "local", fix={"tp": 2, "pp": 1, "mbs": 8}).save(tmp_path / "one.json")
     with pytest.raises(InputError, match=says):
         points_of(Sweep(list=(keys,)), tmp_path)

@@ -35,7 +35,7 @@ def test_a_row_is_the_plan_that_the_planner_finds(tmp_path: Path):
 
 
 def test_a_plan_file_is_not_searched_again_and_one_that_may_not_run_says_why(tmp_path: Path):
-    third = autoshard.plan("tiny-llama", "local", fix={"mbs": 1}).answers[2].plan
+    third = autoshard.plan("tiny-llama", "local", fix={"mbs": 8}).answers[2].plan
     refused = replace(third, headroom=0.99999)
     for name, plan in (("third.json", third), ("refused.json", refused)):
         (tmp_path / name).write_text(dump(plan), encoding="utf-8")

@@ -55,7 +55,7 @@ def test_dropout_that_code_adds_is_said():
     assert traced and "dropout in training is not in the plan (model.layers.0.mlp.act_fn.1: 0.25)" in traced.unlifted
 
 
-@pytest.mark.parametrize("name", rest_is_slow(EXPERTS, 2))
+@pytest.mark.parametrize("name", rest_is_slow(EXPERTS, 1, 2))
 def test_experts_are_found_however_they_are_computed(name: str):
     found = known(name)
     assert (found.num_experts, found.experts_per_token, found.widths[0]) == (4, 2, 16 if "Qwen" in name else 88)
@@ -98,7 +98,7 @@ NOTES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", NOTES)
+@pytest.mark.parametrize("name", rest_is_slow(["Gemma 2", "StableLM", "Phi-3", "OLMo 2", "Cohere"], 2, 3))
 def test_what_is_not_in_the_plan_is_said(name: str):
     model = known(name)
     assert model.traced and model.traced.unlifted == NOTES[name]
@@ -176,7 +176,7 @@ def logits_of_lines(module: nn.Module, model: ModelSpec, paths: Mapping[str, str
     return carried
 
 
-@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("name", rest_is_slow(["Own", "Phi", "StableLM", "StarCoder 2"], 2, 2))
 def test_the_lines_compute_what_the_code_computes(name: str):
     torch.manual_seed(0)
     module = {**FAMILIES, "Own": own}[name]().double().eval()
@@ -295,7 +295,7 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", rest_is_slow(REFUSED, 3, 2))
 def test_what_is_no_stack_of_equal_layers_is_refused_with_the_reason(name: str):
     make, reason = REFUSED[name]
     with pytest.raises(InputError) as refused:

@@ -25,7 +25,7 @@ QUESTIONS = {
     "dense": ask("llama3-8b", "trn1.32xlarge", 2, global_batch=256, pins="tp=8,mbs=1,cp=1"),
     "experts": ask("mixtral-8x7b", "a100-80", 4, global_batch=64, seq_len=4096, pins="tp=4,pp=4,mbs=1,schedule=1f1b"),
     "long": ask("llama3-8b", "trn1.32xlarge", 4, global_batch=64, seq_len=32768, pins="tp=8,mbs=1"),
-    "small": ask("tiny-llama", ranks=2, global_batch=8),
+    "small": ask("tiny-llama", ranks=2, global_batch=8, pins="mbs=2"),
 }
 _VOID = ("meta", "input", "br")
 

@@ -14,8 +14,9 @@ from autoshard.report.page.elements import tag
 from autoshard.report.page.timeline import MOST_ACTIONS, MOST_MEMORIES, memory_charts, timeline
 from autoshard.report.sheet import Node
 from autoshard.units import format_bytes, format_count, format_dollars, format_seconds
-from tests.report.page.pages import QUESTIONS, page_named, page_of, plan_named, read
+from tests.report.page.pages import page_named, page_of, plan_named, read
 from tests.report.test_trace import CASES, case
+from tests.slower import rest_is_slow
 
 _SECTIONS = ("time", "timeline", "memory", "mesh", "blocks", "pareto", "others", "refused", "basis")
 _MOST_BYTES = 300_000
@@ -32,7 +33,7 @@ def at(data: Any, path: str) -> Any:
     return at(data[key], path.removeprefix(key).removeprefix("."))
 
 
-@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize("name", rest_is_slow(["small", "dense", "experts", "long"], 2, 2))
 def test_every_figure_of_a_page_is_the_one_of_its_json(name: str):
     text, data = page_of(plan_named(name))
     page = read(text)

@@ -21,10 +21,11 @@ from autoshard.report.sweep import sweep_sheets
 from autoshard.report.watch.page import progress_page
 from autoshard.report.watch.sheets import headline_sheet, steps_sheet
 from autoshard.report.watch.structured import progress_json
-from tests.report.page.pages import QUESTIONS, page_named, page_of, plan_named, shown
+from tests.report.page.pages import page_named, page_of, plan_named, shown
 from tests.report.page.test_sweep_page import ROWS
 from tests.report.printed import printed
 from tests.report.watch.made_runs import made_run, seen, steps_of
+from tests.slower import rest_is_slow
 
 
 def text_of(markup: str) -> str:
@@ -47,7 +48,7 @@ def assert_on(page: str, sheets: Iterable[Sheet]) -> None:
             assert plain(fact.value) in text and plain(fact.beside).lstrip(", ") in text, fact.name
 
 
-@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize("name", rest_is_slow(["small", "dense", "experts", "long"], 2, 2))
 def test_what_plan_and_explain_print_stands_on_the_page(name: str) -> None:
     plan = plan_named(name)
     times, why = rank_times(plan), shown(name, plan).explanation

@@ -26,6 +26,7 @@ from autoshard.spec.workload import Precision
 from tests.ranks.cases import plan_of
 from tests.ranks.spawn import on_ranks
 from tests.runtime.convert.cases import converted, reduced, written
+from tests.slower import rest_is_slow
 
 EACH = LoadRates(storage_bytes_per_s=1e18, network_bytes_per_s=1.0)
 SHARED = LoadRates(storage_bytes_per_s=1.0, network_bytes_per_s=1e18)
@@ -69,7 +70,7 @@ def loaded(plan: Plan, first: Path, rates: LoadRates, folder: Path) -> tuple[str
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("text", LAYOUTS)
+@pytest.mark.parametrize("text", rest_is_slow(LAYOUTS, 2, 3))
 def test_boxes_that_are_read_once_fill_the_same_bits(text: str, first: Path, tmp_path: Path) -> None:
     plan = plan_for(text, first)
     each = on_ranks(4, loaded, plan, first, EACH, tmp_path)

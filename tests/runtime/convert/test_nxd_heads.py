@@ -71,7 +71,7 @@ def as_nxd_cuts(whole: Mapping[str, torch.Tensor], tp: int, platform: str, rank:
     return {f"{ATTENTION}.qkv_proj.weight_qkv": torch.cat([q, k, v]), f"{ATTENTION}.o_proj.weight": o.T}
 
 
-@pytest.mark.parametrize("platform", ["trn1", "trn2"])
+@pytest.mark.parametrize("platform", rest_is_slow(["trn1", "trn2"]))
 @pytest.mark.parametrize("grid", rest_is_slow([(grid,) for grid in GRID], 2), ids=str)
 def test_each_order_of_heads_comes_back(grid: tuple[int, int, int], platform: str, tmp_path: Path) -> None:
     first = written(tmp_path / "first", config_of(*grid))
@@ -182,7 +182,7 @@ def test_a_reader_that_takes_the_wrong_order_is_caught_twice(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", None])
-@pytest.mark.parametrize("card", ["mixtral-8x7b", "gpt-neox-20b", "qwen3-8b", "llama2-13b"])
+@pytest.mark.parametrize("card", rest_is_slow(["mixtral-8x7b", "gpt-neox-20b", "qwen3-8b", "llama2-13b"], 1, 3))
 def test_sums_of_squares_hold_for_all_families_and_formats(card: str, dtype: str | None, tmp_path: Path) -> None:
     config = {**reduced(card), "tie_word_embeddings": False}
     first = written(tmp_path / "first", config)
