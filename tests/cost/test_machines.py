@@ -60,9 +60,9 @@ def place_of(machine: str) -> Cluster:
 
 
 def first_usual(machines: Sequence[str]) -> list[Any]:
-    """Return parameters of which the usual machines are fast, and some of the others slow."""
+    """Return parameters of which the usual machines are fast, and all others slow."""
     usual = sorted(machines, key=lambda name: name not in USUAL)
-    return rest_is_slow(usual, len(USUAL), 6)
+    return rest_is_slow(usual, len(USUAL), len(usual))
 
 
 def text_for(machine: str) -> str:

@@ -51,7 +51,7 @@ class PointRecords:
     def counts(
         self, unsolved: UnsolvedPoints, value: float, unpriced: Iterable[tuple[Ints, RunVariant]]
     ) -> Mapping[str, int]:
-        """Count points for a certificate, given those that are not solved, the best value, and layouts without a price."""
+        """Count points for a certificate, given those not solved yet, the best value, and layouts without a price."""
         num_left = sum(int(np.isin(variant.layouts, layouts).sum()) for layouts, variant in unpriced)
         bounded = self._bounded.copy()
         for plain in unsolved.plain:
