@@ -86,9 +86,8 @@ class Pool:
         while self._unpriced:
             self._price_kind(*self._unpriced[0])
             del self._unpriced[0]
-            if not np.isfinite(self._limit(num_best)):
+            if not self._unpriced or not np.isfinite(self._limit(num_best)):
                 self._look_first(num_best)
-        self._look_first(num_best)
         if self._refused and not self._cuttings:
             raise self._refused[0]
         while True:
@@ -102,7 +101,7 @@ class Pool:
                 continue
             if self.left.least >= self._limit(num_best):
                 break
-            if self._gives_up and not self._look_near(self.solutions[0]):
+            if self._gives_up and not any(self._look_near(best) for best in self.solutions[:1]):
                 break
 
     def _look_first(self, num_best: int) -> None:
