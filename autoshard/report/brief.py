@@ -59,7 +59,7 @@ def shown_answers(answers: Sequence[Answer], written: str) -> list[Answer]:
     """Return the answers of the first screen: what is written, what people run, and the fastest."""
     named = {answer.name: answer for answer in answers}
     usual = "vendor" if "vendor" in named else "other"
-    shown = [named[name] for name in dict.fromkeys((written, usual, "fastest", "smallest")) if name in named]
+    shown = [named[name] for name in dict.fromkeys((written, usual, "fsdp", "fastest", "smallest")) if name in named]
     return [answer for place, answer in enumerate(shown) if answer.plan not in [other.plan for other in shown[:place]]]
 
 

@@ -280,3 +280,25 @@ def test_a_layout_that_does_not_fit_as_asked_says_what_it_needs_as_documented_an
     work = replace(request.workload, precision=Precision.named("bf16,gradients=bf16"), expert_imbalance=0.0)
     so = vendor_answer(replace(request, workload=work, pins={"kernels": "mcore"}), fastest)
     assert isinstance(so, Answer) and not so.against and so.plan.kernels == "mcore"
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "llama3-8b"])
+def test_on_gpus_fsdp_alone_is_an_answer_near_the_best_of_its_kind(name: str):
+    request = replace(ask(name, "h100-80"), pins={"mbs": 1})
+    answers = answers_of(request, search(request, 2, simple_within=DOUBT))
+    fsdp, fastest = answers.named("fsdp"), answers.named("fastest").plan
+    layout = fsdp.plan.candidate
+    assert (layout.zero, layout.tp, layout.pp) == (3, 1, 1) and "with FSDP alone" in fsdp.why
+    assert fsdp.slower == pytest.approx(time_s(fsdp.plan) / time_s(fastest) - 1) and fsdp.slower >= 0
+    assert fsdp.plan.candidate == fastest.candidate or fsdp.ratio, "how sure the difference is"
+    alone = search(replace(request, pins={**request.pins, "zero": 3, "tp": 1, "pp": 1})).plans[0]
+    assert time_s(alone) * (1 - 1e-9) <= time_s(fsdp.plan) <= 1.02 * time_s(alone)
+    assert not any(answer.plan.candidate == layout for answer in answers.answers if answer.name == "other")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "pins"), [("trn1.32xlarge", ""), ("local", ""), ("h100-80", "tp=2"), ("h100-80", "zero=1")]
+)
+def test_elsewhere_and_where_pins_exclude_it_there_is_no_fsdp(cluster: str, pins: str):
+    request = ask("tiny-llama", cluster, pins=",".join(filter(None, ["mbs=1,cp=1", pins])))
+    assert search(request, simple_within=DOUBT).fsdp is None

@@ -147,16 +147,18 @@ def test_kinds_are_added_that_none_of_the_plans_is_of():
         Candidate.parse(text, 8) for text in ("pp=2,tp=1,dp=4", "pp=2,tp=1,dp=4,vp=2,schedule=interleaved")
     )
     tensor, sharded = (Candidate.parse(text, 8) for text in ("tp=2,pp=1,dp=4", "tp=1,pp=1,dp=8,zero=3"))
-    assert kinds_to_add([chunks, chunks]) == [NO_PIPELINE, PLAIN_PIPELINE]
-    assert kinds_to_add([chunks, pipeline]) == [NO_PIPELINE]
-    assert kinds_to_add([tensor, chunks]) == [FSDP] and kinds_to_add([sharded, chunks]) == []
+    for has_fsdp in (False, True):
+        assert kinds_to_add([chunks, chunks], has_fsdp=has_fsdp) == [NO_PIPELINE, PLAIN_PIPELINE]
+        assert kinds_to_add([chunks, pipeline], has_fsdp=has_fsdp) == [NO_PIPELINE]
+        assert kinds_to_add([tensor, chunks], has_fsdp=has_fsdp) == ([] if has_fsdp else [FSDP])
+        assert kinds_to_add([sharded, chunks], has_fsdp=has_fsdp) == []
 
 
 def test_a_plan_of_another_kind_stands_beside_plans_of_one_kind():
     request = ask("tiny-llama", ranks=4, pins="mbs=8", global_batch=64)
     answer = search(request, 3, simple_within=DOUBT)
     shown = [one.candidate for one in (*answer.plans, answer.preferred)]
-    kinds = kinds_to_add(shown)
+    kinds = kinds_to_add(shown, has_fsdp=False)
     assert kinds and answer.other
     plan, words = answer.other
     assert any(kind.has(plan.candidate) and words == f"the fastest found {kind.words}" for kind in kinds)

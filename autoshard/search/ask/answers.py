@@ -18,8 +18,8 @@ from autoshard.search.bound.request import Request
 from autoshard.spec.cluster import LOCAL
 from autoshard.units import format_at_most, format_bytes, format_count, format_seconds
 
-SIMPLE, VENDOR, OTHER = "simple", "vendor", "other"
-NAMES = ("fastest", "smallest", SIMPLE, VENDOR, OTHER)
+SIMPLE, VENDOR, FSDP_ALONE, OTHER = "simple", "vendor", "fsdp", "other"
+NAMES = ("fastest", "smallest", SIMPLE, VENDOR, FSDP_ALONE, OTHER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -125,9 +125,10 @@ def answers_of(request: Request, result: SearchResult, name: str | None = None) 
     vendors = vendor_answer(request, best) if is_time else "memory is minimised"
     answers = [first, _simple(first, result)] if is_time else [first]
     answers += [vendors] if isinstance(vendors, Answer) else []
-    if result.other:
-        plan, why = result.other
-        answers += [Answer(name=OTHER, plan=plan, why=why, slower=step_s(plan) / step_s(best) - 1)]
+    for label, looked_at in ((FSDP_ALONE, result.fsdp), (OTHER, result.other)):
+        if looked_at:
+            plan, why = looked_at
+            answers += [Answer(name=label, plan=plan, why=why, slower=step_s(plan) / step_s(best) - 1)]
     answers += [
         Answer(
             name=str(number), plan=plan, why="the best plan of another layout", slower=step_s(plan) / step_s(best) - 1

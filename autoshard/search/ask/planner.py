@@ -18,7 +18,7 @@ from autoshard.plan.explanation import Certificate
 from autoshard.plan.found import SolvedLayout
 from autoshard.plan.plan import Plan, rounded
 from autoshard.plan.rules.columns import Engine
-from autoshard.search.ask.choice.choosing import Choice, choose, choose_known, of_another_kind
+from autoshard.search.ask.choice.choosing import Choice, choose, choose_known, of_another_kind, with_fsdp
 from autoshard.search.ask.choice.doubt import DOUBT, Within
 from autoshard.search.ask.choice.hinge import experts_hinge
 from autoshard.search.ask.choice.searched import EngineResult, order_of
@@ -30,7 +30,7 @@ from autoshard.search.bound.priced_layouts import LayoutPricer
 from autoshard.search.bound.request import Request
 from autoshard.search.bound.watch import Look, SearchStopped, Watch, never_stop
 from autoshard.search.fill.split_bounds import SplitSearch
-from autoshard.spec.cluster import Cluster
+from autoshard.spec.cluster import LOCAL, Cluster
 
 _MOST = 16  # plans of one cluster on a frontier
 _REFILL_S = 0.1  # that it may take to look for splits with less headroom
@@ -57,6 +57,7 @@ class SearchResult:
     simple_why: str = "the simplest"
     simple_within: float = 0.0  # by which share of the fastest it may be slower
     simple_ended: str = _NOT_SIMPLE  # why the search for it stopped; "" if it did not
+    fsdp: tuple[Plan, str] | None = None  # on GPUs the plan of FSDP alone, and why
     other: tuple[Plan, str] | None = None  # a plan of another kind than all of these, and of which
     hinge: str = ""  # on which number that is assumed the choice depends
     layouts: tuple[SolvedLayout, ...] = ()  # the best plan of every layout that was solved
@@ -92,10 +93,12 @@ def search(
     plans = tuple(result.plan(solution) for result, solution in ranked[:num_plans])
     if plain and not plans and not choice.plan:
         plans, choice = (plain,), replace(choice, plan=plain, why=_AT_ONCE)
-    other, hinge = None, ""
+    fsdp, other, hinge = None, None, ""
     if simple_within == DOUBT and not simple_ended and plans:
         with suppress(SearchStopped):
-            other = of_another_kind(results, [plan.candidate for plan in (*plans, choice.plan) if plan])
+            fsdp = with_fsdp(results) if _on_gpus(request.cluster) else None
+            shown = [plan.candidate for plan in (*plans, choice.plan) if plan]
+            other = of_another_kind(results, shown, fsdp and fsdp[0].candidate)
             hinge = experts_hinge(results)
     misses = [result.plan(result.nearest_miss) for result in results if result.nearest_miss]
     certificate = reduce(Certificate.plus, (result.certificate for result in results), Certificate())
@@ -109,6 +112,7 @@ def search(
         simple_why=choice.why,
         simple_within=choice.within,
         simple_ended=simple_ended,
+        fsdp=fsdp,
         other=other,
         hinge=hinge,
         layouts=tuple(_solved(solution) for _, solution in ranked),
@@ -148,6 +152,10 @@ def _chosen(results: Sequence[EngineResult], within: Within | None) -> tuple[Cho
         except SearchStopped as stop:
             ended = str(stop)
     return (choose_known(results, ended) if within == DOUBT else Choice()), ended
+
+
+def _on_gpus(cluster: Cluster) -> bool:
+    return not cluster.platform and cluster.name != LOCAL and cluster.num_ranks > 1
 
 
 def _solved(solution: Solution) -> SolvedLayout:
@@ -295,7 +303,8 @@ def at_most(request: Request, before: Size, watch: Watch, ask: Callable[[Request
         return AtMost(request=request, found=answer, sizes=tuple(sizes))
     for num_nodes in _promising(before, sizes):
         least_s = min(size.step_s for size in sizes if not size.is_bound)
-        smaller = replace(request, cluster=replace(request.cluster, num_nodes=num_nodes))
+        effort = replace(request.effort, at_once=False)  # there is a plan for more nodes
+        smaller = replace(request, cluster=replace(request.cluster, num_nodes=num_nodes), effort=effort)
         try:
             result = search(smaller, 1, _until_hopeless(watch, least_s), nearest=False, known=known)
         except InputError:  # what is pinned does not divide these nodes

@@ -8,7 +8,7 @@ import numpy as np
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.search.ask.choice.doubt import DOUBT, LEAST_DOUBT, Within, doubt_of, known_schedules, short_percent
-from autoshard.search.ask.choice.looking import best_of_kind, fastest_among, kinds_to_add
+from autoshard.search.ask.choice.looking import FSDP, PlanKind, best_of_kind, fastest_among, kinds_to_add
 from autoshard.search.ask.choice.searched import EngineResult, order_of
 from autoshard.search.ask.choice.simple import Simple, simplest, simplest_near
 from autoshard.search.bound.points import Solution
@@ -141,22 +141,36 @@ def simplest_below(pool: Pool, limit: float, schedules: frozenset[str] | None, n
             return plan
 
 
-def of_another_kind(results: Sequence[EngineResult], shown: Sequence[Candidate]) -> tuple[Plan, str] | None:
-    """Return the fastest plan of the kinds that no shown plan has, and its kind."""
+def of_another_kind(
+    results: Sequence[EngineResult], shown: Sequence[Candidate], fsdp: Candidate | None
+) -> tuple[Plan, str] | None:
+    """Return the fastest plan of the kinds that no shown plan has, and its kind; not the plan that is called FSDP's."""
+    plan, words = _fastest_of_kinds(results, kinds_to_add(shown, has_fsdp=fsdp is not None))
+    return None if plan is None or plan.candidate == fsdp else (plan, words)
+
+
+def with_fsdp(results: Sequence[EngineResult]) -> tuple[Plan, str] | None:
+    """Return the fastest plan of FSDP alone that is known after a short look, if one fits."""
+    plan, words = _fastest_of_kinds(results, [FSDP])
+    return plan and (plan, words)
+
+
+def _fastest_of_kinds(results: Sequence[EngineResult], kinds: Sequence[PlanKind]) -> tuple[Plan | None, str]:
+    """Return the fastest plan of some kinds that fits, and its kind."""
     entries = [
         (result, solution, kind)
-        for kind in kinds_to_add(shown)
+        for kind in kinds
         for result in results
         if result.pool and (solution := best_of_kind(result.pool, kind))
     ]
     best = min(entries, key=lambda entry: order_of(entry[:2]), default=None)
     if best is None:
-        return None
+        return None, ""
     result, best_solution, kind = best
     solution = result.exactly_evened(best_solution)
     plan = result.request.plan(solution.candidate, result.engine)
     fits = plan.prediction and plan.prediction.peak_bytes <= plan.prediction.capacity_bytes
-    return (plan, f"the fastest found {kind.words}") if fits else None
+    return (plan, f"the fastest found {kind.words}") if fits else (None, "")
 
 
 def _fastest_known(results: Sequence[EngineResult], within: float, tier: int) -> Plan | None:

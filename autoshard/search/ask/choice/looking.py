@@ -59,14 +59,14 @@ def with_experts(*, apart: bool) -> PlanKind:
     )
 
 
-def kinds_to_add(shown: Sequence[Candidate]) -> list[PlanKind]:
+def kinds_to_add(shown: Sequence[Candidate], *, has_fsdp: bool) -> list[PlanKind]:
     """Return the kinds that are worth a look beside plans that are shown: those that none of these is of.
 
     Beside pipelines that is a plan without one; where these are divided further than 1F1B, also 1F1B. Where there is a
-    plan without a pipeline, it is FSDP.
+    plan without a pipeline, it is FSDP, unless that is an answer of its own.
     """
     if any(NO_PIPELINE.has(candidate) for candidate in shown):
-        return [] if any(FSDP.has(candidate) for candidate in shown) else [FSDP]
+        return [] if has_fsdp or any(FSDP.has(candidate) for candidate in shown) else [FSDP]
     return [NO_PIPELINE, *([] if any(PLAIN_PIPELINE.has(candidate) for candidate in shown) else [PLAIN_PIPELINE])]
 
 
