@@ -134,8 +134,11 @@ class ListedBlocks:
         return _listed(replace(plan, prediction=None, provenance={}))
 
     def block(self, kind: str, drop: Recompute) -> LoweredBlock:
-        """Return a block, recomputed and sharded."""
-        used = Recompute() if kind in ENDS else drop
+        """Return a block, recomputed and sharded; as it is without recompute where no layer of its kind has this one.
+
+        Columns of prices are asked for every kind of layer under every recompute of the plan.
+        """
+        used = drop if (kind, drop) in self.kinds else Recompute()
         name = table_name(kind, used)
         if name not in self.known:
             whole = self.block(kind, Recompute()) if used.kind != "none" else None

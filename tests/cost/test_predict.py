@@ -11,17 +11,19 @@ import autoshard
 from autoshard.cost.calibration import uncalibrated
 from autoshard.cost.predict import check_plan, compiling, predict, predicted
 from autoshard.cost.terms import CostTerm, term_entries, term_seconds
-from autoshard.cost.timeline import timeline_of
+from autoshard.cost.timeline import rank_times, timeline_of
 from autoshard.errors import InputError
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import dump, load, plan_hash
 from autoshard.plan.rules.columns import Columns
 from autoshard.search.ask.api import Cost
+from autoshard.search.bound.request import plan_at
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.workload import Precision
 from tests.cost.cases import ask, candidate_of, plan_of, predicted_of
 from tests.json_schema import schema_text
+from tests.search.brute_force import ask as asked
 
 TEXT = "tp=8,pp=4,dp=4"
 TEXTS = (
@@ -131,6 +133,14 @@ def test_stages_that_hold_the_same_share_their_graphs(text, num_graphs):
 
 
 class TestChecked:
+    @pytest.mark.parametrize("recompute", ["full/selective[mlp]", "none/full", "full:1/selective[mlp]"])
+    def test_stages_may_lack_a_kind_of_layer_and_recompute_each_in_its_way(self, recompute):
+        plan = plan_at(asked("tiny-deepseek", ranks=4), Candidate.parse(f"pp=2,dp=2,recompute={recompute}"))
+        kinds = {kind for kind, _ in plan.layers[len(plan.layers) // 2 :]}
+        assert "dense" not in kinds and any(kind == "dense" for kind, _ in plan.layers)
+        assert predict(load(dump(plan)), uncalibrated()) == plan.prediction, "as a file it has the tables that it needs"
+        assert len(rank_times(plan)) == 2
+
     slow = replace(uncalibrated(), name="slow", basis="my own runs", matrix_efficiency=0.2, memory_efficiency=0.2)
 
     def test_a_plan_is_checked_with_its_own_constants_or_with_others_and_keeps_the_seconds_of_its_terms(self):
