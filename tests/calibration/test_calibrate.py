@@ -142,6 +142,7 @@ def test_the_shipped_constants_are_those_of_their_rows(cluster: str, tmp_path: P
         assert ours[name] == (pytest.approx(value, rel=1e-3) if close else nearly(value)), name
 
 
+@pytest.mark.slow
 def test_a_file_of_constants_is_read_as_it_was_fitted_and_has_every_row(tmp_path: Path):
     path = own_rows(tmp_path, **dict.fromkeys(EFFICIENCIES, 0.5))
     rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
