@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 _aten, _prims = torch.ops.aten, torch.ops.prims
 _Operation = Any  # a node of a graph: torch's type of its arguments is all that an argument may be
 _FEW = 8  # numbers along a dim that are found, or written, by so many comparisons with all of it
-_MOST_COMPARED = 1024  # numbers of a row that a compiler holds at a time
+_MOST_COMPARED = 1024  # numbers of a row that a compiler holds at a time: not those of a vocabulary
 
 
 def simplify(graph: GraphModule) -> None:
@@ -73,6 +73,8 @@ def _write_by_comparison(graph: Graph, scatter: _Operation) -> None:
     if base.target is not _aten.full.default or scatter.kwargs or dim not in (-1, len(shape) - 1):
         return
     if written[:-1] != shape[:-1] or source.meta["val"].shape != written or not _is_few(written[-1]):
+        return
+    if not isinstance(shape[-1], int) or shape[-1] > _MOST_COMPARED:
         return
     with graph.inserting_before(scatter):
         places = _counted(graph, shape[-1], index)
