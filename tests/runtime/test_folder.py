@@ -45,7 +45,7 @@ def test_a_start_waits_until_what_a_kill_has_orphaned_is_gone(tmp_path: Path) ->
         held.enter_context(locked(tmp_path / "run"))
         with started(tmp_path, "run", "tiny.json", "--steps", "1", "--out", "run") as process:
             threading.Timer(4.0, held.close).start()
-            said = process.communicate(timeout=120)[1]
+            said = process.communicate(timeout=400)[1]
     assert process.returncode == 0, said
 
 

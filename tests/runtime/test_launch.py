@@ -127,7 +127,7 @@ def test_torchrun_starts_one_process_a_rank(tmp_path: Path) -> None:
         started(tmp_path, *words, RANK="0", **two_ranks) as one,
         started(tmp_path, *words, RANK="1", **two_ranks) as two,
     ):
-        first, second = one.communicate(timeout=120), two.communicate(timeout=120)
+        first, second = one.communicate(timeout=400), two.communicate(timeout=120)
     assert (one.returncode, two.returncode) == (0, 0), (first, second)
     assert "step 3/3" in first[0] and second == ("", "")
     assert len((tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()) == 3
@@ -138,7 +138,7 @@ def test_torchrun_starts_one_process_a_rank(tmp_path: Path) -> None:
 def test_a_world_of_another_size_is_refused_once(rank: str, tmp_path: Path) -> None:
     write_tiny(tmp_path)
     with started(tmp_path, "run", "tiny.json", RANK=rank, **world(3)) as process:
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=400)
     assert process.returncode == 2 and not output
     said = "autoshard: WORLD_SIZE: torchrun started 3 processes, but tiny.json is for 2 ranks."
     assert errors.startswith(said) if rank == "0" else not errors
