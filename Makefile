@@ -40,7 +40,7 @@ soak: $(VENV)/.dev  ## hunts for what breaks where users start it (docs/soak.md)
 	$(PY) -m tests.soak all --record
 
 coverage: $(VENV)/.dev  ## the lines and branches of the planner that its tests reach: at least 95%; ten minutes
-	$(PYTEST) -m "$(NO_ACCELERATOR) and not slow and not ranks" --hypothesis-profile more --cov $(PLANNER_TESTS)
+	$(PYTEST) -m "$(NO_ACCELERATOR) and not slow and not ranks" --hypothesis-profile more $(PLANNER_TESTS) --cov
 
 lint: $(VENV)/.dev  ## format, lint, types, floors
 	$(VENV)/bin/ruff format --check
