@@ -13,7 +13,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 # What no ordinary machine has.
 NO_ACCELERATOR := not gpu and not neuron and not nxd and not gspmd and not xla
 PYTEST := $(PY) -m pytest --numprocesses auto --dist worksteal
-PLANNER_TESTS := $(addprefix tests/,spec graph layout schedule plan cost blocks search calibration report jobs cli house)
+PLANNER_TESTS := $(addprefix tests/,spec graph layout schedule plan cost blocks search calibration imports exports report jobs cli house)
 
 .DEFAULT_GOAL := help
 .PHONY: help plan test test-all thorough gpu soak coverage lint check bench clean

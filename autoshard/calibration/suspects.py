@@ -193,10 +193,8 @@ def _impossible(judged: Sequence[_JudgedRow]) -> Named:
 def _flops_per_token(run: MeasuredRun, pairs: float = 1.0) -> float:
     """Return the FLOPs of a token in training, of attention with a share of all pairs (PaLM, arXiv 2204.02311, B)."""
     model = run.model
-    idle = max(0, model.num_experts - model.experts_per_token) * (3 if model.gated_mlp else 2)
-    weights = model.num_parameters - model.num_layers * idle * model.hidden * model.ffn
     scores = 6 * model.num_layers * model.num_heads * (model.head_dim + model.value_dim) * run.workload.seq_len
-    return 6 * weights + pairs * scores
+    return 6 * model.active_parameters + pairs * scores
 
 
 def _disagreeing(judged: Sequence[_JudgedRow]) -> Named:

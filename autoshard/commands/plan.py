@@ -52,7 +52,8 @@ class SearchOptions:
         objective: What is minimised. On one cluster dollars are proportional to time.
         prove: Search until the plan is proven to be the best, instead of within 0.5% of the best.
         exhaustive: Solve every layout, without bounds. Slow; it serves to check that the bounds are right.
-        time_limit: Stop after so many seconds with the best plan found, and print how far it may be from the best.
+        time_limit: Stop after so many seconds with the best plan found, or the plain one that is made first, and print
+            how far it may be from the best.
     """
 
     objective: Literal["time", "dollars", "memory"] = "time"
@@ -130,7 +131,7 @@ def plan(
         pareto: Show what no plan betters in step time, memory and dollars at once, over all --nodes; write the fastest.
         at: Evaluate exactly this layout, even one that is refused, and say why.
         choose: Which plan to write: fastest, simple (the simplest within the doubt about the fastest), vendor (the
-            layout that the vendor documents), fsdp (FSDP alone, on GPUs), smallest (where memory is minimised), or the
+            layout that the vendor documents), fsdp (with FSDP, on GPUs), smallest (where memory is minimised), or the
             number of a runner-up. Default: simple.
         top: How many plans to show, the best one included. Default: 3.
     """

@@ -134,9 +134,9 @@ class ListedBlocks:
         return _listed(replace(plan, prediction=None, provenance={}))
 
     def block(self, kind: str, drop: Recompute) -> LoweredBlock:
-        """Return a block, recomputed and sharded; as it is without recompute where no layer of its kind has this one.
+        """Return a block, recomputed and sharded; without recompute if no layer of its kind in the plan recomputes so.
 
-        Columns of prices are asked for every kind of layer under every recompute of the plan.
+        Prices are columns of every kind of layer under every recompute of the plan; some of these no stage reads.
         """
         used = drop if (kind, drop) in self.kinds else Recompute()
         name = table_name(kind, used)

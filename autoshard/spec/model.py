@@ -352,17 +352,34 @@ class ModelSpec:
         return layers + final_norm + (tables + learned) * self.hidden
 
     @property
+    def expert_parameters(self) -> int:
+        """Number of parameters of the experts among which routers choose."""
+        kinds = ((self.of_kind(kind), count) for kind, count in self.layer_counts.items())
+        return sum(count * kind.num_experts * kind._mlp_parameters for kind, count in kinds)
+
+    @property
+    def active_parameters(self) -> int:
+        """Number of parameters that a token meets: of the experts only those that it is sent to."""
+        chosen = self.expert_parameters * self.experts_per_token // max(1, self.num_experts)
+        return self.num_parameters - self.expert_parameters + chosen
+
+    @property
+    def _mlp_parameters(self) -> int:
+        """Number of parameters of an MLP, or of one expert."""
+        products = 2 if self.gated_mlp else 1
+        return (products + 1) * self.hidden * self.ffn + (products * self.ffn + self.hidden) * self.mlp_bias
+
+    @property
     def _layer_parameters(self) -> int:
         """Number of trained parameters of a layer that the fields describe."""
         attention = self._latent_parameters(self.latent) if self.latent else self._attention_parameters
         per_norm = 2 if self.norm_has_bias else 1
         products = 2 if self.gated_mlp else 1
-        mlp = (products + 1) * self.hidden * self.ffn + (products * self.ffn + self.hidden) * self.mlp_bias
         router = self.num_experts * (self.hidden + self.router_bias)
         norms = (4 if self.norm_place == "both" else 2) * per_norm * self.hidden
         shared = (products + 1) * self.hidden * self.shared_ffn
         shared += (products * self.shared_ffn + self.hidden) * (self.mlp_bias and self.shared_ffn > 0)
-        return attention + max(1, self.num_experts) * mlp + shared + router + norms
+        return attention + max(1, self.num_experts) * self._mlp_parameters + shared + router + norms
 
     @property
     def _attention_parameters(self) -> int:

@@ -44,7 +44,10 @@ def test_the_answer_that_is_named_is_written(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--choose", "best"), "--choose best: type fastest, smallest, simple, vendor, fsdp, other, or a number up to 100"),
+        (
+            ("--choose", "best"),
+            "--choose best: type fastest, smallest, simple, vendor, fsdp, other, or a number up to 100",
+        ),
         (("--choose", "101"), "--choose 101: type"),
         (("--choose", "0"), "--choose 0: type"),
         (("--choose", "²"), "type fastest"),

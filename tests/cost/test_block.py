@@ -42,7 +42,7 @@ def total(cost):
 
 
 class TestMessages:
-    @pytest.mark.parametrize("name", rest_is_slow(reversed(distinct_models()), 3, 4))
+    @pytest.mark.parametrize("name", rest_is_slow(reversed(distinct_models()), 3, len(distinct_models())))
     def test_with_every_atom_of_size_1_none_costs_anything(self, name):
         question = ask(name, "h100-80", 1, kernels="te", seq_len=1024)
         alone = setting(question, "tp=1,dp=8")

@@ -283,12 +283,12 @@ def test_a_layout_that_does_not_fit_as_asked_says_what_it_needs_as_documented_an
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "llama3-8b"])
-def test_on_gpus_fsdp_alone_is_an_answer_near_the_best_of_its_kind(name: str):
+def test_on_gpus_fsdp_is_an_answer_near_the_best_of_its_kind(name: str):
     request = replace(ask(name, "h100-80"), pins={"mbs": 1})
     answers = answers_of(request, search(request, 2, simple_within=DOUBT))
     fsdp, fastest = answers.named("fsdp"), answers.named("fastest").plan
     layout = fsdp.plan.candidate
-    assert (layout.zero, layout.tp, layout.pp) == (3, 1, 1) and "with FSDP alone" in fsdp.why
+    assert (layout.zero, layout.tp, layout.pp) == (3, 1, 1) and "with FSDP (ZeRO-3" in fsdp.why
     assert fsdp.slower == pytest.approx(time_s(fsdp.plan) / time_s(fastest) - 1) and fsdp.slower >= 0
     assert fsdp.plan.candidate == fastest.candidate or fsdp.ratio, "how sure the difference is"
     alone = search(replace(request, pins={**request.pins, "zero": 3, "tp": 1, "pp": 1})).plans[0]

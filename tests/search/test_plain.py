@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from autoshard.layout.pin import pins_of
+from autoshard.plan.candidate import Candidate
 from autoshard.search.ask.plain import plain_plan
-from autoshard.search.ask.planner import search
+from autoshard.search.ask.planner import frontier, search
 from autoshard.search.bound.request import Request, plan_at, rejections_of
 from autoshard.search.bound.rough import rough_seconds
 from autoshard.search.bound.space import whole_space
@@ -38,6 +40,12 @@ def test_a_search_that_is_stopped_at_once_has_a_plan_that_runs(request_: Request
     assert not search(request_, watch=stopped).plans, "without a limit no time is spent on it"
 
 
+def test_of_a_frontier_that_is_stopped_nothing_is_promised():
+    limited = replace(TINY, effort=replace(TINY.effort, at_once=True))
+    edge = frontier([limited, limited], stopped)
+    assert len(edge.plans) == 1 and edge.gap == 1.0 and edge.ended == "stopped after a moment"
+
+
 def test_a_plain_plan_is_at_most_twice_as_slow_as_the_best():
     best = search(TINY).plans[0]
     plain = plain_plan(TINY)
@@ -53,6 +61,28 @@ def test_what_is_pinned_is_kept_and_where_nothing_fits_there_is_no_plain_plan():
     plan = plain_plan(replace(TINY, pins={"tp": 2, "schedule": "gpipe", "pp": 2}))
     assert plan and (plan.candidate.tp, plan.candidate.pp, plan.candidate.schedule) == (2, 2, "gpipe")
     assert plain_plan(ask("llama3-70b", "h100-80")) is None
+
+
+def test_pinned_tensors_leave_the_answer_to_the_search():
+    pinned = replace(TINY, layouts=pins_of({"layer.up.weight": "[ffn/tp, hidden]"}, "--pin"), pins={"tp": 2, "pp": 1})
+    assert plain_plan(pinned) is None
+    limited = replace(pinned, effort=replace(pinned.effort, at_once=True))
+    assert not search(limited, watch=stopped).plans and search(limited).plans == search(pinned).plans != ()
+
+
+def test_after_a_plan_that_is_too_large_fewer_tokens_or_more_ranks_for_the_weights_are_tried():
+    request = replace(TINY, pins={"pp": 1, "cp": 1, "zero": 1})
+    peaks = {mbs: peak(plan_at(request, Candidate.parse(f"tp=1,pp=1,mbs={mbs},recompute=full", 8))) for mbs in (1, 4)}
+    assert peaks[1] < peaks[4]
+    plan = plain_plan(replace(request, pins={**request.pins, "tp": 1}, memory_bytes=(peaks[1] + peaks[4]) / 2))
+    assert plan and plan.candidate.mbs < 4
+    sharded = {
+        zero: peak(plan_at(request, Candidate.parse(f"tp=1,pp=1,zero={zero},recompute=full", 8))) for zero in (1, 3)
+    }
+    assert sharded[3] < sharded[1]
+    tight = replace(TINY, pins={"tp": 1, "pp": 1, "cp": 1}, memory_bytes=(sharded[1] + sharded[3]) / 2)
+    plan = plain_plan(tight)
+    assert plan and plan.candidate.zero == 3
 
 
 def test_rough_seconds_know_what_makes_a_layout_slow_or_too_large():

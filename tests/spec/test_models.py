@@ -71,6 +71,22 @@ def faults_of(name_or_path: str | Path) -> str:
     return str(caught.value)
 
 
+# billions that their makers publish: model cards of DeepSeek-V3 and V2, Qwen3, GPT-OSS and Mixtral on the hub
+ACTIVE = {
+    "deepseek-v3": 37, "deepseek-v2": 21, "qwen3-30b-a3b": 3.3, "qwen3-235b-a22b": 22, "gpt-oss-20b": 3.6,
+    "gpt-oss-120b": 5.1, "mixtral-8x7b": 12.9, "llama3-8b": 8.03,
+}  # fmt: skip
+
+
+def test_a_token_meets_as_many_parameters_as_makers_publish():
+    for name, billions in ACTIVE.items():
+        model = load_model(name)
+        # GPT-OSS counts without the embedding, which no token multiplies
+        table = model.vocab * model.hidden if name.startswith("gpt-oss") else 0
+        assert (model.active_parameters - table) / 1e9 == pytest.approx(billions, rel=0.03), name
+        assert (model.active_parameters == model.num_parameters) == (model.num_experts == 0)
+
+
 def test_a_card_has_exactly_the_published_parameters():
     assert {name: load_model(name).num_parameters for name in PARAMETERS} == PARAMETERS
 

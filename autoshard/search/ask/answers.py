@@ -18,8 +18,8 @@ from autoshard.search.bound.request import Request
 from autoshard.spec.cluster import LOCAL
 from autoshard.units import format_at_most, format_bytes, format_count, format_seconds
 
-SIMPLE, VENDOR, FSDP_ALONE, OTHER = "simple", "vendor", "fsdp", "other"
-NAMES = ("fastest", "smallest", SIMPLE, VENDOR, FSDP_ALONE, OTHER)
+SIMPLE, VENDOR, FSDP, OTHER = "simple", "vendor", "fsdp", "other"
+NAMES = ("fastest", "smallest", SIMPLE, VENDOR, FSDP, OTHER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -125,7 +125,7 @@ def answers_of(request: Request, result: SearchResult, name: str | None = None) 
     vendors = vendor_answer(request, best) if is_time else "memory is minimised"
     answers = [first, _simple(first, result)] if is_time else [first]
     answers += [vendors] if isinstance(vendors, Answer) else []
-    for label, looked_at in ((FSDP_ALONE, result.fsdp), (OTHER, result.other)):
+    for label, looked_at in ((FSDP, result.fsdp), (OTHER, result.other)):
         if looked_at:
             plan, why = looked_at
             answers += [Answer(name=label, plan=plan, why=why, slower=step_s(plan) / step_s(best) - 1)]

@@ -13,6 +13,7 @@ from autoshard.search.bound.request import Request
 from autoshard.search.bound.rough import rough_seconds
 
 _MOST = 8  # plans that are priced
+Needs = tuple[int, float]  # over how many ranks weights are spread, and the tokens of a micro-batch on a rank
 _PLAIN = {
     "schedule": "1f1b",
     "vp": 1,
@@ -20,27 +21,34 @@ _PLAIN = {
     "cp_order": "contiguous",
     "recompute": (Recompute(kind="full"),),
 }
-_SPREAD = ("tp", "pp", "ep")  # sizes by which weights become fewer on a rank
 
 
 def plain_plan(request: Request) -> Plan | None:
     """Return the first plan that fits among few that look fastest, with 1F1B and full recompute where nothing is said.
 
-    Where a plan does not fit, no other is tried whose weights are spread over no more ranks.
+    Where a plan does not fit, no other is tried whose weights are spread over no more ranks, with as many tokens.
+    Tensors that are pinned may be refused in any layout, so that with them there is no plain plan.
     """
-    num_priced, too_few = 0, 0
-    for candidate, engine in _likely(request):
-        spread = candidate.tp * candidate.pp * candidate.ep
-        if spread <= too_few:
+    too_large = list[Needs]()
+    for candidate, engine in () if request.layouts else _likely(request):
+        spread, tokens = _needs(candidate)
+        if any(spread <= more and tokens >= fewer for more, fewer in too_large):
             continue
         plan = request.plan(candidate, engine, tables=False)
         assert plan.prediction, "a plan of a candidate has its prediction"
         if plan.prediction.peak_bytes <= request.capacity_bytes(plan.kernels):
             return request.plan(candidate, engine)
-        num_priced, too_few = num_priced + 1, spread
-        if num_priced == _MOST:
+        too_large.append((spread, tokens))
+        if len(too_large) == _MOST:
             break
     return None
+
+
+def _needs(candidate: Candidate) -> Needs:
+    """Return what decides most of a rank's memory."""
+    spread = candidate.tp * candidate.pp * candidate.ep
+    spread *= candidate.dp * candidate.cp if candidate.zero == 3 else 1
+    return spread, candidate.mbs / (candidate.tp * candidate.cp)
 
 
 def _likely(request: Request) -> Iterator[tuple[Candidate, Engine]]:

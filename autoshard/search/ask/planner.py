@@ -18,7 +18,7 @@ from autoshard.plan.explanation import Certificate
 from autoshard.plan.found import SolvedLayout
 from autoshard.plan.plan import Plan, rounded
 from autoshard.plan.rules.columns import Engine
-from autoshard.search.ask.choice.choosing import Choice, choose, choose_known, of_another_kind, with_fsdp
+from autoshard.search.ask.choice.choosing import Choice, choose, choose_known, fastest_with_fsdp, of_another_kind
 from autoshard.search.ask.choice.doubt import DOUBT, Within
 from autoshard.search.ask.choice.hinge import experts_hinge
 from autoshard.search.ask.choice.searched import EngineResult, order_of
@@ -57,7 +57,7 @@ class SearchResult:
     simple_why: str = "the simplest"
     simple_within: float = 0.0  # by which share of the fastest it may be slower
     simple_ended: str = _NOT_SIMPLE  # why the search for it stopped; "" if it did not
-    fsdp: tuple[Plan, str] | None = None  # on GPUs the plan of FSDP alone, and why
+    fsdp: tuple[Plan, str] | None = None  # on GPUs a plan with FSDP, and why
     other: tuple[Plan, str] | None = None  # a plan of another kind than all of these, and of which
     hinge: str = ""  # on which number that is assumed the choice depends
     layouts: tuple[SolvedLayout, ...] = ()  # the best plan of every layout that was solved
@@ -96,7 +96,7 @@ def search(
     fsdp, other, hinge = None, None, ""
     if simple_within == DOUBT and not simple_ended and plans:
         with suppress(SearchStopped):
-            fsdp = with_fsdp(results) if _on_gpus(request.cluster) else None
+            fsdp = fastest_with_fsdp(results) if _on_gpus(request.cluster) else None
             shown = [plan.candidate for plan in (*plans, choice.plan) if plan]
             other = of_another_kind(results, shown, fsdp and fsdp[0].candidate)
             hinge = experts_hinge(results)
@@ -232,13 +232,14 @@ def frontier(requests: Sequence[Request], watch: Watch = never_stop) -> Frontier
     for request in requests:
         limit, known = request.memory_bytes, Known()
         for _ in range(0 if stopped else _MOST):
-            limited = replace(request, objective="time", memory_bytes=limit)
+            effort = replace(request.effort, at_once=request.effort.at_once and not plans)
+            limited = replace(request, objective="time", memory_bytes=limit, effort=effort)
             answer = search(limited, 1, watch, nearest=False, known=known)
             plans += answer.plans
             stopped = answer.certificate.stopped
+            gap = max(gap, answer.certificate.gap) if answer.plans else gap
             if stopped or not answer.plans:
                 break
-            gap = max(gap, answer.certificate.gap)
             limit = coordinates(plans[-1])[1] * (1 - _STEP)
     return Frontier(plans=undominated(plans), gap=gap, ended=stopped or "complete")
 

@@ -133,9 +133,9 @@ class Pool:
         return len(self.points) > before
 
     def _look_near(self, best: Solution) -> bool:
-        """Solve points whose sizes are near those of the best solution, best bounds first; say whether one is better.
+        """Solve some points near the best solution, those that look fastest; say whether one is better.
 
-        They are the layouts in which one factor has moved from one axis to another, or the micro-batch has changed.
+        Points of the same schedule are near if few sizes differ: a factor has moved between axes, or mbs has changed.
         """
         rows, sizes = self.legal.space.rows, ("tp", "pp", "cp", "ep", "dp", "mbs")
         num_changed = sum(rows[key] != rows[key][best.layout] for key in sizes)

@@ -9,17 +9,18 @@ from collections.abc import Mapping
 import numpy as np
 
 from autoshard.cost.setting import Question
+from autoshard.graph.kinds.optimizer import UPDATES
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.model import ModelSpec
+from autoshard.spec.workload import DTYPE_BYTES
 
 _WAYS, _LAUNCHES = 3, 20  # passes through a layer, and kernels of each
 _IN_PARTS = 1.15  # how often as long a layer takes whose attention runs in parts, over cp
 _FLOPS = 8  # of a weight and a token, with full recompute
-_HALF = 2  # bytes of a number that is sent
-_MOMENTS = 2
 _USABLE = 0.8  # of a rank's memory
 _TOO_LARGE = 8  # power of how many times too much memory a layout takes, by which its seconds grow
+_OF_LOGITS = 4  # times the logits of a micro-batch that the head holds
 _WORKING = 16  # numbers of the hidden size that a layer keeps for a token while its backward runs
 
 
@@ -31,11 +32,13 @@ def rough_seconds(question: Question, rows: Mapping[str, Ints], zero: int = 1) -
     layers = np.ceil(model.num_layers / pp)
     passes_s = (counts + pp - 1) * layers * _layer_s(question, rows)
     weights = _weights(model, rows)
-    sent_bytes = (3 if zero == 3 else 2) * _HALF * weights
+    sent_bytes = (3 if zero == 3 else 2) * DTYPE_BYTES[question.workload.precision.weights] * weights
     summed_s = (dp * cp > 1) * sent_bytes / _bandwidth(cluster, tp * cp * dp)
-    saved = mbs * question.workload.seq_len / (cp * tp) * model.hidden * _HALF
-    saved = saved * (np.minimum(pp, counts) * layers + _WORKING * (1 + model.experts_per_token))
-    logits = 4 * _HALF * mbs * question.workload.seq_len / (cp * tp) * model.vocab
+    number_bytes = DTYPE_BYTES[question.workload.precision.activations]
+    tokens = mbs * question.workload.seq_len / (cp * tp)
+    kept_layers = np.minimum(pp, counts) * layers + _WORKING * (1 + model.experts_per_token)
+    saved = number_bytes * tokens * model.hidden * kept_layers
+    logits = _OF_LOGITS * number_bytes * tokens * model.vocab
     states = weights * _state_bytes(question, dp * cp if zero else np.ones_like(dp), zero)
     full = (states + saved + logits) / (_USABLE * cluster.rank_memory_bytes)
     return (passes_s + summed_s) * np.maximum(1.0, full) ** _TOO_LARGE
@@ -46,11 +49,8 @@ def _layer_s(question: Question, rows: Mapping[str, Ints]) -> Floats:
     model, cluster, rates = question.model, question.cluster, question.rates
     tp, cp, ep, mbs = (rows[key].astype(np.float64) for key in ("tp", "cp", "ep", "mbs"))
     tokens = mbs * question.workload.seq_len / (cp * tp)  # on a rank, where tp cuts them between the products
-    used = model.num_parameters - _expert_parameters(model)
-    if model.num_experts:
-        used += _expert_parameters(model) * model.experts_per_token / model.num_experts
-    compute_s = _FLOPS * used / model.num_layers * tokens / rates.matrix_flops_per_s
-    hidden_bytes = _HALF * model.hidden * tokens
+    compute_s = _FLOPS * model.active_parameters / model.num_layers * tokens / rates.matrix_flops_per_s
+    hidden_bytes = DTYPE_BYTES[question.workload.precision.activations] * model.hidden * tokens
     tp_s = 8 * (tp - 1) * hidden_bytes / _bandwidth(cluster, tp)
     cp_s = 4 * (cp - 1) * hidden_bytes * model.num_kv_heads / model.num_heads / _bandwidth(cluster, tp * cp)
     ep_s = 6 * (1 - 1 / ep) * hidden_bytes * model.experts_per_token / _bandwidth(cluster, tp * cp * ep)
@@ -60,23 +60,16 @@ def _layer_s(question: Question, rows: Mapping[str, Ints]) -> Floats:
 
 def _weights(model: ModelSpec, rows: Mapping[str, Ints]) -> Floats:
     """Return how many weights a rank has."""
-    of_experts, over = _expert_parameters(model), (rows["tp"] * rows["pp"]).astype(np.float64)
-    return (model.num_parameters - of_experts + of_experts / rows["ep"]) / over
+    of_experts = model.expert_parameters
+    return (model.num_parameters - of_experts + of_experts / rows["ep"]) / (rows["tp"] * rows["pp"])
 
 
 def _state_bytes(question: Question, num_shards: Floats, zero: int) -> Floats:
     """Return the bytes of a weight on a rank: itself and its gradient, and its share of master and moments."""
-    parts = question.workload.precision.state_bytes(_MOMENTS)
+    parts = question.workload.precision.state_bytes(UPDATES[question.workload.optimizer].num_moments)
     itself = parts["weights"] + parts["gradients"]
     divided = sum(parts.values()) - (0 if zero == 3 else itself)
     return sum(parts.values()) - divided + divided / num_shards
-
-
-def _expert_parameters(model: ModelSpec) -> float:
-    """Return how many parameters the routed experts of all layers have."""
-    products = 3 if model.gated_mlp else 2
-    kinds = ((model.of_kind(kind), count) for kind, count in model.layer_counts.items())
-    return float(sum(count * of_kind.num_experts * products * of_kind.hidden * of_kind.ffn for of_kind, count in kinds))
 
 
 def _bandwidth(cluster: Cluster, spans: Floats) -> Floats:

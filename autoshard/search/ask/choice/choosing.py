@@ -144,13 +144,13 @@ def simplest_below(pool: Pool, limit: float, schedules: frozenset[str] | None, n
 def of_another_kind(
     results: Sequence[EngineResult], shown: Sequence[Candidate], fsdp: Candidate | None
 ) -> tuple[Plan, str] | None:
-    """Return the fastest plan of the kinds that no shown plan has, and its kind; not the plan that is called FSDP's."""
+    """Return the fastest plan of the kinds that no shown plan has, and its kind; not the plan ``fsdp``."""
     plan, words = _fastest_of_kinds(results, kinds_to_add(shown, has_fsdp=fsdp is not None))
     return None if plan is None or plan.candidate == fsdp else (plan, words)
 
 
-def with_fsdp(results: Sequence[EngineResult]) -> tuple[Plan, str] | None:
-    """Return the fastest plan of FSDP alone that is known after a short look, if one fits."""
+def fastest_with_fsdp(results: Sequence[EngineResult]) -> tuple[Plan, str] | None:
+    """Return the fastest plan with FSDP that is known after a short look, if one fits."""
     plan, words = _fastest_of_kinds(results, [FSDP])
     return plan and (plan, words)
 

@@ -39,7 +39,7 @@ class PlanKind:
 
 FSDP = PlanKind(
     name="FSDP",
-    words="with FSDP alone (ZeRO-3, no tp, no pipeline)",
+    words="with FSDP (ZeRO-3, no tp, no pipeline)",
     holds=lambda shared, sizes: (shared.zero == 3) & (sizes["tp"] == 1) & (sizes["pp"] == 1),
 )
 NO_PIPELINE = PlanKind(name="no pipeline", words="without a pipeline", holds=lambda _, sizes: sizes["pp"] == 1)
@@ -72,9 +72,9 @@ def kinds_to_add(shown: Sequence[Candidate], *, has_fsdp: bool) -> list[PlanKind
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Group:
-    """Points of a kind in one group: rough seconds, none where they do not fit, and how some of them are priced."""
+    """Points of a kind in one group: seconds by which they are chosen, and how some of them are priced."""
 
-    rough_s: Floats
+    seconds: Floats  # rough ones, or bounds where these are known; infinite where points do not fit
     priced: Callable[[Ints], Points]
 
 
@@ -84,7 +84,7 @@ def _seen(pool: Pool, kind: PlanKind, *, priced: bool = False) -> Iterator[_Grou
     for points in pool.points:
         selected = pool.in_use(points.only(np.isin(points.variant_rows, rows[points.variant])))
         seconds = selected.bound if priced else _rough_s(pool, points.variant, selected.variant_rows, selected.bound)
-        yield _Group(rough_s=seconds, priced=selected.only)
+        yield _Group(seconds=seconds, priced=selected.only)
     for plain in [] if priced else pool.left.plain:
         place = np.full(pool.legal.space.num_layouts, -1)
         place[plain.layouts] = np.arange(len(plain.bounds))
@@ -93,7 +93,7 @@ def _seen(pool: Pool, kind: PlanKind, *, priced: bool = False) -> Iterator[_Grou
             kind_rows, places = rows[variant][places >= 0], places[places >= 0]
             if len(places):
                 seconds = _rough_s(pool, variant, kind_rows, plain.bounds[places])
-                yield _Group(rough_s=seconds, priced=partial(_priced, pool, plain, variant, kind_rows, places))
+                yield _Group(seconds=seconds, priced=partial(_priced, pool, plain, variant, kind_rows, places))
 
 
 def _rough_s(pool: Pool, variant: RunVariant, rows: Ints, bounds: Floats) -> Floats:
@@ -109,10 +109,10 @@ def _priced(pool: Pool, plain: PlainPoints, variant: RunVariant, rows: Ints, pla
 
 
 def best_of_kind(pool: Pool, kind: PlanKind) -> Solution | None:
-    """Return the best known solution of a kind, those of few points whose bounds are best included."""
+    """Return the best known solution of a kind, those of few points that look fastest included."""
     solutions = [solution for solution in pool.solutions if kind.has(solution.candidate)][:1]
-    seen = [group for group in _seen(pool, kind) if len(group.rough_s)]
-    before, few, count = -np.inf, _FEW, sum(int(np.isfinite(group.rough_s).sum()) for group in seen)
+    seen = [group for group in _seen(pool, kind) if len(group.seconds)]
+    before, few, count = -np.inf, _FEW, sum(int(np.isfinite(group.seconds).sum()) for group in seen)
     while not solutions or few == _FEW:
         limit = _limit(seen, few)
         solutions += _solved(pool, seen, (before, limit))
@@ -125,21 +125,21 @@ def best_of_kind(pool: Pool, kind: PlanKind) -> Solution | None:
 def rivals_of_kind(pool: Pool, kind: PlanKind, most: int) -> list[Solution]:
     """Return what is known of a kind, and the solutions of so many points that are priced, those of best bounds."""
     solutions = [solution for solution in pool.solutions if kind.has(solution.candidate)]
-    seen = [group for group in _seen(pool, kind, priced=True) if len(group.rough_s)]
+    seen = [group for group in _seen(pool, kind, priced=True) if len(group.seconds)]
     return [*solutions[:most], *_solved(pool, seen, (-np.inf, _limit(seen, most)))]
 
 
 def _limit(seen: Sequence[_Group], count: int) -> float:
     """Return the seconds of the point at this place of all."""
-    rough_s = np.concatenate([np.zeros(0), *(group.rough_s for group in seen)])
-    return float(np.sort(rough_s[np.isfinite(rough_s)])[:count].max(initial=-np.inf))
+    seconds = np.concatenate([np.zeros(0), *(group.seconds for group in seen)])
+    return float(np.sort(seconds[np.isfinite(seconds)])[:count].max(initial=-np.inf))
 
 
 def _solved(pool: Pool, seen: Sequence[_Group], between: tuple[float, float]) -> list[Solution]:
     """Return the best solution of each group of points whose seconds lie above one value and not above another."""
     solutions: list[Solution] = []
     for same in seen:
-        near = np.flatnonzero((same.rough_s > between[0]) & (same.rough_s <= between[1]))
+        near = np.flatnonzero((same.seconds > between[0]) & (same.seconds <= between[1]))
         if len(near):
             pool.between()
             for group in same.priced(near).by_schedule():
