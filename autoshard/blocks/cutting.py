@@ -11,7 +11,7 @@ import numpy as np
 from autoshard.blocks.choices import Atoms, atom_dims, op_cuts
 from autoshard.blocks.operators import SharedCuts, solve, solve_columns
 from autoshard.blocks.problem import OperatorProblem
-from autoshard.cost.collective import Number, Ring, mesh_ring
+from autoshard.cost.collective import Number, Ring
 from autoshard.cost.setting import Question
 from autoshard.cost.stages import only
 from autoshard.errors import InputError
@@ -120,7 +120,7 @@ class Meshes:
             atoms={atom: mesh.size(atom) for atom in ATOMS},
             num_sequences=candidate.mbs * candidate.dp,
             num_micro_batches=max(1, question.workload.global_batch // (candidate.dp * candidate.mbs)),
-            ring=lambda atoms: mesh_ring(question.cluster, mesh, atoms, question.calibration),
+            ring=lambda atoms: question.ring(mesh, atoms),
         )
 
 

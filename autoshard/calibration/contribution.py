@@ -19,7 +19,7 @@ from autoshard.errors import InputError, inside, require
 from autoshard.plan.candidate import Candidate
 from autoshard.spec import record
 from autoshard.spec.cluster_catalogue import ALIASES, NodeType, cluster_names
-from autoshard.spec.kernels import kernels_names
+from autoshard.spec.kernels import table_fault
 from autoshard.spec.model_catalogue import model_names
 from autoshard.spec.workload import ROUTER_TRAINING
 
@@ -138,8 +138,8 @@ def _known(row: MeasuredRow, here: NodeType | None) -> tuple[str, Candidate]:
         precision_of(row.precision or "bf16")
     with inside("candidate"):
         layout = Candidate.parse(row.candidate or "")
-    is_known = layout.kernels in (None, *kernels_names())
-    require((is_known, "candidate", f"there is no table of kernels {layout.kernels!r} in autoshard"))
+    unknown = layout.kernels and table_fault(layout.kernels)
+    require((not unknown, "candidate", unknown or ""))
     return platform, layout
 
 

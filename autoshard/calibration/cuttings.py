@@ -12,7 +12,7 @@ import numpy as np
 from autoshard.blocks.cutting import Meshes, Terms, shared_cuttings
 from autoshard.calibration.measured_run import MeasuredRun
 from autoshard.cost.calibration import Calibration
-from autoshard.cost.collective import Ring, mesh_ring
+from autoshard.cost.collective import Ring
 from autoshard.cost.setting import Question
 from autoshard.errors import InputError
 from autoshard.layout.layout import Cutting
@@ -61,7 +61,7 @@ def _columns(question: Question, candidates: list[Candidate]) -> Meshes:
     at_once = np.array([candidate.mbs * candidate.dp for candidate in candidates])
 
     def ring(atoms: tuple[str, ...]) -> Ring:
-        return ring_column([mesh_ring(question.cluster, mesh, atoms, question.calibration) for mesh in meshes])
+        return ring_column([question.ring(mesh, atoms) for mesh in meshes])
 
     return Meshes(
         atoms={atom: np.array([mesh.size(atom) for mesh in meshes]) for atom in ATOMS},

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from autoshard.calibration.architecture import stated_arch
-from autoshard.errors import Fault, InputError, nearest, no_such_file, require
+from autoshard.errors import Fault, InputError, no_such_file, require
 from autoshard.plan.folding import expert_mesh, fold_of
 from autoshard.plan.plan import Plan
 from autoshard.spec import record
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.cluster_catalogue import NodeType, load_node_type
 from autoshard.spec.files import json_lines, read_data
-from autoshard.spec.kernels import kernels_names, load_kernels
+from autoshard.spec.kernels import load_kernels, table_fault
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import BalancedOver, Documents, Optimizer, Precision
 
@@ -111,8 +111,7 @@ class MeasuredRow:
             (bool(self.id.strip()), "id", "must not be empty"),
             (self.release is None or bool(_RELEASE.fullmatch(self.release)), "release",
              f"must be a number such as 2.18.0, or null, not {self.release!r}"),
-            (self.kernels is None or self.kernels in kernels_names(), "kernels",
-             f"there is no table {self.kernels!r}. {nearest(self.kernels or '', kernels_names())}"),
+            (not (unknown := self.kernels and table_fault(self.kernels)), "kernels", unknown or ""),
             (self.nodes is not None or self.chips is not None, "nodes", "missing; say nodes, chips or both"),
             (self.kind != "crashed" or not (self.step_time_s or self.peak_memory_gib), "kind",
              "a run that crashed has no step_time_s and no peak_memory_gib"),

@@ -17,6 +17,7 @@ from autoshard.plan.recompute import Recompute
 from autoshard.schedule.builders import builders
 from autoshard.spec import record
 from autoshard.spec.cluster_catalogue import ALIASES, cluster_names
+from autoshard.spec.kernels import with_libraries
 
 _UNSTATED = ("", "unknown", "not stated", "unspecified", "n a")
 _UNKNOWN = {"sharding": "ZeRO-1", "pipeline_schedule": "1f1b"}  # what stands in for words that are not known
@@ -68,6 +69,9 @@ def translated(row: MeasuredRow, *, knows_platform: bool = False) -> tuple[Measu
             assumed |= {column: says} if says else {}
     changes["kernels"], changes["flash_attention"], says = _kernels(row)
     assumed |= {"framework": says} if says else {}
+    library, table = _library(row) if row.candidate is None else None, changes["kernels"] or ""
+    if library and (longer := with_libraries(table, library.means)) != table:
+        changes["kernels"], assumed["kernels"] = longer, library.assumed
     never = _word("no_sp", _key(row.framework), row) if row.sp is None and row.candidate is None else None
     changes["sp"] = False if never else row.sp  # some frameworks never cut the sequence over tp
     assumed |= {"sp": never.assumed} if never else {}
@@ -141,6 +145,13 @@ def _kernels(row: MeasuredRow) -> tuple[str | None, bool | None, str]:
     if stated := _word("kernels", text, row):
         return stated.means, flash, ""
     return means, flash, framework.assumed
+
+
+def _library(row: MeasuredRow) -> Word | None:
+    """Return the library that a row's framework, or a note on what is not stated, names beside the framework."""
+    notes = " / ".join(str(note) for note in (row.inferred or {}).values())
+    matched = _word("libraries", _key(f"{row.framework or ''} / {notes}"), row)
+    return matched if matched and matched.means else None
 
 
 def _word(column: str, key: str, row: MeasuredRow) -> Word | None:

@@ -24,6 +24,7 @@ from autoshard.plan.plan import Plan
 from autoshard.spec import record
 from autoshard.spec.cluster_catalogue import cluster_names, load_node_type
 from autoshard.spec.files import parsed_json
+from autoshard.spec.kernels import program_table
 
 _GONE = ("shared_ports", "straggling")  # constants that plans of before may state
 
@@ -117,10 +118,11 @@ def _of_program(cluster: str, chips: Mapping[str, str], kernels: str, framework:
     interval = intervals.get(basis, max(OUTSIDE, departures().unknown))
     same_chip = [program for program in departures().programs if chips[program.cluster] == chip]
     words = f"{_words(programs, basis, who, chip)}; nominal 80% interval of a factor of {1 + interval:.2f} either way"
+    tables = [name for program in programs for name in program.kernels]
     reach = Reach(
         cluster=",".join(dict.fromkeys((cluster, *(program.cluster for program in programs)))),
         axes=tuple(dict.fromkeys(axis for program in programs for axis in program.axes)),
-        kernels=tuple(dict.fromkeys((kernels, *(name for program in programs for name in program.kernels)))),
+        kernels=tuple(dict.fromkeys((program_table(kernels), *tables))),
     )
     numbers: dict[str, Any] = {**numbers_of(chip, constants)}
     return Calibration(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.cost.calibration import Calibration
+from autoshard.cost.dispatch import TokenSends
 from autoshard.layout.layout import Collective, CollectiveKind
 from autoshard.spec.cluster import Cluster, Domain, Hops, Link
 from autoshard.spec.mesh import Mesh, axis_levels_bytes_per_s
@@ -15,6 +16,7 @@ from autoshard.spec.mesh import Mesh, axis_levels_bytes_per_s
 Number = Any  # a number, or a numpy column of one number per candidate
 
 _ROUNDS: Mapping[CollectiveKind, int] = {"all_reduce": 2, "all_reduce_max": 2, "slice": 0}  # once, if not named
+_ROWS = {"experts", "slots"}  # of experts: the dims between which an all-to-all of tokens moves a cut
 _ROUTED: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_reduce_max")
 _NEIGHBOUR_AXES = ("cp", "pp")  # ranks send to their neighbours along these; sums over edp as well never go that way
 _NEIGHBOURS = 4  # of a chip on a two-dimensional torus: a hop has one of its wires
@@ -34,6 +36,7 @@ class Route:
     seconds_per_byte: Number  # of the whole message
     latency_s: Number
     up_to_bytes: int | None = None  # the library takes this way up to here; None: wherever it is the fastest
+    sent_share: Number | None = None  # of the message, by one rank; None: as around a ring
 
     def time_s(self, message_bytes: Number) -> Number:
         """Return the time of one round."""
@@ -51,6 +54,9 @@ class Ring:
     joining_s: Number = 0.0  # of hosts, beside it, for a collective that all ranks join at once; a send has two ranks
     hop: Route | None = None  # to the next rank; None where it is as fast as the ring
     exchange: Route | None = None  # of each rank with each other, likewise
+    tokens: Route | None = (
+        None  # of rows of experts, where a token goes once to each node; None: as all that is exchanged
+    )
     routes: tuple[Route, ...] = ()  # other ways to gather and to sum, those for the smallest messages last
     is_flat: bool = True  # whether the ring itself is a way to gather and to sum
 
@@ -73,8 +79,8 @@ class Ring:
         kind, rounds = collective.kind, _ROUNDS.get(collective.kind, 1)
         if kind == "permute" and self.hop:
             return (self.size - 1) * self.hop.time_s(message_bytes)
-        if kind == "all_to_all" and self.exchange:
-            return self.exchange.time_s(message_bytes)
+        if exchange := self._exchange(collective):
+            return exchange.time_s(message_bytes)
         best_s: Number = self.sent_bytes(collective, message_bytes) / self.bandwidth_bytes_per_s
         best_s = best_s + rounds * self.latency_s
         for number, route in enumerate(self.routes if kind in _ROUTED else ()):
@@ -94,9 +100,17 @@ class Ring:
         Bandwidth-optimal rings: gather and scatter send (n-1)/n of the whole, all-reduce does both, an all-to-all
         keeps 1/n at home, a permutation in n-1 rounds shows each rank all other parts. A slice sends nothing.
         """
+        if (exchange := self._exchange(collective)) and exchange.sent_share is not None:
+            return exchange.sent_share * message_bytes
         if collective.kind == "permute":
             return (self.size - 1) * message_bytes
         return _ROUNDS.get(collective.kind, 1) * (self.size - 1) / self.size * message_bytes
+
+    def _exchange(self, collective: Collective) -> Route | None:
+        """Return the way of an all-to-all, if this is one and has a way of its own."""
+        if collective.kind != "all_to_all":
+            return None
+        return self.tokens if self.tokens and {collective.dim, collective.to_dim} == _ROWS else self.exchange
 
     def send_s(self, message_bytes: Number) -> Number:
         """Return the time of handing a message to the next rank."""
@@ -105,8 +119,13 @@ class Ring:
         return self.start_s + message_bytes / self.bandwidth_bytes_per_s + self.latency_s
 
 
-def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration: Calibration) -> Ring:
-    """Return the group of ranks along some atoms of a mesh, as the first rank sees it."""
+def mesh_ring(
+    cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration: Calibration, tokens: TokenSends | None = None
+) -> Ring:
+    """Return the group of ranks along some atoms of a mesh, as the first rank sees it.
+
+    With ``tokens``, rows of experts go by a library that sends a token once to each node.
+    """
     cut = tuple(atom for atom in atoms if mesh.atoms_of(atom))
     group = mesh.group_of(0, cut)
     # Over all chips of a node of a torus run two edge-disjoint Hamiltonian cycles in parallel (AWS Neuron docs,
@@ -125,15 +144,6 @@ def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration:
     num_inside = len(group) - num_nodes
     near_s = cluster.link_of(inner).latency_s if num_inside else 0.0
     far_s = (num_nodes - 1) * cluster.link_of(group).latency_s if num_nodes > 1 else 0.0
-    # Sending a part to each other rank takes as long as the slower of what stays inside nodes and what leaves them. All
-    # ranks of a node leave it at once, so that each has its share of the port next to it.
-    peers = [(cluster.link_of(inner), len(inner) - 1)] if len(inner) > 1 else []
-    peers += [(cluster.link_of(group), len(group) - len(inner))] if len(group) > len(inner) else []
-    latencies = [link.latency_s for link, _ in peers]
-    per_byte = [
-        count / len(group) * link.ranks_per_port / (link.bandwidth_bytes_per_s * reached[link.domain])
-        for link, count in peers
-    ]
     return Ring(
         size=len(group),
         bandwidth_bytes_per_s=min(speeds.values()),
@@ -141,9 +151,40 @@ def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration:
         start_s=calibration.collective_s * (len(group) > 1),
         joining_s=_joining_s(cluster, mesh, len(group), calibration),
         hop=_neighbour_route(cluster, mesh, cut, calibration) if to_neighbours(atoms) else None,
-        exchange=Route(seconds_per_byte=max(per_byte, default=0.0), latency_s=max(latencies, default=0.0)),
+        exchange=_exchange_route(cluster, group, calibration),
+        tokens=_token_route(cluster, group, tokens) if tokens else None,
         routes=_hierarchical_routes(cluster, group, speeds, near_s, far_s),
         is_flat=not cluster.algorithms or any(algorithm.kind == "ring" for algorithm in cluster.algorithms),
+    )
+
+
+def _exchange_route(cluster: Cluster, group: tuple[int, ...], calibration: Calibration) -> Route:
+    """Return what sending a part to each other rank costs: the slower of what stays inside nodes and what leaves them.
+
+    All ranks of a node leave it at once, so that each has its share of the port next to it.
+    """
+    inner, size = cluster.inside(group), len(group)
+    peers = [(cluster.link_of(inner), len(inner) - 1)] if len(inner) > 1 else []
+    peers += [(cluster.link_of(group), size - len(inner))] if size > len(inner) else []
+    per_byte = [
+        count / size * link.ranks_per_port / (link.bandwidth_bytes_per_s * link_efficiency(link, calibration))
+        for link, count in peers
+    ]
+    latencies = [link.latency_s for link, _ in peers]
+    return Route(seconds_per_byte=max(per_byte, default=0.0), latency_s=max(latencies, default=0.0))
+
+
+def _token_route(cluster: Cluster, group: tuple[int, ...], tokens: TokenSends) -> Route:
+    """Return what sending tokens once to each node and rank costs, as a share of their rows: two steps that overlap."""
+    inner = cluster.inside(group)
+    near, far = tokens.shares(len(group) // len(inner), len(inner))
+    steps = [(cluster.link_of(inner), near / tokens.near_efficiency)] if near else []
+    steps += [(cluster.link_of(group), far / tokens.far_efficiency)] if far else []
+    per_byte = [share * link.ranks_per_port / link.bandwidth_bytes_per_s for link, share in steps]
+    return Route(
+        seconds_per_byte=max(per_byte, default=0.0),
+        latency_s=sum(link.latency_s for link, _ in steps),
+        sent_share=near + far,
     )
 
 

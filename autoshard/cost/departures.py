@@ -16,6 +16,7 @@ from typing import Any, Literal
 from autoshard.cost.outside import Fit, Seen
 from autoshard.spec import record
 from autoshard.spec.files import parsed_json
+from autoshard.spec.kernels import program_table
 
 EFFICIENCIES = (
     "matrix_efficiency", "attention_efficiency", "vector_efficiency", "memory_efficiency",
@@ -108,7 +109,7 @@ def applicable(
     The same framework comes before the same kernels, the same cluster before the same chip.
     """
     named = _named(programs, framework)
-    same_kernels = [program for program in programs if kernels in program.kernels]
+    same_kernels = [program for program in programs if program_table(kernels) in program.kernels]
     for candidates in (named, same_kernels) if named else (same_kernels,):
         for near in (
             [program for program in candidates if program.cluster == cluster],

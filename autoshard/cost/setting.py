@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.collective import Number, Ring, mesh_ring
 from autoshard.cost.compute import KernelWork, Rates, kernel_time, kernel_work, waiting_time
+from autoshard.cost.dispatch import TokenSends
 from autoshard.cost.kernel_run import KernelRun, SizesOf, bytes_in, rank_sizes, saved_bytes, working_bytes
 from autoshard.cost.sharded import Blocks, LoweredBlock, atom_groups
 from autoshard.cost.terms import CostTerm
@@ -64,6 +65,11 @@ class Question:
     def rates(self) -> Rates:
         """What a rank reaches in the workload's number format."""
         return rank_rates(self.cluster, self.workload.precision, self.calibration, load_kernels(self.kernels))
+
+    def ring(self, mesh: Mesh, atoms: tuple[str, ...]) -> Ring:
+        """Return the group of ranks along some atoms of a mesh, over which the kernels send as they do."""
+        tokens = TokenSends.of(self.model, self.step.platform)
+        return mesh_ring(self.cluster, mesh, atoms, self.calibration, tokens)
 
 
 def rank_rates(cluster: Cluster, precision: Precision, calibration: Calibration, kernels: Kernels) -> Rates:
@@ -116,19 +122,17 @@ def setting_of(question: Question, candidate: Candidate, blocks: Blocks) -> Sett
         blocks=blocks,
         sizes=question.sizes(candidate.mbs * candidate.dp),
         atoms={atom: mesh.size(atom) for atom in ATOMS},
-        rings=rings_on(question.cluster, mesh, groups, question.calibration),
+        rings=rings_on(question, mesh, groups),
         zero=candidate.zero,
         copies=copies,
-        state_rings=rings_on(question.cluster, mesh.divided(copies), shared, question.calibration),
+        state_rings=rings_on(question, mesh.divided(copies), shared),
         cp_order=candidate.cp_order,
     )
 
 
-def rings_on(
-    cluster: Cluster, mesh: Mesh, groups: Iterable[tuple[str, ...]], calibration: Calibration
-) -> Mapping[tuple[str, ...], Ring]:
+def rings_on(question: Question, mesh: Mesh, groups: Iterable[tuple[str, ...]]) -> Mapping[tuple[str, ...], Ring]:
     """Return the rings of some groups of ranks, by their atoms."""
-    return {atoms: mesh_ring(cluster, mesh, atoms, calibration) for atoms in groups}
+    return {atoms: question.ring(mesh, atoms) for atoms in groups}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

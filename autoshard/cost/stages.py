@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost.collective import Number, Ring, Route
-from autoshard.cost.schedule_counts import boundary_states, counts_of, most_kept
 from autoshard.cost.setting import BlockCost, DimSizes, Question, Setting
 from autoshard.cost.update import Weights, stored_bytes
 from autoshard.graph.layer_order import LayerOrder, layer_order
+from autoshard.schedule.counts import boundary_states, counts_of, most_kept
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.spec.kernels import Kernels, load_kernels

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autoshard.cost.collective import Number
-from autoshard.cost.schedule_counts import counts_of, most_kept
 from autoshard.cost.setting import BlockCost, Question, Setting
 from autoshard.cost.stages import (
     BlockTotals,
@@ -23,6 +22,7 @@ from autoshard.graph.layer_order import layer_order
 from autoshard.plan.lowering import split_pending
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
+from autoshard.schedule.counts import counts_of, most_kept
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import delays_of, makespan_s
 from autoshard.schedule.waves import KINDS, Delays, Floats

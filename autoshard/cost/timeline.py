@@ -8,13 +8,13 @@ import numpy as np
 
 from autoshard.cost.built_in import calibration_of
 from autoshard.cost.predict import priced, question_of
-from autoshard.cost.schedule_counts import counts_of
 from autoshard.cost.setting import Question, Setting
 from autoshard.cost.step import PARTS, PlanPipeline, PlanStep, Price, StageLayers, plan_memory, work_by_stage
 from autoshard.cost.terms import term_seconds
 from autoshard.cost.update import gathering_share
 from autoshard.errors import require
 from autoshard.plan.plan import Plan
+from autoshard.schedule.counts import counts_of
 from autoshard.schedule.simulate import PipelineTimes, RankRun, simulate
 from autoshard.schedule.waves import KINDS, Coded, Floats, Ints, coded
 

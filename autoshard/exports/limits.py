@@ -12,7 +12,7 @@ from autoshard.plan.candidate import Candidate, even_stages
 from autoshard.plan.folding import fold_of_axes, folded_axes
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute, stages_text
-from autoshard.spec.kernels import load_kernels
+from autoshard.spec.kernels import libraries_of, load_kernels, with_libraries
 from autoshard.spec.workload import Precision
 
 _FULL = Recompute(kind="full")
@@ -63,6 +63,8 @@ def expressed(plan: Plan, program: OtherProgram) -> Expressed:
     kernels = program.kernels
     if plan.kernels.startswith(("nxd", "torch_async", "torch_comp", "torch_cuda")) and _same_family(plan, program):
         kernels = plan.kernels
+    libraries = [library for library in libraries_of(plan.kernels) if library in program.limits.libraries]
+    kernels = with_libraries(kernels, *libraries)
     change = _Rewriting(plan, program, kernels, _with_kernels(plan, kernels), [])
     planned = change.candidate
     for step in _STEPS:

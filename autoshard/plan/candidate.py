@@ -259,7 +259,7 @@ READERS: Mapping[str, Callable[[str], object]] = {
     "recompute": parse_stages,
     "stages": lambda raw: tuple(0 if item == "0" else _count(item) for item in expand_counts(raw)),
     "place": Placement.parse,
-    "kernels": lambda raw: _matching(raw, "[A-Za-z0-9_][A-Za-z0-9_.-]*", "a name"),
+    "kernels": lambda raw: _matching(raw, "[A-Za-z0-9_][A-Za-z0-9_.+-]*", "a name"),
     "cp_kind": _choice(*get_args(CpKind)),
     "cp_order": _choice(*get_args(CpOrder)),
     "boundary": lambda raw: str(Layout.parse(raw)),

@@ -151,12 +151,13 @@ def _schedules() -> list[Entry]:
 
 
 def _kernels() -> list[Entry]:
-    from autoshard.spec.kernels import kernels_names, load_kernels
+    from autoshard.spec.kernels import kernels_names, library_names, load_kernels, with_libraries
 
-    tables = map(load_kernels, kernels_names())
+    tables = [load_kernels(name) for name in kernels_names()]
+    with_library = [load_kernels(with_libraries("te", library)) for library in library_names()]
     return [
         {"name": table.name, "program": table.program, "selective recompute": ", ".join(sorted(table.sets))}
-        for table in tables
+        for table in (*tables, *with_library)
     ]
 
 

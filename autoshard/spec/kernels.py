@@ -13,14 +13,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from autoshard.errors import InputError, in_range, nearest, require
+from autoshard.errors import in_range, nearest, require
 from autoshard.spec import record
 
 _SAVES = re.compile(
     r"(copy:|over:)?(in\*|in\d+|out\d+)(@(bf16|fp16|fp32))?|copy:(in\*|in\d+|out\d+)@fp8|scores(@(fp8|fp32))?"
 )
 _FOLDER = Path(__file__).parent / "kernel_tables"
+_TOKEN_LINKS = {"node", "cluster"}
 _HIDDEN = ("tp", "dp", "sums", "unit")
+_LIBRARIES = _FOLDER / "libraries"  # that a program may use in place of its own kernels
+_WITH = "+"  # between the name of a table and those of libraries
 _NAMES = ("name", "program", "engine", "kernels", "sources")  # fields that need no source beside them
 
 
@@ -122,7 +125,10 @@ class Kernels:
 
     Experts: ``settles_experts``: the gradient of the experts' inputs is summed over the ranks that share an expert as
     soon as it is computed, in slots, or in tokens where none is dropped. ``pads_experts``: an expert that drops no
-    token has a slot for every token, not only for those routed to it.
+    token has a slot for every token, not only for those routed to it. ``sends_tokens``: a token goes once to each node
+    that has experts of its choice, and inside once to each rank, and what they give back is added up on the way; else
+    each of its rows goes alone. ``token_links`` is which share of the links inside a node and between nodes these sends
+    reach, on machines where their kernels were measured.
 
     Time: ``eager``: a host starts every kernel (else a compiled graph runs as a whole). ``host_computes``: this host
     is also the device, so it starts no kernel while it computes. ``seconds_per_graph`` is the time to compile one
@@ -168,6 +174,8 @@ class Kernels:
     unmeasured: bool = False
     pads_experts: bool = False
     settles_experts: bool = False
+    sends_tokens: bool = False
+    token_links: Mapping[str, float] = field(default_factory=dict[str, float])
     keeps_units: bool = False
     remakes_inputs: bool = False
     stated: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
@@ -176,6 +184,7 @@ class Kernels:
         settings = [setting for setting in fields(self) if setting.name not in _NAMES]
         required = [setting.name for setting in settings if setting.default is MISSING is setting.default_factory]
         stated = [setting.name for setting in settings if setting.name not in required and getattr(self, setting.name)]
+        both = f"with sends_tokens, and only then, state {' and '.join(sorted(_TOKEN_LINKS))}"
         unsourced = [name for name in (*required, *stated) if not self.sources.get(name)]
         require(
             (bool(self.program.strip()), "program", "say what runs these kernels"),
@@ -183,6 +192,11 @@ class Kernels:
             *in_range(self, "runtime_bytes", "workspace_bytes", "seconds_per_graph"),
             *((name in _HIDDEN, "hides", f"{name!r} is not one of {', '.join(_HIDDEN)}") for name in self.hides),
             *((0 <= share <= 1, f"hides.{axis}", "must lie in [0, 1]") for axis, share in self.hides.items()),
+            ({*self.token_links} == (_TOKEN_LINKS if self.sends_tokens else set[str]()), "token_links", both),
+            *(
+                (0 < share <= 1, f"token_links.{name}", "must lie in (0, 1]")
+                for name, share in self.token_links.items()
+            ),
         )
 
     def hides_sends(self, schedule: str) -> bool:
@@ -222,22 +236,84 @@ def kernels_names() -> tuple[str, ...]:
 
 
 @cache
+def library_names() -> tuple[str, ...]:
+    """Return the names of the libraries that may stand behind a table, as in ``te+deepep``."""
+    return tuple(sorted(path.stem for path in _LIBRARIES.glob("*.json")))
+
+
+def program_table(name: str) -> str:
+    """Return the name of a program's own table, without libraries.
+
+    >>> program_table("te+deepep"), program_table("te")
+    ('te', 'te')
+    """
+    return name.partition(_WITH)[0]
+
+
+def libraries_of(name: str) -> tuple[str, ...]:
+    """Return the libraries behind a table.
+
+    >>> libraries_of("te+deepep"), libraries_of("te")
+    (('deepep',), ())
+    """
+    return tuple(name.split(_WITH)[1:])
+
+
+def with_libraries(name: str, *libraries: str) -> str:
+    """Return the name of a table with further libraries behind it.
+
+    >>> with_libraries("te", "deepep"), with_libraries("te+deepep", "deepep"), with_libraries("torch_engine", "deepep")
+    ('te+deepep', 'te+deepep', 'torch_engine')
+    """
+    longer = _WITH.join([name, *libraries])
+    return name if table_fault(longer) else longer
+
+
+def table_fault(name: str) -> str:
+    """Say why there are no such kernels; "" where there are.
+
+    >>> table_fault("te+deep")
+    "there is no library 'deep'. Did you mean deepep?"
+    """
+    table, *libraries = name.split(_WITH)
+    if table not in kernels_names():
+        return f"there is no table {table!r}. {nearest(table, kernels_names())}"
+    unknown = [library for library in libraries if library not in library_names()]
+    if unknown:
+        return f"there is no library {unknown[0]!r}. {nearest(unknown[0], library_names())}"
+    if len({*libraries}) < len(libraries):
+        return "a library stands twice; keep one"
+    if libraries and load_kernels(table).engine:
+        return f"autoshard's engine runs {table} without {libraries[0]}. Use {table}"
+    return ""
+
+
+@cache
 def load_kernels(name: str) -> Kernels:
-    """Return a table by name.
+    """Return a table by name, with the libraries behind it.
 
     >>> load_kernels("mcore").hides["dp"], load_kernels("te").hides.get("dp")
     (1.0, None)
+    >>> load_kernels("te+deepep").program
+    'Megatron-LM with TransformerEngine and DeepEP'
     """
-    if name not in kernels_names():
-        raise InputError.of("kernels", f"there is no table {name!r}. {nearest(name, kernels_names())}")
-    return record.decode(Kernels, _read(name), where=f"kernels {name}")
+    require((not (fault := table_fault(name)), "kernels", fault))
+    table, *libraries = name.split(_WITH)
+    fields_of = _read(_FOLDER / f"{table}.json")
+    for library in libraries:
+        added = _read(_LIBRARIES / f"{library}.json")
+        program = f"{fields_of['program']} and {added['program']}"
+        fields_of = _over(fields_of, {**added, "name": name, "program": program})
+    return record.decode(Kernels, fields_of, where=f"kernels {name}")
 
 
-def _read(name: str) -> Mapping[str, Any]:
-    """Read a table. One with the key ``like`` states only what differs from another; its own kernels come first."""
-    table = json.loads((_FOLDER / f"{name}.json").read_text("utf-8"))
-    if "like" not in table:
-        return table
-    base = _read(table.pop("like"))
+def _read(path: Path) -> Mapping[str, Any]:
+    """Read a table. One with the key ``like`` states only what differs from another."""
+    table = json.loads(path.read_text("utf-8"))
+    return _over(_read(path.with_name(f"{table.pop('like')}.json")), table) if "like" in table else table
+
+
+def _over(base: Mapping[str, Any], table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a table over another: what it states replaces that of the base; its own kernels come first."""
     kernels = [*table.get("kernels", ()), *base["kernels"]]
     return {**base, **table, "kernels": kernels, "sources": {**base["sources"], **table.get("sources", {})}}

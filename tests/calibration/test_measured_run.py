@@ -97,6 +97,18 @@ def test_precisions(text: str | None, formats: str):
             "ep=2,kernels=mcore,fold=none",
             "arch.experts_per_token expert_imbalance",
         ),
+        # a library that a note names
+        (
+            {**MIXTURE, "ep": 2, "inferred": {"overlap": "zero overlap; DeepEP"}},
+            "ep=2,kernels=mcore+deepep,fold=none",
+            "arch.experts_per_token expert_imbalance kernels",
+        ),
+        (
+            {**MIXTURE, "ep": 2, "inferred": {"overlap": "all-to-all dispatcher, no DeepEP"}},
+            "ep=2,kernels=mcore,fold=none",
+            "arch.experts_per_token expert_imbalance",
+        ),
+        ({**NEURON, "seq_len": 8192, "framework": NEURON["framework"] + " DeepEP"}, "dp=8", ""),
         (
             {"recompute": "selective: layernorm, moe activation"},
             "recompute=selective[act,attn_norm,mlp_norm,product],kernels=mcore",

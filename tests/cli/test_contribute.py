@@ -137,7 +137,7 @@ def test_runs_on_the_file_of_this_machine_come_with_it_and_nothing_of_the_owners
     [
         ({"kind": "rehearsal"}, "is of a rehearsal"),
         ({"platform": "acme-lab"}, "platform: is a cluster of your own"),
-        ({"candidate": "tp=2,pp=1,dp=2,mbs=8,kernels=acme"}, "candidate: there is no table of kernels"),
+        ({"candidate": "tp=2,pp=1,dp=2,mbs=8,kernels=acme"}, "candidate: there is no table 'acme'"),
         ({"step_time_s": None}, "step_time_s: is missing"),
     ],
 )

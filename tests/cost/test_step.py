@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.cost.predict import plan_cost
-from autoshard.cost.schedule_counts import counts_of, most_kept
 from autoshard.cost.setting import TP, boundary_bytes, handed_on
 from autoshard.cost.step import step_cost
 from autoshard.cost.update import HeldWeight, held_weights_s, num_shards, per_weight, stored_bytes, update_cost
 from autoshard.layout.layout import Collective
+from autoshard.schedule.counts import counts_of, most_kept
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import PipelineTimes, simulate
 from autoshard.spec.kernels import load_kernels

@@ -19,7 +19,7 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster_catalogue import load_cluster
-from autoshard.spec.kernels import load_kernels
+from autoshard.spec.kernels import library_names, load_kernels
 from autoshard.spec.model import Router
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.recipe import Pins
@@ -146,6 +146,20 @@ def test_losses_of_routers_go_to_megatron_and_back(over: BalancedOver) -> None:
     assert ["one data-parallel rank" in remark for remark in question.run.remarks] == [True] * (over == "batch")
     for name in WRITTEN.keys() - {"megatron", "nxdt"}:
         assert "losses of routers" in {change.what for change in expressed(plan, WRITTEN[name]).differences}
+
+
+@pytest.mark.parametrize("library", library_names())
+def test_how_tokens_go_to_experts_goes_to_megatron_and_back(library: str) -> None:
+    plan, program = plan_at("mixtral-8x7b", Candidate(ep=8, dp=8, kernels=f"te+{library}")), WRITTEN["megatron"]
+    found = expressed(plan, program)
+    assert found.candidate.kernels == f"mcore+{library}" and found.differences == ()
+    assert f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {library}" in " ".join(
+        text_of(program, plan, found).split()
+    )
+    assert imported(program, plan, found).candidate == found.candidate
+    plain = plan_at("mixtral-8x7b", Candidate(ep=8, dp=8, kernels="te"))
+    assert "dispatcher" not in text_of(program, plain, expressed(plain, program))
+    assert expressed(plan, WRITTEN["torchtitan"]).candidate.kernels == "torch_compiled"
 
 
 ROUTERS = {

@@ -11,9 +11,9 @@ from hypothesis import given, settings, strategies as st
 from autoshard.cost.built_in import built_in, measured_schedules
 from autoshard.cost.calibration import Calibration, Reach
 from autoshard.cost.outside import Seen
-from autoshard.cost.schedule_counts import counts_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
+from autoshard.schedule.counts import counts_of
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.ask.answers import answers_of
 from autoshard.search.ask.choice.doubt import DOUBT, doubt_of, usual_schedules

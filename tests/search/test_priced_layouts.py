@@ -38,6 +38,7 @@ CASES = {
     "experts-zero-3": ("mixtral-8x7b", "h100-80", 2, "zero=3"),
     "experts": ("mixtral-8x7b", "h100-80", 4, ""),
     "experts-over-cp": ("mixtral-8x7b", "h100-80", 2, "tp=1,pp=2,cp=2,schedule=interleaved,vp=2"),
+    "experts-by-tokens": ("mixtral-8x7b", "h100-80", 4, "kernels=mcore+deepep"),
     "tied": ("gpt2-xl", "a100-40", 1, ""),
     "no-sp": ("llama3-8b", "h100-80", 2, "sp=false,schedule=gpipe"),
     "zigzag": ("llama3-8b", "h100-80", 2, "cp=2,cp_order=zigzag"),

@@ -1,6 +1,7 @@
 """The kernel tables: they load, they cite, and a wrong one is refused with every fault."""
 
 import json
+from dataclasses import replace
 from importlib import resources
 from typing import Any
 
@@ -9,7 +10,15 @@ from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
 from autoshard.spec import record
-from autoshard.spec.kernels import Kernel, Kernels, kernels_names, load_kernels
+from autoshard.spec.kernels import (
+    Kernel,
+    Kernels,
+    kernels_names,
+    libraries_of,
+    library_names,
+    load_kernels,
+    program_table,
+)
 
 REQUIRED = ("selective", "clones_end", "keeps_gathered", "waits_for_sends", "receives_apart", "runtime_bytes", "eager")
 SOURCES = dict.fromkeys(REQUIRED, "this test")
@@ -55,7 +64,33 @@ def test_an_unknown_table_is_refused_with_the_nearest_name():
         load_kernels("torch_gpu")
 
 
+@pytest.mark.parametrize("library", library_names())
+def test_a_library_adds_what_it_states_to_any_program_and_cites_its_source(library: str):
+    for program in ("te", "mcore"):
+        table, base = load_kernels(f"{program}+{library}"), load_kernels(program)
+        assert table.sends_tokens and not base.sends_tokens and len(table.sources["sends_tokens"]) > 20
+        added = {name: getattr(table, name) for name in ("name", "program", "sends_tokens", "token_links", "sources")}
+        assert table == replace(base, **added) and table.program.startswith(f"{base.program} and ")
+        assert (program_table(table.name), libraries_of(table.name)) == (program, (library,))
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("te+deepp", r"there is no library 'deepp'. Did you mean deepep\?"),
+        ("tee+deepep", "there is no table 'tee'"),
+        ("te+deepep+deepep", "a library stands twice"),
+        ("torch_engine_gpu+deepep", "autoshard's engine runs torch_engine_gpu without deepep"),
+        ("nxd+deepep", "autoshard's engine runs nxd without deepep"),
+    ],
+)
+def test_a_library_that_nobody_has_or_no_engine_runs_is_refused(name: str, fault: str):
+    with pytest.raises(InputError, match=f"^kernels: {fault}"):
+        load_kernels(name)
+
+
 SETTINGS = {"placeholders": [["q"]], "workspace_bytes": 1, "uncounted": ["runtime"], "seconds_per_graph": 1.0}
+BY_TOKENS = {"sends_tokens": True, "sources": {**SOURCES, "sends_tokens": "x", "token_links": "x"}}
 OTHER_SOURCES = {"sources": {**SOURCES, **dict.fromkeys((*SETTINGS, "hides"), "x")}}
 COUNTS = {
     "ops": ["act"],
@@ -106,6 +141,11 @@ COUNTS = {
             {"sources": {"selective": "this test", "clones_end": ""}},
             [f"sources: no source for {', '.join(REQUIRED[1:])}"],
         ),
+        (
+            {**BY_TOKENS, "token_links": {"node": 0.7}},
+            ["token_links: with sends_tokens, and only then, state cluster and node"],
+        ),
+        ({**BY_TOKENS, "token_links": {"node": 0.7, "cluster": 1.5}}, ["token_links.cluster: must lie in (0, 1]"]),
         (SETTINGS, ["sources: no source for placeholders, workspace_bytes, uncounted, seconds_per_graph"]),
         (
             {"workspace_bytes": -1, "seconds_per_graph": -1.0, **OTHER_SOURCES},

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import cast
 
 from autoshard.errors import InputError
+from autoshard.imports.programs.megatron_kernels import KERNELS, LIBRARIES
 from autoshard.imports.programs.megatron_model import (
     EXPERTS,
     FOREIGN,
@@ -226,11 +227,6 @@ def _split(num_layers: int, num_stages: int, facts: Facts) -> tuple[int, ...] | 
     return (size - first, *([size] * (num_stages - 2)), size - last)
 
 
-def _kernels(keys: Keys) -> Facts:
-    overlaps = truth(keys.get("overlap_grad_reduce")) or truth(keys.get("ddp.overlap_grad_reduce"))
-    return {"layout.kernels": "mcore" if overlaps else "te"}
-
-
 def _cp_kind(keys: Keys) -> Facts:
     return {"layout.cp_kind": "all_to_all" if words(keys["cp_comm_type"])[:1] == ("a2a",) else "ring"}
 
@@ -308,12 +304,7 @@ MEGATRON = OtherProgram(
         ),
         read_only("use_flash_attn", reads=lambda keys: {"layout.flash": truth(keys["use_flash_attn"])}),
         KeyEntry(keys=("num_distributed_optimizer_instances",), reads=_instances, writes=_written_instances),
-        KeyEntry(
-            keys=("overlap_grad_reduce",),
-            reads=_kernels,
-            writes=lambda facts: {"overlap_grad_reduce": True, "overlap_param_gather": True}
-            if facts.get("layout.zero") else {"overlap_grad_reduce": True},
-        ),
+        KERNELS,
         *BATCH,
         same("seq_length", "work.seq_len"),
         alias("encoder_seq_length", "work.seq_len"),
@@ -352,13 +343,13 @@ MEGATRON = OtherProgram(
         "transformer_impl", "*cross_entropy*", "*.call", "call", "*.args", "attention_backend",
         "model.attention_backend", "distributed_*", "timing_*", "no_load_*", "no_save_*",
         "make_vocab_size_divisible_by", "override_*", "bias_*", "no_masked_softmax_fusion", "no_position_embedding",
-        "rotary_percent", "calculate_per_*", "moe_grouped_gemm", "moe_token_dispatcher_type", "profile*", "loss_scale",
+        "rotary_percent", "calculate_per_*", "moe_grouped_gemm", "profile*", "loss_scale",
         "overlap_param_gather", "job_name", "export", "*exp_manager*", "trainer.*", "data.*",
         "no_create_attention_mask_in_dataloader", "no_mmap_bin_files", "*nccl*", "dist_ckpt*", "distributed_backend",
         "*check_for_nan*", "*average_in_collective", "ddp.overlap_param_gather", "*.pipeline_dtype", "decoupled_*",
         "*cuda_graph_*", "partition", "dist.*", "comm_overlap.*", "start_weight_decay", "end_weight_decay",
         "tiktoken_pattern", "no_rope_fusion", "rope_*", "use_rope_scaling", "ddp.*", "peft.*", "*should_pad_vocab",
-        "model.transformer_impl", "model.moe_token_dispatcher_type", "use_checkpoint*", "*gradient_as_bucket*",
+        "model.transformer_impl", "use_checkpoint*", "*gradient_as_bucket*",
         "trainer.strategy.*", "fp8_amax*", "fp8_*gather", "conditions_none", "async_save", "use_persistent*",
         "deterministic_mode", "empty_unused*", "no_gradient_accumulation_fusion", "attention_softmax_in_fp32",
         "enable_*_timing", "*.fine_grained*", "DDP_impl", "*.offload_modules",
@@ -375,6 +366,7 @@ MEGATRON = OtherProgram(
         recompute=("none", "selective", "full", "part"),
         selective=tuple((name,) for name in _OPS_OF_MODULES.values()),
         zero_group=True,
+        libraries=LIBRARIES,
         router_losses=True,
         options=options_of_flags,
         cp_kinds=("ring", "all_to_all"),

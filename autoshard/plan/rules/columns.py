@@ -7,11 +7,10 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.errors import nearest
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import stages_text
 from autoshard.spec.cluster import Cluster
-from autoshard.spec.kernels import kernels_names, load_kernels
+from autoshard.spec.kernels import kernels_names, load_kernels, table_fault
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
 
@@ -90,8 +89,8 @@ class Columns:
 
 def kernels_fault(kernels: str, engine: str) -> str:
     """Say why an engine cannot run a Kernels table; "" where it can."""
-    if kernels not in kernels_names():
-        return f"there is no such table. {nearest(kernels, kernels_names())}"
+    if fault := table_fault(kernels):
+        return fault
     if (load_kernels(kernels).engine == "nxd") != (engine == "nxd"):
         own = [name for name in kernels_names() if (load_kernels(name).engine == "nxd") == (engine == "nxd")]
         return f"the {engine} engine does not run these kernels. Use {', '.join(own)}"

@@ -9,7 +9,7 @@ from autoshard.plan.rules.columns import Columns, Mask, kernels_fault
 from autoshard.plan.rules.rule import Verdict, implies, listed, one_of, rule
 from autoshard.schedule.builders import builders
 from autoshard.spec.cluster import Cluster
-from autoshard.spec.kernels import kernels_names, load_kernels
+from autoshard.spec.kernels import load_kernels, table_fault
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.repeats import compress
 
@@ -342,7 +342,7 @@ def recompute_ops(c: Columns) -> Verdict:
     # A framework's own name is right even where it computes nothing again.
     names = sorted({name for recompute in c.shared.recompute for name in recompute.ops})
     table: Mapping[str, tuple[str, ...]] = {}
-    if names and c.kernels in kernels_names():
+    if names and not table_fault(c.kernels):
         table = load_kernels(c.kernels).sets
     known_names = tuple(dict.fromkeys((*table, *(op for ops in table.values() for op in ops))))
     wrong = [name for name in names if table and name not in known_names]

@@ -14,11 +14,11 @@ from functools import cache, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost.schedule_counts import counts_of, in_flight_of
 from autoshard.cost.stages import BlockTotals, PipelineBlocks
 from autoshard.cost.update import stored_bytes, update_cost
 from autoshard.plan.candidate import Candidate
 from autoshard.schedule.builders import builders
+from autoshard.schedule.counts import counts_of, in_flight_of
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.bound.priced_layouts import PricedLayouts

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.blocks.cutting import Meshes, Terms, shared_cuttings
-from autoshard.cost.collective import Ring, Route, mesh_ring, to_neighbours
+from autoshard.cost.collective import Ring, Route, to_neighbours
 from autoshard.cost.setting import (
     BlockCost,
     Counted,
@@ -286,7 +286,7 @@ class LayoutPricer:
         # Collectives start later where there is a pipeline, whatever ranks a group has.
         key = (to_neighbours(atoms), mesh.steps(atoms), mesh.placement, mesh.size("pp") > 1)
         if key not in self._known:
-            self._known[key] = mesh_ring(self.question.cluster, mesh, atoms, self.question.calibration)
+            self._known[key] = self.question.ring(mesh, atoms)
         return self._known[key]
 
 
@@ -366,6 +366,7 @@ def ring_column(rings: Sequence[Ring]) -> Ring:
             seconds_per_byte=np.array([route.seconds_per_byte for route in have]),
             latency_s=np.array([route.latency_s for route in have]),
             up_to_bytes=have[0].up_to_bytes,
+            sent_share=np.array([route.sent_share for route in have]) if have[0].sent_share is not None else None,
         )
 
     routes = (column(ways) for ways in zip(*(ring.routes for ring in rings), strict=True))
@@ -377,6 +378,7 @@ def ring_column(rings: Sequence[Ring]) -> Ring:
         joining_s=np.array([ring.joining_s for ring in rings]),
         hop=column([ring.hop for ring in rings]),
         exchange=column([ring.exchange for ring in rings]),
+        tokens=column([ring.tokens for ring in rings]),
         routes=tuple(route for route in routes if route),
         is_flat=rings[0].is_flat,
     )

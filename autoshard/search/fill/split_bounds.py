@@ -13,9 +13,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost.schedule_counts import counts_of, in_flight_of
 from autoshard.cost.stages import PASSES, PipelineBlocks, Sends, price_stages
 from autoshard.cost.step import pipeline_delays
+from autoshard.schedule.counts import counts_of, in_flight_of
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import long_paths
 from autoshard.schedule.waves import Delays, Floats, Ints

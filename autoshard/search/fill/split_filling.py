@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.cost.schedule_counts import counts_of
 from autoshard.cost.stages import PipelineBlocks
+from autoshard.schedule.counts import counts_of
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.fill.split_bounds import SplitBounds, SplitSearch, least_again_s, least_fullest_bytes
 from autoshard.search.fill.stage_options import (

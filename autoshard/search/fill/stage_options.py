@@ -6,11 +6,11 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost.schedule_counts import counts_of
 from autoshard.cost.stages import PASSES, PerCandidate, PipelineBlocks, StageOptions, StagePrices, price_stages
 from autoshard.cost.step import least_seconds, step_seconds
 from autoshard.plan.candidate import even_stages
 from autoshard.plan.recompute import Recompute
+from autoshard.schedule.counts import counts_of
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
 

@@ -12,7 +12,7 @@ from itertools import islice, product
 
 import numpy as np
 
-from autoshard.cost.schedule_counts import counts_of
+from autoshard.schedule.counts import counts_of
 from autoshard.schedule.waves import Ints
 from autoshard.search.bound.points import Solution
 from autoshard.search.fill.stage_filling import Goal
