@@ -24,6 +24,7 @@ from autoshard.modules.nodes import Node, argument
 from autoshard.modules.rewriting.inlining import gradients_inside_autocast, inline
 from autoshard.modules.rewriting.randomness import RandomInput, draws, take_random_inputs
 from autoshard.modules.state.recording import recorded
+from autoshard.modules.state.tree import ModuleTree
 from autoshard.modules.state.watching import WatchedState
 from autoshard.run.protocol import HOST
 
@@ -40,16 +41,9 @@ class ModuleCall:
     autocast: torch.dtype | None
 
     @classmethod
-    def of(cls, module: torch.nn.Module, layout: tree.TreeSpec, flat: Sequence[Any]) -> "ModuleCall":
+    def of(cls, modules: ModuleTree, layout: tree.TreeSpec, flat: Sequence[Any]) -> "ModuleCall":
         """Return how a module is called just now."""
-        modules = [*_paths(module)]
-        parameters = [
-            (f"{path}{name}", parameter)
-            for path, owner in modules
-            for name, parameter in owner.__dict__["_parameters"].items()
-            if parameter is not None
-        ]
-        device = parameters[0][1].device.type if parameters else HOST
+        device = next((parameter.device.type for parameter in modules.parameters() if parameter is not None), HOST)
         casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         tensors = {number: value for number, value in enumerate(flat) if isinstance(value, torch.Tensor)}
         return cls(
@@ -61,8 +55,8 @@ class ModuleCall:
             with_gradient=frozenset(
                 number for number, tensor in tensors.items() if tensor.requires_grad and torch.is_grad_enabled()
             ),
-            modes=tuple(submodule.training for _, submodule in modules),
-            trained=frozenset(path for path, parameter in parameters if parameter.requires_grad),
+            modes=modules.modes(),
+            trained=modules.trained(),
             autocast=torch.get_autocast_dtype(device) if casts else None,
         )
 
@@ -107,7 +101,7 @@ class ExportedModule:
             without = _without_own_hooks(module)
             with _own_gradients(module) as own_gradients, without, recorded(module) as record, _quietly():
                 program = torch.export.export(module, args, kwargs, strict=False)
-            call = ModuleCall.of(module, layout, flat)
+            call = ModuleCall.of(ModuleTree.of(module), layout, flat)
             inline(program.graph_module, _device(module), call.autocast)
             if any(_changes_something(node) or draws(node) for node in program.graph_module.graph.nodes):
                 program = program.run_decompositions({})  # which makes all changes in place results of their own
@@ -218,6 +212,15 @@ class ExportedModule:
                 graph.erase_node(node)
         return torch.fx.GraphModule(self.program.graph_module, graph)
 
+    def varying(self) -> set[Node]:
+        """Return the nodes whose values may differ between calls: what follows from a placeholder, or is drawn."""
+        varying: set[Node] = set()
+        for node in self.nodes:
+            is_drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            if node.op != "call_function" or is_drawn or not varying.isdisjoint(node.all_input_nodes):
+                varying.add(node)
+        return varying
+
     def values(
         self,
         part: torch.fx.GraphModule,
@@ -227,6 +230,19 @@ class ExportedModule:
         parameters: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Run a part of the graph; ``key`` is that of the call, which random numbers follow from."""
+        inputs = self.placeholders(part, arguments, buffers, key, parameters)
+        with torch.set_grad_enabled(parameters is not None):
+            return part(*inputs)
+
+    def placeholders(
+        self,
+        part: torch.fx.GraphModule,
+        arguments: Mapping[str, Any],
+        buffers: Mapping[str, torch.Tensor],
+        key: torch.Tensor | None = None,
+        parameters: Mapping[str, torch.Tensor] | None = None,
+    ) -> list[Any]:
+        """Return what a part of the graph takes; random numbers are drawn only where it reads them."""
         inputs: list[Any] = []
         for spec in self.program.graph_signature.input_specs:
             match spec.kind.name:
@@ -242,16 +258,7 @@ class ExportedModule:
         for drawn in self.random:
             assert key is not None, "a call that draws has a key"
             inputs.append(drawn.whole(key) if drawn.name in used else None)
-        with torch.set_grad_enabled(parameters is not None):
-            return part(*inputs)
-
-
-def _paths(module: torch.nn.Module, path: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield a module and all below it under all their paths, faster than torch does: every call asks."""
-    yield path, module
-    for name, child in module.__dict__["_modules"].items():
-        if child is not None:
-            yield from _paths(child, f"{path}{name}.")
+        return inputs
 
 
 def _device(module: torch.nn.Module) -> str:

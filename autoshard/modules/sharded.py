@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import TreeSpec, tree_map_only
+from torch.utils._pytree import TreeSpec
 
 from autoshard.errors import InputError, require
 from autoshard.layout.layout import Layout
@@ -25,6 +26,7 @@ from autoshard.modules.running.functions import FunctionWriter
 from autoshard.modules.running.rank_program import RankProgram, local_shape
 from autoshard.modules.running.runner import RankRunner
 from autoshard.modules.shard import Inputs, ModuleSharding, shard_module, sharding_of, sizes_of
+from autoshard.modules.state.tree import ModuleTree, tree_of
 from autoshard.plan.module_plan import ModulePlan, load_module_plan
 from autoshard.run.protocol import HOST, EngineMode
 from autoshard.spec.cluster import Cluster
@@ -123,6 +125,7 @@ class ShardedCalls:
     def __init__(self, kind: type[torch.nn.Module], first: RankRunner) -> None:
         self.kind, self.first, self.runners = kind, first, [first]
         self.signature = first.exported.signature
+        self.trees: WeakKeyDictionary[torch.nn.Module, ModuleTree] = WeakKeyDictionary()  # of the module and its copies
 
     def __deepcopy__(self, _: Any) -> "ShardedCalls":
         """Let copies of the module, such as averages of its weights, share its programs."""
@@ -130,12 +133,13 @@ class ShardedCalls:
 
     def __call__(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the program for a call like this."""
-        whole = tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
-        flat, layout = flattened(self.signature, *whole)
-        call = ModuleCall.of(module, layout, flat)
+        values, layout = flattened(self.signature, args, kwargs)
+        flat = [value.full_tensor() if isinstance(value, DTensor) else value for value in values]
+        modules = tree_of(module, self.trees)
+        call = ModuleCall.of(modules, layout, flat)
         changed = ""
         for runner in [candidate for candidate in self.runners if candidate.exported.call.serves(call)]:
-            changed = runner.exported.state.difference(module)
+            changed = runner.exported.state.difference(modules)
             if changed is None:
                 break
         else:

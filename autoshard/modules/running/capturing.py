@@ -164,6 +164,9 @@ def _even(dtypes: Mapping[str, torch.dtype]) -> RankStep:
     formats = [*dtypes.values()]
 
     def run(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-        return [tensor.to(dtype).contiguous() for tensor, dtype in zip(tensors, formats, strict=True)]
+        return [
+            tensor if tensor.dtype is dtype and tensor.is_contiguous() else tensor.to(dtype).contiguous()
+            for tensor, dtype in zip(tensors, formats, strict=True)
+        ]
 
     return RankStep(run=run, reads=tuple(dtypes), writes=tuple(dtypes))

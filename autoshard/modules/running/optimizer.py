@@ -84,9 +84,9 @@ def _parts_in(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _take_over(state: dict[str, Any], updated: Mapping[str, Any], whole: torch.Tensor) -> None:
     """Note the state that a step has added or replaced; what has the shape of the parameter's part is a part, too."""
-    before = _parts_in(state)
     for name, value in updated.items():
-        if before.get(name) is not value:
+        before = state.get(name)
+        if (before._local_tensor if isinstance(before, DTensor) else before) is not value:  # pyright: ignore[reportPrivateUsage]
             state[name] = _like(value, whole) if isinstance(whole, DTensor) else value
 
 

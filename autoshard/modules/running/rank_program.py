@@ -176,8 +176,10 @@ class RankProgram:
         """Yield the steps of an instruction, of weights that it reads first, and of gradients that it computes."""
         for name in () if isinstance(entry, Given) else self._reads(entry):
             if name in self._uses and name not in ready:
-                ready.add(name)
                 weight = self._uses[name]
+                if weight.start not in ready:
+                    yield weight.opened()
+                ready |= {weight.start, name}
                 if not weight.gathers[name]:
                     yield RankStep(run=_as_it_rests, reads=(weight.start,), writes=(name,))
                 yield from (self._step(change, taped=False) for change in weight.gathers[name])
@@ -247,6 +249,7 @@ class RankProgram:
         bucket = self._bucket_of.get(weight.name)
         if bucket is None:
             yield from (self._step(change, taped=False) for change in weight.reduced)
+            yield weight.folded()
         elif bucket.weights[-1] is weight:
             yield bucket.begin(self.context.world)
 

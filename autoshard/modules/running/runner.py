@@ -1,7 +1,7 @@
 """Runs the program of a rank: forward and backward of a sharded module as one operation of autograd."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,12 +13,14 @@ from torch.distributed.tensor import DTensor, Placement
 from autoshard.engine.torch.execution import Values, run_steps
 from autoshard.errors import InputError, require
 from autoshard.layout.layout import Layout
-from autoshard.layout.program import Value
 from autoshard.modules.region import Positions
 from autoshard.modules.rewriting.randomness import new_key
 from autoshard.modules.running.capturing import PassCapture
+from autoshard.modules.running.functions import FunctionWriter
+from autoshard.modules.running.inputs import FixedInputs, InputPart, VaryingInputs
 from autoshard.modules.running.placing import placeable, placements
 from autoshard.modules.running.rank_program import RankProgram, local_shape
+from autoshard.modules.running.weights import RestingWeight
 from autoshard.run.placement import dims_of
 
 
@@ -37,9 +39,24 @@ class RankRunner:
         random = {draw.name: draw for draw in self.exported.random}
         self.random = {name: random[node.name] for name, node in captured.inputs.items() if node.name in random}
         inputs = [node for name, node in captured.inputs.items() if name not in self.random]
-        nodes = [*inputs, *(node for node in outside if isinstance(node, torch.fx.Node))]
-        self.nodes = {node.name: node for node in nodes if node.name not in captured.exported.paths}
-        self.part = self.exported.part([*self.nodes.values()])
+        self.fixed = FixedInputs(self.exported, {node.name: node for node in inputs})
+        inputs = [node for node in inputs if node.name not in self.fixed.names]
+        outside_nodes = [node for node in outside if isinstance(node, torch.fx.Node)]
+        nodes = {node.name: node for node in [*inputs, *outside_nodes] if node.name not in self.exported.paths}
+        # Results outside share memory with arguments as the module has it, which a function need not keep.
+        is_written = capture is not None and all(node.name in self.exported.paths for node in outside_nodes)
+        writer = FunctionWriter(device=program.context.formats.device) if is_written else None
+        self.nodes = VaryingInputs(self.exported, nodes, writer)
+        self.input_parts = {
+            name: [
+                InputPart.of(
+                    value, self.traced.dims[value.tensor], self.traced.sizes, program.place, self.random.get(name)
+                )
+                for value in program.inputs[name]
+            ]
+            for name in (*captured.inputs, *self.traced.block.takes)
+        }
+        self.varying = [name for name in captured.inputs if name not in self.fixed.names and name not in self.random]
         self.results = {result.name: result for result in results}
         self.buffers = {*self.exported.buffers, *(name for name, result in self.results.items() if result.is_buffer)}
         for place, (tensor, positions) in self.traced.results.items():
@@ -60,11 +77,11 @@ class RankRunner:
         """Run the module; ``flat`` has its arguments, those in lists and mappings one by one."""
         arguments = dict(zip(self.exported.arguments, flat, strict=True))
         buffers, key = {path: tensor_at(module, path) for path in self.buffers}, self._key()
-        nodes = dict(zip(self.nodes, self.exported.values(self.part, arguments, buffers, key), strict=True))
+        nodes = self.nodes.values(arguments, buffers, key)
         tensors = [tensor_at(module, weight.path) for weight in self.program.weights.values()]
         tensors += [arguments[name] for name in self.traced.block.takes]
         keys = {} if key is None else dict.fromkeys(self.random, key)
-        inputs = {name: nodes[name] for name in self.sharding.captured.inputs if name not in keys} | keys
+        inputs = {name: nodes[name] for name in self.varying} | keys
         if torch.is_grad_enabled():
             parts: Sequence[Any] = _ShardedCall.apply(self, inputs, *tensors)  # pyright: ignore[reportUnknownMemberType]
         else:
@@ -119,10 +136,12 @@ class RankRunner:
     ) -> list[torch.Tensor]:
         """Run the forward pass; if ``saved`` is a dict, the values that a backward pass reads are added to it."""
         program, block = self.program, self.traced.block
-        values = self._parameters(tensors)
+        values = self._parameters(zip(program.weights.values(), tensors, strict=False)) | self.fixed.values(
+            self.input_parts
+        )
         for name, tensor in (*inputs.items(), *zip(block.takes, tensors[len(program.weights) :], strict=True)):
-            for value in self.program.inputs[name]:
-                values[value.name] = self._part_of(name, value, tensor.detach())
+            whole = tensor.detach()
+            values.update((part.value, part.cut(whole)) for part in self.input_parts[name])
         trains = saved is not None
         if self.capture and trains not in self.captured:
             self.captured.add(trains)
@@ -148,7 +167,9 @@ class RankRunner:
         soon as they are dropped.
         """
         program, block = self.program, self.traced.block
-        values.update(self._parameters(tensors))
+        weights = program.weights.values()
+        again = [pair for pair in zip(weights, tensors, strict=False) if pair[0].held in self.passes[True].read_again]
+        values.update(self._parameters(again))
         for name, gradient in zip(block.gives, upstream, strict=True):
             if f"d.{name}" in block.tensors:
                 layout = program.program.results[name].layout
@@ -157,10 +178,9 @@ class RankRunner:
         with self._casts_of_forward():
             run_steps(self.passes[True].backward, values)
         gradients: list[Any] = []
-        for weight, parameter in zip(program.weights.values(), tensors, strict=False):
+        for weight, parameter in zip(weights, tensors, strict=False):
             if weight.computed:
-                gradient = values[weight.gradient].reshape(weight.local_shape)
-                gradients.append(_like(parameter, gradient.to(parameter.dtype), weight.placements))
+                gradients.append(_like(parameter, values[weight.gradient].to(parameter.dtype), weight.placements))
             else:
                 gradients.append(None)
         for name in block.takes:
@@ -176,29 +196,16 @@ class RankRunner:
             return nullcontext()  # which takes a tenth of the time
         return torch.autocast(device, dtype=formats, enabled=formats is not None)
 
-    def _parameters(self, tensors: Sequence[torch.Tensor]) -> Values:
-        """Return this rank's parts of the parameters, as they rest."""
+    def _parameters(self, pairs: Iterable[tuple[RestingWeight, torch.Tensor]]) -> Values:
+        """Return this rank's parts of parameters, as they rest."""
         parts: Values = {}
-        for weight, parameter in zip(self.program.weights.values(), tensors, strict=False):
+        for weight, parameter in pairs:
             if not isinstance(parameter, DTensor):
                 message = "was replaced by a plain tensor; change the numbers of the parameter instead"
                 raise InputError.of(weight.path, message)
             local = _laid(parameter, weight.placements)._local_tensor  # pyright: ignore[reportPrivateUsage]
-            parts[weight.start] = local.detach().view(weight.shape)
+            parts[weight.held] = local.detach()
         return parts
-
-    def _part_of(self, name: str, value: Value, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a rank's part of an input as the program takes it; for random numbers ``tensor`` is their key."""
-        dims = [dim for position in self.traced.dims[value.tensor] for dim in position]
-        sizes, program_dims = [self.traced.sizes[dim] for dim in dims], dims_of(value.layout)
-        bounds, order = self.program.place.bounds(value.layout), [dims.index(dim) for dim in program_dims]
-        if name in self.random:
-            ordered_bounds = [bounds[program_dims.index(dim)] for dim in dims]
-            return self.random[name].part(tensor, sizes, ordered_bounds).permute(order)
-        part = tensor.reshape(sizes).permute(order)
-        for axis, (start, stop) in enumerate(bounds):
-            part = part.narrow(axis, start, stop - start)
-        return part
 
 
 class _ShardedCall(torch.autograd.Function):

@@ -42,19 +42,35 @@ class RestingWeight:
     reduced: tuple[Communicate, ...]
 
     @property
+    def held(self) -> str:
+        """The value of the part that rests on this rank, as torch sees it."""
+        return f"{self.name} at rest, as torch sees it"
+
+    @property
     def start(self) -> str:
-        """The value of the part that rests on this rank."""
+        """The value of that part along dims."""
         return f"{self.name} at rest"
 
     @property
     def gradient(self) -> str:
-        """The value of the gradient of that part."""
-        return f"{self.name} at rest, gradient"
+        """The value of the gradient of that part, as torch sees it."""
+        return f"{self.name} at rest, gradient as torch sees it"
 
     @property
     def unreduced(self) -> str:
         """The value of the gradient before the first collective, along the dims of the parameter at rest."""
-        return self.reduced[0].reads.name if self.reduced else self.gradient
+        return self.reduced[0].reads.name if self.reduced else f"{self.name} at rest, gradient"
+
+    def opened(self) -> RankStep:
+        """Return the step that lays the part out along dims. As a step it is one view with those that follow."""
+        return RankStep(run=lambda part: (part.view(self.shape),), reads=(self.held,), writes=(self.start,))
+
+    def folded(self) -> RankStep:
+        """Return the step that lays the gradient out as torch sees the part."""
+        end = self.reduced[-1].writes.name if self.reduced else self.unreduced
+        return RankStep(
+            run=lambda gradient: (gradient.reshape(self.local_shape),), reads=(end,), writes=(self.gradient,)
+        )
 
     def laid_out(self) -> RankStep:
         """Return the step that brings the computed gradient into the order of the parameter's dims."""
@@ -114,17 +130,18 @@ class GradientBucket:
             for shape, axis in zip(shapes, self.axes, strict=True)
         ]
 
+        seen = [weight.local_shape for weight in self.weights]
+        counts = [math.prod(shape) for shape in shapes]
+
         def run(arrival: Arrival) -> Sequence[torch.Tensor]:
-            flat = arrival()
-            counts = [shape.numel() for shape in map(torch.Size, shapes)]
             return [
-                part.view(shape) if axis is None else part.view(shape).movedim(0, axis)
-                for part, shape, axis in zip(flat.split(counts), moved, self.axes, strict=True)
+                part.view(end) if axis is None else part.view(shape).movedim(0, axis).reshape(end)
+                for part, shape, axis, end in zip(arrival().split(counts), moved, self.axes, seen, strict=True)
             ]
 
         return RankStep(
             run=run, reads=(self.name,), writes=tuple(weight.gradient for weight in self.weights),
-            stand_in=lambda arrival: [arrival.new_empty(shape) for shape in shapes],
+            stand_in=lambda arrival: [arrival.new_empty(shape) for shape in seen],
         )  # fmt: skip
 
 

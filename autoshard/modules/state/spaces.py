@@ -65,7 +65,7 @@ def contents(kind: Kind, owner: Any, names: Sequence[Any]) -> tuple[Any, ...]:
     """Return what a space holds by these names; of lists and dicts all that they hold."""
     match kind:
         case "fields":
-            attributes = _own(owner)
+            attributes = own_attributes(owner)
             return tuple(attributes[name] if name in attributes else field_of(owner, name) for name in names)
         case "class":
             return tuple(static(owner, name) for name in names)
@@ -90,7 +90,7 @@ def _is_full(cell: types.CellType) -> bool:
         return False
 
 
-def _own(owner: Any) -> dict[str, Any]:
+def own_attributes(owner: Any) -> dict[str, Any]:
     """Return the attributes of an object, past what its class does to look them up."""
     try:
         return object.__getattribute__(owner, "__dict__")
@@ -100,7 +100,7 @@ def _own(owner: Any) -> dict[str, Any]:
 
 def field_of(owner: Any, name: str) -> Any:
     """Return what an object holds itself by a name, also where its class looks it up in a way of its own."""
-    attributes = _own(owner)
+    attributes = own_attributes(owner)
     if name in attributes:
         return attributes[name]
     static_value = static(type(owner), name)

@@ -3,19 +3,20 @@
 import copy
 import functools
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
 
+from autoshard.modules.state.columns import StateColumn, columns_of
 from autoshard.modules.state.functions import MISSING
 from autoshard.modules.state.spaces import StatePlace, contents, is_simple, own_names
+from autoshard.modules.state.tree import ModuleTree
 
 _OF_TORCH = frozenset(vars(torch.nn.Module)) - {"forward"}
-_COLUMNS = {"function": ("__defaults__", "__kwdefaults__", "__code__"), "cell": ("cell_contents",)}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -28,17 +29,6 @@ def modules_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]
             if child is not None and child not in seen:
                 seen.add(child)
                 modules.append((f"{path}.{name}" if path else name, child))
-
-
-def _walked(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules in the same order, without their paths, since every call asks."""
-    modules, seen = [module], {module}
-    for submodule in modules:
-        for child in submodule.__dict__["_modules"].values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                modules.append(child)
-    return modules
 
 
 def hooks_of(module: torch.nn.Module) -> list[Any]:
@@ -101,11 +91,8 @@ class WatchedState:
     fields: tuple[Fields, ...]
     spaces: tuple[StatePlace, ...]
     inside: Mapping[int, tuple[StatePlace, ...]]  # by the id of what holds values
-    named: tuple[
-        tuple[StatePlace, Any, tuple[Any, ...], tuple[Any, ...]], ...
-    ]  # with the read of each dict, names and values
-    unnamed: tuple[StatePlace, ...]  # that can change, and are none of these
-    columns: tuple[tuple[Any, list[Any], list[Any]], ...]  # one attribute of many functions or cells, with its values
+    columns: tuple[StateColumn, ...]  # spaces that are read at once
+    single: tuple[StatePlace, ...]  # that can change, and are none of these
     tensors: tuple[tuple[str, torch.Tensor, Any], ...]
     notes: tuple[tuple[str, str, Any], ...]  # what forward writes for others: path, name, value
 
@@ -121,38 +108,75 @@ class WatchedState:
         inside: dict[int, tuple[StatePlace, ...]] = {}
         for space in spaces:
             inside[id(space.owner)] = (*inside.get(id(space.owner), ()), space)
-        columns: list[tuple[Any, list[Any], list[Any]]] = []
-        for kind, names in _COLUMNS.items():
-            members = [space for space in spaces if space.kind == kind]
-            for at, name in enumerate(names):
-                columns.append(
-                    (attrgetter(name), [space.owner for space in members], [space.values[at] for space in members])
-                )
+        columns = tuple(columns_of(spaces))
+        at_once = {id(space) for column in columns for space in column.places}
         return cls(
             fields=tuple(fields),
             spaces=tuple(spaces),
             inside=inside,
-            named=tuple((space, space.owner.get, space.names, space.values) for space in spaces if _is_named(space)),
-            unnamed=tuple(space for space in spaces if not _is_named(space) and _may_change(space)),
-            columns=tuple(columns),
+            columns=columns,
+            single=tuple(
+                space for space in spaces if id(space) not in at_once and not isinstance(space.owner, tuple | frozenset)
+            ),
             tensors=tuple((label, tensor, _look(tensor)) for label, tensor in tensors),
             notes=tuple(notes),
         )
 
-    def difference(self, module: torch.nn.Module) -> str | None:
+    def difference(self, tree: ModuleTree) -> str | None:
         """Return the place of the first change since the trace; None where nothing has changed."""
-        modules = _walked(module)
-        if len(modules) != len(self.fields):
-            return "the submodules"
-        for submodule, expected in zip(modules, self.fields, strict=True):
-            if (place := self._moved(submodule.__dict__, expected)) is not None:
+        quick = tree.tests.get(self)
+        if quick is None or not quick():
+            if (place := self._difference_of_fields(tree)) is not None:
                 return place
-            if expected.path and (type(submodule) is not expected.kind or hooks_of(submodule) != expected.hooks):
-                return f"{expected.path} or its hooks"
+            if quick is None:
+                tree.tests[self] = self._quick_test(tree)
         for space in self._unlike():
             if not self._holds(space, contents(space.kind, space.owner, space.names)):
                 return space.label.rstrip(".")
         return next((label for label, tensor, look in self.tensors if _look(tensor) != look), None)
+
+    def _difference_of_fields(self, tree: ModuleTree) -> str | None:
+        """Return the place of the first change of a module of the tree."""
+        if len(tree.attributes) != len(self.fields):
+            return "the submodules"
+        for submodule, attributes, expected in zip((None, *tree.below), tree.attributes, self.fields, strict=True):
+            if (place := self._moved(attributes, expected)) is not None:
+                return place
+            if submodule and (type(submodule) is not expected.kind or hooks_of(submodule) != expected.hooks):
+                return f"{expected.path} or its hooks"
+        return None
+
+    def _quick_test(self, tree: ModuleTree) -> Callable[[], bool]:
+        """Return a test that is true only where no module of the tree has changed: all is the very same object.
+
+        A copy of a module has lists and objects of its own, which may change inside: it always fails the test.
+        """
+        pairs = [*zip(tree.attributes, self.fields, strict=True)]
+        read = [pair for space, fields in pairs for pair in zip(repeat(space), fields.names, fields.values)]
+        absent = [(space, name) for space, fields in pairs for name in fields.absent]
+        buffered = [(space, fields.buffers) for space, fields in pairs if fields.buffers]
+        bare = [space for space, fields in pairs if not fields.buffers]
+        kinds, lacks = (
+            [fields.kind for fields in self.fields[1:]],
+            [lack for fields in self.fields for lack in fields.lacks],
+        )
+        hooked = any(fields.hooks for fields in self.fields)
+        spaces, names, values = zip(*read, strict=True) if read else ((), (), ())
+        absent_spaces, absent_names = zip(*absent, strict=True) if absent else ((), ())
+
+        def test() -> bool:
+            return (
+                not hooked
+                and all(map(is_, map(dict.get, spaces, names, repeat(MISSING)), values))
+                and not any(map(dict.__contains__, absent_spaces, absent_names))
+                and all(map(is_, map(type, tree.below), kinds))
+                and not any(any(map(dict.get, tree.attributes[1:], repeat(name))) for name in _HOOKS)
+                and [parameter is None for parameter in tree.parameters()] == lacks
+                and not any(map(dict.get, bare, repeat("_buffers")))
+                and all(_buffers(space) == buffers for space, buffers in buffered)
+            )
+
+        return test
 
     def _moved(self, attributes: Mapping[str, Any], expected: Fields) -> str | None:
         """Return the place of the first attribute of a module that has changed; None where none has."""
@@ -172,18 +196,13 @@ class WatchedState:
 
     def _unlike(self) -> Iterator[StatePlace]:
         """Yield the spaces that do not hold the very same objects."""
-        for space, get, names, values in self.named:
-            if not all(map(is_, map(get, names, repeat(MISSING)), values)):
-                yield space
-        for space in self.unnamed:
+        for column in self.columns:
+            if not column.is_same():
+                yield from column.places
+        for space in self.single:
             now, values = contents(space.kind, space.owner, space.names), space.values
             if len(now) != len(values) or not all(map(is_, now, values)):
                 yield space
-        try:
-            same = all(all(map(is_, map(get, owners), values)) for get, owners, values in self.columns)
-        except ValueError:  # a cell without contents
-            same = False
-        yield from () if same else (space for space in self.spaces if space.kind in _COLUMNS)
 
     def _holds(self, space: StatePlace, now: tuple[Any, ...]) -> bool:
         same = len(now) == len(space.values)
@@ -213,15 +232,6 @@ class WatchedState:
         """Write what forward writes for others."""
         for path, name, value in self.notes:
             module.get_submodule(path).__dict__[name] = copy.copy(value)
-
-
-def _is_named(space: StatePlace) -> bool:
-    return space.kind == "dict" and bool(space.names)
-
-
-def _may_change(space: StatePlace) -> bool:
-    """Say whether a space is none of the columns, and can hold something else."""
-    return space.kind not in _COLUMNS and not isinstance(space.owner, tuple | frozenset)
 
 
 def _look(tensor: torch.Tensor) -> Any:
