@@ -137,6 +137,12 @@ class TorchEngine:
             flat.update(piece, scalars)
         return report
 
+    def evaluate(self, micro_batches: Sequence[Batch]) -> float:
+        """Return the loss of a step's batch by forward passes alone; no sum and no weight changes."""
+        losses = self._pipeline.evaluate(self.store, micro_batches)
+        loss = sum(loss.to(HOST, torch.float64).item() for loss in losses.values())
+        return self.world.total(torch.tensor([loss], dtype=torch.float64)).item()
+
     def _suspects(self, losses: Mapping[int, float], squares: Sequence[float]) -> tuple[str, ...]:
         """Return the first few losses of micro-batches and gradients of weights that are not finite, by rank."""
         suspects = [f"loss of micro-batch {number}" for number, loss in losses.items() if not math.isfinite(loss)]
