@@ -31,7 +31,10 @@ def judge(task: Task, mode: EngineMode) -> list[float]:
     after = weights_of(engine)
     assert all((after[name].array == array).all() for name, array in before.items()), "a look changes no weight"
     for step in range(2):
-        losses += [engine.step(task.steps[step], task.learning_rate).loss, engine.evaluate(task.steps[1])]
+        losses.append(engine.step(task.steps[step], task.learning_rate).loss)
+        sent = dict(engine.measured().sent_bytes)
+        losses.append(engine.evaluate(task.steps[1]))
+        assert engine.measured().sent_bytes == sent, "what a step sends is measured, and no look"
     dist.barrier()
     assert not engine.world.under_way and torch.isfinite(torch.tensor(losses)).all()
     return losses

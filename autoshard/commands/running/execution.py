@@ -280,7 +280,7 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay) -> i
         for failure in (display.failure, report.unsaved and f"the state at the end: {report.unsaved}")
         if failure
     ]
-    rows, steps = folder / "measured.jsonl", execution.run.training.steps
+    rows, training = folder / "measured.jsonl", execution.run.training
     try:  # a failure is reported at the end, after the tables
         if report.steps:
             row = _measured_row(execution, report)
@@ -299,10 +299,12 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay) -> i
         print_answer([run_sheet(plan, Node(measured), comparable=plan.cluster.name == execution.platform)])
         print(f"\nwrote {folder}: plan.json, metrics.jsonl, measured.jsonl, report.json, checkpoints")
         clusters = f"--cluster {execution.platform} --out {execution.platform}.json"
+        if place_of(folder, training.checkpoint.to) == place_of(folder, None) and training.data.sets:
+            print(f'next: autoshard generate {folder} --prompt "..."')
         print(f"next: autoshard validate {rows}")
         print(f"or, after 3 runs of 2 layouts: autoshard calibrate {folder.parent} {clusters}")
     else:
-        print(f"nothing left to do: all {steps} steps are done. For more, type --steps {2 * steps}")
+        print(f"nothing left to do: all {training.steps} steps are done. For more, type --steps {2 * training.steps}")
     if failures:
         raise RunFailed("\n".join(failures))
     if report.signal:

@@ -139,7 +139,10 @@ class TorchEngine:
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> float:
         """Return the loss of a step's batch by forward passes alone; no sum and no weight changes."""
+        sent_by_step = dict(self.world.sent_bytes)  # which is what is measured
         losses = self._pipeline.evaluate(self.store, micro_batches)
+        self.world.sent_bytes.clear()
+        self.world.sent_bytes.update(sent_by_step)
         loss = sum(loss.to(HOST, torch.float64).item() for loss in losses.values())
         return self.world.total(torch.tensor([loss], dtype=torch.float64)).item()
 
