@@ -14,6 +14,7 @@ COMMANDS = {  # each is a function of its name, in a module of its name, whose d
     "verify": "say why a plan cannot run, or prove that its sharding computes the same",
     "run": "train as a plan or a recipe says; put the prediction beside the measurement",
     "watch": "show how a run is doing, from any machine that sees its folder",
+    "generate": "let the weights of a run go on with a text",
     "launch": "write the files that start a plan on a cluster",
     "sweep": "plan or run many questions, and put all results into one table",
     "tokenize": "turn text into tokens that runs can read",
@@ -39,7 +40,7 @@ MEANT = {  # what users of other programs call them
     "html": "report",
     "bench": "validate",
 }
-_FOLDERS = {"import": "interchange", "export": "interchange"}  # of commands that have one
+_FOLDERS = {"import": "interchange", "export": "interchange", "generate": "running"}  # of commands that have one
 
 EVERYDAY = {  # options that the help of a command with many shows first
     "plan": ("model", "cluster", "nodes", "seq_len", "global_batch", "fix", "choose", "tokens", "out", "open"),
@@ -99,6 +100,10 @@ EXAMPLES = {  # command lines that its help shows
     "convert": (
         "autoshard convert llama3-8b-hf/ weights/ --to autoshard",
         "autoshard convert runs/first/step-1000 first-hf/ --to hf",
+    ),
+    "generate": (
+        'autoshard generate runs/tiny-text --prompt "Wer reitet"',
+        'autoshard generate llama3-8b-hf/ --prompt "The capital of France is" --tokens 8',
     ),
     "validate": (
         "autoshard validate rows.jsonl",

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from shutil import which
 
@@ -89,8 +88,8 @@ def launch(
 
 def _from_anywhere(training: Training, path: Path, volume: str | None) -> Training:
     """Make relative paths absolute, because a job runs in its own folder: from here, or from the container's volume."""
-    data = training.data.seen_from(path.parent) if is_recipe(path) and not volume else training.data
-    return replace(training, data=data).absolute(Path(volume) if volume else Path.cwd())
+    seen = training.seen_from(path.parent) if is_recipe(path) and not volume else training
+    return seen.absolute(Path(volume) if volume else Path.cwd())
 
 
 def _write(files: Files, out: Path, plan: Plan) -> None:

@@ -33,7 +33,7 @@ from autoshard.runtime.restart import StartBefore, start_before
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.recipe import QuestionOptions
-from autoshard.spec.training import Checkpointing, DataSpec, Training
+from autoshard.spec.training import Checkpointing, DataSpec, Evaluating, Training
 
 
 def run(
@@ -130,11 +130,12 @@ def _trained(training: Training, path: Path, *, tried: bool) -> Training:
     What is only tried can use neither real tokens nor weights, and saves nothing.
     """
     if tried:
-        return replace(training, checkpoint=Checkpointing(to="none"), data=DataSpec(), init_weights=None)
+        nothing = Checkpointing(to="none")
+        return replace(training, checkpoint=nothing, data=DataSpec(), eval=Evaluating(), init_weights=None)
     weights = training.init_weights
     message = f"there is no folder {weights}. Name a folder of checkpoints, or one with a config.json and safetensors"
     require((weights is None or "://" in weights or Path(weights).is_dir(), "init_weights", message))
-    return replace(training, data=training.data.seen_from(path.parent)) if is_recipe(path) else training
+    return training.seen_from(path.parent) if is_recipe(path) else training
 
 
 def _rehearsed(plan: Plan, rehearse: int) -> tuple[Plan, list[str]]:

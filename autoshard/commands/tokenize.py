@@ -64,7 +64,7 @@ def tokenize(
         require((local is not None or on_hub, source, "there is no such file or folder"))
         work = Work(
             source=local or hub_source(source, subset, split),
-            tokenizer=_tokenizer(tokenizer, eos, bos, chat_template),
+            tokenizer=named_tokenizer(tokenizer, eos, bos, chat_template),
             kind="chat" if chat else "text",
             field=field or ("messages" if chat else "text"),
         )
@@ -83,7 +83,8 @@ def _summary(manifest: Manifest, out: Path) -> str:
     return f"{out}: {counts}, tokens of {manifest.tokenizer.name} (vocabulary {manifest.tokenizer.vocab:,}){empty}"
 
 
-def _tokenizer(text: str, eos: str | None, bos: str | None, template: Path | None) -> TokenizerSpec:
+def named_tokenizer(text: str, eos: str | None, bos: str | None, template: Path | None) -> TokenizerSpec:
+    """Find a tokenizer by its name: bytes, a folder, or one of the hub."""
     if text == BYTES:
         neither = "the tokenizer `bytes` takes neither --eos nor --bos. Leave them out"
         require((not eos and not bos, "--tokenizer", neither))

@@ -7,7 +7,7 @@ from autoshard.cost.predict import sent_by_stage
 from autoshard.plan.plan import Plan
 from autoshard.report.plan_sheets import compiled_words
 from autoshard.report.sheet import Cell, Node, Sheet, Table, Words
-from autoshard.report.words import prediction_of, ranks_text
+from autoshard.report.words import counted, prediction_of, ranks_text
 from autoshard.run.reports import DryRank, Measured, RunReport, TimedStep, with_nulls
 from autoshard.spec.kernels import load_kernels
 from autoshard.units import format_bytes, format_count, format_seconds
@@ -104,6 +104,24 @@ def start_lines(plan: Plan, folder: str, host: str, *, tensorboard: bool) -> lis
     return lines
 
 
+def ending_lines(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say what all starts of a run have reached, from the lines that it wrote of its steps and of its evaluations.
+
+    >>> ending_lines([{"loss": 6.25, "time_s": 1.5, "tokens": 4096}, {"loss": 2.5, "time_s": 1.0, "tokens": 4096}], [])
+    ['loss 6.2500 -> 2.5000 in 2 steps: 8,192 tokens in 2.50 s']
+    """
+    if not steps:
+        return []
+    time_s = sum(step["time_s"] + step.get("waited_s", 0.0) for step in steps)
+    tokens, losses = sum(step["tokens"] for step in steps), [step["loss"] for step in (steps[0], steps[-1])]
+    curve = " -> ".join("not finite" if loss is None else f"{loss:.4f}" for loss in losses)
+    lines = [f"loss {curve} in {counted(len(steps), 'step')}: {tokens:,} tokens in {format_seconds(time_s)}"]
+    if best := [line for line in evaluations if line["best"]]:
+        figures = f"{best[-1]['loss']:.4f} (perplexity {best[-1]['perplexity']:.2f})"
+        lines.append(f"lowest evaluation loss {figures} after step {best[-1]['step']}")
+    return lines
+
+
 def run_sheet(plan: Plan, run: Node, *, comparable: bool) -> Sheet:
     """Return a run's predicted and measured time, memory and traffic, from its JSON.
 
@@ -172,8 +190,8 @@ def alike_ranks(plan: Plan, measured: Sequence[Measured]) -> list[AlikeRanks]:
     """Return the predicted and measured bytes of every rank; ranks with equal numbers form one group."""
     groups: list[AlikeRanks] = []
     sent = sent_by_stage(plan)
-    for rank, counted in enumerate(measured):
-        compared = _compared(plan, rank, counted, sent)
+    for rank, figures in enumerate(measured):
+        compared = _compared(plan, rank, figures, sent)
         group = next((group for group in groups if group[1:] == compared[1:]), None)
         if group:
             group.ranks.append(rank)
@@ -182,22 +200,22 @@ def alike_ranks(plan: Plan, measured: Sequence[Measured]) -> list[AlikeRanks]:
     return groups
 
 
-def _compared(plan: Plan, rank: int, counted: Measured, by_stage: Sequence[Mapping[str, int]]) -> AlikeRanks:
+def _compared(plan: Plan, rank: int, figures: Measured, by_stage: Sequence[Mapping[str, int]]) -> AlikeRanks:
     """Return a rank's memory and traffic with the predictions for its pipeline rank."""
     place = plan.mesh.coordinates(rank).get("pp", 0)
     parts = prediction_of(plan).stage_memory[place].parts
     memory: Pairs = {
-        name: {"predicted": sum(parts.get(part, 0) for part in names), "measured": counted.memory_bytes.get(name)}
+        name: {"predicted": sum(parts.get(part, 0) for part in names), "measured": figures.memory_bytes.get(name)}
         for name, names in _PARTS.items()
     }
-    predicted, sent = by_stage[place], counted.sent_bytes
+    predicted, sent = by_stage[place], figures.sent_bytes
     axes = sorted(axis for axis in {*predicted, *sent} if predicted.get(axis) or sent.get(axis))
     pairs: Pairs = {axis: {"predicted": predicted.get(axis, 0), "measured": sent.get(axis)} for axis in axes}
     return AlikeRanks([rank], memory, pairs)
 
 
-def bytes_tables(groups: Node, counted: str) -> tuple[Table, Table]:
-    """Return tables of predicted and ``counted`` ("measured" or "counted") bytes by rank: of memory, and sent."""
+def bytes_tables(groups: Node, kind: str) -> tuple[Table, Table]:
+    """Return tables of bytes by rank, predicted and of a ``kind`` (measured or counted): of memory, and sent."""
 
     def table(title: str, key: str) -> Table:
         rows: list[tuple[Cell, ...]] = []
@@ -207,7 +225,7 @@ def bytes_tables(groups: Node, counted: str) -> tuple[Table, Table]:
                 ratio = "-" if measured is None or not predicted else f"{measured / predicted:.2f}"
                 ranks = "" if number else ranks_text(group["ranks"].value)
                 rows.append((ranks, name, *(pair[side].figure(format_bytes) for side in _SIDES), ratio))
-        return Table(title, ("ranks", "", ">predicted", f">{counted}", f">{counted} / predicted"), rows)
+        return Table(title, ("ranks", "", ">predicted", f">{kind}", f">{kind} / predicted"), rows)
 
     memory, sent = _BYTES
     return table(_MEMORY, memory), table(_SENT, sent)

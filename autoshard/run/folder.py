@@ -5,6 +5,7 @@ from pathlib import Path, PurePath
 from autoshard.files import is_aside
 
 PLAN, TRAINING, ATTEMPTS, METRICS = "plan.json", "training.json", "attempts.jsonl", "metrics.jsonl"
+EVALUATIONS = "evaluations.jsonl"
 TRACKED = "tracked.json"  # the last step that each tracker has for certain
 REPORT = "report.json"  # what was predicted and measured, by part; written at the end
 LOCK = ".lock"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from autoshard.graph.op import Array
 from autoshard.plan.plan import Plan
@@ -83,6 +83,15 @@ class Engine(Protocol):
 
     def measured(self) -> Measured:
         """Return what was counted in the last step."""
+        ...
+
+
+@runtime_checkable
+class Evaluates(Protocol):
+    """An engine that also judges its weights by batches that it does not train on."""
+
+    def evaluate(self, micro_batches: Sequence[Batch]) -> float:
+        """Return the loss of a step's batch, the same on every rank; the state stays as it is."""
         ...
 
 

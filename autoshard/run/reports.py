@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 WARM_UP = 2  # steps that allocate, connect and cache; they are no measure of the others
 WINDOW = 20  # steps whose median is compared
+_LARGEST_LOG = 700.0  # of a number that a float holds
 SLOWER = 1.2  # times the run's own first median, above which it has become slow
 Phase = Literal["compile", "warm-up", "steady"]
 
@@ -103,6 +104,38 @@ class SavedStep:
         """Return the report as one line, and remarks as another."""
         line = f"saved step {self.step} in {self.time_s:.1f} s; updates waited {self.blocked_s:.2f} s for it"
         return "\n".join(filter(None, (line, self.remark)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedStep:
+    """The state after a step, judged by tokens that the run does not train on.
+
+    >>> print(EvaluatedStep(number=40, loss=2.0, num_samples=64, time_s=2.1, best=True))
+    step 40: evaluation loss 2.0000, perplexity 7.39, of 64 sequences in 2.1 s; the lowest so far
+    """
+
+    number: int
+    loss: float
+    num_samples: int
+    time_s: float
+    best: bool  # whether no evaluation of the run before had a loss as low
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss: among how many tokens, all as likely, the next one is sought."""
+        return math.exp(self.loss) if self.loss < _LARGEST_LOG else math.inf
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The fields of a line of a file."""
+        figures = {"loss": self.loss, "perplexity": self.perplexity, "samples": self.num_samples}
+        return {"step": self.number, **figures, "time_s": self.time_s, "best": self.best}
+
+    def __str__(self) -> str:
+        """Return the result as one line."""
+        lowest = "; the lowest so far" if self.best else ""
+        result = f"evaluation loss {self.loss:.4f}, perplexity {self.perplexity:.2f}"
+        return f"step {self.number}: {result}, of {self.num_samples} sequences in {self.time_s:.1f} s{lowest}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

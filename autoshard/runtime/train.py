@@ -18,14 +18,15 @@ from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
 from autoshard.run.activity import RankActivity, activity_folder
 from autoshard.run.folder import PLAN, TRAINING
-from autoshard.run.protocol import HOST, Builds, Engine, Run, StepReport
-from autoshard.run.reports import RunReport, SavedStep, Started, TimedStep, phase_of
+from autoshard.run.protocol import HOST, Builds, Engine, Evaluates, Run, StepReport
+from autoshard.run.reports import EvaluatedStep, RunReport, SavedStep, Started, TimedStep, phase_of
 from autoshard.runtime.checkpoint.agreed import from_first_rank
 from autoshard.runtime.checkpoint.files import RunState
 from autoshard.runtime.checkpoint.saver import CheckpointLabel, Saver
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.data.batches import PrefetchLoader, Prepared, StepShape
 from autoshard.runtime.data.opened import source_of
+from autoshard.runtime.evaluating import Evaluator
 from autoshard.runtime.forked import handling
 from autoshard.runtime.launch import only_extracts
 from autoshard.runtime.machine import CUDA, refuse_full_device
@@ -35,7 +36,7 @@ from autoshard.runtime.restart import training_text
 from autoshard.runtime.resume import begin, require_storage, run_storage, usable
 from autoshard.runtime.watchdog import Watch
 
-Say = Callable[[Started | TimedStep | SavedStep | str], None]
+Say = Callable[[Started | TimedStep | EvaluatedStep | SavedStep | str], None]
 
 _LONGEST = timedelta(hours=12)  # that ranks wait for each other; the watchdog ends steps that hang long before
 _REPORTED = 1000  # steps of a report: the last ones
@@ -96,6 +97,7 @@ class _Loop:
         self._failure, self._num_taken = "", 0
         source = source_of(plan, replace(run.training.data, check="sizes"), self._state.seed)
         self.loader = PrefetchLoader(source, StepShape.of(plan), self._state.next_sample)
+        self._evaluator = Evaluator.of(plan, run.training) if run.training.eval.sets else None
 
     def run(self) -> RunReport:
         """Take all steps that are left."""
@@ -113,6 +115,8 @@ class _Loop:
                 self._refuse_nonfinite(report, before)
             if self._saver.busy and not saving:
                 self._conclude()
+            is_saved = self._judge()
+            due = due and not is_saved
             self._owes = bool(due)
             if due and not self._saver.busy:
                 self._owes = False
@@ -122,6 +126,25 @@ class _Loop:
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, self._engine.measured(), self._hosts)
         return RunReport(steps=tuple(steps), ranks=tuple(ranks), signal=stopped, unsaved=self._failure)
+
+    def _judge(self) -> bool:
+        """Judge the state by other tokens where that is due; save the best so far, and say whether it is being saved.
+
+        All ranks know the same loss, so they decide alike.
+        """
+        judging, step = self._run.training.eval, self._state.step
+        if self._evaluator is None or not judging.is_due(step, self._run.training.steps):
+            return False
+        assert isinstance(self._engine, Evaluates), "other engines were refused"
+        with self._explaining(f"in the evaluation after step {step}"):
+            evaluated, self._state = self._evaluator.judged(self._engine, self._state, self._run.activity)
+        self._say(evaluated)
+        if not (evaluated.best and judging.keep_best and self._saves):
+            return False
+        if self._saver.busy:
+            self._conclude()
+        self._saver.begin(self._state, self._engine.pieces())
+        return True
 
     def _data(self) -> tuple[Prepared | None, int]:
         """Return the data of the next step when all ranks have theirs; None at a signal, and which one it is.

@@ -37,14 +37,47 @@ class DataSpec:
             (self.loss_on == "all" or bool(self.sets), "loss_on", no_set),
         )
 
-    def seen_from(self, folder: Path) -> "DataSpec":
-        """Return the sets as seen from the folder of a recipe: a path that exists only from there leads there."""
 
-        def is_there(path: Path) -> bool:
-            return path.exists() or path.with_name(f"{path.name}.idx").exists()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluating:
+    """How a run is judged by tokens that it does not train on; without a set it is not judged.
 
-        beside = {name: is_there(folder / name) and not is_there(Path(name)) for name in self.sets}
-        return replace(self, sets={str(folder / name) if beside[name] else name: self.sets[name] for name in self.sets})
+    Args:
+        sets: Sets of tokens, as those of data, with their weights.
+        every_steps: Evaluate after every this many steps, and after the last one.
+        samples: How many sequences are read, the same ones each time; rounded up to whole global batches.
+        keep_best: Save the state where the loss is the lowest so far, and never delete that checkpoint.
+    """
+
+    sets: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+    every_steps: int = 100
+    samples: int = 256
+    keep_best: bool = True
+
+    def __post_init__(self) -> None:
+        bad = [(name, weight) for name, weight in self.sets.items() if not 0 < weight < math.inf]
+        require(
+            *((False, f"sets.{name}", f"the weight must be above 0, not {weight}") for name, weight in bad),
+            *in_range(self, "every_steps", "samples", low=1),
+        )
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        """Say whether the state is judged after a step, counted from 1.
+
+        >>> [step for step in range(1, 8) if Evaluating(sets={"a": 1.0}, every_steps=3).is_due(step, 7)]
+        [3, 6, 7]
+        """
+        return bool(self.sets) and (step % self.every_steps == 0 or step == num_steps)
+
+
+def _seen_from(sets: Mapping[str, float], folder: Path) -> Mapping[str, float]:
+    """Return sets as seen from the folder of a recipe: a path that exists only from there leads there."""
+
+    def is_there(path: Path) -> bool:
+        return path.exists() or path.with_name(f"{path.name}.idx").exists()
+
+    beside = {name: is_there(folder / name) and not is_there(Path(name)) for name in sets}
+    return {str(folder / name) if beside[name] else name: weight for name, weight in sets.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +237,7 @@ class Training:
         on_nonfinite: What to do if loss or gradient norm is not finite: stop before the update, or skip the update.
         skip_budget: With on_nonfinite skip: how many steps of the run may be skipped before it stops.
         data: The tokens to train on.
+        eval: How the run is judged meanwhile, by other tokens.
         init_weights: Where weights come from: a checkpoint or a Hugging Face folder. Default: drawn at random.
         schedule: The learning rate over the steps.
         adamw: The constants of AdamW.
@@ -219,6 +253,7 @@ class Training:
     skip_budget: int = 10
     init_weights: str | None = None
     data: DataSpec = field(default_factory=DataSpec)
+    eval: Evaluating = field(default_factory=Evaluating)
     schedule: RateSchedule = field(default_factory=RateSchedule)
     adamw: AdamWConstants = field(default_factory=AdamWConstants)
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
@@ -236,6 +271,16 @@ class Training:
         """Return the learning rate of a step, counted from 1."""
         return self.learning_rate * self.schedule.share(step, self.steps)
 
+    @property
+    def eval_data(self) -> DataSpec:
+        """The tokens that judge the run, of which count what counts where it trains."""
+        return replace(self.data, sets=self.eval.sets)
+
+    def seen_from(self, folder: Path) -> "Training":
+        """Return the settings with sets as seen from the folder of a recipe."""
+        data = replace(self.data, sets=_seen_from(self.data.sets, folder))
+        return replace(self, data=data, eval=replace(self.eval, sets=_seen_from(self.eval.sets, folder)))
+
     def absolute(self, here: Path) -> "Training":
         """Return the settings with absolute paths; relative ones lead from the folder ``here``."""
 
@@ -246,6 +291,7 @@ class Training:
         return replace(
             self,
             data=replace(self.data, sets={whole(name): weight for name, weight in self.data.sets.items()}),
+            eval=replace(self.eval, sets={whole(name): weight for name, weight in self.eval.sets.items()}),
             checkpoint=replace(self.checkpoint, to=to if to in (None, "none") else whole(to)),
             init_weights=weights and whole(weights),
         )

@@ -166,8 +166,10 @@ def points_of_question(sweep: Sweep, base: Entries, override: Entries, folder: P
         question_keys = sorted(entries.keys() - {_PLAN, *TRAINING_KEYS})
         require((not question_keys, _PLAN, f"has answered its question. Leave out {', '.join(question_keys)}"))
     recipe = SweepPoint(id="", varied={}, entries=entries).recipe
-    if sweep.mode == "run" and "data" in entries:
-        entries = {**entries, "data": {**entries["data"], "sets": dict(recipe.training.data.seen_from(folder).sets)}}
+    if sweep.mode == "run":
+        seen = recipe.training.seen_from(folder)
+        for key, sets in (("data", seen.data.sets), ("eval", seen.eval.sets)):
+            entries = {**entries, key: {**entries[key], "sets": dict(sets)}} if key in entries else entries
     content: dict[str, Any] = {key: value for key, value in entries.items() if key not in TRAINING_KEYS}
     files = {key: Path(str(content[key])) for key in _FILES if key in content}
     digests = {key: _digest(path.read_bytes(), 64) if path.is_file() else None for key, path in files.items()}

@@ -15,7 +15,7 @@ from tests.house.test_readme import README, shell_blocks
 from tests.house.test_without_torch import ABSENT
 
 ROOT = Path(__file__).parents[2]
-LONG = ("sweep", "run", "watch")  # commands of the README that take more than two seconds, or need those
+LONG = ("sweep", "run", "generate")  # commands of the README that take more than two seconds, or need those
 
 
 def run(*command: str | Path, cwd: Path, path: Path | None = None) -> str:

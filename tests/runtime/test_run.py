@@ -42,7 +42,10 @@ def test_plan_then_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "plan.json", "--steps", "4"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("tiny-llama on 2 ranks of this machine: tp=")
-    assert [line[:8] for line in said if "loss" in line] == [f"step {n}/4" for n in (1, 2, 3, 4)]
+    *lines, ending = [line for line in said if "loss" in line]
+    assert [line[:8] for line in lines] == [f"step {n}/4" for n in (1, 2, 3, 4)]
+    first, last = (line.split("loss ")[1].split()[0] for line in (lines[0], lines[-1]))
+    assert ending.startswith(f"loss {first} -> {last} in 4 steps: 256 tokens in ")
     assert any(line.startswith("Predicted and measured") for line in said)
     assert said[-2:] == [
         "next: autoshard validate runs/plan/measured.jsonl",

@@ -38,6 +38,7 @@ class Double:
         weights = random_weights(graph_of(plan), np.random.default_rng(run.training.seed), scale=0.02)
         self.engine = TorchEngine(plan, weights.__getitem__, Formats(exact=True))
         self.pieces, self.restored = self.engine.pieces, self.engine.restored
+        self.evaluate = self.engine.evaluate
 
     def step(self, micro_batches, learning_rate, allows=whenever_finite):
         return self.engine.step(micro_batches, learning_rate, allows)

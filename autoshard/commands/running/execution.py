@@ -18,12 +18,13 @@ from autoshard.errors import InputError, NotFinite, RunFailed, Stopped
 from autoshard.files import append_line, remove_asides, replace_text
 from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
-from autoshard.report.run import run_json, run_sheet, start_lines
+from autoshard.report.run import ending_lines, run_json, run_sheet, start_lines
 from autoshard.report.sheet import Node
-from autoshard.run.folder import PLAN, REPORT, TRAINING
+from autoshard.run.folder import EVALUATIONS, METRICS, PLAN, REPORT, TRAINING
 from autoshard.run.protocol import HOST, Builds, Run
-from autoshard.run.reports import RunReport, SavedStep, Started
+from autoshard.run.reports import EvaluatedStep, RunReport, SavedStep, Started
 from autoshard.runtime.data.opened import source_of
+from autoshard.runtime.evaluating import refuse_evaluation
 from autoshard.runtime.folder import (
     allow_attempts,
     count_attempt,
@@ -44,6 +45,7 @@ from autoshard.runtime.launch import (
     patience_s,
 )
 from autoshard.runtime.machine import builder
+from autoshard.runtime.metrics.log import records_in
 from autoshard.runtime.metrics.trackers import refuse_without_packages
 from autoshard.runtime.restart import (
     StartBefore,
@@ -103,6 +105,7 @@ def execute(execution: Execution, launched: GivenRank | None) -> int:
         execution = _taken_over(execution)
         training = execution.run.training
         source_of(execution.plan, training.data, training.seed)  # refuses what is wrong
+        refuse_evaluation(execution.plan, training, execution.engine)
         _begin(execution, launched)
         display = RunDisplay(execution)
         report = _with_restarts(execution, launched, build, display)
@@ -179,6 +182,9 @@ class RunDisplay:
                 self._execution.plan, run.training, run.folder, platform=platform, silent=self._execution.json,
                 num_done=message.step, run_id=dict(message.trackers).get("wandb"),
             )  # fmt: skip
+        elif isinstance(message, EvaluatedStep):
+            assert self.steps is not None, "a run starts before its evaluations"
+            self.steps.evaluated(message)
         elif isinstance(message, SavedStep | str):
             self.has_saved = self.has_saved or isinstance(message, SavedStep)
             self.note(str(message))
@@ -274,7 +280,7 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay) -> i
         for failure in (display.failure, report.unsaved and f"the state at the end: {report.unsaved}")
         if failure
     ]
-    rows, steps = folder / "measured.jsonl", execution.run.training.steps
+    rows, training = folder / "measured.jsonl", execution.run.training
     try:  # a failure is reported at the end, after the tables
         if report.steps:
             row = _measured_row(execution, report)
@@ -288,13 +294,17 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay) -> i
         print_answer({"folder": str(folder), "notes": display.notes, **measured})
     elif report.steps:
         print()
+        of_run = ([fields for _, fields in records_in(folder, name)] for name in (METRICS, EVALUATIONS))
+        print(*ending_lines(*of_run), "", sep="\n")
         print_answer([run_sheet(plan, Node(measured), comparable=plan.cluster.name == execution.platform)])
         print(f"\nwrote {folder}: plan.json, metrics.jsonl, measured.jsonl, report.json, checkpoints")
         clusters = f"--cluster {execution.platform} --out {execution.platform}.json"
+        if place_of(folder, training.checkpoint.to) == place_of(folder, None) and training.data.sets:
+            print(f'next: autoshard generate {folder} --prompt "..."')
         print(f"next: autoshard validate {rows}")
         print(f"or, after 3 runs of 2 layouts: autoshard calibrate {folder.parent} {clusters}")
     else:
-        print(f"nothing left to do: all {steps} steps are done. For more, type --steps {2 * steps}")
+        print(f"nothing left to do: all {training.steps} steps are done. For more, type --steps {2 * training.steps}")
     if failures:
         raise RunFailed("\n".join(failures))
     if report.signal:

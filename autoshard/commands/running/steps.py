@@ -16,7 +16,8 @@ from autoshard.plan.plan import Plan
 from autoshard.report.run import run_summary, step_line
 from autoshard.report.terminal import make_console
 from autoshard.report.trace import trace_text
-from autoshard.run.reports import RunReport, TimedStep
+from autoshard.run.folder import EVALUATIONS, METRICS
+from autoshard.run.reports import EvaluatedStep, RunReport, TimedStep
 from autoshard.runtime.metrics.log import MetricsLog, Pace, Paced, record_of
 from autoshard.runtime.metrics.neuron_monitor import NeuronMonitor, neuron_record
 from autoshard.runtime.metrics.shown import ShownSteps
@@ -47,7 +48,8 @@ class StepDisplay:
         track, files = training.track, dict[str, Path]()
         refuse_without_packages(track)
         with file_faults(str(folder)):
-            self._log = MetricsLog(folder, num_done)
+            self._log = MetricsLog(folder / METRICS, num_done)
+            self._evaluations = MetricsLog(folder / EVALUATIONS, num_done) if training.eval.sets else None
             if track.wandb is not None:
                 files = {"plan": folder / "plan.json", "predicted_trace": folder / "predicted_trace.json"}
                 replace_text(files["predicted_trace"], trace_text(plan, timeline_of(plan)))
@@ -93,6 +95,16 @@ class StepDisplay:
             self._drawn_s = now_s
             self._print(step, paced)
 
+    def evaluated(self, result: EvaluatedStep) -> None:
+        """Log and print how a step was judged."""
+        assert self._evaluations, "a run is judged where its training says so"
+        try:
+            self._evaluations.append({**result.record, "at": time.time()})
+        except OSError as error:
+            self.failure = self.failure or f"{self._evaluations.path}: was not written: {error.strerror or error}"
+        self._trackers.log(result.number, {"eval": {"loss": result.loss, "perplexity": result.perplexity}})
+        self.say("note", str(result))
+
     def __enter__(self) -> "StepDisplay":
         """Return itself."""
         return self
@@ -108,6 +120,8 @@ class StepDisplay:
         self._trackers.finish(self._summary, failed=kind is not None, within_s=_FINISH_S if kind is None else _FAILED_S)
         self._pass_on()
         self._log.close()
+        if self._evaluations:
+            self._evaluations.close()
 
     def conclude(self, plan: Plan, report: RunReport, platform: str) -> None:
         """Give trackers the comparison of run and prediction, which they log when they close."""

@@ -137,6 +137,15 @@ class TorchEngine:
             flat.update(piece, scalars)
         return report
 
+    def evaluate(self, micro_batches: Sequence[Batch]) -> float:
+        """Return the loss of a step's batch by forward passes alone; no sum and no weight changes."""
+        sent_by_step = dict(self.world.sent_bytes)  # which is what is measured
+        losses = self._pipeline.evaluate(self.store, micro_batches)
+        self.world.sent_bytes.clear()
+        self.world.sent_bytes.update(sent_by_step)
+        loss = sum(loss.to(HOST, torch.float64).item() for loss in losses.values())
+        return self.world.total(torch.tensor([loss], dtype=torch.float64)).item()
+
     def _suspects(self, losses: Mapping[int, float], squares: Sequence[float]) -> tuple[str, ...]:
         """Return the first few losses of micro-batches and gradients of weights that are not finite, by rank."""
         suspects = [f"loss of micro-batch {number}" for number, loss in losses.items() if not math.isfinite(loss)]

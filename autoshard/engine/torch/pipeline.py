@@ -150,6 +150,27 @@ class RankPipeline:
         self._inputs.clear()
         return losses, most_bytes
 
+    def evaluate(self, store: Store, micro_batches: Sequence[Batch]) -> Mapping[int, torch.Tensor]:
+        """Run the forward passes of this rank alone; return the losses by micro-batch, on ranks that count them.
+
+        Messages keep the order that they have in a step, and nothing is kept for backward.
+        """
+        world, self._batches = self.context.world, micro_batches
+        turns = [number for number, action in enumerate(self._actions) if action.kind == "F"]
+        for place, number in enumerate(turns):
+            action = self._actions[number]
+            world.activity.act(f"evaluation: {action} (stage {action.stage}, micro-batch {action.micro_batch})")
+            for near in turns[place : place + 2]:
+                self._expect(self._actions[near])
+            self._forward(store, number, ahead=False)
+            for name in self.stages[action.stage]:
+                del self._values[name, action.micro_batch]
+        world.finish_sending()
+        losses, self._losses, self._batches = self._losses, {}, ()
+        self._inputs.clear()
+        self.noted.clear()
+        return losses
+
     def _saved_bytes(self, store: Store) -> int:
         """Count the bytes kept for backward, each memory once, without weights, batch, and a few counts."""
         resting = (tensor for flat in store.flats for tensor in (flat.values, flat.sums))
@@ -181,12 +202,13 @@ class RankPipeline:
         following = [name for _, name in order[1:]]
         return dict(zip(order, [*following, None], strict=True))
 
-    def _forward(self, store: Store, turn: int) -> None:
+    def _forward(self, store: Store, turn: int, *, ahead: bool = True) -> None:
+        """Run a forward action; ``ahead``: weights of the block that reads its own next begin to arrive."""
         stage, number = self._actions[turn].stage, self._actions[turn].micro_batch
         hidden = self._receive(self._actions[turn]) if stage else None
         run = None
         for name, run in self.stages[stage].items():
-            opened = store.opened(name, reads=True, following=self._following[turn, name])
+            opened = store.opened(name, reads=True, following=self._following[turn, name] if ahead else None)
             output, values = run.forward(self._source(name, run, number, hidden, opened))
             self._note(name, values)
             self._values[name, number] = values

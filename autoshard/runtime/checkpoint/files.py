@@ -32,6 +32,8 @@ class RunState:
     num_tokens: int = 0  # that all steps have seen
     seed: int = 0  # of the order of the data
     trackers: tuple[tuple[str, str], ...] = ()  # the name of each tracker, and the run's id there
+    best_step: int | None = None  # whose evaluation had the lowest loss
+    best_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,7 +224,9 @@ class Saver:
         try:
             self._write(state, pieces, progress)
             try:
-                from_first_rank(lambda: prunes and self._shelf.prune(self._keeping, state.step), self._group)
+                from_first_rank(
+                    lambda: prunes and self._shelf.prune(self._keeping, state.step, state.best_step), self._group
+                )
             except StorageError as error:
                 remark = f"older checkpoints are still there: {error}"
         except StorageError as error:

@@ -82,8 +82,10 @@ class Shelf:
             self.storage.remove(name)
         self.storage.rename(folder, name)
 
-    def prune(self, keeping: Checkpointing, step: int) -> None:
+    def prune(self, keeping: Checkpointing, step: int, best: int | None = None) -> None:
         """Remove checkpoints that are no longer needed when a step is saved; the newest finite ones always stay.
+
+        So does that of the ``best`` step.
 
         Later steps go as well: the run has gone back behind them, or they could not be used.
         """
@@ -92,7 +94,7 @@ class Shelf:
             return
         for_good = set(self._firsts(keeping.keep_every)) if keeping.keep_every else set[int]()
         for saved in self.steps():
-            old = saved < kept_steps[0] and saved not in kept_steps and saved not in for_good
+            old = saved < kept_steps[0] and saved not in {*kept_steps, *for_good, best}
             is_behind = saved > step == kept_steps[0]
             if old or is_behind:
                 folder = folder_of(saved)

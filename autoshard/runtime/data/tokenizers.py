@@ -164,6 +164,14 @@ class ByteTokenizer:
         data = [np.frombuffer(text.encode(errors="replace"), np.uint8) for text in texts]
         return [np.append(codes.astype(np.uint16), np.uint16(BYTES_EOS)) for codes in data]
 
+    def opened(self, text: str) -> list[int]:
+        """Return the tokens of a text that goes on."""
+        return [*text.encode(errors="replace")]
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens; what closes a document is none."""
+        return bytes(token for token in tokens if token < BYTES_EOS).decode(errors="replace")
+
     def conversations(self, marked: Sequence[Marked]) -> list[MarkedTokens]:
         """Return the bytes of conversations; after the last turn one of them closes the document."""
         conversations: list[MarkedTokens] = []
@@ -191,6 +199,15 @@ class LibraryTokenizer:
         opened, closed = ([] if token is None else [token] for token in (self.bos, self.record.eos))
         encodings = self.library.encode_batch_fast(_whole(texts), add_special_tokens=False)
         return [[*opened, *encoding.ids, *closed] for encoding in encodings]
+
+    def opened(self, text: str) -> list[int]:
+        """Return the tokens of a text that goes on, behind what opens a document."""
+        opened = [] if self.bos is None else [self.bos]
+        return [*opened, *self.library.encode(*_whole([text]), add_special_tokens=False).ids]
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without those that open and close documents."""
+        return self.library.decode([*tokens], skip_special_tokens=True)
 
     def conversations(self, marked: Sequence[Marked]) -> list[MarkedTokens]:
         """Return tokens as the template wrote them; one is of an answer if its first character is."""

@@ -49,9 +49,9 @@ def record_of(step: TimedStep, *, at: float, mfu: float | None = None, neuron: A
 class MetricsLog:
     """The file of a run under way; one write for every line."""
 
-    def __init__(self, folder: Path, num_done: int) -> None:
+    def __init__(self, path: Path, num_done: int) -> None:
         """Open it; drop unreadable lines, and those of later steps than ``num_done``, which will be done again."""
-        self.path = folder / METRICS
+        self.path = path
         if self.path.exists():
             with replacing(self.path) as aside, self.path.open("rb") as old, aside.open("wb") as new:
                 new.writelines(line for line in old if (record := _record(line)) and record[0] <= num_done)
@@ -70,9 +70,9 @@ class MetricsLog:
         os.close(self._file)
 
 
-def records_in(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the steps of a run with their fields, as far as their lines are whole."""
-    path = folder / METRICS
+def records_in(folder: Path, name: str = METRICS) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the steps of a run, or of its evaluations, with their fields, as far as their lines are whole."""
+    path = folder / name
     if path.is_file():
         with path.open("rb") as lines:
             yield from filter(None, map(_record, lines))

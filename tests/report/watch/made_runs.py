@@ -62,7 +62,7 @@ def made_run(
     (folder / "training.json").write_text(json.dumps(encode(training)), encoding="utf-8")
     (folder / "attempts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in notes), encoding="utf-8")
     if records:
-        log = MetricsLog(folder, 0)
+        log = MetricsLog(folder / "metrics.jsonl", 0)
         for record in records:
             log.append(record)
         log.close()

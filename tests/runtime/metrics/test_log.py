@@ -22,7 +22,7 @@ import resource, signal, sys
 from pathlib import Path
 from autoshard.runtime.metrics.log import MetricsLog
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-log, refused = MetricsLog(Path(sys.argv[1]), 0), []
+log, refused = MetricsLog(Path(sys.argv[1]) / "metrics.jsonl", 0), []
 most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 for step in range(1, 41):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if step < 40 else most, most))
@@ -48,7 +48,7 @@ def strict(text: str) -> dict[str, Any]:
 
 
 def written(folder: Path, numbers: range) -> Path:
-    log = MetricsLog(folder, numbers.start - 1)
+    log = MetricsLog(folder / "metrics.jsonl", numbers.start - 1)
     for number in numbers:
         log.append(record_of(step(number), at=0.0))
     log.close()
@@ -108,7 +108,7 @@ def test_steps_that_are_done_again_are_dropped(last: int, torn: bytes) -> None:
         path = written(Path(name), range(1, 7))
         with path.open("ab") as file:
             file.write(torn.replace(b"\n", b""))
-        MetricsLog(Path(name), last).close()
+        MetricsLog(Path(name) / "metrics.jsonl", last).close()
         assert numbers_in(path) == list(range(1, min(last, 6) + 1))
         assert [one.name for one in Path(name).iterdir()] == [METRICS]
 
@@ -116,7 +116,7 @@ def test_steps_that_are_done_again_are_dropped(last: int, torn: bytes) -> None:
 def test_a_line_that_is_no_step_is_dropped(tmp_path: Path) -> None:
     path = written(tmp_path, range(1, 3))
     path.write_text(path.read_text() + "[]\n" + "[" * 5000 + "\n" + path.read_text())
-    MetricsLog(tmp_path, 9).close()
+    MetricsLog(tmp_path / "metrics.jsonl", 9).close()
     assert numbers_in(path) == [1, 2, 1, 2]
 
 

@@ -123,7 +123,7 @@ def test_tensorboard_reads_every_step_of_a_run_that_was_continued_twice(tmp_path
 
 def logged(folder: Path, numbers: range) -> None:
     """Let the file of steps of a run have these."""
-    log = MetricsLog(folder, numbers.start - 1)
+    log = MetricsLog(folder / "metrics.jsonl", numbers.start - 1)
     for number in numbers:
         loss = float("nan") if number == 4 else 1 / number
         step = TimedStep(number=number, loss=loss, norm=1.0, time_s=0.5, num_tokens=64)

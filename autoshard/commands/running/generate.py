@@ -1,0 +1,197 @@
+"""``autoshard generate``: let the weights of a run, or of a Hugging Face folder, go on with a text."""
+
+import math
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from autoshard.commands.output import print_answer
+from autoshard.commands.tokenize import named_tokenizer
+from autoshard.errors import InputError, require
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.codec import load
+from autoshard.plan.plan import Plan
+from autoshard.run.folder import CHECKPOINTS, PLAN, TRAINING, folder_of
+from autoshard.search.bound.request import Request, plan_at
+from autoshard.spec import record
+from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.files import read_data
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.model_catalogue import load_model, read_config
+from autoshard.spec.training import Training
+from autoshard.spec.workload import DTYPE_BYTES, Precision, Workload
+from autoshard.units import format_bytes
+
+if TYPE_CHECKING:
+    from autoshard.runtime.convert.stored import WeightSource
+    from autoshard.runtime.data.tokenizers import Tokenizer
+
+_FAMILY = "model_type"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weights:
+    """Weights in a folder: of which model, and which tokenizer made its tokens, as far as the folder says."""
+
+    folder: Path
+    model: ModelSpec
+    tokenizer: str | None
+    seq_len: int | None = None  # with which it was trained
+
+
+def generate(
+    source: Path,
+    prompt: str,
+    tokens: int = 100,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    step: Literal["newest", "best"] | int = "newest",
+    tokenizer: str | None = None,
+    json: bool = False,
+) -> int:
+    """Let the weights of a run, or of a Hugging Face folder, go on with a text.
+
+    It reads the whole model into this process, in FP32, and computes every token anew: enough to hear what a run has
+    learned, and no server.
+
+    Args:
+        source: The folder of a run, one of its checkpoints, or a folder with a config.json and safetensors.
+        prompt: The text to go on with.
+        tokens: How many tokens to add at most.
+        temperature: At 0 the likeliest token comes next; above, one is drawn, the more freely the higher it is.
+        top_k: Draw among so many of the likeliest tokens only.
+        seed: Of the draws.
+        step: Of a run: the newest checkpoint, the best one by its evaluations, or that of a step.
+        tokenizer: bytes, a folder with a tokenizer.json, or a hub's name. Default: that of the run's data.
+        json: Print one JSON object instead of the text.
+    """
+    sampled = temperature > 0
+    require(
+        (tokens >= 1, "--tokens", f"must be at least 1, not {tokens}"),
+        (0 <= temperature < math.inf, "--temperature", f"must be at least 0, not {temperature:g}"),
+        (top_k is None or (top_k >= 1 and sampled), "--top-k", "must be at least 1, and needs a --temperature above 0"),
+        (bool(prompt), "--prompt", "must not be empty"),
+    )
+    try:
+        weights = _weights_in(source, step)
+    except ModuleNotFoundError as error:
+        raise InputError.of("autoshard generate", f"needs {error.name}: pip install 'autoshard[torch]'") from None
+    words = _opened(weights, tokenizer, source)
+    first = words.opened(prompt)
+    require((max(first) < weights.model.vocab, "--tokenizer", _foreign(words, weights.model)))
+    start_s = time.monotonic()
+    added = _added(weights, first, len(first) + tokens, words.record.eos, (temperature, top_k, seed))
+    text, time_s = words.text(added), time.monotonic() - start_s
+    if json:
+        print_answer({"source": str(weights.folder), "prompt": prompt, "text": text, "tokens": added, "time_s": time_s})
+    else:
+        print(f"{prompt}{text}")
+    return 0
+
+
+def _added(
+    weights: _Weights, prompt: list[int], length: int, eos: int | None, draw: tuple[float, int | None, int]
+) -> list[int]:
+    from autoshard.engine.torch.formats import Formats
+    from autoshard.runtime.generating import WholeModel, chooser, continued
+
+    longest = weights.model.max_positions if weights.model.positions == "learned" else None
+    too_long = f"the prompt and its continuation have {length} tokens, and the model knows {longest} positions"
+    require((longest is None or length <= longest, "--tokens", too_long))
+    model = WholeModel.of(plan_of_one_rank(weights.model, length), _source_of(weights), Formats())
+    return [*continued(model, prompt, length, chooser(*draw), eos)]
+
+
+def plan_of_one_rank(model: ModelSpec, seq_len: int) -> Plan:
+    """Return a plan of one rank for one sequence; nothing is dropped at random when a model speaks."""
+    plain = replace(model, hidden_dropout=0.0, attention_dropout=0.0)
+    work = Workload(seq_len=seq_len, global_batch=1, precision=Precision.named("fp32"))
+    request = Request(model=plain, cluster=load_cluster("local", ranks=1), workload=work, engines=("torch",))
+    return plan_at(request, Candidate(zero=0), even_refused=True)
+
+
+def _weights_in(source: Path, step: str | int) -> _Weights:
+    """Find the weights that a folder holds, and what it says of them."""
+    from autoshard.runtime.convert.converting import form_of
+    from autoshard.runtime.convert.ours import checkpoint_of
+
+    form = form_of(source)
+    if form == "hf":
+        named = str(source) if (source / "tokenizer.json").is_file() else None
+        return _Weights(folder=source, model=_untraced(load_model(source / "config.json")), tokenizer=named)
+    checkpoint = checkpoint_of(source) if form == "autoshard" else None
+    if checkpoint is None:
+        raise InputError.of(str(source), f"holds weights of another form ({form}). Type first: autoshard convert")
+    folder, index = checkpoint
+    if step != "newest":
+        of_best = index.state.best_step if step == "best" else step
+        unknown = "no evaluation has judged this run. Give its recipe eval.sets, or type --step newest"
+        if of_best is None:
+            raise InputError.of("--step best", unknown)
+        folder = _step_in(source, int(of_best))
+    plan, config = folder / PLAN, folder / "config.json"
+    model = load(plan).model if plan.is_file() else load_model(config) if config.is_file() else None
+    if model is None:
+        raise InputError.of(str(folder), "says of no model: neither plan.json nor config.json lies there")
+    return _Weights(folder=folder, model=_untraced(model), tokenizer=_tokenizer_of(folder))
+
+
+def _step_in(source: Path, step: int) -> Path:
+    """Return the folder of a step's checkpoint."""
+    folder = source / CHECKPOINTS if (source / CHECKPOINTS).is_dir() else source
+    place = folder / folder_of(step)
+    require((place.is_dir(), f"--step {step}", f"there is no checkpoint {place}"))
+    return place
+
+
+def _untraced(model: ModelSpec) -> ModelSpec:
+    message = f"{model.name} was read off a module's code, which knows how it generates"
+    require((model.traced is None, "model", message))
+    return model
+
+
+def _tokenizer_of(folder: Path) -> str | None:
+    """Return the tokenizer of the data that a run has read, as its checkpoint says; None of synthetic tokens."""
+    from autoshard.runtime.data.opened import NAME, read_manifest
+
+    if not (folder / TRAINING).is_file():
+        return None
+    sets = record.decode(Training, read_data(folder / TRAINING), folder / TRAINING).data.sets
+    for name in sets:
+        if name.endswith(".txt"):
+            return "bytes"
+        if (Path(name) / NAME).is_file():
+            return read_manifest(Path(name) / NAME).tokenizer.name
+    return None
+
+
+def _opened(weights: _Weights, stated: str | None, source: Path) -> "Tokenizer":
+    from autoshard.runtime.data.tokenizers import open_tokenizer
+
+    name = stated or weights.tokenizer
+    if name is None:
+        message = (
+            f"nothing in {source} says which tokenizer made its tokens. Type bytes, or a folder with a tokenizer.json"
+        )
+        raise InputError.of("--tokenizer", message)
+    return open_tokenizer(named_tokenizer(name, None, None, None))
+
+
+def _foreign(words: "Tokenizer", model: ModelSpec) -> str:
+    return f"tokens of {words.record.name} go to {words.record.vocab - 1}, those of {model.name} to {model.vocab - 1}"
+
+
+def _source_of(weights: _Weights) -> "WeightSource":
+    """Open the weights; refuse more than this machine can hold."""
+    from autoshard.runtime.convert.converting import form_of, open_weights
+    from autoshard.runtime.machine import available_bytes
+
+    config = weights.folder / "config.json"
+    form = form_of(weights.folder)
+    family: Any = read_config(config)[_FAMILY] if form == "hf" else None
+    needed, there = weights.model.num_parameters * DTYPE_BYTES["fp32"], available_bytes()
+    large = f"its weights take {format_bytes(needed)} in FP32, and this machine has {format_bytes(there)} left"
+    require((needed < there, str(weights.folder), large))
+    return open_weights(weights.folder, form, family and str(family), weights.model)

@@ -1,0 +1,79 @@
+"""Judging the state of a run by samples that it does not train on: always the same ones, in the order of their set."""
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autoshard.errors import require
+from autoshard.plan.plan import Plan
+from autoshard.run.activity import RankActivity
+from autoshard.run.protocol import Evaluates
+from autoshard.run.reports import EvaluatedStep
+from autoshard.runtime.data.batches import SampleSource, StepShape, batches
+from autoshard.runtime.data.opened import source_of
+from autoshard.spec.training import Training
+
+if TYPE_CHECKING:  # which imports torch, and the help of a command does without
+    from autoshard.runtime.checkpoint.files import RunState
+
+_SEED = 0  # of the order of the samples: two runs with other seeds are judged by the same ones
+
+
+def refuse_evaluation(plan: Plan, training: Training, engine: str) -> None:
+    """Refuse to judge a run that could not be judged, or by sets that cannot be read."""
+    if not training.eval.sets:
+        return
+    model = plan.model
+    drops = max(model.hidden_dropout, model.attention_dropout)
+    named = f"{engine} judges no run meanwhile; the torch engine does. Leave eval out"
+    dropping = f"{model.name} drops numbers at random ({drops:g}), also in an evaluation. Plan it without dropout"
+    require((engine == "torch", "eval", named), (not drops, "eval", dropping))
+    source_of(plan, training.eval_data, _SEED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluator:
+    """Judges the weights of a run."""
+
+    training: Training
+    source: SampleSource
+    shape: StepShape
+
+    @classmethod
+    def of(cls, plan: Plan, training: Training) -> "Evaluator":
+        """Open the sets that judge a run."""
+        source = source_of(plan, replace(training.eval_data, check="sizes"), _SEED)
+        return cls(training=training, source=source, shape=StepShape.of(plan))
+
+    @property
+    def num_steps(self) -> int:
+        """How many batches of a step are read."""
+        return -(-self.training.eval.samples // self.shape.num_samples)
+
+    def judged(self, engine: Evaluates, state: "RunState", activity: RankActivity) -> "tuple[EvaluatedStep, RunState]":
+        """Return the mean loss of all counted tokens, and the state that knows the best step so far.
+
+        The watchdog looks at it as at a step.
+        """
+        start_s, total, count = time.perf_counter(), 0.0, 0
+        activity.begin(state.step)
+        for number in range(self.num_steps):
+            activity.wait("the data of the evaluation", of_storage=True)
+            micro_batches = batches(self.source, number * self.shape.num_samples, self.shape)
+            activity.act("the evaluation")
+            counted = sum(int(np.count_nonzero(batch["token_weight"])) for batch in micro_batches)
+            total, count = total + engine.evaluate(micro_batches) * counted, count + counted
+        activity.begin(0)
+        loss = total / max(1, count)
+        best = state.best_loss is None or loss < state.best_loss
+        evaluated = EvaluatedStep(
+            number=state.step,
+            loss=loss,
+            num_samples=self.num_steps * self.shape.num_samples,
+            time_s=time.perf_counter() - start_s,
+            best=best,
+        )
+        step = state.step if self.training.eval.keep_best else None
+        return evaluated, replace(state, best_step=step, best_loss=loss) if best else state

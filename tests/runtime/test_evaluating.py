@@ -1,0 +1,148 @@
+"""Runs that are judged meanwhile: by the same samples, wherever they run; the best state stays, also across starts."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autoshard.cli import main
+from autoshard.errors import InputError
+from autoshard.plan.codec import load
+from autoshard.run.activity import RankActivity
+from autoshard.run.reports import EvaluatedStep
+from autoshard.runtime.checkpoint.files import RunState
+from autoshard.runtime.checkpoint.shelf import Shelf
+from autoshard.runtime.checkpoint.storage import Storage
+from autoshard.runtime.evaluating import Evaluator, refuse_evaluation
+from autoshard.spec.training import DataSpec, Evaluating, Training
+from tests.runtime.cases import write_tiny
+from tests.runtime.training_cases import Double, plan_of, trained
+
+TEXT = "Wer reitet so spaet durch Nacht und Wind? Es ist der Vater mit seinem Kind. " * 20
+OTHER = "Er hat den Knaben wohl in dem Arm, er fasst ihn sicher, er haelt ihn warm. " * 20
+
+
+@pytest.fixture
+def sets(tmp_path: Path) -> dict[str, dict[str, float]]:
+    names = {"train": TEXT, "judge": OTHER}
+    for name, text in names.items():
+        (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
+    return {name: {str(tmp_path / f"{name}.txt"): 1.0} for name in names}
+
+
+def judged(sets, **options) -> dict:
+    return {
+        "data": DataSpec(sets=sets["train"]),
+        "eval": Evaluating(sets=sets["judge"], **{"every_steps": 2, "samples": 6, **options}),
+    }
+
+
+def evaluations(found) -> list[EvaluatedStep]:
+    return [said for said in found.said if isinstance(said, EvaluatedStep)]
+
+
+class Falling:
+    """An engine whose losses are known: it counts its batches, and gives the next of a list for each step's batch."""
+
+    def __init__(self, losses: list[float]) -> None:
+        self.losses, self.asked = iter(losses), []
+
+    def evaluate(self, micro_batches):
+        self.asked.append([batch["samples"].tolist() for batch in micro_batches])
+        return next(self.losses)
+
+
+def test_a_loss_is_the_mean_over_counted_tokens_of_the_same_samples_each_time(sets):
+    plan = plan_of("tp=1,pp=1,dp=2", vocab=257)
+    training = Training(**judged(sets, samples=6))
+    evaluator, engine = Evaluator.of(plan, training), Falling([2.0, 4.0, 1.0, 1.5])
+    num_samples = plan.workload.global_batch
+    assert evaluator.num_steps == -(-6 // num_samples) == 2
+    first, state = evaluator.judged(engine, RunState(step=2), RankActivity())
+    assert first.loss == pytest.approx(3.0) and first.num_samples == 2 * num_samples and first.best
+    assert (state.best_step, state.best_loss) == (2, first.loss)
+    second, state = evaluator.judged(engine, replace(state, step=4), RankActivity())
+    assert second.loss == pytest.approx(1.25) and (state.best_step, state.best_loss) == (4, 1.25)
+    assert engine.asked[:2] == engine.asked[2:], "the same samples"
+    assert sorted(number for asked in engine.asked[:2] for batch in asked for number in batch) == [*range(8)]
+
+
+def test_masked_tokens_weigh_nothing(sets, monkeypatch):
+    plan = plan_of("tp=1,pp=1,dp=1", vocab=257)
+    evaluator = Evaluator.of(plan, Training(**judged(sets, samples=8)))
+    real = evaluator.source.samples
+
+    class Half:
+        def samples(self, first, count):
+            found = real(first, count)
+            counted = found.counted.copy()
+            if first:
+                counted[:, 1:] = False  # of the second batch one token of each sample counts
+            return replace(found, counted=counted)
+
+    evaluator = replace(evaluator, source=Half())
+    result, _ = evaluator.judged(Falling([1.0, 10.0]), RunState(step=1), RankActivity())
+    whole, few = 4 * plan.workload.seq_len, 4
+    assert result.loss == pytest.approx((1.0 * whole + 10.0 * few) / (whole + few))
+
+
+@pytest.mark.ranks
+def test_ranks_of_another_layout_judge_alike_and_the_best_checkpoint_stays(tmp_path, sets):
+    options = {**judged(sets), "build": Double, "every_steps": 3, "keep_last": 1, "learning_rate": 0.02}
+    plans = {"one": plan_of("tp=1,pp=1,dp=1", vocab=257), "four": plan_of("tp=2,pp=1,dp=2", vocab=257)}
+    found = {name: trained(plan, tmp_path / name, 8, **options) for name, plan in plans.items()}
+    one, four = (evaluations(run) for run in found.values())
+    assert [result.number for result in one] == [2, 4, 6, 8]
+    assert [result.loss for result in four] == pytest.approx([result.loss for result in one], rel=1e-9)
+    assert one[0].best and one[-1].loss < one[0].loss, "it learns the language"
+    best = max(result.number for result in one if result.best)
+    steps = Shelf(storage=Storage.of(str(tmp_path / "four" / "checkpoints"))).steps()
+    assert best in steps and 8 in steps
+
+
+@pytest.mark.ranks
+def test_a_worse_state_is_not_kept_and_the_best_one_is_known_after_a_restart(tmp_path, sets):
+    """At a rate that destroys the model the first evaluation stays the best: its checkpoint outlives newer ones."""
+    plan = plan_of("tp=1,pp=1,dp=2", vocab=257)
+    options = {**judged(sets, every_steps=1), "every_steps": 1, "keep_last": 1}
+    first = trained(plan, tmp_path, 2, **options, learning_rate=1e-2)
+    best = max(result.number for result in evaluations(first) if result.best)
+    second = trained(plan, tmp_path, 5, **options, learning_rate=30.0)
+    assert [result.number for result in evaluations(second)] == [3, 4, 5]
+    assert not any(result.best for result in evaluations(second)), "the loss before the restart is remembered"
+    assert Shelf(storage=Storage.of(str(tmp_path / "checkpoints"))).steps() == [5, best]
+
+
+def test_what_cannot_be_judged_is_refused(sets, tmp_path):
+    plan, training = plan_of("tp=1,pp=1,dp=1", vocab=257), Training(**judged(sets))
+    refuse_evaluation(plan, training, "torch")
+    refuse_evaluation(plan, replace(training, eval=Evaluating()), "nxd")
+    dropping = replace(plan, model=replace(plan.model, hidden_dropout=0.1))
+    for bad_plan, engine, message in ((plan, "nxd", "^eval: nxd judges no run"), (dropping, "torch", "drops numbers")):
+        with pytest.raises(InputError, match=message):
+            refuse_evaluation(bad_plan, training, engine)
+    missing = replace(training, eval=Evaluating(sets={str(tmp_path / "none.txt"): 1.0}))
+    with pytest.raises(InputError, match=r"none\.txt: is neither a folder nor"):
+        refuse_evaluation(plan, missing, "torch")
+    with pytest.raises(InputError, match="must be above 0"):
+        Evaluating(sets={"a": -1.0})
+
+
+@pytest.mark.ranks
+def test_a_recipe_is_judged_by_its_own_set_and_the_command_says_and_keeps_how(tmp_path, sets, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    path = write_tiny(tmp_path, "tp=1,pp=1,dp=2")
+    small = {"seq_len": load(path).workload.seq_len}
+    recipe = (
+        f"model: tiny-llama\ncluster: local\nranks: 2\nseq_len: {small['seq_len']}\nglobal_batch: 4\nsteps: 4\n"
+        "data: {sets: {train.txt: 1.0}}\neval: {sets: {judge.txt: 1.0}, every_steps: 2, samples: 4}\n"
+    )
+    (tmp_path / "judged.yaml").write_text(recipe, encoding="utf-8")
+    assert main(["run", "judged.yaml", "--fix", "mbs=2"]) == 0
+    said = capsys.readouterr().out
+    assert "note: step 2: evaluation loss" in said and "note: step 4: evaluation loss" in said
+    lines = [json.loads(line) for line in Path("runs/judged/evaluations.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4] and all(line["samples"] == 4 for line in lines)
+    steps = [json.loads(line) for line in Path("runs/judged/metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2, 3, 4], "what a step has is as it was"

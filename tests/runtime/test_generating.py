@@ -1,0 +1,117 @@
+"""Text from weights: token by token what transformers chooses, and what the command finds in folders and refuses."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from autoshard.cli import main
+from autoshard.commands.running.generate import plan_of_one_rank
+from autoshard.engine.torch.formats import Formats
+from autoshard.plan.codec import load
+from autoshard.run.folder import folder_of
+from autoshard.runtime.convert.converting import open_weights
+from autoshard.runtime.generating import WholeModel, chooser, continued
+from autoshard.spec.model_catalogue import load_model, read_config
+from tests.kit import SMALL_FAMILIES
+from tests.runtime.cases import write_tiny
+from tests.runtime.convert.test_opening import module_of
+from tests.slower import rest_is_slow
+
+PROMPT, NUM_TOKENS = (3, 1, 4, 1), 5
+
+
+def whole_model(folder: Path, length: int) -> WholeModel:
+    model = load_model(folder)
+    source = open_weights(folder, "hf", str(read_config(folder / "config.json")["model_type"]), model)
+    return WholeModel.of(plan_of_one_rank(model, length), source, Formats())
+
+
+@pytest.mark.parametrize("family", rest_is_slow(SMALL_FAMILIES, 3, 3))
+def test_tokens_are_those_that_transformers_chooses(family: str, tmp_path: Path) -> None:
+    module = module_of(family)
+    module.save_pretrained(tmp_path)
+    length = len(PROMPT) + NUM_TOKENS
+    model, tokens, expected = whole_model(tmp_path, length), list(PROMPT), list[int]()
+    for _ in range(NUM_TOKENS):
+        with torch.no_grad():
+            logits = module(torch.tensor([tokens])).logits[0, -1]
+        padded = np.array([[*tokens, *[0] * (length - len(tokens))]])
+        torch.testing.assert_close(model.logits(padded)[len(tokens) - 1].float(), logits, rtol=0, atol=2e-5)
+        expected.append(int(logits.argmax()))
+        tokens.append(expected[-1])
+    assert [*continued(model, PROMPT, length, chooser(0.0, None, 0), stop=None)] == expected
+    stopped = [*continued(model, PROMPT, length, chooser(0.0, None, 0), stop=expected[1])]
+    assert stopped == expected[: expected.index(expected[1]) + 1], "what closes a document ends it"
+
+
+def test_draws_follow_the_softmax_of_the_likeliest_and_the_seed() -> None:
+    logits = torch.tensor([2.0, 0.0, 1.0, -1.0])
+    choose, again = chooser(0.5, 3, 7), chooser(0.5, 3, 7)
+    drawn = [choose(logits) for _ in range(6000)]
+    assert drawn == [again(logits) for _ in range(6000)]
+    shares = np.bincount(drawn, minlength=4) / len(drawn)
+    weights = np.exp(np.array([4.0, 0.0, 2.0, -np.inf]))
+    np.testing.assert_allclose(shares, weights / weights.sum(), atol=0.02)
+    assert {chooser(0.0, None, seed)(logits) for seed in range(3)} == {0}
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a run that has learned a few letters, judged meanwhile."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("ab" * 400, encoding="utf-8")
+    seq_len = load(write_tiny(tmp_path, "tp=1,pp=1,dp=2")).workload.seq_len
+    Path("letters.yaml").write_text(
+        f"model: tiny-llama\ncluster: local\nranks: 2\nseq_len: {seq_len}\nglobal_batch: 8\nsteps: 24\n"
+        "learning_rate: 0.01\ncheckpoint: {every_steps: 8, keep_last: 9}\n"
+        "data: {sets: {text.txt: 1.0}}\neval: {sets: {text.txt: 1.0}, every_steps: 8, samples: 8}\n",
+        encoding="utf-8",
+    )
+    assert main(["run", "letters.yaml", "--fix", "mbs=4,zero=3"]) == 0
+    return Path("runs/letters")
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    capsys.readouterr()
+    assert main(["generate", *words]) == code
+    out = capsys.readouterr()
+    return out.err if code else out.out
+
+
+@pytest.mark.ranks
+def test_a_run_says_what_it_has_learned(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = (str(run_folder), "--prompt", "abab", "--tokens", "6")
+    assert said(capsys, *asked) == "abababababab"[:10] + "\n"
+    answer = json.loads(said(capsys, *asked, "--json"))
+    assert answer["text"] == "ababab" and answer["tokens"] == [*b"ababab"]
+    assert answer["source"].endswith(folder_of(24))
+    lines = (run_folder / "evaluations.jsonl").read_text().splitlines()
+    best = min((json.loads(line) for line in lines), key=lambda line: line["loss"])
+    assert json.loads(said(capsys, *asked, "--json", "--step", "best"))["source"].endswith(folder_of(best["step"]))
+    assert json.loads(said(capsys, *asked, "--json", "--step", "8"))["source"].endswith(folder_of(8))
+    place = str(run_folder / "checkpoints" / folder_of(16))
+    assert json.loads(said(capsys, place, *asked[1:], "--json"))["source"] == place
+    drawn = (*asked, "--temperature", "1.5", "--seed", "3")
+    assert said(capsys, *drawn) == said(capsys, *drawn)
+    assert "there is no checkpoint" in said(capsys, *asked, "--step", "5", code=2)
+    for line in run_folder.glob("checkpoints/*/training.json"):
+        line.unlink()
+    assert "says which tokenizer made its tokens. Type bytes" in said(capsys, *asked, code=2)
+    assert said(capsys, *asked, "--tokenizer", "bytes") == "ababababab\n"
+
+
+def test_what_cannot_go_on_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module_of("gpt2").save_pretrained(tmp_path / "hf")
+    folder, bytes_ = str(tmp_path / "hf"), ("--tokenizer", "bytes")
+    assert "there is no such file or folder" in said(capsys, "nothing", "--prompt", "a", code=2)
+    assert "tokens of bytes go to 256" in said(capsys, folder, "--prompt", "a", *bytes_, code=2)
+    assert "must be at least 1" in said(capsys, folder, "--prompt", "a", "--tokens", "0", code=2)
+    assert "needs a --temperature above 0" in said(capsys, folder, "--prompt", "a", "--top-k", "3", code=2)
+    assert "must not be empty" in said(capsys, folder, "--prompt", "", code=2)
+    small = "\x01\x02\x03"  # tokens that the model has
+    far = said(capsys, folder, "--prompt", small, "--tokens", "999", *bytes_, code=2)
+    assert "have 1002 tokens, and the model knows" in far
+    assert said(capsys, folder, "--prompt", small, "--tokens", "2", *bytes_).startswith(small)
