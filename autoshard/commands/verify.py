@@ -12,7 +12,7 @@ from autoshard.plan.module_plan import is_module_plan, load_module_plan
 from autoshard.plan.plan import Plan
 from autoshard.plan.proof import prove
 from autoshard.plan.rules.rule import Rejection
-from autoshard.plan.verify import notices
+from autoshard.plan.verify import notices, unrun_code
 from autoshard.report.plan_sheets import proof_sheet, rejections_sheet
 from autoshard.report.structured import rejection_json
 from autoshard.spec.record import encode
@@ -41,7 +41,7 @@ def verify(plan: Path = DEFAULT_PLAN, module: str | None = None, json: bool = Fa
         reasons = [rejection_json(entry) for entry in rejections]
         print_answer({"rejections": reasons, "notices": remarks, "proof": encode(proof)})
     else:
-        may = "may run" if current.model.traced is None else "is legal"
+        may = "is legal" if unrun_code(current) else "may run"
         may_run = f"{plan}: {current.candidate} {may} on {current.cluster.name} with engine {current.engine}"
         print_answer([rejections_sheet(rejections)] if rejections else may_run)
         if proof:
