@@ -49,9 +49,9 @@ def counter(*, of_code: bool = False) -> Callable[[Plan, int], Measured]:
     """Return the function that counts a step of one rank without the others."""
     require_torch()
     if of_code:
-        from autoshard.modules.training.engine import count_code_rank
+        from autoshard.modules.training.engine import code_counter
 
-        return count_code_rank
+        return code_counter()
     from autoshard.engine.torch.fake import count_rank
 
     return count_rank

@@ -1,6 +1,7 @@
 """A plan of a decoder's own code on one rank: its blocks, run by the engine of plans."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from autoshard.modules.training.inputs import CodeInputs
 from autoshard.modules.training.layouts import code_programs
 from autoshard.modules.training.planning import made_code
 from autoshard.modules.training.reading import TracedCode
+from autoshard.modules.training.weights import shared_code, shared_weights
 from autoshard.plan.plan import Plan, Stage
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.tables import table_name
@@ -24,15 +26,27 @@ from autoshard.run.reports import Measured
 
 def build_code(plan: Plan, run: Run) -> TorchEngine | AgreeingEngine:
     """Build this rank's share of a plan whose code is executed, with the numbers that the code gives its weights."""
-    code, formats = made_code(plan, run.training.seed), Formats(device=torch.device(run.device))
-    engine = TorchEngine(plan, code.weight, formats, run, programs=programs_of_planned(plan, code))
+    code, formats = shared_code(plan, run.training.seed), Formats(device=torch.device(run.device))
+    programs = programs_of_planned(plan, code)
+    weights: Mapping[str, Any] = shared_weights(code, plan, programs)
+    engine = TorchEngine(plan, weights.__getitem__, formats, run, programs=programs)
     engine.write_functions(run.folder / "generated")
     return agreeing(plan, run, engine)
 
 
-def count_code_rank(plan: Plan, rank: int) -> Measured:
-    """Count what a rank would hold and send, without the others and without numbers."""
-    return count_rank(plan, rank, programs_of_planned(plan, made_code(plan, 0)))
+def code_counter() -> Callable[[Plan, int], Measured]:
+    """Return a function that counts what a rank would hold and send, without the others and without numbers.
+
+    The code is traced once: what is counted are ranks of one plan, with few micro-batches or many.
+    """
+    traced: list[TracedCode] = []
+
+    def count(plan: Plan, rank: int) -> Measured:
+        if not traced:
+            traced.append(made_code(plan, None))
+        return count_rank(plan, rank, programs_of_planned(plan, traced[0]))
+
+    return count
 
 
 def programs_of_planned(plan: Plan, code: TracedCode) -> PlanPrograms:

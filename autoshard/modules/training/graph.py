@@ -52,6 +52,11 @@ class CodeGraph:
         """The kinds of blocks by name, in order."""
         return {block.kind: block for block in self.graph.blocks}
 
+    def shape_of(self, weight: str) -> tuple[int, ...]:
+        """Return the shape of a weight, as ``OpGraph.instances`` names it, along the dims of its block."""
+        _, _, name = weight.split(".", 2)
+        return tuple(self.graph.sizes[dim] for dim in self.graph.block_of(weight).tensors[name].dims)
+
     @cached_property
     def fingerprints(self) -> Mapping[str, str]:
         """The hash of each kind of block, whatever the number of sequences."""

@@ -4,11 +4,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.fx.node import map_aggregate
 
 from autoshard.engine.torch.formats import NOWHERE
 from autoshard.modules.export import ExportedModule
 from autoshard.modules.nodes import Node
 from autoshard.modules.training.graph import BATCH, CodeGraph
+from autoshard.run.protocol import HOST
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -24,7 +26,7 @@ class CodeInputs:
         nodes = {node.name: node for named in code.nodes.values() for node in named.values()}
         self._changing = [node for name, node in nodes.items() if name in of_batch]
         self._fixed = [node for name, node in nodes.items() if name not in of_batch]
-        self._graphs = {id(some): exported.part(some) for some in (self._changing, self._fixed)}
+        self._graphs = {id(some): _on_host(exported.part(some)) for some in (self._changing, self._fixed)}
         self._same: Tensors | None = None  # those that are the same for every batch
         self._last: tuple[Any, Tensors] = None, {}  # the tokens of which the others were made last
 
@@ -49,7 +51,7 @@ class CodeInputs:
 
     def _of_all(self) -> Tensors:
         if self._same is None:
-            zeros = torch.zeros_like(self._code.captured.exported.arguments[self._tokens], device="cpu")
+            zeros = torch.zeros_like(self._code.captured.exported.arguments[self._tokens], device=HOST)
             self._same = self._values(self._fixed, zeros)
         return self._same
 
@@ -65,6 +67,19 @@ class CodeInputs:
         arguments = {**exported.arguments, self._tokens: tokens}
         values = exported.values(self._graphs[id(nodes)], arguments, self._buffers)
         return {node.name: value for node, value in zip(nodes, values, strict=True)}
+
+
+def _on_host(part: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Let a part of a graph make its tensors on the host, wherever the module was traced."""
+
+    def host(argument: Any) -> Any:
+        return torch.device(HOST) if isinstance(argument, torch.device) else argument
+
+    for node in part.graph.nodes:
+        if node.op == "call_function":
+            node.args, node.kwargs = map_aggregate(node.args, host), map_aggregate(node.kwargs, host)
+    part.recompile()
+    return part
 
 
 def _made_of(exported: ExportedModule, argument: str) -> set[str]:

@@ -30,12 +30,13 @@ def with_code(plan: Plan, source: str) -> Plan:
     return replace(full, prediction=plan.prediction and replace(plan.prediction, of=plan_hash(full)))
 
 
-def made_code(plan: Plan, seed: int) -> TracedCode:
-    """Make a plan's decoder with its numbers, drawn from a seed; refuse code that is not what was planned."""
+def made_code(plan: Plan, seed: int | None) -> TracedCode:
+    """Make a plan's decoder with its numbers, drawn from a seed, or without any; refuse code that was not planned."""
     code = plan.code
     assert code, "a plan of code that may run says where that is"
-    torch.manual_seed(seed)
-    traced = _traced(plan, code.source, on_meta=False)
+    if seed is not None:
+        torch.manual_seed(seed)
+    traced = _traced(plan, code.source, on_meta=seed is None)
     require(*((False, where, message) for where, message in _changes(code, traced.graph)))
     with inside(f"{OPTION} {code.source}"):
         code_programs(traced.graph, plan, code.strategies)

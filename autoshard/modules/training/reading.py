@@ -26,25 +26,28 @@ _FEWEST = 2  # sequences, so that a batch is a dim
 
 @dataclass(frozen=True, kw_only=True)
 class TracedCode:
-    """A decoder with its numbers, and the graph of its code for one plan."""
+    """A decoder, and the graph of its code for one plan; ``buffers`` are those of the module, by path."""
 
     module: torch.nn.Module
     tokens: str  # the argument that takes tokens
     graph: CodeGraph
+    buffers: Mapping[str, torch.Tensor]
 
     def weight(self, name: str) -> Array:
         """Return the module's numbers of a weight, as ``OpGraph.instances`` names it, along the dims of its block."""
         kind, number, parameter = name.split(".", 2)
-        block = f"{kind}.{number}"
-        dims = self.graph.graph.block_of(block).tensors[parameter].dims
-        tensor = self.module.get_parameter(self.graph.paths[block][parameter]).detach()
-        numbers = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-        return np.asarray(numbers.numpy()).reshape([self.graph.graph.sizes[dim] for dim in dims])
+        tensor = self.module.get_parameter(self.graph.paths[f"{kind}.{number}"][parameter])
+        return as_array(tensor.detach()).reshape(self.graph.shape_of(name))
 
     def inputs(self) -> CodeInputs:
         """Return what makes the inputs of blocks."""
-        buffers = {path: buffer.detach() for path, buffer in self.module.named_buffers()}
-        return CodeInputs(self.graph, self.tokens, buffers)
+        return CodeInputs(self.graph, self.tokens, self.buffers)
+
+
+def as_array(tensor: torch.Tensor) -> Array:
+    """Return the numbers of a tensor in a format that numpy has."""
+    is_short = tensor.dtype in (torch.bfloat16, torch.float16)
+    return np.asarray((tensor.float() if is_short else tensor).numpy())
 
 
 def traced_code(
@@ -68,7 +71,8 @@ def traced_code(
                 where, f"{name} joins tokens of several sequences, which ranks of dp compute apart. {remedy}"
             )
     graph = code_graph(captured, stack, plan.workload, count)
-    return TracedCode(module=module, tokens=tokens, graph=graph)
+    buffers = {path: buffer.detach() for path, buffer in module.named_buffers()}
+    return TracedCode(module=module, tokens=tokens, graph=graph, buffers=buffers)
 
 
 def _faults(captured: Captured, tokens: str) -> Iterator[tuple[str, str]]:
