@@ -22,6 +22,7 @@ from autoshard.layout.program import (
 from autoshard.plan.lowering import StepGraph, split_pending
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, plan_programs, table_name
+from autoshard.run.placement import Bounds
 from autoshard.spec.mesh import ATOMS
 
 
@@ -75,12 +76,12 @@ class MadeInputs(Protocol):
         """Whether it makes this input of a block."""
         ...
 
-    def is_same(self, block: str, tensor: str) -> bool:
-        """Whether an input is the same for every batch."""
+    def turn(self, block: str, tensor: str, micro_batch: int) -> int | None:
+        """Return the number under which a step keeps an input: one for all micro-batches; None if it keeps none."""
         ...
 
-    def whole(self, block: str, tensor: str, batch: Mapping[str, Any], device: Any) -> Any:
-        """Return the input for a micro-batch, whole, as a tensor of torch."""
+    def part(self, place: tuple[str, str], batch: Mapping[str, Any], bounds: Bounds, device: Any) -> Any:
+        """Return a part of an input, whose ``place`` is its block and its name there, as a tensor of torch."""
         ...
 
 

@@ -23,8 +23,6 @@ from autoshard.plan.plan import Plan
 from autoshard.run.protocol import Batch, EngineMode
 from autoshard.schedule.builders import Action
 
-_ANY = -1  # the number of all micro-batches
-
 
 def _runs_of(
     blocks: Mapping[str, BlockProgram], context: RankContext, mode: EngineMode, kinds: Collection[str]
@@ -253,7 +251,9 @@ class RankPipeline:
     def _input(self, name: str, run: BlockRun, tensor: str, layout: Layout, number: int) -> torch.Tensor:
         """Return this rank's part of an input of a block, which is cut once in a step."""
         maker = self._maker(name, tensor)
-        turn = _ANY if maker and maker.is_same(name, tensor) else number
+        turn = maker.turn(name, tensor, number) if maker else number
+        if turn is None:
+            return self._cut_input(name, run, tensor, layout, number)
         key = (tensor, name if maker or tensor == DROPOUT_KEYS else "", turn, layout)
         if key not in self._inputs:
             self._inputs[key] = self._cut_input(name, run, tensor, layout, number)
@@ -285,9 +285,9 @@ class RankPipeline:
         context, batch = self.context, self._batches[number]
         if tensor in NUMBERS:
             return context.numbers(tensor, layout)
-        bounds = [slice(*ends) for ends in context.mesh_rank.bounds(layout)]
         if maker := self._maker(name, tensor):
-            return maker.whole(name, tensor, batch, context.formats.device)[tuple(bounds)].contiguous()
+            return maker.part((name, tensor), batch, context.mesh_rank.bounds(layout), context.formats.device)
+        bounds = [slice(*ends) for ends in context.mesh_rank.bounds(layout)]
         if tensor == DROPOUT_KEYS:
             return context.formats.tensor(dropout_keys(self.seed, batch["samples"][bounds[0]], name), "int64")
         part = batch[tensor][bounds[0]][:, context.positions.numpy()[bounds[1]]]

@@ -27,7 +27,7 @@ from autoshard.run.reports import Measured
 def build_code(plan: Plan, run: Run) -> TorchEngine | AgreeingEngine:
     """Build this rank's share of a plan whose code is executed, with the numbers that the code gives its weights."""
     code, formats = shared_code(plan, run.training.seed), Formats(device=torch.device(run.device))
-    programs = programs_of_planned(plan, code)
+    programs = programs_of_planned(plan, code, run.training.seed)
     weights: Mapping[str, Any] = shared_weights(code, plan, programs)
     engine = TorchEngine(plan, weights.__getitem__, formats, run, programs=programs)
     engine.write_functions(run.folder / "generated")
@@ -44,15 +44,15 @@ def code_counter() -> Callable[[Plan, int], Measured]:
     def count(plan: Plan, rank: int) -> Measured:
         if not traced:
             traced.append(made_code(plan, None))
-        return count_rank(plan, rank, programs_of_planned(plan, traced[0]))
+        return count_rank(plan, rank, programs_of_planned(plan, traced[0], 0))
 
     return count
 
 
-def programs_of_planned(plan: Plan, code: TracedCode) -> PlanPrograms:
+def programs_of_planned(plan: Plan, code: TracedCode, seed: int) -> PlanPrograms:
     """Return the programs that a plan has for its code."""
     assert plan.code, "a plan of code says how its blocks are cut"
-    return programs_of_code(code.graph, plan, plan.code.strategies, code.inputs())
+    return programs_of_code(code.graph, plan, plan.code.strategies, code.inputs(seed))
 
 
 def programs_of_code(

@@ -39,9 +39,9 @@ class TracedCode:
         tensor = self.module.get_parameter(self.graph.paths[f"{kind}.{number}"][parameter])
         return as_array(tensor.detach()).reshape(self.graph.shape_of(name))
 
-    def inputs(self) -> CodeInputs:
-        """Return what makes the inputs of blocks."""
-        return CodeInputs(self.graph, self.tokens, self.buffers)
+    def inputs(self, seed: int) -> CodeInputs:
+        """Return what makes the inputs of blocks; random numbers follow from a seed."""
+        return CodeInputs(self.graph, self.tokens, self.buffers, seed)
 
 
 def as_array(tensor: torch.Tensor) -> Array:
@@ -77,9 +77,6 @@ def traced_code(
 
 def _faults(captured: Captured, tokens: str) -> Iterator[tuple[str, str]]:
     """Yield what of a module in training a run does not do."""
-    random = {draw.name for draw in captured.exported.random}
-    if random.intersection(node.name for node in captured.inputs.values()):
-        yield "module", "drops or draws random numbers in training, which a run does not yet; set its rates to 0"
     yield from (("module", message) for message in captured.exported.own_gradients)
     for result in captured.program.results:
         if result.is_buffer:

@@ -11,6 +11,8 @@ from torch import nn
 
 from autoshard.engine.torch.engine import TorchEngine
 from autoshard.engine.torch.formats import Formats
+from autoshard.engine.torch.kernels.philox import random_part
+from autoshard.graph.kinds.dropout import dropout_keys
 from autoshard.modules.decoder.reading import read_decoder
 from autoshard.modules.training.engine import programs_of_code
 from autoshard.modules.training.layouts import solved_tables
@@ -20,9 +22,10 @@ from autoshard.run.protocol import EngineMode, Run
 from autoshard.spec.training import Training
 from autoshard.spec.workload import Precision
 from tests.kit import local_plan
-from tests.modules.training.own_decoders import LENGTH, WORDS
+from tests.modules.training.own_decoders import LENGTH, WORDS, Gpt, GptLayer, dropping
 
 RATE, CLIP = 1e-2, 0.3  # below the norm of every case
+_STEPS = 3
 Make = Callable[[], nn.Module]
 
 
@@ -48,16 +51,24 @@ def plan_of(module: nn.Module, text: str, *, precision: str = "fp32", batch: int
 
 
 def engine_of(plan: Plan, code: TracedCode, formats: Formats, mode: EngineMode) -> TorchEngine:
-    programs = programs_of_code(code.graph, plan, solved_tables(code.graph, plan), code.inputs())
+    programs = programs_of_code(code.graph, plan, solved_tables(code.graph, plan), code.inputs(0))
     return TorchEngine(
         plan, code.weight, formats, Run(folder=Path(), training=Training(), mode=mode), programs=programs
     )
 
 
 def compared(
-    make: Make, text: str, num_steps: int = 3, mode: EngineMode = "literal", *, exact: bool = True
+    make: Make,
+    text: str,
+    mode: EngineMode = "literal",
+    *,
+    exact: bool = True,
+    changed: Callable[[nn.Module], object] = lambda _: None,
 ) -> Compared:
-    """Train a decoder by a plan on this rank, and the plain module beside it; in FP64 if it is to be ``exact``."""
+    """Train a decoder by a plan on this rank, and the plain module beside it; in FP64 if it is to be ``exact``.
+
+    The module is ``changed`` when it was traced.
+    """
     torch.manual_seed(1)
     module, formats = make(), Formats(exact=exact)
     plan = plan_of(module, text)
@@ -65,12 +76,41 @@ def compared(
     code = traced_code(module, plan, formats)
     engine, generator = engine_of(plan, code, formats, mode), np.random.default_rng(0)
     optimizer, steps = _adamw(module), list[tuple[float, float, float, float]]()
-    for _ in range(num_steps):
+    changed(module)
+    for _ in range(_STEPS):
         batches = list(micro_batches(plan, generator))
         report = engine.step(batches, RATE)
         steps.append((report.loss, *_step(module, optimizer, batches, report.norm)))
     error, weight = max(_errors(engine, code))
     return Compared(steps=tuple(steps), error=error, weight=weight)
+
+
+class KeyedDropout(nn.Module):
+    """Drops numbers of each sequence by its number in the run, as the layer's stream has them."""
+
+    def __init__(self, dropped: float, stream: int) -> None:
+        super().__init__()
+        self.dropped, self.stream, self.samples = dropped, stream, np.arange(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sizes = [1, *x.shape[1:]]
+        drawn = [
+            random_part("uniform", sizes, [(0, size) for size in sizes], self.stream, torch.tensor(key))
+            for key in dropout_keys(0, self.samples, "code").tolist()
+        ]
+        return x * (torch.cat(drawn) >= self.dropped) / (1 - self.dropped)
+
+
+def compared_dropping(text: str) -> Compared:
+    """Train a decoder that drops numbers, beside one that drops the same numbers by itself."""
+
+    def keyed(module: nn.Module) -> None:
+        assert isinstance(module, Gpt)
+        for number, layer in enumerate(module.layers):
+            assert isinstance(layer, GptLayer) and isinstance(layer.drop, nn.Dropout)
+            layer.drop = KeyedDropout(layer.drop.p, number)
+
+    return compared(dropping, text, changed=keyed)
 
 
 def micro_batches(plan: Plan, generator: np.random.Generator) -> Iterator[Mapping[str, Any]]:
@@ -101,6 +141,9 @@ def _step(module: nn.Module, optimizer: Any, batches: list[Any], norm: float) ->
         torch.from_numpy(np.concatenate([batch[name] for batch in batches]))
         for name in ("tokens", "labels", "token_weight")
     )
+    for submodule in module.modules():
+        if isinstance(submodule, KeyedDropout):
+            submodule.samples = np.concatenate([batch["samples"] for batch in batches])
     logits = module(tokens)
     losses = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     loss = (losses * weights.flatten().to(losses.dtype)).sum()

@@ -10,12 +10,12 @@ WORDS, LENGTH, WIDTH, HEADS = 48, 16, 32, 4
 
 
 class GptLayer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropped: float) -> None:
         super().__init__()
         self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.attention, self.mix = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.widen, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.drop = nn.Dropout(0.0)
+        self.drop: nn.Module = nn.Dropout(dropped)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shape = (*x.shape[:2], HEADS, -1)
@@ -30,10 +30,10 @@ class GptLayer(nn.Module):
 class Gpt(nn.Module):
     """Positions are learned, and the head has the weights of the embedding."""
 
-    def __init__(self, layers: int = 4) -> None:
+    def __init__(self, layers: int = 4, dropped: float = 0.0) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.layers, self.norm = nn.ModuleList(GptLayer() for _ in range(layers)), nn.LayerNorm(WIDTH)
+        self.layers, self.norm = nn.ModuleList(GptLayer(dropped) for _ in range(layers)), nn.LayerNorm(WIDTH)
         self.out = nn.Linear(WIDTH, WORDS, bias=False)
         self.out.weight = self.words.weight
         nn.init.normal_(self.words.weight, std=0.2)
@@ -132,6 +132,10 @@ class Llama(nn.Module):
 
 def gpt() -> nn.Module:
     return Gpt()
+
+
+def dropping() -> Gpt:
+    return Gpt(dropped=0.25)
 
 
 def llama() -> nn.Module:

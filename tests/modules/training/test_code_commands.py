@@ -18,11 +18,6 @@ from tests.modules.training.own_decoders import Gpt, Llama, Experts
 def gpt():
     return Gpt(layers=2)
 
-def drops():
-    model = Gpt(layers=2)
-    model.layers[1].drop.p = 0.1
-    return model
-
 def frozen():
     model = Gpt(layers=2)
     model.places.weight.requires_grad_(False)
@@ -106,7 +101,6 @@ def test_a_run_goes_on_under_another_plan_and_ends_in_the_module(typed: Typed):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("drops", "drops or draws random numbers in training"),
         ("frozen", "places.weight: is frozen"),
         ("centred", "joins tokens of several sequences"),
         ("counted", "seen: is a buffer that forward changes"),

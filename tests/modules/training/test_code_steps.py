@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.modules.training.code_cases import Compared, compared
+from tests.modules.training.code_cases import Compared, compared, compared_dropping
 from tests.modules.training.own_decoders import OWN
 from tests.ranks.spawn import on_ranks
 from tests.slower import rest_is_slow
@@ -28,6 +28,15 @@ def test_steps_are_those_of_the_plain_module(name: str, text: str, num_ranks: in
         assert isinstance(found, Compared)
         assert found.worst_step < 1e-12, found
         assert found.error < 1e-11, f"{found.weight} is {found.error:.1e} off"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_ranks"),
+    rest_is_slow([("tp=1,pp=2,dp=2,mbs=1", 4), ("tp=2,pp=1,dp=1,mbs=4,recompute=full", 2)], 1, 1),
+)
+def test_what_is_dropped_follows_from_the_sequence_alone(text: str, num_ranks: int):
+    for found in on_ranks(num_ranks, compared_dropping, text, timeout_s=300.0):
+        assert found.worst_step < 1e-12 and found.error < 1e-11, found
 
 
 @pytest.mark.slow
