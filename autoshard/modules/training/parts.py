@@ -11,7 +11,7 @@ from autoshard.modules.nodes import Node
 from autoshard.modules.program import Origin, Read, Result, Traced, TracedProgram, TracedStep, free_name
 
 TAKEN, GIVEN = "x", "y"
-_NUMBER = re.compile(r"_\d+$")
+_NUMBER = re.compile(r"(_\d+)+$")  # of the node, and of one of its results
 _DELIVERED = re.compile(r"_out$")  # names of tensors as their readers get them end so
 # Of the loss and of the step, in the block of the head.
 _USED = (

@@ -17,6 +17,7 @@ from autoshard.plan.codec import plan_hash
 from autoshard.plan.plan import Plan
 from autoshard.spec.repeats import compress
 
+_AS_PLANNED = Formats()
 _AGAIN = f"Plan again with autoshard plan {OPTION}"
 
 
@@ -36,7 +37,7 @@ def made_code(plan: Plan, seed: int | None) -> TracedCode:
     assert code, "a plan of code that may run says where that is"
     if seed is not None:
         torch.manual_seed(seed)
-    traced = _traced(plan, code.source, on_meta=seed is None)
+    traced = traced_source(plan, code.source, on_meta=seed is None)
     require(*((False, where, message) for where, message in _changes(code, traced.graph)))
     with inside(f"{OPTION} {code.source}"):
         code_programs(traced.graph, plan, code.strategies)
@@ -46,19 +47,20 @@ def made_code(plan: Plan, seed: int | None) -> TracedCode:
 def _planned(plan: Plan, source: str) -> PlannedCode:
     _refuse_unfit(plan)
     try:
-        graph = _traced(plan, source, on_meta=True).graph
+        graph = traced_source(plan, source, on_meta=True).graph
     except NoValues:
-        graph = _traced(plan, source, on_meta=False).graph
+        graph = traced_source(plan, source, on_meta=False).graph
     return PlannedCode(
         source=source, order=compress(graph.graph.order), fingerprints=graph.fingerprints,
         strategies=solved_tables(graph, plan),
     )  # fmt: skip
 
 
-def _traced(plan: Plan, source: str, *, on_meta: bool) -> TracedCode:
+def traced_source(plan: Plan, source: str, formats: Formats = _AS_PLANNED, *, on_meta: bool) -> TracedCode:
+    """Trace the decoder that a function makes, for a plan."""
     module, inputs = made_decoder(source, on_meta=on_meta)
     with inside(f"{OPTION} {source}"):
-        return traced_code(module, plan, Formats(), inputs)
+        return traced_code(module, plan, formats, inputs)
 
 
 def _changes(code: PlannedCode, graph: CodeGraph) -> Iterator[tuple[str, str]]:

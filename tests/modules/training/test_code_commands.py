@@ -3,11 +3,13 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from autoshard.cli import main
+from autoshard.layout.shards import Executor
 from tests.modules.training.own_decoders import Gpt
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -149,6 +151,25 @@ def test_a_plan_that_does_not_say_where_its_code_is_is_not_run(typed: Typed):
     assert code == 1 and "the plan does not say where it is. Plan it with autoshard plan --module" in " ".join(
         out.split()
     )
+
+
+def test_the_layouts_of_code_are_proven_on_virtual_ranks_and_a_wrong_sum_is_found(
+    typed: Typed, monkeypatch: pytest.MonkeyPatch
+):
+    assert typed(f"plan --module mine.py:gpt {ASKED} --fix tp=2")[0] == 0
+    code, out, err = typed("verify plan.json --json")
+    proof = json.loads(out)["code"]
+    assert code == 0 and [block["name"] for block in proof["blocks"]] == ["embed", "layer", "head"], err
+    assert max(block["error"] for block in proof["blocks"]) < 1e-12
+    run = Executor.run
+
+    def counting_twice(executor: Executor, collective: Any, shards: Any, dims: Any) -> Any:
+        total = run(executor, collective, shards, dims)
+        return tuple(2 * part for part in total) if collective.kind == "all_reduce" else total
+
+    monkeypatch.setattr(Executor, "run", counting_twice)
+    code, out, _ = typed("verify plan.json --json")
+    assert code == 1 and max(block["error"] for block in json.loads(out)["code"]["blocks"]) > 1e-3
 
 
 def test_ranks_are_tried_out_without_numbers(typed: Typed):

@@ -2,7 +2,9 @@
 
 import pytest
 
-from tests.modules.training.code_cases import Compared, compared, compared_dropping
+from autoshard.engine.torch.formats import Formats
+from autoshard.modules.training.reading import traced_code
+from tests.modules.training.code_cases import Compared, compared, compared_dropping, plan_of
 from tests.modules.training.own_decoders import OWN
 from tests.ranks.spawn import on_ranks
 from tests.slower import rest_is_slow
@@ -47,3 +49,9 @@ def test_generated_functions_take_the_same_steps():
 
 def _generated(make):
     return compared(make, "tp=2,pp=1,dp=1,mbs=2", mode="generated", exact=False)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_equal_layers_are_one_block(name: str):
+    module = OWN[name]()
+    assert set(traced_code(module, plan_of(module, "tp=1,pp=1,dp=1,mbs=2"), Formats()).graph.graph.order) == {"layer"}
