@@ -45,7 +45,7 @@ class Product:
 _BASE = ("spec", "graph", "layout", "schedule", "plan")
 PRODUCTS = (
     Product(title="planner", folders=(*_BASE, "cost", "blocks", "search", "calibration")),
-    Product(title="training run", folders=("run", "engine", "runtime"), reads=_BASE, glances=("cost",)),
+    Product(title="training run", folders=("run", "engine", "runtime"), reads=_BASE, glances=("cost", "modules")),
     Product(
         title="any module",
         folders=("modules",),

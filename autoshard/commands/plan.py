@@ -20,7 +20,7 @@ from autoshard.errors import InputError, NoPlan, inside, require
 from autoshard.plan.candidate import Candidate, parse_pins
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
-from autoshard.plan.verify import NOT_RUN, verify as reasons_against
+from autoshard.plan.verify import verify as reasons_against
 from autoshard.report.answers import runners_up_of
 from autoshard.report.brief import brief_sheets
 from autoshard.report.plan_sheets import frontier_sheets, plan_sheets, rejections_sheet
@@ -155,12 +155,12 @@ def plan(
     request, *larger = options.requests(question, nodes, module)
     if pareto:
         return _frontier([request, *larger], options, to)
+    coded = partial(_with_code, module=module)
     if at is not None:
-        return _one_candidate(request, at, to)
+        return _one_candidate(request, at, to, coded)
     result = searched(request, selection[0], options)
-    return _show_answers(
-        answers_of(request, result, choose), to, partial(_print_better_sizes, request, result, options)
-    )
+    better = partial(_print_better_sizes, request, result, options)
+    return _show_answers(answers_of(request, result, choose), to, better, coded=coded)
 
 
 def _of_machines(
@@ -193,6 +193,21 @@ def _read_off(module: str, question: QuestionOptions) -> ModelSpec:
         line.clear()
 
 
+def _with_code(plan: Plan, module: str | None) -> Plan:
+    """Add to the plan of a decoder what a run needs of its code; say why no run can train it, if that is so."""
+    if module is None or plan.model.traced is None:
+        return plan
+    from autoshard.modules.training.planning import with_code
+
+    line = StatusLine()
+    line.show(f"laying the code of {module} out for a run", at_once=True)
+    try:
+        full = with_code(plan, module)
+    finally:
+        line.clear()
+    return full
+
+
 def _answer_again(
     path: Path, answered: tuple[Plan, Request], options: SearchOptions, to: Target, selection: tuple[int, str | None]
 ) -> int:
@@ -212,7 +227,7 @@ def _answer_again(
         again = resume_command(path, to.out)
         return data, f"{sentences}\nto go on: {again}" if again else sentences
 
-    return _show_answers(result, to, about=about)
+    return _show_answers(result, to, about=about, coded=partial(_with_code, module=old.code and old.code.source))
 
 
 def _show_answers(
@@ -220,16 +235,18 @@ def _show_answers(
     to: Target,
     better: Callable[[], None] = lambda: None,
     about: Callable[[Plan], tuple[dict[str, Any], str]] = lambda _: ({}, ""),
+    coded: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> int:
     """Write the answer that was chosen and show all, ``better`` sizes, and ``about`` it what else there is to say."""
     with inside("--choose"):
         answer = result.runnable(result.name)
-    written = to.write(answer.plan)
+    chosen = coded(answer.plan)
+    written = to.write(chosen)
     data, sentences = about(answer.plan)
     if to.json:
         figures = answers_json(answer, result.answers, result.certificate, result.no_vendor, result.remarks)
         print_answer({**figures, "defaults": result.defaults, **data})
-        return to.end(answer.plan, written)
+        return to.end(chosen, written)
     next_step = "" if written.refused else to.next_step
     if not to.verbose:
         for remark in result.remarks:
@@ -238,7 +255,7 @@ def _show_answers(
         better()
         if sentences:
             print(sentences)
-        return to.end(answer.plan, written)
+        return to.end(chosen, written)
     named = [entry for entry in result.answers if not entry.name.isdecimal()]
     print_answer(
         plan_sheets(
@@ -261,7 +278,7 @@ def _show_answers(
     better()
     if sentences:
         print(sentences)
-    return to.end(answer.plan, written)
+    return to.end(chosen, written)
 
 
 def _print_better_sizes(request: Request, result: SearchResult, options: SearchOptions) -> None:
@@ -288,9 +305,7 @@ def plan_of(path: Path, question: QuestionOptions, nodes: int | None) -> Plan:
     if not is_recipe(path):
         stated = [*question.given, *(["nodes"] if nodes else [])]
         _refuse(stated, f"is part of the question that {path} has answered. Plan again with it, or run a recipe")
-        answer = load(path)
-        require((answer.model.traced is None, str(path), f"{answer.model.name} was read off its code. {NOT_RUN}"))
-        return answer
+        return load(path)
     options = SearchOptions()
     return searched(options.requests(question, (nodes or 1,))[0], 1, options).preferred
 
@@ -326,7 +341,7 @@ def _refuse_unfinished(ended: str, watch: Watcher) -> None:
         raise NoPlan(f"no plan: {ended}, before any was found that fits. Give the search more time")
 
 
-def _one_candidate(request: Request, text: str, to: Target) -> int:
+def _one_candidate(request: Request, text: str, to: Target, coded: Callable[[Plan], Plan]) -> int:
     """Evaluate one candidate: its rejections first, then an estimate where it has a shape."""
     estimate, shapeless = None, ""
     with inside("--at"):
@@ -341,6 +356,7 @@ def _one_candidate(request: Request, text: str, to: Target) -> int:
                 raise
             shapeless = str(error)
     refused = reasons_against(estimate) if estimate else refused
+    estimate = coded(estimate) if estimate and not refused else estimate
     written = to.write(estimate) if estimate and not refused else Written()
     if to.json:
         print_answer({**candidate_json(estimate, refused), "defaults": request.defaults})

@@ -140,6 +140,10 @@ def _trained(training: Training, path: Path, *, tried: bool) -> Training:
 
 def _rehearsed(plan: Plan, rehearse: int) -> tuple[Plan, list[str]]:
     """Return the plan shrunk to a few ranks and predicted again, and the features that it lost."""
+    of_code = (
+        f"makes a small model, and {plan.model.name} was read off its code. Type --dry-run, or plan a small module"
+    )
+    require((plan.model.traced is None, "--rehearse", of_code))
     small, lost = shrink(plan, rehearse)
     cut, least = plan.mesh.size("tp"), 4 if plan.mesh.size("rep") > 1 else 2
     message = f"a plan with tp={cut} needs at least {least} ranks, not {rehearse}. Type --rehearse {least}"
@@ -219,7 +223,7 @@ def _dry(plan: Plan, notes: Sequence[str], ranks: Sequence[int], *, json: bool) 
     last = plan.mesh.num_ranks - 1
     message = f"the plan has the ranks 0 to {last}"
     require(*((0 <= rank <= last, "--dry-ranks", f"{message}, not {rank}. Type 0,{last}") for rank in ranks))
-    counts, tried = counter(), tuple(dict.fromkeys(ranks)) or telling_ranks(plan)
+    counts, tried = counter(of_code=plan.model.traced is not None), tuple(dict.fromkeys(ranks)) or telling_ranks(plan)
     if not json:
         print(f"{plan.model.name}: {plan.candidate}, dry: {len(tried)} of {last + 1} ranks, shapes without numbers")
     counted = [dry_rank(plan, rank, counts) for rank in tried]

@@ -10,9 +10,9 @@ from autoshard.errors import inside, require
 from autoshard.plan.codec import load
 from autoshard.plan.module_plan import is_module_plan, load_module_plan
 from autoshard.plan.plan import Plan
-from autoshard.plan.proof import prove
+from autoshard.plan.proof import Proof, prove
 from autoshard.plan.rules.rule import Rejection
-from autoshard.plan.verify import notices
+from autoshard.plan.verify import notices, unrun_code
 from autoshard.report.plan_sheets import proof_sheet, rejections_sheet
 from autoshard.report.structured import rejection_json
 from autoshard.spec.record import encode
@@ -22,7 +22,8 @@ def verify(plan: Path = DEFAULT_PLAN, module: str | None = None, json: bool = Fa
     """Print every reason why a plan file cannot run; if there is none, prove that its sharding computes the same.
 
     The proof executes a shrunk plan on virtual ranks, with the collectives of the plan's own table, and compares loss
-    and every gradient with the unsharded model. Exit code 1 if the plan cannot run, or if a result differs.
+    and every gradient with the unsharded model. Of a plan that executes a decoder's own code, so do the blocks of that
+    code, as far as they are small enough. Exit code 1 if the plan cannot run, or if a result differs.
 
     Args:
         plan: The plan file.
@@ -37,18 +38,32 @@ def verify(plan: Path = DEFAULT_PLAN, module: str | None = None, json: bool = Fa
     rejections = (*checked.rejections, *(_code_rejections(current, module) if module else ()))
     remarks = [*([checked.remark] if checked.remark else []), *notices(current)]
     proof = prove(current) if current.strategies and not rejections else None
+    of_code = _code_proof(current, remarks) if proof else None
     if json:
         reasons = [rejection_json(entry) for entry in rejections]
-        print_answer({"rejections": reasons, "notices": remarks, "proof": encode(proof)})
+        print_answer({"rejections": reasons, "notices": remarks, "proof": encode(proof), "code": encode(of_code)})
     else:
-        may = "may run" if current.model.traced is None else "is legal"
+        may = "is legal" if unrun_code(current) else "may run"
         may_run = f"{plan}: {current.candidate} {may} on {current.cluster.name} with engine {current.engine}"
         print_answer([rejections_sheet(rejections)] if rejections else may_run)
-        if proof:
-            print_answer([proof_sheet(proof)])
+        for shown in filter(None, (proof, of_code)):
+            print_answer([proof_sheet(shown)])
         for remark in remarks:
             print(f"note: {remark}")
-    return 1 if rejections or (proof and not proof.holds) else 0
+    return 1 if rejections or not all(entry.holds for entry in (proof, of_code) if entry) else 0
+
+
+def _code_proof(plan: Plan, remarks: list[str]) -> Proof | None:
+    """Prove the layouts of the code that a run executes; where that is too large, add a remark."""
+    if plan.code is None or plan.code.unrun:
+        return None
+    from autoshard.modules.training.proving import prove_code
+
+    proof = prove_code(plan)
+    if isinstance(proof, Proof):
+        return proof
+    remarks.append(f"code: its layouts are not proven here: {proof}")
+    return None
 
 
 def _code_rejections(plan: Plan, module: str) -> Iterator[Rejection]:

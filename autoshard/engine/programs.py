@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from autoshard.engine.routing import counted_over
 from autoshard.engine.rows import in_runs
@@ -21,6 +22,7 @@ from autoshard.layout.program import (
 from autoshard.plan.lowering import StepGraph, split_pending
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, plan_programs, table_name
+from autoshard.run.placement import Bounds
 from autoshard.spec.mesh import ATOMS
 
 
@@ -67,6 +69,22 @@ class BlockProgram:
         return next(value for value in values if value.tensor == tensor)
 
 
+class MadeInputs(Protocol):
+    """The inputs of blocks that no batch brings as they are: code makes them of the batch, on every rank alike."""
+
+    def has(self, block: str, tensor: str) -> bool:
+        """Whether it makes this input of a block."""
+        ...
+
+    def turn(self, block: str, tensor: str, micro_batch: int) -> int | None:
+        """Return the number under which a step keeps an input: one for all micro-batches; None if it keeps none."""
+        ...
+
+    def part(self, place: tuple[str, str], batch: Mapping[str, Any], bounds: Bounds, device: Any) -> Any:
+        """Return a part of an input, whose ``place`` is its block and its name there, as a tensor of torch."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPrograms:
     """A plan's graph, and for every stage its blocks by name (``layer.3``), as ``OpGraph.instances`` names them."""
@@ -74,6 +92,7 @@ class PlanPrograms:
     graph: OpGraph
     stages: tuple[Mapping[str, BlockProgram], ...]
     packed: bool = False  # whether experts take as many rows as are routed to them, and no slots
+    inputs: MadeInputs | None = None  # where code makes them
 
     def group_atoms(self) -> frozenset[tuple[str, ...]]:
         """Return the atoms of every collective of a plan: of programs, rings, and sums of weights' gradients."""

@@ -57,7 +57,7 @@ def decoder_graph(model: ModelSpec, workload: Workload, kernels: Kernels, *, mic
         sizes=dim_sizes(model, workload, kernels, micro_batch),
         blocks=blocks,
         order=model.layer_order,
-        update=_update_block(workload, blocks),
+        update=update_block(workload, blocks),
         tied=tied,
     )
 
@@ -145,15 +145,22 @@ def _head_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block
     normed = b.deliver_as(_norm(b, model, "final_norm", x, "hidden"), "unembed_in")
     weight = b.weight("unembed.weight", "vocab", "hidden")
     logits = b.emit("unembed", Einsum(dims=("batch", "seq", "vocab")), normed, weight)
-    return _with_loss(b, model, workload, kernels, (x, logits))
+    return _with_loss(b, model, kernels, (x, logits))
 
 
-def _with_loss(b: BlockBuilder, model: ModelSpec, workload: Workload, kernels: Kernels, ends: tuple[str, str]) -> Block:
+def _with_loss(b: BlockBuilder, model: ModelSpec, kernels: Kernels, ends: tuple[str, str]) -> Block:
     """Finish the head, whose ``ends`` are the hidden state that it takes and its logits."""
     x, logits = ends
+    emit_loss(b, logits)
+    ties = {"unembed.weight": None} if model.tied_embeddings else {}
+    return finish(b, "head", kernels, takes=(x,), gives=("loss",), ties=ties)
+
+
+def emit_loss(b: BlockBuilder, logits: str) -> None:
+    """Emit the loss of logits, in FP32: the sum over all tokens of the batch, each with its weight."""
     labels = b.input("labels", ("batch", "seq"), "int64")
     token_weight = b.input("token_weight", ("batch", "seq"), "fp32")
-    if workload.precision.activations != "fp32":
+    if b.tensors[logits].dtype != "fp32":
         logits = b.emit("logits_fp32", Cast(dtype="fp32"), logits)
     top = b.emit("top", Reduce(function="max", over=("vocab",)), logits)
     shifted = b.emit("shifted", Add(sign=-1), logits, top)
@@ -164,8 +171,6 @@ def _with_loss(b: BlockBuilder, model: ModelSpec, workload: Workload, kernels: K
     token_loss = b.emit("token_loss", Add(sign=-1), log_total, picked)
     weighted = b.emit("weighted", Multiply(), token_loss, token_weight)
     b.emit("loss", Reduce(function="sum", over=("batch", "seq")), weighted)
-    ties = {"unembed.weight": None} if model.tied_embeddings else {}
-    return finish(b, "head", kernels, takes=(x,), gives=("loss",), ties=ties)
 
 
 def _traced_blocks(
@@ -192,7 +197,7 @@ def _traced_blocks(
         return (
             finish(embed, "embed", kernels, gives=(x,), ties=_embed_ties(model)),
             finish(layer, "layer", kernels, takes=(inner,), gives=gives, repeat=model.num_layers),
-            _with_loss(head, model, workload, kernels, (last, logits)),
+            _with_loss(head, model, kernels, (last, logits)),
         )
 
 
@@ -312,7 +317,7 @@ def _document_starts(b: BlockBuilder, workload: Workload) -> tuple[str, ...]:
     return (b.input("document_starts", ("batch", "seq"), "int64"),)
 
 
-def _update_block(workload: Workload, blocks: tuple[Block, ...]) -> Block:
+def update_block(workload: Workload, blocks: tuple[Block, ...]) -> Block:
     """Write the one place that sees all gradients: every ``<block>.<parameter>.square``, repeats summed."""
     b = BlockBuilder(workload.precision)
     squares = [

@@ -39,45 +39,64 @@ class TracedBlock:
 
 def traced_block(program: TracedProgram, precision: Precision) -> TracedBlock:
     """Write a program down as one block."""
-    return _Writer(program, precision).block()
+    return ProgramWriter(program, BlockBuilder(precision), named_dims(program)).block()
 
 
-class _Writer:
-    def __init__(self, program: TracedProgram, precision: Precision) -> None:
-        self.program, self.b = program, BlockBuilder(precision)
+def named_dims(program: TracedProgram) -> Mapping[Dim, str]:
+    """Name all dims of a program; those of equal submodules get the same names."""
+    merge_dims(regions(program))
+    return _named(program)
+
+
+class ProgramWriter:
+    """Writes the operations of a program into a block, whose dims have these names."""
+
+    def __init__(self, program: TracedProgram, builder: BlockBuilder, names: Mapping[Dim, str]) -> None:
+        self.program, self.b, self.names = program, builder, names
         self.groups = regions(program)
-        merge_dims(self.groups)
-        self.names = _named(program)
+        self.results: dict[str, tuple[str, Positions]] = {}
         self.paths: dict[str, str] = {}  # of the submodules that do the operations
         self.written: dict[Traced, str] = {}
         self.returned: dict[Traced, str] = {}
         self.aliases: dict[tuple[str, tuple[tuple[str, str], ...]], str] = {}
 
-    def block(self) -> TracedBlock:
-        """Return the block."""
+    @property
+    def arriving(self) -> list[Traced]:
+        """The values that no operation makes."""
+        return [value for value in self.program.values if value.origin != "made"]
+
+    def write(self) -> Mapping[str, bool]:
+        """Write all operations; return by tensor of a result whether a gradient begins there."""
         program = self.program
         uses = Counter(value for steps in self.groups for value, _ in outside_reads(steps))
-        arriving = [value for value in program.values if value.origin != "made"]
         returned = Counter(result.read.value for result in program.results if result.read)
-        for value in arriving:
+        for value in self.arriving:
             self._declare(value, uses[value] + (returned[value] > 0))
         self.paths |= {op.name: "" for op in self.b.ops}
         for steps in self.groups:
             self._emit(steps)
             self.paths |= {op.name: steps[-1].path for op in self.b.ops if op.name not in self.paths}
         gives: dict[str, bool] = {}  # whether a gradient begins there
-        results: dict[str, tuple[str, Positions]] = {}
         for result in program.results:
             if result.read:
                 name = self._result(result.read.value, is_read=result.is_seeded and uses[result.read.value] > 0)
                 gives[name] = gives.get(name, False) or result.is_seeded
-                results[result.name] = name, self._positions(result.read.positions)
+                self.results[result.name] = name, self._positions(result.read.positions)
+        return gives
+
+    def laid_out(self) -> Mapping[str, Positions]:
+        """Return how torch sees parameters and inputs, by tensor."""
+        return {value.name: self._positions(value.positions) for value in self.arriving}
+
+    def block(self) -> TracedBlock:
+        """Return the block."""
+        program, gives = self.program, self.write()
+        carried = (value for value in self.arriving if value.origin == "carried")
         block = finish(
             self.b, "module", replace(load_kernels(_KERNELS), kernels=()), gives=tuple(gives),
-            takes=tuple(value.name for value in arriving if value.origin == "carried" and value in program.trained),
+            takes=tuple(value.name for value in carried if value in program.trained),
             constant=[name for name, is_seeded in gives.items() if not is_seeded],
         )  # fmt: skip
-        laid_out = {value.name: self._positions(value.positions) for value in arriving}
         sizes = {name: dim.size for dim, name in self.names.items()}
         modules = {
             path: (self.written[read.value], self._positions(read.positions))
@@ -85,7 +104,7 @@ class _Writer:
             if read.value in self.written and self.written[read.value] in block.tensors
         }
         return TracedBlock(
-            block=block, sizes=sizes, dims=laid_out, results=results, modules=modules,
+            block=block, sizes=sizes, dims=self.laid_out(), results=self.results, modules=modules,
             paths=self.paths, tied=tied_operations(block, self.paths),
         )  # fmt: skip
 

@@ -1,8 +1,9 @@
 """A hash of a traced module: equal for equal programs, so that a saved sharding is used for its own module only."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from autoshard.graph.block import Block
 from autoshard.modules.blocks import TracedBlock
 from autoshard.modules.program import shown
 from autoshard.modules.region import Region
@@ -10,14 +11,19 @@ from autoshard.modules.region import Region
 
 def block_hash(traced: TracedBlock) -> str:
     """Return the hash of all operations, their tensors and the sizes of dims."""
-    return hashlib.sha256("\n".join(_lines(traced)).encode()).hexdigest()[:32]
+    return hash_of(traced.block, traced.sizes)
 
 
-def _lines(traced: TracedBlock) -> Iterator[str]:
-    yield str(sorted(traced.sizes.items()))
-    for tensor in traced.block.tensors.values():
+def hash_of(block: Block, sizes: Mapping[str, int]) -> str:
+    """Return the hash of a block's operations and their tensors, and of some sizes of dims."""
+    return hashlib.sha256("\n".join(_lines(block, sizes)).encode()).hexdigest()[:32]
+
+
+def _lines(block: Block, sizes: Mapping[str, int]) -> Iterator[str]:
+    yield str(sorted(sizes.items()))
+    for tensor in block.tensors.values():
         yield f"{tensor} {tensor.dtype} {tensor.role}"
-    for op in traced.block.ops:
+    for op in block.ops:
         yield f"{op.name}: {op.kind.label} {op.inputs} -> {op.outputs}"
         if isinstance(op.kind, Region):
             for local in op.kind.locals:

@@ -176,6 +176,8 @@ def shown(value: Any) -> str:
         return f"[{', '.join(map(shown, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {shown(value[key])}' for key in sorted(value))}}}"
+    if isinstance(value, torch.device):  # where a module was traced
+        return "device"
     return str(getattr(value, "__qualname__", value))
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from autoshard.errors import in_range, require
 from autoshard.plan.candidate import Candidate, CpKind, CpOrder, Fold, Zero, even_stages
+from autoshard.plan.code import PlannedCode
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.spec.cluster import MAX_RANKS_PER_NODE, Cluster, headroom_check
@@ -186,6 +187,7 @@ class Plan:
     buckets: Buckets
     padding: Mapping[str, int] = field(hash=False)  # dim -> size after padding
     prediction: Prediction | None
+    code: PlannedCode | None = option(None)  # of a model that was read off it
     provenance: Mapping[str, str] = field(hash=False)
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ from autoshard.plan.tables import plan_blocks, plan_programs, step_graph_of, tab
 from autoshard.spec.heads import LatentAttention
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import LayerKind, ModelSpec, Router
+from autoshard.spec.record import option
 
 MAX_RANKS = 16
 _KEPT_FIRST = ("tp", "cp", "ep", "pp", "dp")  # what is given up last when not all axes fit
@@ -152,11 +153,12 @@ class BlockProof:
     error: float
     num_results: int
     collectives: Mapping[str, int]  # kind -> how many
+    bar: float = option(TOLERANCE)
 
     @property
     def holds(self) -> bool:
         """Whether the sharded block computes the same."""
-        return self.error <= TOLERANCE
+        return self.error <= self.bar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,14 +43,13 @@ def verify(plan: Plan, *, extra_rules: Sequence[Rule] = ()) -> tuple[Rejection, 
     )
 
 
-NOT_RUN = "Its plan is for you to follow: autoshard run trains models of cards and of Hugging Face configs"
-
-
 def notices(plan: Plan) -> tuple[str, ...]:
     """Say what a plan that may run still does not promise."""
     messages: list[str] = []
     if plan.model.traced:
-        messages.append(f"model: was read off its code. {NOT_RUN}")
+        messages.append(
+            unrun_code(plan) or "model: was read off its code, which a run executes in the place of the lines"
+        )
         messages += (f"model: {note}" for note in plan.model.traced.unlifted)
     if not plan.strategies:
         why = "the table is empty, so that nothing says what is sent, and engines refuse it"
@@ -82,7 +81,23 @@ def unrun(plan: Plan) -> tuple[Rejection, ...]:
     """Say what no engine does yet of a plan that may be priced."""
     why, source = unrun_precision(plan), "autoshard: engine/torch/states, engine/nxd/lowering.py"
     remedy = f"Use --precision {', '.join(PRECISIONS)}"
-    return (_reject("precision-engine", f"{why}. {remedy}", source),) if why else ()
+    return (
+        *([_reject("precision-engine", f"{why}. {remedy}", source)] if why else []),
+        *([_reject("code-engine", why_not)] if (why_not := unrun_code(plan)) else []),
+    )
+
+
+def unrun_code(plan: Plan) -> str:
+    """Say why no run executes the code off which a model was read; "" if one does, or if the model is of a card."""
+    name, code = plan.model.name, plan.code
+    if plan.model.traced is None or (code is not None and not code.unrun):
+        return ""
+    if code is None:
+        again = "Plan it with autoshard plan --module FILE.py:FUNCTION, and the plan says where its code is"
+        return (
+            f"code: {name} was read off its code, which a run executes, and the plan does not say where it is. {again}"
+        )
+    return f"code: {name} cannot be trained by a run: {code.unrun}"
 
 
 def _reject(rule_id: str, message: str, source: str = _STRUCTURE) -> Rejection:

@@ -26,21 +26,32 @@ _REMEDY = (
 )
 
 
-def builder(engine: Engine = "torch") -> Builds:
-    """Return how an engine is built; importing it takes seconds, and must come before ranks are forked."""
+def builder(engine: Engine = "torch", *, of_code: bool = False) -> Builds:
+    """Return how an engine is built; importing it takes seconds, and must come before ranks are forked.
+
+    A model ``of_code`` is one that was read off its code, which the engine executes.
+    """
     require_torch()
     if engine == "nxd":
         from autoshard.engine.nxd.engine import build as build_nxd
 
         return build_nxd
+    if of_code:
+        from autoshard.modules.training.engine import build_code
+
+        return build_code
     from autoshard.engine.torch.agreeing import build_agreeing
 
     return build_agreeing
 
 
-def counter() -> Callable[[Plan, int], Measured]:
+def counter(*, of_code: bool = False) -> Callable[[Plan, int], Measured]:
     """Return the function that counts a step of one rank without the others."""
     require_torch()
+    if of_code:
+        from autoshard.modules.training.engine import code_counter
+
+        return code_counter()
     from autoshard.engine.torch.fake import count_rank
 
     return count_rank

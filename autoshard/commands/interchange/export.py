@@ -12,7 +12,6 @@ from autoshard.exports.price import exported
 from autoshard.exports.writing import SUFFIXES
 from autoshard.imports.imported import PROGRAMS
 from autoshard.plan.codec import load
-from autoshard.plan.verify import NOT_RUN
 from autoshard.report.interchange import export_json, export_sheets
 from autoshard.report.sheet import Node
 
@@ -43,7 +42,11 @@ def export(
     unsayable = ", ".join(program.limits.unsayable(read.model))
     advice = "Plan for GPUs (--cluster h100)" if read.engine == "nxd" else "Plan for Trainium (--cluster trn1)"
     require(
-        (read.model.traced is None, str(plan), f"{read.model.name} was read off its code. {NOT_RUN}"),
+        (
+            read.model.traced is None,
+            str(plan),
+            f"{read.model.name} was read off its code, and {program.title} knows models by name. Use autoshard run",
+        ),
         (not unsayable, str(plan), f"{program.title} has no key for {unsayable} of {read.model.name}. Choose another"),
         (read.engine == program.engine, f"--to {to}", f"{program.title} does not run on {read.cluster.name}. {advice}"),
     )

@@ -93,7 +93,8 @@ def execute(execution: Execution, launched: GivenRank | None) -> int:
     if launched is not None:
         heed_end_of_agent()
     leads = launched is None or launched.rank == 0
-    build, training = builder(execution.engine), execution.run.training
+    of_code = execution.plan.model.traced is not None
+    build, training = builder(execution.engine, of_code=of_code), execution.run.training
     refuse_without_packages(training.track)
     # Of a new run: a checkpoint knows the id of its own.
     ids = (("wandb", secrets.token_hex(_ID_BYTES)),) if training.track.wandb is not None else ()

@@ -170,6 +170,8 @@ def _unusual(plan: Plan) -> Iterator[str]:
     """Yield a sentence on every choice of a plan that may surprise its user."""
     if warning := plan.model.beyond_positions(plan.workload.seq_len):
         yield f"warning: {warning}"
+    if plan.code and plan.code.unrun:
+        yield f"autoshard run cannot train {plan.model.name} by this plan: {plan.code.unrun}"
     if plan.model.attention_dropout:
         yield (
             f"attention drops {plan.model.attention_dropout:g} of its probabilities, so its scores are computed for "

@@ -17,8 +17,13 @@ from autoshard.run.reports import Measured
 
 
 def build_agreeing(plan: Plan, run: Run) -> "TorchEngine | AgreeingEngine":
-    """Build this rank's share of a plan; compare with the other ranks what a step begins, as the run says how often."""
-    engine, when = build(plan, run), run.training.watchdog.collectives
+    """Build this rank's share of a plan, and compare it with that of the other ranks."""
+    return agreeing(plan, run, build(plan, run))
+
+
+def agreeing(plan: Plan, run: Run, engine: TorchEngine) -> "TorchEngine | AgreeingEngine":
+    """Compare with the other ranks what a step of an engine begins, as the run says how often."""
+    when = run.training.watchdog.collectives
     if when == "off" or dist.get_world_size() == 1:
         return engine
     if when == "every":
@@ -58,7 +63,7 @@ class AgreeingEngine:
 
     def _comparable(self, entries: Sequence[BegunCollective]) -> list[BegunCollective]:
         """Leave out shapes where they follow from the experts that tokens choose."""
-        routed = self.engine.packs and self._plan.model.num_experts
+        routed = self.engine.programs.packed
         return [replace(entry, form=entry.form.partition("[")[0]) if routed else entry for entry in entries]
 
     def measured(self) -> Measured:
@@ -86,6 +91,6 @@ def begun_by(plan: Plan, engine: TorchEngine) -> list[BegunCollective]:
     """
     silent, formats = engine.world.silent(keeps=True), replace(engine.formats, device=NOWHERE)
     with NoNumbers():
-        twin = TorchEngine(plan, no_weights(engine.graph), formats, world=silent, packs=engine.packs)
+        twin = TorchEngine(plan, no_weights(engine.graph), formats, world=silent, programs=engine.programs)
         twin.step([batch_without_numbers(plan)] * plan.schedule.num_micro_batches, 0.0, lambda _: True)
     return silent.ledger.entries

@@ -64,15 +64,16 @@ class TorchEngine:
         run: Run | None = None,
         *,
         world: World | None = None,
-        packs: bool | None = None,
+        programs: PlanPrograms | None = None,
     ) -> None:
         """Take this rank's part of whole weights, in a running ``world`` or in a world that is built for the plan.
 
-        Without ``packs``, the device decides whether rows of experts are packed.
+        ``programs`` are those of the plan's table, if no others are given; rows of experts are packed where the device
+        has products of groups.
         """
         training, mode = (run.training, run.mode) if run else (_USUAL, "literal")
-        self.formats, self.packs = formats, groups_products(formats.device) if packs is None else packs
-        programs = programs_of(plan, packs=self.packs)
+        self.formats = formats
+        self.programs = programs = programs or programs_of(plan, packs=groups_products(formats.device))
         self.world = world or _world_of(plan, programs, formats, run)
         mesh_rank = MeshRank(mesh=plan.mesh, rank=self.world.rank, sizes=programs.graph.sizes)
         positions = torch.from_numpy(sequence_order(plan))

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.engine.initial import no_memory, no_weights
-from autoshard.engine.programs import graph_of
+from autoshard.engine.programs import PlanPrograms, graph_of
 from autoshard.engine.torch.engine import TorchEngine
 from autoshard.engine.torch.formats import NOWHERE, Formats
 from autoshard.engine.torch.recording import changed, tensors_in
@@ -88,13 +88,15 @@ def fake_world(rank: int, num_ranks: int) -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def count_rank(plan: Plan, rank: int) -> Measured:
+def count_rank(plan: Plan, rank: int, programs: PlanPrograms | None = None) -> Measured:
     """Build a rank of a plan, run a step, check its shapes, and return the bytes that it would have held and sent.
 
-    Routing is taken to be even: all experts get equally many tokens.
+    Routing is taken to be even: all experts get equally many tokens. ``programs`` are those of the plan's table, if no
+    others are given.
     """
+    graph = programs.graph if programs else graph_of(plan)
     with fake_world(rank, plan.mesh.num_ranks):
-        engine = TorchEngine(plan, no_weights(graph_of(plan)), Formats(device=NOWHERE))
+        engine = TorchEngine(plan, no_weights(graph), Formats(device=NOWHERE), programs=programs)
         engine.step([batch_without_numbers(plan)] * plan.schedule.num_micro_batches, 0.0, lambda _: True)
         return engine.measured()
 

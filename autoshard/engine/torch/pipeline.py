@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 
 from autoshard.engine.observing import notes_of
-from autoshard.engine.programs import BlockProgram, PlanPrograms
+from autoshard.engine.programs import BlockProgram, MadeInputs, PlanPrograms
 from autoshard.engine.routing import is_counted
 from autoshard.engine.torch.block import BlockRun, LiteralRun
 from autoshard.engine.torch.execution import BY_BATCH, InputSource, Values
@@ -46,7 +46,7 @@ def _runs_of(
 
 
 def _places(name: str, parts: BlockProgram) -> Iterator[tuple[str, tuple[str, str, Layout]]]:
-    """Yield every tensor that a block takes from outside, with its role, its name among the weights, and its layout."""
+    """Yield every value that a block takes from outside, with its role, its name among the weights, and its layout."""
     for entry in parts.program.instructions:
         if isinstance(entry, Given):
             tensor = entry.value.tensor
@@ -56,7 +56,7 @@ def _places(name: str, parts: BlockProgram) -> Iterator[tuple[str, tuple[str, st
                 role = "constant"
             elif weight == tensor and role != "passed":
                 role = "parameter" if parts.block.tensors[tensor].role == "parameter" else "input"
-            yield tensor, (role, f"{name}.{weight}", entry.value.layout)
+            yield entry.value.name, (role, f"{name}.{weight}", entry.value.layout)
 
 
 class RankPipeline:
@@ -103,6 +103,7 @@ class RankPipeline:
         if context.world.channels:
             context.world.connect(self._links(), context.formats.device)
         self._batches: Sequence[Batch] = ()
+        self._made_inputs = programs.inputs
         self._inputs: dict[tuple[str, str, int, Layout], torch.Tensor] = {}
         self._values: dict[tuple[str, int], Values] = {}  # of blocks that wait for their backward pass
         self._losses: dict[int, torch.Tensor] = {}  # read at the end: no device is waited for meanwhile
@@ -263,7 +264,7 @@ class RankPipeline:
             if role == "constant":
                 return self._constant(name_in_block)
             if role == "input":
-                return self._input(name, run, name_in_block, layout, number)
+                return self._input(name, run, weight.removeprefix(f"{name}."), layout, number)
             assert passed is not None, f"{name_in_block} is passed on by a neighbour"
             return passed
 
@@ -271,10 +272,19 @@ class RankPipeline:
 
     def _input(self, name: str, run: BlockRun, tensor: str, layout: Layout, number: int) -> torch.Tensor:
         """Return this rank's part of an input of a block, which is cut once in a step."""
-        key = (tensor, name if tensor == DROPOUT_KEYS else "", number, layout)
+        maker = self._maker(name, tensor)
+        turn = maker.turn(name, tensor, number) if maker else number
+        if turn is None:
+            return self._cut_input(name, run, tensor, layout, number)
+        key = (tensor, name if maker or tensor == DROPOUT_KEYS else "", turn, layout)
         if key not in self._inputs:
             self._inputs[key] = self._cut_input(name, run, tensor, layout, number)
         return self._inputs[key]
+
+    def _maker(self, name: str, tensor: str) -> MadeInputs | None:
+        """Return what makes an input of a block of the batch; None where the batch itself or the plan brings it."""
+        inputs = self._made_inputs
+        return inputs if inputs is not None and inputs.has(name, tensor) else None
 
     def _constant(self, gradient: str) -> torch.Tensor:
         """Return the gradient of a loss of routers, which every layer adds to its own: its weight in the step's."""
@@ -297,6 +307,8 @@ class RankPipeline:
         context, batch = self.context, self._batches[number]
         if tensor in NUMBERS:
             return context.numbers(tensor, layout)
+        if maker := self._maker(name, tensor):
+            return maker.part((name, tensor), batch, context.mesh_rank.bounds(layout), context.formats.device)
         bounds = [slice(*ends) for ends in context.mesh_rank.bounds(layout)]
         if tensor == DROPOUT_KEYS:
             return context.formats.tensor(dropout_keys(self.seed, batch["samples"][bounds[0]], name), "int64")

@@ -125,7 +125,7 @@ def _local_steps(context: RankContext, parts: BlockProgram, joint: Joint, read_l
         else:
             run, reads = kernel_for(context, parts.block, entry, overwritable), read_by(entry)
         if isinstance(entry, Given):
-            reads = (entry.value.tensor,)
+            reads = (entry.value.name,)
         if reads or not adds:
             yield RankStep(
                 entry=entry, run=run, reads=reads, writes=names, adds=adds and isinstance(entry, Compute),

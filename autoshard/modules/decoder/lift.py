@@ -41,7 +41,7 @@ def lift_decoder(
 
     ``differences`` say why it is not the card of its config, if it has one.
     """
-    stack = stack_of(captured.program, _logits(captured))
+    stack = stack_of(captured.program, logits_of(captured)[1])
     dims, embed, head = _ends(stack)
     layer = _layer(captured, stack, dims)
     positions: Any = getattr(getattr(module, "config", None), "max_position_embeddings", None)
@@ -73,20 +73,20 @@ def _drops(module: torch.nn.Module) -> Iterator[str]:
         yield f"dropout in training is not in the plan ({path}: {rate:g})"
 
 
-def _logits(captured: Captured) -> Traced:
-    """Return the logits among a decoder's results: that of this name, or the first with numbers for each token."""
+def logits_of(captured: Captured) -> tuple[str, Traced]:
+    """Return the logits among a decoder's results, with their place: of this name, or the first that tokens have."""
     values = {
         result.name: result.read.value
         for result in captured.program.results
         if result.read and not result.read.value.is_index
     }
-    of_tokens = (value for value in values.values() if len(value.dims) >= _LOGITS_DIMS)
-    logits = values.get("logits") or next(of_tokens, None)
+    of_tokens = (name for name, value in values.items() if len(value.dims) >= _LOGITS_DIMS)
+    name = "logits" if "logits" in values else next(of_tokens, None)
     message = (
         "returns no logits of each token, [batch, sequence, vocabulary]; let it return them, before or after a loss"
     )
-    require((logits is not None, "module", message))
-    return cast(Traced, logits)
+    require((name is not None, "module", message))
+    return str(name), values[str(name)]
 
 
 def _left_out(model: ModelSpec, stack: Stack, parts: Sequence[WrittenPart]) -> Iterator[str]:

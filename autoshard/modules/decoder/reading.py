@@ -31,18 +31,26 @@ def decoder_of(where: str, seq_len: int | None = None, show: Show = lambda _: No
     It is made on torch's meta device, where tensors have no numbers, if its code can be run there. ``show`` is told
     what is being done.
     """
-    function = user_function(where, OPTION)
 
-    def read(devices: Sequence[AbstractContextManager[Any]]) -> ModelSpec:
-        module, inputs = _module_of(where, _made(where, function, devices))
+    def read(on_meta: bool) -> ModelSpec:
+        module, inputs = made_decoder(where, on_meta=on_meta)
         with inside(f"{OPTION} {where}"):
             titles = {"name": where.rpartition(":")[2], "source": f"the code of {where}"}
             return read_decoder(module, seq_len, inputs, show=show, **titles)
 
     try:
-        return read([torch.device("meta"), nullcontext()])
+        return read(on_meta=True)
     except NoValues:  # masks that are made of buffers
-        return read([nullcontext()])
+        return read(on_meta=False)
+
+
+def made_decoder(where: str, *, on_meta: bool) -> tuple[torch.nn.Module, Mapping[str, Any]]:
+    """Return the decoder that a function makes, and its example inputs if there are any.
+
+    If it is made ``on_meta``, it has no numbers, unless its code must look at some.
+    """
+    devices = [torch.device("meta"), nullcontext()] if on_meta else [nullcontext()]
+    return _module_of(where, _made(where, user_function(where, OPTION), devices))
 
 
 def read_decoder(
@@ -59,7 +67,7 @@ def read_decoder(
     titles = {"name": name or kind, "source": source or f"the code of {kind}"}
     with _as_in_evaluation(module):
         match = card_match(module, titles["name"], titles["source"], show)
-        has_more = bool({*(inputs or ())} - {_first_argument(module)})
+        has_more = bool({*(inputs or ())} - {first_argument(module)})
         differences = (*match.differences, *([_OWN_INPUTS] if has_more else []))
         if match.card and not differences:
             return match.card
@@ -77,19 +85,28 @@ def read_decoder(
 @contextmanager
 def _as_in_evaluation(module: torch.nn.Module) -> Iterator[None]:
     """Let a module drop nothing and return no caches, as long as it is read."""
-    configs: list[Any] = [getattr(submodule, "config", None) for submodule in module.modules()]  # of Hugging Face
-    caching = [config for config in configs if getattr(config, "use_cache", None)]
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     try:
-        for config in caching:
-            config.use_cache = False  # what training does not return
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of torch to transformers
+        with without_caches(module):
             module.eval()
             yield
     finally:
         for submodule, training in modes:
             submodule.training = training
+
+
+@contextmanager
+def without_caches(module: torch.nn.Module) -> Iterator[None]:
+    """Let a module of Hugging Face return no caches, which training does not."""
+    configs: list[Any] = [getattr(submodule, "config", None) for submodule in module.modules()]
+    caching = [config for config in configs if getattr(config, "use_cache", None)]
+    try:
+        for config in caching:
+            config.use_cache = False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of torch to transformers
+            yield
+    finally:
         for config in caching:
             config.use_cache = True
 
@@ -122,10 +139,11 @@ def _tokens(module: torch.nn.Module, seq_len: int | None) -> Mapping[str, Any]:
     config: Any = getattr(module, "config", None)
     usual = min(getattr(config, "max_position_embeddings", None) or _LONGEST, _LONGEST)
     length = min(seq_len or usual, _MOST)
-    return {_first_argument(module): torch.zeros(_SEQUENCES, length, dtype=torch.int64, device=device)}
+    return {first_argument(module): torch.zeros(_SEQUENCES, length, dtype=torch.int64, device=device)}
 
 
-def _first_argument(module: torch.nn.Module) -> str:
+def first_argument(module: torch.nn.Module) -> str:
+    """Return the name of the argument that takes tokens."""
     names = [parameter.name for parameter in inspect.signature(module.forward).parameters.values()]
     require((bool(names), OPTION, "has a forward without arguments; a decoder takes tokens"))
     return names[0]

@@ -11,7 +11,7 @@ import torch
 from autoshard.engine.hf_names import exact_weights
 from autoshard.engine.nxd.shards import Qkv
 from autoshard.errors import Fault, InputError, inside, require
-from autoshard.files import naming
+from autoshard.files import naming, replacing
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
 from autoshard.run.folder import folder_of
@@ -29,6 +29,7 @@ from autoshard.runtime.convert.hf import (
     write_json,
 )
 from autoshard.runtime.convert.nxd import SourcePlan, finish_nxd, nxd_folder, nxd_outputs, nxd_source
+from autoshard.runtime.convert.of_code import module_state, plan_of_code
 from autoshard.runtime.convert.ours import checkpoint_of, finish_ours, ours_outputs, ours_source
 from autoshard.runtime.convert.squares import refuse_other_sums
 from autoshard.runtime.convert.stored import WeightSource
@@ -165,6 +166,8 @@ def convert(conversion: Conversion, say: Callable[[CopyProgress], None]) -> Done
 
 def _convert(conversion: Conversion, say: Callable[[CopyProgress], None]) -> Done:
     form = form_of(conversion.source)
+    if form == "autoshard" and (coded := plan_of_code(conversion.source)):
+        return _of_code(conversion, coded)
     source_model = _source_model(conversion, form)
     plan = conversion.plan and SourcePlan(plan=conversion.plan, saved=conversion.form in ("hf", "pt"))
     source = open_weights(conversion.source, form, source_model.family, source_model.model, plan)
@@ -206,6 +209,23 @@ def _convert(conversion: Conversion, say: Callable[[CopyProgress], None]) -> Don
         folder=conversion.target, form=conversion.form, num_files=len(pairs), num_bytes=num_bytes,
         kept_bytes=kept_bytes, remark=source.remark,
     )  # fmt: skip
+
+
+def _of_code(conversion: Conversion, plan: Plan) -> Done:
+    """Write the state dict of the module off whose code a model was read."""
+    target, checkpoint = conversion.target, checkpoint_of(conversion.source)
+    only = (
+        f"{plan.model.name} was read off its code, and its weights become those of its module. Name a target model.pt"
+    )
+    require((conversion.form == "pt", str(target), only))
+    require((not target.exists(), str(target), "exists already. Name another place, or remove it"))
+    assert checkpoint, "a checkpoint lies there"
+    state = module_state(plan, *checkpoint, DTYPES[conversion.dtype] if conversion.dtype else None)
+    num_bytes = sum(tensor.nbytes for tensor in state.values())
+    _require_room(target, target.with_name(f"{target.name}{_ASIDE}"), num_bytes)
+    with replacing(target) as aside:
+        torch.save(state, aside)
+    return Done(folder=target, form="pt", num_files=1, num_bytes=num_bytes, kept_bytes=0)
 
 
 def _require_room(target: Path, aside: Path, need_bytes: int) -> None:

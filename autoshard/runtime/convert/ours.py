@@ -51,6 +51,11 @@ def ours_source(folder: Path, index: CheckpointIndex, model: ModelSpec) -> Weigh
     """Open a checkpoint, or say in what it does not fit the model."""
     shapes = {f"{_WEIGHT}{name}": shape for name, shape in shapes_of(model).items()}
     refuse_other(index, shapes, str(folder), "Type --model with the model of the checkpoint")
+    return stored_source(folder, index)
+
+
+def stored_source(folder: Path, index: CheckpointIndex) -> WeightSource:
+    """Open a checkpoint of any model."""
     files = {name: read_tensors(folder / name, "Take the checkpoint before") for name in index.files}
     stored = (
         with_checksum(files[box.file][box_name(name, box.offsets)], box, name.removeprefix(_WEIGHT))

@@ -1,0 +1,174 @@
+"""A decoder's own code as the graph of a training step: a block for the embedding, each kind of layer, and the head."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from autoshard.errors import require
+from autoshard.graph.block import Block, OpGraph
+from autoshard.graph.builder import BlockBuilder, finish
+from autoshard.graph.decoder import emit_loss, update_block
+from autoshard.graph.fusing import recompute
+from autoshard.modules.blocks import ProgramWriter, named_dims
+from autoshard.modules.capture import Captured
+from autoshard.modules.decoder.segments import Stack
+from autoshard.modules.dims import Dim, factors
+from autoshard.modules.fingerprint import hash_of
+from autoshard.modules.nodes import Node
+from autoshard.modules.program import free_name
+from autoshard.modules.training.parts import TAKEN, CodePart, code_parts
+from autoshard.plan.lowering import ENDS
+from autoshard.plan.recompute import Recompute
+from autoshard.plan.tables import table_name
+from autoshard.spec.kernels import load_kernels
+from autoshard.spec.model import LAYER
+from autoshard.spec.workload import Workload
+
+BATCH = "batch"
+_CARRIED = (BATCH, "seq", "hidden")
+_WORDS = "vocab"
+_MATRIX = 2  # dims
+_CARDS_OWN = ("kv_seq", "slots", "experts", "choices", "kv_heads", "q_group", "head_dim")  # dims of which engines know
+_NO_KERNELS = replace(load_kernels("torch_engine"), kernels=())  # what an operation keeps follows from its gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeGraph:
+    """The step of a decoder's code.
+
+    ``paths`` has the module's paths of all weights, and ``nodes`` the nodes of the exported graph that make all other
+    inputs; both by block as ``OpGraph.instances`` names it, and by tensor.
+    """
+
+    captured: Captured
+    graph: OpGraph
+    num_traced: int  # sequences of the example; a graph of one sequence is traced with two
+    paths: Mapping[str, Mapping[str, str]]
+    nodes: Mapping[str, Mapping[str, Node]]
+
+    @property
+    def blocks(self) -> Mapping[str, Block]:
+        """The kinds of blocks by name, in order."""
+        return {block.kind: block for block in self.graph.blocks}
+
+    def shape_of(self, weight: str) -> tuple[int, ...]:
+        """Return the shape of a weight, as ``OpGraph.instances`` names it, along the dims of its block."""
+        _, _, name = weight.split(".", 2)
+        return tuple(self.graph.sizes[dim] for dim in self.graph.block_of(weight).tensors[name].dims)
+
+    @cached_property
+    def fingerprints(self) -> Mapping[str, str]:
+        """The hash of each kind of block, whatever the number of sequences."""
+        sizes = {dim: size for dim, size in self.graph.sizes.items() if dim != BATCH}
+        return {kind: hash_of(block, sizes) for kind, block in self.blocks.items()}
+
+    def table_blocks(self, layers: Sequence[Recompute]) -> Mapping[str, Block]:
+        """Return the blocks that have a table: all kinds, and layers with what is computed again, by table.
+
+        A layer that computes some of its operations again computes all of them again: the names of operations that a
+        plan lists are those of its lines.
+        """
+        blocks = dict(self.blocks)
+        for kind, drop in zip(self.graph.order, layers, strict=True):
+            if drop.kind != "none":
+                again = table_name(kind, Recompute(kind="full"))
+                if again not in blocks:
+                    blocks[again] = recompute(self.blocks[kind], _NO_KERNELS, None)
+        return blocks
+
+
+def code_graph(captured: Captured, stack: Stack, workload: Workload, num_sequences: int) -> CodeGraph:
+    """Write a decoder down as the graph of a step on so many sequences."""
+    names, parts = _names(captured, stack), list(code_parts(captured, stack))
+    embed, *layers, head = parts
+    ties = _ties(parts)
+    writer = _GraphWriter(names=names, workload=workload, ties=ties)
+    kinds, order = _kinds([writer.layer(part) for part in layers])
+    blocks = {"embed": writer.embed(embed), **kinds, "head": writer.head(head)}
+    graph = OpGraph(
+        sizes={name: dim.size for dim, name in names.items()} | {BATCH: num_sequences},
+        blocks=tuple(blocks.values()), order=order, update=update_block(workload, tuple(blocks.values())),
+        tied={f"head.{copy}": f"embed.{owner}" for copy, owner in ties.items()},
+    )  # fmt: skip
+    by_instance = dict(zip((name for name, _ in graph.instances()), parts, strict=True))
+    return CodeGraph(
+        captured=captured, graph=graph, num_traced=stack.carried[0][0].size,
+        paths={name: part.paths for name, part in by_instance.items()},
+        nodes={name: part.nodes for name, part in by_instance.items()},
+    )  # fmt: skip
+
+
+def _kinds(layers: Sequence[Block]) -> tuple[Mapping[str, Block], tuple[str, ...]]:
+    """Return the kinds of layers, by name, and the kind of every layer; equal ones are of one kind."""
+    hashes = [hash_of(block, {}) for block in layers]
+    names = {text: f"{LAYER}_{number}" if number > 1 else LAYER for number, text in enumerate(dict.fromkeys(hashes), 1)}
+    blocks = {
+        names[text]: replace(block, kind=names[text], repeat=hashes.count(text))
+        for block, text in zip(layers, hashes, strict=True)
+    }
+    return blocks, tuple(names[text] for text in hashes)
+
+
+def _names(captured: Captured, stack: Stack) -> Mapping[Dim, str]:
+    """Name all dims: those that parts hand on, and the words of the head, as cards do; no other as cards do."""
+    names = dict(named_dims(captured.program))
+    logits = stack.head.gives
+    message = "makes logits whose dims cannot be told apart as batch, sequence and vocabulary"
+    words, carried = factors(logits.positions[-1]), factors(dim for position in stack.carried for dim in position)
+    require((logits.dims == (*carried[:2], *words) and len(words) == 1, "module", message))
+    usual = {**dict(zip(carried, _CARRIED, strict=True)), words[0]: _WORDS}
+    require((len(usual) == len(_CARRIED) + 1, "module", message))
+    for dim, name in names.items():
+        if dim not in usual and name in (*_CARRIED, _WORDS, *_CARDS_OWN):
+            names[dim] = free_name(f"{name}_dim", {*names.values()})
+    return names | usual
+
+
+def _ties(parts: Sequence[CodePart]) -> Mapping[str, str]:
+    """Return the head's weights that are the embedding's, with these; refuse weights that layers share."""
+    embed, head = parts[0], parts[-1]
+    uses = Counter(path for part in parts for path in part.paths.values())
+    by_ends = {*embed.paths.values()} & {*head.paths.values()}
+    message = "is used by a layer and elsewhere; each layer must have weights of its own"
+    require(*((count == 1 or (count == len(ENDS) and path in by_ends), path, message) for path, count in uses.items()))
+    owners = {path: name for name, path in embed.paths.items()}
+    return {name: owners[path] for name, path in head.paths.items() if path in by_ends}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GraphWriter:
+    """Writes parts into blocks of one workload."""
+
+    names: Mapping[Dim, str]
+    workload: Workload
+    ties: Mapping[str, str]  # of weights of the head
+
+    def embed(self, part: CodePart) -> Block:
+        """Write the embedding, to whose shared weights the head adds its gradient."""
+        b, writer = self._written(part)
+        ties = {owner: f"head.{copy}.sum" for copy, owner in self.ties.items()}
+        return self._finished(b, "embed", writer.written[part.gives], ties)
+
+    def layer(self, part: CodePart) -> Block:
+        """Write a layer."""
+        b, writer = self._written(part)
+        return self._finished(b, LAYER, writer.written[part.gives], {})
+
+    def head(self, part: CodePart) -> Block:
+        """Write the head, and its loss."""
+        b, writer = self._written(part)
+        emit_loss(b, writer.written[part.gives])
+        return self._finished(b, "head", "loss", dict.fromkeys(self.ties))
+
+    def _written(self, part: CodePart) -> tuple[BlockBuilder, ProgramWriter]:
+        b = BlockBuilder(self.workload.precision, self.workload.optimizer)
+        values = (value for value in part.program.values if value.origin == "parameter")
+        b.undecayed |= {value.name for value in values if len(value.positions) < _MATRIX}  # as of cards
+        writer = ProgramWriter(part.program, b, self.names)
+        writer.write()
+        return b, writer
+
+    def _finished(self, b: BlockBuilder, kind: str, gives: str, ties: Mapping[str, str | None]) -> Block:
+        takes = (TAKEN,) if TAKEN in b.tensors else ()
+        return finish(b, kind, _NO_KERNELS, gives=(gives,), takes=takes, ties=ties)

@@ -1,0 +1,117 @@
+"""A decoder of a user's code, made with its numbers and traced as a plan trains it."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from autoshard.engine.torch.formats import Formats
+from autoshard.errors import InputError, require
+from autoshard.graph.op import Array
+from autoshard.modules.capture import Captured, read
+from autoshard.modules.decoder.lift import logits_of
+from autoshard.modules.decoder.reading import first_argument, without_caches
+from autoshard.modules.decoder.segments import stack_of
+from autoshard.modules.export import ExportedModule
+from autoshard.modules.training.graph import CodeGraph, code_graph
+from autoshard.modules.training.inputs import CodeInputs
+from autoshard.modules.training.parts import joining
+from autoshard.plan.plan import Plan
+
+_FEWEST = 2  # sequences, so that a batch is a dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedCode:
+    """A decoder, and the graph of its code for one plan; ``buffers`` are those of the module, by path."""
+
+    module: torch.nn.Module
+    tokens: str  # the argument that takes tokens
+    graph: CodeGraph
+    buffers: Mapping[str, torch.Tensor]
+
+    def weight(self, name: str) -> Array:
+        """Return the module's numbers of a weight, as ``OpGraph.instances`` names it, along the dims of its block."""
+        kind, number, parameter = name.split(".", 2)
+        tensor = self.module.get_parameter(self.graph.paths[f"{kind}.{number}"][parameter])
+        return as_array(tensor.detach()).reshape(self.graph.shape_of(name))
+
+    def inputs(self, seed: int) -> CodeInputs:
+        """Return what makes the inputs of blocks; random numbers follow from a seed."""
+        return CodeInputs(self.graph, self.tokens, self.buffers, seed)
+
+
+def as_array(tensor: torch.Tensor) -> Array:
+    """Return the numbers of a tensor in a format that numpy has."""
+    is_short = tensor.dtype in (torch.bfloat16, torch.float16)
+    return np.asarray((tensor.float() if is_short else tensor).numpy())
+
+
+def traced_code(
+    module: torch.nn.Module, plan: Plan, formats: Formats, inputs: Mapping[str, Any] | None = None
+) -> TracedCode:
+    """Trace a decoder in training, for a micro-batch of a plan; refuse what a run of it would not compute."""
+    dtype, tokens = formats.of(plan.workload.precision.activations), first_argument(module)
+    count = plan.micro_batch * plan.mesh.size("dp")
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    example = torch.zeros(max(count, _FEWEST), plan.workload.seq_len, dtype=torch.int64, device=device)
+    with without_caches(module), _in_format(module, dtype):
+        exported = ExportedModule.of(module.train(), {**(inputs or {}), tokens: example})
+    captured = read(exported)
+    captured = read(exported, results=[logits_of(captured)[0]])
+    require(*((not why, where, why) for where, why in _faults(captured, tokens)))
+    stack = stack_of(captured.program, logits_of(captured)[1])
+    if plan.mesh.size("dp") > 1 or count < _FEWEST:
+        remedy = "Write it for each sequence by itself, or plan with --fix dp=1,mbs=2 or more sequences"
+        for where, name in joining(stack):
+            raise InputError.of(
+                where, f"{name} joins tokens of several sequences, which ranks of dp compute apart. {remedy}"
+            )
+    graph = code_graph(captured, stack, plan.workload, count)
+    buffers = {path: buffer.detach() for path, buffer in module.named_buffers()}
+    return TracedCode(module=module, tokens=tokens, graph=graph, buffers=buffers)
+
+
+def _faults(captured: Captured, tokens: str) -> Iterator[tuple[str, str]]:
+    """Yield what of a module in training a run does not do."""
+    yield from (("module", message) for message in captured.exported.own_gradients)
+    for result in captured.program.results:
+        if result.is_buffer:
+            yield result.name, "is a buffer that forward changes, which a run does not keep; return it, or leave it out"
+    yield from _untrained(captured)
+    yield from _read_beside(captured, tokens)
+
+
+def _untrained(captured: Captured) -> Iterator[tuple[str, str]]:
+    """Yield the weights that would not be trained."""
+    for value in captured.program.values:
+        path = captured.parameters.get(value.name, "")
+        if path and path not in captured.exported.call.trained:
+            yield path, "is frozen, and a run trains every weight; let it require a gradient, or make it a buffer"
+        elif path and value not in captured.program.trained:
+            yield path, "gets no gradient from the logits, so that a run cannot train it; make it a buffer"
+
+
+def _read_beside(captured: Captured, tokens: str) -> Iterator[tuple[str, str]]:
+    """Yield the tensors beside tokens that the module takes and reads."""
+    exported = captured.exported
+    read_nodes = {node.name for node in exported.part([*captured.inputs.values()]).graph.nodes if node.users}
+    for name, example in exported.arguments.items():
+        if name != tokens and name in read_nodes and isinstance(example, torch.Tensor):
+            yield f"inputs.{name}", f"is read beside {tokens}, and the data of a run are tokens alone; make it inside"
+
+
+@contextmanager
+def _in_format(module: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Give weights the format in which a plan computes, as long as a module is traced; buffers keep their own."""
+    numbers = {path: parameter.data for path, parameter in module.named_parameters() if parameter.is_floating_point()}
+    try:
+        for path, tensor in numbers.items():
+            module.get_parameter(path).data = tensor.to(dtype)
+        yield
+    finally:
+        for path, tensor in numbers.items():
+            module.get_parameter(path).data = tensor

@@ -1,0 +1,153 @@
+"""Decoders as people write them, none of them a card: GPT with tied words, Llama with tables and masks, a mixture."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+WORDS, LENGTH, WIDTH, HEADS = 48, 16, 32, 4
+
+
+class GptLayer(nn.Module):
+    def __init__(self, dropped: float) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention, self.mix = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.widen, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop: nn.Module = nn.Dropout(dropped)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (*x.shape[:2], HEADS, -1)
+        query, key, value = (
+            part.view(shape).transpose(1, 2) for part in self.attention(self.first(x)).split(WIDTH, dim=2)
+        )
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.drop(self.mix(mixed.transpose(1, 2).reshape(x.shape)))
+        return x + self.narrow(functional.gelu(self.widen(self.second(x))))
+
+
+class Gpt(nn.Module):
+    """Positions are learned, and the head has the weights of the embedding."""
+
+    def __init__(self, layers: int = 4, dropped: float = 0.0) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.layers, self.norm = nn.ModuleList(GptLayer(dropped) for _ in range(layers)), nn.LayerNorm(WIDTH)
+        self.out = nn.Linear(WIDTH, WORDS, bias=False)
+        self.out.weight = self.words.weight
+        nn.init.normal_(self.words.weight, std=0.2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(self.norm(x))
+
+
+class RootMeanSquare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.scale
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (
+            nn.Linear(*size, bias=False) for size in ((WIDTH, 44), (WIDTH, 44), (44, WIDTH))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+class Experts(nn.Module):
+    """Every expert computes every token, and two of four count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(4, WIDTH, 12) / 6), nn.Parameter(torch.randn(4, 12, WIDTH) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = torch.topk(self.router(x).softmax(-1), 2, -1)
+        shares = torch.zeros(*x.shape[:-1], 4, dtype=x.dtype, device=x.device)
+        shares = shares.scatter(-1, chosen, weights / weights.sum(-1, keepdim=True))
+        inner = functional.silu(torch.einsum("bsh,ehf->bsef", x, self.up))
+        return torch.einsum("bsef,efh,bse->bsh", inner, self.down, shares)
+
+
+class LlamaLayer(nn.Module):
+    def __init__(self, mlp: Callable[[], nn.Module], window: int | None) -> None:
+        super().__init__()
+        self.first, self.second, self.window = RootMeanSquare(), RootMeanSquare(), window
+        self.query, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.key, self.value = (nn.Linear(WIDTH, WIDTH // 2, bias=False) for _ in range(2))
+        self.mlp = mlp()
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        def heads(product: nn.Linear) -> torch.Tensor:
+            return product(normed).view(*x.shape[:2], -1, WIDTH // HEADS).transpose(1, 2)
+
+        def turned(y: torch.Tensor) -> torch.Tensor:
+            left, right = y.chunk(2, -1)
+            return y * cos + torch.cat((-right, left), -1) * sin
+
+        normed = self.first(x)
+        query, key, value = turned(heads(self.query)), turned(heads(self.key)), heads(self.value)
+        key, value = (part.repeat_interleave(2, 1) for part in (key, value))
+        if self.window:
+            mask = mask & torch.ones_like(mask).triu(1 - self.window)
+        mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+        return x + self.mlp(self.second(x))
+
+
+class Llama(nn.Module):
+    """Tables of positions and the mask are made once, and every layer reads them."""
+
+    def __init__(
+        self, mlp: Callable[[], nn.Module] = Gated, windows: tuple[int | None, ...] = (None, None, None, None)
+    ) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(WORDS, WIDTH), RootMeanSquare()
+        self.layers = nn.ModuleList(LlamaLayer(mlp, window) for window in windows)
+        self.out = nn.Linear(WIDTH, WORDS, bias=False)
+        half = WIDTH // HEADS // 2
+        self.frequencies: torch.Tensor
+        self.register_buffer("frequencies", 100.0 ** (-torch.arange(half) / half), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        where, x = torch.arange(tokens.shape[1], device=tokens.device), self.words(tokens) * 2.0
+        angles = (where[:, None] * self.frequencies).repeat(1, 2)
+        cos, sin, mask = angles.cos().to(x.dtype), angles.sin().to(x.dtype), where[:, None] >= where
+        for layer in self.layers:
+            x = layer(x, cos, sin, mask)
+        return self.out(self.norm(x))
+
+
+def gpt() -> nn.Module:
+    return Gpt()
+
+
+def dropping() -> Gpt:
+    return Gpt(dropped=0.25)
+
+
+def llama() -> nn.Module:
+    return Llama()
+
+
+def windows() -> nn.Module:
+    return Llama(windows=(None, 4, None, 4))
+
+
+def mixture() -> nn.Module:
+    return Llama(Experts)
+
+
+OWN: Mapping[str, Callable[[], nn.Module]] = {"gpt": gpt, "llama": llama, "windows": windows, "mixture": mixture}

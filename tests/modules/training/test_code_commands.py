@@ -1,0 +1,178 @@
+"""From a file with a module to a plan, a run, checkpoints, another plan, and back into the module."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autoshard.cli import main
+from autoshard.layout.shards import Executor
+from tests.modules.training.own_decoders import Gpt
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+SOURCE = """
+import torch
+from tests.modules.training.own_decoders import Gpt, Llama, Experts
+
+def gpt():
+    return Gpt(layers=2)
+
+def frozen():
+    model = Gpt(layers=2)
+    model.places.weight.requires_grad_(False)
+    return model
+
+class Centred(Gpt):
+    def forward(self, tokens):
+        x = self.words(tokens)
+        x = x - x.mean(0, keepdim=True)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(self.norm(x))
+
+def centred():
+    return Centred(layers=2)
+
+class Counted(Gpt):
+    def __init__(self):
+        super().__init__(layers=2)
+        self.register_buffer("seen", torch.zeros(()))
+    def forward(self, tokens):
+        self.seen += 1
+        return super().forward(tokens)
+
+def counted():
+    return Counted()
+"""
+ASKED = "--cluster local --ranks 2 --seq-len 16 --global-batch 8 --precision fp32"
+Typed = Callable[[str], tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def typed(capsys: pytest.CaptureFixture[str]) -> Typed:
+    def run(line: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(line.split())
+        out, err = capsys.readouterr()
+        return code, out, " ".join(err.split())
+
+    return run
+
+
+def losses(folder: str) -> dict[int, float]:
+    lines = Path(folder, "metrics.jsonl").read_text().splitlines()
+    return {step["step"]: step["loss"] for step in map(json.loads, lines)}
+
+
+@pytest.mark.ranks
+def test_a_run_goes_on_under_another_plan_and_ends_in_the_module(typed: Typed):
+    assert typed(f"plan --module mine.py:gpt {ASKED} --fix tp=2 --out wide.json")[0] == 0
+    assert typed(f"plan --module mine.py:gpt {ASKED} --fix pp=2,vp=1,mbs=2 --out long.json")[0] == 0
+    steps = "--learning-rate 0.003 --schedule.warm-up-steps 0"
+    for plan, number, folder in (("wide", 3, "runs/both"), ("long", 6, "runs/both"), ("long", 6, "runs/long")):
+        code, _, err = typed(f"run {plan}.json --steps {number} --out {folder} {steps}")
+        assert code == 0, err
+    both, long = losses("runs/both"), losses("runs/long")
+    assert [*both] == [*long] == [1, 2, 3, 4, 5, 6]
+    assert all(abs(both[step] - long[step]) < 1e-4 for step in both)
+    for name in ("both", "long"):
+        assert typed(f"convert runs/{name} {name}.pt")[0] == 0
+    states = [torch.load(f"{name}.pt") for name in ("both", "long")]
+    module = Gpt(layers=2)
+    begun = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    module.load_state_dict(states[0])
+    # Keys have biases without a gradient, of which AdamW makes steps out of what rounding leaves.
+    weights = [name for name in begun if not name.endswith("attention.bias")]
+    assert all((states[0][name] - states[1][name]).abs().max() < 1e-3 for name in weights)
+    assert all((states[0][name] != begun[name]).any() for name in begun)
+    code, _, err = typed("convert runs/both folder")
+    assert code == 2 and "Name a target model.pt" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("frozen", "places.weight: is frozen"),
+        ("centred", "joins tokens of several sequences"),
+        ("counted", "seen: is a buffer that forward changes"),
+    ],
+)
+def test_what_no_run_can_train_is_said_when_it_is_planned_and_refused_when_it_is_run(name: str, why: str, typed: Typed):
+    code, out, err = typed(f"plan --module mine.py:{name} {ASKED} --fix dp=2")
+    assert code == 0 and why in " ".join(out.split()), err
+    code, out, err = typed("run plan.json --steps 2")
+    assert code == 1 and why in " ".join(out.split())
+    assert not Path("runs").exists()
+
+
+@pytest.mark.ranks
+def test_code_that_changed_after_it_was_planned_is_not_run(typed: Typed):
+    assert typed(f"plan --module mine.py:gpt {ASKED} --fix dp=2")[0] == 0
+    Path("mine.py").write_text(SOURCE.replace("Gpt(layers=2)", "Gpt(layers=3)", 1))
+    code, _, err = typed("run plan.json --steps 2")
+    assert code == 2 and "the code of mine.py:gpt has 3 layers now. Plan again with autoshard plan --module" in err
+    Path("mine.py").write_text(
+        SOURCE.replace("return Gpt(layers=2)", "m = Gpt(layers=2); m.norm.eps = 1e-3; return m", 1)
+    )
+    code, _, err = typed("run plan.json --steps 2 --out runs/other")
+    assert code == 2 and "code.fingerprints.head: is of other code than mine.py:gpt is now" in err
+
+
+@pytest.mark.ranks
+def test_an_edited_line_of_the_code_is_refused_with_the_line_that_would_be_right(typed: Typed):
+    assert typed(f"plan --module mine.py:gpt {ASKED} --fix tp=2 --out plan.json")[0] == 0
+    data = json.loads(Path("plan.json").read_text())
+    lines = data["code"]["strategies"]["layer"]
+    name = next(name for name, line in lines.items() if "reduce" in line)
+    lines[name] = lines[name].partition(" | ")[0]
+    Path("plan.json").write_text(json.dumps(data))
+    code, _, err = typed("run plan.json --steps 2")
+    assert code == 2 and f"code.strategies.layer.{name}" in err
+
+
+def test_a_plan_that_does_not_say_where_its_code_is_is_not_run(typed: Typed):
+    assert typed(f"plan --module mine.py:gpt {ASKED} --fix dp=2")[0] == 0
+    path = Path("plan.json")
+    data = json.loads(path.read_text())
+    del data["code"]
+    path.write_text(json.dumps(data))
+    code, out, _ = typed("run plan.json --steps 2")
+    assert code == 1 and "the plan does not say where it is. Plan it with autoshard plan --module" in " ".join(
+        out.split()
+    )
+
+
+def test_the_layouts_of_code_are_proven_on_virtual_ranks_and_a_wrong_sum_is_found(
+    typed: Typed, monkeypatch: pytest.MonkeyPatch
+):
+    assert typed(f"plan --module mine.py:gpt {ASKED} --fix tp=2")[0] == 0
+    code, out, err = typed("verify plan.json --json")
+    proof = json.loads(out)["code"]
+    assert code == 0 and [block["name"] for block in proof["blocks"]] == ["embed", "layer", "head"], err
+    assert max(block["error"] for block in proof["blocks"]) < 1e-12
+    run = Executor.run
+
+    def counting_twice(executor: Executor, collective: Any, shards: Any, dims: Any) -> Any:
+        total = run(executor, collective, shards, dims)
+        return tuple(2 * part for part in total) if collective.kind == "all_reduce" else total
+
+    monkeypatch.setattr(Executor, "run", counting_twice)
+    code, out, _ = typed("verify plan.json --json")
+    assert code == 1 and max(block["error"] for block in json.loads(out)["code"]["blocks"]) > 1e-3
+
+
+def test_ranks_are_tried_out_without_numbers(typed: Typed):
+    assert typed(f"plan --module mine.py:gpt {ASKED} --fix pp=2")[0] == 0
+    code, out, err = typed("run plan.json --dry-run")
+    assert code == 0 and "saved" in out, err

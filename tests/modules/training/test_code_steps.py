@@ -1,0 +1,57 @@
+"""Steps of decoders' own code by plans: losses, norms and weights are those of the plain module."""
+
+import pytest
+
+from autoshard.engine.torch.formats import Formats
+from autoshard.modules.training.reading import traced_code
+from tests.modules.training.code_cases import Compared, compared, compared_dropping, plan_of
+from tests.modules.training.own_decoders import OWN
+from tests.ranks.spawn import on_ranks
+from tests.slower import rest_is_slow
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+# A layout, and how many ranks it has.
+LAYOUTS = [
+    ("tp=2,pp=2,dp=1,mbs=2", 4),
+    ("tp=1,pp=1,dp=2,mbs=2", 2),
+    ("tp=2,pp=1,dp=1,mbs=4,recompute=full", 2),
+    ("tp=1,pp=2,dp=1,mbs=1,schedule=zb_h1", 2),
+    ("tp=1,pp=2,dp=2,mbs=1,zero=1", 4),
+    ("tp=1,pp=2,vp=2,dp=1,mbs=2,schedule=interleaved", 2),
+    ("tp=1,pp=1,dp=2,mbs=1,zero=3", 2),
+    ("tp=1,pp=1,cp=2,dp=1,mbs=2,cp_order=contiguous", 2),
+]
+
+
+@pytest.mark.parametrize("name", rest_is_slow(["gpt", "mixture", "llama", "windows"], 2, 2))
+@pytest.mark.parametrize(("text", "num_ranks"), rest_is_slow(LAYOUTS, 1, 3))
+def test_steps_are_those_of_the_plain_module(name: str, text: str, num_ranks: int):
+    for found in on_ranks(num_ranks, compared, OWN[name], text, timeout_s=300.0):
+        assert isinstance(found, Compared)
+        assert found.worst_step < 1e-12, found
+        assert found.error < 1e-11, f"{found.weight} is {found.error:.1e} off"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_ranks"),
+    rest_is_slow([("tp=1,pp=2,dp=2,mbs=1", 4), ("tp=2,pp=1,dp=1,mbs=4,recompute=full", 2)], 1, 1),
+)
+def test_what_is_dropped_follows_from_the_sequence_alone(text: str, num_ranks: int):
+    for found in on_ranks(num_ranks, compared_dropping, text, timeout_s=300.0):
+        assert found.worst_step < 1e-12 and found.error < 1e-11, found
+
+
+@pytest.mark.slow
+def test_generated_functions_take_the_same_steps():
+    for found in on_ranks(2, _generated, OWN["llama"], timeout_s=300.0):
+        assert found.worst_step < 1e-5 and found.error < 1e-3, found
+
+
+def _generated(make):
+    return compared(make, "tp=2,pp=1,dp=1,mbs=2", mode="generated", exact=False)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_equal_layers_are_one_block(name: str):
+    module = OWN[name]()
+    assert set(traced_code(module, plan_of(module, "tp=1,pp=1,dp=1,mbs=2"), Formats()).graph.graph.order) == {"layer"}
