@@ -27,9 +27,10 @@ def refuse_evaluation(plan: Plan, training: Training, engine: str) -> None:
         return
     model = plan.model
     drops = max(model.hidden_dropout, model.attention_dropout)
+    of_code = "runs of a module's code are not judged meanwhile: what the code drops it would drop then as well"
     named = f"{engine} judges no run meanwhile; the torch engine does. Leave eval out"
     dropping = f"{model.name} drops numbers at random ({drops:g}), also in an evaluation. Plan it without dropout"
-    require((engine == "torch", "eval", named), (not drops, "eval", dropping))
+    require((engine == "torch", "eval", named), (not drops, "eval", dropping), (plan.code is None, "eval", of_code))
     source_of(plan, training.eval_data, _SEED)
 
 
