@@ -15,11 +15,12 @@ from autoshard.runtime.checkpoint.files import RunState
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.checkpoint.storage import Storage
 from autoshard.runtime.evaluating import Evaluator, refuse_evaluation
-from autoshard.spec.training import DataSpec, Evaluating, Training
+from autoshard.spec.training import DataSpec, Evaluating, Training, Watching
 from tests.runtime.cases import write_tiny
 from tests.runtime.training_cases import Double, plan_of, trained
 
 TEXT = "Wer reitet so spaet durch Nacht und Wind? Es ist der Vater mit seinem Kind. " * 20
+COMPARED = Watching(collectives="every")  # every step is held to what it should begin, whatever is between steps
 OTHER = "Er hat den Knaben wohl in dem Arm, er fasst ihn sicher, er haelt ihn warm. " * 20
 
 
@@ -105,7 +106,7 @@ def test_ranks_of_another_layout_judge_alike_and_the_best_checkpoint_stays(tmp_p
 def test_a_worse_state_is_not_kept_and_the_best_one_is_known_after_a_restart(tmp_path, sets):
     """At a rate that destroys the model the first evaluation stays the best: its checkpoint outlives newer ones."""
     plan = plan_of("tp=1,pp=1,dp=2", vocab=257)
-    options = {**judged(sets, every_steps=1), "every_steps": 1, "keep_last": 1}
+    options = {**judged(sets, every_steps=1), "every_steps": 1, "keep_last": 1, "watchdog": COMPARED}
     first = trained(plan, tmp_path, 2, **options, learning_rate=1e-2)
     best = max(result.number for result in evaluations(first) if result.best)
     second = trained(plan, tmp_path, 5, **options, learning_rate=30.0)

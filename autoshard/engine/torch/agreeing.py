@@ -46,7 +46,7 @@ class AgreeingEngine:
     def __init__(self, plan: Plan, engine: TorchEngine) -> None:
         """Take an engine; one that checks itself keeps a ledger."""
         self._plan, self.engine = plan, engine
-        self.pieces, self.restored = engine.pieces, engine.restored
+        self.pieces, self.restored, self.evaluate = engine.pieces, engine.restored, engine.evaluate
 
     def step(
         self, micro_batches: Sequence[Batch], learning_rate: float, allows: Allows = whenever_finite
