@@ -38,7 +38,7 @@ class CodeInputs:
         nodes = {name: node for name, node in nodes.items() if name not in self._random}
         self._changing = [node for name, node in nodes.items() if name in of_batch]
         self._fixed = [node for name, node in nodes.items() if name not in of_batch]
-        self._graphs = {id(some): _on_host(exported.part(some)) for some in (self._changing, self._fixed)}
+        self._graphs = {id(part): _on_host(exported.part(part)) for part in (self._changing, self._fixed)}
         self._same: Tensors | None = None  # those that are the same for every batch
         self._last: tuple[Any, Tensors] = None, {}  # the tokens of which the others were made last
 
@@ -74,9 +74,9 @@ class CodeInputs:
         sizes = [self._code.graph.sizes[dim] for dim in dims]
         if not dims or dims[0] != BATCH:
             return drawn.part(self._key(samples).to(device), sizes, bounds)
-        (first, last), *others = bounds
+        (first, last), *inner = bounds
         keys = dropout_keys(self._seed, samples[first:last], _CODE).tolist()
-        sequences = [drawn.part(torch.tensor(key, device=device), [1, *sizes[1:]], [(0, 1), *others]) for key in keys]
+        sequences = [drawn.part(torch.tensor(key, device=device), [1, *sizes[1:]], [(0, 1), *inner]) for key in keys]
         return (
             torch.cat(sequences) if sequences else torch.empty([stop - start for start, stop in bounds], device=device)
         )

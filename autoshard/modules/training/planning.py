@@ -18,6 +18,7 @@ from autoshard.plan.plan import Plan
 from autoshard.spec.repeats import compress
 
 _AS_PLANNED = Formats()
+_SMALL = 2**28  # weights, of a gigabyte in FP32: every rank's host has room for that
 _AGAIN = f"Plan again with autoshard plan {OPTION}"
 
 
@@ -57,8 +58,13 @@ def _planned(plan: Plan, source: str) -> PlannedCode:
 
 
 def traced_source(plan: Plan, source: str, formats: Formats = _AS_PLANNED, *, on_meta: bool) -> TracedCode:
-    """Trace the decoder that a function makes, for a plan."""
+    """Trace the decoder that a function makes, for a plan.
+
+    It is made ``on_meta`` only if it is large: code may choose what it does by the device of its weights.
+    """
     module, inputs = made_decoder(source, on_meta=on_meta)
+    if on_meta and sum(parameter.numel() for parameter in module.parameters()) <= _SMALL:
+        module, inputs = made_decoder(source, on_meta=False)
     with inside(f"{OPTION} {source}"):
         return traced_code(module, plan, formats, inputs)
 
@@ -70,14 +76,15 @@ def _changes(code: PlannedCode, graph: CodeGraph) -> Iterator[tuple[str, str]]:
         yield "code.order", f"is {code.order}, and the code of {code.source} has {layers} layers now. {_AGAIN}"
     for kind, hash_now in graph.fingerprints.items():
         if code.fingerprints.get(kind) != hash_now:
-            yield f"code.fingerprints.{kind}", f"is of other code than {code.source} is now. {_AGAIN} {code.source}"
+            changed = f"is of other code than {code.source} is now, or that chooses by the device of its weights"
+            yield f"code.fingerprints.{kind}", f"{changed}. {_AGAIN} {code.source}"
 
 
 def _refuse_unfit(plan: Plan) -> None:
     """Refuse what a run of code does not do: it knows nothing of what the lines of a plan do beside the code."""
     work, unlike = plan.workload, "a run executes the code itself, which says nothing of it"
     moved = plan.mesh.size("cp") > 1 and plan.cp_order != "contiguous"
-    zigzag = "orders sequences in a zigzag, and the code of attention takes them in order. Plan with --fix cp=1"
+    zigzag = "orders sequences in a zigzag, and code of attention takes them in order. Use --fix cp_order=contiguous"
     require(
         (
             plan.engine == "torch",
