@@ -40,8 +40,9 @@ def verify(plan: Path = DEFAULT_PLAN, module: str | None = None, json: bool = Fa
     proof = prove(current) if current.strategies and not rejections else None
     of_code = _code_proof(current, remarks) if proof else None
     if json:
+        more = {"code": encode(of_code)} if of_code else {}
         reasons = [rejection_json(entry) for entry in rejections]
-        print_answer({"rejections": reasons, "notices": remarks, "proof": encode(proof), "code": encode(of_code)})
+        print_answer({"rejections": reasons, "notices": remarks, "proof": encode(proof), **more})
     else:
         may = "is legal" if unrun_code(current) else "may run"
         may_run = f"{plan}: {current.candidate} {may} on {current.cluster.name} with engine {current.engine}"
