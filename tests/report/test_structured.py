@@ -20,7 +20,7 @@ from autoshard.search.ask.answers import answers_of
 from autoshard.search.ask.planner import search
 from autoshard.spec.cluster_catalogue import cluster_names
 from autoshard.spec.files import shipped
-from autoshard.spec.kernels import kernels_names
+from autoshard.spec.kernels import kernels_names, library_names
 from autoshard.spec.model_catalogue import model_names
 from autoshard.spec.recipe import recipe_files
 from autoshard.spec.record import decode, encode
@@ -69,7 +69,7 @@ NAMES = {
     "clusters": cluster_names(),
     "engines": ("nxd", "torch"),
     "schedules": tuple(builders()),
-    "kernels": kernels_names(),
+    "kernels": (*kernels_names(), *(f"te+{library}" for library in library_names())),
     "rules": tuple(rule.id for rule in all_rules()),
 }
 

@@ -12,7 +12,7 @@ from autoshard.runtime.data.indexed import IndexedWriter
 from autoshard.runtime.data.mixture import DataMixture
 from autoshard.runtime.data.opened import NAME, Manifest, TokenizerRecord, described, open_source, write_record
 from autoshard.spec import record
-from autoshard.spec.training import DataSpec
+from autoshard.spec.training import DataSpec, Evaluating, Training
 from tests.runtime.data.cases import counting, write_set
 
 
@@ -170,5 +170,6 @@ def test_a_recipe_names_sets_from_its_own_folder(tmp_path: Path, monkeypatch: py
     write_set(tmp_path / "recipes" / "data" / "set", counting(9, [9]))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
-    spec = DataSpec(sets={"data/set": 1, "here": 2, "nowhere": 3}).seen_from(Path("recipes"))
-    assert spec.sets == {"recipes/data/set": 1, "here": 2, "nowhere": 3}
+    sets = {"data/set": 1.0, "here": 2.0, "nowhere": 3.0}
+    seen = Training(data=DataSpec(sets=sets), eval=Evaluating(sets=sets)).seen_from(Path("recipes"))
+    assert seen.data.sets == seen.eval.sets == {"recipes/data/set": 1, "here": 2, "nowhere": 3}
