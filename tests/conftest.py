@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shlex
 import signal
 import sys
 import time
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from autoshard.cli import main
 from autoshard.spec import cluster_catalogue
 
+Typed = Callable[[str], tuple[int, str, str]]
 GOLDEN = Path(__file__).parent / "golden"
 
 # No deadlines: a test never judges time. `make test-all` and `make coverage` ask for the profile `more`.
@@ -129,3 +132,16 @@ def section_of_any_module(request: pytest.FixtureRequest) -> Callable[[str, Sequ
         assert page.read_text(encoding="utf-8") == now, "type pytest --update-golden tests/modules"
 
     return compare
+
+
+@pytest.fixture
+def typed(capsys: pytest.CaptureFixture[str]) -> Typed:
+    """Return a function that types a line after ``autoshard``: its exit code, what it printed, and its complaints."""
+
+    def run(line: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(shlex.split(line))
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run

@@ -69,8 +69,9 @@ def translated(row: MeasuredRow, *, knows_platform: bool = False) -> tuple[Measu
             assumed |= {column: says} if says else {}
     changes["kernels"], changes["flash_attention"], says = _kernels(row)
     assumed |= {"framework": says} if says else {}
-    library, table = _library(row) if row.candidate is None else None, changes["kernels"] or ""
-    if library and (longer := with_libraries(table, library.means)) != table:
+    library, table = _library(row), changes["kernels"] or ""
+    longer = with_libraries(table, library.means) if library and row.candidate is None else table
+    if library and longer != table:
         changes["kernels"], assumed["kernels"] = longer, library.assumed
     never = _word("no_sp", _key(row.framework), row) if row.sp is None and row.candidate is None else None
     changes["sp"] = False if never else row.sp  # some frameworks never cut the sequence over tp

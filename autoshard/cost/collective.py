@@ -54,9 +54,7 @@ class Ring:
     joining_s: Number = 0.0  # of hosts, beside it, for a collective that all ranks join at once; a send has two ranks
     hop: Route | None = None  # to the next rank; None where it is as fast as the ring
     exchange: Route | None = None  # of each rank with each other, likewise
-    tokens: Route | None = (
-        None  # of rows of experts, where a token goes once to each node; None: as all that is exchanged
-    )
+    tokens: Route | None = None  # of rows of experts by a library that sends tokens; None: as any exchange
     routes: tuple[Route, ...] = ()  # other ways to gather and to sum, those for the smallest messages last
     is_flat: bool = True  # whether the ring itself is a way to gather and to sum
 
@@ -107,7 +105,7 @@ class Ring:
         return _ROUNDS.get(collective.kind, 1) * (self.size - 1) / self.size * message_bytes
 
     def _exchange(self, collective: Collective) -> Route | None:
-        """Return the way of an all-to-all, if this is one and has a way of its own."""
+        """Return the route of an all-to-all; None for other collectives, and where it goes around the ring."""
         if collective.kind != "all_to_all":
             return None
         return self.tokens if self.tokens and {collective.dim, collective.to_dim} == _ROWS else self.exchange
@@ -175,7 +173,7 @@ def _exchange_route(cluster: Cluster, group: tuple[int, ...], calibration: Calib
 
 
 def _token_route(cluster: Cluster, group: tuple[int, ...], tokens: TokenSends) -> Route:
-    """Return what sending tokens once to each node and rank costs, as a share of their rows: two steps that overlap."""
+    """Return what sending tokens once to each node and rank costs; the steps between and inside nodes overlap."""
     inner = cluster.inside(group)
     near, far = tokens.shares(len(group) // len(inner), len(inner))
     steps = [(cluster.link_of(inner), near / tokens.near_efficiency)] if near else []

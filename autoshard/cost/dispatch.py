@@ -1,4 +1,4 @@
-"""What sending a token once to each part of the experts moves: which parts it reaches, where routing is even."""
+"""How many copies of a token are sent where each node, and each rank, with experts of its choice gets one."""
 
 from dataclasses import dataclass
 from math import comb
@@ -9,7 +9,7 @@ from autoshard.spec.model import ModelSpec, Router
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertChoices:
-    """How many experts a token chooses of how many, all equally likely, within some groups of them."""
+    """How many experts a token chooses, of how many; all are equally likely. It may choose within a few groups only."""
 
     experts: int
     chosen: int
@@ -18,7 +18,7 @@ class ExpertChoices:
 
     @classmethod
     def of(cls, model: ModelSpec) -> "ExpertChoices":
-        """Return those of a model's router."""
+        """Return how a model's router chooses."""
         router = model.router or Router()
         return cls(
             experts=model.num_experts,
@@ -28,7 +28,7 @@ class ExpertChoices:
         )
 
     def reach(self, parts: int) -> float:
-        """Return the chance that a token chooses an expert of the first of so many equal parts of all experts.
+        """Return the chance that a token chooses an expert of the first part, where all lie in so many equal parts.
 
         >>> ExpertChoices(experts=4, chosen=1).reach(2), ExpertChoices(experts=4, chosen=2).reach(4)
         (0.5, 0.5)
@@ -36,8 +36,8 @@ class ExpertChoices:
         0.25
         """
         size = self.experts // self.groups
-        whole, rest = divmod(max(1, self.experts // parts), size)
-        split = min(1, rest)  # of the groups, one may lie in two parts
+        whole, rest = divmod(max(1, self.experts // parts), size)  # groups in the part, and experts beside them
+        split = min(1, rest)  # whether a group lies in two parts
         others, candidates = self.groups - whole - split, self.chosen_groups * size
         missed = 0
         for of_whole in range(min(whole, self.chosen_groups) + 1):
@@ -58,16 +58,16 @@ class TokenSends:
 
     @classmethod
     def of(cls, model: ModelSpec, kernels: Kernels) -> "TokenSends | None":
-        """Return those of a model's tokens; None where each row goes alone."""
+        """Return how a program sends a model's tokens; None if it sends each row alone."""
         if not (model.num_experts and kernels.sends_tokens):
             return None
         near, far = kernels.token_links["node"], kernels.token_links["cluster"]
         return cls(choices=ExpertChoices.of(model), near_efficiency=near, far_efficiency=far)
 
     def shares(self, nodes: int, per_node: int) -> tuple[float, float]:
-        """Return what a rank sends inside its node, and to other nodes, as shares of its rows of all experts.
+        """Return what a rank sends inside its node, and to other nodes, as shares of the rows of its tokens.
 
-        A rank hands on inside what came from its peers of other nodes, beside what its own tokens have there.
+        Inside its node it sends its own tokens, and those that it has received from other nodes.
         """
         near = nodes * (per_node - 1) * self.choices.reach(nodes * per_node)
         return near / self.choices.chosen, (nodes - 1) * self.choices.reach(nodes) / self.choices.chosen

@@ -168,9 +168,9 @@ def step_timer(plan: Plan, blocks: Blocks) -> Callable[[Calibration], float]:
 
     @lru_cache(maxsize=2)  # a fit moves one constant at a time
     def linked(links: Calibration) -> tuple[Setting, PlanPipeline]:
-        there_asked = replace(nominal, calibration=links)
-        rings = rings_on(there_asked, plan.mesh, setting.rings)
-        state_rings = rings_on(there_asked, divided, setting.state_rings)
+        relinked = replace(nominal, calibration=links)
+        rings = rings_on(relinked, plan.mesh, setting.rings)
+        state_rings = rings_on(relinked, divided, setting.state_rings)
         there = replace(setting, rings=rings, state_rings=state_rings)
         send_s, _ = handed_on(there, load_kernels(plan.kernels))
         return there, replace(whole, sends=replace(whole.sends, time_s=send_s))

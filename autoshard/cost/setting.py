@@ -67,7 +67,7 @@ class Question:
         return rank_rates(self.cluster, self.workload.precision, self.calibration, load_kernels(self.kernels))
 
     def ring(self, mesh: Mesh, atoms: tuple[str, ...]) -> Ring:
-        """Return the group of ranks along some atoms of a mesh, over which the kernels send as they do."""
+        """Return the group of ranks along some atoms of a mesh, as this question's kernels send in it."""
         tokens = TokenSends.of(self.model, self.step.platform)
         return mesh_ring(self.cluster, mesh, atoms, self.calibration, tokens)
 

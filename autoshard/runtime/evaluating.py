@@ -1,5 +1,6 @@
 """Judging the state of a run by samples that it does not train on: always the same ones, in the order of their set."""
 
+import math
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -53,6 +54,12 @@ class Evaluator:
         """How many batches of a step are read."""
         return -(-self.training.eval.samples // self.shape.num_samples)
 
+    @property
+    def judges(self) -> str:
+        """Name the sets and how much of them is read: losses by other ones are not compared."""
+        sets = ",".join(f"{name}={weight:g}" for name, weight in sorted(self.training.eval.sets.items()))
+        return f"{self.num_steps * self.shape.num_samples} of {sets}"
+
     def judged(self, engine: Evaluates, state: "RunState", activity: RankActivity) -> "tuple[EvaluatedStep, RunState]":
         """Return the mean loss of all counted tokens, and the state that knows the best step so far.
 
@@ -68,7 +75,8 @@ class Evaluator:
             total, count = total + engine.evaluate(micro_batches) * counted, count + counted
         activity.begin(0)
         loss = total / max(1, count)
-        best = state.best_loss is None or loss < state.best_loss
+        first = state.best_loss is None or state.judged_by != self.judges
+        best = math.isfinite(loss) and (first or loss < (state.best_loss or 0.0))
         evaluated = EvaluatedStep(
             number=state.step,
             loss=loss,
@@ -77,4 +85,6 @@ class Evaluator:
             best=best,
         )
         step = state.step if self.training.eval.keep_best else None
-        return evaluated, replace(state, best_step=step, best_loss=loss) if best else state
+        if not best:
+            return evaluated, state
+        return evaluated, replace(state, best_step=step, best_loss=loss, judged_by=self.judges)

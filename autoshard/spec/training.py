@@ -31,9 +31,8 @@ class DataSpec:
 
     def __post_init__(self) -> None:
         no_set = "answers need a set of conversations. Make one with autoshard tokenize --chat"
-        bad = [(name, weight) for name, weight in self.sets.items() if not 0 < weight < math.inf]
         require(
-            *((False, f"sets.{name}", f"the weight must be above 0, not {weight}") for name, weight in bad),
+            *_weights_checked(self.sets),
             (self.loss_on == "all" or bool(self.sets), "loss_on", no_set),
         )
 
@@ -55,11 +54,7 @@ class Evaluating:
     keep_best: bool = True
 
     def __post_init__(self) -> None:
-        bad = [(name, weight) for name, weight in self.sets.items() if not 0 < weight < math.inf]
-        require(
-            *((False, f"sets.{name}", f"the weight must be above 0, not {weight}") for name, weight in bad),
-            *in_range(self, "every_steps", "samples", low=1),
-        )
+        require(*_weights_checked(self.sets), *in_range(self, "every_steps", "samples", low=1))
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Say whether the state is judged after a step, counted from 1.
@@ -68,6 +63,14 @@ class Evaluating:
         [3, 6, 7]
         """
         return bool(self.sets) and (step % self.every_steps == 0 or step == num_steps)
+
+
+def _weights_checked(sets: Mapping[str, float]) -> list[tuple[bool, str, str]]:
+    """Check the weights of sets."""
+    return [
+        (0 < weight < math.inf, f"sets.{name}", f"the weight must be above 0, not {weight}")
+        for name, weight in sets.items()
+    ]
 
 
 def _seen_from(sets: Mapping[str, float], folder: Path) -> Mapping[str, float]:

@@ -108,6 +108,11 @@ def test_precisions(text: str | None, formats: str):
             "ep=2,kernels=mcore,fold=none",
             "arch.experts_per_token expert_imbalance",
         ),
+        (
+            {**MIXTURE, "ep": 2, "inferred": {"dispatcher": "HybridEP, 16 SMs"}},
+            "ep=2,kernels=mcore+hybridep,fold=none",
+            "arch.experts_per_token expert_imbalance kernels",
+        ),
         ({**NEURON, "seq_len": 8192, "framework": NEURON["framework"] + " DeepEP"}, "dp=8", ""),
         (
             {"recompute": "selective: layernorm, moe activation"},

@@ -10,7 +10,7 @@ from autoshard.calibration.rows import Occasion, row_of
 from autoshard.plan.codec import load
 from autoshard.spec.record import encode
 from autoshard.units import format_seconds
-from tests.cli.conftest import Typed
+from tests.conftest import Typed
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data"
 TINY = "--model tiny-llama --cluster local --fix mbs=8"

@@ -18,7 +18,7 @@ from autoshard.plan.codec import dump, load
 from autoshard.spec.cluster_catalogue import load_node_type
 from autoshard.spec.record import encode
 from autoshard.spec.training import Training
-from tests.cli.conftest import Typed
+from tests.conftest import Typed
 from tests.slower import rest_is_slow
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data"

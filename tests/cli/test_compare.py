@@ -9,7 +9,7 @@ import pytest
 
 import autoshard
 from autoshard.plan.codec import dump
-from tests.cli.conftest import Typed
+from tests.conftest import Typed
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.record import encode
 from autoshard.spec.workload import Precision, Workload
-from tests.cli.conftest import Typed
+from tests.conftest import Typed
 
 # What an owner would not give away: host, home, data, tracker, person, command line, model, cluster, keys.
 SECRETS = (

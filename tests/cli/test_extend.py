@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from autoshard.extensions import EXTENSIONS
-from tests.cli.conftest import Typed
+from tests.conftest import Typed
 from tests.runtime.cases import environment
 from tests.sweep.sweep_cases import TINY, rows_in, written
 

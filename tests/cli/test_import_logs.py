@@ -8,7 +8,7 @@ import pytest
 
 from autoshard.spec.cluster_catalogue import load_node_type
 from autoshard.spec.record import encode
-from tests.cli.conftest import Typed
+from tests.conftest import Typed
 from tests.imports.logs.published import GPT_13B, LOGS, arguments, megatron
 
 BY_NAME = {log.name: log for log in LOGS}

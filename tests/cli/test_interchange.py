@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from autoshard.cli import main
 from autoshard.plan.codec import load
-from tests.cli.conftest import Typed
+from tests.conftest import Typed
 from tests.imports.published import PUBLISHED, Published
 
 NXDT = next(case for case in PUBLISHED if case.file == "hf_llama3_70B_config.yaml")

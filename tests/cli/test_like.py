@@ -7,7 +7,7 @@ import pytest
 
 from autoshard.cli import main
 from autoshard.plan.codec import load
-from tests.cli.conftest import Typed
+from tests.conftest import Typed
 
 ASKED = "plan --model llama3-8b --global-batch 256 --seq-len 4096 --optimizer sgd --fix tp=8,mbs=1,cp=1,vp=1"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from autoshard.plan.codec import load
-from tests.cli.conftest import Typed
+from tests.conftest import Typed
 from tests.slower import rest_is_slow
 
 ASKED = "plan llama3-8b --tokens 1T"

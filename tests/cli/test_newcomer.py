@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Typed
+from tests.conftest import Typed
 
 IN_AN_EMPTY_FOLDER = {
     "plan 70b": "Did you mean llama3.1-70b or llama3-70b or llama2-70b?",

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from autoshard.plan.codec import load
 from autoshard.plan.plan import SEARCH, Plan
-from tests.cli.conftest import Typed
+from tests.conftest import Typed
 from tests.slower import rest_is_slow
 
 QUESTIONS = [

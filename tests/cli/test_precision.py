@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from autoshard.cli import main
-from tests.cli.conftest import Typed
+from tests.conftest import Typed
 
 ASKED = "--model tiny-llama --cluster local --ranks 2 --fix tp=1,dp=2,mbs=8"
 BF16 = "bf16,gradients=bf16,moments=bf16"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Typed
+from tests.conftest import Typed
 
 TINY = "--model tiny-llama --cluster local --ranks 2 --fix mbs=8"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Typed
+from tests.conftest import Typed
 from tests.sweep.sweep_cases import TINY, rows_in, statuses, written
 
 ONE = "sweep --jobs 1 tiny.yaml"  # a process costs more than a point

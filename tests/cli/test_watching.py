@@ -18,7 +18,7 @@ from autoshard.search.bound.priced_layouts import LayoutPricer, PricedLayouts
 from autoshard.search.bound.records import BestSolutions
 from autoshard.search.bound.watch import SearchProgress, go_on
 from autoshard.search.fill.stage_options import StageFilling
-from tests.cli.conftest import Typed
+from tests.conftest import Typed
 
 HALF = SearchProgress(num_done=5, num_points=10, best=2.0, bound=1.5)
 

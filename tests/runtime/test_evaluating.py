@@ -69,6 +69,20 @@ def test_a_loss_is_the_mean_over_counted_tokens_of_the_same_samples_each_time(se
     assert sorted(number for asked in engine.asked[:2] for batch in asked for number in batch) == [*range(8)]
 
 
+def test_a_loss_that_is_no_number_or_of_other_sets_is_not_compared(sets):
+    plan = plan_of("tp=1,pp=1,dp=1", vocab=257)
+    evaluator, engine = Evaluator.of(plan, Training(**judged(sets, samples=4))), Falling([float("nan"), 3.0, 4.0, 5.0])
+    first, state = evaluator.judged(engine, RunState(step=1), RankActivity())
+    assert not first.best and state.best_step is None, "else no later loss were below it"
+    second, state = evaluator.judged(engine, replace(state, step=2), RankActivity())
+    assert second.best and state.best_step == 2
+    others = Evaluator.of(plan, Training(**judged({**sets, "judge": sets["train"]}, samples=4)))
+    third, state = others.judged(engine, replace(state, step=3), RankActivity())
+    assert third.best and (state.best_step, state.best_loss) == (3, 4.0), "judged by another set"
+    fourth, _ = others.judged(engine, replace(state, step=4), RankActivity())
+    assert not fourth.best
+
+
 def test_masked_tokens_weigh_nothing(sets, monkeypatch):
     plan = plan_of("tp=1,pp=1,dp=1", vocab=257)
     evaluator = Evaluator.of(plan, Training(**judged(sets, samples=8)))

@@ -110,6 +110,7 @@ def test_what_cannot_go_on_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "tokens of bytes go to 256" in said(capsys, folder, "--prompt", "a", *bytes_, code=2)
     assert "must be at least 1" in said(capsys, folder, "--prompt", "a", "--tokens", "0", code=2)
     assert "needs a --temperature above 0" in said(capsys, folder, "--prompt", "a", "--top-k", "3", code=2)
+    assert "is for runs, and" in said(capsys, folder, "--prompt", "a", "--step", "best", code=2)
     assert "must not be empty" in said(capsys, folder, "--prompt", "", code=2)
     small = "\x01\x02\x03"  # tokens that the model has
     far = said(capsys, folder, "--prompt", small, "--tokens", "999", *bytes_, code=2)

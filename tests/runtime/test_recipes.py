@@ -28,8 +28,6 @@ SHAPES = {"tiny-mixtral": ("ep", 2), "tiny-long-context": ("cp", 2)}
 def beside_the_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in which one types what the recipes say, as in a clone."""
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
-        monkeypatch.delenv(name, raising=False)
     (tmp_path / "recipes").symlink_to(next(iter(SMALL.values())).parent)
     return tmp_path
 

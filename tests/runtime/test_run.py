@@ -21,8 +21,6 @@ PLAN = ("plan", "--model", "tiny-llama", "--cluster", "local", "--ranks", "2", "
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
-        monkeypatch.delenv(name, raising=False)
     return tmp_path
 
 

@@ -37,7 +37,6 @@ class _Weights:
     folder: Path
     model: ModelSpec
     tokenizer: str | None
-    seq_len: int | None = None  # with which it was trained
 
 
 def generate(
@@ -80,6 +79,7 @@ def generate(
         raise InputError.of("autoshard generate", f"needs {error.name}: pip install 'autoshard[torch]'") from None
     words = _opened(weights, tokenizer, source)
     first = words.opened(prompt)
+    require((bool(first), "--prompt", f"has no token of {words.record.name}. Type some text"))
     require((max(first) < weights.model.vocab, "--tokenizer", _foreign(words, weights.model)))
     start_s = time.monotonic()
     added = _added(weights, first, len(first) + tokens, words.record.eos, (temperature, top_k, seed))
@@ -109,7 +109,7 @@ def plan_of_one_rank(model: ModelSpec, seq_len: int) -> Plan:
     plain = replace(model, hidden_dropout=0.0, attention_dropout=0.0)
     work = Workload(seq_len=seq_len, global_batch=1, precision=Precision.named("fp32"))
     request = Request(model=plain, cluster=load_cluster("local", ranks=1), workload=work, engines=("torch",))
-    return plan_at(request, Candidate(zero=0), even_refused=True)
+    return plan_at(request, Candidate(zero=0))
 
 
 def _weights_in(source: Path, step: str | int) -> _Weights:
@@ -119,6 +119,7 @@ def _weights_in(source: Path, step: str | int) -> _Weights:
 
     form = form_of(source)
     if form == "hf":
+        require((step == "newest", "--step", f"is for runs, and {source} is a Hugging Face folder. Leave it out"))
         named = str(source) if (source / "tokenizer.json").is_file() else None
         return _Weights(folder=source, model=_untraced(load_model(source / "config.json")), tokenizer=named)
     checkpoint = checkpoint_of(source) if form == "autoshard" else None
@@ -134,7 +135,7 @@ def _weights_in(source: Path, step: str | int) -> _Weights:
     plan, config = folder / PLAN, folder / "config.json"
     model = load(plan).model if plan.is_file() else load_model(config) if config.is_file() else None
     if model is None:
-        raise InputError.of(str(folder), "says of no model: neither plan.json nor config.json lies there")
+        raise InputError.of(str(folder), "does not say which model it is: it has neither plan.json nor config.json")
     return _Weights(folder=folder, model=_untraced(model), tokenizer=_tokenizer_of(folder))
 
 
@@ -147,7 +148,7 @@ def _step_in(source: Path, step: int) -> Path:
 
 
 def _untraced(model: ModelSpec) -> ModelSpec:
-    message = f"{model.name} was read off a module's code, which knows how it generates"
+    message = f"{model.name} was read off a module's code. Type autoshard convert, and let the module itself generate"
     require((model.traced is None, "model", message))
     return model
 

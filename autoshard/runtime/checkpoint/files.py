@@ -34,6 +34,7 @@ class RunState:
     trackers: tuple[tuple[str, str], ...] = ()  # the name of each tracker, and the run's id there
     best_step: int | None = None  # whose evaluation had the lowest loss
     best_loss: float | None = None
+    judged_by: str = ""  # the sets of that evaluation
 
 
 @dataclass(frozen=True, slots=True)

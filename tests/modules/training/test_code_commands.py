@@ -1,15 +1,14 @@
 """From a file with a module to a plan, a run, checkpoints, another plan, and back into the module."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from autoshard.cli import main
 from autoshard.layout.shards import Executor
+from tests.conftest import Typed
 from tests.modules.training.own_decoders import Gpt
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -48,26 +47,12 @@ def counted():
     return Counted()
 """
 ASKED = "--cluster local --ranks 2 --seq-len 16 --global-batch 8 --precision fp32"
-Typed = Callable[[str], tuple[int, str, str]]
 
 
 @pytest.fixture(autouse=True)
 def a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def typed(capsys: pytest.CaptureFixture[str]) -> Typed:
-    def run(line: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main(line.split())
-        out, err = capsys.readouterr()
-        return code, out, " ".join(err.split())
-
-    return run
 
 
 def losses(folder: str) -> dict[int, float]:
