@@ -18,6 +18,8 @@ from autoshard.spec.recipe import QuestionOptions
 from autoshard.units import format_dollars
 
 _SIZES = tuple(2**exponent for exponent in range(11))  # nodes that are tried for a deadline or a budget
+# Costs go up and down by a tenth with the number of nodes: batches divide better or worse.
+_FAR, _LEAST_TRIED = 1.5, 4  # times the budget, above which no larger number is tried; so many numbers are, at least
 
 Search = Callable[[Request], SearchResult]
 
@@ -80,7 +82,7 @@ def sized(question: QuestionOptions, applied: Callable[[Request], Request], sear
             raise InputError.of("--budget", why)
         if to.budget_usd is not None and usd is not None and usd > to.budget_usd:
             too_dear.append((usd, nodes))
-            if too_dear[-2:] == sorted(too_dear[-2:]) and len(too_dear) > 1:  # more nodes cost more from here on
+            if usd > _FAR * to.budget_usd and len(too_dear) >= _LEAST_TRIED:
                 break
             continue
         met.append((request, plan))
@@ -104,8 +106,8 @@ def _missed(met: Sequence[tuple[Request, Plan]], tokens: float, cheapest: tuple[
     """Say how near the largest size comes to what was asked, or the cheapest to the budget."""
     if not met and cheapest:
         usd, nodes = cheapest
-        least = f"{format_dollars(usd)} at least, on {counted(nodes, 'node')}"
-        return f"no plan: all tokens cost {least}. Type a larger --budget"
+        cheapest_words = f"{format_dollars(usd)} on {counted(nodes, 'node')}, the cheapest number that was tried"
+        return f"no plan: all tokens cost {cheapest_words}. Type a larger --budget"
     if not met:
         return f"no plan: on no number of nodes up to {_SIZES[-1]} does a plan fit in memory"
     days, usd = _cost(met[-1][1], tokens)
