@@ -18,7 +18,7 @@ IN_AN_EMPTY_FOLDER = {
     "plan llama3-8b --fix TP=8": "unknown key 'TP'. Did you mean tp?",
     "plan llama3-8b --out new/": "--out new: is a folder. Name a file in it",
     "plan llama3-8b --extend gone.py": "--extend gone.py: there is no such file",
-    "plan llama3-8b --tokens 15T --budget 2M": "no plan: all tokens cost $3,708,458 on 8 nodes, the cheapest number that was tried.",
+    "plan llama3-8b --tokens 15T --budget 2M": "$3,708,458 on 8 nodes, the cheapest number that was tried.",
     "--verbose plan llama3-8b": "--verbose: options follow a command. Type: autoshard plan MODEL --verbose",
     "train tiny-text": "train: not a command. Type: autoshard run",
     "show plan.json": "show: not a command. Type: autoshard explain",
