@@ -6,6 +6,7 @@ from keyword import iskeyword
 
 COMMANDS = {  # each is a function of its name, in a module of its name, whose docstring is its help
     "plan": "find the fastest layout of a training run that fits in memory",
+    "explore": "open a page that plans again at every change of its controls",
     "explain": "show where the time and the memory of a plan go, and what comes next to it",
     "report": "draw plans, and a run beside its prediction, as a page to look at",
     "compare": "say which of two plans is predicted to be faster, and why",
@@ -38,13 +39,20 @@ MEANT = {  # what users of other programs call them
     "plot": "report",
     "draw": "report",
     "html": "report",
+    **dict.fromkeys(("serve", "ui", "gui", "web", "dashboard"), "explore"),
     "bench": "validate",
 }
-_FOLDERS = {"import": "interchange", "export": "interchange", "generate": "running"}  # of commands that have one
+_FOLDERS = {
+    "import": "interchange",
+    "export": "interchange",
+    "generate": "running",
+    "explore": "exploring",
+}  # of commands that have one
 
 EVERYDAY = {  # options that the help of a command with many shows first
     "plan": ("model", "cluster", "nodes", "seq_len", "global_batch", "fix", "choose", "tokens", "out", "open"),
     "run": ("steps", "learning_rate", "data.sets", "out", "resume", "restarts", "track.wandb", "dry_run"),
+    "explore": ("model", "cluster", "nodes", "seq_len", "global_batch", "fix", "port", "no_open"),
     "import": ("out", "no_search", "nodes", "cluster", "model", "seq_len", "global_batch", "fix", "config", "rows"),
     "launch": ("scheduler", "nodes", "out", "name", "run_folder", "steps", "learning_rate", "data.sets"),
 }
@@ -60,6 +68,10 @@ EXAMPLES = {  # command lines that its help shows
     "plan": (
         "autoshard plan llama3-70b --nodes 16",
         "autoshard plan llama3-8b --cluster p5 --nodes 4 --seq-len 32k --tokens 2T",
+    ),
+    "explore": (
+        "autoshard explore",
+        "autoshard explore llama3-8b --cluster p5 --nodes 4",
     ),
     "explain": (
         "autoshard explain",

@@ -16,7 +16,7 @@ from autoshard.commands.writing.places import place_checks
 from autoshard.commands.writing.resizing import planned_size, request_like, resume_command, resuming_answer
 from autoshard.commands.writing.target import Target, Written
 from autoshard.cost.timeline import rank_times
-from autoshard.errors import InputError, NoPlan, inside, require
+from autoshard.errors import Check, InputError, NoPlan, inside, require
 from autoshard.plan.candidate import Candidate, parse_pins
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
@@ -138,16 +138,10 @@ def plan(
     several = "," in (question.cluster or "")
     stated = {"--at": at, "--like": like, "--pareto": pareto, "--cluster of several": several, "--module": module}
     stated |= {"--nodes": nodes, "--choose": choose, "--top": top, "--fix": question.fix, **to.stated, **options.stated}
-    names = f"type {', '.join(NAMES)}, or a number up to {_MOST_PLANS}"
-    require(
-        *idle_options(stated),
-        (pareto or len(nodes) <= 1, "--nodes", "takes several numbers with --pareto only; name one"),
-        (top is None or 1 <= top <= _MOST_PLANS, "--top", f"must be 1 to {_MOST_PLANS}, not {top}"),
-        (choose is None or choose in (*NAMES, *_NUMBERS), f"--choose {choose}", names),
-        *place_checks(to.out),
-    )
+    checks = place_checks(to.out)
+    require(*idle_options(stated), *selection_checks(nodes, choose, top, several_nodes=pareto), *checks)
     to.refuse_to_replace(like, searches=at is None)
-    selection = max(_PLANS if top is None else top, int(choose) if choose in _NUMBERS else 1), choose
+    selection = num_searched(choose, top), choose
     if like is not None:
         return _answer_again(like, request_like(like, question, nodes), options, to, selection)
     if several or to.deadline or to.budget:
@@ -161,6 +155,23 @@ def plan(
     result = searched(request, selection[0], options)
     better = partial(_print_better_sizes, request, result, options)
     return _show_answers(answers_of(request, result, choose), to, better, coded=coded)
+
+
+def selection_checks(
+    nodes: Counts, choose: str | None, top: int | None, *, several_nodes: bool = False
+) -> tuple[Check, ...]:
+    """Check the options that say which answers there are; ``several_nodes`` may be named where a frontier is shown."""
+    names = f"type {', '.join(NAMES)}, or a number up to {_MOST_PLANS}"
+    return (
+        (several_nodes or len(nodes) <= 1, "--nodes", "takes several numbers with --pareto only; name one"),
+        (top is None or 1 <= top <= _MOST_PLANS, "--top", f"must be 1 to {_MOST_PLANS}, not {top}"),
+        (choose is None or choose in (*NAMES, *_NUMBERS), f"--choose {choose}", names),
+    )
+
+
+def num_searched(choose: str | None, top: int | None) -> int:
+    """Return how many of the best layouts a search looks for."""
+    return max(_PLANS if top is None else top, int(choose) if choose in _NUMBERS else 1)
 
 
 def _of_machines(
@@ -338,7 +349,12 @@ def _refuse_unfinished(ended: str, watch: Watcher) -> None:
     if watch.interrupted:
         raise KeyboardInterrupt
     if ended != "complete":
-        raise NoPlan(f"no plan: {ended}, before any was found that fits. Give the search more time")
+        raise no_plan_yet(ended)
+
+
+def no_plan_yet(ended: str) -> NoPlan:
+    """Return the error of a search that was stopped before it had any plan."""
+    return NoPlan(f"no plan: {ended}, before any was found that fits. Give the search more time")
 
 
 def _one_candidate(request: Request, text: str, to: Target, coded: Callable[[Plan], Plan]) -> int:

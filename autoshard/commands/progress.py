@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from autoshard.search.bound.watch import Look
+from autoshard.search.bound.watch import Look, SearchProgress
 from autoshard.units import format_bytes, format_seconds
 
 _START_UP_S = 0.4  # that Python and imports take before: the limit counts it. Measured 2026-11 on a cloud machine
@@ -69,14 +69,18 @@ class Watcher:
         """Draw the progress; return why the search should stop, or an empty string."""
         waited_s = time.monotonic() - self._start_s
         if waited_s > _PATIENCE_S and self.line.is_due:
-            progress = look()
-            best = self._show(progress.best) if math.isfinite(progress.best) else "none yet"
-            left = f"bound {self._show(progress.bound)}, {progress.num_points - progress.num_done} points open"
-            self.line.show(f"searching, {format_seconds(waited_s)}: best {best}, {left} (Ctrl-C takes the best)")
+            self.line.show(f"{search_state(look(), waited_s, self._show)} (Ctrl-C takes the best)")
         if self.interrupted:
             signal.setitimer(signal.ITIMER_REAL, 0)
             return "interrupted"
         return f"stopped after {self._limit_s:g} s" if self._limit_s and waited_s > self._limit_s - _START_UP_S else ""
+
+
+def search_state(progress: SearchProgress, waited_s: float, show: Callable[[float], str]) -> str:
+    """Say how far a search is; ``show`` formats the objective."""
+    best = show(progress.best) if math.isfinite(progress.best) else "none yet"
+    left = f"bound {show(progress.bound)}, {progress.num_points - progress.num_done} points open"
+    return f"searching, {format_seconds(waited_s)}: best {best}, {left}"
 
 
 @contextmanager

@@ -46,7 +46,7 @@ def brief_sheets(
     yield Sheet(facts=[*_facts(plan, figures), *_sureness(plan, certificate, total_tokens)])
     shown = shown_answers(answers, written)
     if len(shown) > 1:
-        yield Sheet(tables=[_table(plan, shown, written)])
+        yield Sheet(tables=[answers_beside(plan, shown, written)])
     lines = [*program_lines(plan), *doubts(prediction_of(plan).outside, _MOST_DOUBTS)]
     basis = Words(f"prediction {prediction_of(plan).basis.partition(':')[0]}", "soft")
     yield Sheet(notes=[*_misfit(plan), *(Words(line, "warning") for line in lines), basis])
@@ -87,7 +87,7 @@ def _sureness(plan: Plan, certificate: Certificate, total_tokens: float | None) 
     yield Fact("search", f"{search_words(certificate)}, by this cost model")
 
 
-def _table(plan: Plan, answers: Sequence[Answer], written: str) -> Table:
+def answers_beside(plan: Plan, answers: Sequence[Answer], written: str) -> Table:
     """Return the answers beside what is written: time, memory, layout, and why each stands here."""
     rows: list[list[Cell]] = []
     for answer in answers:

@@ -8,7 +8,7 @@ from typing import Union
 
 from autoshard.report.sheet import Bar, Cell, Fact, Figure, Kind, Part, Sheet, Table, Words, plain
 
-_EMPTY = ("br", "meta", "input", "rect", "path", "line", "circle", "use")  # elements that hold nothing
+_EMPTY = ("br", "meta", "input", "rect", "path", "line", "circle", "use", "link")  # elements that hold nothing
 _MANY = 12  # columns of a table, from which on its letters are smaller
 _NAMES: Mapping[Kind, str] = {"strong": "b", "code": "code", "sent": "em"}  # of elements; others are plain text
 _URL = re.compile(r"https?://[^\s\"'<>()]+[^\s\"'<>().,;:]")

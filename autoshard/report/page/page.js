@@ -11,7 +11,8 @@ document.getElementById("theme").addEventListener("click", () => {
   try { sessionStorage.theme = dark ? "light" : "dark"; } catch { /* not for this page */ }
 });
 
-// One tip for everything that has data-tip.
+// One tip for everything that has data-tip, and for what runs or lies under the pointer in a drawing.
+const lively = [];
 const tip = document.getElementById("tip");
 function showTip(text, x, y) {
   tip.textContent = text;
@@ -23,7 +24,7 @@ function showTip(text, x, y) {
 }
 document.addEventListener("pointermove", (event) => {
   const one = event.target.closest("[data-tip]");
-  const text = one ? one.dataset.tip : action(event) || rank(event);
+  const text = one ? one.dataset.tip : lively.reduce((words, part) => words || part(event), "");
   showTip(text, event.clientX, event.clientY);
 });
 document.addEventListener("focusin", (event) => {
@@ -40,115 +41,122 @@ function seconds(value) {
   return size < 600 ? value.toFixed(2) + " s" : (value / 60).toFixed(1) + " min";
 }
 
-// Timelines: the view box is what is seen of the step; all timelines and their ticks move together.
-const timelines = [...document.querySelectorAll(".timeline")].map((whole) => {
-  const stage = whole.querySelector(".stage"), svg = stage.querySelector("svg");
-  const units = +whole.dataset.units, times = new Map(whole.dataset.seconds.split(";").map((one) => one.split("=")));
-  return { whole, stage, svg, units, times, end: +whole.dataset.end, ticks: stage.querySelector(".ticks") };
-});
-const view = { start: 0, share: 1 };
-function draw() {
-  view.share = Math.min(1, Math.max(1e-4, view.share));
-  view.start = Math.min(1 - view.share, Math.max(0, view.start));
-  for (const one of timelines) {
-    const height = one.svg.viewBox.baseVal.height;
-    one.svg.setAttribute("viewBox", `${view.start * one.units} 0 ${view.share * one.units} ${height}`);
-    const shown = view.share * one.end, rough = shown / Math.max(2, one.stage.clientWidth / 110);
-    const power = 10 ** Math.floor(Math.log10(rough)), step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough);
-    const ticks = [];
-    for (let at = Math.ceil(view.start * one.end / step) * step; at <= (view.start + view.share) * one.end; at += step) {
-      const tick = document.createElement("span");
-      tick.style.left = 100 * (at / one.end - view.start) / view.share + "%";
-      tick.textContent = seconds(at);
-      ticks.push(tick);
+// What can be moved and pointed at below an element; a page may bring in more than one such part.
+function enliven(root) {
+  // Timelines: the view box is what is seen of the step; all timelines and their ticks move together.
+  const timelines = [...root.querySelectorAll(".timeline")].map((whole) => {
+    const stage = whole.querySelector(".stage"), svg = stage.querySelector("svg");
+    const units = +whole.dataset.units, times = new Map(whole.dataset.seconds.split(";").map((one) => one.split("=")));
+    return { whole, stage, svg, units, times, end: +whole.dataset.end, ticks: stage.querySelector(".ticks") };
+  });
+  const view = { start: 0, share: 1 };
+  function draw() {
+    view.share = Math.min(1, Math.max(1e-4, view.share));
+    view.start = Math.min(1 - view.share, Math.max(0, view.start));
+    for (const one of timelines) {
+      const height = one.svg.viewBox.baseVal.height;
+      one.svg.setAttribute("viewBox", `${view.start * one.units} 0 ${view.share * one.units} ${height}`);
+      const shown = view.share * one.end, rough = shown / Math.max(2, one.stage.clientWidth / 110);
+      const power = 10 ** Math.floor(Math.log10(rough)), step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough);
+      const ticks = [];
+      for (let at = Math.ceil(view.start * one.end / step) * step; at <= (view.start + view.share) * one.end; at += step) {
+        const tick = document.createElement("span");
+        tick.style.left = 100 * (at / one.end - view.start) / view.share + "%";
+        tick.textContent = seconds(at);
+        ticks.push(tick);
+      }
+      one.ticks.replaceChildren(...ticks);
+      if (ticks.length && ticks.at(-1).offsetLeft + ticks.at(-1).offsetWidth > one.stage.clientWidth) ticks.at(-1).remove();
     }
-    one.ticks.replaceChildren(...ticks);
-    if (ticks.length && ticks.at(-1).offsetLeft + ticks.at(-1).offsetWidth > one.stage.clientWidth) ticks.at(-1).remove();
   }
-}
-function zoom(factor, middle) {
-  const at = view.start + middle * view.share;
-  view.share *= factor;
-  view.start = at - middle * Math.min(1, view.share);
-  draw();
-}
-const moves = {
-  in: () => zoom(0.5, 0.5), out: () => zoom(2, 0.5), all: () => { view.start = 0; view.share = 1; draw(); },
-  left: () => { view.start -= view.share / 4; draw(); }, right: () => { view.start += view.share / 4; draw(); },
-};
-const keys = { "+": "in", "=": "in", "-": "out", "0": "all", Home: "all", ArrowLeft: "left", ArrowRight: "right" };
-for (const button of document.querySelectorAll("[data-zoom]")) button.addEventListener("click", () => moves[button.dataset.zoom]());
-for (const { stage } of timelines) {
-  stage.addEventListener("keydown", (event) => {
-    if (keys[event.key]) { moves[keys[event.key]](); event.preventDefault(); }
-  });
-  stage.addEventListener("wheel", (event) => {
-    if (!event.ctrlKey && !event.metaKey && !event.shiftKey) return; // the page scrolls
-    event.preventDefault();
-    const box = stage.getBoundingClientRect();
-    zoom((event.deltaY || event.deltaX) > 0 ? 1.25 : 0.8, (event.clientX - box.left) / box.width);
-  }, { passive: false });
-  stage.addEventListener("dblclick", (event) => {
-    const box = stage.getBoundingClientRect();
-    zoom(0.4, (event.clientX - box.left) / box.width);
-  });
-  stage.addEventListener("pointerdown", (down) => {
-    if (down.button) return;
-    const start = view.start, width = stage.getBoundingClientRect().width;
-    const move = (event) => { view.start = start - view.share * (event.clientX - down.clientX) / width; draw(); };
-    stage.setPointerCapture(down.pointerId);
-    stage.addEventListener("pointermove", move);
-    const end = () => stage.removeEventListener("pointermove", move);
-    stage.addEventListener("pointerup", end, { once: true });
-    stage.addEventListener("pointercancel", end, { once: true });
-  });
-}
-addEventListener("resize", draw);
-draw();
-
-// What runs under the pointer: the pieces of a path in order are the micro-batches that it names.
-const words = { F: "forward", B: "backward", I: "input gradients", W: "weight gradients" };
-function pieces(path) {
-  if (!path.pieces) {
-    let at = 0;
-    path.pieces = [...path.getAttribute("d").matchAll(/[Mm](-?\d+) \d+h(\d+)/g)].map(([, move, length]) => {
-      const start = at + +move;
-      at = start + +length;
-      return [start, at];
+  function zoom(factor, middle) {
+    const at = view.start + middle * view.share;
+    view.share *= factor;
+    view.start = at - middle * Math.min(1, view.share);
+    draw();
+  }
+  const moves = {
+    in: () => zoom(0.5, 0.5), out: () => zoom(2, 0.5), all: () => { view.start = 0; view.share = 1; draw(); },
+    left: () => { view.start -= view.share / 4; draw(); }, right: () => { view.start += view.share / 4; draw(); },
+  };
+  const keys = { "+": "in", "=": "in", "-": "out", "0": "all", Home: "all", ArrowLeft: "left", ArrowRight: "right" };
+  for (const button of root.querySelectorAll("[data-zoom]")) button.addEventListener("click", () => moves[button.dataset.zoom]());
+  for (const { stage } of timelines) {
+    stage.addEventListener("keydown", (event) => {
+      if (keys[event.key]) { moves[keys[event.key]](); event.preventDefault(); }
+    });
+    stage.addEventListener("wheel", (event) => {
+      if (!event.ctrlKey && !event.metaKey && !event.shiftKey) return; // the page scrolls
+      event.preventDefault();
+      const box = stage.getBoundingClientRect();
+      zoom((event.deltaY || event.deltaX) > 0 ? 1.25 : 0.8, (event.clientX - box.left) / box.width);
+    }, { passive: false });
+    stage.addEventListener("dblclick", (event) => {
+      const box = stage.getBoundingClientRect();
+      zoom(0.4, (event.clientX - box.left) / box.width);
+    });
+    stage.addEventListener("pointerdown", (down) => {
+      if (down.button) return;
+      const start = view.start, width = stage.getBoundingClientRect().width;
+      const move = (event) => { view.start = start - view.share * (event.clientX - down.clientX) / width; draw(); };
+      stage.setPointerCapture(down.pointerId);
+      stage.addEventListener("pointermove", move);
+      const end = () => stage.removeEventListener("pointermove", move);
+      stage.addEventListener("pointerup", end, { once: true });
+      stage.addEventListener("pointercancel", end, { once: true });
     });
   }
-  return path.pieces;
-}
-function action(event) {
-  const path = event.target.closest(".stage path[data-stage]");
-  if (!path) return "";
-  const one = timelines.find(({ svg }) => svg.contains(path)), box = one.svg.getBoundingClientRect();
-  const at = (view.start + view.share * (event.clientX - box.left) / box.width) * one.units;
-  const number = pieces(path).findIndex(([start, end]) => start <= at && at <= end);
-  if (number < 0) return "";
-  const listed = path.dataset.batches.split(" ").map(Number), kind = path.classList[0], stage = path.dataset.stage;
-  const batch = listed.length > 1 ? listed[number] : listed[0] + number;
-  const time = one.times.get(kind + stage), rank = path.parentNode.dataset.rank;
-  return `${kind}${stage}.${batch}: ${words[kind]} of micro-batch ${batch}, stage ${stage}, rank ${rank}; ` +
-    `${seconds(+time)} from ${seconds(pieces(path)[number][0] / one.units * one.end)}`;
-}
+  addEventListener("resize", draw);
+  draw();
 
-// The mesh: ranks of the same groups as the one pointed at, and colours by an axis.
-const nodes = document.querySelector(".nodes");
-const cells = nodes ? [...nodes.querySelectorAll("i")].map((cell) => ({ cell, at: cell.dataset.at.split(".").map(Number) })) : [];
-const axes = nodes && nodes.dataset.axes ? nodes.dataset.axes.split(" ") : [];
-let chosen = Math.max(0, [...document.querySelectorAll("[name=axis]")].findIndex((one) => one.checked));
-for (const choice of document.querySelectorAll("[name=axis]")) choice.addEventListener("change", () => {
-  chosen = +choice.value;
-  for (const { cell, at } of cells) cell.className = "k" + at[chosen] % 8;
-});
-function rank(event) {
-  const pointed = cells.find(({ cell }) => cell === event.target);
-  for (const box of document.querySelectorAll(".cells")) box.classList.toggle("pointed", !!pointed);
-  if (!pointed || !axes.length) return "";
-  for (const { cell, at } of cells) {
-    cell.classList.toggle("same", at.every((place, axis) => axis === chosen || place === pointed.at[axis]));
+  // What runs under the pointer: the pieces of a path in order are the micro-batches that it names.
+  const words = { F: "forward", B: "backward", I: "input gradients", W: "weight gradients" };
+  function pieces(path) {
+    if (!path.pieces) {
+      let at = 0;
+      path.pieces = [...path.getAttribute("d").matchAll(/[Mm](-?\d+) \d+h(\d+)/g)].map(([, move, length]) => {
+        const start = at + +move;
+        at = start + +length;
+        return [start, at];
+      });
+    }
+    return path.pieces;
   }
-  const places = axes.map((axis, number) => `${axis} ${pointed.at[number]}`).join(", ");
-  return `rank ${pointed.cell.dataset.rank}: ${places}; outlined: its ${axes[chosen]} group`;
+  function action(event) {
+    const path = event.target.closest(".stage path[data-stage]");
+    if (!path) return "";
+    const one = timelines.find(({ svg }) => svg.contains(path)), box = one.svg.getBoundingClientRect();
+    const at = (view.start + view.share * (event.clientX - box.left) / box.width) * one.units;
+    const number = pieces(path).findIndex(([start, end]) => start <= at && at <= end);
+    if (number < 0) return "";
+    const listed = path.dataset.batches.split(" ").map(Number), kind = path.classList[0], stage = path.dataset.stage;
+    const batch = listed.length > 1 ? listed[number] : listed[0] + number;
+    const time = one.times.get(kind + stage), rank = path.parentNode.dataset.rank;
+    return `${kind}${stage}.${batch}: ${words[kind]} of micro-batch ${batch}, stage ${stage}, rank ${rank}; ` +
+      `${seconds(+time)} from ${seconds(pieces(path)[number][0] / one.units * one.end)}`;
+  }
+
+  // The mesh: ranks of the same groups as the one pointed at, and colours by an axis.
+  const nodes = root.querySelector(".nodes");
+  const cells = nodes ? [...nodes.querySelectorAll("i")].map((cell) => ({ cell, at: cell.dataset.at.split(".").map(Number) })) : [];
+  const axes = nodes && nodes.dataset.axes ? nodes.dataset.axes.split(" ") : [];
+  let chosen = Math.max(0, [...root.querySelectorAll("[name=axis]")].findIndex((one) => one.checked));
+  for (const choice of root.querySelectorAll("[name=axis]")) choice.addEventListener("change", () => {
+    chosen = +choice.value;
+    for (const { cell, at } of cells) cell.className = "k" + at[chosen] % 8;
+  });
+  function rank(event) {
+    const pointed = cells.find(({ cell }) => cell === event.target);
+    for (const box of root.querySelectorAll(".cells")) box.classList.toggle("pointed", !!pointed);
+    if (!pointed || !axes.length) return "";
+    for (const { cell, at } of cells) {
+      cell.classList.toggle("same", at.every((place, axis) => axis === chosen || place === pointed.at[axis]));
+    }
+    const places = axes.map((axis, number) => `${axis} ${pointed.at[number]}`).join(", ");
+    return `rank ${pointed.cell.dataset.rank}: ${places}; outlined: its ${axes[chosen]} group`;
+  }
+  const under = (event) => root.contains(event.target) ? action(event) || rank(event) : "";
+  lively.push(under);
+  return () => { lively.splice(lively.indexOf(under), 1); removeEventListener("resize", draw); };
 }
+enliven(document);

@@ -1,6 +1,6 @@
 """The page of one plan, or of several: the sheets of its answer with drawings, and what they rest on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from autoshard.plan.diff import Diff
@@ -38,6 +38,7 @@ from autoshard.report.sheet import Column, Fact, Node, Sheet, Table, Words, shee
 from autoshard.report.words import layout_words, prediction_of, time_bar
 from autoshard.units import GIB, format_at_most, format_dollars, format_seconds
 
+SECTIONS = ("time", "timeline", "memory", "mesh", "blocks", "pareto", "others", "refused", "basis")  # of a whole page
 _STATE = ("weights", "gradients", "masters", "optimizer")
 _KEYS = {"activations": "activations, logits"}  # drawn as one area
 _NO_SEARCH = "This plan file holds no search: it was made by --at, by hand, or by an older autoshard. Plan again."
@@ -47,31 +48,47 @@ _NEAR = 1.5  # times the fastest: slower layouts would squeeze the others into a
 
 def plan_page(shown: Sequence[ShownPlan], data: Node, difference: Diff | None = None) -> str:
     """Return the page: the first plan whole, the others beside it; ``difference`` is that of the first two."""
-    first, figures = shown[0], data["plans"][0]
-    sections = list[tuple[str, str, Markup]]()
+    first, sections = shown[0], list[tuple[str, str, Markup]]()
     if len(shown) > 1:
         sections.append(("plans", "Plans", sheet_section(_plans(shown, data))))
     if difference:
-        sections.append(("difference", "Difference", _difference(difference, data["difference"], shown)))
+        sections.append(
+            (
+                "difference",
+                "Difference",
+                difference_section(difference, data["difference"], (shown[0].name, shown[1].name)),
+            )
+        )
     if data["run"]:
         sections.append(("run", "Run", run_section(first.plan, data["run"])))
-    sections += [
-        ("time", "Time", _time(figures)),
-        ("timeline", "Timeline", _timelines(shown)),
-        ("memory", "Memory", _memory(first, figures)),
-        ("mesh", "Mesh", mesh_section("mesh", first.plan, figures)),
-        ("blocks", "Operations", _blocks(first, figures)),
-        ("pareto", "Trade-offs", _pareto(shown, data)),
-        ("others", "Runners-up", sheet_section(_answers(figures))),
-        ("refused", "Refused", sheet_section(_refused(figures))),
-        ("basis", "Basis", _basis(shown)),
-    ]
+    sections += plan_sections(shown, data)
     cluster = first.plan.cluster
     title = f"{first.plan.model.name} on {cluster.num_nodes} x {cluster.name}"
-    return document(title, sections, head=_headline(first, figures))
+    return document(title, sections, head=plan_head(first, data["plans"][0]))
 
 
-def _headline(shown: ShownPlan, figures: Node) -> list[Content]:
+def plan_sections(
+    shown: Sequence[ShownPlan], data: Node, names: Sequence[str] = SECTIONS
+) -> Iterator[tuple[str, str, Markup]]:
+    """Yield sections of the first plan, each with its name and its entry in a navigation."""
+    first, figures = shown[0], data["plans"][0]
+    drawings: dict[str, tuple[str, Callable[[], Markup]]] = {
+        "time": ("Time", lambda: _time(figures)),
+        "timeline": ("Timeline", lambda: _timelines(shown)),
+        "memory": ("Memory", lambda: _memory(first, figures)),
+        "mesh": ("Mesh", lambda: mesh_section("mesh", first.plan, figures)),
+        "blocks": ("Operations", lambda: _blocks(first, figures)),
+        "pareto": ("Trade-offs", lambda: _pareto(shown, data)),
+        "others": ("Runners-up", lambda: sheet_section(_answers(figures))),
+        "refused": ("Refused", lambda: sheet_section(_refused(figures))),
+        "basis": ("Basis", lambda: _basis(shown)),
+    }
+    for name in names:
+        entry, draw = drawings[name]
+        yield name, entry, draw()
+
+
+def plan_head(shown: ShownPlan, figures: Node) -> list[Content]:
     """Return the plan in a sentence and in large figures, with what is unusual about it."""
     headline, answer = plan_headline(shown.plan, figures), _answer_of(figures)
     gap = [Fact("distance from the best", answer["gap"].figure(_distance))] if answer else []
@@ -97,21 +114,26 @@ def _plans(shown: Sequence[ShownPlan], data: Node) -> Sheet:
     return Sheet(name="plans", title="The plans", about=about, tables=tables)
 
 
-def _difference(difference: Diff, figures: Node, shown: Sequence[ShownPlan]) -> Markup:
-    """Return how plan b differs from plan a, as ``compare`` says it."""
-    first, second = shown[0].name, shown[1].name
-    _, verdict, *tables = comparison_sheets(difference, figures, (first, second))
+def difference_section(difference: Diff, figures: Node, names: tuple[str, str], *, folded: bool = False) -> Markup:
+    """Return how plan b differs from plan a, as ``compare`` says it; its tables may open at a click."""
+    first, second = names
+    _, verdict, *tables = comparison_sheets(difference, figures, names)
     whole = Sheet(
         name="difference",
         title=f"b, {second}, against a, {first}",
         tables=[table for sheet in tables for table in sheet.tables],
         notes=[note for sheet in tables for note in sheet.notes],
     )
-    return sheet_section(whole, tag("p", verdict.title, class_="lead"), notes(verdict.notes))
+    said = tag("p", verdict.title, class_="lead"), notes(verdict.notes)
+    if not folded:
+        return sheet_section(whole, *said)
+    inside = details("Part by part", map(table, whole.tables), notes(whole.notes))
+    return sheet_section(replace(whole, tables=(), notes=()), *said, inside)
 
 
 def _blocks(shown: ShownPlan, figures: Node) -> Markup:
     """Return the operations of each block; the table of the largest block is open."""
+    assert shown.explanation, "operations are shown of plans that are explained"
     sheet = blocks_sheet(figures, shown.explanation.blocks)
     largest = max(sheet.tables, key=lambda block: len(block.rows), default=None)
     drawn = [details(block.title, table(replace(block, title="")), open=block is largest) for block in sheet.tables]

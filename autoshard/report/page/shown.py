@@ -25,7 +25,7 @@ class ShownPlan:
     plan: Plan
     timeline: StepTimeline
     times: Sequence[RankTime]
-    explanation: Explanation
+    explanation: Explanation | None  # of its operations, if they are shown
     record: SearchRecord | None  # of the search that found it
     remark: str = ""  # what was noticed when it was read: that it was edited, or is out of date
 
@@ -42,15 +42,15 @@ def page_json(shown: Sequence[ShownPlan], difference: Diff | None, run: Mapping[
 
 def _plan_json(shown: ShownPlan) -> dict[str, Any]:
     plan = shown.plan
-    record = encode(shown.record) if shown.record else None
+    record, why = encode(shown.record) if shown.record else None, shown.explanation
     return {
         "name": shown.name,
         "remark": shown.remark,
         "num_ranks": plan.cluster.num_ranks,
         **plan_figures(plan, shown.times),
         "axes": [_axis_json(plan, axis) for axis in AXES if plan.mesh.size(axis) > 1],
-        "blocks": encode(shown.explanation.blocks),
-        "rules": dict(shown.explanation.rules),
+        "blocks": encode(why.blocks) if why else [],
+        "rules": dict(why.rules) if why else {},
         "search": record,
     }
 

@@ -1,0 +1,1 @@
+"""``autoshard explore``: questions and their answers on a page of this machine."""

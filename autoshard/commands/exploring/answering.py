@@ -1,0 +1,188 @@
+"""What the process of a search does: it answers a question in events, the last of which is final.
+
+A search that takes long splits in two, as a process forks: one half stops, and shows the best plan so far; the other
+goes on as if nothing had happened. So the first answer costs the last one no time but that of another core.
+"""
+
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+from autoshard.blocks.explain import explain
+from autoshard.commands.exploring.asking import Asked, Controls, asked_by
+from autoshard.commands.plan import no_plan_yet
+from autoshard.commands.progress import search_state
+from autoshard.cost.doubt import compared
+from autoshard.cost.timeline import rank_times, timeline_of
+from autoshard.errors import AutoshardError, InputError, inside
+from autoshard.extensions import load_extension
+from autoshard.plan.codec import dump, load
+from autoshard.plan.found import search_record
+from autoshard.plan.plan import Plan
+from autoshard.report.page.explorer import Shown, answer_fragment, difference_fragment
+from autoshard.report.page.plan_page import plan_page
+from autoshard.report.page.shown import ShownPlan, page_json
+from autoshard.report.sheet import Node
+from autoshard.report.structured import comparison_json
+from autoshard.search.ask.answers import answers_of
+from autoshard.search.ask.no_plan import unanswered, why_none
+from autoshard.search.ask.planner import SearchResult, search
+from autoshard.search.bound.watch import Look
+from autoshard.units import format_bytes, format_seconds
+
+Event = dict[str, Any]  # its kind, whether it is the final one, and what is shown
+Send = Callable[[Event], None]
+Task = Callable[..., None]  # takes two ways to send: of the search, and of the half that stops; then what it works on
+
+_FIRST_S = (0.9, 4.0, 16.0)  # after which a search that goes on shows what it has
+_FRAME_S = 0.25
+_TERMINATED = 128 + signal.SIGTERM
+
+
+def work(
+    pipes: tuple[Connection, Connection], extensions: Sequence[Path], task: Task, arguments: Sequence[Any]
+) -> None:
+    """Do a task in a process and in a group of its own, so that both halves of a search can be ended at once."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # so that both halves of a search end
+    last, early = pipes
+    try:
+        for path in extensions:
+            load_extension(path)
+        task(last.send, early.send, *arguments)
+    except AutoshardError as error:
+        last.send(refusal(error))
+    except (BrokenPipeError, ConnectionResetError):
+        os._exit(1)  # nobody listens any more
+
+
+def refusal(error: AutoshardError, *, final: bool = True) -> Event:
+    """Return an error as an event: what is wrong, line by line."""
+    faults = [" ".join(str(fault).split()) for fault in error.faults] if isinstance(error, InputError) else []
+    return {"kind": "refused", "final": final, "lines": faults or str(error).splitlines()}
+
+
+class _Progress:
+    """Watches a search: says how far it is, and splits it from time to time."""
+
+    def __init__(self, asked: Asked, send: Send) -> None:
+        self._start_s = self._said_s = time.monotonic()
+        self._limit_s, self._send = asked.options.time_limit, send
+        self._moments = [moment for moment in _FIRST_S if not self._limit_s or moment < self._limit_s]
+        self._show = format_bytes if asked.request.objective == "memory" else format_seconds
+        self.halves: list[int] = []  # the processes that stopped, to show what they had
+        self.stopped = ""  # in such a process: why
+
+    def __call__(self, look: Look) -> str:
+        """Return why the search stops, or nothing."""
+        now_s = time.monotonic()
+        waited_s = now_s - self._start_s
+        if self.stopped:
+            return self.stopped
+        if self._limit_s and waited_s > self._limit_s:
+            return f"stopped after {self._limit_s:g} s"
+        if now_s - self._said_s > _FRAME_S:
+            self._said_s = now_s
+            self._send({"kind": "progress", "final": False, "text": search_state(look(), waited_s, self._show)})
+        if self._moments and waited_s > self._moments[0]:
+            self._moments = [moment for moment in self._moments if moment > waited_s]
+            self._split(waited_s)
+        return self.stopped
+
+    def _split(self, waited_s: float) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork with threads
+            process = os.fork()
+        if process:
+            self.halves.append(process)
+        else:
+            self.stopped = f"after {format_seconds(waited_s)}; it goes on"
+
+
+def answer_question(send: Send, send_early: Send, controls: Controls) -> None:
+    """Search as ``autoshard plan`` does, and send the answer: first what is known early, then what is final."""
+    asked = asked_by(controls.words)
+    progress = _Progress(asked, send)
+    with _halves_of(progress):
+        result = search(asked.request, asked.num_plans, progress, simple_within=asked.options.simple_within)
+        if progress.stopped:
+            _show_early(asked, result, progress.stopped, send_early)
+        if not result.plans:
+            if result.certificate.ended != "complete":
+                raise no_plan_yet(result.certificate.ended)
+            send({"kind": "refused", "final": False, "lines": why_none(asked.request, result).splitlines()})
+            raise unanswered(asked.request, result, helpful=True, watch=progress)
+        send(_answer(asked, result, final=True))
+
+
+@contextmanager
+def _halves_of(progress: _Progress) -> Iterator[None]:
+    """End what stopped, when what went on has ended; in a process that stopped, end with the block whatever happens."""
+    try:
+        yield
+    except BaseException:
+        if progress.stopped:
+            traceback.print_exc()
+            os._exit(1)
+        raise
+    finally:
+        for process in progress.halves:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+
+
+def _show_early(asked: Asked, result: SearchResult, why: str, send: Send) -> NoReturn:
+    """Send the best plan so far, or a plain one, and end this process."""
+    if not result.plans:
+        at_once = replace(asked.request, effort=replace(asked.request.effort, at_once=True))
+        result = search(at_once, 1, lambda _: why, nearest=False, simple_within=asked.options.simple_within)
+    if result.plans:
+        send(_answer(replace(asked, choose=None), result, final=False))
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _answer(asked: Asked, result: SearchResult, *, final: bool) -> Event:
+    """Return the answers to a question as a part of a page, and the plan file that the command would write."""
+    answers = answers_of(asked.request, result, asked.choose)
+    with inside("--choose"):
+        answer = answers.runnable(answers.name)
+    plan = answer.plan
+    shown = _shown(plan)
+    data = Node(page_json([shown], None, None))
+    html = answer_fragment(Shown(plan=shown, answers=answers, answer=answer, total_tokens=asked.total_tokens), data)
+    return {"kind": "answer", "final": final, "html": html.text, "plan": dump(plan)}
+
+
+def _shown(plan: Plan, name: str = "plan", *, whole: bool = False) -> ShownPlan:
+    return ShownPlan(
+        name=name,
+        plan=plan,
+        timeline=timeline_of(plan),
+        times=rank_times(plan),
+        explanation=explain(plan) if whole else None,
+        record=search_record(plan),
+    )
+
+
+def draw_whole(send: Send, _: Send, plan_text: str) -> None:
+    """Send the page that ``autoshard report`` draws of a plan."""
+    shown = _shown(load(plan_text), whole=True)
+    send({"kind": "page", "final": True, "html": plan_page([shown], Node(page_json([shown], None, None)))})
+
+
+def draw_difference(send: Send, _: Send, texts: Iterable[str]) -> None:
+    """Send how the second of two plans differs from the first, as ``autoshard compare`` says it."""
+    first, second = map(load, texts)
+    difference = compared(first, second)
+    html = difference_fragment(difference, Node(comparison_json(difference, [])))
+    send({"kind": "difference", "final": True, "html": html.text})
