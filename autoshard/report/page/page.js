@@ -125,7 +125,9 @@ function enliven(root) {
   function action(event) {
     const path = event.target.closest(".stage path[data-stage]");
     if (!path) return "";
-    const one = timelines.find(({ svg }) => svg.contains(path)), box = one.svg.getBoundingClientRect();
+    const one = timelines.find(({ svg }) => svg.contains(path));
+    if (!one) return "";
+    const box = one.svg.getBoundingClientRect();
     const at = (view.start + view.share * (event.clientX - box.left) / box.width) * one.units;
     const number = pieces(path).findIndex(([start, end]) => start <= at && at <= end);
     if (number < 0) return "";

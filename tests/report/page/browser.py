@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,14 @@ from pathlib import Path
 from typing import IO, Any
 
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+_CODES = {
+    "Tab": 9,
+    "Enter": 13,
+    "Backspace": 8,
+    "Delete": 46,
+    "End": 35,
+    "ArrowDown": 40,
+}  # of keys that are obeyed by number
 _FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -32,6 +41,7 @@ class Tab:
     number: int = 0
     errors: list[str] = field(default_factory=list)
     loaded: int = 0
+    home: tuple[str, ...] = ("file:", "data:")  # beginnings of addresses that may be asked
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Send a command and return its result; what happens meanwhile is noted."""
@@ -60,7 +70,7 @@ class Tab:
             self.errors.append(found["entry"]["text"])
         elif method == "Runtime.consoleAPICalled":
             self.errors.append(f"{found['type']}: {found['args']}")
-        elif method == "Network.requestWillBeSent" and not found["request"]["url"].startswith(("file:", "data:")):
+        elif method == "Network.requestWillBeSent" and not found["request"]["url"].startswith(self.home):
             self.errors.append(f"asks the network for {found['request']['url']}")
         elif method == "Page.loadEventFired":
             self.loaded += 1
@@ -68,11 +78,22 @@ class Tab:
 
     def open(self, page: Path, width: int = 1280, height: int = 900) -> None:
         """Open a page of a file."""
+        self.visit(page.resolve().as_uri(), width, height)
+
+    def visit(self, address: str, width: int = 1280, height: int = 900) -> None:
+        """Open the page of an address."""
         self.resize(width, height)
         before = self.loaded
-        self.ask("Page.navigate", url=page.resolve().as_uri())
+        self.ask("Page.navigate", url=address)
         while self.loaded == before:
             self._next()
+
+    def wait_for(self, script: str, most_s: float = 120.0) -> None:
+        """Wait until an expression of JavaScript is true."""
+        end_s = time.monotonic() + most_s
+        while not self.value(script):
+            assert time.monotonic() < end_s, f"not true after {most_s} s: {script}"
+            time.sleep(0.05)
 
     def resize(self, width: int, height: int = 900) -> None:
         """Give the window another size."""
@@ -95,8 +116,10 @@ class Tab:
 
     def press(self, key: str) -> None:
         """Press a key on what has the focus."""
+        text = key if len(key) == 1 else {"Enter": "\r"}.get(key, "")
         for kind in ("keyDown", "keyUp"):
-            self.ask("Input.dispatchKeyEvent", type=kind, key=key, text=key if len(key) == 1 else "")
+            code = {"windowsVirtualKeyCode": _CODES[key]} if key in _CODES else {}
+            self.ask("Input.dispatchKeyEvent", type=kind, key=key, text=text if kind == "keyDown" else "", **code)
 
     def picture(self, *, whole: bool = False) -> bytes:
         """Return what is seen as a PNG; the ``whole`` page, or as much as fits the window."""
