@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/report.md: ``python docs/screenshots.py``; needs Chromium."""
+"""Takes the pictures of docs/report.md and docs/explore.md: ``python docs/screenshots.py``; needs Chromium, Flask."""
 
 import subprocess
 import sys
@@ -22,3 +22,14 @@ if __name__ == "__main__":
             for picture, (width, height) in PICTURES.items():
                 tab.open(folder / "report.html", width, height)
                 (_ROOT / "docs" / picture).write_bytes(tab.picture())
+            command = [*program, "explore", *PLAN, "--no-open"]
+            with subprocess.Popen(command, env={"PYTHONPATH": str(_ROOT)}, stdout=subprocess.PIPE, text=True) as server:
+                assert server.stdout
+                tab.visit(server.stdout.readline().strip(), 1280, 1000)
+                tab.value("document.getElementById('compare').click()")
+                tab.value("Object.assign(document.getElementById('b-nodes'), { value: 8 }).form.requestSubmit()")
+                tab.wait_for("document.querySelector('#difference').textContent.includes('different questions')")
+                answered = "[...document.querySelectorAll('.status')].every((one) => /^answered/.test(one.textContent))"
+                tab.wait_for(answered)
+                (_ROOT / "docs" / "explore.png").write_bytes(tab.picture())
+                server.terminate()

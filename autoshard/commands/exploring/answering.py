@@ -71,7 +71,7 @@ def refusal(error: AutoshardError, *, final: bool = True) -> Event:
     return {"kind": "refused", "final": final, "lines": faults or str(error).splitlines()}
 
 
-class _Progress:
+class _SplittingWatch:
     """Watches a search: says how far it is, and splits it from time to time."""
 
     def __init__(self, asked: Asked, send: Send) -> None:
@@ -105,13 +105,13 @@ class _Progress:
         if process:
             self.halves.append(process)
         else:
-            self.stopped = f"after {format_seconds(waited_s)}; it goes on"
+            self.stopped = f"it goes on after {waited_s:.1f} s"
 
 
 def answer_question(send: Send, send_early: Send, controls: Controls) -> None:
     """Search as ``autoshard plan`` does, and send the answer: first what is known early, then what is final."""
     asked = asked_by(controls.words)
-    progress = _Progress(asked, send)
+    progress = _SplittingWatch(asked, send)
     with _halves_of(progress):
         result = search(asked.request, asked.num_plans, progress, simple_within=asked.options.simple_within)
         if progress.stopped:
@@ -125,7 +125,7 @@ def answer_question(send: Send, send_early: Send, controls: Controls) -> None:
 
 
 @contextmanager
-def _halves_of(progress: _Progress) -> Iterator[None]:
+def _halves_of(progress: _SplittingWatch) -> Iterator[None]:
     """End what stopped, when what went on has ended; in a process that stopped, end with the block whatever happens."""
     try:
         yield

@@ -57,7 +57,14 @@ function quoted(word) {
   return /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", `'"'"'`)}'`;
 }
 const takes = { // what becomes of each kind of event
-  question(pane, event) { pane.command.textContent = [content.dataset.line, ...event.words.map(quoted)].join(" "); },
+  question(pane, event) {
+    const words = [...content.dataset.line.split(" "), ...event.words.map(quoted)].map((word) => {
+      const part = document.createElement("span"); // a line breaks between words, not at their hyphens
+      part.textContent = word;
+      return [part, " "];
+    });
+    pane.command.replaceChildren(...words.flat().slice(0, -1));
+  },
   progress(pane, event) { if (!pane.early) say(pane, event.text); else say(pane, `${event.text}; shown is the best plan so far`); },
   refused(pane, event) { say(pane, event.lines.join("\n"), true); },
   replaced() {},

@@ -28,9 +28,9 @@ _FIELDS = {  # control -> its label, what it may hold, and what it means
     "nodes": ("nodes", "1", "how many nodes the cluster has"),
     "seq_len": ("sequence length", "as documented", "tokens in a sequence, e.g. 8192 or 32k"),
     "global_batch": ("batch", "as documented", "sequences in an optimizer step, or their tokens: 4M"),
+    "choose": ("answer", "", "which answer is shown"),
     "fix": ("pins", "none", "keys of the layout that are pinned, e.g. tp=8,pp=4"),
     "tokens": ("training tokens", "none", "tokens that the whole training reads, e.g. 2T: days and dollars"),
-    "choose": ("answer", "", "which answer is shown"),
     "more": ("more options", "none", "further options of autoshard plan, e.g. --precision bf16-sr --headroom 0.05"),
 }
 

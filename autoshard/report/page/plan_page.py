@@ -99,6 +99,8 @@ def plan_head(shown: ShownPlan, figures: Node) -> list[Content]:
 
 
 def _distance(gap: float) -> str:
+    if gap > 1 - _NOTHING:
+        return "not known"
     return "none, proven" if gap < _NOTHING else f"at most {format_at_most(gap)}"
 
 
