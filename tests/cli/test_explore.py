@@ -3,15 +3,17 @@
 import json
 import os
 import re
+import secrets
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 from flask.testing import FlaskClient
@@ -260,33 +262,45 @@ def test_a_search_obeys_its_time_limit(client: FlaskClient):
     assert final["kind"] == "answer" and "stopped after 1 s" in final["html"]
 
 
-def started(folder: Path, *words: str) -> "tuple[subprocess.Popen[str], str]":
-    command = [sys.executable, "-m", "autoshard.cli", "explore", "tiny-llama", "--no-open", *words]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout
-    return process, process.stdout.readline().strip()
+def marked(mark: str) -> list[int]:
+    """The processes with this mark in their environment."""
+    found = list[int]()
+    for place in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended meanwhile
+            if mark.encode() in place.read_bytes():
+                found.append(int(place.parent.name))
+    return found
 
 
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are looked for in /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_server_listens_here_alone_and_ends_with_all_that_it_has_started(number: signal.Signals, tmp_path: Path):
-    process, address = started(tmp_path)
-    with process:
-        found = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/([\w-]{20,})/", address)
-        assert found, address
-        listening = subprocess.run(
-            [sys.executable, "-m", "autoshard.cli", "explore", "--port", found[1]],
-            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert listening.returncode == 2 and not listening.stdout
-        assert listening.stderr.startswith(f"autoshard: --port {found[1]}: cannot be used: Address already in use")
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        deadline_s = time.monotonic() + 60
-        while children.exists() and not children.read_text() and time.monotonic() < deadline_s:
-            time.sleep(0.1)
-        process.send_signal(number)
-        _, err = process.communicate(timeout=60)
+    mark = f"AUTOSHARD_TEST_{secrets.token_hex(8)}=1"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), mark.removesuffix("=1"): "1"}
+    command = [sys.executable, "-m", "autoshard.cli", "explore"]
+    quiet = [*command, "tiny-llama", "--no-open"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(quiet, cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout
+        found = re.fullmatch(r"(http://127\.0\.0\.1:(\d+)/[\w-]{20,}/)", process.stdout.readline().strip())
+        assert found
+        taken = subprocess.run([*command, "--port", found[2]], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert (taken.returncode, taken.stdout) == (2, "")
+        assert taken.stderr.startswith(f"autoshard: --port {found[2]}: cannot be used: Address already in use")
+        asks = Request(f"{found[1]}a/answer", json.dumps(LONG).encode(), {"Content-Type": "application/json"})
+        with urlopen(asks) as answer:
+            kinds = [json.loads(answer.readline())["kind"] for _ in range(2)]
+        assert kinds == ["question", "progress"]
+        with urlopen(asks) as answer:
+            answer.readline()
+            answer.readline()
+            process.send_signal(number)
+            _, err = process.communicate(timeout=60)
         assert (process.returncode, err) == (0, "")
+    end_s = time.monotonic() + 20
+    while marked(mark) and time.monotonic() < end_s:
+        time.sleep(0.1)
+    assert not marked(mark)
 
 
 def test_without_flask_a_line_says_what_to_install(typed: Typed, monkeypatch: pytest.MonkeyPatch):

@@ -45,6 +45,7 @@ Task = Callable[..., None]  # takes two ways to send: of the search, and of the 
 
 _FIRST_S = (0.9, 4.0, 16.0)  # after which a search that goes on shows what it has
 _FRAME_S = 0.25
+_NOBODY_LISTENS = (BrokenPipeError, ConnectionResetError)
 _TERMINATED = 128 + signal.SIGTERM
 
 
@@ -53,7 +54,6 @@ def work(
 ) -> None:
     """Do a task in a process and in a group of its own, so that both halves of a search can be ended at once."""
     os.setpgid(0, 0)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # so that both halves of a search end
     last, early = pipes
     try:
         for path in extensions:
@@ -61,8 +61,8 @@ def work(
         task(last.send, early.send, *arguments)
     except AutoshardError as error:
         last.send(refusal(error))
-    except (BrokenPipeError, ConnectionResetError):
-        os._exit(1)  # nobody listens any more
+    except _NOBODY_LISTENS:
+        os._exit(1)
 
 
 def refusal(error: AutoshardError, *, final: bool = True) -> Event:
@@ -79,7 +79,7 @@ class _SplittingWatch:
         self._limit_s, self._send = asked.options.time_limit, send
         self._moments = [moment for moment in _FIRST_S if not self._limit_s or moment < self._limit_s]
         self._show = format_bytes if asked.request.objective == "memory" else format_seconds
-        self.halves: list[int] = []  # the processes that stopped, to show what they had
+        self._halves: list[int] = []  # the processes that stopped, to show what they had
         self.stopped = ""  # in such a process: why
 
     def __call__(self, look: Look) -> str:
@@ -98,12 +98,23 @@ class _SplittingWatch:
             self._split(waited_s)
         return self.stopped
 
+    def stay_whole(self) -> None:
+        """Split no more: what is searched for from now on is not the answer."""
+        self._moments = []
+
+    def end_halves(self) -> None:
+        """End the processes that stopped, whatever they show."""
+        while self._halves:
+            process = self._halves.pop()
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+
     def _split(self, waited_s: float) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork with threads
             process = os.fork()
         if process:
-            self.halves.append(process)
+            self._halves.append(process)
         else:
             self.stopped = f"it goes on after {waited_s:.1f} s"
 
@@ -119,6 +130,7 @@ def answer_question(send: Send, send_early: Send, controls: Controls) -> None:
         if not result.plans:
             if result.certificate.ended != "complete":
                 raise no_plan_yet(result.certificate.ended)
+            progress.stay_whole()
             send({"kind": "refused", "final": False, "lines": why_none(asked.request, result).splitlines()})
             raise unanswered(asked.request, result, helpful=True, watch=progress)
         send(_answer(asked, result, final=True))
@@ -127,17 +139,23 @@ def answer_question(send: Send, send_early: Send, controls: Controls) -> None:
 @contextmanager
 def _halves_of(progress: _SplittingWatch) -> Iterator[None]:
     """End what stopped, when what went on has ended; in a process that stopped, end with the block whatever happens."""
+
+    def terminate(*_: object) -> NoReturn:  # an exception might be raised where none can be handled
+        progress.end_halves()
+        os._exit(_TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         if progress.stopped:
-            traceback.print_exc()
+            if not isinstance(error, _NOBODY_LISTENS):
+                traceback.print_exc()
             os._exit(1)
         raise
     finally:
-        for process in progress.halves:
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
+        signal.signal(signal.SIGTERM, before)
+        progress.end_halves()
 
 
 def _show_early(asked: Asked, result: SearchResult, why: str, send: Send) -> NoReturn:
