@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import secrets
 import shlex
@@ -17,7 +18,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from flask.testing import FlaskClient
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from autoshard.command_line.reading import read_options
 from autoshard.commands.exploring.asking import Controls, asked_by, controls_of
@@ -147,17 +148,12 @@ def test_after_each_of_fifty_random_changes_the_answer_is_that_of_the_command(
 ):
     monkeypatch.chdir(tmp_path)
     texts = {"model": "tiny-llama", "cluster": "h100-80"}
-    answered = list[bool]()
-
-    @settings(max_examples=50, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
-    @given(st.data())
-    def change(data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(CHANGES)))
-        texts[name] = data.draw(st.sampled_from([text for text in CHANGES[name] if text != "tiny-mixtral"]))
-        answered.append(is_command_s(client, typed, texts))
-
-    change()
-    assert len(answered) >= 50 and sum(answered) > 10
+    answered, choose = 0, random.Random(44)
+    for _ in range(50):
+        name = choose.choice(sorted(CHANGES))
+        texts[name] = choose.choice([text for text in CHANGES[name] if text not in ("tiny-mixtral", texts.get(name))])
+        answered += is_command_s(client, typed, texts)
+    assert 10 < answered < 50, "some of the questions have no answer"
 
 
 @pytest.mark.parametrize(

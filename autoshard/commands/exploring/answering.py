@@ -43,7 +43,7 @@ Event = dict[str, Any]  # its kind, whether it is the final one, and what is sho
 Send = Callable[[Event], None]
 Task = Callable[..., None]  # takes two ways to send: of the search, and of the half that stops; then what it works on
 
-_FIRST_S = (0.9, 4.0, 16.0)  # after which a search that goes on shows what it has
+_FIRST_S = (0.6, 3.0, 12.0)  # after which a search that goes on shows what it has
 _FRAME_S = 0.25
 _NOBODY_LISTENS = (BrokenPipeError, ConnectionResetError)
 _TERMINATED = 128 + signal.SIGTERM
