@@ -157,3 +157,21 @@ def test_what_is_pointed_at_in_either_answer_says_its_figures(tab: Tab):
     for pane in "ab":
         tips = [tab.point(f"#{pane} .stage path[data-stage]", place / 20) for place in range(20)]
         assert any("of micro-batch" in tip for tip in tips)
+
+
+def test_the_whole_page_of_an_answer_works_under_the_policy_of_the_server(tab: Tab, address: str):
+    links = tab.value("[...document.querySelectorAll('#a .file')].map((one) => one.href)")
+    assert links == [f"{address}a/plan.json", f"{address}a/report.html"]
+    tab.visit(links[1])
+    assert tab.value("document.querySelectorAll('section').length") == 9
+    assert tab.value("document.querySelectorAll('.ticks span').length") > 1, "its script has run"
+    colour = tab.value("getComputedStyle(document.querySelector('.stage path.F')).stroke")
+    assert colour != "none", "and its style holds"
+
+
+def test_a_command_is_copied_or_selected(tab: Tab):
+    go_to(tab, "copy")
+    tab.press("Enter")
+    tab.wait_for("document.querySelector('#a .copy').textContent !== 'copy'")
+    if tab.value("document.querySelector('#a .copy').textContent") == "selected":
+        assert tab.value("getSelection().toString()") == tab.value("document.querySelector('#a .command').textContent")

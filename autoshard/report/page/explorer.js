@@ -142,8 +142,13 @@ for (const pane of panes) {
   pane.form.addEventListener("input", (event) => changed(pane, event.target.tagName === "SELECT" ? 0 : typing_ms));
   pane.form.addEventListener("submit", (event) => { event.preventDefault(); changed(pane, 0); });
   pane.copy.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(pane.command.textContent);
-    pane.copy.textContent = "copied";
+    try {
+      await navigator.clipboard.writeText(pane.command.textContent);
+      pane.copy.textContent = "copied";
+    } catch { // the browser does not let us: what is selected can be copied by a key
+      getSelection().selectAllChildren(pane.command);
+      pane.copy.textContent = "selected";
+    }
     setTimeout(() => { pane.copy.textContent = "copy"; }, 1500);
   });
 }
