@@ -30,6 +30,6 @@ if __name__ == "__main__":
                 tab.value("Object.assign(document.getElementById('b-nodes'), { value: 8 }).form.requestSubmit()")
                 tab.wait_for("document.querySelector('#difference').textContent.includes('different questions')")
                 answered = "[...document.querySelectorAll('.status')].every((one) => /^answered/.test(one.textContent))"
-                tab.wait_for(answered)
+                tab.wait_for(f"{answered} && !document.querySelector('#difference').hasAttribute('data-stale')")
                 (_ROOT / "docs" / "explore.png").write_bytes(tab.picture())
                 server.terminate()

@@ -125,6 +125,7 @@ def test_two_questions_stand_side_by_side_and_come_back_when_the_page_is_loaded_
     go_to(tab, "b-nodes")
     typed(tab, "2")
     tab.wait_for("document.querySelector('#difference').textContent.includes('different questions')")
+    tab.wait_for("!document.getElementById('difference').hasAttribute('data-stale')")
     boxes = tab.value("[...document.querySelectorAll('.pane')].map((one) => one.getBoundingClientRect().x)")
     assert boxes[0] < boxes[1]
     where = tab.value("location.href")

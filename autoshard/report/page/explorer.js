@@ -111,13 +111,17 @@ async function ask(pane) {
   }
   if (pane.asking === mine) pane.whole.removeAttribute("aria-busy");
 }
+let differences = 0;
 async function differ() {
   if (!panes.every((pane) => pane.answered && !pane.whole.hidden)) return;
-  const asked = panes.map((pane) => pane.asking);
+  const number = ++differences;
+  between.toggleAttribute("data-stale", true);
   try {
     const event = await (await fetch("difference", { method: "POST" })).json();
-    if (event.kind === "difference" && panes.every((pane, number) => pane.asking === asked[number])) show(between, event.html, "both");
-  } catch { /* a newer answer asks again */ }
+    if (number !== differences || event.kind !== "difference" || !panes.every((pane) => pane.answered)) return;
+    show(between, event.html, "both");
+    between.removeAttribute("data-stale");
+  } catch { /* the server has ended, as the next question says */ }
 }
 function changed(pane, wait_ms) {
   clearTimeout(pane.timer);
