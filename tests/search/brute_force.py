@@ -101,7 +101,8 @@ def every_point(request: Request) -> Iterator[Candidate]:
     pins = request.pins
     free: Mapping[str, Sequence[Any]] = {
         "sp": (True, False), "zero": (0, 1, 3), "cp_kind": ("ring", "all_to_all"),
-        "cp_order": ("contiguous", "zigzag"), "schedule": tuple(BUILDERS), "vp": range(1, request.model.num_layers + 1),
+        "cp_order": ("contiguous", "zigzag"), "schedule": tuple(BUILDERS),
+        "vp": range(1, (request.model.num_layers if "stages" in pins else 8) + 1),
     }  # fmt: skip
     choices = [[pins[key]] if key in pins else values for key, values in free.items()]
     for layout in layouts(request):

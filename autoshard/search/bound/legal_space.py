@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.blocks.cutting import Terms
-from autoshard.cost.stages import PerCandidate
+from autoshard.cost.setting import PerCandidate
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.explanation import Refusal
 from autoshard.plan.rules.check import all_rules
@@ -39,6 +39,9 @@ VARIANT_KEYS = (
     "vp",
     "stages",
 )  # keys that a variant decides
+
+# That are tried where neither chunks nor stages are pinned. More of them shorten a bubble that is short already.
+MOST_CHUNKS = 8
 
 Truths = NDArray[np.bool_]
 Choice = tuple[Candidate, bool | None, Ints, Ints]  # what is shared, sp, and the layouts, with the chunks of each
@@ -121,7 +124,8 @@ def run_choices(space: Space, model: ModelSpec, cluster: Cluster, pins: Pins) ->
         layouts = np.flatnonzero(means)
         fixed = pins.get("vp", builders()[builder].num_chunks)
         if fixed is None:  # from two chunks on
-            counts = np.maximum(model.num_layers // pp[layouts] - 1, 0)
+            most = np.minimum(model.num_layers // pp[layouts], model.num_layers if "stages" in pins else MOST_CHUNKS)
+            counts = np.maximum(most - 1, 0)
             first = np.repeat(np.cumsum(counts) - counts, counts)
             layouts, chunks = np.repeat(layouts, counts), np.arange(int(counts.sum())) - first + 2
         else:

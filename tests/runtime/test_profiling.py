@@ -1,0 +1,56 @@
+"""Recorded steps: a trace of each rank whose actions are those of its plan, and no trace of any other step."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from autoshard.plan.codec import load
+from autoshard.runtime.profiling import profile_path
+from autoshard.schedule.builders import Action
+from tests.conftest import Typed
+
+PLAN = "plan tiny-llama --cluster local --global-batch 4 --seq-len 32 --fix pp=2,schedule=zb_h1"
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def _actions(path: Path) -> list[str]:
+    """Return the names of a trace's events that are names of actions, in the order of time."""
+    with gzip.open(path, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    marked = [event for event in events if event.get("cat") == "user_annotation"]
+    names = [event["name"] for event in sorted(marked, key=lambda event: event["ts"])]
+    return [name for name in names if name[0] in "FBIW" and name[1].isdigit()]
+
+
+@pytest.mark.ranks
+def test_ranks_record_the_actions_of_their_plan_in_the_steps_that_are_asked_for(typed: Typed) -> None:
+    assert typed(PLAN)[0] == 0
+    code, out, complaint = typed("run plan.json --steps 3 --profile 2 --out first")
+    assert code == 0, complaint
+    folder = Path("first")
+    assert f"step 2: each rank's trace of this step lies in {folder / 'profile'}" in out
+    plan = load(Path("plan.json"))
+    traces = [profile_path(folder, 2, rank) for rank in range(plan.mesh.num_ranks)]
+    for rank, path in enumerate(traces):
+        actions = plan.schedule.action_lists()[plan.mesh.coordinates(rank)["pp"]]
+        assert [Action.parse(name) for name in _actions(path)] == list(actions)
+    assert {*(folder / "profile").iterdir()} == {*traces}
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("--profile 0", "--profile: steps count from 1, so 0 is none"),
+        ("--profile 2 --dry-run", "--profile: needs steps that run. Leave the other option out"),
+    ],
+)
+def test_steps_that_cannot_be_recorded_are_refused(options: str, complaint: str, typed: Typed) -> None:
+    assert typed(PLAN)[0] == 0
+    code, _, words = typed(f"run plan.json --steps 3 {options}")
+    assert code == 2 and complaint in words and not Path("runs").exists()
