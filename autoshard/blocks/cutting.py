@@ -12,8 +12,7 @@ from autoshard.blocks.choices import Atoms, atom_dims, op_cuts
 from autoshard.blocks.operators import SharedCuts, solve, solve_columns
 from autoshard.blocks.problem import OperatorProblem
 from autoshard.cost.collective import Number, Ring
-from autoshard.cost.setting import Question
-from autoshard.cost.stages import only
+from autoshard.cost.setting import Question, only
 from autoshard.errors import InputError
 from autoshard.layout.layout import Collective, Cuts, Cutting
 from autoshard.layout.legal import cut_operations, together

@@ -6,15 +6,16 @@ All numbers may be columns, with an entry for each of many candidates.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cache
 from types import UnionType
-from typing import Any, Literal
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost.calibration import Calibration
-from autoshard.cost.collective import Number, Ring, mesh_ring
+from autoshard.cost.collective import Number, Ring, Route, mesh_ring
 from autoshard.cost.compute import KernelWork, Rates, kernel_time, kernel_work, waiting_time
 from autoshard.cost.dispatch import TokenSends
 from autoshard.cost.kernel_run import KernelRun, SizesOf, bytes_in, rank_sizes, saved_bytes, working_bytes
@@ -33,6 +34,7 @@ from autoshard.spec.mesh import COPIES, Mesh, axis_of_atoms
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import DTYPE_BYTES, Precision, Workload
 
+Rows = NDArray[Any] | slice
 PASSES = ("F", "I", "W")
 TP = ("kv", "rep")
 _TO_EXPERTS = Dispatch | DispatchGradient
@@ -110,6 +112,39 @@ class Setting(BlockSizes):
     copies: Number = 1  # of the states that ZeRO divides
     # Where there are several copies: of the ranks that share one, by the atoms over which all share, and of COPIES.
     state_rings: Mapping[tuple[str, ...], Ring] = field(default_factory=dict[tuple[str, ...], Ring])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PerCandidate:
+    """A dataclass of arrays whose last axis is that of candidates."""
+
+    def only(self, rows: Rows) -> Self:
+        """Return some of the candidates, or one several times."""
+        return only(self, rows)
+
+
+_COLUMNS = (PerCandidate, Setting, DimSizes, Ring, Route)
+
+
+def only(value: Any, rows: Rows) -> Any:
+    """Return some candidates of every array inside a value made of dataclasses, dicts and tuples."""
+    if type(rows) is slice and rows == slice(None):
+        return value
+    kind = cast(type[Any], type(value))  # compared, as that is faster than isinstance
+    if kind is np.ndarray:
+        return value[..., rows]
+    if kind is dict:
+        return {key: only(item, rows) for key, item in value.items()}
+    if kind is tuple:
+        return tuple([only(item, rows) for item in value])
+    if issubclass(kind, _COLUMNS):
+        return kind(**{name: only(getattr(value, name), rows) for name in _names(kind)})
+    return value
+
+
+@cache
+def _names(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(column.name for column in fields(kind))
 
 
 def setting_of(question: Question, candidate: Candidate, blocks: Blocks) -> Setting:

@@ -7,15 +7,13 @@ do not need; the candidate's is always the last one. A single plan is one option
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
 from itertools import groupby
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
-from autoshard.cost.collective import Number, Ring, Route
-from autoshard.cost.setting import BlockCost, DimSizes, Question, Setting
+from autoshard.cost.collective import Number
+from autoshard.cost.setting import BlockCost, PerCandidate, Question, Rows, Setting
 from autoshard.cost.update import Weights, stored_bytes
 from autoshard.graph.layer_order import LayerOrder, layer_order
 from autoshard.schedule.counts import boundary_states, counts_of, most_kept
@@ -25,40 +23,8 @@ from autoshard.spec.kernels import Kernels, load_kernels
 from autoshard.spec.model import LAYER
 from autoshard.spec.workload import DTYPE_BYTES
 
-Rows = NDArray[Any] | slice
 Part = Literal["embed", "recomputed", "plain", "head"]  # of the blocks of a chunk
 PASSES = ("forward_s", "input_s", "weight_s")  # fields of blocks and stages
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PerCandidate:
-    """A dataclass of arrays whose last axis is that of candidates."""
-
-    def only(self, rows: Rows) -> Self:
-        """Return some of the candidates, or one several times."""
-        return only(self, rows)
-
-
-_COLUMNS = (PerCandidate, Setting, DimSizes, Ring, Route)
-
-
-def only(value: Any, rows: Rows) -> Any:
-    """Return some candidates of every array inside a value made of dataclasses, dicts and tuples."""
-    kind = cast(type[Any], type(value))  # compared, as that is faster than isinstance
-    if kind is np.ndarray:
-        return value[..., rows]
-    if kind is dict:
-        return {key: only(item, rows) for key, item in value.items()}
-    if kind is tuple:
-        return tuple([only(item, rows) for item in value])
-    if issubclass(kind, _COLUMNS):
-        return kind(**{name: only(getattr(value, name), rows) for name in _names(kind)})
-    return value
-
-
-@cache
-def _names(kind: type[Any]) -> tuple[str, ...]:
-    return tuple(column.name for column in fields(kind))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

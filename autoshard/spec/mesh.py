@@ -156,10 +156,12 @@ class Mesh:
 
     def atoms_of(self, name: str) -> tuple[str, ...]:
         """Return the atoms of this mesh that the name of an atom or axis means; none if the mesh does not have it."""
-        known_names = (*dict(self.axes), *_NAMES)
-        require((name in known_names, "axis", f"{name!r} is not an axis. {nearest(name, known_names)}"))
         atom_names = (name, *AXIS_ATOMS.get(name, ()))
-        return tuple(atom for atom, _ in self.axes if atom in atom_names)
+        atoms = tuple([atom for atom, _ in self.axes if atom in atom_names])
+        if not atoms and name not in _NAMES:
+            known_names = (*dict(self.axes), *_NAMES)
+            raise InputError.of("axis", f"{name!r} is not an axis. {nearest(name, known_names)}")
+        return atoms
 
     def size(self, name: str) -> int:
         """Return the size of an atom or of a whole axis."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from autoshard.cost import stages
+from autoshard.cost import setting as priced_in
 from autoshard.cost.collective import Ring
 from autoshard.cost.kernel_run import rank_sizes, saved_bytes
 from autoshard.cost.setting import PASSES, setting_of
@@ -102,7 +102,7 @@ class TestMessages:
 
 def test_some_candidates_of_many_keep_how_busy_their_experts_are():
     sizes = DimSizes({"experts": 4, "slots": np.array([8.0, 16.0])}, 0.5)
-    assert stages.only(sizes, np.array([1])).slots(4).tolist() == [24.0]
+    assert priced_in.only(sizes, np.array([1])).slots(4).tolist() == [24.0]
 
 
 class TestMemory:

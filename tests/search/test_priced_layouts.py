@@ -8,8 +8,8 @@ import pytest
 from autoshard.cost.calibration import CONSTANTS, OPTIONAL, SECONDS, uncalibrated
 from autoshard.cost.departures import EFFICIENCIES
 from autoshard.cost.predict import plan_cost, step_timer
+from autoshard.cost.setting import only
 from autoshard.cost.sharded import CutBlocks
-from autoshard.cost.stages import only
 from autoshard.plan.build import build_plan, cut_atoms
 from autoshard.plan.candidate import parse_pins
 from autoshard.plan.rules.check import legality

@@ -12,15 +12,18 @@ from autoshard.cost.collective import Ring, Route, to_neighbours
 from autoshard.cost.setting import (
     BlockCost,
     Counted,
+    PerCandidate,
     Question,
+    Rows,
     Setting,
     boundary_bytes,
     handed_on,
+    only,
     price_block,
     stage_groups,
 )
 from autoshard.cost.sharded import CutBlocks, alike_without, atom_groups
-from autoshard.cost.stages import BlockTotals, PerCandidate, PipelineBlocks, Rows, Sends, only
+from autoshard.cost.stages import BlockTotals, PipelineBlocks, Sends
 from autoshard.cost.update import Weights
 from autoshard.graph.layer_order import layer_order
 from autoshard.layout.layout import Cutting

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.cost.stages import PerCandidate
+from autoshard.cost.setting import PerCandidate
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Columns, Engine, effective_names, kernels_fault

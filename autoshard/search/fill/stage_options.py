@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost.stages import PASSES, PerCandidate, PipelineBlocks, StageOptions, StagePrices, price_stages
+from autoshard.cost.setting import PerCandidate
+from autoshard.cost.stages import PASSES, PipelineBlocks, StageOptions, StagePrices, price_stages
 from autoshard.cost.step import least_seconds, step_seconds
 from autoshard.plan.candidate import even_stages
 from autoshard.plan.recompute import Recompute
