@@ -49,6 +49,7 @@ def run(
     dry_ranks: Counts = (),
     compile_only: bool = False,
     engine_mode: Literal["auto", "literal", "generated", "compiled"] = "auto",
+    profile: Counts = (),
     json: bool = False,
 ) -> int:
     """Train by a plan or a recipe, and compare the prediction with the measurement.
@@ -69,15 +70,16 @@ def run(
         dry_ranks: Which ranks --dry-run executes, e.g. 0,37. Default: one of each kind.
         compile_only: On Trainium, on every node once: compile all graphs into a cache in the folder of the run.
         engine_mode: Run the table itself (literal), functions of it (generated, auto on CPUs), or compiled ones (GPUs).
+        profile: Steps that every rank records with torch's profiler, e.g. 3,4: traces in the folder of the run.
         json: Print one JSON object at the end instead of steps and tables.
     """
     tried = dry_run or rehearse is not None
-    _refuse(plan, rehearse, restarts, dry=dry_run, dry_ranks=dry_ranks, compile_only=compile_only)
+    _refuse(plan, rehearse, restarts, dry=dry_run, dry_ranks=dry_ranks, compile_only=compile_only, profile=profile)
     folder = out or Path("runs") / (f"{plan.stem}-compiled" if compile_only else plan.stem)
     fresh = tried or compile_only or resume == "never"
     before = StartBefore() if fresh else start_before(folder, training.values.get("checkpoint.to"))
     trained = _trained(training.over(before.training or Training()), plan, tried=tried)
-    options = Run(folder=folder, training=trained, resume="never" if tried else resume)
+    options = Run(folder=folder, training=trained, resume="never" if tried else resume, profile=profile)
     leads = (launched := given_rank()) is None or launched.rank == 0
     checked = check_plan(plan_of(plan, question, nodes), to_run=True)
     current, notes = checked.plan, [*before.notes, *filter(None, [checked.remark]), *_card_notes(checked.plan)]
@@ -109,7 +111,14 @@ def _executed(execution: Execution, engine_mode: str, path: Path, launched: Give
 
 
 def _refuse(
-    plan: Path, rehearse: int | None, restarts: int, *, dry: bool, dry_ranks: Counts, compile_only: bool
+    plan: Path,
+    rehearse: int | None,
+    restarts: int,
+    *,
+    dry: bool,
+    dry_ranks: Counts,
+    compile_only: bool,
+    profile: Counts,
 ) -> None:
     """Refuse options that contradict each other, before any work."""
     tried = dry or rehearse is not None
@@ -121,6 +130,8 @@ def _refuse(
         (restarts >= 0, "--restarts", f"must be at least 0, not {restarts}"),
         (dry or not dry_ranks, "--dry-ranks", "names the ranks of --dry-run. Type --dry-run as well"),
         (not (compile_only and tried), "--compile-only", message),
+        (min(profile, default=1) >= 1, "--profile", f"steps count from 1, so {min(profile, default=1)} is none"),
+        (not (profile and (dry or compile_only)), "--profile", "needs steps that run. Leave the other option out"),
     )
 
 
@@ -186,6 +197,8 @@ def _on_device(execution: Execution, launched: GivenRank | None) -> Execution:
     plan, notes = execution.plan, list[str]()
     put_environment(environment(plan))  # before torch loads what belongs to a device
     device = XLA if execution.engine == "nxd" else device_of(plan, forked=launched is None)
+    unseen = "torch's profiler sees no NeuronCore. Leave the option out, and record with neuron-profile"
+    require((not (execution.run.profile and device == XLA), "--profile", unseen))
     if device not in (XLA, HOST):
         notes = [f"devices: {device}, one for each rank"]
     elif device == HOST and (elsewhere := _elsewhere_notes(plan)):

@@ -35,6 +35,7 @@ class Run:
     resume: Resume = "auto"
     mode: EngineMode = "generated"
     trackers: tuple[tuple[str, str], ...] = ()  # which show the run, and under which ids if it is a new one
+    profile: tuple[int, ...] = ()  # steps that every rank records
     activity: RankActivity = field(default_factory=RankActivity, compare=False)  # read by the watchdog
 
 

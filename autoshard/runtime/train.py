@@ -31,6 +31,7 @@ from autoshard.runtime.forked import handling
 from autoshard.runtime.launch import only_extracts
 from autoshard.runtime.machine import CUDA, refuse_full_device
 from autoshard.runtime.out_of_memory import explained_when_full
+from autoshard.runtime.profiling import StepProfile
 from autoshard.runtime.rescue import StateRescue
 from autoshard.runtime.restart import training_text
 from autoshard.runtime.resume import begin, require_storage, run_storage, usable
@@ -192,12 +193,14 @@ class _Loop:
         rate = training.rate(number)
         start_s = time.perf_counter()
         activity.act("the step of the engine")
-        with self._explaining(f"in step {number}"):
+        with self._explaining(f"in step {number}"), StepProfile(self._run, number, dist.get_rank()) as profile:
             report = self._engine.step(prepared.batches, rate, self._allows)
         activity.wait("all ranks to end the step")
         agreed = self._agree()
         time_s = time.perf_counter() - start_s
         activity.begin(0)
+        if recorded := profile.write():
+            self._say(f"step {number}: {recorded}")
         num_tokens = sum(batch["tokens"].size for batch in prepared.batches)
         self._state = replace(
             state, step=number, num_updates=state.num_updates + report.updated, next_sample=prepared.next_sample,

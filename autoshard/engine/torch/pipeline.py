@@ -1,8 +1,10 @@
 """One rank's stages: its blocks, what it keeps between the actions of a step, and what it hands to other ranks."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
+from torch.profiler import record_function
 
 from autoshard.engine.observing import notes_of
 from autoshard.engine.programs import BlockProgram, MadeInputs, PlanPrograms
@@ -135,14 +137,16 @@ class RankPipeline:
         """
         world, most_bytes, self._batches = self.context.world, 0, micro_batches
         self.noted.clear()
+        named = record_function if torch.autograd.profiler._is_profiler_enabled else nullcontext
         for number, action in enumerate(self._actions):
             world.activity.act(f"{action} (stage {action.stage}, micro-batch {action.micro_batch})")
             for near in self._actions[number : number + 2]:  # the next one's message travels meanwhile
                 self._expect(near)
-            if action.kind == "F":
-                self._forward(store, number)
-            else:
-                self._backward(store, number)
+            with named(str(action)):  # as in the predicted trace
+                if action.kind == "F":
+                    self._forward(store, number)
+                else:
+                    self._backward(store, number)
             if counts:
                 most_bytes = max(most_bytes, self._saved_bytes(store))
         store.take_back()
