@@ -16,7 +16,7 @@ PYTEST := $(PY) -m pytest --numprocesses auto --dist worksteal
 PLANNER_TESTS := $(addprefix tests/,spec graph layout schedule plan cost blocks search calibration imports exports report jobs cli house)
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test test-all thorough gpu soak coverage lint check bench clean
+.PHONY: help plan test test-all thorough gpu soak coverage lint site check bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ lint: $(VENV)/.dev  ## format, lint, types, floors
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/pyright --pythonpath $(PY)
 	$(VENV)/bin/lint-imports
+
+site: $(VENV)/.dev  ## the documentation as pages in build/site, links checked: seconds
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 check: export CI := true
 check: lint test  ## what every commit passes: lint, then test; CI goes on with test-all
