@@ -33,10 +33,10 @@ test-all: $(VENV)/.dev  ## what `make test` leaves out, the slow tests: half an 
 thorough: $(VENV)/.dev  ## every property with 200 examples, and all parameters of all tests: hours
 	$(PYTEST) -m "$(NO_ACCELERATOR) and (hypothesis or thorough)" --hypothesis-profile thorough -o faulthandler_timeout=7200
 
-gpu: $(VENV)/.dev  ## on a machine with GPUs: their tests, then what they measure (docs/gpus.md): half an hour
+gpu: $(VENV)/.dev  ## on a machine with GPUs: their tests, then what they measure (docs/guides/gpus.md): half an hour
 	$(PY) -m pytest -m gpu tests/gpu; tests=$$?; $(PY) -m benchmarks on_gpu && exit $$tests
 
-soak: $(VENV)/.dev  ## hunts for what breaks where users start it (docs/soak.md): hours
+soak: $(VENV)/.dev  ## hunts for what breaks where users start it (docs/developers/soak.md): hours
 	$(PY) -m tests.soak all --record
 
 coverage: $(VENV)/.dev  ## the lines and branches of the planner that its tests reach: at least 95%; ten minutes
@@ -49,7 +49,7 @@ lint: $(VENV)/.dev  ## format, lint, types, floors
 	$(VENV)/bin/lint-imports
 
 site: $(VENV)/.dev  ## the documentation as pages in build/site, links checked: seconds
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 check: export CI := true
 check: lint test  ## what every commit passes: lint, then test; CI goes on with test-all

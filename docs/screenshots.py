@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/report.md: ``python docs/screenshots.py``; needs Chromium."""
+"""Takes the pictures of docs/guides/page.md: ``python docs/screenshots.py``; needs Chromium."""
 
 import subprocess
 import sys

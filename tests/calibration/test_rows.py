@@ -60,7 +60,7 @@ def test_the_schema_and_the_page_have_every_field_and_the_rows_here_satisfy_it(r
     schema = jsonschema.Draft202012Validator(json.loads(text))
     for line in (line for file in DATA.glob("*.jsonl") for line in file.read_text("utf-8").splitlines()):
         schema.validate(json.loads(line))
-    page = (ROOT / "docs" / "accuracy.md").read_text("utf-8").partition("### The form of a row")[2]
+    page = (ROOT / "docs" / "reference" / "rows.md").read_text("utf-8").partition("### The form of a row")[2]
     cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     assert {*re.findall(r"`(\w+)`", "".join(cells))} == {*MeasuredRow.__dataclass_fields__}
 
