@@ -191,6 +191,7 @@ MADE: dict[str, Callable[[], str]] = {
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Put what is made under what is written."""
+    """Put what is made under what is written; a number stays on the line of its per cent."""
     made = MADE.get(page.file.src_uri)
-    return f"{markdown.rstrip()}\n\n{made()}" if made else markdown
+    text = f"{markdown.rstrip()}\n\n{made()}" if made else markdown
+    return re.sub(r"(?<=\d) (?=%)", "\N{NO-BREAK SPACE}", text)

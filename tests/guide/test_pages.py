@@ -63,7 +63,7 @@ def write_logs_and_rows(folder: Path) -> None:
     log = arguments(GPT_13B) + megatron([190000.0] * 8, 1024)
     (folder / "logs" / "node0.log.gz").write_bytes(gzip.compress(log.encode()))
     for layout, time_s in (("dp=4,mbs=8", 0.4), ("tp=2,dp=2,mbs=8", 0.6), ("pp=2,dp=2,mbs=8", 0.5)):
-        row = {"id": layout, "kind": "run", "platform": "local", "model": "tiny-llama", "nodes": 1, "seq_len": 128,
+        row = {"id": layout, "kind": "run", "platform": "local", "model": "tiny-llama", "chips": 4, "seq_len": 128,
                "global_batch_seqs": 32, "candidate": layout, "framework": "autoshard, torch engine",
                "step_time_s": time_s}  # fmt: skip
         (folder / "runs" / layout).mkdir(parents=True)

@@ -1,5 +1,6 @@
 """The site of the documentation: it builds with every link checked, and asks nobody for anything when it is read."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -12,6 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
+import autoshard
+from autoshard.commands import COMMANDS
+from autoshard.plan.plan import Plan
+from autoshard.spec.recipe import RECIPE_KEYS
+from autoshard.spec.training import Training
 from tests.report.page.browser import PROGRAM, browser
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +75,26 @@ def test_the_search_lies_in_the_site(site: Path) -> None:
     assert "var __index = " in (site / "search" / "search_index.js").read_text(encoding="utf-8")
 
 
+def test_the_reference_has_every_command_key_of_recipes_and_name_of_python(site: Path) -> None:
+    def ids(page: str) -> set[str]:
+        return set(re.findall(r'id="([^"]+)"', (site / "reference" / f"{page}.html").read_text("utf-8")))
+
+    def codes(page: str) -> set[str]:
+        return set(
+            re.findall(r"<td><code>([^<]+)</code></td>", (site / "reference" / f"{page}.html").read_text("utf-8"))
+        )
+
+    assert ids("commands") >= {*COMMANDS}
+    assert ids("python") >= {f"autoshard{name}" for name in autoshard.__all__ if name != "__version__"}
+    sections = {key: getattr(Training(), key, None) for key in RECIPE_KEYS}
+    keys = {key for key, section in sections.items() if not dataclasses.is_dataclass(section)}
+    for key, section in sections.items():
+        if dataclasses.is_dataclass(section):
+            keys |= {f"{key}.{field.name}" for field in dataclasses.fields(section)}
+    assert codes("recipe-keys") == keys
+    assert codes("plan-json") >= {field.name for field in dataclasses.fields(Plan)}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(PROGRAM is None, reason="needs Chromium")
 def test_pages_open_and_are_searched_as_files_without_a_word_of_the_console(site: Path, tmp_path: Path) -> None:
@@ -76,4 +102,12 @@ def test_pages_open_and_are_searched_as_files_without_a_word_of_the_console(site
         for path in sorted(site.rglob("*.html")):
             if path.name != "404.html":  # its addresses are those of a server
                 tab.open(path, 1280)
+        tab.open(site / "index.html", 1280)
+        tab.value("document.querySelector('label[for=__search]').click()")
+        tab.value("document.querySelector('input.md-search__input').focus()")
+        for key in "headroom":
+            tab.press(key)
+        results = "document.querySelectorAll('.md-search-result__item').length"
+        look = f"const count = {results}; if (count || looks++ > 300) ends(count); else setTimeout(look, 100);"
+        assert tab.value(f"new Promise(ends => {{ let looks = 0; const look = () => {{ {look} }}; look(); }})")
         assert tab.errors == []
