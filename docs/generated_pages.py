@@ -25,8 +25,10 @@ from autoshard.search.ask.answers import Answer, PlanResult
 from autoshard.spec.recipe import QuestionOptions
 from autoshard.spec.training import Training
 
-_SCHEMA = Path(autoshard.__file__).parent / "plan" / "plan.schema.json"
+_PACKAGE = Path(autoshard.__file__).parent
+_PLANS, _ROWS = _PACKAGE / "plan" / "plan.schema.json", _PACKAGE / "calibration" / "row.schema.json"
 _COLUMNS = "96"
+_TYPED = "| key | type | meaning |\n| --- | --- | --- |\n"
 _HEAD = "| key | meaning |\n| --- | --- |\n"
 
 
@@ -98,13 +100,23 @@ def _default(meaning: str, default: Any) -> str:
 
 def plan_keys() -> str:
     """Return every key of a plan file, as its schema has them."""
-    schema = json.loads(_SCHEMA.read_text(encoding="utf-8"))
-    text = "\n## Keys of plan.json\n"
-    for name, record in schema["$defs"].items():
-        text += f"\n### {name}\n\n{_cell(record.get('description', ''))}\n\n| key | type | |\n| --- | --- | --- |\n"
-        for key, stated in record["properties"].items():
-            text += f"| `{key}` | {_type(stated)} | {_cell(' '.join(stated.get('description', '').split()))} |\n"
-    return text
+    records = json.loads(_PLANS.read_text(encoding="utf-8"))["$defs"]
+    parts = (
+        f"### {name}\n\n{_cell(record.get('description', ''))}\n\n{_keys(record)}" for name, record in records.items()
+    )
+    return "## Keys of plan.json\n\n" + "\n".join(parts)
+
+
+def row_keys() -> str:
+    """Return every field of a measured row, as its schema has them."""
+    return "## Fields\n\n" + _keys(json.loads(_ROWS.read_text(encoding="utf-8"))["$defs"]["MeasuredRow"])
+
+
+def _keys(record: dict[str, Any]) -> str:
+    rows = (
+        (key, stated, " ".join(stated.get("description", "").split())) for key, stated in record["properties"].items()
+    )
+    return _TYPED + "".join(f"| `{key}` | {_type(stated)} | {_cell(meaning)} |\n" for key, stated, meaning in rows)
 
 
 def _type(stated: dict[str, Any]) -> str:
@@ -187,6 +199,7 @@ MADE: dict[str, Callable[[], str]] = {
     "reference/recipe-keys.md": recipe_keys,
     "reference/plan-json.md": plan_keys,
     "reference/python.md": python,
+    "reference/rows.md": row_keys,
 }
 
 

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 import autoshard
+from autoshard.calibration.rows import MeasuredRow
 from autoshard.commands import COMMANDS
 from autoshard.plan.plan import Plan
 from autoshard.spec.recipe import RECIPE_KEYS
@@ -92,6 +93,7 @@ def test_the_reference_has_every_command_key_of_recipes_and_name_of_python(site:
         if dataclasses.is_dataclass(section):
             keys |= {f"{key}.{field.name}" for field in dataclasses.fields(section)}
     assert codes("recipe-keys") == keys
+    assert codes("rows") == {field.name for field in dataclasses.fields(MeasuredRow)}
     assert codes("plan-json") >= {field.name for field in dataclasses.fields(Plan)}
 
 
