@@ -67,7 +67,7 @@ def test_long_bars_end_in_an_arrow_and_dark_pages_have_their_colours():
 
 def test_the_pages_show_it_and_the_readme_has_the_figures_of_the_table():
     readme, page = (ROOT / "README.md").read_text("utf-8"), PAGE.read_text("utf-8")
-    assert "](docs/regret.svg)" in readme and "](../regret.svg)" in page
+    assert "](docs/regret.svg)" in readme and "/regret.svg)" in page
     line = next(line for line in table_in(page, "choices").splitlines() if line.startswith("| **all** | autoshard |"))
     regret, error = (line.split(" | ")[place].rstrip("%") for place in (3, 7))
     said = " ".join(readme.split())

@@ -27,6 +27,9 @@ THOROUGH = ("guides/sweeps",)  # many minutes
 SHORTER = {
     r"^(autoshard run tiny-text)$": r"\1 --steps 8",
     r"--steps (?:300|350)\b": "--steps 12",
+    r"--steps 40\b": "--steps 9",
+    r"--steps 20\b": "--steps 6",
+    r"--steps 10\b": "--steps 4",
 }
 REASON = re.compile(r"\w+ .*\w")
 
@@ -65,7 +68,7 @@ def write_logs_and_rows(folder: Path) -> None:
     for layout, time_s in (("dp=4,mbs=8", 0.4), ("tp=2,dp=2,mbs=8", 0.6), ("pp=2,dp=2,mbs=8", 0.5)):
         row = {"id": layout, "kind": "run", "platform": "local", "model": "tiny-llama", "chips": 4, "seq_len": 128,
                "global_batch_seqs": 32, "candidate": layout, "framework": "autoshard, torch engine",
-               "step_time_s": time_s}  # fmt: skip
+               "step_time_s": time_s, "first_seen": "2026-11-26"}  # fmt: skip
         (folder / "runs" / layout).mkdir(parents=True)
         (folder / "runs" / layout / "measured.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
 

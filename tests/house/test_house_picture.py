@@ -29,7 +29,7 @@ def folder_of(module: str) -> str:
 
 def test_the_picture_is_what_the_script_draws_and_the_page_shows_it(house: ModuleType) -> None:
     assert house.PICTURE.read_text(encoding="utf-8") == house.svg(), "draw it again: python docs/house.py"
-    assert "](../house.svg)" in PAGE.read_text(encoding="utf-8")
+    assert "/house.svg)" in PAGE.read_text(encoding="utf-8")
 
 
 def test_the_tour_is_short() -> None:
