@@ -57,7 +57,7 @@ def test_the_cluster_file_and_the_card_of_the_docs_are_whole_and_work(tmp_path: 
         for fence in fences((ROOT / "docs" / "guides" / f"{page}.md").read_text(encoding="utf-8"))
     }
     (tmp_path / "lab.yaml").write_text(blocks["lab.yaml"], encoding="utf-8")
-    (tmp_path / "mine-1b.json").write_text(blocks["config.json"], encoding="utf-8")
+    (tmp_path / "mine-1b.json").write_text(blocks["mine-1b.json"], encoding="utf-8")
     assert load_cluster(str(tmp_path / "lab.yaml"), 3).num_ranks == 12
     data = yaml.safe_load(blocks["lab.yaml"])
     one = data["variants"][0]
