@@ -16,7 +16,7 @@ PYTEST := $(PY) -m pytest --numprocesses auto --dist worksteal
 PLANNER_TESTS := $(addprefix tests/,spec graph layout schedule plan cost blocks search calibration imports exports report jobs cli house)
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test test-all thorough gpu soak coverage lint check bench clean
+.PHONY: help plan test test-all thorough gpu soak coverage lint site check bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,10 +33,10 @@ test-all: $(VENV)/.dev  ## what `make test` leaves out, the slow tests: half an 
 thorough: $(VENV)/.dev  ## every property with 200 examples, and all parameters of all tests: hours
 	$(PYTEST) -m "$(NO_ACCELERATOR) and (hypothesis or thorough)" --hypothesis-profile thorough -o faulthandler_timeout=7200
 
-gpu: $(VENV)/.dev  ## on a machine with GPUs: their tests, then what they measure (docs/gpus.md): half an hour
+gpu: $(VENV)/.dev  ## on a machine with GPUs: their tests, then what they measure (docs/guides/gpus.md): half an hour
 	$(PY) -m pytest -m gpu tests/gpu; tests=$$?; $(PY) -m benchmarks on_gpu && exit $$tests
 
-soak: $(VENV)/.dev  ## hunts for what breaks where users start it (docs/soak.md): hours
+soak: $(VENV)/.dev  ## hunts for what breaks where users start it (docs/developers/soak.md): hours
 	$(PY) -m tests.soak all --record
 
 coverage: $(VENV)/.dev  ## the lines and branches of the planner that its tests reach: at least 95%; ten minutes
@@ -47,6 +47,9 @@ lint: $(VENV)/.dev  ## format, lint, types, floors
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/pyright --pythonpath $(PY)
 	$(VENV)/bin/lint-imports
+
+site: $(VENV)/.dev  ## the documentation as pages in build/site, links checked: seconds
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 check: export CI := true
 check: lint test  ## what every commit passes: lint, then test; CI goes on with test-all

@@ -1,4 +1,4 @@
-"""The accuracy tables of docs/accuracy.md and benchmarks/README.md: ``python -m benchmarks accuracy --write``.
+"""The tables of docs/developers/accuracy.md and benchmarks/README.md: ``python -m benchmarks accuracy --write``.
 
 Runs are told apart by chip, on Trainium by release of the SDK, on GPUs by FP8; each is predicted by the fit that left
 out its model, or its layout, which calibrations state row by row.
@@ -64,7 +64,7 @@ _PARTS: Mapping[str, Callable[[Accuracy], str]] = {
 }
 _SHORT = ("set", "rows", "layouts", "noise floor", "MAPE", "inside", "groups", "Spearman", "regret", "memory MAPE")
 PAGES: Mapping[Path, Sequence[str]] = {
-    ROOT / "docs" / "accuracy.md": _SHORT,
+    ROOT / "docs" / "developers" / "accuracy.md": _SHORT,
     ROOT / "benchmarks" / "README.md": tuple(_COLUMNS),
 }
 

@@ -1,8 +1,8 @@
 """What each term of the time of a step buys on GPUs: every program is fitted again without it.
 
-Errors and regret are those of rows whose group or model was left out. With ``--write`` the table in docs/accuracy.md is
-written anew. Programs with ten rows or more count, and every sixth row of nanotron's 511.
-A quarter of an hour of a processor.
+Errors and regret are those of rows whose group or model was left out. With ``--write`` the table in
+docs/developers/accuracy.md is written anew. Programs with ten rows or more count, and every sixth of
+nanotron's 511. A quarter of an hour of a processor.
 """
 
 import time

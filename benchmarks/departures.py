@@ -1,6 +1,7 @@
 """Fit how programs depart from their hardware, with models, clusters and programs left out.
 
-With ``--write`` it writes ``autoshard/cost/departures.json`` and the table of left-out errors in docs/accuracy.md.
+With ``--write`` it writes ``autoshard/cost/departures.json`` and the table of left-out errors in
+docs/developers/accuracy.md.
 """
 
 import json
@@ -27,7 +28,7 @@ from benchmarks.result import Extra, Result
 
 DATA = ROOT / "benchmarks" / "data"
 FILE = ROOT / "autoshard" / "cost" / "departures.json"
-PAGE = ROOT / "docs" / "accuracy.md"
+PAGE = ROOT / "docs" / "developers" / "accuracy.md"
 BAR = 0.10
 _ENOUGH = 5  # rows, of which an interval says something
 _COLUMNS = ("program", "cluster", "rows", "left out", "error", "inside", "without its cluster", "without its program")

@@ -1,4 +1,4 @@
-"""The chart of docs/accuracy.md: what each way to choose costs in each sweep, as bars in a table; light and dark."""
+"""The chart docs/regret.svg: what each way to choose costs in each sweep, as bars in a table; light and dark."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from xml.sax.saxutils import escape

@@ -18,7 +18,7 @@ from benchmarks.pages import ROOT, head, line, with_table
 from benchmarks.plan_difference import sentence
 from benchmarks.result import Extra, Result
 
-PAGE = ROOT / "docs" / "setups.md"
+PAGE = ROOT / "docs" / "understand" / "setups.md"
 NAME = "setups"
 MOST_CPU_S = 360.0  # of all searches together: what a laptop takes for them
 _RULE = re.compile(r"\[([a-z0-9-]+)\]$")  # at the end of what a Rule says

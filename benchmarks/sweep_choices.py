@@ -18,7 +18,7 @@ from benchmarks.regret_chart import CHART, chart
 from benchmarks.result import Extra, Result
 
 SWEEPS = Path(__file__).parent / "data" / "sweeps"
-PAGE = ROOT / "docs" / "accuracy.md"
+PAGE = ROOT / "docs" / "developers" / "accuracy.md"
 BAR = 0.10  # mean regret over the sweeps
 WORDS = {
     PLANNER: PLANNER,

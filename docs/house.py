@@ -1,4 +1,4 @@
-"""Draws the house that docs/architecture.md opens with: ``python docs/house.py`` writes ``docs/house.svg``."""
+"""Draws the house of docs/developers/architecture.md: ``python docs/house.py`` writes ``docs/house.svg``."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/report.md and docs/explore.md: ``python docs/screenshots.py``; needs Chromium, Flask."""
+"""Takes the pictures of docs/guides: ``python docs/screenshots.py``; needs Chromium, and Flask for explore."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ sys.path.insert(0, str(_ROOT))
 from tests.report.page.browser import browser  # noqa: E402 (found only after the line above)
 
 PLAN = ("--model", "llama3-70b", "--nodes", "16")
-PICTURES = {"report.png": (1280, 1560), "report-narrow.png": (400, 1100)}  # name -> width and height
+PICTURES = {"report.png": (1280, 1560)}  # name -> width and height
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:

@@ -119,8 +119,8 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 @pytest.fixture
 def section_of_any_module(request: pytest.FixtureRequest) -> Callable[[str, Sequence[str]], None]:
-    """Compare lines with a section of docs/any-module.md between two marks; ``--update-golden`` writes the section."""
-    page = Path(__file__).parents[1] / "docs" / "any-module.md"
+    """Compare lines with a section of docs/developers/modules.md between two marks; ``--update-golden`` writes it."""
+    page = Path(__file__).parents[1] / "docs" / "developers" / "modules.md"
 
     def compare(mark: str, lines: Sequence[str]) -> None:
         text = page.read_text(encoding="utf-8")

@@ -21,8 +21,8 @@ from autoshard.plan.build import build_plan
 from autoshard.plan.plan import Plan, rounded
 
 # Of the logarithm of a row, as a standard deviation. Rows of several releases of a platform's software are 0.058 apart
-# on average where they repeat a layout (trn1, docs/accuracy.md), those of one program 0.000 (a100-80); a run of one's
-# own on one machine lies between.
+# on average where they repeat a layout (trn1, docs/developers/accuracy.md), those of one program 0.000 (a100-80); a
+# run of one's own on one machine lies between.
 _NOISE, _NOISE_OF_RELEASES = 0.02, 0.058 * TO_DEVIATION
 _STEP = 1e-2  # of a finite difference, as in a fit
 _DRAWS = 4096  # a mean over them is off by 2% of a deviation

@@ -1,4 +1,4 @@
-"""Read what publishers write in a row into the words of the row format (docs/accuracy.md).
+"""Read what publishers write in a row into the words of the row format (docs/reference/rows.md).
 
 Rows may state platform, precision, sharding, recompute, schedule and framework in a publisher's own words. The meaning
 of terms in them is data, ``words.json``, by column: the first entry with a term in the text applies; an entry that is

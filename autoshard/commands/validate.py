@@ -23,7 +23,7 @@ def validate(
 
     Rows that look wrong (units, batches, outliers beside their neighbours) are named with the reason, and count all the
     same. Rows that cannot be used are left out, each with a line that says why, and the exit code is then 1; rehearsals
-    in a folder, and runs that did not end, are left out too. The format of rows is in docs/accuracy.md.
+    in a folder, and runs that did not end, are left out too. The format of rows is in docs/reference/rows.md.
 
     Args:
         rows: A file with one measured run per line of JSON (see benchmarks/data), or a folder of such files or of runs.

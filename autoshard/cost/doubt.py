@@ -25,7 +25,7 @@ Array = NDArray[np.float64]
 EIGHTY_PERCENT = 1.2816  # standard deviations either way hold 80% of a normal distribution
 TO_DEVIATION = math.sqrt(math.pi / 2)  # from a mean error to the standard deviation of a normal distribution
 # Mean error on rows that were left out of a fit: 0.057 to 0.060 on the three clusters with rows of many models
-# (docs/accuracy.md).
+# (docs/developers/accuracy.md).
 UNFITTED_ERROR = 0.06
 _OTHERS = 10  # rows that this counts as, beside those of a fit
 # Of the residuals of left-out rows, four fits, 2737 pairs: correlation 0.54 where the layouts are equal, 0.20 where one

@@ -66,7 +66,7 @@ def node_text(job: Job, meeting: str) -> str:
         f'export {name}="{f"{value} ${{{name}:-}}" if name == COMPILER_FLAGS else f"${{{name}:-{value}}}"}"'
         for name, value in environment(job.plan).items()
     ]
-    guide = "docs/trainium.md of autoshard"
+    guide = "docs/developers/trainium.md of autoshard"
     explained = f"# The environment of the plan, as {guide} explains it. What is set already stays."
     what = f"What every node does: bash {NODE} {'compile, then ' if job.compiles else ''}train."
     parts = [

@@ -171,5 +171,5 @@ def missing_kernel(kind: OpKind, engine: Engine) -> str:
         return f"the nxd engine has no layer or module for the kind {name}. Use --engine torch"
     return (
         f"the torch engine has no kernel for the kind {name}. Give the class a method torch_kernel(self, call) that "
-        "returns a function from tensors of torch to a tuple of them (docs/extending.md)"
+        "returns a function from tensors of torch to a tuple of them (docs/developers/extending.md)"
     )

@@ -124,7 +124,7 @@ def _of_trainium(devices: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     family = re.match(r"trn[0-9]", kind)
     base = kind if is_known else _TRAINIUMS.get(family[0] if family else "")
     if base is None:
-        unknown = f"{seen}, which autoshard does not know. Write a cluster file with a base: docs/extending.md"
+        unknown = f"{seen}, which autoshard does not know. Write a cluster file with a base: docs/guides/my-cluster.md"
         raise InputError.of("--here", unknown)
     node = load_node_type(base)
     divisions = sorted(node.variants, key=lambda variant: variant.lnc != lnc)  # the first is the default
@@ -226,7 +226,7 @@ def _chip(gpu: Gpu, per: _Per | None, name: str) -> Mapping[str, Any]:
     parts = {"its generation": per, "its clock": gpu.clock_hz, "its memory's clock": gpu.memory_bytes_per_s}
     missing = ", ".join(part for part, value in parts.items() if not value)
     write = "is not in the catalogue, and nothing here tells"
-    where = "Write a cluster file with its data sheet's numbers: docs/extending.md"
+    where = "Write a cluster file with its data sheet's numbers: docs/guides/my-cluster.md"
     require((not missing, "--here", f"{gpu.name} {write} {missing}. {where}"))
     assert per and gpu.clock_hz and gpu.memory_bytes_per_s and gpu.multiprocessors
     cycles_per_s = gpu.multiprocessors * gpu.clock_hz

@@ -22,7 +22,7 @@ from benchmarks.result import Extra, Result
 
 PLAYED = "trn1.32xlarge"  # what a dry run plays
 NXD, NATIVE = "neuronx_distributed", "torch_neuron"  # packages that the engines run through
-_NONE = "there is no Trainium here that neuron-ls shows. Rent one (docs/trainium.md), or type --dry-run"
+_NONE = "there is no Trainium here that neuron-ls shows. Rent one (docs/guides/trainium.md), or type --dry-run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +77,16 @@ def machine_of(setting: Setting) -> Machine:
         raise InputError.of("", _NONE)
     node_type = node_type_here()
     require(
-        (node_type is not None, "", "neuron-ls shows an instance that autoshard does not know. See docs/trainium.md")
+        (
+            node_type is not None,
+            "",
+            "neuron-ls shows an instance that autoshard does not know. See docs/guides/trainium.md",
+        )
     )
     assert node_type, "checked above"
     found: list[EngineName] = [engine for engine in _engines(node_type) if _is_there(engine)]
-    nothing = (
-        f"neither neuronx-distributed nor TorchNeuron is installed in this environment, {Path('docs/trainium.md')}"
-    )
+    guide = Path("docs/guides/trainium.md")
+    nothing = f"neither neuronx-distributed nor TorchNeuron is installed in this environment, {guide}"
     require((bool(found), "", f"{nothing} says how to take the one of this machine's image"))
     return Machine(node_type=node_type, engines=tuple(found), setting=setting)
 

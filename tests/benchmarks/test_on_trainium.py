@@ -82,7 +82,10 @@ def test_collectives_run_between_few_ranks_of_the_host(tmp_path: Path) -> None:
         ("--dry-run --parts stage_tp9", "--parts: there is no part 'stage_tp9' here. Did you mean"),
         ("--dry-run --machine h100-80", "--machine: h100-80 is no Trainium. Use one of trn1.2xlarge, trn1.32xlarge"),
         ("--dry-run --machine trn9", "cluster: 'trn9' is not a cluster."),
-        ("", "there is no Trainium here that neuron-ls shows. Rent one (docs/trainium.md), or type --dry-run"),
+        (
+            "",
+            "there is no Trainium here that neuron-ls shows. Rent one (docs/guides/trainium.md), or type --dry-run",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_sentence(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,8 +67,20 @@ def test_long_bars_end_in_an_arrow_and_dark_pages_have_their_colours():
 
 def test_the_pages_show_it_and_the_readme_has_the_figures_of_the_table():
     readme, page = (ROOT / "README.md").read_text("utf-8"), PAGE.read_text("utf-8")
-    assert "](docs/regret.svg)" in readme and "](regret.svg)" in page
+    assert "](docs/regret.svg)" in readme and "/regret.svg)" in page
     line = next(line for line in table_in(page, "choices").splitlines() if line.startswith("| **all** | autoshard |"))
     regret, error = (line.split(" | ")[place].rstrip("%") for place in (3, 7))
     said = " ".join(readme.split())
     assert f"takes {regret} % longer" in said and f"are off by {error} % there" in said
+
+
+def test_the_page_for_users_has_the_figures_of_the_table():
+    page = (PAGE.parents[1] / "understand" / "accuracy.md").read_text("utf-8")
+    table = table_in(PAGE.read_text("utf-8"), "choices").splitlines()
+    rows = [line.strip("| ").split(" | ") for line in table if line.startswith("| ")]
+    means = {cells[1]: (cells[3], cells[4], cells[7]) for cells in rows if cells[0] == "**all**"}
+    shown = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    figures = {cells[0]: tuple(cell.replace(" %", "%") for cell in cells[1:]) for cells in shown if cells[0] in means}
+    assert len(figures) == 5 and figures == {who: means[who] for who in figures}
+    measured = [row for row in rows if row[1] == "autoshard" and row[2].isdigit() and int(row[2]) and "*" not in row[0]]
+    assert f"{sum(int(row[2]) for row in measured)} groups of {len(measured)} sweeps" in page

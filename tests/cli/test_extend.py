@@ -1,4 +1,4 @@
-"""``--extend``: the whole example of docs/extending.md, and what is refused without its file."""
+"""``--extend``: the whole example of docs/developers/extending.md, and what is refused without its file."""
 
 import json
 import re
@@ -16,7 +16,11 @@ from tests.runtime.cases import environment
 from tests.sweep.sweep_cases import TINY, rows_in, written
 
 PAGE = (
-    Path(__file__).parents[2].joinpath("docs", "extending.md").read_text(encoding="utf-8").partition("## On the c")[2]
+    Path(__file__)
+    .parents[2]
+    .joinpath("docs", "developers", "extending.md")
+    .read_text(encoding="utf-8")
+    .partition("## On the c")[2]
 )
 (EXAMPLE,) = re.findall(r"```python\n(\"\"\".*?)```", PAGE, re.DOTALL)
 PLANNED, *OTHERS, RUN = re.findall(r"^autoshard (.*)$", PAGE, re.MULTILINE)[:4]

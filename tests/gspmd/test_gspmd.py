@@ -29,7 +29,7 @@ from tests.gspmd.traced import TracedLayer, largest_error, random_case, sent_in,
 
 BAR = 1e-10
 _RANDOM = 24  # layouts
-PAGE = Path(__file__).parents[2] / "docs" / "any-module.md"
+PAGE = Path(__file__).parents[2] / "docs" / "developers" / "modules.md"
 BEGIN, END = "<!-- gspmd -->", "<!-- /gspmd -->"
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

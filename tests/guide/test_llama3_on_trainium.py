@@ -1,4 +1,4 @@
-"""Every command of docs/llama3-on-trainium.md, in its order, on a small twin: the same names, a tiny Llama."""
+"""Every command of docs/guides/trainium.md, in its order, on a small twin: the same names, a tiny Llama."""
 
 import json
 import os
@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.guide.pages import commands, fences
 from tests.runtime.cases import ROOT, environment
 
-PAGE = (ROOT / "docs" / "llama3-on-trainium.md").read_text(encoding="utf-8")
-LINES = "\n".join(re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)).splitlines()
+PAGE = (ROOT / "docs" / "guides" / "trainium.md").read_text(encoding="utf-8")
+LINES = [line for fence in fences(PAGE) if fence.kind == "bash" and not fence.not_run for line in commands(fence)]
 WEIGHTS = "weights/Meta-Llama-3-70B"
 # What differs on one machine: who downloads, who starts the job, and how much of the cluster is left.
 TWINS = {
@@ -80,7 +81,8 @@ def test_twins_differ_in_lines_that_the_page_has() -> None:
 
 
 def test_messages_of_the_page_are_those_of_the_program() -> None:
-    table = PAGE.partition("| message | what it means, and what to do |")[2].partition("The compiler's")[0]
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
+    table = page.partition("| message | what it means, and what to do |")[2].partition("The compiler's")[0]
     named = re.findall(r"`([^`]+)`", "\n".join(re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE)))
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "autoshard").rglob("*.py"))
     assert len(named) >= 10 and [name for name in named if name not in source] == []

@@ -1,4 +1,4 @@
-"""The picture of docs/architecture.md: its floors are those of pyproject.toml, and what it skips is not used."""
+"""The picture of docs/developers/architecture.md: its floors are those of the linter, and what it skips is not used."""
 
 import importlib.util
 import tomllib
@@ -10,7 +10,7 @@ import pytest
 from tests.house.test_structure import MODULES, imported
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "developers" / "architecture.md"
 MOST_WORDS = 3000
 
 
@@ -29,7 +29,7 @@ def folder_of(module: str) -> str:
 
 def test_the_picture_is_what_the_script_draws_and_the_page_shows_it(house: ModuleType) -> None:
     assert house.PICTURE.read_text(encoding="utf-8") == house.svg(), "draw it again: python docs/house.py"
-    assert "](house.svg)" in PAGE.read_text(encoding="utf-8")
+    assert "/house.svg)" in PAGE.read_text(encoding="utf-8")
 
 
 def test_the_tour_is_short() -> None:

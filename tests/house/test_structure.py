@@ -83,7 +83,7 @@ def test_imports_go_round_nowhere() -> None:
 
 def test_files_that_pages_name_exist() -> None:
     files = [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if ".venv" not in path.parts]
-    pages = [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"]
+    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"]
     named = {
         (page.name, name)
         for page in pages

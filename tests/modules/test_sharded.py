@@ -194,8 +194,8 @@ def test_frozen_weights_count_in_memory_and_are_cut_where_it_is_short():
 
 def example() -> str:
     """The script of the page that shards a Hugging Face model."""
-    text = (Path(__file__).parents[2] / "docs" / "any-module.md").read_text(encoding="utf-8")
-    return next(one for one in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "autoshard.shard(" in one)
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "my-model.md").read_text(encoding="utf-8")
+    return next(one for one in re.findall(r"```python.*?\n(.*?)```", text, re.DOTALL) if "autoshard.shard(" in one)
 
 
 def losses_of(script: str) -> list[float]:

@@ -31,7 +31,7 @@ from tests.modules.models import MODELS, model
 from tests.modules.modules import MODULES, SINGLE, Rotated, made, with_attention
 from tests.slower import rest_is_slow
 
-PAGE = Path(__file__).parents[2] / "docs" / "any-module.md"
+PAGE = Path(__file__).parents[2] / "docs" / "developers" / "modules.md"
 _CUTS = 6  # random ones of each module
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

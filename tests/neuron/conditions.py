@@ -1,10 +1,10 @@
-"""The table of kernels and their conditions in docs/trainium.md."""
+"""The table of kernels and their conditions in docs/developers/trainium.md."""
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "trainium.md"
+PAGE = Path(__file__).parents[2] / "docs" / "developers" / "trainium.md"
 HEAD = "| kernel | called by | condition | kept by | test |"
 
 

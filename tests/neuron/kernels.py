@@ -115,7 +115,7 @@ def _blocks(experts: Tensor, places: Tensor) -> Iterator[tuple[int, int, Tensor]
         yield block, expert, rows
 
 
-# What these stand in the place of, in NxD; docs/trainium.md names each.
+# What these stand in the place of, in NxD; docs/developers/trainium.md names each.
 REPLACED: Mapping[str, Mapping[str, Any]] = {
     "blockwise": {"_blockwise_mm_training_nki_call": forward, "_blockwise_mm_nki_bwd_call": backward},
     "expert_mlps_v2": {"can_use_blockwise_matmul_nki": lambda **_: True},

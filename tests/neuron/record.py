@@ -1,7 +1,7 @@
 """What a run with the real NxD found, for machines without it: ``python -m tests.neuron.record "v2.28.0 (22cadad)"``.
 
-Written with it: ``record.json``, and the table of features in ``docs/trainium.md``. With ``--only NAME ...`` others
-stay as they are recorded; ``--only`` alone runs those that are not recorded, or lower to other layers than they did.
+Written with it: ``record.json``, and the table of features in ``docs/developers/trainium.md``. With ``--only NAME ...``
+others stay as they are recorded; ``--only`` alone runs those that are not, or lower to other layers than they did.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from tests.neuron import standins
 from tests.neuron.cases import CASES, Case, errors_of
 
 RECORD = Path(__file__).with_name("record.json")
-PAGE = Path(__file__).parents[2] / "docs" / "trainium.md"
+PAGE = Path(__file__).parents[2] / "docs" / "developers" / "trainium.md"
 BEGIN, END = "<!-- features: written by tests/neuron/record.py -->", "<!-- end of features -->"
 NOT_VERIFIED: Mapping[str, str] = {
     "flash attention": "a kernel for NeuronCores; on a CPU torch's own attention stands in its place",

@@ -63,7 +63,7 @@ def test_a_recipe_is_rehearsed_without_its_data_and_its_weights(beside_the_recip
     assert load(beside_the_recipes / "tried" / "plan.json").model.name == "llama3-8b (shrunk)"
 
 
-PAGE = ROOT / "docs" / "training.md"
+PAGE = ROOT / "docs" / "guides" / "training.md"
 
 
 def commands() -> list[str]:

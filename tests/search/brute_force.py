@@ -194,7 +194,7 @@ class Point:
             return [self.candidate.stages]
         layers, stages, builder = self.question.model.num_layers, self.candidate.num_stages, self.candidate.schedule
         if self.question.model.order and builder not in ("1f1b", "gpipe"):
-            return list(near_even_splits(layers, stages))  # as docs/planning.md says
+            return list(near_even_splits(layers, stages))  # as docs/understand/proven.md says
         return list(compositions(layers, stages))
 
     def recomputes(self, rank: int, layers: Stages) -> list[tuple[Recompute, ...]]:

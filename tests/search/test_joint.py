@@ -66,7 +66,7 @@ def test_the_search_finds_the_best_of_everything(asked: Request, share: float):
     holds_itself(request, found)
 
 
-# Not true of every question: most layouts are priced with the table of another one (docs/planning.md, What is proven).
+# Not true of every question: most layouts are priced with the table of another one (docs/understand/proven.md).
 @pytest.mark.slow
 @settings(max_examples=40, derandomize=True)
 @given(requests(), st.sampled_from([0.0, 0.03, 0.3, 1.1]))

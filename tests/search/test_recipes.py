@@ -34,7 +34,7 @@ def test_the_recipe_has_a_plan_that_fits_and_a_certificate(name: str):
     assert verify(plan) == ()
     assert plan.prediction and plan.prediction.peak_bytes <= plan.cluster.rank_memory_bytes
     assert not found.certificate.stopped
-    assert 0 <= found.certificate.gap <= 0.15  # most are below 0.02; 32k tokens are at 0.13 (docs/planning.md)
+    assert 0 <= found.certificate.gap <= 0.15  # most are below 0.02; 32k tokens are at 0.13 (docs/understand/proven.md)
 
 
 @pytest.mark.parametrize("name", RECIPES)

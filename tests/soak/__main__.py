@@ -21,7 +21,7 @@ def main() -> int:
     parser.add_argument("name", choices=[*USUAL, "all"])
     parser.add_argument("--cases", type=int, help="how many; default: as many as the hunt usually tries")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", action="store_true", help="write the results into docs/soak.md")
+    parser.add_argument("--record", action="store_true", help="write the results into docs/developers/soak.md")
     options = parser.parse_args()
     broken = False
     for name in USUAL if options.name == "all" else [options.name]:

@@ -1,4 +1,4 @@
-"""A hunt tries many cases of one promise; its last result is a row of docs/soak.md."""
+"""A hunt tries many cases of one promise; its last result is a row of docs/developers/soak.md."""
 
 import datetime
 import re
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "soak.md"
+PAGE = Path(__file__).parents[2] / "docs" / "developers" / "soak.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ from autoshard.spec.cluster_catalogue import (
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.record import decode, encode
 from autoshard.units import GIB
+from tests.guide.pages import fences
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,12 +51,15 @@ def test_every_chip_and_link_of_the_catalogue_is_one(folder: str, kind: type):
 
 
 def test_the_cluster_file_and_the_card_of_the_docs_are_whole_and_work(tmp_path: Path):
-    text = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-    blocks = {kind: text.partition(f"```{kind}\n")[2].partition("```")[0] for kind in ("yaml", "json")}
-    (tmp_path / "lab.yaml").write_text(blocks["yaml"], encoding="utf-8")
-    (tmp_path / "mine-1b.json").write_text(blocks["json"], encoding="utf-8")
+    blocks = {
+        fence.title: fence.text
+        for page in ("my-cluster", "my-model")
+        for fence in fences((ROOT / "docs" / "guides" / f"{page}.md").read_text(encoding="utf-8"))
+    }
+    (tmp_path / "lab.yaml").write_text(blocks["lab.yaml"], encoding="utf-8")
+    (tmp_path / "mine-1b.json").write_text(blocks["mine-1b.json"], encoding="utf-8")
     assert load_cluster(str(tmp_path / "lab.yaml"), 3).num_ranks == 12
-    data = yaml.safe_load(blocks["yaml"])
+    data = yaml.safe_load(blocks["lab.yaml"])
     one = data["variants"][0]
     for kind, stated in (
         (NodeType, data), (Chip, data["chip"]), (ChipDivision, one), (PlacementRule, one["placements"][0]),
@@ -230,7 +234,8 @@ def test_a_file_with_a_base_states_what_differs_and_its_source(tmp_path: Path):
     assert found.chip.matrix_flops_per_s == {**base.chip.matrix_flops_per_s, "bf16": 7e14}
     assert found.chip.sources == {**base.chip.sources, "matrix_flops_per_s.bf16": "a bench"}
     assert load_node_type(override(tmp_path, name=...)) == base
-    text = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8").partition("```yml\n")[2].partition("```")[0]
+    page = (ROOT / "docs" / "guides" / "my-cluster.md").read_text(encoding="utf-8")
+    text = next(fence.text for fence in fences(page) if fence.kind == "yml")
     (tmp_path / "docs.yaml").write_text(text, encoding="utf-8")
     (tmp_path / "below.yaml").write_text("base: docs.yaml\nsource: me\nchips_per_node: 4\n", encoding="utf-8")
     assert load_node_type(str(tmp_path / "docs.yaml")).chip.memory_bytes == 150e9

@@ -1,6 +1,6 @@
 """What real torch_xla did with plans, kept in ``record.json``, which ``python -m tests.xla.record`` writes.
 
-Its table in ``docs/trainium.md`` is written with it.
+Its table in ``docs/developers/trainium.md`` is written with it.
 """
 
 import datetime
@@ -24,10 +24,10 @@ from tests.xla.cases import LOWERED, RUN, Case
 from tests.xla.listed import Listed
 from tests.xla.sent import Sent, in_calls, in_graph
 
-PYTHON = "AUTOSHARD_XLA_PYTHON"  # of an environment with torch-xla and NxD: docs/trainium.md says how to make it
+PYTHON = "AUTOSHARD_XLA_PYTHON"  # of an environment with torch-xla and NxD: docs/developers/trainium.md
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("record.json")
-PAGE = ROOT / "docs" / "trainium.md"
+PAGE = ROOT / "docs" / "developers" / "trainium.md"
 BEGIN, END = "<!-- xla: written by tests/xla/record.py -->", "<!-- end of xla -->"
 NUM_STEPS = 4
 PATIENCE_S = 600.0

@@ -108,7 +108,9 @@ def python() -> str:
     """The Python of the environment with torch-xla and NxD."""
     found = os.environ.get(PYTHON)
     if not found:
-        pytest.skip(f"needs torch-xla and NxD in an environment of their own; docs/trainium.md says how; set {PYTHON}")
+        pytest.skip(
+            f"needs torch-xla and NxD in an environment of their own: docs/developers/trainium.md; set {PYTHON}"
+        )
     return found
 
 

@@ -305,13 +305,26 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay) -> i
         print(f"next: autoshard validate {rows}")
         print(f"or, after 3 runs of 2 layouts: autoshard calibrate {folder.parent} {clusters}")
     else:
-        print(f"nothing left to do: all {training.steps} steps are done. For more, type --steps {2 * training.steps}")
+        print(_without_steps(training.steps, stopped_by=report.signal))
     if failures:
         raise RunFailed("\n".join(failures))
     if report.signal:
         name = signal.Signals(report.signal).name
         raise KeyboardInterrupt if report.signal == signal.SIGINT else Stopped(name, report.signal)
     return 0
+
+
+def _without_steps(num_steps: int, stopped_by: int) -> str:
+    """Say why a start has taken no step: a signal came before one had ended, or all are done.
+
+    >>> _without_steps(300, stopped_by=2)
+    'stopped before a step of this start had ended: the same command goes on'
+    >>> _without_steps(300, stopped_by=0)
+    'nothing left to do: all 300 steps are done. For more, type --steps 600'
+    """
+    if stopped_by:
+        return "stopped before a step of this start had ended: the same command goes on"
+    return f"nothing left to do: all {num_steps} steps are done. For more, type --steps {2 * num_steps}"
 
 
 def _measured_row(execution: Execution, report: RunReport) -> str:

@@ -2,7 +2,7 @@
 
 No run on a CPU meets them. Attention kernels and those of experts come with the compiler, whose source is not public;
 lines are those of the last that was published, in aws-neuron/nki-samples: 0898a77 (2025-11-12) of attention in one
-piece, 7af4e4d (2025-12-17) of the ring and of experts. The table in docs/trainium.md names every kernel.
+piece, 7af4e4d (2025-12-17) of the ring and of experts. The table in docs/developers/trainium.md names every kernel.
 """
 
 from typing import cast

@@ -1,6 +1,6 @@
 """What is kept of every step: a line of ``metrics.jsonl``, whole however the run ends, and its pace.
 
-The fields of a line are described in docs/training.md; those of unknown value are null.
+The fields of a line are described in docs/reference/run-folder.md; those of unknown value are null.
 """
 
 import errno

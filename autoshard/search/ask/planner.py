@@ -39,7 +39,7 @@ _NOT_SIMPLE = "no simpler one was looked for"
 Known = dict[tuple[Cluster, Engine], tuple[LegalSpace, LayoutPricer]]
 _TIE = 1e-9  # relative: times that differ by less count as equal
 # How many more tokens a second a node may do than on any number of nodes that is known. Chosen: fewer nodes save
-# communication and bubbles, which together take less of a step than this in all plans of docs/accuracy.md.
+# communication and bubbles, which together take less of a step than this in all plans of docs/developers/accuracy.md.
 _MORE = 1.15
 _MOST_SIZES = 8  # that are searched; each takes about a second
 _HOPELESS = "nothing faster is possible"  # ends the search of a number of nodes

@@ -80,7 +80,7 @@ def test_what_routers_did_goes_to_the_line_and_to_trackers_as_far_as_it_is_a_num
 def test_the_fields_of_a_line_are_documented() -> None:
     line = with_nulls(record_of(step(loss=math.inf), at=0.0, neuron={"num_cores": 2}))
     line |= {figure.name: 0.0 for figure in fields(RouterReport)} | {"router": {}}
-    page = " ".join((ROOT / "docs" / "training.md").read_text(encoding="utf-8").split())
+    page = " ".join((ROOT / "docs" / "reference" / "run-folder.md").read_text(encoding="utf-8").split())
     documented = page[page.index("Fields:") : page.index("says what it was")]
     assert not [name for name in line if f"`{name}`" not in documented]
 
