@@ -78,12 +78,9 @@ def _fields(cls: type) -> Iterator[tuple[str, str, Any]]:
     """The fields of a record: name, meaning and default."""
     meanings = {entry.arg_name: entry.description or "" for entry in docstring_parser.parse(cls.__doc__ or "").params}
     for field in dataclasses.fields(cls):
-        has_factory = field.default_factory is not dataclasses.MISSING
-        yield (
-            field.name,
-            " ".join(meanings[field.name].split()),
-            field.default_factory() if has_factory else field.default,
-        )
+        factory = field.default_factory
+        default = factory() if callable(factory) else field.default
+        yield field.name, " ".join(meanings[field.name].split()), default
 
 
 def _row(key: str, meaning: str) -> str:

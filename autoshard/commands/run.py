@@ -87,10 +87,8 @@ def run(
         return print_refused(checked.rejections, json=json) if leads else 1
     if compile_only:
         return compile_ahead(current, options, launched, str(plan), json=json)
-    if rehearse is not None:
-        current, shrunk = _rehearsed(current, rehearse)
-        notes += shrunk
-    notes += _elsewhere_notes(current) if tried else []
+    current, shrunk = _rehearsed(current, rehearse)
+    notes += [*shrunk, *(_elsewhere_notes(current) if tried else [])]
     if dry_run:
         return _dry(current, notes, dry_ranks, json=json) if leads else 0
     execution = Execution(
@@ -149,8 +147,10 @@ def _trained(training: Training, path: Path, *, tried: bool) -> Training:
     return training.seen_from(path.parent) if is_recipe(path) else training
 
 
-def _rehearsed(plan: Plan, rehearse: int) -> tuple[Plan, list[str]]:
-    """Return the plan shrunk to a few ranks and predicted again, and the features that it lost."""
+def _rehearsed(plan: Plan, rehearse: int | None) -> tuple[Plan, list[str]]:
+    """Return the plan shrunk to a few ranks and predicted again, if asked, and the features that it lost."""
+    if rehearse is None:
+        return plan, []
     of_code = (
         f"makes a small model, and {plan.model.name} was read off its code. Type --dry-run, or plan a small module"
     )
