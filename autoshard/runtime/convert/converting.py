@@ -14,7 +14,7 @@ from autoshard.errors import Fault, InputError, inside, require
 from autoshard.files import naming, replacing
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
-from autoshard.run.folder import folder_of
+from autoshard.run.folder import PLAN, folder_of
 from autoshard.run.placement import StatePiece
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.runtime.convert.copying import JOURNAL, Copying, CopyProgress, TargetFile
@@ -244,7 +244,9 @@ def _source_model(conversion: Conversion, form: Form) -> _SourceModel:
     source, upwards = conversion.source, conversion.source.resolve().parents
     folders = [source.parent if source.is_file() else source]  # where a configuration, or the plan of a run, may lie
     folders += list(upwards)[:2] if form == "autoshard" else [source / "model"] if form == "nxd" else []
-    for where in (conversion.model, *(str(place) for place in folders if (place / CONFIG).is_file())):
+    # The nearest one speaks: above the folder of a run may lie what is of another model.
+    nearest = [place for place in folders if (place / CONFIG).is_file() or (place / PLAN).is_file()][:1]
+    for where in (conversion.model, *(str(place) for place in nearest if (place / CONFIG).is_file())):
         if where is None:
             continue
         model, path = load_model(where), Path(where)
@@ -253,7 +255,7 @@ def _source_model(conversion: Conversion, form: Form) -> _SourceModel:
             refuse_other_model((folder or path) / CONFIG, model, conversion.plan.model)
         config = {key: value for key, value in load_config(where).items() if key != PACKED}  # written in plain numbers
         return _SourceModel(model=model, config=config, folder=folder)
-    plans = [load(path) for place in folders if (path := place / "plan.json").is_file()]
+    plans = [load(place / PLAN) for place in nearest]
     model = next((plan.model for plan in (*plans, conversion.plan) if plan), None)
     nothing = "nothing beside it says which model it is. Type --model with a card's name or a config.json"
     if model is None:

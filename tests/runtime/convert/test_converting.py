@@ -319,3 +319,15 @@ def test_the_command_says_what_it_did_and_what_is_wrong(
     (first / "model.safetensors").write_bytes(header[: 8 + struct.unpack("<Q", header[:8])[0] + 1000])
     assert main(["convert", str(first), str(tmp_path / "y")]) == 2
     assert "is no whole file of tensors" in capsys.readouterr().err
+
+
+def test_the_plan_of_a_run_says_its_model_whatever_lies_above_its_folder(
+    forms: dict[str, Path], tmp_path: Path
+) -> None:
+    run, model = tmp_path / "run", load_model(forms["first"])
+    shutil.copytree(forms["ours"], run)
+    (run / "config.json").unlink(missing_ok=True)
+    (run / "plan.json").write_text(dump(plan_of("tp=2,pp=2,dp=1", model)))
+    (tmp_path / "config.json").write_text(json.dumps(reduced("gpt2-xl")))
+    converted(run, tmp_path / "model.pt", form="pt")
+    same(torch.load(tmp_path / "model.pt", weights_only=True), read(forms["first"]))
