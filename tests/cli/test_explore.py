@@ -21,7 +21,7 @@ from flask.testing import FlaskClient
 from hypothesis import given, strategies as st
 
 from autoshard.command_line.reading import read_options
-from autoshard.commands.exploring.asking import Controls, asked_by, controls_of
+from autoshard.commands.exploring.asking import Controls, controls_of, read_question
 from autoshard.commands.exploring.searching import Searches
 from autoshard.commands.exploring.serving import explorer_app
 from autoshard.commands.plan import plan
@@ -110,7 +110,7 @@ def test_controls_are_read_as_the_command_reads_its_line(texts: dict[str, str]):
     controls = Controls(**texts)
     values = read_options("plan", plan, shlex.split(shlex.join(controls.words)))
     if not controls.fix and controls.choose != "2":
-        question = asked_by(controls.words)
+        question = read_question(controls.words)
         same = values["options"].requests(values["question"], values["nodes"])
         assert [question.request] == same and question.options == values["options"]
     again = controls_of(values["question"], values["nodes"], values["to"].tokens, values["choose"])

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autoshard.blocks.explain import explain
-from autoshard.commands.exploring.asking import Asked, Controls, asked_by
+from autoshard.commands.exploring.asking import Controls, PaneQuestion, read_question
 from autoshard.commands.plan import no_plan_yet
 from autoshard.commands.progress import search_state
 from autoshard.cost.doubt import compared
@@ -74,11 +74,11 @@ def refusal(error: AutoshardError, *, final: bool = True) -> Event:
 class _SplittingWatch:
     """Watches a search: says how far it is, and splits it from time to time."""
 
-    def __init__(self, asked: Asked, send: Send) -> None:
+    def __init__(self, question: PaneQuestion, send: Send) -> None:
         self._start_s = self._said_s = time.monotonic()
-        self._limit_s, self._send = asked.options.time_limit, send
+        self._limit_s, self._send = question.options.time_limit, send
         self._moments = [moment for moment in _FIRST_S if not self._limit_s or moment < self._limit_s]
-        self._show = format_bytes if asked.request.objective == "memory" else format_seconds
+        self._show = format_bytes if question.request.objective == "memory" else format_seconds
         self._halves: list[int] = []  # the processes that stopped, to show what they had
         self.stopped = ""  # in such a process: why
 
@@ -121,19 +121,19 @@ class _SplittingWatch:
 
 def answer_question(send: Send, send_early: Send, controls: Controls) -> None:
     """Search as ``autoshard plan`` does, and send the answer: first what is known early, then what is final."""
-    asked = asked_by(controls.words)
-    progress = _SplittingWatch(asked, send)
+    question = read_question(controls.words)
+    progress = _SplittingWatch(question, send)
     with _halves_of(progress):
-        result = search(asked.request, asked.num_plans, progress, simple_within=asked.options.simple_within)
+        result = search(question.request, question.num_plans, progress, simple_within=question.options.simple_within)
         if progress.stopped:
-            _show_early(asked, result, progress.stopped, send_early)
+            _show_early(question, result, progress.stopped, send_early)
         if not result.plans:
             if result.certificate.ended != "complete":
                 raise no_plan_yet(result.certificate.ended)
             progress.stay_whole()
-            send({"kind": "refused", "final": False, "lines": why_none(asked.request, result).splitlines()})
-            raise unanswered(asked.request, result, helpful=True, watch=progress)
-        send(_answer(asked, result, final=True))
+            send({"kind": "refused", "final": False, "lines": why_none(question.request, result).splitlines()})
+            raise unanswered(question.request, result, helpful=True, watch=progress)
+        send(_answer(question, result, final=True))
 
 
 @contextmanager
@@ -158,26 +158,26 @@ def _halves_of(progress: _SplittingWatch) -> Iterator[None]:
         progress.end_halves()
 
 
-def _show_early(asked: Asked, result: SearchResult, why: str, send: Send) -> NoReturn:
+def _show_early(question: PaneQuestion, result: SearchResult, why: str, send: Send) -> NoReturn:
     """Send the best plan so far, or a plain one, and end this process."""
     if not result.plans:
-        at_once = replace(asked.request, effort=replace(asked.request.effort, at_once=True))
-        result = search(at_once, 1, lambda _: why, nearest=False, simple_within=asked.options.simple_within)
+        at_once = replace(question.request, effort=replace(question.request.effort, at_once=True))
+        result = search(at_once, 1, lambda _: why, nearest=False, simple_within=question.options.simple_within)
     if result.plans:
-        send(_answer(replace(asked, choose=None), result, final=False))
+        send(_answer(replace(question, choose=None), result, final=False))
     sys.stderr.flush()
     os._exit(0)
 
 
-def _answer(asked: Asked, result: SearchResult, *, final: bool) -> Event:
+def _answer(question: PaneQuestion, result: SearchResult, *, final: bool) -> Event:
     """Return the answers to a question as a part of a page, and the plan file that the command would write."""
-    answers = answers_of(asked.request, result, asked.choose)
+    answers = answers_of(question.request, result, question.choose)
     with inside("--choose"):
         answer = answers.runnable(answers.name)
     plan = answer.plan
     shown = _shown(plan)
     data = Node(page_json([shown], None, None))
-    html = answer_fragment(Shown(plan=shown, answers=answers, answer=answer, total_tokens=asked.total_tokens), data)
+    html = answer_fragment(Shown(plan=shown, answers=answers, answer=answer, total_tokens=question.total_tokens), data)
     return {"kind": "answer", "final": final, "html": html.text, "plan": dump(plan)}
 
 

@@ -61,7 +61,7 @@ class Controls:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PaneQuestion:
     """A question, which of its answers is shown, and how its search goes on."""
 
     request: Request
@@ -83,7 +83,7 @@ def _line(
     raise AssertionError("only its parameters are read")
 
 
-def asked_by(words: list[str]) -> Asked:
+def read_question(words: list[str]) -> PaneQuestion:
     """Read a line of ``autoshard plan``; what is wrong with it is one error with all faults."""
     values = read_options("plan", _line, words)
     question, options, nodes = values["question"], values["options"], values["nodes"]
@@ -97,7 +97,7 @@ def asked_by(words: list[str]) -> Asked:
     with inside(""):
         total = token_total(tokens) if tokens is not None else None
     (request,) = options.requests(question, nodes)
-    return Asked(
+    return PaneQuestion(
         request=request, options=options, num_plans=num_searched(choose, top), choose=choose, total_tokens=total
     )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from autoshard.plan.diff import Diff
 from autoshard.plan.explanation import Answer
 from autoshard.report.brief import answers_beside, shown_answers
+from autoshard.report.page.document import head_of, theme_switch
 from autoshard.report.page.elements import Content, Markup, details, notes, sheet_section, tag
 from autoshard.report.page.plan_page import difference_section, plan_head, plan_sections
 from autoshard.report.page.shown import ShownPlan
@@ -81,22 +82,15 @@ def explorer_file(name: str) -> str:
 def explorer_page(initial: Mapping[str, str], line: str) -> str:
     """Return the page without an answer; ``line`` is what the options of a pane follow on a command line."""
     compare = tag("button", "compare two", type="button", id="compare", aria_pressed="false")
-    theme = tag("button", "dark / light", type="button", id="theme", data_tip="switch between light and dark")
+    switches = tag("span", compare, theme_switch(), class_="switches")
+    styles = [tag("link", rel="stylesheet", href=name) for name in ("page.css", "explorer.css")]
     whole = tag(
         "html",
-        tag(
-            "head",
-            tag("meta", charset="utf-8"),
-            tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            tag("title", "autoshard explore"),
-            tag("link", rel="icon", href="data:,"),
-            [tag("link", rel="stylesheet", href=name) for name in ("page.css", "explorer.css")],
-        ),
+        head_of("autoshard explore", tag("link", rel="icon", href="data:,"), styles),
         tag(
             "body",
             tag("a", "skip to the answer", href="#a-result", class_="skip"),
-            tag("header", tag("nav", tag("strong", "autoshard explore"), tag("span", compare, theme, class_="switches"),
-                              aria_label="page")),
+            tag("header", tag("nav", tag("strong", "autoshard explore"), switches, aria_label="page")),
             tag("main", tag("div", id="difference", role="region", aria_label="the second answer against the first"),
                 tag("div", [_pane(pane, initial) for pane in PANES], id="panes"), id="content", data_line=line),
             tag("footer", tag("p", f"autoshard {__version__}. Predicted figures are no measurements.")),
