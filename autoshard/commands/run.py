@@ -197,8 +197,6 @@ def _on_device(execution: Execution, launched: GivenRank | None) -> Execution:
     plan, notes = execution.plan, list[str]()
     put_environment(environment(plan))  # before torch loads what belongs to a device
     device = XLA if execution.engine == "nxd" else device_of(plan, forked=launched is None)
-    unseen = "torch's profiler sees no NeuronCore. Leave the option out, and record with neuron-profile"
-    require((not (execution.run.profile and device == XLA), "--profile", unseen))
     if device not in (XLA, HOST):
         notes = [f"devices: {device}, one for each rank"]
     elif device == HOST and (elsewhere := _elsewhere_notes(plan)):
@@ -222,7 +220,13 @@ def _in_mode(execution: Execution, wanted: str) -> Execution:
 
 
 def _refuse_machine(execution: Execution, path: Path, launched: GivenRank | None) -> None:
-    """Refuse plans that this machine cannot run, and a wrong number of ranks."""
+    """Refuse plans that this machine cannot run, steps that it cannot record, and a wrong number of ranks."""
+    last, steps = max(execution.run.profile, default=0), execution.run.training.steps
+    unseen = "torch's profiler sees no NeuronCore. Leave the option out, and record with neuron-profile"
+    require(
+        (last <= steps, "--profile", f"the run has {steps} steps, so step {last} is none of them"),
+        (not last or execution.run.device != XLA, "--profile", unseen),
+    )
     if execution.engine == "nxd":
         refuse_without_neuron(execution.plan, str(path), started=launched is not None)
     if launched is not None:

@@ -1,5 +1,6 @@
 """Recording steps with torch's profiler: a trace of each rank, in which actions have the names that the plan has."""
 
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -39,9 +40,14 @@ class StepProfile:
             self._profile.stop()
 
     def write(self) -> str:
-        """Write the trace, and return what to say of it; "" where nothing was recorded."""
+        """Write the trace, and return what to say of it; "" where nothing was recorded. A full disk ends no run."""
         if self._profile is None:
             return ""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._profile.export_chrome_trace(str(self._path))
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(self._path))
+        except OSError as error:
+            with suppress(OSError):  # there may be no part of it
+                self._path.unlink()
+            return f"its trace was not written: {error}"
         return f"each rank's trace of this step lies in {self._path.parent}; https://ui.perfetto.dev opens it"

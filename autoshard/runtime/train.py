@@ -85,6 +85,8 @@ class _Loop:
             self._state, notes = begin(plan, run, self._engine, self._hosts)
         if not self._state.trackers:
             self._state = replace(self._state, trackers=run.trackers)
+        taken = [step for step in run.profile if step <= self._state.step]
+        notes = (*notes, *(f"step {step} is not recorded: it was taken before this start" for step in taken))
         say(Started(step=self._state.step, notes=notes, trackers=self._state.trackers))
         label = CheckpointLabel(
             model=plan.model.name, candidate=str(plan.candidate),

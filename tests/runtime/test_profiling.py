@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from autoshard.plan.codec import load
-from autoshard.runtime.profiling import profile_path
+from autoshard.run.protocol import Run
+from autoshard.runtime.profiling import StepProfile, profile_path
 from autoshard.schedule.builders import Action
+from autoshard.spec.training import Training
 from tests.conftest import Typed
 
 PLAN = "plan tiny-llama --cluster local --global-batch 4 --seq-len 32 --fix pp=2,schedule=zb_h1"
@@ -47,6 +49,7 @@ def test_ranks_record_the_actions_of_their_plan_in_the_steps_that_are_asked_for(
     ("options", "complaint"),
     [
         ("--profile 0", "--profile: steps count from 1, so 0 is none"),
+        ("--profile 2,4", "--profile: the run has 3 steps, so step 4 is none of them"),
         ("--profile 2 --dry-run", "--profile: needs steps that run. Leave the other option out"),
     ],
 )
@@ -54,3 +57,23 @@ def test_steps_that_cannot_be_recorded_are_refused(options: str, complaint: str,
     assert typed(PLAN)[0] == 0
     code, _, words = typed(f"run plan.json --steps 3 {options}")
     assert code == 2 and complaint in words and not Path("runs").exists()
+
+
+def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
+    (tmp_path / "profile").write_text("a file where the folder of traces would be")
+    run = Run(folder=tmp_path, training=Training(), profile=(2,))
+    with StepProfile(run, 2, 0) as recorded:
+        pass
+    assert recorded.write().startswith("its trace was not written: ")
+    with StepProfile(run, 3, 0) as skipped:
+        pass
+    assert skipped.write() == ""
+
+
+@pytest.mark.ranks
+def test_a_step_that_was_taken_before_a_start_is_said_to_be_not_recorded(typed: Typed) -> None:
+    assert typed(PLAN)[0] == 0
+    assert typed("run plan.json --steps 2 --out first")[0] == 0
+    code, out, _ = typed("run plan.json --steps 3 --out first --profile 1,3")
+    assert code == 0 and "step 1 is not recorded: it was taken before this start" in out
+    assert {path.name.split("-")[1] for path in Path("first/profile").iterdir()} == {"3"}
